@@ -1,0 +1,22 @@
+"""Policy-gradient losses for language models, compared by declarative configuration.
+
+The names below load torch when first used, so that the command line starts fast without it.
+"""
+
+import importlib
+
+_EXPORTS = {
+    "policy_loss": "pgtoolkit.losses.policy_gradient",
+    "linear_policy_loss": "pgtoolkit.losses.policy_gradient",
+    "PolicyLoss": "pgtoolkit.losses.policy_gradient",
+    "StepTotals": "pgtoolkit.batch",
+}
+
+__all__ = list(_EXPORTS)
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'pgtoolkit' has no attribute {name!r}")
+    return getattr(importlib.import_module(_EXPORTS[name]), name)

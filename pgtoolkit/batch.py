@@ -1,0 +1,105 @@
+"""What travels from rollouts to the loss: documents, packed micro-batches, and steps with their totals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Document:
+    """One prompt with one completion.
+
+    tokens: (S,) int64, prompt followed by completion.
+    loss_mask: (S,) bool, True where the token is trained, that is, predicted from the tokens before it.
+        The first token has nothing before it and is never trained.
+    old_log_probs: (S,) float32, log-prob of each token under the policy that generated it; read only where loss_mask.
+    advantages: (S,) float32; read only where loss_mask.
+    group: number of the document's prompt group, unique within the run's data.
+    name: how messages call the document, such as `rollouts.jsonl:12`.
+    reward, exact_match, truncated, model_version: what the source knows, or None.
+    """
+
+    tokens: Tensor
+    loss_mask: Tensor
+    old_log_probs: Tensor
+    advantages: Tensor
+    group: int
+    name: str
+    reward: float | None = None
+    exact_match: bool | None = None
+    truncated: bool | None = None
+    model_version: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens the document takes in a micro-batch, trained or not."""
+        return len(self.tokens)
+
+    @property
+    def num_trained(self) -> int:
+        """N_d: number of trained tokens."""
+        return int(self.loss_mask.sum())
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Whole documents packed on one token axis of length T; what one forward and backward pass sees.
+
+    tokens, position_ids, labels, document_index: (T,) int64. Position ids restart at each document;
+        labels[t] is the token to predict at position t, or -1 where nothing is trained.
+    old_log_probs, advantages: (T,) float32, aligned with labels.
+    group_index: (documents,) int64, each document's group as numbered within the step.
+    """
+
+    tokens: Tensor
+    position_ids: Tensor
+    labels: Tensor
+    document_index: Tensor
+    old_log_probs: Tensor
+    advantages: Tensor
+    group_index: Tensor
+    names: tuple[str, ...]
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.names)
+
+    def to(self, device: torch.device) -> MicroBatch:
+        moved = {
+            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+            for name, value in vars(self).items()
+        }
+        return MicroBatch(**moved)
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """The denominators of one step, counted once over all its micro-batches and ranks (design: D, G, N, N_g).
+
+    Every delivered document and group counts, also one without a trained token; such a document adds nothing to
+    num_tokens. Counts are int or 0-dim int64 tensors; tokens_per_group is (num_groups,) int64.
+    num_groups and tokens_per_group are None where the data has no groups.
+    """
+
+    num_documents: int | Tensor
+    num_tokens: int | Tensor
+    num_empty_documents: int | Tensor
+    num_groups: int | Tensor | None = None
+    tokens_per_group: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer update: its micro-batches, its totals, and where the data stands after it.
+
+    documents: the step's documents, for messages and for the metrics that only the data knows.
+    state_after: state of the step loader once this step is done; committed with the optimizer step.
+    """
+
+    micro_batches: list[MicroBatch]
+    totals: StepTotals
+    documents: list[Document]
+    state_after: dict

@@ -1,0 +1,37 @@
+"""The errors a user can mend, each with the exit status `pgtk` ends with."""
+
+
+class PgtoolkitError(Exception):
+    """Base of every error that is reported as one message without a traceback."""
+
+    exit_status = 1
+
+
+class ConfigError(PgtoolkitError):
+    """The configuration was refused; the message lists every problem found."""
+
+    exit_status = 2
+
+
+class DataError(PgtoolkitError, ValueError):
+    """A document cannot be trained on; the message names it."""
+
+    exit_status = 3
+
+
+class NumericalError(PgtoolkitError):
+    """Too many steps with a non-finite loss or gradient."""
+
+    exit_status = 4
+
+
+class StorageError(PgtoolkitError):
+    """A checkpoint, rollout file or tracking store could not be read or written."""
+
+    exit_status = 6
+
+
+class Interrupted(PgtoolkitError):
+    """The run was stopped by a signal after saving a checkpoint; it can be resumed."""
+
+    exit_status = 75

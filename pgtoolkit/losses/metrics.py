@@ -1,0 +1,118 @@
+"""What a step reports. Sums and extrema travel between micro-batches and ranks; each mean is divided once, at the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pgtoolkit.batch import StepTotals
+from pgtoolkit.losses.segments import Segments
+from pgtoolkit.losses.surrogates import Surrogate
+
+LEVELS = ("none", "basic", "with_entropy")
+
+_BASIC_MEANS = (
+    "old_logprobs",
+    "ratio_new_old",
+    "advantage",
+    "kl_new_old",
+    "clipped_ratio_fraction",
+    "clipped_low_fraction",
+    "clipped_high_fraction",
+    "clamped_log_ratio_fraction",
+)
+_BASIC_SUMS = ("ratio_new_old_sum", "ratio_new_old_squared_sum", "ratio_weight_sum")
+
+_MEANS = {
+    "none": ("new_logprobs",),
+    "basic": ("new_logprobs", *_BASIC_MEANS),
+    "with_entropy": ("new_logprobs", *_BASIC_MEANS, "entropy"),
+}
+_MAXIMA = ("max_advantage", "max_ratio_new_old")
+_MINIMA = ("min_advantage", "min_ratio_new_old")
+
+
+@dataclass(frozen=True)
+class MetricSums:
+    """The additive part of a step's metrics: one vector to be summed and one to be maximised over pieces and ranks.
+
+    sums: (K,) float64 numerators. maxima: (M,) float64; minima travel negated, and a piece without a trained token
+    holds -inf, so that no placeholder can win.
+    """
+
+    level: str
+    sums: Tensor
+    maxima: Tensor
+
+    def merge(self, other: MetricSums) -> MetricSums:
+        return MetricSums(self.level, self.sums + other.sums, torch.maximum(self.maxima, other.maxima))
+
+    def finalize(self, totals: StepTotals) -> dict[str, Tensor]:
+        """Metric name -> 0-dim tensor, over the documents merged so far; means are divided by the step's totals.
+
+        Extrema are infinite and effective_sample_size is NaN where no token is trained.
+        """
+        means = _MEANS[self.level]
+        metrics = {name: self.sums[i] / totals.num_documents for i, name in enumerate(means)}
+        if self.level != "none":
+            first, second, weight = self.sums[len(means) :]
+            metrics["ratio_new_old_sum"] = first
+            metrics["ratio_new_old_squared_sum"] = second
+            metrics["effective_sample_size"] = first**2 / (weight * second)
+            metrics |= zip(_MAXIMA, self.maxima[: len(_MAXIMA)], strict=True)
+            metrics |= zip(_MINIMA, -self.maxima[len(_MAXIMA) :], strict=True)
+        for name in ("num_tokens", "num_documents", "num_empty_documents", "num_groups"):
+            value = getattr(totals, name)
+            if value is not None:
+                metrics[name] = torch.as_tensor(value)
+        return metrics
+
+
+@torch.no_grad()
+def metric_sums(
+    level: str,
+    loss: str,
+    surrogate: Surrogate | None,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    entropy: Tensor | None,
+    segments: Segments,
+    mask: Tensor,
+    epsilon_low: float,
+    epsilon_high: float,
+) -> MetricSums:
+    """The contribution of one piece (design, section 2.3). All tensors are T-vectors; surrogate may be None at level none."""
+    # u: one over the document's length at its trained tokens, so that each document sums to one.
+    u = segments.broadcast(1.0 / segments.counts.clamp(min=1).double())
+
+    def document_sum(values: Tensor) -> Tensor:
+        return (u * torch.where(mask, values.double(), 0.0)).sum()
+
+    values = [document_sum(log_probs)]
+    if level == "none":
+        return MetricSums(level, torch.stack(values), u.new_empty(0))
+
+    ratio, log_ratio = surrogate.ratio.double(), surrogate.log_ratio.double()
+    low, high = surrogate.ratio < 1 - epsilon_low, surrogate.ratio > 1 + epsilon_high
+    values += [
+        document_sum(old_log_probs),
+        document_sum(ratio),
+        document_sum(advantages),
+        document_sum(log_ratio.expm1() - log_ratio),
+        document_sum(low | high),
+        document_sum(low & (surrogate.advantages < 0)),
+        document_sum(high & (surrogate.advantages > 0)),
+        document_sum(surrogate.clamped),
+    ]
+    if level == "with_entropy":
+        values.append(document_sum(entropy))
+    v = mask.double() if loss == "grpo" else u
+    values += [(v * ratio).sum(), (v * ratio**2).sum(), v.sum()]
+
+    lowest = torch.full_like(u, -torch.inf)
+    extrema = [advantages.double(), ratio, -advantages.double(), -ratio]
+    maxima = [torch.where(mask, x, lowest).max() if len(x) else lowest.new_tensor(-torch.inf) for x in extrema]
+    return MetricSums(level, torch.stack(values), torch.stack(maxima))

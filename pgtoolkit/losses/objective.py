@@ -1,0 +1,141 @@
+"""The part of the loss that lives on vectors of length T, between the two vocabulary-sized kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pgtoolkit.batch import StepTotals
+from pgtoolkit.errors import DataError
+from pgtoolkit.losses.aggregation import Reducer, token_weights
+from pgtoolkit.losses.metrics import MetricSums, metric_sums
+from pgtoolkit.losses.segments import Segments
+from pgtoolkit.losses.surrogates import clipped_surrogate
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The objective of one piece of a step: log-probs in, loss and metrics out.
+
+    mask: (T,) bool. old_log_probs, advantages, weights: (T,) in the dtype the log-probs come in.
+    """
+
+    loss: str
+    epsilon_low: float
+    epsilon_high: float
+    mask: Tensor
+    old_log_probs: Tensor
+    advantages: Tensor
+    weights: Tensor
+    segments: Segments
+    totals: StepTotals
+
+    def value(self, log_probs: Tensor) -> Tensor:
+        """This piece's share of the step's loss: the sum of w_t times the surrogate. Differentiable."""
+        return (self.weights * self._surrogate(log_probs).losses).sum()
+
+    def coefficients(self, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        """(loss, c) with c_t the derivative of the loss by log_probs[t]; c is (T,), 0 where nothing is trained."""
+        with torch.enable_grad():
+            log_probs = log_probs.detach().requires_grad_()
+            loss = self.value(log_probs)
+            (c,) = torch.autograd.grad(loss, log_probs)
+        return loss.detach(), c
+
+    def metrics(self, level: str, log_probs: Tensor, entropy: Tensor | None) -> MetricSums:
+        with torch.no_grad():
+            surrogate = self._surrogate(log_probs) if level != "none" else None
+        return metric_sums(
+            level,
+            self.loss,
+            surrogate,
+            log_probs,
+            self.old_log_probs,
+            self.advantages,
+            entropy,
+            self.segments,
+            self.mask,
+            self.epsilon_low,
+            self.epsilon_high,
+        )
+
+    def check_finite(self, log_probs: Tensor) -> None:
+        """Raise DataError naming the first documents that hold a non-finite number at a trained position.
+
+        Reads the result on the host: one synchronisation on a GPU.
+        """
+        bad = self.mask & ~torch.isfinite(log_probs + self.old_log_probs + self.advantages)
+        if bad.any():
+            documents = self.segments.index[bad].unique().tolist()
+            named = ", ".join(map(str, documents[:5])) + (", ..." if len(documents) > 5 else "")
+            raise DataError(
+                f"non-finite logits, old_log_probs or advantages at a trained position of document {named}; "
+                "mask the position (label -1) or drop the document"
+            )
+
+    def _surrogate(self, log_probs):
+        return clipped_surrogate(
+            self.loss,
+            log_probs,
+            self.old_log_probs,
+            self.advantages,
+            self.segments,
+            self.mask,
+            self.epsilon_low,
+            self.epsilon_high,
+        )
+
+
+def make_objective(
+    labels: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    document_index: Tensor,
+    *,
+    loss: str,
+    epsilon_low: float,
+    epsilon_high: float,
+    aggregation: str,
+    divisor: float | None,
+    reducer: Reducer | None,
+    group_index: Tensor | None,
+    num_documents: int | None,
+    totals: StepTotals | None,
+    dtype: torch.dtype,
+) -> Objective:
+    """Settle masks, segments and weights of a piece; `dtype` is what the log-probs will come in.
+
+    Without totals the piece is the whole step. Reads tensors on the host only where the caller left sizes open.
+    """
+    mask = labels >= 0
+    if num_documents is None:
+        num_documents = int(document_index.max()) + 1 if document_index.numel() else 0
+    segments = Segments(document_index, mask, num_documents)
+    if totals is None:
+        totals, group_index = whole_step_totals(segments, group_index)
+    weights = token_weights(aggregation, totals, segments, mask, group_index, divisor, reducer)
+    return Objective(
+        loss,
+        epsilon_low,
+        epsilon_high,
+        mask,
+        old_log_probs.to(dtype),
+        advantages.to(dtype),
+        weights.to(dtype),
+        segments,
+        totals,
+    )
+
+
+def whole_step_totals(segments: Segments, group_index: Tensor | None) -> tuple[StepTotals, Tensor | None]:
+    """The totals of a step that is all in one piece, and its groups renumbered from 0 (documents,)."""
+    counts = segments.counts
+    num_groups = tokens_per_group = None
+    if group_index is not None:
+        groups, group_index = torch.unique(group_index, return_inverse=True)
+        num_groups = len(groups)
+        tokens_per_group = torch.zeros_like(groups, dtype=torch.int64).index_add_(0, group_index, counts)
+    totals = StepTotals(segments.num_documents, counts.sum(), (counts == 0).sum(), num_groups, tokens_per_group)
+    return totals, group_index

@@ -1,0 +1,71 @@
+"""The loss families: what each one takes as the ratio of a token, and the clipped surrogate they share.
+
+A family maps (log_ratio, advantages, segments), all T-vectors, to the log-ratio and advantage each token is
+judged by. Everything after that (clamp, exp, clip, min) is common ground.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pgtoolkit.losses.segments import Segments
+
+LOG_RATIO_LIMIT = 20.0
+"""The log-ratio is clamped to plus or minus this before exp: exp overflows float32 at 89, and the infinity would
+reach the gradient as 0 * inf through the branch that the clip did not select."""
+
+
+def grpo(log_ratio: Tensor, advantages: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+    """One ratio per token: r_t = exp(log_ratio_t) (arXiv 2402.03300, eq. 3)."""
+    return log_ratio, advantages
+
+
+def gspo(log_ratio: Tensor, advantages: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+    """One ratio per document: the exp of its mean log-ratio, with its mean advantage (arXiv 2507.18071, eq. 5 and 7)."""
+    return segments.broadcast(segments.mean(log_ratio)), segments.broadcast(segments.mean(advantages))
+
+
+FAMILIES = {"grpo": grpo, "gspo": gspo}
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """T-vectors of the clipped surrogate; all are finite, and 0 (ratio: 1) where nothing is trained.
+
+    losses: the surrogate loss of each token. ratio, log_ratio: after the clamp. advantages: as the family sees them.
+    clamped: bool, True where the clamp acted.
+    """
+
+    losses: Tensor
+    ratio: Tensor
+    log_ratio: Tensor
+    advantages: Tensor
+    clamped: Tensor
+
+
+def clipped_surrogate(
+    loss: str,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    segments: Segments,
+    mask: Tensor,
+    epsilon_low: float,
+    epsilon_high: float,
+) -> Surrogate:
+    """-min(ratio A, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) A) for each token (T,).
+
+    Masked positions are dropped by selection before any arithmetic, so NaN or infinity there reaches neither the
+    loss nor the gradient. The gradient passes at the clip bounds themselves (what min and clamp give).
+    """
+    unclamped, advantages = FAMILIES[loss](
+        torch.where(mask, log_probs - old_log_probs, 0.0), torch.where(mask, advantages, 0.0), segments
+    )
+    log_ratio = unclamped.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
+    losses = -torch.minimum(ratio * advantages, clipped * advantages)
+    return Surrogate(losses, ratio, log_ratio, advantages, unclamped.abs() > LOG_RATIO_LIMIT)
