@@ -6,56 +6,56 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
 
-class LossName(str, Enum):
+class LossName(StrEnum):
     grpo = "grpo"
     gspo = "gspo"
 
 
-class AggregationMode(str, Enum):
+class AggregationMode(StrEnum):
     sample_mean = "sample_mean"
     prompt_mean = "prompt_mean"
     token_mean = "token_mean"
     constant = "constant"
 
 
-class MetricsLevel(str, Enum):
+class MetricsLevel(StrEnum):
     none = "none"
     basic = "basic"
     with_entropy = "with_entropy"
 
 
-class AdvantageEstimator(str, Enum):
+class AdvantageEstimator(StrEnum):
     grpo = "grpo"
     dr_grpo = "dr_grpo"
     rloo = "rloo"
     given = "given"
 
 
-class KernelImplementation(str, Enum):
+class KernelImplementation(StrEnum):
     auto = "auto"
     torch = "torch"
     triton = "triton"
     fused_linear = "fused_linear"
 
 
-class OldLogProbs(str, Enum):
+class OldLogProbs(StrEnum):
     training = "training"
     sampling = "sampling"
 
 
-class LastStep(str, Enum):
+class LastStep(StrEnum):
     short = "short"
     drop = "drop"
     carry = "carry"
 
 
-class Schedule(str, Enum):
+class Schedule(StrEnum):
     constant = "constant"
     linear = "linear"
     cosine = "cosine"

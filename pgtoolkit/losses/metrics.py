@@ -1,4 +1,4 @@
-"""What a step reports. Sums and extrema travel between micro-batches and ranks; each mean is divided once, at the end."""
+"""What a step reports: sums and extrema travel between micro-batches and ranks, each mean is divided once."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def metric_sums(
     epsilon_low: float,
     epsilon_high: float,
 ) -> MetricSums:
-    """The contribution of one piece (design, section 2.3). All tensors are T-vectors; surrogate may be None at level none."""
+    """The contribution of one piece of a step. All tensors are T-vectors; surrogate may be None at level none."""
     # u: one over the document's length at its trained tokens, so that each document sums to one.
     u = segments.broadcast(1.0 / segments.counts.clamp(min=1).double())
 

@@ -24,7 +24,7 @@ def grpo(log_ratio: Tensor, advantages: Tensor, segments: Segments) -> tuple[Ten
 
 
 def gspo(log_ratio: Tensor, advantages: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
-    """One ratio per document: the exp of its mean log-ratio, with its mean advantage (arXiv 2507.18071, eq. 5 and 7)."""
+    """One ratio per document: exp of its mean log-ratio, with its mean advantage (arXiv 2507.18071, eq. 5 and 7)."""
     return segments.broadcast(segments.mean(log_ratio)), segments.broadcast(segments.mean(advantages))
 
 
