@@ -1,0 +1,83 @@
+"""Checkpoint files that are either whole or not there."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import numpy
+import torch
+
+from pgtoolkit.errors import StorageError
+
+
+def save_checkpoint(folder: Path, step: int, state: dict, keep: int) -> Path:
+    """Write `step-NNNNNN.ckpt` and delete all but the newest `keep`.
+
+    The file is written under a temporary name in the same folder, flushed to disk, and renamed: killed at any moment,
+    the folder holds only whole checkpoints beside at most one `.tmp`. Raises StorageError if the disk refuses.
+    """
+    path = folder / f"step-{step:06d}.ckpt"
+    temporary = path.with_suffix(".tmp")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        _sync_folder(folder)
+        for old in list_checkpoints(folder)[:-keep]:
+            old.unlink()
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise StorageError(
+            f"the checkpoint {path} could not be written: {error}. The one before it is intact."
+        ) from error
+    return path
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """All whole checkpoints, oldest first."""
+    return sorted(folder.glob("step-*.ckpt"))
+
+
+def load_checkpoint(path: Path) -> dict:
+    """The saved state, on the CPU. Tensors and plain containers only: no code in the file is run."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise StorageError(f"the checkpoint {path} cannot be read: {error}") from error
+
+
+def random_state() -> dict:
+    """State of every random number generator that a step or a rollout may draw from."""
+    kind, keys, position, has_gauss, cached = numpy.random.get_state()
+    version, internal, gauss = random.getstate()
+    state = {
+        "torch": torch.get_rng_state(),
+        "numpy": [kind, torch.from_numpy(keys.astype("int64")), position, has_gauss, cached],
+        "python": [version, list(internal), gauss],
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict) -> None:
+    torch.set_rng_state(state["torch"])
+    kind, keys, *rest = state["numpy"]
+    numpy.random.set_state((kind, keys.numpy().astype("uint32"), *rest))
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,141 @@
+"""Builds the policy: a causal transformer split into its body (hidden states) and its LM head (the loss's part)."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from pgtoolkit.config import HuggingFaceModelConfig, TinyModelConfig
+from pgtoolkit.errors import ConfigError
+
+END, PADDING = "<end>", "<padding>"
+PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A transformers causal LM with its tokenizer. Weights are float32; the body computes in `compute_dtype`."""
+
+    model: nn.Module
+    tokenizer: object
+    compute_dtype: torch.dtype = torch.float32
+
+    @property
+    def head(self) -> nn.Linear:
+        return self.model.get_output_embeddings()
+
+    def hidden_states(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
+        """(T,) packed tokens -> (T, H) in compute_dtype. Attention is causal and confined to each document:
+        transformers takes a position id that does not continue the one before as the start of another document."""
+        body = self.model.base_model
+        with self.autocast(tokens.device):
+            out = body(input_ids=tokens[None], position_ids=position_ids[None], use_cache=False)
+        hidden = out.last_hidden_state[0]
+        return hidden if self.compute_dtype == torch.float32 else hidden.to(self.compute_dtype)
+
+    def autocast(self, device: torch.device):
+        return torch.autocast(device.type, self.compute_dtype, enabled=self.compute_dtype != torch.float32)
+
+
+def build_policy(config, alphabet: str | None, max_length: int, on_gpu: bool) -> Policy:
+    """The model of `config.model` with its tokenizer.
+
+    alphabet: characters that the tiny model's tokenizer knows (None: printable ASCII).
+    max_length: longest document in tokens, for which the tiny model has positions.
+    on_gpu: what `model.dtype=auto` goes by: bfloat16 on a GPU, float32 elsewhere.
+    Raises ConfigError if the model cannot be loaded or its head is not a plain linear layer.
+    """
+    if isinstance(config, TinyModelConfig):
+        return _tiny(config, alphabet or PRINTABLE, max_length)
+    return _hugging_face(config, on_gpu)
+
+
+def _tiny(config: TinyModelConfig, alphabet: str, max_length: int) -> Policy:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    tokenizer = character_tokenizer(alphabet)
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=len(tokenizer),
+            n_positions=max_length,
+            n_embd=config.hidden_size,
+            n_layer=config.num_layers,
+            n_head=config.num_heads,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+    return Policy(model, tokenizer)
+
+
+def character_tokenizer(alphabet: str):
+    """A fast tokenizer with one token per character of `alphabet`, an end and a padding token."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = list(dict.fromkeys(alphabet))
+    vocabulary = {token: i for i, token in enumerate([*characters, END, PADDING])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PADDING))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PADDING, padding_side="left")
+
+
+def _hugging_face(config: HuggingFaceModelConfig, on_gpu: bool) -> Policy:
+    if Path(config.path).exists():
+        os.environ.setdefault(
+            "HF_HUB_OFFLINE", "1"
+        )  # a local folder needs no hub; without this a typo retries for long
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        model_config = AutoConfig.from_pretrained(config.path)
+        _switch_dropout_off(model_config)
+        if config.random_weights:
+            model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(config.path, config=model_config, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(config.path, padding_side="left")
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"model.path={config.path} cannot be loaded: {reason}") from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    _check_head(Policy(model, tokenizer), config.path)
+    bfloat16 = config.dtype == "bfloat16" or (config.dtype == "auto" and on_gpu)
+    return Policy(model, tokenizer, torch.bfloat16 if bfloat16 else torch.float32)
+
+
+def _switch_dropout_off(model_config) -> None:
+    """Dropout would make the old and new log-probs of one policy differ."""
+    for key, value in model_config.to_dict().items():
+        if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, float):
+            setattr(model_config, key, 0.0)
+
+
+@torch.no_grad()
+def _check_head(policy: Policy, path: str) -> None:
+    """Refuse a model whose logits are not `head(hidden)`: soft-capping or scaling would silently be left out."""
+    head = policy.head
+    tokens = torch.arange(4) % policy.model.config.get_text_config().vocab_size
+    positions = torch.arange(4)
+    if isinstance(head, nn.Linear):
+        expected = policy.model(input_ids=tokens[None], position_ids=positions[None], use_cache=False).logits[0]
+        found = head(policy.hidden_states(tokens, positions))
+        if torch.allclose(expected, found, rtol=1e-3, atol=1e-4):
+            return
+    raise ConfigError(
+        f"model.path={path} needs a plain linear LM head (got {type(head).__name__} whose output is not the logits). "
+        "The loss computes logits itself as hidden @ weight.T + bias; soft-capping or scaling is not supported."
+    )

@@ -1,0 +1,179 @@
+"""The LightningModule: one training step is one optimizer update over all micro-batches of a Step."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import lightning
+import torch
+from torch import Tensor
+
+from pgtoolkit.batch import MicroBatch, Step, StepTotals
+from pgtoolkit.config import Config
+from pgtoolkit.errors import NumericalError
+from pgtoolkit.losses.aggregation import load_reducer
+from pgtoolkit.losses.policy_gradient import PolicyLoss, linear_policy_loss
+from pgtoolkit.rollouts.data_metrics import data_metrics
+from pgtoolkit.rollouts.generation import Completion, generate
+from pgtoolkit.training.model import Policy
+from pgtoolkit.training.optimizer import make_optimizer, make_scheduler
+
+
+class PolicyGradientModule(lightning.LightningModule):
+    """Trains `policy` by the loss that `config` describes.
+
+    Manual optimization: a batch is a whole Step, so progress, schedules and checkpoints count optimizer steps.
+    num_updates counts the optimizer updates taken; documents_seen all documents delivered, also those of a step
+    that was skipped.
+    """
+
+    def __init__(self, config: Config, policy: Policy):
+        super().__init__()
+        self.automatic_optimization = False
+        self.config = config
+        self.policy = policy
+        self.model = policy.model  # registered here, so that Lightning moves it
+        self.num_updates = 0
+        self.documents_seen = 0
+        self.num_skipped_steps = 0
+        self._bad_steps_in_a_row = 0
+        reducer = config.aggregation.reducer
+        self._reducer = load_reducer(reducer) if reducer else None
+
+    def configure_optimizers(self):
+        optimizer = make_optimizer(self.model, self.config.optimizer)
+        return [optimizer], [make_scheduler(optimizer, self.config.optimizer, self.config.trainer.max_steps)]
+
+    def transfer_batch_to_device(self, batch: Step, device: torch.device, dataloader_idx: int) -> Step:
+        return batch  # the micro-batches are moved one at a time
+
+    def training_step(self, step: Step, batch_index: int) -> dict[str, float]:
+        """One optimizer update, or none where nothing is trained or a number is not finite. Returns the metrics."""
+        started = time.perf_counter()
+        self.documents_seen += step.totals.num_documents
+        metrics = data_metrics(step.documents, self.num_updates)
+        if step.totals.num_tokens == 0:
+            self.num_skipped_steps += 1
+        else:
+            metrics |= self._update(step)
+        seconds = time.perf_counter() - started
+        return metrics | {
+            "documents_seen": self.documents_seen,
+            "num_skipped_steps": self.num_skipped_steps,
+            "tokens_per_second": step.totals.num_tokens / seconds,
+        }
+
+    def _update(self, step: Step) -> dict[str, float]:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        outputs = []
+        for micro_batch in step.micro_batches:
+            out = self._loss(micro_batch, step.totals)
+            self.manual_backward(out.loss)
+            outputs.append(out)
+        metrics = self._step_metrics(outputs, step.totals) | {"learning_rate": optimizer.param_groups[0]["lr"]}
+        if math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"]):
+            optimizer.step()
+            self.lr_schedulers().step()
+            self.num_updates += 1
+            self._bad_steps_in_a_row = 0
+        else:
+            self._skip_bad_step(step, outputs, metrics)
+        return metrics
+
+    def _step_metrics(self, outputs: list[PolicyLoss], totals: StepTotals) -> dict[str, float]:
+        """Clips the gradient and reads all numbers of the step in one transfer to the host."""
+        sums = outputs[0].metric_sums
+        for out in outputs[1:]:
+            sums = sums.merge(out.metric_sums)
+        limit = self.config.optimizer.max_grad_norm
+        metrics = {
+            "loss": torch.stack([out.loss.detach().double() for out in outputs]).sum(),
+            "grad_norm": torch.nn.utils.clip_grad_norm_(self.parameters(), math.inf if limit is None else limit),
+            **sums.finalize(totals),
+        }
+        on_device = [torch.as_tensor(value, device=self.device).double() for value in metrics.values()]
+        return dict(zip(metrics, torch.stack(on_device).tolist(), strict=True)) | {"num_micro_batches": len(outputs)}
+
+    def _skip_bad_step(self, step: Step, outputs: list[PolicyLoss], metrics: dict[str, float]) -> None:
+        """Leaves the weights as they are; raises NumericalError after `trainer.max_bad_steps` in a row."""
+        self.num_skipped_steps += 1
+        self._bad_steps_in_a_row += 1
+        message = (
+            f"loss={metrics['loss']:g}, grad_norm={metrics['grad_norm']:g}: no update was made. {_blame(step, outputs)}"
+        )
+        if self._bad_steps_in_a_row >= self.config.trainer.max_bad_steps:
+            raise NumericalError(
+                f"{self._bad_steps_in_a_row} steps in a row were not finite (trainer.max_bad_steps="
+                f"{self.config.trainer.max_bad_steps}). The last: {message}"
+            )
+        print(f"pgtk: warning: {message}", flush=True)
+
+    def _loss(self, micro_batch: MicroBatch, totals: StepTotals) -> PolicyLoss:
+        """This micro-batch's share of the step's loss and metrics."""
+        config = self.config
+        return self._forward(
+            micro_batch,
+            loss=config.loss.name.value,
+            epsilon_low=config.loss.epsilon_low,
+            epsilon_high=config.loss.epsilon_high,
+            num_splits=config.loss.num_splits,
+            aggregation=config.aggregation.mode.value,
+            divisor=config.aggregation.divisor,
+            reducer=self._reducer,
+            totals=totals,
+            metrics=config.metrics.level.value,
+        )
+
+    @torch.no_grad()
+    def log_probs(self, micro_batch: MicroBatch) -> Tensor:
+        """(T,) log-prob of each label by the forward pass that training uses."""
+        return self._forward(micro_batch, loss="grpo", aggregation="token_mean").log_probs
+
+    def _forward(self, micro_batch: MicroBatch, **objective) -> PolicyLoss:
+        config, head = self.config, self.policy.head
+        micro_batch = micro_batch.to(self.device)
+        return linear_policy_loss(
+            self.policy.hidden_states(micro_batch.tokens, micro_batch.position_ids),
+            head.weight,
+            micro_batch.labels,
+            micro_batch.old_log_probs,
+            micro_batch.advantages,
+            micro_batch.document_index,
+            bias=head.bias,
+            group_index=micro_batch.group_index,
+            num_documents=micro_batch.num_documents,
+            temperature=config.rollout.temperature,
+            impl=config.kernel.implementation.value,
+            logits_memory_mb=config.kernel.logits_memory_mb,
+            fp32_logits=config.model.fp32_lm_head,
+            check_finite=False,  # looked at once per step, in the loss and the gradient
+            **objective,
+        )
+
+    def generate(self, prompts: list[list[int]]) -> list[Completion]:
+        """One sampled completion per prompt, as `config.rollout` says."""
+        rollout = self.config.rollout
+        with self.policy.autocast(self.device):
+            return generate(
+                self.model,
+                self.policy.tokenizer,
+                prompts,
+                rollout.max_completion_length,
+                rollout.temperature,
+                rollout.top_p,
+            )
+
+
+def _blame(step: Step, outputs: list[PolicyLoss]) -> str:
+    """Names the documents whose log-probs are not finite, or else all documents of the step."""
+    names = []
+    for micro_batch, out in zip(step.micro_batches, outputs, strict=True):
+        bad = ~torch.isfinite(out.log_probs.cpu() + micro_batch.old_log_probs + micro_batch.advantages)
+        bad &= micro_batch.labels >= 0
+        names += [micro_batch.names[i] for i in micro_batch.document_index[bad].unique().tolist()]
+    reason = "Not finite already in the log-probs of" if names else "Every log-prob is finite; the step's documents are"
+    names = names or [document.name for document in step.documents]
+    shown = "; ".join(names[:8]) + (f"; and {len(names) - 8} more" if len(names) > 8 else "")
+    return f"{reason}: {shown}."

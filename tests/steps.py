@@ -1,0 +1,56 @@
+"""Made-up steps of documents for the tests of losses and kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LOSSES = ("grpo", "gspo")
+AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
+LEVELS = ("none", "basic", "with_entropy")
+EPSILONS = {"grpo": {"epsilon_low": 0.2, "epsilon_high": 0.25}, "gspo": {"epsilon_low": 0.02, "epsilon_high": 0.03}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """The positional arguments of policy_loss, with each document's group and the number of documents."""
+
+    logits: Tensor
+    labels: Tensor
+    old_log_probs: Tensor
+    advantages: Tensor
+    document_index: Tensor
+    group_index: Tensor
+    num_documents: int
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.logits, self.labels, self.old_log_probs, self.advantages, self.document_index
+
+
+def make_case(seed: int = 0, vocabulary: int = 13, lengths=(7, 1, 5, 12, 3, 4), temperature: float = 1.0) -> Case:
+    """Documents of the given lengths in three uneven, interleaved groups.
+
+    The first token of a document of more than two is masked, the last document wholly so. Old log-probs are the new
+    ones plus noise, so that some tokens clip on each side and most do not. Advantages are constant in a document.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    total, count = sum(lengths), len(lengths)
+    document_index = torch.repeat_interleave(torch.arange(count), torch.tensor(lengths))
+    logits = torch.randn(total, vocabulary, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, vocabulary, (total,), generator=generator)
+    noise = 0.15 * torch.randn(total, generator=generator, dtype=torch.float64)
+    new = (logits / temperature).log_softmax(-1).gather(-1, labels[:, None]).squeeze(-1)
+    # A document's own drift makes sequence ratios leave the GSPO range on both sides.
+    drift = 0.03 * torch.randn(count, generator=generator, dtype=torch.float64)
+    advantages = torch.randn(count, generator=generator, dtype=torch.float64)[document_index]
+    starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
+    for start, length in zip(starts.tolist(), lengths, strict=True):
+        if length > 2:
+            labels[start] = -1
+    labels[document_index == count - 1] = -1
+    groups = torch.tensor([0, 1, 0, 2, 1, 2])
+    group_index = groups[torch.arange(count) % len(groups)]
+    return Case(logits, labels, new + noise + drift[document_index], advantages, document_index, group_index, count)

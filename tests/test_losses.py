@@ -1,0 +1,301 @@
+"""The loss against its specification, the worked example, and the ways in which others were wrong."""
+
+import math
+
+import pytest
+import torch
+from steps import AGGREGATIONS, EPSILONS, LEVELS, LOSSES, make_case
+
+from pgtoolkit import policy_loss
+from pgtoolkit.batch import StepTotals
+from pgtoolkit.errors import DataError
+from pgtoolkit.losses import reference
+
+
+def divisor_of(aggregation):
+    return 8.0 if aggregation == "constant" else None
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_matches_reference(loss, aggregation, level, temperature):
+    case = make_case(seed=12, temperature=temperature)
+    options = {
+        "loss": loss,
+        "aggregation": aggregation,
+        "divisor": divisor_of(aggregation),
+        "group_index": case.group_index,
+        "metrics": level,
+        "temperature": temperature,
+        **EPSILONS[loss],
+    }
+    logits = case.logits.clone().requires_grad_()
+    out = policy_loss(logits, *case.tensors[1:], **options)
+    out.loss.backward()
+    expected = reference.policy_loss(*case.tensors, **options)
+    assert float(out.loss.detach()) == pytest.approx(expected.loss, rel=1e-12, abs=1e-15)
+    assert out.log_probs.tolist() == pytest.approx(expected.log_probs, rel=1e-12)
+    torch.testing.assert_close(logits.grad, expected.gradient, rtol=1e-11, atol=1e-14)
+    found = {name: float(value) for name, value in out.metrics.items()}
+    assert found == pytest.approx(expected.metrics, rel=1e-10, abs=1e-14)
+
+
+def test_the_case_clips_on_both_sides_but_not_mostly():
+    """Guards the other tests: without clipped tokens they would not see the clip at all."""
+    for loss in LOSSES:
+        case = make_case(seed=12)
+        found = policy_loss(*case.tensors, loss=loss, metrics="basic", **EPSILONS[loss]).metrics
+        assert found["clipped_low_fraction"] > 0
+        assert found["clipped_high_fraction"] > 0
+        assert found["clipped_ratio_fraction"] < 0.8
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [("sample_mean", 0.875), ("prompt_mean", 1.3125), ("token_mean", 13 / 12), ("constant", 0.40625)],
+)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_worked_example(loss, aggregation, expected):
+    """a: 2 tokens of loss 1, b: 6 of 0.5 (prompt 1); c: 4 of 2, d: 6 masked (prompt 2); L = 8. On policy, so l = -A."""
+    lengths = [2, 6, 4, 6]
+    document_index = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
+    advantages = -torch.tensor([1.0, 0.5, 2.0, 123.0], dtype=torch.float64)[document_index]
+    labels = torch.where(document_index < 3, 1, -1)
+    logits = torch.zeros(18, 4, dtype=torch.float64)
+    old = torch.full((18,), -math.log(4), dtype=torch.float64)
+    out = policy_loss(
+        logits,
+        labels,
+        old,
+        advantages,
+        document_index,
+        loss=loss,
+        aggregation=aggregation,
+        divisor=divisor_of(aggregation),
+        group_index=torch.tensor([1, 1, 2, 2]),
+    )
+    assert float(out.loss) == pytest.approx(expected, rel=1e-14)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_on_policy_numbers(loss):
+    """The first step of a run: ratio 1, no divergence, nothing clipped; with centred advantages the loss is 0."""
+    case = make_case()
+    on_policy = policy_loss(*case.tensors, loss=loss).log_probs
+    trained = [d for d in range(case.num_documents) if (case.labels[case.document_index == d] >= 0).any()]
+    centred = torch.zeros(case.num_documents, dtype=torch.float64)
+    centred[trained] = torch.linspace(-1, 1, len(trained), dtype=torch.float64)
+    out = policy_loss(
+        case.logits,
+        case.labels,
+        on_policy,
+        centred[case.document_index],
+        case.document_index,
+        loss=loss,
+        metrics="basic",
+    )
+    assert float(out.metrics["ratio_new_old"]) == pytest.approx(len(trained) / case.num_documents)
+    assert float(out.metrics["kl_new_old"]) == 0
+    assert float(out.metrics["clipped_ratio_fraction"]) == 0
+    assert float(out.loss) == pytest.approx(0, abs=1e-15)
+
+
+def test_gspo_ratio_is_the_exp_of_the_mean_and_not_of_the_sum():
+    labels = torch.zeros(4, dtype=torch.int64)
+    logits = torch.zeros(4, 2, dtype=torch.float64)
+    old = torch.full((4,), math.log(0.5) - 0.1, dtype=torch.float64)
+    ones = torch.ones(4, dtype=torch.float64)
+    out = policy_loss(logits, labels, old, ones, labels, loss="gspo", epsilon_low=0.9, epsilon_high=9.0)
+    assert float(out.loss) == pytest.approx(-math.exp(0.1), rel=1e-14)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_masked_positions_may_hold_anything(loss, poison):
+    case = make_case()
+    expected = policy_loss(*case.tensors, loss=loss, metrics="with_entropy")
+    masked = case.labels < 0
+    old, advantages, logits = case.old_log_probs.clone(), case.advantages.clone(), case.logits.clone()
+    old[masked], advantages[masked], logits[masked] = poison, -poison, poison
+    logits.requires_grad_()
+    out = policy_loss(logits, case.labels, old, advantages, case.document_index, loss=loss, metrics="with_entropy")
+    out.loss.backward()
+    assert float(out.loss.detach()) == float(expected.loss)
+    assert {k: float(v) for k, v in out.metrics.items()} == {k: float(v) for k, v in expected.metrics.items()}
+    assert (logits.grad[masked] == 0).all()
+    assert torch.isfinite(logits.grad).all()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_padding_may_carry_any_document_number(loss):
+    case = make_case()
+    expected = policy_loss(*case.tensors, loss=loss)
+    for number in (case.num_documents, 10**9, -1):
+        padded = [torch.cat([x, x[:3]]) for x in case.tensors[:4]]
+        padded[1][-3:] = -1
+        index = torch.cat([case.document_index, torch.full((3,), number)])
+        out = policy_loss(*padded, index, loss=loss, num_documents=case.num_documents)
+        assert float(out.loss) == float(expected.loss)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_a_masked_document_counts_as_a_document_and_adds_no_phantom_token(aggregation):
+    case = make_case()
+    options = {"aggregation": aggregation, "divisor": divisor_of(aggregation), "group_index": case.group_index}
+    with_it = policy_loss(*case.tensors, **options, metrics="basic")
+    keep = case.document_index < case.num_documents - 1
+    without = policy_loss(
+        *[x[keep] for x in case.tensors], **(options | {"group_index": case.group_index[:-1]}), metrics="basic"
+    )
+    assert int(with_it.metrics["num_tokens"]) == int(without.metrics["num_tokens"]) == int((case.labels >= 0).sum())
+    assert int(with_it.metrics["num_empty_documents"]) == 1
+    share = {"sample_mean": 5 / 6, "constant": 5 / 6, "token_mean": 1.0, "prompt_mean": 1.0}[aggregation]
+    assert float(with_it.loss) == pytest.approx(share * float(without.loss), rel=1e-14)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_step_without_trained_tokens_is_zero(loss):
+    case = make_case()
+    logits = case.logits.clone().requires_grad_()
+    for aggregation in AGGREGATIONS:
+        out = policy_loss(
+            logits,
+            torch.full_like(case.labels, -1),
+            *case.tensors[2:],
+            loss=loss,
+            aggregation=aggregation,
+            divisor=divisor_of(aggregation),
+            group_index=case.group_index,
+        )
+        out.loss.backward()
+        assert float(out.loss.detach()) == 0
+        assert (logits.grad == 0).all()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize("log_ratio", [89.0, 500.0, -500.0, 20.0, -20.0])
+def test_huge_log_ratios_stay_finite(loss, advantage, log_ratio):
+    """exp would overflow float32; the gradient of the branch that min does not take would be 0 * inf."""
+    logits = torch.zeros(1, 2, requires_grad=True)
+    old = torch.tensor([math.log(0.5) - log_ratio])
+    index = torch.zeros(1, dtype=torch.int64)
+    out = policy_loss(logits, index, old, torch.tensor([advantage]), index, loss=loss, metrics="basic")
+    out.loss.backward()
+    assert torch.isfinite(out.loss)
+    assert torch.isfinite(logits.grad).all()
+    assert all(math.isfinite(value) for value in out.metrics.values())
+    assert float(out.metrics["clamped_log_ratio_fraction"]) == (abs(log_ratio) > 21)
+
+
+@pytest.mark.parametrize(("advantage", "bound"), [(1.0, 1.25), (-1.0, 0.75)])
+def test_the_gradient_passes_at_the_clip_bound_itself(advantage, bound):
+    """epsilon 0.25 makes both bounds exact in binary; the surrogate is evaluated at a ratio equal to the bound."""
+    from pgtoolkit.losses.segments import Segments
+    from pgtoolkit.losses.surrogates import clipped_surrogate
+
+    mask = torch.ones(1, dtype=torch.bool)
+    segments = Segments(torch.zeros(1, dtype=torch.int64), mask, 1)
+    # Search the log-ratio whose exp is exactly the bound.
+    x = math.log(bound)
+    candidates = [x, math.nextafter(x, 9), math.nextafter(x, -9)]
+    exact = next(c for c in candidates if float(torch.tensor(c, dtype=torch.float64).exp()) == bound)
+    for nudge, passes in ((0.0, True), (1e-9 * advantage, False), (-1e-9 * advantage, True)):
+        new = torch.tensor([exact + nudge], dtype=torch.float64, requires_grad=True)
+        zero, A = torch.zeros(1, dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64)
+        clipped_surrogate("grpo", new, zero, A, segments, mask, 0.25, 0.25).losses.sum().backward()
+        assert (float(new.grad) != 0) is passes
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_gradcheck(loss, aggregation):
+    case = make_case(lengths=(3, 1, 4, 2, 2, 2), vocabulary=5)
+
+    def value(logits):
+        return policy_loss(
+            logits,
+            *case.tensors[1:],
+            loss=loss,
+            aggregation=aggregation,
+            divisor=divisor_of(aggregation),
+            group_index=case.group_index,
+            **EPSILONS[loss],
+        ).loss
+
+    assert torch.autograd.gradcheck(value, (case.logits.clone().requires_grad_(),))
+
+
+def test_documents_need_not_be_contiguous():
+    case = make_case()
+    order = torch.randperm(len(case.labels), generator=torch.Generator().manual_seed(1))
+    for loss in LOSSES:
+        straight = policy_loss(*case.tensors, loss=loss)
+        scattered = policy_loss(*[x[order] for x in case.tensors], loss=loss)
+        assert float(scattered.loss) == pytest.approx(float(straight.loss), rel=1e-13)
+
+
+def test_groups_may_have_any_numbers():
+    case = make_case()
+    options = {"aggregation": "prompt_mean"}
+    plain = policy_loss(*case.tensors, group_index=case.group_index, **options)
+    renamed = policy_loss(*case.tensors, group_index=case.group_index * 10**12 - 7, **options)
+    assert float(renamed.loss) == float(plain.loss)
+
+
+@pytest.mark.parametrize("field", [0, 2, 3])
+def test_non_finite_data_names_the_document(field):
+    case = make_case()
+    tensors = [x.clone() for x in case.tensors]
+    position = int((case.document_index == 3).nonzero()[2])
+    tensors[field][position] = math.nan
+    with pytest.raises(DataError, match="document 3"):
+        policy_loss(*tensors)
+
+
+def test_custom_reducer_takes_precedence_and_is_masked():
+    case = make_case()
+
+    def one_over_all_positions(totals: StepTotals, *, mask, **_):
+        return torch.full(mask.shape, 1 / len(mask))
+
+    out = policy_loss(*case.tensors, loss="grpo", aggregation="token_mean", reducer=one_over_all_positions)
+    token_mean = policy_loss(*case.tensors, loss="grpo", aggregation="token_mean")
+    share = int((case.labels >= 0).sum()) / len(case.labels)
+    assert float(out.loss) == pytest.approx(share * float(token_mean.loss), rel=1e-6)
+    with pytest.raises(ValueError, match="one weight per token"):
+        policy_loss(*case.tensors, reducer=lambda totals, **_: torch.ones(3))
+
+
+@pytest.mark.parametrize("divisor", [0, -1, math.nan, math.inf, True, "abc", None])
+def test_constant_refuses_a_divisor_that_cannot_divide(divisor):
+    with pytest.raises(ValueError, match="finite divisor > 0"):
+        policy_loss(*make_case().tensors, aggregation="constant", divisor=divisor)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"aggregation": "sample_mean", "divisor": 8}, "no effect"),
+        ({"aggregation": "prompt_mean"}, "needs group_index"),
+        ({"aggregation": "mean"}, "unknown"),
+        ({"loss": "ppo"}, "unknown"),
+        ({"metrics": "all"}, "unknown"),
+        ({"impl": "cuda"}, "unknown"),
+        ({"epsilon_low": 0.0}, "epsilon_low"),
+        ({"epsilon_low": 1.0}, "epsilon_low"),
+        ({"epsilon_high": math.nan}, "epsilon_high"),
+        ({"temperature": 0.0}, "temperature"),
+    ],
+)
+def test_arguments_that_cannot_be_right_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        policy_loss(*make_case().tensors, **options)
+
+
+def test_wrong_shapes_are_refused():
+    case = make_case()
+    with pytest.raises(ValueError, match="one entry per row"):
+        policy_loss(case.logits, case.labels[:-1], *case.tensors[2:])
