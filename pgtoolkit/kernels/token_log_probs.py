@@ -21,11 +21,12 @@ def token_log_probs(
 
     Entropy is of the tempered distribution, detached, and None unless asked for.
     """
-    implementation = _choose(impl)
+    implementation = choose_implementation(impl, logits.device)
     return _TokenLogProbs.apply(logits, labels, temperature, with_entropy, implementation)
 
 
-def _choose(impl: str):
+def choose_implementation(impl: str, device: torch.device):
+    """The module with the vocabulary-sized passes; "auto" goes by device."""
     name = "torch" if impl == "auto" else impl
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"impl={impl!r} is unknown; choose one of auto, {', '.join(IMPLEMENTATIONS)}")

@@ -32,6 +32,21 @@ def forward(
     return log_probs, log_sum_exp, entropy
 
 
+def forward_score_(
+    logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(log_probs, entropy, score): as `forward`, and the logits overwritten by score = onehot(label) - softmax.
+
+    All labels must be >= 0. score is (T, V) in `dtype`, in the memory of the logits where the dtypes are the same.
+    """
+    log_probs, log_sum_exp, entropy = forward(logits, labels, temperature, with_entropy)
+    for rows in _row_blocks(logits):
+        score = (_scaled(logits[rows], temperature) - log_sum_exp[rows].unsqueeze(-1)).exp().neg_()
+        score.scatter_add_(-1, labels[rows].unsqueeze(-1), torch.ones_like(score[:, :1]))
+        logits[rows] = score.to(logits.dtype)
+    return log_probs, entropy, logits.to(dtype)
+
+
 def backward(logits: Tensor, labels: Tensor, log_sum_exp: Tensor, coefficients: Tensor, temperature: float) -> Tensor:
     """Gradient (T, V) in the logits' dtype: (c_t / temperature) (onehot(label) - softmax), 0 in rows with c_t = 0."""
     gradient = torch.empty_like(logits)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +12,10 @@ from pgtoolkit.errors import DataError
 from pgtoolkit.losses.aggregation import Reducer, token_weights
 from pgtoolkit.losses.metrics import MetricSums, metric_sums
 from pgtoolkit.losses.segments import Segments
-from pgtoolkit.losses.surrogates import clipped_surrogate
+from pgtoolkit.losses.surrogates import FAMILIES, clipped_surrogate
+
+NEEDS_WHOLE_DOCUMENTS = {"grpo": False, "gspo": True}
+"""Whether a token's coefficient depends on the log-probs of the other tokens of its document."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,27 @@ class Objective:
             loss = self.value(log_probs)
             (c,) = torch.autograd.grad(loss, log_probs)
         return loss.detach(), c
+
+    def informative(self) -> Tensor:
+        """(T,) bool: False where c_t is 0 whatever the log-probs turn out to be (untrained, or of zero advantage)."""
+        _, advantages = FAMILIES[self.loss](
+            torch.zeros_like(self.advantages), torch.where(self.mask, self.advantages, 0.0), self.segments
+        )
+        return self.mask & (advantages != 0)
+
+    def take(self, rows: Tensor | slice, segments: Segments | None) -> Objective:
+        """The share of some rows, in that order; documents that the family needs whole must be whole in it.
+
+        segments: the same rows' documents; None only for a family that judges tokens one by one.
+        """
+        return replace(
+            self,
+            mask=self.mask[rows],
+            old_log_probs=self.old_log_probs[rows],
+            advantages=self.advantages[rows],
+            weights=self.weights[rows],
+            segments=segments,
+        )
 
     def metrics(self, level: str, log_probs: Tensor, entropy: Tensor | None) -> MetricSums:
         with torch.no_grad():

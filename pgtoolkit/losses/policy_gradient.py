@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.batch import StepTotals
-from pgtoolkit.kernels.token_log_probs import token_log_probs
+from pgtoolkit.kernels.linear import Head, linear_loss
+from pgtoolkit.kernels.plan import rows_within
+from pgtoolkit.kernels.products import linear
+from pgtoolkit.kernels.token_log_probs import choose_implementation, token_log_probs
 from pgtoolkit.losses.aggregation import Reducer
 from pgtoolkit.losses.metrics import LEVELS, MetricSums
-from pgtoolkit.losses.objective import make_objective
+from pgtoolkit.losses.objective import NEEDS_WHOLE_DOCUMENTS, Objective, make_objective
 from pgtoolkit.losses.surrogates import FAMILIES
 
 
@@ -85,10 +88,107 @@ def policy_loss(
         dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32,
     )
     log_probs, entropy = token_log_probs(logits, labels, temperature, metrics == "with_entropy", impl)
+    return _result(objective, objective.value(log_probs), log_probs.detach(), entropy, metrics, check_finite)
+
+
+def linear_policy_loss(
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    labels: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    document_index: Tensor,
+    *,
+    bias: Tensor | None = None,
+    loss: str = "gspo",
+    epsilon_low: float = 3e-4,
+    epsilon_high: float = 4e-4,
+    aggregation: str = "sample_mean",
+    divisor: float | None = None,
+    reducer: Reducer | None = None,
+    group_index: Tensor | None = None,
+    num_documents: int | None = None,
+    totals: StepTotals | None = None,
+    temperature: float = 1.0,
+    metrics: str = "none",
+    impl: str = "auto",
+    check_finite: bool = True,
+    fp32_logits: bool = False,
+    num_splits: int = 1,
+    logits_memory_mb: int = 512,
+    weight_gradient: Tensor | None = None,
+) -> PolicyLoss:
+    """`policy_loss` of the logits hidden @ lm_head_weight.T + bias, which need never exist in full.
+
+    hidden: (T, H). lm_head_weight: (V, H), cast to hidden's dtype if it has another. bias: (V,) or None. The other
+    tensors and keywords are those of `policy_loss`; what follows is what is different.
+
+    impl: "fused_linear" takes the trained tokens in chunks of whole documents whose logits fit logits_memory_mb (MiB)
+        and computes loss and gradients in one pass; a document longer than a chunk takes a second product for its
+        logits. Rows that are not trained are not multiplied, and rows of zero advantage only forward. "torch",
+        "triton" and "reference" materialise all logits; with num_splits > 1 (grpo only) those of one of num_splits
+        contiguous cuts at a time. "auto" is "fused_linear", or by device where num_splits > 1.
+    fp32_logits: logits in float32 from hidden and weight in half precision (the fp32 LM head).
+    weight_gradient: (V, H) float32 (float64 for float64 hidden), to which the weight's gradient is added during the
+        call itself, so that it adds up in float32 over micro-batches; autograd then sees the weight as a constant,
+        and the loss must be backpropagated as it is: a backward of a scaled loss is an error. "fused_linear" only.
+
+    The gradients are computed in the forward call, where grad mode is on, and handed out by the first backward.
+    """
+    _check_choices(loss, metrics, epsilon_low, epsilon_high, temperature)
+    _check_shapes(hidden, labels, old_log_probs, advantages, document_index)
+    if lm_head_weight.dim() != 2 or lm_head_weight.shape[1] != hidden.shape[1]:
+        raise ValueError(f"lm_head_weight needs shape (V, {hidden.shape[1]}) (got {tuple(lm_head_weight.shape)})")
+    if num_splits > 1 and NEEDS_WHOLE_DOCUMENTS[loss]:
+        raise ValueError(f"num_splits={num_splits} needs loss='grpo' (got {loss!r}): its ratio is a whole document's")
+    if num_splits > 1 and impl in ("fused_linear", "reference"):
+        raise ValueError(f"num_splits={num_splits} has no effect with impl={impl!r}; it cuts materialised logits")
+    fused = impl == "fused_linear" or (impl == "auto" and num_splits == 1)
+    if weight_gradient is not None and not fused:
+        raise ValueError(f"weight_gradient needs impl='fused_linear' (got {impl!r})")
+    keywords = {
+        "loss": loss,
+        "epsilon_low": epsilon_low,
+        "epsilon_high": epsilon_high,
+        "aggregation": aggregation,
+        "divisor": divisor,
+        "reducer": reducer,
+        "group_index": group_index,
+        "num_documents": num_documents,
+        "totals": totals,
+    }
+    tensors = (labels, old_log_probs, advantages, document_index)
+    if not fused and num_splits == 1:
+        logits = linear(hidden, lm_head_weight, bias, fp32_logits)
+        keywords |= {"temperature": temperature, "metrics": metrics, "impl": impl, "check_finite": check_finite}
+        return policy_loss(logits, *tensors, **keywords)
+
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    objective = make_objective(*tensors, **keywords, dtype=wide)
     if check_finite:
-        objective.check_finite(log_probs.detach())
-    sums = objective.metrics(metrics, log_probs.detach(), entropy)
-    return PolicyLoss(objective.value(log_probs), log_probs.detach(), sums.finalize(objective.totals), sums)
+        # Before any product, so that bad data cannot reach weight_gradient.
+        objective.check_finite(torch.zeros_like(objective.weights))
+    max_rows = -(-len(hidden) // num_splits)
+    if fused:
+        max_rows = rows_within(logits_memory_mb, lm_head_weight.shape[0], wide if fp32_logits else hidden.dtype)
+    head = Head(
+        implementation=choose_implementation("auto" if fused else impl, hidden.device),
+        max_rows=max(1, max_rows),
+        temperature=temperature,
+        with_entropy=metrics == "with_entropy",
+        fp32_logits=fp32_logits,
+        with_gradient=torch.is_grad_enabled(),
+        weight_gradient=weight_gradient,
+    )
+    value, log_probs, entropy = linear_loss(hidden, lm_head_weight, bias, labels, objective, head)
+    return _result(objective, value, log_probs, entropy, metrics, check_finite)
+
+
+def _result(objective: Objective, value, log_probs, entropy, metrics, check_finite) -> PolicyLoss:
+    if check_finite:
+        objective.check_finite(log_probs)
+    sums = objective.metrics(metrics, log_probs, entropy)
+    return PolicyLoss(value, log_probs, sums.finalize(objective.totals), sums)
 
 
 def _check_choices(loss, metrics, epsilon_low, epsilon_high, temperature):

@@ -24,6 +24,13 @@ class Segments:
         counts = torch.zeros(num_documents + 1, dtype=torch.int64, device=mask.device)
         self._lengths = counts.index_add_(0, self.index, torch.ones_like(self.index))
 
+    @classmethod
+    def of_sorted(cls, index: Tensor, counts: Tensor) -> Segments:
+        """Documents that lie one after the other, all of it trained: index (T,) ascending from 0, counts (D,)."""
+        segments = cls.__new__(cls)
+        segments.num_documents, segments.index, segments.order, segments._lengths = len(counts), index, None, counts
+        return segments
+
     @property
     def counts(self) -> Tensor:
         """(D,) int64: trained tokens of each document, N_d."""
@@ -42,11 +49,15 @@ class Segments:
         return self.sum(values) / self.counts.clamp(min=1)
 
     def _reduce(self, values: Tensor) -> Tensor:
-        sums = torch.segment_reduce(values[self.order], "sum", lengths=self._lengths, unsafe=True)
+        if self.order is not None:
+            values = values[self.order]
+        sums = torch.segment_reduce(values.contiguous(), "sum", lengths=self._lengths, unsafe=True)
         return sums[: self.num_documents]
 
     def _spread(self, values: Tensor) -> Tensor:
-        return torch.cat([values, values.new_zeros(1)])[self.index]
+        if self.order is not None:
+            values = torch.cat([values, values.new_zeros(1)])
+        return values[self.index]
 
 
 class _Sum(torch.autograd.Function):

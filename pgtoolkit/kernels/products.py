@@ -1,0 +1,56 @@
+"""Matrix products with a float32 result of half-precision operands, without float32 copies of them on a GPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_ROWS_PER_BLOCK = 4096
+"""Rows of the right operand widened at once where the device has no mixed product: bounds the copy."""
+
+
+def matmul(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """out = a @ b, for a (M, K), b (K, N); out may be float32 where a and b are half precision."""
+    if out.dtype == a.dtype:
+        return torch.mm(a, b, out=out)
+    if a.device.type == "cuda":
+        return torch.mm(a, b, out_dtype=out.dtype, out=out)
+    for low in range(0, b.shape[1], _ROWS_PER_BLOCK):
+        columns = slice(low, low + _ROWS_PER_BLOCK)
+        out[:, columns] = a.to(out.dtype) @ b[:, columns].to(out.dtype)
+    return out
+
+
+def accumulate_matmul(total: Tensor, a: Tensor, b: Tensor, alpha: float) -> Tensor:
+    """total += alpha (a @ b) in place; total may be float32 where a and b are half precision."""
+    if total.dtype == a.dtype:
+        return total.addmm_(a, b, alpha=alpha)
+    if a.device.type == "cuda":
+        return torch.addmm(total, a, b, out_dtype=total.dtype, alpha=alpha, out=total)
+    for low in range(0, a.shape[0], _ROWS_PER_BLOCK):
+        rows = slice(low, low + _ROWS_PER_BLOCK)
+        total[rows].addmm_(a[rows].to(total.dtype), b.to(total.dtype), alpha=alpha)
+    return total
+
+
+def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, fp32: bool) -> Tensor:
+    """Logits (T, V) of hidden (T, H), all at once, differentiable; in float32 for half-precision operands if fp32."""
+    weight = weight.to(hidden.dtype)
+    if not fp32 or hidden.dtype in (torch.float32, torch.float64):
+        return torch.nn.functional.linear(hidden, weight, None if bias is None else bias.to(hidden.dtype))
+    logits = _WideLinear.apply(hidden, weight)
+    return logits if bias is None else logits + bias.float()
+
+
+class _WideLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        ctx.save_for_backward(hidden, weight)
+        out = hidden.new_empty(len(hidden), len(weight), dtype=torch.float32)
+        return matmul(hidden, weight.T, out)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        hidden, weight = ctx.saved_tensors
+        gradient = gradient.to(hidden.dtype)
+        return gradient @ weight, gradient.T @ hidden
