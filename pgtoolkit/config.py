@@ -55,6 +55,12 @@ class LastStep(StrEnum):
     carry = "carry"
 
 
+class NumberType(StrEnum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
 class Schedule(StrEnum):
     constant = "constant"
     linear = "linear"
@@ -89,7 +95,7 @@ class AdvantageConfig:
 @dataclass
 class KernelConfig:
     implementation: KernelImplementation
-    logits_memory_mb: int
+    logits_memory_mb: int | None
 
 
 @dataclass
@@ -105,7 +111,7 @@ class ParallelismConfig:
 class AccumulationConfig:
     docs_per_step: int
     max_tokens: int
-    micro_batches_per_step: int
+    micro_batches_per_step: int | None
     last_step: LastStep
 
 
@@ -115,6 +121,7 @@ class TinyModelConfig:
     num_layers: int
     hidden_size: int
     num_heads: int
+    max_positions: int
     fp32_lm_head: bool
 
 
@@ -123,7 +130,7 @@ class HuggingFaceModelConfig:
     name: str
     path: str
     random_weights: bool
-    dtype: str
+    dtype: NumberType
     gradient_checkpointing: bool
     fp32_lm_head: bool
 

@@ -1,0 +1,49 @@
+"""What the rules of the configuration report: problems in one sentence form, and notes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Report:
+    """problems: refusals, one sentence form each. notes: legal but surprising choices."""
+
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def refuse(self, setting: str, needs: str, got: Any, reason: str, use: str) -> None:
+        """Add `setting needs X (got Y). Reason. Use override.`"""
+        self.problems.append(f"{setting} needs {needs} (got {text(got)}). {reason} Use {use}.")
+
+    def positive(self, path: str, value: Any, reason: str, use: Any) -> None:
+        """Refuse anything but a finite number > 0: also NaN, inf, booleans and text."""
+        if not (is_number(value) and value > 0):
+            self.refuse(f"{path}={text(value)}", "a finite number > 0", value, reason, f"{path}={use}")
+
+    def at_least(self, path: str, value: Any, least: int, reason: str, use: Any) -> None:
+        """Refuse anything but a whole number from `least` on."""
+        if not (is_whole(value) and value >= least):
+            self.refuse(f"{path}={text(value)}", f"a whole number >= {least}", value, reason, f"{path}={use}")
+
+    def note(self, sentence: str) -> None:
+        self.notes.append(sentence)
+
+
+def text(value: Any) -> str:
+    """A value as one types it in an override."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
+def is_number(value: Any) -> bool:
+    """A finite int or float, not a bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_whole(value: Any) -> bool:
+    """An int, not a bool."""
+    return isinstance(value, int) and not isinstance(value, bool)

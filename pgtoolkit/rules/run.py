@@ -1,0 +1,237 @@
+"""The rules on what a run runs on: rollouts, model, task, kernels, processes, optimizer, trainer, tracking."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from pgtoolkit.rules.report import Report, is_number, is_whole, text
+
+
+def rollout(c: Any, report: Report) -> None:
+    rollout = c.rollout
+    report.positive("rollout.temperature", rollout.temperature, "Logits are divided by it.", 1.0)
+    if rollout.max_completion_length is not None:
+        report.at_least("rollout.max_completion_length", rollout.max_completion_length, 1, "It counts tokens.", 7)
+    if rollout.save_path is not None and Path(rollout.save_path).suffix not in (".jsonl", ".parquet"):
+        reason, use = "The ending chooses the format.", "rollout.save_path=rollouts.parquet"
+        report.refuse(
+            f"rollout.save_path={rollout.save_path}", "a .jsonl or .parquet file", rollout.save_path, reason, use
+        )
+    if rollout.name == "policy":
+        _policy(c, report)
+    else:
+        report.at_least("rollout.epochs", rollout.epochs, 1, "It counts passes over the files.", 1)
+        if rollout.group_size is not None:
+            report.at_least("rollout.group_size", rollout.group_size, 1, "It counts completions of a prompt.", "null")
+        _existing(report, "rollout.path", rollout.path)
+
+
+def _policy(c: Any, report: Report) -> None:
+    rollout = c.rollout
+    report.at_least("rollout.prompts_per_batch", rollout.prompts_per_batch, 1, "A batch needs a prompt.", 32)
+    report.at_least("rollout.group_size", rollout.group_size, 1, "A prompt needs completions.", 8)
+    top_p = rollout.top_p
+    if top_p is not None and not (is_number(top_p) and 0 < top_p <= 1):
+        reason = "It is the probability of the tokens sampled from."
+        report.refuse(f"rollout.top_p={top_p}", "a number > 0 and <= 1, or null", top_p, reason, "rollout.top_p=null")
+    elif top_p is not None and top_p < 1:
+        effect = {
+            "training": "the ratio does not correct for the tokens that sampling left out",
+            "sampling": "old log-probs are renormalised over them, so ratios start below 1 and GSPO's clip acts at once",
+        }
+        old = rollout.old_log_probs
+        report.note(f"rollout.top_p={top_p} with rollout.old_log_probs={old}: {effect.get(old, 'ratios are off')}.")
+    if c.task.name == "reverse" and is_whole(c.task.num_digits):
+        needed = c.task.num_digits + 1
+        if is_whole(rollout.max_completion_length) and 1 <= rollout.max_completion_length < needed:
+            setting, needs = f"task.num_digits={c.task.num_digits}", f"rollout.max_completion_length >= {needed}"
+            reason = "The answer is the digits and the end of the sequence; a shorter completion is never right."
+            use = f"rollout.max_completion_length={needed}"
+            report.refuse(setting, needs, rollout.max_completion_length, reason, use)
+    elif is_whole(rollout.max_completion_length) and rollout.max_completion_length < 16:
+        report.note(
+            f"rollout.max_completion_length={rollout.max_completion_length} is made for task=reverse; other tasks "
+            "usually need longer answers."
+        )
+
+
+def model(c: Any, report: Report) -> None:
+    model = c.model
+    if model.name == "tiny":
+        for key, use in (("num_layers", 2), ("hidden_size", 128), ("num_heads", 4)):
+            report.at_least(f"model.{key}", getattr(model, key), 1, "It is a size of the model.", use)
+        width, heads = model.hidden_size, model.num_heads
+        if is_whole(width) and is_whole(heads) and heads >= 1 and width >= 1 and width % heads:
+            reason, use = "Every head takes an equal share of the width.", f"model.hidden_size={width + -width % heads}"
+            report.refuse(f"model.hidden_size={width}", f"a multiple of model.num_heads={heads}", width, reason, use)
+    elif model.path is not None and model.path.startswith((".", "/", "~")):
+        _existing(report, "model.path", model.path)
+    coarse = model.name == "huggingface" and model.dtype != "float32" and not model.fp32_lm_head
+    if coarse and c.loss.name == "gspo" and is_number(c.loss.epsilon_low) and c.loss.epsilon_low < 1e-3:
+        report.note(
+            f"model.dtype={model.dtype} without model.fp32_lm_head: rounding logits to bfloat16 alone moves a "
+            f"document's ratio by more than epsilon {c.loss.epsilon_low}, so most documents are clipped from the start."
+        )
+
+
+def task(c: Any, report: Report) -> None:
+    if c.rollout.name == "recorded":
+        return
+    task = c.task
+    if task.name == "reverse":
+        report.at_least("task.num_digits", task.num_digits, 1, "There must be a digit to write.", 6)
+    elif task.name == "reasoning_gym":
+        _installed(report, "task=reasoning_gym", "reasoning_gym", "reasoning-gym")
+    else:
+        _existing(report, "task.path", task.path)
+        known = ("exact_match", "regular_expression", "math_verify")
+        if task.verifier not in known and not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", str(task.verifier)):
+            needs = f"one of {', '.join(known)}, or a dotted path"
+            reason, use = "It scores the completions.", "task.verifier=exact_match"
+            report.refuse(f"task.verifier={task.verifier}", needs, task.verifier, reason, use)
+        if task.verifier == "math_verify":
+            _installed(report, "task.verifier=math_verify", "math_verify", "math-verify")
+        _pattern(task, report)
+
+
+def _pattern(task: Any, report: Report) -> None:
+    if task.verifier == "regular_expression":
+        try:
+            if task.pattern is not None and re.compile(task.pattern).groups >= 1:
+                return
+            got = task.pattern
+        except re.error as error:
+            got = f"{task.pattern}: {error}"
+        reason, use = "What its first group finds is compared with the answer.", "\"task.pattern='answer: (.*)'\""
+        report.refuse("task.verifier=regular_expression", "task.pattern with a group", got, reason, use)
+    elif task.pattern is not None:
+        reason, use = f"It would be ignored by verifier={task.verifier}.", "task.pattern=null"
+        report.refuse(f"task.pattern={task.pattern}", "task.verifier=regular_expression", task.verifier, reason, use)
+
+
+def kernel(c: Any, report: Report) -> None:
+    report.at_least("kernel.logits_memory_mb", c.kernel.logits_memory_mb, 1, "One piece of the logits needs room.", 512)
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if c.kernel.implementation == "triton" and c.trainer.device == "cpu" and not interpreted:
+        reason = "Triton compiles for GPUs; TRITON_INTERPRET=1 runs its kernels slowly on a CPU."
+        report.refuse("kernel=triton", "a GPU", "trainer.device=cpu", reason, "kernel=torch")
+
+
+def parallelism(c: Any, report: Report) -> None:
+    p = c.parallelism
+    names = ("data_parallel", "tensor_parallel", "sequence_data_parallel", "pipeline_parallel")
+    sizes = {name: getattr(p, name) for name in names}
+    for name, size in sizes.items():
+        report.at_least(f"parallelism.{name}", size, 1, "It counts parts, and the whole is one.", 1)
+    if not all(is_whole(size) and size >= 1 for size in sizes.values()):
+        return
+    if c.metrics.level != "none" and p.pipeline_parallel > 1:
+        setting, needs = f"metrics={c.metrics.level}", "parallelism.pipeline_parallel=1"
+        reason = "Stages without the loss have no advantage extrema to give."
+        report.refuse(setting, needs, p.pipeline_parallel, reason, "metrics=none or parallelism.pipeline_parallel=1")
+    if c.model.name == "tiny" and is_whole(c.model.num_heads) and c.model.num_heads % p.tensor_parallel:
+        setting, needs = (
+            f"parallelism.tensor_parallel={p.tensor_parallel}",
+            f"a divisor of model.num_heads={c.model.num_heads}",
+        )
+        reason = "Attention heads are dealt out whole."
+        use = f"parallelism.tensor_parallel={math.gcd(c.model.num_heads, p.tensor_parallel)}"
+        report.refuse(setting, needs, p.tensor_parallel, reason, use)
+    for name, size in {**sizes, "sequence_parallel": p.sequence_parallel}.items():
+        one = False if name == "sequence_parallel" else 1
+        if size != one:
+            setting, use = f"parallelism.{name}={text(size)}", f"parallelism.{name}={text(one)}"
+            report.refuse(setting, text(one), size, "This version runs one process.", use)
+    world, product = os.environ.get("WORLD_SIZE", "1"), math.prod(sizes.values())
+    if world != str(product):
+        setting, needs = f"WORLD_SIZE={world}", f"the product of the parallel sizes, {product}"
+        reason = "Every process has one place in the layout."
+        report.refuse(setting, needs, world, reason, "one process: start pgtk without a launcher such as torchrun")
+
+
+def optimizer(c: Any, report: Report) -> None:
+    o = c.optimizer
+    report.positive("optimizer.learning_rate", o.learning_rate, "Without it nothing is learnt.", 1e-3)
+    report.positive("optimizer.epsilon", o.epsilon, "It keeps the update finite where gradients vanish.", 1e-8)
+    for key, use in (("beta1", 0.9), ("beta2", 0.95)):
+        value = getattr(o, key)
+        if not (is_number(value) and 0 <= value < 1):
+            setting, reason = f"optimizer.{key}={text(value)}", "It is the decay of a running mean."
+            report.refuse(setting, "a number >= 0 and < 1", value, reason, f"optimizer.{key}={use}")
+    if not (is_number(o.weight_decay) and o.weight_decay >= 0):
+        setting, reason = f"optimizer.weight_decay={text(o.weight_decay)}", "It shrinks the weights; 0 leaves them."
+        report.refuse(setting, "a finite number >= 0", o.weight_decay, reason, "optimizer.weight_decay=0")
+    if o.max_grad_norm is not None:
+        report.positive(
+            "optimizer.max_grad_norm", o.max_grad_norm, "Larger gradients are scaled to it; null: none.", 1.0
+        )
+    report.at_least("optimizer.warmup_steps", o.warmup_steps, 0, "It counts steps.", 10)
+    if is_whole(o.warmup_steps) and is_whole(c.trainer.max_steps) and o.warmup_steps >= c.trainer.max_steps >= 1:
+        report.note(
+            f"optimizer.warmup_steps={o.warmup_steps} with trainer.max_steps={c.trainer.max_steps}: the learning rate "
+            "never reaches its value."
+        )
+
+
+def trainer(c: Any, report: Report) -> None:
+    t = c.trainer
+    if not (is_whole(c.seed) and 0 <= c.seed < 2**32):
+        report.refuse(
+            f"seed={text(c.seed)}", "a whole number from 0 to 2^32 - 1", c.seed, "It seeds NumPy too.", "seed=0"
+        )
+    for key, use in (("max_steps", 300), ("checkpoint_every", 100), ("keep_checkpoints", 2), ("max_bad_steps", 3)):
+        report.at_least(f"trainer.{key}", getattr(t, key), 1, "It counts from one.", use)
+    if t.num_threads is not None:
+        report.at_least("trainer.num_threads", t.num_threads, 1, "null leaves the number to torch.", 1)
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(t.device)):
+        reason = "auto takes a GPU if there is one."
+        report.refuse(f"trainer.device={t.device}", "auto, cpu or cuda", t.device, reason, "trainer.device=auto")
+
+
+def tracking(c: Any, report: Report) -> None:
+    t = c.tracking
+    if t.run_name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", str(t.run_name)):
+        needs = "1 to 80 letters, digits, '.', '_' or '-', a letter or digit first"
+        safe = re.sub(r"[^A-Za-z0-9._-]+", "-", str(t.run_name)).strip("-._")[:80] or "run"
+        reason = "It is also the name of the run directory."
+        report.refuse(f"tracking.run_name={t.run_name}", needs, t.run_name, reason, f"tracking.run_name={safe}")
+    for key in ("uri", "experiment"):
+        value = getattr(t, key)
+        if t.name == "none" and value is not None:
+            setting, use = f"tracking.{key}={value}", f"tracking=mlflow or tracking.{key}=null"
+            report.refuse(setting, "tracking=mlflow", "tracking=none", "It would be ignored.", use)
+    if t.name == "mlflow" and not t.experiment:
+        reason = "MLflow keeps runs in experiments."
+        report.refuse("tracking=mlflow", "tracking.experiment", t.experiment, reason, "tracking.experiment=pgtoolkit")
+    if t.name == "mlflow" and t.uri is not None:
+        _uri(str(t.uri), report)
+
+
+def _uri(uri: str, report: Report) -> None:
+    scheme = urlsplit(uri).scheme.partition("+")[0]
+    if scheme not in ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks"):
+        needs, reason = "sqlite:///FILE, http(s)://HOST:PORT or a database", "MLflow refuses plain files as a store."
+        report.refuse(f"tracking.uri={uri}", needs, uri, reason, "tracking.uri=sqlite:///outputs/mlflow.db")
+    elif urlsplit(uri).password:
+        hidden = uri.replace(urlsplit(uri).password, "***")
+        reason = "It would be written to the run directory."
+        use = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or the database's own password file"
+        report.refuse(f"tracking.uri={hidden}", "an address without a password", "a password", reason, use)
+
+
+def _existing(report: Report, path: str, value: Any) -> None:
+    if value is not None and not Path(value).expanduser().exists():
+        reason = "There is nothing at that path, seen from the current directory."
+        report.refuse(f"{path}={value}", "an existing file or folder", value, reason, f"{path}=PATH")
+
+
+def _installed(report: Report, setting: str, module: str, extra: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        reason = "The package is an extra, not installed by default."
+        report.refuse(setting, f"the package {extra}", "not installed", reason, f"pip install 'pgtoolkit[{extra}]'")

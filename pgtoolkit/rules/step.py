@@ -1,0 +1,137 @@
+"""The rules on what a step computes: loss, aggregation, advantages, accumulation."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pgtoolkit.rules.report import Report, is_number, is_whole, text
+
+
+def loss(c: Any, report: Report) -> None:
+    low, high, splits = c.loss.epsilon_low, c.loss.epsilon_high, c.loss.num_splits
+    usual = {"grpo": (0.2, 0.2), "gspo": (3e-4, 4e-4)}.get(c.loss.name, (0.2, 0.2))
+    clip = "The ratio is kept between 1 - epsilon_low and 1 + epsilon_high."
+    report.positive("loss.epsilon_low", low, clip, usual[0])
+    report.positive("loss.epsilon_high", high, clip, usual[1])
+    if is_number(low) and low >= 1:
+        reason = "A ratio is never negative, so the lower clip would never act."
+        report.refuse(f"loss.epsilon_low={low}", "a number < 1", low, reason, f"loss.epsilon_low={usual[0]}")
+    if c.loss.name == "gspo" and splits != 1:
+        reason = "The sequence ratio is exp of a mean over the whole document, and pieces do not recombine."
+        report.refuse("loss=gspo", "loss.num_splits=1", splits, reason, "loss.num_splits=1")
+    else:
+        report.at_least("loss.num_splits", splits, 1, "It counts pieces of the logits; 1 is all in one.", 1)
+        if is_whole(splits) and splits > 1 and c.kernel.implementation not in ("torch", "triton"):
+            reason = (
+                "Only materialised logits are split; the fused head has its own pieces, of kernel.logits_memory_mb."
+            )
+            needs = "kernel=torch or kernel=triton"
+            report.refuse(
+                f"loss.num_splits={splits}", needs, f"kernel={c.kernel.implementation}", reason, "kernel=torch"
+            )
+    if c.loss.name == "gspo" and is_number(high) and is_number(low) and max(low, high) >= 0.05:
+        report.note(
+            f"loss=gspo with epsilon {low}/{high}: the mean log-ratio of a document stays so close to 0 that a clip of "
+            "0.05 or more almost never acts (the paper uses 3e-4/4e-4)."
+        )
+
+
+def aggregation(c: Any, report: Report) -> None:
+    mode, divisor, reducer = c.aggregation.mode, c.aggregation.divisor, c.aggregation.reducer
+    if mode == "constant":
+        report.positive(
+            "aggregation.divisor",
+            divisor,
+            "aggregation=constant divides by it; it must not depend on the data.",
+            c.rollout.max_completion_length or "LONGEST_COMPLETION",
+        )
+    elif divisor is not None:
+        reason = "It would be ignored: only aggregation=constant divides by it."
+        use = "aggregation=constant or aggregation.divisor=null"
+        report.refuse(f"aggregation.divisor={text(divisor)}", "aggregation=constant", mode, reason, use)
+    if reducer is not None:
+        if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", str(reducer)):
+            reason = "It is imported when the run starts."
+            setting, use = f"aggregation.reducer={reducer}", "aggregation.reducer=package.module.function"
+            report.refuse(setting, "a dotted path", reducer, reason, use)
+        report.note(f"aggregation.reducer={reducer} takes the place of aggregation={mode}.")
+    if c.loss.name == "gspo" and (mode != "sample_mean") and reducer is None:
+        report.note(f"loss=gspo with aggregation={mode} weights a document by its number of trained tokens.")
+
+
+def advantage(c: Any, report: Report) -> None:
+    estimator, size = c.advantage.estimator, c.rollout.group_size
+    if estimator == "given" and c.rollout.name == "policy":
+        reason = "Advantages can only be given with recorded rollouts."
+        report.refuse("advantage=given", "rollout=recorded", "rollout=policy", reason, "advantage=dr_grpo")
+    if estimator != "given" and size == 1:
+        reason = "With one completion there is nothing to compare it with: the advantage is 0 or undefined."
+        report.refuse(f"advantage={estimator}", "rollout.group_size >= 2", size, reason, "rollout.group_size=8")
+
+
+def accumulation(c: Any, report: Report) -> None:
+    docs, fixed = c.accumulation.docs_per_step, c.accumulation.micro_batches_per_step
+    tokens, last = c.accumulation.max_tokens, c.accumulation.last_step
+    report.at_least("accumulation.docs_per_step", docs, 0, "0 means a fixed number of micro-batches per step.", 64)
+    report.at_least("accumulation.max_tokens", tokens, 1, "It is the room of one micro-batch.", 512)
+    if docs == 0 and not (is_whole(fixed) and fixed >= 1):
+        reason = "With docs_per_step=0 a step is a fixed number of micro-batches."
+        needs, use = "accumulation.micro_batches_per_step >= 1", "accumulation=fixed"
+        report.refuse("accumulation.docs_per_step=0", needs, fixed, reason, use)
+    if is_whole(docs) and docs > 0 and fixed is not None:
+        reason = "It would be ignored: documents are counted, not micro-batches."
+        setting, use = f"accumulation.micro_batches_per_step={fixed}", "accumulation.micro_batches_per_step=null"
+        report.refuse(setting, "accumulation.docs_per_step=0", docs, reason, use)
+    prompt, completion = longest_document(c)
+    longest = (prompt or 1) + (completion or 1)
+    if is_whole(tokens) and longest > tokens > 0:
+        setting = f"accumulation.max_tokens={tokens}"
+        reason = "A document is never split over micro-batches, so the longest must fit into one."
+        needs = f"at least the longest document, {longest} tokens"
+        report.refuse(setting, needs, tokens, reason, f"accumulation.max_tokens={longest}")
+    if c.aggregation.mode == "prompt_mean" and is_whole(docs):
+        _prompt_mean(c, docs, report)
+    if c.rollout.name == "policy" and is_whole(docs) and docs > 0:
+        _steps_per_batch(docs, (c.rollout.prompts_per_batch or 0) * (c.rollout.group_size or 0), last, report)
+
+
+def _prompt_mean(c: Any, docs: int, report: Report) -> None:
+    size = c.rollout.group_size or 1
+    reason = "A prompt's mean needs all its completions in one step."
+    if docs == 0:
+        use = "accumulation=dynamic"
+        report.refuse("aggregation=prompt_mean", "accumulation.docs_per_step > 0", docs, reason, use)
+    elif docs % size:
+        needs = f"accumulation.docs_per_step to be a multiple of the group size {size}"
+        use = f"accumulation.docs_per_step={max(1, round(docs / size)) * size}"
+        report.refuse("aggregation=prompt_mean", needs, docs, reason, use)
+
+
+def _steps_per_batch(docs: int, batch: int, last: str, report: Report) -> None:
+    if docs > batch and last == "drop":
+        reason = "No batch of rollouts fills a step, so every one would be dropped."
+        needs = f"accumulation.docs_per_step <= {batch}, the documents of a batch"
+        report.refuse("accumulation.last_step=drop", needs, docs, reason, f"accumulation.docs_per_step={batch}")
+    elif docs > batch and last == "short":
+        report.note(f"accumulation.docs_per_step={docs} is never reached: a batch of rollouts has {batch} documents.")
+    elif batch % docs:
+        what = {
+            "short": f"the last step of every batch has only {batch % docs}",
+            "drop": f"the last {batch % docs} documents of every batch are not trained on",
+            "carry": "some steps mix documents of two batches, sampled by different policies",
+        }[last]
+        report.note(f"accumulation.docs_per_step={docs} does not divide the {batch} documents of a batch: {what}.")
+    elif docs == batch:
+        report.note(
+            "one optimizer step per batch of rollouts: every ratio is 1, nothing is clipped, and the losses differ "
+            "only in their weights."
+        )
+
+
+def longest_document(config: Any) -> tuple[int | None, int | None]:
+    """(prompt, completion) tokens of the longest document, each None where only the data knows."""
+    prompt = None
+    if config.task.name == "reverse" and config.model.name == "tiny" and config.rollout.name == "policy":
+        prompt = (config.task.num_digits or 0) + 1
+    return prompt, config.rollout.max_completion_length

@@ -1,0 +1,74 @@
+"""Every rule between keys of the configuration: `validate` returns all problems and notes at once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from pgtoolkit.rules import run, step
+from pgtoolkit.rules.report import Report
+
+
+def validate(config: DictConfig) -> Report:
+    """Check a composed configuration; imports no torch and starts nothing. It reads only whether named files exist."""
+    report = Report()
+    plain = _resolve(config, report)
+    for rule in (step.loss, step.aggregation, step.advantage, step.accumulation, run.rollout, run.model, run.task):
+        rule(plain, report)
+    for rule in (run.kernel, run.parallelism, run.optimizer, run.trainer, run.tracking):
+        rule(plain, report)
+    return report
+
+
+def namespace(value: Any) -> Any:
+    """Nested dictionaries as objects with attributes."""
+    if isinstance(value, dict):
+        return SimpleNamespace(**{str(key): namespace(item) for key, item in value.items()})
+    return value
+
+
+def _resolve(config: DictConfig, report: Report) -> Any:
+    """The configuration as plain objects; unset and unresolvable keys become None, with a problem each."""
+    resolved: dict = {}
+    for group in config:
+        if group != "hydra":
+            resolved[group] = _resolve_node(config, group, str(group), report)
+    return namespace(resolved)
+
+
+def _resolve_node(parent: DictConfig, key: Any, path: str, report: Report) -> Any:
+    if key == "_target_":
+        report.refuse(
+            path, "to be left out", parent._get_node(key), "Configurations never name code to run.", "~" + path
+        )
+        return None
+    raw = parent._get_node(key)
+    if isinstance(raw, DictConfig) and not raw._is_none() and not raw._is_missing() and not raw._is_interpolation():
+        return {str(name): _resolve_node(raw, name, f"{path}.{name}", report) for name in raw}
+    if OmegaConf.is_missing(parent, key):
+        reason, example = _UNSET.get(path, ("The key has no default.", "VALUE"))
+        report.refuse(path, "a value", "none", reason, f"{path}={example}")
+        return None
+    if raw is not None and "oc.env" in str(raw._value()):
+        reason = "The value would be written to the run directory and to MLflow, where a secret does not belong."
+        report.refuse(path, "a plain value", "an environment variable", reason, f"{path}=VALUE")
+        return None
+    try:
+        value = parent[key]
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        report.refuse(path, "a value that resolves", raw._value(), f"{reason}.", f"{path}=VALUE")
+        return None
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else getattr(value, "value", value)
+
+
+_UNSET = {
+    "model.path": ("It names the model: a local folder or a name on the Hugging Face hub.", "Qwen/Qwen3-0.6B"),
+    "task.dataset": ("It names a data set of the reasoning-gym package.", "chain_sum"),
+    "task.path": ("It names the JSONL or Parquet file with the prompts.", "prompts.jsonl"),
+    "rollout.path": ("It names the recorded rollouts: a JSONL or Parquet file, or a folder.", "rollouts.parquet"),
+}
+"""Keys without a default: why they are needed, and an example."""
