@@ -19,7 +19,7 @@ DIFF_LIMIT = 256 * 1024
 _MAX_UNTRACKED = 100
 
 _URL_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
-_SECRET_VALUE = re.compile(r"(?i)([\w.-]*(?:token|secret|password|passwd|api_?key|credential)\b[\w.-]*\s*[=:]\s*)\S+")
+_SECRET_VALUE = re.compile(r"(?i)((?:token|secret|password|passwd|api_?key|credential)\b[\w.-]*\s*[=:]\s*)\S+")
 
 
 def collect(argv: list[str]) -> dict[str, Any]:

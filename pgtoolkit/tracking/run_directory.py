@@ -47,8 +47,10 @@ class RunDirectory:
         self.close()
 
     def close(self) -> None:
-        """Close the files and let go of the lock."""
+        """Close the files and let go of the lock. A second call does nothing."""
         self._close_metrics()
+        if self._lock_file.closed:
+            return
         # Closing alone would leave the lock with processes forked from this one, such as data workers.
         with contextlib.suppress(OSError):
             fcntl.flock(self._lock_file, fcntl.LOCK_UN)

@@ -1,0 +1,56 @@
+"""Paths, commands and addresses as the user can paste them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+from pgtoolkit.tracking.mlflow_store import absolute_uri
+from pgtoolkit.tracking.provenance import redact
+
+UI_ADDRESS = "http://127.0.0.1:5000"
+"""Where `mlflow server` listens unless told otherwise."""
+
+
+def shell_path(path: str | Path) -> str:
+    """The path quoted for a shell; relative to the current directory where that is shorter."""
+    absolute = os.path.abspath(path)
+    return shlex.quote(min(os.path.relpath(absolute), absolute, key=len))
+
+
+def program(name: str) -> str:
+    """How to call a program of this Python's environment: its bare name if the shell finds that very one."""
+    own = Path(sys.executable).parent / name
+    found = shutil.which(name)
+    if found and (not own.exists() or Path(found).resolve() == own.resolve()):
+        return name
+    return shell_path(own) if own.exists() else name
+
+
+def ui_command(uri: str | None) -> str | None:
+    """The shell command that shows a local store on UI_ADDRESS; None for a server, which shows itself."""
+    uri = absolute_uri(uri)
+    if uri.startswith("http"):
+        return None
+    # One worker and no job runner: ready in 7 s instead of 37 s.
+    return (
+        f"MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false {program('mlflow')} server --workers 1 "
+        f"--backend-store-uri {shlex.quote(redact(uri))}"
+    )
+
+
+def ui_url(uri: str | None, experiment_id: str, run_id: str | None = None) -> str:
+    """The address of a run's page, or without run_id of the page that charts all runs of the experiment."""
+    base = redact(uri).rstrip("/") if uri and uri.startswith("http") else UI_ADDRESS
+    page = f"/{run_id}" if run_id else "?compareRunsMode=CHART"
+    return f"{base}/#/experiments/{experiment_id}/runs{page}"
+
+
+def compare_command(overrides: list[str], loss: str) -> str:
+    """The command of the same run with the other loss; the first loss's own overrides are left out."""
+    other = "grpo" if loss == "gspo" else "gspo"
+    kept = [override for override in overrides if not override.lstrip("+~").startswith(("loss=", "loss."))]
+    return shlex.join([program("pgtk"), f"loss={other}", *kept])

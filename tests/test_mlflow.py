@@ -1,0 +1,311 @@
+"""MLflow on real stores: nothing lost, nothing doubled, nothing that stops training."""
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from pgtoolkit.errors import StorageError
+from pgtoolkit.tracking.commands import ui_command, ui_url
+from pgtoolkit.tracking.mlflow_store import MlflowTracker, absolute_uri, flatten
+from pgtoolkit.tracking.run_directory import RunDirectory
+
+
+@pytest.fixture(scope="session")
+def uri(tmp_path_factory):
+    """One store for the tests that do not need one of their own: creating it takes seconds."""
+    return f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
+
+
+@pytest.fixture
+def run(tmp_path):
+    with RunDirectory(tmp_path / "run") as opened:
+        yield opened
+
+
+def history(uri, run_id, name="loss"):
+    found = MlflowClient(uri).get_metric_history(run_id, name)
+    return [(metric.step, metric.value) for metric in sorted(found, key=lambda metric: metric.step)]
+
+
+def train(run, first, last, pause=0.0):
+    for step in range(first, last + 1):
+        run.append_metrics(step, {"loss": step / 8, "reward": 0.5, "num_tokens": 7, "documents_seen": 64 * step})
+        time.sleep(pause)
+
+
+def start(uri, run, run_id=None, experiment="tests", **keywords):
+    tracker = MlflowTracker(uri, experiment)
+    given = {"run_name": "name", "params": {"seed": "1"}, "tags": {"loss": "gspo"}, **keywords}
+    tracker.start(metrics_path=run.metrics_path, run_id=run_id, **given)
+    return tracker
+
+
+def test_a_run_arrives_complete(uri, run):
+    params = flatten({"loss": {"name": "gspo", "epsilon_low": 3e-4}, "divisor": None, "fp32": True, "o": {"a@b": 1}})
+    tracker = start(uri, run, params=params)
+    train(run, 1, 500)
+    (run.path / "curves.png").write_text("picture")
+    tracker.log_artifacts([run.path / "curves.png", run.path / "missing.png"])
+    tracker.finish("done")
+    tracker.finish("failed")
+
+    saved = MlflowClient(uri).get_run(tracker.info["run_id"])
+    assert (saved.info.status, saved.info.run_name) == ("FINISHED", "name")
+    assert saved.data.params == {
+        "loss.name": "gspo",
+        "loss.epsilon_low": "0.0003",
+        "divisor": "null",
+        "fp32": "true",
+        "o.a_b": "1",
+    }
+    assert saved.data.tags["loss"] == "gspo"
+    assert history(uri, saved.info.run_id) == [(step, step / 8) for step in range(1, 501)]
+    by_documents = history(uri, saved.info.run_id, "by_documents/loss")
+    assert by_documents == [(64 * step, step / 8) for step in range(1, 501)]
+    assert "time" not in saved.data.metrics
+    artifacts = Path(uri.removeprefix("sqlite:///")).parent / "artifacts"
+    assert (artifacts / saved.info.run_id / "artifacts" / "curves.png").read_text() == "picture"
+
+
+def test_metrics_arrive_while_the_run_goes_on(uri, run):
+    tracker = start(uri, run)
+    train(run, 1, 3)
+    end = time.monotonic() + 20
+    while len(history(uri, tracker.info["run_id"])) < 3 and time.monotonic() < end:
+        time.sleep(0.2)
+    assert len(history(uri, tracker.info["run_id"])) == 3
+    tracker.finish("interrupted")
+    assert MlflowClient(uri).get_run(tracker.info["run_id"]).info.status == "KILLED"
+
+
+def test_resume_doubles_nothing_and_loses_nothing(uri, run):
+    tracker = start(uri, run)
+    train(run, 1, 10)
+    tracker.finish("interrupted")
+    run_id = tracker.info["run_id"]
+    # The checkpoint is of step 7, so that 8 to 10 are trained a second time.
+    run.drop_metrics_after(7)
+    tracker = start(uri, run, run_id=run_id, params={"seed": "2"}, tags={"drift": "seed: 1 -> 2"})
+    assert tracker.info["run_id"] == run_id
+    assert MlflowClient(uri).get_run(run_id).info.status == "RUNNING"
+    train(run, 8, 15)
+    tracker.finish("done")
+    assert history(uri, run_id) == [(step, step / 8) for step in range(1, 16)]
+    assert len(history(uri, run_id, "by_documents/reward")) == 15
+    saved = MlflowClient(uri).get_run(run_id)
+    assert saved.data.params == {"seed": "1"}
+    assert saved.data.tags["drift"] == "seed: 1 -> 2"
+
+
+def test_resume_delivers_what_the_interrupted_run_did_not(uri, run):
+    tracker = start(uri, run)
+    train(run, 1, 4)
+    tracker.finish("interrupted")
+    train(run, 5, 7)  # written to the directory, never delivered
+    tracker = start(uri, run, run_id=tracker.info["run_id"])
+    tracker.finish("done")
+    assert history(uri, tracker.info["run_id"]) == [(step, step / 8) for step in range(1, 8)]
+
+
+def test_a_row_sent_twice_is_one_row(uri, run):
+    train(run, 1, 5)
+    tracker = start(uri, run)
+    tracker.finish("done")
+    # As if the server had stored the batch and died before it answered.
+    tracker._offset = 0
+    tracker._deliver()
+    assert len(history(uri, tracker.info["run_id"])) == 5
+
+
+def test_a_run_unknown_to_the_store_begins_anew_with_all_rows(uri, run, caplog):
+    train(run, 1, 3)
+    tracker = start(uri, run, run_id="0" * 32)
+    tracker.finish("done")
+    assert tracker.info["run_id"] != "0" * 32
+    assert len(history(uri, tracker.info["run_id"])) == 3
+    assert "is not in sqlite" in caplog.text
+
+
+def test_non_finite_values_never_reach_mlflow(uri, run):
+    run.metrics_path.write_text('{"step": 1, "time": 5, "loss": NaN, "reward": Infinity, "kl_new_old": 0.5}\n')
+    tracker = start(uri, run)
+    tracker.finish("done")
+    assert MlflowClient(uri).get_run(tracker.info["run_id"]).data.metrics == {"kl_new_old": 0.5}
+
+
+def test_what_a_process_appended_before_it_ended_is_delivered(uri, run):
+    code = (
+        "import sys; from pgtoolkit.tracking.mlflow_store import MlflowTracker\n"
+        "from pgtoolkit.tracking.run_directory import RunDirectory\n"
+        "run = RunDirectory(sys.argv[2]); t = MlflowTracker(sys.argv[1], 'tests')\n"
+        "t.start('name', {}, {}, run.metrics_path); print(t.info['run_id'], flush=True)\n"
+        "for step in range(1, 51): run.append_metrics(step, {'loss': step / 8})\n"
+        "raise SystemExit(3)"
+    )
+    run.close()
+    done = subprocess.run([sys.executable, "-c", code, uri, str(run.path)], stdout=subprocess.PIPE, text=True)
+    assert done.returncode == 3
+    assert history(uri, done.stdout.strip()) == [(step, step / 8) for step in range(1, 51)]
+
+
+def test_several_processes_create_the_store_at_once(tmp_path):
+    uri = f"sqlite:///{tmp_path}/outputs/mlflow.db"
+    code = (
+        "import logging, sys; from pgtoolkit.tracking.mlflow_store import MlflowTracker\n"
+        "from pgtoolkit.tracking.run_directory import RunDirectory\n"
+        "logging.basicConfig(level=logging.INFO)\n"
+        "run = RunDirectory(sys.argv[2]); t = MlflowTracker(sys.argv[1], 'together')\n"
+        "t.start(sys.argv[2][-1], {}, {}, run.metrics_path); run.append_metrics(1, {'loss': 1.0}); t.finish('done')"
+    )
+    command = [sys.executable, "-c", code, uri]
+    processes = [
+        subprocess.Popen([*command, str(tmp_path / f"run{i}")], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for i in range(3)
+    ]
+    printed = [b"".join(process.communicate(timeout=120)) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], printed
+    assert printed == [b""] * 3
+    client = MlflowClient(uri)
+    runs = client.search_runs([client.get_experiment_by_name("together").experiment_id])
+    assert sorted(found.info.run_name for found in runs) == ["0", "1", "2"]
+    assert [found.data.metrics for found in runs] == [{"loss": 1.0}] * 3
+
+
+def test_a_server_that_is_down_is_refused_at_once(run):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    began = time.monotonic()
+    with pytest.raises(StorageError, match=r"tracking\.uri=http://\*\*\*@127.*Training has not started.*tracking=none"):
+        start(f"http://me:hunter2@127.0.0.1:{port}", run)
+    assert time.monotonic() - began < 10
+
+
+def test_a_server_that_never_answers_is_refused_within_seconds(run):
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        began = time.monotonic()
+        with pytest.raises(StorageError, match="Training has not started"):
+            start(f"http://127.0.0.1:{silent.getsockname()[1]}", run)
+        assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("uri", ["nonsense://x", "sqlite:////proc/none/mlflow.db"])
+def test_a_store_that_cannot_be_opened_is_refused(uri, run):
+    with pytest.raises(StorageError, match="Training has not started"):
+        start(uri, run)
+
+
+def test_a_deleted_experiment_is_refused_with_the_way_out(uri, run):
+    tracker = start(uri, run, experiment="gone")
+    tracker.finish("done")
+    MlflowClient(uri).delete_experiment(tracker.info["experiment_id"])
+    with pytest.raises(StorageError, match=f"mlflow experiments restore -x {tracker.info['experiment_id']}"):
+        start(uri, run, experiment="gone")
+
+
+def test_a_store_that_fails_during_the_run_is_one_warning(tmp_path, run, caplog):
+    database = tmp_path / "own" / "mlflow.db"
+    tracker = start(f"sqlite:///{database}", run)
+    moved = database.rename(database.with_name("away.db"))
+    database.mkdir()  # nothing can be opened under this name now
+    tracker._client._tracking_client.store.engine.dispose()
+    train(run, 1, 20, pause=0.1)
+    with caplog.at_level(logging.INFO, logger="pgtoolkit"):
+        database.rmdir()
+        moved.rename(database)
+        tracker.finish("done")
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert ["Training goes on" in record.getMessage() for record in warnings] == [True]
+    assert len(history(f"sqlite:///{database}", tracker.info["run_id"])) == 20
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def serve(store, port):
+    command = [Path(sys.executable).parent / "mlflow", "server", "--backend-store-uri", store, "--port", str(port)]
+    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    server = subprocess.Popen(
+        [*command, "--workers", "1"],
+        env=environment,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    end = time.monotonic() + 120
+    while time.monotonic() < end:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return server
+        time.sleep(0.2)
+    raise AssertionError("mlflow server did not come up")
+
+
+def stop(server):
+    os.killpg(server.pid, signal.SIGKILL)
+    server.wait()
+
+
+@pytest.mark.slow
+def test_a_server_outage_neither_stops_training_nor_loses_metrics(uri, run, caplog):
+    MlflowClient(uri).search_experiments()
+    port = free_port()
+    server = serve(uri, port)
+    try:
+        tracker = start(f"http://127.0.0.1:{port}", run)
+        train(run, 1, 10, pause=0.1)
+        stop(server)
+        began = time.monotonic()
+        train(run, 11, 20, pause=0.2)
+        assert time.monotonic() - began < 5
+        server = serve(uri, port)
+        train(run, 21, 30)
+        tracker.finish("done")
+        assert history(uri, tracker.info["run_id"]) == [(step, step / 8) for step in range(1, 31)]
+        assert caplog.text.count("Training goes on") == 1
+
+        tracker = start(f"http://127.0.0.1:{port}", run, run_id=tracker.info["run_id"])
+        train(run, 31, 32)
+    finally:
+        stop(server)
+    tracker.finish("interrupted")
+    assert "resuming the run delivers the rest" in caplog.text
+    tracker = start(uri, run, run_id=tracker.info["run_id"])
+    tracker.finish("done")
+    assert history(uri, tracker.info["run_id"]) == [(step, step / 8) for step in range(1, 33)]
+
+
+def test_flatten_hides_secrets_and_cuts_long_text():
+    flat = flatten({"a": {"hf_token": "hunter2", "uri": "http://u:hunter2@h/x", "long": "x" * 9000, "list": [1, 2]}})
+    assert flat["a.hf_token"] == "***"
+    assert flat["a.uri"] == "http://***@h/x"
+    assert len(flat["a.long"]) == 500
+    assert flat["a.list"] == "[1, 2]"
+
+
+def test_addresses_and_commands(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert absolute_uri(None) == f"sqlite:///{tmp_path}/outputs/mlflow.db"
+    assert absolute_uri("sqlite:///x.db") == f"sqlite:///{tmp_path}/x.db"
+    assert absolute_uri("http://h:1") == "http://h:1"
+    assert ui_command("http://h:1") is None
+    assert ui_command("sqlite:///my runs/x.db").endswith(f"--backend-store-uri 'sqlite:///{tmp_path}/my runs/x.db'")
+    assert ui_url("http://h:1/", "3", "abc") == "http://h:1/#/experiments/3/runs/abc"
+    assert ui_url(None, "3") == "http://127.0.0.1:5000/#/experiments/3/runs?compareRunsMode=CHART"
+    assert not [thread for thread in threading.enumerate() if thread.name == "mlflow"]
+    assert json.dumps(flatten({})) == "{}"
