@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pgtoolkit.batch import Document, MicroBatch
 from pgtoolkit.config import OldLogProbs, PolicyRolloutConfig
+from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.advantages import group_advantages
 from pgtoolkit.rollouts.generation import Completion
 from pgtoolkit.rollouts.packing import cut, pack
@@ -30,12 +31,21 @@ class PolicyRollouts:
 
     A batch is generated when its first document is asked for. While a batch is in use it is part of the state, since
     the policy that made it is gone.
+    max_tokens: of a micro-batch in the forward pass for old log-probs. max_document_tokens: the model's room.
     """
 
     num_documents = None
 
     def __init__(
-        self, config: PolicyRolloutConfig, estimator, task, tokenizer, policy: Trainee, max_tokens, writer=None
+        self,
+        config: PolicyRolloutConfig,
+        estimator: str,
+        task,
+        tokenizer,
+        policy: Trainee,
+        max_tokens: int,
+        max_document_tokens: int,
+        writer=None,
     ):
         self._config = config
         self._estimator = estimator
@@ -43,6 +53,7 @@ class PolicyRollouts:
         self._tokenizer = tokenizer
         self._policy = policy
         self._max_tokens = max_tokens
+        self._max_document_tokens = max_document_tokens
         self._writer = writer
         self._batch_size = config.prompts_per_batch * config.group_size
         self._number = -1
@@ -72,6 +83,7 @@ class PolicyRollouts:
         prompts = [self._task.prompt(first + i) for i in range(self._config.prompts_per_batch)]
         prompt_tokens = [self._tokenizer(p.text, add_special_tokens=False)["input_ids"] for p in prompts]
         repeated = [tokens for tokens in prompt_tokens for _ in range(self._config.group_size)]
+        self._check_room(prompts, prompt_tokens)
         completions = self._policy.generate(repeated)
         documents = []
         for i, prompt in enumerate(prompts):
@@ -80,6 +92,17 @@ class PolicyRollouts:
         if self._config.old_log_probs == OldLogProbs.training:
             documents = self._with_training_log_probs(documents)
         return documents
+
+    def _check_room(self, prompts, prompt_tokens) -> None:
+        """Refuse a prompt whose document could outgrow the model or a micro-batch, before time goes into it."""
+        room = self._max_document_tokens - self._config.max_completion_length
+        for prompt, tokens in zip(prompts, prompt_tokens, strict=True):
+            if not 0 < len(tokens) <= room:
+                raise DataError(
+                    f"the prompt {prompt.text[:60]!r} has {len(tokens)} tokens, but needs 1 to {room} of them beside a "
+                    f"completion of rollout.max_completion_length={self._config.max_completion_length}. "
+                    "Raise accumulation.max_tokens (and model.max_positions with model=tiny), or shorten the prompt."
+                )
 
     def _documents_of_group(self, number, prompt, prompt_tokens, completions) -> list[Document]:
         texts = [self._tokenizer.decode(c.tokens, skip_special_tokens=True) for c in completions]

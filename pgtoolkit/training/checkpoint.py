@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from pathlib import Path
@@ -10,6 +11,8 @@ import numpy
 import torch
 
 from pgtoolkit.errors import StorageError
+
+log = logging.getLogger("pgtoolkit")
 
 
 def save_checkpoint(folder: Path, step: int, state: dict, keep: int) -> Path:
@@ -30,10 +33,11 @@ def save_checkpoint(folder: Path, step: int, state: dict, keep: int) -> Path:
         _sync_folder(folder)
         for old in list_checkpoints(folder)[:-keep]:
             old.unlink()
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # torch says RuntimeError when its archive cannot be finished
         temporary.unlink(missing_ok=True)
+        reason = error.__context__ or error
         raise StorageError(
-            f"the checkpoint {path} could not be written: {error}. The one before it is intact."
+            f"the checkpoint {path} could not be written: {reason}. The one before it is intact."
         ) from error
     return path
 
@@ -43,12 +47,17 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*.ckpt"))
 
 
-def load_checkpoint(path: Path) -> dict:
-    """The saved state, on the CPU. Tensors and plain containers only: no code in the file is run."""
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise StorageError(f"the checkpoint {path} cannot be read: {error}") from error
+def load_newest(folder: Path) -> dict:
+    """The state of the newest checkpoint that can be read, on the CPU; a damaged one is passed over with a warning.
+
+    Tensors and plain containers only: no code in a file is run. Raises StorageError if there is none.
+    """
+    for path in reversed(list_checkpoints(folder)):
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # torch reports damage by many types of exception
+            log.warning(f"the checkpoint {path} cannot be read and is passed over: {str(error).splitlines()[0]}")
+    raise StorageError(f"no checkpoint to resume from in {folder}; start the run anew")
 
 
 def random_state() -> dict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,15 @@ class Policy:
     def head(self) -> nn.Linear:
         return self.model.get_output_embeddings()
 
+    @property
+    def max_positions(self) -> int:
+        """Longest document in tokens that the model has positions for."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", sys.maxsize)
+
+    @property
+    def vocabulary_size(self) -> int:
+        return self.head.weight.shape[0]
+
     def hidden_states(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
         """(T,) packed tokens -> (T, H) in compute_dtype. Attention is causal and confined to each document:
         transformers takes a position id that does not continue the one before as the start of another document."""
@@ -41,27 +51,26 @@ class Policy:
         return torch.autocast(device.type, self.compute_dtype, enabled=self.compute_dtype != torch.float32)
 
 
-def build_policy(config, alphabet: str | None, max_length: int, on_gpu: bool) -> Policy:
+def build_policy(config, alphabet: str | None, on_gpu: bool) -> Policy:
     """The model of `config.model` with its tokenizer.
 
     alphabet: characters that the tiny model's tokenizer knows (None: printable ASCII).
-    max_length: longest document in tokens, for which the tiny model has positions.
     on_gpu: what `model.dtype=auto` goes by: bfloat16 on a GPU, float32 elsewhere.
     Raises ConfigError if the model cannot be loaded or its head is not a plain linear layer.
     """
     if isinstance(config, TinyModelConfig):
-        return _tiny(config, alphabet or PRINTABLE, max_length)
+        return _tiny(config, alphabet or PRINTABLE)
     return _hugging_face(config, on_gpu)
 
 
-def _tiny(config: TinyModelConfig, alphabet: str, max_length: int) -> Policy:
+def _tiny(config: TinyModelConfig, alphabet: str) -> Policy:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     tokenizer = character_tokenizer(alphabet)
     model = GPT2LMHeadModel(
         GPT2Config(
             vocab_size=len(tokenizer),
-            n_positions=max_length,
+            n_positions=config.max_positions,
             n_embd=config.hidden_size,
             n_layer=config.num_layers,
             n_head=config.num_heads,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 
@@ -17,7 +18,9 @@ from pgtoolkit.losses.policy_gradient import PolicyLoss, linear_policy_loss
 from pgtoolkit.rollouts.data_metrics import data_metrics
 from pgtoolkit.rollouts.generation import Completion, generate
 from pgtoolkit.training.model import Policy
-from pgtoolkit.training.optimizer import make_optimizer, make_scheduler
+from pgtoolkit.training.optimizer import learning_rate, make_optimizer
+
+log = logging.getLogger("pgtoolkit")
 
 
 class PolicyGradientModule(lightning.LightningModule):
@@ -42,8 +45,7 @@ class PolicyGradientModule(lightning.LightningModule):
         self._reducer = load_reducer(reducer) if reducer else None
 
     def configure_optimizers(self):
-        optimizer = make_optimizer(self.model, self.config.optimizer)
-        return [optimizer], [make_scheduler(optimizer, self.config.optimizer, self.config.trainer.max_steps)]
+        return make_optimizer(self.model, self.config.optimizer)
 
     def transfer_batch_to_device(self, batch: Step, device: torch.device, dataloader_idx: int) -> Step:
         return batch  # the micro-batches are moved one at a time
@@ -72,10 +74,12 @@ class PolicyGradientModule(lightning.LightningModule):
             out = self._loss(micro_batch, step.totals)
             self.manual_backward(out.loss)
             outputs.append(out)
-        metrics = self._step_metrics(outputs, step.totals) | {"learning_rate": optimizer.param_groups[0]["lr"]}
+        rate = learning_rate(self.config.optimizer, self.num_updates, self.config.trainer.max_steps)
+        metrics = self._step_metrics(outputs, step.totals) | {"learning_rate": rate}
         if math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"]):
+            for group in optimizer.param_groups:
+                group["lr"] = rate
             optimizer.step()
-            self.lr_schedulers().step()
             self.num_updates += 1
             self._bad_steps_in_a_row = 0
         else:
@@ -108,7 +112,7 @@ class PolicyGradientModule(lightning.LightningModule):
                 f"{self._bad_steps_in_a_row} steps in a row were not finite (trainer.max_bad_steps="
                 f"{self.config.trainer.max_bad_steps}). The last: {message}"
             )
-        print(f"pgtk: warning: {message}", flush=True)
+        log.warning(message)
 
     def _loss(self, micro_batch: MicroBatch, totals: StepTotals) -> PolicyLoss:
         """This micro-batch's share of the step's loss and metrics."""

@@ -22,17 +22,13 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
     )
 
 
-def make_scheduler(optimizer: torch.optim.Optimizer, config: OptimizerConfig, max_steps: int):
-    """Linear warm-up over `warmup_steps`, then constant, or linear or cosine decay that reaches 0 after max_steps."""
-
-    def factor(step: int) -> float:
-        if step < config.warmup_steps:
-            return (step + 1) / config.warmup_steps
-        progress = (step - config.warmup_steps) / max(1, max_steps - config.warmup_steps)
-        if config.schedule == Schedule.linear:
-            return max(0.0, 1.0 - progress)
-        if config.schedule == Schedule.cosine:
-            return 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
-        return 1.0
-
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+def learning_rate(config: OptimizerConfig, num_updates: int, max_steps: int) -> float:
+    """The rate of update number `num_updates` (from 0): linear warm-up, then constant, or decay to 0 at max_steps."""
+    if num_updates < config.warmup_steps:
+        return config.learning_rate * (num_updates + 1) / config.warmup_steps
+    progress = min(1.0, (num_updates - config.warmup_steps) / max(1, max_steps - config.warmup_steps))
+    if config.schedule == Schedule.linear:
+        return config.learning_rate * (1.0 - progress)
+    if config.schedule == Schedule.cosine:
+        return config.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.learning_rate

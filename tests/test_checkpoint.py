@@ -1,0 +1,105 @@
+"""Checkpoints: whole or absent, newest readable first, nothing executed on loading."""
+
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy
+import pytest
+import torch
+
+from pgtoolkit.errors import StorageError
+from pgtoolkit.training.checkpoint import list_checkpoints, load_newest, random_state, save_checkpoint, set_random_state
+
+
+def test_the_newest_are_kept(tmp_path):
+    for step in (1, 2, 10, 100):
+        save_checkpoint(tmp_path, step, {"step": step}, keep=2)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000010.ckpt", "step-000100.ckpt"]
+    assert load_newest(tmp_path) == {"step": 100}
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, caplog):
+    save_checkpoint(tmp_path, 1, {"step": 1}, keep=5)
+    newest = save_checkpoint(tmp_path, 2, {"step": 2, "x": torch.zeros(1000)}, keep=5)
+    newest.write_bytes(newest.read_bytes()[:700])
+    assert load_newest(tmp_path)["step"] == 1
+    assert "step-000002.ckpt" in caplog.text
+
+
+def test_nothing_to_resume_from_is_an_error(tmp_path):
+    with pytest.raises(StorageError, match="no checkpoint"):
+        load_newest(tmp_path)
+
+
+def test_code_in_a_checkpoint_is_not_run(tmp_path):
+    class Malicious:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    with (tmp_path / "step-000001.ckpt").open("wb") as file:
+        torch.save({"step": 1, "x": Malicious()}, file, pickle_module=pickle)
+    with pytest.raises(StorageError):
+        load_newest(tmp_path)
+    assert not (tmp_path / "executed").exists()
+
+
+SAVE_FOR_EVER = """
+import sys, torch, pathlib
+from pgtoolkit.training.checkpoint import save_checkpoint
+state = {"x": torch.arange(300_000)}
+for step in range(1, 10**6):
+    save_checkpoint(pathlib.Path(sys.argv[1]), step, state | {"step": step}, keep=2)
+    print(step, flush=True)
+"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_while_saving(tmp_path, seed):
+    """SIGKILL at random moments: the newest checkpoint is always whole, and at least the last one reported saved."""
+    generator = random.Random(seed)
+    process = subprocess.Popen([sys.executable, "-c", SAVE_FOR_EVER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        process.stdout.readline()
+        time.sleep(generator.uniform(0.05, 0.3))
+    finally:
+        process.send_signal(signal.SIGKILL)
+    reported = int(process.stdout.read().split()[-1])
+    for path in list_checkpoints(tmp_path):
+        assert torch.equal(torch.load(path, weights_only=True)["x"], torch.arange(300_000))
+    assert load_newest(tmp_path)["step"] >= reported
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path):
+    """The file size limit makes the write fail half way, as a full disk does."""
+    script = (
+        "import resource, signal, sys, torch, pathlib\n"
+        "from pgtoolkit.training.checkpoint import save_checkpoint\n"
+        "from pgtoolkit.errors import StorageError\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "save_checkpoint(folder, 1, {'step': 1}, keep=1)\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "try:\n"
+        "    save_checkpoint(folder, 2, {'step': 2, 'x': torch.zeros(10**6)}, keep=1)\n"
+        "except StorageError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert "could not be written" in done.stdout, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001.ckpt"]
+    assert load_newest(tmp_path)["step"] == 1
+
+
+def test_random_state_round_trip(tmp_path):
+    save_checkpoint(tmp_path, 1, {"random": random_state()}, keep=1)
+    first = torch.rand(3), numpy.random.rand(3), random.random()
+    set_random_state(load_newest(tmp_path)["random"])
+    again = torch.rand(3), numpy.random.rand(3), random.random()
+    assert torch.equal(first[0], again[0])
+    assert (first[1] == again[1]).all()
+    assert first[2] == again[2]
