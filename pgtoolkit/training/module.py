@@ -50,8 +50,8 @@ class PolicyGradientModule(lightning.LightningModule):
     def transfer_batch_to_device(self, batch: Step, device: torch.device, dataloader_idx: int) -> Step:
         return batch  # the micro-batches are moved one at a time
 
-    def training_step(self, step: Step, batch_index: int) -> dict[str, float]:
-        """One optimizer update, or none where nothing is trained or a number is not finite. Returns the metrics."""
+    def training_step(self, step: Step, batch_index: int) -> dict[str, dict[str, float]]:
+        """One optimizer update, or none where nothing is trained or a number is not finite. Returns {"metrics": ...}."""
         started = time.perf_counter()
         self.documents_seen += step.totals.num_documents
         metrics = data_metrics(step.documents, self.num_updates)
@@ -60,11 +60,12 @@ class PolicyGradientModule(lightning.LightningModule):
         else:
             metrics |= self._update(step)
         seconds = time.perf_counter() - started
-        return metrics | {
+        metrics |= {
             "documents_seen": self.documents_seen,
             "num_skipped_steps": self.num_skipped_steps,
             "tokens_per_second": step.totals.num_tokens / seconds,
         }
+        return {"metrics": metrics}  # Lightning keeps the key "loss" at the top level for a tensor
 
     def _update(self, step: Step) -> dict[str, float]:
         optimizer = self.optimizers()

@@ -1,0 +1,160 @@
+"""Runs one experiment in its run directory: from the configuration to the last checkpoint and the summary."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import warnings
+from pathlib import Path
+
+import lightning
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from pgtoolkit.config import AggregationMode, Config, PolicyRolloutConfig
+from pgtoolkit.errors import Interrupted
+from pgtoolkit.rollouts.files import RolloutWriter
+from pgtoolkit.rollouts.policy import PolicyRollouts
+from pgtoolkit.rollouts.recorded import RecordedRollouts
+from pgtoolkit.rollouts.steps import StepLoader
+from pgtoolkit.rollouts.tasks import make_task
+from pgtoolkit.tracking.mlflow_store import MlflowTracker, flatten
+from pgtoolkit.tracking.plots import plot_curves
+from pgtoolkit.tracking.progress import resume_command, summary
+from pgtoolkit.tracking.provenance import collect
+from pgtoolkit.tracking.run_directory import RunDirectory, read_status
+from pgtoolkit.training.checkpoint import load_newest
+from pgtoolkit.training.model import build_policy
+from pgtoolkit.training.module import PolicyGradientModule
+from pgtoolkit.training.recorder import Recorder
+
+log = logging.getLogger("pgtoolkit")
+
+
+def train(composed: DictConfig, run_dir: Path, resume: bool = False, overrides: list[str] = ()) -> None:
+    """Train as the validated configuration says; `resume` continues from the newest checkpoint in run_dir.
+
+    overrides: what was typed, for the record. Raises a PgtoolkitError that carries the exit status; status.json in
+    the run directory tells the same.
+    """
+    config: Config = OmegaConf.to_object(composed)
+    resolved = OmegaConf.to_container(composed, resolve=True)
+    with RunDirectory(run_dir) as run, _logging_to(run.path / "run.log"):
+        checkpoint = load_newest(run.path / "checkpoints") if resume else None
+        recorder = Recorder(run, config.trainer, checkpoint)
+        drift = run.write_config(resolved, list(overrides), recorder.step)
+        run.write_provenance(collect(sys.argv))
+        run.drop_metrics_after(recorder.step)
+        run.set_status("running", recorder.step)
+        outcome, reason, tracker = "failed", None, None
+        try:
+            module, loader = build(config)
+            if checkpoint is not None:
+                loader.load_state_dict(checkpoint["data"])
+            tracker = _start_tracker(config, resolved, run, drift)
+            _fit(module, loader, config, recorder)
+            outcome, reason = ("interrupted", recorder.interrupted_by) if recorder.interrupted_by else ("done", None)
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            run.set_status(outcome, recorder.step, reason)
+            _finish(run, tracker, outcome)
+    if outcome == "interrupted":
+        raise Interrupted(
+            f"stopped by {reason} after step {recorder.step}; its state is saved. "
+            f"Continue with: {resume_command(run.path)}"
+        )
+
+
+def build(config: Config) -> tuple[PolicyGradientModule, StepLoader]:
+    """The module, and the steps it trains on from the start of the data."""
+    lightning.seed_everything(config.seed, verbose=False)
+    if config.trainer.num_threads is not None:
+        torch.set_num_threads(config.trainer.num_threads)
+    task = make_task(config.task, config.seed)
+    policy = build_policy(config.model, task.alphabet, _accelerator(config) == "gpu")
+    module = PolicyGradientModule(config, policy)
+    room = min(policy.max_positions, config.accumulation.max_tokens)
+    close_on_groups = config.aggregation.mode == AggregationMode.prompt_mean
+    source = _source(config, task, module, room)
+    return module, StepLoader(source, config.accumulation, close_on_groups, config.trainer.max_steps, room)
+
+
+def _source(config: Config, task, module: PolicyGradientModule, room: int):
+    estimator = config.advantage.estimator.value
+    writer = RolloutWriter(config.rollout.save_path) if config.rollout.save_path else None
+    if isinstance(config.rollout, PolicyRolloutConfig):
+        tokenizer, max_tokens = module.policy.tokenizer, config.accumulation.max_tokens
+        return PolicyRollouts(config.rollout, estimator, task, tokenizer, module, max_tokens, room, writer)
+    return RecordedRollouts(config.rollout, estimator, module.policy.vocabulary_size, config.seed)
+
+
+def _fit(module: PolicyGradientModule, loader: StepLoader, config: Config, recorder: Recorder) -> None:
+    trainer = lightning.Trainer(
+        accelerator=_accelerator(config),
+        devices=1,
+        max_epochs=1,
+        logger=False,
+        callbacks=[recorder],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, loader)
+
+
+def _accelerator(config: Config) -> str:
+    if config.trainer.device == "auto":
+        return "gpu" if torch.cuda.is_available() else "cpu"
+    return {"cuda": "gpu", "cpu": "cpu"}[config.trainer.device]
+
+
+def _start_tracker(config: Config, resolved: dict, run: RunDirectory, drift: dict) -> MlflowTracker | None:
+    if config.tracking.name == "none":
+        return None
+    tracker = MlflowTracker(config.tracking.uri, config.tracking.experiment)
+    tags = {
+        "loss": config.loss.name.value,
+        "aggregation": config.aggregation.reducer or config.aggregation.mode.value,
+        "seed": str(config.seed),
+        "run_directory": str(run.path),
+    }
+    if drift:
+        tags["changed_on_resume"] = ", ".join(f"{key}: {old} -> {new}" for key, (old, new) in drift.items())
+    run_id = (read_status(run.path).get("mlflow") or {}).get("run_id")
+    name = config.tracking.run_name or run.path.name
+    tracker.start(name, flatten(resolved), tags, run.metrics_path, run_id)
+    run.set_status("running", read_status(run.path)["step"], mlflow=tracker.info)
+    return tracker
+
+
+def _finish(run: RunDirectory, tracker: MlflowTracker | None, outcome: str) -> None:
+    rows = run.read_metrics()
+    if rows:
+        plot_curves(rows, run.path / "curves.png", run.path.name)
+    if tracker is not None:
+        names = ("config.yaml", "overrides.yaml", "provenance.json", "curves.png", "metrics.jsonl")
+        tracker.log_artifacts([run.path / name for name in names])
+        tracker.finish(outcome)
+    if outcome == "done":
+        log.info(summary(rows, run.path, tracker.info if tracker else None))
+
+
+@contextlib.contextmanager
+def _logging_to(path: Path):
+    """Plain lines on the terminal, the same with their time in `path`; Lightning and torch only when they warn."""
+    terminal, file = logging.StreamHandler(sys.stdout), logging.FileHandler(path)
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.handlers, log.propagate = [terminal, file], False
+    log.setLevel(logging.INFO)
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # torch about Lightning, on every fit
+    warnings.filterwarnings("ignore", message=".*num_workers.*")  # the step loader has no workers to give
+    try:
+        yield
+    finally:
+        log.handlers, log.propagate = [], True
+        file.close()
