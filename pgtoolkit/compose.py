@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -15,9 +16,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit import refusals
+from pgtoolkit.conf_files import config_directory, default_options, options
 from pgtoolkit.config import register_schemas
 from pgtoolkit.plan import run_name
-from pgtoolkit.refusals import config_directory
 
 FREE_FORM = "task.options"
 """The one place where keys are not in the schema: they belong to the data set."""
@@ -25,28 +26,19 @@ FREE_FORM = "task.options"
 
 @dataclass
 class Composed:
-    """config is None if nothing could be composed; overrides: as Hydra is to be given them; base: before single keys."""
+    """One run's configuration with the problems of its overrides; those refused are left out of it.
+
+    config: None if nothing could be composed; it still holds the `hydra` node.
+    """
 
     config: DictConfig | None
     problems: list[str]
-    overrides: list[str]
-    base: DictConfig | None = None
 
 
 def register() -> None:
     """Make the schemas and the resolver that names runs known; may be called again."""
     register_schemas()
     OmegaConf.register_new_resolver("pgtk.run_name", _run_name, replace=True)
-
-
-def options(config_dir: Path | None = None) -> dict[str, list[str]]:
-    """Group -> its options, from the YAML files in conf/ and in a directory of one's own."""
-    found: dict[str, set[str]] = {}
-    for root in filter(None, (config_directory(), config_dir)):
-        for file in root.glob("*/*.yaml"):
-            if file.parent.name != "hydra":
-                found.setdefault(file.parent.name, set()).add(file.stem)
-    return {group: sorted(names) for group, names in found.items()}
 
 
 def compose(overrides: list[str], config_dir: Path | None = None) -> Composed:
@@ -64,19 +56,16 @@ def compose(overrides: list[str], config_dir: Path | None = None) -> Composed:
             if problem := refusals.unknown_option(override, groups[key]):
                 problems.append(problem)
             else:
-                choices.append(_plain(override))
+                choices.append(hydra_form(override.input_line))
         else:
             values.append(override)
-    used = [*choices, *map(_plain, values)]
     try:
-        base = _compose_choices(choices, config_dir)
+        config = compose_choices(choices, config_dir)
     except (HydraException, OmegaConfBaseException) as error:
-        return Composed(None, [*problems, refusals.composition_problem(error)], used)
-    config = base.copy()
+        return Composed(None, [*problems, refusals.composition_problem(error)])
     for override in values:
-        if problem := apply(config, override, groups):
-            problems.append(problem)
-    return Composed(config, problems, used, base)
+        problems += apply(config, override.key_or_group, override.value(), groups)
+    return Composed(config, problems)
 
 
 def jobs(overrides: list[str]) -> Iterator[list[str]]:
@@ -101,45 +90,39 @@ def parse(overrides: list[str]) -> tuple[list[Override], list[str]]:
         try:
             parsed.append(OverridesParser.create().parse_override(text))
         except HydraException as error:
-            reason = str(error).splitlines()[0]
-            problems.append(
-                f"{text} needs the form key=value (got {text!r}). It cannot be read: {reason}. "
-                f"Use key=value, with quotes around special characters: \"key='a, b'\"."
-            )
+            problems.append(refusals.unreadable(text, error, options()))
     return parsed, problems
 
 
-def apply(config: DictConfig, override: Override, groups: dict[str, list[str]]) -> str | None:
-    """Set one key; or the problem why not."""
-    key, value = override.key_or_group, override.value()
-    if key == FREE_FORM or key.startswith(FREE_FORM + "."):
-        if config.task.name == "reasoning_gym":
-            with open_dict(config):
-                OmegaConf.update(config, key, value, force_add=True)
-            return None
-    elif key.endswith(".name") and key.count(".") == 1:
-        group = key.split(".")[0]
-        if group in groups:
-            return (
-                f"{key}={value} needs the option of a group (got a single key). The other keys of {group} come with "
-                f"their option. Use {group}={value}."
-            )
+def apply(config: DictConfig, key: str, value: Any, groups: dict[str, list[str]]) -> list[str]:
+    """Set one key, or several given as a dictionary; returns the problems, with which nothing is set."""
+    if f"{key}.".startswith(f"{FREE_FORM}.") and config.task.name == "reasoning_gym":
+        with open_dict(config):
+            OmegaConf.update(config, key, value, force_add=True)
+        return []
+    if isinstance(value, dict):
+        return [problem for name in value for problem in apply(config, f"{key}.{name}", value[name], groups)]
+    group, _, leaf = key.partition(".")
+    if leaf == "name" and group in groups:
+        reason = f"The other keys of {group} come with their option."
+        return [f"{key}={value} needs to be left alone (got {value!r}). {reason} Use {group}={value}."]
     node = config
     for part in key.split("."):
         if not isinstance(node, DictConfig) or part not in node.keys():  # noqa: SIM118 (`in node` misses unset keys)
-            return refusals.unknown_key(config, key, value, groups)
+            return [refusals.unknown_key(config, key, value, groups)]
         node = node._get_node(part)
+    if isinstance(node, DictConfig):
+        return [f"{key}={value} needs its keys one by one (got {value!r}). It is a group of keys. Use {key}.KEY=VALUE."]
     before = OmegaConf.select(config, key)
     try:
         OmegaConf.update(config, key, value)
-    except OmegaConfBaseException as error:
-        if isinstance(node, DictConfig):
-            return f"{key}={value} needs keys and values of {key} (got {value!r}). {refusals.first_line(error)}. Use key=value."
-        return refusals.wrong_type(config, key, value, node, before)
-    return None
+    except OmegaConfBaseException:
+        return [refusals.wrong_type(config, key, value, node, before)]
+    return []
 
 
-def _compose_choices(choices: list[str], config_dir: Path | None) -> DictConfig:
+def compose_choices(choices: list[str], config_dir: Path | None = None) -> DictConfig:
+    """The files of the chosen options, put together by Hydra; raises its exceptions."""
     register()
     if config_dir is not None:
         choices = [*choices, f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"]
@@ -147,12 +130,17 @@ def _compose_choices(choices: list[str], config_dir: Path | None) -> DictConfig:
         return hydra.compose("config", overrides=choices, return_hydra_config=True)
 
 
+def hydra_form(override: str) -> str:
+    """The override as Hydra needs it: without a plus where the key exists, with it where it does not."""
+    plain = override.lstrip("+")
+    return f"++{plain}" if plain.startswith(FREE_FORM) else plain
+
+
+def name_of(chosen: str | None, overrides: list[str], in_sweep: bool = False) -> str:
+    """A run's name: `chosen`, or what differs from the defaults; in a sweep also what does not, for comparison."""
+    return chosen or run_name(overrides, {} if in_sweep else default_options())
+
+
 def _run_name(overrides, *, _root_: DictConfig) -> str:
     chosen = OmegaConf.select(_root_, "tracking.run_name")
-    return chosen or run_name(list(overrides))
-
-
-def _plain(override: Override) -> str:
-    """The override as Hydra needs it: without a plus where the key exists, with it where it does not."""
-    plain = override.input_line.lstrip("+")
-    return f"++{plain}" if override.key_or_group.startswith(FREE_FORM) else plain
+    return name_of(chosen, list(overrides), in_sweep=not OmegaConf.is_missing(_root_.hydra.job, "num"))

@@ -3,125 +3,156 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
-from dataclasses import fields
-from pathlib import Path
+import re
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
+from typing import Any
 
+from hydra.conf import HydraConf
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
 from omegaconf import DictConfig, EnumNode, OmegaConf
 
+from pgtoolkit.conf_files import config_directory
 from pgtoolkit.config import SCHEMAS
 from pgtoolkit.rules.report import text
 
 
-def config_directory() -> Path:
-    """`conf/` inside the installed package, else beside it in a working copy."""
-    package = Path(__file__).resolve().parent
-    inside = package / "conf"
-    return inside if inside.is_dir() else package.parent / "conf"
+def unreadable(override: str, error: Exception, groups: Iterable[str]) -> str:
+    """Not in Hydra's grammar."""
+    near = nearest(override, [*groups, *_schema_keys()])
+    use = f"{near}=VALUE" if near and "=" not in override else "quotes around special characters: \"key='a, b'\""
+    return f"{override} needs the form key=value (got {override!r}). {_first_line(error)}. Use {use}."
 
 
 def wrong_form(override: Override, groups: dict[str, list[str]]) -> str | None:
-    text, key = override.input_line, override.key_or_group
+    """A removal, several values or a moved group: nothing that one run can take."""
+    typed, key = override.input_line, override.key_or_group
     if override.is_delete():
-        hint = f"{key}=none" if "none" in groups.get(key, ()) else "key=value to change it"
-        return f"{text} needs to keep the key (got a removal). The configuration is always complete. Use {hint}."
+        use = f"{key}=none" if "none" in groups.get(key, ()) else "key=value to change it"
+        return f"{typed} needs to keep the key (got a removal). The configuration is always complete. Use {use}."
     if override.is_sweep_override():
-        return f"{text} needs -m (got several values). One run has one value of each key. Use pgtk -m {text}."
+        return f"{typed} needs -m (got several values). One run has one value of each key. Use pgtk -m {typed}."
     if override.package is not None:
-        return f"{text} needs its group's own place (got @{override.package}). Groups do not move. Use {key}=OPTION."
+        return f"{typed} needs its group's own place (got @{override.package}). Groups do not move. Use {key}=OPTION."
     return None
 
 
 def unknown_option(override: Override, names: list[str]) -> str | None:
+    """An option that its group does not have."""
     key, value = override.key_or_group, override.value()
     if value is None and key in ("experiment", "debug"):
         return None
     wrong = [name for name in (value if isinstance(value, list) else [value]) if name not in names]
     if not wrong:
         return None
-    nearest = _nearest(str(wrong[0]), names)
-    use = f"{key}={nearest}" if nearest else " or ".join(f"{key}={name}" for name in names)
-    return (
-        f"{override.input_line} needs one of {', '.join(names)} (got {wrong[0]!r}). "
-        f"The options of {key} are the files in conf/{key}. Use {use}."
-    )
+    near = nearest(text(wrong[0]), names)
+    use = f"{key}={near}" if near else " or ".join(f"{key}={name}" for name in names)
+    reason = f"The options of {key} are the files in conf/{key}."
+    return f"{override.input_line} needs one of {', '.join(names)} (got {text(wrong[0])!r}). {reason} Use {use}."
 
 
-def unknown_key(config: DictConfig, key: str, value, groups: dict[str, list[str]]) -> str:
-    head, _, leaf = key.rpartition(".")
+def unknown_key(config: DictConfig, key: str, value: Any, groups: Iterable[str]) -> str:
+    """A key that the schema of the chosen options does not have."""
+    group, _, leaf = key.partition(".")
     for schema, types in SCHEMAS.items():
-        group, _, option = schema.partition("/")
-        if option and head == group and leaf in {field.name for field in fields(types)}:
-            return (
-                f"{key}={value} needs {group}={option} (got {group}={config[group].name}). Only that option has the "
-                f"key. Use {group}={option} {key}={value}."
-            )
-    known = [*_leaves(config), *groups]
-    nearest = _nearest(key, known)
-    if nearest is None or nearest.count(".") != key.count("."):
-        by_leaf = _nearest(leaf or key, [name.rpartition(".")[2] for name in known])
-        nearest = next((name for name in known if name.rpartition(".")[2] == by_leaf), nearest)
-    use = f"{nearest}={value}" if nearest else "`pgtk --help` for the groups and `pgtk --cfg job` for the keys"
-    return f"{key}={value} needs a key of the configuration (got {key!r}). There is no such key. Use {use}."
+        home, _, option = schema.partition("/")
+        if option and home == group and leaf in {field.name for field in fields(types)}:
+            got, use = f"{group}={config[group].name}", f"{group}={option} {key}={text(value)}"
+            return f"{key}={text(value)} needs {group}={option} (got {got}). Only it has the key. Use {use}."
+    near = _nearest_key(config, key, groups)
+    if near:
+        use = f"{near}={text(value)}"
+    elif group in config and leaf and isinstance(config[group], DictConfig):
+        use = "one of " + ", ".join(f"{group}.{name}" for name in config[group] if name != "name")
+    else:
+        use = "`pgtk --help` for the groups and `pgtk --cfg job` for the keys"
+    return f"{key}={text(value)} needs a key of the configuration (got {key!r}). There is no such key. Use {use}."
 
 
-def wrong_type(config: DictConfig, key: str, value, node, before) -> str:
+def wrong_type(config: DictConfig, key: str, value: Any, node: Any, before: Any) -> str:
+    """A value that the type of its key does not allow; `before` is the value the key had."""
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    reason, use = comment(config, key), f"{key}={text(before)}"
+    use = f"{key}={text(before)}"
     if isinstance(node, EnumNode):
         names = [member.name for member in node.enum_type]
-        needs, nearest = f"one of {', '.join(names)}", _nearest(str(value), names)
-        use = f"{key}={nearest}" if nearest else use
+        needs, near = f"one of {', '.join(names)}", nearest(text(value), names)
+        use = f"{key}={near}" if near else use
     else:
         needs = words.get(node._metadata.ref_type, "another type") + (" or null" if node._is_optional() else "")
+    reason = _comment(config, key) or "Every key has a type."
     return f"{key}={text(value)} needs {needs} (got {text(value)!r}). {reason} Use {use}."
 
 
-def comment(config: DictConfig, key: str) -> str:
+def composition_problem(error: Exception) -> str:
+    """Hydra's refusal of one of its own keys or of a file of the user's, on one line."""
+    said = f"{error}\n{error.__cause__ or ''}"
+    lines = [line.strip().rstrip(".") for line in said.splitlines()]
+    drop = ("To append", "Config search path", "provider=", "reference_type", "object_type")
+    lines = [line for line in lines if line and not line.startswith(drop)]
+    key = re.search(r"full_key: (\S+)", said)
+    hydra_keys = list(_dataclass_keys(OmegaConf.structured(HydraConf), "hydra."))
+    near = nearest(key[1], [*_schema_keys(), *hydra_keys]) if key else None
+    hint = f" Use {near}." if near and near != key[1] else ""
+    return f"the configuration cannot be composed: {'; '.join(lines[:4])}.{hint}"
+
+
+def nearest(word: str, names: list[str], at_least: float = 0.5) -> str | None:
+    """The most similar name, if any is; swapped letters and initials (lr) count as most similar."""
+
+    def similarity(name: str) -> float:
+        initials = "".join(part[0] for part in name.rpartition(".")[2].split("_") if part)
+        same = sorted(word) == sorted(name) or (len(word) > 1 and word == initials)
+        return difflib.SequenceMatcher(None, word, name).ratio() + (0.5 if same else 0)
+
+    best = max(names, key=similarity, default=None)
+    return best if best is not None and similarity(best) >= at_least else None
+
+
+def _nearest_key(config: DictConfig, key: str, groups: Iterable[str]) -> str | None:
+    head, _, leaf = key.rpartition(".")
+    sections = [group for group in config if group != "hydra" and isinstance(config[group], DictConfig)]
+    keys = [f"{group}.{name}" for group in sections for name in config[group].keys() if name != "name"]  # noqa: SIM118
+    if head in config:
+        inside = nearest(leaf, [name.split(".")[1] for name in keys if name.startswith(f"{head}.")], 0.6)
+        if inside:
+            return f"{head}.{inside}"
+    elif not head and (group := nearest(key, [*groups, "seed"], 0.7)):
+        return group
+    near = nearest(key, keys, 0.75)
+    if near is None and (last := nearest(leaf, [name.split(".")[1] for name in keys], 0.75)):
+        near = next(name for name in keys if name.split(".")[1] == last)
+    return near
+
+
+def _schema_keys() -> list[str]:
+    """Every key of every option that one may set."""
+    keys = {
+        f"{schema.partition('/')[0]}.{field.name}": None
+        for schema, types in SCHEMAS.items()
+        for field in fields(types)
+        if field.name != "name"
+    }
+    return ["seed", *keys]
+
+
+def _dataclass_keys(config: DictConfig, prefix: str) -> Iterable[str]:
+    for key in config:
+        node = config._get_node(key)
+        yield f"{prefix}{key}"
+        if isinstance(node, DictConfig) and is_dataclass(node._metadata.object_type):
+            yield from _dataclass_keys(node, f"{prefix}{key}.")
+
+
+def _comment(config: DictConfig, key: str) -> str:
     """What the YAML file of the chosen option says above `key`; empty if that file is not ours."""
     group, _, leaf = key.rpartition(".")
     name = f"{group}/{OmegaConf.select(config, f'hydra.runtime.choices.{group}')}" if group else "config"
     file = config_directory() / f"{name}.yaml"
-    lines = file.readtext().splitlines() if file.is_file() else []
+    lines = file.read_text().splitlines() if file.is_file() else []
     at = next((i for i, line in enumerate(lines) if line.startswith(f"{leaf}:")), 0)
     return lines[at - 1].lstrip("# ") if at else ""
 
 
-def composition_problem(error: Exception) -> str:
-    """Hydra's refusal of a file of the user's, on one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    lines = [
-        line for line in lines if "append to your config" not in line and not line.startswith("Config search path")
-    ]
-    cause = getattr(error, "__cause__", None)
-    if cause is not None and not isinstance(cause, HydraException):
-        lines.append(first_line(cause))
-    return "the configuration cannot be composed: " + "; ".join(lines[:4])
-
-
-def _leaves(config: DictConfig, prefix: str = "") -> Iterator[str]:
-    for key in config:
-        if prefix == "" and key == "hydra":
-            continue
-        node = config._get_node(key)
-        if isinstance(node, DictConfig):
-            yield from _leaves(node, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
-
-
-def _nearest(word: str, names: list[str]) -> str | None:
-    """The most similar name, if any is; swapped letters count as most similar."""
-
-    def similarity(name: str) -> float:
-        swapped = sorted(word) == sorted(name)
-        return difflib.SequenceMatcher(None, word, name).ratio() + (0.5 if swapped else 0)
-
-    best = max(names, key=similarity, default=None)
-    return best if best is not None and similarity(best) >= 0.5 else None
-
-
-def first_line(error: Exception) -> str:
-    return str(error).splitlines()[0].rstrip(".")
+def _first_line(error: Exception) -> str:
+    line = str(error).splitlines()[0].rstrip(".")
+    return line[:1].upper() + line[1:]

@@ -15,7 +15,7 @@ from pgtoolkit.rules.report import Report
 def validate(config: DictConfig) -> Report:
     """Check a composed configuration; imports no torch and starts nothing. It reads only whether named files exist."""
     report = Report()
-    plain = _resolve(config, report)
+    plain = resolve(config, report)
     for rule in (step.loss, step.aggregation, step.advantage, step.accumulation, run.rollout, run.model, run.task):
         rule(plain, report)
     for rule in (run.kernel, run.parallelism, run.optimizer, run.trainer, run.tracking):
@@ -30,7 +30,7 @@ def namespace(value: Any) -> Any:
     return value
 
 
-def _resolve(config: DictConfig, report: Report) -> Any:
+def resolve(config: DictConfig, report: Report) -> Any:
     """The configuration as plain objects; unset and unresolvable keys become None, with a problem each."""
     resolved: dict = {}
     for group in config:
@@ -41,9 +41,8 @@ def _resolve(config: DictConfig, report: Report) -> Any:
 
 def _resolve_node(parent: DictConfig, key: Any, path: str, report: Report) -> Any:
     if key == "_target_":
-        report.refuse(
-            path, "to be left out", parent._get_node(key), "Configurations never name code to run.", "~" + path
-        )
+        reason, use = "A configuration never names code to be run.", "the options of the groups"
+        report.refuse(path, "to be left out", parent._get_node(key), reason, use)
         return None
     raw = parent._get_node(key)
     if isinstance(raw, DictConfig) and not raw._is_none() and not raw._is_missing() and not raw._is_interpolation():
@@ -52,7 +51,12 @@ def _resolve_node(parent: DictConfig, key: Any, path: str, report: Report) -> An
         reason, example = _UNSET.get(path, ("The key has no default.", "VALUE"))
         report.refuse(path, "a value", "none", reason, f"{path}={example}")
         return None
-    if raw is not None and "oc.env" in str(raw._value()):
+    hidden = str(OmegaConf.to_container(raw, resolve=False) if OmegaConf.is_list(raw) else raw._value())
+    if "_target_" in hidden:
+        reason = "A configuration never names code to be run."
+        report.refuse(path, "plain values", "_target_", reason, "the options of the groups")
+        return None
+    if "oc.env" in hidden:
         reason = "The value would be written to the run directory and to MLflow, where a secret does not belong."
         report.refuse(path, "a plain value", "an environment variable", reason, f"{path}=VALUE")
         return None

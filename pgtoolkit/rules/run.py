@@ -19,10 +19,9 @@ def rollout(c: Any, report: Report) -> None:
     if rollout.max_completion_length is not None:
         report.at_least("rollout.max_completion_length", rollout.max_completion_length, 1, "It counts tokens.", 7)
     if rollout.save_path is not None and Path(rollout.save_path).suffix not in (".jsonl", ".parquet"):
-        reason, use = "The ending chooses the format.", "rollout.save_path=rollouts.parquet"
-        report.refuse(
-            f"rollout.save_path={rollout.save_path}", "a .jsonl or .parquet file", rollout.save_path, reason, use
-        )
+        setting, reason = f"rollout.save_path={rollout.save_path}", "The ending chooses the format."
+        needs, use = "a .jsonl or .parquet file", "rollout.save_path=rollouts.parquet"
+        report.refuse(setting, needs, rollout.save_path, reason, use)
     if rollout.name == "policy":
         _policy(c, report)
     else:
@@ -43,7 +42,7 @@ def _policy(c: Any, report: Report) -> None:
     elif top_p is not None and top_p < 1:
         effect = {
             "training": "the ratio does not correct for the tokens that sampling left out",
-            "sampling": "old log-probs are renormalised over them, so ratios start below 1 and GSPO's clip acts at once",
+            "sampling": "old log-probs are renormalised over them, so that ratios start below 1, where GSPO clips",
         }
         old = rollout.old_log_probs
         report.note(f"rollout.top_p={top_p} with rollout.old_log_probs={old}: {effect.get(old, 'ratios are off')}.")
@@ -116,9 +115,15 @@ def _pattern(task: Any, report: Report) -> None:
 
 
 def kernel(c: Any, report: Report) -> None:
-    report.at_least("kernel.logits_memory_mb", c.kernel.logits_memory_mb, 1, "One piece of the logits needs room.", 512)
+    memory, chosen = c.kernel.logits_memory_mb, c.kernel.implementation
+    if chosen in ("auto", "fused_linear"):
+        report.at_least("kernel.logits_memory_mb", memory, 1, "One piece of the logits needs room, in MiB.", 512)
+    elif memory is not None:
+        setting, reason = f"kernel.logits_memory_mb={memory}", "It would be ignored: the logits are materialised."
+        use = "kernel=fused_linear or kernel.logits_memory_mb=null"
+        report.refuse(setting, "kernel=auto or kernel=fused_linear", chosen, reason, use)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if c.kernel.implementation == "triton" and c.trainer.device == "cpu" and not interpreted:
+    if chosen == "triton" and c.trainer.device == "cpu" and not interpreted:
         reason = "Triton compiles for GPUs; TRITON_INTERPRET=1 runs its kernels slowly on a CPU."
         report.refuse("kernel=triton", "a GPU", "trainer.device=cpu", reason, "kernel=torch")
 
@@ -136,10 +141,8 @@ def parallelism(c: Any, report: Report) -> None:
         reason = "Stages without the loss have no advantage extrema to give."
         report.refuse(setting, needs, p.pipeline_parallel, reason, "metrics=none or parallelism.pipeline_parallel=1")
     if c.model.name == "tiny" and is_whole(c.model.num_heads) and c.model.num_heads % p.tensor_parallel:
-        setting, needs = (
-            f"parallelism.tensor_parallel={p.tensor_parallel}",
-            f"a divisor of model.num_heads={c.model.num_heads}",
-        )
+        setting = f"parallelism.tensor_parallel={p.tensor_parallel}"
+        needs = f"a divisor of model.num_heads={c.model.num_heads}"
         reason = "Attention heads are dealt out whole."
         use = f"parallelism.tensor_parallel={math.gcd(c.model.num_heads, p.tensor_parallel)}"
         report.refuse(setting, needs, p.tensor_parallel, reason, use)

@@ -22,14 +22,10 @@ def loss(c: Any, report: Report) -> None:
         report.refuse("loss=gspo", "loss.num_splits=1", splits, reason, "loss.num_splits=1")
     else:
         report.at_least("loss.num_splits", splits, 1, "It counts pieces of the logits; 1 is all in one.", 1)
-        if is_whole(splits) and splits > 1 and c.kernel.implementation not in ("torch", "triton"):
-            reason = (
-                "Only materialised logits are split; the fused head has its own pieces, of kernel.logits_memory_mb."
-            )
-            needs = "kernel=torch or kernel=triton"
-            report.refuse(
-                f"loss.num_splits={splits}", needs, f"kernel={c.kernel.implementation}", reason, "kernel=torch"
-            )
+        if is_whole(splits) and splits > 1 and c.kernel.implementation == "fused_linear":
+            setting, needs = f"loss.num_splits={splits}", "materialised logits"
+            reason = "The fused head cuts its own pieces, as large as kernel.logits_memory_mb allows."
+            report.refuse(setting, needs, "kernel=fused_linear", reason, "kernel=torch or loss.num_splits=1")
     if c.loss.name == "gspo" and is_number(high) and is_number(low) and max(low, high) >= 0.05:
         report.note(
             f"loss=gspo with epsilon {low}/{high}: the mean log-ratio of a document stays so close to 0 that a clip of "

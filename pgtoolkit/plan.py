@@ -1,0 +1,165 @@
+"""Says what a configuration would do: its equation, the step's arithmetic, and what differs from the defaults."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pgtoolkit.rules.report import is_number, is_whole, text
+from pgtoolkit.rules.step import longest_document
+
+MEBIBYTE = 2**20
+
+RATIOS = {
+    "grpo": ("r_t = exp(new - old log-prob of token t)", "r_t", "A_t"),
+    "gspo": ("R_d = exp(mean over the trained tokens of document d of new - old log-prob)", "R_d", "A_d"),
+}
+WEIGHTS = {
+    "sample_mean": ("1 / (D N_d)", "D documents in the step, N_d trained tokens in the document"),
+    "prompt_mean": ("1 / (G N_g)", "G prompts in the step, N_g trained tokens of the prompt's completions"),
+    "token_mean": ("1 / N", "N trained tokens in the step"),
+    "constant": ("1 / (D L)", "D documents in the step, L = {divisor}"),
+}
+ADVANTAGES = {
+    "grpo": "(reward - mean of the group) / standard deviation of the group",
+    "dr_grpo": "reward - mean of the group",
+    "rloo": "reward - mean of the other completions of the group",
+    "given": "as recorded with the rollouts",
+}
+
+
+def run_name(overrides: list[str], defaults: dict[str, str] | None = None) -> str:
+    """What differs from the defaults, as the name of a directory: letters, digits, '.', '_', '-', at most 80.
+
+    overrides: as typed. defaults: group -> its default option, to be left out of the name.
+    """
+    pairs = [override.lstrip("+~").partition("=")[::2] for override in overrides]
+    chosen = {key for key, _ in pairs}
+    words = []
+    for key, value in pairs:
+        if key.split(".")[0].split("/")[0] in ("hydra", "tracking"):
+            continue
+        if (defaults or {}).get(key) == value and not chosen & {"experiment", "debug"}:
+            continue
+        leaf = key if key.endswith((".path", ".options")) else key.rpartition(".")[2]
+        value = Path(value.strip("'\"")).name if leaf.endswith("path") else value
+        words.append(_safe(value if key == "experiment" else f"{leaf}-{value}"))
+    name = "_".join(filter(None, words)) or "default"
+    if len(name) > 80:
+        name = f"{name[:73]}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
+    return name
+
+
+def _safe(word: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.]+", "-", word).strip("-.")
+
+
+def describe(config: Any, defaults: Any) -> list[tuple[str, list[str]]]:
+    """(title, lines) of each section of the plan. config, defaults: plain namespaces of the resolved configurations."""
+    return [
+        ("Loss", equation(config)),
+        ("Step", list(arithmetic(config))),
+        ("Logits", [logits_memory(config)]),
+        ("Changed from the defaults", list(differences(config, defaults)) or ["nothing"]),
+    ]
+
+
+def equation(config: Any) -> list[str]:
+    """The loss of a step, with its numbers."""
+    loss, aggregation = config.loss, config.aggregation
+    ratio, r, a = RATIOS[loss.name]
+    low, high = text(loss.epsilon_low), text(loss.epsilon_high)
+    weight, where = WEIGHTS[aggregation.mode]
+    if aggregation.reducer is not None:
+        weight, where = f"{aggregation.reducer}(...)", f"in the place of aggregation={aggregation.mode}"
+    return [
+        f"{loss.name}, {aggregation.mode}: sum over trained tokens of w_t l_t",
+        f"l_t = -min({r} {a}, clip({r}, 1 - {low}, 1 + {high}) {a}),  {ratio}",
+        f"w_t = {weight},  {where.format(divisor=text(aggregation.divisor))}",
+        f"advantage ({config.advantage.estimator}): {ADVANTAGES[config.advantage.estimator]}",
+    ]
+
+
+def arithmetic(config: Any) -> Iterator[str]:
+    """Documents, micro-batches and steps."""
+    rollout, accumulation, steps = config.rollout, config.accumulation, config.trainer.max_steps
+    docs, room = accumulation.docs_per_step, accumulation.max_tokens
+    batch = None
+    if rollout.name == "policy" and _counts(rollout.prompts_per_batch, rollout.group_size):
+        prompts, size = rollout.prompts_per_batch, rollout.group_size
+        batch = prompts * size
+        yield f"rollouts: {prompts} prompts x {size} completions = {batch} documents a batch"
+    prompt, completion = longest_document(config)
+    longest = prompt + completion if _counts(prompt, completion) else None
+    if longest:
+        yield f"longest document: prompt {prompt} + completion {completion} = {longest} tokens"
+    else:
+        yield f"longest document: known once the data is read; it must fit in {text(room)} tokens"
+    if not _counts(room):
+        return
+    if docs == 0:
+        yield f"step: {text(accumulation.micro_batches_per_step)} micro-batches of at most {room} tokens"
+    elif _counts(docs):
+        taken = min(docs, batch) if batch and accumulation.last_step != "carry" else docs
+        line = f"step: {taken} documents"
+        if longest and room >= longest:
+            line += f", in {-(-taken // (room // longest))} micro-batches of at most {room} tokens"
+        yield line + (f"; {_steps(batch, taken, accumulation.last_step)}" if batch else "")
+        if _counts(steps):
+            yield f"run: at most {steps} steps, {steps * taken} documents"
+
+
+def _steps(batch: int, taken: int, last_step: str) -> str:
+    steps = {"short": -(-batch // taken), "drop": batch // taken}.get(last_step, batch / taken)
+    return f"{steps:g} steps per batch of rollouts"
+
+
+def logits_memory(config: Any) -> str:
+    """The largest piece of logits that exists at once."""
+    vocabulary, room = vocabulary_size(config.model, config.task), config.accumulation.max_tokens
+    if vocabulary is None or not _counts(room):
+        return "unknown until the model is loaded"
+    half = config.model.name == "huggingface" and config.model.dtype == "bfloat16" and not config.model.fp32_lm_head
+    size = 2 if half else 4
+    whole = room * vocabulary * size / MEBIBYTE
+    line = f"{room} tokens x {vocabulary} entries of the vocabulary x {size} bytes = {whole:.3g} MiB per micro-batch"
+    limit = config.kernel.logits_memory_mb
+    if config.kernel.implementation in ("auto", "fused_linear") and is_number(limit) and config.loss.num_splits == 1:
+        return line + (f", of which at most {limit} MiB exist at once" if whole > limit else ", in one piece")
+    if _counts(config.loss.num_splits) and config.loss.num_splits > 1:
+        return line + f", in {config.loss.num_splits} splits"
+    return line
+
+
+def vocabulary_size(model: Any, task: Any) -> int | None:
+    """Entries of the model's vocabulary, where that is known without loading it."""
+    if model.name == "tiny":
+        return 13 if task.name == "reverse" else 98
+    file = Path(model.path or "").expanduser() / "config.json"
+    if model.path is None or not file.is_file():
+        return None
+    try:
+        settings = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None
+    return settings.get("vocab_size") or settings.get("text_config", {}).get("vocab_size")
+
+
+def differences(config: Any, defaults: Any, prefix: str = "") -> Iterator[str]:
+    """One line for each key whose value is not the default's."""
+    before = vars(defaults) if defaults is not None else {}
+    for key, value in vars(config).items():
+        if hasattr(value, "__dict__"):
+            yield from differences(value, before.get(key), f"{prefix}{key}.")
+        elif key not in before:
+            yield f"{prefix}{key} = {text(value)}"
+        elif before[key] != value:
+            yield f"{prefix}{key} = {text(value)} (default {text(before[key])})"
+
+
+def _counts(*values: Any) -> bool:
+    return all(is_whole(value) and value >= 1 for value in values)

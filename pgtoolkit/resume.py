@@ -1,0 +1,94 @@
+"""The configuration of a run that is continued: as it was saved, changed by overrides under the same checks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from pgtoolkit import refusals
+from pgtoolkit.compose import Composed, apply, compose_choices, parse, register
+from pgtoolkit.conf_files import options
+from pgtoolkit.config import SCHEMAS, Config
+from pgtoolkit.errors import ConfigError
+
+FIXED = {
+    "model": "the checkpoint holds the weights of this model",
+    "model.num_layers": "the checkpoint holds the weights of this model",
+    "model.hidden_size": "the checkpoint holds the weights of this model",
+    "model.num_heads": "the checkpoint holds the weights of this model",
+    "task": "the position in the data belongs to this task",
+    "rollout": "the position in the data belongs to this source",
+    "rollout.prompts_per_batch": "the position in the data is counted in batches of this size",
+    "rollout.group_size": "the position in the data is counted in batches of this size",
+    "experiment": "an experiment is chosen when a run starts",
+    "debug": "a debugging run is chosen when a run starts",
+}
+"""What a checkpoint cannot be continued without, and why."""
+
+
+def compose_resumed(run_dir: Path, overrides: list[str]) -> Composed:
+    """The configuration saved in run_dir with `overrides`, and their problems; ConfigError if it cannot be read."""
+    register()
+    groups, config = options(), _typed(_saved(run_dir), run_dir)
+    parsed, problems = parse(overrides)
+    for override in parsed:
+        key = override.key_or_group
+        if problem := refusals.wrong_form(override, groups) or _fixed(config, override):
+            problems.append(problem)
+        elif key in groups and not isinstance(override.value(), dict):
+            if problem := refusals.unknown_option(override, groups[key]):
+                problems.append(problem)
+            else:
+                config[key] = compose_choices([override.input_line])[key]
+        else:
+            problems += apply(config, key, override.value(), groups)
+    return Composed(config, problems)
+
+
+def _saved(run_dir: Path) -> dict:
+    file = run_dir / "config.yaml"
+    if not file.is_file():
+        got = "no such directory" if not run_dir.is_dir() else "a directory without config.yaml"
+        raise ConfigError(
+            f"pgtk resume {run_dir} needs a run directory (got {got}). A run writes its configuration there when it "
+            "starts. Use a directory below outputs/."
+        )
+    try:
+        saved = OmegaConf.to_container(OmegaConf.load(file))
+    except (OSError, ValueError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{file} cannot be read: {str(error).splitlines()[0]}") from error
+    if not isinstance(saved, dict):
+        raise ConfigError(f"{file} is not a configuration")
+    return saved
+
+
+def _typed(saved: dict, run_dir: Path) -> DictConfig:
+    """The saved values in the schema of their options, so that overrides are checked as at the start."""
+    config = OmegaConf.structured(Config)
+    try:
+        for group in {schema.partition("/")[0] for schema in SCHEMAS if "/" in schema}:
+            config[group] = OmegaConf.structured(SCHEMAS[f"{group}/{saved[group]['name']}"])
+        OmegaConf.set_struct(config, True)
+        return OmegaConf.merge(config, saved)
+    except (KeyError, TypeError, OmegaConfBaseException) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{run_dir}/config.yaml does not fit this version of pgtoolkit: {reason}. Use the version that "
+            "provenance.json names, or start a new run."
+        ) from error
+
+
+def _fixed(config: DictConfig, override: Override) -> str | None:
+    key, value = override.key_or_group, override.value()
+    if key not in FIXED or value == OmegaConf.select(config, key):
+        return None
+    if isinstance(value, str) and value == OmegaConf.select(config, f"{key}.name"):
+        return None
+    before = OmegaConf.select(config, f"{key}.name", default=OmegaConf.select(config, key, default="none"))
+    reason = f"A run is continued as it was: {FIXED[key]}."
+    return (
+        f"{override.input_line} needs to stay as the run began (got {value!r}, was {before}). {reason} Use a new run."
+    )
