@@ -1,0 +1,41 @@
+"""Advantages of one prompt group, from the rewards of its completions."""
+
+from __future__ import annotations
+
+import math
+
+from pgtoolkit.errors import DataError
+
+EPSILON = 1e-6
+
+
+def group_advantages(estimator: str, rewards: list[float]) -> list[float]:
+    """One advantage per completion of a group, in float64.
+
+    With r the rewards of the n completions and m their mean:
+        grpo     (r - m) / (s + 1e-6), s the sample standard deviation, with n - 1 (arXiv 2402.03300)
+        dr_grpo  r - m (2503.20783)
+        rloo     r - mean of the others = n / (n - 1) (r - m) (2402.14740)
+    A group of equal rewards gives exactly 0 for each, whatever the rounding of m; so does a group of one under grpo
+    and dr_grpo. `given` advantages come from the data and are not computed here.
+
+    Raises DataError for a reward that is not finite and for rloo with one completion, ValueError for another estimator.
+    """
+    if estimator not in ("grpo", "dr_grpo", "rloo"):
+        raise ValueError(f"estimator={estimator!r} is unknown here; choose one of grpo, dr_grpo, rloo")
+    for place, reward in enumerate(rewards):
+        if not math.isfinite(reward):
+            raise DataError(f"the reward of completion {place} of {len(rewards)} is {reward}; it must be finite")
+    if estimator == "rloo" and len(rewards) == 1:
+        raise DataError("rloo compares a completion with the others of its group; a group of one has no others")
+    if len(set(rewards)) <= 1:
+        return [0.0] * len(rewards)
+    mean = math.fsum(rewards) / len(rewards)
+    centred = [reward - mean for reward in rewards]
+    if estimator == "dr_grpo":
+        return centred
+    others = len(rewards) - 1
+    if estimator == "rloo":
+        return [difference * len(rewards) / others for difference in centred]
+    deviation = math.sqrt(math.fsum(difference**2 for difference in centred) / others)
+    return [difference / (deviation + EPSILON) for difference in centred]

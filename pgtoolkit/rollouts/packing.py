@@ -1,0 +1,63 @@
+"""Packing: whole documents on the one flat token axis of a micro-batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pgtoolkit.batch import Document, MicroBatch
+from pgtoolkit.errors import DataError
+
+
+def pack(documents: list[Document], group_numbers: list[int]) -> MicroBatch:
+    """One micro-batch of the documents in their order; group_numbers: each one's group as numbered within the step.
+
+    Position t of a document predicts its token t + 1, so labels, old log-probs and advantages are those of the next
+    token; the last position of a document predicts nothing. No documents give a micro-batch of length 0.
+    """
+    if len(documents) != len(group_numbers):
+        raise ValueError(f"needs one group number per document (got {len(group_numbers)} for {len(documents)})")
+    lengths = [document.num_tokens for document in documents]
+    return MicroBatch(
+        tokens=_concatenate([document.tokens for document in documents], torch.int64),
+        position_ids=_concatenate([torch.arange(length) for length in lengths], torch.int64),
+        labels=_concatenate([_labels(document) for document in documents], torch.int64),
+        document_index=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64)),
+        old_log_probs=_concatenate([_next(document.old_log_probs, 0.0) for document in documents], torch.float32),
+        advantages=_concatenate([_next(document.advantages, 0.0) for document in documents], torch.float32),
+        group_index=torch.tensor(group_numbers, dtype=torch.int64),
+        names=tuple(document.name for document in documents),
+    )
+
+
+def cut(documents: list[Document], max_tokens: int) -> list[list[Document]]:
+    """The documents in their order, in runs of at most max_tokens tokens; each run takes as many as fit.
+
+    Raises DataError for a document that alone is longer, since documents are never split.
+    """
+    parts: list[list[Document]] = []
+    free = 0
+    for document in documents:
+        if document.num_tokens > max_tokens:
+            raise DataError(
+                f"{document.name} has {document.num_tokens} tokens and does not fit a micro-batch of {max_tokens}. "
+                f"Documents are never split. Use accumulation.max_tokens={document.num_tokens} or more."
+            )
+        if not parts or document.num_tokens > free:
+            parts.append([])
+            free = max_tokens
+        parts[-1].append(document)
+        free -= document.num_tokens
+    return parts
+
+
+def _labels(document: Document) -> Tensor:
+    return _next(torch.where(document.loss_mask, document.tokens, -1), -1)
+
+
+def _next(values: Tensor, last: float) -> Tensor:
+    return torch.cat([values[1:], values.new_full((min(len(values), 1),), last)])
+
+
+def _concatenate(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.cat([torch.empty(0, dtype=dtype), *tensors])

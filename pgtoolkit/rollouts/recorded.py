@@ -1,0 +1,271 @@
+"""Recorded rollouts as a source of documents: checked in one pass, then read from the files as they are needed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from array import array
+
+import numpy as np
+
+from pgtoolkit.batch import Document
+from pgtoolkit.config import AdvantageEstimator, RecordedRolloutConfig
+from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.rollouts.advantages import group_advantages
+from pgtoolkit.rollouts.files import JsonlFile, ParquetFile, Problems, open_files
+from pgtoolkit.rollouts.order import shuffled
+from pgtoolkit.rollouts.rows import FIELDS, Row, Rules, parse_row
+
+log = logging.getLogger("pgtoolkit")
+
+
+class RecordedRollouts:
+    """The documents of JSONL and Parquet files (docs/data.md), `epochs` times over.
+
+    estimator: `given` reads the recorded advantages; any other computes them from all rewards of a group.
+    vocabulary_size: of the model; token ids are below it. max_tokens: the longest document that fits, if limited.
+    needs_groups: whether group ids matter although the estimator is `given` (prompt_mean).
+
+    The constructor reads every row once and raises DataError for what cannot be trained on, the first ten problems as
+    file:row:field. It keeps about 60 bytes per document. The documents of a group have consecutive positions wherever
+    they stand in the files; groups come in the order of their first document or, with shuffle, in another one every
+    epoch. batch_end is the end of the epoch. has_groups: whether the data says which documents share a prompt.
+    """
+
+    def __init__(
+        self,
+        config: RecordedRolloutConfig,
+        estimator: str,
+        vocabulary_size: int,
+        seed: int = 0,
+        needs_groups: bool = False,
+        max_tokens: int | None = None,
+    ):
+        self._config = config
+        self._estimator = estimator
+        self._seed = seed
+        self._given = estimator == AdvantageEstimator.given
+        self._needs_groups = needs_groups or not self._given
+        self._rules = Rules(vocabulary_size, not self._given, self._given, max_tokens, config.max_completion_length)
+        self._files = open_files(config.path, "rollout.path", FIELDS)
+        # One entry per document, in the order of the files. Arrays of machine words: lists would take ten times more.
+        self._file, self._number, self._block, self._place = array("l"), array("q"), array("q"), array("q")
+        self._reward = array("d")
+        self._group = array("q")
+        self._advantage = np.empty(0)
+        self._fingerprint = hashlib.sha256()
+        self._epoch_order: tuple[int, np.ndarray] = (-1, np.empty(0))
+        self._read_all()
+
+    @property
+    def num_documents(self) -> int:
+        """Documents of all epochs."""
+        return len(self._file) * self._config.epochs
+
+    def document(self, position: int) -> Document:
+        if not 0 <= position < self.num_documents:
+            raise IndexError(f"position {position} is outside of the {self.num_documents} recorded documents")
+        epoch, place = divmod(position, len(self._file))
+        index = int(self._order(epoch)[place])
+        row = self._read(index)
+        advantages = row.advantages if self._given else np.where(row.loss_mask, self._advantage[index], 0)
+        name = row.id or self._label(index)
+        return row.document(
+            advantages.astype(np.float32),
+            group=epoch * self._num_groups + int(self._group[index]),
+            name=name if epoch == 0 else f"{name} (epoch {epoch + 1})",
+        )
+
+    def batch_end(self, position: int) -> int:
+        return (position // len(self._file) + 1) * len(self._file)
+
+    def state_dict(self) -> dict:
+        return {
+            "fingerprint": self._fingerprint.hexdigest(),
+            "contents": f"{len(self._files)} files with {len(self._file)} documents",
+            "order": {"seed": self._seed, "rollout.shuffle": self._config.shuffle},
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Raises DataError if the files are not those of the saved state, ConfigError if their order would differ."""
+        now = self.state_dict()
+        if state["fingerprint"] != now["fingerprint"]:
+            raise DataError(
+                f"rollout.path={self._config.path} needs the data of the checkpoint, {state['contents']} "
+                f"(got {now['contents']} and other contents). The position in the data would mean other documents. "
+                "Restore the files, or start a new run."
+            )
+        for key, value in state["order"].items():
+            if value != now["order"][key]:
+                raise ConfigError(
+                    f"{key}={now['order'][key]} needs the value of the checkpoint (got {value} there). "
+                    f"The position in the data would mean other documents. Use {key}={value}, or start a new run."
+                )
+
+    def _order(self, epoch: int) -> np.ndarray:
+        """Index of each document of an epoch, in the order of positions."""
+        if self._epoch_order[0] != epoch:
+            ranks = np.arange(self._num_groups)
+            if self._config.shuffle:
+                ranks = shuffled(self._num_groups, self._seed, epoch)
+            self._epoch_order = (epoch, np.argsort(ranks[np.asarray(self._group)], kind="stable"))
+        return self._epoch_order[1]
+
+    def _read(self, index: int) -> Row:
+        raw = self._files[self._file[index]].row((self._block[index], self._place[index]))
+        row = parse_row(raw, self._rules) if isinstance(raw, dict) else raw
+        if not isinstance(row, Row):
+            raise DataError(f"{self._label(index)} was readable at the start and is not now: the file was changed")
+        return row
+
+    def _label(self, index: int) -> str:
+        return f"{self._files[self._file[index]].label}:{self._number[index]}"
+
+    def _read_all(self) -> None:
+        """The first pass: check every row, number the groups, compute the advantages."""
+        problems = Problems("the recorded rollouts cannot be trained on")
+        groups: dict[int | str, int] = {}
+        ids = array("q")
+        for number, file in enumerate(self._files):
+            _check_columns(file, self._rules, problems)
+            self._read_file(number, file, groups, ids, problems)
+        problems.raise_if_any()
+        if not self._file:
+            names = ", ".join(file.label for file in self._files)
+            raise DataError(f"rollout.path={self._config.path} needs at least one row (got none in {names}).")
+        self._check_ids(ids, problems)
+        self._number_groups(groups, problems)
+        problems.raise_if_any()
+        unprotected = [file.label for file in self._files if not file.has_checksums]
+        if unprotected:
+            log.warning(
+                "note: %s has no page checksums, so a damaged byte may go unnoticed. "
+                "Write Parquet with write_page_checksum=True.",
+                ", ".join(unprotected[:3]) + (", …" if len(unprotected) > 3 else ""),
+            )
+
+    def _read_file(self, number, file: JsonlFile | ParquetFile, groups: dict, ids: array, problems: Problems) -> None:
+        digest, start = 0, len(self._file)
+        has_problem = False
+        for row_number, (block, place), raw in file.rows():
+            row = raw if isinstance(raw, str) else parse_row(raw, self._rules)
+            if not isinstance(row, Row):
+                has_problem = True
+                if isinstance(raw, dict):
+                    _refuse_text_only(file.label, raw)
+                for field, reason in [("", row)] if isinstance(row, str) else row:
+                    problems.add(f"{file.label}:{row_number}" + (f":{field}" if field else ""), reason)
+                continue
+            digest = row.digest(digest)
+            self._file.append(number)
+            self._number.append(row_number)
+            self._block.append(block)
+            self._place.append(place)
+            self._reward.append(np.nan if row.reward is None else row.reward)
+            self._group.append(-1 if row.group_id is None else groups.setdefault(row.group_id, len(groups)))
+            ids.append(0 if row.id is None else hash(row.id) or 1)
+        if file.digest not in (None, digest) and not has_problem:
+            raise DataError(f"{file.label} is damaged: its rows are not those that were written. Copy it again.")
+        summary = [file.label, file.path.stat().st_size, len(self._file) - start, digest]
+        self._fingerprint.update(json.dumps(summary).encode())
+
+    def _check_ids(self, ids: array, problems: Problems) -> None:
+        """Ids are unique. They are compared by 64-bit hashes, and those that seem equal are read again to be sure."""
+        hashes = np.asarray(ids)
+        order = np.argsort(hashes, kind="stable")
+        ordered = hashes[order]
+        for place in np.flatnonzero((ordered[1:] == ordered[:-1]) & (ordered[1:] != 0)):
+            first, second = int(order[place]), int(order[place + 1])
+            name = self._read(second).id
+            if self._read(first).id == name:
+                problems.add(f"{self._label(second)}:id", f"is {name!r} like that of {self._label(first)}")
+
+    def _number_groups(self, groups: dict[int | str, int], problems: Problems) -> None:
+        size = self._config.group_size
+        group = np.asarray(self._group)
+        missing = np.flatnonzero(group < 0)
+        self.has_groups = len(missing) == 0
+        if 0 < len(missing) < len(group) or (len(missing) and self._needs_groups and size is None):
+            others = "; other rows have one" if len(missing) < len(group) else ""
+            for index in missing:
+                problems.add(
+                    f"{self._label(index)}:group_id",
+                    f"is missing{others}. Documents of one prompt share it. Without any, set rollout.group_size",
+                )
+        elif len(missing) and size is not None:
+            group = self._consecutive_groups(size, problems)
+            self.has_groups = True
+        elif len(missing):
+            group = np.arange(len(group))  # each alone: nothing asks which documents share a prompt
+        problems.raise_if_any()
+        self._group = group
+        self._num_groups = int(group.max()) + 1
+        self._check_groups(size if groups else None, list(groups), problems)
+        if not self._given:
+            self._compute_advantages(problems)
+
+    def _consecutive_groups(self, size: int, problems: Problems) -> np.ndarray:
+        """Groups of `size` rows that follow each other, none of them across files."""
+        files = np.asarray(self._file)
+        for number in range(len(self._files)):
+            count = int((files == number).sum())
+            if count % size:
+                problems.add(
+                    self._files[number].label,
+                    f"has no group_id and {count} rows, which is no multiple of rollout.group_size={size}",
+                )
+        return np.arange(len(files)) // size
+
+    def _check_groups(self, size: int | None, ids: list, problems: Problems) -> None:
+        counts = np.bincount(self._group)
+        first = np.unique(self._group, return_index=True)[1]
+        if size is not None:
+            for number in np.flatnonzero(counts != size):
+                problems.add(
+                    f"{self._label(first[number])}:group_id",
+                    f"is {ids[number]!r}, a group of {counts[number]} documents; rollout.group_size={size}",
+                )
+        if not self.has_groups:
+            return
+        spread = np.unique(self._group * len(self._files) + np.asarray(self._file)).size - len(counts)
+        if spread:
+            log.warning(
+                "note: %d groups have documents in several files. A group_id means the same prompt in all of them; "
+                "if the files count anew, read them one by one or make the ids differ.",
+                spread,
+            )
+        if counts.max() == 1 and not self._given:
+            log.warning("note: every group has one document, so every advantage is 0. Is group_id that of the prompt?")
+
+    def _compute_advantages(self, problems: Problems) -> None:
+        order = np.argsort(self._group, kind="stable")
+        rewards = np.asarray(self._reward)[order]
+        starts = np.flatnonzero(np.diff(self._group[order], prepend=-1))
+        self._advantage = np.empty(len(order))
+        for start, stop in zip(starts, [*starts[1:], len(order)], strict=True):
+            try:
+                self._advantage[order[start:stop]] = group_advantages(self._estimator, rewards[start:stop].tolist())
+            except DataError as error:
+                problems.add(f"{self._label(order[start])}:group_id", str(error))
+
+
+def _check_columns(file: JsonlFile | ParquetFile, rules: Rules, problems: Problems) -> None:
+    if file.names is None:
+        return
+    _refuse_text_only(file.label, file.names)
+    required = ["token_ids", "loss_mask", "old_log_probs"]
+    required += ["reward"] if rules.needs_reward else ["advantage"]
+    for name in required:
+        if name not in file.names:
+            problems.add(file.label, f"has no column {name}; its columns are {', '.join(file.names)}")
+    problems.raise_if_any()
+
+
+def _refuse_text_only(label: str, names) -> None:
+    if "token_ids" not in names and "input" in names and "output" in names:
+        raise DataError(
+            f"{label} holds texts (input, output), such as verl's rollout dumps, and no token ids or log-probs. "
+            "The ratio of new to old policy needs the log-prob of every token as it was sampled, and tokenizing a text "
+            "again need not give the tokens that were sampled. Record token_ids and old_log_probs: docs/data.md."
+        )

@@ -1,0 +1,111 @@
+"""Verifiers: functions that say whether a completion answers its prompt."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+import threading
+from collections.abc import Callable
+
+from pgtoolkit.errors import ConfigError, DataError
+
+Verifier = Callable[[str, str], float]
+"""`verifier(completion, answer)` returns the reward; 1 or more counts as an exact match."""
+
+NAMES = ("exact_match", "regular_expression", "math_verify")
+
+
+def make_verifier(name: str, pattern: str | None = None) -> Verifier:
+    """The verifier of that name, or the function at a dotted path `package.module.function`.
+
+    exact_match: the completion is the answer, up to white space around both.
+    regular_expression: what the one group of `pattern` captured last in the completion is the answer, likewise.
+    math_verify: both are mathematically equal, by the math-verify package.
+    A function of yours takes (completion, answer) and returns a bool or a finite number.
+
+    Raises ConfigError for a verifier that cannot be made; the verifier raises DataError for a reward that is no number.
+    """
+    if (pattern is not None) != (name == "regular_expression"):
+        verb = "needs" if pattern is None else "takes no"
+        raise ConfigError(
+            f"task.verifier={name} {verb} task.pattern (got {pattern}). Only regular_expression uses a pattern. "
+            + ("Use 'task.pattern=\"answer is (\\\\d+)\"'." if pattern is None else "Use task.pattern=null.")
+        )
+    if name == "exact_match":
+        return _exact_match
+    if name == "regular_expression":
+        return _regular_expression(pattern)
+    if name == "math_verify":
+        return _math_verify()
+    return _imported(name)
+
+
+def _exact_match(completion: str, answer: str) -> float:
+    return float(completion.strip() == answer.strip())
+
+
+def _regular_expression(pattern: str) -> Verifier:
+    try:
+        expression = re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"task.pattern={pattern} needs a regular expression (got an error: {error}).") from error
+    if expression.groups != 1:
+        raise ConfigError(
+            f"task.pattern={pattern} needs exactly one group (got {expression.groups}). "
+            "The text that the group captures is compared with the answer. Use (?:...) for groups that only bind."
+        )
+
+    def verify(completion: str, answer: str) -> float:
+        # The last match: a completion that reasons may mention other candidates first.
+        captured = [match.group(1) for match in expression.finditer(completion)]
+        return float(bool(captured) and captured[-1] is not None and captured[-1].strip() == answer.strip())
+
+    return verify
+
+
+def _math_verify() -> Verifier:
+    try:
+        from math_verify import parse, verify
+    except ImportError as error:
+        raise ConfigError(
+            "task.verifier=math_verify needs the math-verify package (it is not installed). "
+            'Use pip install "pgtoolkit[math-verify]".'
+        ) from error
+
+    def equal(completion: str, answer: str) -> float:
+        # Its time limit is a signal, which only the main thread may set.
+        limit = 5 if threading.current_thread() is threading.main_thread() else None
+        gold = parse(answer, parsing_timeout=limit)
+        return float(verify(gold, parse(completion, parsing_timeout=limit), timeout_seconds=limit))
+
+    return equal
+
+
+def _imported(path: str) -> Verifier:
+    module, _, name = path.rpartition(".")
+    if not module:
+        raise ConfigError(
+            f"task.verifier={path} needs one of {', '.join(NAMES)} or package.module.function (got {path})."
+        )
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"task.verifier={path} needs a function that can be imported (got: {error}).") from error
+    if not callable(function):
+        raise ConfigError(f"task.verifier={path} needs a function (got {type(function).__name__}).")
+
+    def verify(completion: str, answer: str) -> float:
+        reward = function(completion, answer)
+        try:
+            number = float(reward)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise DataError(
+                f"task.verifier={path} returned {reward!r} for the answer {answer[:60]!r}; "
+                "a verifier returns a bool or a finite number"
+            )
+        return number
+
+    return verify

@@ -1,0 +1,97 @@
+"""Records the rollouts of a run, so that they can be trained on again."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pgtoolkit.batch import Document
+from pgtoolkit.errors import ConfigError, StorageError
+from pgtoolkit.rollouts.files import DIGEST_KEY
+from pgtoolkit.rollouts.rows import Row, row_of
+
+ROW_GROUP_TOKENS = 2**20
+
+
+class RolloutWriter:
+    """Records rollouts in a folder with one file per batch, which `rollout=recorded` reads.
+
+    path: the folder; ending in .jsonl it gets JSONL files, else Parquet with page checksums. A file appears under its
+    name once it is complete and on the disk. A resumed run writes the batches after its checkpoint again, each over
+    itself, so no row is lost or doubled. Without resume, a folder that already has batches raises ConfigError.
+    """
+
+    def __init__(self, path: str | Path, resume: bool = False):
+        self._folder = Path(path).expanduser()
+        self._suffix = ".jsonl" if self._folder.suffix == ".jsonl" else ".parquet"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"rollout.save_path={path} cannot be made a folder: {error.strerror}") from error
+        batches = len(list(self._folder.glob("batch-*")))
+        if batches and not resume:
+            raise ConfigError(
+                f"rollout.save_path={path} needs a new or empty folder (got one with {batches} batches of rollouts). "
+                "The rollouts of two runs would mix. Use another rollout.save_path, or remove the folder."
+            )
+
+    def write(self, number: int, documents: list[Document]) -> Path:
+        """Record the documents of batch `number`; returns the file. Raises StorageError when that is not possible."""
+        path = self._folder / f"batch-{number:06d}{self._suffix}"
+        temporary = self._folder / f".{path.name}.tmp"
+        rows = [row_of(document) for document in documents]
+        try:
+            with open(temporary, "wb") as file:
+                (_write_jsonl if self._suffix == ".jsonl" else _write_parquet)(file, rows)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            folder = os.open(self._folder, os.O_RDONLY)
+            os.fsync(folder)
+            os.close(folder)
+        except OSError as error:
+            raise StorageError(f"rollouts cannot be written to {path}: {error.strerror or error}") from error
+        return path
+
+
+_SCHEMA = pa.schema(
+    {
+        "token_ids": pa.list_(pa.int32()),
+        "loss_mask": pa.list_(pa.bool_()),
+        "old_log_probs": pa.list_(pa.float32()),
+        "advantage": pa.list_(pa.float32()),
+        "reward": pa.float64(),
+        "group_id": pa.int64(),
+        "id": pa.string(),
+        "model_version": pa.int64(),
+        "truncated": pa.bool_(),
+        "exact_match": pa.bool_(),
+    }
+)
+
+
+def _column(rows: list[Row], field: str) -> list:
+    name = {"token_ids": "tokens", "advantage": "advantages"}.get(field, field)
+    return [getattr(row, name) for row in rows]
+
+
+def _write_parquet(file: Any, rows: list[Row]) -> None:
+    digest = 0
+    for row in rows:
+        digest = row.digest(digest)
+    table = pa.table([_column(rows, field) for field in _SCHEMA.names], schema=_SCHEMA)
+    table = table.replace_schema_metadata({DIGEST_KEY: str(digest)})
+    rows_per_group = max(1, ROW_GROUP_TOKENS * len(rows) // max(1, sum(len(row.tokens) for row in rows)))
+    pq.write_table(table, file, row_group_size=rows_per_group, write_page_checksum=True)
+
+
+def _write_jsonl(file: Any, rows: list[Row]) -> None:
+    for row in rows:
+        fields = {field: _column([row], field)[0] for field in _SCHEMA.names}
+        plain = {key: value.tolist() if hasattr(value, "tolist") else value for key, value in fields.items()}
+        file.write(json.dumps({key: value for key, value in plain.items() if value is not None}).encode() + b"\n")

@@ -1,0 +1,65 @@
+"""Advantages of one group against their definitions, written as loops."""
+
+import math
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pgtoolkit.errors import DataError
+from pgtoolkit.rollouts.advantages import group_advantages
+
+ESTIMATORS = ("grpo", "dr_grpo", "rloo")
+REWARDS = st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=12)
+
+
+def test_worked_example():
+    rewards = [0.0, 1.0, 0.5, 0.5]
+    deviation = math.sqrt(0.5 / 3)
+    assert group_advantages("dr_grpo", rewards) == [-0.5, 0.5, 0.0, 0.0]
+    assert group_advantages("rloo", rewards) == pytest.approx([-2 / 3, 2 / 3, 0, 0], abs=1e-15)
+    expected = [-0.5 / (deviation + 1e-6), 0.5 / (deviation + 1e-6), 0, 0]
+    assert group_advantages("grpo", rewards) == pytest.approx(expected, abs=1e-15)
+
+
+@given(REWARDS)
+def test_definitions(rewards):
+    mean = statistics.fmean(rewards)
+    size = max(abs(reward) for reward in rewards) + 1
+    assert group_advantages("dr_grpo", rewards) == pytest.approx([r - mean for r in rewards], abs=1e-12 * size)
+    others = [statistics.fmean(rewards[:i] + rewards[i + 1 :]) for i in range(len(rewards))]
+    expected = [r - o for r, o in zip(rewards, others, strict=True)]
+    assert group_advantages("rloo", rewards) == pytest.approx(expected, abs=1e-12 * size)
+    if len(set(rewards)) > 1:
+        deviation = statistics.stdev(rewards)
+        expected = [(r - mean) / (deviation + 1e-6) for r in rewards]
+        # The rounding of the mean is divided by a deviation that may be as small as epsilon.
+        assert group_advantages("grpo", rewards) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("reward", [0.1, 1 / 3, -7.3, 1e30])
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_equal_rewards_give_exactly_zero(estimator, reward, size):
+    assert group_advantages(estimator, [reward] * size) == [0.0] * size
+
+
+def test_a_group_of_one():
+    assert group_advantages("grpo", [0.7]) == [0.0]
+    assert group_advantages("dr_grpo", [0.7]) == [0.0]
+    with pytest.raises(DataError, match="no others"):
+        group_advantages("rloo", [0.7])
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_not_finite_is_named(estimator, bad):
+    with pytest.raises(DataError, match=f"completion 1 of 3 is {bad}"):
+        group_advantages(estimator, [0.0, bad, 1.0])
+
+
+@pytest.mark.parametrize("estimator", ["given", "ppo"])
+def test_other_estimators_are_refused(estimator):
+    with pytest.raises(ValueError, match=estimator):
+        group_advantages(estimator, [0.0, 1.0])

@@ -1,0 +1,89 @@
+"""Packing against loops over tokens."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pgtoolkit.batch import Document
+from pgtoolkit.errors import DataError
+from pgtoolkit.rollouts.packing import cut, pack
+
+
+def document(tokens, mask, name="d", first=0.0):
+    length = len(tokens)
+    return Document(
+        tokens=torch.tensor(tokens, dtype=torch.int64),
+        loss_mask=torch.tensor(mask, dtype=torch.bool),
+        old_log_probs=-(first + torch.arange(length, dtype=torch.float32)) / 8,
+        advantages=first + torch.arange(length, dtype=torch.float32),
+        group=0,
+        name=name,
+    )
+
+
+DOCUMENTS = st.lists(
+    st.lists(st.tuples(st.integers(0, 99), st.booleans()), min_size=1, max_size=9).map(
+        lambda pairs: document([t for t, _ in pairs], [False] + [m for _, m in pairs[1:]], first=float(pairs[0][0]))
+    ),
+    max_size=6,
+)
+
+
+@given(DOCUMENTS)
+def test_every_position_predicts_the_next_token_of_its_document(documents):
+    groups = [i // 2 for i in range(len(documents))]
+    batch = pack(documents, groups)
+    place = 0
+    for number, d in enumerate(documents):
+        for t in range(d.num_tokens):
+            trained = t + 1 < d.num_tokens and bool(d.loss_mask[t + 1])
+            assert batch.tokens[place] == d.tokens[t]
+            assert batch.position_ids[place] == t
+            assert batch.document_index[place] == number
+            assert batch.labels[place] == (d.tokens[t + 1] if trained else -1)
+            if trained:
+                assert batch.old_log_probs[place] == d.old_log_probs[t + 1]
+                assert batch.advantages[place] == d.advantages[t + 1]
+            place += 1
+    assert batch.num_documents == len(documents)
+    assert batch.group_index.tolist() == groups
+    for name in ("tokens", "position_ids", "document_index", "labels", "old_log_probs", "advantages"):
+        assert getattr(batch, name).shape == (place,)
+        assert getattr(batch, name).dtype == (torch.float32 if name in ("old_log_probs", "advantages") else torch.int64)
+
+
+def test_no_documents_make_an_empty_micro_batch():
+    batch = pack([], [])
+    assert batch.num_documents == 0
+    assert batch.tokens.shape == batch.labels.shape == (0,)
+
+
+def test_one_group_number_per_document():
+    with pytest.raises(ValueError, match="got 1 for 2"):
+        pack([document([1], [False])] * 2, [0])
+
+
+@given(DOCUMENTS, st.integers(9, 20))
+def test_cut_keeps_order_and_takes_what_fits(documents, max_tokens):
+    parts = cut(documents, max_tokens)
+    flat = [d for part in parts for d in part]
+    assert len(flat) == len(documents)
+    assert all(a is b for a, b in zip(flat, documents, strict=True))
+    sizes = [sum(d.num_tokens for d in part) for part in parts]
+    assert all(0 < size <= max_tokens for size in sizes)
+    for size, following in zip(sizes, parts[1:], strict=False):
+        assert size + following[0].num_tokens > max_tokens
+
+
+def test_cut_names_a_document_that_is_too_long():
+    fits, long = document([1] * 4, [False] * 4), document([1] * 5, [False] * 5, name="rollouts.jsonl:7")
+    assert [len(part) for part in cut([fits, fits], 4)] == [1, 1]
+    with pytest.raises(DataError, match=r"rollouts\.jsonl:7 has 5 tokens.*max_tokens=5"):
+        cut([fits, long], 4)
+
+
+def test_a_document_without_a_trained_token_stays():
+    batch = pack([document([5, 6], [False, False]), document([7, 8], [False, True])], [0, 0])
+    assert batch.num_documents == 2
+    assert batch.labels.tolist() == [-1, -1, 8, -1]
