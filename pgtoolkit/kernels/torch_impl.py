@@ -1,4 +1,8 @@
-"""The two vocabulary-sized passes in plain PyTorch: runs anywhere, a few rows at a time."""
+"""The vocabulary-sized passes in plain PyTorch: runs anywhere, a few rows at a time.
+
+With m the maximum of a row of logits, its normalizer is the pair (m, log sum_v exp((x_v - m) / temperature)): kept
+apart, because their sum rounds away what is left between logits of ten thousand.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +16,57 @@ _ELEMENTS_PER_BLOCK = 2**24
 def forward(
     logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(log_probs, log_sum_exp, entropy) of logits (T, V) / temperature at labels (T,); each (T,).
+    """(log_probs, normalizer, entropy) of logits (T, V) / temperature at labels (T,); (T,), (2, T) and (T,).
 
-    log_probs and entropy are 0 where labels < 0; entropy is log Z - sum p z, or None unless asked for.
+    In float32 (float64 for float64 logits), 0 where labels < 0; entropy is log Z - sum p z, or None unless asked for.
+    A label that is not below V has log-prob NaN.
     """
-    log_sum_exp = logits.new_zeros(len(labels), dtype=_accumulation_dtype(logits))
-    log_probs = torch.zeros_like(log_sum_exp)
-    entropy = torch.zeros_like(log_sum_exp) if with_entropy else None
+    parts = forward_shard(logits, labels, temperature, with_entropy, 0)
+    log_probs, normalizer, entropy = merge_shards([parts], labels, temperature)
+    return torch.where(labels < logits.shape[1], log_probs, torch.nan), normalizer, entropy
+
+
+def forward_shard(
+    logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool, vocabulary_start: int
+) -> Tensor:
+    """What one shard of the vocabulary, the columns from vocabulary_start on, knows of each row: (3 or 4, T).
+
+    The label's logit, or 0 where the label is elsewhere; the shard's m; its sum of exp(d) with
+    d = (x - m) / temperature; and its sum of d exp(d), if entropy is asked for. All are 0 where labels < 0.
+    """
+    parts = logits.new_zeros(4 if with_entropy else 3, len(labels), dtype=_accumulation_dtype(logits))
     for rows in _row_blocks(logits):
-        scaled, trained = _scaled(logits[rows], temperature), labels[rows] >= 0
-        log_sum_exp[rows] = scaled.logsumexp(-1)
-        chosen = scaled.gather(-1, labels[rows].clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        log_probs[rows] = torch.where(trained, chosen - log_sum_exp[rows], 0.0)
+        block = logits[rows].to(parts.dtype)
+        local = labels[rows] - vocabulary_start
+        inside = (local >= 0) & (local < logits.shape[1])
+        chosen = block.gather(-1, torch.where(inside, local, 0).unsqueeze(-1)).squeeze(-1)
+        # A finite floor, so that a shard of -inf only (a masked vocabulary) gives 0 and not NaN.
+        maximum = block.amax(-1).clamp(min=-1e30)
+        distance = (block - maximum.unsqueeze(-1)) / temperature
+        weight = distance.exp()
+        values = [torch.where(inside, chosen, 0.0), maximum, weight.sum(-1)]
         if with_entropy:
-            probs = (scaled - log_sum_exp[rows].unsqueeze(-1)).exp()
             # A token of probability 0 adds nothing, also where its logit is -inf.
-            mean_logit = torch.where(probs > 0, probs * scaled, 0.0).sum(-1)
-            entropy[rows] = torch.where(trained, log_sum_exp[rows] - mean_logit, 0.0)
-    return log_probs, log_sum_exp, entropy
+            values.append((weight * distance.clamp(min=-1000.0)).sum(-1))
+        parts[:, rows] = torch.where(labels[rows] >= 0, torch.stack(values), 0.0)
+    return parts
+
+
+def merge_shards(shards: list[Tensor], labels: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(log_probs, normalizer, entropy), as `forward` gives them for all columns at once, from every shard's parts."""
+    trained = labels >= 0
+    chosen, maxima, sums, *dots = torch.stack(shards).unbind(1)
+    maximum = maxima.amax(0)
+    shift = (maxima - maximum) / temperature
+    total = torch.where(trained, (sums * shift.exp()).sum(0), 1.0)
+    log_sum = total.log()
+    # One shard holds the label, the others 0: the sum is exact.
+    log_probs = torch.where(trained, (chosen.sum(0) - maximum) / temperature - log_sum, 0.0)
+    entropy = None
+    if dots:
+        dot = (shift.exp() * (dots[0] + shift.clamp(min=-1000.0) * sums)).sum(0)
+        entropy = torch.where(trained, log_sum - dot / total, 0.0)
+    return log_probs, torch.stack([maximum, log_sum]), entropy
 
 
 def forward_score_(
@@ -39,30 +76,38 @@ def forward_score_(
 
     All labels must be >= 0. score is (T, V) in `dtype`, in the memory of the logits where the dtypes are the same.
     """
-    log_probs, log_sum_exp, entropy = forward(logits, labels, temperature, with_entropy)
-    for rows in _row_blocks(logits):
-        score = (_scaled(logits[rows], temperature) - log_sum_exp[rows].unsqueeze(-1)).exp().neg_()
-        score.scatter_add_(-1, labels[rows].unsqueeze(-1), torch.ones_like(score[:, :1]))
-        logits[rows] = score.to(logits.dtype)
-    return log_probs, entropy, logits.to(dtype)
+    log_probs, normalizer, entropy = forward(logits, labels, temperature, with_entropy)
+    coefficients = torch.full_like(log_probs, temperature)
+    score = backward(logits, labels, normalizer, coefficients, temperature, out=logits)
+    return log_probs, entropy, score.to(dtype)
 
 
-def backward(logits: Tensor, labels: Tensor, log_sum_exp: Tensor, coefficients: Tensor, temperature: float) -> Tensor:
-    """Gradient (T, V) in the logits' dtype: (c_t / temperature) (onehot(label) - softmax), 0 in rows with c_t = 0."""
-    gradient = torch.empty_like(logits)
+def backward(
+    logits: Tensor,
+    labels: Tensor,
+    normalizer: Tensor,
+    coefficients: Tensor,
+    temperature: float,
+    vocabulary_start: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Gradient (T, V) in the logits' dtype: (c_t / temperature) (onehot(label) - softmax), 0 in rows with c_t = 0.
+
+    normalizer: of all columns, where logits are a shard of them. out: written and returned if given; may be `logits`.
+    """
+    gradient = torch.empty_like(logits) if out is None else out
     for rows in _row_blocks(logits):
+        maximum, log_sum = normalizer[:, rows].unsqueeze(-1)
         scale = (coefficients[rows] / temperature).unsqueeze(-1)
-        probs = (_scaled(logits[rows], temperature) - log_sum_exp[rows].unsqueeze(-1)).exp()
-        block = -scale * probs
-        block.scatter_add_(-1, labels[rows].clamp(min=0).unsqueeze(-1), scale)
+        distance = (logits[rows].to(normalizer.dtype) - maximum) / temperature
+        block = -scale * (distance - log_sum).exp()
+        local = (labels[rows] - vocabulary_start).unsqueeze(-1)
+        inside = (local >= 0) & (local < logits.shape[1])
+        block.scatter_add_(-1, torch.where(inside, local, 0), torch.where(inside, scale, 0.0))
         # Selected, not multiplied: an untrained row may hold NaN or infinity.
         active = ((labels[rows] >= 0) & (coefficients[rows] != 0)).unsqueeze(-1)
         gradient[rows] = torch.where(active, block, 0.0).to(gradient.dtype)
     return gradient
-
-
-def _scaled(block: Tensor, temperature: float) -> Tensor:
-    return block.to(_accumulation_dtype(block)) / temperature
 
 
 def _accumulation_dtype(logits: Tensor) -> torch.dtype:

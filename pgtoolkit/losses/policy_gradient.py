@@ -12,7 +12,7 @@ from pgtoolkit.batch import StepTotals
 from pgtoolkit.kernels.linear import Head, linear_loss
 from pgtoolkit.kernels.plan import rows_within
 from pgtoolkit.kernels.products import linear
-from pgtoolkit.kernels.token_log_probs import choose_implementation, token_log_probs
+from pgtoolkit.kernels.token_log_probs import choose_implementation, loss_in_one_pass, token_log_probs
 from pgtoolkit.losses.aggregation import Reducer
 from pgtoolkit.losses.metrics import LEVELS, MetricSums
 from pgtoolkit.losses.objective import NEEDS_WHOLE_DOCUMENTS, Objective, make_objective
@@ -53,6 +53,7 @@ def policy_loss(
     metrics: str = "none",
     impl: str = "auto",
     check_finite: bool = True,
+    overwrite_logits: bool = False,
 ) -> PolicyLoss:
     """Clipped policy-gradient loss of packed documents, from their logits.
 
@@ -64,8 +65,11 @@ def policy_loss(
     totals: the step's totals when this call is a piece of a step; then group_index counts as totals.tokens_per_group
         does. Without totals the call is a whole step of num_documents documents (default: largest index + 1).
     temperature: log-probs are log_softmax(logits / temperature).
-    metrics: "none", "basic" or "with_entropy". impl: "auto", "torch" or "reference" (plain loops, for tests).
+    metrics: "none", "basic" or "with_entropy". impl: "torch", "triton" (a GPU, or a CPU under Triton's interpreter),
+        "auto" (by device) or "reference" (plain float64 loops, for tests).
     check_finite: look for non-finite numbers at trained positions; costs one synchronisation on a GPU.
+    overwrite_logits: write the gradient over the logits, which saves its memory; they hold no logits afterwards, and
+        the loss can be backpropagated once.
 
     Raises ValueError for arguments that cannot be right and DataError for non-finite data, naming the document.
     """
@@ -87,7 +91,11 @@ def policy_loss(
         totals=totals,
         dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32,
     )
-    log_probs, entropy = token_log_probs(logits, labels, temperature, metrics == "with_entropy", impl)
+    arguments = temperature, metrics == "with_entropy", impl, overwrite_logits
+    in_one_pass = loss_in_one_pass(logits, labels, objective, *arguments)
+    if in_one_pass is not None:
+        return _result(objective, *in_one_pass, metrics, check_finite)
+    log_probs, entropy = token_log_probs(logits, labels, *arguments)
     return _result(objective, objective.value(log_probs), log_probs.detach(), entropy, metrics, check_finite)
 
 
@@ -161,7 +169,7 @@ def linear_policy_loss(
     if not fused and num_splits == 1:
         logits = linear(hidden, lm_head_weight, bias, fp32_logits)
         keywords |= {"temperature": temperature, "metrics": metrics, "impl": impl, "check_finite": check_finite}
-        return policy_loss(logits, *tensors, **keywords)
+        return policy_loss(logits, *tensors, **keywords, overwrite_logits=True)
 
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     objective = make_objective(*tensors, **keywords, dtype=wide)
@@ -172,7 +180,7 @@ def linear_policy_loss(
     if fused:
         max_rows = rows_within(logits_memory_mb, lm_head_weight.shape[0], wide if fp32_logits else hidden.dtype)
     head = Head(
-        implementation=choose_implementation("auto" if fused else impl, hidden.device),
+        implementation=choose_implementation("auto" if fused else impl, hidden),
         max_rows=max(1, max_rows),
         temperature=temperature,
         with_entropy=metrics == "with_entropy",

@@ -1,0 +1,373 @@
+"""The Triton kernels of the vocabulary-sized passes, for float32, bfloat16 and float16 logits.
+
+x_tv is a logit, s = log2(e) / temperature, m the maximum of a row, n = sum_v 2^(s (x_v - m)) its normalizer:
+
+    log_prob = (s (x_label - m) - log2 n) ln 2
+    gradient = (c / temperature) (onehot(label) - 2^(s (x - m) - log2 n))
+
+`forward_kernel` reads the logits once; `backward_kernel` reads them again and writes the gradient; `one_pass_kernel`
+does both with one read, keeping each row on the chip between the two. All are deterministic. `triton_impl` launches
+them.
+"""
+
+# ruff: noqa: RUF005 (Triton's language has no starred tuples)
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+LN_2: tl.constexpr = tl.constexpr(math.log(2.0))
+# Below every finite logit, and finite: the maximum of a lane that saw nothing, so that no (-inf) - (-inf) arises.
+LOWEST: tl.constexpr = tl.constexpr(-1e30)
+# A slot that nobody has written yet. Neither a (maximum, sum) pair nor a canonical NaN has all bits set.
+EMPTY: tl.constexpr = tl.constexpr(-1)
+# Polls of a slot before giving up with NaN; about a second. Never reached unless a program of the grid is missing.
+MAX_POLLS: tl.constexpr = tl.constexpr(1 << 20)
+
+
+@triton.jit(do_not_specialize=["vocabulary_start"])
+def forward_kernel(
+    logits,
+    labels,
+    log_probs,
+    maxima,
+    log_sums,
+    entropies,
+    row_stride,
+    num_columns,
+    vocabulary_start,
+    scale,
+    ENTROPY: tl.constexpr,
+    SHARD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """One program a row. With SHARD, what the shard knows instead: the label's logit, n, and sum_v e_v 2^e_v."""
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row)
+    if label < 0:
+        return
+    label -= vocabulary_start
+    inside = (label >= 0) & (label < num_columns)
+    logits += row * row_stride
+    label_logit = tl.load(logits + label, mask=inside, other=0.0).to(tl.float32)
+
+    # A running maximum and sums for each lane; lanes meet once, after the loop.
+    maximum = tl.full([BLOCK], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    dot = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, num_columns, BLOCK * UNROLL):
+        # Several blocks are loaded before the first is used: enough bytes in flight to fill the memory's latency.
+        blocks = ()
+        highest = maximum
+        for i in tl.static_range(UNROLL):
+            columns = start + i * BLOCK + tl.arange(0, BLOCK)
+            blocks = blocks + (tl.load(logits + columns, mask=columns < num_columns, other=-float("inf")),)
+        for i in tl.static_range(UNROLL):
+            highest = tl.maximum(highest, blocks[i].to(tl.float32))
+        shrink = (maximum - highest) * scale
+        factor = tl.exp2(shrink)
+        if ENTROPY:
+            dot = factor * (dot + shrink * total)
+        total *= factor
+        for i in tl.static_range(UNROLL):
+            exponent = (blocks[i].to(tl.float32) - highest) * scale
+            if ENTROPY:
+                # 2^-1000 is 0, as is 0 times -1000: a logit of -inf adds nothing.
+                exponent = tl.maximum(exponent, -1000.0)
+                dot += tl.exp2(exponent) * exponent
+            total += tl.exp2(exponent)
+        maximum = highest
+
+    m = tl.max(maximum, 0)
+    shrink = (maximum - m) * scale
+    factor = tl.exp2(shrink)
+    n = tl.sum(total * factor, 0)
+    tl.store(maxima + row, m)
+    if SHARD:
+        tl.store(log_probs + row, label_logit)
+        tl.store(log_sums + row, n)
+    else:
+        log_sum = tl.log2(n)
+        # A label outside the vocabulary has no log-prob; NaN makes the caller name the document.
+        log_prob = ((label_logit - m) * scale - log_sum) * LN_2
+        tl.store(log_probs + row, tl.where(inside, log_prob, float("nan")))
+        tl.store(log_sums + row, log_sum * LN_2)
+    if ENTROPY:
+        dot = tl.sum(factor * (dot + shrink * total), 0)
+        if SHARD:
+            tl.store(entropies + row, dot)
+        else:
+            tl.store(entropies + row, (tl.log2(n) - dot / n) * LN_2)
+
+
+@triton.jit(do_not_specialize=["num_rows", "vocabulary_start"])
+def backward_kernel(
+    logits,
+    gradient,
+    labels,
+    maxima,
+    log_sums,
+    coefficients,
+    num_rows,
+    row_stride,
+    gradient_stride,
+    num_columns,
+    vocabulary_start,
+    scale,
+    inverse_temperature,
+    BLOCK: tl.constexpr,
+):
+    """One program a block of a row."""
+    blocks_per_row = tl.cdiv(num_columns, BLOCK)
+    # The last rows first: they were read last by the forward, and are still in the cache.
+    row = num_rows - 1 - (tl.program_id(0) // blocks_per_row).to(tl.int64)
+    start = (tl.program_id(0) % blocks_per_row) * BLOCK
+    columns = start + tl.arange(0, BLOCK)
+    inside = columns < num_columns
+    gradient += row * gradient_stride
+    label = tl.load(labels + row)
+    factor = 0.0
+    if label >= 0:
+        factor = tl.load(coefficients + row) * inverse_temperature
+    if factor == 0:
+        # By selection: an untrained row may hold NaN or infinity, and is not even read.
+        tl.store(gradient + columns, tl.zeros([BLOCK], gradient.dtype.element_ty), mask=inside)
+    else:
+        m, log_sum = tl.load(maxima + row), tl.load(log_sums + row) * (1 / LN_2)
+        x = tl.load(logits + row * row_stride + columns, mask=inside, other=-float("inf")).to(tl.float32)
+        probabilities = tl.exp2((x - m) * scale - log_sum)
+        tl.store(gradient + columns, (-factor * probabilities).to(gradient.dtype.element_ty), mask=inside)
+        # The label's entry is mended afterwards: cheaper than a comparison for each column.
+        label -= vocabulary_start
+        if (label >= start) & (label < start + BLOCK) & (label < num_columns):
+            own = tl.sum(tl.where(columns == label, probabilities, 0.0), 0)
+            tl.debug_barrier()  # the block's stores land before the mended one
+            tl.store(gradient + label, (factor * (1 - own)).to(gradient.dtype.element_ty))
+
+
+@triton.jit
+def _grpo_coefficient(log_prob, old_log_prob, advantage, weight, epsilon_low, epsilon_high):
+    """c = -w A r k of `grpo`: the derivative of its clipped surrogate, 0 where the clip or the clamp of 20 acts."""
+    log_ratio = log_prob - old_log_prob
+    ratio = tl.exp2(log_ratio * (1 / LN_2))
+    passes = tl.where(advantage > 0, ratio <= 1 + epsilon_high, ratio >= 1 - epsilon_low)
+    passes = passes & (tl.abs(log_ratio) <= 20.0)
+    # `passes` is False for NaN: the caller finds it in the log-probs.
+    return tl.where(passes, -weight * advantage * ratio, 0.0)
+
+
+@triton.jit
+def _unpack(words, HALF: tl.constexpr):
+    """The two columns of each 32-bit word, in float32; a float32 word is its own only column."""
+    if HALF == "bf16":
+        return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
+    else:
+        low = words.to(tl.int16).to(tl.float16, bitcast=True)
+        high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+        return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def _pack(low, high, HALF: tl.constexpr, PTX: tl.constexpr):
+    if PTX:
+        # One instruction for two columns; two conversions and a merge would run on the unit that exp2 needs.
+        if HALF == "bf16":
+            assembly: tl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
+        else:
+            assembly: tl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"
+        return tl.inline_asm_elementwise(assembly, "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1)
+    if HALF == "bf16":
+        low, high = low.to(tl.bfloat16), high.to(tl.bfloat16)
+    else:
+        low, high = low.to(tl.float16), high.to(tl.float16)
+    low = low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return low | (high.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit(do_not_specialize=["num_rows", "zero"])
+def one_pass_kernel(
+    logits,
+    words,
+    out,
+    out_elements,
+    labels,
+    old_log_probs,
+    advantages,
+    weights,
+    log_probs,
+    entropies,
+    slots,
+    num_rows,
+    row_stride,
+    out_stride,
+    num_columns,
+    scale,
+    inverse_temperature,
+    epsilon_low,
+    epsilon_high,
+    zero,
+    GRPO: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    HALF: tl.constexpr,
+    PTX: tl.constexpr,
+    SHARE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    THREADS: tl.constexpr,
+):
+    """SHARE programs a row, each with BLOCKS blocks of 4 32-bit words a thread in registers; a persistent grid.
+
+    words and out are `logits` and the result as words (HALF), or as they are (float32 logits). GRPO writes the
+    gradient of its loss, else the score onehot - softmax. The result may overwrite the logits.
+    """
+    member = tl.program_id(0) % SHARE
+    group = tl.program_id(0) // SHARE
+    num_groups = tl.num_programs(0) // SHARE
+    per_word: tl.constexpr = 1 if HALF == "" else 2
+    num_words = num_columns // per_word
+    # 2-D, so that maximum and sum take one register a thread between the phases, and not one for each word.
+    WORDS: tl.constexpr = 4 * THREADS
+    first = member * (BLOCKS * WORDS)
+    lane = tl.arange(0, THREADS)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    nothing: tl.constexpr = -8323200 if HALF == "bf16" else -67044352  # two times -inf
+
+    for turn in range(0, tl.cdiv(num_rows - group, num_groups)):
+        row = (group + turn * num_groups).to(tl.int64)
+        label = tl.load(labels + row)
+        source = words + row * row_stride
+        target = out + row * out_stride
+        factor = 0.0
+        if label >= 0:
+            # The label's logit is read before anything is published, hence before anyone may overwrite it.
+            inside = label < num_columns
+            label_logit = tl.load(logits + row * (row_stride * per_word) + label, mask=inside, other=0.0)
+            kept = ()
+            for i in tl.static_range(BLOCKS):
+                columns = first + i * WORDS + lane
+                if HALF == "":
+                    kept = kept + (tl.load(source + columns, mask=columns < num_words, other=-float("inf")),)
+                else:
+                    kept = kept + (tl.load(source + columns, mask=columns < num_words, other=nothing),)
+
+            highest = tl.full([THREADS, 4], LOWEST, tl.float32)
+            for i in tl.static_range(BLOCKS):
+                if HALF == "":
+                    highest = tl.maximum(highest, kept[i])
+                else:
+                    low, high = _unpack(kept[i], HALF)
+                    highest = tl.maximum(highest, tl.maximum(low, high))
+            maximum = tl.max(highest, 1)
+            total = tl.zeros([THREADS], tl.float32)
+            dot = tl.zeros([THREADS], tl.float32)
+            shift = (maximum * scale)[:, None]
+            for i in tl.static_range(BLOCKS):
+                if HALF == "":
+                    exponent = (kept[i] - maximum[:, None]) * scale
+                    if ENTROPY:
+                        exponent = tl.maximum(exponent, -1000.0)
+                        dot += tl.sum(tl.exp2(exponent) * exponent, 1)
+                    total += tl.sum(tl.exp2(exponent), 1)
+                else:
+                    # `zero` is 0, but the compiler does not know: without it, it would keep the float32 values of the
+                    # first conversion alive until here, twice the registers of the row itself.
+                    low, high = _unpack(kept[i] + zero, HALF)
+                    low, high = low * scale - shift, high * scale - shift
+                    if ENTROPY:
+                        low, high = tl.maximum(low, -1000.0), tl.maximum(high, -1000.0)
+                        dot += tl.sum(tl.exp2(low) * low + tl.exp2(high) * high, 1)
+                    total += tl.sum(tl.exp2(low) + tl.exp2(high), 1)
+            m = tl.max(maximum, 0)
+            shrink = (maximum - m) * scale
+            shrunk = tl.exp2(shrink)
+            n = tl.sum(total * shrunk, 0)
+            if ENTROPY:
+                d = tl.sum(shrunk * (dot + shrink * total), 0)
+
+            if SHARE > 1:
+                # Value and arrival in one 64-bit word: whoever reads it has both, without a fence.
+                slot = slots + row * ((2 if ENTROPY else 1) * SHARE)
+                pair = (m.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (
+                    n.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+                )
+                # Nothing is added (`zero`), but now the label's logit has arrived before its place may be overwritten.
+                pair |= (label_logit.to(tl.float32).to(tl.int32, bitcast=True) & zero).to(tl.int64)
+                tl.atomic_xchg(slot + member, pair, sem="relaxed")
+                if ENTROPY:
+                    tl.atomic_xchg(
+                        slot + SHARE + member, d.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF, sem="relaxed"
+                    )
+                others = tl.arange(0, SHARE)
+                pairs = tl.load(slot + others, volatile=True)
+                polls = 0
+                while (tl.max((pairs == EMPTY).to(tl.int32), 0) != 0) & (polls < MAX_POLLS):
+                    pairs = tl.load(slot + others, volatile=True)
+                    polls += 1
+                ms = (pairs >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+                ns = pairs.to(tl.int32).to(tl.float32, bitcast=True)
+                m = tl.max(ms, 0)
+                apart = (ms - m) * scale
+                n = tl.sum(ns * tl.exp2(apart), 0)
+                if ENTROPY:
+                    dots = tl.load(slot + SHARE + others, volatile=True)
+                    while (tl.max((dots == EMPTY).to(tl.int32), 0) != 0) & (polls < MAX_POLLS):
+                        dots = tl.load(slot + SHARE + others, volatile=True)
+                        polls += 1
+                    received = dots.to(tl.int32).to(tl.float32, bitcast=True)
+                    d = tl.sum(tl.exp2(apart) * (received + apart * ns), 0)
+                if polls >= MAX_POLLS:
+                    n = float("nan")
+
+            log_sum = tl.log2(n)
+            log_prob = ((label_logit.to(tl.float32) - m) * scale - log_sum) * LN_2
+            log_prob = tl.where(inside, log_prob, float("nan"))
+            if member == 0:
+                tl.store(log_probs + row, log_prob)
+                if ENTROPY:
+                    tl.store(entropies + row, (log_sum - d / n) * LN_2)
+            factor = 1.0
+            if GRPO:
+                old, advantage, weight = (
+                    tl.load(old_log_probs + row),
+                    tl.load(advantages + row),
+                    tl.load(weights + row),
+                )
+                c = _grpo_coefficient(log_prob, old, advantage, weight, epsilon_low, epsilon_high)
+                factor = c * inverse_temperature
+            if factor != 0:
+                offset = m * scale + log_sum
+                for i in tl.static_range(BLOCKS):
+                    columns = first + i * WORDS + lane
+                    if HALF == "":
+                        values = -factor * tl.exp2((kept[i] - m) * scale - log_sum)
+                        values = values.to(out.dtype.element_ty)
+                    else:
+                        # Written unlike the two conversions before, for the same reason.
+                        low, high = _unpack(kept[i] ^ zero, HALF)
+                        low, high = tl.exp2(low * scale - offset), tl.exp2(high * scale - offset)
+                        values = _pack(-factor * low, -factor * high, HALF, PTX)
+                    tl.store(target + columns, values, mask=columns < num_words)
+                tl.debug_barrier()  # the row's stores land before the mended one
+                if (label >= first * per_word) & (label < (first + BLOCKS * WORDS) * per_word) & inside:
+                    value = factor * (1 - tl.exp2(log_prob * (1 / LN_2)))
+                    tl.store(
+                        out_elements + row * (out_stride * per_word) + label, value.to(out_elements.dtype.element_ty)
+                    )
+        if factor == 0:
+            # Untrained rows are not read, by selection: they may hold NaN or infinity.
+            for i in tl.static_range(BLOCKS):
+                columns = first + i * WORDS + lane
+                tl.store(target + columns, tl.zeros([THREADS, 4], out.dtype.element_ty), mask=columns < num_words)
+
+
+@triton.jit
+def scale_kernel(values, factor, num_values, BLOCK: tl.constexpr):
+    """values *= factor, a number on the device; where it is 1, nothing is read or written."""
+    by = tl.load(factor).to(tl.float32)
+    if by != 1:
+        index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = index < num_values
+        scaled = tl.load(values + index, mask=inside).to(tl.float32) * by
+        tl.store(values + index, scaled.to(values.dtype.element_ty), mask=inside)
