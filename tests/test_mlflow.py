@@ -15,6 +15,7 @@ import pytest
 from mlflow import MlflowClient
 
 from pgtoolkit.errors import StorageError
+from pgtoolkit.tracking import mlflow_store
 from pgtoolkit.tracking.commands import ui_command, ui_url
 from pgtoolkit.tracking.mlflow_store import MlflowTracker, absolute_uri, flatten
 from pgtoolkit.tracking.run_directory import RunDirectory
@@ -215,7 +216,9 @@ def test_a_deleted_experiment_is_refused_with_the_way_out(uri, run):
         start(uri, run, experiment="gone")
 
 
-def test_a_store_that_fails_during_the_run_is_one_warning(tmp_path, run, caplog):
+def test_a_store_that_fails_during_the_run_is_one_warning(tmp_path, run, caplog, monkeypatch):
+    monkeypatch.setattr(mlflow_store, "_SECONDS_BETWEEN_DELIVERIES", 0.1)
+    monkeypatch.setattr(mlflow_store, "_LONGEST_PAUSE", 0.2)
     database = tmp_path / "own" / "mlflow.db"
     tracker = start(f"sqlite:///{database}", run)
     moved = database.rename(database.with_name("away.db"))
@@ -267,27 +270,28 @@ def test_a_server_outage_neither_stops_training_nor_loses_metrics(uri, run, capl
     port = free_port()
     server = serve(uri, port)
     try:
+        train(run, 1, 300)  # more than MLflow takes in one call
         tracker = start(f"http://127.0.0.1:{port}", run)
-        train(run, 1, 10, pause=0.1)
+        train(run, 301, 310, pause=0.1)
         stop(server)
         began = time.monotonic()
-        train(run, 11, 20, pause=0.2)
+        train(run, 311, 320, pause=0.2)
         assert time.monotonic() - began < 5
         server = serve(uri, port)
-        train(run, 21, 30)
+        train(run, 321, 330)
         tracker.finish("done")
-        assert history(uri, tracker.info["run_id"]) == [(step, step / 8) for step in range(1, 31)]
+        assert history(uri, tracker.info["run_id"]) == [(step, step / 8) for step in range(1, 331)]
         assert caplog.text.count("Training goes on") == 1
 
         tracker = start(f"http://127.0.0.1:{port}", run, run_id=tracker.info["run_id"])
-        train(run, 31, 32)
+        train(run, 331, 332)
     finally:
         stop(server)
     tracker.finish("interrupted")
     assert "resuming the run delivers the rest" in caplog.text
     tracker = start(uri, run, run_id=tracker.info["run_id"])
     tracker.finish("done")
-    assert history(uri, tracker.info["run_id"]) == [(step, step / 8) for step in range(1, 33)]
+    assert history(uri, tracker.info["run_id"]) == [(step, step / 8) for step in range(1, 333)]
 
 
 def test_flatten_hides_secrets_and_cuts_long_text():

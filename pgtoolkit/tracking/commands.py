@@ -17,8 +17,7 @@ UI_ADDRESS = "http://127.0.0.1:5000"
 
 def shell_path(path: str | Path) -> str:
     """The path quoted for a shell; relative to the current directory where that is shorter."""
-    absolute = os.path.abspath(path)
-    return shlex.quote(min(os.path.relpath(absolute), absolute, key=len))
+    return shlex.quote(_shorter(path))
 
 
 def program(name: str) -> str:
@@ -35,10 +34,12 @@ def ui_command(uri: str | None) -> str | None:
     uri = absolute_uri(uri)
     if uri.startswith("http"):
         return None
+    path = uri.removeprefix("sqlite:///")
+    store = redact(uri) if path == uri else f"sqlite:///{_shorter(path)}"
     # One worker and no job runner: ready in 7 s instead of 37 s.
     return (
         f"MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false {program('mlflow')} server --workers 1 "
-        f"--backend-store-uri {shlex.quote(redact(uri))}"
+        f"--backend-store-uri {shlex.quote(store)}"
     )
 
 
@@ -53,4 +54,9 @@ def compare_command(overrides: list[str], loss: str) -> str:
     """The command of the same run with the other loss; the first loss's own overrides are left out."""
     other = "grpo" if loss == "gspo" else "gspo"
     kept = [override for override in overrides if not override.lstrip("+~").startswith(("loss=", "loss."))]
-    return shlex.join([program("pgtk"), f"loss={other}", *kept])
+    return " ".join([program("pgtk"), f"loss={other}", *map(shlex.quote, kept)])
+
+
+def _shorter(path):
+    absolute = os.path.abspath(path)
+    return min(os.path.relpath(absolute), absolute, key=len)

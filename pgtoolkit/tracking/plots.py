@@ -1,0 +1,78 @@
+"""The curves of one run as a picture: six small panels against the documents seen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pgtoolkit.errors import StorageError
+
+# Title and lines of each panel, in reading order; (metric, label, on the right axis).
+_PANELS = (
+    ("reward", (("reward", "reward", False), ("exact_match", "exact match", False))),
+    ("loss", (("loss", "loss", False),)),
+    ("ratio and clipping", (("clipped_ratio_fraction", "clipped fraction", False), ("ratio_new_old", "ratio", True))),
+    ("KL, new against old policy", (("kl_new_old", "kl", False),)),
+    ("gradient norm", (("grad_norm", "before clipping", False),)),
+    ("completions", (("completion_length", "tokens", False), ("entropy", "entropy", True))),
+)
+_COLORS = ("#1f77b4", "#d95f02")
+_SMOOTH_FROM = 40
+"""From this many points on, a line is drawn as its moving mean over the faint points."""
+
+
+def plot_curves(rows: list[dict[str, float]], path_png: Path, title: str) -> None:
+    """Draw the rows of metrics.jsonl; a panel without data says so. Raises StorageError if it cannot be written."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    figure = Figure(figsize=(12, 6.2), layout="constrained", dpi=110)
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=11)
+    axis = "documents_seen" if rows and all("documents_seen" in row for row in rows) else "step"
+    for place, (panel_title, lines) in enumerate(_PANELS, start=1):
+        axes = figure.add_subplot(2, 3, place)
+        axes.set_title(panel_title, fontsize=10)
+        axes.grid(alpha=0.25)
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        if place > 3:
+            axes.set_xlabel(axis.replace("_", " "), fontsize=9)
+        _draw(axes, rows, axis, lines)
+    try:
+        figure.savefig(path_png)
+    except OSError as error:
+        raise StorageError(f"{path_png} cannot be written: {error.strerror or error}") from error
+
+
+def _draw(axes, rows, axis, lines):
+    handles, sides = [], [axes]
+    for color, (name, label, right) in zip(_COLORS, lines, strict=False):
+        points = [(row[axis], row[name]) for row in rows if name in row]
+        if not points:
+            continue
+        side = axes
+        if right and handles:
+            side = axes.twinx()
+            sides.append(side)
+        x, y = zip(*points, strict=True)
+        handles.append(_line(side, x, y, color, label))
+        if any(on_right for *_, on_right in lines):
+            side.set_ylabel(label, color=color, fontsize=9)
+    if not handles:
+        axes.text(0.5, 0.5, "no data", transform=axes.transAxes, ha="center", va="center", color="gray")
+        axes.set(xticks=[], yticks=[])
+    elif len(sides) == 1 and len(handles) > 1:
+        axes.legend(handles=handles, fontsize=8, frameon=False)
+    for side in sides:
+        side.tick_params(labelsize=8)
+        side.spines[["top"] if len(sides) > 1 else ["top", "right"]].set_visible(False)
+
+
+def _line(axes, x, y, color, label):
+    if len(y) < _SMOOTH_FROM:
+        return axes.plot(x, y, color=color, label=label, linewidth=1.4, marker=".", markersize=3)[0]
+    axes.plot(x, y, color=color, alpha=0.2, linewidth=0.7)
+    half = len(y) // 40
+    windows = [y[max(0, i - half) : i + half + 1] for i in range(len(y))]
+    return axes.plot(x, [sum(part) / len(part) for part in windows], color=color, label=label, linewidth=1.6)[0]

@@ -1,0 +1,123 @@
+"""What the terminal shows of a run: one line per step, and the summary at its end."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+
+from pgtoolkit.tracking.commands import shell_path, ui_command, ui_url
+
+WIDTH = 100
+"""Most columns of a progress line."""
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+# Metric, format of its field. All fields are of fixed width, so that the lines of a run align.
+_FIELDS = {
+    "loss": "loss {:6.3f}",
+    "ratio_new_old": "ratio {:6.4f}",
+    "kl_new_old": "kl {:5.0e}",
+    "clipped_ratio_fraction": "clipped {:3.0%}",
+    "reward": "reward {:4.2f}",
+    "exact_match": "exact {:3.0%}",
+    "tokens_per_second": "{} tok/s",
+}
+# What goes first where the line is too long.
+_DISPENSABLE = ("tokens_per_second", "clipped_ratio_fraction")
+
+
+class Progress:
+    """Progress lines with the time left, measured from the moment this object is made.
+
+    max_steps: the run's last step. step: steps done before, on a resume.
+    """
+
+    def __init__(self, max_steps: int, step: int = 0):
+        self._max_steps = max_steps
+        self._first_step = step
+        self._began = time.monotonic()
+
+    def line(self, step: int, metrics: dict[str, float]) -> str:
+        """The line of a finished step, of at most WIDTH columns; what metrics lacks is left out."""
+        seconds = (time.monotonic() - self._began) / max(1, step - self._first_step)
+        digits = len(str(self._max_steps))
+        fields = {"step": f"step {step:>{digits}}/{self._max_steps}"}
+        for name, form in _FIELDS.items():
+            if name in metrics:
+                value = _count(metrics[name]) if name == "tokens_per_second" else metrics[name]
+                fields[name] = form.format(value)
+        fields["left"] = f"ETA {_duration(seconds * (self._max_steps - step)):>5}"
+        for dispensable in (None, *_DISPENSABLE):
+            fields.pop(dispensable, None)
+            for space in ("  ", " "):
+                line = space.join(fields.values())
+                if len(line) <= WIDTH:
+                    return line
+        return line[:WIDTH]
+
+
+def summary(
+    rows: list[dict[str, float]],
+    run_dir: Path,
+    mlflow: dict[str, str] | None,
+    resume: str,
+    compare: str,
+) -> str:
+    """The end of a run in a few lines: the reward's rise, where everything lies, and what to type next.
+
+    rows: of metrics.jsonl. mlflow: `MlflowTracker.info`, or None without MLflow. resume, compare: the commands to
+    print, `compare` being the same run with one thing changed.
+    """
+    lines = [_rise(label, name, rows) for label, name in (("reward", "reward"), ("exact match", "exact_match"))]
+    lines = [line for line in lines if line] or [_rise("loss", "loss", rows)]
+    entries = [("run", shell_path(run_dir))]
+    curves = Path(run_dir) / "curves.png"
+    if curves.exists():
+        entries.append(("curves", shell_path(curves)))
+    if mlflow:
+        uri, experiment_id, run_id = mlflow["uri"], mlflow["experiment_id"], mlflow["run_id"]
+        if command := ui_command(uri):
+            entries.append(("MLflow", command))
+        entries.append(("" if command else "MLflow", ui_url(uri, experiment_id, run_id)))
+    entries += [("resume", resume), ("compare", compare)]
+    if mlflow:
+        entries.append(("", ui_url(uri, experiment_id)))
+    return "\n".join([*filter(None, lines), *(f"{label:<12} {text}" for label, text in entries)])
+
+
+def sparkline(values: list[float], width: int = 40) -> str:
+    """The values as bars, averaged into at most `width` of them; the lowest and highest bar are their extrema."""
+    width = min(width, len(values))
+    cuts = [round(i * len(values) / width) for i in range(width + 1)] if width else []
+    means = [_mean(values[first:last]) for first, last in itertools.pairwise(cuts)]
+    low, high = min(means, default=0), max(means, default=0)
+    return "".join(
+        _BARS[round((len(_BARS) - 1) * (mean - low) / (high - low))] if high > low else "▁" for mean in means
+    )
+
+
+def _rise(label, name, rows):
+    values = [row[name] for row in rows if name in row]
+    if not values:
+        return ""
+    tenth = max(1, len(values) // 10)
+    first, last = _mean(values[:tenth]), _mean(values[-tenth:])
+    return f"{label:<12} {first:.3f} -> {last:.3f}  {sparkline(values)}  (first and last tenth of {len(values)} steps)"
+
+
+def _mean(values):
+    return sum(values) / len(values)
+
+
+def _count(value):
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:2.0f}{unit}"
+    return f"{value:3.0f}"
+
+
+def _duration(seconds):
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02}" if hours else f"{minutes}:{seconds:02}"

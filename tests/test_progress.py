@@ -1,0 +1,118 @@
+"""Progress lines, the summary, and the commands it prints."""
+
+import shlex
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pgtoolkit.tracking.commands import compare_command, program, shell_path
+from pgtoolkit.tracking.progress import WIDTH, Progress, sparkline, summary
+
+METRICS = {
+    "loss": -0.00123,
+    "ratio_new_old": 1.00021,
+    "kl_new_old": 1.2e-5,
+    "clipped_ratio_fraction": 0.123,
+    "reward": 0.512,
+    "exact_match": 0.031,
+    "tokens_per_second": 21_400,
+    "num_tokens": 448,
+}
+
+
+def progress(max_steps, step=0, seconds=0.0):
+    made = Progress(max_steps, step)
+    made._began = time.monotonic() - seconds
+    return made
+
+
+def test_a_line_says_everything():
+    line = progress(300, seconds=24.0).line(12, METRICS)
+    expected = "step  12/300 loss -0.001 ratio 1.0002 kl 1e-05 clipped 12% reward 0.51 exact  3% 21k tok/s ETA  9:36"
+    assert line == expected
+
+
+def test_the_time_left_of_a_resumed_run_counts_its_own_steps():
+    assert progress(300, step=200, seconds=10.0).line(210, METRICS).endswith("ETA  1:30")
+    assert progress(30_000, seconds=60.0).line(60, METRICS).endswith("ETA  8h19")
+    assert progress(300, seconds=60.0).line(300, METRICS).endswith("ETA  0:00")
+
+
+def test_lines_align_and_fit():
+    first = {**METRICS, "loss": 12.345, "kl_new_old": 0.0, "tokens_per_second": 7.0, "clipped_ratio_fraction": 0.0}
+    for max_steps in (9, 300, 5000, 1_000_000):
+        lines = [progress(max_steps).line(step, metrics) for step, metrics in ((1, first), (9, METRICS))]
+        assert len(lines[0]) == len(lines[1]) <= WIDTH
+        assert lines[0].index("reward") == lines[1].index("reward")
+
+
+def test_metrics_that_are_missing_are_left_out():
+    assert progress(20).line(3, {"loss": 0.5}) == "step  3/20  loss  0.500  ETA  0:00"
+
+
+def test_sparkline_averages_and_spans_the_range():
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([0.0, 2.0, 7.0, 9.0], width=2) == "▁█"
+    assert sparkline([3.0, 3.0]) == "▁▁"
+    assert sparkline([]) == ""
+    assert len(sparkline(list(range(1000)))) == 40
+
+
+def rows(count=20):
+    return [{"step": i, "loss": 0.1, "reward": i / 20, "exact_match": 0.0} for i in range(1, count + 1)]
+
+
+def test_summary_shows_the_rise_and_what_to_type(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_dir = tmp_path / "outputs" / "my run"
+    run_dir.mkdir(parents=True)
+    (run_dir / "curves.png").write_text("")
+    info = {"uri": f"sqlite:///{tmp_path}/outputs/mlflow.db", "experiment_id": "1", "run_id": "abc"}
+    lines = summary(rows(), run_dir, info, "pgtk resume X", "pgtk loss=grpo").splitlines()
+    assert lines[0].startswith("reward       0.075 -> 0.975  ▁")
+    assert lines[0].endswith("█  (first and last tenth of 20 steps)")
+    assert lines[1].startswith("exact match  0.000 -> 0.000")
+    assert lines[2:4] == ["run          'outputs/my run'", "curves       'outputs/my run/curves.png'"]
+    assert lines[4].endswith("server --workers 1 --backend-store-uri sqlite:///outputs/mlflow.db")
+    assert [line.split() for line in lines[5:]] == [
+        ["http://127.0.0.1:5000/#/experiments/1/runs/abc"],
+        ["resume", "pgtk", "resume", "X"],
+        ["compare", "pgtk", "loss=grpo"],
+        ["http://127.0.0.1:5000/#/experiments/1/runs?compareRunsMode=CHART"],
+    ]
+
+
+def test_summary_without_mlflow_without_reward_and_with_a_server(tmp_path):
+    text = summary([{"step": 1, "loss": 0.5}], tmp_path, None, "R", "C")
+    assert text.startswith("loss         0.500 -> 0.500")
+    assert "MLflow" not in text
+    assert "curves" not in text
+    server = {"uri": "http://h:1", "experiment_id": "2", "run_id": "abc"}
+    assert "\nMLflow       http://h:1/#/experiments/2/runs/abc\n" in summary([], tmp_path, server, "R", "C")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "loss", "expected"),
+    [
+        ([], "gspo", ["loss=grpo"]),
+        (["loss=gspo", "aggregation=constant"], "gspo", ["loss=grpo", "aggregation=constant"]),
+        (["loss=grpo", "loss.epsilon_low=0.1", "a='x y'"], "grpo", ["loss=gspo", "a='x y'"]),
+    ],
+)
+def test_compare_command_changes_the_loss_alone(overrides, loss, expected):
+    assert shlex.split(compare_command(overrides, loss))[1:] == expected
+
+
+def test_paths_are_short_and_quoted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert shell_path(tmp_path / "a b") == "'a b'"
+    assert shell_path("/x") == "/x"
+
+
+def test_a_program_is_found_however_the_environment_is_used(monkeypatch):
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    assert Path(shlex.split(program("mlflow"))[0]).is_file()
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/usr/bin:/bin")
+    assert program("mlflow") == "mlflow"
