@@ -128,6 +128,16 @@ def test_a_row_sent_twice_is_one_row(uri, run):
     assert len(history(uri, tracker.info["run_id"])) == 5
 
 
+def test_a_call_holds_whole_rows_within_the_limit_of_mlflow(uri, run):
+    train(run, 1, 500)
+    tracker = start(uri, run)
+    tracker.finish("done")
+    tracker._offset = 0
+    metrics, offset = tracker._next_batch()
+    assert len(metrics) == 1000 // 6 * 6  # four metrics a row, two of them also by documents
+    assert offset < run.metrics_path.stat().st_size
+
+
 def test_a_run_unknown_to_the_store_begins_anew_with_all_rows(uri, run, caplog):
     train(run, 1, 3)
     tracker = start(uri, run, run_id="0" * 32)
