@@ -13,7 +13,7 @@ from pgtoolkit.conf_files import config_directory, default_options, options
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError
 
 COMMANDS = {
-    "[OVERRIDES]": "train; results under outputs/. -m runs all combinations of a=1,2 b=3,4",
+    "[OVERRIDES]": "train, results in outputs/; -m a=1,2 b=3,4 runs all four",
     "check [OVERRIDES]": "print the plan and every problem; start nothing",
     "resume RUN_DIR [OVERRIDES]": "continue a run from its newest checkpoint",
     "bench": "measure the kernels on this machine",
@@ -61,7 +61,7 @@ def help_page() -> str:
     lines = ["Policy-gradient losses for language models, compared by declarative configuration.", "Commands:"]
     shown = {use: text for use, text in COMMANDS.items() if use != "bench" or _has_bench()}
     lines += [f"  pgtk {use:<28}{text}" for use, text in shown.items()]
-    lines.append("Groups (GROUP=OPTION; * is the default):")
+    lines += ["", "Groups (GROUP=OPTION; * is the default):"]
     defaults, single = default_options(), []
     for group, names in sorted(options().items(), key=lambda item: [*defaults, item[0]].index(item[0])):
         if len(names) == 1:
@@ -70,7 +70,10 @@ def help_page() -> str:
         marked = [f"{name}*" if defaults.get(group) == name else name for name in names]
         lines.append(f"  {group:<13}" + "  ".join(marked))
     lines.append("  with one option: " + ", ".join(single))
-    lines.append("Single keys: loss.epsilon_high=0.28 seed=1; all of them with their meaning: conf/, or pgtk --cfg job")
+    lines += [
+        "",
+        "Single keys: loss.epsilon_high=0.28 seed=1; all of them with their meaning: conf/, or pgtk --cfg job",
+    ]
     lines.append("Examples: pgtk loss=gspo aggregation=constant  |  pgtk check experiment=dapo  |  pgtk debug=short")
     return "\n".join(lines)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -123,11 +125,17 @@ def apply(config: DictConfig, key: str, value: Any, groups: dict[str, list[str]]
 
 def compose_choices(choices: list[str], config_dir: Path | None = None) -> DictConfig:
     """The files of the chosen options, put together by Hydra; raises its exceptions."""
+    return copy.deepcopy(_compose_cached(tuple(choices), config_dir))
+
+
+@functools.cache
+def _compose_cached(choices: tuple[str, ...], config_dir: Path | None) -> DictConfig:
+    # The runs of a sweep often choose the same files and differ only in single keys.
     register()
     if config_dir is not None:
         choices = [*choices, f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"]
     with hydra.initialize_config_dir(str(config_directory()), version_base="1.3"):
-        return hydra.compose("config", overrides=choices, return_hydra_config=True)
+        return hydra.compose("config", overrides=list(choices), return_hydra_config=True)
 
 
 def hydra_form(override: str) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from pgtoolkit import refusals
 from pgtoolkit.compose import Composed, apply, compose_choices, parse, register
@@ -58,7 +59,7 @@ def _saved(run_dir: Path) -> dict:
         )
     try:
         saved = OmegaConf.to_container(OmegaConf.load(file))
-    except (OSError, ValueError, OmegaConfBaseException) as error:
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{file} cannot be read: {str(error).splitlines()[0]}") from error
     if not isinstance(saved, dict):
         raise ConfigError(f"{file} is not a configuration")

@@ -36,6 +36,8 @@ def text(value: Any) -> str:
     """A value as one types it in an override."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
     return str(value)
 
 

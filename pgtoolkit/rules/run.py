@@ -152,7 +152,7 @@ def parallelism(c: Any, report: Report) -> None:
             setting, use = f"parallelism.{name}={text(size)}", f"parallelism.{name}={text(one)}"
             report.refuse(setting, text(one), size, "This version runs one process.", use)
     world, product = os.environ.get("WORLD_SIZE", "1"), math.prod(sizes.values())
-    if world != str(product):
+    if world not in ("1", str(product)):
         setting, needs = f"WORLD_SIZE={world}", f"the product of the parallel sizes, {product}"
         reason = "Every process has one place in the layout."
         report.refuse(setting, needs, world, reason, "one process: start pgtk without a launcher such as torchrun")

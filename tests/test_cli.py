@@ -1,0 +1,271 @@
+"""The command `pgtk`: exit statuses, help, suggestions; nothing is created before the configuration is right."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+from omegaconf import OmegaConf, open_dict
+
+from pgtoolkit.cli import help_page, main
+from pgtoolkit.compose import compose, hydra_form, name_of
+from pgtoolkit.conf_files import options
+from pgtoolkit.plan import run_name
+from pgtoolkit.resume import compose_resumed
+
+
+def pgtk(*arguments, cwd, **more):
+    command = [sys.executable, "-m", "pgtoolkit.cli", *arguments]
+    environment = os.environ | more.pop("env", {})
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment, timeout=120, **more)
+
+
+def refused(capsys, *arguments):
+    assert main(list(arguments)) == 2
+    out = capsys.readouterr()
+    assert "Traceback" not in out.err + out.out
+    return out.err or out.out
+
+
+@pytest.mark.parametrize(
+    ("typed", "suggested"),
+    [
+        ("agregation=constant", "Use aggregation=constant."),
+        ("+agregation=constant", "Use aggregation=constant."),
+        ("loss=gpro", "Use loss=grpo."),
+        ("loss=gspoo", "Use loss=gspo."),
+        ("aggregation=mean_token", "Use aggregation=token_mean."),
+        ("experiment=dappo", "Use experiment=dapo."),
+        ("loss.epsilon_hihg=0.3", "Use loss.epsilon_high=0.3."),
+        ("learning_rate=1", "Use optimizer.learning_rate=1."),
+        ("lr=1", "Use optimizer.learning_rate=1."),
+        ("trainer.docs_per_step=8", "Use accumulation.docs_per_step=8."),
+        ("sed=1", "Use seed=1."),
+        ("loss.zzz=1", "Use one of loss.epsilon_low, loss.epsilon_high, loss.num_splits."),
+        ("zzz=1", "Use `pgtk --help`"),
+        ("task.dataset=x", "Use task=reasoning_gym task.dataset=x."),
+        ("loss.name=grpo", "Use loss=grpo."),
+        ("accumulation.last_step=carri", "Use accumulation.last_step=carry."),
+        ("seed=one", "Use seed=0."),
+        ("seed=1.5", "needs a whole number"),
+        ("aggregation.divisor=abc", "needs a number or null"),
+        ("parallelism.sequence_parallel=3.5", "needs true or false"),
+        ("loss=[grpo]x", "Use quotes"),
+        ("seed=1,2", "Use pgtk -m seed=1,2."),
+        ("~tracking", "Use tracking=none."),
+        ("loss={epsilon_low:x}", "loss.epsilon_low=x needs a number"),
+        ("hydra.run.dri=x", "Use hydra.run.dir."),
+        ("loss@seed=grpo", "Groups do not move"),
+    ],
+)
+def test_the_nearest_valid_thing_is_suggested(capsys, typed, suggested):
+    said = refused(capsys, "check", typed)
+    assert suggested in said
+    assert typed.lstrip("+").split("=")[0] in said
+    assert "use +" not in said
+
+
+@pytest.mark.parametrize(
+    ("word", "suggested"),
+    [
+        ("chek", "Use pgtk check."),
+        ("resum", "Use pgtk resume."),
+        ("agregation", "Use pgtk aggregation=OPTION."),
+        ("train", "Use pgtk [OVERRIDES]"),
+        ("zzz", "Use pgtk --help."),
+    ],
+)
+def test_the_nearest_command_is_suggested(capsys, word, suggested):
+    assert suggested in refused(capsys, word)
+
+
+def test_all_problems_of_all_kinds_come_together(capsys):
+    said = refused(capsys, "loss=gpro", "sed=1", "seed=x", "loss.num_splits=2", "rollout.temperature=0")
+    assert said.startswith("pgtk: error: 5 problems in the configuration:\n")
+    assert len(said.splitlines()) == 6
+
+
+def test_a_user_file_with_a_wrong_key_is_named(tmp_path, capsys):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nloss:\n  epsilon_hi: 3\n")
+    said = refused(capsys, "check", f"--config-dir={tmp_path}", "experiment=mine")
+    assert "experiment/mine" in said
+    assert "Use loss.epsilon_high." in said
+    assert "Use experiment=mine." in refused(capsys, "check", f"--config-dir={tmp_path}", "experiment=mien")
+
+
+def test_a_sweep_is_checked_run_by_run(capsys):
+    said = refused(capsys, "check", "-m", "loss=grpo,gspo", "loss.num_splits=1,2")
+    assert "Sweep of 4 runs" in said
+    assert said.count("needs loss.num_splits=1") == 1
+    assert "loss=gspo loss.num_splits=2: loss=gspo needs" in said
+
+
+def test_check_prints_the_plan(capsys):
+    assert main(["check", "experiment=dapo", "seed=3"]) == 0
+    page = capsys.readouterr().out
+    for expected in (
+        "clip(r_t, 1 - 0.2, 1 + 0.28)",
+        "w_t = 1 / N,",
+        "32 prompts x 8 completions = 256 documents",
+        "prompt 7 + completion 7 = 14 tokens",
+        "step: 64 documents, in 2 micro-batches of at most 512 tokens; 4 steps per batch",
+        "300 steps, 19200 documents",
+        "512 tokens x 13 entries of the vocabulary x 4 bytes = 0.0254 MiB",
+        "loss.epsilon_high = 0.28 (default 0.0004)",
+        "seed = 3 (default 0)",
+        "dapo_seed-3",
+    ):
+        assert expected in page
+
+
+def test_the_vocabulary_of_a_local_model_is_read(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"vocab_size": 151936}')
+    arguments = ["model=huggingface", f"model.path={tmp_path}", "accumulation.max_tokens=8192", "kernel=torch"]
+    assert main(["check", *arguments]) == 0
+    assert "8192 tokens x 151936 entries of the vocabulary x 4 bytes = 4.75e+03 MiB" in capsys.readouterr().out
+    assert main(["check", "model=huggingface", "model.path=hub/name"]) == 0
+    assert "unknown until the model is loaded" in capsys.readouterr().out
+
+
+def test_help_fits_one_screen():
+    lines = help_page().splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 100
+    for group, names in options().items():
+        assert group in help_page()
+        assert all(name in help_page() for name in names)
+
+
+def test_help_is_quick_and_loads_nothing(tmp_path):
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        done = pgtk("--help", cwd=tmp_path)
+        best = min(best, time.perf_counter() - start)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "pgtk check" in done.stdout
+    assert best < 1.0
+    imports = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "pgtoolkit.cli", "--help"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    loaded = set(re.findall(r"\| +([\w.]+)$", imports.stderr, flags=re.MULTILINE))
+    assert {"torch", "lightning", "mlflow", "hydra", "omegaconf"} & loaded == set()
+    assert "pgtoolkit.conf_files" in loaded
+
+
+def test_exit_statuses(tmp_path):
+    assert pgtk("check", cwd=tmp_path).returncode == 0
+    wrong = pgtk("loss.num_splits=2", cwd=tmp_path)
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("pgtk: error: loss=gspo needs loss.num_splits=1 (got 2). ")
+    assert wrong.stdout == ""
+    unread = pgtk("--cfg", "job", "loss=gpro", cwd=tmp_path)
+    assert unread.returncode == 2
+    assert "Use loss=grpo." in unread.stderr
+    assert pgtk("--version", cwd=tmp_path).stdout.startswith("pgtk ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bad_run_of_a_sweep_stops_it_before_anything_is_created(tmp_path):
+    done = pgtk("-m", "loss=grpo,gspo", "loss.num_splits=2", cwd=tmp_path)
+    assert done.returncode == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_hydra_shows_the_configuration(tmp_path):
+    done = pgtk("--cfg", "job", "--resolve", "aggregation=constant", cwd=tmp_path)
+    assert done.returncode == 0
+    assert OmegaConf.create(done.stdout).aggregation.divisor == 7
+    assert pgtk("--info", "defaults-tree", cwd=tmp_path).returncode == 0
+
+
+def test_a_closed_pipe_is_not_an_error_message(tmp_path):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as closed:
+        done = subprocess.run(
+            [sys.executable, "-m", "pgtoolkit.cli", "check"], cwd=tmp_path, stdout=closed, stderr=subprocess.PIPE
+        )
+    assert done.returncode == 141
+    assert done.stderr == b""
+
+
+def test_run_names():
+    defaults = {"loss": "gspo", "aggregation": "sample_mean"}
+    assert run_name([], defaults) == "default"
+    assert run_name(["loss=gspo", "aggregation=constant"], defaults) == "aggregation-constant"
+    assert run_name(["loss=gspo", "experiment=dapo"], defaults) == "loss-gspo_dapo"
+    assert run_name(["optimizer.learning_rate=3e-4", "seed=1"], defaults) == "learning-rate-3e-4_seed-1"
+    assert run_name(["tracking=none", "hydra.run.dir=x", "hydra/launcher=joblib"], defaults) == "default"
+    assert run_name(["model.path=/home/me/../some model"], defaults) == "model.path-some-model"
+    long = [f"task.options.key{i}={i}" for i in range(40)]
+    names = {run_name(long), run_name([*long, "seed=1"])}
+    assert len(names) == 2
+    for name in [*names, run_name(["experiment=../../.x"]), run_name(["a=.."])]:
+        assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", name)
+    assert name_of("chosen", ["seed=1"]) == "chosen"
+
+
+def test_the_run_directory_carries_the_name(tmp_path):
+    done = pgtk("--cfg", "hydra", "--resolve", "--package", "hydra.run", "aggregation=constant", cwd=tmp_path)
+    assert re.search(r"dir: outputs/\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d-\d{6}-aggregation-constant\n", done.stdout), done
+
+
+def test_plus_signs_are_put_where_hydra_wants_them():
+    assert hydra_form("+experiment=dapo") == "experiment=dapo"
+    assert hydra_form("task.options.a=1") == "++task.options.a=1"
+    composed = compose(["task=reasoning_gym", "task.dataset=x", "task.options={a: 1}", "task.options.b=2"])
+    assert composed.problems == []
+    assert composed.config.task.options == {"a": 1, "b": 2}
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    config = compose(["loss=grpo", "seed=5"]).config
+    with open_dict(config):
+        del config["hydra"]
+    config = OmegaConf.create(OmegaConf.to_container(config, resolve=True, enum_to_str=True))
+    OmegaConf.save(config, tmp_path / "config.yaml")
+    return tmp_path
+
+
+def test_resume_takes_the_saved_configuration_and_overrides(run_dir):
+    composed = compose_resumed(run_dir, ["trainer.max_steps=900", "tracking=none"])
+    assert composed.problems == []
+    config = composed.config
+    assert (config.loss.name, config.seed, config.trainer.max_steps, config.tracking.name) == ("grpo", 5, 900, "none")
+    assert type(OmegaConf.to_object(config).rollout).__name__ == "PolicyRolloutConfig"
+
+
+@pytest.mark.parametrize(
+    ("override", "shows"),
+    [
+        ("trainer.max_stpes=9", "Use trainer.max_steps=9."),
+        ("trainer.max_steps=x", "a whole number"),
+        ("loss=gpro", "Use loss=grpo."),
+        ("loss.num_splits=0", "loss.num_splits=0"),
+        ("model.hidden_size=256", "Use a new run."),
+        ("model=huggingface", "Use a new run."),
+        ("rollout=recorded", "Use a new run."),
+        ("experiment=dapo", "Use a new run."),
+    ],
+)
+def test_resume_refuses_overrides_as_the_start_does(run_dir, capsys, override, shows):
+    assert shows in refused(capsys, "resume", str(run_dir), override)
+
+
+def test_resume_needs_a_run_directory(tmp_path, capsys):
+    assert "needs a run directory (got none)" in refused(capsys, "resume")
+    assert "no such directory" in refused(capsys, "resume", str(tmp_path / "x"))
+    assert "without config.yaml" in refused(capsys, "resume", str(tmp_path))
+    (tmp_path / "config.yaml").write_text("seed: [")
+    assert "cannot be read" in refused(capsys, "resume", str(tmp_path))
+    (tmp_path / "config.yaml").write_text("seed: 1")
+    assert "does not fit this version" in refused(capsys, "resume", str(tmp_path))
