@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from pgtoolkit.tracking.commands import compare_command, program, shell_path
-from pgtoolkit.tracking.progress import WIDTH, Progress, sparkline, summary
+from pgtoolkit.tracking.progress import WIDTH, ProgressLine, sparkline, summary
+from pgtoolkit.tracking.run_directory import RunDirectory
 
 METRICS = {
     "loss": -0.00123,
@@ -22,22 +23,25 @@ METRICS = {
 }
 
 
-def progress(max_steps, step=0, seconds=0.0):
-    made = Progress(max_steps, step)
-    made._began = time.monotonic() - seconds
+def progress(max_steps, first=1, seconds=0.0):
+    """A ProgressLine whose line for step `first` was made some seconds ago."""
+    made = ProgressLine(max_steps)
+    made._first = (first, time.monotonic() - seconds)
     return made
 
 
 def test_a_line_says_everything():
-    line = progress(300, seconds=24.0).line(12, METRICS)
+    line = progress(300, seconds=22.0).line(12, METRICS)
     expected = "step  12/300 loss -0.001 ratio 1.0002 kl 1e-05 clipped 12% reward 0.51 exact  3% 21k tok/s ETA  9:36"
     assert line == expected
 
 
 def test_the_time_left_of_a_resumed_run_counts_its_own_steps():
-    assert progress(300, step=200, seconds=10.0).line(210, METRICS).endswith("ETA  1:30")
-    assert progress(30_000, seconds=60.0).line(60, METRICS).endswith("ETA  8h19")
+    assert progress(300, first=200, seconds=10.0).line(210, METRICS).endswith("ETA  1:30")
+    assert progress(30_000, seconds=59.0).line(60, METRICS).endswith("ETA  8h19")
     assert progress(300, seconds=60.0).line(300, METRICS).endswith("ETA  0:00")
+    assert ProgressLine(300).line(201, METRICS).endswith("ETA     ?")
+    assert ProgressLine(1).line(1, METRICS).endswith("ETA  0:00")
 
 
 def test_lines_align_and_fit():
@@ -60,6 +64,11 @@ def test_sparkline_averages_and_spans_the_range():
     assert len(sparkline(list(range(1000)))) == 40
 
 
+def save_config(run_dir, loss, overrides):
+    with RunDirectory(run_dir) as run:
+        run.write_config({"loss": {"name": loss}}, overrides)
+
+
 def rows(count=20):
     return [{"step": i, "loss": 0.1, "reward": i / 20, "exact_match": 0.0} for i in range(1, count + 1)]
 
@@ -69,28 +78,31 @@ def test_summary_shows_the_rise_and_what_to_type(tmp_path, monkeypatch):
     run_dir = tmp_path / "outputs" / "my run"
     run_dir.mkdir(parents=True)
     (run_dir / "curves.png").write_text("")
+    save_config(run_dir, "gspo", ["aggregation=constant"])
     info = {"uri": f"sqlite:///{tmp_path}/outputs/mlflow.db", "experiment_id": "1", "run_id": "abc"}
-    lines = summary(rows(), run_dir, info, "pgtk resume X", "pgtk loss=grpo").splitlines()
+    lines = summary(rows(), run_dir, info).splitlines()
     assert lines[0].startswith("reward       0.075 -> 0.975  ▁")
     assert lines[0].endswith("█  (first and last tenth of 20 steps)")
     assert lines[1].startswith("exact match  0.000 -> 0.000")
     assert lines[2:4] == ["run          'outputs/my run'", "curves       'outputs/my run/curves.png'"]
     assert lines[4].endswith("server --workers 1 --backend-store-uri sqlite:///outputs/mlflow.db")
-    assert [line.split() for line in lines[5:]] == [
-        ["http://127.0.0.1:5000/#/experiments/1/runs/abc"],
-        ["resume", "pgtk", "resume", "X"],
-        ["compare", "pgtk", "loss=grpo"],
-        ["http://127.0.0.1:5000/#/experiments/1/runs?compareRunsMode=CHART"],
+    pgtk = program("pgtk")
+    assert lines[5:] == [
+        "             http://127.0.0.1:5000/#/experiments/1/runs/abc",
+        f"resume       {pgtk} resume 'outputs/my run' trainer.max_steps=40",
+        f"compare      {pgtk} loss=grpo aggregation=constant",
+        "             http://127.0.0.1:5000/#/experiments/1/runs?compareRunsMode=CHART",
     ]
 
 
 def test_summary_without_mlflow_without_reward_and_with_a_server(tmp_path):
-    text = summary([{"step": 1, "loss": 0.5}], tmp_path, None, "R", "C")
+    save_config(tmp_path, "gspo", [])
+    text = summary([{"step": 1, "loss": 0.5}], tmp_path, None)
     assert text.startswith("loss         0.500 -> 0.500")
     assert "MLflow" not in text
     assert "curves" not in text
     server = {"uri": "http://h:1", "experiment_id": "2", "run_id": "abc"}
-    assert "\nMLflow       http://h:1/#/experiments/2/runs/abc\n" in summary([], tmp_path, server, "R", "C")
+    assert "\nMLflow       http://h:1/#/experiments/2/runs/abc\n" in summary([], tmp_path, server)
 
 
 @pytest.mark.parametrize(
@@ -101,8 +113,9 @@ def test_summary_without_mlflow_without_reward_and_with_a_server(tmp_path):
         (["loss=grpo", "loss.epsilon_low=0.1", "a='x y'"], "grpo", ["loss=gspo", "a='x y'"]),
     ],
 )
-def test_compare_command_changes_the_loss_alone(overrides, loss, expected):
-    assert shlex.split(compare_command(overrides, loss))[1:] == expected
+def test_compare_command_changes_the_loss_alone(tmp_path, overrides, loss, expected):
+    save_config(tmp_path, loss, overrides)
+    assert shlex.split(compare_command(tmp_path))[1:] == expected
 
 
 def test_paths_are_short_and_quoted(tmp_path, monkeypatch):

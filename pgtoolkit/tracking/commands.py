@@ -6,10 +6,12 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from pgtoolkit.tracking.mlflow_store import absolute_uri
 from pgtoolkit.tracking.provenance import redact
+from pgtoolkit.tracking.run_directory import read_config
 
 UI_ADDRESS = "http://127.0.0.1:5000"
 """Where `mlflow server` listens unless told otherwise."""
@@ -50,9 +52,15 @@ def ui_url(uri: str | None, experiment_id: str, run_id: str | None = None) -> st
     return f"{base}/#/experiments/{experiment_id}/runs{page}"
 
 
-def compare_command(overrides: list[str], loss: str) -> str:
+def resume_command(run_dir: str | Path, overrides: Sequence[str] = ()) -> str:
+    """The command that continues a run, with overrides if any."""
+    return " ".join([program("pgtk"), "resume", shell_path(run_dir), *map(shlex.quote, overrides)])
+
+
+def compare_command(run_dir: str | Path) -> str:
     """The command of the same run with the other loss; the first loss's own overrides are left out."""
-    other = "grpo" if loss == "gspo" else "gspo"
+    config, overrides = read_config(run_dir)
+    other = "grpo" if config["loss"]["name"] == "gspo" else "gspo"
     kept = [override for override in overrides if not override.lstrip("+~").startswith(("loss=", "loss."))]
     return " ".join([program("pgtk"), f"loss={other}", *map(shlex.quote, kept)])
 

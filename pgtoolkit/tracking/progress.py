@@ -6,7 +6,7 @@ import itertools
 import time
 from pathlib import Path
 
-from pgtoolkit.tracking.commands import shell_path, ui_command, ui_url
+from pgtoolkit.tracking.commands import compare_command, resume_command, shell_path, ui_command, ui_url
 
 WIDTH = 100
 """Most columns of a progress line."""
@@ -27,27 +27,28 @@ _FIELDS = {
 _DISPENSABLE = ("tokens_per_second", "clipped_ratio_fraction")
 
 
-class Progress:
-    """Progress lines with the time left, measured from the moment this object is made.
+class ProgressLine:
+    """The line of each step, with the time left by the pace since the first line; max_steps is the run's last step."""
 
-    max_steps: the run's last step. step: steps done before, on a resume.
-    """
-
-    def __init__(self, max_steps: int, step: int = 0):
+    def __init__(self, max_steps: int):
         self._max_steps = max_steps
-        self._first_step = step
-        self._began = time.monotonic()
+        self._first: tuple[int, float] | None = None
 
     def line(self, step: int, metrics: dict[str, float]) -> str:
-        """The line of a finished step, of at most WIDTH columns; what metrics lacks is left out."""
-        seconds = (time.monotonic() - self._began) / max(1, step - self._first_step)
+        """The line of a step just finished, of at most WIDTH columns; what metrics lacks is left out."""
+        now = time.monotonic()
+        # The first step of a process warms up (imports, allocators, compilation), so its end is where the clock starts.
+        first_step, began = self._first = self._first or (step, now)
+        left = "?"
+        if step > first_step or step >= self._max_steps:
+            left = _duration((now - began) / max(1, step - first_step) * (self._max_steps - step))
         digits = len(str(self._max_steps))
         fields = {"step": f"step {step:>{digits}}/{self._max_steps}"}
         for name, form in _FIELDS.items():
             if name in metrics:
                 value = _count(metrics[name]) if name == "tokens_per_second" else metrics[name]
                 fields[name] = form.format(value)
-        fields["left"] = f"ETA {_duration(seconds * (self._max_steps - step)):>5}"
+        fields["left"] = f"ETA {left:>5}"
         for dispensable in (None, *_DISPENSABLE):
             fields.pop(dispensable, None)
             for space in ("  ", " "):
@@ -61,13 +62,11 @@ def summary(
     rows: list[dict[str, float]],
     run_dir: Path,
     mlflow: dict[str, str] | None,
-    resume: str,
-    compare: str,
 ) -> str:
     """The end of a run in a few lines: the reward's rise, where everything lies, and what to type next.
 
-    rows: of metrics.jsonl. mlflow: `MlflowTracker.info`, or None without MLflow. resume, compare: the commands to
-    print, `compare` being the same run with one thing changed.
+    rows: of metrics.jsonl. run_dir: holds overrides.yaml and config.yaml. mlflow: `MlflowTracker.info`, or None
+    without MLflow.
     """
     lines = [_rise(label, name, rows) for label, name in (("reward", "reward"), ("exact match", "exact_match"))]
     lines = [line for line in lines if line] or [_rise("loss", "loss", rows)]
@@ -80,7 +79,8 @@ def summary(
         if command := ui_command(uri):
             entries.append(("MLflow", command))
         entries.append(("" if command else "MLflow", ui_url(uri, experiment_id, run_id)))
-    entries += [("resume", resume), ("compare", compare)]
+    more = [f"trainer.max_steps={2 * rows[-1]['step']}"] if rows else []
+    entries += [("resume", resume_command(run_dir, more)), ("compare", compare_command(run_dir))]
     if mlflow:
         entries.append(("", ui_url(uri, experiment_id)))
     return "\n".join([*filter(None, lines), *(f"{label:<12} {text}" for label, text in entries)])

@@ -62,21 +62,20 @@ class RunDirectory:
         The changes are also added to drift.jsonl, with the time and the step the run resumes at. Overrides of a
         resume are added to those of the first start; of two for one key the later stays.
         """
-        config_path, overrides_path = self.path / "config.yaml", self.path / "overrides.yaml"
+        config_path = self.path / "config.yaml"
         resolved = plain(resolved)
         drift = {}
         with _storage(config_path):
             if config_path.exists():
-                drift = config_drift(_read_yaml(config_path), resolved)
-                if overrides_path.exists():
-                    given = {_override_key(override) for override in overrides}
-                    kept = [old for old in _read_yaml(overrides_path) if _override_key(old) not in given]
-                    overrides = [*kept, *overrides]
+                old_config, old_overrides = read_config(self.path)
+                drift = config_drift(old_config, resolved)
+                given = {_override_key(override) for override in overrides}
+                overrides = [*(old for old in old_overrides if _override_key(old) not in given), *overrides]
             if drift:
                 with (self.path / "drift.jsonl").open("a") as file:
                     file.write(json.dumps({"time": _now(), "step": step, "changes": drift}) + "\n")
-            write_atomically(config_path, _to_yaml(resolved))
-            write_atomically(overrides_path, _to_yaml(list(overrides)))
+            write_atomically(self.path / "overrides.yaml", _to_yaml(list(overrides)))
+            write_atomically(config_path, _to_yaml(resolved))  # last: it says that both are there
         return drift
 
     def write_provenance(self, provenance: dict) -> None:
@@ -149,6 +148,13 @@ class RunDirectory:
         if self._metrics_file:
             self._metrics_file.close()
             self._metrics_file = None
+
+
+def read_config(run_dir: str | Path) -> tuple[dict, list[str]]:
+    """(configuration, overrides) of a run, from config.yaml and overrides.yaml."""
+    path = Path(run_dir)
+    with _storage(path / "config.yaml"):
+        return _read_yaml(path / "config.yaml"), _read_yaml(path / "overrides.yaml")
 
 
 def read_status(run_dir: str | Path) -> dict[str, Any]:
