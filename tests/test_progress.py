@@ -32,7 +32,7 @@ def progress(max_steps, first=1, seconds=0.0):
 
 def test_a_line_says_everything():
     line = progress(300, seconds=22.0).line(12, METRICS)
-    expected = "step  12/300 loss -0.001 ratio 1.0002 kl 1e-05 clipped 12% reward 0.51 exact  3% 21k tok/s ETA  9:36"
+    expected = "step  12/300 loss -1e-03 ratio 1.0002 kl 1e-05 clip  12% reward 0.51 exact   3% 21k tok/s ETA  9:36"
     assert line == expected
 
 
@@ -45,7 +45,7 @@ def test_the_time_left_of_a_resumed_run_counts_its_own_steps():
 
 
 def test_lines_align_and_fit():
-    first = {**METRICS, "loss": 12.345, "kl_new_old": 0.0, "tokens_per_second": 7.0, "clipped_ratio_fraction": 0.0}
+    first = {**METRICS, "loss": 12.345, "kl_new_old": 0.0, "tokens_per_second": 7.0, "clipped_ratio_fraction": 1.0}
     for max_steps in (9, 300, 5000, 1_000_000):
         lines = [progress(max_steps).line(step, metrics) for step, metrics in ((1, first), (9, METRICS))]
         assert len(lines[0]) == len(lines[1]) <= WIDTH
@@ -53,7 +53,7 @@ def test_lines_align_and_fit():
 
 
 def test_metrics_that_are_missing_are_left_out():
-    assert progress(20).line(3, {"loss": 0.5}) == "step  3/20  loss  0.500  ETA  0:00"
+    assert progress(20).line(3, {"loss": 0.5}) == "step  3/20  loss  5e-01  ETA  0:00"
 
 
 def test_sparkline_averages_and_spans_the_range():

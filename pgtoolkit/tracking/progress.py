@@ -15,12 +15,12 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 # Metric, format of its field. All fields are of fixed width, so that the lines of a run align.
 _FIELDS = {
-    "loss": "loss {:6.3f}",
+    "loss": "loss {:6.0e}",
     "ratio_new_old": "ratio {:6.4f}",
     "kl_new_old": "kl {:5.0e}",
-    "clipped_ratio_fraction": "clipped {:3.0%}",
+    "clipped_ratio_fraction": "clip {:4.0%}",
     "reward": "reward {:4.2f}",
-    "exact_match": "exact {:3.0%}",
+    "exact_match": "exact {:4.0%}",
     "tokens_per_second": "{} tok/s",
 }
 # What goes first where the line is too long.
