@@ -1,0 +1,302 @@
+"""The vocabulary-sized passes, and the loss over them, against float64: every implementation, dtype and odd shape.
+
+Without a GPU the Triton kernels run under Triton's interpreter, one program after the other.
+"""
+
+import math
+
+import pytest
+import torch
+from steps import AGGREGATIONS, EPSILONS, LOSSES, make_case
+
+from pgtoolkit import policy_loss
+from pgtoolkit.errors import DataError
+from pgtoolkit.kernels import torch_impl, triton_impl
+from pgtoolkit.losses import reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+IMPLEMENTATIONS = {"torch": torch_impl, "triton": triton_impl}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# What rounding the gradient to the dtype costs; the arithmetic is float32 throughout.
+GRADIENT_ERROR = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+VECTOR_ERROR = 2e-6
+TEMPERATURE = 0.7
+
+
+def relative_error(found, expected):
+    expected = torch.as_tensor(expected).double().cpu()
+    error = (torch.as_tensor(found).double().cpu() - expected).norm()
+    return float(error / expected.norm().clamp(min=1e-30))
+
+
+def make_rows(rows, columns, dtype, seed=0):
+    """Logits with an untrained row of NaN, a row with tokens of probability 0, and a row whose coefficient is 0."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = (3 * torch.randn(rows, columns, generator=generator)).to(dtype)
+    labels = torch.randint(0, columns, (rows,), generator=generator)
+    coefficients = torch.randn(rows, generator=generator)
+    if rows > 3:
+        labels[1], logits[1] = -1, math.nan
+        labels[2], logits[2, 1 : 1 + columns // 2] = 0, -math.inf
+        coefficients[3] = 0
+    return logits.to(DEVICE), labels.to(DEVICE), coefficients.to(DEVICE)
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("columns", [1, 37, 64, 4095, 4096, 4098])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_triton_passes_match_float64(dtype, columns, with_entropy):
+    logits, labels, coefficients = make_rows(6, columns, dtype)
+    found = triton_impl.forward(logits, labels, TEMPERATURE, with_entropy)
+    expected = torch_impl.forward(logits.double(), labels, TEMPERATURE, with_entropy)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours is theirs is None or relative_error(ours, theirs) < VECTOR_ERROR
+    arguments = labels, coefficients, TEMPERATURE
+    gradient = triton_impl.backward(logits, labels, found[1], *arguments[1:])
+    exact = torch_impl.backward(logits.double(), labels, expected[1], coefficients.double(), TEMPERATURE)
+    assert relative_error(gradient, exact) < GRADIENT_ERROR[dtype]
+    assert (gradient[labels < 0] == 0).all()
+    assert (gradient[coefficients == 0] == 0).all()
+    in_place = triton_impl.backward(logits, labels, found[1], *arguments[1:], out=logits)
+    assert torch.equal(in_place, gradient)
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("columns", [1, 38, 4095, 4096, 4098, 8194])
+@pytest.mark.parametrize(
+    ("dtype", "score_dtype"), [(d, d) for d in DTYPES] + [(torch.float32, torch.bfloat16)], ids=str
+)
+def test_score_overwrites_the_logits(dtype, score_dtype, columns, with_entropy):
+    logits, labels, _ = make_rows(6, columns, dtype)
+    logits, labels = logits[labels >= 0].contiguous(), labels[labels >= 0]
+    exact = torch_impl.forward_score_(logits.double(), labels, TEMPERATURE, with_entropy, torch.float64)
+    found = triton_impl.forward_score_(logits, labels, TEMPERATURE, with_entropy, score_dtype)
+    assert relative_error(found[0], exact[0]) < VECTOR_ERROR
+    if with_entropy:
+        assert relative_error(found[1], exact[1]) < VECTOR_ERROR
+    assert found[2].dtype == score_dtype
+    assert relative_error(found[2], exact[2]) < GRADIENT_ERROR[score_dtype]
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float64, *DTYPES])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_loss_matches_reference(loss, aggregation, dtype, impl):
+    if impl == "triton" and dtype == torch.float64:
+        pytest.skip("the kernels compute in float32")
+    check_loss(make_case(seed=12, temperature=TEMPERATURE), loss, aggregation, dtype, impl)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"lengths": (1, 1)},
+        {"lengths": (1, 1, 1, 2)},
+        {"lengths": (9, 1), "vocabulary": 2},
+        {"lengths": (2, 3, 1), "vocabulary": 4095},
+        {"lengths": (2, 3, 1), "vocabulary": 4096},
+        {"lengths": (2, 3, 1), "vocabulary": 4098},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_odd_shapes_match_reference(loss, shape, impl):
+    check_loss(make_case(seed=3, temperature=TEMPERATURE, **shape), loss, "token_mean", torch.float32, impl)
+
+
+def check_loss(case, loss, aggregation, dtype, impl):
+    """Loss, log-probs, metrics and gradient (of three times the loss) against the loops, on the same rounded logits."""
+    options = {
+        "loss": loss,
+        "aggregation": aggregation,
+        "divisor": 8.0 if aggregation == "constant" else None,
+        "temperature": TEMPERATURE,
+        "metrics": "with_entropy",
+        **EPSILONS[loss],
+    }
+    logits = case.logits.to(dtype)
+    expected = reference.policy_loss(logits, *case.tensors[1:], group_index=case.group_index, **options)
+    precise = dtype if dtype == torch.float64 else torch.float32
+    labels, old, advantages, index = (
+        x.to(DEVICE, precise if x.is_floating_point() else x.dtype) for x in case.tensors[1:]
+    )
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    for overwrite in (False, True):
+        leaf = logits.clone().to(DEVICE).requires_grad_()
+        out = policy_loss(
+            leaf * 1,
+            labels,
+            old,
+            advantages,
+            index,
+            group_index=case.group_index.to(DEVICE),
+            impl=impl,
+            overwrite_logits=overwrite,
+            **options,
+        )
+        (3 * out.loss).backward()
+        size = sum(abs(x) for x in expected.log_probs) / len(expected.log_probs)
+        assert abs(float(out.loss.detach()) - expected.loss) < tolerance * max(1.0, size)
+        assert relative_error(out.log_probs, torch.tensor(expected.log_probs, dtype=torch.float64)) < tolerance
+        assert relative_error(leaf.grad, 3 * expected.gradient) < GRADIENT_ERROR[dtype] * 1.1
+        found = {name: float(value) for name, value in out.metrics.items()}
+        assert found == pytest.approx(expected.metrics, rel=20 * tolerance, abs=20 * tolerance, nan_ok=True)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_extreme_logits(dtype, impl):
+    """Logits of ten thousand: the log-probs of float32 must not be what a sum near 10000 rounds to."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (1e4 * (2 * torch.rand(8, 40, generator=generator) - 1)).to(dtype)
+    logits[0] = 1e4
+    logits[1, :2] = 1e4  # a tie at the top
+    labels = logits.argmax(-1)
+    labels[-1] = 3
+    found = IMPLEMENTATIONS[impl].forward(logits.to(DEVICE), labels.to(DEVICE), 1.0, True)
+    expected = torch_impl.forward(logits.double(), labels, 1.0, True)
+    torch.testing.assert_close(found[0].cpu().double(), expected[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found[2].cpu().double(), expected[2], rtol=1e-5, atol=1e-6)
+    if dtype == torch.float32:
+        score = IMPLEMENTATIONS[impl].forward_score_(logits.clone().to(DEVICE), labels.to(DEVICE), 1.0, True, dtype)[2]
+        exact = torch_impl.forward_score_(logits.double(), labels, 1.0, True, torch.float64)[2]
+        torch.testing.assert_close(score.cpu().double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_vocabulary_shards_merge(impl, with_entropy):
+    implementation = IMPLEMENTATIONS[impl]
+    logits, labels, coefficients = make_rows(7, 61, torch.float32)
+    cuts = [(0, 20), (20, 21), (21, 61)]
+    parts = [
+        implementation.forward_shard(logits[:, low:high], labels, TEMPERATURE, with_entropy, low) for low, high in cuts
+    ]
+    merged = torch_impl.merge_shards(parts, labels, TEMPERATURE)
+    whole = torch_impl.forward(logits.double(), labels, TEMPERATURE, with_entropy)
+    for found, expected in zip(merged, whole, strict=True):
+        assert found is expected is None or relative_error(found, expected) < VECTOR_ERROR
+    gradient = torch.cat(
+        [
+            implementation.backward(logits[:, low:high], labels, merged[1], coefficients, TEMPERATURE, low)
+            for low, high in cuts
+        ],
+        1,
+    )
+    expected = torch_impl.backward(logits.double(), labels, whole[1], coefficients.double(), TEMPERATURE)
+    assert relative_error(gradient, expected) < 1e-5
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_strided_rows(impl):
+    logits, labels, coefficients = make_rows(6, 50, torch.bfloat16)
+    wide = torch.full((6, 130), math.nan, dtype=torch.bfloat16, device=DEVICE)
+    wide[:, 14:64] = logits
+    implementation = IMPLEMENTATIONS[impl]
+    for view in (wide[:, 14:64], logits.T.contiguous().T):
+        for found, expected in zip(
+            implementation.forward(view, labels, 1.0, True),
+            implementation.forward(logits, labels, 1.0, True),
+            strict=True,
+        ):
+            assert relative_error(found, expected) < 1e-6
+    normalizer = implementation.forward(logits, labels, 1.0, False)[1]
+    expected = implementation.backward(logits, labels, normalizer, coefficients, 1.0)
+    view = wide[:, 14:64]
+    assert torch.equal(implementation.backward(view, labels, normalizer, coefficients, 1.0, out=view), expected)
+    assert torch.isnan(wide[:, :14]).all()
+    assert torch.isnan(wide[:, 64:]).all()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_a_label_outside_the_vocabulary_is_an_error(impl, loss):
+    if impl == "torch" and DEVICE == "cuda":
+        pytest.skip("PyTorch's own bounds check ends the process on a GPU")
+    case = make_case(seed=1)
+    tensors = [x.to(DEVICE, torch.float32) if x.is_floating_point() else x.clone().to(DEVICE) for x in case.tensors]
+    tensors[1][9] = 13
+    with pytest.raises(DataError, match="document 2"):
+        policy_loss(tensors[0].requires_grad_(), *tensors[1:], loss=loss, impl=impl)
+
+
+def test_the_logits_can_be_given_up_once():
+    case = make_case(seed=1)
+    for loss in LOSSES:
+        logits = case.logits.float().to(DEVICE).requires_grad_()
+        rest = [x.to(DEVICE) for x in case.tensors[1:]]
+        out = policy_loss(logits * 1, *rest, loss=loss, impl="triton", overwrite_logits=True)
+        out.loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="first backward"):
+            out.loss.backward()
+
+
+def test_gradcheck():
+    case = make_case(seed=5, vocabulary=5, lengths=(3, 2, 2))
+    for loss in LOSSES:
+
+        def value(logits, loss=loss):
+            return policy_loss(logits, *case.tensors[1:], loss=loss, impl="torch", **EPSILONS[loss]).loss
+
+        assert torch.autograd.gradcheck(value, (case.logits.clone().requires_grad_(),), eps=1e-7, atol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "message"), [(torch.float64, "float32"), (torch.int64, "float32")])
+def test_triton_refuses_what_it_cannot_do(dtype, message):
+    with pytest.raises(ValueError, match=message):
+        triton_impl.check_runs_on(torch.zeros(2, 3, dtype=dtype, device=DEVICE))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [32768, 128256, 151936, 151937, 262144, 700002])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_shared_by_programs(dtype, columns):
+    """Vocabularies of real models, whose rows several programs share; the last two take the kernels that need none."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    rows = 600  # more rows than programs run at once
+    logits = (3 * torch.randn(rows, columns, generator=generator, device=DEVICE)).to(dtype)
+    labels = torch.randint(0, columns, (rows,), generator=generator, device=DEVICE)
+    labels[:8] = torch.tensor([0, columns - 1, 4096, 4095, columns // 2, 40960, 32767, 1], device=DEVICE) % columns
+    for with_entropy in (False, True):
+        exact = [
+            torch_impl.forward_score_(z.double(), y, TEMPERATURE, True, torch.float64)
+            for z, y in zip(logits.split(100), labels.split(100), strict=True)
+        ]
+        work = logits.clone()
+        found = triton_impl.forward_score_(work, labels, TEMPERATURE, with_entropy, dtype)
+        again = triton_impl.forward_score_(logits.clone(), labels, TEMPERATURE, with_entropy, dtype)
+        assert relative_error(found[0], torch.cat([x[0] for x in exact])) < VECTOR_ERROR
+        if with_entropy:
+            assert relative_error(found[1], torch.cat([x[1] for x in exact])) < VECTOR_ERROR
+        error = sum((a.double() - b[2]).norm() ** 2 for a, b in zip(found[2].split(100), exact, strict=True)).sqrt()
+        norm = sum(b[2].norm() ** 2 for b in exact).sqrt()
+        assert float(error / norm) < GRADIENT_ERROR[dtype]
+        assert torch.equal(found[2], again[2])
+        assert torch.equal(found[0], again[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("loss", LOSSES)
+def test_more_logits_than_int32_can_count(loss):
+    rows, columns = 16384, 151936
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    logits = torch.randn(rows, columns, generator=generator, device=DEVICE, dtype=torch.bfloat16)
+    labels = torch.randint(0, columns, (rows,), generator=generator, device=DEVICE)
+    labels[::3] = -1
+    index = torch.arange(rows, device=DEVICE) // 512
+    advantages = torch.randn(32, generator=generator, device=DEVICE)[index]
+    tail = slice(rows - 512, rows)
+    old = torch.zeros(rows, device=DEVICE)
+    old[tail] = torch_impl.forward(logits[tail].float(), labels[tail], 1.0, False)[0]
+    old = torch.where(index == 31, old, -12.0)
+    options = {"loss": loss, "aggregation": "constant", "divisor": 1.0, "num_documents": 32, "impl": "triton"}
+    logits.requires_grad_()
+    out = policy_loss(logits, labels, old, advantages, index, **options)
+    out.loss.backward()
+    last = logits.detach()[tail].float().requires_grad_()
+    expected = policy_loss(last, labels[tail], old[tail], advantages[tail], index[tail], **options | {"impl": "torch"})
+    expected.loss.backward()
+    assert relative_error(logits.grad[tail], last.grad) < 1e-2
+    assert relative_error(out.log_probs[tail], expected.log_probs) < 1e-5
