@@ -124,13 +124,15 @@ def _run_hydra(argv: list[str]) -> int:
 
 def _train_one(config) -> None:
     from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
 
     from pgtoolkit.compose import name_of
     from pgtoolkit.training.train import train
 
     own = HydraConfig.get()
     overrides = list(own.overrides.task)
-    config.tracking.run_name = name_of(config.tracking.run_name, overrides)
+    in_sweep = own.mode == RunMode.MULTIRUN
+    config.tracking.run_name = name_of(config.tracking.run_name, overrides, in_sweep)
     train(config, Path(own.runtime.output_dir), resume=False, overrides=overrides)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import math
 import os
@@ -18,10 +19,6 @@ def rollout(c: Any, report: Report) -> None:
     report.positive("rollout.temperature", rollout.temperature, "Logits are divided by it.", 1.0)
     if rollout.max_completion_length is not None:
         report.at_least("rollout.max_completion_length", rollout.max_completion_length, 1, "It counts tokens.", 7)
-    if rollout.save_path is not None and Path(rollout.save_path).suffix not in (".jsonl", ".parquet"):
-        setting, reason = f"rollout.save_path={rollout.save_path}", "The ending chooses the format."
-        needs, use = "a .jsonl or .parquet file", "rollout.save_path=rollouts.parquet"
-        report.refuse(setting, needs, rollout.save_path, reason, use)
     if rollout.name == "policy":
         _policy(c, report)
     else:
@@ -29,12 +26,21 @@ def rollout(c: Any, report: Report) -> None:
         if rollout.group_size is not None:
             report.at_least("rollout.group_size", rollout.group_size, 1, "It counts completions of a prompt.", "null")
         _existing(report, "rollout.path", rollout.path)
+        if rollout.save_path is not None:
+            setting, reason = (
+                f"rollout.save_path={rollout.save_path}",
+                "It would be ignored: they are recorded already.",
+            )
+            report.refuse(setting, "rollout=policy", "rollout=recorded", reason, "rollout.save_path=null")
 
 
 def _policy(c: Any, report: Report) -> None:
     rollout = c.rollout
     report.at_least("rollout.prompts_per_batch", rollout.prompts_per_batch, 1, "A batch needs a prompt.", 32)
     report.at_least("rollout.group_size", rollout.group_size, 1, "A prompt needs completions.", 8)
+    if rollout.save_path is not None and Path(rollout.save_path).expanduser().is_file():
+        setting, reason = f"rollout.save_path={rollout.save_path}", "It becomes a folder with one file per batch."
+        report.refuse(setting, "a new or empty folder", "a file", reason, "rollout.save_path=recorded_rollouts")
     top_p = rollout.top_p
     if top_p is not None and not (is_number(top_p) and 0 < top_p <= 1):
         reason = "It is the probability of the tokens sampled from."
@@ -192,7 +198,7 @@ def trainer(c: Any, report: Report) -> None:
         report.at_least(f"trainer.{key}", getattr(t, key), 1, "It counts from one.", use)
     if t.num_threads is not None:
         report.at_least("trainer.num_threads", t.num_threads, 1, "null leaves the number to torch.", 1)
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(t.device)):
+    if not re.fullmatch("auto|cpu|cuda", str(t.device)):
         reason = "auto takes a GPU if there is one."
         report.refuse(f"trainer.device={t.device}", "auto, cpu or cuda", t.device, reason, "trainer.device=auto")
 
@@ -229,9 +235,12 @@ def _uri(uri: str, report: Report) -> None:
 
 
 def _existing(report: Report, path: str, value: Any) -> None:
-    if value is not None and not Path(value).expanduser().exists():
+    if value is None:
+        return
+    place = Path(value).expanduser()
+    if not place.exists() and not glob.glob(str(place), recursive=True):
         reason = "There is nothing at that path, seen from the current directory."
-        report.refuse(f"{path}={value}", "an existing file or folder", value, reason, f"{path}=PATH")
+        report.refuse(f"{path}={value}", "an existing file, folder or glob", value, reason, f"{path}=PATH")
 
 
 def _installed(report: Report, setting: str, module: str, extra: str) -> None:
