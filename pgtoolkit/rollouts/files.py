@@ -116,12 +116,14 @@ class ParquetFile:
     """Rows of a Parquet file, with page checksums verified; single rows come from a cache of two row groups.
 
     names: all its columns. digest: CRC-32 of the rows, which `RolloutWriter` leaves in its files because page
-    checksums do not cover the footer with the types of the columns. has_checksums: whether the first page has one.
+    checksums do not cover the footer with the types of the columns. has_checksums: whether the first page has one;
+    known once the rows have been read.
     """
 
     def __init__(self, path: Path, label: str, columns: Sequence[str]):
         self.path = path
         self.label = label
+        self.has_checksums = True
         self._cache: OrderedDict[int, pa.Table] = OrderedDict()
         try:
             with self._open() as file:
@@ -139,7 +141,6 @@ class ParquetFile:
                         )
                 digest = (file.schema_arrow.metadata or {}).get(DIGEST_KEY)
                 self.digest = None if digest is None else int(digest)
-                self.has_checksums = file.num_row_groups == 0 or _first_page_has_checksum(path, file.metadata)
         except UNREADABLE as error:
             raise self._damaged(error) from error
 
@@ -153,6 +154,12 @@ class ParquetFile:
                         for i in range(batch.num_rows):
                             yield self._starts[group] + place + 1, (group, place), _fields(batch, i)
                             place += 1
+                # Only now: pyarrow ends the process when asked for a column whose metadata are damaged, where
+                # reading that column raises.
+                if file.num_row_groups and self._columns:
+                    leaves = [file.schema.column(i).path for i in range(file.metadata.num_columns)]
+                    first = next(i for i, leaf in enumerate(leaves) if leaf.split(".")[0] == self._columns[0])
+                    self.has_checksums = _first_page_has_checksum(self.path, file.metadata.row_group(0).column(first))
         except UNREADABLE as error:
             raise self._damaged(error) from error
 
@@ -199,9 +206,7 @@ def _parse_line(line: bytes) -> dict | str:
         if not line.endswith(b"\n"):
             return "the file ends within this row: it was truncated, or is still being written. Remove the row"
         return f"not JSON: {error}"
-    return (
-        row if isinstance(row, dict) else f"not a JSON object but {type(row).__name__}; JSONL has one object per line"
-    )
+    return row if isinstance(row, dict) else f"not a JSON object (got {type(row).__name__}); JSONL has one per line"
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -212,9 +217,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return row
 
 
-def _first_page_has_checksum(path: Path, metadata: pq.FileMetaData) -> bool:
+def _first_page_has_checksum(path: Path, column: pq.ColumnChunkMetaData) -> bool:
     """Whether field 4, `crc`, is in the first page's header: a Thrift compact struct of i32 fields 1, 2, 3, [4], ..."""
-    column = metadata.row_group(0).column(0)
     with open(path, "rb") as file:
         file.seek(column.dictionary_page_offset or column.data_page_offset)
         header = file.read(64)

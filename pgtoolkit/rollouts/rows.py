@@ -147,9 +147,7 @@ def _token_ids(value: Any, rules: Rules) -> np.ndarray:
         raise _Unusable("is empty; a document has at least one token")
     if outside.any():
         place = int(outside.argmax())
-        raise _Unusable(
-            f"is {tokens[place]} at position {place}; the vocabulary has ids 0 to {rules.vocabulary_size - 1}"
-        )
+        raise _Unusable(f"is {tokens[place]} at position {place}; the vocabulary is 0 to {rules.vocabulary_size - 1}")
     if rules.max_tokens is not None and len(tokens) > rules.max_tokens:
         raise _Unusable(
             f"has {len(tokens)} tokens and at most {rules.max_tokens} fit "
@@ -186,7 +184,7 @@ def _old_log_probs(value: Any, tokens: np.ndarray | None, mask: np.ndarray | Non
 
 def _advantages(value: Any, tokens: np.ndarray | None, mask: np.ndarray | None) -> np.ndarray | None:
     if not isinstance(value, (list, np.ndarray)):
-        number = np.float32(_finite(value))
+        number = _floats(np.array(_finite(value)))
         if not np.isfinite(number):
             raise _Unusable(f"is {value}, which is not finite in float32")
         return None if mask is None else np.where(mask, number, np.float32(0))
@@ -227,7 +225,7 @@ def _vector(value: Any, types: set[type], kinds: str, what: str) -> np.ndarray:
             raise _Unusable(f"needs a list of {what} (got a number beyond 64 bits)") from None
     if not isinstance(value, np.ndarray):
         raise _Unusable(f"needs a list of {what} (got {value!r:.40})")
-    if value.dtype.kind not in kinds:
+    if value.size and value.dtype.kind not in kinds:
         raise _Unusable(f"needs a list of {what} (got {value.dtype.name} values or nulls)")
     return value
 

@@ -1,0 +1,53 @@
+"""Recorded rollouts for tests: small rows that are right, and files of them."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pgtoolkit.config import RecordedRolloutConfig
+
+VOCABULARY_SIZE = 100
+
+
+def good_row(number=0, group=0, length=5, **changes):
+    """A row with two prompt tokens; every number in it can be told from those of other rows."""
+    row = {
+        "token_ids": [(7 * number + t) % VOCABULARY_SIZE for t in range(length)],
+        "loss_mask": [t >= 2 for t in range(length)],
+        "old_log_probs": [0.0 if t < 2 else -(number % 50 + t / 8 + 0.125) for t in range(length)],
+        "reward": number / 4,
+        "group_id": group,
+    }
+    return {key: value for key, value in (row | changes).items() if value is not ...}
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def write_parquet(path, rows, checksums=True, **options):
+    columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
+    pq.write_table(pa.table(columns), path, write_page_checksum=checksums, **options)
+    return path
+
+
+def config(path, **changes):
+    values = {"epochs": 1, "shuffle": False, "group_size": None, "max_completion_length": None}
+    return RecordedRolloutConfig(name="recorded", path=str(path), temperature=1.0, save_path=None, **(values | changes))
+
+
+def assert_same(first, second, but=()):
+    """Two documents are equal in every field, bit for bit where something is trained."""
+    for name, value in vars(first).items():
+        other = getattr(second, name)
+        if name in but:
+            continue
+        if hasattr(value, "numpy"):
+            assert value.dtype == other.dtype, name
+            selected = slice(None) if name in ("tokens", "loss_mask") else first.loss_mask
+            np.testing.assert_array_equal(value[selected].numpy(), other[selected].numpy(), err_msg=name)
+        else:
+            assert value == other, name

@@ -1,0 +1,297 @@
+"""Recorded rollouts as a source: order, groups, advantages, resume; and the writer that records them."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rollout_rows import VOCABULARY_SIZE, assert_same, config, good_row, write_jsonl, write_parquet
+
+from pgtoolkit.batch import Document
+from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.rollouts.advantages import group_advantages
+from pgtoolkit.rollouts.recorded import RecordedRollouts
+from pgtoolkit.rollouts.writer import RolloutWriter
+
+SCATTERED = [0, 1, 0, 2, 1, 0, 3, 3, 2, 0, 1]
+
+
+def source(path, estimator="dr_grpo", seed=0, needs_groups=False, **changes):
+    return RecordedRollouts(config(path, **changes), estimator, VOCABULARY_SIZE, seed, needs_groups)
+
+
+def documents(rollouts):
+    return [rollouts.document(position) for position in range(rollouts.num_documents)]
+
+
+def rewards(rollouts):
+    return [document.reward for document in documents(rollouts)]
+
+
+def rows_of(groups, **changes):
+    return [good_row(i, group, length=3 + i % 4, **changes) for i, group in enumerate(groups)]
+
+
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
+def test_groups_stand_together_with_advantages_from_all_their_rewards(tmp_path, write, estimator):
+    rows = rows_of([f"g{group}" for group in SCATTERED])
+    path = write(tmp_path / f"r.{write.__name__.removeprefix('write_')}", rows)
+    read = documents(source(path, estimator))
+    order = [i for group in range(4) for i, other in enumerate(SCATTERED) if other == group]
+    assert len(read) == len(order)
+    for document, index in zip(read, order, strict=True):
+        members = [i for i, other in enumerate(SCATTERED) if other == SCATTERED[index]]
+        advantages = group_advantages(estimator, [rows[i]["reward"] for i in members])
+        expected = Document(
+            tokens=torch.tensor(rows[index]["token_ids"]),
+            loss_mask=torch.tensor(rows[index]["loss_mask"]),
+            old_log_probs=torch.tensor(rows[index]["old_log_probs"]),
+            advantages=torch.full((len(rows[index]["token_ids"]),), advantages[members.index(index)]),
+            group=SCATTERED[index],
+            name=f"{path.name}:{index + 1}",
+            reward=rows[index]["reward"],
+        )
+        assert_same(expected, document)
+
+
+def test_row_groups_and_columns_of_other_writers(tmp_path):
+    rows = rows_of(SCATTERED, text="x" * 100)
+    expected = documents(source(write_jsonl(tmp_path / "r.jsonl", rows)))
+    table = pa.Table.from_pylist(rows)
+    for number, (name, kind) in enumerate(
+        [
+            ("token_ids", pa.large_list(pa.uint16())),
+            ("old_log_probs", pa.list_(pa.float64())),
+            ("loss_mask", pa.list_(pa.int8())),
+            ("group_id", pa.string()),
+            ("reward", pa.float32()),
+        ]
+    ):
+        column = table.column(name).cast(kind)
+        changed = table.set_column(table.schema.get_field_index(name), name, column)
+        pq.write_table(changed, tmp_path / f"{number}.parquet", row_group_size=3, write_page_checksum=True)
+        for first, second in zip(expected, documents(source(tmp_path / f"{number}.parquet")), strict=True):
+            assert_same(first, second, but=["name"])
+
+
+def test_every_epoch_is_the_data_once_and_shuffled_by_groups(tmp_path):
+    path = write_jsonl(tmp_path / "r.jsonl", rows_of(SCATTERED * 3))
+    plain = source(path, epochs=2)
+    assert rewards(plain)[:33] == rewards(plain)[33:]
+    rollouts = source(path, epochs=3, shuffle=True, seed=1)
+    epochs = [documents(rollouts)[33 * e : 33 * (e + 1)] for e in range(3)]
+    orders = [[document.reward for document in epoch] for epoch in epochs]
+    assert sorted(orders[0]) == sorted(orders[1]) == sorted(orders[2]) == sorted(rewards(source(path)))
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+    assert rewards(source(path, epochs=3, shuffle=True, seed=1)) == [*orders[0], *orders[1], *orders[2]]
+    assert rewards(source(path, epochs=3, shuffle=True, seed=2)) != [*orders[0], *orders[1], *orders[2]]
+    for epoch in epochs:  # each group once, in one piece, its documents in the order of the file
+        groups = [document.group for document in epoch]
+        runs = [group for i, group in enumerate(groups) if i == 0 or groups[i - 1] != group]
+        assert len(runs) == len(set(runs)) == 4
+        assert all(epoch[i].reward < epoch[i + 1].reward for i in range(32) if groups[i] == groups[i + 1])
+    assert len({document.group for epoch in epochs for document in epoch}) == 12
+    assert len({document.name for epoch in epochs for document in epoch}) == 99
+    assert [rollouts.batch_end(position) for position in (0, 32, 33, 98)] == [33, 33, 66, 99]
+    with pytest.raises(IndexError):
+        rollouts.document(99)
+
+
+def test_files_come_in_the_order_of_their_numbers(tmp_path):
+    for number in (10, 2, 1):
+        write_jsonl(tmp_path / f"batch-{number}.jsonl", [good_row(number, number), good_row(number, number)])
+    (tmp_path / ".batch-3.jsonl.tmp").write_text("{")
+    expected = [0.25, 0.25, 0.5, 0.5, 2.5, 2.5]
+    assert rewards(source(tmp_path)) == rewards(source(tmp_path / "batch-*.jsonl")) == expected
+    assert source(tmp_path).document(5).name == "batch-10.jsonl:2"
+
+
+def test_group_ids_and_group_size(tmp_path, caplog):
+    path = tmp_path / "r.jsonl"
+    write_jsonl(path, [good_row(i, group_id=...) for i in range(6)])
+    with pytest.raises(DataError, match=r"r\.jsonl:1:group_id: is missing.*rollout\.group_size"):
+        source(path)
+    assert [document.group for document in documents(source(path, group_size=3))] == [0, 0, 0, 1, 1, 1]
+    with pytest.raises(DataError, match=r"6 rows, which is no multiple of rollout\.group_size=4"):
+        source(path, group_size=4)
+    write_jsonl(path, [good_row(i, group_id=..., advantage=1.0) for i in range(6)])
+    with pytest.raises(DataError, match="group_id: is missing"):
+        source(path, "given", needs_groups=True)
+    alone = source(path, "given")
+    assert not alone.has_groups
+    assert [document.group for document in documents(alone)] == list(range(6))
+    write_jsonl(path, rows_of([5, 5, 6, 5, 6]))
+    with pytest.raises(DataError, match=r"r\.jsonl:1:group_id: is 5, a group of 3 documents; rollout\.group_size=2"):
+        source(path, group_size=2)
+    with pytest.raises(DataError, match=r"r\.jsonl:2:group_id: rloo compares"):
+        source(write_jsonl(path, rows_of([0, 1, 0])), "rloo")
+    source(write_jsonl(path, rows_of([0, 1, 2])), "grpo")
+    assert "every group has one document" in caplog.text
+    write_jsonl(tmp_path / "s.jsonl", rows_of([0, 0]))
+    assert source(tmp_path).has_groups
+    assert "1 groups have documents in several files" in caplog.text
+
+
+def test_resume_needs_the_same_data_in_the_same_order(tmp_path):
+    path = write_jsonl(tmp_path / "r.jsonl", rows_of(SCATTERED))
+    state = source(path, shuffle=True, seed=3).state_dict()
+    torch.save(state, tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    again = source(path, shuffle=True, seed=3)
+    again.load_state_dict(state)
+    with pytest.raises(ConfigError, match=r"seed=4 needs the value of the checkpoint \(got 3 there\)"):
+        source(path, shuffle=True, seed=4).load_state_dict(state)
+    with pytest.raises(ConfigError, match=r"Use rollout\.shuffle=True"):
+        source(path, shuffle=False, seed=3).load_state_dict(state)
+    text = path.read_text()
+    for changed in (text.replace("-2.375", "-2.625"), text + text.splitlines()[0] + "\n"):
+        path.write_text(changed)
+        with pytest.raises(DataError, match=r"rollout\.path=.*1 files with 11 documents.*Restore the files"):
+            source(path, shuffle=True, seed=3).load_state_dict(state)
+
+
+def test_a_file_that_changes_while_it_is_read(tmp_path):
+    path = write_jsonl(tmp_path / "r.jsonl", rows_of([0, 0]))
+    rollouts = source(path)
+    path.write_text("")
+    with pytest.raises(DataError, match=r"r\.jsonl:2 was readable at the start"):
+        rollouts.document(1)
+
+
+def some_documents(seed=0, count=12):
+    generator = torch.Generator().manual_seed(seed)
+    result = []
+    for i in range(count):
+        length = int(torch.randint(2, 9, (1,), generator=generator))
+        mask = torch.rand(length, generator=generator) < 0.6
+        mask[0] = False
+        result.append(
+            Document(
+                tokens=torch.randint(0, VOCABULARY_SIZE, (length,), generator=generator),
+                loss_mask=mask if i else torch.zeros(length, dtype=torch.bool),
+                old_log_probs=-torch.rand(length, generator=generator),
+                advantages=torch.randn(length, generator=generator),
+                group=i // 4,
+                name=f"prompt {i // 4}, completion {i % 4}",
+                reward=[None, 0.1, 1 / 3][i % 3],
+                exact_match=[None, True, False][i % 3],
+                truncated=[False, None, True][i % 3],
+                model_version=[None, 0, 2**40][i % 3],
+            )
+        )
+    return result
+
+
+@pytest.mark.parametrize("suffix", ["", ".jsonl"])
+def test_what_is_written_reads_back_equal(tmp_path, suffix):
+    folder = tmp_path / f"saved{suffix}"
+    written = some_documents()
+    writer = RolloutWriter(folder)
+    paths = [writer.write(0, written[:8]), writer.write(1, written[8:])]
+    assert [path.name for path in paths] == [f"batch-{n:06d}{suffix or '.parquet'}" for n in (0, 1)]
+    for first, second in zip(written, documents(source(folder, "given", needs_groups=True)), strict=True):
+        assert_same(first, second)
+
+
+def test_a_resumed_writer_neither_loses_nor_doubles(tmp_path):
+    writer = RolloutWriter(tmp_path / "saved")
+    for number in range(3):
+        writer.write(number, some_documents(number, 4))
+    with pytest.raises(ConfigError, match=r"needs a new or empty folder \(got one with 3 batches"):
+        RolloutWriter(tmp_path / "saved")
+    for number in (1, 2, 3):  # from the checkpoint after batch 0 on
+        RolloutWriter(tmp_path / "saved", resume=True).write(number, some_documents(number, 4))
+    assert sorted(os.listdir(tmp_path / "saved")) == [f"batch-{n:06d}.parquet" for n in range(4)]
+    for number in range(4):
+        read = documents(source(tmp_path / "saved" / f"batch-{number:06d}.parquet", "given"))
+        for first, second in zip(some_documents(number, 4), read, strict=True):
+            assert_same(first, second)
+
+
+@pytest.mark.parametrize("suffix", ["", ".jsonl"])
+def test_a_killed_writer_leaves_whole_files_only(tmp_path, suffix):
+    program = f"""
+        import sys
+        sys.path.insert(0, {os.path.dirname(__file__)!r})
+        from test_recorded import some_documents
+        from pgtoolkit.rollouts.writer import RolloutWriter
+        writer = RolloutWriter({str(tmp_path / ("saved" + suffix))!r}, resume=True)
+        batch = some_documents(count=200)
+        writer.write(0, batch)
+        print("ready", flush=True)
+        for number in range(100_000):
+            writer.write(number % 5, batch)
+    """
+    folder = tmp_path / ("saved" + suffix)
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.1 + random.random() / 10)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    process.stdout.close()
+    files = list(folder.glob("batch-*"))
+    assert files
+    for file in files:
+        assert source(file, "given").num_documents == 200
+
+
+FLIPPED = some_documents(7, 6)
+
+
+@given(st.data())
+def test_one_flipped_byte_is_refused_or_harmless(tmp_path_factory, data):
+    """The pages have checksums; the digest in the footer covers the rest. What no value depends on may change."""
+    folder = tmp_path_factory.getbasetemp() / "flipped"
+    path = folder / "batch-000000.parquet"
+    whole = RolloutWriter(folder, resume=True).write(0, FLIPPED).read_bytes()
+    place = data.draw(st.integers(0, len(whole) - 1) | st.integers(len(whole) // 2, len(whole) - 1))
+    flipped = bytearray(whole)
+    flipped[place] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(flipped)
+    try:
+        read = documents(source(path, "given"))
+    except DataError:
+        return
+    for first, second in zip(FLIPPED, read, strict=True):
+        assert_same(first, second)
+
+
+def test_every_flipped_byte_of_the_pages_is_noticed(tmp_path):
+    path = RolloutWriter(tmp_path / "saved").write(0, FLIPPED)
+    whole = path.read_bytes()
+    metadata = pq.ParquetFile(path).metadata.row_group(0)
+    column = metadata.column(metadata.num_columns - 8)
+    assert column.path_in_schema.startswith("old_log_probs")
+    end = (
+        column.data_page_offset
+        + column.total_compressed_size
+        - (column.data_page_offset - column.dictionary_page_offset)
+    )
+    for place in range(end - 40, end):  # the last bytes of the column chunk are the data of its last page
+        flipped = bytearray(whole)
+        flipped[place] ^= 0x10
+        path.write_bytes(flipped)
+        with pytest.raises(DataError, match="truncated or damaged"):
+            source(path, "given")
+
+
+def test_rows_other_than_those_written_are_refused(tmp_path):
+    path = RolloutWriter(tmp_path / "saved").write(0, FLIPPED)
+    table = pq.read_table(path)
+    reward = pa.array([0.25, *table["reward"].to_pylist()[1:]], pa.float64())
+    for changed in (table.set_column(table.schema.get_field_index("reward"), "reward", reward), table.slice(1)):
+        pq.write_table(changed, path, write_page_checksum=True)
+        with pytest.raises(DataError, match="its rows are not those that were written"):
+            source(path, "given")
+    pq.write_table(table, path, write_page_checksum=True)
+    assert source(path, "given").num_documents == 6
