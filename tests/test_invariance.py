@@ -4,10 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from steps import AGGREGATIONS, EPSILONS, LEVELS, LOSSES, Case, make_case
 
 from pgtoolkit import policy_loss
 from pgtoolkit.batch import StepTotals
-from steps import AGGREGATIONS, EPSILONS, LEVELS, LOSSES, Case, make_case
 
 
 def totals_of(case: Case) -> StepTotals:

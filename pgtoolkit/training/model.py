@@ -10,10 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from pgtoolkit.batch import MicroBatch
 from pgtoolkit.config import HuggingFaceModelConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError
 
 END, PADDING = "<end>", "<padding>"
+_PADDING_LIMIT = 1.5
 PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
 
 
@@ -38,13 +40,26 @@ class Policy:
     def vocabulary_size(self) -> int:
         return self.head.weight.shape[0]
 
-    def hidden_states(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
-        """(T,) packed tokens -> (T, H) in compute_dtype. Attention is causal and confined to each document:
-        transformers takes a position id that does not continue the one before as the start of another document."""
-        body = self.model.base_model
+    def hidden_states(self, micro_batch: MicroBatch, longest: int) -> Tensor:
+        """(T, H) hidden states of the packed tokens, in compute_dtype; longest: tokens of the longest document.
+
+        Attention is causal and confined to each document, in the cheaper of two ways. One row per document, padded
+        on the right, where causality alone keeps the padding out of sight; or, where padding would cost more than
+        attention over the whole axis, one packed row: transformers takes a position id that does not continue the
+        one before as the start of another document.
+        """
+        tokens, positions, documents = micro_batch.tokens, micro_batch.position_ids, micro_batch.document_index
+        if micro_batch.num_documents * longest > _PADDING_LIMIT * len(tokens):
+            return self._body(tokens[None], positions[None])[0]
+        rows = tokens.new_zeros(micro_batch.num_documents, longest)
+        rows[documents, positions] = tokens
+        row_positions = torch.arange(longest, device=tokens.device).expand_as(rows)
+        return self._body(rows, row_positions)[documents, positions]
+
+    def _body(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
         with self.autocast(tokens.device):
-            out = body(input_ids=tokens[None], position_ids=position_ids[None], use_cache=False)
-        hidden = out.last_hidden_state[0]
+            out = self.model.base_model(input_ids=tokens, position_ids=position_ids, use_cache=False)
+        hidden = out.last_hidden_state
         return hidden if self.compute_dtype == torch.float32 else hidden.to(self.compute_dtype)
 
     def autocast(self, device: torch.device):
@@ -77,6 +92,7 @@ def _tiny(config: TinyModelConfig, alphabet: str) -> Policy:
             resid_pdrop=0.0,
             embd_pdrop=0.0,
             attn_pdrop=0.0,
+            activation_function="gelu_pytorch_tanh",  # GPT-2's function as one operation
             tie_word_embeddings=False,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,
@@ -141,7 +157,7 @@ def _check_head(policy: Policy, path: str) -> None:
     positions = torch.arange(4)
     if isinstance(head, nn.Linear):
         expected = policy.model(input_ids=tokens[None], position_ids=positions[None], use_cache=False).logits[0]
-        found = head(policy.hidden_states(tokens, positions))
+        found = head(policy.model.base_model(input_ids=tokens[None], position_ids=positions[None]).last_hidden_state[0])
         if torch.allclose(expected, found, rtol=1e-3, atol=1e-4):
             return
     raise ConfigError(

@@ -51,7 +51,7 @@ class PolicyGradientModule(lightning.LightningModule):
         return batch  # the micro-batches are moved one at a time
 
     def training_step(self, step: Step, batch_index: int) -> dict[str, dict[str, float]]:
-        """One optimizer update, or none where nothing is trained or a number is not finite. Returns {"metrics": ...}."""
+        """One optimizer update, or none where nothing is trained or a number is not finite."""
         started = time.perf_counter()
         self.documents_seen += step.totals.num_documents
         metrics = data_metrics(step.documents, self.num_updates)
@@ -138,9 +138,10 @@ class PolicyGradientModule(lightning.LightningModule):
 
     def _forward(self, micro_batch: MicroBatch, **objective) -> PolicyLoss:
         config, head = self.config, self.policy.head
+        longest = int(micro_batch.position_ids.max()) + 1  # read before the move: no synchronisation on a GPU
         micro_batch = micro_batch.to(self.device)
         return linear_policy_loss(
-            self.policy.hidden_states(micro_batch.tokens, micro_batch.position_ids),
+            self.policy.hidden_states(micro_batch, longest),
             head.weight,
             micro_batch.labels,
             micro_batch.old_log_probs,

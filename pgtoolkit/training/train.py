@@ -14,14 +14,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from pgtoolkit.config import AggregationMode, Config, PolicyRolloutConfig
 from pgtoolkit.errors import Interrupted
-from pgtoolkit.rollouts.files import RolloutWriter
 from pgtoolkit.rollouts.policy import PolicyRollouts
 from pgtoolkit.rollouts.recorded import RecordedRollouts
-from pgtoolkit.rollouts.steps import StepLoader
+from pgtoolkit.rollouts.steps import Source, StepLoader
 from pgtoolkit.rollouts.tasks import make_task
+from pgtoolkit.rollouts.writer import RolloutWriter
+from pgtoolkit.tracking.commands import resume_command
 from pgtoolkit.tracking.mlflow_store import MlflowTracker, flatten
 from pgtoolkit.tracking.plots import plot_curves
-from pgtoolkit.tracking.progress import resume_command, summary
+from pgtoolkit.tracking.progress import summary
 from pgtoolkit.tracking.provenance import collect
 from pgtoolkit.tracking.run_directory import RunDirectory, read_status
 from pgtoolkit.training.checkpoint import load_newest
@@ -49,7 +50,7 @@ def train(composed: DictConfig, run_dir: Path, resume: bool = False, overrides: 
         run.set_status("running", recorder.step)
         outcome, reason, tracker = "failed", None, None
         try:
-            module, loader = build(config)
+            module, loader = build(config, resume)
             if checkpoint is not None:
                 loader.load_state_dict(checkpoint["data"])
             tracker = _start_tracker(config, resolved, run, drift)
@@ -68,8 +69,8 @@ def train(composed: DictConfig, run_dir: Path, resume: bool = False, overrides: 
         )
 
 
-def build(config: Config) -> tuple[PolicyGradientModule, StepLoader]:
-    """The module, and the steps it trains on from the start of the data."""
+def build(config: Config, resume: bool = False) -> tuple[PolicyGradientModule, StepLoader]:
+    """The module, and the steps it trains on from the start of the data; nothing is trained yet."""
     lightning.seed_everything(config.seed, verbose=False)
     if config.trainer.num_threads is not None:
         torch.set_num_threads(config.trainer.num_threads)
@@ -78,17 +79,18 @@ def build(config: Config) -> tuple[PolicyGradientModule, StepLoader]:
     module = PolicyGradientModule(config, policy)
     room = min(policy.max_positions, config.accumulation.max_tokens)
     close_on_groups = config.aggregation.mode == AggregationMode.prompt_mean
-    source = _source(config, task, module, room)
+    source = _source(config, task, module, room, resume)
     return module, StepLoader(source, config.accumulation, close_on_groups, config.trainer.max_steps, room)
 
 
-def _source(config: Config, task, module: PolicyGradientModule, room: int):
-    estimator = config.advantage.estimator.value
-    writer = RolloutWriter(config.rollout.save_path) if config.rollout.save_path else None
-    if isinstance(config.rollout, PolicyRolloutConfig):
+def _source(config: Config, task, module: PolicyGradientModule, room: int, resume: bool) -> Source:
+    estimator, rollout = config.advantage.estimator.value, config.rollout
+    if isinstance(rollout, PolicyRolloutConfig):
+        writer = RolloutWriter(rollout.save_path, resume) if rollout.save_path else None
         tokenizer, max_tokens = module.policy.tokenizer, config.accumulation.max_tokens
-        return PolicyRollouts(config.rollout, estimator, task, tokenizer, module, max_tokens, room, writer)
-    return RecordedRollouts(config.rollout, estimator, module.policy.vocabulary_size, config.seed)
+        return PolicyRollouts(rollout, estimator, task, tokenizer, module, max_tokens, room, writer)
+    needs_groups = config.aggregation.mode == AggregationMode.prompt_mean
+    return RecordedRollouts(rollout, estimator, module.policy.vocabulary_size, config.seed, needs_groups, room)
 
 
 def _fit(module: PolicyGradientModule, loader: StepLoader, config: Config, recorder: Recorder) -> None:
