@@ -73,6 +73,11 @@ def _line(axes, x, y, color, label):
     if len(y) < _SMOOTH_FROM:
         return axes.plot(x, y, color=color, label=label, linewidth=1.4, marker=".", markersize=3)[0]
     axes.plot(x, y, color=color, alpha=0.2, linewidth=0.7)
-    half = len(y) // 40
-    windows = [y[max(0, i - half) : i + half + 1] for i in range(len(y))]
-    return axes.plot(x, [sum(part) / len(part) for part in windows], color=color, label=label, linewidth=1.6)[0]
+    # Twice, because one pass leaves teeth where the metric has a period, such as the steps of one batch of rollouts.
+    smooth = _moving_mean(_moving_mean(y, len(y) // 50), len(y) // 50)
+    return axes.plot(x, smooth, color=color, label=label, linewidth=1.6)[0]
+
+
+def _moving_mean(values, half):
+    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
