@@ -19,6 +19,7 @@ FIXED = {
     "model": "the checkpoint holds the weights of this model",
     "model.num_layers": "the checkpoint holds the weights of this model",
     "model.hidden_size": "the checkpoint holds the weights of this model",
+    "model.max_positions": "the checkpoint holds the weights of this model",
     "model.num_heads": "the checkpoint holds the weights of this model",
     "task": "the position in the data belongs to this task",
     "rollout": "the position in the data belongs to this source",

@@ -61,6 +61,7 @@ RULES = [
     ),
     ("task=prompts task.path=FILE task.pattern='(.*)'", "would be ignored", "task=prompts task.path=FILE"),
     ("model.hidden_size=130", "model.hidden_size=132", "model.hidden_size=132"),
+    ("model.max_positions=13", "model.max_positions=14", "model.max_positions=14"),
     ("model.num_layers=0", "model.num_layers=0", "model.num_layers=1"),
     ("model=huggingface", "model.path needs a value", "model=huggingface model.path=hub/name"),
     ("model=huggingface model.path=./nowhere", "existing", "model=huggingface model.path=FILE"),

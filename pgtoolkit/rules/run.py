@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pgtoolkit.rules.report import Report, is_number, is_whole, text
+from pgtoolkit.rules.step import longest_document
 
 
 def rollout(c: Any, report: Report) -> None:
@@ -69,12 +70,17 @@ def _policy(c: Any, report: Report) -> None:
 def model(c: Any, report: Report) -> None:
     model = c.model
     if model.name == "tiny":
-        for key, use in (("num_layers", 2), ("hidden_size", 128), ("num_heads", 4)):
+        for key, use in (("num_layers", 2), ("hidden_size", 128), ("num_heads", 4), ("max_positions", 64)):
             report.at_least(f"model.{key}", getattr(model, key), 1, "It is a size of the model.", use)
         width, heads = model.hidden_size, model.num_heads
         if is_whole(width) and is_whole(heads) and heads >= 1 and width >= 1 and width % heads:
             reason, use = "Every head takes an equal share of the width.", f"model.hidden_size={width + -width % heads}"
             report.refuse(f"model.hidden_size={width}", f"a multiple of model.num_heads={heads}", width, reason, use)
+        prompt, completion = longest_document(c)
+        if is_whole(model.max_positions) and (longest := (prompt or 1) + (completion or 1)) > model.max_positions >= 1:
+            setting, needs = f"model.max_positions={model.max_positions}", f"the longest document, {longest} tokens"
+            reason = "The model has a position for every token of a document."
+            report.refuse(setting, needs, model.max_positions, reason, f"model.max_positions={longest}")
     elif model.path is not None and model.path.startswith((".", "/", "~")):
         _existing(report, "model.path", model.path)
     coarse = model.name == "huggingface" and model.dtype != "float32" and not model.fp32_lm_head
