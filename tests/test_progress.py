@@ -61,6 +61,7 @@ def test_sparkline_averages_and_spans_the_range():
     assert sparkline([0.0, 2.0, 7.0, 9.0], width=2) == "▁█"
     assert sparkline([3.0, 3.0]) == "▁▁"
     assert sparkline([]) == ""
+    assert sparkline([0.0, 0.01], span=(0, 1)) == "▁▁"
     assert len(sparkline(list(range(1000)))) == 40
 
 

@@ -86,15 +86,13 @@ def summary(
     return "\n".join([*filter(None, lines), *(f"{label:<12} {text}" for label, text in entries)])
 
 
-def sparkline(values: list[float], width: int = 40) -> str:
-    """The values as bars, averaged into at most `width` of them; the lowest and highest bar are their extrema."""
+def sparkline(values: list[float], width: int = 40, span: tuple[float, float] | None = None) -> str:
+    """The values as bars, averaged into at most `width` of them; span: the lowest and highest bar, else their range."""
     width = min(width, len(values))
     cuts = [round(i * len(values) / width) for i in range(width + 1)] if width else []
     means = [_mean(values[first:last]) for first, last in itertools.pairwise(cuts)]
-    low, high = min(means, default=0), max(means, default=0)
-    return "".join(
-        _BARS[round((len(_BARS) - 1) * (mean - low) / (high - low))] if high > low else "▁" for mean in means
-    )
+    low, high = span or (min(means, default=0), max(means, default=0))
+    return "".join(_BARS[round((len(_BARS) - 1) * (mean - low) / ((high - low) or 1))] for mean in means)
 
 
 def _rise(label, name, rows):
@@ -103,7 +101,9 @@ def _rise(label, name, rows):
         return ""
     tenth = max(1, len(values) // 10)
     first, last = _mean(values[:tenth]), _mean(values[-tenth:])
-    return f"{label:<12} {first:.3f} -> {last:.3f}  {sparkline(values)}  (first and last tenth of {len(values)} steps)"
+    # A fraction is drawn against 0 and 1: one success in a thousand is not a peak.
+    bars = sparkline(values, span=(0, 1) if name == "exact_match" else None)
+    return f"{label:<12} {first:.3f} -> {last:.3f}  {bars}  (first and last tenth of {len(values)} steps)"
 
 
 def _mean(values):
