@@ -318,7 +318,7 @@ def test_addresses_and_commands(tmp_path, monkeypatch):
     assert absolute_uri("sqlite:///x.db") == f"sqlite:///{tmp_path}/x.db"
     assert absolute_uri("http://h:1") == "http://h:1"
     assert ui_command("http://h:1") is None
-    assert ui_command("sqlite:///my runs/x.db").endswith(f"--backend-store-uri 'sqlite:///{tmp_path}/my runs/x.db'")
+    assert ui_command("sqlite:///my runs/x.db").endswith("--backend-store-uri 'sqlite:///my runs/x.db'")
     assert ui_url("http://h:1/", "3", "abc") == "http://h:1/#/experiments/3/runs/abc"
     assert ui_url(None, "3") == "http://127.0.0.1:5000/#/experiments/3/runs?compareRunsMode=CHART"
     assert not [thread for thread in threading.enumerate() if thread.name == "mlflow"]
