@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf, open_dict
@@ -12,7 +13,7 @@ from omegaconf import OmegaConf, open_dict
 from pgtoolkit.cli import help_page, main
 from pgtoolkit.compose import compose, hydra_form, name_of
 from pgtoolkit.conf_files import options
-from pgtoolkit.plan import run_name
+from pgtoolkit.plan import run_name, vocabulary_size
 from pgtoolkit.resume import compose_resumed
 
 
@@ -269,3 +270,13 @@ def test_resume_needs_a_run_directory(tmp_path, capsys):
     assert "cannot be read" in refused(capsys, "resume", str(tmp_path))
     (tmp_path / "config.yaml").write_text("seed: 1")
     assert "does not fit this version" in refused(capsys, "resume", str(tmp_path))
+
+
+@pytest.mark.parametrize("task", ["reverse", "reasoning_gym"])
+def test_the_predicted_vocabulary_is_the_tokenizers(task):
+    from pgtoolkit.rollouts.tasks import ReverseTask
+    from pgtoolkit.training.model import PRINTABLE, character_tokenizer
+
+    alphabet = {"reverse": ReverseTask.alphabet, "reasoning_gym": PRINTABLE}[task]
+    predicted = vocabulary_size(SimpleNamespace(name="tiny"), SimpleNamespace(name=task))
+    assert predicted == len(character_tokenizer(alphabet))
