@@ -17,9 +17,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pgtoolkit.kernels.plan import make_plan
+from pgtoolkit.kernels.plan import Chunk, make_plan
 from pgtoolkit.kernels.products import accumulate_matmul, matmul
-from pgtoolkit.losses.objective import Objective
+from pgtoolkit.losses.objective import NEEDS_WHOLE_DOCUMENTS, Objective
+
+_WORTH_COMPACTING = 0.95
+"""Share of a chunk's rows that still have a gradient, above which moving them together costs more than it saves."""
+_ROWS_PER_MOVE = 128
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class Head:
     """How the head is computed.
 
     implementation: the module with the vocabulary-sized passes. max_rows: rows of logits that may exist at once.
-    fp32_logits: logits in float32 from half-precision operands. with_gradient: False computes log-probs only.
+    fp32_logits: logits in float32 from half-precision operands. check_finite: refuse data that is not.
     weight_gradient: (V, H) float32 to which the weight's gradient is added at once, or None to return it to autograd.
     """
 
@@ -36,39 +40,64 @@ class Head:
     temperature: float
     with_entropy: bool
     fp32_logits: bool
-    with_gradient: bool
+    check_finite: bool
     weight_gradient: Tensor | None
 
 
 def linear_loss(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, objective: Objective, head: Head
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(loss, log_probs, entropy) of hidden (T, H) @ weight (V, H).T; log_probs and entropy are (T,), detached."""
+) -> tuple[Tensor, Tensor, Tensor | None, Verdict]:
+    """(loss, log_probs, entropy, verdict) of hidden (T, H) @ weight (V, H).T; log_probs and entropy (T,), detached.
+
+    The verdict says whether all log-probs are finite.
+    """
     if head.weight_gradient is not None:
         weight = weight.detach()
-    return _LinearLoss.apply(hidden, weight, bias, labels, objective, head)
+    inputs = (hidden, weight, bias)
+    wanted = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        run = _Run(*(None if x is None else x.detach() for x in inputs), labels, head, wanted)
+        run.all_chunks(objective)
+        loss = objective.value(run.log_probs)
+    if any(wanted):
+        loss = _GradientsAtHand.apply(*inputs, loss, run, head.weight_gradient is not None)
+    return loss, run.log_probs, run.entropy, run.verdict
 
 
-class _LinearLoss(torch.autograd.Function):
+class Verdict:
+    """Whether any of (T,) bool is True, on its way to the host while the GPU goes on."""
+
+    def __init__(self, bad: Tensor):
+        self._answer, self._arrived = bad.any(), None
+        if bad.is_cuda:
+            on_device, self._answer = self._answer, torch.empty((), dtype=torch.bool, pin_memory=True)
+            self._answer.copy_(on_device, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def __bool__(self) -> bool:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return bool(self._answer)
+
+
+class _GradientsAtHand(torch.autograd.Function):
+    """The loss, with the gradients by hidden, weight and bias that the run has computed already."""
+
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, objective, head):
-        with torch.autocast(hidden.device.type, enabled=False):
-            run = _Run(hidden, weight, bias, labels, head, ctx.needs_input_grad[:3])
-            run.all_chunks(objective)
-            loss = objective.value(run.log_probs)
-        ctx.gradients = (run.hidden_gradient, run.weight_gradient, run.bias_gradient)
+    def forward(ctx, hidden, weight, bias, loss, run, weight_is_done):
+        ctx.gradients = run.hidden_gradient, run.weight_gradient, run.bias_gradient
         ctx.dtypes = tuple(None if x is None else x.dtype for x in (hidden, weight, bias))
-        ctx.weight_is_done = head.weight_gradient is not None
-        ctx.mark_non_differentiable(run.log_probs, *([] if run.entropy is None else [run.entropy]))
-        return loss, run.log_probs, run.entropy
+        ctx.weight_is_done = weight_is_done
+        return loss.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, upstream, _log_probs, _entropy):
+    def backward(ctx, upstream):
         if ctx.gradients is None:
             raise RuntimeError("the fused head's gradients are freed by the first backward; call the loss again")
         if ctx.weight_is_done:
-            torch._assert_async(upstream == 1, "weight_gradient holds the gradient of the unscaled loss")
+            torch._assert_async(upstream == 1, "weight_gradient holds the gradient of the loss as it was returned")
         gradients = [
             # In place: nothing else holds them, and the weight's is the largest tensor there is.
             None if gradient is None else gradient.mul_(upstream).to(dtype)
@@ -81,7 +110,7 @@ class _LinearLoss(torch.autograd.Function):
 class _Run:
     """One evaluation of the head: buffers, results, and the steps that fill them."""
 
-    def __init__(self, hidden, weight, bias, labels, head, needs_gradient):
+    def __init__(self, hidden, weight, bias, labels, head, wanted):
         self.hidden, self.labels, self.head = hidden, labels, head
         # A float32 parameter under a half-precision model computes in the model's precision.
         self.weight = weight.to(hidden.dtype)
@@ -91,73 +120,81 @@ class _Run:
         self.log_probs = hidden.new_zeros(len(hidden), dtype=wide)
         self.entropy = torch.zeros_like(self.log_probs) if head.with_entropy else None
 
-        self.hidden_gradient = self.weight_gradient = self.bias_gradient = self.weight_total = None
-        if head.with_gradient:
-            # float16 cannot hold gradients of a loss that is a mean over a step; keep them wide until they are scaled.
-            kept = wide if hidden.dtype == torch.float16 else hidden.dtype
-            if needs_gradient[0]:
-                self.hidden_gradient = torch.zeros_like(hidden, dtype=kept)
-            if head.weight_gradient is not None:
-                self.weight_total = head.weight_gradient
-            elif needs_gradient[1]:
-                self.weight_total = self.weight_gradient = torch.zeros_like(weight, dtype=wide)
-            if needs_gradient[2]:
-                self.bias_gradient = torch.zeros_like(bias, dtype=wide)
+        self.with_gradient = any(wanted)
+        # float16 cannot hold gradients of a loss that is a mean over a step; keep them wide until they are scaled.
+        kept = wide if hidden.dtype == torch.float16 else hidden.dtype
+        self.hidden_gradient = torch.zeros_like(hidden, dtype=kept) if wanted[0] else None
+        self.weight_gradient = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
+        self.bias_gradient = torch.zeros_like(bias, dtype=wide) if wanted[2] else None
+        self.weight_total = self.weight_gradient
+        if self.with_gradient and head.weight_gradient is not None:
+            self.weight_total = head.weight_gradient
 
     def all_chunks(self, objective: Objective) -> None:
-        max_rows = self.head.max_rows
-        plan = make_plan(objective, max_rows, self.head.with_gradient)
-        if not plan.chunks:
-            return
+        plan = make_plan(objective, self.head.max_rows, self.with_gradient, self.head.check_finite)
         ordered = objective.take(plan.rows, None)
         # Coefficients are means over a step: this power of two brings them near 1, into float16's range.
         self.scale = float(2 ** len(plan.rows).bit_length())
-        largest = max(min(max_rows, chunk.stop - chunk.start) for chunk in plan.chunks)
+        largest = max((min(self.head.max_rows, chunk.stop - chunk.start) for chunk in plan.chunks), default=0)
         self.buffer = self.hidden.new_empty(largest, len(self.weight), dtype=self.logits_dtype)
+        self.verdict = Verdict(torch.zeros_like(objective.mask)) if not plan.chunks else None
         for chunk in plan.chunks:
-            pieces = [plan.rows[piece] for piece in chunk.pieces(max_rows)]
-            share = ordered.take(slice(chunk.start, chunk.stop), chunk.segments)
-            if not chunk.needs_gradient:
-                for rows in pieces:
-                    self.forward(rows)
-            elif len(pieces) == 1:
-                log_probs, score = self.score(pieces[0])
-                self.products(pieces[0], score, share.coefficients(log_probs)[1])
+            pieces = [plan.rows[piece] for piece in chunk.pieces(self.head.max_rows)]
+            score = log_probs = None
+            if chunk.needs_gradient and len(pieces) == 1:
+                hidden, score, log_probs = self.score(pieces[0])
             else:
-                # A document with more rows than logits may exist at once: its coefficients first, then again.
                 log_probs = torch.cat([self.forward(rows) for rows in pieces])
-                coefficients = share.coefficients(log_probs)[1].split(max_rows)
-                for rows, c in zip(pieces, coefficients, strict=True):
-                    self.products(rows, self.score(rows)[1], c)
+            if chunk is plan.chunks[-1]:
+                # All log-probs are known: the answer reaches the host while the last products run.
+                self.verdict = Verdict(objective.not_finite(self.log_probs))
+            if not chunk.needs_gradient:
+                continue
+            coefficients = self.coefficients(ordered, chunk, log_probs)
+            if score is not None:
+                self.products(pieces[0], hidden, score, coefficients, NEEDS_WHOLE_DOCUMENTS[objective.loss])
+                continue
+            # A document of more rows than may exist at once: now that its coefficients are known, its logits again.
+            for rows, c in zip(pieces, coefficients.split(self.head.max_rows), strict=True):
+                hidden, score, _ = self.score(rows)
+                self.products(rows, hidden, score, c, False)
+
+    def coefficients(self, ordered: Objective, chunk: Chunk, log_probs: Tensor) -> Tensor:
+        share = ordered.take(slice(chunk.start, chunk.stop), chunk.segments)
+        return share.coefficients(log_probs)
 
     def forward(self, rows: Tensor) -> Tensor:
         """Fill in log-probs and entropy of these rows, and return the log-probs."""
-        log_probs, _, entropy = self.head.implementation.forward(self.logits(rows), *self._options(rows))
+        logits = self.logits(self.hidden[rows])
+        log_probs, _, entropy = self.head.implementation.forward(logits, *self._options(rows))
         return self._record(rows, log_probs, entropy)
 
-    def score(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The same, and the score of each row in the place of its logits."""
+    def score(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(hidden, score, log_probs) of these rows, the score in the place of their logits."""
+        hidden = self.hidden[rows]
         log_probs, entropy, score = self.head.implementation.forward_score_(
-            self.logits(rows), *self._options(rows), self.hidden.dtype
+            self.logits(hidden), *self._options(rows), self.hidden.dtype
         )
-        return self._record(rows, log_probs, entropy), score
+        return hidden, score, self._record(rows, log_probs, entropy)
 
-    def logits(self, rows: Tensor) -> Tensor:
-        logits = matmul(self.hidden[rows], self.weight.T, out=self.buffer[: len(rows)])
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits = matmul(hidden, self.weight.T, out=self.buffer[: len(hidden)])
         return logits if self.bias is None else logits.add_(self.bias)
 
-    def products(self, rows: Tensor, score: Tensor, coefficients: Tensor) -> None:
-        """The two backward products of these rows."""
-        factor = (coefficients * (self.scale / self.head.temperature)).unsqueeze(-1)
+    def products(self, rows: Tensor, hidden: Tensor, score: Tensor, coefficients: Tensor, compact: bool) -> None:
+        """The two backward products of these rows; overwrites hidden and score."""
+        if compact:
+            rows, hidden, score, coefficients = _without_zeros(rows, hidden, score, coefficients)
+        factor = (coefficients * (1 / self.head.temperature)).unsqueeze(-1)
         if self.hidden_gradient is not None:
-            gradient = (score @ self.weight).to(factor.dtype) * (factor / self.scale)
-            self.hidden_gradient[rows] = gradient.to(self.hidden_gradient.dtype)
-        if self.weight_total is not None:
-            scaled = (self.hidden[rows] * factor).to(score.dtype)
-            accumulate_matmul(self.weight_total, score.T, scaled, alpha=1 / self.scale)
+            gradient = (score @ self.weight).to(self.hidden_gradient.dtype).mul_(factor)
+            self.hidden_gradient.index_copy_(0, rows, gradient)
+        scaled = factor * self.scale
         if self.bias_gradient is not None:
-            column = factor.to(score.dtype)
+            column = scaled.to(score.dtype)
             accumulate_matmul(self.bias_gradient.unsqueeze(-1), score.T, column, alpha=1 / self.scale)
+        if self.weight_total is not None:
+            accumulate_matmul(self.weight_total, score.T, hidden.mul_(scaled), alpha=1 / self.scale)
 
     def _options(self, rows):
         return self.labels[rows], self.head.temperature, self.head.with_entropy
@@ -167,3 +204,17 @@ class _Run:
         if entropy is not None:
             self.entropy[rows] = entropy
         return log_probs
+
+
+def _without_zeros(rows, hidden, score, coefficients):
+    """The same without the rows of coefficient 0: those of clipped documents. Costs one synchronisation on a GPU."""
+    active = coefficients != 0
+    number = int(active.sum())
+    if number > _WORTH_COMPACTING * len(rows):
+        return rows, hidden, score, coefficients
+    # Ascending, so that a row only moves up, into the place of a row that is gone or has itself moved.
+    keep = torch.sort(~active, stable=True).indices[:number]
+    for low in range(0, number, _ROWS_PER_MOVE):
+        moved = keep[low : low + _ROWS_PER_MOVE]
+        score[low : low + len(moved)] = score[moved]
+    return rows[keep], hidden[keep], score[:number], coefficients[keep]

@@ -46,49 +46,57 @@ def rows_within(memory_mb: int, vocabulary: int, dtype: torch.dtype) -> int:
     return max(1, rows if rows < _TILE else rows // _TILE * _TILE)
 
 
-def make_plan(objective: Objective, max_rows: int, with_gradient: bool) -> Plan:
+def make_plan(objective: Objective, max_rows: int, with_gradient: bool, check_finite: bool) -> Plan:
     """Order the trained rows into chunks of at most max_rows; only a document longer than that exceeds it.
 
-    Reads the documents' lengths on the host: one synchronisation on a GPU.
+    Reads the documents' lengths on the host, the only synchronisation on a GPU. Raises DataError, if check_finite,
+    for old log-probs or advantages that are not finite.
     """
     informative = objective.informative() if with_gradient else torch.zeros_like(objective.mask)
-    if NEEDS_WHOLE_DOCUMENTS[objective.loss] and with_gradient:
-        return _plan_documents(objective, informative, max_rows)
-    key = torch.where(objective.mask, torch.where(informative, 0, 1), 2)
-    rows = torch.sort(key, stable=True).indices
-    num_informative, num_trained = torch.stack([informative.sum(), objective.mask.sum()]).tolist()
-    chunks = [Chunk(low, high, True, None) for low, high in _even_cuts(0, num_informative, max_rows)]
-    chunks += _without_gradient(num_informative, num_trained)
+    by_document = with_gradient and NEEDS_WHOLE_DOCUMENTS[objective.loss]
+    num_bad = objective.not_finite().sum(0, keepdim=True)
+    if not by_document:
+        key = torch.where(objective.mask, torch.where(informative, 1, 0), 2)
+        rows = torch.sort(key.int(), stable=True).indices
+        read = torch.cat([num_bad, informative.sum(0, keepdim=True), objective.mask.sum(0, keepdim=True)])
+        bad, num_informative, num_trained = read.tolist()
+    else:
+        segments = objective.segments
+        has_gradient = torch.zeros_like(segments._lengths).index_add_(0, segments.index, informative.long())
+        bad, *numbers = torch.cat([num_bad, segments.counts, has_gradient]).tolist()
+        counts = numbers[: segments.num_documents]
+        has_gradient = numbers[segments.num_documents : 2 * segments.num_documents]
+    if bad and check_finite:
+        objective.check_finite()
+    if by_document:
+        return _plan_documents(segments, counts, has_gradient, max_rows)
+    start = num_trained - num_informative
+    chunks = _without_gradient(start)
+    chunks += [Chunk(low, high, True, None) for low, high in _even_cuts(start, num_trained, max_rows)]
     return Plan(rows[:num_trained], chunks)
 
 
-def _plan_documents(objective, informative, max_rows):
-    segments = objective.segments
-    has_gradient = torch.zeros_like(segments.counts).index_add_(
-        0, torch.where(informative, segments.index, 0), informative.long()
-    )
-    counts, has_gradient = torch.stack([segments.counts, has_gradient]).tolist()
-    useful = [document for document, count in enumerate(has_gradient) if count > 0]
+def _plan_documents(segments: Segments, counts: list[int], has_gradient: list[int], max_rows: int) -> Plan:
+    useful = [document for document, number in enumerate(has_gradient) if number > 0]
     bins = balanced_bins([counts[document] for document in useful], max_rows)
     order = [useful[item] for items in bins for item in items]
-    num_informative = sum(counts[document] for document in order)
+    start = sum(counts) - sum(counts[document] for document in order)
 
-    # rank: place of each document in the plan; those without gradient come after all others, untrained rows last.
+    # rank: place of each document in the plan. Those without gradient come before all others, untrained rows last.
+    rank = [-1] * segments.num_documents + [len(order)]
+    for place, document in enumerate(order):
+        rank[document] = place
     device = segments.index.device
-    order_on_device = torch.tensor(order, dtype=torch.int64, device=device)
-    rank = torch.full((segments.num_documents + 1,), len(order), dtype=torch.int64, device=device)
-    rank[order_on_device] = torch.arange(len(order), device=device)
-    rank[segments.num_documents] = len(order) + 1
-    key, rows = torch.sort(rank[segments.index], stable=True)
-    sorted_counts = segments.counts[order_on_device]
+    ranks = torch.tensor(rank, dtype=torch.int32).to(device, non_blocking=True)
+    key, rows = torch.sort(ranks[segments.index], stable=True)
+    lengths = torch.tensor([counts[document] for document in order]).to(device, non_blocking=True)
 
-    chunks, start, first = [], 0, 0
+    chunks, first = _without_gradient(start), 0
     for items in bins:
         stop, last = start + sum(counts[useful[item]] for item in items), first + len(items)
-        local = Segments.of_sorted(key[start:stop] - first, sorted_counts[first:last])
+        local = Segments.of_sorted(key[start:stop] - first, lengths[first:last])
         chunks.append(Chunk(start, stop, True, local))
         start, first = stop, last
-    chunks += _without_gradient(num_informative, sum(counts))
     return Plan(rows[: sum(counts)], chunks)
 
 
@@ -125,5 +133,5 @@ def _even_cuts(start: int, stop: int, max_rows: int) -> list[tuple[int, int]]:
     return [(low, min(low + size, stop)) for low in range(start, stop, size)]
 
 
-def _without_gradient(start, stop):
-    return [Chunk(start, stop, False, None)] if stop > start else []
+def _without_gradient(stop):
+    return [Chunk(0, stop, False, None)] if stop else []

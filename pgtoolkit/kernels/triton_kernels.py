@@ -234,9 +234,12 @@ def one_pass_kernel(
     lane = tl.arange(0, THREADS)[:, None] * 4 + tl.arange(0, 4)[None, :]
     nothing: tl.constexpr = -8323200 if HALF == "bf16" else -67044352  # two times -inf
 
+    label = tl.load(labels + group)
     for turn in range(0, tl.cdiv(num_rows - group, num_groups)):
         row = (group + turn * num_groups).to(tl.int64)
-        label = tl.load(labels + row)
+        # A turn ahead, so that a row's loads do not wait for its label.
+        next_row = row + num_groups
+        next_label = tl.load(labels + next_row, mask=next_row < num_rows, other=-1)
         source = words + row * row_stride
         target = out + row * out_stride
         factor = 0.0
@@ -244,6 +247,9 @@ def one_pass_kernel(
             # The label's logit is read before anything is published, hence before anyone may overwrite it.
             inside = label < num_columns
             label_logit = tl.load(logits + row * (row_stride * per_word) + label, mask=inside, other=0.0)
+            if GRPO:
+                old, advantage = tl.load(old_log_probs + row), tl.load(advantages + row)
+                weight = tl.load(weights + row)
             kept = ()
             for i in tl.static_range(BLOCKS):
                 columns = first + i * WORDS + lane
@@ -299,11 +305,13 @@ def one_pass_kernel(
                     tl.atomic_xchg(
                         slot + SHARE + member, d.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF, sem="relaxed"
                     )
-                others = tl.arange(0, SHARE)
-                pairs = tl.load(slot + others, volatile=True)
+                others = slot + tl.arange(0, SHARE)
+                pairs = tl.load(others, volatile=True)
+                dots = tl.load(others + SHARE, volatile=True) if ENTROPY else pairs
                 polls = 0
-                while (tl.max((pairs == EMPTY).to(tl.int32), 0) != 0) & (polls < MAX_POLLS):
-                    pairs = tl.load(slot + others, volatile=True)
+                while (tl.max(((pairs == EMPTY) | (dots == EMPTY)).to(tl.int32), 0) != 0) & (polls < MAX_POLLS):
+                    pairs = tl.load(others, volatile=True)
+                    dots = tl.load(others + SHARE, volatile=True) if ENTROPY else pairs
                     polls += 1
                 ms = (pairs >> 32).to(tl.int32).to(tl.float32, bitcast=True)
                 ns = pairs.to(tl.int32).to(tl.float32, bitcast=True)
@@ -311,10 +319,6 @@ def one_pass_kernel(
                 apart = (ms - m) * scale
                 n = tl.sum(ns * tl.exp2(apart), 0)
                 if ENTROPY:
-                    dots = tl.load(slot + SHARE + others, volatile=True)
-                    while (tl.max((dots == EMPTY).to(tl.int32), 0) != 0) & (polls < MAX_POLLS):
-                        dots = tl.load(slot + SHARE + others, volatile=True)
-                        polls += 1
                     received = dots.to(tl.int32).to(tl.float32, bitcast=True)
                     d = tl.sum(tl.exp2(apart) * (received + apart * ns), 0)
                 if polls >= MAX_POLLS:
@@ -329,11 +333,6 @@ def one_pass_kernel(
                     tl.store(entropies + row, (log_sum - d / n) * LN_2)
             factor = 1.0
             if GRPO:
-                old, advantage, weight = (
-                    tl.load(old_log_probs + row),
-                    tl.load(advantages + row),
-                    tl.load(weights + row),
-                )
                 c = _grpo_coefficient(log_prob, old, advantage, weight, epsilon_low, epsilon_high)
                 factor = c * inverse_temperature
             if factor != 0:
@@ -360,6 +359,7 @@ def one_pass_kernel(
             for i in tl.static_range(BLOCKS):
                 columns = first + i * WORDS + lane
                 tl.store(target + columns, tl.zeros([THREADS, 4], out.dtype.element_ty), mask=columns < num_words)
+        label = next_label
 
 
 @triton.jit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -24,13 +25,18 @@ class PolicyLoss:
     """What `policy_loss` returns.
 
     loss: 0-dim, differentiable. log_probs: (T,) log-prob of each label, 0 where nothing is trained; detached.
-    metrics: name -> 0-dim tensor. metric_sums: the same before division, to merge over the pieces of a step.
+    metric_sums: the metrics before division, to merge over the pieces of a step. totals: the step's.
     """
 
     loss: Tensor
     log_probs: Tensor
-    metrics: dict[str, Tensor]
     metric_sums: MetricSums
+    totals: StepTotals
+
+    @cached_property
+    def metrics(self) -> dict[str, Tensor]:
+        """Name -> 0-dim tensor, over the documents of this call and divided by the step's totals."""
+        return self.metric_sums.finalize(self.totals)
 
 
 def policy_loss(
@@ -94,9 +100,13 @@ def policy_loss(
     arguments = temperature, metrics == "with_entropy", impl, overwrite_logits
     in_one_pass = loss_in_one_pass(logits, labels, objective, *arguments)
     if in_one_pass is not None:
-        return _result(objective, *in_one_pass, metrics, check_finite)
-    log_probs, entropy = token_log_probs(logits, labels, *arguments)
-    return _result(objective, objective.value(log_probs), log_probs.detach(), entropy, metrics, check_finite)
+        value, log_probs, entropy = in_one_pass
+    else:
+        log_probs, entropy = token_log_probs(logits, labels, *arguments)
+        value, log_probs = objective.value(log_probs), log_probs.detach()
+    if check_finite:
+        objective.check_finite(log_probs)
+    return _result(objective, value, log_probs, entropy, metrics)
 
 
 def linear_policy_loss(
@@ -173,9 +183,6 @@ def linear_policy_loss(
 
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     objective = make_objective(*tensors, **keywords, dtype=wide)
-    if check_finite:
-        # Before any product, so that bad data cannot reach weight_gradient.
-        objective.check_finite(torch.zeros_like(objective.weights))
     max_rows = -(-len(hidden) // num_splits)
     if fused:
         max_rows = rows_within(logits_memory_mb, lm_head_weight.shape[0], wide if fp32_logits else hidden.dtype)
@@ -185,18 +192,18 @@ def linear_policy_loss(
         temperature=temperature,
         with_entropy=metrics == "with_entropy",
         fp32_logits=fp32_logits,
-        with_gradient=torch.is_grad_enabled(),
+        check_finite=check_finite,
         weight_gradient=weight_gradient,
     )
-    value, log_probs, entropy = linear_loss(hidden, lm_head_weight, bias, labels, objective, head)
-    return _result(objective, value, log_probs, entropy, metrics, check_finite)
-
-
-def _result(objective: Objective, value, log_probs, entropy, metrics, check_finite) -> PolicyLoss:
-    if check_finite:
+    value, log_probs, entropy, is_bad = linear_loss(hidden, lm_head_weight, bias, labels, objective, head)
+    result = _result(objective, value, log_probs, entropy, metrics)
+    if check_finite and is_bad:
         objective.check_finite(log_probs)
-    sums = objective.metrics(metrics, log_probs, entropy)
-    return PolicyLoss(value, log_probs, sums.finalize(objective.totals), sums)
+    return result
+
+
+def _result(objective: Objective, value, log_probs, entropy, metrics) -> PolicyLoss:
+    return PolicyLoss(value, log_probs, objective.metrics(metrics, log_probs, entropy), objective.totals)
 
 
 def _check_choices(loss, metrics, epsilon_low, epsilon_high, temperature):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,6 @@ class Segments:
         self.num_documents = num_documents
         # Slot `num_documents` collects the untrained positions and is dropped from every result.
         self.index = torch.where(mask, document_index, num_documents)
-        self.order = torch.sort(self.index, stable=True).indices
         counts = torch.zeros(num_documents + 1, dtype=torch.int64, device=mask.device)
         self._lengths = counts.index_add_(0, self.index, torch.ones_like(self.index))
 
@@ -28,8 +29,14 @@ class Segments:
     def of_sorted(cls, index: Tensor, counts: Tensor) -> Segments:
         """Documents that lie one after the other, all of it trained: index (T,) ascending from 0, counts (D,)."""
         segments = cls.__new__(cls)
-        segments.num_documents, segments.index, segments.order, segments._lengths = len(counts), index, None, counts
+        segments.num_documents, segments.index, segments._lengths, segments.order = len(counts), index, counts, None
         return segments
+
+    @cached_property
+    def order(self) -> Tensor | None:
+        """(T,) positions by document, those of no document last; None where they lie in that order."""
+        # int32: half the passes of the sort. Made when a sum is first asked for.
+        return torch.sort(self.index.int(), stable=True).indices
 
     @property
     def counts(self) -> Tensor:
