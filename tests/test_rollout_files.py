@@ -208,10 +208,12 @@ def test_missing_page_checksums_are_noted(tmp_path, caplog):
         assert "c.parquet has no page checksums" in caplog.text
 
 
-def test_huge_row_groups_are_refused(tmp_path, monkeypatch):
+def test_huge_rows_and_row_groups_are_refused(tmp_path, monkeypatch):
     path = write_parquet(tmp_path / "r.parquet", [good_row(i) for i in range(100)])
     monkeypatch.setattr("pgtoolkit.rollouts.files.MAX_ROW_GROUP_BYTES", 1000)
     assert "Row groups are read whole" in refused(path)
+    monkeypatch.setattr("pgtoolkit.rollouts.files.MAX_ROW_BYTES", 100)
+    assert "r.jsonl:1: the line is longer than" in refused(write_jsonl(tmp_path / "r.jsonl", [good_row()]))
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
