@@ -179,7 +179,6 @@ class RecordedRolloutConfig:
     group_size: int | None
     max_completion_length: int | None
     temperature: float
-    save_path: str | None
 
 
 @dataclass

@@ -36,7 +36,7 @@ def write_parquet(path, rows, checksums=True, **options):
 
 def config(path, **changes):
     values = {"epochs": 1, "shuffle": False, "group_size": None, "max_completion_length": None}
-    return RecordedRolloutConfig(name="recorded", path=str(path), temperature=1.0, save_path=None, **(values | changes))
+    return RecordedRolloutConfig(name="recorded", path=str(path), temperature=1.0, **(values | changes))
 
 
 def assert_same(first, second, but=()):

@@ -42,7 +42,6 @@ RULES = [
     ("task.num_digits=7", "max_completion_length=8", "task.num_digits=7 rollout.max_completion_length=8"),
     ("task.num_digits=0", "task.num_digits=0", "task.num_digits=1"),
     ("rollout.save_path=FILE", "a new or empty folder", "rollout.save_path=FILE.jsonl"),
-    ("rollout=recorded rollout.path=FILE rollout.save_path=x", "would be ignored", "rollout.save_path=x"),
     ("rollout=recorded", "rollout.path needs a value", "rollout=recorded rollout.path=FILE"),
     ("rollout=recorded rollout.path=/nowhere", "existing", "rollout=recorded rollout.path=FILE"),
     ("rollout=recorded rollout.path=FILE rollout.epochs=0", "epochs", "rollout=recorded rollout.path=FILE"),

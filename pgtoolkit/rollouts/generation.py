@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from pgtoolkit.errors import NumericalError
 
 
 @dataclass(frozen=True)
@@ -30,19 +33,20 @@ def generate(
     padding = tokenizer.pad_token_id
     tokens = torch.tensor([[padding] * (longest - len(p)) + p for p in prompts], device=device)
     attention_mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
-    out = model.generate(
-        input_ids=tokens,
-        attention_mask=attention_mask,
-        max_new_tokens=max_completion_length,
-        do_sample=True,
-        temperature=temperature,
-        top_p=1.0 if top_p is None else top_p,
-        top_k=0,
-        pad_token_id=padding,
-        eos_token_id=tokenizer.eos_token_id,
-        output_scores=True,
-        return_dict_in_generate=True,
-    )
+    with _sampling():
+        out = model.generate(
+            input_ids=tokens,
+            attention_mask=attention_mask,
+            max_new_tokens=max_completion_length,
+            do_sample=True,
+            temperature=temperature,
+            top_p=1.0 if top_p is None else top_p,
+            top_k=0,
+            pad_token_id=padding,
+            eos_token_id=tokenizer.eos_token_id,
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
     sampled = out.sequences[:, longest:]
     log_probs = [
         scores.float().log_softmax(-1).gather(-1, sampled[:, i : i + 1]) for i, scores in enumerate(out.scores)
@@ -52,6 +56,19 @@ def generate(
         _cut_at_end(row, row_log_probs, tokenizer.eos_token_id)
         for row, row_log_probs in zip(sampled, log_probs, strict=True)
     ]
+
+
+@contextlib.contextmanager
+def _sampling():
+    try:
+        yield
+    except RuntimeError as error:
+        if "probability tensor contains" not in str(error):
+            raise
+        raise NumericalError(
+            "the policy's probabilities are not finite, so no completion can be sampled. An update has driven its "
+            "weights out of range: resume from the last checkpoint with a smaller optimizer.learning_rate."
+        ) from error
 
 
 def _cut_at_end(tokens: Tensor, log_probs: Tensor, end: int) -> Completion:

@@ -27,12 +27,6 @@ def rollout(c: Any, report: Report) -> None:
         if rollout.group_size is not None:
             report.at_least("rollout.group_size", rollout.group_size, 1, "It counts completions of a prompt.", "null")
         _existing(report, "rollout.path", rollout.path)
-        if rollout.save_path is not None:
-            setting, reason = (
-                f"rollout.save_path={rollout.save_path}",
-                "It would be ignored: they are recorded already.",
-            )
-            report.refuse(setting, "rollout=policy", "rollout=recorded", reason, "rollout.save_path=null")
 
 
 def _policy(c: Any, report: Report) -> None:

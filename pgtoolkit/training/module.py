@@ -47,6 +47,11 @@ class PolicyGradientModule(lightning.LightningModule):
     def configure_optimizers(self):
         return make_optimizer(self.model, self.config.optimizer)
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        # Lightning's wrapper holds copies of its fields, which a loaded state would not reach.
+        return self.optimizers(use_pl_optimizer=False)
+
     def transfer_batch_to_device(self, batch: Step, device: torch.device, dataloader_idx: int) -> Step:
         return batch  # the micro-batches are moved one at a time
 
@@ -68,7 +73,7 @@ class PolicyGradientModule(lightning.LightningModule):
         return {"metrics": metrics}  # Lightning keeps the key "loss" at the top level for a tensor
 
     def _update(self, step: Step) -> dict[str, float]:
-        optimizer = self.optimizers()
+        optimizer = self.optimizer
         optimizer.zero_grad()
         outputs = []
         for micro_batch in step.micro_batches:

@@ -74,7 +74,7 @@ def snapshot(module, data_state: dict) -> dict:
         "num_skipped_steps": module.num_skipped_steps,
         "documents_seen": module.documents_seen,
         "model": module.model.state_dict(),
-        "optimizer": module.optimizers().state_dict()["state"],
+        "optimizer": module.optimizer.state_dict()["state"],
         "data": data_state,
         "random": random_state(),
     }
@@ -90,8 +90,7 @@ def restore(module, state: dict) -> None:
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1].strip()
         raise ConfigError(f"the checkpoint does not fit the configured model: {reason}") from error
-    optimizer = module.optimizers()
-    optimizer.load_state_dict(optimizer.state_dict() | {"state": state["optimizer"]})
+    module.optimizer.load_state_dict(module.optimizer.state_dict() | {"state": state["optimizer"]})
     module.num_updates = state["num_updates"]
     module.num_skipped_steps = state["num_skipped_steps"]
     module.documents_seen = state["documents_seen"]

@@ -153,6 +153,8 @@ def _logging_to(path: Path):
     log.setLevel(logging.INFO)
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    # transformers warns of padding tokens without an attention mask; causality keeps them out of sight.
+    logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # torch about Lightning, on every fit
     warnings.filterwarnings("ignore", message=".*num_workers.*")  # the step loader has no workers to give
     try:

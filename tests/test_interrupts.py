@@ -1,0 +1,116 @@
+"""The installed command as a process: signals, exit statuses, and what a killed run leaves."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from runs import SHORT, assert_equal, checkpoint_of, metrics_of
+
+PGTK = Path(sys.executable).with_name("pgtk")
+LONG = ("trainer.max_steps=400", "trainer.checkpoint_every=1000")
+
+
+def start(folder, *overrides):
+    """`pgtk` as a process in `folder`, whose run directory is `folder`/run."""
+    command = [PGTK, *SHORT, *overrides, f"hydra.run.dir={folder / 'run'}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def wait_for_step(process, step):
+    for line in process.stdout:
+        if line.startswith(f"step {step}/") or line.startswith(f"step {step:>3}/"):
+            return
+    raise AssertionError(process.stderr.read())
+
+
+def status_of(folder):
+    return json.loads((folder / "status.json").read_text())
+
+
+@pytest.mark.parametrize(("number", "step"), [(signal.SIGINT, 3), (signal.SIGTERM, 6)])
+def test_a_signal_ends_the_step_saves_and_tells_how_to_resume(tmp_path, number, step):
+    """The steps after the resume are bit-equal to those of a run that was never interrupted."""
+    process = start(tmp_path, *LONG)
+    wait_for_step(process, step)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 75, errors
+    assert "resume" in errors
+    assert "Traceback" not in errors
+    status = status_of(tmp_path / "run")
+    assert (status["state"], status["reason"]) == ("interrupted", number.name)
+    stopped = status["step"]
+    assert stopped >= step
+
+    last = stopped + 2
+    resume = [PGTK, "resume", tmp_path / "run", f"trainer.max_steps={last}", "trainer.checkpoint_every=1"]
+    done = subprocess.run(resume, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert status_of(tmp_path / "run")["state"] == "done"
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    process = start(whole, f"trainer.max_steps={last}")
+    assert process.wait(timeout=120) == 0
+    assert metrics_of(tmp_path / "run") == metrics_of(whole / "run")
+    assert_equal(checkpoint_of(tmp_path / "run", last), checkpoint_of(whole / "run", last))
+
+
+def test_killed_and_resumed(tmp_path):
+    """SIGKILL leaves rows after the last checkpoint; the resumed run writes them again, once."""
+    process = start(tmp_path, "trainer.max_steps=400", "trainer.checkpoint_every=4")
+    wait_for_step(process, 6)
+    process.kill()
+    process.communicate()
+    assert status_of(tmp_path / "run")["state"] == "running"
+    resume = [PGTK, "resume", tmp_path / "run", "trainer.max_steps=9"]
+    done = subprocess.run(resume, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    steps = [row["step"] for row in metrics_of(tmp_path / "run")]
+    assert steps == list(range(1, 10))
+
+
+def test_a_numerical_failure_exits_with_4_and_one_message(tmp_path):
+    done = subprocess.run(
+        [PGTK, *SHORT, "optimizer.learning_rate=1e30", "optimizer.warmup_steps=0", f"hydra.run.dir={tmp_path / 'run'}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 4, done.stderr
+    assert "not finite" in done.stderr
+    assert "prompt 2, completion 0" in done.stdout  # the step before was skipped, its documents named
+    assert "Traceback" not in done.stderr
+    assert status_of(tmp_path / "run")["state"] == "failed"
+    rows = metrics_of(tmp_path / "run")
+    assert all(abs(value) < float("inf") for row in rows for value in row.values())
+
+
+def test_bad_data_exits_with_3_before_training(tmp_path):
+    (tmp_path / "rollouts.jsonl").write_text('{"token_ids": [1, 2], "loss_mask": [false, true]}\n')
+    overrides = ["rollout=recorded", "rollout.path=rollouts.jsonl", "tracking=none"]
+    done = subprocess.run([PGTK, *overrides], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 3, done.stderr
+    assert "rollouts.jsonl:1" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_run_directory_in_use_is_refused(tmp_path):
+    process = start(tmp_path, *LONG)
+    try:
+        wait_for_step(process, 1)
+        second = subprocess.run(
+            [PGTK, "resume", tmp_path / "run"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
+        assert second.returncode == 2
+        assert "in use" in second.stderr
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,219 @@
+"""The training step and whole short runs: cuts, skipped steps, resume, learning."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, run
+from steps import AGGREGATIONS, LEVELS, LOSSES
+
+from pgtoolkit.batch import Document
+from pgtoolkit.errors import NumericalError
+from pgtoolkit.rollouts.steps import make_step
+from pgtoolkit.training.train import build
+
+
+def module_of(*overrides, seed=0):
+    module, _ = build(OmegaConf.to_object(config_of(*SHORT, *overrides)))
+    return module
+
+
+def some_documents(seed=0, lengths=(9, 5, 12, 7, 2, 6, 8)):
+    """Documents of the tiny model's vocabulary; the last is all masked, the fifth has a single trained token."""
+    generator = torch.Generator().manual_seed(seed)
+    documents = []
+    for i, length in enumerate(lengths):
+        mask = torch.arange(length) >= max(1, length // 2)
+        if i == len(lengths) - 1:
+            mask[:] = False
+        documents.append(
+            Document(
+                tokens=torch.randint(0, 11, (length,), generator=generator),
+                loss_mask=mask,
+                old_log_probs=-2.5 + 0.2 * torch.randn(length, generator=generator),
+                advantages=torch.randn(1, generator=generator).expand(length),
+                group=[3, 3, 8, 8, 8, 5, 5][i],
+                name=f"document {i}",
+            )
+        )
+    return documents
+
+
+def gradient_and_metrics(module, documents, max_tokens):
+    step = make_step(documents, max_tokens, {})
+    module.zero_grad()
+    outputs = []
+    for micro_batch in step.micro_batches:
+        out = module._loss(micro_batch, step.totals)
+        out.loss.backward()
+        outputs.append(out)
+    sums = outputs[0].metric_sums
+    for out in outputs[1:]:
+        sums = sums.merge(out.metric_sums)
+    loss = math.fsum(out.loss.item() for out in outputs)
+    gradient = torch.cat([p.grad.flatten() for p in module.parameters()])
+    return len(outputs), loss, gradient, {k: float(v) for k, v in sums.finalize(step.totals).items()}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("kernel", ["torch", "fused_linear"])
+def test_every_parameter_gets_the_same_gradient_however_the_step_is_cut(loss, aggregation, level, kernel):
+    """The whole model in float64: packed whole, one document per micro-batch, and in between, in another order."""
+    module = module_of(
+        f"loss={loss}", f"aggregation={aggregation}", f"metrics={level}", f"kernel={kernel}", "loss.epsilon_low=0.1"
+    ).double()
+    documents = some_documents()
+    count, *whole = gradient_and_metrics(module, documents, 1000)
+    assert count == 1
+    assert whole[1].abs().max() > 1e-4
+    for order, max_tokens in ((documents, 24), (documents, 12), (documents[::-1], 17)):
+        count, *cut = gradient_and_metrics(module, order, max_tokens)
+        assert count > 1
+        assert cut[0] == pytest.approx(whole[0], rel=1e-12, abs=1e-14)
+        torch.testing.assert_close(cut[1], whole[1], rtol=1e-11, atol=1e-14)
+        assert cut[2] == pytest.approx(whole[2], rel=1e-12, abs=1e-13)
+
+
+def test_rows_and_one_packed_row_give_the_same_hidden_states():
+    """Documents of one length are padded to rows, very uneven ones packed; both must see their own document only."""
+    module = module_of().double()
+    for lengths in ((7, 7, 7, 6), (30, 2, 2, 2, 2)):
+        documents = some_documents(lengths=(*lengths, 1, 1)[:7])[: len(lengths)]
+        micro_batch = make_step(documents, 1000, {}).micro_batches[0]
+        found = module.policy.hidden_states(micro_batch, max(lengths))
+        alone = [
+            module.policy.hidden_states(make_step([d], 1000, {}).micro_batches[0], d.num_tokens) for d in documents
+        ]
+        torch.testing.assert_close(found, torch.cat(alone), rtol=1e-12, atol=1e-13)
+
+
+def test_the_first_step_of_a_batch_of_rollouts_has_ratio_one_and_later_ones_do_not(tmp_path):
+    rows = metrics_of(run(tmp_path / "run", "loss=gspo"))
+    for row in rows:
+        first = row["step"] % 2 == 1
+        assert (row["ratio_new_old"] == pytest.approx(1, abs=1e-6)) is first
+        assert (row["clipped_ratio_fraction"] == 0) is first
+        assert row["staleness"] == (0 if first else 1)
+        assert row["num_micro_batches"] >= 2
+        assert row["documents_seen"] == 8 * row["step"]
+
+
+def test_sampling_and_training_log_probs_agree(tmp_path):
+    """Both describe one policy; they differ by rounding only."""
+    rows = {}
+    for source in ("training", "sampling"):
+        rows[source] = metrics_of(run(tmp_path / source, f"rollout.old_log_probs={source}"))[0]
+    assert rows["sampling"]["old_logprobs"] == pytest.approx(rows["training"]["old_logprobs"], abs=1e-5)
+    assert rows["sampling"]["ratio_new_old"] == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("max_tokens", [8, 16, 1000])
+def test_a_run_does_not_depend_on_max_tokens(tmp_path, max_tokens):
+    expected = metrics_of(run(tmp_path / "a"))
+    found = metrics_of(run(tmp_path / "b", f"accumulation.max_tokens={max_tokens}"))
+    assert found[0]["num_micro_batches"] != expected[0]["num_micro_batches"]
+    for a, b in zip(found, expected, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=2e-5)
+        assert a["reward"] == b["reward"]
+
+
+@pytest.mark.parametrize("overrides", [(), ("loss=grpo", "aggregation=prompt_mean", "accumulation.docs_per_step=4")])
+def test_resume_at_every_step_is_bit_equal(tmp_path, overrides):
+    """Weights, optimizer, rollouts, random state and every metric, from a checkpoint after any step."""
+    whole = run(tmp_path / "whole", *overrides)
+    for step in range(1, 6):
+        resumed = copy_as_of(whole, step, tmp_path / f"from {step}")
+        run(resumed, *overrides, resume=True)
+        assert metrics_of(resumed) == metrics_of(whole)
+        for later in range(step + 1, 7):
+            assert_equal(checkpoint_of(resumed, later), checkpoint_of(whole, later))
+
+
+def test_resume_of_recorded_rollouts_is_bit_equal(tmp_path):
+    run(tmp_path / "source", f"rollout.save_path={tmp_path / 'rollouts'}")
+    overrides = (f"rollout.path={tmp_path / 'rollouts'}", "rollout.epochs=3", "rollout.shuffle=true")
+    settings = [s for s in SHORT if not s.startswith("rollout.")]
+    settings = ["rollout=recorded", "aggregation.divisor=4", "trainer.max_steps=14", *settings[:-3], *settings[-2:]]
+
+    def train_recorded(folder, resume=False):
+        from pgtoolkit.training.train import train
+
+        train(config_of(*settings, *overrides), folder, resume=resume)
+        return folder
+
+    whole = train_recorded(tmp_path / "whole")
+    assert metrics_of(whole)[-1]["step"] == 14
+    for step in (1, 5, 6, 7, 13):
+        resumed = train_recorded(copy_as_of(whole, step, tmp_path / f"from {step}"), resume=True)
+        assert metrics_of(resumed) == metrics_of(whole)
+        assert_equal(checkpoint_of(resumed, 14), checkpoint_of(whole, 14))
+
+
+def test_a_changed_key_acts_on_resume(tmp_path):
+    """Nothing that the user sets is silently taken from the checkpoint instead."""
+    folder = run(tmp_path / "run", "trainer.max_steps=3")
+    run(folder, "optimizer.learning_rate=0.5", "optimizer.warmup_steps=0", "trainer.max_steps=5", resume=True)
+    rows = metrics_of(folder)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [row["learning_rate"] for row in rows[3:]] == [0.5, 0.5]
+    assert "optimizer.learning_rate" in (folder / "drift.jsonl").read_text()
+
+
+def test_a_step_that_is_not_finite_changes_no_weight_and_names_the_documents():
+    module = module_of("trainer.max_bad_steps=2")
+    optimizer = module.configure_optimizers()
+    module.optimizers = lambda use_pl_optimizer: optimizer
+    module.manual_backward = lambda loss: loss.backward()
+    documents = some_documents()
+    bad = documents[2].old_log_probs.clone()
+    bad[-1] = math.nan
+    documents[2] = dataclasses.replace(documents[2], old_log_probs=bad)
+    before = [p.clone() for p in module.parameters()]
+    step = make_step(documents, 24, {})
+    metrics = module.training_step(step, 0)["metrics"]
+    assert metrics["num_skipped_steps"] == 1
+    assert module.num_updates == 0
+    assert_equal([p.detach() for p in module.parameters()], before)
+    with pytest.raises(NumericalError, match="document 2"):
+        module.training_step(step, 1)
+    good = module.training_step(make_step(some_documents(), 24, {}), 2)["metrics"]
+    assert math.isfinite(good["loss"])
+    assert module.num_updates == 1
+
+
+def test_a_step_without_trained_tokens_is_skipped_and_counted():
+    module = module_of()
+    documents = [dataclasses.replace(d, loss_mask=torch.zeros_like(d.loss_mask)) for d in some_documents()]
+    metrics = module.training_step(make_step(documents, 24, {}), 0)["metrics"]
+    assert metrics["num_skipped_steps"] == 1
+    assert module.num_updates == 0
+    assert metrics["documents_seen"] == len(documents)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_it_learns(tmp_path, loss, seed):
+    """A smaller main job: the reward of three digits rises from chance to three times that in a few seconds."""
+    rows = metrics_of(
+        run(
+            tmp_path / "run",
+            f"loss={loss}",
+            f"seed={seed}",
+            "model.hidden_size=64",
+            "rollout.prompts_per_batch=32",
+            "rollout.group_size=8",
+            "accumulation.docs_per_step=64",
+            "accumulation.max_tokens=1024",
+            "trainer.max_steps=120",
+            "trainer.checkpoint_every=1000",
+        )
+    )
+    first = sum(row["reward"] for row in rows[:8]) / 8
+    last = sum(row["reward"] for row in rows[-8:]) / 8
+    assert first < 0.12  # chance: one of twelve tokens
+    assert last > 0.25
