@@ -135,6 +135,7 @@ def _hugging_face(config: HuggingFaceModelConfig, on_gpu: bool) -> Policy:
         raise ConfigError(f"model.path={config.path} cannot be loaded: {reason}") from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    model.train()  # without dropout it changes no number, but checkpointing acts only in this mode
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     _check_head(Policy(model, tokenizer), config.path)

@@ -156,6 +156,7 @@ def _logging_to(path: Path):
     # transformers warns of padding tokens without an attention mask; causality keeps them out of sight.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # torch about Lightning, on every fit
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable.*")  # its new name is missing in 5.0
     warnings.filterwarnings("ignore", message=".*num_workers.*")  # the step loader has no workers to give
     try:
         yield
