@@ -166,15 +166,12 @@ class PolicyGradientModule(lightning.LightningModule):
     def generate(self, prompts: list[list[int]]) -> list[Completion]:
         """One sampled completion per prompt, as `config.rollout` says."""
         rollout = self.config.rollout
+        length, temperature, top_p = rollout.max_completion_length, rollout.temperature, rollout.top_p
+        self.model.eval()  # gradient checkpointing would switch the KV cache off
         with self.policy.autocast(self.device):
-            return generate(
-                self.model,
-                self.policy.tokenizer,
-                prompts,
-                rollout.max_completion_length,
-                rollout.temperature,
-                rollout.top_p,
-            )
+            completions = generate(self.model, self.policy.tokenizer, prompts, length, temperature, top_p)
+        self.model.train()
+        return completions
 
 
 def _blame(step: Step, outputs: list[PolicyLoss]) -> str:
