@@ -58,7 +58,7 @@ def linear_loss(
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         run = _Run(*(None if x is None else x.detach() for x in inputs), labels, head, wanted)
         run.all_chunks(objective)
-        loss = objective.value(run.log_probs)
+        loss = head.implementation.losses_and_coefficients(objective, run.log_probs)[0].sum()
     if any(wanted):
         loss = _GradientsAtHand.apply(*inputs, loss, run, head.weight_gradient is not None)
     return loss, run.log_probs, run.entropy, run.verdict
@@ -88,7 +88,7 @@ class _GradientsAtHand(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, loss, run, weight_is_done):
         ctx.gradients = run.hidden_gradient, run.weight_gradient, run.bias_gradient
         ctx.dtypes = tuple(None if x is None else x.dtype for x in (hidden, weight, bias))
-        ctx.weight_is_done = weight_is_done
+        ctx.weight_is_done, ctx.implementation = weight_is_done, run.head.implementation
         return loss.clone()
 
     @staticmethod
@@ -100,7 +100,7 @@ class _GradientsAtHand(torch.autograd.Function):
             torch._assert_async(upstream == 1, "weight_gradient holds the gradient of the loss as it was returned")
         gradients = [
             # In place: nothing else holds them, and the weight's is the largest tensor there is.
-            None if gradient is None else gradient.mul_(upstream).to(dtype)
+            None if gradient is None else ctx.implementation.scale_(gradient, upstream).to(dtype)
             for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
         ]
         ctx.gradients = None
@@ -136,6 +136,8 @@ class _Run:
         # Coefficients are means over a step: this power of two brings them near 1, into float16's range.
         self.scale = float(2 ** len(plan.rows).bit_length())
         largest = max((min(self.head.max_rows, chunk.stop - chunk.start) for chunk in plan.chunks), default=0)
+        self.scale_rows = self.head.implementation.scale_rows
+        self.numbers = torch.arange(largest, device=self.hidden.device)
         self.buffer = self.hidden.new_empty(largest, len(self.weight), dtype=self.logits_dtype)
         self.verdict = Verdict(torch.zeros_like(objective.mask)) if not plan.chunks else None
         for chunk in plan.chunks:
@@ -161,7 +163,7 @@ class _Run:
 
     def coefficients(self, ordered: Objective, chunk: Chunk, log_probs: Tensor) -> Tensor:
         share = ordered.take(slice(chunk.start, chunk.stop), chunk.segments)
-        return share.coefficients(log_probs)
+        return self.head.implementation.losses_and_coefficients(share, log_probs)[1]
 
     def forward(self, rows: Tensor) -> Tensor:
         """Fill in log-probs and entropy of these rows, and return the log-probs."""
@@ -185,16 +187,16 @@ class _Run:
         """The two backward products of these rows; overwrites hidden and score."""
         if compact:
             rows, hidden, score, coefficients = _without_zeros(rows, hidden, score, coefficients)
-        factor = (coefficients * (1 / self.head.temperature)).unsqueeze(-1)
+        factor = coefficients * (1 / self.head.temperature)
         if self.hidden_gradient is not None:
-            gradient = (score @ self.weight).to(self.hidden_gradient.dtype).mul_(factor)
-            self.hidden_gradient.index_copy_(0, rows, gradient)
-        scaled = factor * self.scale
+            self.scale_rows(score @ self.weight, factor, self.hidden_gradient, rows)
+        factor *= self.scale
         if self.bias_gradient is not None:
-            column = scaled.to(score.dtype)
+            column = factor.to(score.dtype).unsqueeze(-1)
             accumulate_matmul(self.bias_gradient.unsqueeze(-1), score.T, column, alpha=1 / self.scale)
         if self.weight_total is not None:
-            accumulate_matmul(self.weight_total, score.T, hidden.mul_(scaled), alpha=1 / self.scale)
+            hidden = self.scale_rows(hidden, factor, hidden, self.numbers[: len(rows)])
+            accumulate_matmul(self.weight_total, score.T, hidden, alpha=1 / self.scale)
 
     def _options(self, rows):
         return self.labels[rows], self.head.temperature, self.head.with_entropy

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pgtoolkit.losses.objective import Objective
+
 _ELEMENTS_PER_BLOCK = 2**24
 """Logits converted to float32 at once: 64 MiB, so that no second full copy of the logits exists."""
 
@@ -108,6 +110,21 @@ def backward(
         active = ((labels[rows] >= 0) & (coefficients[rows] != 0)).unsqueeze(-1)
         gradient[rows] = torch.where(active, block, 0.0).to(gradient.dtype)
     return gradient
+
+
+def losses_and_coefficients(objective: Objective, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+    """As `Objective.losses_and_coefficients`."""
+    return objective.losses_and_coefficients(log_probs)
+
+
+def scale_rows(source: Tensor, factors: Tensor, target: Tensor, rows: Tensor) -> Tensor:
+    """target[rows[i]] = factors[i] * source[i], in the factors' dtype; source may be target where rows are 0, 1, ..."""
+    return target.index_copy_(0, rows, (source * factors.unsqueeze(-1)).to(target.dtype))
+
+
+def scale_(values: Tensor, factor: Tensor) -> Tensor:
+    """values *= factor (0-dim) in place."""
+    return values.mul_(factor)
 
 
 def _accumulation_dtype(logits: Tensor) -> torch.dtype:

@@ -16,11 +16,11 @@ _HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _DTYPES = (torch.float32, *_HALVES)
 _LOG2_E = math.log2(math.e)
 
-_THREADS = 512
+_THREADS = 128
+_PROGRAMS_PER_PROCESSOR = 8
 _MAX_BLOCKS = 10
-"""Blocks of 4 words a thread that a program holds: 40 registers of the 64 that let two programs share a processor."""
-_MAX_SHARE = 16
-_PROGRAMS_PER_PROCESSOR = 2
+"""Blocks of 4 words a thread that a program holds: 40 registers of the 64 that let 8 programs share a processor."""
+_MAX_SHARE = 64
 _cannot_launch: set[torch.device] = set()
 
 
@@ -102,11 +102,48 @@ def forward_score_(
 def forward_gradient(
     logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool, objective: Objective, out: Tensor
 ) -> tuple[Tensor, Tensor | None] | None:
-    """(log_probs, entropy) and, in `out`, the gradient of `grpo`'s objective, with one read of the logits.
+    """(log_probs, entropy, losses) and, in `out`, the gradient of `grpo`'s objective, with one read of the logits.
 
-    out may be the logits. None, and nothing done, where a row cannot be kept on the chip.
+    losses: (T,) weighted. out may be the logits. None, and nothing done, where a row cannot be kept on the chip.
     """
-    return _one_pass(logits, labels, temperature, with_entropy, objective, out)
+    losses = torch.zeros(len(labels), dtype=torch.float32, device=logits.device)
+    results = _one_pass(logits, labels, temperature, with_entropy, objective, out, losses)
+    return None if results is None else (*results, losses)
+
+
+def losses_and_coefficients(objective: Objective, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+    """As `Objective.losses_and_coefficients`, in one kernel for the families that it knows."""
+    if objective.loss not in ("grpo", "gspo"):
+        return objective.losses_and_coefficients(log_probs)
+    by_document = objective.loss == "gspo"
+    losses, coefficients = torch.zeros_like(log_probs), torch.zeros_like(log_probs)
+    block = 1024
+    num_programs = objective.segments.num_documents if by_document else -(-len(log_probs) // block)
+    if num_programs and len(log_probs):
+        kernels.coefficients_kernel[(num_programs,)](
+            log_probs,
+            objective.old_log_probs,
+            objective.advantages,
+            objective.weights,
+            objective.mask,
+            objective.segments.index if by_document else objective.mask,
+            losses,
+            coefficients,
+            len(log_probs),
+            objective.epsilon_low,
+            objective.epsilon_high,
+            BY_DOCUMENT=by_document,
+            BLOCK=block,
+            num_warps=4,
+        )
+    return losses, coefficients
+
+
+def scale_rows(source: Tensor, factors: Tensor, target: Tensor, rows: Tensor) -> Tensor:
+    """target[rows[i]] = factors[i] * source[i], in float32; source may be target where rows are 0, 1, 2, ..."""
+    if source.numel():
+        kernels.scale_rows_kernel[(len(rows),)](source, factors, target, rows, source.shape[1], BLOCK=2048, num_warps=4)
+    return target
 
 
 def scale_(values: Tensor, factor: Tensor) -> Tensor:
@@ -144,7 +181,7 @@ def _forward(logits, labels, temperature, with_entropy, vocabulary_start):
     return log_probs, maximum, log_sum, entropy
 
 
-def _one_pass(logits, labels, temperature, with_entropy, objective, out):
+def _one_pass(logits, labels, temperature, with_entropy, objective, out, losses=None):
     rows, columns = logits.shape
     half = _HALVES.get(logits.dtype, "")
     layout = _layout(logits, out, half)
@@ -173,6 +210,7 @@ def _one_pass(logits, labels, temperature, with_entropy, objective, out):
             out,
             labels,
             *per_token,
+            log_probs if losses is None else losses,
             log_probs,
             log_probs if entropy is None else entropy,
             slots,

@@ -150,14 +150,16 @@ def backward_kernel(
 
 
 @triton.jit
-def _grpo_coefficient(log_prob, old_log_prob, advantage, weight, epsilon_low, epsilon_high):
-    """c = -w A r k of `grpo`: the derivative of its clipped surrogate, 0 where the clip or the clamp of 20 acts."""
-    log_ratio = log_prob - old_log_prob
-    ratio = tl.exp2(log_ratio * (1 / LN_2))
+def _clipped(log_ratio, advantage, epsilon_low, epsilon_high):
+    """(loss, slope) of the clipped surrogate: slope is its derivative by the log-ratio, 0 where clip or clamp act."""
+    limited = tl.minimum(tl.maximum(log_ratio, -20.0), 20.0)
+    ratio = tl.exp2(limited * (1 / LN_2))
+    clipped = tl.minimum(tl.maximum(ratio, 1 - epsilon_low), 1 + epsilon_high)
+    loss = -tl.minimum(ratio * advantage, clipped * advantage)
+    # The bounds themselves pass, as autograd of min and clamp has it. NaN does not pass.
     passes = tl.where(advantage > 0, ratio <= 1 + epsilon_high, ratio >= 1 - epsilon_low)
-    passes = passes & (tl.abs(log_ratio) <= 20.0)
-    # `passes` is False for NaN: the caller finds it in the log-probs.
-    return tl.where(passes, -weight * advantage * ratio, 0.0)
+    slope = tl.where(passes & (tl.abs(log_ratio) <= 20.0), -ratio * advantage, 0.0)
+    return loss, slope
 
 
 @triton.jit
@@ -198,6 +200,7 @@ def one_pass_kernel(
     old_log_probs,
     advantages,
     weights,
+    losses,
     log_probs,
     entropies,
     slots,
@@ -234,22 +237,17 @@ def one_pass_kernel(
     lane = tl.arange(0, THREADS)[:, None] * 4 + tl.arange(0, 4)[None, :]
     nothing: tl.constexpr = -8323200 if HALF == "bf16" else -67044352  # two times -inf
 
-    label = tl.load(labels + group)
+    label = tl.load(labels + group).to(tl.int32)
     for turn in range(0, tl.cdiv(num_rows - group, num_groups)):
-        row = (group + turn * num_groups).to(tl.int64)
-        # A turn ahead, so that a row's loads do not wait for its label.
+        row = group + turn * num_groups
         next_row = row + num_groups
-        next_label = tl.load(labels + next_row, mask=next_row < num_rows, other=-1)
-        source = words + row * row_stride
-        target = out + row * out_stride
         factor = 0.0
         if label >= 0:
-            # The label's logit is read before anything is published, hence before anyone may overwrite it.
             inside = label < num_columns
-            label_logit = tl.load(logits + row * (row_stride * per_word) + label, mask=inside, other=0.0)
-            if GRPO:
-                old, advantage = tl.load(old_log_probs + row), tl.load(advantages + row)
-                weight = tl.load(weights + row)
+            source = words + row.to(tl.int64) * row_stride
+            label_logit = tl.load(
+                logits + row.to(tl.int64) * (row_stride * per_word) + label, mask=inside, other=0.0
+            ).to(tl.float32)
             kept = ()
             for i in tl.static_range(BLOCKS):
                 columns = first + i * WORDS + lane
@@ -258,7 +256,10 @@ def one_pass_kernel(
                 else:
                     kept = kept + (tl.load(source + columns, mask=columns < num_words, other=nothing),)
 
+            # Starting from the label's logit changes no maximum, and makes sure that it has arrived before anything
+            # is published, after which its place may be overwritten.
             highest = tl.full([THREADS, 4], LOWEST, tl.float32)
+            highest = tl.maximum(highest, label_logit)
             for i in tl.static_range(BLOCKS):
                 if HALF == "":
                     highest = tl.maximum(highest, kept[i])
@@ -294,17 +295,21 @@ def one_pass_kernel(
 
             if SHARE > 1:
                 # Value and arrival in one 64-bit word: whoever reads it has both, without a fence.
-                slot = slots + row * ((2 if ENTROPY else 1) * SHARE)
+                slot = slots + row.to(tl.int64) * ((2 if ENTROPY else 1) * SHARE)
                 pair = (m.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (
                     n.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
                 )
-                # Nothing is added (`zero`), but now the label's logit has arrived before its place may be overwritten.
-                pair |= (label_logit.to(tl.float32).to(tl.int32, bitcast=True) & zero).to(tl.int64)
                 tl.atomic_xchg(slot + member, pair, sem="relaxed")
                 if ENTROPY:
                     tl.atomic_xchg(
                         slot + SHARE + member, d.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF, sem="relaxed"
                     )
+            # Asked for here, these arrive while the program waits for the others.
+            next_label = tl.load(labels + next_row, mask=next_row < num_rows, other=-1).to(tl.int32)
+            if GRPO:
+                old, advantage = tl.load(old_log_probs + row), tl.load(advantages + row)
+                weight = tl.load(weights + row)
+            if SHARE > 1:
                 others = slot + tl.arange(0, SHARE)
                 pairs = tl.load(others, volatile=True)
                 dots = tl.load(others + SHARE, volatile=True) if ENTROPY else pairs
@@ -325,7 +330,7 @@ def one_pass_kernel(
                     n = float("nan")
 
             log_sum = tl.log2(n)
-            log_prob = ((label_logit.to(tl.float32) - m) * scale - log_sum) * LN_2
+            log_prob = ((label_logit - m) * scale - log_sum) * LN_2
             log_prob = tl.where(inside, log_prob, float("nan"))
             if member == 0:
                 tl.store(log_probs + row, log_prob)
@@ -333,10 +338,18 @@ def one_pass_kernel(
                     tl.store(entropies + row, (log_sum - d / n) * LN_2)
             factor = 1.0
             if GRPO:
-                c = _grpo_coefficient(log_prob, old, advantage, weight, epsilon_low, epsilon_high)
-                factor = c * inverse_temperature
+                loss, slope = _clipped(log_prob - old, advantage, epsilon_low, epsilon_high)
+                factor = weight * slope * inverse_temperature
+                if member == 0:
+                    tl.store(losses + row, weight * loss)
             if factor != 0:
-                offset = m * scale + log_sum
+                # -factor 2^(s (x - m) - log2 n), with |factor| in the exponent and the sign set on packed words.
+                offset = m * scale + log_sum - tl.log2(tl.abs(factor))
+                sign = tl.where(factor > 0, -2147450880, 0)  # 0x80008000
+                own = factor * (1 - tl.exp2(log_prob * (1 / LN_2)))
+                # `zero` again: the address is computed anew, and takes no registers while the row is kept.
+                place = (row + zero).to(tl.int64)
+                target = out + place * out_stride
                 for i in tl.static_range(BLOCKS):
                     columns = first + i * WORDS + lane
                     if HALF == "":
@@ -345,17 +358,17 @@ def one_pass_kernel(
                     else:
                         # Written unlike the two conversions before, for the same reason.
                         low, high = _unpack(kept[i] ^ zero, HALF)
-                        low, high = tl.exp2(low * scale - offset), tl.exp2(high * scale - offset)
-                        values = _pack(-factor * low, -factor * high, HALF, PTX)
+                        values = _pack(tl.exp2(low * scale - offset), tl.exp2(high * scale - offset), HALF, PTX) ^ sign
                     tl.store(target + columns, values, mask=columns < num_words)
                 tl.debug_barrier()  # the row's stores land before the mended one
                 if (label >= first * per_word) & (label < (first + BLOCKS * WORDS) * per_word) & inside:
-                    value = factor * (1 - tl.exp2(log_prob * (1 / LN_2)))
-                    tl.store(
-                        out_elements + row * (out_stride * per_word) + label, value.to(out_elements.dtype.element_ty)
-                    )
+                    mended = out_elements + place * (out_stride * per_word) + label
+                    tl.store(mended, own.to(out_elements.dtype.element_ty))
+        else:
+            next_label = tl.load(labels + next_row, mask=next_row < num_rows, other=-1).to(tl.int32)
         if factor == 0:
             # Untrained rows are not read, by selection: they may hold NaN or infinity.
+            target = out + row.to(tl.int64) * out_stride
             for i in tl.static_range(BLOCKS):
                 columns = first + i * WORDS + lane
                 tl.store(target + columns, tl.zeros([THREADS, 4], out.dtype.element_ty), mask=columns < num_words)
@@ -371,3 +384,75 @@ def scale_kernel(values, factor, num_values, BLOCK: tl.constexpr):
         inside = index < num_values
         scaled = tl.load(values + index, mask=inside).to(tl.float32) * by
         tl.store(values + index, scaled.to(values.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def coefficients_kernel(
+    log_probs,
+    old_log_probs,
+    advantages,
+    weights,
+    mask,
+    document_index,
+    losses,
+    coefficients,
+    num_tokens,
+    epsilon_low,
+    epsilon_high,
+    BY_DOCUMENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Weighted loss of each token and its derivative by the token's log-prob, for `grpo` and (BY_DOCUMENT) `gspo`.
+
+    One program a document, which looks for its tokens among all: no sort, no atomics, and the documents may lie in
+    any order. Fifty small kernels would do the same, and take longer than they read.
+    """
+    if BY_DOCUMENT:
+        document = tl.program_id(0)
+        count = tl.zeros([BLOCK], tl.float32)
+        log_ratio = tl.zeros([BLOCK], tl.float32)
+        advantage = tl.zeros([BLOCK], tl.float32)
+        weight = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, num_tokens, BLOCK):
+            t = start + tl.arange(0, BLOCK)
+            own = tl.load(document_index + t, mask=t < num_tokens, other=-1) == document
+            count += tl.where(own, 1.0, 0.0)
+            log_ratio += tl.load(log_probs + t, mask=own, other=0.0) - tl.load(old_log_probs + t, mask=own, other=0.0)
+            advantage += tl.load(advantages + t, mask=own, other=0.0)
+            weight += tl.load(weights + t, mask=own, other=0.0)
+        n = tl.maximum(tl.sum(count, 0), 1.0)
+        loss, slope = _clipped(tl.sum(log_ratio, 0) / n, tl.sum(advantage, 0) / n, epsilon_low, epsilon_high)
+        c = slope * tl.sum(weight, 0) / n
+        for start in range(0, num_tokens, BLOCK):
+            t = start + tl.arange(0, BLOCK)
+            own = tl.load(document_index + t, mask=t < num_tokens, other=-1) == document
+            tl.store(losses + t, tl.load(weights + t, mask=own, other=0.0) * loss, mask=own)
+            tl.store(coefficients + t, tl.full([BLOCK], c, tl.float32), mask=own)
+    else:
+        t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        inside = t < num_tokens
+        trained = tl.load(mask + t, mask=inside, other=0) != 0
+        log_ratio = tl.load(log_probs + t, mask=trained, other=0.0) - tl.load(
+            old_log_probs + t, mask=trained, other=0.0
+        )
+        advantage = tl.load(advantages + t, mask=trained, other=0.0)
+        loss, slope = _clipped(log_ratio, advantage, epsilon_low, epsilon_high)
+        weight = tl.load(weights + t, mask=trained, other=0.0)
+        tl.store(losses + t, weight * loss, mask=inside)
+        tl.store(coefficients + t, weight * slope, mask=inside)
+
+
+@triton.jit
+def scale_rows_kernel(source, factors, target, rows, num_columns, BLOCK: tl.constexpr):
+    """target[rows[i]] = factors[i] * source[i], one program a row."""
+    i = tl.program_id(0).to(tl.int64)
+    factor = tl.load(factors + i)
+    to = tl.load(rows + i)
+    for start in range(0, num_columns, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        values = tl.load(source + i * num_columns + columns, mask=columns < num_columns, other=0.0).to(tl.float32)
+        tl.store(
+            target + to * num_columns + columns,
+            (factor * values).to(target.dtype.element_ty),
+            mask=columns < num_columns,
+        )

@@ -39,21 +39,23 @@ class Objective:
         """This piece's share of the step's loss: the sum of w_t times the surrogate. Differentiable."""
         return (self.weights * self._surrogate(log_probs).losses).sum()
 
-    def coefficients(self, log_probs: Tensor) -> Tensor:
-        """c (T,), the derivative of `value` by each log-prob; 0 where nothing is trained.
+    def losses_and_coefficients(self, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        """(w_t times the surrogate, c_t), each (T,): c_t is the derivative of `value` by each log-prob.
 
-        What autograd would find, with a third of its kernels: this runs between the products of every chunk. Only
-        the family's map from log-probs to ratios is left to autograd.
+        Both are 0 where nothing is trained. c is what autograd would find, with a third of its operations: this runs
+        between the products of every chunk. Only the family's map from log-probs to ratios is left to autograd.
         """
         with torch.enable_grad():
             log_probs = log_probs.detach().requires_grad_()
             log_ratio, advantages = self._judged_by(log_probs)
         value = log_ratio.detach()
         ratio = value.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+        clipped = ratio.clamp(1 - self.epsilon_low, 1 + self.epsilon_high)
+        losses = torch.minimum(ratio * advantages, clipped * advantages) * -self.weights
         passes = torch.where(advantages > 0, ratio <= 1 + self.epsilon_high, ratio >= 1 - self.epsilon_low)
         passes &= value.abs() <= LOG_RATIO_LIMIT
         slope = torch.where(passes, ratio * advantages * -self.weights, 0.0)
-        return torch.autograd.grad(log_ratio, log_probs, slope)[0]
+        return losses, torch.autograd.grad(log_ratio, log_probs, slope)[0]
 
     def informative(self) -> Tensor:
         """(T,) bool: False where c_t is 0 whatever the log-probs turn out to be (untrained, or of zero advantage)."""

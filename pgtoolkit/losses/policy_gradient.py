@@ -11,9 +11,9 @@ from torch import Tensor
 
 from pgtoolkit.batch import StepTotals
 from pgtoolkit.kernels.linear import Head, linear_loss
+from pgtoolkit.kernels.logits import choose_implementation, logits_loss
 from pgtoolkit.kernels.plan import rows_within
 from pgtoolkit.kernels.products import linear
-from pgtoolkit.kernels.token_log_probs import choose_implementation, loss_in_one_pass, token_log_probs
 from pgtoolkit.losses.aggregation import Reducer
 from pgtoolkit.losses.metrics import LEVELS, MetricSums
 from pgtoolkit.losses.objective import NEEDS_WHOLE_DOCUMENTS, Objective, make_objective
@@ -97,13 +97,9 @@ def policy_loss(
         totals=totals,
         dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32,
     )
-    arguments = temperature, metrics == "with_entropy", impl, overwrite_logits
-    in_one_pass = loss_in_one_pass(logits, labels, objective, *arguments)
-    if in_one_pass is not None:
-        value, log_probs, entropy = in_one_pass
-    else:
-        log_probs, entropy = token_log_probs(logits, labels, *arguments)
-        value, log_probs = objective.value(log_probs), log_probs.detach()
+    value, log_probs, entropy = logits_loss(
+        logits, labels, objective, temperature, metrics == "with_entropy", impl, overwrite_logits
+    )
     if check_finite:
         objective.check_finite(log_probs)
     return _result(objective, value, log_probs, entropy, metrics)

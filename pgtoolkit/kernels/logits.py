@@ -1,0 +1,115 @@
+"""The loss of given logits, differentiable with respect to them, by the chosen implementation.
+
+An implementation is a module with the passes over (T, V) logits: `forward`, `backward`, and the two in one. No loss
+family appears in them, but for `grpo` in Triton's single pass, which needs each coefficient on the spot.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from pgtoolkit.losses.objective import Objective
+
+IMPLEMENTATIONS = ("torch", "triton")
+
+
+def choose_implementation(impl: str, like: Tensor):
+    """The module with the vocabulary-sized passes for logits like `like`; "auto" goes by device and dtype."""
+    if impl == "auto":
+        gpu = like.device.type == "cuda" and like.dtype != torch.float64
+        impl = "triton" if gpu and importlib.util.find_spec("triton") else "torch"
+    if impl == "torch":
+        from pgtoolkit.kernels import torch_impl
+
+        return torch_impl
+    if impl != "triton":
+        raise ValueError(f"impl={impl!r} is unknown; choose one of auto, {', '.join(IMPLEMENTATIONS)}")
+    from pgtoolkit.kernels import triton_impl
+
+    triton_impl.check_runs_on(like)
+    return triton_impl
+
+
+def logits_loss(
+    logits: Tensor,
+    labels: Tensor,
+    objective: Objective,
+    temperature: float,
+    with_entropy: bool,
+    impl: str = "auto",
+    overwrite: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(loss, log_probs, entropy) of logits (T, V); log_probs and entropy are (T,) and detached.
+
+    In float32 (float64 for float64 logits), 0 where labels < 0. Entropy is of the tempered distribution, and None
+    unless asked for. overwrite: the gradient takes the place of the logits.
+    """
+    implementation = choose_implementation(impl, logits)
+    wanted = torch.is_grad_enabled() and logits.requires_grad
+    values, gradient, results = logits.detach(), None, None
+    with torch.no_grad():
+        if wanted and objective.loss == "grpo" and hasattr(implementation, "forward_gradient"):
+            # A token's coefficient follows from its own log-prob: the gradient comes with the same read.
+            gradient = values if overwrite else torch.empty_like(values)
+            results = implementation.forward_gradient(values, labels, temperature, with_entropy, objective, gradient)
+        if results is not None:
+            log_probs, entropy, losses = results
+        else:
+            log_probs, normalizer, entropy = implementation.forward(values, labels, temperature, with_entropy)
+            losses, coefficients = implementation.losses_and_coefficients(objective, log_probs)
+        loss = losses.sum()
+    if results is not None:
+        loss = _GradientAtHand.apply(logits, loss, gradient, implementation)
+    elif wanted:
+        backward = _Backward(values, labels, normalizer, coefficients, temperature, implementation, overwrite)
+        loss = _GradientToCome.apply(logits, loss, backward)
+    return loss, log_probs, entropy
+
+
+class _Backward:
+    """What the backward pass needs; not saved by autograd, to which overwriting the logits must not look a mistake."""
+
+    def __init__(self, logits, labels, normalizer, coefficients, temperature, implementation, overwrite):
+        self.logits, self.labels, self.normalizer, self.coefficients = logits, labels, normalizer, coefficients
+        self.temperature, self.implementation, self.overwrite = temperature, implementation, overwrite
+
+    def __call__(self, upstream: Tensor) -> Tensor:
+        if self.logits is None:
+            raise RuntimeError("the logits were overwritten by the first backward; call the loss again")
+        logits, out = self.logits, None
+        if self.overwrite:
+            self.logits, out = None, logits
+        coefficients = self.coefficients * upstream
+        return self.implementation.backward(
+            logits, self.labels, self.normalizer, coefficients, self.temperature, out=out
+        )
+
+
+class _GradientToCome(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, loss, backward):
+        ctx.compute = backward
+        return loss.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, upstream):
+        return ctx.compute(upstream), None, None
+
+
+class _GradientAtHand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, loss, gradient, implementation):
+        ctx.gradient, ctx.implementation = gradient, implementation
+        return loss.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, upstream):
+        if ctx.gradient is None:
+            raise RuntimeError("the gradient is handed out by the first backward; call the loss again")
+        gradient, ctx.gradient = ctx.implementation.scale_(ctx.gradient, upstream), None
+        return gradient, None, None, None
