@@ -114,7 +114,7 @@ def test_check_prints_the_plan(capsys):
         "prompt 7 + completion 7 = 14 tokens",
         "step: 64 documents, in 2 micro-batches of at most 512 tokens; 4 steps per batch",
         "300 steps, 19200 documents",
-        "512 tokens x 13 entries of the vocabulary x 4 bytes = 0.0254 MiB",
+        "512 tokens x 12 entries of the vocabulary x 4 bytes = 0.0234 MiB",
         "loss.epsilon_high = 0.28 (default 0.0004)",
         "seed = 3 (default 0)",
         "dapo_seed-3",

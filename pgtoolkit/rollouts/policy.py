@@ -81,7 +81,7 @@ class PolicyRollouts:
     def _generate(self, number: int) -> list[Document]:
         first = number * self._config.prompts_per_batch
         prompts = [self._task.prompt(first + i) for i in range(self._config.prompts_per_batch)]
-        prompt_tokens = [self._tokenizer(p.text, add_special_tokens=False)["input_ids"] for p in prompts]
+        prompt_tokens = [self._encode(prompt) for prompt in prompts]
         repeated = [tokens for tokens in prompt_tokens for _ in range(self._config.group_size)]
         self._check_room(prompts, prompt_tokens)
         completions = self._policy.generate(repeated)
@@ -92,6 +92,14 @@ class PolicyRollouts:
         if self._config.old_log_probs == OldLogProbs.training:
             documents = self._with_training_log_probs(documents)
         return documents
+
+    def _encode(self, prompt) -> list[int]:
+        try:
+            return self._tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
+        except Exception as error:  # what the tokenizers library raises for a character it has no token for
+            raise DataError(
+                f"the prompt {prompt.text[:60]!r} cannot be encoded by the model's tokenizer: {error}"
+            ) from error
 
     def _check_room(self, prompts, prompt_tokens) -> None:
         """Refuse a prompt whose document could outgrow the model or a micro-batch, before time goes into it."""

@@ -14,7 +14,7 @@ from pgtoolkit.batch import MicroBatch
 from pgtoolkit.config import HuggingFaceModelConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError
 
-END, PADDING = "<end>", "<padding>"
+END = "<end>"
 _PADDING_LIMIT = 1.5
 PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
 
@@ -103,16 +103,19 @@ def _tiny(config: TinyModelConfig, alphabet: str) -> Policy:
 
 
 def character_tokenizer(alphabet: str):
-    """A fast tokenizer with one token per character of `alphabet`, an end and a padding token."""
+    """A fast tokenizer with one token per character of `alphabet` and one for the end, which also pads.
+
+    A padding token of its own could be sampled, and would leave no trace in the decoded text that is scored.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     characters = list(dict.fromkeys(alphabet))
-    vocabulary = {token: i for i, token in enumerate([*characters, END, PADDING])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PADDING))
+    vocabulary = {token: i for i, token in enumerate([*characters, END])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PADDING, padding_side="left")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END, padding_side="left")
 
 
 def _hugging_face(config: HuggingFaceModelConfig, on_gpu: bool) -> Policy:
