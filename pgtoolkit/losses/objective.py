@@ -12,7 +12,7 @@ from pgtoolkit.errors import DataError
 from pgtoolkit.losses.aggregation import Reducer, token_weights
 from pgtoolkit.losses.metrics import MetricSums, metric_sums
 from pgtoolkit.losses.segments import Segments
-from pgtoolkit.losses.surrogates import FAMILIES, LOG_RATIO_LIMIT, clipped_surrogate
+from pgtoolkit.losses.surrogates import FAMILIES, clipped_surrogate
 
 NEEDS_WHOLE_DOCUMENTS = {"grpo": False, "gspo": True}
 """Whether a token's coefficient depends on the log-probs of the other tokens of its document."""
@@ -42,20 +42,17 @@ class Objective:
     def losses_and_coefficients(self, log_probs: Tensor) -> tuple[Tensor, Tensor]:
         """(w_t times the surrogate, c_t), each (T,): c_t is the derivative of `value` by each log-prob.
 
-        Both are 0 where nothing is trained. c is what autograd would find, with a third of its operations: this runs
-        between the products of every chunk. Only the family's map from log-probs to ratios is left to autograd.
+        Both are 0 where nothing is trained. c is what autograd would find, by formula, since it is wanted without a
+        graph; only the family's map from log-probs to log-ratios is left to autograd.
         """
+        surrogate = self._surrogate(log_probs)
+        ratio, advantages = surrogate.ratio, surrogate.advantages
+        passes = torch.where(advantages > 0, ratio <= 1 + self.epsilon_high, ratio >= 1 - self.epsilon_low)
+        slope = torch.where(passes & ~surrogate.clamped, ratio * advantages * -self.weights, 0.0)
         with torch.enable_grad():
             log_probs = log_probs.detach().requires_grad_()
-            log_ratio, advantages = self._judged_by(log_probs)
-        value = log_ratio.detach()
-        ratio = value.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-        clipped = ratio.clamp(1 - self.epsilon_low, 1 + self.epsilon_high)
-        losses = torch.minimum(ratio * advantages, clipped * advantages) * -self.weights
-        passes = torch.where(advantages > 0, ratio <= 1 + self.epsilon_high, ratio >= 1 - self.epsilon_low)
-        passes &= value.abs() <= LOG_RATIO_LIMIT
-        slope = torch.where(passes, ratio * advantages * -self.weights, 0.0)
-        return losses, torch.autograd.grad(log_ratio, log_probs, slope)[0]
+            log_ratio, _ = self._judged_by(log_probs)
+        return self.weights * surrogate.losses, torch.autograd.grad(log_ratio, log_probs, slope)[0]
 
     def informative(self) -> Tensor:
         """(T,) bool: False where c_t is 0 whatever the log-probs turn out to be (untrained, or of zero advantage)."""
