@@ -103,8 +103,12 @@ class PolicyGradientModule(lightning.LightningModule):
             "grad_norm": torch.nn.utils.clip_grad_norm_(self.parameters(), math.inf if limit is None else limit),
             **sums.finalize(totals),
         }
-        on_device = [torch.as_tensor(value, device=self.device).double() for value in metrics.values()]
-        return dict(zip(metrics, torch.stack(on_device).tolist(), strict=True)) | {"num_micro_batches": len(outputs)}
+        values = torch.stack([value.to(self.device, torch.float64) for value in metrics.values()]).tolist()
+        counts = {name for name, value in metrics.items() if not value.is_floating_point()}
+        return {
+            **{name: int(x) if name in counts else x for name, x in zip(metrics, values, strict=True)},
+            "num_micro_batches": len(outputs),
+        }
 
     def _skip_bad_step(self, step: Step, outputs: list[PolicyLoss], metrics: dict[str, float]) -> None:
         """Leaves the weights as they are; raises NumericalError after `trainer.max_bad_steps` in a row."""
