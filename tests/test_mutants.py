@@ -1,0 +1,317 @@
+"""Tests of the tests: typical mistakes, most of them shipped by somebody, made in a copy of the package, are caught.
+
+`pytest -m mutants` runs these alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+ASSERTIONS = {"AssertionError", "Failed"}  # the latter of pytest.raises
+pytestmark = pytest.mark.mutants
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A mistake as a change of text in one file, and the tests of which each must fail by an assertion.
+
+    edits: old text -> new text; the old must occur exactly once.
+    """
+
+    name: str
+    file: str
+    edits: dict[str, str]
+    caught_by: tuple[str, ...]
+
+
+CUT = "tests/test_invariance.py::test_micro_batches_order_and_padding"
+MUTANTS = [
+    Mutant(
+        "sample mean over the micro-batch's documents instead of the step's (TRL #3021, verl #5877)",
+        "losses/aggregation.py",
+        {"segments.counts * totals.num_documents": "segments.counts * segments.num_documents"},
+        (f"{CUT}[grpo-sample_mean-none-halves-0]", f"{CUT}[gspo-sample_mean-none-shuffled-3]"),
+    ),
+    Mutant(
+        "token mean over the micro-batch's tokens instead of the step's (prime-rl #583, OpenRLHF #1249)",
+        "losses/aggregation.py",
+        {"dtype=torch.float64) * totals.num_tokens": "dtype=torch.float64) * mask.sum()"},
+        (f"{CUT}[grpo-token_mean-none-halves-0]", f"{CUT}[gspo-token_mean-none-shuffled-3]"),
+    ),
+    Mutant(
+        "Dr. GRPO without its 1/D (verl #3741)",
+        "losses/aggregation.py",
+        {"divisor, dtype=torch.float64) * totals.num_documents": "divisor, dtype=torch.float64)"},
+        ("tests/test_losses.py::test_worked_example[grpo-constant-0.40625]",),
+    ),
+    Mutant(
+        "prompt mean over the groups of the micro-batch (TRL and SkyRL pull requests)",
+        "losses/aggregation.py",
+        {"* totals.num_groups": "* len(group_index.unique())"},
+        (f"{CUT}[grpo-prompt_mean-none-one per document-0]",),
+    ),
+    Mutant(
+        "a divisor of NaN passes a comparison that is always false",
+        "losses/aggregation.py",
+        {"(number and math.isfinite(divisor) and divisor > 0)": "number or divisor <= 0"},
+        ("tests/test_losses.py::test_constant_refuses_a_divisor_that_cannot_divide[nan]",),
+    ),
+    Mutant(
+        "a phantom token for each fully masked document, in the step's totals (slime)",
+        "rollouts/steps.py",
+        {"num_tokens=sum(tokens_per_group)": "num_tokens=sum(max(1, document.num_trained) for document in documents)"},
+        ("tests/test_steps.py::test_totals_count_what_is_masked_and_empty",),
+    ),
+    Mutant(
+        "a phantom token for each fully masked document, in a loss without given totals (slime)",
+        "losses/objective.py",
+        {"counts.sum(), (counts": "counts.clamp(min=1).sum(), (counts"},
+        ("tests/test_losses.py::test_a_masked_document_counts_as_a_document_and_adds_no_phantom_token[token_mean]",),
+    ),
+    Mutant(
+        "masked positions multiplied by 0 instead of left out: NaN * 0 is NaN (NeMo-RL #4120)",
+        "losses/surrogates.py",
+        {"torch.where(mask, log_probs - old_log_probs, 0.0)": "mask * (log_probs - old_log_probs)"},
+        ("tests/test_losses.py::test_masked_positions_may_hold_anything[nan-grpo]",),
+    ),
+    Mutant(
+        "rows without a gradient multiplied by 0 instead of left out (prime-rl #2084)",
+        "kernels/torch_impl.py",
+        {"torch.where(active, block, 0.0)": "(active * block)"},
+        ("tests/test_losses.py::test_masked_positions_may_hold_anything[nan-gspo]",),
+    ),
+    Mutant(
+        "GSPO's ratio by the sum of the log-ratios instead of their mean (TRL #5814, NeMo-RL #2269)",
+        "losses/surrogates.py",
+        {"segments.mean(log_ratio)": "segments.sum(log_ratio)"},
+        ("tests/test_losses.py::test_gspo_ratio_is_the_exp_of_the_mean_and_not_of_the_sum",),
+    ),
+    Mutant(
+        "the clip acts already at its bounds, in the gradient by formula",
+        "losses/objective.py",
+        {"ratio <= 1 + self.epsilon_high": "ratio < 1 + self.epsilon_high"},
+        ("tests/test_peers.py::test_the_clip_does_not_act_at_its_bounds[1.0-1.25-fused_linear-grpo]",),
+    ),
+    Mutant(
+        "the clip acts already at its bounds, in the metrics",
+        "losses/metrics.py",
+        {"surrogate.ratio < 1 - epsilon_low": "surrogate.ratio <= 1 - epsilon_low"},
+        ("tests/test_peers.py::test_the_clip_does_not_act_at_its_bounds[-1.0-0.75-torch-gspo]",),
+    ),
+    Mutant(
+        "the log-ratio is not clamped before exp (OpenRLHF #1293: computed and never read)",
+        "losses/surrogates.py",
+        {"log_ratio = unclamped.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)": "log_ratio = unclamped"},
+        ("tests/test_losses.py::test_huge_log_ratios_stay_finite",),
+    ),
+    Mutant(
+        "extrema start from 0 (Fast-LLM #494)",
+        "losses/metrics.py",
+        {"torch.full_like(u, -torch.inf)": "torch.zeros_like(u)"},
+        (
+            "tests/test_losses.py::test_matches_reference[1.0-grpo-sample_mean-basic]",
+            "tests/test_peers.py::test_a_piece_without_trained_tokens_does_not_touch_the_extrema",
+        ),
+    ),
+    Mutant(
+        "metrics as the mean of the micro-batches' means (TRL #7047, verl #2259)",
+        "losses/metrics.py",
+        {"self.sums + other.sums": "(self.sums + other.sums) / 2"},
+        (f"{CUT}[grpo-sample_mean-basic-halves-0]",),
+    ),
+    Mutant(
+        "untrained positions counted as one more document (Fast-LLM: padding with an index of its own)",
+        "losses/segments.py",
+        {"self.num_documents = num_documents\n": "self.num_documents = num_documents + 1\n"},
+        ("tests/test_losses.py::test_on_policy_numbers",),
+    ),
+    Mutant(
+        "the temperature left out of the gradient",
+        "kernels/torch_impl.py",
+        {"(coefficients[rows] / temperature)": "coefficients[rows]"},
+        ("tests/test_losses.py::test_matches_reference[0.7-grpo-sample_mean-none]",),
+    ),
+    Mutant(
+        "entropy of vocabulary shards: a local sum under a global normalizer (Fast-LLM #494)",
+        "kernels/torch_impl.py",
+        {"dots[0] + shift.clamp(min=-1000.0) * sums": "dots[0]"},
+        ("tests/test_kernels.py::test_vocabulary_shards_merge[torch-True]",),
+    ),
+    Mutant(
+        "labels that are not shifted: each position predicts its own token",
+        "rollouts/packing.py",
+        {
+            "_next(torch.where(document.loss_mask, document.tokens, -1), -1)": "torch.where("
+            "document.loss_mask, document.tokens, -1)"
+        },
+        ("tests/test_packing.py::test_a_document_without_a_trained_token_stays",),
+    ),
+    Mutant(
+        "old log-probs that are not shifted with their labels",
+        "rollouts/packing.py",
+        {"_next(document.old_log_probs, 0.0)": "document.old_log_probs"},
+        ("tests/test_peers.py::test_old_log_probs_and_advantages_are_shifted_with_their_labels",),
+    ),
+    Mutant(
+        "advantages divided by the population's standard deviation instead of the sample's",
+        "rollouts/advantages.py",
+        {"for difference in centred) / others": "for difference in centred) / len(rewards)"},
+        ("tests/test_advantages.py::test_worked_example",),
+    ),
+    Mutant(
+        "the loss divided by the number of micro-batches (TRL #6024, ms-swift #10117)",
+        "training/module.py",
+        {"self.manual_backward(out.loss)": "self.manual_backward(out.loss / len(step.micro_batches))"},
+        ("tests/test_peers.py::test_an_update_does_not_depend_on_the_number_of_micro_batches[grpo-sample_mean]",),
+    ),
+    Mutant(
+        "the gradient of all but the last micro-batch lost (Fast-LLM #551)",
+        "training/module.py",
+        {"self.manual_backward(out.loss)": "optimizer.zero_grad(); self.manual_backward(out.loss)"},
+        ("tests/test_peers.py::test_an_update_does_not_depend_on_the_number_of_micro_batches[grpo-sample_mean]",),
+    ),
+    Mutant(
+        "the scheduled learning rate reported but not used",
+        "training/module.py",
+        {'group["lr"] = rate': "pass"},
+        ("tests/test_peers.py::test_an_update_is_made_at_the_reported_learning_rate",),
+    ),
+    Mutant(
+        "the next step's documents taken before this step's update is made",
+        "rollouts/steps.py",
+        {
+            "self._max_steps and (documents := self._take()):\n": "self._max_steps and (documents := self._take()):\n"
+            "            self._source.document(self._position)\n"
+        },
+        ("tests/test_steps.py::test_the_next_batch_is_not_asked_for_before_it_is_needed[short]",),
+    ),
+    Mutant(
+        "a position in the data one step ahead of the weights",
+        "rollouts/steps.py",
+        {'{"position": self._position,': '{"position": self._position + self._accumulation.docs_per_step,'},
+        ("tests/test_steps.py::test_continuing_from_any_step[short-0]",),
+    ),
+    Mutant(
+        "a checkpoint written in place",
+        "training/checkpoint.py",
+        {'path.with_suffix(".tmp")': "path"},
+        ("tests/test_peers.py::test_killed_in_the_middle_of_saving",),
+    ),
+    Mutant(
+        "the optimizer starts anew on resume",
+        "training/recorder.py",
+        {'module.optimizer.state_dict() | {"state": state["optimizer"]}': "module.optimizer.state_dict()"},
+        ("tests/test_peers.py::test_resume_takes_moments_from_the_checkpoint_and_settings_from_the_configuration",),
+    ),
+    Mutant(
+        "the optimizer's settings taken from the checkpoint on resume, whatever the user asks for",
+        "training/recorder.py",
+        {
+            'module.optimizer.state_dict()["state"]': "module.optimizer.state_dict()",
+            'module.optimizer.state_dict() | {"state": state["optimizer"]}': 'state["optimizer"]',
+        },
+        ("tests/test_peers.py::test_resume_takes_moments_from_the_checkpoint_and_settings_from_the_configuration",),
+    ),
+]
+
+# Loads what takes seconds once, nothing of pgtoolkit, then forks for every line `folder, tests ...` that it reads and
+# answers with what pytest found in that folder.
+SERVER = """
+import json, os, sys
+import hypothesis, lightning, matplotlib.pyplot, mlflow, pytest, torch, transformers
+from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
+
+class Record:
+    def __init__(self):
+        self.failed = []
+
+    def pytest_runtest_makereport(self, item, call):
+        if call.excinfo is not None:
+            names = [kind.__name__ for kind in call.excinfo.type.__mro__]
+            self.failed.append([item.nodeid, call.when, names, str(call.excinfo.value)[:300]])
+
+def run(folder, tests):
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    os.environ["PYTHONPATH"] = folder
+    sys.stdout = sys.stderr = open("output.txt", "w")
+    record = Record()
+    options = ["-q", "--disable-plugin-autoload", "-p", "no:cacheprovider"]
+    status = pytest.main([*options, *tests], plugins=[record])
+    files = [m.__file__ for n, m in sys.modules.items() if n.partition(".")[0] == "pgtoolkit"]
+    with open("result.json", "w") as file:
+        json.dump({"status": int(status), "failed": record.failed, "files": files}, file)
+    sys.stdout.flush()
+
+for line in sys.stdin:
+    folder, *tests = json.loads(line)
+    if os.fork() == 0:
+        try:
+            run(folder, tests)
+        finally:
+            os._exit(0)
+    os.wait()
+    print("done", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def server():
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    command = [sys.executable, "-c", SERVER]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    yield process
+    process.stdin.close()
+    assert process.wait(timeout=60) == 0
+
+
+def copy_to(folder: Path) -> Path:
+    for name in ("pgtoolkit", "conf", "tests"):
+        shutil.copytree(
+            REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "test_mutants.py")
+        )
+    shutil.copy(REPOSITORY / "pyproject.toml", folder)
+    return folder
+
+
+def run_tests(server, folder: Path, tests) -> dict:
+    """What pytest finds in the copy, once it is sure that the copy and nothing else was tested."""
+    print(json.dumps([str(folder), *tests]), file=server.stdin, flush=True)
+    assert server.stdout.readline() == "done\n"
+    result = json.loads((folder / "result.json").read_text())
+    assert result["files"], "pgtoolkit was not imported"
+    assert all(Path(file).is_relative_to(folder) for file in result["files"]), result["files"]
+    return result
+
+
+def test_without_a_mutation_the_named_tests_pass(server, tmp_path):
+    tests = sorted({test for mutant in MUTANTS for test in mutant.caught_by})
+    folder = copy_to(tmp_path)
+    result = run_tests(server, folder, tests)
+    assert result["status"] == 0, (folder / "output.txt").read_text()
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_the_mistake_is_caught(server, tmp_path, mutant):
+    folder = copy_to(tmp_path)
+    file = folder / "pgtoolkit" / mutant.file
+    text = file.read_text()
+    for old, new in mutant.edits.items():
+        assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times in {mutant.file}"
+        text = text.replace(old, new)
+    file.write_text(text)
+    result = run_tests(server, folder, mutant.caught_by)
+    assert result["status"] == pytest.ExitCode.TESTS_FAILED, (folder / "output.txt").read_text()
+    for test in mutant.caught_by:
+        reasons = [(when, set(names)) for name, when, names, _ in result["failed"] if name.startswith(test)]
+        assert reasons, f"{test} did not notice"
+        assert all(when == "call" and names & ASSERTIONS for when, names in reasons), result["failed"]

@@ -1,0 +1,74 @@
+"""What `pip install .` gives: the wheel carries conf/ and sweeps/, and its command works far from the repository."""
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+def succeed(*command, **options) -> str:
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def build(folder: Path, *what: str) -> dict[str, bytes]:
+    """The files of the wheel that is built into `folder`."""
+    succeed(sys.executable, "-m", "build", *what, "--no-isolation", "--outdir", folder, REPOSITORY)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory):
+    return tmp_path_factory.mktemp("dist")
+
+
+@pytest.fixture(scope="module")
+def wheel(dist):
+    return build(dist, "--wheel")
+
+
+def test_the_wheel_has_the_package_its_configuration_and_nothing_else(wheel):
+    files = {
+        str(file.relative_to(REPOSITORY)): file.read_bytes()
+        for folder in ("pgtoolkit", "conf", "sweeps")
+        for file in (REPOSITORY / folder).rglob("*")
+        if file.is_file() and file.parent.name != "__pycache__"
+    }
+    expected = {name if name.startswith("pgtoolkit/") else f"pgtoolkit/{name}": files[name] for name in files}
+    assert {"pgtoolkit/conf/config.yaml", "pgtoolkit/conf/experiment/dapo.yaml"} < expected.keys()
+    assert {name: data for name, data in wheel.items() if ".dist-info/" not in name} == expected
+
+
+def test_the_wheel_by_way_of_the_source_archive_is_the_same(wheel, tmp_path):
+    assert build(tmp_path) == wheel
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as source:
+        tops = {Path(name).parts[1] for name in source.getnames()}
+    assert {"pgtoolkit", "conf", "sweeps", "tests", "pyproject.toml", "LICENSE", "README.md"} <= tops
+    assert not tops & {"outputs", "multirun", "dist", "build", ".venv", ".git"}
+
+
+def test_the_installed_command_works_from_anywhere(wheel, dist, tmp_path):
+    (file,) = dist.glob("*.whl")
+    target, elsewhere = tmp_path / "installed", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-index", "--no-deps"]
+    succeed(*pip, "--target", target, file)
+    options = {"cwd": elsewhere, "env": os.environ | {"PYTHONPATH": str(target)}}
+    where = "import pgtoolkit.conf_files as c; print(c.__file__, c.config_directory())"
+    found = succeed(sys.executable, "-c", where, **options).split()
+    assert found == [str(target / "pgtoolkit" / "conf_files.py"), str(target / "pgtoolkit" / "conf")]
+    page = succeed(target / "bin" / "pgtk", "check", "loss=gspo", "aggregation=constant", **options)
+    assert "gspo" in page
+    assert "constant" in page
+    assert "experiment" in succeed(target / "bin" / "pgtk", "--help", **options)
+    assert list(elsewhere.iterdir()) == []
