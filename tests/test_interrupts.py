@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from runs import SHORT, assert_equal, checkpoint_of, metrics_of
 
 PGTK = Path(sys.executable).with_name("pgtk")
@@ -91,6 +92,17 @@ def test_a_numerical_failure_exits_with_4_and_one_message(tmp_path):
     assert status_of(tmp_path / "run")["state"] == "failed"
     rows = metrics_of(tmp_path / "run")
     assert all(abs(value) < float("inf") for row in rows for value in row.values())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("setting", ["trainer.device=cuda", "kernel=triton"])
+def test_a_missing_gpu_is_a_refusal(tmp_path, setting):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [PGTK, *SHORT, setting, f"hydra.run.dir={tmp_path / 'run'}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 2, done.stderr
+    assert f"{setting} needs a GPU" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_bad_data_exits_with_3_before_training(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -12,8 +13,8 @@ import lightning
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from pgtoolkit.config import AggregationMode, Config, PolicyRolloutConfig
-from pgtoolkit.errors import Interrupted
+from pgtoolkit.config import AggregationMode, Config, KernelImplementation, PolicyRolloutConfig
+from pgtoolkit.errors import ConfigError, Interrupted
 from pgtoolkit.rollouts.policy import PolicyRollouts
 from pgtoolkit.rollouts.recorded import RecordedRollouts
 from pgtoolkit.rollouts.steps import Source, StepLoader
@@ -108,9 +109,19 @@ def _fit(module: PolicyGradientModule, loader: StepLoader, config: Config, recor
 
 
 def _accelerator(config: Config) -> str:
-    if config.trainer.device == "auto":
-        return "gpu" if torch.cuda.is_available() else "cpu"
-    return {"cuda": "gpu", "cpu": "cpu"}[config.trainer.device]
+    has_gpu, device = torch.cuda.is_available(), config.trainer.device
+    if device == "cuda" and not has_gpu:
+        raise ConfigError(
+            "trainer.device=cuda needs a GPU that torch can use (got none). "
+            "Its driver or torch's CUDA build is missing. Use trainer.device=auto."
+        )
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if config.kernel.implementation == KernelImplementation.triton and not (has_gpu or interpreted):
+        raise ConfigError(
+            "kernel=triton needs a GPU (got none). Triton compiles for GPUs; TRITON_INTERPRET=1 runs its kernels "
+            "slowly on a CPU. Use kernel=torch."
+        )
+    return "gpu" if has_gpu and device != "cpu" else "cpu"
 
 
 def _start_tracker(config: Config, resolved: dict, run: RunDirectory, drift: dict) -> MlflowTracker | None:
