@@ -16,11 +16,12 @@ _HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _DTYPES = (torch.float32, *_HALVES)
 _LOG2_E = math.log2(math.e)
 
-_THREADS = 128
-_PROGRAMS_PER_PROCESSOR = 8
-_MAX_BLOCKS = 10
-"""Blocks of 4 words a thread that a program holds: 40 registers of the 64 that let 8 programs share a processor."""
-_MAX_SHARE = 64
+_THREADS = 512
+_PROGRAMS_PER_PROCESSOR = 2
+_MAX_BLOCKS = 8
+"""Blocks of 4 words a thread that a program holds: 32 registers of the 64 that let two programs share a processor.
+With more the compiler runs out, and what it spills includes numbers it then has to wait for."""
+_MAX_SHARE = 32
 _cannot_launch: set[torch.device] = set()
 
 
@@ -254,12 +255,8 @@ def _layout(logits: Tensor, out: Tensor, half: str) -> tuple[int, int] | None:
     if _INTERPRETED:
         # The interpreter runs one program after the other: none can wait for the next.
         return (1, needed) if needed <= _MAX_BLOCKS else None
-    share = 1
-    while share <= _MAX_SHARE:
-        if needed <= share * _MAX_BLOCKS:
-            return share, -(-needed // share)
-        share *= 2
-    return None
+    share = -(-needed // _MAX_BLOCKS)
+    return (share, -(-needed // share)) if share <= _MAX_SHARE else None
 
 
 def _rows(logits: Tensor) -> Tensor:

@@ -310,21 +310,24 @@ def one_pass_kernel(
                 old, advantage = tl.load(old_log_probs + row), tl.load(advantages + row)
                 weight = tl.load(weights + row)
             if SHARE > 1:
-                others = slot + tl.arange(0, SHARE)
-                pairs = tl.load(others, volatile=True)
-                dots = tl.load(others + SHARE, volatile=True) if ENTROPY else pairs
+                # A power of two at least SHARE; the surplus reads member 0 again, and counts nothing below.
+                others = tl.arange(0, triton.next_power_of_2(SHARE))
+                counted = others < SHARE
+                places = slot + tl.where(counted, others, 0)
+                pairs = tl.load(places, volatile=True)
+                dots = tl.load(places + SHARE, volatile=True) if ENTROPY else pairs
                 polls = 0
                 while (tl.max(((pairs == EMPTY) | (dots == EMPTY)).to(tl.int32), 0) != 0) & (polls < MAX_POLLS):
-                    pairs = tl.load(others, volatile=True)
-                    dots = tl.load(others + SHARE, volatile=True) if ENTROPY else pairs
+                    pairs = tl.load(places, volatile=True)
+                    dots = tl.load(places + SHARE, volatile=True) if ENTROPY else pairs
                     polls += 1
                 ms = (pairs >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-                ns = pairs.to(tl.int32).to(tl.float32, bitcast=True)
+                ns = tl.where(counted, pairs.to(tl.int32).to(tl.float32, bitcast=True), 0.0)
                 m = tl.max(ms, 0)
                 apart = (ms - m) * scale
                 n = tl.sum(ns * tl.exp2(apart), 0)
                 if ENTROPY:
-                    received = dots.to(tl.int32).to(tl.float32, bitcast=True)
+                    received = tl.where(counted, dots.to(tl.int32).to(tl.float32, bitcast=True), 0.0)
                     d = tl.sum(tl.exp2(apart) * (received + apart * ns), 0)
                 if polls >= MAX_POLLS:
                     n = float("nan")

@@ -22,6 +22,7 @@ class Segments:
         self.num_documents = num_documents
         # Slot `num_documents` collects the untrained positions and is dropped from every result.
         self.index = torch.where(mask, document_index, num_documents)
+        self._all_trained = False
         counts = torch.zeros(num_documents + 1, dtype=torch.int64, device=mask.device)
         self._lengths = counts.index_add_(0, self.index, torch.ones_like(self.index))
 
@@ -30,6 +31,7 @@ class Segments:
         """Documents that lie one after the other, all of it trained: index (T,) ascending from 0, counts (D,)."""
         segments = cls.__new__(cls)
         segments.num_documents, segments.index, segments._lengths, segments.order = len(counts), index, counts, None
+        segments._all_trained = True
         return segments
 
     @cached_property
@@ -62,7 +64,7 @@ class Segments:
         return sums[: self.num_documents]
 
     def _spread(self, values: Tensor) -> Tensor:
-        if self.order is not None:
+        if not self._all_trained:
             values = torch.cat([values, values.new_zeros(1)])
         return values[self.index]
 
