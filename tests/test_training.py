@@ -12,7 +12,7 @@ from steps import AGGREGATIONS, LEVELS, LOSSES
 from pgtoolkit.batch import Document
 from pgtoolkit.errors import NumericalError
 from pgtoolkit.rollouts.steps import make_step
-from pgtoolkit.training.train import build
+from pgtoolkit.training.train import build, train
 
 
 def module_of(*overrides, seed=0):
@@ -140,8 +140,6 @@ def test_resume_of_recorded_rollouts_is_bit_equal(tmp_path):
     settings = ["rollout=recorded", "aggregation.divisor=4", "trainer.max_steps=14", *settings[:-3], *settings[-2:]]
 
     def train_recorded(folder, resume=False):
-        from pgtoolkit.training.train import train
-
         train(config_of(*settings, *overrides), folder, resume=resume)
         return folder
 
@@ -151,6 +149,15 @@ def test_resume_of_recorded_rollouts_is_bit_equal(tmp_path):
         resumed = train_recorded(copy_as_of(whole, step, tmp_path / f"from {step}"), resume=True)
         assert metrics_of(resumed) == metrics_of(whole)
         assert_equal(checkpoint_of(resumed, 14), checkpoint_of(whole, 14))
+
+
+def test_the_last_step_is_saved_also_where_the_data_ends_first(tmp_path):
+    run(tmp_path / "source", f"rollout.save_path={tmp_path / 'rollouts'}")
+    settings = [s for s in SHORT if not s.startswith(("rollout.", "trainer."))]
+    settings += ["rollout=recorded", "aggregation.divisor=4", f"rollout.path={tmp_path / 'rollouts'}"]
+    train(config_of(*settings), tmp_path / "run")
+    assert metrics_of(tmp_path / "run")[-1]["step"] == 6
+    assert checkpoint_of(tmp_path / "run", 6)["step"] == 6
 
 
 def test_a_changed_key_acts_on_resume(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import signal
-from pathlib import Path
 
 import lightning
 
@@ -33,10 +32,7 @@ class Recorder(lightning.Callback):
         self._progress = ProgressLine(config.max_steps)
         self.step = 0 if checkpoint is None else checkpoint["step"]
         self.interrupted_by: str | None = None
-
-    @property
-    def checkpoint_folder(self) -> Path:
-        return self._run.path / "checkpoints"
+        self._unsaved: dict | None = None  # where the data stands, while that is in no checkpoint
 
     def on_train_start(self, trainer, module) -> None:
         # Only now does the optimizer exist, and nothing draws random numbers between here and the first step.
@@ -51,13 +47,21 @@ class Recorder(lightning.Callback):
         metrics = outputs["metrics"]
         self._run.append_metrics(self.step, metrics)
         log.info(self._progress.line(self.step, metrics))
-        last = self.step >= self._config.max_steps
-        if last or self.interrupted_by or self.step % self._config.checkpoint_every == 0:
-            state = snapshot(module, batch.state_after)
-            save_checkpoint(self.checkpoint_folder, self.step, state, self._config.keep_checkpoints)
-            self._run.set_status("running", self.step)
+        self._unsaved = batch.state_after
+        if self.step % self._config.checkpoint_every == 0:
+            self._save(module)
         if self.interrupted_by:
             trainer.should_stop = True
+
+    def on_train_end(self, trainer, module) -> None:
+        if self._unsaved is not None:
+            self._save(module)
+
+    def _save(self, module) -> None:
+        folder = self._run.path / "checkpoints"
+        save_checkpoint(folder, self.step, snapshot(module, self._unsaved), self._config.keep_checkpoints)
+        self._unsaved = None
+        self._run.set_status("running", self.step)
 
     def _stop_after_this_step(self, number, _frame) -> None:
         self.interrupted_by = signal.Signals(number).name
