@@ -26,7 +26,13 @@ def accumulate_matmul(total: Tensor, a: Tensor, b: Tensor, alpha: float) -> Tens
     if total.dtype == a.dtype:
         return total.addmm_(a, b, alpha=alpha)
     if a.device.type == "cuda":
-        return torch.addmm(total, a, b, out_dtype=total.dtype, alpha=alpha, out=total)
+        # In two halves: for the whole, cuBLAS picks a kernel that waits longer for the totals that it adds to
+        # (H200, 2048 x 151936 x 4096: 3.87 ms whole, 3.50 ms in halves, 3.38 ms without adding).
+        half = b.shape[1] // 128 * 64
+        for columns in (slice(0, half), slice(half, None)) if half else (slice(None),):
+            part = total[:, columns]
+            torch.addmm(part, a, b[:, columns], out_dtype=total.dtype, alpha=alpha, out=part)
+        return total
     for low in range(0, a.shape[0], _ROWS_PER_BLOCK):
         rows = slice(low, low + _ROWS_PER_BLOCK)
         total[rows].addmm_(a[rows].to(total.dtype), b.to(total.dtype), alpha=alpha)

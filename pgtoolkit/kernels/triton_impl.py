@@ -16,11 +16,11 @@ _HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _DTYPES = (torch.float32, *_HALVES)
 _LOG2_E = math.log2(math.e)
 
-_THREADS = 512
-_PROGRAMS_PER_PROCESSOR = 2
+_RESIDENT_THREADS = 1024
+"""Threads of the one-pass kernel that a processor holds at once, with 64 registers each."""
 _MAX_BLOCKS = 8
-"""Blocks of 4 words a thread that a program holds: 32 registers of the 64 that let two programs share a processor.
-With more the compiler runs out, and what it spills includes numbers it then has to wait for."""
+"""Blocks of 4 words a thread that a program keeps: 32 registers of the 64. With more the compiler runs out, and what
+it spills includes numbers that it then has to wait for."""
 _MAX_SHARE = 32
 _cannot_launch: set[torch.device] = set()
 
@@ -188,7 +188,7 @@ def _one_pass(logits, labels, temperature, with_entropy, objective, out, losses=
     layout = _layout(logits, out, half)
     if layout is None:
         return None
-    share, blocks = layout
+    threads, share, blocks = layout
     log_probs = torch.zeros(rows, dtype=torch.float32, device=logits.device)
     entropy = torch.zeros_like(log_probs) if with_entropy else None
     if rows == 0:
@@ -202,7 +202,7 @@ def _one_pass(logits, labels, temperature, with_entropy, objective, out, losses=
     grid = 1
     if not _INTERPRETED:
         processors = torch.cuda.get_device_properties(logits.device).multi_processor_count
-        grid = min(rows, processors * _PROGRAMS_PER_PROCESSOR // share) * share
+        grid = min(rows, processors * (_RESIDENT_THREADS // threads) // share) * share
     try:
         kernels.one_pass_kernel[(grid,)](
             logits,
@@ -230,9 +230,9 @@ def _one_pass(logits, labels, temperature, with_entropy, objective, out, losses=
             PTX=not _INTERPRETED,
             SHARE=share,
             BLOCKS=blocks,
-            THREADS=_THREADS,
-            num_warps=_THREADS // 32,
-            maxnreg=65536 // (_PROGRAMS_PER_PROCESSOR * _THREADS),
+            THREADS=threads,
+            num_warps=threads // 32,
+            maxnreg=65536 // _RESIDENT_THREADS,
             # Programs of a row wait for each other, so all must run at once: the driver refuses a grid that cannot.
             launch_cooperative_grid=share > 1,
         )
@@ -244,19 +244,21 @@ def _one_pass(logits, labels, temperature, with_entropy, objective, out, losses=
     return log_probs, entropy
 
 
-def _layout(logits: Tensor, out: Tensor, half: str) -> tuple[int, int] | None:
-    """(programs a row, blocks a program) of the one-pass kernel, or None where a row does not fit or align."""
+def _layout(logits: Tensor, out: Tensor, half: str) -> tuple[int, int, int] | None:
+    """(threads, programs a row, blocks a program) of the one-pass kernel; None where a row does not fit or align."""
     columns, per_word = logits.shape[1], 2 if half else 1
     if logits.stride(1) != 1 or out.stride(1) != 1 or logits.device in _cannot_launch or torch.version.hip:
         return None
     if half and (columns % 2 or any(x.stride(0) % 2 or x.storage_offset() % 2 for x in (logits, out))):
         return None
-    needed = -(-columns // (per_word * 4 * _THREADS))
-    if _INTERPRETED:
-        # The interpreter runs one program after the other: none can wait for the next.
-        return (1, needed) if needed <= _MAX_BLOCKS else None
+    needed = -(-columns // (per_word * 4 * 512))
+    if needed <= _MAX_BLOCKS:
+        return 512, 1, needed
+    # Smaller programs where they wait for each other: more of them are there to fill the wait.
+    needed = -(-columns // (per_word * 4 * 256))
     share = -(-needed // _MAX_BLOCKS)
-    return (share, -(-needed // share)) if share <= _MAX_SHARE else None
+    # The interpreter runs one program after the other: none can wait for the next.
+    return None if share > _MAX_SHARE or _INTERPRETED else (256, share, -(-needed // share))
 
 
 def _rows(logits: Tensor) -> Tensor:
