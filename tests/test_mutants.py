@@ -116,7 +116,7 @@ MUTANTS = [
     Mutant(
         "extrema start from 0 (Fast-LLM #494)",
         "losses/metrics.py",
-        {"torch.full_like(u, -torch.inf)": "torch.zeros_like(u)"},
+        {"torch.where(mask, extrema, -torch.inf)": "torch.where(mask, extrema, 0.0)"},
         (
             "tests/test_losses.py::test_matches_reference[1.0-grpo-sample_mean-basic]",
             "tests/test_peers.py::test_a_piece_without_trained_tokens_does_not_touch_the_extrema",
