@@ -40,23 +40,28 @@ def accumulate_matmul(total: Tensor, a: Tensor, b: Tensor, alpha: float) -> Tens
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, fp32: bool) -> Tensor:
-    """Logits (T, V) of hidden (T, H), all at once, differentiable; in float32 for half-precision operands if fp32."""
-    weight = weight.to(hidden.dtype)
-    if not fp32 or hidden.dtype in (torch.float32, torch.float64):
-        return torch.nn.functional.linear(hidden, weight, None if bias is None else bias.to(hidden.dtype))
-    logits = _WideLinear.apply(hidden, weight)
-    return logits if bias is None else logits + bias.float()
+    """Logits (T, V) of hidden (T, H), all at once, differentiable; in float32 for half-precision operands if fp32.
+
+    The product takes weight in hidden's dtype; its gradient is added up in float32 and rounded to weight's dtype once.
+    """
+    wide = fp32 and hidden.dtype not in (torch.float32, torch.float64)
+    if weight.dtype == hidden.dtype and not wide:
+        logits = hidden @ weight.T
+    else:
+        logits = _MixedLinear.apply(hidden, weight, torch.float32 if wide else hidden.dtype)
+    return logits if bias is None else logits + bias.to(logits.dtype)
 
 
-class _WideLinear(torch.autograd.Function):
+class _MixedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight):
+    def forward(ctx, hidden, weight, dtype):
         ctx.save_for_backward(hidden, weight)
-        out = hidden.new_empty(len(hidden), len(weight), dtype=torch.float32)
-        return matmul(hidden, weight.T, out)
+        return matmul(hidden, weight.to(hidden.dtype).T, hidden.new_empty(len(hidden), len(weight), dtype=dtype))
 
     @staticmethod
     def backward(ctx, gradient):
         hidden, weight = ctx.saved_tensors
         gradient = gradient.to(hidden.dtype)
-        return gradient @ weight, gradient.T @ hidden
+        total = hidden.new_zeros(weight.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
+        accumulate_matmul(total, gradient.T, hidden, 1.0)
+        return gradient @ weight.to(hidden.dtype), total.to(weight.dtype), None
