@@ -1,0 +1,59 @@
+"""Times and memory of a call, and the ceilings of this machine."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+_HEAD_START = 10_000_000
+"""Clock cycles (5 ms) that the GPU idles before each measurement, in which the CPU queues the call: what is measured
+is the GPU's time, as in a training step, whose queue is never empty. A synchronisation inside the call counts."""
+
+
+def seconds(calls: dict[str, Callable], repetitions: int, device: str) -> dict[str, float]:
+    """Median seconds of each call. The calls take turns, so that all see the same clocks and temperature."""
+    for call in calls.values():
+        call()
+        call()
+    marks = {name: [] for name in calls}
+    for _ in range(repetitions):
+        for name, call in calls.items():
+            marks[name].append(_timed(call, device))
+    if device == "cuda":
+        torch.cuda.synchronize()
+        return {name: statistics.median(a.elapsed_time(b) for a, b in pairs) / 1e3 for name, pairs in marks.items()}
+    return {name: statistics.median(times) for name, times in marks.items()}
+
+
+def _timed(call, device):
+    if device != "cuda":
+        started = time.perf_counter()
+        call()
+        return time.perf_counter() - started
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(_HEAD_START)
+    start.record()
+    call()
+    end.record()
+    return start, end
+
+
+def peak_bytes(call: Callable, device: str) -> int | None:
+    """Most memory held during the call above what was held before it; None without a GPU."""
+    if device != "cuda":
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def copy_bandwidth(like: torch.Tensor, device: str, repetitions: int = 10) -> float:
+    """Bytes a second, read and written, of a copy as large as `like`."""
+    target = torch.empty_like(like)
+    return 2 * like.numel() * like.element_size() / seconds({"": lambda: target.copy_(like)}, repetitions, device)[""]
