@@ -16,6 +16,9 @@ COMMANDS = {
     "[OVERRIDES]": "train, results in outputs/; -m a=1,2 b=3,4 runs all four",
     "check [OVERRIDES]": "print the plan and every problem; start nothing",
     "resume RUN_DIR [OVERRIDES]": "continue a run from its newest checkpoint",
+    "compare RUN_DIR...": "what varies, what was reached over seeds, seed noise; --html FILE",
+    "diff RUN_A RUN_B": "what changed: configuration, code, packages, hardware",
+    "ui": "MLflow's pages of the runs tracked from this directory; --port N",
     "bench": "measure the kernels on this machine",
 }
 
@@ -38,6 +41,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _dispatch(argv: list[str]) -> int:
     command = argv[0] if argv and argv[0][:1].isalpha() and "=" not in argv[0] else None
+    if command in ("compare", "diff", "ui"):
+        from pgtoolkit.comparison.command import main as run_command
+
+        return run_command(command, argv[1:])
     if "--help" in argv or "-h" in argv:
         print(help_page())
     elif "--version" in argv:
@@ -62,13 +69,14 @@ def help_page() -> str:
     shown = {use: text for use, text in COMMANDS.items() if use != "bench" or _has_bench()}
     lines += [f"  pgtk {use:<28}{text}" for use, text in shown.items()]
     lines += ["", "Groups (GROUP=OPTION; * is the default):"]
-    defaults, single = default_options(), []
+    defaults, single, columns = default_options(), [], []
     for group, names in sorted(options().items(), key=lambda item: [*defaults, item[0]].index(item[0])):
         if len(names) == 1:
             single.append(f"{group} ({names[0]})")
             continue
         marked = [f"{name}*" if defaults.get(group) == name else name for name in names]
-        lines.append(f"  {group:<13}" + "  ".join(marked))
+        columns.append(f"  {group:<13}" + "  ".join(marked))
+    lines += _side_by_side(columns)
     lines.append("  with one option: " + ", ".join(single))
     lines += [
         "",
@@ -76,6 +84,17 @@ def help_page() -> str:
     ]
     lines.append("Examples: pgtk loss=gspo aggregation=constant  |  pgtk check experiment=dapo  |  pgtk debug=short")
     return "\n".join(lines)
+
+
+def _side_by_side(lines: list[str], width: int = 52) -> list[str]:
+    """Two neighbours on one line of 100 columns where both are short."""
+    joined: list[str] = []
+    for line in lines:
+        if joined and len(joined[-1]) < width and len(line) <= 102 - width:
+            joined[-1] = f"{joined[-1]:<{width}}{line.removeprefix('  ')}"
+        else:
+            joined.append(line)
+    return joined
 
 
 def _train(argv: list[str]) -> int:
@@ -171,7 +190,7 @@ def _refusal(problems: list[str]) -> ConfigError:
 
 
 def _unknown_command(word: str) -> ConfigError:
-    commands = ["check", "resume", *(["bench"] if _has_bench() else [])]
+    commands = ["check", "resume", "compare", "diff", "ui", *(["bench"] if _has_bench() else [])]
     nearest = difflib.get_close_matches(word, [*commands, *options()], n=1)
     if word in ("train", "run"):
         use = "pgtk [OVERRIDES], without a word, to train"

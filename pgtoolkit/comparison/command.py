@@ -1,0 +1,89 @@
+"""The commands `pgtk compare`, `pgtk diff` and `pgtk ui`: their arguments, and where the results go."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+
+from pgtoolkit.errors import ConfigError, StorageError
+from pgtoolkit.tracking.commands import shell_path
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise ConfigError(f"{self.prog}: {message}. Use {' '.join(self.format_usage().split()[1:])}.")
+
+
+def main(command: str, argv: list[str]) -> int:
+    """Run one of the three commands; returns the exit status. Raises PgtoolkitError for what the user can mend."""
+    return {"compare": _compare, "diff": _diff, "ui": _ui}[command](argv)
+
+
+def _compare(argv):
+    parser = _Parser("pgtk compare", description="Compare runs: which keys vary, what they reached, seed noise.")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, or a folder with runs such as a sweep")
+    parser.add_argument("--metric", default="reward", metavar="NAME", help="what is compared (default: reward)")
+    for suffix, what in (("html", "report in one page"), ("csv", "row per run"), ("png", "picture of the curves")):
+        parser.add_argument(f"--{suffix}", type=Path, metavar="FILE", help=f"write a {what}")
+    args = parser.parse_args(argv)
+    files = {name: getattr(args, name) for name in ("html", "csv", "png") if getattr(args, name)}
+    for name, path in files.items():
+        _refuse_unwritable(name, path)
+
+    from pgtoolkit.comparison.groups import compare
+    from pgtoolkit.comparison.runs import find_runs
+    from pgtoolkit.comparison.words import page
+
+    compared = compare(find_runs(args.runs), args.metric)
+    print(page(compared), flush=True)
+    for name, path in files.items():
+        try:
+            _write(name, path, compared, shlex.join(["pgtk", "compare", *argv]))
+        except OSError as error:
+            raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
+        print(f"{name:<5}{shell_path(path)}", flush=True)
+    return 0
+
+
+def _write(name, path, compared, command):
+    from pgtoolkit.comparison.files import csv_text, write_png
+    from pgtoolkit.comparison.report import html
+
+    if name == "png":
+        write_png(compared, path)
+    else:
+        path.write_text(html(compared, command) if name == "html" else csv_text(compared), encoding="utf-8")
+
+
+def _refuse_unwritable(name, path):
+    if path.is_dir() or not path.parent.is_dir():
+        got = "a folder" if path.is_dir() else f"no folder {path.parent}"
+        reason = "The report is one file." if path.is_dir() else "Folders are not made."
+        raise ConfigError(
+            f"--{name}={path} needs the name of a file in a folder that exists (got {got}). {reason} "
+            f"Use --{name}=comparison.{name}."
+        )
+
+
+def _diff(argv):
+    parser = _Parser("pgtk diff", description="What changed between two runs: configuration, code, packages, hardware.")
+    parser.add_argument("first", metavar="RUN_A", type=Path)
+    parser.add_argument("second", metavar="RUN_B", type=Path)
+    args = parser.parse_args(argv)
+
+    from pgtoolkit.comparison.diff import page
+
+    print(page(args.first, args.second), flush=True)
+    return 0
+
+
+def _ui(argv):
+    parser = _Parser("pgtk ui", description="Show MLflow's pages of the runs tracked from this directory.")
+    parser.add_argument("--port", default="5000", metavar="N", help="port on 127.0.0.1 (default: 5000)")
+    parser.add_argument("--uri", metavar="URI", help="another store (default: sqlite:///outputs/mlflow.db)")
+    args = parser.parse_args(argv)
+
+    from pgtoolkit.comparison.ui import serve
+
+    return serve(args.uri, args.port)

@@ -1,0 +1,115 @@
+"""What changed between two runs: configuration, code, packages, hardware."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from pathlib import Path
+
+from pgtoolkit.comparison.groups import text
+from pgtoolkit.comparison.runs import UNREADABLE, is_run, not_a_run, read_provenance
+from pgtoolkit.errors import ConfigError
+from pgtoolkit.tracking.commands import shell_path
+from pgtoolkit.tracking.run_directory import config_drift, read_config
+
+_HARDWARE = ("host", "platform", "cpus", "memory", "gpus")
+
+
+def page(first: Path, second: Path) -> str:
+    """The differences for the terminal; sections without any are named in the last line.
+
+    Raises ConfigError for a folder that is no run.
+    """
+    for path in (first, second):
+        if not is_run(path):
+            raise not_a_run(f"pgtk diff {first} {second}", path, "two run directories")
+    sections = {"configuration": config_drift(_config(first), _config(second))}
+    starts = [read_provenance(path) for path in (first, second)]
+    notes = []
+    if all(starts):
+        one, other = (_last_start(start) for start in starts)
+        sections["code"] = _code(one, other)
+        sections["packages"] = _packages_changed(one, other)
+        sections["hardware"] = config_drift(_hardware(one), _hardware(other))
+        for path, start in zip((first, second), starts, strict=True):
+            if resumes := len(start.get("resumed", [])):
+                times = "once" if resumes == 1 else f"{resumes} times"
+                notes.append(f"{shell_path(path)} was resumed {times}: compared is its last start.")
+    else:
+        lacking = " and ".join(shell_path(p) for p, start in zip((first, second), starts, strict=True) if not start)
+        notes.append(f"Code, packages and hardware are not known: no readable provenance.json in {lacking}.")
+    lines = [f"A  {shell_path(first)}", f"B  {shell_path(second)}"]
+    for title, changes in sections.items():
+        if changes:
+            lines += ["", title, *_table(changes)]
+    same = [title for title, changes in sections.items() if not changes]
+    if same:
+        notes.insert(0, f"No difference in {', '.join(same)}.")
+    return "\n".join([*lines, "", *notes]).rstrip()
+
+
+def _config(path):
+    try:
+        return dict(read_config(path)[0])
+    except UNREADABLE as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"pgtk diff needs runs whose configuration can be read (got {path}/config.yaml: {reason}). It is damaged. "
+            "Use another run."
+        ) from error
+
+
+def _last_start(provenance):
+    return (provenance.get("resumed") or [provenance])[-1]
+
+
+def _code(one, other):
+    changes = config_drift({"pgtoolkit": one.get("version")}, {"pgtoolkit": other.get("version")})
+    # The same repository may lie in different places on two machines, so its place in the list says which it is.
+    for a, b in zip_longest(one.get("git", []), other.get("git", [])):
+        name = Path((a or b)["path"]).name
+        before, after = _commit(a), _commit(b)
+        if before != after:
+            changes[f"{name}: commit"] = [before, after]
+        if (a or {}).get("diff") != (b or {}).get("diff"):
+            before, after = _uncommitted(a), _uncommitted(b)
+            changes[f"{name}: uncommitted"] = [before, f"{after}, but other ones" if before == after else after]
+    return changes
+
+
+def _commit(repository):
+    return (repository["commit"] or "none")[:12] if repository else "no repository"
+
+
+def _uncommitted(repository):
+    if not repository or not repository["diff"]:
+        return "no changes"
+    lines = repository["diff"].splitlines()
+    added = sum(line.startswith("+") and not line.startswith("+++") for line in lines)
+    removed = sum(line.startswith("-") and not line.startswith("---") for line in lines)
+    cut = ", cut off" if repository["diff_truncated"] else ""
+    return f"+{added} -{removed} lines{cut}"
+
+
+def _packages_changed(one, other):
+    changes = config_drift(_packages(one), _packages(other))
+    return {name: [version or "not installed" for version in versions] for name, versions in changes.items()}
+
+
+def _packages(start):
+    # Names that differ only in case or in - and _ are one package.
+    packages = {name.lower().replace("_", "-"): version for name, version in start.get("packages", {}).items()}
+    return {"python": start.get("python"), **packages}
+
+
+def _hardware(start):
+    known = {name: start.get(name) for name in _HARDWARE}
+    known["memory"] = f"{start['memory_bytes'] / 2**30:.1f} GiB" if "memory_bytes" in start else None
+    gpus = [" ".join(map(str, gpu.values())) for gpu in start.get("gpus", [])]
+    known["gpus"] = ", ".join(f"{gpus.count(gpu)} x {gpu}" for gpu in dict.fromkeys(gpus)) or "none"
+    return known
+
+
+def _table(changes):
+    rows = [(key, *(text(value) for value in values)) for key, values in changes.items()]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return [f"  {key:<{widths[0]}}  {before:<{widths[1]}}  ->  {after}" for key, before, after in rows]

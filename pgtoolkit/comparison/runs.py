@@ -1,0 +1,172 @@
+"""Finished, unfinished and broken runs as they lie on the disk."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from pgtoolkit.errors import ConfigError, PgtoolkitError
+from pgtoolkit.tracking.commands import shell_path
+from pgtoolkit.tracking.run_directory import leaves, read_config, read_metrics, read_status
+
+_PASSED_OVER = ("artifacts", "checkpoints")
+"""Folders that hold no runs, though perhaps the copy of a run's configuration that MLflow keeps."""
+
+
+UNREADABLE = (OmegaConfBaseException, YAMLError, ValueError, AttributeError, TypeError, KeyError)
+"""What damaged files raise when they are read."""
+
+
+@dataclass
+class Run:
+    """One run directory.
+
+    state: done, running, interrupted, failed, killed (it says `running`, but no process holds it), or unreadable.
+    reason: why it is in that state, or None. config: dotted key to value. rows: of metrics.jsonl, each with `seconds`
+    since the first, the time between a stop and its resume left out. code: commits and uncommitted changes.
+    """
+
+    path: Path
+    name: str
+    state: str
+    reason: str | None = None
+    step: int = 0
+    config: dict[str, object] = field(default_factory=dict)
+    rows: list[dict[str, float]] = field(default_factory=list)
+    code: tuple = ()
+
+    def values(self, metric: str) -> list[float]:
+        """The metric at every step that has it."""
+        return [row[metric] for row in self.rows if metric in row]
+
+
+def find_runs(paths: Sequence[str]) -> list[Run]:
+    """The runs that are or lie below the given folders, each once, in the order of their names.
+
+    Raises ConfigError for a folder without any.
+    """
+    found: dict[Path, Run] = {}
+    for text in paths:
+        below = list(_run_directories(Path(text)))
+        if not below:
+            raise not_a_run(f"pgtk compare {text}", Path(text), "a run directory or a folder that holds runs")
+        for directory in below:
+            path = directory.resolve()
+            if path not in found:
+                found[path] = _read(path)
+    return list(found.values())
+
+
+def not_a_run(use: str, path: Path, needs: str) -> ConfigError:
+    """The refusal of a path that holds no run. use: the command as typed, needs: what it takes."""
+    got = "a file" if path.is_file() else "a folder without runs" if path.is_dir() else "no such folder"
+    newest = max(_run_directories(Path("outputs")), key=lambda run: run.stat().st_mtime, default=None)
+    instead = f"a run directory such as {shell_path(newest)}" if newest else "a folder that pgtk has trained in"
+    reason = "A run writes its config.yaml there when it starts."
+    return ConfigError(f"{use} needs {needs} (got {path}: {got}). {reason} Use {instead}.")
+
+
+def is_run(path: Path) -> bool:
+    """Whether a run has begun in this folder."""
+    return (path / "config.yaml").is_file()
+
+
+def code_of(provenance: dict) -> tuple:
+    """(commit, uncommitted changes) of each repository behind the last start of a run."""
+    last = (provenance.get("resumed") or [provenance])[-1]
+    return tuple((repository["commit"], repository["diff"]) for repository in last.get("git", []))
+
+
+def read_provenance(run_dir: Path) -> dict:
+    """provenance.json, or {} where there is none or it is damaged."""
+    try:
+        return json.loads((run_dir / "provenance.json").read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def _run_directories(top: Path) -> Iterator[Path]:
+    if is_run(top):
+        yield top
+        return
+    for folder, names, _ in os.walk(top):
+        path = Path(folder)
+        # A job of a sweep that ended before its run began has Hydra's folder only. It is to be named, too.
+        begun = path != top and (is_run(path) or ".hydra" in names)
+        names[:] = [] if begun else sorted((n for n in names if _may_hold_runs(n)), key=_natural)
+        if begun:
+            yield path
+
+
+def _may_hold_runs(name):
+    return not name.startswith(".") and name not in _PASSED_OVER
+
+
+def _natural(name):
+    # The jobs of a sweep are numbered: 10 comes after 9.
+    number = name.partition("-")[0]
+    return (0, int(number), name) if number.isdecimal() else (1, 0, name)
+
+
+def _read(path: Path) -> Run:
+    if not is_run(path):
+        return Run(path, path.name, "failed", "it ended before it wrote its configuration")
+    try:
+        config, _ = read_config(path)
+        status = read_status(path)
+        provenance = read_provenance(path)
+        rows = read_metrics(path / "metrics.jsonl")
+        _add_seconds(rows, provenance)
+        state = status.get("state", "running")
+        if state == "running" and not _is_held(path):
+            state = "killed"
+        return Run(
+            path,
+            path.name,
+            state,
+            status.get("reason"),
+            rows[-1]["step"] if rows else status.get("step", 0),
+            dict(leaves(config)),
+            rows,
+            code_of(provenance),
+        )
+    except (*UNREADABLE, PgtoolkitError) as error:
+        return Run(path, path.name, "unreadable", str(error).splitlines()[0])
+
+
+def _is_held(path):
+    try:
+        with (path / ".lock").open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _add_seconds(rows, provenance):
+    if not rows or any("time" not in row for row in rows):
+        return
+    resumes = [_seconds_of(start["time"]) for start in provenance.get("resumed", [])]
+    steps = [max(0.0, after["time"] - before["time"]) for before, after in pairwise(rows)]
+    usual = statistics.median(steps) if steps else 0.0
+    rows[0]["seconds"] = 0.0
+    for length, (before, after) in zip(steps, pairwise(rows), strict=True):
+        # The start is written in whole seconds.
+        resumed = any(before["time"] - 1 <= start <= after["time"] for start in resumes)
+        after["seconds"] = before["seconds"] + (min(length, usual) if resumed else length)
+
+
+def _seconds_of(text):
+    return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S%z").timestamp()
