@@ -222,6 +222,18 @@ def test_a_label_outside_the_vocabulary_is_an_error(impl, loss):
         policy_loss(tensors[0].requires_grad_(), *tensors[1:], loss=loss, impl=impl)
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_nan_reaches_the_loss_where_nobody_looks_for_it(impl, loss):
+    case = make_case(seed=1)
+    tensors = [x.to(DEVICE, torch.float32) if x.is_floating_point() else x.to(DEVICE) for x in case.tensors]
+    logits = tensors[0].clone()
+    logits[9, 2] = math.nan
+    for leaf in (logits, logits.clone().requires_grad_()):
+        out = policy_loss(leaf, *tensors[1:], loss=loss, impl=impl, check_finite=False)
+        assert torch.isnan(out.loss.detach())
+
+
 def test_the_logits_can_be_given_up_once():
     case = make_case(seed=1)
     for loss in LOSSES:

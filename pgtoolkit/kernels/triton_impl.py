@@ -151,7 +151,10 @@ def scale_(values: Tensor, factor: Tensor) -> Tensor:
     """values *= factor (0-dim, on the device) in place, free of charge where it is 1."""
     block = 8192
     if values.numel():
-        kernels.scale_kernel[(-(-values.numel() // block),)](values, factor, values.numel(), BLOCK=block, num_warps=8)
+        # Few programs: where there is nothing to do, starting them is all that it costs.
+        kernels.scale_kernel[(min(1024, -(-values.numel() // block)),)](
+            values, factor, values.numel(), BLOCK=block, num_warps=8
+        )
     return values
 
 

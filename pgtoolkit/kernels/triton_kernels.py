@@ -156,6 +156,8 @@ def _clipped(log_ratio, advantage, epsilon_low, epsilon_high):
     ratio = tl.exp2(limited * (1 / LN_2))
     clipped = tl.minimum(tl.maximum(ratio, 1 - epsilon_low), 1 + epsilon_high)
     loss = -tl.minimum(ratio * advantage, clipped * advantage)
+    # Minimum and maximum drop a NaN; the loss must not.
+    loss = tl.where(log_ratio == log_ratio, loss, log_ratio)
     # The bounds themselves pass, as autograd of min and clamp has it. NaN does not pass.
     passes = tl.where(advantage > 0, ratio <= 1 + epsilon_high, ratio >= 1 - epsilon_low)
     slope = tl.where(passes & (tl.abs(log_ratio) <= 20.0), -ratio * advantage, 0.0)
@@ -237,10 +239,11 @@ def one_pass_kernel(
     lane = tl.arange(0, THREADS)[:, None] * 4 + tl.arange(0, 4)[None, :]
     nothing: tl.constexpr = -8323200 if HALF == "bf16" else -67044352  # two times -inf
 
-    label = tl.load(labels + group).to(tl.int32)
-    for turn in range(0, tl.cdiv(num_rows - group, num_groups)):
-        row = group + turn * num_groups
-        next_row = row + num_groups
+    label = tl.load(labels + group, mask=group < num_rows, other=-1).to(tl.int32)
+    row = group
+    for turn in range(0, tl.cdiv(num_rows, num_groups)):
+        # Rotated, so that a pattern in the rows (every other one trained) does not fall on the same programs each turn.
+        next_row = (turn + 1) * num_groups + (group + turn + 1) % num_groups
         factor = 0.0
         if label >= 0:
             inside = label < num_columns
@@ -369,24 +372,25 @@ def one_pass_kernel(
                     tl.store(mended, own.to(out_elements.dtype.element_ty))
         else:
             next_label = tl.load(labels + next_row, mask=next_row < num_rows, other=-1).to(tl.int32)
-        if factor == 0:
+        if (factor == 0) & (row < num_rows):
             # Untrained rows are not read, by selection: they may hold NaN or infinity.
             target = out + row.to(tl.int64) * out_stride
             for i in tl.static_range(BLOCKS):
                 columns = first + i * WORDS + lane
                 tl.store(target + columns, tl.zeros([THREADS, 4], out.dtype.element_ty), mask=columns < num_words)
-        label = next_label
+        label, row = next_label, next_row
 
 
 @triton.jit
 def scale_kernel(values, factor, num_values, BLOCK: tl.constexpr):
-    """values *= factor, a number on the device; where it is 1, nothing is read or written."""
+    """values *= factor, a number on the device; where it is 1, nothing is read or written. Any grid."""
     by = tl.load(factor).to(tl.float32)
     if by != 1:
-        index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        inside = index < num_values
-        scaled = tl.load(values + index, mask=inside).to(tl.float32) * by
-        tl.store(values + index, scaled.to(values.dtype.element_ty), mask=inside)
+        for block in range(tl.program_id(0), tl.cdiv(num_values, BLOCK), tl.num_programs(0)):
+            index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            inside = index < num_values
+            scaled = tl.load(values + index, mask=inside).to(tl.float32) * by
+            tl.store(values + index, scaled.to(values.dtype.element_ty), mask=inside)
 
 
 @triton.jit

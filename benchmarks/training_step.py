@@ -1,0 +1,148 @@
+"""The whole training step on a GPU: tokens/s, peak memory and where the time goes, by kernel.
+
+    python benchmarks/training_step.py OUTPUT_FOLDER
+
+Trains a model of about half a billion parameters, random weights, on made-up recorded rollouts with the program's own
+main job, once for each way of computing the head: fused, and with materialised logits by Triton and by PyTorch. Each
+runs twice, the second time under PyTorch's profiler. The clip is wide, since the rollouts come from no policy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+VOCABULARY = 151936
+STEPS, DOCUMENTS_PER_STEP, MAX_TOKENS = 8, 32, 16384
+MODEL = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+    "vocab_size": VOCABULARY,
+    "tie_word_embeddings": False,
+}
+KINDS = {"fused_linear": "fused head", "triton": "all logits, Triton", "torch": "all logits, PyTorch"}
+# What a GPU kernel's name gives away, looked for in this order.
+PARTS = {
+    "loss kernels": (
+        "one_pass_kernel",
+        "forward_kernel",
+        "backward_kernel",
+        "coefficients_kernel",
+        "scale_rows",
+        "scale_kernel",
+    ),
+    "matrix products": ("nvjet", "gemm", "cutlass", "xmma"),
+    "attention": ("flash", "fmha", "attention", "sdpa"),
+    "optimizer": ("multi_tensor", "adam", "foreach"),
+}
+
+
+def main() -> int:
+    folder = Path(sys.argv[1]).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_inputs(folder)
+    results = []
+    for kernel, name in KINDS.items():
+        run = _child(folder, kernel, profiled=False)
+        run |= {"name": name, "kernel": kernel, "parts": _child(folder, kernel, profiled=True)["parts"]}
+        results.append(run)
+        print(_line(run), flush=True)
+    (folder / "training_step.json").write_text(json.dumps(results, indent=1))
+    return 0
+
+
+def _line(run: dict) -> str:
+    busy = sum(run["parts"].values())
+    shares = ", ".join(f"{part} {100 * seconds / busy:.0f}%" for part, seconds in run["parts"].items())
+    return f"{run['name']:22s}{run['tokens_per_second']:9.0f} trained tokens/s  peak {run['peak_gb']:.1f} GB  {shares}"
+
+
+def _write_inputs(folder: Path) -> None:
+    from pgtoolkit.training.model import character_tokenizer
+
+    (folder / "model").mkdir(exist_ok=True)
+    character_tokenizer("abc").save_pretrained(folder / "model")
+    (folder / "model" / "config.json").write_text(json.dumps(MODEL))
+    draw = random.Random(0)
+    with (folder / "rollouts.jsonl").open("w") as file:
+        for document in range(STEPS * DOCUMENTS_PER_STEP):
+            prompt, completion = draw.randint(64, 512), draw.randint(64, 2048)
+            length = prompt + completion
+            row = {
+                "token_ids": [draw.randrange(VOCABULARY) for _ in range(length)],
+                "loss_mask": [t >= prompt for t in range(length)],
+                "old_log_probs": [-11.9 if t >= prompt else 0 for t in range(length)],
+                "reward": draw.random(),
+                "group_id": document // 8,
+            }
+            file.write(json.dumps(row) + "\n")
+
+
+def _child(folder: Path, kernel: str, profiled: bool) -> dict:
+    overrides = [
+        "rollout=recorded",
+        f"rollout.path={folder}/rollouts.jsonl",
+        "model=huggingface",
+        f"model.path={folder}/model",
+        "model.random_weights=true",
+        "model.gradient_checkpointing=true",
+        "model.dtype=bfloat16",
+        "model.fp32_lm_head=false",
+        f"kernel={kernel}",
+        "loss=gspo",
+        "loss.epsilon_low=0.9",
+        "loss.epsilon_high=9",
+        "aggregation=sample_mean",
+        "metrics=basic",
+        f"accumulation.docs_per_step={DOCUMENTS_PER_STEP}",
+        f"accumulation.max_tokens={MAX_TOKENS}",
+        f"trainer.max_steps={STEPS if not profiled else 4}",
+        "trainer.device=cuda",
+        "trainer.checkpoint_every=1000000",
+        "tracking=none",
+    ]
+    where = folder / f"{kernel}{'-profiled' if profiled else ''}"
+    where.mkdir(exist_ok=True)
+    environment = os.environ | {"PGTK_PROFILE": str(int(profiled)), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, __file__, "--child", *overrides]
+    done = subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{kernel} ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    result = json.loads(done.stdout.splitlines()[-1])
+    steps = [json.loads(line) for file in where.rglob("metrics.jsonl") for line in file.read_text().splitlines()]
+    # The first steps compile kernels and fill the allocator.
+    result["tokens_per_second"] = statistics.median(step["tokens_per_second"] for step in steps[3:])
+    return result
+
+
+def _run_child(overrides: list[str]) -> int:
+    import torch
+
+    from pgtoolkit.cli import main as pgtk
+
+    parts = {}
+    if os.environ["PGTK_PROFILE"] == "1":
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            status = pgtk(overrides)
+        for event in profile.key_averages():
+            part = next((p for p, words in PARTS.items() if any(w in event.key.lower() for w in words)), "other")
+            parts[part] = parts.get(part, 0.0) + event.self_device_time_total / 1e6
+    else:
+        status = pgtk(overrides)
+    print("\n" + json.dumps({"peak_gb": torch.cuda.max_memory_allocated() / 1e9, "parts": parts}))
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(_run_child(sys.argv[2:]) if sys.argv[1:2] == ["--child"] else main())
