@@ -265,6 +265,8 @@ def test_custom_reducer_takes_precedence_and_is_masked():
     token_mean = policy_loss(*case.tensors, loss="grpo", aggregation="token_mean")
     share = int((case.labels >= 0).sum()) / len(case.labels)
     assert float(out.loss) == pytest.approx(share * float(token_mean.loss), rel=1e-6)
+    with pytest.raises(ValueError, match="weight of a trained token is not finite"):
+        policy_loss(*case.tensors, reducer=lambda totals, *, mask, **_: torch.full(mask.shape, torch.nan))
     with pytest.raises(ValueError, match="one weight per token"):
         policy_loss(*case.tensors, reducer=lambda totals, **_: torch.ones(3))
 
@@ -295,7 +297,73 @@ def test_arguments_that_cannot_be_right_are_refused(options, message):
         policy_loss(*make_case().tensors, **options)
 
 
-def test_wrong_shapes_are_refused():
+def test_tensors_that_do_not_fit_are_refused():
     case = make_case()
-    with pytest.raises(ValueError, match="one entry per row"):
-        policy_loss(case.logits, case.labels[:-1], *case.tensors[2:])
+    logits, labels, *others = case.tensors
+    for tensors, message in (
+        ((logits, labels[:-1], *others), "one entry per row"),
+        ((logits, labels.double(), *others), "labels needs dtype int64"),
+        ((logits, labels, *others[:2], others[2].short()), "document_index needs dtype int64"),
+        ((logits[0], labels, *others), "two dimensions of floating point"),
+        ((logits.long(), labels, *others), "two dimensions of floating point"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            policy_loss(*tensors)
+    with pytest.raises(ValueError, match="one entry per document, 6"):
+        policy_loss(*case.tensors, aggregation="prompt_mean", group_index=case.group_index[:-1])
+    totals = StepTotals(6, 20, 1)
+    with pytest.raises(ValueError, match="totals that count groups"):
+        policy_loss(*case.tensors, aggregation="prompt_mean", group_index=case.group_index, totals=totals)
+
+
+def test_int32_indices_are_taken():
+    case = make_case()
+    logits, labels, old, advantages, index = case.tensors
+    narrow = policy_loss(logits, labels.int(), old, advantages, index.int())
+    assert float(narrow.loss) == float(policy_loss(*case.tensors).loss)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("position", [-1, 5, 99])
+def test_a_trained_token_of_no_document_is_refused(aggregation, position):
+    """Document 4 is trained; with another number, or one document fewer, its tokens would vanish from the step."""
+    case = make_case()
+    index = torch.where(case.document_index == 4, position, case.document_index)
+    options = {"aggregation": aggregation, "divisor": divisor_of(aggregation), "group_index": case.group_index[:5]}
+    with pytest.raises(ValueError, match="num_documents=5"):
+        policy_loss(*case.tensors[:4], index, num_documents=5, **options)
+    unchecked = policy_loss(*case.tensors[:4], index, num_documents=5, check_finite=False, **options)
+    assert math.isnan(unchecked.loss)
+
+
+def test_each_family_has_the_clip_of_its_paper():
+    case = make_case(seed=12)
+    for loss, (low, high) in {"grpo": (0.2, 0.2), "gspo": (3e-4, 4e-4)}.items():
+        given = policy_loss(*case.tensors, loss=loss, epsilon_low=low, epsilon_high=high)
+        assert float(policy_loss(*case.tensors, loss=loss).loss) == float(given.loss)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_reference_is_an_implementation_too(loss, aggregation):
+    case = make_case(seed=12)
+    options = {
+        "loss": loss,
+        "aggregation": aggregation,
+        "divisor": divisor_of(aggregation),
+        "group_index": case.group_index,
+        "metrics": "with_entropy",
+        **EPSILONS[loss],
+    }
+    results = {}
+    for impl in ("reference", "torch"):
+        logits = case.logits.clone().requires_grad_()
+        out = policy_loss(logits, *case.tensors[1:], impl=impl, **options)
+        (3 * out.loss).backward()
+        results[impl] = out.loss.item(), logits.grad, {name: float(value) for name, value in out.metrics.items()}
+    found, expected = results["reference"], results["torch"]
+    assert found[0] == pytest.approx(expected[0], rel=1e-12)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-11, atol=1e-14)
+    assert found[2] == pytest.approx(expected[2], rel=1e-10, abs=1e-14)
+    with pytest.raises(ValueError, match="whole steps"):
+        policy_loss(*case.tensors, impl="reference", totals=StepTotals(6, 20, 1))

@@ -40,7 +40,7 @@ def token_weights(
     """
     if reducer is not None:
         return _custom_weights(reducer, totals, segments, mask, group_index)
-    check_mode(mode, divisor, group_index is not None)
+    check_mode(mode, divisor, group_index is not None and totals.tokens_per_group is not None)
     if mode == "token_mean":
         denominator = mask.new_ones(mask.shape, dtype=torch.float64) * totals.num_tokens
     else:
@@ -65,7 +65,9 @@ def check_mode(mode: str, divisor: float | None, has_groups: bool) -> None:
     elif divisor is not None:
         raise ValueError(f"divisor={divisor!r} has no effect with aggregation={mode!r}; it belongs to 'constant'")
     if mode == "prompt_mean" and not has_groups:
-        raise ValueError("aggregation='prompt_mean' needs group_index, the group of each document")
+        raise ValueError(
+            "aggregation='prompt_mean' needs group_index, each document's group (and totals that count groups)"
+        )
 
 
 def load_reducer(path: str) -> Reducer:

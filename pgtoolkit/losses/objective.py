@@ -91,8 +91,8 @@ class Objective:
         )
 
     def not_finite(self, log_probs: Tensor | None = None) -> Tensor:
-        """(T,) bool: trained positions whose old log-prob, advantage or, if given, log-prob is NaN or infinite."""
-        total = self.old_log_probs + self.advantages
+        """(T,) bool: trained positions whose weight, old log-prob, advantage or, if given, log-prob is not finite."""
+        total = self.old_log_probs + self.advantages + self.weights
         return self.mask & ~torch.isfinite(total if log_probs is None else total + log_probs)
 
     def check_finite(self, log_probs: Tensor | None = None) -> None:
@@ -103,6 +103,12 @@ class Objective:
         bad = self.not_finite(log_probs)
         if bad.any():
             documents = self.segments.index[bad].unique().tolist()
+            if documents[-1] == self.segments.num_documents:
+                raise ValueError(
+                    f"document_index at a trained position is negative or not below num_documents={documents[-1]}"
+                )
+            if not torch.isfinite(self.weights).all():
+                raise ValueError("the reducer's weight of a trained token is not finite")
             named = ", ".join(map(str, documents[:5])) + (", ..." if len(documents) > 5 else "")
             raise DataError(
                 f"non-finite logits, old_log_probs or advantages at a trained position of document {named}, or a "
@@ -151,10 +157,14 @@ def make_objective(
     mask = labels >= 0
     if num_documents is None:
         num_documents = int(document_index.max()) + 1 if document_index.numel() else 0
-    segments = Segments(document_index, mask, num_documents)
+    if group_index is not None and group_index.shape != (num_documents,):
+        raise ValueError(f"group_index needs one entry per document, {num_documents} (got {tuple(group_index.shape)})")
+    misplaced = mask & ((document_index < 0) | (document_index >= num_documents))
+    segments = Segments(document_index, mask & ~misplaced, num_documents)
     if totals is None:
         totals, group_index = whole_step_totals(segments, group_index)
     weights = token_weights(aggregation, totals, segments, mask, group_index, divisor, reducer)
+    weights = torch.where(misplaced, torch.nan, weights)  # no document, no result
     return Objective(
         loss,
         epsilon_low,

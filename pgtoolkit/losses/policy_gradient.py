@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,10 +13,11 @@ from pgtoolkit.kernels.linear import Head, linear_loss
 from pgtoolkit.kernels.logits import choose_implementation, logits_loss
 from pgtoolkit.kernels.plan import rows_within
 from pgtoolkit.kernels.products import linear
+from pgtoolkit.losses import reference
 from pgtoolkit.losses.aggregation import Reducer
-from pgtoolkit.losses.metrics import LEVELS, MetricSums
+from pgtoolkit.losses.arguments import check_choices, check_tensors
+from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import NEEDS_WHOLE_DOCUMENTS, Objective, make_objective
-from pgtoolkit.losses.surrogates import FAMILIES
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ def policy_loss(
     document_index: Tensor,
     *,
     loss: str = "gspo",
-    epsilon_low: float = 3e-4,
-    epsilon_high: float = 4e-4,
+    epsilon_low: float | None = None,
+    epsilon_high: float | None = None,
     aggregation: str = "sample_mean",
     divisor: float | None = None,
     reducer: Reducer | None = None,
@@ -66,26 +66,26 @@ def policy_loss(
     logits: (T, V) floating. labels: (T,) int64, the token to predict at each position, negative where not trained.
     old_log_probs, advantages: (T,) floating, read only where trained. document_index: (T,) int64, 0-based.
     loss: "grpo" (arXiv 2402.03300; asymmetric clip 2503.14476) or "gspo" (2507.18071).
+    epsilon_low, epsilon_high: the clip; by default 0.2 and 0.2 for "grpo", 3e-4 and 4e-4 for "gspo".
     aggregation: "sample_mean", "prompt_mean" (needs group_index, (documents,) int64), "token_mean", or
         "constant" (needs divisor, Dr. GRPO's L, 2503.20783 eq. 2); a reducer takes the place of all of them.
     totals: the step's totals when this call is a piece of a step; then group_index counts as totals.tokens_per_group
-        does. Without totals the call is a whole step of num_documents documents (default: largest index + 1).
+        does. Without totals the call is a whole step of num_documents documents (default: largest index + 1, padding
+        included; give num_documents where padding carries a number of its own).
     temperature: log-probs are log_softmax(logits / temperature).
     metrics: "none", "basic" or "with_entropy". impl: "torch", "triton" (a GPU, or a CPU under Triton's interpreter),
         "auto" (by device) or "reference" (plain float64 loops, for tests).
-    check_finite: look for non-finite numbers at trained positions; costs one synchronisation on a GPU.
+    check_finite: look for non-finite numbers, and documents outside num_documents, at trained positions; costs one
+        synchronisation on a GPU. Without it they make the loss NaN.
     overwrite_logits: write the gradient over the logits, which saves its memory; they hold no logits afterwards, and
         the loss can be backpropagated once.
 
     Raises ValueError for arguments that cannot be right and DataError for non-finite data, naming the document.
     """
-    _check_choices(loss, metrics, epsilon_low, epsilon_high, temperature)
-    _check_shapes(logits, labels, old_log_probs, advantages, document_index)
+    epsilon_low, epsilon_high = check_choices(loss, metrics, epsilon_low, epsilon_high, temperature)
+    tensors = check_tensors("logits", logits, labels, old_log_probs, advantages, document_index)
     objective = make_objective(
-        labels,
-        old_log_probs,
-        advantages,
-        document_index,
+        *tensors,
         loss=loss,
         epsilon_low=epsilon_low,
         epsilon_high=epsilon_high,
@@ -97,9 +97,25 @@ def policy_loss(
         totals=totals,
         dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32,
     )
-    value, log_probs, entropy = logits_loss(
-        logits, labels, objective, temperature, metrics == "with_entropy", impl, overwrite_logits
-    )
+    if impl == "reference":
+        if totals is not None or reducer is not None:
+            raise ValueError("impl='reference' computes whole steps under the four aggregations: no totals, no reducer")
+        value, log_probs, entropy = _by_reference(
+            logits,
+            *tensors,
+            loss=loss,
+            epsilon_low=epsilon_low,
+            epsilon_high=epsilon_high,
+            aggregation=aggregation,
+            divisor=divisor,
+            group_index=group_index,
+            num_documents=num_documents,
+            temperature=temperature,
+        )
+    else:
+        value, log_probs, entropy = logits_loss(
+            logits, tensors[0], objective, temperature, metrics == "with_entropy", impl, overwrite_logits
+        )
     if check_finite:
         objective.check_finite(log_probs)
     return _result(objective, value, log_probs, entropy, metrics)
@@ -115,8 +131,8 @@ def linear_policy_loss(
     *,
     bias: Tensor | None = None,
     loss: str = "gspo",
-    epsilon_low: float = 3e-4,
-    epsilon_high: float = 4e-4,
+    epsilon_low: float | None = None,
+    epsilon_high: float | None = None,
     aggregation: str = "sample_mean",
     divisor: float | None = None,
     reducer: Reducer | None = None,
@@ -149,8 +165,8 @@ def linear_policy_loss(
 
     The gradients are computed in the forward call, where grad mode is on, and handed out by the first backward.
     """
-    _check_choices(loss, metrics, epsilon_low, epsilon_high, temperature)
-    _check_shapes(hidden, labels, old_log_probs, advantages, document_index)
+    epsilon_low, epsilon_high = check_choices(loss, metrics, epsilon_low, epsilon_high, temperature)
+    tensors = check_tensors("hidden", hidden, labels, old_log_probs, advantages, document_index)
     if lm_head_weight.dim() != 2 or lm_head_weight.shape[1] != hidden.shape[1]:
         raise ValueError(f"lm_head_weight needs shape (V, {hidden.shape[1]}) (got {tuple(lm_head_weight.shape)})")
     if num_splits > 1 and NEEDS_WHOLE_DOCUMENTS[loss]:
@@ -171,7 +187,6 @@ def linear_policy_loss(
         "num_documents": num_documents,
         "totals": totals,
     }
-    tensors = (labels, old_log_probs, advantages, document_index)
     if not fused and num_splits == 1:
         logits = linear(hidden, lm_head_weight, bias, fp32_logits)
         keywords |= {"temperature": temperature, "metrics": metrics, "impl": impl, "check_finite": check_finite}
@@ -191,32 +206,22 @@ def linear_policy_loss(
         check_finite=check_finite,
         weight_gradient=weight_gradient,
     )
-    value, log_probs, entropy, is_bad = linear_loss(hidden, lm_head_weight, bias, labels, objective, head)
+    value, log_probs, entropy, is_bad = linear_loss(hidden, lm_head_weight, bias, tensors[0], objective, head)
     result = _result(objective, value, log_probs, entropy, metrics)
     if check_finite and is_bad:
         objective.check_finite(log_probs)
     return result
 
 
+def _by_reference(logits, *tensors, **options):
+    """(loss, log_probs, entropy) by the specification, differentiable with respect to the logits."""
+    found = reference.policy_loss(logits.detach(), *tensors, metrics="none", **options)
+    log_probs, entropy = logits.new_tensor([found.log_probs, found.entropy], dtype=torch.float64)
+    # The gradient is known in closed form: this has the value and the derivative of the loss.
+    shift = logits.double() - logits.detach().double()
+    loss = found.loss + (torch.nan_to_num(shift) * found.gradient.to(logits.device)).sum()
+    return loss, log_probs, entropy
+
+
 def _result(objective: Objective, value, log_probs, entropy, metrics) -> PolicyLoss:
     return PolicyLoss(value, log_probs, objective.metrics(metrics, log_probs, entropy), objective.totals)
-
-
-def _check_choices(loss, metrics, epsilon_low, epsilon_high, temperature):
-    if loss not in FAMILIES:
-        raise ValueError(f"loss={loss!r} is unknown; choose one of {', '.join(FAMILIES)}")
-    if metrics not in LEVELS:
-        raise ValueError(f"metrics={metrics!r} is unknown; choose one of {', '.join(LEVELS)}")
-    for name, value in (("epsilon_low", epsilon_low), ("epsilon_high", epsilon_high), ("temperature", temperature)):
-        if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{name} needs a finite number > 0 (got {value!r})")
-    if epsilon_low >= 1:
-        raise ValueError(f"epsilon_low needs a number < 1 (got {epsilon_low!r}); the ratio is never negative")
-
-
-def _check_shapes(logits, labels, *vectors):
-    for tensor in (labels, *vectors):
-        if tensor.shape != logits.shape[:1]:
-            raise ValueError(
-                f"expected one entry per row of logits, shape {tuple(logits.shape[:1])} (got {tuple(tensor.shape)})"
-            )

@@ -14,10 +14,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Reference:
-    """loss: float. log_probs: T floats, 0 where not trained. gradient: (T, V) float64, of the loss by the logits."""
+    """loss: float. log_probs, entropy: T floats, 0 where not trained. gradient: (T, V) float64, of loss by logits."""
 
     loss: float
     log_probs: list[float]
+    entropy: list[float]
     metrics: dict[str, float]
     gradient: Tensor
 
@@ -103,7 +104,7 @@ def policy_loss(
         )
     if metrics == "with_entropy":
         results["entropy"] = document_mean(lambda t: entropy[t])
-    return Reference(math.fsum(total), p, results, gradient)
+    return Reference(math.fsum(total), p, entropy, results, gradient)
 
 
 def _weight(aggregation, D, N_d, G, N_g, N, divisor) -> float:
