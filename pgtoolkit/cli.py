@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pgtoolkit import __version__
 from pgtoolkit.conf_files import config_directory, default_options, options
-from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError
+from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, StorageError
 
 COMMANDS = {
     "[OVERRIDES]": "train, results in outputs/; -m a=1,2 b=3,4 runs all four",
@@ -121,8 +121,11 @@ def _run_hydra(argv: list[str]) -> int:
     from pgtoolkit.compose import register
 
     statuses: list[int] = []
+    started = False
 
     def task(config) -> None:
+        nonlocal started
+        started = True
         try:
             _train_one(config)
         except Interrupted as stop:
@@ -136,6 +139,12 @@ def _run_hydra(argv: list[str]) -> int:
     before, sys.argv = sys.argv, [sys.argv[0], *argv]
     try:
         hydra.main(version_base="1.3", config_path=str(config_directory()), config_name="config")(task)()
+    except OSError as error:
+        if started:
+            raise
+        raise StorageError(
+            f"the run directory cannot be made: {error}. Choose another with hydra.run.dir=..."
+        ) from error
     finally:
         sys.argv = before
     return statuses[0] if statuses else 0

@@ -67,7 +67,7 @@ def compose(overrides: list[str], config_dir: Path | None = None) -> Composed:
         return Composed(None, [*problems, refusals.composition_problem(error)])
     for override in values:
         problems += apply(config, override.key_or_group, override.value(), groups)
-    return Composed(config, problems)
+    return Composed(config, list(dict.fromkeys(problems)))
 
 
 def jobs(overrides: list[str]) -> Iterator[list[str]]:

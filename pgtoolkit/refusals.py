@@ -82,7 +82,8 @@ def wrong_type(config: DictConfig, key: str, value: Any, node: Any, before: Any)
     else:
         needs = words.get(node._metadata.ref_type, "another type") + (" or null" if node._is_optional() else "")
     reason = _comment(config, key) or "Every key has a type."
-    return f"{key}={text(value)} needs {needs} (got {text(value)!r}). {reason} Use {use}."
+    got = value if isinstance(value, float) else text(value)  # 1e3 is a number, but not a whole one: 1000.0
+    return f"{key}={text(value)} needs {needs} (got {got!r}). {reason} Use {use}."
 
 
 def composition_problem(error: Exception) -> str:

@@ -7,7 +7,19 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "pgtoolkit"
 HEAVY = {"torch", "triton", "lightning", "mlflow", "transformers"}
-LIGHT_FILES = ("cli", "check", "compose", "conf_files", "config", "errors", "plan", "refusals", "resume", "validate")
+LIGHT_FILES = (
+    "cli",
+    "check",
+    "compose",
+    "conf_files",
+    "config",
+    "errors",
+    "functions",
+    "plan",
+    "refusals",
+    "resume",
+    "validate",
+)
 LIGHT = [PACKAGE / f"{name}.py" for name in LIGHT_FILES] + sorted((PACKAGE / "rules").glob("*.py"))
 
 

@@ -21,7 +21,8 @@ RULES = [
     ("loss.epsilon_high=inf", "loss.epsilon_high=inf", "loss.epsilon_high=5"),
     ("aggregation.divisor=7", "aggregation=constant", "aggregation=constant aggregation.divisor=7"),
     ("aggregation=token_mean aggregation.divisor=1", "would be ignored", "aggregation=token_mean"),
-    ("aggregation.reducer=mine", "dotted path", "aggregation.reducer=package.mine"),
+    ("aggregation.reducer=mine", "dotted path", "aggregation.reducer=json.dumps"),
+    ("aggregation.reducer=nowhere.mine", "no module nowhere", "aggregation.reducer=json.dumps"),
     ("aggregation=prompt_mean accumulation.docs_per_step=60", "docs_per_step=64", "aggregation=prompt_mean"),
     ("aggregation=prompt_mean accumulation=fixed", "docs_per_step > 0", "aggregation=token_mean accumulation=fixed"),
     ("advantage=given", "rollout=recorded", "advantage=rloo"),
@@ -52,7 +53,11 @@ RULES = [
     ),
     ("rollout=recorded rollout.path=FILE", None, "rollout=recorded rollout.path=FILE advantage=given"),
     ("task=prompts", "task.path needs a value", "task=prompts task.path=FILE"),
-    ("task=prompts task.path=FILE task.verifier=exact", "exact_match", "task=prompts task.path=FILE task.verifier=a.b"),
+    (
+        "task=prompts task.path=FILE task.verifier=exact",
+        "exact_match",
+        "task=prompts task.path=FILE task.verifier=operator.eq",
+    ),
     (
         "task=prompts task.path=FILE task.verifier=regular_expression",
         "task.pattern with a group",
@@ -195,7 +200,7 @@ NOTES = [
     ("rollout.top_p=0.9", "left out", "rollout.top_p=1"),
     ("rollout.top_p=0.9 rollout.old_log_probs=sampling", "renormalised", "rollout.old_log_probs=sampling"),
     ("trainer.max_steps=10", "never reaches", "trainer.max_steps=11"),
-    ("aggregation.reducer=a.b", "takes the place", ""),
+    ("aggregation.reducer=json.dumps", "takes the place", ""),
     ("task=reasoning_gym task.dataset=x", "longer answers", "task=reverse"),
 ]
 

@@ -5,7 +5,6 @@ Every weight is a function of the step's totals, so the pieces of a step add up 
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable
 
@@ -68,18 +67,6 @@ def check_mode(mode: str, divisor: float | None, has_groups: bool) -> None:
         raise ValueError(
             "aggregation='prompt_mean' needs group_index, each document's group (and totals that count groups)"
         )
-
-
-def load_reducer(path: str) -> Reducer:
-    """Import the function at a dotted path `package.module.function`; ValueError if there is none."""
-    module, _, name = path.rpartition(".")
-    try:
-        reducer = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"aggregation.reducer={path} cannot be imported: {error}") from error
-    if not callable(reducer):
-        raise ValueError(f"aggregation.reducer={path} is not a function")
-    return reducer
 
 
 def _custom_weights(reducer, totals, segments, mask, group_index):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import re
 import threading
 from collections.abc import Callable
 
 from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.functions import import_function
 
 Verifier = Callable[[str, str], float]
 """`verifier(completion, answer)` returns the reward; 1 or more counts as an exact match."""
@@ -83,17 +83,11 @@ def _math_verify() -> Verifier:
 
 
 def _imported(path: str) -> Verifier:
-    module, _, name = path.rpartition(".")
-    if not module:
+    if "." not in path:
         raise ConfigError(
             f"task.verifier={path} needs one of {', '.join(NAMES)} or package.module.function (got {path})."
         )
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"task.verifier={path} needs a function that can be imported (got: {error}).") from error
-    if not callable(function):
-        raise ConfigError(f"task.verifier={path} needs a function (got {type(function).__name__}).")
+    function = import_function("task.verifier", path, "completion", "answer")
 
     def verify(completion: str, answer: str) -> float:
         reward = function(completion, answer)

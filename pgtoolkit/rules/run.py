@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pgtoolkit.rules.report import Report, is_number, is_whole, text
-from pgtoolkit.rules.step import longest_document
+from pgtoolkit.rules.step import importable, longest_document
 
 
 def rollout(c: Any, report: Report) -> None:
@@ -33,9 +33,10 @@ def _policy(c: Any, report: Report) -> None:
     rollout = c.rollout
     report.at_least("rollout.prompts_per_batch", rollout.prompts_per_batch, 1, "A batch needs a prompt.", 32)
     report.at_least("rollout.group_size", rollout.group_size, 1, "A prompt needs completions.", 8)
-    if rollout.save_path is not None and Path(rollout.save_path).expanduser().is_file():
+    if rollout.save_path is not None and not _is_free_for_rollouts(Path(rollout.save_path).expanduser()):
         setting, reason = f"rollout.save_path={rollout.save_path}", "It becomes a folder with one file per batch."
-        report.refuse(setting, "a new or empty folder", "a file", reason, "rollout.save_path=recorded_rollouts")
+        needs, use = "a new or empty folder, or one of rollouts to resume", "rollout.save_path=recorded_rollouts"
+        report.refuse(setting, needs, "other files at that place", reason, use)
     top_p = rollout.top_p
     if top_p is not None and not (is_number(top_p) and 0 < top_p <= 1):
         reason = "It is the probability of the tokens sampled from."
@@ -75,7 +76,7 @@ def model(c: Any, report: Report) -> None:
             setting, needs = f"model.max_positions={model.max_positions}", f"the longest document, {longest} tokens"
             reason = "The model has a position for every token of a document."
             report.refuse(setting, needs, model.max_positions, reason, f"model.max_positions={longest}")
-    elif model.path is not None and model.path.startswith((".", "/", "~")):
+    elif model.path is not None and (model.path == "" or model.path.startswith((".", "/", "~"))):
         _existing(report, "model.path", model.path)
     coarse = model.name == "huggingface" and model.dtype != "float32" and not model.fp32_lm_head
     if coarse and c.loss.name == "gspo" and is_number(c.loss.epsilon_low) and c.loss.epsilon_low < 1e-3:
@@ -96,10 +97,9 @@ def task(c: Any, report: Report) -> None:
     else:
         _existing(report, "task.path", task.path)
         known = ("exact_match", "regular_expression", "math_verify")
-        if task.verifier not in known and not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", str(task.verifier)):
-            needs = f"one of {', '.join(known)}, or a dotted path"
-            reason, use = "It scores the completions.", "task.verifier=exact_match"
-            report.refuse(f"task.verifier={task.verifier}", needs, task.verifier, reason, use)
+        if task.verifier not in known:
+            alternatives = f"one of {', '.join(known)}, or "
+            importable(report, "task.verifier", str(task.verifier), "It scores the completions.", alternatives)
         if task.verifier == "math_verify":
             _installed(report, "task.verifier=math_verify", "math_verify", "math-verify")
         _pattern(task, report)
@@ -228,17 +228,23 @@ def _uri(uri: str, report: Report) -> None:
         needs, reason = "sqlite:///FILE, http(s)://HOST:PORT or a database", "MLflow refuses plain files as a store."
         report.refuse(f"tracking.uri={uri}", needs, uri, reason, "tracking.uri=sqlite:///outputs/mlflow.db")
     elif urlsplit(uri).password:
-        hidden = uri.replace(urlsplit(uri).password, "***")
+        hidden = uri.replace(f":{urlsplit(uri).password}@", ":***@")
         reason = "It would be written to the run directory."
         use = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or the database's own password file"
         report.refuse(f"tracking.uri={hidden}", "an address without a password", "a password", reason, use)
+
+
+def _is_free_for_rollouts(folder: Path) -> bool:
+    if not folder.exists():
+        return True
+    return folder.is_dir() and all(file.name.startswith(("batch-", ".batch-")) for file in folder.iterdir())
 
 
 def _existing(report: Report, path: str, value: Any) -> None:
     if value is None:
         return
     place = Path(value).expanduser()
-    if not place.exists() and not glob.glob(str(place), recursive=True):
+    if value == "" or (not place.exists() and not glob.glob(str(place), recursive=True)):
         reason = "There is nothing at that path, seen from the current directory."
         report.refuse(f"{path}={value}", "an existing file, folder or glob", value, reason, f"{path}=PATH")
 

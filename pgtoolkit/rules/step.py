@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from pgtoolkit.functions import is_findable
 from pgtoolkit.rules.report import Report, is_number, is_whole, text
 
 
@@ -47,13 +48,19 @@ def aggregation(c: Any, report: Report) -> None:
         use = "aggregation=constant or aggregation.divisor=null"
         report.refuse(f"aggregation.divisor={text(divisor)}", "aggregation=constant", mode, reason, use)
     if reducer is not None:
-        if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", str(reducer)):
-            reason = "It is imported when the run starts."
-            setting, use = f"aggregation.reducer={reducer}", "aggregation.reducer=package.module.function"
-            report.refuse(setting, "a dotted path", reducer, reason, use)
+        importable(report, "aggregation.reducer", str(reducer), "It is imported when the run starts.")
         report.note(f"aggregation.reducer={reducer} takes the place of aggregation={mode}.")
     if c.loss.name == "gspo" and (mode != "sample_mean") and reducer is None:
         report.note(f"loss=gspo with aggregation={mode} weights a document by its number of trained tokens.")
+
+
+def importable(report: Report, key: str, path: str, reason: str, alternatives: str = "") -> None:
+    """Refuse what cannot be the dotted path of a function, as far as can be told without importing anything."""
+    needs, use = f"{alternatives}a dotted path to a function", f"{key}=package.module.function"
+    if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", path):
+        report.refuse(f"{key}={path}", needs, path, reason, use)
+    elif not is_findable(path):
+        report.refuse(f"{key}={path}", needs, f"no module {path.partition('.')[0]}", reason, use)
 
 
 def advantage(c: Any, report: Report) -> None:

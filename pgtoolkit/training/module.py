@@ -13,7 +13,7 @@ from torch import Tensor
 from pgtoolkit.batch import MicroBatch, Step, StepTotals
 from pgtoolkit.config import Config
 from pgtoolkit.errors import NumericalError
-from pgtoolkit.losses.aggregation import load_reducer
+from pgtoolkit.functions import import_function
 from pgtoolkit.losses.policy_gradient import PolicyLoss, linear_policy_loss
 from pgtoolkit.rollouts.data_metrics import data_metrics
 from pgtoolkit.rollouts.generation import Completion, generate
@@ -41,8 +41,10 @@ class PolicyGradientModule(lightning.LightningModule):
         self.documents_seen = 0
         self.num_skipped_steps = 0
         self._bad_steps_in_a_row = 0
-        reducer = config.aggregation.reducer
-        self._reducer = load_reducer(reducer) if reducer else None
+        self._reducer = None
+        if config.aggregation.reducer:
+            keywords = dict.fromkeys(("mask", "document_index", "tokens_per_document", "group_index"))
+            self._reducer = import_function("aggregation.reducer", config.aggregation.reducer, None, **keywords)
 
     def configure_optimizers(self):
         return make_optimizer(self.model, self.config.optimizer)

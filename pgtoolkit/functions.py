@@ -1,0 +1,41 @@
+"""Functions of the user's own, by their dotted path in the configuration."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.machinery
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from pgtoolkit.errors import ConfigError
+
+
+def import_function(key: str, path: str, *arguments: Any, **keywords: Any) -> Callable:
+    """The function at `package.module.function`, seen also from the current directory; arguments: an example call.
+
+    key: the configuration key that holds the path. Raises ConfigError if there is no such function, or if it could
+    not be called with these arguments.
+    """
+    module, _, name = path.rpartition(".")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # an installed command does not look there by itself
+    try:
+        function = getattr(importlib.import_module(module), name)
+        with contextlib.suppress(ValueError):  # some functions written in C do not tell their arguments
+            inspect.signature(function).bind(*arguments, **keywords)
+    except Exception as error:  # importing runs the user's code
+        raise ConfigError(
+            f"{key}={path} needs a function that can be imported and called "
+            f"(got {type(error).__name__}: {error}). Use {key}=package.module.function."
+        ) from error
+    return function
+
+
+def is_findable(path: str) -> bool:
+    """Whether the top-level package of a dotted path is there; nothing is imported."""
+    root = path.partition(".")[0]
+    return root in sys.modules or importlib.machinery.PathFinder.find_spec(root, [os.getcwd(), *sys.path]) is not None

@@ -1,0 +1,54 @@
+"""Functions of the user's own: imported from the current directory too, checked before they are needed."""
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from runs import SHORT, config_of, metrics_of, run
+
+from pgtoolkit.errors import ConfigError
+from pgtoolkit.functions import import_function, is_findable
+from pgtoolkit.training.train import build
+
+REDUCERS = """
+import torch
+def halves(totals, *, mask, document_index, tokens_per_document, group_index):
+    return torch.full(mask.shape, 0.5 / totals.num_tokens)
+def wrong(totals):
+    return None
+"""
+
+
+@pytest.fixture
+def beside(tmp_path, monkeypatch):
+    """The current directory, with a module of the user's in it."""
+    (tmp_path / "my_reducers.py").write_text(REDUCERS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")  # so that the path is as before afterwards
+    return tmp_path
+
+
+def test_a_reducer_beside_the_run_halves_the_token_mean(beside):
+    rows = {}
+    for name, overrides in {
+        "plain": ["aggregation=token_mean"],
+        "halved": ["aggregation=token_mean", "aggregation.reducer=my_reducers.halves"],
+    }.items():
+        rows[name] = metrics_of(run(beside / name, "loss=grpo", *overrides))[0]
+    assert rows["halved"]["loss"] == pytest.approx(rows["plain"]["loss"] / 2, abs=1e-7)
+    assert rows["halved"]["grad_norm"] == pytest.approx(rows["plain"]["grad_norm"] / 2, rel=1e-5)
+    assert "my_reducers.halves" in (beside / "halved" / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize("path", ["my_reducers.wrong", "my_reducers.missing", "nowhere.f", "os.path.join", "os.name"])
+def test_a_function_that_cannot_be_called_is_refused(beside, path):
+    with pytest.raises(ConfigError, match=f"aggregation.reducer={path} needs a function"):
+        build(OmegaConf.to_object(config_of(*SHORT, f"aggregation.reducer={path}")))
+
+
+def test_what_can_be_found_is_told_without_importing(beside):
+    (beside / "explosive.py").write_text("raise RuntimeError('imported')")
+    assert is_findable("explosive.f")
+    assert not is_findable("nowhere.f")
+    with pytest.raises(ConfigError, match="imported"):
+        import_function("key", "explosive.f")
+    assert import_function("key", "torch.sum", torch.ones(2))(torch.ones(2)) == 2
