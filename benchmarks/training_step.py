@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 VOCABULARY = 151936
-STEPS, DOCUMENTS_PER_STEP, MAX_TOKENS = 8, 32, 16384
+STEPS, DOCUMENTS_PER_STEP, MAX_TOKENS = 6, 32, 16384
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -55,7 +55,8 @@ def main() -> int:
     results = []
     for kernel, name in KINDS.items():
         run = _child(folder, kernel, profiled=False)
-        run |= {"name": name, "kernel": kernel, "parts": _child(folder, kernel, profiled=True)["parts"]}
+        profile = _child(folder, kernel, profiled=True)
+        run |= {"name": name, "kernel": kernel, "parts": profile["parts"], "longest_other": profile["longest_other"]}
         results.append(run)
         print(_line(run), flush=True)
     (folder / "training_step.json").write_text(json.dumps(results, indent=1))
@@ -65,6 +66,8 @@ def main() -> int:
 def _line(run: dict) -> str:
     busy = sum(run["parts"].values())
     shares = ", ".join(f"{part} {100 * seconds / busy:.0f}%" for part, seconds in run["parts"].items())
+    longest = ", ".join(f"{name[:60]} {seconds:.2f} s" for name, seconds in run["longest_other"])
+    shares += f"\n{'':24s}longest of the others: {longest}"
     return f"{run['name']:22s}{run['tokens_per_second']:9.0f} trained tokens/s  peak {run['peak_gb']:.1f} GB  {shares}"
 
 
@@ -107,7 +110,7 @@ def _child(folder: Path, kernel: str, profiled: bool) -> dict:
         "metrics=basic",
         f"accumulation.docs_per_step={DOCUMENTS_PER_STEP}",
         f"accumulation.max_tokens={MAX_TOKENS}",
-        f"trainer.max_steps={STEPS if not profiled else 4}",
+        f"trainer.max_steps={STEPS if not profiled else 3}",
         "trainer.device=cuda",
         "trainer.checkpoint_every=1000000",
         "tracking=none",
@@ -122,7 +125,7 @@ def _child(folder: Path, kernel: str, profiled: bool) -> dict:
     result = json.loads(done.stdout.splitlines()[-1])
     steps = [json.loads(line) for file in where.rglob("metrics.jsonl") for line in file.read_text().splitlines()]
     # The first steps compile kernels and fill the allocator.
-    result["tokens_per_second"] = statistics.median(step["tokens_per_second"] for step in steps[3:])
+    result["tokens_per_second"] = statistics.median(step["tokens_per_second"] for step in steps[2:])
     return result
 
 
@@ -131,16 +134,22 @@ def _run_child(overrides: list[str]) -> int:
 
     from pgtoolkit.cli import main as pgtk
 
-    parts = {}
+    parts, others = {}, []
     if os.environ["PGTK_PROFILE"] == "1":
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             status = pgtk(overrides)
         for event in profile.key_averages():
             part = next((p for p, words in PARTS.items() if any(w in event.key.lower() for w in words)), "other")
             parts[part] = parts.get(part, 0.0) + event.self_device_time_total / 1e6
+            if part == "other":
+                others.append((event.key, event.self_device_time_total / 1e6))
     else:
         status = pgtk(overrides)
-    print("\n" + json.dumps({"peak_gb": torch.cuda.max_memory_allocated() / 1e9, "parts": parts}))
+    longest = sorted(others, key=lambda item: -item[1])[:6]
+    print(
+        "\n"
+        + json.dumps({"peak_gb": torch.cuda.max_memory_allocated() / 1e9, "parts": parts, "longest_other": longest})
+    )
     return status
 
 

@@ -65,7 +65,7 @@ def backward(
     rows, columns = logits.shape
     if logits.numel() == 0:
         return gradient
-    block = 4096
+    block = 2048
     kernels.backward_kernel[(rows * -(-columns // block),)](
         logits,
         gradient,
@@ -80,7 +80,7 @@ def backward(
         _LOG2_E / temperature,
         1 / temperature,
         BLOCK=block,
-        num_warps=8,
+        num_warps=2,
     )
     return gradient
 
@@ -179,7 +179,7 @@ def _forward(logits, labels, temperature, with_entropy, vocabulary_start):
             ENTROPY=with_entropy,
             SHARD=vocabulary_start is not None,
             BLOCK=1024,
-            UNROLL=4,
+            UNROLL=8,
             num_warps=4,
         )
     return log_probs, maximum, log_sum, entropy
