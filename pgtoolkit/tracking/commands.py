@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pgtoolkit.compose import name_of
 from pgtoolkit.tracking.mlflow_store import absolute_uri
 from pgtoolkit.tracking.provenance import redact
 from pgtoolkit.tracking.run_directory import read_config
@@ -57,12 +58,28 @@ def resume_command(run_dir: str | Path, overrides: Sequence[str] = ()) -> str:
     return " ".join([program("pgtk"), "resume", shell_path(run_dir), *map(shlex.quote, overrides)])
 
 
-def compare_command(run_dir: str | Path) -> str:
+def counterpart_command(run_dir: str | Path) -> str:
     """The command of the same run with the other loss; the first loss's own overrides are left out."""
+    return " ".join([program("pgtk"), *map(shlex.quote, _counterpart(run_dir))])
+
+
+def compare_command(run_dir: str | Path) -> str:
+    """The command that compares a run with its counterpart, once that has run; of a sweep's run, the whole sweep."""
+    path = Path(run_dir).absolute()
+    if (path.parent / "multirun.yaml").exists():
+        return f"{program('pgtk')} compare {shell_path(path.parent)}"
+    chosen = read_config(run_dir)[0].get("tracking", {}).get("run_name")
+    kept_name = any(override.lstrip("+").startswith("tracking.run_name=") for override in _counterpart(run_dir))
+    name = name_of(chosen if kept_name else None, _counterpart(run_dir))
+    # When the counterpart will start is not known: the shell finds its directory by its name.
+    return f"{program('pgtk')} compare {shell_path(path)} outputs/*/??-??-??-??????-{name}"
+
+
+def _counterpart(run_dir):
     config, overrides = read_config(run_dir)
     other = "grpo" if config["loss"]["name"] == "gspo" else "gspo"
     kept = [override for override in overrides if not override.lstrip("+~").startswith(("loss=", "loss."))]
-    return " ".join([program("pgtk"), f"loss={other}", *map(shlex.quote, kept)])
+    return [f"loss={other}", *kept]
 
 
 def _shorter(path):

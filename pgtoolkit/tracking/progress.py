@@ -6,7 +6,14 @@ import itertools
 import time
 from pathlib import Path
 
-from pgtoolkit.tracking.commands import compare_command, resume_command, shell_path, ui_command, ui_url
+from pgtoolkit.tracking.commands import (
+    compare_command,
+    counterpart_command,
+    resume_command,
+    shell_path,
+    ui_command,
+    ui_url,
+)
 
 WIDTH = 100
 """Most columns of a progress line."""
@@ -80,7 +87,8 @@ def summary(
             entries.append(("MLflow", command))
         entries.append(("" if command else "MLflow", ui_url(uri, experiment_id, run_id)))
     more = [f"trainer.max_steps={2 * rows[-1]['step']}"] if rows else []
-    entries += [("resume", resume_command(run_dir, more)), ("compare", compare_command(run_dir))]
+    entries += [("resume", resume_command(run_dir, more)), ("compare", counterpart_command(run_dir))]
+    entries.append(("", compare_command(run_dir)))
     if mlflow:
         entries.append(("", ui_url(uri, experiment_id)))
     return "\n".join([*filter(None, lines), *(f"{label:<12} {text}" for label, text in entries)])
