@@ -31,8 +31,10 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, caplog):
     assert "step-000002.ckpt" in caplog.text
 
 
-def test_nothing_to_resume_from_is_an_error(tmp_path):
-    with pytest.raises(StorageError, match="no checkpoint"):
+def test_no_checkpoint_is_none_and_nothing_but_damaged_ones_is_an_error(tmp_path):
+    assert load_newest(tmp_path) is None
+    (tmp_path / "step-000001.ckpt").write_bytes(b"PK")
+    with pytest.raises(StorageError, match="none of the 1"):
         load_newest(tmp_path)
 
 

@@ -160,6 +160,14 @@ def test_the_last_step_is_saved_also_where_the_data_ends_first(tmp_path):
     assert checkpoint_of(tmp_path / "run", 6)["step"] == 6
 
 
+def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path):
+    whole = run(tmp_path / "whole", "trainer.max_steps=2")
+    killed = copy_as_of(whole, 0, tmp_path / "killed")
+    run(killed, "trainer.max_steps=2", resume=True)
+    assert metrics_of(killed) == metrics_of(whole)
+    assert_equal(checkpoint_of(killed, 2), checkpoint_of(whole, 2))
+
+
 def test_a_changed_key_acts_on_resume(tmp_path):
     """Nothing that the user sets is silently taken from the checkpoint instead."""
     folder = run(tmp_path / "run", "trainer.max_steps=3")

@@ -47,17 +47,21 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*.ckpt"))
 
 
-def load_newest(folder: Path) -> dict:
+def load_newest(folder: Path) -> dict | None:
     """The state of the newest checkpoint that can be read, on the CPU; a damaged one is passed over with a warning.
 
-    Tensors and plain containers only: no code in a file is run. Raises StorageError if there is none.
+    None where none was written yet. Tensors and plain containers only: no code in a file is run. Raises StorageError
+    if there are checkpoints but none can be read.
     """
-    for path in reversed(list_checkpoints(folder)):
+    paths = list_checkpoints(folder)
+    for path in reversed(paths):
         try:
             return torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # torch reports damage by many types of exception
             log.warning(f"the checkpoint {path} cannot be read and is passed over: {str(error).splitlines()[0]}")
-    raise StorageError(f"no checkpoint to resume from in {folder}; start the run anew")
+    if paths:
+        raise StorageError(f"none of the {len(paths)} checkpoints in {folder} can be read; start the run anew")
+    return None
 
 
 def random_state() -> dict:

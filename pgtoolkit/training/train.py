@@ -44,6 +44,8 @@ def train(composed: DictConfig, run_dir: Path, resume: bool = False, overrides: 
     resolved = OmegaConf.to_container(composed, resolve=True)
     with RunDirectory(run_dir) as run, _logging_to(run.path / "run.log"):
         checkpoint = load_newest(run.path / "checkpoints") if resume else None
+        if resume and checkpoint is None:
+            log.info("no checkpoint was written yet: starting again from the first step")
         recorder = Recorder(run, config.trainer, checkpoint)
         drift = run.write_config(resolved, list(overrides), recorder.step)
         run.write_provenance(collect(sys.argv))
