@@ -180,7 +180,9 @@ def test_many_long_keys_fit_the_terminal(tmp_path, capsys):
     for i in range(3):
         more = {"task": {f"a_key_with_a_rather_long_name_{i}": i, "path": f"/a/long/path/{'x' * 60}/{i}"}}
         save(tmp_path / str(i), "grpo", i, 0.1 * i, **more)
-    assert max(map(len, page(capsys, tmp_path).splitlines())) <= WIDTH
+    lines = page(capsys, tmp_path).splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    assert [line for line in lines if "  1      0.200          0.200  " in line]  # names give way to numbers
 
 
 def test_curves_are_means_over_seeds_on_both_axes(sweep):

@@ -19,7 +19,7 @@ p, li { max-width: 60rem; } .quiet { opacity: .75; font-size: .9em; }
 figure { margin: 0; } figcaption { font-weight: 600; } svg { width: 100%; height: auto; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: .28rem .9rem .28rem 0; border-bottom: 1px solid rgb(128 128 128 / .3); }
-th { font-weight: 600; } td.n, th.n { text-align: right; } td { white-space: nowrap; } td.long { white-space: normal; }
+th { font-weight: 600; white-space: nowrap; } td.n, th.n { text-align: right; } td { white-space: nowrap; }
 .legend { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .2rem 1.4rem; }
 .legend svg, td svg { width: 30px; height: 10px; margin-right: .5rem; vertical-align: middle; }
 summary { cursor: pointer; font-weight: 600; margin: 1.4rem 0 .5rem; } code { font-size: .92em; }

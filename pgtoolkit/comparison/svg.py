@@ -42,7 +42,8 @@ def chart(lines: list[Line], title: str, x_label: str, y_label: str) -> str:
         return f"{start}\n<text {middle}>no run has recorded this</text>\n</svg>"
     x_ticks, y_ticks = ticks(min(xs), max(xs)), ticks(min(ys), max(ys))
     to_x = _scale(min(xs), max(xs), _LEFT, _WIDTH - _RIGHT)
-    to_y = _scale(min(*ys, y_ticks[0]), max(*ys, y_ticks[-1]), _HEIGHT - _BOTTOM, _TOP)
+    room = 0.04 * (max(ys) - min(ys))  # a curve at its limit is not to lie on the frame
+    to_y = _scale(min(*ys, y_ticks[0]) - room, max(*ys, y_ticks[-1]) + room, _HEIGHT - _BOTTOM, _TOP)
     parts = [start, *_axes(x_ticks, y_ticks, to_x, to_y, x_label, y_label)]
     for place, line in enumerate(lines):
         parts += _line(line, *style(place), to_x, to_y)

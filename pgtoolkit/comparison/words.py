@@ -40,7 +40,7 @@ def definitions(compared: Compared) -> str:
     """What the numbers of the table are."""
     return (
         f"final: mean of {compared.metric} over the last tenth of a run's steps; {best_word(compared.metric)}: the "
-        "highest over any tenth; both as mean ± standard deviation over seeds (n-1)."
+        "highest over any tenth; both as mean ± sample standard deviation over seeds."
     )
 
 
