@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     except PgtoolkitError as error:
         return _say(error)
     except KeyboardInterrupt:
-        print("pgtk: stopped before anything was saved", file=sys.stderr)
+        print("pgtk: stopped by a keyboard interrupt", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # The reader, such as `head`, has seen enough; python must not write to it again at exit.

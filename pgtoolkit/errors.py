@@ -1,6 +1,11 @@
 """The errors a user can mend, each with the exit status `pgtk` ends with."""
 
 
+def first_line(error: BaseException) -> str:
+    """What another library's exception says, on one line; its type where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 class PgtoolkitError(Exception):
     """Base of every error that is reported as one message without a traceback."""
 

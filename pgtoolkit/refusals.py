@@ -14,6 +14,7 @@ from omegaconf import DictConfig, EnumNode, OmegaConf
 
 from pgtoolkit.conf_files import config_directory
 from pgtoolkit.config import SCHEMAS
+from pgtoolkit.errors import first_line
 from pgtoolkit.rules.report import text
 
 
@@ -157,5 +158,5 @@ def _comment(config: DictConfig, key: str) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    line = str(error).splitlines()[0].rstrip(".")
+    line = first_line(error).rstrip(".")
     return line[:1].upper() + line[1:]

@@ -13,7 +13,7 @@ from pgtoolkit import refusals
 from pgtoolkit.compose import Composed, apply, compose_choices, parse, register
 from pgtoolkit.conf_files import options
 from pgtoolkit.config import SCHEMAS, Config
-from pgtoolkit.errors import ConfigError
+from pgtoolkit.errors import ConfigError, first_line
 
 FIXED = {
     "model": "the checkpoint holds the weights of this model",
@@ -21,14 +21,19 @@ FIXED = {
     "model.hidden_size": "the checkpoint holds the weights of this model",
     "model.max_positions": "the checkpoint holds the weights of this model",
     "model.num_heads": "the checkpoint holds the weights of this model",
+    "model.path": "the checkpoint holds the weights of this model",
+    "model.random_weights": "the checkpoint holds the weights of this model",
+    "seed": "prompts and the order of the data come from this seed",
     "task": "the position in the data belongs to this task",
     "rollout": "the position in the data belongs to this source",
+    "rollout.path": "the position in the data belongs to these files",
+    "rollout.shuffle": "the position in the data belongs to this order",
     "rollout.prompts_per_batch": "the position in the data is counted in batches of this size",
     "rollout.group_size": "the position in the data is counted in batches of this size",
     "experiment": "an experiment is chosen when a run starts",
     "debug": "a debugging run is chosen when a run starts",
 }
-"""What a checkpoint cannot be continued without, and why."""
+"""What a checkpoint cannot be continued without, and why; with a task, all of its keys."""
 
 
 def compose_resumed(run_dir: Path, overrides: list[str]) -> Composed:
@@ -61,7 +66,7 @@ def _saved(run_dir: Path) -> dict:
     try:
         saved = OmegaConf.to_container(OmegaConf.load(file))
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{file} cannot be read: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"{file} cannot be read: {first_line(error)}") from error
     if not isinstance(saved, dict):
         raise ConfigError(f"{file} is not a configuration")
     return saved
@@ -76,7 +81,7 @@ def _typed(saved: dict, run_dir: Path) -> DictConfig:
         OmegaConf.set_struct(config, True)
         return OmegaConf.merge(config, saved)
     except (KeyError, TypeError, OmegaConfBaseException) as error:
-        reason = str(error).splitlines()[0]
+        reason = f"it has no {error}" if isinstance(error, KeyError) else first_line(error)
         raise ConfigError(
             f"{run_dir}/config.yaml does not fit this version of pgtoolkit: {reason}. Use the version that "
             "provenance.json names, or start a new run."
@@ -85,12 +90,13 @@ def _typed(saved: dict, run_dir: Path) -> DictConfig:
 
 def _fixed(config: DictConfig, override: Override) -> str | None:
     key, value = override.key_or_group, override.value()
-    if key not in FIXED or value == OmegaConf.select(config, key):
+    why = FIXED.get("task" if key.startswith("task.") else key)
+    if why is None or value == OmegaConf.select(config, key):
         return None
     if isinstance(value, str) and value == OmegaConf.select(config, f"{key}.name"):
         return None
     before = OmegaConf.select(config, f"{key}.name", default=OmegaConf.select(config, key, default="none"))
-    reason = f"A run is continued as it was: {FIXED[key]}."
+    reason = f"A run is continued as it was: {why}."
     return (
         f"{override.input_line} needs to stay as the run began (got {value!r}, was {before}). {reason} Use a new run."
     )

@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from pgtoolkit.errors import first_line
 from pgtoolkit.rules import run, step
 from pgtoolkit.rules.report import Report
 
@@ -63,7 +64,7 @@ def _resolve_node(parent: DictConfig, key: Any, path: str, report: Report) -> An
     try:
         value = parent[key]
     except OmegaConfBaseException as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         report.refuse(path, "a value that resolves", raw._value(), f"{reason}.", f"{path}=VALUE")
         return None
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else getattr(value, "value", value)

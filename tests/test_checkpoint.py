@@ -31,6 +31,19 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, caplog):
     assert "step-000002.ckpt" in caplog.text
 
 
+@pytest.mark.parametrize("damage", ["empty", "one byte"])
+def test_no_damage_passes_for_a_checkpoint(tmp_path, damage, caplog):
+    save_checkpoint(tmp_path, 1, {"step": 1}, keep=5)
+    newest = save_checkpoint(tmp_path, 2, {"step": 2, "x": torch.arange(1000)}, keep=5)
+    data = bytearray(newest.read_bytes())
+    place = data.find(torch.arange(500, 510).numpy().tobytes())
+    assert place > 0
+    data[place] ^= 1
+    newest.write_bytes(b"" if damage == "empty" else bytes(data))
+    assert load_newest(tmp_path)["step"] == 1
+    assert "step-000002.ckpt" in caplog.text
+
+
 def test_no_checkpoint_is_none_and_nothing_but_damaged_ones_is_an_error(tmp_path):
     assert load_newest(tmp_path) is None
     (tmp_path / "step-000001.ckpt").write_bytes(b"PK")

@@ -63,6 +63,19 @@ def test_a_signal_ends_the_step_saves_and_tells_how_to_resume(tmp_path, number, 
     assert_equal(checkpoint_of(tmp_path / "run", last), checkpoint_of(whole / "run", last))
 
 
+def test_a_second_interrupt_acts_at_once_and_leaves_a_run_that_resumes(tmp_path):
+    process = start(tmp_path, *LONG, "rollout.prompts_per_batch=64", "accumulation.docs_per_step=256")
+    wait_for_step(process, 2)
+    process.send_signal(signal.SIGINT)
+    process.stdout.readline()  # the run says that it finishes its step
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 75, errors
+    assert "saved up to step" in errors
+    assert "Traceback" not in errors
+    assert status_of(tmp_path / "run")["state"] == "interrupted"
+
+
 def test_killed_and_resumed(tmp_path):
     """SIGKILL leaves rows after the last checkpoint; the resumed run writes them again, once."""
     process = start(tmp_path, "trainer.max_steps=400", "trainer.checkpoint_every=4")

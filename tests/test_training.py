@@ -10,7 +10,7 @@ from runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metr
 from steps import AGGREGATIONS, LEVELS, LOSSES
 
 from pgtoolkit.batch import Document
-from pgtoolkit.errors import NumericalError
+from pgtoolkit.errors import ConfigError, NumericalError
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.training.train import build, train
 
@@ -166,6 +166,15 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path):
     run(killed, "trainer.max_steps=2", resume=True)
     assert metrics_of(killed) == metrics_of(whole)
     assert_equal(checkpoint_of(killed, 2), checkpoint_of(whole, 2))
+
+
+def test_a_checkpoint_beyond_max_steps_is_refused_and_nothing_is_changed(tmp_path):
+    folder = run(tmp_path / "run", "trainer.max_steps=4")
+    before = (folder / "config.yaml").read_text()
+    with pytest.raises(ConfigError, match="needs at least the steps already made"):
+        run(folder, "trainer.max_steps=3", resume=True)
+    assert (folder / "config.yaml").read_text() == before
+    assert metrics_of(run(folder, "trainer.max_steps=4", resume=True))[-1]["step"] == 4
 
 
 def test_a_changed_key_acts_on_resume(tmp_path):

@@ -161,7 +161,11 @@ def read_status(run_dir: str | Path) -> dict[str, Any]:
     """A run's status.json, or {} before its first. A killed run still says `running`, though its lock is free."""
     path = Path(run_dir) / "status.json"
     with _storage(path):
-        return json.loads(path.read_text()) if path.exists() else {}
+        text = path.read_text() if path.exists() else "{}"
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise StorageError(f"{path} is damaged ({error}); delete it to go on") from error
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

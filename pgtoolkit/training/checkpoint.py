@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import random
+import zipfile
 from pathlib import Path
 
 import numpy
 import torch
 
-from pgtoolkit.errors import StorageError
+from pgtoolkit.errors import StorageError, first_line
 
 log = logging.getLogger("pgtoolkit")
 
@@ -56,9 +57,12 @@ def load_newest(folder: Path) -> dict | None:
     paths = list_checkpoints(folder)
     for path in reversed(paths):
         try:
+            with zipfile.ZipFile(path) as archive:  # torch does not look at the checksums in its own files
+                if damaged := archive.testzip():
+                    raise OSError(f"the checksum of {damaged} is wrong")
             return torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # torch reports damage by many types of exception
-            log.warning(f"the checkpoint {path} cannot be read and is passed over: {str(error).splitlines()[0]}")
+            log.warning(f"the checkpoint {path} cannot be read and is passed over: {first_line(error)}")
     if paths:
         raise StorageError(f"none of the {len(paths)} checkpoints in {folder} can be read; start the run anew")
     return None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pgtoolkit.batch import MicroBatch
 from pgtoolkit.config import HuggingFaceModelConfig, TinyModelConfig
-from pgtoolkit.errors import ConfigError
+from pgtoolkit.errors import ConfigError, first_line
 
 END = "<end>"
 _PADDING_LIMIT = 1.5
@@ -134,7 +134,7 @@ def _hugging_face(config: HuggingFaceModelConfig, on_gpu: bool) -> Policy:
             model = AutoModelForCausalLM.from_pretrained(config.path, config=model_config, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(config.path, padding_side="left")
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise ConfigError(f"model.path={config.path} cannot be loaded: {reason}") from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

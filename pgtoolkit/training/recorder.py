@@ -30,7 +30,7 @@ class Recorder(lightning.Callback):
         self._config = config
         self._checkpoint = checkpoint
         self._progress = ProgressLine(config.max_steps)
-        self.step = 0 if checkpoint is None else checkpoint["step"]
+        self.step = self.saved_step = 0 if checkpoint is None else checkpoint["step"]
         self.interrupted_by: str | None = None
         self._unsaved: dict | None = None  # where the data stands, while that is in no checkpoint
 
@@ -60,7 +60,7 @@ class Recorder(lightning.Callback):
     def _save(self, module) -> None:
         folder = self._run.path / "checkpoints"
         save_checkpoint(folder, self.step, snapshot(module, self._unsaved), self._config.keep_checkpoints)
-        self._unsaved = None
+        self._unsaved, self.saved_step = None, self.step
         self._run.set_status("running", self.step)
 
     def _stop_after_this_step(self, number, _frame) -> None:

@@ -47,9 +47,16 @@ def train(composed: DictConfig, run_dir: Path, resume: bool = False, overrides: 
         if resume and checkpoint is None:
             log.info("no checkpoint was written yet: starting again from the first step")
         recorder = Recorder(run, config.trainer, checkpoint)
+        if recorder.step > config.trainer.max_steps:
+            raise ConfigError(
+                f"trainer.max_steps={config.trainer.max_steps} needs at least the steps already made (got "
+                f"{recorder.step} of them). A checkpoint is continued, not cut. Use trainer.max_steps={recorder.step}."
+            )
         drift = run.write_config(resolved, list(overrides), recorder.step)
         run.write_provenance(collect(sys.argv))
         run.drop_metrics_after(recorder.step)
+        if len(run.read_metrics()) < recorder.step:
+            log.warning(f"{run.metrics_path} lacks steps before the checkpoint's: summary and curves begin later")
         run.set_status("running", recorder.step)
         outcome, reason, tracker = "failed", None, None
         try:
@@ -57,8 +64,11 @@ def train(composed: DictConfig, run_dir: Path, resume: bool = False, overrides: 
             if checkpoint is not None:
                 loader.load_state_dict(checkpoint["data"])
             tracker = _start_tracker(config, resolved, run, drift)
-            _fit(module, loader, config, recorder)
+            if recorder.step < config.trainer.max_steps:
+                _fit(module, loader, config, recorder)
             outcome, reason = ("interrupted", recorder.interrupted_by) if recorder.interrupted_by else ("done", None)
+        except (KeyboardInterrupt, SystemExit):  # Lightning turns the one into the other
+            outcome, reason = "interrupted", "a second SIGINT"
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
             raise
@@ -67,7 +77,7 @@ def train(composed: DictConfig, run_dir: Path, resume: bool = False, overrides: 
             _finish(run, tracker, outcome)
     if outcome == "interrupted":
         raise Interrupted(
-            f"stopped by {reason} after step {recorder.step}; its state is saved. "
+            f"stopped by {reason} after step {recorder.step}; saved up to step {recorder.saved_step}. "
             f"Continue with: {resume_command(run.path)}"
         )
 
