@@ -35,15 +35,18 @@ def test_the_newest_run_is_shown_and_nothing_is_left(store, tmp_path):
     port = free_port()
     command = [sys.executable, "-m", "pgtoolkit.cli", "ui", "--port", str(port)]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:
-        lines = [server.stdout.readline() for _ in range(3)]
-        address = f"http://127.0.0.1:{port}"
-        assert lines[1] == "newest run   run-newer\n"
-        page = f"{address}/#/experiments/{store['experiment_id']}/runs?compareRunsMode=CHART"
-        assert lines[2] == f"charts       {page}\n"
-        assert urllib.request.urlopen(address, timeout=10).status == 200
-        children = subprocess.run(["pgrep", "-P", str(server.pid)], capture_output=True, text=True).stdout.split()
-        server.send_signal(signal.SIGINT)
-        assert server.wait(timeout=30) == 0
+        try:
+            lines = [server.stdout.readline() for _ in range(3)]
+            address = f"http://127.0.0.1:{port}"
+            assert lines[1] == "newest run   run-newer\n"
+            page = f"{address}/#/experiments/{store['experiment_id']}/runs?compareRunsMode=CHART"
+            assert lines[2] == f"charts       {page}\n"
+            assert urllib.request.urlopen(address, timeout=10).status == 200
+            children = subprocess.run(["pgrep", "-P", str(server.pid)], capture_output=True, text=True).stdout.split()
+            server.send_signal(signal.SIGINT)
+            assert server.wait(timeout=30) == 0
+        finally:
+            server.terminate()  # so that a failure does not wait for it
     assert len(children) == 1
     with pytest.raises(ProcessLookupError):
         os.killpg(int(children[0]), 0)  # the server's whole group

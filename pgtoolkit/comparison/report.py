@@ -110,7 +110,7 @@ def _swatch(place):
 
 
 def _groups(compared):
-    write = words.formatter(words.finals(compared))
+    write = words.writer(compared)
     word = words.best_word(compared.metric)
     header = [*compared.keys, "n seeds", "n final mean", "n ± std", f"n {word} mean", "n ± std"]
     rows = []
@@ -127,7 +127,7 @@ def _groups(compared):
 def _verdicts(compared):
     if not compared.comparisons:
         return "<p>Nothing to compare: one configuration has finished runs.</p>"
-    write = words.formatter(words.finals(compared))
+    write = words.writer(compared)
     header = ["higher", "lower", "n seeds", "n difference", "n t", "n p", "n p adjusted", "verdict"]
     rows = []
     for c in compared.comparisons:
@@ -152,14 +152,14 @@ def _runs(compared):
     for place, group in enumerate(compared.groups):
         values = [f" {text(value)}" for value in group.values.values()]
         for run in group.runs:
-            rows.append((_swatch(place), [f" {run.name}", *values, *_numbers(run, compared.metric)]))
+            rows.append((_swatch(place), [f" {run.name}", *values, *_numbers(run, compared)]))
     header = ["run", *compared.keys, "n seed", "state", "n step", "n final", f"n {words.best_word(compared.metric)}"]
     return f"<details><summary>Every run ({len(rows)})</summary>\n{_table(header, rows)}</details>"
 
 
-def _numbers(run: Run, metric):
-    found = run.values(metric)
-    write = words.formatter(found)
+def _numbers(run: Run, compared):
+    found = run.values(compared.metric)
+    write = words.writer(compared)
     reached = (write(final(found)), write(best(found))) if found else ("-", "-")
     seed = run.config.get("seed", "-")
     return [f"n {seed}", f" {run.state}", f"n {run.step}", *(f"n {number}" for number in reached)]

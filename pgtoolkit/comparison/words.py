@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pgtoolkit.comparison.curves import mean_curve
 from pgtoolkit.comparison.groups import Compared, Group, text
 from pgtoolkit.comparison.statistics import LEVEL, Comparison
@@ -78,16 +80,12 @@ def left_out(compared: Compared) -> list[str]:
     return [f"{run.name}: {why}" for run, why in compared.left_out]
 
 
-def formatter(values: list[float]):
-    """How numbers are written where these, finals of a metric, are among them."""
-    largest = max((abs(value) for value in values), default=0)
-    form = ".1f" if largest >= 1000 else ".3f" if largest >= 0.1 or largest == 0 else ".2e"
+def writer(compared: Compared) -> Callable[[float | None], str]:
+    """How values of the metric are written: all alike, by the size of the largest final."""
+    largest = max((abs(value) for group in compared.groups for value in group.finals), default=0)
+    fixed = largest >= 0.1 or largest == 0 or compared.metric in _SCORES
+    form = ".1f" if largest >= 1000 else ".3f" if fixed else ".2e"
     return lambda value: "-" if value is None else f"{value:{form}}"
-
-
-def finals(compared: Compared) -> list[float]:
-    """What the counted runs reached."""
-    return [value for group in compared.groups for value in group.finals]
 
 
 def spread(pair: tuple[float | None, float | None], write) -> str:
@@ -102,7 +100,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def _table(compared):
-    write = formatter(finals(compared))
+    write = writer(compared)
     header = [*compared.keys, "seeds", f"final {compared.metric}", best_word(compared.metric)]
     rows = [
         [*(text(value) for value in group.values.values()), str(len(group.counted)), *_means(group, write)]
@@ -133,14 +131,16 @@ def _span(values):
 
 
 def _cut(field, width):
-    return field if len(field) <= width else field[: width - 1] + "…"
+    # In the middle: paths, and lists of values, often differ at their end.
+    end = (width - 1) // 2
+    return field if len(field) <= width else f"{field[: width - 1 - end]}…{field[len(field) - end :]}"
 
 
 def _verdicts(compared):
     against = [c for c in compared.comparisons if c.first == 0]
     if not against:
         return _folded("Nothing to compare: one configuration has finished runs. Name more runs to compare it with.")
-    write = formatter(finals(compared))
+    write = writer(compared)
     lines = _folded(question(compared))
     lines += _folded(f"{compared.groups[0].label} (n = {against[0].counts[0]}) against", "  ", "    ")
     rows = [
