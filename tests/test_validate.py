@@ -88,6 +88,7 @@ RULES = [
     ("seed=-1", "seed=-1", "seed=4294967295"),
     ("tracking.run_name=../escape", "tracking.run_name=escape", "tracking.run_name=a.b-c_1"),
     ("tracking.uri=./mlruns", "sqlite:///outputs/mlflow.db", "tracking.uri=sqlite:///my.db"),
+    ("tracking.uri=sqlite:////tmp", "a folder", "tracking.uri=sqlite:////tmp/my.db"),
     ("tracking.uri=file:///tmp/mlruns", "sqlite", "tracking.uri=http://127.0.0.1:5000"),
     ("tracking.uri=http://me:secret@host", "without a password", "tracking.uri=http://host"),
     ("tracking=none tracking.experiment=x", "would be ignored", "tracking=none tracking.run_name=x"),

@@ -232,6 +232,9 @@ def _uri(uri: str, report: Report) -> None:
         reason = "It would be written to the run directory."
         use = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or the database's own password file"
         report.refuse(f"tracking.uri={hidden}", "an address without a password", "a password", reason, use)
+    elif scheme == "sqlite" and Path(uri.partition(":///")[2] or ".").is_dir():
+        reason, use = "SQLite keeps a store in one file.", "tracking.uri=sqlite:///outputs/mlflow.db"
+        report.refuse(f"tracking.uri={uri}", "sqlite:///FILE", "a folder", reason, use)
 
 
 def _is_free_for_rollouts(folder: Path) -> bool:
