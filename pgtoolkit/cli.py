@@ -102,9 +102,11 @@ def _train(argv: list[str]) -> int:
     from hydra._internal.utils import get_args_parser
 
     from pgtoolkit.check import check, notes, problems
-    from pgtoolkit.compose import hydra_form
+    from pgtoolkit.compose import NO_CHOICE, hydra_form
 
     args = get_args_parser().parse_args(argv)
+    if args.cfg and args.multirun:
+        raise ConfigError("--cfg needs one run (got -m). It prints one configuration. Use pgtk check -m for a sweep.")
     starts = not (args.cfg or args.info or args.shell_completion or args.hydra_help)
     if starts or args.cfg:
         runs = check(args.overrides, args.multirun, args.config_dir, rules=starts)
@@ -112,7 +114,7 @@ def _train(argv: list[str]) -> int:
             raise _refusal(found)
         for note in notes(runs):
             print(f"pgtk: note: {note}", file=sys.stderr)
-    return _run_hydra([hydra_form(arg) if arg in args.overrides else arg for arg in argv])
+    return _run_hydra([hydra_form(arg) if arg in args.overrides else arg for arg in argv if arg not in NO_CHOICE])
 
 
 def _run_hydra(argv: list[str]) -> int:

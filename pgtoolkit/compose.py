@@ -43,9 +43,13 @@ def register() -> None:
     OmegaConf.register_new_resolver("pgtk.run_name", _run_name, replace=True)
 
 
+NO_CHOICE = ("experiment=null", "debug=null")
+"""What the optional groups are by default; Hydra accepts it in its files but not as an override."""
+
+
 def compose(overrides: list[str], config_dir: Path | None = None) -> Composed:
     """The configuration of one run, with every problem of its overrides; those refused are left out of it."""
-    parsed, problems = parse(overrides)
+    parsed, problems = parse([override for override in overrides if override not in NO_CHOICE])
     groups = options(config_dir)
     choices, values = [], []
     for override in parsed:

@@ -283,3 +283,14 @@ def test_the_predicted_vocabulary_is_the_tokenizers(task):
     alphabet = {"reverse": ReverseTask.alphabet, "reasoning_gym": PRINTABLE}[task]
     predicted = vocabulary_size(SimpleNamespace(name="tiny"), SimpleNamespace(name=task))
     assert predicted == len(character_tokenizer(alphabet))
+
+
+def test_no_experiment_may_be_said(capsys):
+    assert main(["check", "experiment=null", "debug=null", "tracking=none"]) == 0
+    assert "Problems\n  none" in capsys.readouterr().out
+    assert main(["--cfg", "job", "debug=null"]) == 0
+    assert "epsilon_low: 0.0003" in capsys.readouterr().out
+
+
+def test_one_configuration_is_printed_at_a_time(capsys):
+    assert "needs one run (got -m)" in refused(capsys, "-m", "--cfg", "job", "seed=1,2")

@@ -36,10 +36,9 @@ def save_checkpoint(folder: Path, step: int, state: dict, keep: int) -> Path:
             old.unlink()
     except (OSError, RuntimeError) as error:  # torch says RuntimeError when its archive cannot be finished
         temporary.unlink(missing_ok=True)
-        reason = error.__context__ or error
-        raise StorageError(
-            f"the checkpoint {path} could not be written: {reason}. The one before it is intact."
-        ) from error
+        while not isinstance(error, OSError) and error.__context__ is not None:
+            error = error.__context__
+        raise StorageError(f"the checkpoint {path} cannot be written: {error}. Earlier ones are intact.") from error
     return path
 
 

@@ -14,7 +14,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from pgtoolkit.config import AggregationMode, Config, KernelImplementation, PolicyRolloutConfig
-from pgtoolkit.errors import ConfigError, Interrupted
+from pgtoolkit.errors import ConfigError, Interrupted, StorageError
 from pgtoolkit.rollouts.policy import PolicyRollouts
 from pgtoolkit.rollouts.recorded import RecordedRollouts
 from pgtoolkit.rollouts.steps import Source, StepLoader
@@ -73,8 +73,7 @@ def train(composed: DictConfig, run_dir: Path, resume: bool = False, overrides: 
             reason = f"{type(error).__name__}: {error}"
             raise
         finally:
-            run.set_status(outcome, recorder.step, reason)
-            _finish(run, tracker, outcome)
+            _finish(run, tracker, outcome, recorder.step, reason)
     if outcome == "interrupted":
         raise Interrupted(
             f"stopped by {reason} after step {recorder.step}; saved up to step {recorder.saved_step}. "
@@ -155,10 +154,15 @@ def _start_tracker(config: Config, resolved: dict, run: RunDirectory, drift: dic
     return tracker
 
 
-def _finish(run: RunDirectory, tracker: MlflowTracker | None, outcome: str) -> None:
-    rows = run.read_metrics()
-    if rows:
-        plot_curves(rows, run.path / "curves.png", run.path.name)
+def _finish(run: RunDirectory, tracker: MlflowTracker | None, outcome: str, step: int, reason: str | None) -> None:
+    """Close the books; what fails here is said, and hides neither the outcome nor the error that led to it."""
+    rows = []
+    try:
+        run.set_status(outcome, step, reason)
+        if rows := run.read_metrics():
+            plot_curves(rows, run.path / "curves.png", run.path.name)
+    except (StorageError, OSError) as error:
+        log.warning(f"status or curves of the run are missing: {error}")
     if tracker is not None:
         names = ("config.yaml", "overrides.yaml", "provenance.json", "curves.png", "metrics.jsonl")
         tracker.log_artifacts([run.path / name for name in names])
