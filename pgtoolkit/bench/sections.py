@@ -112,7 +112,7 @@ def given_logits(tokens: int, vocabulary: int, device: str, repetitions: int, ev
                 times[name, case] * 1e3,
                 rate,
                 rate * 1e9 / bandwidth,
-                None if extra is None else (extra - logits.nbytes) / 1e6,
+                None if extra is None else (extra - (0 if leaf.grad is None else logits.nbytes)) / 1e6,
                 *errors,
             )
         leaf.grad = None
