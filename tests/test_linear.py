@@ -90,19 +90,6 @@ def test_however_it_is_cut(loss, aggregation, max_rows):
     assert (leaves[0].grad[problem.tensors[0] < 0] == 0).all()
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_chunks_of_more_rows_than_a_few_tiles(loss):
-    """Chunks are filled up to whole tiles with rows that must not count, before and after clipped ones leave."""
-    problem = Problem(lengths=(300, 1, 290, 260, 333, 4))
-    for max_rows in (600, 5000):
-        value, _, leaves = problem.fused(max_rows, loss)
-        value.backward()
-        expected_value, gradients, _ = problem.expected(loss=loss, **EPSILONS[loss])
-        assert relative_error(value.detach(), expected_value) < 1e-12
-        for leaf, gradient in zip(leaves, gradients, strict=True):
-            assert relative_error(leaf.grad, gradient) < 1e-12
-
-
 @pytest.mark.parametrize("fp32_logits", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -24,8 +24,6 @@ from pgtoolkit.losses.objective import NEEDS_WHOLE_DOCUMENTS, Objective
 _WORTH_COMPACTING = 0.95
 """Share of a chunk's rows that still have a gradient, above which moving them together costs more than it saves."""
 _ROWS_PER_MOVE = 128
-_TILE = 128
-_FEW_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,6 @@ class _Run:
         self.scale = float(2 ** len(plan.rows).bit_length())
         largest = max((min(self.head.max_rows, chunk.stop - chunk.start) for chunk in plan.chunks), default=0)
         self.scale_rows = self.head.implementation.scale_rows
-        largest += _missing_rows(largest)
         self.numbers = torch.arange(largest, device=self.hidden.device)
         self.buffer = self.hidden.new_empty(largest, len(self.weight), dtype=self.logits_dtype)
         self.verdict = Verdict(torch.zeros_like(objective.mask)) if not plan.chunks else None
@@ -175,16 +172,11 @@ class _Run:
         return self._record(rows, log_probs, entropy)
 
     def score(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(hidden, score, log_probs) of these rows, the score in the place of their logits.
-
-        hidden and score are in whole tiles: what follows these rows is finite where they are, and of no meaning.
-        """
-        tiles = _whole_tiles(rows)
-        hidden = self.hidden[tiles]
+        """(hidden, score, log_probs) of these rows, the score in the place of their logits."""
+        hidden = self.hidden[rows]
         log_probs, entropy, score = self.head.implementation.forward_score_(
-            self.logits(hidden), *self._options(tiles), self.hidden.dtype
+            self.logits(hidden), *self._options(rows), self.hidden.dtype
         )
-        log_probs, entropy = log_probs[: len(rows)], None if entropy is None else entropy[: len(rows)]
         return hidden, score, self._record(rows, log_probs, entropy)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -197,14 +189,13 @@ class _Run:
             rows, hidden, score, coefficients = _without_zeros(rows, hidden, score, coefficients)
         factor = coefficients * (1 / self.head.temperature)
         if self.hidden_gradient is not None:
-            gradient = (score @ self.weight)[: len(rows)]
-            self.scale_rows(gradient, factor, self.hidden_gradient, rows)
-        factor = torch.nn.functional.pad(factor * self.scale, (0, len(hidden) - len(rows)))
+            self.scale_rows(score @ self.weight, factor, self.hidden_gradient, rows)
+        factor *= self.scale
         if self.bias_gradient is not None:
             column = factor.to(score.dtype).unsqueeze(-1)
             accumulate_matmul(self.bias_gradient.unsqueeze(-1), score.T, column, alpha=1 / self.scale)
         if self.weight_total is not None:
-            hidden = self.scale_rows(hidden, factor, hidden, self.numbers[: len(hidden)])
+            hidden = self.scale_rows(hidden, factor, hidden, self.numbers[: len(rows)])
             accumulate_matmul(self.weight_total, score.T, hidden, alpha=1 / self.scale)
 
     def _options(self, rows):
@@ -228,19 +219,4 @@ def _without_zeros(rows, hidden, score, coefficients):
     for low in range(0, number, _ROWS_PER_MOVE):
         moved = keep[low : low + _ROWS_PER_MOVE]
         score[low : low + len(moved)] = score[moved]
-    tiles = _whole_tiles(keep)
-    return rows[keep], hidden[tiles], score[: len(tiles)], coefficients[keep]
-
-
-def _whole_tiles(rows: Tensor) -> Tensor:
-    """rows (indices), and the last of them again until they fill whole tiles of a matrix product.
-
-    A tile costs the same full or not, and cuBLAS loads a kernel at the first use of about every new shape: documents'
-    ragged lengths would keep it loading for the first dozen steps of a run.
-    """
-    missing = _missing_rows(len(rows))
-    return torch.cat([rows, rows[-1:].expand(missing)]) if missing else rows
-
-
-def _missing_rows(number: int) -> int:
-    return -number % _TILE if number > _FEW_ROWS else 0
+    return rows[keep], hidden[keep], score[:number], coefficients[keep]
