@@ -16,6 +16,7 @@ from pgtoolkit.errors import ConfigError, first_line
 
 END = "<end>"
 _PADDING_LIMIT = 1.5
+"""Padded positions per token up to which one row per document is cheaper than attention over all tokens at once."""
 PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
 
 
