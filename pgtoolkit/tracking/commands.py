@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pgtoolkit.compose import name_of
 from pgtoolkit.tracking.mlflow_store import absolute_uri
 from pgtoolkit.tracking.provenance import redact
 from pgtoolkit.tracking.run_directory import read_config
@@ -65,6 +64,8 @@ def counterpart_command(run_dir: str | Path) -> str:
 
 def compare_command(run_dir: str | Path) -> str:
     """The command that compares a run with its counterpart, once that has run; of a sweep's run, the whole sweep."""
+    from pgtoolkit.compose import name_of  # loads hydra, which nothing else of tracking needs
+
     path = Path(run_dir).absolute()
     if (path.parent / "multirun.yaml").exists():
         return f"{program('pgtk')} compare {shell_path(path.parent)}"
