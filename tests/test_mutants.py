@@ -204,7 +204,7 @@ MUTANTS = [
         "a checkpoint written in place",
         "training/checkpoint.py",
         {'path.with_suffix(".tmp")': "path"},
-        ("tests/test_peers.py::test_killed_in_the_middle_of_saving",),
+        ("tests/test_checkpoint.py::test_killed_in_the_middle_of_saving",),
     ),
     Mutant(
         "the optimizer starts anew on resume",
