@@ -58,15 +58,16 @@ def test_kill_while_status_is_written_leaves_a_valid_status(tmp_path):
         assert read_status(tmp_path)["pid"] == writer.pid
 
 
-def test_status_keeps_start_and_mlflow_run(tmp_path):
+def test_status_keeps_start_mlflow_run_and_sweep(tmp_path):
     with RunDirectory(tmp_path) as run:
         assert read_status(tmp_path) == {}
-        run.set_status("running", 0, mlflow={"run_id": "abc"})
+        run.set_status("running", 0, mlflow={"run_id": "abc"}, sweep="clip_range")
         started = read_status(tmp_path)["started"]
         run.set_status("interrupted", 7, reason="SIGTERM")
         status = read_status(tmp_path)
         assert (status["state"], status["step"], status["reason"]) == ("interrupted", 7, "SIGTERM")
         assert (status["mlflow"], status["started"]) == ({"run_id": "abc"}, started)
+        assert status["sweep"] == "clip_range"
         with pytest.raises(ValueError, match="'paused' is not one of"):
             run.set_status("paused", 1)
 

@@ -88,10 +88,13 @@ class RunDirectory:
                 provenance = first
             write_atomically(path, json.dumps(provenance, indent=2) + "\n")
 
-    def set_status(self, state: str, step: int, reason: str | None = None, mlflow: dict | None = None) -> None:
+    def set_status(
+        self, state: str, step: int, reason: str | None = None, mlflow: dict | None = None, sweep: str | None = None
+    ) -> None:
         """Replace status.json in one piece; metrics appended before are on the disk when it says so.
 
-        state: one of STATES. step: optimizer steps done. mlflow: `MlflowTracker.info`, kept once given.
+        state: one of STATES. step: optimizer steps done. mlflow: `MlflowTracker.info`, and sweep: the name of
+        the sweep that the run belongs to, are kept once given.
         """
         if state not in STATES:
             raise ValueError(f"state {state!r} is not one of {', '.join(STATES)}")
@@ -106,6 +109,7 @@ class RunDirectory:
             "started": before.get("started", _now()),
             "updated": _now(),
             "mlflow": mlflow or before.get("mlflow"),
+            "sweep": sweep or before.get("sweep"),
         }
         with _storage(path):
             if self._metrics_file:

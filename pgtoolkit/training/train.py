@@ -34,10 +34,13 @@ from pgtoolkit.training.recorder import Recorder
 log = logging.getLogger("pgtoolkit")
 
 
-def train(composed: DictConfig, run_dir: Path, resume: bool = False, overrides: list[str] = ()) -> None:
+def train(
+    composed: DictConfig, run_dir: Path, resume: bool = False, overrides: list[str] = (), sweep: str | None = None
+) -> None:
     """Train as the validated configuration says; `resume` continues from the newest checkpoint in run_dir.
 
-    overrides: what was typed, for the record. Raises a PgtoolkitError that carries the exit status; status.json in
+    overrides: what was typed, for the record. sweep: the name of the sweep that the run belongs to; a resumed run
+    keeps the one it was started with. Raises a PgtoolkitError that carries the exit status; status.json in
     the run directory tells the same.
     """
     config: Config = OmegaConf.to_object(composed)
@@ -57,7 +60,7 @@ def train(composed: DictConfig, run_dir: Path, resume: bool = False, overrides: 
         run.drop_metrics_after(recorder.step)
         if len(run.read_metrics()) < recorder.step:
             log.warning(f"{run.metrics_path} lacks steps before the checkpoint's: summary and curves begin later")
-        run.set_status("running", recorder.step)
+        run.set_status("running", recorder.step, sweep=sweep)
         outcome, reason, tracker = "failed", None, None
         try:
             module, loader = build(config, resume)
@@ -147,10 +150,13 @@ def _start_tracker(config: Config, resolved: dict, run: RunDirectory, drift: dic
     }
     if drift:
         tags["changed_on_resume"] = ", ".join(f"{key}: {old} -> {new}" for key, (old, new) in drift.items())
-    run_id = (read_status(run.path).get("mlflow") or {}).get("run_id")
+    status = read_status(run.path)
+    if status.get("sweep"):
+        tags["sweep"] = status["sweep"]
+    run_id = (status.get("mlflow") or {}).get("run_id")
     name = config.tracking.run_name or run.path.name
     tracker.start(name, flatten(resolved), tags, run.metrics_path, run_id)
-    run.set_status("running", read_status(run.path)["step"], mlflow=tracker.info)
+    run.set_status("running", status["step"], mlflow=tracker.info)
     return tracker
 
 
