@@ -193,19 +193,16 @@ def test_huge_log_ratios_stay_finite(loss, advantage, log_ratio):
 @pytest.mark.parametrize(("advantage", "bound"), [(1.0, 1.25), (-1.0, 0.75)])
 def test_the_gradient_passes_at_the_clip_bound_itself(advantage, bound):
     """epsilon 0.25 makes both bounds exact in binary; the surrogate is evaluated at a ratio equal to the bound."""
-    from pgtoolkit.losses.segments import Segments
     from pgtoolkit.losses.surrogates import clipped_surrogate
 
-    mask = torch.ones(1, dtype=torch.bool)
-    segments = Segments(torch.zeros(1, dtype=torch.int64), mask, 1)
     # Search the log-ratio whose exp is exactly the bound.
     x = math.log(bound)
     candidates = [x, math.nextafter(x, 9), math.nextafter(x, -9)]
     exact = next(c for c in candidates if float(torch.tensor(c, dtype=torch.float64).exp()) == bound)
     for nudge, passes in ((0.0, True), (1e-9 * advantage, False), (-1e-9 * advantage, True)):
         new = torch.tensor([exact + nudge], dtype=torch.float64, requires_grad=True)
-        zero, A = torch.zeros(1, dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64)
-        clipped_surrogate("grpo", new, zero, A, segments, mask, 0.25, 0.25).losses.sum().backward()
+        A = torch.tensor([advantage], dtype=torch.float64)
+        clipped_surrogate(new, A, 0.25, 0.25).losses.sum().backward()
         assert (float(new.grad) != 0) is passes
 
 

@@ -79,8 +79,8 @@ MUTANTS = [
     ),
     Mutant(
         "masked positions multiplied by 0 instead of left out: NaN * 0 is NaN (NeMo-RL #4120)",
-        "losses/surrogates.py",
-        {"torch.where(mask, log_probs - old_log_probs, 0.0)": "mask * (log_probs - old_log_probs)"},
+        "losses/objective.py",
+        {"torch.where(self.mask, log_probs - self.old_log_probs, 0.0)": "self.mask * (log_probs - self.old_log_probs)"},
         ("tests/test_losses.py::test_masked_positions_may_hold_anything[nan-grpo]",),
     ),
     Mutant(
@@ -92,7 +92,7 @@ MUTANTS = [
     Mutant(
         "GSPO's ratio by the sum of the log-ratios instead of their mean (TRL #5814, NeMo-RL #2269)",
         "losses/surrogates.py",
-        {"segments.mean(log_ratio)": "segments.sum(log_ratio)"},
+        {"segments.mean(values)": "segments.sum(values)"},
         ("tests/test_losses.py::test_gspo_ratio_is_the_exp_of_the_mean_and_not_of_the_sum",),
     ),
     Mutant(

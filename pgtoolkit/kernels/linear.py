@@ -16,7 +16,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from pgtoolkit.kernels.parallel import all_sum
 from pgtoolkit.kernels.plan import Chunk, make_plan
 from pgtoolkit.kernels.products import accumulate_matmul, matmul
 from pgtoolkit.losses.objective import NEEDS_WHOLE_DOCUMENTS, Objective
@@ -33,6 +35,7 @@ class Head:
     implementation: the module with the vocabulary-sized passes. max_rows: rows of logits that may exist at once.
     fp32_logits: logits in float32 from half-precision operands. check_finite: refuse data that is not.
     weight_gradient: (V, H) float32 to which the weight's gradient is added at once, or None to return it to autograd.
+    vocabulary_group: ranks with the other rows of the weight; the implementation knows the group as well.
     """
 
     implementation: object
@@ -42,6 +45,7 @@ class Head:
     fp32_logits: bool
     check_finite: bool
     weight_gradient: Tensor | None
+    vocabulary_group: ProcessGroup | None = None
 
 
 def linear_loss(
@@ -146,7 +150,8 @@ class _Run:
             if chunk.needs_gradient and len(pieces) == 1:
                 hidden, score, log_probs = self.score(pieces[0])
             else:
-                log_probs = torch.cat([self.forward(rows) for rows in pieces])
+                # Of a document spread over ranks, this one may hold nothing.
+                log_probs = torch.cat([self.log_probs[:0], *(self.forward(rows) for rows in pieces)])
             if chunk is plan.chunks[-1]:
                 # All log-probs are known: the answer reaches the host while the last products run.
                 self.verdict = Verdict(objective.not_finite(self.log_probs))
@@ -157,9 +162,13 @@ class _Run:
                 self.products(pieces[0], hidden, score, coefficients, NEEDS_WHOLE_DOCUMENTS[objective.loss])
                 continue
             # A document of more rows than may exist at once: now that its coefficients are known, its logits again.
-            for rows, c in zip(pieces, coefficients.split(self.head.max_rows), strict=True):
+            for number, rows in enumerate(pieces):
                 hidden, score, _ = self.score(rows)
-                self.products(rows, hidden, score, c, False)
+                low = number * self.head.max_rows
+                self.products(rows, hidden, score, coefficients[low : low + len(rows)], False)
+        if self.hidden_gradient is not None:
+            # Each rank's columns make a part of it.
+            self.hidden_gradient = all_sum(self.hidden_gradient, self.head.vocabulary_group)
 
     def coefficients(self, ordered: Objective, chunk: Chunk, log_probs: Tensor) -> Tensor:
         share = ordered.take(slice(chunk.start, chunk.stop), chunk.segments)

@@ -10,14 +10,23 @@ import importlib.util
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from pgtoolkit.losses.objective import Objective
 
 IMPLEMENTATIONS = ("torch", "triton")
 
 
-def choose_implementation(impl: str, like: Tensor):
-    """The module with the vocabulary-sized passes for logits like `like`; "auto" goes by device and dtype."""
+def choose_implementation(impl: str, like: Tensor, vocabulary: tuple[ProcessGroup, int] | None = None):
+    """The module with the vocabulary-sized passes for logits like `like`; "auto" goes by device and dtype.
+
+    vocabulary: the group over which the columns are spread, and the first that is here; it makes a stand-in for the
+    module.
+    """
+    if vocabulary is not None:
+        from pgtoolkit.kernels.vocabulary import VocabularyShard
+
+        return VocabularyShard(choose_implementation(impl, like), *vocabulary)
     if impl == "auto":
         gpu = like.device.type == "cuda" and like.dtype != torch.float64
         impl = "triton" if gpu and importlib.util.find_spec("triton") else "torch"
@@ -41,13 +50,14 @@ def logits_loss(
     with_entropy: bool,
     impl: str = "auto",
     overwrite: bool = False,
+    vocabulary: tuple[ProcessGroup, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(loss, log_probs, entropy) of logits (T, V); log_probs and entropy are (T,) and detached.
 
     In float32 (float64 for float64 logits), 0 where labels < 0. Entropy is of the tempered distribution, and None
-    unless asked for. overwrite: the gradient takes the place of the logits.
+    unless asked for. overwrite: the gradient takes the place of the logits. vocabulary: as in `choose_implementation`.
     """
-    implementation = choose_implementation(impl, logits)
+    implementation = choose_implementation(impl, logits, vocabulary)
     wanted = torch.is_grad_enabled() and logits.requires_grad
     values, gradient, results = logits.detach(), None, None
     with torch.no_grad():

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pgtoolkit.errors import DataError
+from pgtoolkit.kernels.parallel import common_bins, gather
 from pgtoolkit.losses.objective import NEEDS_WHOLE_DOCUMENTS, Objective
 from pgtoolkit.losses.segments import Segments
 
@@ -49,8 +51,9 @@ def rows_within(memory_mb: int, vocabulary: int, dtype: torch.dtype) -> int:
 def make_plan(objective: Objective, max_rows: int, with_gradient: bool, check_finite: bool) -> Plan:
     """Order the trained rows into chunks of at most max_rows; only a document longer than that exceeds it.
 
-    Reads the documents' lengths on the host, the only synchronisation on a GPU. Raises DataError, if check_finite,
-    for old log-probs or advantages that are not finite.
+    Reads the documents' lengths on the host, the only synchronisation on a GPU. Where documents are spread over ranks
+    and needed whole, all ranks make the same chunks of the same documents, from one exchange of lengths.
+    Raises DataError, if check_finite, for old log-probs or advantages that are not finite.
     """
     informative = objective.informative() if with_gradient else torch.zeros_like(objective.mask)
     by_document = with_gradient and NEEDS_WHOLE_DOCUMENTS[objective.loss]
@@ -63,22 +66,30 @@ def make_plan(objective: Objective, max_rows: int, with_gradient: bool, check_fi
     else:
         segments = objective.segments
         has_gradient = torch.zeros_like(segments._lengths).index_add_(0, segments.index, informative.long())
-        bad, *numbers = torch.cat([num_bad, segments.counts, has_gradient]).tolist()
-        counts = numbers[: segments.num_documents]
-        has_gradient = numbers[segments.num_documents : 2 * segments.num_documents]
+        mine = torch.cat([num_bad, segments.local_counts, has_gradient[: segments.num_documents]])
+        bad, *table = gather(mine, segments.group).T.tolist()
+        bad = sum(bad)
     if bad and check_finite:
         objective.check_finite()
+        raise DataError("non-finite old_log_probs or advantages at a trained position on another rank, which names it")
     if by_document:
-        return _plan_documents(segments, counts, has_gradient, max_rows)
+        lengths, has_gradient = table[: segments.num_documents], table[segments.num_documents :]
+        return _plan_documents(segments, lengths, has_gradient, max_rows)
     start = num_trained - num_informative
     chunks = _without_gradient(start)
     chunks += [Chunk(low, high, True, None) for low, high in _even_cuts(start, num_trained, max_rows)]
     return Plan(rows[:num_trained], chunks)
 
 
-def _plan_documents(segments: Segments, counts: list[int], has_gradient: list[int], max_rows: int) -> Plan:
-    useful = [document for document, number in enumerate(has_gradient) if number > 0]
-    bins = balanced_bins([counts[document] for document in useful], max_rows)
+def _plan_documents(segments: Segments, lengths: list[list[int]], has_gradient: list[list[int]], max_rows: int) -> Plan:
+    """lengths, has_gradient: for each document what each rank holds of it; one rank where there is no group."""
+    useful = [document for document, numbers in enumerate(has_gradient) if any(numbers)]
+    if segments.group is None:
+        counts = [length for (length,) in lengths]
+        bins = balanced_bins([counts[document] for document in useful], max_rows)
+    else:
+        counts = [held[segments.group.rank()] for held in lengths]
+        bins = common_bins([tuple(lengths[document]) for document in useful], max_rows)
     order = [useful[item] for items in bins for item in items]
     start = sum(counts) - sum(counts[document] for document in order)
 
@@ -89,13 +100,16 @@ def _plan_documents(segments: Segments, counts: list[int], has_gradient: list[in
     device = segments.index.device
     ranks = torch.tensor(rank, dtype=torch.int32).to(device, non_blocking=True)
     key, rows = torch.sort(ranks[segments.index], stable=True)
-    lengths = torch.tensor([counts[document] for document in order]).to(device, non_blocking=True)
+    local = torch.tensor([counts[document] for document in order]).to(device, non_blocking=True)
+    overall = local
+    if segments.group is not None:
+        overall = torch.tensor([sum(lengths[document]) for document in order]).to(device, non_blocking=True)
 
     chunks, first = _without_gradient(start), 0
     for items in bins:
         stop, last = start + sum(counts[useful[item]] for item in items), first + len(items)
-        local = Segments.of_sorted(key[start:stop] - first, lengths[first:last])
-        chunks.append(Chunk(start, stop, True, local))
+        own = Segments.of_sorted(key[start:stop] - first, local[first:last], overall[first:last], segments.group)
+        chunks.append(Chunk(start, stop, True, own))
         start, first = stop, last
     return Plan(rows[: sum(counts)], chunks)
 

@@ -114,9 +114,10 @@ def forward_gradient(
 
 def losses_and_coefficients(objective: Objective, log_probs: Tensor) -> tuple[Tensor, Tensor]:
     """As `Objective.losses_and_coefficients`, in one kernel for the families that it knows."""
-    if objective.loss not in ("grpo", "gspo"):
-        return objective.losses_and_coefficients(log_probs)
     by_document = objective.loss == "gspo"
+    spread = by_document and objective.segments.group is not None
+    if spread or objective.loss not in ("grpo", "gspo"):
+        return objective.losses_and_coefficients(log_probs)
     losses, coefficients = torch.zeros_like(log_probs), torch.zeros_like(log_probs)
     block = 1024
     num_programs = objective.segments.num_documents if by_document else -(-len(log_probs) // block)

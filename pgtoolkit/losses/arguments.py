@@ -53,3 +53,15 @@ def check_tensors(
             raise ValueError(f"{key} needs dtype int64 (got {tensor.dtype})")
         vectors[key] = tensor.long() if whole else tensor
     return tuple(vectors.values())
+
+
+def check_groups(impl: str, num_documents, vocabulary_group, vocabulary_start, sequence_group, data_group) -> None:
+    """Refuse, with ValueError, groups of ranks that cannot mean what was asked."""
+    named = {"vocabulary_group": vocabulary_group, "sequence_group": sequence_group, "data_group": data_group}
+    for name, group in named.items():
+        if group is not None and impl == "reference":
+            raise ValueError(f"{name} needs another impl than 'reference', which computes whole steps on one rank")
+    if vocabulary_start is not None and (vocabulary_group is None or vocabulary_start < 0):
+        raise ValueError(f"vocabulary_start needs a vocabulary_group and a number >= 0 (got {vocabulary_start!r})")
+    if sequence_group is not None and num_documents is None:
+        raise ValueError("sequence_group needs num_documents: ranks must agree on the documents, whatever they hold")

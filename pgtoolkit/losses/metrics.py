@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from pgtoolkit.batch import StepTotals
+from pgtoolkit.kernels.parallel import all_max, all_sum
 from pgtoolkit.losses.segments import Segments
 from pgtoolkit.losses.surrogates import Surrogate
 
@@ -48,6 +50,16 @@ class MetricSums:
 
     def merge(self, other: MetricSums) -> MetricSums:
         return MetricSums(self.level, self.sums + other.sums, torch.maximum(self.maxima, other.maxima))
+
+    def all_reduce(self, loss: Tensor, group: ProcessGroup | None) -> tuple[Tensor, MetricSums]:
+        """(loss, sums) over the ranks of a group, each giving its share of a step: the same on every rank.
+
+        Two collectives, a sum in which the loss (0-dim) travels along and a maximum; one at level none, which has no
+        extrema. Every rank takes part, also one without a trained token, and all with the same level.
+        """
+        loss, *sums = all_sum(torch.cat([loss.detach().double().reshape(1), self.sums]), group)
+        maxima = all_max(self.maxima, group if self.level != "none" else None)
+        return loss, MetricSums(self.level, torch.stack(sums), maxima)
 
     def finalize(self, totals: StepTotals) -> dict[str, Tensor]:
         """Metric name -> 0-dim tensor, over the documents merged so far; means are divided by the step's totals.

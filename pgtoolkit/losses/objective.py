@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from pgtoolkit.batch import StepTotals
 from pgtoolkit.errors import DataError
+from pgtoolkit.kernels.parallel import all_sum, gather, largest
 from pgtoolkit.losses.aggregation import Reducer, token_weights
 from pgtoolkit.losses.metrics import MetricSums, metric_sums
 from pgtoolkit.losses.segments import Segments
@@ -22,7 +24,9 @@ NEEDS_WHOLE_DOCUMENTS = {"grpo": False, "gspo": True}
 class Objective:
     """The objective of one piece of a step: log-probs in, loss and metrics out.
 
-    mask: (T,) bool. old_log_probs, advantages, weights: (T,) in the dtype the log-probs come in.
+    mask: (T,) bool. The others of (T,) are in the dtype the log-probs come in. judged_advantages: as the family sees
+    them. gradient_weights: what a token's gradient is weighted by, the weights as the family sees them.
+    Where documents are spread over ranks, segments know the group, and only they.
     """
 
     loss: str
@@ -31,9 +35,12 @@ class Objective:
     mask: Tensor
     old_log_probs: Tensor
     advantages: Tensor
+    judged_advantages: Tensor
     weights: Tensor
+    gradient_weights: Tensor
     segments: Segments
     totals: StepTotals
+    _last: list = field(default_factory=list, compare=False, repr=False)
 
     def value(self, log_probs: Tensor) -> Tensor:
         """This piece's share of the step's loss: the sum of w_t times the surrogate. Differentiable."""
@@ -43,21 +50,17 @@ class Objective:
         """(w_t times the surrogate, c_t), each (T,): c_t is the derivative of `value` by each log-prob.
 
         Both are 0 where nothing is trained. c is what autograd would find, by formula, since it is wanted without a
-        graph; only the family's map from log-probs to log-ratios is left to autograd.
+        graph: the slope of the surrogate is the same for all tokens that are judged together.
         """
         surrogate = self._surrogate(log_probs)
         ratio, advantages = surrogate.ratio, surrogate.advantages
         passes = torch.where(advantages > 0, ratio <= 1 + self.epsilon_high, ratio >= 1 - self.epsilon_low)
-        slope = torch.where(passes & ~surrogate.clamped, ratio * advantages * -self.weights, 0.0)
-        with torch.enable_grad():
-            log_probs = log_probs.detach().requires_grad_()
-            log_ratio, _ = self._judged_by(log_probs)
-        return self.weights * surrogate.losses, torch.autograd.grad(log_ratio, log_probs, slope)[0]
+        slope = torch.where(passes & ~surrogate.clamped, -ratio * advantages, 0.0)
+        return self.weights * surrogate.losses, self.gradient_weights * slope
 
     def informative(self) -> Tensor:
         """(T,) bool: False where c_t is 0 whatever the log-probs turn out to be (untrained, or of zero advantage)."""
-        _, advantages = self._judged_by(self.old_log_probs)
-        return self.mask & (advantages != 0)
+        return self.mask & (self.judged_advantages != 0)
 
     def take(self, rows: Tensor | slice, segments: Segments | None) -> Objective:
         """The share of some rows, in that order; documents that the family needs whole must be whole in it.
@@ -69,8 +72,11 @@ class Objective:
             mask=self.mask[rows],
             old_log_probs=self.old_log_probs[rows],
             advantages=self.advantages[rows],
+            judged_advantages=self.judged_advantages[rows],
             weights=self.weights[rows],
+            gradient_weights=self.gradient_weights[rows],
             segments=segments,
+            _last=[],
         )
 
     def metrics(self, level: str, log_probs: Tensor, entropy: Tensor | None) -> MetricSums:
@@ -115,22 +121,20 @@ class Objective:
                 "label outside the vocabulary; mask the position (label -1) or drop the document"
             )
 
-    def _judged_by(self, log_probs):
-        """The (log-ratio, advantage) that the family judges each token by, as in `clipped_surrogate`."""
-        log_ratio = torch.where(self.mask, log_probs - self.old_log_probs, 0.0)
-        return FAMILIES[self.loss](log_ratio, torch.where(self.mask, self.advantages, 0.0), self.segments)
-
     def _surrogate(self, log_probs):
-        return clipped_surrogate(
-            self.loss,
-            log_probs,
-            self.old_log_probs,
-            self.advantages,
-            self.segments,
-            self.mask,
-            self.epsilon_low,
-            self.epsilon_high,
-        )
+        log_ratio = self._log_ratio(log_probs)
+        return clipped_surrogate(log_ratio, self.judged_advantages, self.epsilon_low, self.epsilon_high)
+
+    def _log_ratio(self, log_probs):
+        """The log-ratio that the family judges each token by; kept, since loss and metrics would both exchange it."""
+        if self._last and self._last[0] is log_probs:
+            return self._last[1]
+        # Dropped by selection before any arithmetic: what is not trained may hold NaN or infinity.
+        own = torch.where(self.mask, log_probs - self.old_log_probs, 0.0)
+        log_ratio = FAMILIES[self.loss](own, self.segments)
+        if not log_probs.requires_grad:
+            self._last[:] = log_probs, log_ratio
+        return log_ratio
 
 
 def make_objective(
@@ -149,10 +153,13 @@ def make_objective(
     num_documents: int | None,
     totals: StepTotals | None,
     dtype: torch.dtype,
+    sequence_group: ProcessGroup | None = None,
+    data_group: ProcessGroup | None = None,
 ) -> Objective:
     """Settle masks, segments and weights of a piece; `dtype` is what the log-probs will come in.
 
-    Without totals the piece is the whole step. Reads tensors on the host only where the caller left sizes open.
+    Without totals the piece is the whole step, or the data_group's pieces are. Reads tensors on the host only where
+    the caller left sizes open.
     """
     mask = labels >= 0
     if num_documents is None:
@@ -160,31 +167,63 @@ def make_objective(
     if group_index is not None and group_index.shape != (num_documents,):
         raise ValueError(f"group_index needs one entry per document, {num_documents} (got {tuple(group_index.shape)})")
     misplaced = mask & ((document_index < 0) | (document_index >= num_documents))
-    segments = Segments(document_index, mask & ~misplaced, num_documents)
+    segments = Segments(document_index, mask & ~misplaced, num_documents, sequence_group)
+    old_log_probs, advantages = old_log_probs.to(dtype), advantages.to(dtype)
+    judged_advantages = FAMILIES[loss](torch.where(mask, advantages, 0.0), segments)
     if totals is None:
-        totals, group_index = whole_step_totals(segments, group_index)
+        totals, group_index = whole_step_totals(segments, group_index, data_group)
     weights = token_weights(aggregation, totals, segments, mask, group_index, divisor, reducer)
-    weights = torch.where(misplaced, torch.nan, weights)  # no document, no result
+    weights = torch.where(misplaced, torch.nan, weights).to(dtype)  # no document, no result
+    # The aggregations weight a document's tokens alike; a reducer need not.
+    gradient_weights = weights if reducer is None else FAMILIES[loss](weights, segments)
     return Objective(
         loss,
         epsilon_low,
         epsilon_high,
         mask,
-        old_log_probs.to(dtype),
-        advantages.to(dtype),
-        weights.to(dtype),
+        old_log_probs,
+        advantages,
+        judged_advantages,
+        weights,
+        gradient_weights,
         segments,
         totals,
     )
 
 
-def whole_step_totals(segments: Segments, group_index: Tensor | None) -> tuple[StepTotals, Tensor | None]:
-    """The totals of a step that is all in one piece, and its groups renumbered from 0 (documents,)."""
+def whole_step_totals(
+    segments: Segments, group_index: Tensor | None, data_group: ProcessGroup | None = None
+) -> tuple[StepTotals, Tensor | None]:
+    """The totals of a step that is all in one piece, and its groups renumbered from 0 (documents,).
+
+    data_group: ranks with other documents of the step, whose group_index has the same numbers for the same groups.
+    """
     counts = segments.counts
+    numbers = torch.stack([torch.full_like(counts.sum(), len(counts)), counts.sum(), (counts == 0).sum()])
+    num_documents, num_tokens, num_empty = all_sum(numbers, data_group)
     num_groups = tokens_per_group = None
     if group_index is not None:
-        groups, group_index = torch.unique(group_index, return_inverse=True)
+        groups, group_index = _common_numbers(group_index, data_group)
         num_groups = len(groups)
         tokens_per_group = torch.zeros_like(groups, dtype=torch.int64).index_add_(0, group_index, counts)
-    totals = StepTotals(segments.num_documents, counts.sum(), (counts == 0).sum(), num_groups, tokens_per_group)
-    return totals, group_index
+        tokens_per_group = all_sum(tokens_per_group, data_group)
+    if data_group is None:
+        num_documents = segments.num_documents
+    return StepTotals(num_documents, num_tokens, num_empty, num_groups, tokens_per_group), group_index
+
+
+def _common_numbers(group_index, data_group):
+    """(the different numbers on all ranks, where this rank's are among them)."""
+    groups, places = torch.unique(group_index, return_inverse=True)
+    if data_group is None:
+        return groups, places
+    length = largest(len(groups), data_group, groups.device)
+    if length == 0:
+        return groups, places
+    # Ranks with fewer repeat a number of theirs; one without any stands aside.
+    mine = groups.new_empty(2, length)
+    mine[0] = groups[torch.arange(length, device=groups.device).clamp(max=len(groups) - 1)] if len(groups) else 0
+    mine[1] = len(groups) > 0
+    numbers, exist = gather(mine, data_group).unbind(1)
+    common = numbers[exist != 0].unique()
+    return common, torch.searchsorted(common, groups)[places]

@@ -7,15 +7,17 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from pgtoolkit.batch import StepTotals
 from pgtoolkit.kernels.linear import Head, linear_loss
 from pgtoolkit.kernels.logits import choose_implementation, logits_loss
+from pgtoolkit.kernels.parallel import SumGradient, largest
 from pgtoolkit.kernels.plan import rows_within
 from pgtoolkit.kernels.products import linear
 from pgtoolkit.losses import reference
 from pgtoolkit.losses.aggregation import Reducer
-from pgtoolkit.losses.arguments import check_choices, check_tensors
+from pgtoolkit.losses.arguments import check_choices, check_groups, check_tensors
 from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import NEEDS_WHOLE_DOCUMENTS, Objective, make_objective
 
@@ -26,6 +28,7 @@ class PolicyLoss:
 
     loss: 0-dim, differentiable. log_probs: (T,) log-prob of each label, 0 where nothing is trained; detached.
     metric_sums: the metrics before division, to merge over the pieces of a step. totals: the step's.
+    With a sequence_group or data_group, loss and metric_sums are this rank's share: they add up over the groups.
     """
 
     loss: Tensor
@@ -35,7 +38,7 @@ class PolicyLoss:
 
     @cached_property
     def metrics(self) -> dict[str, Tensor]:
-        """Name -> 0-dim tensor, over the documents of this call and divided by the step's totals."""
+        """Name -> 0-dim tensor, over the tokens of this call on this rank and divided by the step's totals."""
         return self.metric_sums.finalize(self.totals)
 
 
@@ -60,6 +63,10 @@ def policy_loss(
     impl: str = "auto",
     check_finite: bool = True,
     overwrite_logits: bool = False,
+    vocabulary_group: ProcessGroup | None = None,
+    vocabulary_start: int | None = None,
+    sequence_group: ProcessGroup | None = None,
+    data_group: ProcessGroup | None = None,
 ) -> PolicyLoss:
     """Clipped policy-gradient loss of packed documents, from their logits.
 
@@ -80,10 +87,18 @@ def policy_loss(
     overwrite_logits: write the gradient over the logits, which saves its memory; they hold no logits afterwards, and
         the loss can be backpropagated once.
 
+    On several ranks, each of which makes the same calls (see "Pieces and ranks" in docs/losses.md):
+    vocabulary_group: logits hold this rank's columns, from vocabulary_start on (by default rank times columns, all
+        ranks having as many); labels are numbers of the whole vocabulary, and the rest is the same on every rank.
+    sequence_group: the tokens of a document may lie on several ranks. document_index, num_documents (which must be
+        given) and group_index are common to them; T may differ between ranks, and be 0.
+    data_group: ranks with other documents of the step; only asked for its totals where these are not given.
+
     Raises ValueError for arguments that cannot be right and DataError for non-finite data, naming the document.
     """
     epsilon_low, epsilon_high = check_choices(loss, metrics, epsilon_low, epsilon_high, temperature)
     tensors = check_tensors("logits", logits, labels, old_log_probs, advantages, document_index)
+    check_groups(impl, num_documents, vocabulary_group, vocabulary_start, sequence_group, data_group)
     objective = make_objective(
         *tensors,
         loss=loss,
@@ -96,6 +111,8 @@ def policy_loss(
         num_documents=num_documents,
         totals=totals,
         dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32,
+        sequence_group=sequence_group,
+        data_group=data_group,
     )
     if impl == "reference":
         if totals is not None or reducer is not None:
@@ -113,8 +130,9 @@ def policy_loss(
             temperature=temperature,
         )
     else:
+        shard = _shard(vocabulary_group, vocabulary_start, logits.shape[1])
         value, log_probs, entropy = logits_loss(
-            logits, tensors[0], objective, temperature, metrics == "with_entropy", impl, overwrite_logits
+            logits, tensors[0], objective, temperature, metrics == "with_entropy", impl, overwrite_logits, shard
         )
     if check_finite:
         objective.check_finite(log_probs)
@@ -147,6 +165,10 @@ def linear_policy_loss(
     num_splits: int = 1,
     logits_memory_mb: int = 512,
     weight_gradient: Tensor | None = None,
+    vocabulary_group: ProcessGroup | None = None,
+    vocabulary_start: int | None = None,
+    sequence_group: ProcessGroup | None = None,
+    data_group: ProcessGroup | None = None,
 ) -> PolicyLoss:
     """`policy_loss` of the logits hidden @ lm_head_weight.T + bias, which need never exist in full.
 
@@ -162,6 +184,8 @@ def linear_policy_loss(
     weight_gradient: (V, H) float32 (float64 for float64 hidden), to which the weight's gradient is added during the
         call itself, so that it adds up in float32 over micro-batches; autograd then sees the weight as a constant,
         and the loss must be backpropagated as it is: a backward of a scaled loss is an error. "fused_linear" only.
+    vocabulary_group: lm_head_weight, bias and weight_gradient hold this rank's rows, hidden is the same on every rank;
+        so is its gradient, summed over the group, while those of weight and bias are of the rows here.
 
     The gradients are computed in the forward call, where grad mode is on, and handed out by the first backward.
     """
@@ -176,6 +200,7 @@ def linear_policy_loss(
     fused = impl == "fused_linear" or (impl == "auto" and num_splits == 1)
     if weight_gradient is not None and not fused:
         raise ValueError(f"weight_gradient needs impl='fused_linear' (got {impl!r})")
+    check_groups(impl, num_documents, vocabulary_group, vocabulary_start, sequence_group, data_group)
     keywords = {
         "loss": loss,
         "epsilon_low": epsilon_low,
@@ -186,8 +211,13 @@ def linear_policy_loss(
         "group_index": group_index,
         "num_documents": num_documents,
         "totals": totals,
+        "sequence_group": sequence_group,
+        "data_group": data_group,
     }
     if not fused and num_splits == 1:
+        if vocabulary_group is not None:
+            hidden = SumGradient.apply(hidden, vocabulary_group)
+            keywords |= {"vocabulary_group": vocabulary_group, "vocabulary_start": vocabulary_start}
         logits = linear(hidden, lm_head_weight, bias, fp32_logits)
         keywords |= {"temperature": temperature, "metrics": metrics, "impl": impl, "check_finite": check_finite}
         return policy_loss(logits, *tensors, **keywords, overwrite_logits=True)
@@ -196,15 +226,21 @@ def linear_policy_loss(
     objective = make_objective(*tensors, **keywords, dtype=wide)
     max_rows = -(-len(hidden) // num_splits)
     if fused:
-        max_rows = rows_within(logits_memory_mb, lm_head_weight.shape[0], wide if fp32_logits else hidden.dtype)
+        # The same on every rank; shards without a given start are of one size.
+        columns = lm_head_weight.shape[0]
+        if vocabulary_start is not None:
+            columns = largest(columns, vocabulary_group, hidden.device)
+        max_rows = rows_within(logits_memory_mb, max(1, columns), wide if fp32_logits else hidden.dtype)
+    shard = _shard(vocabulary_group, vocabulary_start, lm_head_weight.shape[0])
     head = Head(
-        implementation=choose_implementation("auto" if fused else impl, hidden),
+        implementation=choose_implementation("auto" if fused else impl, hidden, shard),
         max_rows=max(1, max_rows),
         temperature=temperature,
         with_entropy=metrics == "with_entropy",
         fp32_logits=fp32_logits,
         check_finite=check_finite,
         weight_gradient=weight_gradient,
+        vocabulary_group=vocabulary_group,
     )
     value, log_probs, entropy, is_bad = linear_loss(hidden, lm_head_weight, bias, tensors[0], objective, head)
     result = _result(objective, value, log_probs, entropy, metrics)
@@ -221,6 +257,12 @@ def _by_reference(logits, *tensors, **options):
     shift = logits.double() - logits.detach().double()
     loss = found.loss + (torch.nan_to_num(shift) * found.gradient.to(logits.device)).sum()
     return loss, log_probs, entropy
+
+
+def _shard(group: ProcessGroup | None, start: int | None, columns: int) -> tuple[ProcessGroup, int] | None:
+    if group is None:
+        return None
+    return group, group.rank() * columns if start is None else start
 
 
 def _result(objective: Objective, value, log_probs, entropy, metrics) -> PolicyLoss:

@@ -6,6 +6,9 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from pgtoolkit.kernels.parallel import all_sum
 
 
 class Segments:
@@ -13,13 +16,17 @@ class Segments:
 
     document_index: (T,) int64; mask: (T,) bool. Positions outside the mask belong to no document whatever their
     index says, so padding may carry any number. Documents need not be contiguous.
+    group: ranks that hold other tokens of the same documents, under the same numbers; sums go over all of them.
 
     Sums gather each document's tokens in order and reduce them one segment at a time: no float atomics, hence
-    bitwise reproducible on a GPU. `sum` and `broadcast` are each other's transpose, which is their backward.
+    bitwise reproducible on a GPU. `sum` and `broadcast` are each other's transpose, which is their backward: over a
+    group, gradients of what belongs to a document are complete on each rank.
     """
 
-    def __init__(self, document_index: Tensor, mask: Tensor, num_documents: int):
+    def __init__(self, document_index: Tensor, mask: Tensor, num_documents: int, group: ProcessGroup | None = None):
         self.num_documents = num_documents
+        self.group = group
+        self._counts = None
         # Slot `num_documents` collects the untrained positions and is dropped from every result.
         self.index = torch.where(mask, document_index, num_documents)
         self._all_trained = False
@@ -27,10 +34,16 @@ class Segments:
         self._lengths = counts.index_add_(0, self.index, torch.ones_like(self.index))
 
     @classmethod
-    def of_sorted(cls, index: Tensor, counts: Tensor) -> Segments:
-        """Documents that lie one after the other, all of it trained: index (T,) ascending from 0, counts (D,)."""
+    def of_sorted(
+        cls, index: Tensor, lengths: Tensor, counts: Tensor | None = None, group: ProcessGroup | None = None
+    ) -> Segments:
+        """Documents that lie one after the other, all of it trained: index (T,) ascending from 0, lengths (D,).
+
+        counts: (D,) lengths over all ranks of the group, if there is one.
+        """
         segments = cls.__new__(cls)
-        segments.num_documents, segments.index, segments._lengths, segments.order = len(counts), index, counts, None
+        segments.num_documents, segments.index, segments._lengths, segments.order = len(lengths), index, lengths, None
+        segments._counts, segments.group = counts, group
         segments._all_trained = True
         return segments
 
@@ -42,7 +55,14 @@ class Segments:
 
     @property
     def counts(self) -> Tensor:
-        """(D,) int64: trained tokens of each document, N_d."""
+        """(D,) int64: trained tokens of each document, N_d. With a group, an exchange unless a sum came before."""
+        if self._counts is None:
+            self._counts = all_sum(self.local_counts, self.group)
+        return self._counts
+
+    @property
+    def local_counts(self) -> Tensor:
+        """(D,) int64: those of them on this rank."""
         return self._lengths[: self.num_documents]
 
     def sum(self, values: Tensor) -> Tensor:
@@ -55,7 +75,16 @@ class Segments:
 
     def mean(self, values: Tensor) -> Tensor:
         """(T,) -> (D,): mean over each document's trained tokens, 0 for a document without any."""
-        return self.sum(values) / self.counts.clamp(min=1)
+        sums = self.sum(values)  # first: the counts may travel with it
+        return sums / self.counts.clamp(min=1)
+
+    def _total(self, values: Tensor) -> Tensor:
+        sums = self._reduce(values)
+        if self.group is None or self._counts is not None:
+            return all_sum(sums, self.group)
+        both = all_sum(torch.stack([sums.double(), self.local_counts.double()]), self.group)
+        self._counts = both[1].long()
+        return both[0].to(sums.dtype)
 
     def _reduce(self, values: Tensor) -> Tensor:
         if self.order is not None:
@@ -73,7 +102,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, values, segments):
         ctx.segments = segments
-        return segments._reduce(values)
+        return segments._total(values)
 
     @staticmethod
     def backward(ctx, gradient):
@@ -88,4 +117,4 @@ class _Broadcast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return ctx.segments._reduce(gradient), None
+        return ctx.segments._total(gradient), None

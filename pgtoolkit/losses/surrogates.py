@@ -1,7 +1,8 @@
 """The loss families: what each one takes as the ratio of a token, and the clipped surrogate they share.
 
-A family maps (log_ratio, advantages, segments), all T-vectors, to the log-ratio and advantage each token is
-judged by. Everything after that (clamp, exp, clip, min) is common ground.
+A family is a symmetric linear map of T-vectors, from the log-ratios and advantages of the tokens to those that each
+token is judged by. Everything after that (clamp, exp, clip, min) is common ground. Symmetric: the same map takes the
+weights of the tokens to those of their gradients.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ LOG_RATIO_LIMIT = 20.0
 reach the gradient as 0 * inf through the branch that the clip did not select."""
 
 
-def grpo(log_ratio: Tensor, advantages: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+def grpo(values: Tensor, segments: Segments) -> Tensor:
     """One ratio per token: r_t = exp(log_ratio_t) (arXiv 2402.03300, eq. 3)."""
-    return log_ratio, advantages
+    return values
 
 
-def gspo(log_ratio: Tensor, advantages: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+def gspo(values: Tensor, segments: Segments) -> Tensor:
     """One ratio per document: exp of its mean log-ratio, with its mean advantage (arXiv 2507.18071, eq. 5 and 7)."""
-    return segments.broadcast(segments.mean(log_ratio)), segments.broadcast(segments.mean(advantages))
+    return segments.broadcast(segments.mean(values))
 
 
 FAMILIES = {"grpo": grpo, "gspo": gspo}
@@ -49,24 +50,12 @@ class Surrogate:
     clamped: Tensor
 
 
-def clipped_surrogate(
-    loss: str,
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    segments: Segments,
-    mask: Tensor,
-    epsilon_low: float,
-    epsilon_high: float,
-) -> Surrogate:
-    """-min(ratio A, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) A) for each token (T,).
+def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, epsilon_low: float, epsilon_high: float) -> Surrogate:
+    """-min(ratio A, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) A) for each token (T,), as the family judges it.
 
-    Masked positions are dropped by selection before any arithmetic, so NaN or infinity there reaches neither the
-    loss nor the gradient. The gradient passes at the clip bounds themselves (what min and clamp give).
+    Both are 0 where nothing is trained. The gradient passes at the clip bounds themselves (what min and clamp give).
     """
-    unclamped, advantages = FAMILIES[loss](
-        torch.where(mask, log_probs - old_log_probs, 0.0), torch.where(mask, advantages, 0.0), segments
-    )
+    unclamped = log_ratio
     log_ratio = unclamped.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)

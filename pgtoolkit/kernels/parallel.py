@@ -1,0 +1,81 @@
+"""Everything that the loss exchanges between ranks. Without a group, each function is what a single rank needs.
+
+Each call is one collective of the same size on every rank of the group, whatever the rank holds: also one without a
+row takes part.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+def all_sum(values: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The sum over the ranks, the same bits on each. Not differentiable."""
+    return values if group is None else _reduced(values, dist.ReduceOp.SUM, group)
+
+
+def all_max(values: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The maximum over the ranks."""
+    return values if group is None else _reduced(values, dist.ReduceOp.MAX, group)
+
+
+def gather(values: Tensor, group: ProcessGroup | None) -> Tensor:
+    """(ranks, *shape): every rank's values, which have the same shape."""
+    if group is None:
+        return values.unsqueeze(0)
+    gathered = values.new_empty(group.size(), *values.shape)
+    dist.all_gather(list(gathered), values.contiguous(), group=group)
+    return gathered
+
+
+def largest(number: int, group: ProcessGroup | None, device: torch.device) -> int:
+    """The largest of the ranks' numbers, read on the host."""
+    return number if group is None else int(all_max(torch.tensor(number, device=device), group))
+
+
+class SumGradient(torch.autograd.Function):
+    """The values as they are, for ranks that each use all of them: backward sums the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx, values, group):
+        ctx.group = group
+        return values.view_as(values)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        return all_sum(gradient.contiguous(), ctx.group), None
+
+
+def common_bins(lengths: list[tuple[int, ...]], capacity: int) -> list[list[int]]:
+    """Items in few bins, in none of which any rank holds more than capacity, or of one item that is longer.
+
+    lengths[item][rank]: how much of the item the rank holds. The same on every rank. As `plan.balanced_bins`, which is
+    this for one rank and quicker.
+    """
+    order = sorted(range(len(lengths)), key=lambda item: -max(lengths[item]))
+    alone = [[item] for item in order if max(lengths[item]) > capacity]
+    order = order[len(alone) :]
+    num_ranks = len(lengths[0]) if lengths else 0
+    held = [sum(lengths[item][rank] for item in order) for rank in range(num_ranks)]
+    num_bins = max((-(-total // capacity) for total in held), default=0)
+    while order:
+        loads, bins = [[0] * num_ranks for _ in range(num_bins)], [[] for _ in range(num_bins)]
+        for item in order:
+            after = [max(map(sum, zip(load, lengths[item], strict=True))) for load in loads]
+            number = after.index(min(after))
+            bins[number].append(item)
+            loads[number] = [sum(pair) for pair in zip(loads[number], lengths[item], strict=True)]
+        if max(map(max, loads)) <= capacity:
+            return alone + [sorted(items) for items in bins if items]
+        num_bins += 1
+    return alone
+
+
+def _reduced(values: Tensor, operation, group: ProcessGroup) -> Tensor:
+    values = values.clone()
+    dist.all_reduce(values, operation, group=group)
+    return values
