@@ -57,11 +57,19 @@ class Policy:
         row_positions = torch.arange(longest, device=tokens.device).expand_as(rows)
         return self._body(rows, row_positions)[documents, positions]
 
-    def _body(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
+    def loss_inputs(self, micro_batch: MicroBatch, longest: int) -> dict:
+        """The keywords of linear_policy_loss that the model has to say: hidden states and head."""
+        hidden = self.hidden_states(micro_batch, longest)
+        return {"hidden": hidden, "lm_head_weight": self.head.weight, "bias": self.head.bias}
+
+    def _body(self, tokens: Tensor, position_ids: Tensor, **more) -> Tensor:
+        """(rows, S, H) hidden states of tokens (rows, S)."""
         with self.autocast(tokens.device):
-            out = self.model.base_model(input_ids=tokens, position_ids=position_ids, use_cache=False)
-        hidden = out.last_hidden_state
+            hidden = self._transformer(input_ids=tokens, position_ids=position_ids, use_cache=False, **more)
         return hidden if self.compute_dtype == torch.float32 else hidden.to(self.compute_dtype)
+
+    def _transformer(self, **inputs) -> Tensor:
+        return self.model.base_model(**inputs).last_hidden_state
 
     def autocast(self, device: torch.device):
         return torch.autocast(device.type, self.compute_dtype, enabled=self.compute_dtype != torch.float32)

@@ -1,0 +1,67 @@
+"""Where the parts of a transformer are, for the model families that can be spread over processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from pgtoolkit.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Family:
+    """Names inside of the base model (layers, embeddings, final norm) and inside of each layer (the rest).
+
+    column, row: the matrices whose outputs, and whose inputs, can be divided among ranks. fused: those that hold
+    query, key and value side by side. head_norms: norms of one head, the same for all heads.
+    """
+
+    layers: str
+    embedding: str
+    final_norm: str
+    attention: str
+    norms: tuple[str, ...]
+    column: tuple[str, ...]
+    row: tuple[str, ...]
+    positions: str | None = None
+    fused: tuple[str, ...] = ()
+    head_norms: tuple[str, ...] = ()
+
+    def layers_of(self, model: nn.Module) -> nn.ModuleList:
+        return getattr(model.base_model, self.layers)
+
+
+_LLAMA_LIKE = Family(
+    layers="layers",
+    embedding="embed_tokens",
+    final_norm="norm",
+    attention="self_attn",
+    norms=("input_layernorm", "post_attention_layernorm"),
+    column=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"),
+    row=("self_attn.o_proj", "mlp.down_proj"),
+    head_norms=("self_attn.q_norm", "self_attn.k_norm"),
+)
+_GPT2 = Family(
+    layers="h",
+    embedding="wte",
+    final_norm="ln_f",
+    attention="attn",
+    norms=("ln_1", "ln_2"),
+    column=("mlp.c_fc",),
+    row=("attn.c_proj", "mlp.c_proj"),
+    positions="wpe",
+    fused=("attn.c_attn",),
+)
+_FAMILIES = {"gpt2": _GPT2} | dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA_LIKE)
+
+
+def family_of(model: nn.Module, key: str) -> Family:
+    """The family of a transformers model; key: the setting that needs it. Raises ConfigError for any other."""
+    kind = model.config.model_type
+    if kind not in _FAMILIES:
+        raise ConfigError(
+            f"{key} needs a model of type {', '.join(sorted(_FAMILIES))} (got {kind}). Where the matrices and layers "
+            "are is known for these. Use parallelism=ddp."
+        )
+    return _FAMILIES[kind]

@@ -1,0 +1,112 @@
+"""The policy spread over processes: what each kind of parallelism does to the model, put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pgtoolkit.batch import MicroBatch
+from pgtoolkit.parallelism import sequence_data
+from pgtoolkit.parallelism.collectives import local
+from pgtoolkit.parallelism.families import family_of
+from pgtoolkit.parallelism.fully_sharded import shard_fully, synchronise_gradients
+from pgtoolkit.parallelism.layout import Layout
+from pgtoolkit.parallelism.sequence_data import Pieces
+from pgtoolkit.parallelism.tensor import shard_tensors, vocabulary_start
+from pgtoolkit.training.model import Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelPolicy(Policy):
+    """A policy of which this process holds its part, and which sees its part of the tokens.
+
+    sharded: by FSDP2. sequence_parallel: between the matrices the tokens are divided among the tensor ranks.
+    partial: names of the parameters whose gradients the tensor ranks must add up after the backward passes.
+    """
+
+    layout: Layout
+    sharded: bool
+    sequence_parallel: bool
+    partial: frozenset[str]
+
+    @property
+    def vocabulary_size(self) -> int:
+        return self.head.weight.shape[0]  # of the whole, also where this is a DTensor
+
+    def hidden_states(self, micro_batch: MicroBatch, longest: int) -> Tensor:
+        """(T, H) hidden states of this rank's tokens; also without a token each rank takes part in the exchanges."""
+        if len(micro_batch.tokens) == 0:
+            nothing = micro_batch.tokens.new_zeros(1, self._multiple)
+            return self._states(nothing, nothing, nothing[0])[0, :0]
+        if self.layout.size("sequence_data_parallel") == 1:
+            return super().hidden_states(micro_batch, longest)
+        tokens, positions = micro_batch.tokens[None], micro_batch.position_ids[None]
+        return self._states(tokens, positions, micro_batch.document_index)[0]
+
+    def loss_inputs(self, micro_batch: MicroBatch, longest: int) -> dict:
+        hidden, layout = self.hidden_states(micro_batch, longest), self.layout
+        weight, bias = self.head.weight, self.head.bias  # only now does FSDP2 hold them together
+        inputs = {"hidden": hidden, "lm_head_weight": local(weight), "bias": None if bias is None else local(bias)}
+        if group := layout.group("tensor_parallel"):
+            start = vocabulary_start(self.vocabulary_size, layout.mesh["tensor_parallel"])
+            inputs |= {"vocabulary_group": group, "vocabulary_start": start}
+        if group := layout.group("sequence_data_parallel"):
+            inputs |= {"sequence_group": group}
+        return inputs
+
+    def synchronise_gradients(self, last: bool) -> None:
+        if self.sharded:
+            synchronise_gradients(self.model, last)
+
+    @property
+    def _multiple(self) -> int:
+        return self.layout.size("tensor_parallel") if self.sequence_parallel else 1
+
+    def _states(self, tokens: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
+        group = self.layout.group("sequence_data_parallel")
+        return self._body(tokens, positions, **({} if group is None else {"pieces": Pieces.of(documents, group)}))
+
+    def _body(self, tokens: Tensor, position_ids: Tensor, **more) -> Tensor:
+        length = tokens.shape[1]
+        if missing := -length % self._multiple:
+            # As if each row went on: a position that does not follow the one before would begin a document.
+            following = position_ids[:, -1:] + torch.arange(1, missing + 1, device=tokens.device)
+            position_ids = torch.cat([position_ids, following.clamp(max=self.max_positions - 1)], 1)
+            tokens = functional.pad(tokens, (0, missing))
+        return super()._body(tokens, position_ids, **more)[:, :length]
+
+    def _transformer(self, **inputs) -> Tensor:
+        return self.model.transformer_states(**inputs) if self.sharded else super()._transformer(**inputs)
+
+
+def parallelize(policy: Policy, layout: Layout, parallelism) -> Policy:
+    """The policy with its model spread over the ranks of `layout`, in place; all ranks hold the same weights before.
+
+    parallelism: the part of the configuration; `shard` and `sequence_parallel` are read, the sizes are the layout's.
+    Raises ConfigError where the model cannot be spread so.
+    """
+    if layout.world_size == 1:
+        return policy
+    model, partial = policy.model, set()
+    if layout.size("tensor_parallel") > 1:
+        partial = shard_tensors(model, layout.mesh["tensor_parallel"], parallelism.sequence_parallel)
+    if (size := layout.size("sequence_data_parallel")) > 1:
+        family_of(model, f"parallelism.sequence_data_parallel={size}")
+        sequence_data.register()
+        model.set_attn_implementation(sequence_data.NAME)
+    names = frozenset(name for name, parameter in model.named_parameters() if parameter in partial)
+    sharded = parallelism.shard and layout.loss_group is not None
+    if sharded:
+        shard_fully(model, layout.loss_mesh)
+    return ParallelPolicy(
+        model,
+        policy.tokenizer,
+        policy.compute_dtype,
+        layout=layout,
+        sharded=sharded,
+        sequence_parallel=parallelism.sequence_parallel,
+        partial=names,
+    )
