@@ -18,6 +18,7 @@ COMMANDS = {
     "resume RUN_DIR [OVERRIDES]": "continue a run from its newest checkpoint",
     "compare RUN_DIR...": "what varies, what was reached over seeds, seed noise; --html FILE",
     "diff RUN_A RUN_B": "what changed: configuration, code, packages, hardware",
+    "sync RUN_DIR...": "deliver to MLflow what it lacks of runs, such as after an outage",
     "ui": "MLflow's pages of the runs tracked from this directory; --port N",
     "bench": "measure the kernels on this machine",
 }
@@ -41,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _dispatch(argv: list[str]) -> int:
     command = argv[0] if argv and argv[0][:1].isalpha() and "=" not in argv[0] else None
-    if command in ("compare", "diff", "ui"):
+    if command in ("compare", "diff", "sync", "ui"):
         from pgtoolkit.comparison.command import main as run_command
 
         return run_command(command, argv[1:])
@@ -201,7 +202,7 @@ def _refusal(problems: list[str]) -> ConfigError:
 
 
 def _unknown_command(word: str) -> ConfigError:
-    commands = ["check", "resume", "compare", "diff", "ui", *(["bench"] if _has_bench() else [])]
+    commands = ["check", "resume", "compare", "diff", "sync", "ui", *(["bench"] if _has_bench() else [])]
     nearest = difflib.get_close_matches(word, [*commands, *options()], n=1)
     if word in ("train", "run"):
         use = "pgtk [OVERRIDES], without a word, to train"

@@ -209,6 +209,7 @@ class TrackingConfig:
     uri: str | None
     experiment: str | None
     run_name: str | None
+    system_metrics: bool
 
 
 @dataclass

@@ -12,15 +12,19 @@ import pytest
 
 from pgtoolkit.cli import main
 from pgtoolkit.tracking.mlflow_store import MlflowTracker
+from pgtoolkit.tracking.run_directory import RunDirectory
 
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("older", "newer"):
-        tracker = MlflowTracker(None, name)
-        tracker.start(f"run-{name}", {}, {}, tmp_path / "metrics.jsonl")
-        tracker.finish("done")
+        with RunDirectory(tmp_path / f"run-{name}") as run:
+            run.write_config({"tracking": {"run_name": None}}, [])
+            run.set_status("running", 0)
+            tracker = MlflowTracker(None, name)
+            tracker.start(run.path)
+            tracker.finish("done")
     return tracker.info
 
 

@@ -1,5 +1,6 @@
 """MLflow on real stores: nothing lost, nothing doubled, nothing that stops training."""
 
+import hashlib
 import json
 import logging
 import os
@@ -14,11 +15,16 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from pgtoolkit.errors import StorageError
-from pgtoolkit.tracking import mlflow_store
+from pgtoolkit.cli import main
+from pgtoolkit.errors import ConfigError, StorageError
+from pgtoolkit.tracking import mlflow_store, system_metrics
 from pgtoolkit.tracking.commands import ui_command, ui_url
-from pgtoolkit.tracking.mlflow_store import MlflowTracker, absolute_uri, flatten
-from pgtoolkit.tracking.run_directory import RunDirectory
+from pgtoolkit.tracking.mlflow_store import MlflowTracker
+from pgtoolkit.tracking.run_directory import RunDirectory, read_metrics
+from pgtoolkit.tracking.store import absolute_uri, flatten
+from pgtoolkit.tracking.sync import sync
+
+CONFIG = {"seed": 1, "loss": {"name": "gspo", "epsilon_low": 3e-4}, "aggregation": {"mode": "sample_mean"}}
 
 
 @pytest.fixture(scope="session")
@@ -44,38 +50,65 @@ def train(run, first, last, pause=0.0):
         time.sleep(pause)
 
 
-def start(uri, run, run_id=None, experiment="tests", **keywords):
+def start(uri, run, experiment="tests", config=None, **keywords):
+    """Open the run as training does. A second call on the same directory is a resume."""
+    run.write_config(config or CONFIG, ["loss=gspo"])
+    run.set_status("running", 0, **keywords)
     tracker = MlflowTracker(uri, experiment)
-    given = {"run_name": "name", "params": {"seed": "1"}, "tags": {"loss": "gspo"}, **keywords}
-    tracker.start(metrics_path=run.metrics_path, run_id=run_id, **given)
+    tracker.start(run.path, "Training has not started. Use tracking=none.")
+    run.set_status("running", 0, mlflow=tracker.info)
     return tracker
 
 
 def test_a_run_arrives_complete(uri, run):
-    params = flatten({"loss": {"name": "gspo", "epsilon_low": 3e-4}, "divisor": None, "fp32": True, "o": {"a@b": 1}})
-    tracker = start(uri, run, params=params)
+    config = {
+        "seed": 3,
+        "loss": {"name": "gspo", "epsilon_low": 3e-4},
+        "aggregation": {"mode": "constant", "divisor": None, "reducer": None},
+        "fp32": True,
+        "o": {"a@b": 1},
+        "tracking": {"run_name": "name", "uri": None},
+        "trainer": {"max_steps": 500, "keep_checkpoints": 2},
+    }
+    run.write_provenance({"git": [{"commit": "c" * 40, "diff": ""}, {"commit": "d" * 40, "diff": "+line"}]})
+    tracker = start(uri, run, config=config, sweep="a sweep")
     train(run, 1, 500)
     (run.path / "curves.png").write_text("picture")
-    tracker.log_artifacts([run.path / "curves.png", run.path / "missing.png"])
-    tracker.finish("done")
-    tracker.finish("failed")
+    assert tracker.finish("done") == []
+    assert tracker.finish("failed") == []
 
     saved = MlflowClient(uri).get_run(tracker.info["run_id"])
     assert (saved.info.status, saved.info.run_name) == ("FINISHED", "name")
+    assert saved.info.end_time == round(1000 * run.read_metrics()[-1]["time"])
     assert saved.data.params == {
+        "seed": "3",
         "loss.name": "gspo",
         "loss.epsilon_low": "0.0003",
-        "divisor": "null",
+        "aggregation.mode": "constant",
+        "aggregation.divisor": "null",
+        "aggregation.reducer": "null",
         "fp32": "true",
         "o.a_b": "1",
+        "trainer.max_steps": "500",
     }
-    assert saved.data.tags["loss"] == "gspo"
+    tags = {key: value for key, value in saved.data.tags.items() if key not in ("pgtk.id", "mlflow.runName")}
+    assert tags == {
+        "family": "gspo",
+        "aggregation": "constant",
+        "seed": "3",
+        "sweep": "a sweep",
+        "git_commit": "cccccccccccc dddddddddddd+" + hashlib.sha256(b"+line").hexdigest()[:8],
+        "mlflow.source.git.commit": "c" * 40,
+        "run_directory": str(run.path),
+    }
     assert history(uri, saved.info.run_id) == [(step, step / 8) for step in range(1, 501)]
     by_documents = history(uri, saved.info.run_id, "by_documents/loss")
     assert by_documents == [(64 * step, step / 8) for step in range(1, 501)]
     assert "time" not in saved.data.metrics
-    artifacts = Path(uri.removeprefix("sqlite:///")).parent / "artifacts"
-    assert (artifacts / saved.info.run_id / "artifacts" / "curves.png").read_text() == "picture"
+    artifacts = Path(uri.removeprefix("sqlite:///")).parent / "artifacts" / saved.info.run_id / "artifacts"
+    assert (artifacts / "curves.png").read_text() == "picture"
+    names = {"config.yaml", "overrides.yaml", "provenance.json", "status.json", "metrics.jsonl", "curves.png"}
+    assert {path.name for path in artifacts.iterdir()} == names
 
 
 def test_metrics_arrive_while_the_run_goes_on(uri, run):
@@ -96,7 +129,7 @@ def test_resume_doubles_nothing_and_loses_nothing(uri, run):
     run_id = tracker.info["run_id"]
     # The checkpoint is of step 7, so that 8 to 10 are trained a second time.
     run.drop_metrics_after(7)
-    tracker = start(uri, run, run_id=run_id, params={"seed": "2"}, tags={"drift": "seed: 1 -> 2"})
+    tracker = start(uri, run, config=CONFIG | {"seed": 2})
     assert tracker.info["run_id"] == run_id
     assert MlflowClient(uri).get_run(run_id).info.status == "RUNNING"
     train(run, 8, 15)
@@ -104,8 +137,9 @@ def test_resume_doubles_nothing_and_loses_nothing(uri, run):
     assert history(uri, run_id) == [(step, step / 8) for step in range(1, 16)]
     assert len(history(uri, run_id, "by_documents/reward")) == 15
     saved = MlflowClient(uri).get_run(run_id)
-    assert saved.data.params == {"seed": "1"}
-    assert saved.data.tags["drift"] == "seed: 1 -> 2"
+    assert saved.data.params["seed"] == "1"
+    assert saved.data.tags["drift"] == "seed: 1 -> 2 (step 0)"
+    assert saved.data.tags["now.seed"] == saved.data.tags["seed"] == "2"
 
 
 def test_resume_delivers_what_the_interrupted_run_did_not(uri, run):
@@ -113,7 +147,7 @@ def test_resume_delivers_what_the_interrupted_run_did_not(uri, run):
     train(run, 1, 4)
     tracker.finish("interrupted")
     train(run, 5, 7)  # written to the directory, never delivered
-    tracker = start(uri, run, run_id=tracker.info["run_id"])
+    tracker = start(uri, run)
     tracker.finish("done")
     assert history(uri, tracker.info["run_id"]) == [(step, step / 8) for step in range(1, 8)]
 
@@ -123,7 +157,7 @@ def test_a_row_sent_twice_is_one_row(uri, run):
     tracker = start(uri, run)
     tracker.finish("done")
     # As if the server had stored the batch and died before it answered.
-    tracker._offset = 0
+    tracker._feeds[0].offset = 0
     tracker._deliver()
     assert len(history(uri, tracker.info["run_id"])) == 5
 
@@ -132,15 +166,16 @@ def test_a_call_holds_whole_rows_within_the_limit_of_mlflow(uri, run):
     train(run, 1, 500)
     tracker = start(uri, run)
     tracker.finish("done")
-    tracker._offset = 0
-    metrics, offset = tracker._next_batch()
-    assert len(metrics) == 1000 // 6 * 6  # four metrics a row, two of them also by documents
+    tracker._feeds[0].offset = 0
+    rows, metrics, offset = tracker._feeds[0].next_batch()
+    assert rows == 1000 // 6  # four metrics a row, two of them also by documents
+    assert len(metrics) == rows * 6
     assert offset < run.metrics_path.stat().st_size
 
 
 def test_a_run_unknown_to_the_store_begins_anew_with_all_rows(uri, run, caplog):
     train(run, 1, 3)
-    tracker = start(uri, run, run_id="0" * 32)
+    tracker = start(uri, run, mlflow={"run_id": "0" * 32})
     tracker.finish("done")
     assert tracker.info["run_id"] != "0" * 32
     assert len(history(uri, tracker.info["run_id"])) == 3
@@ -159,7 +194,7 @@ def test_what_a_process_appended_before_it_ended_is_delivered(uri, run):
         "import sys; from pgtoolkit.tracking.mlflow_store import MlflowTracker\n"
         "from pgtoolkit.tracking.run_directory import RunDirectory\n"
         "run = RunDirectory(sys.argv[2]); t = MlflowTracker(sys.argv[1], 'tests')\n"
-        "t.start('name', {}, {}, run.metrics_path); print(t.info['run_id'], flush=True)\n"
+        "run.write_config({}, []); t.start(run.path); print(t.info['run_id'], flush=True)\n"
         "for step in range(1, 51): run.append_metrics(step, {'loss': step / 8})\n"
         "raise SystemExit(3)"
     )
@@ -176,7 +211,7 @@ def test_several_processes_create_the_store_at_once(tmp_path):
         "from pgtoolkit.tracking.run_directory import RunDirectory\n"
         "logging.basicConfig(level=logging.INFO)\n"
         "run = RunDirectory(sys.argv[2]); t = MlflowTracker(sys.argv[1], 'together')\n"
-        "t.start(sys.argv[2][-1], {}, {}, run.metrics_path); run.append_metrics(1, {'loss': 1.0}); t.finish('done')"
+        "run.write_config({}, []); t.start(run.path); run.append_metrics(1, {'loss': 1.0}); t.finish('done')"
     )
     command = [sys.executable, "-c", code, uri]
     processes = [
@@ -188,7 +223,7 @@ def test_several_processes_create_the_store_at_once(tmp_path):
     assert printed == [b""] * 3
     client = MlflowClient(uri)
     runs = client.search_runs([client.get_experiment_by_name("together").experiment_id])
-    assert sorted(found.info.run_name for found in runs) == ["0", "1", "2"]
+    assert sorted(found.info.run_name for found in runs) == ["run0", "run1", "run2"]
     assert [found.data.metrics for found in runs] == [{"loss": 1.0}] * 3
 
 
@@ -197,7 +232,7 @@ def test_a_server_that_is_down_is_refused_at_once(run):
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
     began = time.monotonic()
-    with pytest.raises(StorageError, match=r"tracking\.uri=http://\*\*\*@127.*Training has not started.*tracking=none"):
+    with pytest.raises(StorageError, match=r"tracking\.uri=http://\*\*\*@127.*Training has not started"):
         start(f"http://me:hunter2@127.0.0.1:{port}", run)
     assert time.monotonic() - began < 10
 
@@ -293,15 +328,92 @@ def test_a_server_outage_neither_stops_training_nor_loses_metrics(uri, run, capl
         assert history(uri, tracker.info["run_id"]) == [(step, step / 8) for step in range(1, 331)]
         assert caplog.text.count("Training goes on") == 1
 
-        tracker = start(f"http://127.0.0.1:{port}", run, run_id=tracker.info["run_id"])
+        tracker = start(f"http://127.0.0.1:{port}", run)
         train(run, 331, 332)
     finally:
         stop(server)
-    tracker.finish("interrupted")
-    assert "resuming the run delivers the rest" in caplog.text
-    tracker = start(uri, run, run_id=tracker.info["run_id"])
-    tracker.finish("done")
+    assert tracker.finish("interrupted") == ["metrics", "the end of the run"]
+    run.set_status("interrupted", 332, "SIGTERM")
+    run.close()
+    with pytest.raises(StorageError, match="Nothing was lost"):
+        sync(run.path)
+    assert sync(run.path, uri).startswith(f"{run.path}: 2 rows delivered (sqlite:///")
     assert history(uri, tracker.info["run_id"]) == [(step, step / 8) for step in range(1, 333)]
+    assert MlflowClient(uri).get_run(tracker.info["run_id"]).info.status == "KILLED"
+
+
+def test_sync_delivers_once_what_a_killed_run_left(uri, run):
+    tracker = start(uri, run, experiment="killed")
+    train(run, 1, 3)
+    tracker.finish("failed")
+    run.set_status("running", 3)  # as SIGKILL leaves it
+    train(run, 4, 9)
+    with pytest.raises(ConfigError, match="needs to be free"):
+        sync(run.path, uri)
+    run.close()
+    assert "6 rows delivered" in sync(run.path)  # the store is known from status.json
+    assert "nothing was missing" in sync(run.path)
+    saved = MlflowClient(uri).get_run(tracker.info["run_id"])
+    assert history(uri, saved.info.run_id) == [(step, step / 8) for step in range(1, 10)]
+    assert (saved.info.status, saved.info.end_time) == ("KILLED", round(1000 * run.read_metrics()[-1]["time"]))
+
+
+def test_sync_of_a_run_without_mlflow_needs_a_store_and_makes_one_run_there(uri, run, capsys):
+    run.write_config(CONFIG | {"tracking": {"name": "none", "experiment": None}}, [])
+    train(run, 1, 5)
+    run.set_status("done", 5)
+    run.close()
+    assert main(["sync", str(run.path)]) == 2
+    assert "needs a store (got tracking=none). The run was made without MLflow. Use --uri=" in capsys.readouterr().err
+    for said in ("5 rows delivered", "nothing was missing"):
+        assert main(["sync", str(run.path), "--uri", uri, "--experiment", "afterwards"]) == 0
+        assert said in capsys.readouterr().out
+    client = MlflowClient(uri)
+    (found,) = client.search_runs([client.get_experiment_by_name("afterwards").experiment_id])
+    assert (found.info.status, found.info.run_name) == ("FINISHED", "run")
+    assert history(uri, found.info.run_id) == [(step, step / 8) for step in range(1, 6)]
+
+
+def test_sync_refuses_what_is_no_run_and_goes_on_with_the_others(uri, run, tmp_path, capsys):
+    tracker = start(uri, run)
+    train(run, 1, 2)
+    tracker.finish("done")
+    run.set_status("done", 2)
+    run.close()
+    assert main(["sync", str(tmp_path / "none")]) == 2
+    assert "no such folder" in capsys.readouterr().err
+    assert main(["sync", str(tmp_path), "--uri", "http://127.0.0.1:1"]) == 6
+    assert "Nothing was lost" in capsys.readouterr().err
+    assert main(["sync", str(tmp_path)]) == 0  # a folder that holds runs
+    assert "nothing was missing" in capsys.readouterr().out
+
+
+def test_a_run_whose_number_was_never_written_down_is_found_again(uri, run):
+    tracker = start(uri, run)
+    train(run, 1, 2)
+    tracker.finish("failed")
+    status = json.loads((run.path / "status.json").read_text())
+    (run.path / "status.json").write_text(json.dumps(status | {"mlflow": None}))
+    again = start(uri, run)
+    again.finish("done")
+    assert again.info["run_id"] == tracker.info["run_id"]
+
+
+def test_system_metrics_are_kept_delivered_and_continued(uri, run, monkeypatch):
+    monkeypatch.setattr(system_metrics, "_SECONDS_BETWEEN_SAMPLES", 0.05)
+    run.write_config(CONFIG, [])
+    for expected in range(2):
+        run.set_status("running", 0)
+        tracker = MlflowTracker(uri, "tests", system_metrics=True)
+        tracker.start(run.path)
+        time.sleep(0.3)
+        assert tracker.finish("done") == []
+        rows = read_metrics(run.path / "system_metrics.jsonl")
+        assert [row["step"] for row in rows] == list(range(len(rows)))
+        assert len(rows) > 1 + expected
+        kept = [(row["step"], row["cpu_utilization_percentage"]) for row in rows]
+        assert history(uri, tracker.info["run_id"], "system/cpu_utilization_percentage") == kept
+        assert all(0 < row["system_memory_usage_percentage"] < 100 for row in rows)
 
 
 def test_flatten_hides_secrets_and_cuts_long_text():

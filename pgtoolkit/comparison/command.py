@@ -1,4 +1,4 @@
-"""The commands `pgtk compare`, `pgtk diff` and `pgtk ui`: their arguments, and where the results go."""
+"""The commands on finished runs, such as `pgtk compare`: their arguments, and where the results go."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(command: str, argv: list[str]) -> int:
-    """Run one of the three commands; returns the exit status. Raises PgtoolkitError for what the user can mend."""
-    return {"compare": _compare, "diff": _diff, "ui": _ui}[command](argv)
+    """Run one of COMMANDS; returns the exit status. Raises PgtoolkitError for what the user can mend."""
+    return COMMANDS[command](argv)
 
 
 def _compare(argv):
@@ -87,3 +87,30 @@ def _ui(argv):
     from pgtoolkit.comparison.ui import serve
 
     return serve(args.uri, args.port)
+
+
+def _sync(argv):
+    parser = _Parser("pgtk sync", description="Deliver to MLflow what run directories hold and the store lacks.")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, or a folder with runs such as a sweep")
+    parser.add_argument("--uri", metavar="URI", help="another store than the run's own")
+    parser.add_argument("--experiment", metavar="NAME", help="another experiment than the run's own")
+    args = parser.parse_args(argv)
+
+    from pgtoolkit.comparison.runs import is_run, run_directories
+    from pgtoolkit.tracking.sync import sync
+
+    refused = []
+    for directory in run_directories("pgtk sync", args.runs):
+        if not is_run(directory):
+            print(f"{shell_path(directory)}: ended before it wrote its configuration", flush=True)
+            continue
+        try:
+            print(sync(directory, args.uri, args.experiment), flush=True)
+        except ConfigError as error:  # such as a run that is still going on: the others do not wait for it
+            refused.append(str(error))
+    if refused:
+        raise ConfigError("\n".join(refused))
+    return 0
+
+
+COMMANDS = {"compare": _compare, "diff": _diff, "sync": _sync, "ui": _ui}

@@ -6,9 +6,10 @@ from itertools import zip_longest
 from pathlib import Path
 
 from pgtoolkit.comparison.groups import text
-from pgtoolkit.comparison.runs import UNREADABLE, is_run, not_a_run, read_provenance
+from pgtoolkit.comparison.runs import UNREADABLE, is_run, not_a_run
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.tracking.commands import shell_path
+from pgtoolkit.tracking.description import read_provenance
 from pgtoolkit.tracking.run_directory import config_drift, read_config
 
 _HARDWARE = ("host", "platform", "cpus", "memory", "gpus")

@@ -10,9 +10,10 @@ from itertools import accumulate
 from pgtoolkit.comparison.runs import Run
 from pgtoolkit.comparison.statistics import Comparison, compare_all, mean_and_std
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.tracking.store import NOT_COMPARED
 
-_NOT_COMPARED = ("seed", "tracking.", "trainer.checkpoint_every", "trainer.keep_checkpoints", "rollout.save_path")
-"""What begins thus does not change what is learned, but for the seed, which makes the runs of a group."""
+_NOT_COMPARED = ("seed", *NOT_COMPARED)
+"""The seed makes the runs of a group."""
 
 _SHORT = (".name", ".mode", ".implementation", ".estimator")
 """Ends of the keys that hold a group's option, left out when they are shown: `loss`, not `loss.name`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import statistics
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from yaml import YAMLError
 
 from pgtoolkit.errors import ConfigError, PgtoolkitError
 from pgtoolkit.tracking.commands import shell_path
+from pgtoolkit.tracking.description import code_of, read_provenance
 from pgtoolkit.tracking.run_directory import leaves, read_config, read_metrics, read_status
 
 _PASSED_OVER = ("artifacts", "checkpoints")
@@ -55,16 +55,18 @@ def find_runs(paths: Sequence[str]) -> list[Run]:
 
     Raises ConfigError for a folder without any.
     """
-    found: dict[Path, Run] = {}
+    return [_read(path) for path in run_directories("pgtk compare", paths)]
+
+
+def run_directories(command: str, paths: Sequence[str]) -> list[Path]:
+    """As `find_runs`, without reading them; jobs of a sweep whose run never began are among them."""
+    found: dict[Path, None] = {}
     for text in paths:
         below = list(_run_directories(Path(text)))
         if not below:
-            raise not_a_run(f"pgtk compare {text}", Path(text), "a run directory or a folder that holds runs")
-        for directory in below:
-            path = directory.resolve()
-            if path not in found:
-                found[path] = _read(path)
-    return list(found.values())
+            raise not_a_run(f"{command} {text}", Path(text), "a run directory or a folder that holds runs")
+        found |= dict.fromkeys(directory.resolve() for directory in below)
+    return list(found)
 
 
 def not_a_run(use: str, path: Path, needs: str) -> ConfigError:
@@ -79,20 +81,6 @@ def not_a_run(use: str, path: Path, needs: str) -> ConfigError:
 def is_run(path: Path) -> bool:
     """Whether a run has begun in this folder."""
     return (path / "config.yaml").is_file()
-
-
-def code_of(provenance: dict) -> tuple:
-    """(commit, uncommitted changes) of each repository behind the last start of a run."""
-    last = (provenance.get("resumed") or [provenance])[-1]
-    return tuple((repository["commit"], repository["diff"]) for repository in last.get("git", []))
-
-
-def read_provenance(run_dir: Path) -> dict:
-    """provenance.json, or {} where there is none or it is damaged."""
-    try:
-        return json.loads((run_dir / "provenance.json").read_text())
-    except (OSError, ValueError):
-        return {}
 
 
 def _run_directories(top: Path) -> Iterator[Path]:

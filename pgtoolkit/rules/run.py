@@ -215,6 +215,9 @@ def tracking(c: Any, report: Report) -> None:
         if t.name == "none" and value is not None:
             setting, use = f"tracking.{key}={value}", f"tracking=mlflow or tracking.{key}=null"
             report.refuse(setting, "tracking=mlflow", "tracking=none", "It would be ignored.", use)
+    if t.name == "none" and t.system_metrics:
+        setting, use = "tracking.system_metrics=true", "tracking=mlflow or tracking.system_metrics=false"
+        report.refuse(setting, "tracking=mlflow", "tracking=none", "It would be ignored.", use)
     if t.name == "mlflow" and not t.experiment:
         reason = "MLflow keeps runs in experiments."
         report.refuse("tracking=mlflow", "tracking.experiment", t.experiment, reason, "tracking.experiment=pgtoolkit")

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pgtoolkit.tracking.mlflow_store import absolute_uri
 from pgtoolkit.tracking.provenance import redact
 from pgtoolkit.tracking.run_directory import read_config
+from pgtoolkit.tracking.store import absolute_uri
 
 UI_ADDRESS = "http://127.0.0.1:5000"
 """Where `mlflow server` listens unless told otherwise."""
@@ -55,6 +55,11 @@ def ui_url(uri: str | None, experiment_id: str, run_id: str | None = None) -> st
 def resume_command(run_dir: str | Path, overrides: Sequence[str] = ()) -> str:
     """The command that continues a run, with overrides if any."""
     return " ".join([program("pgtk"), "resume", shell_path(run_dir), *map(shlex.quote, overrides)])
+
+
+def sync_command(run_dir: str | Path) -> str:
+    """The command that delivers to MLflow what it lacks of a run."""
+    return f"{program('pgtk')} sync {shell_path(run_dir)}"
 
 
 def counterpart_command(run_dir: str | Path) -> str:

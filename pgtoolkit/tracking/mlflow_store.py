@@ -1,29 +1,31 @@
-"""MLflow as a replica of the run directory: a background thread delivers metrics.jsonl, each row once."""
+"""MLflow as a replica of the run directory: a background thread delivers what is appended there, each row once."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import json
 import logging
 import math
-import os
-import re
 import threading
 from pathlib import Path
-from typing import Any
 
-from pgtoolkit.errors import StorageError
+from pgtoolkit.tracking.description import Description, describe
 from pgtoolkit.tracking.provenance import redact
-from pgtoolkit.tracking.run_directory import leaves
+from pgtoolkit.tracking.store import absolute_uri, open_store, parameter_name, quoted, reason, refusals
+from pgtoolkit.tracking.system_metrics import SystemMetrics
 
 BY_DOCUMENTS = ("reward", "exact_match", "loss", "kl_new_old", "clipped_ratio_fraction", "entropy")
 """Metrics that are logged a second time as `by_documents/NAME`, with documents_seen in the place of the step."""
 
+ARTIFACTS = (
+    *("config.yaml", "overrides.yaml", "provenance.json", "drift.jsonl"),  # as the run begins, and at its end
+    *("status.json", "metrics.jsonl", "curves.png", "run.log"),
+)
+"""Files of the run directory that MLflow keeps a copy of, as far as they exist."""
+
 _METRICS_PER_CALL = 1000  # MLflow's own limits
 _PARAMS_PER_CALL = 100
-_LONGEST_TEXT = 500
 _SECONDS_BETWEEN_DELIVERIES = 1.0
 _LONGEST_PAUSE = 30.0
 _END_STATUS = {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
@@ -34,226 +36,194 @@ _log = logging.getLogger(__name__)
 class MlflowTracker:
     """One MLflow run that follows one run directory.
 
-    metrics.jsonl is the only source: what is appended there reaches MLflow within about a second, in batches, from a
-    thread of its own. While the store does not answer, training goes on and the thread tries again; whatever is still
-    missing stays in the file, and the next `start` with the same run_id delivers it. A row is told by its step, so
-    nothing is delivered twice.
+    The directory is the only source: what is appended to its metrics.jsonl reaches MLflow within about a second, in
+    batches, from a thread of its own. While the store does not answer, training goes on and the thread tries again;
+    whatever is still missing stays in the file, and the next `start` for the same directory delivers it. A row is
+    told by its step, so nothing is delivered twice.
 
     uri: an MLflow tracking URI; None is `sqlite:///outputs/mlflow.db` under the current directory, with artifacts in
-        outputs/artifacts. experiment: its name; made if there is none.
+        outputs/artifacts. experiment: its name; made if there is none. system_metrics: also measure the machine.
     """
 
-    def __init__(self, uri: str | None, experiment: str):
+    def __init__(self, uri: str | None, experiment: str, system_metrics: bool = False):
         self.uri = absolute_uri(uri)
         self.experiment = experiment
         self.info: dict[str, str] = {}
+        self.rows_delivered = 0
+        self._measures_system = system_metrics
+        self._system: SystemMetrics | None = None
         self._wake = threading.Event()
         self._stopping = False
         self._thread = None
 
-    def start(
-        self,
-        run_name: str,
-        params: dict[str, Any],
-        tags: dict[str, str],
-        metrics_path: Path,
-        run_id: str | None = None,
-    ) -> None:
-        """Open the run, or continue run `run_id`, and begin to deliver metrics_path.
+    def start(self, run_dir: Path, consequence: str = "") -> None:
+        """Open the MLflow run of this directory, or make it, and begin to deliver.
 
-        params: flat, as `flatten` gives them; MLflow's parameters never change, so a continued run keeps its first
-        ones (put what changed into a tag). A run_id that this store does not know begins a new run, with all rows.
-        Call it after `drop_metrics_after` on a resume. Afterwards `info` holds uri, experiment_id and run_id.
+        The directory has its config.yaml and status.json. MLflow's parameters never change: a continued run keeps its
+        first ones, and what changed is in the tag `drift`. On a resume call it after `drop_metrics_after`.
+        Afterwards `info` holds uri, experiment_id and run_id.
 
-        Raises StorageError within seconds if the store does not answer or refuses.
+        Raises StorageError, ending with `consequence`, within seconds if the store does not answer or refuses.
         """
-        with _refusals(self.uri):
-            self._client, experiment_id = _open_store(self.uri, self.experiment)
-            run = self._known_run(run_id) if run_id else None
+        self._run_dir = Path(run_dir)
+        described = describe(self._run_dir)
+        with refusals(self.uri, consequence):
+            self._client, experiment_id = open_store(self.uri, self.experiment)
+            run = self._known_run(described, experiment_id)
             if run:
                 self._client.update_run(run.info.run_id, status="RUNNING")
                 experiment_id = run.info.experiment_id
             else:
-                run = self._client.create_run(experiment_id, run_name=run_name)
+                run = self._client.create_run(experiment_id, described.start_time, run_name=described.run_name)
             self._run_id = run.info.run_id
-            self._log_texts(tags, {} if run.data.params else params)
-        self._delivered = _last_step(run)
-        self._path, self._offset = Path(metrics_path), 0
+            self._log_texts(described.tags, {} if run.data.params else described.params)
         self.info = {"uri": redact(self.uri), "experiment_id": experiment_id, "run_id": self._run_id}
+        self._feeds = [
+            _Feed(self._run_dir / "metrics.jsonl", _last_step(run, system=False), _metrics_of),
+            _Feed(self._run_dir / "system_metrics.jsonl", _last_step(run, system=True), _system_metrics_of),
+        ]
+        self._missing: list[str] = []
         self._thread = threading.Thread(target=self._deliver_until_stopped, name="mlflow", daemon=True)
         self._thread.start()
+        if self._measures_system:
+            self._system = SystemMetrics(self._run_dir / "system_metrics.jsonl")
         # A daemon thread is cut off when the interpreter ends; what it still holds must not be.
         atexit.register(self.finish, "failed")
 
-    def log_artifacts(self, paths: list[Path]) -> None:
-        """Copy the files that exist into the run's artifacts; a store that does not answer is a warning."""
-        with self._warning("the artifacts"):
-            for path in paths:
-                if Path(path).exists():
-                    self._client.log_artifact(self._run_id, str(path))
+    def finish(self, state: str) -> list[str]:
+        """Deliver the rest and close the run; returns what did not reach MLflow, in words. A second call does nothing.
 
-    def finish(self, state: str) -> None:
-        """Deliver the rest and close the run. state: done, failed or interrupted. A second call does nothing."""
+        state: done, failed or interrupted.
+        """
         if not self._thread:
-            return
+            return []
         thread, self._thread = self._thread, None
         atexit.unregister(self.finish)
+        if self._system:
+            self._system.stop()
         self._stopping = True
         self._wake.set()
         thread.join()
-        with self._warning("the end of the run"):
-            self._client.set_terminated(self._run_id, status=_END_STATUS[state])
+        with self._noting("artifacts"):
+            self._log_artifacts(ARTIFACTS)
+        with self._noting("the end of the run"):
+            # A delivery after the fact leaves the run as long as it was.
+            end_time = self._feeds[0].last_time
+            self._client.set_terminated(self._run_id, status=_END_STATUS[state], end_time=end_time)
+        return self._missing
 
-    def _known_run(self, run_id):
+    def _known_run(self, described: Description, experiment_id):
+        """The MLflow run that this directory has in this store already, or None."""
         from mlflow.exceptions import MlflowException
 
-        try:
-            run = self._client.get_run(run_id)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise
-            run = None
-        if run is None or run.info.lifecycle_stage == "deleted":
-            _log.warning("MLflow run %s is not in %s any more; a new one gets all metrics", run_id, redact(self.uri))
+        run = None
+        if described.run_id:
+            try:
+                run = self._client.get_run(described.run_id)
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                    raise
+        if described.identity and (run is None or run.info.lifecycle_stage == "deleted"):
+            # Made by a process that was killed before it could write its number down, or delivered here later on.
+            found = f"tags.`pgtk.id` = {quoted(described.identity)}"
+            run = next(iter(self._client.search_runs([experiment_id], found, max_results=1)), None)
+        if described.run_id and (run is None or run.info.lifecycle_stage == "deleted"):
+            store = redact(self.uri)
+            _log.warning("MLflow run %s is not in %s any more; a new one gets all metrics", described.run_id, store)
             return None
         return run
 
     def _log_texts(self, tags, params):
         from mlflow.entities import Param, RunTag
 
-        items = [Param(_name(key), _text(key, value)) for key, value in params.items()]
+        items = [Param(key, value) for key, value in params.items()]
         for first in range(0, len(items), _PARAMS_PER_CALL):
             self._client.log_batch(self._run_id, params=items[first : first + _PARAMS_PER_CALL], synchronous=True)
-        run_tags = [RunTag(_name(key), _text(key, value)) for key, value in tags.items()]
+        run_tags = [RunTag(parameter_name(key), value) for key, value in tags.items()]
         self._client.log_batch(self._run_id, tags=run_tags, synchronous=True)
 
+    def _log_artifacts(self, names):
+        for name in names:
+            if (self._run_dir / name).exists():
+                self._client.log_artifact(self._run_id, str(self._run_dir / name))
+
     def _deliver_until_stopped(self):
-        pause, failed = _SECONDS_BETWEEN_DELIVERIES, False
+        pause, failed, begun = _SECONDS_BETWEEN_DELIVERIES, False, False
         while True:
             last = self._stopping
             try:
+                if not begun:  # a run that is killed has its configuration there, too
+                    self._log_artifacts(ARTIFACTS[:4])
+                    begun = True
                 self._deliver()
                 if failed:
                     _log.info("MLflow answers again: metrics are complete")
                 pause, failed = _SECONDS_BETWEEN_DELIVERIES, False
             except Exception as error:  # whatever MLflow, its HTTP client or its database raise: training goes on
                 if not failed:
-                    _log.warning("%s. Training goes on; metrics are kept in %s", _reason(self.uri, error), self._path)
+                    kept = self._run_dir / "metrics.jsonl"
+                    _log.warning("%s. Training goes on; metrics are kept in %s", reason(self.uri, error), kept)
                 pause, failed = min(2 * pause, _LONGEST_PAUSE), True
             if last:
                 if failed:
-                    _log.warning("not all metrics reached MLflow; resuming the run delivers the rest")
+                    self._missing.append("metrics")
                 return
             if self._wake.wait(pause):
                 self._wake.clear()
 
     def _deliver(self):
-        while True:
-            metrics, offset = self._next_batch()
-            if metrics:
-                self._client.log_batch(self._run_id, metrics=metrics, synchronous=True)
-            if offset == self._offset:
-                return
-            self._offset = offset
+        for feed in self._feeds:
+            while True:
+                rows, metrics, offset = feed.next_batch()
+                if metrics:
+                    self._client.log_batch(self._run_id, metrics=metrics, synchronous=True)
+                    self.rows_delivered += rows
+                if offset == feed.offset:
+                    break
+                feed.offset = offset
 
-    def _next_batch(self):
-        """(metrics of the rows from the current offset on, at most one call's worth; offset after them)."""
-        metrics, offset = [], self._offset
+    @contextlib.contextmanager
+    def _noting(self, what):
+        try:
+            yield
+        except Exception as error:  # as in the thread
+            _log.debug("%s did not reach MLflow: %s", what, reason(self.uri, error))
+            self._missing.append(what)
+
+
+class _Feed:
+    """A file of rows, each with its step, and how far it has been delivered."""
+
+    def __init__(self, path: Path, delivered: int, metrics_of):
+        self.offset = 0
+        self.last_time: int | None = None  # of the last row, in milliseconds
+        self._path, self._delivered, self._metrics_of = path, delivered, metrics_of
+
+    def next_batch(self):
+        """(rows, metrics of the rows from the current offset on, at most one call's worth; offset after them)."""
+        rows, metrics, offset = 0, [], self.offset
         if not self._path.exists():
-            return metrics, offset
+            return rows, metrics, offset
         with self._path.open("rb") as file:
             file.seek(offset)
             for line in file:
                 if not line.endswith(b"\n"):
                     break  # still being written
                 row = json.loads(line)
-                new = _metrics_of(row) if row["step"] > self._delivered else []
+                new = self._metrics_of(row) if row["step"] > self._delivered else []
                 if metrics and len(metrics) + len(new) > _METRICS_PER_CALL:
                     break
                 metrics += new
+                rows += bool(new)
                 offset += len(line)
-        return metrics, offset
-
-    @contextlib.contextmanager
-    def _warning(self, what):
-        try:
-            yield
-        except Exception as error:  # as in the thread
-            _log.warning("%s did not reach MLflow: %s", what, _reason(self.uri, error))
+                self.last_time = _milliseconds(row) or None
+        return rows, metrics, offset
 
 
-def absolute_uri(uri: str | None) -> str:
-    """The tracking URI, with None as the default store and a relative sqlite path made absolute."""
-    uri = uri or "sqlite:///outputs/mlflow.db"
-    path = _sqlite_path(uri)
-    return f"sqlite:///{path}" if path else uri
-
-
-def flatten(config: dict) -> dict[str, str]:
-    """The nested configuration as MLflow parameters: keys and values as overrides have them, long text cut."""
-    return {_name(key): _text(key, value) for key, value in leaves(config)}
-
-
-def _open_store(uri, experiment):
-    """(client, id of the experiment). Of several processes only one at a time is let in."""
-    # Fail in seconds where MLflow would try for minutes (the thread tries again), and send no telemetry. What the
-    # user has set wins.
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
-    from mlflow import MlflowClient
-
-    for name in ("alembic", "mlflow.store.db.utils"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    path = _sqlite_path(uri)
-    artifacts = None if uri.startswith("http") else (path.parent if path else Path("outputs").resolve()) / "artifacts"
-    with _creation_lock(path):
-        client = MlflowClient(uri)
-        found = client.get_experiment_by_name(experiment)
-        if found and found.lifecycle_stage == "deleted":
-            raise StorageError(
-                f"tracking.experiment={experiment} needs an experiment that is not deleted. MLflow keeps the name of "
-                f"a deleted one. Use another name, or `mlflow experiments restore -x {found.experiment_id}`."
-            )
-        if found:
-            return client, found.experiment_id
-        return client, client.create_experiment(experiment, artifact_location=artifacts and artifacts.as_uri())
-
-
-@contextlib.contextmanager
-def _creation_lock(database):
-    # Two processes that create the database at once leave it damaged for good.
-    if not database:
-        yield
-        return
-    database.parent.mkdir(parents=True, exist_ok=True)
-    with database.with_name(f".{database.name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-@contextlib.contextmanager
-def _refusals(uri):
-    try:
-        yield
-    except StorageError:
-        raise
-    except Exception as error:  # MLflow, its HTTP client and its database each raise their own
-        raise StorageError(
-            f"{_reason(uri, error)}. Training has not started. Start the server or mend tracking.uri, or use "
-            "tracking=none to keep the metrics in the run directory only."
-        ) from error
-
-
-def _reason(uri, error):
-    text = " ".join(redact(str(error)).split())
-    return f"MLflow at tracking.uri={redact(uri)} failed: {text[:300]}"
-
-
-def _last_step(run):
+def _last_step(run, system):
     """The last step whose row the run holds; -1 for a new run. A row arrives whole, in one transaction."""
-    own = [metric.step for metric in run.data.to_proto().metrics if "/" not in metric.key]
+    metrics = run.data.to_proto().metrics
+    own = [m.step for m in metrics if (m.key.startswith("system/") if system else "/" not in m.key)]
     return max(own, default=-1)
 
 
@@ -261,9 +231,8 @@ def _metrics_of(row):
     from mlflow.entities import Metric
 
     # The time of the row, not of its delivery: a row that is sent again is then the same row to MLflow.
-    milliseconds = int(1000 * row.get("time", 0))
-    values = {name: value for name, value in row.items() if name not in ("step", "time") and math.isfinite(value)}
-    metrics = [Metric(_name(name), value, milliseconds, row["step"]) for name, value in values.items()]
+    milliseconds, values = _milliseconds(row), _finite(row)
+    metrics = [Metric(parameter_name(name), value, milliseconds, row["step"]) for name, value in values.items()]
     if "documents_seen" in values:
         seen = int(values["documents_seen"])
         metrics += [
@@ -272,16 +241,15 @@ def _metrics_of(row):
     return metrics
 
 
-def _sqlite_path(uri):
-    """The database file of an sqlite URI, absolute; None for any other URI."""
-    return Path(uri.removeprefix("sqlite:///")).resolve() if uri.startswith("sqlite:///") else None
+def _system_metrics_of(row):
+    from mlflow.entities import Metric
+
+    return [Metric(f"system/{name}", value, _milliseconds(row), row["step"]) for name, value in _finite(row).items()]
 
 
-def _name(key):
-    return re.sub(r"[^\w\-. /:]", "_", key)[:250]
+def _finite(row):
+    return {name: value for name, value in row.items() if name not in ("step", "time") and math.isfinite(value)}
 
 
-def _text(key, value):
-    if value is None or isinstance(value, bool):
-        value = {None: "null", True: "true", False: "false"}[value]
-    return redact(f"{key}={value}").removeprefix(f"{key}=")[:_LONGEST_TEXT]
+def _milliseconds(row):
+    return round(1000 * row.get("time", 0))

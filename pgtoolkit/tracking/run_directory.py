@@ -11,6 +11,7 @@ import numbers
 import os
 import socket
 import time
+import uuid
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -94,13 +95,15 @@ class RunDirectory:
         """Replace status.json in one piece; metrics appended before are on the disk when it says so.
 
         state: one of STATES. step: optimizer steps done. mlflow: `MlflowTracker.info`, and sweep: the name of
-        the sweep that the run belongs to, are kept once given.
+        the sweep that the run belongs to, are kept once given, as is `id`, which tells this
+        run from all others wherever it is copied.
         """
         if state not in STATES:
             raise ValueError(f"state {state!r} is not one of {', '.join(STATES)}")
         path = self.path / "status.json"
         before = read_status(self.path)
         status = {
+            "id": before.get("id") or uuid.uuid4().hex,
             "state": state,
             "step": step,
             "reason": reason,

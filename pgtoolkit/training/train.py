@@ -20,8 +20,8 @@ from pgtoolkit.rollouts.recorded import RecordedRollouts
 from pgtoolkit.rollouts.steps import Source, StepLoader
 from pgtoolkit.rollouts.tasks import make_task
 from pgtoolkit.rollouts.writer import RolloutWriter
-from pgtoolkit.tracking.commands import resume_command
-from pgtoolkit.tracking.mlflow_store import MlflowTracker, flatten
+from pgtoolkit.tracking.commands import resume_command, sync_command
+from pgtoolkit.tracking.mlflow_store import MlflowTracker
 from pgtoolkit.tracking.plots import plot_curves
 from pgtoolkit.tracking.progress import summary
 from pgtoolkit.tracking.provenance import collect
@@ -55,7 +55,7 @@ def train(
                 f"trainer.max_steps={config.trainer.max_steps} needs at least the steps already made (got "
                 f"{recorder.step} of them). A checkpoint is continued, not cut. Use trainer.max_steps={recorder.step}."
             )
-        drift = run.write_config(resolved, list(overrides), recorder.step)
+        run.write_config(resolved, list(overrides), recorder.step)
         run.write_provenance(collect(sys.argv))
         run.drop_metrics_after(recorder.step)
         if len(run.read_metrics()) < recorder.step:
@@ -66,7 +66,7 @@ def train(
             module, loader = build(config, resume)
             if checkpoint is not None:
                 loader.load_state_dict(checkpoint["data"])
-            tracker = _start_tracker(config, resolved, run, drift)
+            tracker = _start_tracker(config, run)
             if recorder.step < config.trainer.max_steps:
                 _fit(module, loader, config, recorder)
             outcome, reason = ("interrupted", recorder.interrupted_by) if recorder.interrupted_by else ("done", None)
@@ -138,25 +138,16 @@ def _accelerator(config: Config) -> str:
     return "gpu" if has_gpu and device != "cpu" else "cpu"
 
 
-def _start_tracker(config: Config, resolved: dict, run: RunDirectory, drift: dict) -> MlflowTracker | None:
+def _start_tracker(config: Config, run: RunDirectory) -> MlflowTracker | None:
     if config.tracking.name == "none":
         return None
-    tracker = MlflowTracker(config.tracking.uri, config.tracking.experiment)
-    tags = {
-        "loss": config.loss.name.value,
-        "aggregation": config.aggregation.reducer or config.aggregation.mode.value,
-        "seed": str(config.seed),
-        "run_directory": str(run.path),
-    }
-    if drift:
-        tags["changed_on_resume"] = ", ".join(f"{key}: {old} -> {new}" for key, (old, new) in drift.items())
-    status = read_status(run.path)
-    if status.get("sweep"):
-        tags["sweep"] = status["sweep"]
-    run_id = (status.get("mlflow") or {}).get("run_id")
-    name = config.tracking.run_name or run.path.name
-    tracker.start(name, flatten(resolved), tags, run.metrics_path, run_id)
-    run.set_status("running", status["step"], mlflow=tracker.info)
+    tracker = MlflowTracker(config.tracking.uri, config.tracking.experiment, config.tracking.system_metrics)
+    tracker.start(
+        run.path,
+        "Training has not started. Start the server or mend tracking.uri, or use tracking=none to keep the metrics in "
+        "the run directory only.",
+    )
+    run.set_status("running", read_status(run.path)["step"], mlflow=tracker.info)
     return tracker
 
 
@@ -169,10 +160,8 @@ def _finish(run: RunDirectory, tracker: MlflowTracker | None, outcome: str, step
             plot_curves(rows, run.path / "curves.png", run.path.name)
     except (StorageError, OSError) as error:
         log.warning(f"status or curves of the run are missing: {error}")
-    if tracker is not None:
-        names = ("config.yaml", "overrides.yaml", "provenance.json", "curves.png", "metrics.jsonl")
-        tracker.log_artifacts([run.path / name for name in names])
-        tracker.finish(outcome)
+    if tracker is not None and (missing := tracker.finish(outcome)):
+        log.warning(f"MLflow lacks {', '.join(missing)} of this run. Deliver them with: {sync_command(run.path)}")
     if outcome == "done":
         log.info(summary(rows, run.path, tracker.info if tracker else None))
 

@@ -1,0 +1,90 @@
+"""What MLflow is told of a run besides its metrics, read from the run directory alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from pgtoolkit.tracking.run_directory import leaves, read_config, read_metrics, read_status
+from pgtoolkit.tracking.store import flatten, text_of
+
+_LONGEST_TAG = 4000
+
+
+@dataclass
+class Description:
+    """Of one run. identity: the same for a run and its copies; run_id: its MLflow run, as far as it has one.
+
+    start_time: milliseconds since 1970, or None.
+    """
+
+    run_name: str
+    params: dict[str, str]
+    tags: dict[str, str]
+    identity: str | None
+    run_id: str | None
+    start_time: int | None
+
+
+def describe(run_dir: Path) -> Description:
+    """The description of a run that has written its configuration."""
+    config, _ = read_config(run_dir)
+    status = read_status(run_dir)
+    provenance = read_provenance(run_dir)
+    flat = dict(leaves(config))
+    tags = {
+        "family": flat.get("loss.name"),
+        "aggregation": flat.get("aggregation.reducer") or flat.get("aggregation.mode"),
+        "seed": flat.get("seed"),
+        "sweep": status.get("sweep"),
+        "run_directory": str(run_dir),
+        "pgtk.id": status.get("id"),
+        "git_commit": " ".join(_commit(*pair) for pair in code_of(provenance)) or None,
+        "resumed": " ".join(start["time"] for start in provenance.get("resumed", [])) or None,
+        **_drift(run_dir / "drift.jsonl"),
+    }
+    if code := code_of(provenance):
+        tags["mlflow.source.git.commit"] = code[0][0]  # what the column "Version" of MLflow's table shows
+    texts = {key: text_of(key, value, _LONGEST_TAG) for key, value in tags.items() if value is not None}
+    name = flat.get("tracking.run_name") or run_dir.name
+    run_id = (status.get("mlflow") or {}).get("run_id")
+    return Description(name, flatten(config), texts, status.get("id"), run_id, _milliseconds(status.get("started")))
+
+
+def read_provenance(run_dir: Path) -> dict:
+    """provenance.json, or {} where there is none or it is damaged."""
+    try:
+        return json.loads((run_dir / "provenance.json").read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def code_of(provenance: dict) -> tuple:
+    """(commit, uncommitted changes) of each repository behind the last start of a run."""
+    last = (provenance.get("resumed") or [provenance])[-1]
+    return tuple((repository["commit"], repository["diff"]) for repository in last.get("git", []))
+
+
+def _commit(commit, changes):
+    """The commit in short, with a digest of what was not committed: equal exactly for equal code."""
+    digest = f"+{hashlib.sha256(changes.encode()).hexdigest()[:8]}" if changes else ""
+    return f"{(commit or 'none')[:12]}{digest}"
+
+
+def _drift(path):
+    """Tag `drift` with every change in words, and per key `now.KEY` with its newest value."""
+    if not path.exists():
+        return {}
+    tags, lines = {}, []
+    for entry in read_metrics(path):
+        for key, (old, new) in entry["changes"].items():
+            lines.append(f"{key}: {text_of(key, old)} -> {text_of(key, new)} (step {entry['step']})")
+            tags[f"now.{key}"] = text_of(key, new)
+    return {"drift": ", ".join(lines), **tags}
+
+
+def _milliseconds(started):
+    return int(datetime.strptime(started, "%Y-%m-%dT%H:%M:%S%z").timestamp() * 1000) if started else None

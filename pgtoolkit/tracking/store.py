@@ -1,0 +1,144 @@
+"""MLflow stores: their addresses, how one is opened, and what is said where that fails."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import sqlite3
+from pathlib import Path
+
+from pgtoolkit.errors import ConfigError, StorageError
+from pgtoolkit.tracking.provenance import redact
+from pgtoolkit.tracking.run_directory import leaves
+
+NOT_COMPARED = ("tracking.", "trainer.checkpoint_every", "trainer.keep_checkpoints", "rollout.save_path")
+"""What begins thus does not change what is learned: it tells no two runs apart."""
+
+_LONGEST_TEXT = 500
+
+
+def absolute_uri(uri: str | None) -> str:
+    """The tracking URI, with None as the default store and a relative sqlite path made absolute."""
+    uri = uri or "sqlite:///outputs/mlflow.db"
+    path = sqlite_path(uri)
+    return f"sqlite:///{path}" if path else uri
+
+
+def sqlite_path(uri: str) -> Path | None:
+    """The database file of an sqlite URI, absolute; None for any other URI."""
+    return Path(uri.removeprefix("sqlite:///")).resolve() if uri.startswith("sqlite:///") else None
+
+
+def client_of(uri: str):
+    """An MlflowClient that fails in seconds where MLflow would try for minutes, and sends no telemetry."""
+    # What the user has set wins.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    from mlflow import MlflowClient
+
+    for name in ("alembic", "mlflow.store.db.utils"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    return MlflowClient(uri)
+
+
+def open_store(uri: str, experiment: str):
+    """(client, id of the experiment), both made if there are none. Of several processes one at a time is let in."""
+    path = sqlite_path(uri)
+    artifacts = None if uri.startswith("http") else (path.parent if path else Path("outputs").resolve()) / "artifacts"
+    with _creation_lock(path):
+        client = client_of(uri)
+        found = client.get_experiment_by_name(experiment)
+        if found and found.lifecycle_stage == "deleted":
+            raise StorageError(
+                f"tracking.experiment={experiment} needs an experiment that is not deleted. MLflow keeps the name of "
+                f"a deleted one. Use another name, or `mlflow experiments restore -x {found.experiment_id}`."
+            )
+        if found:
+            return client, found.experiment_id
+        return client, client.create_experiment(experiment, artifact_location=artifacts and artifacts.as_uri())
+
+
+def refuse_missing(uri: str, setting: str, use: str) -> None:
+    """Raise ConfigError if an absolute sqlite URI names no MLflow store; MLflow itself would make an empty one.
+
+    setting: what the user typed. use: the end of the message.
+    """
+    path = sqlite_path(uri)
+    if path is None:
+        return
+    got = "no such file"
+    if path.exists():
+        try:
+            with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as database:
+                database.execute("select 1 from experiments limit 1")
+            return
+        except sqlite3.Error as error:
+            got = str(error)
+    shown = min(os.path.relpath(path), str(path), key=len)
+    raise ConfigError(
+        f"{setting} needs an MLflow store (got {shown}: {got}). Runs with tracking=mlflow make outputs/mlflow.db "
+        f"where they are started. Use {use}."
+    )
+
+
+@contextlib.contextmanager
+def refusals(uri: str, consequence: str):
+    """What MLflow raises becomes a StorageError that ends with `consequence`."""
+    try:
+        yield
+    except (StorageError, ConfigError):
+        raise
+    except Exception as error:  # MLflow, its HTTP client and its database each raise their own
+        raise StorageError(f"{reason(uri, error)}. {consequence}") from error
+
+
+def reason(uri: str, error: BaseException) -> str:
+    """What failed, on one line and without credentials."""
+    text = " ".join(redact(str(error)).split())
+    return f"MLflow at tracking.uri={redact(uri)} failed: {text[:300]}"
+
+
+def flatten(config: dict) -> dict[str, str]:
+    """The nested configuration as MLflow parameters: keys and values as overrides have them, long text cut.
+
+    What tells no runs apart is left out; the artifact config.yaml has it all.
+    """
+    return {
+        parameter_name(key): text_of(key, value) for key, value in leaves(config) if not key.startswith(NOT_COMPARED)
+    }
+
+
+def parameter_name(key: str) -> str:
+    """The key in the letters that MLflow allows."""
+    return re.sub(r"[^\w\-. /:]", "_", key)[:250]
+
+
+def text_of(key: str, value: object, longest: int = _LONGEST_TEXT) -> str:
+    """The value as overrides have it, secrets hidden, at most `longest` characters."""
+    if value is None or isinstance(value, bool):
+        value = {None: "null", True: "true", False: "false"}[value]
+    return redact(f"{key}={value}").removeprefix(f"{key}=")[:longest]
+
+
+def quoted(value: str) -> str:
+    """A text as a literal of MLflow's search filters."""
+    mark = '"' if "'" in value else "'"
+    return f"{mark}{value}{mark}"
+
+
+@contextlib.contextmanager
+def _creation_lock(database):
+    # Two processes that create the database at once leave it damaged for good.
+    if not database:
+        yield
+        return
+    database.parent.mkdir(parents=True, exist_ok=True)
+    with database.with_name(f".{database.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
