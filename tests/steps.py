@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pgtoolkit.batch import StepTotals
+
 LOSSES = ("grpo", "gspo")
 AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
 LEVELS = ("none", "basic", "with_entropy")
@@ -54,3 +56,11 @@ def make_case(seed: int = 0, vocabulary: int = 13, lengths=(7, 1, 5, 12, 3, 4), 
     groups = torch.tensor([0, 1, 0, 2, 1, 2])
     group_index = groups[torch.arange(count) % len(groups)]
     return Case(logits, labels, new + noise + drift[document_index], advantages, document_index, group_index, count)
+
+
+def totals_of(case: Case) -> StepTotals:
+    """Counted here by loops, so that no test leans on the code under test."""
+    counts = [int((case.labels[case.document_index == d] >= 0).sum()) for d in range(case.num_documents)]
+    groups = case.group_index.tolist()
+    per_group = [sum(n for n, g in zip(counts, groups, strict=True) if g == group) for group in range(max(groups) + 1)]
+    return StepTotals(case.num_documents, sum(counts), counts.count(0), len(per_group), torch.tensor(per_group))

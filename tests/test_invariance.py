@@ -4,18 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from steps import AGGREGATIONS, EPSILONS, LEVELS, LOSSES, Case, make_case
+from steps import AGGREGATIONS, EPSILONS, LEVELS, LOSSES, Case, make_case, totals_of
 
 from pgtoolkit import policy_loss
-from pgtoolkit.batch import StepTotals
-
-
-def totals_of(case: Case) -> StepTotals:
-    """Counted here by loops, so that the test does not lean on the code under test."""
-    counts = [int((case.labels[case.document_index == d] >= 0).sum()) for d in range(case.num_documents)]
-    groups = case.group_index.tolist()
-    per_group = [sum(n for n, g in zip(counts, groups, strict=True) if g == group) for group in range(max(groups) + 1)]
-    return StepTotals(case.num_documents, sum(counts), counts.count(0), len(per_group), torch.tensor(per_group))
 
 
 def in_pieces(case: Case, pieces: list[list[int]], padding: int, loss: str, aggregation: str, level: str):

@@ -60,15 +60,3 @@ def on_ranks(world_size: int, function: Callable, *arguments) -> list:
         raise first[0]
     assert not errors
     return results
-
-
-def axis_groups(sizes: dict[str, int]) -> dict[str, dist.ProcessGroup | None]:
-    """For each axis of a mesh over all ranks, the last axis fastest, this rank's group; None where it has one rank."""
-    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
-    groups = {}
-    for axis, name in enumerate(sizes):
-        lines = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()
-        own = [dist.new_group(line) for line in lines]
-        mine = next(number for number, line in enumerate(lines) if dist.get_rank() in line)
-        groups[name] = own[mine] if ranks.shape[axis] > 1 else None
-    return groups
