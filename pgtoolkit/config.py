@@ -101,10 +101,12 @@ class KernelConfig:
 @dataclass
 class ParallelismConfig:
     data_parallel: int
+    shard: bool
     tensor_parallel: int
     sequence_parallel: bool
     sequence_data_parallel: int
     pipeline_parallel: int
+    timeout_seconds: int
 
 
 @dataclass

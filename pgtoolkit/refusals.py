@@ -49,8 +49,6 @@ def unknown_option(override: Override, names: list[str]) -> str | None:
     near = nearest(text(wrong[0]), names)
     use = f"{key}={near}" if near else " or ".join(f"{key}={name}" for name in names)
     reason = f"The options of {key} are the files in conf/{key}."
-    if key == "parallelism":
-        reason = "This version runs one process; other kinds of parallelism are planned."
     return f"{override.input_line} needs one of {', '.join(names)} (got {text(wrong[0])!r}). {reason} Use {use}."
 
 

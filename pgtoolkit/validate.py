@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.errors import first_line
-from pgtoolkit.rules import run, step
+from pgtoolkit.rules import parallelism, run, step
 from pgtoolkit.rules.report import Report
 
 
@@ -19,7 +19,7 @@ def validate(config: DictConfig) -> Report:
     plain = resolve(config, report)
     for rule in (step.loss, step.aggregation, step.advantage, step.accumulation, run.rollout, run.model, run.task):
         rule(plain, report)
-    for rule in (run.kernel, run.parallelism, run.optimizer, run.trainer, run.tracking):
+    for rule in (run.kernel, parallelism.parallelism, run.optimizer, run.trainer, run.tracking):
         rule(plain, report)
     return report
 

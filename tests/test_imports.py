@@ -16,6 +16,7 @@ LIGHT_FILES = (
     "errors",
     "functions",
     "plan",
+    "ranks",
     "refusals",
     "resume",
     "validate",

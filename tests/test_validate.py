@@ -1,5 +1,6 @@
 """Each rule of `validate`: one refusal, and a neighbour that is allowed."""
 
+import json
 import subprocess
 import sys
 
@@ -71,10 +72,30 @@ RULES = [
     ("model=huggingface model.path=./nowhere", "existing", "model=huggingface model.path=FILE"),
     ("kernel.logits_memory_mb=0", "kernel.logits_memory_mb=0", "kernel.logits_memory_mb=1"),
     ("kernel=torch kernel.logits_memory_mb=8", "would be ignored", "kernel=fused_linear kernel.logits_memory_mb=8"),
-    ("parallelism.data_parallel=2", "one process", "parallelism.data_parallel=1"),
-    ("parallelism.data_parallel=0", "parallelism.data_parallel=0", "parallelism.data_parallel=1"),
-    ("parallelism.sequence_parallel=true", "one process", "parallelism.sequence_parallel=false"),
-    ("parallelism.tensor_parallel=3", "a divisor of model.num_heads=4", "parallelism.tensor_parallel=1"),
+    ("parallelism.data_parallel=0", "parallelism.data_parallel=0", "parallelism.data_parallel=2"),
+    ("parallelism.timeout_seconds=0", "timeout_seconds=0", "parallelism.timeout_seconds=1"),
+    ("parallelism.sequence_parallel=true", "tensor_parallel > 1", "parallelism.sequence_parallel=false"),
+    ("parallelism.shard=true", "Use parallelism=fsdp", "parallelism=ddp"),
+    (
+        "parallelism=fsdp",
+        "rollout=recorded (got rollout=policy)",
+        "rollout=recorded rollout.path=FILE parallelism=fsdp",
+    ),
+    (
+        "parallelism=sequence_data",
+        "no rank would hold one",
+        "rollout=recorded rollout.path=FILE parallelism=sequence_data",
+    ),
+    (
+        "rollout=recorded rollout.path=FILE parallelism=sequence parallelism.tensor_parallel=3",
+        "a divisor of the model's 4 attention heads",
+        "rollout=recorded rollout.path=FILE parallelism=sequence parallelism.tensor_parallel=4",
+    ),
+    (
+        "rollout=recorded rollout.path=FILE metrics=none parallelism=pipeline parallelism.pipeline_parallel=3",
+        "at most the model's 2 layers",
+        "rollout=recorded rollout.path=FILE metrics=none parallelism=pipeline",
+    ),
     ("optimizer.learning_rate=0", "learning_rate=0", "optimizer.learning_rate=1e-6"),
     ("optimizer.beta1=1", "optimizer.beta1=1", "optimizer.beta1=0"),
     ("optimizer.weight_decay=-1", "weight_decay", "optimizer.weight_decay=0"),
@@ -143,19 +164,34 @@ def test_divisor_is_refused_without_the_types_of_the_schema(divisor):
 
 
 def test_pipeline_stages_have_a_rule_of_their_own_for_metrics():
-    found = problems("parallelism.pipeline_parallel=2")
-    assert [problem.partition(" needs ")[0] for problem in found] == [
-        "metrics=basic",
-        "parallelism.pipeline_parallel=2",
-    ]
-    assert len(problems("parallelism.pipeline_parallel=2 metrics=none")) == 1
+    recorded = "rollout=recorded rollout.path=pyproject.toml parallelism=pipeline"
+    assert [problem.partition(" needs ")[0] for problem in problems(recorded)] == ["metrics=basic"]
+    assert problems(f"{recorded} metrics=none") == []
 
 
-def test_a_launcher_with_several_processes_is_refused(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "torchrun" in problems("")[0]
+def test_the_sizes_multiply_to_the_processes_that_a_launcher_started(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "3")
+    found = problems("parallelism=ddp")
+    assert "2 = pipeline_parallel=1 x data_parallel=2 x sequence_data_parallel=1 x tensor_parallel=1" in found[0]
+    assert problems("parallelism=ddp parallelism.data_parallel=4") == []
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert problems("") == []
+    assert problems("parallelism=ddp") == []
+
+
+def test_the_sizes_fit_a_model_whose_shape_is_on_the_disk(tmp_path):
+    shape = {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"vocab_size": 100}))
+    model = f"model=huggingface model.path={tmp_path} rollout=recorded rollout.path=pyproject.toml metrics=none"
+    assert "a divisor of the model's 2 key-value heads" in problems(f"{model} parallelism.tensor_parallel=4")[0]
+    assert "Use parallelism.pipeline_parallel=3" in problems(f"{model} parallelism.pipeline_parallel=4")[0]
+    assert problems(f"{model} parallelism.tensor_parallel=2 parallelism.pipeline_parallel=3") == []
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"vocab_size": 100, "model_type": "bloom"}))
+    assert "a model of type gpt2, llama" in problems(f"{model} parallelism.tensor_parallel=2")[0]
+    assert problems(f"{model} parallelism=ddp") == []
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 9}))
+    assert "One rank would hold none of the vocabulary" in problems(f"{model} parallelism.tensor_parallel=4")[0]
+    assert problems(f"{model} parallelism.tensor_parallel=3") == []
 
 
 def test_triton_needs_a_gpu_or_its_interpreter(monkeypatch):

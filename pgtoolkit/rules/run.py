@@ -1,10 +1,9 @@
-"""The rules on what a run runs on: rollouts, model, task, kernels, processes, optimizer, trainer, tracking."""
+"""The rules on what a run runs on: rollouts, model, task, kernels, optimizer, trainer, tracking."""
 
 from __future__ import annotations
 
 import glob
 import importlib.util
-import math
 import os
 import re
 from pathlib import Path
@@ -132,36 +131,6 @@ def kernel(c: Any, report: Report) -> None:
     if chosen == "triton" and c.trainer.device == "cpu" and not interpreted:
         reason = "Triton compiles for GPUs; TRITON_INTERPRET=1 runs its kernels slowly on a CPU."
         report.refuse("kernel=triton", "a GPU", "trainer.device=cpu", reason, "kernel=torch")
-
-
-def parallelism(c: Any, report: Report) -> None:
-    p = c.parallelism
-    names = ("data_parallel", "tensor_parallel", "sequence_data_parallel", "pipeline_parallel")
-    sizes = {name: getattr(p, name) for name in names}
-    for name, size in sizes.items():
-        report.at_least(f"parallelism.{name}", size, 1, "It counts parts, and the whole is one.", 1)
-    if not all(is_whole(size) and size >= 1 for size in sizes.values()):
-        return
-    if c.metrics.level != "none" and p.pipeline_parallel > 1:
-        setting, needs = f"metrics={c.metrics.level}", "parallelism.pipeline_parallel=1"
-        reason = "Stages without the loss have no advantage extrema to give."
-        report.refuse(setting, needs, p.pipeline_parallel, reason, "metrics=none or parallelism.pipeline_parallel=1")
-    if c.model.name == "tiny" and is_whole(c.model.num_heads) and c.model.num_heads % p.tensor_parallel:
-        setting = f"parallelism.tensor_parallel={p.tensor_parallel}"
-        needs = f"a divisor of model.num_heads={c.model.num_heads}"
-        reason = "Attention heads are dealt out whole."
-        use = f"parallelism.tensor_parallel={math.gcd(c.model.num_heads, p.tensor_parallel)}"
-        report.refuse(setting, needs, p.tensor_parallel, reason, use)
-    for name, size in {**sizes, "sequence_parallel": p.sequence_parallel}.items():
-        one = False if name == "sequence_parallel" else 1
-        if size != one:
-            setting, use = f"parallelism.{name}={text(size)}", f"parallelism.{name}={text(one)}"
-            report.refuse(setting, text(one), size, "This version runs one process.", use)
-    world, product = os.environ.get("WORLD_SIZE", "1"), math.prod(sizes.values())
-    if world not in ("1", str(product)):
-        setting, needs = f"WORLD_SIZE={world}", f"the product of the parallel sizes, {product}"
-        reason = "Every process has one place in the layout."
-        report.refuse(setting, needs, world, reason, "one process: start pgtk without a launcher such as torchrun")
 
 
 def optimizer(c: Any, report: Report) -> None:

@@ -1,0 +1,121 @@
+"""The rules on how the work is spread over processes: sizes against each other, the model and the world."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from pgtoolkit.plan import vocabulary_size
+from pgtoolkit.ranks import joined
+from pgtoolkit.rules.report import Report, is_whole, text
+
+SIZES = ("pipeline_parallel", "data_parallel", "sequence_data_parallel", "tensor_parallel")
+FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+
+
+def parallelism(c: Any, report: Report) -> None:
+    p = c.parallelism
+    sizes = {name: getattr(p, name) for name in SIZES}
+    for name, size in sizes.items():
+        report.at_least(f"parallelism.{name}", size, 1, "It counts parts, and the whole is one.", 1)
+    report.at_least("parallelism.timeout_seconds", p.timeout_seconds, 1, "A rank must get time to answer.", 300)
+    if not all(is_whole(size) and size >= 1 for size in sizes.values()):
+        return
+    _world(sizes, report)
+    _keys(c, report)
+    _rollouts(c, report)
+    _model(c, report)
+
+
+def _world(sizes: dict[str, int], report: Report) -> None:
+    rank, product = joined(), math.prod(sizes.values())
+    if rank is not None and rank.world_size != product:
+        setting = f"WORLD_SIZE={rank.world_size}"
+        factors = " x ".join(f"{name}={size}" for name, size in sizes.items())
+        reason = "Every process has one place in the layout."
+        use = f"as many processes, or without a launcher such as torchrun pgtk starts {product} itself"
+        report.refuse(
+            setting, f"the product of the parallel sizes, {product} = {factors}", rank.world_size, reason, use
+        )
+
+
+def _keys(c: Any, report: Report) -> None:
+    p = c.parallelism
+    if p.sequence_parallel and p.tensor_parallel == 1:
+        reason = "The activations are sharded over the same ranks as the matrices."
+        use = "parallelism=sequence, or parallelism.sequence_parallel=false"
+        setting, needs = "parallelism.sequence_parallel=true", "parallelism.tensor_parallel > 1"
+        report.refuse(setting, needs, p.tensor_parallel, reason, use)
+    if p.shard and p.data_parallel * p.sequence_data_parallel == 1:
+        reason = "The weights are divided over the ranks that see different tokens."
+        setting, needs = "parallelism.shard=true", "parallelism.data_parallel > 1"
+        report.refuse(setting, needs, p.data_parallel, reason, "parallelism=fsdp, or parallelism.shard=false")
+    if c.metrics.level != "none" and p.pipeline_parallel > 1:
+        setting, needs = f"metrics={c.metrics.level}", "parallelism.pipeline_parallel=1"
+        reason = "Stages without the loss have no advantage extrema to give."
+        report.refuse(setting, needs, p.pipeline_parallel, reason, "metrics=none or parallelism.pipeline_parallel=1")
+
+
+def _rollouts(c: Any, report: Report) -> None:
+    p = c.parallelism
+    spread = {name: getattr(p, name) for name in SIZES if name != "data_parallel" and getattr(p, name) > 1}
+    if p.shard:
+        spread["shard"] = True
+    if c.rollout.name == "policy" and spread:
+        name, value = next(iter(spread.items()))
+        reason = "Completions are sampled by a whole model, and no rank would hold one."
+        use = "rollout=recorded rollout.path=PATH, or parallelism=ddp"
+        report.refuse(f"parallelism.{name}={text(value)}", "rollout=recorded", "rollout=policy", reason, use)
+
+
+def _model(c: Any, report: Report) -> None:
+    p, known = c.parallelism, _known(c)
+    spread = [f"{name}={text(getattr(p, name))}" for name in SIZES if name != "data_parallel" and getattr(p, name) > 1]
+    spread += ["shard=true"] if p.shard else []
+    if spread and known.get("type", FAMILIES[0]) not in FAMILIES:
+        needs, reason = (
+            f"a model of type {', '.join(FAMILIES)}",
+            "Where the matrices and layers are is known for these.",
+        )
+        report.refuse(f"parallelism.{spread[0]}", needs, known["type"], reason, "parallelism=ddp")
+    for what in ("attention heads", "key-value heads"):
+        number, size = known.get(what), p.tensor_parallel
+        if is_whole(number) and number >= 1 and number % size:
+            needs = f"a divisor of the model's {number} {what}"
+            use = f"parallelism.tensor_parallel={math.gcd(number, size)}"
+            setting, reason = f"parallelism.tensor_parallel={size}", "Attention heads are dealt out whole."
+            report.refuse(setting, needs, size, reason, use)
+            break
+    vocabulary = vocabulary_size(c.model, c.task)
+    if is_whole(vocabulary) and -(-vocabulary // p.tensor_parallel) * (p.tensor_parallel - 1) >= vocabulary:
+        setting, needs = f"parallelism.tensor_parallel={p.tensor_parallel}", f"fewer shards of {vocabulary} tokens"
+        reason, use = "One rank would hold none of the vocabulary.", "parallelism.tensor_parallel=1"
+        report.refuse(setting, needs, p.tensor_parallel, reason, use)
+    layers = known.get("layers")
+    if is_whole(layers) and 1 <= layers < p.pipeline_parallel:
+        setting, needs = f"parallelism.pipeline_parallel={p.pipeline_parallel}", f"at most the model's {layers} layers"
+        reason, use = "A stage holds whole layers, at least one.", f"parallelism.pipeline_parallel={layers}"
+        report.refuse(setting, needs, p.pipeline_parallel, reason, use)
+
+
+def _known(c: Any) -> dict[str, Any]:
+    """What of the model's shape is known without loading it: from the configuration, or from a local config.json."""
+    if c.model.name == "tiny":
+        return {"type": "gpt2", "attention heads": c.model.num_heads, "layers": c.model.num_layers}
+    file = Path(c.model.path or "").expanduser() / "config.json"
+    if c.model.path is None or not file.is_file():
+        return {}
+    try:
+        settings = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}  # the run says what is wrong with it
+    settings |= settings.get("text_config", {})
+    names = {
+        "type": ("model_type",),
+        "attention heads": ("num_attention_heads", "n_head"),
+        "key-value heads": ("num_key_value_heads",),
+        "layers": ("num_hidden_layers", "n_layer"),
+    }
+    return {what: settings[key] for what, keys in names.items() for key in keys if settings.get(key) is not None}

@@ -1,0 +1,42 @@
+"""How processes find their place, and how `pgtk` starts them."""
+
+import pytest
+
+from pgtoolkit.ranks import Rank, first_host, joined
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return lambda **variables: [monkeypatch.setenv(name, value) for name, value in variables.items()]
+
+
+def test_a_process_started_alone_has_no_place(environment):
+    assert joined() is None
+    environment(WORLD_SIZE="1", RANK="0")
+    assert joined() is None
+    environment(SLURM_PROCID="0", SLURM_NTASKS="4")  # the script of a batch job, before srun
+    assert joined() is None
+
+
+def test_the_place_that_torchrun_gives(environment):
+    environment(RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", MASTER_ADDR="head", MASTER_PORT="1234")
+    assert joined() == Rank(number=5, world_size=8, local=1, address="head", port=1234)
+
+
+def test_the_place_that_srun_gives(environment):
+    environment(SLURM_PROCID="5", SLURM_STEP_NUM_TASKS="8", SLURM_LOCALID="1", SLURM_STEP_NODELIST="gpu[03-04]")
+    environment(SLURM_JOB_ID="77", SLURM_STEP_ID="2")
+    assert joined() == Rank(number=5, world_size=8, local=1, address="gpu03", port=20541)
+    environment(MASTER_ADDR="head", MASTER_PORT="9")
+    assert (joined().address, joined().port) == ("head", 9)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"), [("gpu[03-05,7],login", "gpu03"), ("login,gpu[1-2]", "login"), ("a-b[9]", "a-b9"), ("n1", "n1")]
+)
+def test_the_first_of_a_list_of_nodes(nodes, first):
+    assert first_host(nodes) == first
