@@ -22,7 +22,8 @@ def shard_fully(model: nn.Module, mesh: DeviceMesh) -> None:
     Afterwards the hidden states come from `model.transformer_states(**inputs)`.
     """
     for layer in family_of(model, "parallelism.shard=true").layers_of(model):
-        fully_shard(layer, mesh=mesh)
+        if next(layer.parameters(), None) is not None:  # a pipeline's stage has passed others on
+            fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     model.transformer_states = types.MethodType(_transformer_states, model)
     register_fsdp_forward_method(model, "transformer_states")

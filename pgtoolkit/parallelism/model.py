@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from pgtoolkit.batch import MicroBatch
+from pgtoolkit.config import Config
+from pgtoolkit.errors import ConfigError
 from pgtoolkit.parallelism import sequence_data
 from pgtoolkit.parallelism.collectives import local
 from pgtoolkit.parallelism.families import family_of
 from pgtoolkit.parallelism.fully_sharded import shard_fully, synchronise_gradients
 from pgtoolkit.parallelism.layout import Layout
+from pgtoolkit.parallelism.pipeline import Pipeline, cut
 from pgtoolkit.parallelism.sequence_data import Pieces
 from pgtoolkit.parallelism.tensor import shard_tensors, vocabulary_start
 from pgtoolkit.training.model import Policy
@@ -25,16 +29,26 @@ class ParallelPolicy(Policy):
 
     sharded: by FSDP2. sequence_parallel: between the matrices the tokens are divided among the tensor ranks.
     partial: names of the parameters whose gradients the tensor ranks must add up after the backward passes.
+    max_tokens: the most tokens of a micro-batch. vocabulary: tokens of the whole head, which other ranks may hold.
     """
 
     layout: Layout
     sharded: bool
     sequence_parallel: bool
     partial: frozenset[str]
+    max_tokens: int
+    vocabulary: int
 
     @property
     def vocabulary_size(self) -> int:
-        return self.head.weight.shape[0]  # of the whole, also where this is a DTensor
+        return self.vocabulary
+
+    @cached_property
+    def pipeline(self) -> Pipeline | None:
+        """The stages that the layers are cut into, or None; then micro-batches go through its `run`."""
+        if self.layout.size("pipeline_parallel") == 1:
+            return None
+        return Pipeline(self._stage_states, self.model, self.layout, self.max_tokens)
 
     def hidden_states(self, micro_batch: MicroBatch, longest: int) -> Tensor:
         """(T, H) hidden states of this rank's tokens; also without a token each rank takes part in the exchanges."""
@@ -47,8 +61,14 @@ class ParallelPolicy(Policy):
         return self._states(tokens, positions, micro_batch.document_index)[0]
 
     def loss_inputs(self, micro_batch: MicroBatch, longest: int) -> dict:
-        hidden, layout = self.hidden_states(micro_batch, longest), self.layout
-        weight, bias = self.head.weight, self.head.bias  # only now does FSDP2 hold them together
+        return self.with_head(self.hidden_states(micro_batch, longest))
+
+    def with_head(self, hidden: Tensor) -> dict:
+        """The keywords of linear_policy_loss from the hidden states just computed; with FSDP2, not from older ones."""
+        layout = self.layout
+        if self.compute_dtype != torch.float32:
+            hidden = hidden.to(self.compute_dtype)  # a pipeline's stages hand over what the residual stream has
+        weight, bias = self.head.weight, self.head.bias
         inputs = {"hidden": hidden, "lm_head_weight": local(weight), "bias": None if bias is None else local(bias)}
         if group := layout.group("tensor_parallel"):
             start = vocabulary_start(self.vocabulary_size, layout.mesh["tensor_parallel"])
@@ -78,25 +98,32 @@ class ParallelPolicy(Policy):
             tokens = functional.pad(tokens, (0, missing))
         return super()._body(tokens, position_ids, **more)[:, :length]
 
+    def _stage_states(self, **inputs) -> Tensor:
+        with self.autocast(inputs["position_ids"].device):
+            return self._transformer(use_cache=False, **inputs)
+
     def _transformer(self, **inputs) -> Tensor:
         return self.model.transformer_states(**inputs) if self.sharded else super()._transformer(**inputs)
 
 
-def parallelize(policy: Policy, layout: Layout, parallelism) -> Policy:
+def parallelize(policy: Policy, layout: Layout, config: Config) -> Policy:
     """The policy with its model spread over the ranks of `layout`, in place; all ranks hold the same weights before.
 
-    parallelism: the part of the configuration; `shard` and `sequence_parallel` are read, the sizes are the layout's.
     Raises ConfigError where the model cannot be spread so.
     """
     if layout.world_size == 1:
         return policy
-    model, partial = policy.model, set()
+    model, parallelism, partial = policy.model, config.parallelism, set()
+    vocabulary = policy.vocabulary_size
     if layout.size("tensor_parallel") > 1:
         partial = shard_tensors(model, layout.mesh["tensor_parallel"], parallelism.sequence_parallel)
     if (size := layout.size("sequence_data_parallel")) > 1:
         family_of(model, f"parallelism.sequence_data_parallel={size}")
         sequence_data.register()
         model.set_attn_implementation(sequence_data.NAME)
+    if (size := layout.size("pipeline_parallel")) > 1:
+        _check_stages(layout, parallelism.sequence_parallel)
+        cut(model, layout.rank_in("pipeline_parallel"), size)
     names = frozenset(name for name, parameter in model.named_parameters() if parameter in partial)
     sharded = parallelism.shard and layout.loss_group is not None
     if sharded:
@@ -109,4 +136,16 @@ def parallelize(policy: Policy, layout: Layout, parallelism) -> Policy:
         sharded=sharded,
         sequence_parallel=parallelism.sequence_parallel,
         partial=names,
+        max_tokens=config.accumulation.max_tokens,
+        vocabulary=vocabulary,
     )
+
+
+def _check_stages(layout: Layout, sequence_parallel: bool) -> None:
+    size = layout.size("sequence_data_parallel")
+    setting = "sequence_parallel=true" if sequence_parallel else f"sequence_data_parallel={size}" if size > 1 else None
+    if setting is not None:
+        raise ConfigError(
+            f"parallelism.{setting} needs parallelism.pipeline_parallel=1 (got {layout.size('pipeline_parallel')}). "
+            "Stages hand over whole micro-batches. Use parallelism.pipeline_parallel=1."
+        )
