@@ -1,4 +1,4 @@
-"""The promise over ranks that are processes, with gloo between them; also for Triton's kernels, which know no threads."""
+"""The promise over ranks that are processes, with gloo between them; also with Triton's kernels, which need them."""
 
 import pytest
 import torch

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from pgtoolkit.kernels.parallel import all_sum
+from pgtoolkit.kernels.parallel import all_sum_
 from pgtoolkit.kernels.plan import Chunk, make_plan
 from pgtoolkit.kernels.products import accumulate_matmul, matmul
 from pgtoolkit.losses.objective import NEEDS_WHOLE_DOCUMENTS, Objective
@@ -168,7 +168,7 @@ class _Run:
                 self.products(rows, hidden, score, coefficients[low : low + len(rows)], False)
         if self.hidden_gradient is not None:
             # Each rank's columns make a part of it.
-            self.hidden_gradient = all_sum(self.hidden_gradient, self.head.vocabulary_group)
+            all_sum_(self.hidden_gradient, self.head.vocabulary_group)
 
     def coefficients(self, ordered: Objective, chunk: Chunk, log_probs: Tensor) -> Tensor:
         share = ordered.take(slice(chunk.start, chunk.stop), chunk.segments)

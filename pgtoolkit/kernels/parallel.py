@@ -14,12 +14,17 @@ from torch.distributed import ProcessGroup
 
 def all_sum(values: Tensor, group: ProcessGroup | None) -> Tensor:
     """The sum over the ranks, the same bits on each. Not differentiable."""
-    return values if group is None else _reduced(values, dist.ReduceOp.SUM, group)
+    return values if group is None else _reduced_(values.clone(), dist.ReduceOp.SUM, group)
+
+
+def all_sum_(values: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The same in the place of the values, which are contiguous."""
+    return values if group is None else _reduced_(values, dist.ReduceOp.SUM, group)
 
 
 def all_max(values: Tensor, group: ProcessGroup | None) -> Tensor:
     """The maximum over the ranks."""
-    return values if group is None else _reduced(values, dist.ReduceOp.MAX, group)
+    return values if group is None else _reduced_(values.clone(), dist.ReduceOp.MAX, group)
 
 
 def gather(values: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -75,7 +80,6 @@ def common_bins(lengths: list[tuple[int, ...]], capacity: int) -> list[list[int]
     return alone
 
 
-def _reduced(values: Tensor, operation, group: ProcessGroup) -> Tensor:
-    values = values.clone()
+def _reduced_(values: Tensor, operation, group: ProcessGroup) -> Tensor:
     dist.all_reduce(values, operation, group=group)
     return values

@@ -127,12 +127,13 @@ class Objective:
 
     def _log_ratio(self, log_probs):
         """The log-ratio that the family judges each token by; kept, since loss and metrics would both exchange it."""
-        if self._last and self._last[0] is log_probs:
+        kept = not log_probs.requires_grad
+        if kept and self._last and self._last[0] is log_probs:
             return self._last[1]
         # Dropped by selection before any arithmetic: what is not trained may hold NaN or infinity.
         own = torch.where(self.mask, log_probs - self.old_log_probs, 0.0)
         log_ratio = FAMILIES[self.loss](own, self.segments)
-        if not log_probs.requires_grad:
+        if kept:
             self._last[:] = log_probs, log_ratio
         return log_ratio
 
