@@ -131,7 +131,7 @@ def test_compare_command_names_the_counterpart_or_the_sweep(tmp_path, monkeypatc
     assert found == []
     save_config(run_dir.with_name("10-00-09-000001-loss-grpo_aggregation-constant"), "grpo", [])
     assert len(list(tmp_path.glob(other))) == 1
-    (run_dir.parent / "multirun.yaml").write_text("")
+    (run_dir.parent / "sweep.json").write_text("")
     assert compare_command(run_dir) == own
 
 

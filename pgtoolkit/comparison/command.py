@@ -22,7 +22,8 @@ def main(command: str, argv: list[str]) -> int:
 
 def _compare(argv):
     parser = _Parser("pgtk compare", description="Compare runs: which keys vary, what they reached, seed noise.")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, or a folder with runs such as a sweep")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, folder with runs, or a sweep's name")
+    parser.add_argument("--uri", metavar="URI", help="read this MLflow store; RUN is then an experiment or a sweep")
     parser.add_argument("--metric", default="reward", metavar="NAME", help="what is compared (default: reward)")
     for suffix, what in (("html", "report in one page"), ("csv", "row per run"), ("png", "picture of the curves")):
         parser.add_argument(f"--{suffix}", type=Path, metavar="FILE", help=f"write a {what}")
@@ -35,7 +36,13 @@ def _compare(argv):
     from pgtoolkit.comparison.runs import find_runs
     from pgtoolkit.comparison.words import page
 
-    compared = compare(find_runs(args.runs), args.metric)
+    if args.uri:
+        from pgtoolkit.comparison.stored import stored_runs
+
+        runs = stored_runs(args.uri, args.runs, args.metric)
+    else:
+        runs = find_runs(args.runs)
+    compared = compare(runs, args.metric)
     print(page(compared), flush=True)
     for name, path in files.items():
         try:

@@ -160,6 +160,8 @@ def _count(group, metric):
 def _why(run, metric=None):
     if metric and run.state == "done":
         return f"has no {metric}"
+    if run.state == "pending":
+        return "has not begun"
     if run.state == "unreadable":
         return f"unreadable: {run.reason}"
     why = f"{run.state} at step {run.step}" + (f" of {run.config['trainer.max_steps']}" if run.config else "")
@@ -169,7 +171,7 @@ def _why(run, metric=None):
 
 
 def _refuse_unknown(runs, metric):
-    known = sorted({name for run in runs for name in run.rows[-1:] for name in name} - {"step", "time", "seconds"})
+    known = sorted({name for run in runs for name in run.metrics} - {"step", "time", "seconds"})
     if metric not in known:
         nearest = (difflib.get_close_matches(metric, known, n=1) or known[:1] or [None])[0]
         got = f"one of {', '.join(known)}" if known else "runs with metrics; these have finished no step yet"

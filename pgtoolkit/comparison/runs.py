@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import statistics
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,9 @@ from pgtoolkit.tracking.commands import shell_path
 from pgtoolkit.tracking.description import code_of, read_provenance
 from pgtoolkit.tracking.run_directory import leaves, read_config, read_metrics, read_status
 
+SWEEPS = Path("outputs/sweeps")
+"""Where the folders of sweeps are, below the directory that they were started from."""
+
 _PASSED_OVER = ("artifacts", "checkpoints")
 """Folders that hold no runs, though perhaps the copy of a run's configuration that MLflow keeps."""
 
@@ -29,14 +33,15 @@ UNREADABLE = (OmegaConfBaseException, YAMLError, ValueError, AttributeError, Typ
 
 @dataclass
 class Run:
-    """One run directory.
+    """One run: its directory, or what an MLflow store has of it.
 
-    state: done, running, interrupted, failed, killed (it says `running`, but no process holds it), or unreadable.
-    reason: why it is in that state, or None. config: dotted key to value. rows: of metrics.jsonl, each with `seconds`
-    since the first, the time between a stop and its resume left out. code: commits and uncommitted changes.
+    path: where it lies. state: done, running, interrupted, failed, killed (it says `running`, but no process holds
+    it), pending (a sweep's job that has not begun), or unreadable. reason: why it is in that state, or None. config:
+    dotted key to value. rows: of metrics.jsonl, each with `seconds` since the first, the time between a stop and its
+    resume left out. code: commits and uncommitted changes. metrics: names of those recorded.
     """
 
-    path: Path
+    path: Path | str
     name: str
     state: str
     reason: str | None = None
@@ -44,6 +49,7 @@ class Run:
     config: dict[str, object] = field(default_factory=dict)
     rows: list[dict[str, float]] = field(default_factory=list)
     code: tuple = ()
+    metrics: tuple[str, ...] = ()
 
     def values(self, metric: str) -> list[float]:
         """The metric at every step that has it."""
@@ -55,16 +61,25 @@ def find_runs(paths: Sequence[str]) -> list[Run]:
 
     Raises ConfigError for a folder without any.
     """
-    return [_read(path) for path in run_directories("pgtk compare", paths)]
+    found = [_read(path) for path in run_directories("pgtk compare", paths)]
+    known = {run.path for run in found}
+    return found + [job for text in paths for job in _jobs_without_run(sweep_folder(text)) if job.path not in known]
+
+
+def sweep_folder(text: str) -> Path:
+    """The folder that a path, or the name of a sweep in outputs/sweeps, stands for."""
+    named = SWEEPS / text
+    return named if not Path(text).exists() and named.is_dir() else Path(text)
 
 
 def run_directories(command: str, paths: Sequence[str]) -> list[Path]:
     """As `find_runs`, without reading them; jobs of a sweep whose run never began are among them."""
     found: dict[Path, None] = {}
     for text in paths:
-        below = list(_run_directories(Path(text)))
+        top = sweep_folder(text)
+        below = list(_run_directories(top))
         if not below:
-            raise not_a_run(f"{command} {text}", Path(text), "a run directory or a folder that holds runs")
+            raise not_a_run(f"{command} {text}", top, "a run directory, a folder that holds runs, or a sweep's name")
         found |= dict.fromkeys(directory.resolve() for directory in below)
     return list(found)
 
@@ -96,6 +111,18 @@ def _run_directories(top: Path) -> Iterator[Path]:
             yield path
 
 
+def _jobs_without_run(folder):
+    """The jobs of a sweep that have not begun, or failed before they wrote their configuration."""
+    try:
+        jobs = json.loads((folder / "sweep.json").read_text())["jobs"]
+    except (OSError, ValueError, KeyError):
+        return
+    for job in jobs:
+        path = (folder / job["directory"]).resolve()
+        if not is_run(path):
+            yield Run(path, path.name, job["status"], job["reason"])
+
+
 def _may_hold_runs(name):
     return not name.startswith(".") and name not in _PASSED_OVER
 
@@ -114,7 +141,7 @@ def _read(path: Path) -> Run:
         status = read_status(path)
         provenance = read_provenance(path)
         rows = read_metrics(path / "metrics.jsonl")
-        _add_seconds(rows, provenance)
+        add_seconds(rows, [start["time"] for start in provenance.get("resumed", [])])
         state = status.get("state", "running")
         if state == "running" and not _is_held(path):
             state = "killed"
@@ -127,6 +154,7 @@ def _read(path: Path) -> Run:
             dict(leaves(config)),
             rows,
             code_of(provenance),
+            tuple(dict.fromkeys(name for row in rows[-1:] for name in row)),
         )
     except (*UNREADABLE, PgtoolkitError) as error:
         return Run(path, path.name, "unreadable", str(error).splitlines()[0])
@@ -143,16 +171,17 @@ def _is_held(path):
     return False
 
 
-def _add_seconds(rows, provenance):
+def add_seconds(rows: list[dict[str, float]], resumes: list[str]) -> None:
+    """Give each row `seconds` since the first; resumes: when the run was resumed, as provenance.json has it."""
     if not rows or any("time" not in row for row in rows):
         return
-    resumes = [_seconds_of(start["time"]) for start in provenance.get("resumed", [])]
+    starts = [_seconds_of(text) for text in resumes]
     steps = [max(0.0, after["time"] - before["time"]) for before, after in pairwise(rows)]
     usual = statistics.median(steps) if steps else 0.0
     rows[0]["seconds"] = 0.0
     for length, (before, after) in zip(steps, pairwise(rows), strict=True):
         # The start is written in whole seconds.
-        resumed = any(before["time"] - 1 <= start <= after["time"] for start in resumes)
+        resumed = any(before["time"] - 1 <= start <= after["time"] for start in starts)
         after["seconds"] = before["seconds"] + (min(length, usual) if resumed else length)
 
 

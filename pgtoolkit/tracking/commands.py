@@ -72,7 +72,7 @@ def compare_command(run_dir: str | Path) -> str:
     from pgtoolkit.compose import name_of  # loads hydra, which nothing else of tracking needs
 
     path = Path(run_dir).absolute()
-    if (path.parent / "multirun.yaml").exists():
+    if (path.parent / "sweep.json").exists():
         return f"{program('pgtk')} compare {shell_path(path.parent)}"
     chosen = read_config(run_dir)[0].get("tracking", {}).get("run_name")
     kept_name = any(override.lstrip("+").startswith("tracking.run_name=") for override in _counterpart(run_dir))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -49,7 +50,9 @@ def describe(run_dir: Path) -> Description:
     if code := code_of(provenance):
         tags["mlflow.source.git.commit"] = code[0][0]  # what the column "Version" of MLflow's table shows
     texts = {key: text_of(key, value, _LONGEST_TAG) for key, value in tags.items() if value is not None}
-    name = flat.get("tracking.run_name") or run_dir.name
+    # In a sweep the folder's name ends with digits that stand for the configuration; here the parameters say it.
+    folder = re.sub("-[0-9a-f]{8}$", "", run_dir.name) if status.get("sweep") else run_dir.name
+    name = flat.get("tracking.run_name") or folder
     run_id = (status.get("mlflow") or {}).get("run_id")
     return Description(name, flatten(config), texts, status.get("id"), run_id, _milliseconds(status.get("started")))
 

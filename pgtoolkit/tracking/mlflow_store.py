@@ -12,7 +12,8 @@ from pathlib import Path
 
 from pgtoolkit.tracking.description import Description, describe
 from pgtoolkit.tracking.provenance import redact
-from pgtoolkit.tracking.store import absolute_uri, open_store, parameter_name, quoted, reason, refusals
+from pgtoolkit.tracking.run_directory import read_status
+from pgtoolkit.tracking.store import absolute_uri, open_store, parameter_name, quoted, reason, refusals, text_of
 from pgtoolkit.tracking.system_metrics import SystemMetrics
 
 BY_DOCUMENTS = ("reward", "exact_match", "loss", "kl_new_old", "clipped_ratio_fraction", "entropy")
@@ -72,6 +73,8 @@ class MlflowTracker:
             run = self._known_run(described, experiment_id)
             if run:
                 self._client.update_run(run.info.run_id, status="RUNNING")
+                if "reason" in run.data.tags:  # of the end that is none any more
+                    self._client.delete_tag(run.info.run_id, "reason")
                 experiment_id = run.info.experiment_id
             else:
                 run = self._client.create_run(experiment_id, described.start_time, run_name=described.run_name)
@@ -107,6 +110,8 @@ class MlflowTracker:
         with self._noting("artifacts"):
             self._log_artifacts(ARTIFACTS)
         with self._noting("the end of the run"):
+            if why := read_status(self._run_dir).get("reason"):
+                self._client.set_tag(self._run_id, "reason", text_of("reason", why))
             # A delivery after the fact leaves the run as long as it was.
             end_time = self._feeds[0].last_time
             self._client.set_terminated(self._run_id, status=_END_STATUS[state], end_time=end_time)
