@@ -9,19 +9,25 @@ import sys
 from pathlib import Path
 
 from pgtoolkit import __version__
-from pgtoolkit.conf_files import config_directory, default_options, options
+from pgtoolkit.conf_files import config_directory, default_options, options, sweep_file, sweep_files
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, StorageError
 
 COMMANDS = {
     "[OVERRIDES]": "train, results in outputs/; -m a=1,2 b=3,4 runs all four",
-    "check [OVERRIDES]": "print the plan and every problem; start nothing",
+    "sweep NAME [OVERRIDES]": "train what a file in sweeps/ describes; again: go on with it",
+    "check ...": "of any of these: print the plan and every problem, start nothing",
     "resume RUN_DIR [OVERRIDES]": "continue a run from its newest checkpoint",
     "compare RUN_DIR...": "what varies, what was reached over seeds, seed noise; --html FILE",
     "diff RUN_A RUN_B": "what changed: configuration, code, packages, hardware",
+    "export RUN_DIR DIR": "the newest checkpoint as a Hugging Face folder",
     "sync RUN_DIR...": "deliver to MLflow what it lacks of runs, such as after an outage",
     "ui": "MLflow's pages of the runs tracked from this directory; --port N",
     "bench": "measure the kernels on this machine",
 }
+
+
+FAIL_FAST = "hydra.launcher.fail_fast=true"
+"""What --fail-fast stands for."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _dispatch(argv: list[str]) -> int:
     command = argv[0] if argv and argv[0][:1].isalpha() and "=" not in argv[0] else None
-    if command in ("compare", "diff", "sync", "ui"):
+    if command in ("compare", "diff", "export", "sync", "ui"):
         from pgtoolkit.comparison.command import main as run_command
 
         return run_command(command, argv[1:])
@@ -52,6 +58,8 @@ def _dispatch(argv: list[str]) -> int:
         print(f"pgtk {__version__}")
     elif command is None:
         return _train(argv)
+    elif command == "sweep":
+        return _train(argv[1:], _sweep_file(argv[1:]))
     elif command == "check":
         return _check(argv[1:])
     elif command == "resume":
@@ -66,10 +74,10 @@ def _dispatch(argv: list[str]) -> int:
 
 def help_page() -> str:
     """Commands, groups with their options, examples: one screen of 24 lines."""
-    lines = ["Policy-gradient losses for language models, compared by declarative configuration.", "Commands:"]
+    lines = ["Policy-gradient losses for language models, compared by declarative configuration. Commands:"]
     shown = {use: text for use, text in COMMANDS.items() if use != "bench" or _has_bench()}
     lines += [f"  pgtk {use:<28}{text}" for use, text in shown.items()]
-    lines += ["", "Groups (GROUP=OPTION; * is the default):"]
+    lines.append("Groups (GROUP=OPTION; * is the default):")
     defaults, single, columns = default_options(), [], []
     for group, names in sorted(options().items(), key=lambda item: [*defaults, item[0]].index(item[0])):
         if len(names) == 1:
@@ -79,10 +87,7 @@ def help_page() -> str:
         columns.append(f"  {group:<13}" + "  ".join(marked))
     lines += _side_by_side(columns)
     lines.append("  with one option: " + ", ".join(single))
-    lines += [
-        "",
-        "Single keys: loss.epsilon_high=0.28 seed=1; all of them with their meaning: conf/, or pgtk --cfg job",
-    ]
+    lines.append("Single keys: loss.epsilon_high=0.28 seed=1; all of them with their meaning: conf/, or pgtk --cfg job")
     lines.append("Examples: pgtk loss=gspo aggregation=constant  |  pgtk check experiment=dapo  |  pgtk debug=short")
     return "\n".join(lines)
 
@@ -98,27 +103,49 @@ def _side_by_side(lines: list[str], width: int = 52) -> list[str]:
     return joined
 
 
-def _train(argv: list[str]) -> int:
-    """Refuse a bad configuration before anything is created, then hand over to Hydra."""
+def _train(argv: list[str], sweep_file: Path | None = None) -> int:
+    """Refuse a bad configuration before anything is created, then hand over to Hydra.
+
+    sweep_file: the primary configuration of `pgtk sweep`.
+    """
     from hydra._internal.utils import get_args_parser
 
     from pgtoolkit.check import check, notes, problems
-    from pgtoolkit.compose import NO_CHOICE, hydra_form
+    from pgtoolkit.compose import NO_CHOICE, hydra_form, search_path
 
+    typed = argv if sweep_file is None else ["sweep", *argv]
+    argv, fail_fast = [arg for arg in argv if arg != "--fail-fast"], "--fail-fast" in argv
+    if sweep_file is not None:
+        argv = ["--multirun", *argv[1:]]
     args = get_args_parser().parse_args(argv)
     if args.cfg and args.multirun:
         raise ConfigError("--cfg needs one run (got -m). It prints one configuration. Use pgtk check -m for a sweep.")
+    if fail_fast:
+        argv, args.overrides = [*argv, FAIL_FAST], [*args.overrides, FAIL_FAST]
     starts = not (args.cfg or args.info or args.shell_completion or args.hydra_help)
+    sweep = None
     if starts or args.cfg:
-        runs = check(args.overrides, args.multirun, args.config_dir, rules=starts)
-        if found := problems(runs):
+        checked = check(args.overrides, args.multirun, args.config_dir, starts, sweep_file, ["pgtk", *typed])
+        if found := problems(checked):
             raise _refusal(found)
-        for note in notes(runs):
+        for note in notes(checked):
             print(f"pgtk: note: {note}", file=sys.stderr)
-    return _run_hydra([hydra_form(arg) if arg in args.overrides else arg for arg in argv if arg not in NO_CHOICE])
+        sweep = checked.sweep
+    rest = [hydra_form(arg) if arg in args.overrides else arg for arg in argv if arg not in NO_CHOICE]
+    if sweep is None:
+        return _run_hydra(rest)
+
+    from pgtoolkit.multirun.command import LOCAL, start
+
+    launcher = checked.runs[0].config.hydra.launcher._target_
+    if checked.searches:
+        sweep.jobs = {}
+    rest += [f"hydra.sweep.dir='{sweep.folder}'", *([search_path(config_directory())] if sweep_file else [])]
+    rest.append(f"hydra.job.config.override_dirname.exclude_keys=[{','.join(checked.unnamed)}]")
+    return start(sweep, lambda: _run_hydra(rest, sweep_file), launcher == LOCAL)
 
 
-def _run_hydra(argv: list[str]) -> int:
+def _run_hydra(argv: list[str], primary: Path | None = None) -> int:
     import hydra
 
     from pgtoolkit.compose import register
@@ -138,10 +165,11 @@ def _run_hydra(argv: list[str]) -> int:
             statuses.append(_say(error))
 
     register()
+    primary = primary or config_directory() / "config.yaml"
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # otherwise Hydra shortens the traceback of a defect
     before, sys.argv = sys.argv, [sys.argv[0], *argv]
     try:
-        hydra.main(version_base="1.3", config_path=str(config_directory()), config_name="config")(task)()
+        hydra.main(version_base="1.3", config_path=str(primary.parent), config_name=primary.stem)(task)()
     except OSError as error:
         if started:
             raise
@@ -157,14 +185,18 @@ def _train_one(config) -> None:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    from pgtoolkit.compose import name_of
+    from pgtoolkit.compose import name_in
+    from pgtoolkit.multirun.job import run
     from pgtoolkit.training.train import train
 
     own = HydraConfig.get()
     overrides = list(own.overrides.task)
     in_sweep = own.mode == RunMode.MULTIRUN
-    config.tracking.run_name = name_of(config.tracking.run_name, overrides, in_sweep)
-    train(config, Path(own.runtime.output_dir), resume=False, overrides=overrides)
+    config.tracking.run_name = name_in(own, config.tracking.run_name)
+    if in_sweep:  # another launcher than ours, such as SLURM's
+        run(config, Path(own.runtime.output_dir), overrides, Path(own.sweep.dir).name)
+    else:
+        train(config, Path(own.runtime.output_dir), resume=False, overrides=overrides)
 
 
 def _check(argv: list[str]) -> int:
@@ -172,10 +204,21 @@ def _check(argv: list[str]) -> int:
 
     from pgtoolkit.check import check, page, problems
 
+    file = None
+    if argv and argv[0] == "sweep":
+        file, argv = _sweep_file(argv[1:]), ["--multirun", *argv[2:]]
     args = get_args_parser().parse_args(argv)
-    runs = check(args.overrides, args.multirun, args.config_dir)
-    print(page(runs), flush=True)
-    return ConfigError.exit_status if problems(runs) else 0
+    checked = check(args.overrides, args.multirun, args.config_dir, sweep_file=file)
+    print(page(checked), flush=True)
+    return ConfigError.exit_status if problems(checked) else 0
+
+
+def _sweep_file(argv: list[str]) -> Path:
+    if not argv or argv[0].startswith("-") or "=" in argv[0]:
+        names = ", ".join(sweep_files())
+        reason = "A sweep is a file in sweeps/, or your own."
+        raise ConfigError(f"pgtk sweep needs a sweep (got none). {reason} Use one of {names}, or path/to/file.yaml.")
+    return sweep_file(argv[0])
 
 
 def _resume(argv: list[str]) -> int:
@@ -202,7 +245,7 @@ def _refusal(problems: list[str]) -> ConfigError:
 
 
 def _unknown_command(word: str) -> ConfigError:
-    commands = ["check", "resume", "compare", "diff", "sync", "ui", *(["bench"] if _has_bench() else [])]
+    commands = ["sweep", "check", "resume", "compare", "diff", "export", "sync", "ui", *(["bench"] if _has_bench() else [])]
     nearest = difflib.get_close_matches(word, [*commands, *options()], n=1)
     if word in ("train", "run"):
         use = "pgtk [OVERRIDES], without a word, to train"

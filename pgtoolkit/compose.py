@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -20,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pgtoolkit import refusals
 from pgtoolkit.conf_files import config_directory, default_options, options
 from pgtoolkit.config import register_schemas
+from pgtoolkit.multirun.identity import digest, learned
 from pgtoolkit.plan import run_name
 
 FREE_FORM = "task.options"
@@ -38,17 +38,21 @@ class Composed:
 
 
 def register() -> None:
-    """Make the schemas and the resolver that names runs known; may be called again."""
+    """Make the schemas and the resolvers that name runs and sweeps known; may be called again."""
     register_schemas()
-    OmegaConf.register_new_resolver("pgtk.run_name", _run_name, replace=True)
+    for resolver in (_run_name, _sweep_name, _digest, _divide):
+        OmegaConf.register_new_resolver(f"pgtk.{resolver.__name__[1:]}", resolver, replace=True)
 
 
 NO_CHOICE = ("experiment=null", "debug=null")
 """What the optional groups are by default; Hydra accepts it in its files but not as an override."""
 
 
-def compose(overrides: list[str], config_dir: Path | None = None) -> Composed:
-    """The configuration of one run, with every problem of its overrides; those refused are left out of it."""
+def compose(overrides: list[str], config_dir: Path | None = None, sweep_file: Path | None = None) -> Composed:
+    """The configuration of one run, with every problem of its overrides; those refused are left out of it.
+
+    config_dir: a folder of the user's with more options. sweep_file: the primary configuration instead of conf/'s.
+    """
     parsed, problems = parse([override for override in overrides if override not in NO_CHOICE])
     groups = options(config_dir)
     choices, values = [], []
@@ -66,27 +70,29 @@ def compose(overrides: list[str], config_dir: Path | None = None) -> Composed:
         else:
             values.append(override)
     try:
-        config = compose_choices(choices, config_dir)
+        config = compose_choices(choices, config_dir, sweep_file)
     except (HydraException, OmegaConfBaseException) as error:
         return Composed(None, [*problems, refusals.composition_problem(error)])
     for override in values:
         problems += apply(config, override.key_or_group, override.value(), groups)
+    # Hydra has seen the choices alone; the names of directories come from everything that was typed.
+    config.hydra.overrides.task = [one.input_line for one in parsed if not one.is_hydra_override()]
     return Composed(config, list(dict.fromkeys(problems)))
 
 
-def jobs(overrides: list[str]) -> Iterator[list[str]]:
-    """The overrides of each run of a sweep: all combinations of the values separated by commas."""
-    parsed, problems = parse(overrides)
+def jobs(overrides: list[str]) -> list[list[str]]:
+    """The overrides of each run of a sweep: all combinations of the values separated by commas, of two overrides of
+    one key the later. Of an interval, which a searching sweeper draws from, the two ends."""
+    parsed, problems = parse([override for override in overrides if override not in NO_CHOICE])
     if problems:  # `compose` says them
-        yield overrides
-        return
-    axes = [
-        [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
-        if override.is_discrete_sweep()
-        else [override.input_line]
-        for override in parsed
-    ]
-    yield from map(list, itertools.product(*axes))
+        return [overrides]
+    discrete = [_ends(override) if override.is_interval_sweep() else override for override in parsed]
+    return BasicSweeper.split_arguments([one for one in discrete if not one.is_hydra_override()], None)[0]
+
+
+def _ends(override: Override) -> Override:
+    interval = override.value()
+    return OverridesParser.create().parse_override(f"{override.get_key_element()}={interval.start},{interval.end}")
 
 
 def parse(overrides: list[str]) -> tuple[list[Override], list[str]]:
@@ -127,19 +133,25 @@ def apply(config: DictConfig, key: str, value: Any, groups: dict[str, list[str]]
     return []
 
 
-def compose_choices(choices: list[str], config_dir: Path | None = None) -> DictConfig:
+def compose_choices(choices: list[str], config_dir: Path | None = None, sweep_file: Path | None = None) -> DictConfig:
     """The files of the chosen options, put together by Hydra; raises its exceptions."""
-    return copy.deepcopy(_compose_cached(tuple(choices), config_dir))
+    return copy.deepcopy(_compose_cached(tuple(choices), config_dir, sweep_file))
 
 
 @functools.cache
-def _compose_cached(choices: tuple[str, ...], config_dir: Path | None) -> DictConfig:
+def _compose_cached(choices: tuple[str, ...], config_dir: Path | None, sweep_file: Path | None) -> DictConfig:
     # The runs of a sweep often choose the same files and differ only in single keys.
     register()
-    if config_dir is not None:
-        choices = [*choices, f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"]
-    with hydra.initialize_config_dir(str(config_directory()), version_base="1.3"):
-        return hydra.compose("config", overrides=list(choices), return_hydra_config=True)
+    primary = sweep_file or config_directory() / "config.yaml"
+    if places := [place for place in (sweep_file and config_directory(), config_dir) if place]:
+        choices = [search_path(*places), *choices]
+    with hydra.initialize_config_dir(str(primary.parent), version_base="1.3"):
+        return hydra.compose(primary.stem, overrides=list(choices), return_hydra_config=True)
+
+
+def search_path(*places: Path) -> str:
+    """The override that lets Hydra look for options in these folders too."""
+    return "hydra.searchpath=[" + ",".join(f"'file://{Path(place).resolve()}'" for place in places) + "]"
 
 
 def hydra_form(override: str) -> str:
@@ -153,6 +165,39 @@ def name_of(chosen: str | None, overrides: list[str], in_sweep: bool = False) ->
     return chosen or run_name(overrides, {} if in_sweep else default_options())
 
 
-def _run_name(overrides, *, _root_: DictConfig) -> str:
-    chosen = OmegaConf.select(_root_, "tracking.run_name")
-    return name_of(chosen, list(overrides), in_sweep=not OmegaConf.is_missing(_root_.hydra.job, "num"))
+def name_in(own: DictConfig, chosen: str | None) -> str:
+    """A run's name by the node `hydra` of its configuration: in a sweep, of what varies there. See `name_of`."""
+    overrides = [one for one in own.overrides.task if key_of(one) not in own.job.config.override_dirname.exclude_keys]
+    return name_of(chosen, overrides, in_sweep=not OmegaConf.is_missing(own.job, "num"))
+
+
+def key_of(override: str) -> str:
+    """The key that an override sets."""
+    return override.lstrip("+~").partition("=")[0]
+
+
+def is_swept(override: str) -> bool:
+    """Whether an override stands for several values."""
+    parsed, _ = parse([override])
+    return bool(parsed) and parsed[0].is_sweep_override()
+
+
+def _run_name(_overrides=None, *, _root_: DictConfig) -> str:
+    return name_in(_root_.hydra, OmegaConf.select(_root_, "tracking.run_name"))
+
+
+def _sweep_name(overrides, *, _root_: DictConfig) -> str:
+    # What varies comes first: a long name is cut at its end.
+    typed = sorted((one for one in overrides if one not in NO_CHOICE), key=lambda one: not is_swept(one))
+    file = _root_.hydra.job.config_name
+    changed = run_name(typed, {}) if typed else "default"
+    return "_".join(name for name in (file, changed) if name not in ("config", "default")) or "default"
+
+
+def _divide(dividend: float, divisor: float) -> float:
+    """For files of sweeps: what must change as another key does, such as steps for a number of documents."""
+    return dividend // divisor if dividend % divisor == 0 else dividend / divisor
+
+
+def _digest(*, _root_: DictConfig) -> str:
+    return digest(learned(_root_))

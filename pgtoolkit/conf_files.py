@@ -1,16 +1,47 @@
-"""Where `conf/` lies and which groups, options and defaults are in it; reads file names only, so `--help` is quick."""
+"""Where `conf/` and `sweeps/` lie and what is in them; reads file names only, so `--help` is quick."""
 
 from __future__ import annotations
 
+import difflib
 import re
 from pathlib import Path
+
+from pgtoolkit.errors import ConfigError
 
 
 def config_directory() -> Path:
     """`conf/` inside the installed package, else beside it in a working copy."""
+    return _shipped("conf")
+
+
+def sweep_files() -> dict[str, Path]:
+    """Name -> file of each sweep that comes with pgtoolkit."""
+    return {file.stem: file for file in sorted(_shipped("sweeps").glob("*.yaml"))}
+
+
+def sweep_file(name: str) -> Path:
+    """The file of a sweep: one that comes with pgtoolkit, by its name, or one of the user's, by its path.
+
+    Raises ConfigError if there is none.
+    """
+    own, shipped = Path(name), sweep_files()
+    if name in shipped:
+        return shipped[name]
+    if own.suffix == ".yaml" and own.is_file():
+        return own.resolve()
+    near = difflib.get_close_matches(own.stem, shipped, n=1)
+    use = f"pgtk sweep {near[0]}" if near else f"one of {', '.join(shipped)}, or path/to/file.yaml"
+    got = "no such file" if own.suffix == ".yaml" or "/" in name else "no such sweep"
+    raise ConfigError(
+        f"pgtk sweep {name} needs a sweep that exists (got {got}). The sweeps are files in sweeps/, or your own file "
+        f"ending in .yaml. Use {use}."
+    )
+
+
+def _shipped(folder: str) -> Path:
     package = Path(__file__).resolve().parent
-    inside = package / "conf"
-    return inside if inside.is_dir() else package.parent / "conf"
+    inside = package / folder
+    return inside if inside.is_dir() else package.parent / folder
 
 
 def options(config_dir: Path | None = None) -> dict[str, list[str]]:

@@ -113,6 +113,17 @@ def arithmetic(config: Any) -> Iterator[str]:
             yield f"run: at most {steps} steps, {steps * taken} documents"
 
 
+def documents(config: Any) -> int | None:
+    """Documents that a run trains on at most; None where the configuration does not tell."""
+    docs, steps, rollout = config.accumulation.docs_per_step, config.trainer.max_steps, config.rollout
+    if not _counts(docs, steps):
+        return None
+    if rollout.name != "policy" or config.accumulation.last_step == "carry":
+        return steps * docs
+    counted = _counts(rollout.prompts_per_batch, rollout.group_size)
+    return steps * min(docs, rollout.prompts_per_batch * rollout.group_size) if counted else None
+
+
 def _steps(batch: int, taken: int, last_step: str) -> str:
     steps = {"short": -(-batch // taken), "drop": batch // taken}.get(last_step, batch / taken)
     return f"{steps:g} steps per batch of rollouts"

@@ -39,7 +39,7 @@ FIXED = {
 def compose_resumed(run_dir: Path, overrides: list[str]) -> Composed:
     """The configuration saved in run_dir with `overrides`, and their problems; ConfigError if it cannot be read."""
     register()
-    groups, config = options(), _typed(_saved(run_dir), run_dir)
+    groups, config = options(), typed(_saved(run_dir), f"{run_dir}/config.yaml")
     parsed, problems = parse(overrides)
     for override in parsed:
         key = override.key_or_group
@@ -72,8 +72,8 @@ def _saved(run_dir: Path) -> dict:
     return saved
 
 
-def _typed(saved: dict, run_dir: Path) -> DictConfig:
-    """The saved values in the schema of their options, so that overrides are checked as at the start."""
+def typed(saved: dict, file: str) -> DictConfig:
+    """The values saved in a file, in the schema of their options, so that overrides are checked as at the start."""
     config = OmegaConf.structured(Config)
     try:
         for group in {schema.partition("/")[0] for schema in SCHEMAS if "/" in schema}:
@@ -83,7 +83,7 @@ def _typed(saved: dict, run_dir: Path) -> DictConfig:
     except (KeyError, TypeError, OmegaConfBaseException) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else first_line(error)
         raise ConfigError(
-            f"{run_dir}/config.yaml does not fit this version of pgtoolkit: {reason}. Use the version that "
+            f"{file} does not fit this version of pgtoolkit: {reason}. Use the version that "
             "provenance.json names, or start a new run."
         ) from error
 

@@ -1,0 +1,60 @@
+"""One job of a sweep: a process of its own (`python -m pgtoolkit.multirun.job FILE`), or in another launcher's."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from pgtoolkit.errors import Interrupted, PgtoolkitError
+from pgtoolkit.tracking.run_directory import read_status
+
+
+def run(config: DictConfig, directory: Path, overrides: list[str], sweep: str) -> None:
+    """Train the job in its directory: from its newest checkpoint if it was begun before; nothing if it is done."""
+    begun = (directory / "config.yaml").is_file()
+    if begun and read_status(directory).get("state") == "done":
+        return
+    from pgtoolkit.training.train import train
+
+    train(config, directory, resume=begun, overrides=overrides, sweep=sweep)
+
+
+def main(argv: list[str]) -> int:
+    """Run the job that the launcher wrote into a file; returns the exit status."""
+    signal.signal(signal.SIGTERM, _stop)
+    threading.Thread(target=_follow_launcher, daemon=True).start()
+    job = json.loads(Path(argv[0]).read_text())
+    sys.argv = job["command"]  # what provenance.json names
+    try:
+        from pgtoolkit.resume import typed
+
+        config = typed(job["config"], argv[0])
+        run(config, Path(job["directory"]), job["overrides"], job["sweep"])
+    except PgtoolkitError as error:
+        print(f"pgtk: error: {error}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        return Interrupted.exit_status
+    return 0
+
+
+def _stop(number, frame):
+    raise KeyboardInterrupt
+
+
+def _follow_launcher():
+    """Stop in an orderly way when the launcher ends, even if it was killed: the pipe to it closes then."""
+    pipe = os.dup(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.read(pipe, 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

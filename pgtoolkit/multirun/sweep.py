@@ -1,0 +1,148 @@
+"""A sweep's folder: its jobs, what became of them, and the file sweep.json that says so."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from omegaconf import DictConfig, open_dict
+
+from pgtoolkit.compose import name_in
+from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
+from pgtoolkit.multirun.identity import changed, learned
+from pgtoolkit.rules.report import text
+from pgtoolkit.tracking.run_directory import read_config, read_status, write_atomically
+
+OUTPUT = "output.log"
+"""What a job's process printed, in the job's directory."""
+
+
+@dataclass
+class Job:
+    """One job. directory: its run directory, relative to the sweep's folder. log: path of its output, relative too.
+
+    status: pending, running, done, failed or interrupted. seconds: spent on it so far. config: the resolved
+    configuration, which sweep.json does not repeat.
+    """
+
+    name: str
+    directory: str
+    overrides: list[str]
+    status: str = "pending"
+    reason: str | None = None
+    log: str | None = None
+    step: int = 0
+    seconds: float = 0.0
+    config: dict = field(default_factory=dict)
+
+    def update_from(self, folder: Path) -> None:
+        """Take over what the run directory says; raises PgtoolkitError if another configuration lies there."""
+        directory = folder / self.directory
+        self.status, self.reason, self.step = "pending", None, 0
+        if not (directory / "config.yaml").is_file():
+            if is_held(directory):
+                self.status = "running"
+            return
+        saved = _saved(directory)
+        if differing := changed(saved, self.config):
+            key, (before, now) = next(iter(differing.items()))
+            raise ConfigError(
+                f"{directory} needs to be free for this job (got a run with {key}={text(before)}, not {text(now)}). "
+                "A run is continued as it was. Use another hydra.sweep.dir, or remove the folder."
+            )
+        status = read_status(directory)
+        self.status, self.reason = status.get("state", "interrupted"), status.get("reason")
+        self.step = status.get("step", 0)
+        if is_held(directory):
+            self.status, self.reason = "running", None
+        elif self.status == "running":
+            self.status, self.reason = "interrupted", "its process was killed"
+
+
+def plan(config: DictConfig, overrides: list[str], number: int) -> Job:
+    """The job that a composed configuration (with its node `hydra`) makes in a sweep."""
+    with open_dict(config):
+        config.hydra.job.num = number
+        config.hydra.job.id = str(number)
+    directory, resolved = os.path.normpath(str(config.hydra.sweep.subdir)), learned(config)
+    resolved["tracking"]["run_name"] = name_in(config.hydra, config.tracking.run_name)
+    return Job(directory, directory, list(overrides), log=f"{directory}/{OUTPUT}", config=resolved)
+
+
+@dataclass
+class Sweep:
+    """folder: holds sweep.json and the jobs' run directories. command: what was typed. jobs: by their directory."""
+
+    folder: Path
+    name: str
+    command: list[str]
+    jobs: dict[str, Job] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, folder: Path) -> Sweep:
+        """The sweep that was saved there; without any jobs where none was."""
+        path = folder / "sweep.json"
+        try:
+            saved = json.loads(path.read_text()) if path.exists() else {"name": folder.name, "command": [], "jobs": []}
+            jobs = {one["directory"]: Job(**one) for one in saved["jobs"]}
+            return cls(folder, saved["name"], saved["command"], jobs)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StorageError(f"{path} cannot be read ({first_line(error)}); delete it to go on") from error
+
+    def save(self) -> None:
+        """Write sweep.json in one piece."""
+        jobs = [{key: value for key, value in asdict(job).items() if key != "config"} for job in self.jobs.values()]
+        content = {"name": self.name, "command": self.command, "jobs": jobs}
+        try:
+            write_atomically(self.folder / "sweep.json", json.dumps(content, indent=1) + "\n")
+        except OSError as error:
+            raise StorageError(f"{self.folder / 'sweep.json'} cannot be written: {error.strerror or error}") from error
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Make the folder and keep other launchers out of it, until this process ends in whatever way."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file = (self.folder / ".lock").open("a+")
+        except OSError as error:
+            raise StorageError(
+                f"the sweep's folder {self.folder} cannot be made: {error.strerror or error}. "
+                "Choose another with hydra.sweep.dir=..."
+            ) from error
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"sweep {self.folder} needs to be free (got: in use by another pgtk). Two would start every job "
+                    "twice. Wait for it or stop it, or use another hydra.sweep.dir."
+                ) from None
+            except OSError:
+                pass  # a file system without locks: those of the run directories say so
+            yield
+
+
+def is_held(directory: Path) -> bool:
+    """Whether a living process holds this run directory."""
+    try:
+        with (directory / ".lock").open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _saved(directory: Path) -> dict:
+    try:
+        return read_config(directory)[0]
+    except PgtoolkitError:
+        raise
+    except Exception as error:  # YAML and OmegaConf report damage by many types of exception
+        raise StorageError(f"{directory}/config.yaml is damaged ({first_line(error)}); remove the folder") from error
