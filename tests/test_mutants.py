@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from mutants_of_ranks import MUTANTS_OF_RANKS
 
 REPOSITORY = Path(__file__).parents[1]
 ASSERTIONS = {"AssertionError", "Failed"}  # the latter of pytest.raises
@@ -170,13 +171,13 @@ MUTANTS = [
     Mutant(
         "the loss divided by the number of micro-batches (TRL #6024, ms-swift #10117)",
         "training/module.py",
-        {"self.manual_backward(out.loss)": "self.manual_backward(out.loss / len(step.micro_batches))"},
+        {"self.manual_backward(out.loss)": "self.manual_backward(out.loss / len(micro_batches))"},
         ("tests/test_peers.py::test_an_update_does_not_depend_on_the_number_of_micro_batches[grpo-sample_mean]",),
     ),
     Mutant(
         "the gradient of all but the last micro-batch lost (Fast-LLM #551)",
         "training/module.py",
-        {"self.manual_backward(out.loss)": "optimizer.zero_grad(); self.manual_backward(out.loss)"},
+        {"self.manual_backward(out.loss)": "self.optimizer.zero_grad(); self.manual_backward(out.loss)"},
         ("tests/test_peers.py::test_an_update_does_not_depend_on_the_number_of_micro_batches[grpo-sample_mean]",),
     ),
     Mutant(
@@ -189,8 +190,8 @@ MUTANTS = [
         "the next step's documents taken before this step's update is made",
         "rollouts/steps.py",
         {
-            "self._max_steps and (documents := self._take()):\n": "self._max_steps and (documents := self._take()):\n"
-            "            self._source.document(self._position)\n"
+            "                documents = self._take()\n": "                documents = self._take()\n"
+            "                self._source.document(self._position)\n"
         },
         ("tests/test_steps.py::test_the_next_batch_is_not_asked_for_before_it_is_needed[short]",),
     ),
@@ -208,13 +209,13 @@ MUTANTS = [
     ),
     Mutant(
         "the optimizer starts anew on resume",
-        "training/recorder.py",
+        "training/state.py",
         {'module.optimizer.state_dict() | {"state": state["optimizer"]}': "module.optimizer.state_dict()"},
         ("tests/test_peers.py::test_resume_takes_moments_from_the_checkpoint_and_settings_from_the_configuration",),
     ),
     Mutant(
         "the optimizer's settings taken from the checkpoint on resume, whatever the user asks for",
-        "training/recorder.py",
+        "training/state.py",
         {
             'module.optimizer.state_dict()["state"]': "module.optimizer.state_dict()",
             'module.optimizer.state_dict() | {"state": state["optimizer"]}': 'state["optimizer"]',
@@ -222,6 +223,8 @@ MUTANTS = [
         ("tests/test_peers.py::test_resume_takes_moments_from_the_checkpoint_and_settings_from_the_configuration",),
     ),
 ]
+
+MUTANTS += [Mutant(*row) for row in MUTANTS_OF_RANKS]
 
 # Loads what takes seconds once, nothing of pgtoolkit, then forks for every line `folder, tests ...` that it reads and
 # answers with what pytest found in that folder.
