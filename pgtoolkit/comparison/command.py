@@ -120,4 +120,17 @@ def _sync(argv):
     return 0
 
 
-COMMANDS = {"compare": _compare, "diff": _diff, "sync": _sync, "ui": _ui}
+def _export(argv):
+    parser = _Parser("pgtk export", description="Write a run's newest checkpoint as a Hugging Face folder.")
+    parser.add_argument("run", metavar="RUN", type=Path, help="run directory")
+    parser.add_argument("folder", metavar="DIR", type=Path, help="new or empty folder")
+    args = parser.parse_args(argv)
+
+    from pgtoolkit.export import export
+
+    step = export(args.run, args.folder)
+    print(f"step {step} of {shell_path(args.run)} is in {shell_path(args.folder)}; its README.md says how to load it")
+    return 0
+
+
+COMMANDS = {"compare": _compare, "diff": _diff, "export": _export, "sync": _sync, "ui": _ui}

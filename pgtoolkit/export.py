@@ -1,0 +1,170 @@
+"""`pgtk export`: a run's newest checkpoint as a Hugging Face folder, with a card that says how it came about."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+
+from pgtoolkit.comparison.groups import best, final
+from pgtoolkit.comparison.runs import is_run, not_a_run
+from pgtoolkit.config import Config, HuggingFaceModelConfig, PolicyRolloutConfig, TinyModelConfig
+from pgtoolkit.errors import ConfigError, StorageError
+from pgtoolkit.resume import compose_resumed
+from pgtoolkit.rollouts.tasks import make_task
+from pgtoolkit.tracking.commands import shell_path
+from pgtoolkit.tracking.description import describe
+from pgtoolkit.tracking.provenance import redact
+from pgtoolkit.tracking.run_directory import read_config, read_metrics, read_status
+from pgtoolkit.training.checkpoint import load_newest
+from pgtoolkit.training.model import Policy, build_policy
+
+_SHOWN = ("reward", "exact_match", "loss", "kl_new_old", "completion_length")
+"""Metrics that the card lists, as far as the run has them."""
+
+
+def export(run_dir: Path, folder: Path) -> int:
+    """Write the run's newest checkpoint to `folder`, all of it or nothing; returns the checkpoint's step.
+
+    The folder holds float32 weights as safetensors, the tokenizer, the sampling settings as generation config,
+    README.md and, if there is one, the run's curves.png; transformers loads it to the same logits.
+    Raises ConfigError if there is no checkpoint or the folder has files, StorageError if it cannot be written.
+    """
+    use = f"pgtk export {run_dir} {folder}"
+    if not is_run(run_dir):
+        raise not_a_run(use, run_dir, "a run directory")
+    _refuse_occupied(use, folder)
+    state = load_newest(run_dir / "checkpoints")
+    if state is None:
+        raise ConfigError(
+            f"{use} needs a checkpoint (got none). A run saves one every trainer.checkpoint_every steps and at its "
+            f"end. Use pgtk resume {shell_path(run_dir)}."
+        )
+    config: Config = OmegaConf.to_object(compose_resumed(run_dir, []).config)
+    policy = _policy(config)
+    policy.model.load_state_dict(state["model"])
+    temporary = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        _write(policy, config, run_dir, state["step"], temporary)
+        temporary.chmod(0o755)
+        os.replace(temporary, folder)  # takes the place of an empty folder, too
+    except OSError as error:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise StorageError(f"{folder} cannot be written: {error.strerror or error}") from error
+    return state["step"]
+
+
+def _refuse_occupied(use, folder):
+    if not folder.is_dir():
+        got = "a file" if folder.exists() else None
+    else:
+        count = len(list(folder.iterdir()))
+        got = f"one with {count} {'entry' if count == 1 else 'entries'}" if count else None
+    if got:
+        raise ConfigError(f"{use} needs a new or empty folder (got {got}). Nothing is overwritten. Use {folder}-2.")
+
+
+def _policy(config: Config) -> Policy:
+    model = config.model
+    if isinstance(model, HuggingFaceModelConfig):
+        # The weights come from the checkpoint; of the folder or hub only configuration and tokenizer are needed.
+        model = dataclasses.replace(model, random_weights=True, gradient_checkpointing=False)
+    alphabet = make_task(config.task, config.seed).alphabet if isinstance(model, TinyModelConfig) else None
+    return build_policy(model, alphabet, on_gpu=False)
+
+
+def _write(policy: Policy, config: Config, run_dir: Path, step: int, folder: Path) -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model, tokenizer, rollout = policy.model, policy.tokenizer, config.rollout
+    sampling = model.generation_config
+    sampling.do_sample, sampling.temperature, sampling.top_k = True, float(rollout.temperature), 0
+    sampling.pad_token_id, sampling.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+    if isinstance(rollout, PolicyRolloutConfig):
+        sampling.top_p, sampling.max_new_tokens = rollout.top_p or 1.0, rollout.max_completion_length
+    model.config.use_cache = True
+    model.to(torch.float32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if (run_dir / "curves.png").exists():
+        shutil.copy(run_dir / "curves.png", folder / "curves.png")
+    (folder / "README.md").write_text(card(config, run_dir, step), encoding="utf-8")
+
+
+def card(config: Config, run_dir: Path, step: int) -> str:
+    """README.md: what was trained how, what it reached, and how to load it."""
+    described, status = describe(run_dir), read_status(run_dir)
+    resolved, overrides = read_config(run_dir)
+    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] <= step]
+    aggregation = config.aggregation.reducer or config.aggregation.mode.value
+    header = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
+    if isinstance(config.model, HuggingFaceModelConfig) and not Path(config.model.path).exists():
+        header.append(f"base_model: {config.model.path}")
+    header += ["tags:", "- pgtoolkit", "- policy-gradient", f"- {config.loss.name.value}", "---"]
+    seen = f", {rows[-1]['documents_seen']:,} documents" if rows and "documents_seen" in rows[-1] else ""
+    lines = [
+        *header,
+        f"# {described.run_name}",
+        "",
+        f"Trained by reinforcement learning with pgtoolkit: loss {config.loss.name.value}, aggregation {aggregation}, "
+        f"seed {config.seed}, task {config.task.name}. These are the weights after step {step} of "
+        f"{config.trainer.max_steps}{seen}; the run is {status.get('state', 'unknown')}.",
+        "",
+        *_results(rows),
+        *(["![Curves of the run](curves.png)", ""] if (run_dir / "curves.png").exists() else []),
+        "## Use",
+        "",
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        'folder = "."  # where this file lies',
+        'tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")',
+        "model = AutoModelForCausalLM.from_pretrained(folder)",
+        f'prompt = tokenizer({_prompt(config)}, return_tensors="pt", add_special_tokens=False)',
+        "print(tokenizer.decode(model.generate(**prompt)[0], skip_special_tokens=True))",
+        "```",
+        "",
+        "## Configuration",
+        "",
+        f"Overrides: `{redact(' '.join(overrides)) or 'none'}`. Code: {described.tags.get('git_commit', 'unknown')}.",
+        "",
+        "```yaml",
+        redact(OmegaConf.to_yaml(OmegaConf.create(resolved))).rstrip(),
+        "```",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _results(rows):
+    found = {name: [row[name] for row in rows if name in row] for name in _SHOWN}
+    if not any(found.values()):
+        return []
+    table = [
+        f"| {name} | {values[0]:.4g} | {final(values):.4g} | {best(values):.4g} |"
+        for name, values in found.items()
+        if values
+    ]
+    return [
+        "## Results",
+        "",
+        "| metric | first step | last tenth of the steps | highest tenth |",
+        "|---|---|---|---|",
+        *table,
+        "",
+    ]
+
+
+def _prompt(config: Config) -> str:
+    """A prompt as a literal: of the task where that is short and known, else a place to put one."""
+    if isinstance(config.model, TinyModelConfig):
+        return json.dumps(make_task(config.task, config.seed).prompt(0).text)
+    return '"..."'
