@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -24,8 +25,8 @@ NEEDS_WHOLE_DOCUMENTS = {"grpo": False, "gspo": True}
 class Objective:
     """The objective of one piece of a step: log-probs in, loss and metrics out.
 
-    mask: (T,) bool. The others of (T,) are in the dtype the log-probs come in. judged_advantages: as the family sees
-    them. gradient_weights: what a token's gradient is weighted by, the weights as the family sees them.
+    mask: (T,) bool. The others of (T,) are in the dtype the log-probs come in. gradient_weights: what a token's
+    gradient is weighted by, the weights as the family sees them. known_advantages: see `judged_advantages`.
     Where documents are spread over ranks, segments know the group, and only they.
     """
 
@@ -35,12 +36,19 @@ class Objective:
     mask: Tensor
     old_log_probs: Tensor
     advantages: Tensor
-    judged_advantages: Tensor
     weights: Tensor
     gradient_weights: Tensor
     segments: Segments
     totals: StepTotals
+    known_advantages: Tensor | None = None
     _last: list = field(default_factory=list, compare=False, repr=False)
+
+    @cached_property
+    def judged_advantages(self) -> Tensor:
+        """(T,) the advantages as the family sees them, 0 where nothing is trained; made when first asked for."""
+        if self.known_advantages is not None:
+            return self.known_advantages
+        return FAMILIES[self.loss](torch.where(self.mask, self.advantages, 0.0), self.segments)
 
     def value(self, log_probs: Tensor) -> Tensor:
         """This piece's share of the step's loss: the sum of w_t times the surrogate. Differentiable."""
@@ -72,10 +80,10 @@ class Objective:
             mask=self.mask[rows],
             old_log_probs=self.old_log_probs[rows],
             advantages=self.advantages[rows],
-            judged_advantages=self.judged_advantages[rows],
             weights=self.weights[rows],
             gradient_weights=self.gradient_weights[rows],
             segments=segments,
+            known_advantages=self.judged_advantages[rows],
             _last=[],
         )
 
@@ -170,7 +178,10 @@ def make_objective(
     misplaced = mask & ((document_index < 0) | (document_index >= num_documents))
     segments = Segments(document_index, mask & ~misplaced, num_documents, sequence_group)
     old_log_probs, advantages = old_log_probs.to(dtype), advantages.to(dtype)
-    judged_advantages = FAMILIES[loss](torch.where(mask, advantages, 0.0), segments)
+    known_advantages = None
+    if sequence_group is not None:
+        # First, since the documents' lengths, which the rest needs, travel with it.
+        known_advantages = FAMILIES[loss](torch.where(mask, advantages, 0.0), segments)
     if totals is None:
         totals, group_index = whole_step_totals(segments, group_index, data_group)
     weights = token_weights(aggregation, totals, segments, mask, group_index, divisor, reducer)
@@ -184,11 +195,11 @@ def make_objective(
         mask,
         old_log_probs,
         advantages,
-        judged_advantages,
         weights,
         gradient_weights,
         segments,
         totals,
+        known_advantages,
     )
 
 
