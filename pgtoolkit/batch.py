@@ -95,6 +95,7 @@ class StepTotals:
 class Step:
     """One optimizer update: its micro-batches, its totals, and where the data stands after it.
 
+    micro_batches: those of this rank; all else is the same on every rank.
     documents: the step's documents, for messages and for the metrics that only the data knows.
     state_after: state of the step loader once this step is done; committed with the optimizer step.
     """

@@ -30,6 +30,12 @@ class NumericalError(PgtoolkitError):
     exit_status = 4
 
 
+class RankLost(PgtoolkitError):
+    """One of several processes ended, did not answer in time, or holds something else than the others."""
+
+    exit_status = 5
+
+
 class StorageError(PgtoolkitError):
     """A checkpoint, rollout file or tracking store could not be read or written."""
 

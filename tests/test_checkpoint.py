@@ -12,14 +12,15 @@ import pytest
 import torch
 
 from pgtoolkit.errors import StorageError
-from pgtoolkit.training.checkpoint import list_checkpoints, load_newest, random_state, save_checkpoint, set_random_state
+from pgtoolkit.training.checkpoint import load_newest, random_state, save_checkpoint, set_random_state
+from pgtoolkit.training.disk import list_checkpoints
 
 
 def test_the_newest_are_kept(tmp_path):
     for step in (1, 2, 10, 100):
         save_checkpoint(tmp_path, step, {"step": step}, keep=2)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000010.ckpt", "step-000100.ckpt"]
-    assert load_newest(tmp_path) == {"step": 100}
+    assert load_newest(tmp_path) == {"step": 100, "path": tmp_path / "step-000100.ckpt"}
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, caplog):

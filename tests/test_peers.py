@@ -54,8 +54,8 @@ from pgtoolkit.losses import reference
 from pgtoolkit.rollouts.data_metrics import data_metrics
 from pgtoolkit.rollouts.packing import pack
 from pgtoolkit.rollouts.steps import make_step
-from pgtoolkit.training.recorder import restore, snapshot
-from pgtoolkit.training.train import build
+from pgtoolkit.training.build import build
+from pgtoolkit.training.state import restore, snapshot
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -74,3 +74,6 @@ class Layout:
     def group(self, axis: str) -> ProcessGroup | None:
         """The ranks that differ from this one in nothing but `axis`; None where that is this one alone."""
         return self.mesh.get_group(axis) if self.size(axis) > 1 else None
+
+
+ONE_PROCESS = Layout.single()

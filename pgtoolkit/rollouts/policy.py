@@ -11,6 +11,8 @@ from torch import Tensor
 from pgtoolkit.batch import Document, MicroBatch
 from pgtoolkit.config import OldLogProbs, PolicyRolloutConfig
 from pgtoolkit.errors import DataError
+from pgtoolkit.parallelism.agreement import failing_together, gather
+from pgtoolkit.parallelism.layout import Layout
 from pgtoolkit.rollouts.advantages import group_advantages
 from pgtoolkit.rollouts.generation import Completion
 from pgtoolkit.rollouts.packing import cut, pack
@@ -32,6 +34,7 @@ class PolicyRollouts:
     A batch is generated when its first document is asked for. While a batch is in use it is part of the state, since
     the policy that made it is gone.
     max_tokens: of a micro-batch in the forward pass for old log-probs. max_document_tokens: the model's room.
+    layout: data-parallel ranks generate for every so many-th prompt each, and all hold the whole batch afterwards.
     """
 
     num_documents = None
@@ -45,6 +48,7 @@ class PolicyRollouts:
         policy: Trainee,
         max_tokens: int,
         max_document_tokens: int,
+        layout: Layout,
         writer=None,
     ):
         self._config = config
@@ -54,6 +58,7 @@ class PolicyRollouts:
         self._policy = policy
         self._max_tokens = max_tokens
         self._max_document_tokens = max_document_tokens
+        self._layout = layout
         self._writer = writer
         self._batch_size = config.prompts_per_batch * config.group_size
         self._number = -1
@@ -79,8 +84,24 @@ class PolicyRollouts:
         self._documents = [Document(**document) for document in state["documents"]]
 
     def _generate(self, number: int) -> list[Document]:
-        first = number * self._config.prompts_per_batch
-        prompts = [self._task.prompt(first + i) for i in range(self._config.prompts_per_batch)]
+        """The documents of all ranks, by prompt."""
+        rank, size = self._layout.rank_in("data_parallel"), self._layout.size("data_parallel")
+        with failing_together(self._layout):
+            own = self._generate_share(number, range(rank, self._config.prompts_per_batch, size))
+        shares = gather(own, self._layout.group("data_parallel"))
+        group_size = self._config.group_size
+        documents = []
+        for i in range(self._config.prompts_per_batch):
+            place = i // size * group_size
+            documents += shares[i % size][place : place + group_size]
+        return documents
+
+    def _generate_share(self, number: int, places: range) -> list[Document]:
+        """The documents of some of the batch's prompts, given by their places in it."""
+        if not places:
+            return []
+        numbers = [number * self._config.prompts_per_batch + place for place in places]
+        prompts = [self._task.prompt(n) for n in numbers]
         prompt_tokens = [self._encode(prompt) for prompt in prompts]
         repeated = [tokens for tokens in prompt_tokens for _ in range(self._config.group_size)]
         self._check_room(prompts, prompt_tokens)
@@ -88,7 +109,7 @@ class PolicyRollouts:
         documents = []
         for i, prompt in enumerate(prompts):
             group = completions[i * self._config.group_size : (i + 1) * self._config.group_size]
-            documents += self._documents_of_group(first + i, prompt, prompt_tokens[i], group)
+            documents += self._documents_of_group(numbers[i], prompt, prompt_tokens[i], group)
         if self._config.old_log_probs == OldLogProbs.training:
             documents = self._with_training_log_probs(documents)
         return documents

@@ -1,9 +1,8 @@
-"""Checkpoint files that are either whole or not there."""
+"""Checkpoints that are either whole or not there: how one process writes them, and how any are read."""
 
 from __future__ import annotations
 
 import logging
-import os
 import random
 import zipfile
 from pathlib import Path
@@ -12,6 +11,8 @@ import numpy
 import torch
 
 from pgtoolkit.errors import StorageError, first_line
+from pgtoolkit.training.disk import list_checkpoints, prune, sync, sync_folder
+from pgtoolkit.training.sharded_checkpoint import load_rest
 
 log = logging.getLogger("pgtoolkit")
 
@@ -28,12 +29,10 @@ def save_checkpoint(folder: Path, step: int, state: dict, keep: int) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
             torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
+            sync(file)
         temporary.replace(path)
-        _sync_folder(folder)
-        for old in list_checkpoints(folder)[:-keep]:
-            old.unlink()
+        sync_folder(folder)
+        prune(folder, keep)
     except (OSError, RuntimeError) as error:  # torch says RuntimeError when its archive cannot be finished
         temporary.unlink(missing_ok=True)
         while not isinstance(error, OSError) and error.__context__ is not None:
@@ -42,29 +41,34 @@ def save_checkpoint(folder: Path, step: int, state: dict, keep: int) -> Path:
     return path
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
-    """All whole checkpoints, oldest first."""
-    return sorted(folder.glob("step-*.ckpt"))
-
-
 def load_newest(folder: Path) -> dict | None:
     """The state of the newest checkpoint that can be read, on the CPU; a damaged one is passed over with a warning.
 
+    Of a checkpoint of several ranks, weights and moments stay in its folder. `path` is added to the state.
     None where none was written yet. Tensors and plain containers only: no code in a file is run. Raises StorageError
     if there are checkpoints but none can be read.
     """
     paths = list_checkpoints(folder)
     for path in reversed(paths):
         try:
-            with zipfile.ZipFile(path) as archive:  # torch does not look at the checksums in its own files
-                if damaged := archive.testzip():
-                    raise OSError(f"the checksum of {damaged} is wrong")
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return read_checkpoint(path)
         except Exception as error:  # torch reports damage by many types of exception
             log.warning(f"the checkpoint {path} cannot be read and is passed over: {first_line(error)}")
     if paths:
         raise StorageError(f"none of the {len(paths)} checkpoints in {folder} can be read; start the run anew")
     return None
+
+
+def read_checkpoint(path: Path, check: bool = True) -> dict:
+    """The state in one checkpoint, as `load_newest` gives it; without `check` it is taken for undamaged."""
+    if path.is_dir():
+        state = load_rest(path, check)
+    else:
+        with zipfile.ZipFile(path) as archive:  # torch does not look at the checksums in its own files
+            if check and (damaged := archive.testzip()):
+                raise OSError(f"the checksum of {damaged} is wrong")
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    return state | {"path": path}
 
 
 def random_state() -> dict:
@@ -89,11 +93,3 @@ def set_random_state(state: dict) -> None:
     random.setstate((version, tuple(internal), gauss))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -28,6 +28,11 @@ class Policy:
     tokenizer: object
     compute_dtype: torch.dtype = torch.float32
 
+    pipeline = None  # not a field: what a policy in stages has in its place
+
+    def synchronise_gradients(self, last: bool) -> None:
+        """Called before each micro-batch; last: it is the step's last one."""
+
     @property
     def head(self) -> nn.Linear:
         return self.model.get_output_embeddings()

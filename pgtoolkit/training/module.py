@@ -8,13 +8,20 @@ import time
 
 import lightning
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pgtoolkit.batch import MicroBatch, Step, StepTotals
 from pgtoolkit.config import Config
 from pgtoolkit.errors import NumericalError
 from pgtoolkit.functions import import_function
+from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.policy_gradient import PolicyLoss, linear_policy_loss
+from pgtoolkit.parallelism.agreement import gather
+from pgtoolkit.parallelism.gradients import sum_gradients
+from pgtoolkit.parallelism.layout import Layout
+from pgtoolkit.parallelism.norms import clip_gradients, gradient_groups
+from pgtoolkit.parallelism.sequence_data import local_tokens
 from pgtoolkit.rollouts.data_metrics import data_metrics
 from pgtoolkit.rollouts.generation import Completion, generate
 from pgtoolkit.training.model import Policy
@@ -24,18 +31,20 @@ log = logging.getLogger("pgtoolkit")
 
 
 class PolicyGradientModule(lightning.LightningModule):
-    """Trains `policy` by the loss that `config` describes.
+    """Trains `policy` by the loss that `config` describes, together with the other ranks of `layout`.
 
     Manual optimization: a batch is a whole Step, so progress, schedules and checkpoints count optimizer steps.
     num_updates counts the optimizer updates taken; documents_seen all documents delivered, also those of a step
-    that was skipped.
+    that was skipped. names_in_optimizer: of the whole model's parameters, in the order of one process's optimizer.
     """
 
-    def __init__(self, config: Config, policy: Policy):
+    def __init__(self, config: Config, policy: Policy, layout: Layout, names_in_optimizer: list[str]):
         super().__init__()
         self.automatic_optimization = False
         self.config = config
         self.policy = policy
+        self.layout = layout
+        self.names_in_optimizer = names_in_optimizer
         self.model = policy.model  # registered here, so that Lightning moves it
         self.num_updates = 0
         self.documents_seen = 0
@@ -77,13 +86,13 @@ class PolicyGradientModule(lightning.LightningModule):
     def _update(self, step: Step) -> dict[str, float]:
         optimizer = self.optimizer
         optimizer.zero_grad()
-        outputs = []
-        for micro_batch in step.micro_batches:
-            out = self._loss(micro_batch, step.totals)
-            self.manual_backward(out.loss)
-            outputs.append(out)
+        micro_batches = [local_tokens(micro_batch, self.layout) for micro_batch in step.micro_batches]
+        outputs = self._backward(micro_batches, step.totals)
+        for group, parameters in gradient_groups(self.policy, self.layout):
+            sum_gradients(parameters, group)
         rate = learning_rate(self.config.optimizer, self.num_updates, self.config.trainer.max_steps)
-        metrics = self._step_metrics(outputs, step.totals) | {"learning_rate": rate}
+        metrics = self._step_metrics(outputs, step.totals)
+        metrics |= {"num_micro_batches": len(micro_batches), "learning_rate": rate}
         if math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"]):
             for group in optimizer.param_groups:
                 group["lr"] = rate
@@ -91,33 +100,60 @@ class PolicyGradientModule(lightning.LightningModule):
             self.num_updates += 1
             self._bad_steps_in_a_row = 0
         else:
-            self._skip_bad_step(step, outputs, metrics)
+            self._skip_bad_step(step, _not_finite(micro_batches, outputs), metrics)
         return metrics
 
+    def _backward(self, micro_batches: list[MicroBatch], totals: StepTotals) -> list[PolicyLoss]:
+        """Forward and backward of all micro-batches; none is returned by pipeline stages before the last."""
+        if self.policy.pipeline is not None:
+            on_device = [micro_batch.to(self.device) for micro_batch in micro_batches]
+            with_head = self.policy.with_head
+            return self.policy.pipeline.run(on_device, lambda m, hidden: self._loss(m, totals, with_head(hidden)))
+        outputs = []
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            self.policy.synchronise_gradients(last=number == len(micro_batches))
+            out = self._loss(micro_batch, totals)
+            self.manual_backward(out.loss)
+            outputs.append(out)
+        return outputs
+
     def _step_metrics(self, outputs: list[PolicyLoss], totals: StepTotals) -> dict[str, float]:
-        """Clips the gradient and reads all numbers of the step in one transfer to the host."""
-        sums = outputs[0].metric_sums
-        for out in outputs[1:]:
-            sums = sums.merge(out.metric_sums)
+        """Clips the gradient and reads all numbers of the step, those of all ranks, in one transfer to the host."""
+        loss, sums = self._over_ranks(outputs)
         limit = self.config.optimizer.max_grad_norm
         metrics = {
-            "loss": torch.stack([out.loss.detach().double() for out in outputs]).sum(),
-            "grad_norm": torch.nn.utils.clip_grad_norm_(self.parameters(), math.inf if limit is None else limit),
+            "loss": loss,
+            "grad_norm": clip_gradients(self.parameters(), self.layout, math.inf if limit is None else limit),
             **sums.finalize(totals),
         }
         values = torch.stack([value.to(self.device, torch.float64) for value in metrics.values()]).tolist()
         counts = {name for name, value in metrics.items() if not value.is_floating_point()}
-        return {
-            **{name: int(x) if name in counts else x for name, x in zip(metrics, values, strict=True)},
-            "num_micro_batches": len(outputs),
-        }
+        return {name: int(x) if name in counts else x for name, x in zip(metrics, values, strict=True)}
 
-    def _skip_bad_step(self, step: Step, outputs: list[PolicyLoss], metrics: dict[str, float]) -> None:
+    def _over_ranks(self, outputs: list[PolicyLoss]) -> tuple[Tensor, MetricSums]:
+        """The step's loss and metrics, from the shares of every rank that has one."""
+        added, maxima = torch.zeros(2, dtype=torch.float64, device=self.device), torch.empty(0, device=self.device)
+        if outputs:
+            sums = outputs[0].metric_sums
+            for out in outputs[1:]:
+                sums = sums.merge(out.metric_sums)
+            loss = torch.stack([out.loss.detach().double() for out in outputs]).sum()
+            added, maxima = torch.cat([loss[None], sums.sums]), sums.maxima
+        for group in (self.layout.loss_group, self.layout.group("pipeline_parallel")):
+            if group is not None:
+                dist.all_reduce(added, group=group)
+                if len(maxima):
+                    dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
+        return added[0], MetricSums(self.config.metrics.level.value, added[1:], maxima)
+
+    def _skip_bad_step(self, step: Step, bad_documents: list[str], metrics: dict[str, float]) -> None:
         """Leaves the weights as they are; raises NumericalError after `trainer.max_bad_steps` in a row."""
         self.num_skipped_steps += 1
         self._bad_steps_in_a_row += 1
+        names = [name for found in gather(bad_documents, self.layout.world_group) for name in found]
         message = (
-            f"loss={metrics['loss']:g}, grad_norm={metrics['grad_norm']:g}: no update was made. {_blame(step, outputs)}"
+            f"loss={metrics['loss']:g}, grad_norm={metrics['grad_norm']:g}: no update was made. "
+            f"{_blame(step, list(dict.fromkeys(names)))}"
         )
         if self._bad_steps_in_a_row >= self.config.trainer.max_bad_steps:
             raise NumericalError(
@@ -126,11 +162,12 @@ class PolicyGradientModule(lightning.LightningModule):
             )
         log.warning(message)
 
-    def _loss(self, micro_batch: MicroBatch, totals: StepTotals) -> PolicyLoss:
-        """This micro-batch's share of the step's loss and metrics."""
+    def _loss(self, micro_batch: MicroBatch, totals: StepTotals, inputs: dict | None = None) -> PolicyLoss:
+        """This micro-batch's share of the step's loss and metrics; inputs: of the loss, where they exist already."""
         config = self.config
         return self._forward(
             micro_batch,
+            inputs,
             loss=config.loss.name.value,
             epsilon_low=config.loss.epsilon_low,
             epsilon_high=config.loss.epsilon_high,
@@ -147,18 +184,18 @@ class PolicyGradientModule(lightning.LightningModule):
         """(T,) log-prob of each label by the forward pass that training uses."""
         return self._forward(micro_batch, loss="grpo", aggregation="token_mean").log_probs
 
-    def _forward(self, micro_batch: MicroBatch, **objective) -> PolicyLoss:
-        config, head = self.config, self.policy.head
-        longest = int(micro_batch.position_ids.max()) + 1  # read before the move: no synchronisation on a GPU
-        micro_batch = micro_batch.to(self.device)
+    def _forward(self, micro_batch: MicroBatch, inputs: dict | None = None, **objective) -> PolicyLoss:
+        config = self.config
+        if inputs is None:
+            # Read before the move: no synchronisation on a GPU.
+            longest = int(micro_batch.position_ids.max()) + 1 if len(micro_batch.tokens) else 0
+            micro_batch = micro_batch.to(self.device)
+            inputs = self.policy.loss_inputs(micro_batch, longest)
         return linear_policy_loss(
-            self.policy.hidden_states(micro_batch, longest),
-            head.weight,
-            micro_batch.labels,
-            micro_batch.old_log_probs,
-            micro_batch.advantages,
-            micro_batch.document_index,
-            bias=head.bias,
+            labels=micro_batch.labels,
+            old_log_probs=micro_batch.old_log_probs,
+            advantages=micro_batch.advantages,
+            document_index=micro_batch.document_index,
             group_index=micro_batch.group_index,
             num_documents=micro_batch.num_documents,
             temperature=config.rollout.temperature,
@@ -166,6 +203,7 @@ class PolicyGradientModule(lightning.LightningModule):
             logits_memory_mb=config.kernel.logits_memory_mb,
             fp32_logits=config.model.fp32_lm_head,
             check_finite=False,  # looked at once per step, in the loss and the gradient
+            **inputs,
             **objective,
         )
 
@@ -180,13 +218,17 @@ class PolicyGradientModule(lightning.LightningModule):
         return completions
 
 
-def _blame(step: Step, outputs: list[PolicyLoss]) -> str:
-    """Names the documents whose log-probs are not finite, or else all documents of the step."""
+def _not_finite(micro_batches: list[MicroBatch], outputs: list[PolicyLoss]) -> list[str]:
+    """Names of this rank's documents that have a number which is not finite before any gradient."""
     names = []
-    for micro_batch, out in zip(step.micro_batches, outputs, strict=True):
+    for micro_batch, out in zip(micro_batches, outputs, strict=False):  # no output on early pipeline stages
         bad = ~torch.isfinite(out.log_probs.cpu() + micro_batch.old_log_probs + micro_batch.advantages)
         bad &= micro_batch.labels >= 0
         names += [micro_batch.names[i] for i in micro_batch.document_index[bad].unique().tolist()]
+    return names
+
+
+def _blame(step: Step, names: list[str]) -> str:
     reason = "Not finite already in the log-probs of" if names else "Every log-prob is finite; the step's documents are"
     names = names or [document.name for document in step.documents]
     shown = "; ".join(names[:8]) + (f"; and {len(names) - 8} more" if len(names) > 8 else "")

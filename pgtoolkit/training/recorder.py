@@ -1,37 +1,51 @@
-"""The callback that makes a run durable: metrics and progress after each step, checkpoints, an orderly stop."""
+"""The callback that makes a run durable: metrics and progress after each step, checkpoints, an orderly stop.
+
+Every rank has one: they stop after the same step and save together, but only that of rank 0 writes to the run.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import signal
+from pathlib import Path
 
 import lightning
 
 from pgtoolkit.batch import Step
 from pgtoolkit.config import TrainerConfig
-from pgtoolkit.errors import ConfigError
+from pgtoolkit.parallelism.agreement import largest
 from pgtoolkit.tracking.progress import ProgressLine
 from pgtoolkit.tracking.run_directory import RunDirectory
-from pgtoolkit.training.checkpoint import random_state, save_checkpoint, set_random_state
+from pgtoolkit.training.checkpoint import save_checkpoint
+from pgtoolkit.training.sharded_checkpoint import save_shards
+from pgtoolkit.training.state import restore, shared_snapshot, snapshot
 
 log = logging.getLogger("pgtoolkit")
+
+
+_LAUNCHER_LOST = 1000
+"""Stands among the numbers of signals for the end of the process that started this one."""
 
 
 class Recorder(lightning.Callback):
     """Writes what each step yields to the run directory; a step counts once its update is made.
 
-    checkpoint: the state to continue from, or None for a fresh run.
-    The first SIGINT or SIGTERM lets the step finish and saves it (`interrupted_by` is then set); a second SIGINT
-    acts at once.
+    run: None on ranks other than 0. checkpoint: the state to continue from, or None for a fresh run.
+    The first SIGINT or SIGTERM, to any rank, lets the step finish and saves it (`interrupted_by` is then set); a
+    second SIGINT acts at once. Several ranks stop in the same way when the process that started them is gone.
     """
 
-    def __init__(self, run: RunDirectory, config: TrainerConfig, checkpoint: dict | None):
+    def __init__(self, run: RunDirectory | None, folder: Path, config: TrainerConfig, checkpoint: dict | None):
         self._run = run
+        self._folder = folder / "checkpoints"
         self._config = config
         self._checkpoint = checkpoint
         self._progress = ProgressLine(config.max_steps)
         self.step = self.saved_step = 0 if checkpoint is None else checkpoint["step"]
         self.interrupted_by: str | None = None
+        self._signal = 0
+        self._parent = os.getppid()
         self._unsaved: dict | None = None  # where the data stands, while that is in no checkpoint
 
     def on_train_start(self, trainer, module) -> None:
@@ -44,13 +58,17 @@ class Recorder(lightning.Callback):
 
     def on_train_batch_end(self, trainer, module, outputs: dict, batch: Step, batch_idx: int) -> None:
         self.step = batch.state_after["num_steps"]
-        metrics = outputs["metrics"]
-        self._run.append_metrics(self.step, metrics)
-        log.info(self._progress.line(self.step, metrics))
+        if self._run is not None:
+            metrics = outputs["metrics"]
+            self._run.append_metrics(self.step, metrics)
+            log.info(self._progress.line(self.step, metrics))
         self._unsaved = batch.state_after
         if self.step % self._config.checkpoint_every == 0:
             self._save(module)
-        if self.interrupted_by:
+        if module.layout.world_size > 1 and os.getppid() != self._parent:
+            self._signal = _LAUNCHER_LOST
+        if stop := largest(self._signal, module.layout):
+            self.interrupted_by = "the end of its launcher" if stop == _LAUNCHER_LOST else signal.Signals(stop).name
             trainer.should_stop = True
 
     def on_train_end(self, trainer, module) -> None:
@@ -58,44 +76,16 @@ class Recorder(lightning.Callback):
             self._save(module)
 
     def _save(self, module) -> None:
-        folder = self._run.path / "checkpoints"
-        save_checkpoint(folder, self.step, snapshot(module, self._unsaved), self._config.keep_checkpoints)
+        if module.layout.world_size == 1:
+            save_checkpoint(self._folder, self.step, snapshot(module, self._unsaved), self._config.keep_checkpoints)
+        else:
+            state, tensors = shared_snapshot(module, self._unsaved)
+            save_shards(self._folder, self.step, state, tensors, self._config.keep_checkpoints, module.layout)
         self._unsaved, self.saved_step = None, self.step
-        self._run.set_status("running", self.step)
+        if self._run is not None:
+            self._run.set_status("running", self.step)
 
     def _stop_after_this_step(self, number, _frame) -> None:
-        self.interrupted_by = signal.Signals(number).name
+        self._signal = number
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        log.info(f"{self.interrupted_by}: finishing step {self.step + 1}, then saving")
-
-
-def snapshot(module, data_state: dict) -> dict:
-    """All that the next step depends on, in tensors and plain containers."""
-    return {
-        "format": 1,
-        "step": data_state["num_steps"],
-        "num_updates": module.num_updates,
-        "num_skipped_steps": module.num_skipped_steps,
-        "documents_seen": module.documents_seen,
-        "model": module.model.state_dict(),
-        "optimizer": module.optimizer.state_dict()["state"],
-        "data": data_state,
-        "random": random_state(),
-    }
-
-
-def restore(module, state: dict) -> None:
-    """The counterpart of `snapshot`, but for the data, which the step loader restores.
-
-    Of the optimizer only its moments are taken over: its settings are the configuration's, which a resume may change.
-    """
-    try:
-        module.model.load_state_dict(state["model"])
-    except RuntimeError as error:
-        reason = str(error).strip().splitlines()[-1].strip()
-        raise ConfigError(f"the checkpoint does not fit the configured model: {reason}") from error
-    module.optimizer.load_state_dict(module.optimizer.state_dict() | {"state": state["optimizer"]})
-    module.num_updates = state["num_updates"]
-    module.num_skipped_steps = state["num_skipped_steps"]
-    module.documents_seen = state["documents_seen"]
-    set_random_state(state["random"])
+        log.info(f"{signal.Signals(number).name}: finishing step {self.step + 1}, then saving")

@@ -1,0 +1,93 @@
+"""From the configuration to what is trained, the steps it is trained on, and the loop that does it."""
+
+from __future__ import annotations
+
+import os
+
+import lightning
+import torch
+from lightning.pytorch.plugins.environments import LightningEnvironment
+
+from pgtoolkit.config import AggregationMode, Config, KernelImplementation, PolicyRolloutConfig
+from pgtoolkit.errors import ConfigError
+from pgtoolkit.parallelism.layout import ONE_PROCESS, Layout
+from pgtoolkit.parallelism.model import parallelize
+from pgtoolkit.rollouts.policy import PolicyRollouts
+from pgtoolkit.rollouts.recorded import RecordedRollouts
+from pgtoolkit.rollouts.steps import Source, StepLoader
+from pgtoolkit.rollouts.tasks import make_task
+from pgtoolkit.rollouts.writer import RolloutWriter
+from pgtoolkit.training.model import build_policy
+from pgtoolkit.training.module import PolicyGradientModule
+from pgtoolkit.training.optimizer import names_in_order
+
+
+def build(
+    config: Config, resume: bool = False, layout: Layout = ONE_PROCESS
+) -> tuple[PolicyGradientModule, StepLoader]:
+    """The module, and the steps it trains on from the start of the data; nothing is trained yet."""
+    lightning.seed_everything(config.seed, verbose=False)
+    if config.trainer.num_threads is not None:
+        torch.set_num_threads(config.trainer.num_threads)
+    task = make_task(config.task, config.seed)
+    policy = build_policy(config.model, task.alphabet, accelerator(config) == "gpu")
+    names = names_in_order(policy.model)  # before the model is spread over ranks, which may hold a part of them
+    module = PolicyGradientModule(config, parallelize(policy, layout, config), layout, names)
+    room = min(policy.max_positions, config.accumulation.max_tokens)
+    close_on_groups = config.aggregation.mode == AggregationMode.prompt_mean
+    source = _source(config, task, module, room, resume)
+    seed_rank(config.seed, layout.rank)
+    return module, StepLoader(source, config.accumulation, close_on_groups, config.trainer.max_steps, room, layout)
+
+
+def seed_rank(seed: int, rank: int, step: int = 0) -> None:
+    """Random numbers of a rank's own, once all hold the same weights; those of rank 0 go on at the start of a run."""
+    if rank > 0 or step > 0:
+        lightning.seed_everything((seed + 1_000_003 * rank + 7919 * step) % 2**32, verbose=False)
+
+
+def fit(module: PolicyGradientModule, loader: StepLoader, config: Config, recorder: lightning.Callback) -> None:
+    """Train until the last step or until the recorder stops it."""
+    kind = accelerator(config)
+    several = module.layout.world_size > 1
+    trainer = lightning.Trainer(
+        accelerator=kind,
+        devices=[torch.cuda.current_device()] if several and kind == "gpu" else 1,
+        # To Lightning each rank trains alone; it must not take part in a launcher's or SLURM's world on its own.
+        plugins=[LightningEnvironment()] if several else None,
+        max_epochs=1,
+        logger=False,
+        callbacks=[recorder],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, loader)
+
+
+def accelerator(config: Config) -> str:
+    """What to compute on, "gpu" or "cpu"; ConfigError where it is asked for and missing."""
+    has_gpu, device = torch.cuda.is_available(), config.trainer.device
+    if device == "cuda" and not has_gpu:
+        raise ConfigError(
+            "trainer.device=cuda needs a GPU that torch can use (got none). "
+            "Its driver or torch's CUDA build is missing. Use trainer.device=auto."
+        )
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if config.kernel.implementation == KernelImplementation.triton and not (has_gpu or interpreted):
+        raise ConfigError(
+            "kernel=triton needs a GPU (got none). Triton compiles for GPUs; TRITON_INTERPRET=1 runs its kernels "
+            "slowly on a CPU. Use kernel=torch."
+        )
+    return "gpu" if has_gpu and device != "cpu" else "cpu"
+
+
+def _source(config: Config, task, module: PolicyGradientModule, room: int, resume: bool) -> Source:
+    estimator, rollout = config.advantage.estimator.value, config.rollout
+    if isinstance(rollout, PolicyRolloutConfig):
+        writes = rollout.save_path and module.layout.rank == 0
+        writer = RolloutWriter(rollout.save_path, resume) if writes else None
+        tokenizer, max_tokens = module.policy.tokenizer, config.accumulation.max_tokens
+        return PolicyRollouts(rollout, estimator, task, tokenizer, module, max_tokens, room, module.layout, writer)
+    needs_groups = config.aggregation.mode == AggregationMode.prompt_mean
+    return RecordedRollouts(rollout, estimator, module.policy.vocabulary_size, config.seed, needs_groups, room)
