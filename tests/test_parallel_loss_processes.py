@@ -6,7 +6,7 @@ from cuts import CUTS, assert_same, axis_groups, evaluate, expected, make_head_c
 from steps import LOSSES
 from worlds import world
 
-KINDS = ["data 2", "sequence 2", "sequence 4", "vocabulary 2", "vocabulary 4", "data x sequence"]
+KINDS = ["data 2", "sequence 2", "sequence 4", "vocabulary 2", "data x vocabulary", "data x sequence"]
 TRITON = ["vocabulary 2", "sequence 2", "sequence x vocabulary"]
 
 
