@@ -63,11 +63,11 @@ def dealt(documents: list[Document], data_rank: int, data_size: int) -> list[Mic
 
 def build(kind: str) -> Policy:
     """A small model in float64, the same in each process."""
-    torch.manual_seed(7)
     from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     tied = kind.endswith("_tied")
     shape = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "tie_word_embeddings": tied}
+    torch.manual_seed(7)
     if kind.startswith("gpt2"):
         nothing = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         config = GPT2Config(**shape, n_head=4, n_positions=24, **nothing, bos_token_id=None, eos_token_id=None)
@@ -75,8 +75,7 @@ def build(kind: str) -> Policy:
     else:
         make, of = (Qwen3ForCausalLM, Qwen3Config) if kind.startswith("qwen3") else (Qwen2ForCausalLM, Qwen2Config)
         heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}
-        config = of(**shape, **heads, intermediate_size=24, max_position_embeddings=64, pad_token_id=2)
-        model = make(config)
+        model = make(of(**shape, **heads, intermediate_size=24, max_position_embeddings=64, pad_token_id=2))
         if kind.endswith("_checkpointed"):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for parameter in model.parameters():  # also biases and norms, which begin as constants

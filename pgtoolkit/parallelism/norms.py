@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import torch
@@ -37,13 +38,16 @@ def clip_gradients(parameters: Iterable[nn.Parameter], layout: Layout, limit: fl
     parameters = list(parameters)
     if layout.world_size == 1:
         return torch.nn.utils.clip_grad_norm_(parameters, limit)
-    device = parameters[0].device
-    gradients = [p.grad for p in parameters if p.grad is not None]
     # By what they are divided over: nothing, the ranks of the loss, those of the tensors, or both.
-    squares = torch.zeros(2, 2, dtype=torch.float64, device=device)
-    for gradient in gradients:
-        by_loss, by_tensor = (name in _divided_over(gradient) for name in ("loss", "tensor_parallel"))
-        squares[int(by_loss), int(by_tensor)] += _whole(gradient).norm().double().square()
+    parts = {kind: [] for kind in itertools.product((0, 1), (0, 1))}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            over = _divided_over(parameter.grad)
+            parts[int("loss" in over), int("tensor_parallel" in over)].append(_own(parameter.grad))
+    squares = torch.zeros(2, 2, dtype=torch.float64, device=parameters[0].device)
+    for kind, gradients in parts.items():
+        if gradients:
+            squares[kind] = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
     for group, part in ((layout.group("tensor_parallel"), squares[:, 1]), (layout.loss_group, squares[1])):
         if group is not None:
             total = part.contiguous()
@@ -54,12 +58,13 @@ def clip_gradients(parameters: Iterable[nn.Parameter], layout: Layout, limit: fl
         dist.all_reduce(square, group=group)
     norm = square.sqrt()
     scale = (limit / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        _whole(gradient).mul_(scale.to(gradient.dtype))
+    for gradients in parts.values():
+        if gradients:
+            torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
     return norm
 
 
-def _whole(gradient: Tensor) -> Tensor:
+def _own(gradient: Tensor) -> Tensor:
     """All of the gradient that this rank holds."""
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 

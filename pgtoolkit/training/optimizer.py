@@ -6,8 +6,23 @@ import math
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from pgtoolkit.config import OptimizerConfig, Schedule
+
+
+class LocalAdamW(torch.optim.AdamW):
+    """AdamW that takes of each sharded parameter this rank's part, as a plain tensor.
+
+    The update is elementwise, so that it comes to the same; but it takes many plain tensors at once, and DTensors only
+    one by one. The state keeps the parameters' kind.
+    """
+
+    def _init_group(self, group, *lists):
+        found = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        return found
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -17,7 +32,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
+    return LocalAdamW(
         groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.epsilon, fused=False
     )
 
