@@ -20,7 +20,7 @@ from time import monotonic
 
 START_SECONDS = 60
 RUN_SECONDS = 60
-PRELOADED = ["torch", "torch.distributed", "torch.distributed.tensor", "pgtoolkit.losses.policy_gradient"]
+PRELOADED = ["torch.distributed.tensor", "pgtoolkit.training.train", "transformers.models.gpt2.modeling_gpt2"]
 
 
 class World:

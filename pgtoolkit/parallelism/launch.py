@@ -1,0 +1,52 @@
+"""Trains on as many processes as the configuration says: this one, local workers, or those a launcher started."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import sys
+import tempfile
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from pgtoolkit.errors import ConfigError
+from pgtoolkit.parallelism.worker import Job, take_part
+from pgtoolkit.ranks import joined
+from pgtoolkit.rules.parallelism import SIZES
+
+
+def launch(
+    config: DictConfig, run_dir: Path, resume: bool = False, overrides: list[str] = (), sweep: str | None = None
+) -> None:
+    """`train` of the validated configuration, with every kind of parallelism; its errors come out here, once.
+
+    Where a launcher such as torchrun has started this process, the run directory is that of rank 0, and the other
+    ranks may give any.
+    """
+    world_size = math.prod(getattr(config.parallelism, name) for name in SIZES)
+    job = Job(config, Path(run_dir), resume, list(overrides), sweep, list(sys.argv))
+    if (rank := joined()) is not None:
+        take_part(job, rank)
+    elif world_size == 1:
+        from pgtoolkit.training.train import train
+
+        train(config, run_dir, resume=resume, overrides=list(overrides), sweep=sweep)
+    else:
+        from pgtoolkit.parallelism.workers import run_workers
+
+        _check_gpus(config.trainer.device, world_size)
+        with tempfile.TemporaryDirectory(prefix="pgtk-") as folder:
+            (Path(folder) / "job").write_bytes(pickle.dumps(job))
+            run_workers(Path(folder), world_size, job.run_dir, config.parallelism.timeout_seconds)
+
+
+def _check_gpus(device: str, world_size: int) -> None:
+    import torch
+
+    count = torch.cuda.device_count()
+    if device != "cpu" and 0 < count < world_size:
+        raise ConfigError(
+            f"trainer.device={device} needs a GPU for each of {world_size} processes (got {count}). NCCL does not "
+            "share one. Use smaller sizes in parallelism, or trainer.device=cpu."
+        )
