@@ -135,14 +135,13 @@ def _train(argv: list[str], sweep_file: Path | None = None) -> int:
     if sweep is None:
         return _run_hydra(rest)
 
-    from pgtoolkit.multirun.command import LOCAL, start
+    from pgtoolkit.multirun.command import start
 
-    launcher = checked.runs[0].config.hydra.launcher._target_
     if checked.searches:
         sweep.jobs = {}
     rest += [f"hydra.sweep.dir='{sweep.folder}'", *([search_path(config_directory())] if sweep_file else [])]
     rest.append(f"hydra.job.config.override_dirname.exclude_keys=[{','.join(checked.unnamed)}]")
-    return start(sweep, lambda: _run_hydra(rest, sweep_file), launcher == LOCAL)
+    return start(sweep, lambda: _run_hydra(rest, sweep_file), checked.runs[0].config)
 
 
 def _run_hydra(argv: list[str], primary: Path | None = None) -> int:
@@ -187,7 +186,7 @@ def _train_one(config) -> None:
 
     from pgtoolkit.compose import name_in
     from pgtoolkit.multirun.job import run
-    from pgtoolkit.training.train import train
+    from pgtoolkit.parallelism.launch import launch
 
     own = HydraConfig.get()
     overrides = list(own.overrides.task)
@@ -196,7 +195,7 @@ def _train_one(config) -> None:
     if in_sweep:  # another launcher than ours, such as SLURM's
         run(config, Path(own.runtime.output_dir), overrides, Path(own.sweep.dir).name)
     else:
-        train(config, Path(own.runtime.output_dir), resume=False, overrides=overrides)
+        launch(config, Path(own.runtime.output_dir), overrides=overrides)
 
 
 def _check(argv: list[str]) -> int:
@@ -232,9 +231,9 @@ def _resume(argv: list[str]) -> int:
     problems = composed.problems + validate(composed.config).problems
     if problems:
         raise _refusal(problems)
-    from pgtoolkit.training.train import train
+    from pgtoolkit.parallelism.launch import launch
 
-    train(composed.config, run_dir, resume=True, overrides=overrides)
+    launch(composed.config, run_dir, resume=True, overrides=overrides)
     return 0
 
 
@@ -245,7 +244,8 @@ def _refusal(problems: list[str]) -> ConfigError:
 
 
 def _unknown_command(word: str) -> ConfigError:
-    commands = ["sweep", "check", "resume", "compare", "diff", "export", "sync", "ui", *(["bench"] if _has_bench() else [])]
+    commands = ["sweep", "check", "resume", "compare", "diff", "export", "sync", "ui"]
+    commands += ["bench"] if _has_bench() else []
     nearest = difflib.get_close_matches(word, [*commands, *options()], n=1)
     if word in ("train", "run"):
         use = "pgtk [OVERRIDES], without a word, to train"

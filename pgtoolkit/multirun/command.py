@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+
+from omegaconf import DictConfig
 
 from pgtoolkit.errors import Interrupted, PgtoolkitError
 from pgtoolkit.multirun import report
@@ -12,10 +16,11 @@ from pgtoolkit.multirun.sweep import Sweep
 LOCAL = "hydra_plugins.pgtk_launcher.LocalLauncher"
 
 
-def start(sweep: Sweep, run_hydra: Callable[[], object], local: bool) -> int:
+def start(sweep: Sweep, run_hydra: Callable[[], object], config: DictConfig) -> int:
     """Run a planned sweep through Hydra; returns the exit status: 1 if a job failed.
 
-    local: whether our own launcher runs the jobs; of another's, the run directories alone say what became of them.
+    config: of one of the jobs, with the node `hydra`. Where our own launcher does not run the jobs, the run
+    directories alone say what became of them.
     Raises Interrupted after a signal.
     """
     with sweep.held():
@@ -34,15 +39,29 @@ def start(sweep: Sweep, run_hydra: Callable[[], object], local: bool) -> int:
         except Interrupted as stop:
             interrupted = stop
         ended = Sweep.load(sweep.folder)
-        jobs = [job for name, job in ended.jobs.items() if name in planned or name not in earlier.jobs]
-        if not local:
+        # A search plans nothing, and repeats what it finds done.
+        jobs = [job for name, job in ended.jobs.items() if name in planned or not planned]
+        if config.hydra.launcher._target_ != LOCAL:
             for job in jobs:
                 job.config = sweep.jobs[job.directory].config
                 job.update_from(sweep.folder)
             ended.save()
         print(report.table(ended, jobs) + f", in {(time.monotonic() - begun) / 60:.1f} min", flush=True)
-        for line in report.next_steps(ended, jobs):
+        for line in report.next_steps(ended, jobs, again=not interrupted):
             print(line, flush=True)
+        _publish(sweep.folder, config.tracking)
         if interrupted:
             raise Interrupted(f"{interrupted} Continue with: {report.command_of(ended)}")
     return 0 if all(job.status == "done" for job in jobs) else PgtoolkitError.exit_status
+
+
+def _publish(folder: Path, tracking: DictConfig) -> None:
+    """Tell MLflow of the sweep as a whole; its folder has everything, so that a store which fails is a warning."""
+    if tracking.name != "mlflow":
+        return
+    from pgtoolkit.tracking.sweep_summary import publish
+
+    try:
+        publish(folder, tracking.uri, tracking.experiment)
+    except PgtoolkitError as error:
+        print(f"pgtk: warning: {error}", file=sys.stderr)

@@ -20,9 +20,9 @@ def run(config: DictConfig, directory: Path, overrides: list[str], sweep: str) -
     begun = (directory / "config.yaml").is_file()
     if begun and read_status(directory).get("state") == "done":
         return
-    from pgtoolkit.training.train import train
+    from pgtoolkit.parallelism.launch import launch
 
-    train(config, directory, resume=begun, overrides=overrides, sweep=sweep)
+    launch(config, directory, resume=begun, overrides=overrides, sweep=sweep)
 
 
 def main(argv: list[str]) -> int:

@@ -56,15 +56,17 @@ def table(sweep: Sweep, jobs: list[Job]) -> str:
 
 def summary(name: str, jobs: list[Job]) -> str:
     """How many jobs are in which state, in one line."""
+    if not jobs:
+        return f"search {name}"
     counts = Counter(job.status for job in jobs)
     states = [f"{counts[state]} {state}" for state in ("done", "failed", "interrupted", "running", "pending")]
     return f"sweep {name}: {len(jobs)} jobs, " + ", ".join(one for one in states if not one.startswith("0 "))
 
 
-def next_steps(sweep: Sweep, jobs: list[Job]) -> list[str]:
-    """Commands that go on from here."""
+def next_steps(sweep: Sweep, jobs: list[Job], again: bool = True) -> list[str]:
+    """Commands that go on from here. again: whether the same command is one of them."""
     lines = []
-    if any(job.status != "done" for job in jobs):
+    if again and any(job.status != "done" for job in jobs):
         lines.append("again, skipping what is done: " + command_of(sweep))
     if any(job.status == "done" for job in jobs):
         lines.append(f"compare: {program('pgtk')} compare {shell_path(sweep.folder)}")

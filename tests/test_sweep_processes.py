@@ -1,0 +1,152 @@
+"""Sweeps as real processes: what a second run of the same command skips, resumes and retries; kills and signals."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from runs import SHORT, assert_equal, checkpoint_of, metrics_of
+
+PGTK = Path(sys.executable).with_name("pgtk")
+LONG = ("trainer.max_steps=200", "trainer.checkpoint_every=20")
+SEEDS = "seed=0,1,2"
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+def start(folder, *arguments):
+    command = [PGTK, "-m", *SHORT, "hydra.sweep.dir=sweep", *arguments]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, **streams)
+
+
+def run(folder, *arguments) -> tuple[int, str]:
+    """(exit status, output) of a sweep in folder/sweep."""
+    process = start(folder, *arguments)
+    output, _ = process.communicate(timeout=300)
+    return process.returncode, output
+
+
+def directory(folder, name) -> Path:
+    (found,) = (folder / "sweep").glob(f"{name}-*")
+    return found
+
+
+def jobs_of(folder) -> dict[str, dict]:
+    saved = json.loads((folder / "sweep" / "sweep.json").read_text())
+    return {job["name"].rpartition("-")[0]: job for job in saved["jobs"]}
+
+
+def wait_until(condition, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+def has_steps(folder, name, steps):
+    """Whether a job has made so many steps."""
+
+    def condition():
+        files = list((folder / "sweep").glob(f"{name}-*/metrics.jsonl"))
+        return bool(files) and files[0].read_bytes().count(b"\n") >= steps
+
+    return condition
+
+
+def process_of(folder, name) -> int:
+    return json.loads((directory(folder, name) / "status.json").read_text())["pid"]
+
+
+def times(path: Path) -> dict[str, int]:
+    return {str(file): file.stat().st_mtime_ns for file in sorted(path.rglob("*"))}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A sweep that nothing interrupts, two jobs at a time."""
+    folder = tmp_path_factory.mktemp("whole")
+    status, output = run(folder, *LONG, SEEDS, "hydra.launcher.n_jobs=2")
+    assert status == 0, output
+    return folder, output
+
+
+def test_each_job_ends_with_a_line_and_all_with_a_table(whole):
+    folder, output = whole
+    assert re.findall(r"^\[ ?\d/3\] (?:starts|done)", output, re.MULTILINE)[:2] == ["[1/3] starts", "[2/3] starts"]
+    assert len(re.findall(r"^\[\d/3\] done +\d+ s seed-\d-[0-9a-f]{8}  reward \d", output, re.MULTILINE)) == 3
+    assert len(re.findall(r"^done +200 +\d+ +\d\.\d{3}  seed-\d-", output, re.MULTILINE)) == 3
+    assert "3 jobs, 3 done" in output
+    jobs = jobs_of(folder)
+    assert {name: (job["status"], job["step"]) for name, job in jobs.items()} == {
+        f"seed-{seed}": ("done", 200) for seed in range(3)
+    }
+    for name, job in jobs.items():
+        status = json.loads((directory(folder, name) / "status.json").read_text())
+        assert (status["state"], status["sweep"]) == ("done", "sweep")
+        assert "step 200/200" in (folder / "sweep" / job["log"]).read_text()
+    assert len({process_of(folder, name) for name in jobs}) == 3
+
+
+def test_killed_jobs_and_a_killed_launcher_are_gone_on_with(tmp_path, whole):
+    """SIGKILL of one job, then of the launcher during the next: the same command resumes both, to the same bits."""
+    launcher = start(tmp_path, *LONG, SEEDS)
+    wait_until(has_steps(tmp_path, "seed-1", 50))
+    os.kill(process_of(tmp_path, "seed-1"), signal.SIGKILL)
+    wait_until(has_steps(tmp_path, "seed-2", 50))
+    launcher.kill()
+    output, _ = launcher.communicate()
+    assert "killed by SIGKILL (log: sweep/seed-1-" in output
+    assert jobs_of(tmp_path)["seed-1"]["status"] == "interrupted"
+    before = times(directory(tmp_path, "seed-0"))
+
+    # At once: the last job may still be saving, since it sees that its launcher is gone.
+    status, output = run(tmp_path, *LONG, SEEDS)
+    assert status == 0, output
+    assert times(directory(tmp_path, "seed-0")) == before
+    assert len(re.findall(r"continues after step \d+", output)) == 2
+    for name in ("seed-0", "seed-1", "seed-2"):
+        found, expected = directory(tmp_path, name), directory(whole[0], name)
+        assert metrics_of(found) == metrics_of(expected)
+        assert_equal(checkpoint_of(found, 200), checkpoint_of(expected, 200))
+        assert jobs_of(tmp_path)[name]["status"] == "done"
+    resumed = json.loads((directory(tmp_path, "seed-2") / "provenance.json").read_text())["resumed"]
+    assert len(resumed) == 1
+    assert [path.name for path in found.parent.iterdir() if path.suffix == ".tmp"] == []
+
+
+def test_a_failing_job_is_named_and_hides_no_other(tmp_path):
+    overrides = ("optimizer.learning_rate=1e30,1e-3", "optimizer.warmup_steps=0")
+    status, output = run(tmp_path, *overrides, "--fail-fast")
+    assert status == 1, output
+    assert "no further job is started" in output
+    assert {name: job["status"] for name, job in jobs_of(tmp_path).items()} == {
+        "learning-rate-1e-30": "failed",
+        "learning-rate-0.001": "pending",
+    }
+    status, output = run(tmp_path, *overrides)
+    assert status == 1, output
+    assert "Traceback" not in output
+    assert re.search(r"^failed: learning-rate-1e-30-\w+\n  .*not finite.*\n  log: sweep/.*output.log$", output, re.M)
+    jobs = jobs_of(tmp_path)
+    assert [job["status"] for job in jobs.values()] == ["failed", "done"]
+    assert "not finite" in jobs["learning-rate-1e-30"]["reason"]
+    assert len(list((tmp_path / "sweep").glob("learning-rate-*"))) == 2
+
+
+def test_an_interrupt_of_the_launcher_lets_the_jobs_save_and_says_how_to_go_on(tmp_path):
+    launcher = start(tmp_path, *LONG, "seed=0,1", "trainer.max_steps=2000", "trainer.checkpoint_every=2000")
+    wait_until(has_steps(tmp_path, "seed-0", 3))
+    launcher.send_signal(signal.SIGINT)
+    output, _ = launcher.communicate(timeout=120)
+    assert launcher.returncode == 75, output
+    assert "Traceback" not in output
+    assert re.search(r"Continue with: .*pgtk -m .* seed=0,1", output)
+    first, second = jobs_of(tmp_path).values()
+    assert (first["status"], first["reason"], second["status"]) == ("interrupted", "SIGINT", "pending")
+    assert (directory(tmp_path, "seed-0") / "checkpoints" / f"step-{first['step']:06d}.ckpt").exists()
+    assert not list((tmp_path / "sweep").glob("seed-1-*"))
