@@ -6,17 +6,27 @@ from cuts import CUTS, assert_same, axis_groups, evaluate, expected, make_head_c
 from steps import LOSSES
 from worlds import world
 
+from pgtoolkit.losses import policy_gradient
+
 KINDS = ["data 2", "sequence 2", "sequence 4", "vocabulary 2", "data x vocabulary", "data x sequence"]
-TRITON = ["vocabulary 2", "sequence 2", "sequence x vocabulary"]
+TRITON = ["vocabulary 2", "sequence 2", "data x vocabulary", "sequence x vocabulary"]
 
 
-def on_this_rank(cut, head_case, fused, loss, options):
-    return evaluate(axis_groups(cut.sizes), cut, head_case, fused, loss, "prompt_mean", "with_entropy", **options)
+def on_this_rank(cut, head_case, fused, loss, triton):
+    """With triton, the fused head computes as on a GPU, in chunks of four rows."""
+    options = {"impl": "triton"} if triton and not fused else {}
+    choose = policy_gradient.choose_implementation
+    with pytest.MonkeyPatch.context() as patch:
+        if triton and fused:
+            patch.setattr(policy_gradient, "choose_implementation", lambda _, *given: choose("triton", *given))
+            patch.setattr(policy_gradient, "rows_within", lambda *_: 4)
+        groups = axis_groups(cut.sizes)
+        return evaluate(groups, cut, head_case, fused, loss, "prompt_mean", "with_entropy", **options)
 
 
-def check(cut, head_case, fused, loss, tolerance, **options):
+def check(cut, head_case, fused, loss, tolerance, triton=False):
     wanted = expected(head_case, fused, loss, "prompt_mean", "with_entropy")
-    results = world(cut.world_size).run(on_this_rank, cut, head_case, fused, loss, options)
+    results = world(cut.world_size).run(on_this_rank, cut, head_case, fused, loss, triton)
     assert_same(results, cut, wanted, fused, tolerance)
 
 
@@ -31,7 +41,4 @@ def test_in_processes(cut, loss, fused):
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("cut", TRITON)
 def test_triton(cut, loss, fused):
-    head_case = make_head_case(dtype=torch.float32)
-    # The fused head takes Triton by itself on a GPU only; here the head's logits are cut or materialised.
-    options = {"impl": "triton"} | ({"num_splits": 2} if fused and loss == "grpo" else {})
-    check(CUTS[cut], head_case, fused, loss, 1e-5, **options)
+    check(CUTS[cut], make_head_case(dtype=torch.float32), fused, loss, 1e-5, triton=True)
