@@ -11,6 +11,7 @@ import contextlib
 import json
 import pickle
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from pgtoolkit.errors import ConfigError, StorageError, first_line
 from pgtoolkit.parallelism.agreement import failing_together, gather
@@ -42,7 +43,7 @@ def save_shards(folder: Path, step: int, rest: dict, tensors: dict[str, Tensor],
             temporary.mkdir(parents=True)
     with _storage(path):
         # Errors of any rank reach all of them here.
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(str(temporary), sync_files=True))
+        dcp.save(tensors, storage_writer=_Writer(temporary, sync_files=True))
     with failing_together(layout), _storage(path):
         own = {file.name: fingerprint(file) for file in temporary.glob(f"__{layout.rank}_*")}
     files = {name: found for part in gather(own, layout.world_group) for name, found in part.items()}
@@ -88,9 +89,17 @@ def read_tensors(path: Path, targets: Callable[[set[str]], dict[str, Tensor]], l
     reader = _Reader(str(path))
     wanted = targets(set(reader.read_metadata().state_dict_metadata))
     try:
-        dcp.load(wanted, storage_reader=reader, no_dist=layout.world_size == 1)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as one process wants it
+            dcp.load(wanted, storage_reader=reader, no_dist=layout.world_size == 1)
     except (CheckpointException, ValueError, RuntimeError) as error:
         raise ConfigError(f"the checkpoint does not fit the configured model: {_reason(error)}") from error
+
+
+class _Writer(dcp.FileSystemWriter):
+    def storage_meta(self) -> StorageMeta:
+        """Without the temporary path, which would be pickled with a type of its own."""
+        return StorageMeta()
 
 
 class _Reader(dcp.FileSystemReader):
