@@ -42,9 +42,9 @@ def test_the_newest_run_is_shown_and_nothing_is_left(store, tmp_path):
         try:
             lines = [server.stdout.readline() for _ in range(3)]
             address = f"http://127.0.0.1:{port}"
-            assert lines[1] == "newest run   run-newer\n"
+            assert lines[1] == "newest run    run-newer\n"
             page = f"{address}/#/experiments/{store['experiment_id']}/runs?compareRunsMode=CHART"
-            assert lines[2] == f"charts       {page}\n"
+            assert lines[2] == f"charts        {page}\n"
             assert urllib.request.urlopen(address, timeout=10).status == 200
             children = subprocess.run(["pgrep", "-P", str(server.pid)], capture_output=True, text=True).stdout.split()
             server.send_signal(signal.SIGINT)

@@ -7,22 +7,22 @@ import json
 import os
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
-from pathlib import Path
 
 from pgtoolkit.errors import ConfigError, StorageError
-from pgtoolkit.tracking.commands import shell_path
-from pgtoolkit.tracking.mlflow_store import absolute_uri
+from pgtoolkit.tracking.commands import compare_url, ui_url
 from pgtoolkit.tracking.provenance import redact
+from pgtoolkit.tracking.store import absolute_uri, quoted, refuse_missing
 
 _HOST = "127.0.0.1"
 _SECONDS_TO_START = 120
 _SECONDS_TO_STOP = 10
+_MOST_RUNS = 1000
+"""What MLflow lists at once."""
 
 
 def serve(uri: str | None, port: str) -> int:
@@ -64,22 +64,9 @@ def _store(uri):
             f"--uri={redact(store)} needs a database (got a server). A server shows its own pages. "
             f"Use a browser: {redact(store)}."
         )
-    if not store.startswith("sqlite:///"):
-        return store
-    path = Path(store.removeprefix("sqlite:///"))
-    got = "no such file"
-    if path.exists():
-        try:
-            with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as database:
-                database.execute("select 1 from experiments limit 1")
-            return store
-        except sqlite3.Error as error:
-            got = str(error)
-    option = f"--uri={uri}" if uri else "pgtk ui"
-    raise ConfigError(
-        f"{option} needs an MLflow store (got {shell_path(path)}: {got}). Runs with tracking=mlflow make "
-        "outputs/mlflow.db where they are started. Use pgtk ui there, or --uri=sqlite:///PATH/mlflow.db."
-    )
+    setting = f"--uri={uri}" if uri else "pgtk ui"
+    refuse_missing(store, setting, "pgtk ui there, or --uri=sqlite:///PATH/mlflow.db")
+    return store
 
 
 def _free_port(text):
@@ -115,22 +102,47 @@ def _is_ready(server, address):
 
 
 def _pages(address):
-    """The addresses worth opening: the charts of the newest run's experiment, if there is a run."""
+    """The addresses worth opening: the charts of the newest run's experiment, and those of the newest sweep."""
     try:
-        experiments = _ask(address, "experiments/search", {"max_results": 1000}).get("experiments", [])
+        experiments = _ask(address, "experiments/search", {"max_results": _MOST_RUNS}).get("experiments", [])
         ids = [experiment["experiment_id"] for experiment in experiments]
-        newest = {"experiment_ids": ids, "order_by": ["attributes.start_time DESC"], "max_results": 1}
-        runs = _ask(address, "runs/search", newest).get("runs", []) if ids else []
+        runs = _runs(address, ids, "")
+        swept = [run for run in _runs(address, ids, "tags.sweep LIKE '%'") if not _is_summary(run)][:1]
+        sweep = swept and _tag(swept[0], "sweep")
+        jobs = _runs(address, ids, f"tags.sweep = {quoted(sweep)}") if sweep else []
     except (OSError, ValueError) as error:
         return f"{address} (its runs could not be listed: {error})"
-    if not runs:
+    newest = next((run["info"] for run in runs if not _is_summary(run)), None)
+    if newest is None:
         return f"{address} (no runs yet)"
-    info = runs[0]["info"]
-    return f"newest run   {info['run_name']}\ncharts       {_charts(address, info['experiment_id'])}"
+    lines = [
+        f"newest run    {newest['run_name']}",
+        f"charts        {ui_url(address, newest['experiment_id'])}",
+    ]
+    if jobs:
+        jobs = [run["info"] for run in jobs if not _is_summary(run)][::-1]  # as they were started
+        of = sorted({job["experiment_id"] for job in jobs})
+        lines += [
+            f"newest sweep  {sweep} ({len(jobs)} runs)",
+            f"compare       {compare_url(address, of, [job['run_id'] for job in jobs])}",
+            f"charts        {ui_url(address, of[0], sweep=sweep)}",
+        ]
+    return "\n".join(lines)
 
 
-def _charts(address, experiment_id):
-    return f"{address}/#/experiments/{experiment_id}/runs?compareRunsMode=CHART"
+def _runs(address, ids, condition):
+    """The newest runs that meet the condition, newest first."""
+    order = ["attributes.start_time DESC"]
+    body = {"experiment_ids": ids, "filter": condition, "order_by": order, "max_results": _MOST_RUNS}
+    return _ask(address, "runs/search", body).get("runs", []) if ids else []
+
+
+def _is_summary(run):
+    return _tag(run, "sweep_summary") is not None
+
+
+def _tag(run, name):
+    return next((tag["value"] for tag in run["data"].get("tags", []) if tag["key"] == name), None)
 
 
 def _ask(address, path, body):

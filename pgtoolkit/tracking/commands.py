@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 from pgtoolkit.tracking.provenance import redact
 from pgtoolkit.tracking.run_directory import read_config
-from pgtoolkit.tracking.store import absolute_uri
+from pgtoolkit.tracking.store import absolute_uri, quoted
 
 UI_ADDRESS = "http://127.0.0.1:5000"
 """Where `mlflow server` listens unless told otherwise."""
@@ -45,11 +47,23 @@ def ui_command(uri: str | None) -> str | None:
     )
 
 
-def ui_url(uri: str | None, experiment_id: str, run_id: str | None = None) -> str:
-    """The address of a run's page, or without run_id of the page that charts all runs of the experiment."""
-    base = redact(uri).rstrip("/") if uri and uri.startswith("http") else UI_ADDRESS
+def ui_url(uri: str | None, experiment_id: str, run_id: str | None = None, sweep: str | None = None) -> str:
+    """The address of a run's page, or without run_id of the page that charts all runs of the experiment or sweep."""
     page = f"/{run_id}" if run_id else "?compareRunsMode=CHART"
-    return f"{base}/#/experiments/{experiment_id}/runs{page}"
+    if sweep:
+        page += f"&searchFilter={quote(f'tags.sweep = {quoted(sweep)}', safe='')}"
+    return f"{_server(uri)}/#/experiments/{experiment_id}/runs{page}"
+
+
+def compare_url(uri: str | None, experiment_ids: Sequence[str], run_ids: Sequence[str]) -> str:
+    """The address of the page that sets runs side by side, with their parameters and final metrics."""
+    lists = {"runs": list(run_ids), "experiments": list(experiment_ids)}
+    query = "&".join(f"{key}={quote(json.dumps(ids, separators=(',', ':')), safe='')}" for key, ids in lists.items())
+    return f"{_server(uri)}/#/compare-runs?{query}"
+
+
+def _server(uri):
+    return redact(uri).rstrip("/") if uri and uri.startswith("http") else UI_ADDRESS
 
 
 def resume_command(run_dir: str | Path, overrides: Sequence[str] = ()) -> str:
