@@ -166,7 +166,7 @@ def _sweep_sections(checked: Checked) -> list[tuple[str, list[str]]]:
     states = [of[run.directory].status if run.directory in of else "with problems" for run in runs]
     varying = varying_keys(runs)
     if checked.searches:
-        title = f"Search of {of_trials(runs)} trials; the plan is that of the first of {len(runs)} corners"
+        title = f"Search of {_trials(runs)} trials; the plan is that of the first of {len(runs)} corners"
     else:
         title = f"Sweep of {len(runs)} runs; the plan is that of the first"
     width, last = max(map(len, states)), len(str(len(runs) - 1))
@@ -205,7 +205,7 @@ def _short(run: Run, varying: dict[str, list[str]]) -> str:
     return " ".join(own or run.overrides)
 
 
-def of_trials(runs: list[Run]) -> Any:
+def _trials(runs: list[Run]) -> Any:
     return runs[0].config.hydra.sweeper.get("n_trials") if runs[0].config is not None else "?"
 
 

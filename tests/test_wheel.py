@@ -72,5 +72,7 @@ def test_the_installed_command_works_from_anywhere(wheel, dist, tmp_path):
     page = succeed(target / "bin" / "pgtk", "check", "loss=gspo", "aggregation=constant", **options)
     assert "gspo" in page
     assert "constant" in page
+    page = succeed(target / "bin" / "pgtk", "check", "sweep", "metrics_cost", **options)
+    assert "Sweep of 3 runs" in page
     assert "experiment" in succeed(target / "bin" / "pgtk", "--help", **options)
     assert list(elsewhere.iterdir()) == []

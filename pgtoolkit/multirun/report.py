@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from pathlib import Path
 
@@ -75,8 +76,6 @@ def next_steps(sweep: Sweep, jobs: list[Job], again: bool = True) -> list[str]:
 
 def command_of(sweep: Sweep) -> str:
     """The command that was typed, for a shell."""
-    import shlex
-
     return " ".join([program("pgtk"), *map(shlex.quote, sweep.command[1:])])
 
 
