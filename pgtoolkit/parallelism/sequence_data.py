@@ -104,6 +104,9 @@ def attention(
     **_unused,
 ) -> tuple[Tensor, None]:
     """(1, T_local, heads, width) from query (1, heads, T_local, width), key and value (1, key-value heads, ...)."""
+    if torch.is_autocast_enabled(query.device.type):
+        # As scaled_dot_product_attention would, but before anything is sent: rotary positions have left float32.
+        query, key, value = (x.to(torch.get_autocast_dtype(x.device.type)) for x in (query, key, value))
     both = torch.cat([key, value], 1)[0].transpose(0, 1)  # one collective for the two
     both = collectives.gather(both, pieces.group, 0, True)
     key, value = both.chunk(2, 1)  # (T, key-value heads, width)

@@ -1,0 +1,235 @@
+"""The training step on 1, 2 and 4 GPUs: tokens/s under each kind of parallelism, and the time spent in communication.
+
+    python benchmarks/parallel_step.py OUTPUT_FOLDER [SECONDS]
+
+Trains a Qwen2-like model of 0.55 billion parameters with random weights on made-up recorded rollouts, with the
+program's own main job, the same step of 64 documents however many GPUs there are. The last step runs under PyTorch's
+profiler and counts for the shares only. Runs that leave GPUs free take turns in pairs. After SECONDS (default 540) no
+run is started. Without a GPU it rehearses with a small model on the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+ON_GPU = torch.cuda.is_available()
+VOCABULARY = 151936 if ON_GPU else 512
+STEPS, DOCUMENTS_PER_STEP = (8, 64) if ON_GPU else (3, 8)
+PROMPT, COMPLETION, MAX_TOKENS = ((256, 512), (1024, 2048), 16384) if ON_GPU else ((2, 6), (8, 24), 64)
+MODEL = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 1024 if ON_GPU else 32,
+    "intermediate_size": 4096 if ON_GPU else 64,
+    "num_hidden_layers": 16 if ON_GPU else 2,
+    "num_attention_heads": 16 if ON_GPU else 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 8192,
+    "vocab_size": VOCABULARY,
+    "tie_word_embeddings": False,
+}
+SIZES = {
+    "ddp": "data_parallel",
+    "fsdp": "data_parallel",
+    "tensor": "tensor_parallel",
+    "sequence": "tensor_parallel",
+    "sequence_data": "sequence_data_parallel",
+}
+NUMBER = torch.cuda.device_count() if ON_GPU else 4
+RUNS = [("single", 1), *((kind, number) for number in (2, 4) if number <= NUMBER for kind in SIZES)]
+"""(kind, GPUs); those that fit beside each other run at the same time."""
+
+
+def main() -> int:
+    started = time.monotonic()
+    folder = Path(sys.argv[1]).resolve()
+    limit = float(sys.argv[2]) if len(sys.argv) > 2 else 540.0
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_inputs(folder)
+    results, waiting = [], list(RUNS)
+    while waiting:
+        runs = [waiting.pop(0)]
+        while waiting and sum(number for _, number in [*runs, waiting[0]]) <= NUMBER:
+            runs.append(waiting.pop(0))
+        if time.monotonic() - started > limit:
+            print(f"no time left for {runs}", flush=True)
+            break
+        children, first_gpu = [], 0
+        for kind, number in runs:
+            children.append(_start(folder, kind, number, first_gpu))
+            first_gpu += number
+        for (kind, number), child in zip(runs, children, strict=True):
+            results.append({"kind": kind, "gpus": number} | _result(child, folder / f"{kind}-{number}"))
+            print(_line(results[-1], results), f"[{time.monotonic() - started:.0f} s]", flush=True)
+        (folder / "parallel_step.json").write_text(json.dumps(results, indent=1))
+    return 0
+
+
+def _line(run: dict, results: list[dict]) -> str:
+    name = f"{run['kind']:14s}{run['gpus']} GPUs "
+    if "error" in run:
+        return name + run["error"]
+    one = next((r["tokens_per_second"] for r in results if r["gpus"] == 1 and "error" not in r), float("nan"))
+    scaling = run["tokens_per_second"] / one
+    shares = ", ".join(f"{part} {100 * share:.0f}%" for part, share in run["shares"].items())
+    parts = (
+        f"{name}{run['tokens_per_second']:9.0f} trained tokens/s",
+        f"{scaling:.2f} x one GPU ({100 * scaling / run['gpus']:.0f}%)",
+        f"{run['seconds']:.3f} s, peak {run['peak_gb']:.1f} GB",
+        shares,
+        f"first loss {run['loss']:.9g}, norm {run['norm']:.7g}",
+    )
+    return "; ".join(parts)
+
+
+def _write_inputs(folder: Path) -> None:
+    from pgtoolkit.training.model import character_tokenizer
+
+    (folder / "model").mkdir(exist_ok=True)
+    character_tokenizer("abc").save_pretrained(folder / "model")
+    (folder / "model" / "config.json").write_text(json.dumps(MODEL))
+    draw = random.Random(0)
+    with (folder / "rollouts.jsonl").open("w") as file:
+        for document in range(STEPS * DOCUMENTS_PER_STEP):
+            prompt, completion = draw.randint(*PROMPT), draw.randint(*COMPLETION)
+            length = prompt + completion
+            row = {
+                "token_ids": [draw.randrange(VOCABULARY) for _ in range(length)],
+                "loss_mask": [t >= prompt for t in range(length)],
+                "old_log_probs": [-11.9 if t >= prompt else 0 for t in range(length)],
+                "reward": draw.random(),
+                "group_id": document // 8,
+            }
+            file.write(json.dumps(row) + "\n")
+
+
+def _start(folder: Path, kind: str, number: int, first_gpu: int) -> subprocess.Popen:
+    overrides = [
+        "rollout=recorded",
+        f"rollout.path={folder}/rollouts.jsonl",
+        "model=huggingface",
+        f"model.path={folder}/model",
+        "model.random_weights=true",
+        "model.gradient_checkpointing=true",
+        "model.dtype=bfloat16",
+        "model.fp32_lm_head=false",
+        f"kernel={'fused_linear' if ON_GPU else 'torch'}",
+        "loss=gspo",
+        "loss.epsilon_low=0.9",
+        "loss.epsilon_high=9",
+        "aggregation=sample_mean",
+        "metrics=basic",
+        f"accumulation.docs_per_step={DOCUMENTS_PER_STEP}",
+        f"accumulation.max_tokens={MAX_TOKENS}",
+        f"trainer.max_steps={STEPS}",
+        f"trainer.device={'cuda' if ON_GPU else 'cpu'}",
+        "trainer.checkpoint_every=1000000",
+        "tracking=none",
+        f"parallelism={kind}",
+    ]
+    if kind in SIZES:
+        overrides.append(f"parallelism.{SIZES[kind]}={number}")
+    where = folder / f"{kind}-{number}"
+    where.mkdir(exist_ok=True)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "8" if ON_GPU else "1"}
+    if ON_GPU:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(first_gpu + i) for i in range(number))
+    command = [sys.executable]
+    if number > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
+    command += [__file__, "--child", *overrides]
+    with (where / "output").open("w") as output:
+        return subprocess.Popen(command, cwd=where, env=environment, stdout=output, stderr=subprocess.STDOUT)
+
+
+def _result(child: subprocess.Popen, where: Path) -> dict:
+    try:
+        child.wait(timeout=180)
+    except subprocess.TimeoutExpired:
+        child.kill()
+    output = (where / "output").read_text()
+    found = [line for line in output.splitlines() if line.startswith('{"seconds_of_steps"')]
+    if not found:
+        return {"error": f"ended with {child.returncode}\n{output[-1500:]}"}
+    result = json.loads(found[0])
+    # The first steps compile kernels, load cuBLAS's and fill the allocator.
+    later = slice(2, None) if ON_GPU else slice(1, None)
+    seconds, tokens = result["seconds_of_steps"][later], result["tokens_of_steps"][later]
+    result["seconds"] = statistics.median(seconds)
+    result["shares"] = {part: spent / result["seconds"] for part, spent in result["kernels"].items()}
+    result["shares"]["no kernel"] = 1.0 - sum(result["shares"].values())
+    result["tokens_per_second"] = statistics.median(n / s for n, s in zip(tokens, seconds, strict=True))
+    return result
+
+
+def _run_child(overrides: list[str]) -> int:
+    """The main job, timed step by step, until its last step is done."""
+    from pgtoolkit.cli import main as pgtk
+    from pgtoolkit.training.module import PolicyGradientModule
+
+    training_step = PolicyGradientModule.training_step
+    seconds_of_steps, tokens_of_steps, norms = [], [], []
+    rank = int(os.environ.get("RANK", "0"))
+
+    def timed(self, step, index):
+        last = index == STEPS - 1
+        profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) if ON_GPU and last else None
+        if profile is not None:
+            profile.start()
+        _wait()
+        started = time.perf_counter()
+        found = training_step(self, step, index)
+        _wait()
+        if profile is not None:
+            profile.stop()
+        if not last:
+            seconds_of_steps.append(time.perf_counter() - started)
+            tokens_of_steps.append(step.totals.num_tokens)
+            norms.append((found["metrics"]["loss"], found["metrics"]["grad_norm"]))
+            return found
+        if rank == 0:
+            result = {"seconds_of_steps": seconds_of_steps, "tokens_of_steps": tokens_of_steps}
+            result |= {"kernels": _kernels(profile), "loss": norms[0][0], "norm": norms[0][1]}
+            result["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9 if ON_GPU else 0.0
+            print("\n" + json.dumps(result), flush=True)
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+        os._exit(0)  # the checkpoint that would follow is not what is measured
+
+    PolicyGradientModule.training_step = timed
+    return pgtk(overrides)
+
+
+def _wait() -> None:
+    if ON_GPU:
+        torch.cuda.synchronize()
+
+
+def _kernels(profile) -> dict[str, float]:
+    """Seconds of rank 0's GPU in the profiled step; communication includes the wait for the other ranks."""
+    if profile is None:
+        return {}
+    words = {
+        "communication": ("nccl",),
+        "matrix products": ("nvjet", "gemm", "cutlass_80", "xmma"),
+        "attention": ("flash", "fmha", "attention", "sdpa"),
+    }
+    parts = dict.fromkeys([*words, "other kernels"], 0.0)
+    for event in profile.key_averages():
+        name = event.key.lower()
+        part = next((p for p, found in words.items() if any(word in name for word in found)), "other kernels")
+        parts[part] += event.self_device_time_total / 1e6
+    return parts
+
+
+if __name__ == "__main__":
+    raise SystemExit(_run_child(sys.argv[2:]) if sys.argv[1:2] == ["--child"] else main())
