@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.util
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 from pgtoolkit import __version__
 from pgtoolkit.conf_files import config_directory, default_options, options, sweep_file, sweep_files
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, StorageError
+from pgtoolkit.ranks import joined
 
 COMMANDS = {
     "[OVERRIDES]": "train, results in outputs/; -m a=1,2 b=3,4 runs all four",
@@ -123,6 +125,12 @@ def _train(argv: list[str], sweep_file: Path | None = None) -> int:
     if fail_fast:
         argv, args.overrides = [*argv, FAIL_FAST], [*args.overrides, FAIL_FAST]
     starts = not (args.cfg or args.info or args.shell_completion or args.hydra_help)
+    if starts and (rank := joined()) is not None:
+        if args.multirun:
+            reason, use = "The runs of a sweep start their own processes.", "pgtk -m without torchrun or srun"
+            raise ConfigError(f"-m needs one process (got WORLD_SIZE={rank.world_size}). {reason} Use {use}.")
+        if rank.number > 0:
+            return _follow(args.overrides, args.config_dir)
     sweep = None
     if starts or args.cfg:
         checked = check(args.overrides, args.multirun, args.config_dir, starts, sweep_file, ["pgtk", *typed])
@@ -139,7 +147,8 @@ def _train(argv: list[str], sweep_file: Path | None = None) -> int:
 
     if checked.searches:
         sweep.jobs = {}
-    rest += [f"hydra.sweep.dir='{sweep.folder}'", *([search_path(config_directory())] if sweep_file else [])]
+    folder = str(sweep.folder).replace("'", "\\'")
+    rest += [f"hydra.sweep.dir='{folder}'", *([search_path(config_directory())] if sweep_file else [])]
     rest.append(f"hydra.job.config.override_dirname.exclude_keys=[{','.join(checked.unnamed)}]")
     return start(sweep, lambda: _run_hydra(rest, sweep_file), checked.runs[0].config)
 
@@ -185,17 +194,44 @@ def _train_one(config) -> None:
     from hydra.types import RunMode
 
     from pgtoolkit.compose import name_in
-    from pgtoolkit.multirun.job import run
-    from pgtoolkit.parallelism.launch import launch
 
     own = HydraConfig.get()
     overrides = list(own.overrides.task)
     in_sweep = own.mode == RunMode.MULTIRUN
     config.tracking.run_name = name_in(own, config.tracking.run_name)
     if in_sweep:  # another launcher than ours, such as SLURM's
+        from pgtoolkit.multirun.job import run
+
         run(config, Path(own.runtime.output_dir), overrides, Path(own.sweep.dir).name)
     else:
-        launch(config, Path(own.runtime.output_dir), overrides=overrides)
+        _launch(config, Path(own.runtime.output_dir), overrides)
+
+
+def _launch(config, run_dir: Path, overrides: list[str], resume: bool = False) -> None:
+    """Train; signals are answered in an orderly way from here on, also while torch is loaded."""
+    from pgtoolkit.tracking.beginning import stoppable
+
+    with stoppable(config, run_dir, overrides) if joined() is None else contextlib.nullcontext():
+        from pgtoolkit.parallelism.launch import launch
+
+        launch(config, run_dir, resume=resume, overrides=overrides)
+
+
+def _follow(overrides: list[str], config_dir: str | None) -> int:
+    """What a launcher's rank other than 0 does: the same run, whose directory rank 0 chooses."""
+    from omegaconf import open_dict
+
+    from pgtoolkit.compose import compose
+    from pgtoolkit.parallelism.launch import launch
+    from pgtoolkit.validate import validate
+
+    composed = compose(overrides, config_dir)
+    if composed.problems or validate(composed.config).problems:
+        return ConfigError.exit_status  # rank 0 says them
+    with open_dict(composed.config):
+        composed.config.pop("hydra")
+    launch(composed.config, Path(), overrides=overrides)
+    return 0
 
 
 def _check(argv: list[str]) -> int:
@@ -231,9 +267,7 @@ def _resume(argv: list[str]) -> int:
     problems = composed.problems + validate(composed.config).problems
     if problems:
         raise _refusal(problems)
-    from pgtoolkit.parallelism.launch import launch
-
-    launch(composed.config, run_dir, resume=True, overrides=overrides)
+    _launch(composed.config, run_dir, overrides, resume=True)
     return 0
 
 
@@ -262,7 +296,11 @@ def _has_bench() -> bool:
 
 
 def _say(error: PgtoolkitError) -> int:
-    print(f"pgtk: error: {error}", file=sys.stderr)
+    rank = joined()
+    if rank is None or rank.number == 0:
+        print(f"pgtk: error: {error}", file=sys.stderr)
+    elif not error.on_all_ranks:
+        print(f"pgtk: error: rank {rank.number}: {error}", file=sys.stderr)
     return error.exit_status
 
 

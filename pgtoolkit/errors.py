@@ -7,9 +7,13 @@ def first_line(error: BaseException) -> str:
 
 
 class PgtoolkitError(Exception):
-    """Base of every error that is reported as one message without a traceback."""
+    """Base of every error that is reported as one message without a traceback.
+
+    on_all_ranks: of several processes, each raises it alike, and one of them says it for all.
+    """
 
     exit_status = 1
+    on_all_ranks = False
 
 
 class ConfigError(PgtoolkitError):
@@ -28,6 +32,7 @@ class NumericalError(PgtoolkitError):
     """Too many steps with a non-finite loss or gradient."""
 
     exit_status = 4
+    on_all_ranks = True
 
 
 class RankLost(PgtoolkitError):
@@ -46,3 +51,4 @@ class Interrupted(PgtoolkitError):
     """The run was stopped by a signal after saving a checkpoint; it can be resumed."""
 
     exit_status = 75
+    on_all_ranks = True

@@ -43,10 +43,10 @@ def failing_together(layout: Layout) -> Iterator[None]:
     if layout.world_size > 1 and any(failed for (failed,) in _rows(layout, error is not None)):
         errors = gather(error, layout.world_group)
         rank, first = next((rank, found) for rank, found in enumerate(errors) if found is not None)
-        if all(str(found) == str(first) for found in errors):
-            raise first
-        # Not a copy of the exception: it may carry more than its message.
-        raise type(first)(f"rank {rank}: {first}") from error
+        everywhere = all(str(found) == str(first) for found in errors)
+        shared = type(first)(str(first) if everywhere else f"rank {rank}: {first}")
+        shared.on_all_ranks = True
+        raise shared from error
 
 
 def check_same(layout: Layout, what: str, digest: int) -> None:

@@ -104,10 +104,9 @@ def main(folder: Path) -> int:
     try:
         take_part(job, rank)
     except PgtoolkitError as error:
-        kind, message = type(error).__name__, str(error)
-        outcome = {"kind": kind, "message": message, "status": error.exit_status}
-        if isinstance(error, Interrupted):
-            outcome["status"] = 0
+        status = 0 if isinstance(error, Interrupted) else error.exit_status
+        outcome = {"kind": type(error).__name__, "message": str(error), "status": status}
+        outcome["on_all_ranks"] = error.on_all_ranks
     except BaseException as error:
         message = f"{type(error).__name__}: {first_line(error)}"
         outcome = {"kind": "defect", "message": message, "traceback": traceback.format_exc(), "status": 1}

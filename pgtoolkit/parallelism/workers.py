@@ -126,10 +126,8 @@ def _conclude(folder, processes, signals, unanswering, timeout_seconds, stderrs,
         if found["kind"] == "defect":
             print(found["traceback"], file=sys.stderr)
             raise PgtoolkitError(f"rank {rank} failed: {found['message']}")
-        agreed = all(other["message"] == found["message"] for other in failed.values())
-        raise getattr(errors, found["kind"])(
-            found["message"] if agreed or rank == 0 else f"rank {rank}: {found['message']}"
-        )
+        where = "" if rank == 0 or found["on_all_ranks"] else f"rank {rank}: "
+        raise getattr(errors, found["kind"])(where + found["message"])
     if interrupted := [found for found in outcomes.values() if found["kind"] == "Interrupted"]:
         raise Interrupted(interrupted[0]["message"])
     codes = {rank: process.returncode for rank, process in processes.items() if rank not in outcomes}
