@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,29 @@ def test_a_signal_ends_the_step_saves_and_tells_how_to_resume(tmp_path, number, 
     assert process.wait(timeout=120) == 0
     assert metrics_of(tmp_path / "run") == metrics_of(whole / "run")
     assert_equal(checkpoint_of(tmp_path / "run", last), checkpoint_of(whole / "run", last))
+
+
+@pytest.mark.parametrize(("number", "moment"), [(signal.SIGTERM, "imports"), (signal.SIGINT, "build")])
+def test_a_signal_before_the_first_step_leaves_a_run_that_resumes(tmp_path, number, moment):
+    process = start(tmp_path, *LONG)
+    # Hydra makes its folder before the imports, training its log after them.
+    sign = tmp_path / "run" / (".hydra/overrides.yaml" if moment == "imports" else "config.yaml")
+    end = time.monotonic() + 60
+    while not sign.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(0.2 if moment == "imports" else 0)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 75, errors
+    assert "Traceback" not in errors
+    assert f"resume {tmp_path / 'run'}" in errors or "resume run" in errors
+    status = status_of(tmp_path / "run")
+    assert (status["state"], status["step"], status["reason"]) == ("interrupted", 0, number.name)
+    if moment == "imports":
+        resume = [PGTK, "resume", tmp_path / "run", "trainer.max_steps=2"]
+        done = subprocess.run(resume, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1, 2]
 
 
 def test_a_second_interrupt_acts_at_once_and_leaves_a_run_that_resumes(tmp_path):

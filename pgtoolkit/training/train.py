@@ -14,6 +14,7 @@ from pgtoolkit.config import Config
 from pgtoolkit.errors import ConfigError, Interrupted, StorageError
 from pgtoolkit.parallelism.agreement import gather, losing_ranks
 from pgtoolkit.parallelism.layout import AXES, ONE_PROCESS, Layout
+from pgtoolkit.tracking.beginning import Stopped
 from pgtoolkit.tracking.commands import resume_command, sync_command
 from pgtoolkit.tracking.mlflow_store import MlflowTracker
 from pgtoolkit.tracking.plots import plot_curves
@@ -76,8 +77,9 @@ def train(
                 if recorder.step < config.trainer.max_steps:
                     fit(module, loader, config, recorder)
             outcome, reason = ("interrupted", recorder.interrupted_by) if recorder.interrupted_by else ("done", None)
-        except (KeyboardInterrupt, SystemExit):  # Lightning turns the one into the other
-            outcome, reason = "interrupted", "a second SIGINT"
+        except (KeyboardInterrupt, SystemExit) as stop:  # Lightning turns the one into the other
+            first = str(stop) if isinstance(stop, Stopped) else "SIGINT"
+            outcome, reason = "interrupted", "a second SIGINT" if recorder.interrupted_by else first
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
             raise
