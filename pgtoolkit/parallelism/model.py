@@ -19,7 +19,7 @@ from pgtoolkit.parallelism.fully_sharded import shard_fully, synchronise_gradien
 from pgtoolkit.parallelism.layout import Layout
 from pgtoolkit.parallelism.pipeline import Pipeline, cut
 from pgtoolkit.parallelism.sequence_data import Pieces
-from pgtoolkit.parallelism.tensor import shard_tensors, vocabulary_start
+from pgtoolkit.parallelism.tensor import divide_further, shard_tensors, vocabulary_start
 from pgtoolkit.training.model import Policy
 
 
@@ -127,6 +127,7 @@ def parallelize(policy: Policy, layout: Layout, config: Config) -> Policy:
     names = frozenset(name for name, parameter in model.named_parameters() if parameter in partial)
     sharded = parallelism.shard and layout.loss_group is not None
     if sharded:
+        divide_further(model)
         shard_fully(model, layout.loss_mesh)
     return ParallelPolicy(
         model,

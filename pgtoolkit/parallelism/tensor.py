@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional
 
 from pgtoolkit.errors import ConfigError
@@ -45,6 +45,13 @@ def shard_tensors(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -
         # The gradient that comes from the loss is complete on each rank.
         norm.register_forward_hook(lambda _module, _arguments, x: collectives.gather(x, group, 1, False))
     return partial
+
+
+def divide_further(model: nn.Module) -> None:
+    """To be called where FSDP2 is going to divide the parts of a model that `shard_tensors` has divided."""
+    for module in model.modules():
+        if isinstance(module, _Matrix):
+            module.resharded = True
 
 
 def vocabulary_start(vocabulary: int, mesh: DeviceMesh) -> int:
@@ -144,16 +151,60 @@ def _sharded(parameter: nn.Parameter, mesh: DeviceMesh, axis: int) -> nn.Paramet
 
 
 class _Matrix(nn.Module):
-    """A linear layer's weight and bias under their names; transposed: (in, out), as in GPT-2's Conv1D."""
+    """A linear layer's weight and bias under their names; transposed: (in, out), as in GPT-2's Conv1D.
+
+    resharded: FSDP2 divides them further, and holds this rank's part together only while it is used.
+    """
+
+    resharded = False
 
     def __init__(self, layer: nn.Module):
         super().__init__()
         self.transposed = not isinstance(layer, nn.Linear)
         self.weight, self.bias = layer.weight, layer.bias
+        self._parts: dict[str, _Part] = {}
+
+    def part(self, name: str) -> Tensor:
+        """This rank's part of the weight or bias."""
+        parameter = getattr(self, name)
+        if self.resharded or not isinstance(parameter, DTensor):
+            return local(parameter)
+        part = self._parts.get(name)
+        if part is None or not part.is_of(parameter):
+            part = self._parts[name] = _Part(parameter)
+        return part.leaf
 
     def matrix(self) -> Tensor:
         """This rank's (out, in)."""
-        return local(self.weight).T if self.transposed else local(self.weight)
+        weight = self.part("weight")
+        return weight.T if self.transposed else weight
+
+
+class _Part:
+    """A rank's part of a sharded parameter as a plain leaf, in the same memory, that hands its gradient over.
+
+    DTensor.to_local does so too, at the price of three operations on DTensors for each parameter and micro-batch: as
+    long as all that a GPU does for one matrix of a small model.
+    """
+
+    def __init__(self, parameter: nn.Parameter):
+        self.parameter = parameter
+        self.leaf = parameter.detach().to_local().requires_grad_(parameter.requires_grad)
+        if parameter.requires_grad:
+            self.leaf.register_post_accumulate_grad_hook(self._hand_over)
+
+    def is_of(self, parameter: nn.Parameter) -> bool:
+        with torch.no_grad():
+            return self.parameter is parameter and self.leaf.data_ptr() == parameter.to_local().data_ptr()
+
+    def _hand_over(self, leaf: Tensor) -> None:
+        whole = self.parameter
+        if whole.grad is None:
+            how = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+            whole.grad = DTensor.from_local(leaf.grad, whole.device_mesh, whole.placements, **how)
+        else:
+            whole.grad.to_local().add_(leaf.grad)
+        leaf.grad = None
 
 
 class ColumnParallel(_Matrix):
@@ -166,7 +217,7 @@ class ColumnParallel(_Matrix):
             self.bias = _sharded(layer.bias, mesh, 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.matrix(), None if self.bias is None else local(self.bias))
+        return functional.linear(x, self.matrix(), None if self.bias is None else self.part("bias"))
 
 
 class RowParallel(_Matrix):
