@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 VOCABULARY = 151936
-STEPS, DOCUMENTS_PER_STEP, MAX_TOKENS = 9, 32, 16384
+STEPS, DOCUMENTS_PER_STEP, MAX_TOKENS = 6, 32, 16384
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -38,7 +38,8 @@ PARTS = {
         "one_pass_kernel",
         "forward_kernel",
         "backward_kernel",
-        "coefficients_kernel",
+        "surrogate_kernel",
+        "settle_kernel",
         "scale_rows",
         "scale_kernel",
     ),

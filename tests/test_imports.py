@@ -74,9 +74,10 @@ def test_losses_and_kernels_know_only_torch(file):
     assert roots(names) & (HEAVY | {"hydra", "omegaconf", "numpy"}) <= {"torch", "triton"}
 
 
-def test_one_file_imports_triton():
+def test_only_the_kernels_named_for_it_import_triton():
     users = [file for file in PACKAGE.rglob("*.py") if "triton" in roots(imports(file))]
-    assert [file.parent.name for file in users] == ["kernels"]
+    assert {file.parent.name for file in users} == {"kernels"}
+    assert {file.name.partition("_")[0] for file in users} == {"triton"}
 
 
 @pytest.mark.parametrize("file", python_files("tracking"), ids=lambda file: file.name)

@@ -10,6 +10,7 @@ import torch
 from steps import AGGREGATIONS, EPSILONS, LOSSES, make_case
 
 from pgtoolkit import policy_loss
+from pgtoolkit.batch import StepTotals
 from pgtoolkit.errors import DataError
 from pgtoolkit.kernels import torch_impl, triton_impl
 from pgtoolkit.losses import reference
@@ -243,6 +244,53 @@ def test_the_logits_can_be_given_up_once():
         out.loss.backward(retain_graph=True)
         with pytest.raises(RuntimeError, match="first backward"):
             out.loss.backward()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_pieces_of_a_step_with_totals(loss):
+    """Totals given, documents out of order and in two pieces: the kernels over T-vectors against PyTorch's."""
+    case = make_case(seed=7, temperature=TEMPERATURE)
+    order = torch.randperm(len(case.labels), generator=torch.Generator().manual_seed(0))
+    _, labels, old, advantages, index = (x[order] for x in case.tensors)
+    totals = StepTotals(9, 40, 2, 4, torch.tensor([11, 7, 13, 9]))
+    for aggregation in AGGREGATIONS:
+        options = {
+            "loss": loss,
+            "aggregation": aggregation,
+            "divisor": 8.0 if aggregation == "constant" else None,
+            "group_index": case.group_index.to(DEVICE),
+            "num_documents": 6,
+            "totals": totals,
+            "temperature": TEMPERATURE,
+            "metrics": "with_entropy",
+            **EPSILONS[loss],
+        }
+        outs = []
+        for impl in ("triton", "torch"):
+            leaf = case.logits[order].to(DEVICE, torch.float32).requires_grad_()
+            rest = labels.to(DEVICE), old.float().to(DEVICE), advantages.float().to(DEVICE), index.to(DEVICE)
+            out = policy_loss(leaf, *rest, impl=impl, **options)
+            out.loss.backward()
+            outs.append([out.loss.detach(), leaf.grad, out.metric_sums.sums, out.metric_sums.maxima])
+        for found, expected in zip(*outs, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_vectors_may_be_views(loss):
+    """One advantage for all tokens by expand, old log-probs with a stride: not what kernels may read as they lie."""
+    case = make_case(seed=2)
+    logits, labels, old, _, index = (
+        x.to(DEVICE, torch.float32) if x.is_floating_point() else x.to(DEVICE) for x in case.tensors
+    )
+    strided = torch.stack([old, torch.full_like(old, math.nan)], 1)[:, 0]
+    one = torch.ones(1, device=DEVICE).expand(len(old))
+    results = []
+    for tensors in ((labels, strided, one, index), (labels, old, one.clone(), index)):
+        leaf = logits.clone().requires_grad_()
+        policy_loss(leaf, *tensors, loss=loss, impl="triton", **EPSILONS[loss]).loss.backward()
+        results.append(leaf.grad)
+    assert torch.equal(*results)
 
 
 def test_gradcheck():

@@ -7,9 +7,10 @@ from torch.nn.functional import linear
 
 from pgtoolkit import linear_policy_loss, policy_loss
 from pgtoolkit.errors import DataError
+from pgtoolkit.kernels import linear as linear_module
 from pgtoolkit.kernels import torch_impl, triton_impl
 from pgtoolkit.kernels.linear import Head, linear_loss
-from pgtoolkit.kernels.plan import balanced_bins, rows_within
+from pgtoolkit.kernels.plan import DocumentCounts, _cuts, balanced_bins, rows_within
 from pgtoolkit.losses.objective import make_objective
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -58,7 +59,7 @@ class Problem:
         objective = make_objective(
             *self.tensors, loss=loss, reducer=None, num_documents=None, totals=None, dtype=precise, **options
         )
-        head = Head(IMPLEMENTATIONS[implementation], max_rows, TEMPERATURE, True, fp32_logits, True, None)
+        head = Head(IMPLEMENTATIONS[implementation], max_rows, TEMPERATURE, "with_entropy", fp32_logits, True, None)
         value, log_probs, _, _ = linear_loss(*leaves, self.tensors[0], objective, head)
         return value, log_probs, leaves
 
@@ -328,8 +329,55 @@ def test_bins():
     assert balanced_bins([5, 5, 4, 6], 10) in ([[0, 1], [2, 3]], [[2, 3], [0, 1]])
 
 
+def test_only_the_pieces_before_the_last_come_twice(monkeypatch):
+    """A document of 12 tokens in chunks of 5: the logits of 2 + 5 tokens are computed again, not the last 5."""
+    computed = []
+    real = linear_module.matmul
+    monkeypatch.setattr(
+        linear_module, "matmul", lambda a, *rest, **more: computed.append(len(a)) or real(a, *rest, **more)
+    )
+    problem = Problem(lengths=(12,))
+    problem.tensors[0][:] = 1  # all trained
+    problem.fused(5, "gspo")
+    assert computed == [2, 5, 5, 2, 5]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_counts_known_on_the_host(loss):
+    """The same chunks, hence the same bits, without asking the device; refused for another number of documents."""
+    problem = Problem(vocabulary=40000, hidden_size=32)
+    labels, _, advantages, index = (x.cpu() for x in problem.tensors)
+    trained = [int(((labels >= 0) & (index == d)).sum()) for d in range(6)]
+    informative = [int(((labels >= 0) & (index == d) & (advantages != 0)).sum()) for d in range(6)]
+    assert trained != informative
+    results = []
+    for counts in (None, DocumentCounts(trained, informative)):
+        leaves = problem.leaves()
+        options = {"loss": loss, "logits_memory_mb": 1, "check_finite": False, "num_documents": 6, **EPSILONS[loss]}
+        out = linear_policy_loss(*leaves[:2], *problem.tensors, bias=leaves[2], counts=counts, **options)
+        out.loss.backward()
+        results.append([out.loss.detach(), *(x.grad for x in leaves)])
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first, second)
+    with pytest.raises(ValueError, match="counts needs 6 documents"):
+        linear_policy_loss(*leaves[:2], *problem.tensors, counts=DocumentCounts([1], [1]), **options)
+
+
+def test_cuts():
+    """Full pieces and the rest; equal ones where they are whole tiles, or where the rest would be a scrap."""
+    assert _cuts(0, 8192, 1760) == [(0, 1760), (1760, 3520), (3520, 5280), (5280, 7040), (7040, 8192)]
+    assert _cuts(8, 8200, 2208) == [(8, 2056), (2056, 4104), (4104, 6152), (6152, 8200)]
+    assert _cuts(0, 3700, 1760) == [(0, 1248), (1248, 2496), (2496, 3700)]
+    for total in (0, 1, 31, 33, 100):
+        for most in (1, 7, 40, 1000):
+            cuts = _cuts(5, 5 + total, most)
+            assert [row for low, high in cuts for row in range(low, high)] == list(range(5, 5 + total))
+            assert all(0 < high - low <= most for low, high in cuts)
+            assert len(cuts) == -(-total // most)
+
+
 def test_rows_within():
-    assert rows_within(512, 151936, torch.bfloat16) == 1664  # 13 tiles of 128; 1766 rows would fit
+    assert rows_within(512, 151936, torch.bfloat16) == 1760  # of 1766 that would fit
     assert rows_within(1, 151936, torch.float32) == 1
     assert rows_within(1, 10**9, torch.float32) == 1
     assert rows_within(4, 40000, torch.float32) == 26

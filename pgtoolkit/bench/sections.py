@@ -13,8 +13,10 @@ from pgtoolkit.bench import peers
 from pgtoolkit.bench.measure import copy_bandwidth, peak_bytes, seconds
 from pgtoolkit.bench.workloads import Workload, document_lengths, exact_gradient, make_workload
 from pgtoolkit.kernels.logits import choose_implementation
+from pgtoolkit.kernels.products import accumulate_matmul
 
 LOSSES = ("grpo", "gspo")
+_CHUNK = 2048
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,9 @@ def fused_head(tokens: int, hidden_size: int, vocabulary: int, device: str, repe
             "metrics": "basic",
             "logits_memory_mb": budgets[min(1, len(budgets) - 1)],
             "weight_gradient": total,
+            # As in training: documents are counted on the host, and the numbers are looked at once a step.
+            "check_finite": False,
+            "counts": workload.counts(),
         } | options
 
         def call():
@@ -199,9 +204,10 @@ def fused_head(tokens: int, hidden_size: int, vocabulary: int, device: str, repe
         calls["fused_linear", "half untrained"] = ours(workload.half_untrained())
         calls["fused_linear", "half zero advantage"] = ours(workload.half_zero_advantage())
         calls["fused_linear", "float32 logits"] = ours(workload, fp32_logits=True)
+        calls["fused_linear", "counts read, checked"] = ours(workload, counts=None, check_finite=True)
         calls["fused_linear", "gradient by autograd"] = ours(workload, weight_gradient=None)
         if device == "cuda":
-            calls["triton", "all logits"] = ours(workload, impl="triton", weight_gradient=None)
+            calls["triton", "all logits"] = ours(workload, impl="triton", weight_gradient=None, counts=None)
             calls["torch.compile", "all logits"] = naive(peers.compiled_loss(workload))
             calls["liger-kernel", "equal lengths"] = peers.liger_head(loss, hidden, weight, max(1, tokens // 1024))
             calls["cut-cross-entropy", "filtered"] = peers.cut_cross_entropy(hidden, weight, workload.labels, True)
@@ -259,7 +265,15 @@ def _plain_products(hidden: Tensor, weight: Tensor, score: Tensor, total: Tensor
             two()
             torch.addmm(total, score.T, hidden, out_dtype=torch.float32, out=total)
 
+        def in_chunks():
+            for low in range(0, len(hidden), _CHUNK):
+                rows = slice(low, low + _CHUNK)
+                torch.mm(hidden[rows], weight.T, out=logits[rows])
+                torch.mm(score[rows], weight, out=by_hidden[rows])
+                accumulate_matmul(total, score[rows].T, hidden[rows], alpha=1.0)
+
         calls["plain products", "adding to float32"] = accumulating
+        calls["plain products", f"{_CHUNK} rows at a time"] = in_chunks
     return calls
 
 

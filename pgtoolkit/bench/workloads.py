@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.kernels import torch_impl
+from pgtoolkit.kernels.plan import DocumentCounts
 from pgtoolkit.losses.objective import Objective, make_objective
 
 EPSILONS = {
@@ -38,6 +39,12 @@ class Workload:
     @property
     def options(self) -> dict:
         return {"loss": self.loss, "num_documents": self.num_documents, **EPSILONS[self.loss]}
+
+    def counts(self) -> DocumentCounts:
+        """What the training loop, whose documents come from the host, knows of them."""
+        trained = self.labels >= 0
+        documents = [self.document_index[mask] for mask in (trained, trained & (self.advantages != 0))]
+        return DocumentCounts(*(torch.bincount(x, minlength=self.num_documents).tolist() for x in documents))
 
     def objective(self, dtype: torch.dtype = torch.float32) -> Objective:
         return make_objective(

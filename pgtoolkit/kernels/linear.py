@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from pgtoolkit.kernels.parallel import all_sum_
-from pgtoolkit.kernels.plan import Chunk, make_plan
-from pgtoolkit.kernels.products import accumulate_matmul, matmul
+from pgtoolkit.kernels.plan import Chunk, DocumentCounts, make_plan
+from pgtoolkit.kernels.products import BesideOthers, accumulate_matmul, matmul
+from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import NEEDS_WHOLE_DOCUMENTS, Objective
 
 _WORTH_COMPACTING = 0.95
@@ -34,26 +35,28 @@ class Head:
 
     implementation: the module with the vocabulary-sized passes. max_rows: rows of logits that may exist at once.
     fp32_logits: logits in float32 from half-precision operands. check_finite: refuse data that is not.
-    weight_gradient: (V, H) float32 to which the weight's gradient is added at once, or None to return it to autograd.
+    level: of the metrics. weight_gradient: (V, H) float32 to which the weight's gradient is added at once, or None to
+    return it to autograd. counts: the documents' counts if they are known on the host.
     vocabulary_group: ranks with the other rows of the weight; the implementation knows the group as well.
     """
 
     implementation: object
     max_rows: int
     temperature: float
-    with_entropy: bool
+    level: str
     fp32_logits: bool
     check_finite: bool
     weight_gradient: Tensor | None
+    counts: DocumentCounts | None = None
     vocabulary_group: ProcessGroup | None = None
 
 
 def linear_loss(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, objective: Objective, head: Head
-) -> tuple[Tensor, Tensor, Tensor | None, Verdict]:
-    """(loss, log_probs, entropy, verdict) of hidden (T, H) @ weight (V, H).T; log_probs and entropy (T,), detached.
+) -> tuple[Tensor, Tensor, MetricSums, Verdict]:
+    """(loss, log_probs, metric sums, verdict) of hidden (T, H) @ weight (V, H).T; log_probs (T,), detached.
 
-    The verdict says whether all log-probs are finite.
+    The verdict says whether any log-prob is not finite.
     """
     if head.weight_gradient is not None:
         weight = weight.detach()
@@ -62,10 +65,10 @@ def linear_loss(
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         run = _Run(*(None if x is None else x.detach() for x in inputs), labels, head, wanted)
         run.all_chunks(objective)
-        loss = head.implementation.losses_and_coefficients(objective, run.log_probs)[0].sum()
+        loss, _, sums = head.implementation.judge(objective, run.log_probs, run.entropy, head.level)
     if any(wanted):
         loss = _GradientsAtHand.apply(*inputs, loss, run, head.weight_gradient is not None)
-    return loss, run.log_probs, run.entropy, run.verdict
+    return loss, run.log_probs, sums, run.verdict
 
 
 class Verdict:
@@ -122,7 +125,7 @@ class _Run:
         self.logits_dtype = wide if head.fp32_logits else hidden.dtype
         self.bias = None if bias is None else bias.to(self.logits_dtype)
         self.log_probs = hidden.new_zeros(len(hidden), dtype=wide)
-        self.entropy = torch.zeros_like(self.log_probs) if head.with_entropy else None
+        self.entropy = torch.zeros_like(self.log_probs) if head.level == "with_entropy" else None
 
         self.with_gradient = any(wanted)
         # float16 cannot hold gradients of a loss that is a mean over a step; keep them wide until they are scaled.
@@ -135,44 +138,44 @@ class _Run:
             self.weight_total = head.weight_gradient
 
     def all_chunks(self, objective: Objective) -> None:
-        plan = make_plan(objective, self.head.max_rows, self.with_gradient, self.head.check_finite)
+        head = self.head
+        plan = make_plan(objective, head.max_rows, self.with_gradient, head.check_finite, head.counts)
         ordered = objective.take(plan.rows, None)
         # Coefficients are means over a step: this power of two brings them near 1, into float16's range.
         self.scale = float(2 ** len(plan.rows).bit_length())
-        largest = max((min(self.head.max_rows, chunk.stop - chunk.start) for chunk in plan.chunks), default=0)
-        self.scale_rows = self.head.implementation.scale_rows
+        largest = max((min(head.max_rows, chunk.stop - chunk.start) for chunk in plan.chunks), default=0)
+        self.scale_rows = head.implementation.scale_rows
         self.numbers = torch.arange(largest, device=self.hidden.device)
         self.buffer = self.hidden.new_empty(largest, len(self.weight), dtype=self.logits_dtype)
         self.verdict = Verdict(torch.zeros_like(objective.mask)) if not plan.chunks else None
         for chunk in plan.chunks:
-            pieces = [plan.rows[piece] for piece in chunk.pieces(self.head.max_rows)]
-            score = log_probs = None
-            if chunk.needs_gradient and len(pieces) == 1:
-                hidden, score, log_probs = self.score(pieces[0])
-            else:
-                # Of a document spread over ranks, this one may hold nothing.
-                log_probs = torch.cat([self.log_probs[:0], *(self.forward(rows) for rows in pieces)])
+            pieces = [plan.rows[piece] for piece in chunk.pieces(head.max_rows)]
+            # Of a document with more rows than may exist at once, only the last piece's score is there when its
+            # coefficients are known; the logits of the others come again. This rank may hold nothing of a chunk.
+            kept = [pieces.pop()] if chunk.needs_gradient and pieces else []
+            parts = [self.forward(rows) for rows in pieces]
+            for rows in kept:
+                hidden, score, log_probs = self.score(rows)
+                parts.append(log_probs)
             if chunk is plan.chunks[-1]:
                 # All log-probs are known: the answer reaches the host while the last products run.
                 self.verdict = Verdict(objective.not_finite(self.log_probs))
             if not chunk.needs_gradient:
                 continue
-            coefficients = self.coefficients(ordered, chunk, log_probs)
-            if score is not None:
-                self.products(pieces[0], hidden, score, coefficients, NEEDS_WHOLE_DOCUMENTS[objective.loss])
-                continue
-            # A document of more rows than may exist at once: now that its coefficients are known, its logits again.
-            for number, rows in enumerate(pieces):
+            coefficients = self.coefficients(ordered, chunk, torch.cat([self.log_probs[:0], *parts]))
+            *earlier, last = coefficients.split([len(part) for part in parts]) if parts else [None]
+            for rows in kept:
+                self.products(rows, hidden, score, last, NEEDS_WHOLE_DOCUMENTS[objective.loss] and not earlier)
+            for rows, c in zip(pieces, earlier, strict=True):
                 hidden, score, _ = self.score(rows)
-                low = number * self.head.max_rows
-                self.products(rows, hidden, score, coefficients[low : low + len(rows)], False)
+                self.products(rows, hidden, score, c, False)
         if self.hidden_gradient is not None:
             # Each rank's columns make a part of it.
             all_sum_(self.hidden_gradient, self.head.vocabulary_group)
 
     def coefficients(self, ordered: Objective, chunk: Chunk, log_probs: Tensor) -> Tensor:
         share = ordered.take(slice(chunk.start, chunk.stop), chunk.segments)
-        return self.head.implementation.losses_and_coefficients(share, log_probs)[1]
+        return self.head.implementation.coefficients(share, log_probs)
 
     def forward(self, rows: Tensor) -> Tensor:
         """Fill in log-probs and entropy of these rows, and return the log-probs."""
@@ -198,17 +201,19 @@ class _Run:
             rows, hidden, score, coefficients = _without_zeros(rows, hidden, score, coefficients)
         factor = coefficients * (1 / self.head.temperature)
         if self.hidden_gradient is not None:
-            self.scale_rows(score @ self.weight, factor, self.hidden_gradient, rows)
-        factor *= self.scale
+            by_hidden = BesideOthers(score, self.weight)
+        scaled = factor * self.scale
         if self.bias_gradient is not None:
-            column = factor.to(score.dtype).unsqueeze(-1)
+            column = scaled.to(score.dtype).unsqueeze(-1)
             accumulate_matmul(self.bias_gradient.unsqueeze(-1), score.T, column, alpha=1 / self.scale)
         if self.weight_total is not None:
-            hidden = self.scale_rows(hidden, factor, hidden, self.numbers[: len(rows)])
+            hidden = self.scale_rows(hidden, scaled, hidden, self.numbers[: len(rows)])
             accumulate_matmul(self.weight_total, score.T, hidden, alpha=1 / self.scale)
+        if self.hidden_gradient is not None:
+            self.scale_rows(by_hidden.result(), factor, self.hidden_gradient, rows)
 
     def _options(self, rows):
-        return self.labels[rows], self.head.temperature, self.head.with_entropy
+        return self.labels[rows], self.head.temperature, self.head.level == "with_entropy"
 
     def _record(self, rows, log_probs, entropy):
         self.log_probs[rows] = log_probs

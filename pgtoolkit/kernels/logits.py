@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import Objective
 
 IMPLEMENTATIONS = ("torch", "triton")
@@ -47,17 +48,16 @@ def logits_loss(
     labels: Tensor,
     objective: Objective,
     temperature: float,
-    with_entropy: bool,
-    impl: str = "auto",
+    level: str,
+    implementation,
     overwrite: bool = False,
-    vocabulary: tuple[ProcessGroup, int] | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(loss, log_probs, entropy) of logits (T, V); log_probs and entropy are (T,) and detached.
+) -> tuple[Tensor, Tensor, MetricSums]:
+    """(loss, log_probs, metric sums) of logits (T, V); log_probs is (T,), 0 where labels < 0, and detached.
 
-    In float32 (float64 for float64 logits), 0 where labels < 0. Entropy is of the tempered distribution, and None
-    unless asked for. overwrite: the gradient takes the place of the logits. vocabulary: as in `choose_implementation`.
+    Both in float32 (float64 for float64 logits). level: of the metrics. implementation: from `choose_implementation`.
+    overwrite: the gradient takes the place of the logits.
     """
-    implementation = choose_implementation(impl, logits, vocabulary)
+    with_entropy = level == "with_entropy"
     wanted = torch.is_grad_enabled() and logits.requires_grad
     values, gradient, results = logits.detach(), None, None
     with torch.no_grad():
@@ -66,17 +66,16 @@ def logits_loss(
             gradient = values if overwrite else torch.empty_like(values)
             results = implementation.forward_gradient(values, labels, temperature, with_entropy, objective, gradient)
         if results is not None:
-            log_probs, entropy, losses = results
+            log_probs, entropy = results
         else:
             log_probs, normalizer, entropy = implementation.forward(values, labels, temperature, with_entropy)
-            losses, coefficients = implementation.losses_and_coefficients(objective, log_probs)
-        loss = losses.sum()
+        loss, coefficients, sums = implementation.judge(objective, log_probs, entropy, level)
     if results is not None:
         loss = _GradientAtHand.apply(logits, loss, gradient, implementation)
     elif wanted:
         backward = _Backward(values, labels, normalizer, coefficients, temperature, implementation, overwrite)
         loss = _GradientToCome.apply(logits, loss, backward)
-    return loss, log_probs, entropy
+    return loss, log_probs, sums
 
 
 class _Backward:

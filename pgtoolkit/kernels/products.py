@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -37,6 +39,36 @@ def accumulate_matmul(total: Tensor, a: Tensor, b: Tensor, alpha: float) -> Tens
         rows = slice(low, low + _ROWS_PER_BLOCK)
         total[rows].addmm_(a[rows].to(total.dtype), b.to(total.dtype), alpha=alpha)
     return total
+
+
+class BesideOthers:
+    """The product a @ b on a stream of its own, beside what is launched until its result is asked for.
+
+    The tiles of a product rarely fill the GPU's last wave of them; those of the next one then fill it up. a and b may
+    not be written before the result has been asked for.
+    """
+
+    def __init__(self, a: Tensor, b: Tensor):
+        self._stream = None
+        if not a.is_cuda:
+            self._product = a @ b
+            return
+        self._product = a.new_empty(a.shape[0], b.shape[1])
+        self._stream = _side_stream(a.device)
+        self._stream.wait_stream(torch.cuda.current_stream(a.device))
+        with torch.cuda.stream(self._stream):
+            torch.mm(a, b, out=self._product)
+
+    def result(self) -> Tensor:
+        if self._stream is not None:
+            torch.cuda.current_stream(self._product.device).wait_stream(self._stream)
+        return self._product
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    # One for all calls: cuBLAS keeps a workspace for each stream that it has seen.
+    return torch.cuda.Stream(device)
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, fp32: bool) -> Tensor:

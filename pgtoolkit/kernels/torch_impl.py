@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import Objective
 
 _ELEMENTS_PER_BLOCK = 2**24
@@ -112,9 +113,17 @@ def backward(
     return gradient
 
 
-def losses_and_coefficients(objective: Objective, log_probs: Tensor) -> tuple[Tensor, Tensor]:
-    """As `Objective.losses_and_coefficients`."""
-    return objective.losses_and_coefficients(log_probs)
+def judge(
+    objective: Objective, log_probs: Tensor, entropy: Tensor | None, level: str
+) -> tuple[Tensor, Tensor, MetricSums]:
+    """(loss, coefficients, metric sums) of a piece whose log-probs are known: loss 0-dim, coefficients (T,)."""
+    losses, found = objective.losses_and_coefficients(log_probs)
+    return losses.sum(), found, objective.metrics(level, log_probs, entropy)
+
+
+def coefficients(objective: Objective, log_probs: Tensor) -> Tensor:
+    """(T,) coefficients alone; the objective's segments may be None where the family judges tokens one by one."""
+    return objective.losses_and_coefficients(log_probs)[1]
 
 
 def scale_rows(source: Tensor, factors: Tensor, target: Tensor, rows: Tensor) -> Tensor:

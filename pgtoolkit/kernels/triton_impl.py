@@ -8,8 +8,27 @@ import os
 import torch
 from torch import Tensor
 
-from pgtoolkit.kernels import triton_kernels as kernels
+from pgtoolkit.kernels import torch_impl
+from pgtoolkit.kernels import triton_objective as vectors
+from pgtoolkit.kernels.triton_objective import scale_, scale_rows, settle
+from pgtoolkit.kernels.triton_one_pass import one_pass_kernel
+from pgtoolkit.kernels.triton_two_pass import backward_kernel, forward_kernel
+from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import Objective
+
+__all__ = [
+    "backward",
+    "check_runs_on",
+    "coefficients",
+    "forward",
+    "forward_gradient",
+    "forward_score_",
+    "forward_shard",
+    "judge",
+    "scale_",
+    "scale_rows",
+    "settle",
+]
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -21,6 +40,8 @@ _RESIDENT_THREADS = 1024
 _MAX_BLOCKS = 8
 """Blocks of 4 words a thread that a program keeps: 32 registers of the 64. With more the compiler runs out, and what
 it spills includes numbers that it then has to wait for."""
+_MAX_BLOCKS_SHARED_GRPO = 7
+"""The same where programs share a row and each computes the coefficient, which takes registers too."""
 _MAX_SHARE = 32
 _cannot_launch: set[torch.device] = set()
 
@@ -37,17 +58,17 @@ def forward(
     logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """As `torch_impl.forward`."""
-    log_probs, maximum, log_sum, entropy = _forward(logits, labels, temperature, with_entropy, None)
-    return log_probs, torch.stack([maximum, log_sum]), entropy
+    results = _forward(logits, labels, temperature, with_entropy, None)
+    return results[0], results[1:3], results[3] if with_entropy else None
 
 
 def forward_shard(
     logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool, vocabulary_start: int
 ) -> Tensor:
     """As `torch_impl.forward_shard`."""
-    label_logits, maximum, total, dot = _forward(logits, labels, temperature, with_entropy, vocabulary_start)
-    # The kernel counts in powers of two.
-    return torch.stack([label_logits, maximum, total] + ([] if dot is None else [dot * math.log(2.0)]))
+    results = _forward(logits, labels, temperature, with_entropy, vocabulary_start)
+    results[3:] *= math.log(2.0)  # the kernel counts in powers of two
+    return results
 
 
 def backward(
@@ -66,7 +87,7 @@ def backward(
     if logits.numel() == 0:
         return gradient
     block = 2048
-    kernels.backward_kernel[(rows * -(-columns // block),)](
+    backward_kernel[(rows * -(-columns // block),)](
         logits,
         gradient,
         labels,
@@ -103,76 +124,37 @@ def forward_score_(
 def forward_gradient(
     logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool, objective: Objective, out: Tensor
 ) -> tuple[Tensor, Tensor | None] | None:
-    """(log_probs, entropy, losses) and, in `out`, the gradient of `grpo`'s objective, with one read of the logits.
+    """(log_probs, entropy) and, in `out`, the gradient of `grpo`'s objective, with one read of the logits.
 
-    losses: (T,) weighted. out may be the logits. None, and nothing done, where a row cannot be kept on the chip.
+    out may be the logits. None, and nothing done, where a row cannot be kept on the chip.
     """
-    losses = torch.zeros(len(labels), dtype=torch.float32, device=logits.device)
-    results = _one_pass(logits, labels, temperature, with_entropy, objective, out, losses)
-    return None if results is None else (*results, losses)
+    return _one_pass(logits, labels, temperature, with_entropy, objective, out)
 
 
-def losses_and_coefficients(objective: Objective, log_probs: Tensor) -> tuple[Tensor, Tensor]:
-    """As `Objective.losses_and_coefficients`, in one kernel for the families that it knows."""
-    by_document = objective.loss == "gspo"
-    spread = by_document and objective.segments.group is not None
-    if spread or objective.loss not in ("grpo", "gspo"):
-        return objective.losses_and_coefficients(log_probs)
-    losses, coefficients = torch.zeros_like(log_probs), torch.zeros_like(log_probs)
-    block = 1024
-    num_programs = objective.segments.num_documents if by_document else -(-len(log_probs) // block)
-    if num_programs and len(log_probs):
-        kernels.coefficients_kernel[(num_programs,)](
-            log_probs,
-            objective.old_log_probs,
-            objective.advantages,
-            objective.weights,
-            objective.mask,
-            objective.segments.index if by_document else objective.mask,
-            losses,
-            coefficients,
-            len(log_probs),
-            objective.epsilon_low,
-            objective.epsilon_high,
-            BY_DOCUMENT=by_document,
-            BLOCK=block,
-            num_warps=4,
-        )
-    return losses, coefficients
+def judge(
+    objective: Objective, log_probs: Tensor, entropy: Tensor | None, level: str
+) -> tuple[Tensor, Tensor, MetricSums]:
+    """As `torch_impl.judge`."""
+    return vectors.judge(objective, log_probs, entropy, level) or torch_impl.judge(objective, log_probs, entropy, level)
 
 
-def scale_rows(source: Tensor, factors: Tensor, target: Tensor, rows: Tensor) -> Tensor:
-    """target[rows[i]] = factors[i] * source[i], in float32; source may be target where rows are 0, 1, 2, ..."""
-    if source.numel():
-        kernels.scale_rows_kernel[(len(rows),)](source, factors, target, rows, source.shape[1], BLOCK=2048, num_warps=4)
-    return target
-
-
-def scale_(values: Tensor, factor: Tensor) -> Tensor:
-    """values *= factor (0-dim, on the device) in place, free of charge where it is 1."""
-    block = 8192
-    if values.numel():
-        # Few programs: where there is nothing to do, starting them is all that it costs.
-        kernels.scale_kernel[(min(1024, -(-values.numel() // block)),)](
-            values, factor, values.numel(), BLOCK=block, num_warps=8
-        )
-    return values
+def coefficients(objective: Objective, log_probs: Tensor) -> Tensor:
+    """As `torch_impl.coefficients`."""
+    found = vectors.coefficients(objective, log_probs)
+    return torch_impl.coefficients(objective, log_probs) if found is None else found
 
 
 def _forward(logits, labels, temperature, with_entropy, vocabulary_start):
+    """(3 or 4, rows): log-prob, maximum, log-sum and entropy, or what a shard has in their place; 0 where untrained."""
     logits = _rows(logits)
     rows, columns = logits.shape
-    log_probs = torch.zeros(rows, dtype=torch.float32, device=logits.device)
-    maximum, log_sum = torch.zeros_like(log_probs), torch.zeros_like(log_probs)
-    entropy = torch.zeros_like(log_probs) if with_entropy else None
+    results = torch.zeros(3 + with_entropy, rows, dtype=torch.float32, device=logits.device)
     if rows:
-        kernels.forward_kernel[(rows,)](
+        forward_kernel[(rows,)](
             logits,
             labels,
-            log_probs,
-            maximum,
-            log_sum,
-            log_probs if entropy is None else entropy,
+            *results[:3],
+            results[-1],
             logits.stride(0),
             columns,
             vocabulary_start or 0,
@@ -183,18 +165,18 @@ def _forward(logits, labels, temperature, with_entropy, vocabulary_start):
             UNROLL=8,
             num_warps=4,
         )
-    return log_probs, maximum, log_sum, entropy
+    return results
 
 
-def _one_pass(logits, labels, temperature, with_entropy, objective, out, losses=None):
+def _one_pass(logits, labels, temperature, with_entropy, objective, out):
     rows, columns = logits.shape
     half = _HALVES.get(logits.dtype, "")
-    layout = _layout(logits, out, half)
+    layout = _layout(logits, out, half, _MAX_BLOCKS if objective is None else _MAX_BLOCKS_SHARED_GRPO)
     if layout is None:
         return None
     threads, share, blocks = layout
-    log_probs = torch.zeros(rows, dtype=torch.float32, device=logits.device)
-    entropy = torch.zeros_like(log_probs) if with_entropy else None
+    log_probs = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    entropy = torch.empty_like(log_probs) if with_entropy else None
     if rows == 0:
         return log_probs, entropy
     slots = torch.full((rows, (1 + with_entropy) * share if share > 1 else 0), -1, device=logits.device)
@@ -208,14 +190,13 @@ def _one_pass(logits, labels, temperature, with_entropy, objective, out, losses=
         processors = torch.cuda.get_device_properties(logits.device).multi_processor_count
         grid = min(rows, processors * (_RESIDENT_THREADS // threads) // share) * share
     try:
-        kernels.one_pass_kernel[(grid,)](
+        one_pass_kernel[(grid,)](
             logits,
             words,
             out_words,
             out,
             labels,
             *per_token,
-            log_probs if losses is None else losses,
             log_probs,
             log_probs if entropy is None else entropy,
             slots,
@@ -228,6 +209,8 @@ def _one_pass(logits, labels, temperature, with_entropy, objective, out, losses=
             0.0 if objective is None else objective.epsilon_low,
             0.0 if objective is None else objective.epsilon_high,
             0,
+            16,
+            -65536,
             GRPO=objective is not None,
             ENTROPY=with_entropy,
             HALF=half,
@@ -248,8 +231,11 @@ def _one_pass(logits, labels, temperature, with_entropy, objective, out, losses=
     return log_probs, entropy
 
 
-def _layout(logits: Tensor, out: Tensor, half: str) -> tuple[int, int, int] | None:
-    """(threads, programs a row, blocks a program) of the one-pass kernel; None where a row does not fit or align."""
+def _layout(logits: Tensor, out: Tensor, half: str, most_shared: int) -> tuple[int, int, int] | None:
+    """(threads, programs a row, blocks a program) of the one-pass kernel; None where a row does not fit or align.
+
+    most_shared: blocks that a program keeps at most where several share a row.
+    """
     columns, per_word = logits.shape[1], 2 if half else 1
     if logits.stride(1) != 1 or out.stride(1) != 1 or logits.device in _cannot_launch or torch.version.hip:
         return None
@@ -260,7 +246,7 @@ def _layout(logits: Tensor, out: Tensor, half: str) -> tuple[int, int, int] | No
         return 512, 1, needed
     # Smaller programs where they wait for each other: more of them are there to fill the wait.
     needed = -(-columns // (per_word * 4 * 256))
-    share = -(-needed // _MAX_BLOCKS)
+    share = -(-needed // most_shared)
     # The interpreter runs one program after the other: none can wait for the next.
     return None if share > _MAX_SHARE or _INTERPRETED else (256, share, -(-needed // share))
 

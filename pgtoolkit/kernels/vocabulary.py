@@ -19,7 +19,7 @@ class VocabularyShard:
 
     def __init__(self, implementation, group: ProcessGroup, start: int):
         self.implementation, self.group, self.start = implementation, group, start
-        self.losses_and_coefficients = implementation.losses_and_coefficients
+        self.judge, self.coefficients = implementation.judge, implementation.coefficients
         self.scale_rows, self.scale_ = implementation.scale_rows, implementation.scale_
 
     def forward(

@@ -46,7 +46,7 @@ def token_weights(
         if mode == "sample_mean":
             per_document = segments.counts * totals.num_documents
         elif mode == "prompt_mean":
-            per_document = totals.tokens_per_group[group_index] * totals.num_groups
+            per_document = totals.tokens_per_group.to(group_index.device)[group_index] * totals.num_groups
         else:
             per_document = torch.full_like(segments.counts, divisor, dtype=torch.float64) * totals.num_documents
         denominator = segments.broadcast(per_document.double())

@@ -51,7 +51,7 @@ def check_tensors(
         whole = key in ("labels", "document_index")
         if whole and tensor.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"{key} needs dtype int64 (got {tensor.dtype})")
-        vectors[key] = tensor.long() if whole else tensor
+        vectors[key] = tensor.long().contiguous() if whole else tensor
     return tuple(vectors.values())
 
 

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from pgtoolkit.batch import StepTotals
 from pgtoolkit.errors import DataError
 from pgtoolkit.kernels.parallel import all_sum, gather, largest
-from pgtoolkit.losses.aggregation import Reducer, token_weights
+from pgtoolkit.losses.aggregation import Reducer, check_mode, token_weights
 from pgtoolkit.losses.metrics import MetricSums, metric_sums
 from pgtoolkit.losses.segments import Segments
 from pgtoolkit.losses.surrogates import FAMILIES, clipped_surrogate
@@ -164,20 +164,31 @@ def make_objective(
     dtype: torch.dtype,
     sequence_group: ProcessGroup | None = None,
     data_group: ProcessGroup | None = None,
+    settle=None,
 ) -> Objective:
     """Settle masks, segments and weights of a piece; `dtype` is what the log-probs will come in.
+
+    settle: what does so faster where it can (`kernels.triton_objective.settle`), or None.
 
     Without totals the piece is the whole step, or the data_group's pieces are. Reads tensors on the host only where
     the caller left sizes open.
     """
-    mask = labels >= 0
     if num_documents is None:
         num_documents = int(document_index.max()) + 1 if document_index.numel() else 0
     if group_index is not None and group_index.shape != (num_documents,):
         raise ValueError(f"group_index needs one entry per document, {num_documents} (got {tuple(group_index.shape)})")
+    old_log_probs, advantages = old_log_probs.to(dtype).contiguous(), advantages.to(dtype).contiguous()
+    if settle is not None and reducer is None and sequence_group is None and data_group is None:
+        has_groups = group_index is not None and (totals is None or totals.tokens_per_group is not None)
+        check_mode(aggregation, divisor, has_groups)
+        settled = settle(labels, document_index, num_documents, aggregation, divisor, group_index, totals)
+        if settled is not None:
+            mask, segments, totals, weights = settled
+            clip = (loss, epsilon_low, epsilon_high)
+            return Objective(*clip, mask, old_log_probs, advantages, weights, weights, segments, totals)
+    mask = labels >= 0
     misplaced = mask & ((document_index < 0) | (document_index >= num_documents))
     segments = Segments(document_index, mask & ~misplaced, num_documents, sequence_group)
-    old_log_probs, advantages = old_log_probs.to(dtype), advantages.to(dtype)
     known_advantages = None
     if sequence_group is not None:
         # First, since the documents' lengths, which the rest needs, travel with it.

@@ -13,13 +13,13 @@ from pgtoolkit.batch import StepTotals
 from pgtoolkit.kernels.linear import Head, linear_loss
 from pgtoolkit.kernels.logits import choose_implementation, logits_loss
 from pgtoolkit.kernels.parallel import SumGradient, largest
-from pgtoolkit.kernels.plan import rows_within
+from pgtoolkit.kernels.plan import DocumentCounts, rows_within
 from pgtoolkit.kernels.products import linear
 from pgtoolkit.losses import reference
 from pgtoolkit.losses.aggregation import Reducer
 from pgtoolkit.losses.arguments import check_choices, check_groups, check_tensors
 from pgtoolkit.losses.metrics import MetricSums
-from pgtoolkit.losses.objective import NEEDS_WHOLE_DOCUMENTS, Objective, make_objective
+from pgtoolkit.losses.objective import NEEDS_WHOLE_DOCUMENTS, make_objective
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,8 @@ def policy_loss(
     epsilon_low, epsilon_high = check_choices(loss, metrics, epsilon_low, epsilon_high, temperature)
     tensors = check_tensors("logits", logits, labels, old_log_probs, advantages, document_index)
     check_groups(impl, num_documents, vocabulary_group, vocabulary_start, sequence_group, data_group)
+    shard = _shard(vocabulary_group, vocabulary_start, logits.shape[1])
+    implementation = None if impl == "reference" else choose_implementation(impl, logits, shard)
     objective = make_objective(
         *tensors,
         loss=loss,
@@ -113,6 +115,7 @@ def policy_loss(
         dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32,
         sequence_group=sequence_group,
         data_group=data_group,
+        settle=getattr(implementation, "settle", None),
     )
     if impl == "reference":
         if totals is not None or reducer is not None:
@@ -129,14 +132,14 @@ def policy_loss(
             num_documents=num_documents,
             temperature=temperature,
         )
+        sums = objective.metrics(metrics, log_probs, entropy)
     else:
-        shard = _shard(vocabulary_group, vocabulary_start, logits.shape[1])
-        value, log_probs, entropy = logits_loss(
-            logits, tensors[0], objective, temperature, metrics == "with_entropy", impl, overwrite_logits, shard
+        value, log_probs, sums = logits_loss(
+            logits, tensors[0], objective, temperature, metrics, implementation, overwrite_logits
         )
     if check_finite:
         objective.check_finite(log_probs)
-    return _result(objective, value, log_probs, entropy, metrics)
+    return PolicyLoss(value, log_probs, sums, objective.totals)
 
 
 def linear_policy_loss(
@@ -165,6 +168,7 @@ def linear_policy_loss(
     num_splits: int = 1,
     logits_memory_mb: int = 512,
     weight_gradient: Tensor | None = None,
+    counts: DocumentCounts | None = None,
     vocabulary_group: ProcessGroup | None = None,
     vocabulary_start: int | None = None,
     sequence_group: ProcessGroup | None = None,
@@ -184,6 +188,8 @@ def linear_policy_loss(
     weight_gradient: (V, H) float32 (float64 for float64 hidden), to which the weight's gradient is added during the
         call itself, so that it adds up in float32 over micro-batches; autograd then sees the weight as a constant,
         and the loss must be backpropagated as it is: a backward of a scaled loss is an error. "fused_linear" only.
+    counts: the documents' numbers of tokens, where the caller knows them on the host: with check_finite=False,
+        "fused_linear" then reads nothing from a GPU before its last product.
     vocabulary_group: lm_head_weight, bias and weight_gradient hold this rank's rows, hidden is the same on every rank;
         so is its gradient, summed over the group, while those of weight and bias are of the rows here.
 
@@ -223,7 +229,13 @@ def linear_policy_loss(
         return policy_loss(logits, *tensors, **keywords, overwrite_logits=True)
 
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    objective = make_objective(*tensors, **keywords, dtype=wide)
+    shard = _shard(vocabulary_group, vocabulary_start, lm_head_weight.shape[0])
+    implementation = choose_implementation("auto" if fused else impl, hidden, shard)
+    objective = make_objective(*tensors, **keywords, dtype=wide, settle=getattr(implementation, "settle", None))
+    if counts is not None and len(counts.trained) != objective.segments.num_documents:
+        raise ValueError(
+            f"counts needs {objective.segments.num_documents} documents, as num_documents (got {len(counts.trained)})"
+        )
     max_rows = -(-len(hidden) // num_splits)
     if fused:
         # The same on every rank; shards without a given start are of one size.
@@ -231,22 +243,21 @@ def linear_policy_loss(
         if vocabulary_start is not None:
             columns = largest(columns, vocabulary_group, hidden.device)
         max_rows = rows_within(logits_memory_mb, max(1, columns), wide if fp32_logits else hidden.dtype)
-    shard = _shard(vocabulary_group, vocabulary_start, lm_head_weight.shape[0])
     head = Head(
-        implementation=choose_implementation("auto" if fused else impl, hidden, shard),
+        implementation=implementation,
         max_rows=max(1, max_rows),
         temperature=temperature,
-        with_entropy=metrics == "with_entropy",
+        level=metrics,
         fp32_logits=fp32_logits,
         check_finite=check_finite,
         weight_gradient=weight_gradient,
+        counts=counts,
         vocabulary_group=vocabulary_group,
     )
-    value, log_probs, entropy, is_bad = linear_loss(hidden, lm_head_weight, bias, tensors[0], objective, head)
-    result = _result(objective, value, log_probs, entropy, metrics)
+    value, log_probs, sums, is_bad = linear_loss(hidden, lm_head_weight, bias, tensors[0], objective, head)
     if check_finite and is_bad:
         objective.check_finite(log_probs)
-    return result
+    return PolicyLoss(value, log_probs, sums, objective.totals)
 
 
 def _by_reference(logits, *tensors, **options):
@@ -263,7 +274,3 @@ def _shard(group: ProcessGroup | None, start: int | None, columns: int) -> tuple
     if group is None:
         return None
     return group, group.rank() * columns if start is None else start
-
-
-def _result(objective: Objective, value, log_probs, entropy, metrics) -> PolicyLoss:
-    return PolicyLoss(value, log_probs, objective.metrics(metrics, log_probs, entropy), objective.totals)

@@ -47,6 +47,14 @@ class Segments:
         segments._all_trained = True
         return segments
 
+    @classmethod
+    def of_index(cls, index: Tensor, lengths: Tensor) -> Segments:
+        """From the index and lengths that `__init__` would make: (T,) and (D + 1,), the last slot for no document."""
+        segments = cls.__new__(cls)
+        segments.num_documents, segments.index, segments._lengths = len(lengths) - 1, index, lengths
+        segments._counts, segments.group, segments._all_trained = None, None, False
+        return segments
+
     @cached_property
     def order(self) -> Tensor | None:
         """(T,) positions by document, those of no document last; None where they lie in that order."""

@@ -29,6 +29,9 @@ def build(
     lightning.seed_everything(config.seed, verbose=False)
     if config.trainer.num_threads is not None:
         torch.set_num_threads(config.trainer.num_threads)
+    # cuDNN's attention plans its execution anew for each shape, and each micro-batch has a shape of its own: a quarter
+    # of a GPU's time in a small model's step. The other kernels of PyTorch need no plan.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     task = make_task(config.task, config.seed)
     policy = build_policy(config.model, task.alphabet, accelerator(config) == "gpu")
     names = names_in_order(policy.model)  # before the model is spread over ranks, which may hold a part of them

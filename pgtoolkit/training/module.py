@@ -15,6 +15,7 @@ from pgtoolkit.batch import MicroBatch, Step, StepTotals
 from pgtoolkit.config import Config
 from pgtoolkit.errors import NumericalError
 from pgtoolkit.functions import import_function
+from pgtoolkit.kernels.plan import DocumentCounts
 from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.policy_gradient import PolicyLoss, linear_policy_loss
 from pgtoolkit.parallelism.agreement import gather
@@ -189,8 +190,14 @@ class PolicyGradientModule(lightning.LightningModule):
         if inputs is None:
             # Read before the move: no synchronisation on a GPU.
             longest = int(micro_batch.position_ids.max()) + 1 if len(micro_batch.tokens) else 0
+            counts = _document_counts(micro_batch)
             micro_batch = micro_batch.to(self.device)
-            inputs = self.policy.loss_inputs(micro_batch, longest)
+            inputs = self.policy.loss_inputs(micro_batch, longest) | {"counts": counts}
+            if torch.is_grad_enabled() and self._head_adds_its_gradient():
+                weight = self.policy.head.weight
+                if weight.grad is None:
+                    weight.grad = torch.zeros_like(weight)
+                inputs["weight_gradient"] = weight.grad
         return linear_policy_loss(
             labels=micro_batch.labels,
             old_log_probs=micro_batch.old_log_probs,
@@ -207,6 +214,11 @@ class PolicyGradientModule(lightning.LightningModule):
             **objective,
         )
 
+    def _head_adds_its_gradient(self) -> bool:
+        """Whether the loss may add the head's gradient to `weight.grad` itself, which saves a second one's memory."""
+        fused = self.config.kernel.implementation.value in ("auto", "fused_linear") and self.config.loss.num_splits == 1
+        return fused and self.layout.world_size == 1 and self.policy.head.weight.requires_grad
+
     def generate(self, prompts: list[list[int]]) -> list[Completion]:
         """One sampled completion per prompt, as `config.rollout` says."""
         rollout = self.config.rollout
@@ -216,6 +228,12 @@ class PolicyGradientModule(lightning.LightningModule):
             completions = generate(self.model, self.policy.tokenizer, prompts, length, temperature, top_p)
         self.model.train()
         return completions
+
+
+def _document_counts(micro_batch: MicroBatch) -> DocumentCounts:
+    trained = micro_batch.labels >= 0
+    documents = [micro_batch.document_index[mask] for mask in (trained, trained & (micro_batch.advantages != 0))]
+    return DocumentCounts(*(torch.bincount(x, minlength=micro_batch.num_documents).tolist() for x in documents))
 
 
 def _not_finite(micro_batches: list[MicroBatch], outputs: list[PolicyLoss]) -> list[str]:

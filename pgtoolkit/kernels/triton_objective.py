@@ -1,0 +1,147 @@
+"""The T-vectors of the loss on a GPU: launches of the kernels in `triton_vectors`.
+
+Only for float32 and losses that no ranks share: each function returns None, and does nothing, for others.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pgtoolkit.batch import StepTotals
+from pgtoolkit.kernels import triton_vectors as kernels
+from pgtoolkit.losses.metrics import LEVELS, MetricSums
+from pgtoolkit.losses.objective import NEEDS_WHOLE_DOCUMENTS, Objective
+from pgtoolkit.losses.segments import Segments
+
+_BLOCK = 1024
+
+
+def settle(
+    labels: Tensor,
+    document_index: Tensor,
+    num_documents: int,
+    aggregation: str,
+    divisor: float | None,
+    group_index: Tensor | None,
+    totals: StepTotals | None,
+) -> tuple[Tensor, Segments, StepTotals, Tensor] | None:
+    """(mask, segments, totals, weights in float32) of a piece, as `losses.objective.make_objective` has them.
+
+    None where the totals are not numbers on the host, or are wanted and count groups.
+    """
+    num_groups, tokens_per_group = 1, labels
+    if totals is None:
+        if group_index is not None:
+            return None
+        over_documents, over_tokens = num_documents, 0
+    else:
+        over_documents, over_tokens = totals.num_documents, totals.num_tokens
+        if isinstance(over_documents, Tensor) or isinstance(over_tokens, Tensor):
+            return None
+        if aggregation == "prompt_mean":
+            num_groups, tokens_per_group = totals.num_groups, totals.tokens_per_group.to(labels.device)
+    mask = torch.empty_like(labels, dtype=torch.bool)
+    index = torch.empty_like(document_index)
+    weights = torch.empty_like(labels, dtype=torch.float32)
+    # Tokens of each document and of none, then tokens and empty documents of the whole.
+    counts = torch.zeros(num_documents + 3, dtype=torch.int64, device=labels.device)
+    kernels.settle_kernel[(num_documents + 1,)](
+        labels,
+        document_index,
+        labels if group_index is None else group_index,
+        tokens_per_group,
+        mask,
+        index,
+        weights,
+        counts,
+        len(labels),
+        num_documents,
+        over_documents,
+        over_tokens,
+        num_groups,
+        float(divisor or 1.0),
+        MODE=aggregation,
+        WHOLE=totals is None,
+        BLOCK=_BLOCK,
+        num_warps=8,
+    )
+    if totals is None:
+        totals = StepTotals(num_documents, counts[-2], counts[-1])
+    return mask, Segments.of_index(index, counts[: num_documents + 1]), totals, weights
+
+
+def judge(
+    objective: Objective, log_probs: Tensor, entropy: Tensor | None, level: str
+) -> tuple[Tensor, Tensor, MetricSums] | None:
+    """As `torch_impl.judge`."""
+    if not _is_ours(objective, log_probs):
+        return None
+    number = LEVELS.index(level)
+    # Loss and mean log-prob; eight means, entropy, three sums.
+    width = (2, 13, 14)[number]
+    segments = objective.segments
+    columns = width + (4 if number else 0)  # the extrema
+    parts = torch.empty(segments.num_documents + 1, columns, dtype=torch.float64, device=log_probs.device)
+    coefficients = torch.empty_like(log_probs)
+    _launch(objective, log_probs, entropy, segments.index, segments.num_documents, coefficients, parts, number)
+    sums = parts[:, :width].sum(0)
+    maxima = parts[:, width:].amax(0) if number else parts.new_empty(0)
+    return sums[0].to(log_probs.dtype), coefficients, MetricSums(level, sums[1:], maxima)
+
+
+def coefficients(objective: Objective, log_probs: Tensor) -> Tensor | None:
+    """As `torch_impl.coefficients`."""
+    if not _is_ours(objective, log_probs):
+        return None
+    segments, result = objective.segments, torch.empty_like(log_probs)
+    if segments is None:
+        index, num_documents = torch.zeros_like(objective.mask, dtype=torch.int64), 1
+    else:
+        index, num_documents = segments.index, segments.num_documents
+    _launch(objective, log_probs, None, index, num_documents, result, None, -1)
+    return result
+
+
+def _is_ours(objective, log_probs):
+    shared = objective.segments is not None and objective.segments.group is not None
+    return log_probs.dtype == torch.float32 and not shared and objective.loss in NEEDS_WHOLE_DOCUMENTS
+
+
+def _launch(objective, log_probs, entropy, index, num_documents, coefficients, parts, level):
+    kernels.surrogate_kernel[(num_documents + 1,)](
+        log_probs,
+        log_probs if entropy is None else entropy,
+        objective.old_log_probs,
+        objective.advantages,
+        objective.weights,
+        index,
+        coefficients,
+        coefficients if parts is None else parts,
+        len(log_probs),
+        num_documents,
+        objective.epsilon_low,
+        objective.epsilon_high,
+        BY_DOCUMENT=NEEDS_WHOLE_DOCUMENTS[objective.loss],
+        LEVEL=level,
+        BLOCK=_BLOCK,
+        num_warps=8,
+    )
+
+
+def scale_rows(source: Tensor, factors: Tensor, target: Tensor, rows: Tensor) -> Tensor:
+    """target[rows[i]] = factors[i] * source[i], in float32; source may be target where rows are 0, 1, 2, ..."""
+    if source.numel():
+        kernels.scale_rows_kernel[(len(rows),)](source, factors, target, rows, source.shape[1], BLOCK=2048, num_warps=4)
+    return target
+
+
+def scale_(values: Tensor, factor: Tensor) -> Tensor:
+    """values *= factor (0-dim, on the device) in place, free of charge where it is 1."""
+    block = 8192
+    if values.numel():
+        # Few programs: where there is nothing to do, starting them is all that it costs.
+        kernels.scale_kernel[(min(1024, -(-values.numel() // block)),)](
+            values, factor, values.numel(), BLOCK=block, num_warps=8
+        )
+    return values

@@ -1,0 +1,143 @@
+"""The Triton kernels that read the logits twice: forward, and backward once the coefficients are known.
+
+x_v is a logit, s = log2(e) / temperature, m the maximum of a row, n = sum_v 2^(s (x_v - m)) its normalizer:
+
+    log_prob = (s (x_label - m) - log2 n) ln 2
+    gradient = (c / temperature) (onehot(label) - 2^(s (x - m) - log2 n))
+
+`triton_impl` launches them.
+"""
+
+# ruff: noqa: RUF005 (Triton's language has no starred tuples)
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+LN_2: tl.constexpr = tl.constexpr(math.log(2.0))
+# Below every finite logit, and finite: the maximum of a lane that saw nothing, so that no (-inf) - (-inf) arises.
+LOWEST: tl.constexpr = tl.constexpr(-1e30)
+
+
+@triton.jit(do_not_specialize=["vocabulary_start"])
+def forward_kernel(
+    logits,
+    labels,
+    log_probs,
+    maxima,
+    log_sums,
+    entropies,
+    row_stride,
+    num_columns,
+    vocabulary_start,
+    scale,
+    ENTROPY: tl.constexpr,
+    SHARD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """One program a row. With SHARD, what the shard knows instead: the label's logit, n, and sum_v e_v 2^e_v."""
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row)
+    if label < 0:
+        return
+    label -= vocabulary_start
+    inside = (label >= 0) & (label < num_columns)
+    logits += row * row_stride
+    label_logit = tl.load(logits + label, mask=inside, other=0.0).to(tl.float32)
+
+    # A running maximum and sums for each lane; lanes meet once, after the loop.
+    maximum = tl.full([BLOCK], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    dot = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, num_columns, BLOCK * UNROLL):
+        # Several blocks are loaded before the first is used: enough bytes in flight to fill the memory's latency.
+        blocks = ()
+        highest = maximum
+        for i in tl.static_range(UNROLL):
+            columns = start + i * BLOCK + tl.arange(0, BLOCK)
+            blocks = blocks + (tl.load(logits + columns, mask=columns < num_columns, other=-float("inf")),)
+        for i in tl.static_range(UNROLL):
+            highest = tl.maximum(highest, blocks[i].to(tl.float32))
+        shrink = (maximum - highest) * scale
+        factor = tl.exp2(shrink)
+        if ENTROPY:
+            dot = factor * (dot + shrink * total)
+        total *= factor
+        for i in tl.static_range(UNROLL):
+            exponent = (blocks[i].to(tl.float32) - highest) * scale
+            if ENTROPY:
+                # 2^-1000 is 0, as is 0 times -1000: a logit of -inf adds nothing.
+                exponent = tl.maximum(exponent, -1000.0)
+                dot += tl.exp2(exponent) * exponent
+            total += tl.exp2(exponent)
+        maximum = highest
+
+    m = tl.max(maximum, 0)
+    shrink = (maximum - m) * scale
+    factor = tl.exp2(shrink)
+    n = tl.sum(total * factor, 0)
+    tl.store(maxima + row, m)
+    if SHARD:
+        tl.store(log_probs + row, label_logit)
+        tl.store(log_sums + row, n)
+    else:
+        log_sum = tl.log2(n)
+        # A label outside the vocabulary has no log-prob; NaN makes the caller name the document.
+        log_prob = ((label_logit - m) * scale - log_sum) * LN_2
+        tl.store(log_probs + row, tl.where(inside, log_prob, float("nan")))
+        tl.store(log_sums + row, log_sum * LN_2)
+    if ENTROPY:
+        dot = tl.sum(factor * (dot + shrink * total), 0)
+        if SHARD:
+            tl.store(entropies + row, dot)
+        else:
+            tl.store(entropies + row, (tl.log2(n) - dot / n) * LN_2)
+
+
+@triton.jit(do_not_specialize=["num_rows", "vocabulary_start"])
+def backward_kernel(
+    logits,
+    gradient,
+    labels,
+    maxima,
+    log_sums,
+    coefficients,
+    num_rows,
+    row_stride,
+    gradient_stride,
+    num_columns,
+    vocabulary_start,
+    scale,
+    inverse_temperature,
+    BLOCK: tl.constexpr,
+):
+    """One program a block of a row."""
+    blocks_per_row = tl.cdiv(num_columns, BLOCK)
+    # The last rows first: they were read last by the forward, and are still in the cache.
+    row = num_rows - 1 - (tl.program_id(0) // blocks_per_row).to(tl.int64)
+    start = (tl.program_id(0) % blocks_per_row) * BLOCK
+    columns = start + tl.arange(0, BLOCK)
+    inside = columns < num_columns
+    gradient += row * gradient_stride
+    label = tl.load(labels + row)
+    factor = 0.0
+    if label >= 0:
+        factor = tl.load(coefficients + row) * inverse_temperature
+    if factor == 0:
+        # By selection: an untrained row may hold NaN or infinity, and is not even read.
+        tl.store(gradient + columns, tl.zeros([BLOCK], gradient.dtype.element_ty), mask=inside)
+    else:
+        m, log_sum = tl.load(maxima + row), tl.load(log_sums + row) * (1 / LN_2)
+        x = tl.load(logits + row * row_stride + columns, mask=inside, other=-float("inf")).to(tl.float32)
+        probabilities = tl.exp2((x - m) * scale - log_sum)
+        tl.store(gradient + columns, (-factor * probabilities).to(gradient.dtype.element_ty), mask=inside)
+        # The label's entry is mended afterwards: cheaper than a comparison for each column.
+        label -= vocabulary_start
+        if (label >= start) & (label < start + BLOCK) & (label < num_columns):
+            own = tl.sum(tl.where(columns == label, probabilities, 0.0), 0)
+            tl.debug_barrier()  # the block's stores land before the mended one
+            tl.store(gradient + label, (factor * (1 - own)).to(gradient.dtype.element_ty))
