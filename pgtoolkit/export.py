@@ -16,6 +16,7 @@ from pgtoolkit.comparison.groups import best, final
 from pgtoolkit.comparison.runs import is_run, not_a_run
 from pgtoolkit.config import Config, HuggingFaceModelConfig, PolicyRolloutConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError, StorageError
+from pgtoolkit.parallelism.layout import ONE_PROCESS
 from pgtoolkit.resume import compose_resumed
 from pgtoolkit.rollouts.tasks import make_task
 from pgtoolkit.tracking.commands import shell_path
@@ -24,6 +25,7 @@ from pgtoolkit.tracking.provenance import redact
 from pgtoolkit.tracking.run_directory import read_config, read_metrics, read_status
 from pgtoolkit.training.checkpoint import load_newest
 from pgtoolkit.training.model import Policy, build_policy
+from pgtoolkit.training.sharded_checkpoint import read_tensors
 
 _SHOWN = ("reward", "exact_match", "loss", "kl_new_old", "completion_length")
 """Metrics that the card lists, as far as the run has them."""
@@ -48,7 +50,7 @@ def export(run_dir: Path, folder: Path) -> int:
         )
     config: Config = OmegaConf.to_object(compose_resumed(run_dir, []).config)
     policy = _policy(config)
-    policy.model.load_state_dict(state["model"])
+    _load(policy.model, state)
     temporary = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -80,6 +82,15 @@ def _policy(config: Config) -> Policy:
         model = dataclasses.replace(model, random_weights=True, gradient_checkpointing=False)
     alphabet = make_task(config.task, config.seed).alphabet if isinstance(model, TinyModelConfig) else None
     return build_policy(model, alphabet, on_gpu=False)
+
+
+def _load(model, state: dict) -> None:
+    """Put the weights of a checkpoint, of one process or of several, into a whole model."""
+    if "model" in state:
+        model.load_state_dict(state["model"])
+    else:
+        targets = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+        read_tensors(state["path"], lambda _: targets, ONE_PROCESS)
 
 
 def _write(policy: Policy, config: Config, run_dir: Path, step: int, folder: Path) -> None:

@@ -1,15 +1,19 @@
 """`pgtk export`: transformers loads what a run has learned, to the same logits."""
 
+import shutil
+
 import pytest
 import torch
 from omegaconf import OmegaConf
 from runs import SHORT, checkpoint_of, config_of, run
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from worlds import layout, world
 
 from pgtoolkit.batch import Document
 from pgtoolkit.cli import main
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.training.model import build_policy, character_tokenizer
+from pgtoolkit.training.sharded_checkpoint import save_shards
 from pgtoolkit.training.train import train
 
 
@@ -48,6 +52,29 @@ def test_the_exported_model_has_the_logits_of_the_newest_checkpoint(trained, tmp
     assert {path.suffix for path in folder.iterdir()} <= {".json", ".safetensors", ".md", ".png"}
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["model"]
     assert tokenizer.padding_side == "left"
+
+
+def save_as_ranks(checkpoint, folder):
+    """Two ranks save what one process has: every tensor in parts."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    ranks = layout(data_parallel=2)
+    state = torch.load(checkpoint, weights_only=True)
+    mesh = ranks.mesh["data_parallel"]
+    tensors = {f"model.{name}": distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in state["model"].items()}
+    save_shards(folder, state["step"], {"step": state["step"]}, tensors, 1, ranks)
+
+
+def test_a_checkpoint_of_several_ranks_exports_alike(trained, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(trained, copy)
+    shutil.rmtree(copy / "checkpoints")
+    world(2).run(save_as_ranks, trained / "checkpoints" / "step-000002.ckpt", copy / "checkpoints")
+    assert [path.name for path in (copy / "checkpoints").iterdir()] == ["step-000002"]
+    for run_dir, name in ((trained, "one"), (copy, "ranks")):
+        assert main(["export", str(run_dir), str(tmp_path / name)]) == 0
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "ranks")]
+    assert weights[0] == weights[1]
 
 
 def test_it_samples_as_the_rollouts_did(trained, tmp_path):

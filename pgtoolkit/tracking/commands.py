@@ -51,7 +51,9 @@ def ui_url(uri: str | None, experiment_id: str, run_id: str | None = None, sweep
     """The address of a run's page, or without run_id of the page that charts all runs of the experiment or sweep."""
     page = f"/{run_id}" if run_id else "?compareRunsMode=CHART"
     if sweep:
-        page += f"&searchFilter={quote(f'tags.sweep = {quoted(sweep)}', safe='')}"
+        # The summary run has no seed: it has no curves, and MLflow draws ten runs unless told otherwise.
+        found = f"tags.sweep = {quoted(sweep)} and tags.seed LIKE '%'"
+        page += f"&searchFilter={quote(found, safe='')}"
     return f"{_server(uri)}/#/experiments/{experiment_id}/runs{page}"
 
 
