@@ -109,6 +109,8 @@ def test_a_failed_job_goes_on_from_its_checkpoint_and_a_finished_one_is_left_alo
     status = read_status(failed)
     assert (status["state"], status["step"], status["sweep"]) == ("done", 6, "mine")
     assert metrics_of(failed) == metrics_of(whole)
+    rows = [(folder / "metrics.jsonl").read_text().splitlines() for folder in (failed, whole)]
+    assert [ours == first for ours, first in zip(*rows, strict=True)] == [True] * 4 + [False] * 2  # with their times
     assert_equal(checkpoint_of(failed, 6), checkpoint_of(whole, 6))
     before = {file: file.stat().st_mtime_ns for file in failed.rglob("*")}
     one_job.run(config_of(*SHORT), failed, [], "mine")

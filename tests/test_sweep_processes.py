@@ -62,6 +62,11 @@ def process_of(folder, name) -> int:
     return json.loads((directory(folder, name) / "status.json").read_text())["pid"]
 
 
+def rows_of(folder, name, steps) -> list[str]:
+    """The rows of a job's first steps, with the time at which they were written."""
+    return (directory(folder, name) / "metrics.jsonl").read_text().splitlines()[:steps]
+
+
 def times(path: Path) -> dict[str, int]:
     return {str(file): file.stat().st_mtime_ns for file in sorted(path.rglob("*"))}
 
@@ -103,12 +108,14 @@ def test_killed_jobs_and_a_killed_launcher_are_gone_on_with(tmp_path, whole):
     assert "killed by SIGKILL (log: sweep/seed-1-" in output
     assert jobs_of(tmp_path)["seed-1"]["status"] == "interrupted"
     before = times(directory(tmp_path, "seed-0"))
+    made = rows_of(tmp_path, "seed-1", 40) + rows_of(tmp_path, "seed-2", 40)
 
     # At once: the last job may still be saving, since it sees that its launcher is gone.
     status, output = run(tmp_path, *LONG, SEEDS)
     assert status == 0, output
     assert times(directory(tmp_path, "seed-0")) == before
     assert len(re.findall(r"continues after step \d+", output)) == 2
+    assert rows_of(tmp_path, "seed-1", 40) + rows_of(tmp_path, "seed-2", 40) == made
     for name in ("seed-0", "seed-1", "seed-2"):
         found, expected = directory(tmp_path, name), directory(whole[0], name)
         assert metrics_of(found) == metrics_of(expected)
@@ -150,6 +157,19 @@ def test_an_interrupt_of_the_launcher_lets_the_jobs_save_and_says_how_to_go_on(t
     assert (first["status"], first["reason"], second["status"]) == ("interrupted", "SIGINT", "pending")
     assert (directory(tmp_path, "seed-0") / "checkpoints" / f"step-{first['step']:06d}.ckpt").exists()
     assert not list((tmp_path / "sweep").glob("seed-1-*"))
+
+
+def test_a_signal_before_training_has_begun_ends_a_job_at_once(tmp_path):
+    launcher = start(tmp_path, "seed=0,1")
+    while not launcher.stdout.readline().startswith("[1/2] starts"):
+        pass
+    time.sleep(1)  # amid the imports, where an exception would break modules
+    launcher.send_signal(signal.SIGTERM)
+    output, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 75, output
+    jobs = jobs_of(tmp_path)
+    assert [job["status"] for job in jobs.values()] == ["pending", "pending"]
+    assert (tmp_path / "sweep" / jobs["seed-0"]["log"]).read_text() == ""
 
 
 def test_data_parallel_jobs_in_one_sweep(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -12,6 +13,8 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from pgtoolkit.errors import Interrupted, PgtoolkitError
+from pgtoolkit.rules.parallelism import SIZES
+from pgtoolkit.tracking.beginning import stoppable
 from pgtoolkit.tracking.run_directory import read_status
 
 
@@ -20,14 +23,16 @@ def run(config: DictConfig, directory: Path, overrides: list[str], sweep: str) -
     begun = (directory / "config.yaml").is_file()
     if begun and read_status(directory).get("state") == "done":
         return
-    from pgtoolkit.parallelism.launch import launch
+    with stoppable(config, directory, overrides, sweep):
+        from pgtoolkit.parallelism.launch import launch
 
-    launch(config, directory, resume=begun, overrides=overrides, sweep=sweep)
+        launch(config, directory, resume=begun, overrides=overrides, sweep=sweep)
 
 
 def main(argv: list[str]) -> int:
     """Run the job that the launcher wrote into a file; returns the exit status."""
-    signal.signal(signal.SIGTERM, _stop)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave)
     threading.Thread(target=_follow_launcher, daemon=True).start()
     job = json.loads(Path(argv[0]).read_text())
     sys.argv = job["command"]  # what provenance.json names
@@ -35,6 +40,7 @@ def main(argv: list[str]) -> int:
         from pgtoolkit.resume import typed
 
         config = typed(job["config"], argv[0])
+        _load(config)
         run(config, Path(job["directory"]), job["overrides"], job["sweep"])
     except PgtoolkitError as error:
         print(f"pgtk: error: {error}", file=sys.stderr)
@@ -44,8 +50,17 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _stop(number, frame):
-    raise KeyboardInterrupt
+def _load(config: DictConfig) -> None:
+    """The imports of training, which take seconds; an exception amid them, such as a signal's, breaks modules."""
+    if all(getattr(config.parallelism, name) == 1 for name in SIZES):
+        importlib.import_module("pgtoolkit.training.train")
+    else:
+        importlib.import_module("pgtoolkit.parallelism.workers")
+
+
+def _leave(number, frame):
+    # Nothing has begun that would have to be saved.
+    os._exit(Interrupted.exit_status)
 
 
 def _follow_launcher():

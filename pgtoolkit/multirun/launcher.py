@@ -15,7 +15,7 @@ from pathlib import Path
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig
 
-from pgtoolkit.errors import Interrupted
+from pgtoolkit.errors import Interrupted, PgtoolkitError
 from pgtoolkit.multirun import report
 from pgtoolkit.multirun.sweep import Job, Sweep, is_held, plan
 from pgtoolkit.tracking.run_directory import write_atomically
@@ -143,13 +143,18 @@ class _Jobs:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(one.process.pid, signal.SIGKILL)  # what a killed job may have left of its own processes
         job, status, taken = one.job, one.process.returncode, time.monotonic() - one.started
-        job.update_from(self._sweep.folder)
+        try:
+            job.update_from(self._sweep.folder)
+        except PgtoolkitError as error:  # a damaged file in its directory ends no other job
+            job.status, job.reason, status = "failed", str(error), status or 1
         job.seconds = round(job.seconds + taken, 1)
         if status < 0:
             number = signal.Signals(-status)
             job.status = "interrupted" if number in STOPPED else "failed"
             job.reason = f"killed by {number.name}"
-        elif status not in (0, Interrupted.exit_status):
+        elif status == Interrupted.exit_status:
+            job.reason = job.reason or "stopped before it began"
+        elif status != 0:
             if job.status != "failed" or not job.reason:
                 job.reason = report.last_line(one.log, one.log_start) or f"exit status {status}"
             job.status = "failed"
