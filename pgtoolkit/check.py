@@ -105,7 +105,7 @@ def _plan(checked: Checked, folder: Path, command: list[str]) -> None:
         if run.config is None or run.report.problems:
             continue
         run.config.hydra.job.config.override_dirname.exclude_keys = checked.unnamed
-        job = plan(run.config, run.overrides, number)
+        job = plan(run.config, run.overrides, number, folder)
         run.report.problems += paths.of_job(folder, job.directory)
         first = sweep.jobs.setdefault(job.directory, job)
         if first is not job and first.config != job.config:

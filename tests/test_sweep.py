@@ -160,6 +160,16 @@ def test_directories_are_named_by_what_varies_and_do_not_depend_on_the_order():
     assert [job.config["tracking"]["run_name"] for job in one.values()] == ["seed-1", "seed-2"]
 
 
+def test_a_job_is_found_again_where_something_else_varied(tmp_path):
+    place = f"hydra.sweep.dir={tmp_path}"
+    (first,) = check(["seed=1", "loss=gspo", "trainer.max_steps=9", place], True).sweep.jobs.values()
+    with RunDirectory(tmp_path / first.directory) as run:
+        run.write_config(first.config, [])
+        run.set_status("done", 9)
+    jobs = check(["seed=1,2", "trainer.max_steps=9", place], True).sweep.jobs
+    assert [(name == first.directory, job.status) for name, job in jobs.items()] == [(True, "done"), (False, "pending")]
+
+
 def test_the_same_configuration_twice_is_one_job():
     checked = check(["loss.epsilon_low=3e-4,0.0003,1e-4"], True)
     assert len(checked.sweep.jobs) == 2

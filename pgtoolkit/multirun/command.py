@@ -11,9 +11,7 @@ from omegaconf import DictConfig
 
 from pgtoolkit.errors import Interrupted, PgtoolkitError
 from pgtoolkit.multirun import report
-from pgtoolkit.multirun.sweep import Sweep
-
-LOCAL = "hydra_plugins.pgtk_launcher.LocalLauncher"
+from pgtoolkit.multirun.sweep import LOCAL, Sweep
 
 
 def start(sweep: Sweep, run_hydra: Callable[[], object], config: DictConfig) -> int:

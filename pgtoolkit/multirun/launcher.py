@@ -34,7 +34,7 @@ def launch(master: DictConfig, configs: list[DictConfig], first: int, n_jobs: in
     sweep = Sweep.load(folder)
     planned = []
     for number, config in enumerate(configs, start=first):
-        job = plan(config, list(config.hydra.overrides.task), number)
+        job = plan(config, list(config.hydra.overrides.task), number, folder)
         job.update_from(folder)
         if (before := sweep.jobs.get(job.directory)) is not None:
             job.seconds = before.seconds

@@ -14,9 +14,12 @@ from omegaconf import DictConfig, open_dict
 
 from pgtoolkit.compose import name_in
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
-from pgtoolkit.multirun.identity import changed, learned
+from pgtoolkit.multirun.identity import changed, digest, learned
 from pgtoolkit.rules.report import text
 from pgtoolkit.tracking.run_directory import read_config, read_status, write_atomically
+
+LOCAL = "hydra_plugins.pgtk_launcher.LocalLauncher"
+"""Our own launcher; others choose a job's directory by themselves, by hydra.sweep.subdir."""
 
 OUTPUT = "output.log"
 """What a job's process printed, in the job's directory."""
@@ -64,12 +67,16 @@ class Job:
             self.status, self.reason = "interrupted", "its process was killed"
 
 
-def plan(config: DictConfig, overrides: list[str], number: int) -> Job:
-    """The job that a composed configuration (with its node `hydra`) makes in a sweep."""
+def plan(config: DictConfig, overrides: list[str], number: int, folder: Path) -> Job:
+    """The job that a composed configuration (with its node `hydra`) makes in the sweep of this folder."""
     with open_dict(config):
         config.hydra.job.num = number
         config.hydra.job.id = str(number)
     directory, resolved = os.path.normpath(str(config.hydra.sweep.subdir)), learned(config)
+    if config.hydra.launcher._target_ == LOCAL and not (folder / directory).exists():
+        # Where something else varied, the same configuration had another name.
+        same = sorted(folder.glob(f"*-{digest(resolved)}"))
+        directory = same[0].name if same else directory
     resolved["tracking"]["run_name"] = name_in(config.hydra, config.tracking.run_name)
     return Job(directory, directory, list(overrides), log=f"{directory}/{OUTPUT}", config=resolved)
 
