@@ -202,6 +202,20 @@ MUTANTS = [
         ("tests/test_steps.py::test_continuing_from_any_step[short-0]",),
     ),
     Mutant(
+        "gradients averaged over ranks as DDP and FSDP do, not summed (prime-rl #2562)",
+        "parallelism/gradients.py",
+        {"dist.all_reduce(flat, group=group)": "dist.all_reduce(flat, group=group); flat /= group.size()"},
+        ("tests/test_processes_steps.py::test_gradients_are_summed_bitwise_alike_on_all_ranks",),
+    ),
+    Mutant(
+        "a rank whose documents ran out makes fewer passes than the others (Fast-LLM: a bare next before a collective)",
+        "rollouts/steps.py",
+        {" + [[]] * (max(map(len, shares)) - len(shares[data_rank]))": ""},
+        (
+            "tests/test_processes_steps.py::test_every_rank_gets_as_many_micro_batches_and_together_they_hold_the_step_once",
+        ),
+    ),
+    Mutant(
         "a checkpoint written in place",
         "training/checkpoint.py",
         {'path.with_suffix(".tmp")': "path"},

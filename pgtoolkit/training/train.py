@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -84,9 +85,21 @@ def train(
             reason = f"{type(error).__name__}: {error}"
             raise
         finally:
-            _finish(run, tracker, outcome, recorder.step, reason)
+            with _undisturbed(layout):
+                _finish(run, tracker, outcome, recorder.step, reason)
     if outcome == "interrupted":
         raise _interrupted(recorder, reason, run.path)
+
+
+@contextlib.contextmanager
+def _undisturbed(layout: Layout):
+    """A launcher such as torchrun ends every process by SIGTERM when one has failed; the books are closed first."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN) if layout.world_size > 1 else None
+    try:
+        yield
+    finally:
+        if layout.world_size > 1:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _follow(config: Config, run_dir: Path, resume: bool, layout: Layout) -> None:
