@@ -11,11 +11,12 @@ from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.comparison.groups import best, final
 from pgtoolkit.comparison.runs import is_run, not_a_run
 from pgtoolkit.config import Config, HuggingFaceModelConfig, PolicyRolloutConfig, TinyModelConfig
-from pgtoolkit.errors import ConfigError, StorageError
+from pgtoolkit.errors import ConfigError, StorageError, first_line
 from pgtoolkit.parallelism.layout import ONE_PROCESS
 from pgtoolkit.resume import compose_resumed
 from pgtoolkit.rollouts.tasks import make_task
@@ -48,7 +49,7 @@ def export(run_dir: Path, folder: Path) -> int:
             f"{use} needs a checkpoint (got none). A run saves one every trainer.checkpoint_every steps and at its "
             f"end. Use pgtk resume {shell_path(run_dir)}."
         )
-    config: Config = OmegaConf.to_object(compose_resumed(run_dir, []).config)
+    config = _config(run_dir)
     policy = _policy(config)
     _load(policy.model, state)
     temporary = None
@@ -73,6 +74,16 @@ def _refuse_occupied(use, folder):
         got = f"one with {count} {'entry' if count == 1 else 'entries'}" if count else None
     if got:
         raise ConfigError(f"{use} needs a new or empty folder (got {got}). Nothing is overwritten. Use {folder}-2.")
+
+
+def _config(run_dir: Path) -> Config:
+    try:
+        return OmegaConf.to_object(compose_resumed(run_dir, []).config)
+    except OmegaConfBaseException as error:  # a key that this version has and the run's had not
+        raise ConfigError(
+            f"{run_dir}/config.yaml does not fit this version of pgtoolkit: {first_line(error)}. Use the version that "
+            "provenance.json names."
+        ) from error
 
 
 def _policy(config: Config) -> Policy:
