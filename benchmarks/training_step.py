@@ -43,8 +43,8 @@ PARTS = {
         "scale_rows",
         "scale_kernel",
     ),
-    "matrix products": ("nvjet", "gemm", "cutlass", "xmma"),
     "attention": ("flash", "fmha", "attention", "sdpa"),
+    "matrix products": ("nvjet", "gemm", "cutlass", "xmma"),
     "optimizer": ("multi_tensor", "adam", "foreach"),
 }
 

@@ -175,8 +175,9 @@ def _one_pass(logits, labels, temperature, with_entropy, objective, out):
     if layout is None:
         return None
     threads, share, blocks = layout
-    log_probs = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    entropy = torch.empty_like(log_probs) if with_entropy else None
+    # Zeros where nothing is trained: stored by the kernel, they would cost it registers that it does not have.
+    log_probs = torch.zeros(rows, dtype=torch.float32, device=logits.device)
+    entropy = torch.zeros_like(log_probs) if with_entropy else None
     if rows == 0:
         return log_probs, entropy
     slots = torch.full((rows, (1 + with_entropy) * share if share > 1 else 0), -1, device=logits.device)

@@ -263,10 +263,6 @@ def one_pass_kernel(
                     tl.store(mended, own.to(out_elements.dtype.element_ty))
         else:
             next_label = tl.load(labels + next_row, mask=next_row < num_rows, other=-1).to(tl.int32)
-            if (member == 0) & (row < num_rows):
-                tl.store(log_probs + row, 0.0)
-                if ENTROPY:
-                    tl.store(entropies + row, 0.0)
         if (factor == 0) & (row < num_rows):
             # Untrained rows are not read, by selection: they may hold NaN or infinity.
             target = out + row.to(tl.int64) * out_stride
