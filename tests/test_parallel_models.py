@@ -65,9 +65,8 @@ def test_the_step_is_the_same_however_the_model_is_spread(name):
         seen = set()
         for rank in range(number):
             for key, value in found[rank][i].items():
-                torch.testing.assert_close(
-                    value, whole[key], rtol=TOLERANCE, atol=TOLERANCE, msg=f"{kind}, {key}: {{}}"
-                )
+                message = functools.partial("{0}, {1}, rank {2}: {3}".format, kind, key, rank)
+                torch.testing.assert_close(value, whole[key], rtol=TOLERANCE, atol=TOLERANCE, msg=message)
                 seen.add(key)
         assert seen == set(whole)
 
