@@ -51,8 +51,11 @@ def run_workers(folder: Path, world_size: int, run_dir: Path, timeout_seconds: f
         logs_specs=DefaultLogsSpecs(log_dir=str(folder), redirects={rank: Std.ALL for rank in ranks if rank > 0}),
     )
     processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
-    with _forwarded(processes, before) as signals:
-        unanswering = _wait(context, processes, signals)
+    try:
+        with _forwarded(processes, before) as signals:
+            unanswering = _wait(context, processes, signals)
+    finally:
+        context.close(signal.SIGKILL, timeout=2)  # whatever happened here, nobody stays behind
     try:
         _conclude(folder, processes, signals, unanswering, timeout_seconds, context.stderrs, run_dir)
     except RankLost as error:
@@ -136,7 +139,10 @@ def _conclude(folder, processes, signals, unanswering, timeout_seconds, stderrs,
     if dead := {rank: -code for rank, code in codes.items() if code < 0 and rank not in unanswering}:
         rank, number = next(iter(dead.items()))
         name = signal.Signals(number).name
-        hint = " (the system does so when memory runs out)" if name == "SIGKILL" else ""
+        # NCCL ends a process by SIGABRT that has waited too long for others.
+        hint = {"SIGKILL": " (the system does so when memory runs out)"}.get(name, "")
+        if name == "SIGABRT" and unanswering:
+            hint = f", and rank {', '.join(map(str, unanswering))} did not answer any more"
         raise RankLost(f"rank {rank} was ended by {name}{hint}.{_last_words(stderrs.get(rank))} {resume}")
     if exited := {rank: code for rank, code in codes.items() if rank not in unanswering}:
         rank, code = next(iter(exited.items()))
