@@ -78,6 +78,22 @@ def test_every_parameter_gets_the_same_gradient_however_the_step_is_cut(loss, ag
         assert cut[2] == pytest.approx(whole[2], rel=1e-12, abs=1e-13)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_fused_head_adds_its_gradient_to_that_of_the_weight(tied):
+    """In the forward call already, and over micro-batches; the embedding's share, if tied, comes on top by autograd."""
+    gradients = []
+    for kernel in ("torch", "fused_linear"):
+        module = module_of("loss=gspo", f"kernel={kernel}", "loss.epsilon_low=0.1").double()
+        if tied:
+            module.policy.head.weight = module.model.get_input_embeddings().weight
+        gradients.append(gradient_and_metrics(module, some_documents(), 24)[2])
+    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-14)
+    step = make_step(some_documents(), 24, {})
+    module.zero_grad()
+    module._loss(step.micro_batches[0], step.totals)
+    assert module.policy.head.weight.grad.abs().max() > 0
+
+
 def test_rows_and_one_packed_row_give_the_same_hidden_states():
     """Documents of one length are padded to rows, very uneven ones packed; both must see their own document only."""
     module = module_of().double()
