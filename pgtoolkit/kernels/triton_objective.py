@@ -37,7 +37,7 @@ def settle(
         over_documents, over_tokens = num_documents, 0
     else:
         over_documents, over_tokens = totals.num_documents, totals.num_tokens
-        if isinstance(over_documents, Tensor) or isinstance(over_tokens, Tensor):
+        if any(isinstance(x, Tensor) for x in (over_documents, over_tokens, totals.num_groups)):
             return None
         if aggregation == "prompt_mean":
             num_groups, tokens_per_group = totals.num_groups, totals.tokens_per_group.to(labels.device)
@@ -49,7 +49,7 @@ def settle(
     kernels.settle_kernel[(num_documents + 1,)](
         labels,
         document_index,
-        labels if group_index is None else group_index,
+        labels if group_index is None else group_index.contiguous(),
         tokens_per_group,
         mask,
         index,
