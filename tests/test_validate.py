@@ -96,6 +96,16 @@ RULES = [
         "at most the model's 2 layers",
         "rollout=recorded rollout.path=FILE metrics=none parallelism=pipeline",
     ),
+    (
+        "rollout=recorded rollout.path=FILE metrics=none parallelism=pipeline parallelism.sequence_data_parallel=2",
+        "Use parallelism.sequence_data_parallel=1",
+        "rollout=recorded rollout.path=FILE metrics=none parallelism=pipeline parallelism.data_parallel=2",
+    ),
+    (
+        "rollout=recorded rollout.path=FILE metrics=none parallelism=sequence parallelism.pipeline_parallel=2",
+        "Stages hand over whole micro-batches. Use parallelism.sequence_parallel=false",
+        "rollout=recorded rollout.path=FILE metrics=none parallelism=tensor parallelism.pipeline_parallel=2",
+    ),
     ("optimizer.learning_rate=0", "learning_rate=0", "optimizer.learning_rate=1e-6"),
     ("optimizer.beta1=1", "optimizer.beta1=1", "optimizer.beta1=0"),
     ("optimizer.weight_decay=-1", "weight_decay", "optimizer.weight_decay=0"),

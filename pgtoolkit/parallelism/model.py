@@ -11,7 +11,6 @@ from torch.nn import functional
 
 from pgtoolkit.batch import MicroBatch
 from pgtoolkit.config import Config
-from pgtoolkit.errors import ConfigError
 from pgtoolkit.parallelism import sequence_data
 from pgtoolkit.parallelism.collectives import local
 from pgtoolkit.parallelism.families import family_of
@@ -122,7 +121,6 @@ def parallelize(policy: Policy, layout: Layout, config: Config) -> Policy:
         sequence_data.register()
         model.set_attn_implementation(sequence_data.NAME)
     if (size := layout.size("pipeline_parallel")) > 1:
-        _check_stages(layout, parallelism.sequence_parallel)
         cut(model, layout.rank_in("pipeline_parallel"), size)
     names = frozenset(name for name, parameter in model.named_parameters() if parameter in partial)
     sharded = parallelism.shard and layout.loss_group is not None
@@ -140,13 +138,3 @@ def parallelize(policy: Policy, layout: Layout, config: Config) -> Policy:
         max_tokens=config.accumulation.max_tokens,
         vocabulary=vocabulary,
     )
-
-
-def _check_stages(layout: Layout, sequence_parallel: bool) -> None:
-    size = layout.size("sequence_data_parallel")
-    setting = "sequence_parallel=true" if sequence_parallel else f"sequence_data_parallel={size}" if size > 1 else None
-    if setting is not None:
-        raise ConfigError(
-            f"parallelism.{setting} needs parallelism.pipeline_parallel=1 (got {layout.size('pipeline_parallel')}). "
-            "Stages hand over whole micro-batches. Use parallelism.pipeline_parallel=1."
-        )

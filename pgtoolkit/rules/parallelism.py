@@ -56,6 +56,16 @@ def _keys(c: Any, report: Report) -> None:
         setting, needs = f"metrics={c.metrics.level}", "parallelism.pipeline_parallel=1"
         reason = "Stages without the loss have no advantage extrema to give."
         report.refuse(setting, needs, p.pipeline_parallel, reason, "metrics=none or parallelism.pipeline_parallel=1")
+    if p.pipeline_parallel > 1:
+        _stages(p, report)
+
+
+def _stages(p: Any, report: Report) -> None:
+    for name, whole in (("sequence_data_parallel", 1), ("sequence_parallel", False)):
+        if (value := getattr(p, name)) != whole:
+            setting, needs = f"parallelism.{name}={text(value)}", "parallelism.pipeline_parallel=1"
+            reason, use = "Stages hand over whole micro-batches.", f"parallelism.{name}={text(whole)}"
+            report.refuse(setting, needs, p.pipeline_parallel, reason, use)
 
 
 def _rollouts(c: Any, report: Report) -> None:
