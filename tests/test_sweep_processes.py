@@ -1,5 +1,6 @@
 """Sweeps as real processes: what a second run of the same command skips, resumes and retries; kills and signals."""
 
+import contextlib
 import json
 import os
 import re
@@ -9,26 +10,33 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
 from runs import SHORT, assert_equal, checkpoint_of, metrics_of
+from runs import run as train_short
 
 PGTK = Path(sys.executable).with_name("pgtk")
-LONG = ("trainer.max_steps=200", "trainer.checkpoint_every=20")
-SEEDS = "seed=0,1,2"
+STEPS = 300
+LONG = (f"trainer.max_steps={STEPS}", "trainer.checkpoint_every=20")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
-def start(folder, *arguments):
+@contextlib.contextmanager
+def started(folder, *arguments):
+    """A sweep in folder/sweep as a process, which does not outlive the block."""
     command = [PGTK, "-m", *SHORT, "hydra.sweep.dir=sweep", *arguments]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, **streams)
+    process = subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, **streams)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def run(folder, *arguments) -> tuple[int, str]:
     """(exit status, output) of a sweep in folder/sweep."""
-    process = start(folder, *arguments)
-    output, _ = process.communicate(timeout=300)
-    return process.returncode, output
+    with started(folder, *arguments) as process:
+        output, _ = process.communicate(timeout=400)
+        return process.returncode, output
 
 
 def directory(folder, name) -> Path:
@@ -41,7 +49,7 @@ def jobs_of(folder) -> dict[str, dict]:
     return {job["name"].rpartition("-")[0]: job for job in saved["jobs"]}
 
 
-def wait_until(condition, seconds=120):
+def wait_until(condition, seconds=300):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
@@ -71,59 +79,46 @@ def times(path: Path) -> dict[str, int]:
     return {str(file): file.stat().st_mtime_ns for file in sorted(path.rglob("*"))}
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A sweep that nothing interrupts, two jobs at a time."""
-    folder = tmp_path_factory.mktemp("whole")
-    status, output = run(folder, *LONG, SEEDS, "hydra.launcher.n_jobs=2")
+def test_killed_jobs_and_a_killed_launcher_are_gone_on_with(tmp_path):
+    """SIGKILL of one job, then of the launcher of another: the same command resumes both, to the same bits."""
+    command = (*LONG, "seed=0,1", "hydra.launcher.n_jobs=2")
+    with started(tmp_path, *command) as launcher:
+        wait_until(has_steps(tmp_path, "seed-0", 50))
+        os.kill(process_of(tmp_path, "seed-0"), signal.SIGKILL)
+        wait_until(lambda: jobs_of(tmp_path)["seed-0"]["status"] == "interrupted")
+        assert jobs_of(tmp_path)["seed-0"]["reason"] == "killed by SIGKILL"
+        wait_until(has_steps(tmp_path, "seed-1", 50))
+        launcher.kill()
+        output, _ = launcher.communicate()
+    assert re.findall(r"^\[[12]/2\] (?:starts|interrupted)", output, re.MULTILINE)[:2] == [
+        "[1/2] starts",
+        "[2/2] starts",
+    ]
+    made = rows_of(tmp_path, "seed-0", 40) + rows_of(tmp_path, "seed-1", 40)
+
+    # At once: the second job may still be saving, since it sees that its launcher is gone.
+    status, output = run(tmp_path, *command)
     assert status == 0, output
-    return folder, output
-
-
-def test_each_job_ends_with_a_line_and_all_with_a_table(whole):
-    folder, output = whole
-    assert re.findall(r"^\[ ?\d/3\] (?:starts|done)", output, re.MULTILINE)[:2] == ["[1/3] starts", "[2/3] starts"]
-    assert len(re.findall(r"^\[\d/3\] done +\d+ s seed-\d-[0-9a-f]{8}  reward \d", output, re.MULTILINE)) == 3
-    assert len(re.findall(r"^done +200 +\d+ +\d\.\d{3}  seed-\d-", output, re.MULTILINE)) == 3
-    assert "3 jobs, 3 done" in output
-    jobs = jobs_of(folder)
-    assert {name: (job["status"], job["step"]) for name, job in jobs.items()} == {
-        f"seed-{seed}": ("done", 200) for seed in range(3)
-    }
-    for name, job in jobs.items():
-        status = json.loads((directory(folder, name) / "status.json").read_text())
-        assert (status["state"], status["sweep"]) == ("done", "sweep")
-        assert "step 200/200" in (folder / "sweep" / job["log"]).read_text()
-    assert len({process_of(folder, name) for name in jobs}) == 3
-
-
-def test_killed_jobs_and_a_killed_launcher_are_gone_on_with(tmp_path, whole):
-    """SIGKILL of one job, then of the launcher during the next: the same command resumes both, to the same bits."""
-    launcher = start(tmp_path, *LONG, SEEDS)
-    wait_until(has_steps(tmp_path, "seed-1", 50))
-    os.kill(process_of(tmp_path, "seed-1"), signal.SIGKILL)
-    wait_until(has_steps(tmp_path, "seed-2", 50))
-    launcher.kill()
-    output, _ = launcher.communicate()
-    assert "killed by SIGKILL (log: sweep/seed-1-" in output
-    assert jobs_of(tmp_path)["seed-1"]["status"] == "interrupted"
-    before = times(directory(tmp_path, "seed-0"))
-    made = rows_of(tmp_path, "seed-1", 40) + rows_of(tmp_path, "seed-2", 40)
-
-    # At once: the last job may still be saving, since it sees that its launcher is gone.
-    status, output = run(tmp_path, *LONG, SEEDS)
-    assert status == 0, output
-    assert times(directory(tmp_path, "seed-0")) == before
     assert len(re.findall(r"continues after step \d+", output)) == 2
-    assert rows_of(tmp_path, "seed-1", 40) + rows_of(tmp_path, "seed-2", 40) == made
-    for name in ("seed-0", "seed-1", "seed-2"):
-        found, expected = directory(tmp_path, name), directory(whole[0], name)
-        assert metrics_of(found) == metrics_of(expected)
-        assert_equal(checkpoint_of(found, 200), checkpoint_of(expected, 200))
-        assert jobs_of(tmp_path)[name]["status"] == "done"
-    resumed = json.loads((directory(tmp_path, "seed-2") / "provenance.json").read_text())["resumed"]
-    assert len(resumed) == 1
-    assert [path.name for path in found.parent.iterdir() if path.suffix == ".tmp"] == []
+    assert rows_of(tmp_path, "seed-0", 40) + rows_of(tmp_path, "seed-1", 40) == made
+    for seed in (0, 1):
+        found, name = directory(tmp_path, f"seed-{seed}"), f"seed-{seed}"
+        whole = train_short(tmp_path / f"whole-{seed}", *LONG, f"seed={seed}")
+        assert metrics_of(found) == metrics_of(whole)
+        assert_equal(checkpoint_of(found, STEPS), checkpoint_of(whole, STEPS))
+        status = json.loads((found / "status.json").read_text())
+        assert (status["state"], status["sweep"]) == ("done", "sweep")
+        assert f"step {STEPS}/{STEPS}" in (tmp_path / "sweep" / jobs_of(tmp_path)[name]["log"]).read_text()
+    assert len(re.findall(r"^\[\d/2\] done +\d+ s seed-\d-[0-9a-f]{8}  reward \d", output, re.MULTILINE)) == 2
+    assert len(re.findall(rf"^done +{STEPS} +\d+ +\d\.\d{{3}}  seed-\d-", output, re.MULTILINE)) == 2
+
+    before = times(tmp_path / "sweep")
+    status, output = run(tmp_path, *command)
+    assert status == 0, output
+    assert "sweep sweep: 2 jobs, 2 done" in output
+    assert {path: time for path, time in times(tmp_path / "sweep").items() if "/seed-" in path} == {
+        path: time for path, time in before.items() if "/seed-" in path
+    }
 
 
 def test_a_failing_job_is_named_and_hides_no_other(tmp_path):
@@ -146,10 +141,10 @@ def test_a_failing_job_is_named_and_hides_no_other(tmp_path):
 
 
 def test_an_interrupt_of_the_launcher_lets_the_jobs_save_and_says_how_to_go_on(tmp_path):
-    launcher = start(tmp_path, *LONG, "seed=0,1", "trainer.max_steps=2000", "trainer.checkpoint_every=2000")
-    wait_until(has_steps(tmp_path, "seed-0", 3))
-    launcher.send_signal(signal.SIGINT)
-    output, _ = launcher.communicate(timeout=120)
+    with started(tmp_path, "seed=0,1", "trainer.max_steps=2000", "trainer.checkpoint_every=2000") as launcher:
+        wait_until(has_steps(tmp_path, "seed-0", 3))
+        launcher.send_signal(signal.SIGINT)
+        output, _ = launcher.communicate(timeout=120)
     assert launcher.returncode == 75, output
     assert "Traceback" not in output
     assert re.search(r"Continue with: .*pgtk -m .* seed=0,1", output)
@@ -160,12 +155,12 @@ def test_an_interrupt_of_the_launcher_lets_the_jobs_save_and_says_how_to_go_on(t
 
 
 def test_a_signal_before_training_has_begun_ends_a_job_at_once(tmp_path):
-    launcher = start(tmp_path, "seed=0,1")
-    while not launcher.stdout.readline().startswith("[1/2] starts"):
-        pass
-    time.sleep(1)  # amid the imports, where an exception would break modules
-    launcher.send_signal(signal.SIGTERM)
-    output, _ = launcher.communicate(timeout=60)
+    with started(tmp_path, "seed=0,1") as launcher:
+        while not launcher.stdout.readline().startswith("[1/2] starts"):
+            pass
+        time.sleep(1)  # amid the imports, where an exception would break modules
+        launcher.send_signal(signal.SIGTERM)
+        output, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 75, output
     jobs = jobs_of(tmp_path)
     assert [job["status"] for job in jobs.values()] == ["pending", "pending"]
