@@ -177,6 +177,12 @@ def test_pipeline_stages_have_a_rule_of_their_own_for_metrics():
     recorded = "rollout=recorded rollout.path=pyproject.toml parallelism=pipeline"
     assert [problem.partition(" needs ")[0] for problem in problems(recorded)] == ["metrics=basic"]
     assert problems(f"{recorded} metrics=none") == []
+    for other in (
+        "parallelism.sequence_data_parallel=2",
+        "parallelism.tensor_parallel=2 parallelism.sequence_parallel=true",
+    ):
+        assert "whole micro-batches" in problems(f"{recorded} metrics=none {other}")[0]
+    assert problems(f"{recorded} metrics=none parallelism.tensor_parallel=2 parallelism.data_parallel=2") == []
 
 
 def test_the_sizes_multiply_to_the_processes_that_a_launcher_started(monkeypatch):
@@ -196,6 +202,9 @@ def test_the_sizes_fit_a_model_whose_shape_is_on_the_disk(tmp_path):
     assert "a divisor of the model's 2 key-value heads" in problems(f"{model} parallelism.tensor_parallel=4")[0]
     assert "Use parallelism.pipeline_parallel=3" in problems(f"{model} parallelism.pipeline_parallel=4")[0]
     assert problems(f"{model} parallelism.tensor_parallel=2 parallelism.pipeline_parallel=3") == []
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"vocab_size": 100, "tie_word_embeddings": True}))
+    assert "two matrices" in problems(f"{model} parallelism.pipeline_parallel=2")[0]
+    assert problems(f"{model} parallelism.tensor_parallel=2") == []
     (tmp_path / "config.json").write_text(json.dumps(shape | {"vocab_size": 100, "model_type": "bloom"}))
     assert "a model of type gpt2, llama" in problems(f"{model} parallelism.tensor_parallel=2")[0]
     assert problems(f"{model} parallelism=ddp") == []

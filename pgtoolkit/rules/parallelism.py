@@ -103,6 +103,10 @@ def _model(c: Any, report: Report) -> None:
         setting, needs = f"parallelism.tensor_parallel={p.tensor_parallel}", f"fewer shards of {vocabulary} tokens"
         reason, use = "One rank would hold none of the vocabulary.", "parallelism.tensor_parallel=1"
         report.refuse(setting, needs, p.tensor_parallel, reason, use)
+    if known.get("tied") and p.pipeline_parallel > 1:
+        setting, reason = f"parallelism.pipeline_parallel={p.pipeline_parallel}", "They lie on different stages."
+        needs, got = "a model whose embedding and LM head are two matrices", "tie_word_embeddings=true"
+        report.refuse(setting, needs, got, reason, "parallelism=fsdp")
     layers = known.get("layers")
     if is_whole(layers) and 1 <= layers < p.pipeline_parallel:
         setting, needs = f"parallelism.pipeline_parallel={p.pipeline_parallel}", f"at most the model's {layers} layers"
@@ -127,5 +131,6 @@ def _known(c: Any) -> dict[str, Any]:
         "attention heads": ("num_attention_heads", "n_head"),
         "key-value heads": ("num_key_value_heads",),
         "layers": ("num_hidden_layers", "n_layer"),
+        "tied": ("tie_word_embeddings",),
     }
     return {what: settings[key] for what, keys in names.items() for key in keys if settings.get(key) is not None}
