@@ -1,6 +1,6 @@
 """One fixed step, whole or spread over ranks: the same loss, metrics and gradient of every parameter.
 
-In float64 on real gloo processes; small GPT-2, Qwen2 and Qwen3. What the processes do is in parallel_models.py.
+In float64 on real gloo processes; small GPT-2, Qwen2, Qwen3 and Mistral. What the processes do is in parallel_models.py.
 """
 
 import functools
@@ -24,13 +24,14 @@ GRPO = {"loss": "grpo", "aggregation": "prompt_mean", "metrics": "basic"}
 LOSS_ONLY = {"loss": "gspo", "aggregation": "token_mean", "metrics": "none"}
 EVERY_MODEL = (("gpt2", GSPO), ("qwen2", GRPO), ("qwen3", LOSS_ONLY))
 CHECKPOINTED = ("qwen2_checkpointed", GSPO)
+WINDOWED = ("mistral", LOSS_ONLY)
 TP, SDP, DP, PP = "tensor_parallel", "sequence_data_parallel", "data_parallel", "pipeline_parallel"
 CUTS = {
     "data": ({DP: 2}, "", EVERY_MODEL),
     "fully sharded": ({DP: 2}, "shard", (*EVERY_MODEL, ("gpt2_tied", GRPO), CHECKPOINTED)),
     "tensor": ({TP: 2}, "", (*EVERY_MODEL, ("qwen2_tied", GSPO), CHECKPOINTED)),
-    "sequence": ({TP: 2}, "sequence", (*EVERY_MODEL, ("gpt2_tied", GSPO), CHECKPOINTED)),
-    "sequence-data": ({SDP: 2}, "", (*EVERY_MODEL, CHECKPOINTED)),
+    "sequence": ({TP: 2}, "sequence", (*EVERY_MODEL, ("gpt2_tied", GSPO), CHECKPOINTED, WINDOWED)),
+    "sequence-data": ({SDP: 2}, "", (*EVERY_MODEL, CHECKPOINTED, WINDOWED)),
     "pipeline": ({PP: 2}, "", (("gpt2", LOSS_ONLY), ("qwen2", LOSS_ONLY))),
     "data 4": ({DP: 4}, "", EVERY_MODEL[:1]),
     "tensor 4": ({TP: 4}, "", EVERY_MODEL),
