@@ -63,22 +63,25 @@ def dealt(documents: list[Document], data_rank: int, data_size: int) -> list[Mic
 
 def build(kind: str) -> Policy:
     """A small model in float64, the same in each process."""
-    from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
-    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    import transformers
 
     tied = kind.endswith("_tied")
     shape = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "tie_word_embeddings": tied}
     torch.manual_seed(7)
     if kind.startswith("gpt2"):
         nothing = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        config = GPT2Config(**shape, n_head=4, n_positions=24, **nothing, bos_token_id=None, eos_token_id=None)
-        model = GPT2LMHeadModel(config)
+        config = transformers.GPT2Config(
+            **shape, n_head=4, n_positions=24, **nothing, bos_token_id=None, eos_token_id=None
+        )
+        model = transformers.GPT2LMHeadModel(config)
     else:
-        kinds = {"qwen2": (Qwen2ForCausalLM, Qwen2Config), "qwen3": (Qwen3ForCausalLM, Qwen3Config)}
-        kinds["mistral"] = MistralForCausalLM, functools.partial(MistralConfig, sliding_window=5)
-        make, configure = kinds[kind.partition("_")[0]]
+        name = {"qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}[kind.partition("_")[0]]
+        make, configure = getattr(transformers, f"{name}ForCausalLM"), getattr(transformers, f"{name}Config")
+        window = {"sliding_window": 5} if name == "Mistral" else {}
         heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}
-        model = make(configure(**shape, **heads, intermediate_size=24, max_position_embeddings=64, pad_token_id=2))
+        model = make(
+            configure(**shape, **heads, **window, intermediate_size=24, max_position_embeddings=64, pad_token_id=2)
+        )
         if kind.endswith("_checkpointed"):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for parameter in model.parameters():  # also biases and norms, which begin as constants

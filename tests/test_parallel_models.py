@@ -1,6 +1,6 @@
 """One fixed step, whole or spread over ranks: the same loss, metrics and gradient of every parameter.
 
-In float64 on real gloo processes; small GPT-2, Qwen2, Qwen3 and Mistral. What the processes do is in parallel_models.py.
+In float64 on real gloo processes; small GPT-2, Qwen2, Qwen3 and Mistral. What the processes do: parallel_models.py.
 """
 
 import functools
