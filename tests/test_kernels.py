@@ -14,6 +14,8 @@ from pgtoolkit.batch import StepTotals
 from pgtoolkit.errors import DataError
 from pgtoolkit.kernels import torch_impl, triton_impl
 from pgtoolkit.losses import reference
+from pgtoolkit.losses.objective import NEEDS_WHOLE_DOCUMENTS
+from pgtoolkit.losses.surrogates import DEFAULT_EPSILONS, FAMILIES
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLEMENTATIONS = {"torch": torch_impl, "triton": triton_impl}
@@ -291,6 +293,25 @@ def test_vectors_may_be_views(loss):
         policy_loss(leaf, *tensors, loss=loss, impl="triton", **EPSILONS[loss]).loss.backward()
         results.append(leaf.grad)
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("by_document", [False, True])
+def test_a_family_that_no_kernel_knows(by_document, monkeypatch):
+    """A new family is a function and its two entries: no implementation may take it for one that it has formulas for."""
+    base = FAMILIES["gspo" if by_document else "grpo"]
+    monkeypatch.setitem(FAMILIES, "halved", lambda values, segments: base(values, segments) / 2)
+    monkeypatch.setitem(NEEDS_WHOLE_DOCUMENTS, "halved", by_document)
+    monkeypatch.setitem(DEFAULT_EPSILONS, "halved", (0.1, 0.1))
+    case = make_case()
+    found = {}
+    for impl in IMPLEMENTATIONS:
+        logits = case.logits.float().to(DEVICE).requires_grad_()
+        tensors = [x.to(DEVICE) for x in case.tensors[1:]]
+        out = policy_loss(logits, *tensors, loss="halved", num_documents=case.num_documents, metrics="basic", impl=impl)
+        out.loss.backward()
+        found[impl] = out.loss.detach(), out.metrics["ratio_new_old"], logits.grad
+    for ours, theirs in zip(found["triton"], found["torch"], strict=True):
+        assert relative_error(ours, theirs) < 1e-5
 
 
 def test_gradcheck():

@@ -15,6 +15,9 @@ from pgtoolkit.losses.objective import NEEDS_WHOLE_DOCUMENTS, Objective
 from pgtoolkit.losses.segments import Segments
 
 _BLOCK = 1024
+# What the kernels have formulas for. Anything newer takes the path of `losses.objective`.
+_FAMILIES = ("grpo", "gspo")
+_AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
 
 
 def settle(
@@ -30,6 +33,8 @@ def settle(
 
     None where the totals are not numbers on the host, or are wanted and count groups.
     """
+    if aggregation not in _AGGREGATIONS:
+        return None
     num_groups, tokens_per_group = 1, labels
     if totals is None:
         if group_index is not None:
@@ -105,7 +110,7 @@ def coefficients(objective: Objective, log_probs: Tensor) -> Tensor | None:
 
 def _is_ours(objective, log_probs):
     shared = objective.segments is not None and objective.segments.group is not None
-    return log_probs.dtype == torch.float32 and not shared and objective.loss in NEEDS_WHOLE_DOCUMENTS
+    return log_probs.dtype == torch.float32 and not shared and objective.loss in _FAMILIES
 
 
 def _launch(objective, log_probs, entropy, index, num_documents, coefficients, parts, level):
