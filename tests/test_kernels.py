@@ -297,7 +297,7 @@ def test_vectors_may_be_views(loss):
 
 @pytest.mark.parametrize("by_document", [False, True])
 def test_a_family_that_no_kernel_knows(by_document, monkeypatch):
-    """A new family is a function and its two entries: no implementation may take it for one that it has formulas for."""
+    """A new family is a function and its two entries: no kernel may take it for one that it has formulas for."""
     base = FAMILIES["gspo" if by_document else "grpo"]
     monkeypatch.setitem(FAMILIES, "halved", lambda values, segments: base(values, segments) / 2)
     monkeypatch.setitem(NEEDS_WHOLE_DOCUMENTS, "halved", by_document)
