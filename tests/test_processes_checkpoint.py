@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from runs import assert_equal, metrics_of
+from runs import SHORT, assert_equal, metrics_of
 from test_processes_training import assert_close, recorded, run_on_ranks  # noqa: F401 (a fixture)
 from torch.distributed.checkpoint.metadata import Metadata
 from worlds import layout, world
 
 from pgtoolkit.errors import ConfigError, StorageError
+from pgtoolkit.parallelism.layout import ONE_PROCESS
 from pgtoolkit.training.checkpoint import load_newest
 from pgtoolkit.training.disk import list_checkpoints
 from pgtoolkit.training.sharded_checkpoint import read_tensors, save_shards
@@ -37,14 +38,8 @@ def tensors_in(path: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint of several ranks, whole."""
     sizes = {name: found.size for name, found in dcp.FileSystemReader(path).read_metadata().state_dict_metadata.items()}
     tensors = {name: torch.zeros(size) for name, size in sizes.items()}
-    read_tensors(path, lambda _: tensors, layout_of_one())
+    read_tensors(path, lambda _: tensors, ONE_PROCESS)
     return tensors
-
-
-def layout_of_one():
-    from pgtoolkit.parallelism.layout import ONE_PROCESS
-
-    return ONE_PROCESS
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +55,17 @@ def test_as_many_ranks_continue_bitwise(tmp_path, recorded, two_ranks):  # noqa:
     assert_equal(found | {"path": None}, expected | {"path": None})
     assert_equal(tensors_in(found["path"]), tensors_in(expected["path"]))
     assert found["step"] == 3
+
+
+def test_rollouts_of_as_many_ranks_continue_bitwise(tmp_path):
+    """The batch in use goes on, and the next is drawn with each rank's own random numbers."""
+    policy = [*SHORT, "aggregation.divisor=4", "trainer.max_steps=3"]
+    whole = run_on_ranks(tmp_path / "whole", policy, data_parallel=2)
+    again = as_of(1, whole, tmp_path / "again")
+    run_on_ranks(again, policy, resume=True, data_parallel=2)
+    assert metrics_of(again) == metrics_of(whole)
+    found, expected = (load_newest(folder / "checkpoints") for folder in (again, whole))
+    assert_equal(found | {"path": None}, expected | {"path": None})
 
 
 @pytest.mark.parametrize(
@@ -185,5 +191,5 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path):
         metadata.planner_data = planted
         (path / ".metadata").write_bytes(pickle.dumps(metadata))
         with pytest.raises(pickle.UnpicklingError, match="has no place in a checkpoint"):
-            read_tensors(path, lambda _: {}, layout_of_one())
+            read_tensors(path, lambda _: {}, ONE_PROCESS)
     assert not (tmp_path / "executed").exists()
