@@ -57,7 +57,9 @@ def export(run_dir: Path, folder: Path) -> int:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         _write(policy, config, run_dir, state["step"], temporary)
-        temporary.chmod(0o755)
+        temporary.chmod(0o755)  # temporary folders, and what safetensors writes, are their owner's alone
+        for file in temporary.iterdir():
+            file.chmod(0o644)
         os.replace(temporary, folder)  # takes the place of an empty folder, too
     except OSError as error:
         if temporary is not None:

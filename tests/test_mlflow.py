@@ -21,7 +21,7 @@ from pgtoolkit.tracking import mlflow_store, system_metrics
 from pgtoolkit.tracking.commands import ui_command, ui_url
 from pgtoolkit.tracking.mlflow_store import MlflowTracker
 from pgtoolkit.tracking.run_directory import RunDirectory, read_metrics
-from pgtoolkit.tracking.store import absolute_uri, flatten
+from pgtoolkit.tracking.store import absolute_uri, flatten, open_store
 from pgtoolkit.tracking.sync import sync
 
 CONFIG = {"seed": 1, "loss": {"name": "gspo", "epsilon_low": 3e-4}, "aggregation": {"mode": "sample_mean"}}
@@ -311,7 +311,7 @@ def stop(server):
 
 @pytest.mark.slow
 def test_a_server_outage_neither_stops_training_nor_loses_metrics(uri, run, caplog):
-    MlflowClient(uri).search_experiments()
+    open_store(uri, "tests")  # by this process, so that artifacts do not pass through the server
     port = free_port()
     server = serve(uri, port)
     try:
@@ -342,7 +342,7 @@ def test_a_server_outage_neither_stops_training_nor_loses_metrics(uri, run, capl
     assert MlflowClient(uri).get_run(tracker.info["run_id"]).info.status == "KILLED"
 
 
-def test_sync_delivers_once_what_a_killed_run_left(uri, run):
+def test_sync_delivers_once_what_a_killed_run_left(uri, run, caplog):
     tracker = start(uri, run, experiment="killed")
     train(run, 1, 3)
     tracker.finish("failed")
@@ -353,6 +353,10 @@ def test_sync_delivers_once_what_a_killed_run_left(uri, run):
     run.close()
     assert "6 rows delivered" in sync(run.path)  # the store is known from status.json
     assert "nothing was missing" in sync(run.path)
+    caplog.clear()
+    other = sync(run.path, f"sqlite:///{run.path.parent}/other.db", "copies")
+    assert "9 rows delivered" in other
+    assert not caplog.records  # another store is not one that has lost the run
     saved = MlflowClient(uri).get_run(tracker.info["run_id"])
     assert history(uri, saved.info.run_id) == [(step, step / 8) for step in range(1, 10)]
     assert (saved.info.status, saved.info.end_time) == ("KILLED", round(1000 * run.read_metrics()[-1]["time"]))

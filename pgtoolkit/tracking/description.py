@@ -17,7 +17,8 @@ _LONGEST_TAG = 4000
 
 @dataclass
 class Description:
-    """Of one run. identity: the same for a run and its copies; run_id: its MLflow run, as far as it has one.
+    """Of one run. identity: the same for a run and its copies; run_id: its MLflow run, as far as it has one,
+    in the store of this address.
 
     start_time: milliseconds since 1970, or None.
     """
@@ -27,6 +28,7 @@ class Description:
     tags: dict[str, str]
     identity: str | None
     run_id: str | None
+    store: str | None
     start_time: int | None
 
 
@@ -53,8 +55,9 @@ def describe(run_dir: Path) -> Description:
     # In a sweep the folder's name ends with digits that stand for the configuration; here the parameters say it.
     folder = re.sub("-[0-9a-f]{8}$", "", run_dir.name) if status.get("sweep") else run_dir.name
     name = flat.get("tracking.run_name") or folder
-    run_id = (status.get("mlflow") or {}).get("run_id")
-    return Description(name, flatten(config), texts, status.get("id"), run_id, _milliseconds(status.get("started")))
+    own = status.get("mlflow") or {}
+    began = _milliseconds(status.get("started"))
+    return Description(name, flatten(config), texts, status.get("id"), own.get("run_id"), own.get("uri"), began)
 
 
 def read_provenance(run_dir: Path) -> dict:

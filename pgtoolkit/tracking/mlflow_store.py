@@ -121,10 +121,10 @@ class MlflowTracker:
         """The MLflow run that this directory has in this store already, or None."""
         from mlflow.exceptions import MlflowException
 
-        run = None
-        if described.run_id:
+        run, run_id = None, described.run_id
+        if run_id:  # also under another address, which may lead to the same store
             try:
-                run = self._client.get_run(described.run_id)
+                run = self._client.get_run(run_id)
             except MlflowException as error:
                 if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                     raise
@@ -132,9 +132,10 @@ class MlflowTracker:
             # Made by a process that was killed before it could write its number down, or delivered here later on.
             found = f"tags.`pgtk.id` = {quoted(described.identity)}"
             run = next(iter(self._client.search_runs([experiment_id], found, max_results=1)), None)
-        if described.run_id and (run is None or run.info.lifecycle_stage == "deleted"):
+        if run_id and (run is None or run.info.lifecycle_stage == "deleted"):
             store = redact(self.uri)
-            _log.warning("MLflow run %s is not in %s any more; a new one gets all metrics", described.run_id, store)
+            if described.store in (None, store):
+                _log.warning("MLflow run %s is not in %s any more; a new one gets all metrics", run_id, store)
             return None
         return run
 
