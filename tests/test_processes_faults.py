@@ -28,7 +28,7 @@ class Run:
     def __init__(self, folder: Path, command: list, steps: int):
         self.directory = folder / "run"
         self.log = folder / "terminal"
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
         with self.log.open("w") as file:
             self.process = subprocess.Popen(command, cwd=folder, stdout=file, stderr=file, env=environment)
         self.wait_for(lambda: self.step() >= steps)

@@ -50,7 +50,8 @@ class World:
         # A forked child of a process that has loaded torch is there at once; this one itself may have threads.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        store = str(Path(tempfile.mkdtemp(prefix="world-")) / "store")
+        self._folder = tempfile.TemporaryDirectory(prefix="world-")
+        store = str(Path(self._folder.name) / "store")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs, store, rank, self.size), daemon=True)
