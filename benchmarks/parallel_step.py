@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -20,22 +19,18 @@ import time
 from pathlib import Path
 
 import torch
+from made_up_job import overrides, write_inputs
 
 ON_GPU = torch.cuda.is_available()
-VOCABULARY = 151936 if ON_GPU else 512
 STEPS, DOCUMENTS_PER_STEP = (8, 64) if ON_GPU else (3, 8)
 PROMPT, COMPLETION, MAX_TOKENS = ((256, 512), (1024, 2048), 16384) if ON_GPU else ((2, 6), (8, 24), 64)
 MODEL = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
     "hidden_size": 1024 if ON_GPU else 32,
     "intermediate_size": 4096 if ON_GPU else 64,
     "num_hidden_layers": 16 if ON_GPU else 2,
     "num_attention_heads": 16 if ON_GPU else 4,
     "num_key_value_heads": 4,
-    "max_position_embeddings": 8192,
-    "vocab_size": VOCABULARY,
-    "tie_word_embeddings": False,
+    "vocab_size": 151936 if ON_GPU else 512,
 }
 SIZES = {
     "ddp": "data_parallel",
@@ -54,7 +49,7 @@ def main() -> int:
     folder = Path(sys.argv[1]).resolve()
     limit = float(sys.argv[2]) if len(sys.argv) > 2 else 540.0
     folder.mkdir(parents=True, exist_ok=True)
-    _write_inputs(folder)
+    write_inputs(folder, MODEL, STEPS * DOCUMENTS_PER_STEP, PROMPT, COMPLETION)
     results, waiting = [], list(RUNS)
     while waiting:
         runs = [waiting.pop(0)]
@@ -91,53 +86,15 @@ def _line(run: dict, results: list[dict]) -> str:
     return "; ".join(parts)
 
 
-def _write_inputs(folder: Path) -> None:
-    from pgtoolkit.training.model import character_tokenizer
-
-    (folder / "model").mkdir(exist_ok=True)
-    character_tokenizer("abc").save_pretrained(folder / "model")
-    (folder / "model" / "config.json").write_text(json.dumps(MODEL))
-    draw = random.Random(0)
-    with (folder / "rollouts.jsonl").open("w") as file:
-        for document in range(STEPS * DOCUMENTS_PER_STEP):
-            prompt, completion = draw.randint(*PROMPT), draw.randint(*COMPLETION)
-            length = prompt + completion
-            row = {
-                "token_ids": [draw.randrange(VOCABULARY) for _ in range(length)],
-                "loss_mask": [t >= prompt for t in range(length)],
-                "old_log_probs": [-11.9 if t >= prompt else 0 for t in range(length)],
-                "reward": draw.random(),
-                "group_id": document // 8,
-            }
-            file.write(json.dumps(row) + "\n")
-
-
 def _start(folder: Path, kind: str, number: int, first_gpu: int) -> subprocess.Popen:
-    overrides = [
-        "rollout=recorded",
-        f"rollout.path={folder}/rollouts.jsonl",
-        "model=huggingface",
-        f"model.path={folder}/model",
-        "model.random_weights=true",
-        "model.gradient_checkpointing=true",
-        "model.dtype=bfloat16",
-        "model.fp32_lm_head=false",
+    job = overrides(folder, DOCUMENTS_PER_STEP, MAX_TOKENS, STEPS)
+    job += [
         f"kernel={'fused_linear' if ON_GPU else 'torch'}",
-        "loss=gspo",
-        "loss.epsilon_low=0.9",
-        "loss.epsilon_high=9",
-        "aggregation=sample_mean",
-        "metrics=basic",
-        f"accumulation.docs_per_step={DOCUMENTS_PER_STEP}",
-        f"accumulation.max_tokens={MAX_TOKENS}",
-        f"trainer.max_steps={STEPS}",
         f"trainer.device={'cuda' if ON_GPU else 'cpu'}",
-        "trainer.checkpoint_every=1000000",
-        "tracking=none",
         f"parallelism={kind}",
     ]
     if kind in SIZES:
-        overrides.append(f"parallelism.{SIZES[kind]}={number}")
+        job.append(f"parallelism.{SIZES[kind]}={number}")
     where = folder / f"{kind}-{number}"
     where.mkdir(exist_ok=True)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "8" if ON_GPU else "1"}
@@ -146,7 +103,7 @@ def _start(folder: Path, kind: str, number: int, first_gpu: int) -> subprocess.P
     command = [sys.executable]
     if number > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
-    command += [__file__, "--child", *overrides]
+    command += [__file__, "--child", *job]
     with (where / "output").open("w") as output:
         return subprocess.Popen(command, cwd=where, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
@@ -171,7 +128,7 @@ def _result(child: subprocess.Popen, where: Path) -> dict:
     return result
 
 
-def _run_child(overrides: list[str]) -> int:
+def _run_child(job: list[str]) -> int:
     """The main job, timed step by step, until its last step is done."""
     from pgtoolkit.cli import main as pgtk
     from pgtoolkit.training.module import PolicyGradientModule
@@ -206,7 +163,7 @@ def _run_child(overrides: list[str]) -> int:
         os._exit(0)  # the checkpoint that would follow is not what is measured
 
     PolicyGradientModule.training_step = timed
-    return pgtk(overrides)
+    return pgtk(job)
 
 
 def _wait() -> None:

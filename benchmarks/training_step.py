@@ -4,32 +4,28 @@
 
 Trains a model of about half a billion parameters, random weights, on made-up recorded rollouts with the program's own
 main job, once for each way of computing the head: fused, and with materialised logits by Triton and by PyTorch, under
-PyTorch's profiler of GPU activity. The clip is wide, since the rollouts come from no policy.
+PyTorch's profiler of GPU activity.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 
-VOCABULARY = 151936
+from made_up_job import overrides, write_inputs
+
 STEPS, DOCUMENTS_PER_STEP, MAX_TOKENS = 6, 32, 16384
 MODEL = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
     "hidden_size": 896,
     "intermediate_size": 4864,
     "num_hidden_layers": 24,
     "num_attention_heads": 14,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 8192,
-    "vocab_size": VOCABULARY,
-    "tie_word_embeddings": False,
+    "vocab_size": 151936,
 }
 KINDS = {"fused_linear": "fused head", "triton": "all logits, Triton", "torch": "all logits, PyTorch"}
 # What a GPU kernel's name gives away, looked for in this order.
@@ -52,7 +48,7 @@ PARTS = {
 def main() -> int:
     folder = Path(sys.argv[1]).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    _write_inputs(folder)
+    write_inputs(folder, MODEL, STEPS * DOCUMENTS_PER_STEP, (256, 512), (1024, 2048))
     results = []
     for kernel, name in KINDS.items():
         run = {"name": name, "kernel": kernel} | _child(folder, kernel)
@@ -70,54 +66,13 @@ def _line(run: dict) -> str:
     return f"{run['name']:22s}{run['tokens_per_second']:9.0f} trained tokens/s  peak {run['peak_gb']:.1f} GB  {shares}"
 
 
-def _write_inputs(folder: Path) -> None:
-    from pgtoolkit.training.model import character_tokenizer
-
-    (folder / "model").mkdir(exist_ok=True)
-    character_tokenizer("abc").save_pretrained(folder / "model")
-    (folder / "model" / "config.json").write_text(json.dumps(MODEL))
-    draw = random.Random(0)
-    with (folder / "rollouts.jsonl").open("w") as file:
-        for document in range(STEPS * DOCUMENTS_PER_STEP):
-            prompt, completion = draw.randint(256, 512), draw.randint(1024, 2048)
-            length = prompt + completion
-            row = {
-                "token_ids": [draw.randrange(VOCABULARY) for _ in range(length)],
-                "loss_mask": [t >= prompt for t in range(length)],
-                "old_log_probs": [-11.9 if t >= prompt else 0 for t in range(length)],
-                "reward": draw.random(),
-                "group_id": document // 8,
-            }
-            file.write(json.dumps(row) + "\n")
-
-
 def _child(folder: Path, kernel: str) -> dict:
-    overrides = [
-        "rollout=recorded",
-        f"rollout.path={folder}/rollouts.jsonl",
-        "model=huggingface",
-        f"model.path={folder}/model",
-        "model.random_weights=true",
-        "model.gradient_checkpointing=true",
-        "model.dtype=bfloat16",
-        "model.fp32_lm_head=false",
-        f"kernel={kernel}",
-        "loss=gspo",
-        "loss.epsilon_low=0.9",
-        "loss.epsilon_high=9",
-        "aggregation=sample_mean",
-        "metrics=basic",
-        f"accumulation.docs_per_step={DOCUMENTS_PER_STEP}",
-        f"accumulation.max_tokens={MAX_TOKENS}",
-        f"trainer.max_steps={STEPS}",
-        "trainer.device=cuda",
-        "trainer.checkpoint_every=1000000",
-        "tracking=none",
-    ]
+    job = overrides(folder, DOCUMENTS_PER_STEP, MAX_TOKENS, STEPS)
+    job += [f"kernel={kernel}", "trainer.device=cuda"]
     where = folder / kernel
     where.mkdir(exist_ok=True)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, __file__, "--child", *overrides]
+    command = [sys.executable, __file__, "--child", *job]
     done = subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{kernel} ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
@@ -129,14 +84,14 @@ def _child(folder: Path, kernel: str) -> dict:
     return result
 
 
-def _run_child(overrides: list[str]) -> int:
+def _run_child(job: list[str]) -> int:
     import torch
 
     from pgtoolkit.cli import main as pgtk
 
     parts, others = {}, []
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        status = pgtk(overrides)
+        status = pgtk(job)
     for event in profile.key_averages():
         name, seconds = event.key, event.self_device_time_total / 1e6
         if "DtoH" in name:  # the checkpoint at the end
