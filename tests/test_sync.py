@@ -1,0 +1,105 @@
+"""`pgtk sync`, and what else reaches MLflow from a run directory after the fact or beside the steps."""
+
+import json
+import time
+
+import pytest
+from mlflow import MlflowClient
+from stores import CONFIG, history, start, train
+
+from pgtoolkit.cli import main
+from pgtoolkit.errors import ConfigError
+from pgtoolkit.tracking import system_metrics
+from pgtoolkit.tracking.mlflow_store import MlflowTracker
+from pgtoolkit.tracking.run_directory import RunDirectory, read_metrics
+from pgtoolkit.tracking.sync import sync
+
+
+@pytest.fixture(scope="session")
+def uri(tmp_path_factory):
+    """One store for the tests that do not need one of their own: creating it takes seconds."""
+    return f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
+
+
+@pytest.fixture
+def run(tmp_path):
+    with RunDirectory(tmp_path / "run") as opened:
+        yield opened
+
+
+def test_sync_delivers_once_what_a_killed_run_left(uri, run, caplog):
+    tracker = start(uri, run, experiment="killed")
+    train(run, 1, 3)
+    tracker.finish("failed")
+    run.set_status("running", 3)  # as SIGKILL leaves it
+    train(run, 4, 9)
+    with pytest.raises(ConfigError, match="needs to be free"):
+        sync(run.path, uri)
+    run.close()
+    assert "6 rows delivered" in sync(run.path)  # the store is known from status.json
+    assert "nothing was missing" in sync(run.path)
+    caplog.clear()
+    other = sync(run.path, f"sqlite:///{run.path.parent}/other.db", "copies")
+    assert "9 rows delivered" in other
+    assert not caplog.records  # another store is not one that has lost the run
+    saved = MlflowClient(uri).get_run(tracker.info["run_id"])
+    assert history(uri, saved.info.run_id) == [(step, step / 8) for step in range(1, 10)]
+    assert (saved.info.status, saved.info.end_time) == ("KILLED", round(1000 * run.read_metrics()[-1]["time"]))
+
+
+def test_sync_of_a_run_without_mlflow_needs_a_store_and_makes_one_run_there(uri, run, capsys):
+    run.write_config(CONFIG | {"tracking": {"name": "none", "experiment": None}}, [])
+    train(run, 1, 5)
+    run.set_status("done", 5)
+    run.close()
+    assert main(["sync", str(run.path)]) == 2
+    assert "needs a store (got tracking=none). The run was made without MLflow. Use --uri=" in capsys.readouterr().err
+    for said in ("5 rows delivered", "nothing was missing"):
+        assert main(["sync", str(run.path), "--uri", uri, "--experiment", "afterwards"]) == 0
+        assert said in capsys.readouterr().out
+    client = MlflowClient(uri)
+    (found,) = client.search_runs([client.get_experiment_by_name("afterwards").experiment_id])
+    assert (found.info.status, found.info.run_name) == ("FINISHED", "run")
+    assert history(uri, found.info.run_id) == [(step, step / 8) for step in range(1, 6)]
+
+
+def test_sync_refuses_what_is_no_run_and_goes_on_with_the_others(uri, run, tmp_path, capsys):
+    tracker = start(uri, run)
+    train(run, 1, 2)
+    tracker.finish("done")
+    run.set_status("done", 2)
+    run.close()
+    assert main(["sync", str(tmp_path / "none")]) == 2
+    assert "no such folder" in capsys.readouterr().err
+    assert main(["sync", str(tmp_path), "--uri", "http://127.0.0.1:1"]) == 6
+    assert "Nothing was lost" in capsys.readouterr().err
+    assert main(["sync", str(tmp_path)]) == 0  # a folder that holds runs
+    assert "nothing was missing" in capsys.readouterr().out
+
+
+def test_a_run_whose_number_was_never_written_down_is_found_again(uri, run):
+    tracker = start(uri, run)
+    train(run, 1, 2)
+    tracker.finish("failed")
+    status = json.loads((run.path / "status.json").read_text())
+    (run.path / "status.json").write_text(json.dumps(status | {"mlflow": None}))
+    again = start(uri, run)
+    again.finish("done")
+    assert again.info["run_id"] == tracker.info["run_id"]
+
+
+def test_system_metrics_are_kept_delivered_and_continued(uri, run, monkeypatch):
+    monkeypatch.setattr(system_metrics, "_SECONDS_BETWEEN_SAMPLES", 0.05)
+    run.write_config(CONFIG, [])
+    for expected in range(2):
+        run.set_status("running", 0)
+        tracker = MlflowTracker(uri, "tests", system_metrics=True)
+        tracker.start(run.path)
+        time.sleep(0.3)
+        assert tracker.finish("done") == []
+        rows = read_metrics(run.path / "system_metrics.jsonl")
+        assert [row["step"] for row in rows] == list(range(len(rows)))
+        assert len(rows) > 1 + expected
+        kept = [(row["step"], row["cpu_utilization_percentage"]) for row in rows]
+        assert history(uri, tracker.info["run_id"], "system/cpu_utilization_percentage") == kept
+        assert all(0 < row["system_memory_usage_percentage"] < 100 for row in rows)
