@@ -1,10 +1,11 @@
-"""Settings every test shares: Triton's interpreter where there is no GPU, one thread, no hub."""
+"""Settings every test shares: Triton's interpreter where there is no GPU, one thread, no hub, examples untimed."""
 
 import os
 
 # Set before anything imports triton: its language module reads the variable once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import hypothesis
 import pytest
 import torch
 
@@ -12,6 +13,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items):

@@ -97,7 +97,7 @@ def cut_steps(draw):
     return case, pieces, draw(st.integers(0, 2))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(cut_steps(), st.sampled_from(LOSSES), st.sampled_from(AGGREGATIONS))
 def test_any_step_cut_anyhow(step, loss, aggregation):
     case, pieces, padding = step

@@ -75,7 +75,7 @@ def spread_steps(draw):
     )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     spread_steps(), st.sampled_from(LOSSES), st.sampled_from(AGGREGATIONS), st.sampled_from([None, 1, 4]), st.booleans()
 )

@@ -26,7 +26,7 @@ def document(number: int, length: int) -> Document:
 
 
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=20), ranks=st.integers(1, 5))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_every_rank_gets_as_many_micro_batches_and_together_they_hold_the_step_once(lengths, ranks):
     documents = [document(number, length) for number, length in enumerate(lengths)]
     whole = make_step(documents, 12, {})
