@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,18 +100,38 @@ def arithmetic(config: Any) -> Iterator[str]:
         yield f"longest document: prompt {prompt} + completion {completion} = {longest} tokens"
     else:
         yield f"longest document: known once the data is read; it must fit in {text(room)} tokens"
+    yield from processes(config.parallelism)
     if not _counts(room):
         return
+    ranks = config.parallelism.data_parallel if _counts(config.parallelism.data_parallel) else 1
     if docs == 0:
         yield f"step: {text(accumulation.micro_batches_per_step)} micro-batches of at most {room} tokens"
     elif _counts(docs):
         taken = min(docs, batch) if batch and accumulation.last_step != "carry" else docs
         line = f"step: {taken} documents"
         if longest and room >= longest:
-            line += f", in {-(-taken // (room // longest))} micro-batches of at most {room} tokens"
+            share = -(-taken // ranks)
+            line += f", in {-(-share // (room // longest))} micro-batches of at most {room} tokens"
+            line += " on each data rank" if ranks > 1 else ""
         yield line + (f"; {_steps(batch, taken, accumulation.last_step)}" if batch else "")
         if _counts(steps):
             yield f"run: at most {steps} steps, {steps * taken} documents"
+
+
+DEALT = {
+    "data_parallel": "documents dealt to {} ranks, about as many tokens to each",
+    "sequence_data_parallel": "tokens of each micro-batch to {}",
+    "tensor_parallel": "matrices and vocabulary to {}",
+    "pipeline_parallel": "layers to {} stages",
+}
+
+
+def processes(parallelism: Any) -> Iterator[str]:
+    """How many share a step, where it is more than one, and what of it each gets."""
+    sizes = {axis: getattr(parallelism, axis) for axis in DEALT}
+    if _counts(*sizes.values()) and math.prod(sizes.values()) > 1:
+        dealt = [DEALT[axis].format(size) for axis, size in sizes.items() if size > 1]
+        yield f"processes: {math.prod(sizes.values())}; {', '.join(dealt)}"
 
 
 def documents(config: Any) -> int | None:

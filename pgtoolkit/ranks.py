@@ -6,6 +6,8 @@ import os
 import re
 from dataclasses import dataclass
 
+from pgtoolkit.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Rank:
@@ -19,22 +21,24 @@ class Rank:
 
 
 def joined() -> Rank | None:
-    """The place that a launcher gave this process; None where it was started alone."""
+    """The place a launcher gave this process; None where it was started alone. ConfigError if it makes no sense."""
     found = os.environ
-    if int(found.get("WORLD_SIZE", "1")) > 1 and "RANK" in found:
-        number, size = int(found["RANK"]), int(found["WORLD_SIZE"])
-        address, port = found.get("MASTER_ADDR", "127.0.0.1"), int(found.get("MASTER_PORT", "29500"))
-        return Rank(number, size, int(found.get("LOCAL_RANK", number)), address, port)
+    if _number("WORLD_SIZE", 1) > 1 and "RANK" in found:
+        number, size = _number("RANK", 0), _number("WORLD_SIZE", 1)
+        if number >= size:
+            raise _refusal("RANK", number, f"a rank below WORLD_SIZE={size}")
+        address, port = found.get("MASTER_ADDR", "127.0.0.1"), _number("MASTER_PORT", 29500)
+        return Rank(number, size, _number("LOCAL_RANK", number), address, port)
     # srun alone sets the number of tasks of a step; the script that sbatch runs has SLURM_PROCID too.
-    if int(found.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "SLURM_PROCID" in found:
+    if _number("SLURM_STEP_NUM_TASKS", 1) > 1 and "SLURM_PROCID" in found:
         hosts = found.get("SLURM_STEP_NODELIST", found.get("SLURM_JOB_NODELIST", "127.0.0.1"))
         return Rank(
-            number=int(found["SLURM_PROCID"]),
-            world_size=int(found["SLURM_STEP_NUM_TASKS"]),
-            local=int(found.get("SLURM_LOCALID", "0")),
+            number=_number("SLURM_PROCID", 0),
+            world_size=_number("SLURM_STEP_NUM_TASKS", 1),
+            local=_number("SLURM_LOCALID", 0),
             address=found.get("MASTER_ADDR", first_host(hosts)),
             # The same on all nodes, and another for each job and step.
-            port=int(found.get("MASTER_PORT", 20000 + _digits("SLURM_JOB_ID") * 7 % 10000 + _digits("SLURM_STEP_ID"))),
+            port=_number("MASTER_PORT", 20000 + _digits("SLURM_JOB_ID") * 7 % 10000 + _digits("SLURM_STEP_ID")),
         )
     return None
 
@@ -43,6 +47,19 @@ def first_host(nodes: str) -> str:
     """The first name of a SLURM list of nodes, such as `gpu[03-05,7],login`."""
     name, bracket, rest = re.match(r"([^,\[]*)(\[?)(.*)", nodes).groups()
     return name + re.match(r"\d+", rest).group() if bracket else name
+
+
+def _number(variable: str, default: int) -> int:
+    value = os.environ.get(variable, "").strip() or str(default)
+    if not re.fullmatch(r"[0-9]+", value):
+        raise _refusal(variable, value, "a whole number >= 0")
+    return int(value)
+
+
+def _refusal(variable: str, value: object, needs: str) -> ConfigError:
+    reason = "A launcher such as torchrun sets it for each process."
+    use = f"the launcher's value, or unset {variable} and WORLD_SIZE, and pgtk starts the processes itself"
+    return ConfigError(f"{variable}={value} needs {needs} (got {value}). {reason} Use {use}.")
 
 
 def _digits(variable: str) -> int:

@@ -35,6 +35,9 @@ FIXED = {
 }
 """What a checkpoint cannot be continued without, and why; with a task, all of its keys."""
 
+LATER = {"parallelism": {"shard": False, "timeout_seconds": 300}, "tracking": {"system_metrics": False}}
+"""Keys that older runs were saved without, with the values that continue them as they were."""
+
 
 def compose_resumed(run_dir: Path, overrides: list[str]) -> Composed:
     """The configuration saved in run_dir with `overrides`, and their problems; ConfigError if it cannot be read."""
@@ -79,7 +82,7 @@ def typed(saved: dict, file: str) -> DictConfig:
         for group in {schema.partition("/")[0] for schema in SCHEMAS if "/" in schema}:
             config[group] = OmegaConf.structured(SCHEMAS[f"{group}/{saved[group]['name']}"])
         OmegaConf.set_struct(config, True)
-        return OmegaConf.merge(config, saved)
+        return OmegaConf.merge(config, LATER, saved)
     except (KeyError, TypeError, OmegaConfBaseException) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else first_line(error)
         raise ConfigError(

@@ -104,6 +104,19 @@ def test_a_sweep_is_checked_run_by_run(capsys):
     assert "loss=gspo loss.num_splits=2: loss=gspo needs" in said
 
 
+def test_check_says_how_a_step_is_dealt(capsys):
+    assert main(["check", "parallelism=ddp", "parallelism.data_parallel=3", "accumulation.max_tokens=140"]) == 0
+    shown = capsys.readouterr().out
+    assert "  processes: 3; documents dealt to 3 ranks, about as many tokens to each\n" in shown
+    # 22 of 64 documents at most on a rank, 10 documents in a micro-batch.
+    assert "in 3 micro-batches of at most 140 tokens on each data rank; 4 steps" in shown
+    sizes = ["parallelism=pipeline", "metrics=none", "parallelism.tensor_parallel=2"]
+    assert main(["check", *sizes, "rollout=recorded", "rollout.path=."]) in (0, 2)
+    assert "  processes: 4; matrices and vocabulary to 2, layers to 2 stages\n" in capsys.readouterr().out
+    assert main(["check"]) == 0
+    assert "processes" not in capsys.readouterr().out
+
+
 def test_check_prints_the_plan(capsys):
     assert main(["check", "experiment=dapo", "seed=3"]) == 0
     page = capsys.readouterr().out
@@ -243,6 +256,19 @@ def test_resume_takes_the_saved_configuration_and_overrides(run_dir):
     config = composed.config
     assert (config.loss.name, config.seed, config.trainer.max_steps, config.tracking.name) == ("grpo", 5, 900, "none")
     assert type(OmegaConf.to_object(config).rollout).__name__ == "PolicyRolloutConfig"
+
+
+def test_resume_knows_what_older_runs_were_saved_without(run_dir):
+    saved = OmegaConf.load(run_dir / "config.yaml")
+    for key in ("parallelism.shard", "parallelism.timeout_seconds", "tracking.system_metrics"):
+        group, name = key.split(".")
+        del saved[group][name]
+    OmegaConf.save(saved, run_dir / "config.yaml")
+    composed = compose_resumed(run_dir, ["parallelism.shard=true"])
+    assert composed.problems == []
+    config = composed.config
+    assert (config.parallelism.shard, config.parallelism.timeout_seconds) == (True, 300)
+    assert config.tracking.system_metrics is False
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,10 @@
 """How processes find their place, and how `pgtk` starts them."""
 
+import re
+
 import pytest
 
+from pgtoolkit.errors import ConfigError
 from pgtoolkit.ranks import Rank, first_host, joined
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
@@ -33,6 +36,22 @@ def test_the_place_that_srun_gives(environment):
     assert joined() == Rank(number=5, world_size=8, local=1, address="gpu03", port=20541)
     environment(MASTER_ADDR="head", MASTER_PORT="9")
     assert (joined().address, joined().port) == ("head", 9)
+
+
+@pytest.mark.parametrize(
+    ("variables", "shows"),
+    [
+        ({"WORLD_SIZE": "x", "RANK": "0"}, "WORLD_SIZE=x needs a whole number >= 0 (got x)"),
+        ({"WORLD_SIZE": "2", "RANK": "-1"}, "RANK=-1 needs a whole number >= 0 (got -1)"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2 needs a rank below WORLD_SIZE=2 (got 2)"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1.5"}, "MASTER_PORT=1.5 needs a whole number"),
+        ({"SLURM_STEP_NUM_TASKS": "2(x3)", "SLURM_PROCID": "0"}, "SLURM_STEP_NUM_TASKS=2(x3) needs"),
+    ],
+)
+def test_a_place_that_makes_no_sense_is_refused(environment, variables, shows):
+    environment(**variables)
+    with pytest.raises(ConfigError, match=re.escape(shows)):
+        joined()
 
 
 @pytest.mark.parametrize(
