@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
 
 import lightning
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pgtoolkit.batch import MicroBatch, Step, StepTotals
@@ -133,19 +133,15 @@ class PolicyGradientModule(lightning.LightningModule):
 
     def _over_ranks(self, outputs: list[PolicyLoss]) -> tuple[Tensor, MetricSums]:
         """The step's loss and metrics, from the shares of every rank that has one."""
-        added, maxima = torch.zeros(2, dtype=torch.float64, device=self.device), torch.empty(0, device=self.device)
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        # Of a pipeline stage before the last, which there is at level none only: one sum, no extrema.
+        sums = MetricSums(self.config.metrics.level.value, loss.new_zeros(1), loss.new_empty(0))
         if outputs:
-            sums = outputs[0].metric_sums
-            for out in outputs[1:]:
-                sums = sums.merge(out.metric_sums)
+            sums = functools.reduce(MetricSums.merge, [out.metric_sums for out in outputs])
             loss = torch.stack([out.loss.detach().double() for out in outputs]).sum()
-            added, maxima = torch.cat([loss[None], sums.sums]), sums.maxima
         for group in (self.layout.loss_group, self.layout.group("pipeline_parallel")):
-            if group is not None:
-                dist.all_reduce(added, group=group)
-                if len(maxima):
-                    dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
-        return added[0], MetricSums(self.config.metrics.level.value, added[1:], maxima)
+            loss, sums = sums.all_reduce(loss, group)
+        return loss, sums
 
     def _skip_bad_step(self, step: Step, bad_documents: list[str], metrics: dict[str, float]) -> None:
         """Leaves the weights as they are; raises NumericalError after `trainer.max_bad_steps` in a row."""
