@@ -101,6 +101,9 @@ def refusals(uri: str, consequence: str):
 def reason(uri: str, error: BaseException) -> str:
     """What failed, on one line and without credentials."""
     text = " ".join(redact(str(error)).split())
+    # What the HTTP client says of a server that is down: the address twice, and the cause at the very end.
+    if cause := re.search(r"Caused by \w+\((.*?)\)*$", text):
+        text = cause[1].strip("\"'")
     return f"MLflow at tracking.uri={redact(uri)} failed: {text[:300]}"
 
 
