@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import statistics
@@ -18,7 +17,7 @@ from yaml import YAMLError
 from pgtoolkit.errors import ConfigError, PgtoolkitError
 from pgtoolkit.tracking.commands import shell_path
 from pgtoolkit.tracking.description import code_of, read_provenance
-from pgtoolkit.tracking.run_directory import leaves, read_config, read_metrics, read_status
+from pgtoolkit.tracking.run_directory import is_held, leaves, read_config, read_metrics, read_status
 
 SWEEPS = Path("outputs/sweeps")
 """Where the folders of sweeps are, below the directory that they were started from."""
@@ -143,7 +142,7 @@ def _read(path: Path) -> Run:
         rows = read_metrics(path / "metrics.jsonl")
         add_seconds(rows, [start["time"] for start in provenance.get("resumed", [])])
         state = status.get("state", "running")
-        if state == "running" and not _is_held(path):
+        if state == "running" and not is_held(path):
             state = "killed"
         return Run(
             path,
@@ -158,17 +157,6 @@ def _read(path: Path) -> Run:
         )
     except (*UNREADABLE, PgtoolkitError) as error:
         return Run(path, path.name, "unreadable", str(error).splitlines()[0])
-
-
-def _is_held(path):
-    try:
-        with (path / ".lock").open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def add_seconds(rows: list[dict[str, float]], resumes: list[str]) -> None:

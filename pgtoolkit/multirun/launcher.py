@@ -17,8 +17,8 @@ from omegaconf import DictConfig
 
 from pgtoolkit.errors import Interrupted, PgtoolkitError
 from pgtoolkit.multirun import report
-from pgtoolkit.multirun.sweep import Job, Sweep, is_held, plan
-from pgtoolkit.tracking.run_directory import write_atomically
+from pgtoolkit.multirun.sweep import Job, Sweep, plan
+from pgtoolkit.tracking.run_directory import is_held, write_atomically
 
 STOPPED = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals by which someone ends a process; by others it ends itself."""

@@ -16,7 +16,7 @@ from pgtoolkit.compose import name_in
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
 from pgtoolkit.multirun.identity import changed, digest, learned
 from pgtoolkit.rules.report import text
-from pgtoolkit.tracking.run_directory import read_config, read_status, write_atomically
+from pgtoolkit.tracking.run_directory import is_held, read_config, read_status, write_atomically
 
 LOCAL = "hydra_plugins.pgtk_launcher.LocalLauncher"
 """Our own launcher; others choose a job's directory by themselves, by hydra.sweep.subdir."""
@@ -132,18 +132,6 @@ class Sweep:
             except OSError:
                 pass  # a file system without locks: those of the run directories say so
             yield
-
-
-def is_held(directory: Path) -> bool:
-    """Whether a living process holds this run directory."""
-    try:
-        with (directory / ".lock").open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def _saved(directory: Path) -> dict:

@@ -168,7 +168,7 @@ class MlflowTracker:
             except Exception as error:  # whatever MLflow, its HTTP client or its database raise: training goes on
                 if not failed:
                     kept = self._run_dir / "metrics.jsonl"
-                    _log.warning("%s. Training goes on; metrics are kept in %s", reason(self.uri, error), kept)
+                    _log.warning("%s. Nothing is lost: metrics are kept in %s", reason(self.uri, error), kept)
                 pause, failed = min(2 * pause, _LONGEST_PAUSE), True
             if last:
                 if failed:

@@ -250,6 +250,18 @@ def _finite(metrics):
     return row
 
 
+def is_held(run_dir: Path) -> bool:
+    """Whether a living process holds this run directory."""
+    try:
+        with (run_dir / ".lock").open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def _lock(path):
     file = (path / ".lock").open("a+")
     try:
