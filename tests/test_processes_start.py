@@ -1,11 +1,19 @@
 """How processes find their place, and how `pgtk` starts them."""
 
+import pickle
 import re
+import signal
+from types import SimpleNamespace
 
 import pytest
+from omegaconf import OmegaConf
 
-from pgtoolkit.errors import ConfigError
+from pgtoolkit.errors import ConfigError, Interrupted
+from pgtoolkit.parallelism import worker
+from pgtoolkit.parallelism.workers import _conclude
 from pgtoolkit.ranks import Rank, first_host, joined
+from pgtoolkit.tracking.beginning import stoppable
+from pgtoolkit.tracking.run_directory import read_status
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 
@@ -59,3 +67,22 @@ def test_a_place_that_makes_no_sense_is_refused(environment, variables, shows):
 )
 def test_the_first_of_a_list_of_nodes(nodes, first):
     assert first_host(nodes) == first
+
+
+def test_an_interruption_while_workers_start_is_no_defect(environment, monkeypatch, tmp_path):
+    def interrupted(job, rank):
+        raise KeyboardInterrupt
+
+    environment(RANK="0", WORLD_SIZE="2")
+    monkeypatch.setattr(worker, "take_part", interrupted)
+    monkeypatch.setattr("sys.argv", ["pgtk"])
+    (tmp_path / "job").write_bytes(pickle.dumps(worker.Job(None, tmp_path, False, [], None, ["pgtk"])))
+    assert worker.main(tmp_path) == 130
+    assert list(tmp_path.glob("rank-*")) == []
+
+    run = tmp_path / "run"
+    processes = {0: SimpleNamespace(returncode=130), 1: SimpleNamespace(returncode=-signal.SIGINT)}
+    said = r"stopped by SIGINT; the run is interrupted at step 0. Continue with:"
+    with pytest.raises(Interrupted, match=said), stoppable(OmegaConf.create({"seed": 1}), run, []):
+        _conclude(tmp_path, processes, [signal.SIGINT], [], 300, {}, run)
+    assert read_status(run)["reason"] == "SIGINT"

@@ -107,6 +107,8 @@ def main(folder: Path) -> int:
         status = 0 if isinstance(error, Interrupted) else error.exit_status
         outcome = {"kind": type(error).__name__, "message": str(error), "status": status}
         outcome["on_all_ranks"] = error.on_all_ranks
+    except KeyboardInterrupt:
+        return 130  # before training minds signals; the command that sent this one knows what to say
     except BaseException as error:
         message = f"{type(error).__name__}: {first_line(error)}"
         outcome = {"kind": "defect", "message": message, "traceback": traceback.format_exc(), "status": 1}

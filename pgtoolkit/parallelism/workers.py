@@ -22,7 +22,8 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
 
 from pgtoolkit import errors
-from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, RankLost
+from pgtoolkit.errors import Interrupted, PgtoolkitError, RankLost
+from pgtoolkit.tracking.beginning import Stopped
 from pgtoolkit.tracking.commands import resume_command
 from pgtoolkit.tracking.run_directory import RunDirectory, read_status
 
@@ -34,7 +35,8 @@ GRACE_SECONDS = 30
 def run_workers(folder: Path, world_size: int, run_dir: Path, timeout_seconds: float) -> None:
     """Run the job in `folder` on world_size local processes until all have ended; raises what ended them.
 
-    SIGINT and SIGTERM go on to the workers, who finish their step. A worker that fails takes the others with it.
+    SIGINT and SIGTERM go on to the workers, who finish their step; Stopped if they had not begun. A worker that fails
+    takes the others with it.
     """
     # A store with a port of the system's choice: two jobs of one sweep never meet.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -59,7 +61,7 @@ def run_workers(folder: Path, world_size: int, run_dir: Path, timeout_seconds: f
     try:
         _conclude(folder, processes, signals, unanswering, timeout_seconds, context.stderrs, run_dir)
     except RankLost as error:
-        _record(run_dir, f"RankLost: {error}")
+        _record(run_dir, "failed", f"RankLost: {error}")
         raise
 
 
@@ -135,7 +137,9 @@ def _conclude(folder, processes, signals, unanswering, timeout_seconds, stderrs,
         raise Interrupted(interrupted[0]["message"])
     codes = {rank: process.returncode for rank, process in processes.items() if rank not in outcomes}
     if signals:
-        raise Interrupted(f"stopped by {signal.Signals(signals[-1]).name} before a step was finished. {resume}")
+        name = signal.Signals(signals[-1]).name
+        _record(run_dir, "interrupted", name)
+        raise Stopped(name)
     if dead := {rank: -code for rank, code in codes.items() if code < 0 and rank not in unanswering}:
         rank, number = next(iter(dead.items()))
         name = signal.Signals(number).name
@@ -160,9 +164,9 @@ def _last_words(stderr: str | None) -> str:
     return f" Its last words: {' | '.join(lines[-5:])}." if lines else ""
 
 
-def _record(run_dir: Path, reason: str) -> None:
-    """The reason in status.json, where rank 0 could not know it."""
-    with contextlib.suppress(PgtoolkitError, ConfigError), RunDirectory(run_dir) as run:
+def _record(run_dir: Path, state: str, reason: str) -> None:
+    """How the run ended, in status.json, where rank 0 could not know it."""
+    with contextlib.suppress(PgtoolkitError), RunDirectory(run_dir) as run:
         status = read_status(run.path)
         if status.get("state") in ("running", "failed"):
-            run.set_status("failed", status["step"], reason)
+            run.set_status(state, status["step"], reason)
