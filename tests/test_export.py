@@ -148,7 +148,7 @@ def test_what_cannot_be_exported_is_refused(trained, tmp_path, capsys, monkeypat
     assert "needs a checkpoint (got none)" in refused("begun", "model")
     assert "cannot be written" in refused(trained, "full/file/model", status=6)
     shutil.copytree(trained, "old")
-    config = (trained / "config.yaml").read_text().replace("  system_metrics: false\n", "")
+    config = (trained / "config.yaml").read_text().replace("  max_bad_steps: 3\n", "")
     (tmp_path / "old" / "config.yaml").write_text(config)
     assert "does not fit this version of pgtoolkit" in refused("old", "model")
     assert not (tmp_path / "model").exists()
