@@ -9,6 +9,8 @@ import hypothesis
 import pytest
 import torch
 
+from pgtoolkit.tracking.run_directory import RunDirectory
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -23,3 +25,15 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def uri(tmp_path_factory):
+    """One store for the tests that do not need one of their own: creating it takes seconds."""
+    return f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
+
+
+@pytest.fixture
+def run(tmp_path):
+    with RunDirectory(tmp_path / "run") as opened:
+        yield opened

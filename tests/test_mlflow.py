@@ -19,21 +19,8 @@ from stores import CONFIG, history, start, train
 from pgtoolkit.errors import StorageError
 from pgtoolkit.tracking import mlflow_store
 from pgtoolkit.tracking.commands import ui_command, ui_url
-from pgtoolkit.tracking.run_directory import RunDirectory
 from pgtoolkit.tracking.store import absolute_uri, flatten, open_store
 from pgtoolkit.tracking.sync import sync
-
-
-@pytest.fixture(scope="session")
-def uri(tmp_path_factory):
-    """One store for the tests that do not need one of their own: creating it takes seconds."""
-    return f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
-
-
-@pytest.fixture
-def run(tmp_path):
-    with RunDirectory(tmp_path / "run") as opened:
-        yield opened
 
 
 def test_a_run_arrives_complete(uri, run):

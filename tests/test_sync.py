@@ -11,20 +11,8 @@ from pgtoolkit.cli import main
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.tracking import system_metrics
 from pgtoolkit.tracking.mlflow_store import MlflowTracker
-from pgtoolkit.tracking.run_directory import RunDirectory, read_metrics
+from pgtoolkit.tracking.run_directory import read_metrics
 from pgtoolkit.tracking.sync import sync
-
-
-@pytest.fixture(scope="session")
-def uri(tmp_path_factory):
-    """One store for the tests that do not need one of their own: creating it takes seconds."""
-    return f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
-
-
-@pytest.fixture
-def run(tmp_path):
-    with RunDirectory(tmp_path / "run") as opened:
-        yield opened
 
 
 def test_sync_delivers_once_what_a_killed_run_left(uri, run, caplog):

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from pgtoolkit.kernels.parallel import SumGradient
+
 # Their names since torch 2.13, which warns of the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -24,7 +26,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def copy(x: Tensor, group: ProcessGroup) -> Tensor:
     """x, the same on all ranks, for work that each does its own part of; backward sums the partial gradients."""
-    return _Copy.apply(x, group)
+    return SumGradient.apply(x, group)
 
 
 def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -72,17 +74,6 @@ def _sum_scattered(x: Tensor, group: ProcessGroup, axis: int) -> Tensor:
     out = rows.new_empty(len(rows) // group.size(), *rows.shape[1:])
     _reduce_scatter(out, rows, group=group)
     return out.movedim(0, axis)
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return _summed(gradient, ctx.group), None
 
 
 class _SumOver(torch.autograd.Function):
