@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -27,7 +28,7 @@ PROMPT, COMPLETION, MAX_TOKENS = ((256, 512), (1024, 2048), 16384) if ON_GPU els
 MODEL = {
     "hidden_size": 1024 if ON_GPU else 32,
     "intermediate_size": 4096 if ON_GPU else 64,
-    "num_hidden_layers": 16 if ON_GPU else 2,
+    "num_hidden_layers": 16 if ON_GPU else 4,
     "num_attention_heads": 16 if ON_GPU else 4,
     "num_key_value_heads": 4,
     "vocab_size": 151936 if ON_GPU else 512,
@@ -38,6 +39,7 @@ SIZES = {
     "tensor": "tensor_parallel",
     "sequence": "tensor_parallel",
     "sequence_data": "sequence_data_parallel",
+    "pipeline": "pipeline_parallel",
 }
 NUMBER = torch.cuda.device_count() if ON_GPU else 4
 RUNS = [("single", 1), *((kind, number) for number in (2, 4) if number <= NUMBER for kind in SIZES)]
@@ -95,6 +97,8 @@ def _start(folder: Path, kind: str, number: int, first_gpu: int) -> subprocess.P
     ]
     if kind in SIZES:
         job.append(f"parallelism.{SIZES[kind]}={number}")
+    if kind == "pipeline":
+        job.append("metrics=none")
     where = folder / f"{kind}-{number}"
     where.mkdir(exist_ok=True)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "8" if ON_GPU else "1"}
@@ -105,14 +109,16 @@ def _start(folder: Path, kind: str, number: int, first_gpu: int) -> subprocess.P
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
     command += [__file__, "--child", *job]
     with (where / "output").open("w") as output:
-        return subprocess.Popen(command, cwd=where, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            command, cwd=where, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
 
 
 def _result(child: subprocess.Popen, where: Path) -> dict:
     try:
-        child.wait(timeout=180)
+        child.wait(timeout=120)
     except subprocess.TimeoutExpired:
-        child.kill()
+        os.killpg(child.pid, signal.SIGKILL)
     output = (where / "output").read_text()
     found = [line for line in output.splitlines() if line.startswith('{"seconds_of_steps"')]
     if not found:

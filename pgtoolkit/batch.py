@@ -67,6 +67,10 @@ class MicroBatch:
     def num_documents(self) -> int:
         return len(self.names)
 
+    def document_lengths(self) -> list[int]:
+        """Tokens of each document; on a GPU this waits."""
+        return torch.bincount(self.document_index, minlength=self.num_documents).tolist()
+
     def to(self, device: torch.device) -> MicroBatch:
         moved = {
             name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value

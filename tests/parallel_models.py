@@ -117,8 +117,7 @@ def step(policy: Policy, layout: Layout, scale: int = 1, **objective) -> dict[st
         micro_batches = [packed(whole)]
     else:
         micro_batches = dealt(whole, layout.rank_in("data_parallel"), layout.size("data_parallel"))
-    longest = max(document.num_tokens for document in whole)
-    micro_batches = [local_tokens(micro_batch, layout).to(device) for micro_batch in micro_batches]
+    micro_batches = [local_tokens(micro_batch, layout) for micro_batch in micro_batches]
     if getattr(policy, "pipeline", None) is not None:
         outputs = policy.pipeline.run(
             micro_batches, lambda mine, hidden: loss_of(mine, policy.with_head(hidden), count, objective)
@@ -126,9 +125,10 @@ def step(policy: Policy, layout: Layout, scale: int = 1, **objective) -> dict[st
     else:
         outputs = []
         for number, mine in enumerate(micro_batches):
+            lengths, mine = mine.document_lengths(), mine.to(device)
             if layout.world_size > 1:
                 policy.synchronise_gradients(number == len(micro_batches) - 1)
-            outputs.append(loss_of(mine, policy.loss_inputs(mine, longest), count, objective))
+            outputs.append(loss_of(mine, policy.loss_inputs(mine, lengths), count, objective))
             outputs[-1].loss.backward()
     metrics = {}
     if outputs:  # a pipeline's stages but the last have none

@@ -56,10 +56,15 @@ _GPT2 = Family(
 _FAMILIES = {"gpt2": _GPT2} | dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA_LIKE)
 
 
+def is_known(model: nn.Module) -> bool:
+    """Whether the parts of a transformers model are known, and its attention is softmax of scaled products alone."""
+    return model.config.model_type in _FAMILIES
+
+
 def family_of(model: nn.Module, key: str) -> Family:
     """The family of a transformers model; key: the setting that needs it. Raises ConfigError for any other."""
     kind = model.config.model_type
-    if kind not in _FAMILIES:
+    if not is_known(model):
         raise ConfigError(
             f"{key} needs a model of type {', '.join(sorted(_FAMILIES))} (got {kind}). Where the matrices and layers "
             "are is known for these. Use parallelism=ddp."

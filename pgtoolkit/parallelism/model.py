@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,6 +21,7 @@ from pgtoolkit.parallelism.pipeline import Pipeline, cut
 from pgtoolkit.parallelism.sequence_data import Pieces
 from pgtoolkit.parallelism.tensor import divide_further, shard_tensors, vocabulary_start
 from pgtoolkit.training.model import Policy
+from pgtoolkit.training.packed_attention import Documents, register
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,18 +51,18 @@ class ParallelPolicy(Policy):
             return None
         return Pipeline(self._stage_states, self.model, self.layout, self.max_tokens)
 
-    def hidden_states(self, micro_batch: MicroBatch, longest: int) -> Tensor:
+    def hidden_states(self, micro_batch: MicroBatch, lengths: list[int]) -> Tensor:
         """(T, H) hidden states of this rank's tokens; also without a token each rank takes part in the exchanges."""
         if len(micro_batch.tokens) == 0:
             nothing = micro_batch.tokens.new_zeros(1, self._multiple)
             return self._states(nothing, nothing, nothing[0])[0, :0]
         if self.layout.size("sequence_data_parallel") == 1:
-            return super().hidden_states(micro_batch, longest)
+            return super().hidden_states(micro_batch, lengths)
         tokens, positions = micro_batch.tokens[None], micro_batch.position_ids[None]
         return self._states(tokens, positions, micro_batch.document_index)[0]
 
-    def loss_inputs(self, micro_batch: MicroBatch, longest: int) -> dict:
-        return self.with_head(self.hidden_states(micro_batch, longest))
+    def loss_inputs(self, micro_batch: MicroBatch, lengths: list[int]) -> dict:
+        return self.with_head(self.hidden_states(micro_batch, lengths))
 
     def with_head(self, hidden: Tensor) -> dict:
         """The keywords of linear_policy_loss from the hidden states just computed; with FSDP2, not from older ones."""
@@ -88,17 +90,20 @@ class ParallelPolicy(Policy):
         group = self.layout.group("sequence_data_parallel")
         return self._body(tokens, positions, **({} if group is None else {"pieces": Pieces.of(documents, group)}))
 
-    def _body(self, tokens: Tensor, position_ids: Tensor, **more) -> Tensor:
+    def _body(self, tokens: Tensor, position_ids: Tensor, lengths: Sequence[int] = (), **more) -> Tensor:
         length = tokens.shape[1]
         if missing := -length % self._multiple:
             # As if each row went on: a position that does not follow the one before would begin a document.
             following = position_ids[:, -1:] + torch.arange(1, missing + 1, device=tokens.device)
             position_ids = torch.cat([position_ids, following.clamp(max=self.max_positions - 1)], 1)
             tokens = functional.pad(tokens, (0, missing))
-        return super()._body(tokens, position_ids, **more)[:, :length]
+        return super()._body(tokens, position_ids, lengths, **more)[:, :length]
 
-    def _stage_states(self, **inputs) -> Tensor:
-        with self.autocast(inputs["position_ids"].device):
+    def _stage_states(self, lengths: list[int], **inputs) -> Tensor:
+        device = inputs["position_ids"].device
+        if self.by_document:
+            inputs["documents"] = Documents.whole(lengths, self.max_tokens, device)
+        with self.autocast(device):
             return self._transformer(use_cache=False, **inputs)
 
     def _transformer(self, **inputs) -> Tensor:
@@ -118,7 +123,7 @@ def parallelize(policy: Policy, layout: Layout, config: Config) -> Policy:
         partial = shard_tensors(model, layout.mesh["tensor_parallel"], parallelism.sequence_parallel)
     if (size := layout.size("sequence_data_parallel")) > 1:
         family_of(model, f"parallelism.sequence_data_parallel={size}")
-        sequence_data.register()
+        register(sequence_data.NAME, sequence_data.attention)
         model.set_attn_implementation(sequence_data.NAME)
     if (size := layout.size("pipeline_parallel")) > 1:
         cut(model, layout.rank_in("pipeline_parallel"), size)
@@ -131,6 +136,7 @@ def parallelize(policy: Policy, layout: Layout, config: Config) -> Policy:
         model,
         policy.tokenizer,
         policy.compute_dtype,
+        policy.by_document and layout.size("sequence_data_parallel") == 1,
         layout=layout,
         sharded=sharded,
         sequence_parallel=parallelism.sequence_parallel,

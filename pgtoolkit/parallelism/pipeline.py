@@ -54,7 +54,8 @@ class Pipeline:
     """Runs a step's micro-batches through the stages.
 
     states(**inputs): this stage's hidden states (1, max_tokens, H), from input_ids or, after the first stage, from
-    inputs_embeds, and position_ids. Every micro-batch is padded to max_tokens: what is sent has one shape.
+    inputs_embeds, position_ids, and the lengths of the documents. Every micro-batch is padded to max_tokens: what is
+    sent has one shape.
     """
 
     def __init__(self, states: Callable, model: nn.Module, layout: Layout, max_tokens: int):
@@ -74,6 +75,9 @@ class Pipeline:
         tokens; its `loss` is what the backward pass starts from. The last stage gets them in order, the others [].
         """
         count = max(len(micro_batches), self.count)  # 1F1B needs one for each stage
+        self.lengths = [micro_batch.document_lengths() for micro_batch in micro_batches]
+        self.lengths += [[]] * (count - len(micro_batches))
+        micro_batches = [micro_batch.to(self._device) for micro_batch in micro_batches]
         outputs = {}
 
         def loss_of(hidden: Tensor, number: Tensor) -> Tensor:
@@ -93,8 +97,9 @@ class Pipeline:
             for name in ("tokens", "position_ids")
         }
         inputs = (padded["tokens"],) if self.number == 0 else ()
-        target = torch.arange(count) if self.is_last else None
-        schedule.step(*inputs, position_ids=padded["position_ids"], target=target, return_outputs=False)
+        numbers = torch.arange(count)
+        target = numbers if self.is_last else None
+        schedule.step(*inputs, position_ids=padded["position_ids"], number=numbers, target=target, return_outputs=False)
         return [outputs[index] for index in sorted(outputs)]
 
     @property
@@ -133,11 +138,12 @@ class _Stage(nn.Module):
     def __init__(self, pipeline: Pipeline):
         super().__init__()
         self.model = pipeline.model
-        self.states = pipeline.states
+        self.pipeline = pipeline
         self.key = "input_ids" if pipeline.number == 0 else "inputs_embeds"
 
-    def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
-        return self.states(**{self.key: x}, position_ids=position_ids)
+    def forward(self, x: Tensor, position_ids: Tensor, number: Tensor) -> Tensor:
+        lengths = self.pipeline.lengths[int(number)]
+        return self.pipeline.states(**{self.key: x}, position_ids=position_ids, lengths=lengths)
 
 
 class _PassThrough(nn.Module):

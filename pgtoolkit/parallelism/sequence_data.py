@@ -7,25 +7,19 @@ their own document up to themselves; the backward pass adds up what the ranks fo
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn import functional
 
 from pgtoolkit.batch import MicroBatch
 from pgtoolkit.parallelism import collectives
 from pgtoolkit.parallelism.layout import Layout
+from pgtoolkit.training.packed_attention import Documents, as_computed, by_document
 
 NAME = "pgtoolkit_sequence_data"
-"""What transformers calls `attention`, once `register` was called."""
-
-
-def register() -> None:
-    """Make `attention` known to transformers; it needs no mask from there, and for an unknown name makes none."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(NAME, attention)
+"""What transformers calls `attention`, once it was registered."""
 
 
 def local_tokens(micro_batch: MicroBatch, layout: Layout) -> MicroBatch:
@@ -53,16 +47,13 @@ def _piece(values: Tensor, start: int, length: int, fill: int) -> Tensor:
 class Pieces:
     """How a rank's queries see the keys of all ranks.
 
-    documents: (T,) the document of each key. query_ends, key_ends: (pieces + 1,) int32, from 0, where the piece of
-        each document with queries here ends: on the axis of the queries, and on the keys from first_key to last_key.
+    documents: those with queries here, with their keys from first_key to last_key of the whole axis.
     """
 
     group: ProcessGroup
-    documents: Tensor
     first_key: int
     last_key: int
-    query_ends: Tensor
-    key_ends: Tensor
+    documents: Documents
 
     @staticmethod
     def of(document_index: Tensor, group: ProcessGroup) -> Pieces:
@@ -70,26 +61,11 @@ class Pieces:
         documents = collectives.gather(document_index, group, 0, False)
         length, rank = len(document_index), group.rank()
         lengths = torch.unique_consecutive(documents, return_counts=True)[1]
-        ends = lengths.cumsum(0).cpu()  # the one wait for the GPU
+        ends = [0, *accumulate(lengths.tolist())]  # the one wait for the GPU
         start, stop = rank * length, (rank + 1) * length
-        first_key = int(torch.cat([ends.new_zeros(1), ends[ends <= start]])[-1])
-        inside = torch.cat([ends[(ends > start) & (ends < stop)], ends.new_tensor([stop])]).int()
-        before = inside.new_zeros(1)
-        return Pieces(
-            group,
-            documents,
-            first_key,
-            stop,
-            torch.cat([before, inside - start]).to(document_index.device),
-            torch.cat([before, inside - first_key]).to(document_index.device),
-        )
-
-    def mask(self, window: int | None) -> Tensor:
-        """(T_local, T) bool: which keys each query sees."""
-        keys = torch.arange(len(self.documents), device=self.documents.device)
-        queries = keys.chunk(self.group.size())[self.group.rank()]
-        mask = (self.documents[queries, None] == self.documents) & (keys <= queries[:, None])
-        return mask if window is None else mask & (keys > queries[:, None] - window)
+        here = [(max(a, start), min(b, stop), a) for a, b in pairwise(ends) if a < stop and b > start]
+        queries, keys = [b - a for a, b, _ in here], [b - first for _, b, first in here]
+        return Pieces(group, here[0][2], stop, Documents.of(queries, keys, document_index.device))
 
 
 def attention(
@@ -97,44 +73,16 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: None,
+    *,
+    pieces: Pieces,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    pieces: Pieces | None = None,
     **_unused,
 ) -> tuple[Tensor, None]:
     """(1, T_local, heads, width) from query (1, heads, T_local, width), key and value (1, key-value heads, ...)."""
-    if torch.is_autocast_enabled(query.device.type):
-        # As scaled_dot_product_attention would, but before anything is sent: rotary positions have left float32.
-        query, key, value = (x.to(torch.get_autocast_dtype(x.device.type)) for x in (query, key, value))
+    query, key, value = as_computed(query, key, value)  # before anything is sent
     both = torch.cat([key, value], 1)[0].transpose(0, 1)  # one collective for the two
-    both = collectives.gather(both, pieces.group, 0, True)
-    key, value = both.chunk(2, 1)  # (T, key-value heads, width)
-    repeats = query.shape[1] // key.shape[1]
-    if repeats > 1:
-        key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and sliding_window is None:
-        return _by_document(query[0].transpose(0, 1), key, value, scaling, pieces)[None], None
-    key, value = (x.transpose(0, 1)[None] for x in (key, value))
-    mask = pieces.mask(sliding_window)
-    out = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
-    return out.transpose(1, 2), None
-
-
-def _by_document(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, pieces: Pieces) -> Tensor:
-    """(T_local, heads, width), at the cost of each document's own length; causal from the end of its keys."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    key, value = (x[pieces.first_key : pieces.last_key].contiguous() for x in (key, value))
-    longest = max(len(query), len(key))
-    return varlen_attn(
-        query.contiguous(),
-        key,
-        value,
-        pieces.query_ends,
-        pieces.key_ends,
-        len(query),
-        longest,
-        scale=scaling,
-        window_size=(-1, 0),
-    )
+    both = collectives.gather(both, pieces.group, 0, True)[pieces.first_key : pieces.last_key]
+    key, value = both.chunk(2, 1)  # (keys, key-value heads, width)
+    return by_document(query[0].transpose(0, 1), key, value, pieces.documents, scaling, sliding_window)[None], None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +15,8 @@ from torch import Tensor, nn
 from pgtoolkit.batch import MicroBatch
 from pgtoolkit.config import HuggingFaceModelConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError, first_line
+from pgtoolkit.training import packed_attention
+from pgtoolkit.training.packed_attention import Documents
 
 END = "<end>"
 _PADDING_LIMIT = 1.5
@@ -22,11 +26,15 @@ PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
 
 @dataclass(frozen=True)
 class Policy:
-    """A transformers causal LM with its tokenizer. Weights are float32; the body computes in `compute_dtype`."""
+    """A transformers causal LM with its tokenizer. Weights are float32; the body computes in `compute_dtype`.
+
+    by_document: its attention is that of packed_attention.py.
+    """
 
     model: nn.Module
     tokenizer: object
     compute_dtype: torch.dtype = torch.float32
+    by_document: bool = False
 
     pipeline = None  # not a field: what a policy in stages has in its place
 
@@ -46,35 +54,50 @@ class Policy:
     def vocabulary_size(self) -> int:
         return self.head.weight.shape[0]
 
-    def hidden_states(self, micro_batch: MicroBatch, longest: int) -> Tensor:
-        """(T, H) hidden states of the packed tokens, in compute_dtype; longest: tokens of the longest document.
+    def hidden_states(self, micro_batch: MicroBatch, lengths: list[int]) -> Tensor:
+        """(T, H) hidden states of the packed tokens, in compute_dtype; lengths: tokens of each document.
 
-        Attention is causal and confined to each document, in the cheaper of two ways. One row per document, padded
-        on the right, where causality alone keeps the padding out of sight; or, where padding would cost more than
-        attention over the whole axis, one packed row: transformers takes a position id that does not continue the
-        one before as the start of another document.
+        Attention is causal and confined to each document: by_document over the one packed row. For other models and
+        machines in the cheaper of two ways: one row per document, padded on the right, where causality alone keeps
+        the padding out of sight; or, where padding would cost more than attention over the whole axis, one packed
+        row: transformers takes a position id that does not continue the one before as the start of another document.
         """
         tokens, positions, documents = micro_batch.tokens, micro_batch.position_ids, micro_batch.document_index
-        if micro_batch.num_documents * longest > _PADDING_LIMIT * len(tokens):
-            return self._body(tokens[None], positions[None])[0]
-        rows = tokens.new_zeros(micro_batch.num_documents, longest)
+        longest = max(lengths)
+        if self.by_document or len(lengths) * longest > _PADDING_LIMIT * len(tokens):
+            return self._body(tokens[None], positions[None], lengths)[0]
+        rows = tokens.new_zeros(len(lengths), longest)
         rows[documents, positions] = tokens
         row_positions = torch.arange(longest, device=tokens.device).expand_as(rows)
         return self._body(rows, row_positions)[documents, positions]
 
-    def loss_inputs(self, micro_batch: MicroBatch, longest: int) -> dict:
+    def loss_inputs(self, micro_batch: MicroBatch, lengths: list[int]) -> dict:
         """The keywords of linear_policy_loss that the model has to say: hidden states and head."""
-        hidden = self.hidden_states(micro_batch, longest)
+        hidden = self.hidden_states(micro_batch, lengths)
         return {"hidden": hidden, "lm_head_weight": self.head.weight, "bias": self.head.bias}
 
-    def _body(self, tokens: Tensor, position_ids: Tensor, **more) -> Tensor:
-        """(rows, S, H) hidden states of tokens (rows, S)."""
+    def _body(self, tokens: Tensor, position_ids: Tensor, lengths: Sequence[int] = (), **more) -> Tensor:
+        """(rows, S, H) hidden states of tokens (rows, S); lengths: of the documents of one packed row."""
+        if self.by_document:
+            more["documents"] = Documents.whole(lengths, tokens.shape[1], tokens.device)
         with self.autocast(tokens.device):
             hidden = self._transformer(input_ids=tokens, position_ids=position_ids, use_cache=False, **more)
         return hidden if self.compute_dtype == torch.float32 else hidden.to(self.compute_dtype)
 
     def _transformer(self, **inputs) -> Tensor:
         return self.model.base_model(**inputs).last_hidden_state
+
+    @contextlib.contextmanager
+    def generating(self):
+        """For sampling: a KV cache, which gradient checkpointing would switch off, and prompts padded on the left."""
+        self.model.eval()
+        if self.by_document:
+            self.model.set_attn_implementation("sdpa")
+        with self.autocast(self.model.device):
+            yield
+        if self.by_document:
+            self.model.set_attn_implementation(packed_attention.NAME)
+        self.model.train()
 
     def autocast(self, device: torch.device):
         return torch.autocast(device.type, self.compute_dtype, enabled=self.compute_dtype != torch.float32)
@@ -157,7 +180,9 @@ def _hugging_face(config: HuggingFaceModelConfig, on_gpu: bool) -> Policy:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     _check_head(Policy(model, tokenizer), config.path)
     bfloat16 = config.dtype == "bfloat16" or (config.dtype == "auto" and on_gpu)
-    return Policy(model, tokenizer, torch.bfloat16 if bfloat16 else torch.float32)
+    dtype = torch.bfloat16 if bfloat16 else torch.float32
+    by_document = on_gpu and packed_attention.switch_on(model, dtype, torch.device("cuda"))
+    return Policy(model, tokenizer, dtype, by_document)
 
 
 def _switch_dropout_off(model_config) -> None:

@@ -107,9 +107,8 @@ class PolicyGradientModule(lightning.LightningModule):
     def _backward(self, micro_batches: list[MicroBatch], totals: StepTotals) -> list[PolicyLoss]:
         """Forward and backward of all micro-batches; none is returned by pipeline stages before the last."""
         if self.policy.pipeline is not None:
-            on_device = [micro_batch.to(self.device) for micro_batch in micro_batches]
             with_head = self.policy.with_head
-            return self.policy.pipeline.run(on_device, lambda m, hidden: self._loss(m, totals, with_head(hidden)))
+            return self.policy.pipeline.run(micro_batches, lambda m, hidden: self._loss(m, totals, with_head(hidden)))
         outputs = []
         for number, micro_batch in enumerate(micro_batches, start=1):
             self.policy.synchronise_gradients(last=number == len(micro_batches))
@@ -185,10 +184,10 @@ class PolicyGradientModule(lightning.LightningModule):
         config = self.config
         if inputs is None:
             # Read before the move: no synchronisation on a GPU.
-            longest = int(micro_batch.position_ids.max()) + 1 if len(micro_batch.tokens) else 0
+            lengths = micro_batch.document_lengths()
             counts = _document_counts(micro_batch)
             micro_batch = micro_batch.to(self.device)
-            inputs = self.policy.loss_inputs(micro_batch, longest) | {"counts": counts}
+            inputs = self.policy.loss_inputs(micro_batch, lengths) | {"counts": counts}
             if torch.is_grad_enabled() and self._head_adds_its_gradient():
                 weight = self.policy.head.weight
                 if weight.grad is None:
@@ -219,11 +218,8 @@ class PolicyGradientModule(lightning.LightningModule):
         """One sampled completion per prompt, as `config.rollout` says."""
         rollout = self.config.rollout
         length, temperature, top_p = rollout.max_completion_length, rollout.temperature, rollout.top_p
-        self.model.eval()  # gradient checkpointing would switch the KV cache off
-        with self.policy.autocast(self.device):
-            completions = generate(self.model, self.policy.tokenizer, prompts, length, temperature, top_p)
-        self.model.train()
-        return completions
+        with self.policy.generating():
+            return generate(self.model, self.policy.tokenizer, prompts, length, temperature, top_p)
 
 
 def _document_counts(micro_batch: MicroBatch) -> DocumentCounts:
