@@ -1,11 +1,12 @@
 """The training step on 1, 2 and 4 GPUs: tokens/s under each kind of parallelism, and the time spent in communication.
 
-    python benchmarks/parallel_step.py OUTPUT_FOLDER [SECONDS]
+    python benchmarks/parallel_step.py OUTPUT_FOLDER [MAX_TOKENS]
 
 Trains a Qwen2-like model of 0.55 billion parameters with random weights on made-up recorded rollouts, with the
-program's own main job, the same step of 64 documents however many GPUs there are. The last step runs under PyTorch's
-profiler and counts for the shares only. Runs that leave GPUs free take turns in pairs. After SECONDS (default 540) no
-run is started. Without a GPU it rehearses with a small model on the CPU.
+program's own main job, the same step of 64 documents however many GPUs there are, in micro-batches of MAX_TOKENS
+(default 65536; a pipeline, which needs several, takes a fourth). The last step runs under PyTorch's profiler and counts
+for the shares only. Runs that fit beside each other run at the same time. Without a GPU it rehearses with a small
+model on the CPU.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from made_up_job import overrides, write_inputs
 
 ON_GPU = torch.cuda.is_available()
 STEPS, DOCUMENTS_PER_STEP = (8, 64) if ON_GPU else (3, 8)
-PROMPT, COMPLETION, MAX_TOKENS = ((256, 512), (1024, 2048), 16384) if ON_GPU else ((2, 6), (8, 24), 64)
+PROMPT, COMPLETION, MAX_TOKENS = ((256, 512), (1024, 2048), 65536) if ON_GPU else ((2, 6), (8, 24), 128)
 MODEL = {
     "hidden_size": 1024 if ON_GPU else 32,
     "intermediate_size": 4096 if ON_GPU else 64,
@@ -43,13 +44,13 @@ SIZES = {
 }
 NUMBER = torch.cuda.device_count() if ON_GPU else 4
 RUNS = [("single", 1), *((kind, number) for number in (2, 4) if number <= NUMBER for kind in SIZES)]
-"""(kind, GPUs); those that fit beside each other run at the same time."""
+"""(kind, GPUs)"""
 
 
 def main() -> int:
     started = time.monotonic()
     folder = Path(sys.argv[1]).resolve()
-    limit = float(sys.argv[2]) if len(sys.argv) > 2 else 540.0
+    max_tokens = int(sys.argv[2]) if len(sys.argv) > 2 else MAX_TOKENS
     folder.mkdir(parents=True, exist_ok=True)
     write_inputs(folder, MODEL, STEPS * DOCUMENTS_PER_STEP, PROMPT, COMPLETION)
     results, waiting = [], list(RUNS)
@@ -57,12 +58,9 @@ def main() -> int:
         runs = [waiting.pop(0)]
         while waiting and sum(number for _, number in [*runs, waiting[0]]) <= NUMBER:
             runs.append(waiting.pop(0))
-        if time.monotonic() - started > limit:
-            print(f"no time left for {runs}", flush=True)
-            break
         children, first_gpu = [], 0
         for kind, number in runs:
-            children.append(_start(folder, kind, number, first_gpu))
+            children.append(_start(folder, kind, number, first_gpu, max_tokens))
             first_gpu += number
         for (kind, number), child in zip(runs, children, strict=True):
             results.append({"kind": kind, "gpus": number} | _result(child, folder / f"{kind}-{number}"))
@@ -88,8 +86,10 @@ def _line(run: dict, results: list[dict]) -> str:
     return "; ".join(parts)
 
 
-def _start(folder: Path, kind: str, number: int, first_gpu: int) -> subprocess.Popen:
-    job = overrides(folder, DOCUMENTS_PER_STEP, MAX_TOKENS, STEPS)
+def _start(folder: Path, kind: str, number: int, first_gpu: int, max_tokens: int) -> subprocess.Popen:
+    if kind == "pipeline":
+        max_tokens //= 4
+    job = overrides(folder, DOCUMENTS_PER_STEP, max_tokens, STEPS)
     job += [
         f"kernel={'fused_linear' if ON_GPU else 'torch'}",
         f"trainer.device={'cuda' if ON_GPU else 'cpu'}",
@@ -128,8 +128,6 @@ def _result(child: subprocess.Popen, where: Path) -> dict:
     later = slice(2, None) if ON_GPU else slice(1, None)
     seconds, tokens = result["seconds_of_steps"][later], result["tokens_of_steps"][later]
     result["seconds"] = statistics.median(seconds)
-    result["shares"] = {part: spent / result["seconds"] for part, spent in result["kernels"].items()}
-    result["shares"]["no kernel"] = 1.0 - sum(result["shares"].values())
     result["tokens_per_second"] = statistics.median(n / s for n, s in zip(tokens, seconds, strict=True))
     return result
 
@@ -149,6 +147,8 @@ def _run_child(job: list[str]) -> int:
         if profile is not None:
             profile.start()
         _wait()
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(torch.zeros(()))  # over gloo: the start of a profiler takes its time
         started = time.perf_counter()
         found = training_step(self, step, index)
         _wait()
@@ -161,7 +161,7 @@ def _run_child(job: list[str]) -> int:
             return found
         if rank == 0:
             result = {"seconds_of_steps": seconds_of_steps, "tokens_of_steps": tokens_of_steps}
-            result |= {"kernels": _kernels(profile), "loss": norms[0][0], "norm": norms[0][1]}
+            result |= {"shares": _shares(profile), "loss": norms[0][0], "norm": norms[0][1]}
             result["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9 if ON_GPU else 0.0
             print("\n" + json.dumps(result), flush=True)
         if torch.distributed.is_initialized():
@@ -177,21 +177,40 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def _kernels(profile) -> dict[str, float]:
-    """Seconds of rank 0's GPU in the profiled step; communication includes the wait for the other ranks."""
+def _shares(profile) -> dict[str, float]:
+    """What rank 0's GPU did in the profiled step; where several kernels run at a time, the first of these counts."""
     if profile is None:
         return {}
     words = {
-        "communication": ("nccl",),
+        "communication": ("nccl",),  # the wait for other ranks included
         "matrix products": ("nvjet", "gemm", "cutlass_80", "xmma"),
         "attention": ("flash", "fmha", "attention", "sdpa"),
+        "other kernels": ("",),
     }
-    parts = dict.fromkeys([*words, "other kernels"], 0.0)
-    for event in profile.key_averages():
-        name = event.key.lower()
-        part = next((p for p, found in words.items() if any(word in name for word in found)), "other kernels")
-        parts[part] += event.self_device_time_total / 1e6
-    return parts
+    parts = {part: [] for part in words}
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            name = event.name.lower()
+            part = next(part for part, known in words.items() if any(word in name for word in known))
+            parts[part].append((event.time_range.start, event.time_range.end))
+    parts["communication"] = parts.pop("communication")  # last: only where nothing else runs
+    everything = [span for spans in parts.values() for span in spans]
+    whole = max(end for _, end in everything) - min(start for start, _ in everything)
+    covered, shares = [], {}
+    for part, spans in parts.items():
+        before = _length(covered)
+        covered += spans
+        shares[part] = (_length(covered) - before) / whole
+    return shares | {"no kernel": 1.0 - sum(shares.values())}
+
+
+def _length(spans: list[tuple[float, float]]) -> float:
+    """Of their union."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
 
 
 if __name__ == "__main__":

@@ -96,7 +96,8 @@ def _targets(module, names: set[str]) -> dict[str, Tensor]:
 
 
 def _room(field: str, parameter: Tensor) -> Tensor:
-    return torch.zeros(()) if field == "step" else torch.zeros_like(parameter.detach())
+    # Where AdamW has the number of its updates: on a GPU, where it is fused, beside the parameter.
+    return torch.zeros((), device=parameter.device) if field == "step" else torch.zeros_like(parameter.detach())
 
 
 @torch.no_grad()
