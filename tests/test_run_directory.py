@@ -129,6 +129,9 @@ def test_drift_is_recorded_on_resume(tmp_path):
     from omegaconf import OmegaConf
 
     assert OmegaConf.to_container(OmegaConf.load(tmp_path / "config.yaml")) == plain(second)
+    with RunDirectory(tmp_path) as run:
+        run.write_config(second, ["loss=grpo"])
+    assert (tmp_path / "overrides.yaml").read_text() == "- seed=2\n- loss=grpo\n"  # not the other option's keys
 
 
 def test_config_drift_names_added_and_removed_keys():

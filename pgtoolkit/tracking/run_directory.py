@@ -61,7 +61,8 @@ class RunDirectory:
         """Write config.yaml and overrides.yaml; on a resume return what changed, {key: [old, new]}.
 
         The changes are also added to drift.jsonl, with the time and the step the run resumes at. Overrides of a
-        resume are added to those of the first start; of two for one key the later stays.
+        resume are added to those of the first start; of two for one key the later stays, and another option of a
+        group takes the place of the group's keys.
         """
         config_path = self.path / "config.yaml"
         resolved = plain(resolved)
@@ -71,7 +72,7 @@ class RunDirectory:
                 old_config, old_overrides = read_config(self.path)
                 drift = config_drift(old_config, resolved)
                 given = {_override_key(override) for override in overrides}
-                overrides = [*(old for old in old_overrides if _override_key(old) not in given), *overrides]
+                overrides = [*(old for old in old_overrides if not _replaced(old, given)), *overrides]
             if drift:
                 with (self.path / "drift.jsonl").open("a") as file:
                     file.write(json.dumps({"time": _now(), "step": step, "changes": drift}) + "\n")
@@ -289,6 +290,11 @@ def _storage(path):
         yield
     except OSError as error:
         raise StorageError(f"{path} cannot be read or written: {error.strerror or error}") from error
+
+
+def _replaced(override, given):
+    key = _override_key(override)
+    return key in given or key.partition(".")[0] in given
 
 
 def _override_key(override):
