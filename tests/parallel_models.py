@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from pgtoolkit.parallelism.model import parallelize
 from pgtoolkit.parallelism.norms import clip_gradients, gradient_groups
 from pgtoolkit.parallelism.sequence_data import local_tokens
 from pgtoolkit.rollouts.packing import pack
+from pgtoolkit.training import packed_attention
 from pgtoolkit.training.model import Policy
 from tests import worlds
 
@@ -82,11 +84,19 @@ def build(kind: str) -> Policy:
         model = make(
             configure(**shape, **heads, **window, intermediate_size=24, max_position_embeddings=64, pad_token_id=2)
         )
-        if kind.endswith("_checkpointed"):
+        if "_checkpointed" in kind:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for parameter in model.parameters():  # also biases and norms, which begin as constants
         parameter.data += 0.2 * torch.randn(parameter.shape)
-    return Policy(model.double().train(), None)
+    policy = Policy(model.double().train(), None)
+    return by_its_documents(policy) if kind.endswith("_by_document") else policy
+
+
+def by_its_documents(policy: Policy) -> Policy:
+    """With the attention that the policy would have on a GPU, here through the loop over documents."""
+    packed_attention.register(packed_attention.NAME, packed_attention.attention)
+    policy.model.set_attn_implementation(packed_attention.NAME)
+    return dataclasses.replace(policy, by_document=True)
 
 
 def loss_of(mine: MicroBatch, inputs: dict, totals: StepTotals, objective: dict):

@@ -1,14 +1,16 @@
 """Attention by document against a loop over queries, and a model that uses it against one row per document."""
 
-import dataclasses
 import math
 
 import pytest
 import torch
-from parallel_models import LENGTHS, documents, packed
+from omegaconf import OmegaConf
+from parallel_models import LENGTHS, by_its_documents, documents, packed
 from parallel_models import build as small_model
+from runs import SHORT, config_of
 
 from pgtoolkit.training import packed_attention
+from pgtoolkit.training.build import build
 from pgtoolkit.training.packed_attention import Documents, by_document
 
 QUERIES, KEYS = [3, 5, 1, 0, 40], [7, 5, 1, 0, 40]
@@ -71,13 +73,32 @@ def test_the_kernel_does_the_same(window, key_heads):
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen2_checkpointed", "qwen3", "mistral"])
 def test_a_model_sees_each_document_alone(kind):
-    """The whole packed row as on a GPU, here through the loop over documents."""
-    rows, row = small_model(kind), dataclasses.replace(small_model(kind), by_document=True)
-    packed_attention.register(packed_attention.NAME, packed_attention.attention)
-    row.model.set_attn_implementation(packed_attention.NAME)
+    """The whole packed row against each document by itself."""
+    rows, row = small_model(kind), small_model(f"{kind}_by_document")
     micro_batch = packed(documents(row.vocabulary_size, 1))
     found = row.hidden_states(micro_batch, list(LENGTHS))
     alone = [
         rows.hidden_states(packed([document]), [document.num_tokens]) for document in documents(rows.vocabulary_size, 1)
     ]
     torch.testing.assert_close(found, torch.cat(alone), rtol=1e-12, atol=1e-13)
+
+
+def test_sampling_needs_no_documents():
+    """Left-padded prompts and a cache, in between of two passes by document."""
+    module, _ = build(OmegaConf.to_object(config_of(*SHORT)))
+    prompts = [[1, 2, 3, 4], [5, 6], [7]]
+    micro_batch = packed(documents(11, 1)[:3])
+    completions, hidden = [], []
+    for number in range(2):
+        if number == 1:
+            module.policy = by_its_documents(module.policy)
+        for _ in range(2):
+            torch.manual_seed(5)
+            completions.append(module.generate(prompts))
+            hidden.append(module.policy.hidden_states(micro_batch, list(LENGTHS[:3])))
+    for found in completions[1:]:
+        for a, b in zip(found, completions[0], strict=True):
+            assert a.tokens.tolist() == b.tokens.tolist()
+            torch.testing.assert_close(a.log_probs, b.log_probs)
+    for found in hidden[1:]:
+        torch.testing.assert_close(found, hidden[0], rtol=1e-5, atol=1e-6)

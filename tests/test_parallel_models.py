@@ -24,15 +24,16 @@ GRPO = {"loss": "grpo", "aggregation": "prompt_mean", "metrics": "basic"}
 LOSS_ONLY = {"loss": "gspo", "aggregation": "token_mean", "metrics": "none"}
 EVERY_MODEL = (("gpt2", GSPO), ("qwen2", GRPO), ("qwen3", LOSS_ONLY))
 CHECKPOINTED = ("qwen2_checkpointed", GSPO)
+BY_DOCUMENT = ("qwen2_checkpointed_by_document", LOSS_ONLY)  # as on a GPU
 WINDOWED = ("mistral", LOSS_ONLY)
 TP, SDP, DP, PP = "tensor_parallel", "sequence_data_parallel", "data_parallel", "pipeline_parallel"
 CUTS = {
     "data": ({DP: 2}, "", EVERY_MODEL),
-    "fully sharded": ({DP: 2}, "shard", (*EVERY_MODEL, ("gpt2_tied", GRPO), CHECKPOINTED)),
+    "fully sharded": ({DP: 2}, "shard", (*EVERY_MODEL, ("gpt2_tied", GRPO), CHECKPOINTED, BY_DOCUMENT)),
     "tensor": ({TP: 2}, "", (*EVERY_MODEL, ("qwen2_tied", GSPO), CHECKPOINTED)),
-    "sequence": ({TP: 2}, "sequence", (*EVERY_MODEL, ("gpt2_tied", GSPO), CHECKPOINTED, WINDOWED)),
-    "sequence-data": ({SDP: 2}, "", (*EVERY_MODEL, CHECKPOINTED, WINDOWED)),
-    "pipeline": ({PP: 2}, "", (("gpt2", LOSS_ONLY), ("qwen2", LOSS_ONLY))),
+    "sequence": ({TP: 2}, "sequence", (*EVERY_MODEL, ("gpt2_tied", GSPO), CHECKPOINTED, WINDOWED, BY_DOCUMENT)),
+    "sequence-data": ({SDP: 2}, "", (*EVERY_MODEL, CHECKPOINTED, WINDOWED, BY_DOCUMENT)),
+    "pipeline": ({PP: 2}, "", (("gpt2", LOSS_ONLY), ("qwen2", LOSS_ONLY), BY_DOCUMENT)),
     "data 4": ({DP: 4}, "", EVERY_MODEL[:1]),
     "tensor 4": ({TP: 4}, "", EVERY_MODEL),
     "sequence 4": ({TP: 4}, "sequence", EVERY_MODEL),
