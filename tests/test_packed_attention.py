@@ -95,6 +95,7 @@ def test_sampling_needs_no_documents():
         for _ in range(2):
             torch.manual_seed(5)
             completions.append(module.generate(prompts))
+            assert module.policy.by_document == (module.model.config._attn_implementation == packed_attention.NAME)
             hidden.append(module.policy.hidden_states(micro_batch, list(LENGTHS[:3])))
     for found in completions[1:]:
         for a, b in zip(found, completions[0], strict=True):
