@@ -52,6 +52,7 @@ class MicroBatch:
         labels[t] is the token to predict at position t, or -1 where nothing is trained.
     old_log_probs, advantages: (T,) float32, aligned with labels.
     group_index: (documents,) int64, each document's group as numbered within the step.
+    names, document_lengths: of each document; its tokens are counted whole, also where this is a rank's piece.
     """
 
     tokens: Tensor
@@ -62,14 +63,11 @@ class MicroBatch:
     advantages: Tensor
     group_index: Tensor
     names: tuple[str, ...]
+    document_lengths: tuple[int, ...]
 
     @property
     def num_documents(self) -> int:
         return len(self.names)
-
-    def document_lengths(self) -> list[int]:
-        """Tokens of each document; on a GPU this waits."""
-        return torch.bincount(self.document_index, minlength=self.num_documents).tolist()
 
     def to(self, device: torch.device) -> MicroBatch:
         moved = {

@@ -135,10 +135,10 @@ def step(policy: Policy, layout: Layout, scale: int = 1, **objective) -> dict[st
     else:
         outputs = []
         for number, mine in enumerate(micro_batches):
-            lengths, mine = mine.document_lengths(), mine.to(device)
+            mine = mine.to(device)
             if layout.world_size > 1:
                 policy.synchronise_gradients(number == len(micro_batches) - 1)
-            outputs.append(loss_of(mine, policy.loss_inputs(mine, lengths), count, objective))
+            outputs.append(loss_of(mine, policy.loss_inputs(mine), count, objective))
             outputs[-1].loss.backward()
     metrics = {}
     if outputs:  # a pipeline's stages but the last have none

@@ -31,7 +31,7 @@ def logits_in_training(folder, config, step, tokens):
     count = len(tokens)
     document = Document(tokens, torch.arange(count) > 0, torch.zeros(count), torch.zeros(count), 0, "one")
     (micro_batch,) = make_step([document], 99, {}).micro_batches
-    return policy.head(policy.hidden_states(micro_batch, [count]))
+    return policy.head(policy.hidden_states(micro_batch))
 
 
 @torch.no_grad()

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 from omegaconf import OmegaConf
-from parallel_models import LENGTHS, by_its_documents, documents, packed
 from parallel_models import build as small_model
+from parallel_models import by_its_documents, documents, packed
 from runs import SHORT, config_of
 
 from pgtoolkit.training import packed_attention
@@ -76,10 +76,8 @@ def test_a_model_sees_each_document_alone(kind):
     """The whole packed row against each document by itself."""
     rows, row = small_model(kind), small_model(f"{kind}_by_document")
     micro_batch = packed(documents(row.vocabulary_size, 1))
-    found = row.hidden_states(micro_batch, list(LENGTHS))
-    alone = [
-        rows.hidden_states(packed([document]), [document.num_tokens]) for document in documents(rows.vocabulary_size, 1)
-    ]
+    found = row.hidden_states(micro_batch)
+    alone = [rows.hidden_states(packed([document])) for document in documents(rows.vocabulary_size, 1)]
     torch.testing.assert_close(found, torch.cat(alone), rtol=1e-12, atol=1e-13)
 
 
@@ -96,7 +94,7 @@ def test_sampling_needs_no_documents():
             torch.manual_seed(5)
             completions.append(module.generate(prompts))
             assert module.policy.by_document == (module.model.config._attn_implementation == packed_attention.NAME)
-            hidden.append(module.policy.hidden_states(micro_batch, list(LENGTHS[:3])))
+            hidden.append(module.policy.hidden_states(micro_batch))
     for found in completions[1:]:
         for a, b in zip(found, completions[0], strict=True):
             assert a.tokens.tolist() == b.tokens.tolist()

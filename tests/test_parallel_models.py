@@ -77,7 +77,9 @@ def test_a_rank_gets_its_piece_of_the_packed_axis():
     """7 tokens of 2 documents over 3 ranks of 2 tensor ranks: pieces of 4, the last one padding alone."""
     index = torch.tensor([0, 0, 0, 1, 1, 1, 1])
     numbers = torch.arange(7)
-    micro_batch = MicroBatch(numbers, numbers, numbers, index, numbers.float(), numbers.float(), index[:2], ("a", "b"))
+    micro_batch = MicroBatch(
+        numbers, numbers, numbers, index, numbers.float(), numbers.float(), index[:2], ("a", "b"), (3, 4)
+    )
     pieces = []
     for rank in range(3):
         sizes = {"sequence_data_parallel": 3, "tensor_parallel": 2}

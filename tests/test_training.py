@@ -100,10 +100,8 @@ def test_rows_and_one_packed_row_give_the_same_hidden_states():
     for lengths in ((7, 7, 7, 6), (30, 2, 2, 2, 2)):
         documents = some_documents(lengths=(*lengths, 1, 1)[:7])[: len(lengths)]
         micro_batch = make_step(documents, 1000, {}).micro_batches[0]
-        found = module.policy.hidden_states(micro_batch, lengths)
-        alone = [
-            module.policy.hidden_states(make_step([d], 1000, {}).micro_batches[0], [d.num_tokens]) for d in documents
-        ]
+        found = module.policy.hidden_states(micro_batch)
+        alone = [module.policy.hidden_states(make_step([d], 1000, {}).micro_batches[0]) for d in documents]
         torch.testing.assert_close(found, torch.cat(alone), rtol=1e-12, atol=1e-13)
 
 

@@ -51,18 +51,18 @@ class ParallelPolicy(Policy):
             return None
         return Pipeline(self._stage_states, self.model, self.layout, self.max_tokens)
 
-    def hidden_states(self, micro_batch: MicroBatch, lengths: list[int]) -> Tensor:
+    def hidden_states(self, micro_batch: MicroBatch) -> Tensor:
         """(T, H) hidden states of this rank's tokens; also without a token each rank takes part in the exchanges."""
         if len(micro_batch.tokens) == 0:
             nothing = micro_batch.tokens.new_zeros(1, self._multiple)
-            return self._states(nothing, nothing, nothing[0])[0, :0]
+            return self._states(nothing, nothing, ())[0, :0]
         if self.layout.size("sequence_data_parallel") == 1:
-            return super().hidden_states(micro_batch, lengths)
+            return super().hidden_states(micro_batch)
         tokens, positions = micro_batch.tokens[None], micro_batch.position_ids[None]
-        return self._states(tokens, positions, micro_batch.document_index)[0]
+        return self._states(tokens, positions, micro_batch.document_lengths)[0]
 
-    def loss_inputs(self, micro_batch: MicroBatch, lengths: list[int]) -> dict:
-        return self.with_head(self.hidden_states(micro_batch, lengths))
+    def loss_inputs(self, micro_batch: MicroBatch) -> dict:
+        return self.with_head(self.hidden_states(micro_batch))
 
     def with_head(self, hidden: Tensor) -> dict:
         """The keywords of linear_policy_loss from the hidden states just computed; with FSDP2, not from older ones."""
@@ -86,9 +86,11 @@ class ParallelPolicy(Policy):
     def _multiple(self) -> int:
         return self.layout.size("tensor_parallel") if self.sequence_parallel else 1
 
-    def _states(self, tokens: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
+    def _states(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
         group = self.layout.group("sequence_data_parallel")
-        return self._body(tokens, positions, **({} if group is None else {"pieces": Pieces.of(documents, group)}))
+        if group is None:
+            return self._body(tokens, positions, lengths)
+        return self._body(tokens, positions, pieces=Pieces.of(lengths, tokens.shape[1], group, tokens.device))
 
     def _body(self, tokens: Tensor, position_ids: Tensor, lengths: Sequence[int] = (), **more) -> Tensor:
         length = tokens.shape[1]
@@ -99,7 +101,7 @@ class ParallelPolicy(Policy):
             tokens = functional.pad(tokens, (0, missing))
         return super()._body(tokens, position_ids, lengths, **more)[:, :length]
 
-    def _stage_states(self, lengths: list[int], **inputs) -> Tensor:
+    def _stage_states(self, lengths: Sequence[int], **inputs) -> Tensor:
         device = inputs["position_ids"].device
         if self.by_document:
             inputs["documents"] = Documents.whole(lengths, self.max_tokens, device)

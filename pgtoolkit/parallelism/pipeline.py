@@ -75,8 +75,8 @@ class Pipeline:
         tokens; its `loss` is what the backward pass starts from. The last stage gets them in order, the others [].
         """
         count = max(len(micro_batches), self.count)  # 1F1B needs one for each stage
-        self.lengths = [micro_batch.document_lengths() for micro_batch in micro_batches]
-        self.lengths += [[]] * (count - len(micro_batches))
+        self.lengths = [micro_batch.document_lengths for micro_batch in micro_batches]
+        self.lengths += [()] * (count - len(micro_batches))
         micro_batches = [micro_batch.to(self._device) for micro_batch in micro_batches]
         outputs = {}
 

@@ -6,6 +6,7 @@ their own document up to themselves; the backward pass adds up what the ranks fo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -56,16 +57,15 @@ class Pieces:
     documents: Documents
 
     @staticmethod
-    def of(document_index: Tensor, group: ProcessGroup) -> Pieces:
-        """document_index: (T_local,) of this rank, the same length on all; the numbers are common to all."""
-        documents = collectives.gather(document_index, group, 0, False)
-        length, rank = len(document_index), group.rank()
-        lengths = torch.unique_consecutive(documents, return_counts=True)[1]
-        ends = [0, *accumulate(lengths.tolist())]  # the one wait for the GPU
-        start, stop = rank * length, (rank + 1) * length
+    def of(lengths: Sequence[int], num_here: int, group: ProcessGroup, device: torch.device) -> Pieces:
+        """lengths: of the whole documents; num_here: positions of each rank. What is left over is padding."""
+        ends = [0, *accumulate(lengths)]
+        start, stop = group.rank() * num_here, (group.rank() + 1) * num_here
+        if ends[-1] < num_here * group.size():
+            ends.append(num_here * group.size())
         here = [(max(a, start), min(b, stop), a) for a, b in pairwise(ends) if a < stop and b > start]
         queries, keys = [b - a for a, b, _ in here], [b - first for _, b, first in here]
-        return Pieces(group, here[0][2], stop, Documents.of(queries, keys, document_index.device))
+        return Pieces(group, here[0][2], stop, Documents.of(queries, keys, device))
 
 
 def attention(

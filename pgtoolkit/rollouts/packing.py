@@ -27,6 +27,7 @@ def pack(documents: list[Document], group_numbers: list[int]) -> MicroBatch:
         advantages=_concatenate([_next(document.advantages, 0.0) for document in documents], torch.float32),
         group_index=torch.tensor(group_numbers, dtype=torch.int64),
         names=tuple(document.name for document in documents),
+        document_lengths=tuple(lengths),
     )
 
 

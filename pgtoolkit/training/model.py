@@ -54,8 +54,8 @@ class Policy:
     def vocabulary_size(self) -> int:
         return self.head.weight.shape[0]
 
-    def hidden_states(self, micro_batch: MicroBatch, lengths: list[int]) -> Tensor:
-        """(T, H) hidden states of the packed tokens, in compute_dtype; lengths: tokens of each document.
+    def hidden_states(self, micro_batch: MicroBatch) -> Tensor:
+        """(T, H) hidden states of the packed tokens, in compute_dtype.
 
         Attention is causal and confined to each document: by_document over the one packed row. For other models and
         machines in the cheaper of two ways: one row per document, padded on the right, where causality alone keeps
@@ -63,6 +63,7 @@ class Policy:
         row: transformers takes a position id that does not continue the one before as the start of another document.
         """
         tokens, positions, documents = micro_batch.tokens, micro_batch.position_ids, micro_batch.document_index
+        lengths = micro_batch.document_lengths
         longest = max(lengths)
         if self.by_document or len(lengths) * longest > _PADDING_LIMIT * len(tokens):
             return self._body(tokens[None], positions[None], lengths)[0]
@@ -71,9 +72,9 @@ class Policy:
         row_positions = torch.arange(longest, device=tokens.device).expand_as(rows)
         return self._body(rows, row_positions)[documents, positions]
 
-    def loss_inputs(self, micro_batch: MicroBatch, lengths: list[int]) -> dict:
+    def loss_inputs(self, micro_batch: MicroBatch) -> dict:
         """The keywords of linear_policy_loss that the model has to say: hidden states and head."""
-        hidden = self.hidden_states(micro_batch, lengths)
+        hidden = self.hidden_states(micro_batch)
         return {"hidden": hidden, "lm_head_weight": self.head.weight, "bias": self.head.bias}
 
     def _body(self, tokens: Tensor, position_ids: Tensor, lengths: Sequence[int] = (), **more) -> Tensor:

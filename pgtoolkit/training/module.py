@@ -184,10 +184,9 @@ class PolicyGradientModule(lightning.LightningModule):
         config = self.config
         if inputs is None:
             # Read before the move: no synchronisation on a GPU.
-            lengths = micro_batch.document_lengths()
             counts = _document_counts(micro_batch)
             micro_batch = micro_batch.to(self.device)
-            inputs = self.policy.loss_inputs(micro_batch, lengths) | {"counts": counts}
+            inputs = self.policy.loss_inputs(micro_batch) | {"counts": counts}
             if torch.is_grad_enabled() and self._head_adds_its_gradient():
                 weight = self.policy.head.weight
                 if weight.grad is None:

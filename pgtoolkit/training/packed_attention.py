@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -23,21 +24,21 @@ class Documents:
     device, their running sums from 0.
     """
 
-    queries: list[int]
-    keys: list[int]
+    queries: Sequence[int]
+    keys: Sequence[int]
     query_ends: Tensor
     key_ends: Tensor
 
     @staticmethod
-    def of(queries: list[int], keys: list[int], device: torch.device) -> Documents:
+    def of(queries: Sequence[int], keys: Sequence[int], device: torch.device) -> Documents:
         ends = [torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device) for lengths in (queries, keys)]
         return Documents(queries, keys, *ends)
 
     @staticmethod
-    def whole(lengths: list[int], num_positions: int, device: torch.device) -> Documents:
+    def whole(lengths: Sequence[int], num_positions: int, device: torch.device) -> Documents:
         """Whole documents of these lengths; what is left over of the axis is padding, by itself."""
         rest = num_positions - sum(lengths)
-        lengths = [*lengths, rest] if rest else lengths
+        lengths = [*lengths, rest] if rest else list(lengths)
         return Documents.of(lengths, lengths, device)
 
 
