@@ -120,7 +120,7 @@ def _nearest_key(config: DictConfig, key: str, groups: Iterable[str]) -> str | N
             return f"{head}.{inside}"
     elif not head and (group := nearest(key, [*groups, "seed"], 0.7)):
         return group
-    near = nearest(key, keys, 0.75)
+    near = nearest(key, [name for name in keys if not name.startswith(f"{head}.")], 0.75)
     if near is None and (last := nearest(leaf, [name.split(".")[1] for name in keys], 0.75)):
         near = next(name for name in keys if name.split(".")[1] == last)
     return near

@@ -5,6 +5,7 @@ Every case is the installed command with real processes, and bounded in time.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -108,6 +109,36 @@ def test_a_signal_stops_all_ranks_after_the_same_step_and_the_run_goes_on(start)
     assert len(rows) == run.status["step"] >= first + 2
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     assert [row["documents_seen"] for row in rows] == [8 * number for number in range(1, len(rows) + 1)]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1, 0.4])
+def test_ctrl_c_as_soon_as_workers_exist_leaves_no_traceback(tmp_path, seconds):
+    """To all at once, as a terminal sends it; a worker's interpreter is still starting."""
+    command = [PGTK, *SHORT, *LONG, "hydra.run.dir=run"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True, **pipes) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while not any("worker" in " ".join(child.cmdline()) for child in psutil.Process(process.pid).children()):
+                assert time.monotonic() < deadline
+            time.sleep(seconds)
+            os.killpg(process.pid, signal.SIGINT)
+            shown, _ = process.communicate(timeout=60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 75, shown
+    assert "Traceback" not in shown
+    assert "pgtk resume" in shown
+
+
+def test_more_processes_than_the_machine_can_hold_are_refused(tmp_path):
+    command = [PGTK, *SHORT, "parallelism=ddp", "parallelism.data_parallel=3000000000"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert f"needs at most {16 * os.cpu_count()} processes on this machine (got 3000000000)" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_killed_rank_ends_the_run_with_its_name(start):

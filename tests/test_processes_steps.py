@@ -107,3 +107,4 @@ def test_a_silent_rank_is_named_as_a_lost_one():
     assert message.startswith(
         "rank 0 waited for another process, which ended or did not answer within parallelism.time"
     )
+    assert ".cc:" not in message

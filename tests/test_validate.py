@@ -75,16 +75,30 @@ RULES = [
     ("parallelism.data_parallel=0", "parallelism.data_parallel=0", "parallelism.data_parallel=2"),
     ("parallelism.timeout_seconds=0", "timeout_seconds=0", "parallelism.timeout_seconds=1"),
     ("parallelism.sequence_parallel=true", "tensor_parallel > 1", "parallelism.sequence_parallel=false"),
-    ("parallelism.shard=true", "Use parallelism=fsdp", "parallelism=ddp"),
+    (
+        "rollout=recorded rollout.path=FILE parallelism=fsdp parallelism.data_parallel=1",
+        "Use parallelism.data_parallel=2, or parallelism.shard=false",
+        "rollout=recorded rollout.path=FILE parallelism=fsdp parallelism.data_parallel=2",
+    ),
+    (
+        "rollout=recorded rollout.path=FILE parallelism=sequence parallelism.tensor_parallel=1",
+        "Use parallelism.tensor_parallel=2, or parallelism.sequence_parallel=false",
+        "rollout=recorded rollout.path=FILE parallelism=sequence parallelism.tensor_parallel=2",
+    ),
     (
         "parallelism=fsdp",
         "rollout=recorded (got rollout=policy)",
-        "rollout=recorded rollout.path=FILE parallelism=fsdp",
+        "parallelism=fsdp parallelism.shard=false",
     ),
     (
         "parallelism=sequence_data",
         "no rank would hold one",
         "rollout=recorded rollout.path=FILE parallelism=sequence_data",
+    ),
+    (
+        "parallelism=ddp parallelism.tensor_parallel=2 parallelism.sequence_data_parallel=4",
+        "or parallelism.sequence_data_parallel=1 parallelism.tensor_parallel=1",
+        "parallelism=ddp parallelism.tensor_parallel=1 parallelism.sequence_data_parallel=1",
     ),
     (
         "rollout=recorded rollout.path=FILE parallelism=sequence parallelism.tensor_parallel=3",
@@ -205,6 +219,11 @@ def test_the_sizes_fit_a_model_whose_shape_is_on_the_disk(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(shape | {"vocab_size": 100, "tie_word_embeddings": True}))
     assert "two matrices" in problems(f"{model} parallelism.pipeline_parallel=2")[0]
     assert problems(f"{model} parallelism.tensor_parallel=2") == []
+    gpt2 = {"model_type": "gpt2", "n_head": 8, "n_layer": 3, "vocab_size": 100}  # whose matrices are one unless it says
+    (tmp_path / "config.json").write_text(json.dumps(gpt2))
+    assert "two matrices" in problems(f"{model} parallelism.pipeline_parallel=2")[0]
+    (tmp_path / "config.json").write_text(json.dumps(gpt2 | {"tie_word_embeddings": False}))
+    assert problems(f"{model} parallelism.pipeline_parallel=2") == []
     (tmp_path / "config.json").write_text(json.dumps(shape | {"vocab_size": 100, "model_type": "bloom"}))
     assert "a model of type gpt2, llama" in problems(f"{model} parallelism.tensor_parallel=2")[0]
     assert problems(f"{model} parallelism=ddp") == []

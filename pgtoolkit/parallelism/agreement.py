@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,8 +72,13 @@ def losing_ranks(layout: Layout, timeout_seconds: float) -> Iterator[None]:
             raise
         raise RankLost(
             f"rank {layout.rank} waited for another process, which ended or did not answer within "
-            f"parallelism.timeout_seconds={timeout_seconds:g}: {first_line(error)}"
+            f"parallelism.timeout_seconds={timeout_seconds:g}: {_said(error)}"
         ) from error
+
+
+def _said(error: BaseException) -> str:
+    """Without the line of gloo's source before it and its advice after it."""
+    return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", first_line(error)).partition(". ")[0]
 
 
 def is_loss(error: BaseException) -> bool:

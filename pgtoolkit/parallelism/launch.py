@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import pickle
 import sys
 import tempfile
@@ -14,6 +15,9 @@ from pgtoolkit.errors import ConfigError
 from pgtoolkit.parallelism.worker import Job, take_part
 from pgtoolkit.ranks import joined
 from pgtoolkit.rules.parallelism import SIZES
+
+_PROCESSES_PER_CORE = 16
+"""More are a mistake in writing, and would take the machine's memory before anybody could say so."""
 
 
 def launch(
@@ -35,15 +39,21 @@ def launch(
     else:
         from pgtoolkit.parallelism.workers import run_workers
 
-        _check_gpus(config.trainer.device, world_size)
+        _check_machine(config.trainer.device, world_size)
         with tempfile.TemporaryDirectory(prefix="pgtk-") as folder:
             (Path(folder) / "job").write_bytes(pickle.dumps(job))
             run_workers(Path(folder), world_size, job.run_dir, config.parallelism.timeout_seconds)
 
 
-def _check_gpus(device: str, world_size: int) -> None:
+def _check_machine(device: str, world_size: int) -> None:
+    """Whether so many processes can run here, before any is started."""
     import torch
 
+    if world_size > (limit := _PROCESSES_PER_CORE * (os.cpu_count() or 1)):
+        raise ConfigError(
+            f"parallelism needs at most {limit} processes on this machine (got {world_size}). It has "
+            f"{os.cpu_count()} cores. Use smaller sizes, or start the processes on several machines with torchrun."
+        )
     count = torch.cuda.device_count()
     if device != "cpu" and 0 < count < world_size:
         raise ConfigError(

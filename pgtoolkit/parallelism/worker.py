@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pickle
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -108,7 +109,7 @@ def main(folder: Path) -> int:
         outcome = {"kind": type(error).__name__, "message": str(error), "status": status}
         outcome["on_all_ranks"] = error.on_all_ranks
     except KeyboardInterrupt:
-        return 130  # before training minds signals; the command that sent this one knows what to say
+        return 130  # the command that sent it knows what to say
     except BaseException as error:
         message = f"{type(error).__name__}: {first_line(error)}"
         outcome = {"kind": "defect", "message": message, "traceback": traceback.format_exc(), "status": 1}
@@ -119,6 +120,10 @@ def main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
+    # Ctrl-C ends the process at once until training minds it: KeyboardInterrupt in the middle of an import would be
+    # shown, or taken by the import for a failure of its own. The interpreter started with it blocked.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     # `pgtoolkit.parallelism.worker`, not `__main__`, is the module that the job was pickled with.
     from pgtoolkit.parallelism import worker
 

@@ -38,6 +38,9 @@ def run_workers(folder: Path, world_size: int, run_dir: Path, timeout_seconds: f
     SIGINT and SIGTERM go on to the workers, who finish their step; Stopped if they had not begun. A worker that fails
     takes the others with it.
     """
+    # Workers start with SIGINT blocked, which they undo: until then their interpreter would show where it was. Here it
+    # waits until it can be forwarded; the store's threads, which come next, must not have it either.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     # A store with a port of the system's choice: two jobs of one sweep never meet.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for name in ("torch.distributed.elastic", "torch.distributed.elastic.multiprocessing.api"):
@@ -96,6 +99,7 @@ def _forwarded(processes: dict[int, Popen], before: dict[int, Any]) -> Iterator[
 
     for number in _HANDLED:
         signal.signal(number, forward if number in (signal.SIGINT, signal.SIGTERM) else before[number])
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         yield came
     finally:

@@ -45,13 +45,14 @@ def _keys(c: Any, report: Report) -> None:
     p = c.parallelism
     if p.sequence_parallel and p.tensor_parallel == 1:
         reason = "The activations are sharded over the same ranks as the matrices."
-        use = "parallelism=sequence, or parallelism.sequence_parallel=false"
+        use = "parallelism.tensor_parallel=2, or parallelism.sequence_parallel=false"
         setting, needs = "parallelism.sequence_parallel=true", "parallelism.tensor_parallel > 1"
         report.refuse(setting, needs, p.tensor_parallel, reason, use)
     if p.shard and p.data_parallel * p.sequence_data_parallel == 1:
         reason = "The weights are divided over the ranks that see different tokens."
         setting, needs = "parallelism.shard=true", "parallelism.data_parallel > 1"
-        report.refuse(setting, needs, p.data_parallel, reason, "parallelism=fsdp, or parallelism.shard=false")
+        use = "parallelism.data_parallel=2, or parallelism.shard=false"
+        report.refuse(setting, needs, p.data_parallel, reason, use)
     if c.metrics.level != "none" and p.pipeline_parallel > 1:
         setting, needs = f"metrics={c.metrics.level}", "parallelism.pipeline_parallel=1"
         reason = "Stages without the loss have no advantage extrema to give."
@@ -70,14 +71,13 @@ def _stages(p: Any, report: Report) -> None:
 
 def _rollouts(c: Any, report: Report) -> None:
     p = c.parallelism
-    spread = {name: getattr(p, name) for name in SIZES if name != "data_parallel" and getattr(p, name) > 1}
-    if p.shard:
-        spread["shard"] = True
-    if c.rollout.name == "policy" and spread:
-        name, value = next(iter(spread.items()))
+    whole = {name: 1 for name in SIZES if name != "data_parallel"} | {"shard": False}
+    if c.rollout.name == "policy" and (spread := [name for name in whole if getattr(p, name) != whole[name]]):
         reason = "Completions are sampled by a whole model, and no rank would hold one."
-        use = "rollout=recorded rollout.path=PATH, or parallelism=ddp"
-        report.refuse(f"parallelism.{name}={text(value)}", "rollout=recorded", "rollout=policy", reason, use)
+        mend = " ".join(f"parallelism.{name}={text(whole[name])}" for name in spread)
+        use, setting = f"rollout=recorded rollout.path=PATH, or {mend}", f"parallelism.{spread[0]}"
+        setting += f"={text(getattr(p, spread[0]))}"
+        report.refuse(setting, "rollout=recorded", "rollout=policy", reason, use)
 
 
 def _model(c: Any, report: Report) -> None:
@@ -126,6 +126,7 @@ def _known(c: Any) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}  # the run says what is wrong with it
     settings |= settings.get("text_config", {})
+    settings.setdefault("tie_word_embeddings", settings.get("model_type") == "gpt2")  # what transformers takes
     names = {
         "type": ("model_type",),
         "attention heads": ("num_attention_heads", "n_head"),
