@@ -211,7 +211,8 @@ class PolicyGradientModule(lightning.LightningModule):
     def _head_adds_its_gradient(self) -> bool:
         """Whether the loss may add the head's gradient to `weight.grad` itself, which saves a second one's memory."""
         fused = self.config.kernel.implementation.value in ("auto", "fused_linear") and self.config.loss.num_splits == 1
-        return fused and self.layout.world_size == 1 and self.policy.head.weight.requires_grad
+        whole = self.layout.world_size == self.layout.size("data_parallel") and not self.config.parallelism.shard
+        return fused and whole and self.policy.head.weight.requires_grad
 
     def generate(self, prompts: list[list[int]]) -> list[Completion]:
         """One sampled completion per prompt, as `config.rollout` says."""
