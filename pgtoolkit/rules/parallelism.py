@@ -74,9 +74,9 @@ def _rollouts(c: Any, report: Report) -> None:
     whole = {name: 1 for name in SIZES if name != "data_parallel"} | {"shard": False}
     if c.rollout.name == "policy" and (spread := [name for name in whole if getattr(p, name) != whole[name]]):
         reason = "Completions are sampled by a whole model, and no rank would hold one."
+        setting = f"parallelism.{spread[0]}={text(getattr(p, spread[0]))}"
         mend = " ".join(f"parallelism.{name}={text(whole[name])}" for name in spread)
-        use, setting = f"rollout=recorded rollout.path=PATH, or {mend}", f"parallelism.{spread[0]}"
-        setting += f"={text(getattr(p, spread[0]))}"
+        use = f"rollout=recorded rollout.path=PATH, or {mend}"
         report.refuse(setting, "rollout=recorded", "rollout=policy", reason, use)
 
 

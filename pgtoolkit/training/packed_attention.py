@@ -55,9 +55,11 @@ def switch_on(model: nn.Module, dtype: torch.dtype, device: torch.device) -> boo
 
     dtype: what attention is computed in. Afterwards the model's forward needs the keyword `documents`.
     """
+    if not is_known(model):
+        return False
     config = model.config
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if not is_known(model) or not has_kernel(device, dtype, width):
+    if not has_kernel(device, dtype, width):
         return False
     register(NAME, attention)
     model.set_attn_implementation(NAME)
