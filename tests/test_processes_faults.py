@@ -115,19 +115,26 @@ def test_a_signal_stops_all_ranks_after_the_same_step_and_the_run_goes_on(start)
 def test_ctrl_c_as_soon_as_workers_exist_leaves_no_traceback(tmp_path, seconds):
     """To all at once, as a terminal sends it; a worker's interpreter is still starting."""
     command = [PGTK, *SHORT, *LONG, "hydra.run.dir=run"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True, **pipes) as process:
-        try:
-            deadline = time.monotonic() + 60
-            while not any("worker" in " ".join(child.cmdline()) for child in psutil.Process(process.pid).children()):
-                assert time.monotonic() < deadline
-            time.sleep(seconds)
-            os.killpg(process.pid, signal.SIGINT)
-            shown, _ = process.communicate(timeout=60)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+    log = tmp_path / "terminal"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, cwd=tmp_path, env=environment, start_new_session=True, stdout=file, stderr=file
+        )
+    try:
+        deadline = time.monotonic() + 120
+        while not any("worker" in " ".join(child.cmdline()) for child in psutil.Process(process.pid).children()):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.01)
+        time.sleep(seconds)
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(timeout=60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    shown = log.read_text()
     assert process.returncode == 75, shown
     assert "Traceback" not in shown
     assert "pgtk resume" in shown
