@@ -37,7 +37,8 @@ def build(device: torch.device, dtype: torch.dtype) -> Policy:
     shape = {"vocab_size": 4099, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4}
     model = Qwen2ForCausalLM(Qwen2Config(**shape, **heads, max_position_embeddings=1024, tie_word_embeddings=False))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return Policy(model.to(device).train(), None, dtype, packed_attention.switch_on(model, dtype, device))
+    packed_attention.switch_on(model, dtype, device)
+    return Policy(model.to(device).train(), None, dtype)
 
 
 def distances(found: dict, expected: dict) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from types import SimpleNamespace
 
@@ -88,15 +87,15 @@ def build(kind: str) -> Policy:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for parameter in model.parameters():  # also biases and norms, which begin as constants
         parameter.data += 0.2 * torch.randn(parameter.shape)
-    policy = Policy(model.double().train(), None)
-    return by_its_documents(policy) if kind.endswith("_by_document") else policy
+    if kind.endswith("_by_document"):
+        attend_by_document(model)
+    return Policy(model.double().train(), None)
 
 
-def by_its_documents(policy: Policy) -> Policy:
-    """With the attention that the policy would have on a GPU, here through the loop over documents."""
+def attend_by_document(model) -> None:
+    """Give it the attention that it would have on a GPU, here through the loop over documents."""
     packed_attention.register(packed_attention.NAME, packed_attention.attention)
-    policy.model.set_attn_implementation(packed_attention.NAME)
-    return dataclasses.replace(policy, by_document=True)
+    model.set_attn_implementation(packed_attention.NAME)
 
 
 def loss_of(mine: MicroBatch, inputs: dict, totals: StepTotals, objective: dict):

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 from omegaconf import OmegaConf
+from parallel_models import attend_by_document, documents, packed
 from parallel_models import build as small_model
-from parallel_models import by_its_documents, documents, packed
 from runs import SHORT, config_of
 
 from pgtoolkit.training import packed_attention
@@ -89,11 +89,11 @@ def test_sampling_needs_no_documents():
     completions, hidden = [], []
     for number in range(2):
         if number == 1:
-            module.policy = by_its_documents(module.policy)
+            attend_by_document(module.model)
         for _ in range(2):
             torch.manual_seed(5)
             completions.append(module.generate(prompts))
-            assert module.policy.by_document == (module.model.config._attn_implementation == packed_attention.NAME)
+            assert module.policy.by_document is (number == 1)
             hidden.append(module.policy.hidden_states(micro_batch))
     for found in completions[1:]:
         for a, b in zip(found, completions[0], strict=True):

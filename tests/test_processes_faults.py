@@ -5,7 +5,6 @@ Every case is the installed command with real processes, and bounded in time.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -43,13 +42,14 @@ class Run:
         while not condition():
             assert time.monotonic() < deadline, self.log.read_text()
             assert self.process.poll() is None, self.log.read_text()
-            time.sleep(0.1)
+            time.sleep(0.01)
+
+    def workers(self) -> list[psutil.Process]:
+        children = psutil.Process(self.process.pid).children()
+        return [child for child in children if "worker" in " ".join(child.cmdline())]
 
     def rank(self, number: int) -> psutil.Process:
-        workers = [
-            child for child in psutil.Process(self.process.pid).children() if "worker" in " ".join(child.cmdline())
-        ]
-        return next(worker for worker in workers if worker.environ()["RANK"] == str(number))
+        return next(worker for worker in self.workers() if worker.environ()["RANK"] == str(number))
 
     def end(self, seconds: float) -> str:
         """What was shown, once the command and all its workers have ended."""
@@ -112,30 +112,15 @@ def test_a_signal_stops_all_ranks_after_the_same_step_and_the_run_goes_on(start)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.1, 0.4])
-def test_ctrl_c_as_soon_as_workers_exist_leaves_no_traceback(tmp_path, seconds):
+def test_ctrl_c_as_soon_as_workers_exist_leaves_no_traceback(start, seconds):
     """To all at once, as a terminal sends it; a worker's interpreter is still starting."""
-    command = [PGTK, *SHORT, *LONG, "hydra.run.dir=run"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    log = tmp_path / "terminal"
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            command, cwd=tmp_path, env=environment, start_new_session=True, stdout=file, stderr=file
-        )
-    try:
-        deadline = time.monotonic() + 120
-        while not any("worker" in " ".join(child.cmdline()) for child in psutil.Process(process.pid).children()):
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.01)
-        time.sleep(seconds)
-        os.killpg(process.pid, signal.SIGINT)
-        process.wait(timeout=60)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    shown = log.read_text()
-    assert process.returncode == 75, shown
+    run = start([PGTK, *SHORT, *LONG, "hydra.run.dir=run"], steps=0)
+    run.wait_for(run.workers)
+    time.sleep(seconds)
+    for process in (run.process, *run.workers()):
+        process.send_signal(signal.SIGINT)
+    shown = run.end(60)
+    assert run.process.returncode == 75, shown
     assert "Traceback" not in shown
     assert "pgtk resume" in shown
 

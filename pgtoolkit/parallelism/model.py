@@ -138,7 +138,6 @@ def parallelize(policy: Policy, layout: Layout, config: Config) -> Policy:
         model,
         policy.tokenizer,
         policy.compute_dtype,
-        policy.by_document and layout.size("sequence_data_parallel") == 1,
         layout=layout,
         sharded=sharded,
         sequence_parallel=parallelism.sequence_parallel,

@@ -26,15 +26,11 @@ PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
 
 @dataclass(frozen=True)
 class Policy:
-    """A transformers causal LM with its tokenizer. Weights are float32; the body computes in `compute_dtype`.
-
-    by_document: its attention is that of packed_attention.py.
-    """
+    """A transformers causal LM with its tokenizer. Weights are float32; the body computes in `compute_dtype`."""
 
     model: nn.Module
     tokenizer: object
     compute_dtype: torch.dtype = torch.float32
-    by_document: bool = False
 
     pipeline = None  # not a field: what a policy in stages has in its place
 
@@ -44,6 +40,11 @@ class Policy:
     @property
     def head(self) -> nn.Linear:
         return self.model.get_output_embeddings()
+
+    @property
+    def by_document(self) -> bool:
+        """Whether attention is that of packed_attention.py."""
+        return self.model.config._attn_implementation == packed_attention.NAME
 
     @property
     def max_positions(self) -> int:
@@ -91,12 +92,13 @@ class Policy:
     @contextlib.contextmanager
     def generating(self):
         """For sampling: a KV cache, which gradient checkpointing would switch off, and prompts padded on the left."""
+        by_document = self.by_document
         self.model.eval()
-        if self.by_document:
+        if by_document:
             self.model.set_attn_implementation("sdpa")
         with self.autocast(self.model.device):
             yield
-        if self.by_document:
+        if by_document:
             self.model.set_attn_implementation(packed_attention.NAME)
         self.model.train()
 
@@ -182,8 +184,9 @@ def _hugging_face(config: HuggingFaceModelConfig, on_gpu: bool) -> Policy:
     _check_head(Policy(model, tokenizer), config.path)
     bfloat16 = config.dtype == "bfloat16" or (config.dtype == "auto" and on_gpu)
     dtype = torch.bfloat16 if bfloat16 else torch.float32
-    by_document = on_gpu and packed_attention.switch_on(model, dtype, torch.device("cuda"))
-    return Policy(model, tokenizer, dtype, by_document)
+    if on_gpu:
+        packed_attention.switch_on(model, dtype, torch.device("cuda"))
+    return Policy(model, tokenizer, dtype)
 
 
 def _switch_dropout_off(model_config) -> None:

@@ -31,15 +31,19 @@ class Documents:
 
     @staticmethod
     def of(queries: Sequence[int], keys: Sequence[int], device: torch.device) -> Documents:
-        ends = [torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device) for lengths in (queries, keys)]
-        return Documents(queries, keys, *ends)
+        return Documents(queries, keys, _ends(queries, device), _ends(keys, device))
 
     @staticmethod
     def whole(lengths: Sequence[int], num_positions: int, device: torch.device) -> Documents:
         """Whole documents of these lengths; what is left over of the axis is padding, by itself."""
         rest = num_positions - sum(lengths)
         lengths = [*lengths, rest] if rest else list(lengths)
-        return Documents.of(lengths, lengths, device)
+        ends = _ends(lengths, device)
+        return Documents(lengths, lengths, ends, ends)
+
+
+def _ends(lengths: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype, head_width: int) -> bool:
@@ -50,20 +54,18 @@ def has_kernel(device: torch.device, dtype: torch.dtype, head_width: int) -> boo
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def switch_on(model: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
-    """Make a transformers model use `attention`, if it runs as one kernel; returns whether it does.
+def switch_on(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Make a transformers model use `attention`, if it runs as one kernel.
 
     dtype: what attention is computed in. Afterwards the model's forward needs the keyword `documents`.
     """
     if not is_known(model):
-        return False
+        return
     config = model.config
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if not has_kernel(device, dtype, width):
-        return False
-    register(NAME, attention)
-    model.set_attn_implementation(NAME)
-    return True
+    if has_kernel(device, dtype, width):
+        register(NAME, attention)
+        model.set_attn_implementation(NAME)
 
 
 def register(name: str, function) -> None:
