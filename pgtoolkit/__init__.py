@@ -6,10 +6,12 @@ The names below load torch when first used, so that the command line starts fast
 import importlib
 
 _EXPORTS = {
-    "policy_loss": "pgtoolkit.losses.policy_gradient",
-    "linear_policy_loss": "pgtoolkit.losses.policy_gradient",
+    "policy_loss": "pgtoolkit.api",
+    "linear_policy_loss": "pgtoolkit.api",
+    "log_prob_loss": "pgtoolkit.api",
     "PolicyLoss": "pgtoolkit.losses.policy_gradient",
     "StepTotals": "pgtoolkit.batch",
+    "families": "pgtoolkit.losses.families",
 }
 
 __all__ = list(_EXPORTS)
@@ -19,4 +21,5 @@ __version__ = "0.1.0"
 def __getattr__(name: str):
     if name not in _EXPORTS:
         raise AttributeError(f"module 'pgtoolkit' has no attribute {name!r}")
-    return getattr(importlib.import_module(_EXPORTS[name]), name)
+    module = importlib.import_module(_EXPORTS[name])
+    return module if name == "families" else getattr(module, name)

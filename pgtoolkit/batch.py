@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -45,36 +45,60 @@ class Document:
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class DocumentCounts:
+    """What the fused head's plan must know of each document, where the caller knows it on the host.
+
+    trained: tokens that are trained. informative: those of them whose advantage is not 0.
+    """
+
+    trained: list[int]
+    informative: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """What the loss knows of the positions of a piece of a step, but for their logits.
+
+    labels, document_index: (T,) int64; labels[t] is the token to predict at position t, negative where nothing is
+        trained. old_log_probs, advantages: (T,) floating, aligned with labels, read only where trained.
+    num_documents: of this piece. group_index: (documents,) int64, each document's group as the totals number them.
+    counts: of the documents, where they are known on the host.
+    """
+
+    labels: Tensor
+    old_log_probs: Tensor
+    advantages: Tensor
+    document_index: Tensor
+    num_documents: int
+    group_index: Tensor | None = None
+    counts: DocumentCounts | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch(Tokens):
     """Whole documents packed on one token axis of length T; what one forward and backward pass sees.
 
-    tokens, position_ids, labels, document_index: (T,) int64. Position ids restart at each document;
-        labels[t] is the token to predict at position t, or -1 where nothing is trained.
-    old_log_probs, advantages: (T,) float32, aligned with labels.
-    group_index: (documents,) int64, each document's group as numbered within the step.
+    tokens, position_ids: (T,) int64. Position ids restart at each document.
     names, document_lengths: of each document; its tokens are counted whole, also where this is a rank's piece.
     """
 
     tokens: Tensor
     position_ids: Tensor
-    labels: Tensor
-    document_index: Tensor
-    old_log_probs: Tensor
-    advantages: Tensor
-    group_index: Tensor
     names: tuple[str, ...]
     document_lengths: tuple[int, ...]
 
-    @property
-    def num_documents(self) -> int:
-        return len(self.names)
+    def counted(self) -> MicroBatch:
+        """The same with `counts`, which are read from the tensors here: before they move to a GPU."""
+        trained = self.labels >= 0
+        documents = [self.document_index[mask] for mask in (trained, trained & (self.advantages != 0))]
+        counts = DocumentCounts(*(torch.bincount(x, minlength=self.num_documents).tolist() for x in documents))
+        return replace(self, counts=counts)
 
     def to(self, device: torch.device) -> MicroBatch:
         moved = {
-            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-            for name, value in vars(self).items()
+            name: value.to(device, non_blocking=True) for name, value in vars(self).items() if isinstance(value, Tensor)
         }
-        return MicroBatch(**moved)
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True)

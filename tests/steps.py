@@ -7,12 +7,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pgtoolkit.batch import StepTotals
+from pgtoolkit.batch import StepTotals, Tokens
+from pgtoolkit.kernels.parallel import ALONE
+from pgtoolkit.losses.aggregation import aggregation_of
+from pgtoolkit.losses.families import family_of
+from pgtoolkit.losses.objective import Loss, Objective, make_objective
 
-LOSSES = ("grpo", "gspo")
+LOSSES = ("grpo", "gspo", "cispo")
+SMOOTH = ("grpo", "gspo")
+"""Those whose gradient is the derivative of the loss, without a stop-gradient."""
 AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
 LEVELS = ("none", "basic", "with_entropy")
-EPSILONS = {"grpo": {"epsilon_low": 0.2, "epsilon_high": 0.25}, "gspo": {"epsilon_low": 0.02, "epsilon_high": 0.03}}
+EPSILONS = {
+    "grpo": {"epsilon_low": 0.2, "epsilon_high": 0.25},
+    "gspo": {"epsilon_low": 0.02, "epsilon_high": 0.03},
+    "cispo": {"epsilon_low": 0.15, "epsilon_high": 0.2},
+}
 
 
 @dataclass(frozen=True)
@@ -64,3 +74,27 @@ def totals_of(case: Case) -> StepTotals:
     groups = case.group_index.tolist()
     per_group = [sum(n for n, g in zip(counts, groups, strict=True) if g == group) for group in range(max(groups) + 1)]
     return StepTotals(case.num_documents, sum(counts), counts.count(0), len(per_group), torch.tensor(per_group))
+
+
+def objective_of(
+    tensors,
+    loss: str,
+    aggregation=("sample_mean",),
+    num_documents=None,
+    group_index=None,
+    ranks=ALONE,
+    dtype=torch.float64,
+    **epsilons,
+) -> Objective:
+    """The objective of a piece that is a whole step; tensors: the last four of `Case.tensors`."""
+    labels, old_log_probs, advantages, document_index = tensors
+    tokens = Tokens(
+        labels=labels,
+        old_log_probs=old_log_probs,
+        advantages=advantages,
+        document_index=document_index,
+        num_documents=int(document_index.max()) + 1 if num_documents is None else num_documents,
+        group_index=group_index,
+    )
+    what = Loss(family_of(loss, **EPSILONS[loss] | epsilons), aggregation_of(*aggregation))
+    return make_objective(tokens, None, what, dtype, ranks)

@@ -4,18 +4,18 @@ Without a GPU the Triton kernels run under Triton's interpreter, one program aft
 """
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
-from steps import AGGREGATIONS, EPSILONS, LOSSES, make_case
+from steps import AGGREGATIONS, EPSILONS, LOSSES, SMOOTH, make_case
 
 from pgtoolkit import policy_loss
 from pgtoolkit.batch import StepTotals
 from pgtoolkit.errors import DataError
 from pgtoolkit.kernels import torch_impl, triton_impl
 from pgtoolkit.losses import reference
-from pgtoolkit.losses.objective import NEEDS_WHOLE_DOCUMENTS
-from pgtoolkit.losses.surrogates import DEFAULT_EPSILONS, FAMILIES
+from pgtoolkit.losses.families import Grpo, family_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLEMENTATIONS = {"torch": torch_impl, "triton": triton_impl}
@@ -295,28 +295,40 @@ def test_vectors_may_be_views(loss):
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("by_document", [False, True])
-def test_a_family_that_no_kernel_knows(by_document, monkeypatch):
-    """A new family is a function and its two entries: no kernel may take it for one that it has formulas for."""
-    base = FAMILIES["gspo" if by_document else "grpo"]
-    monkeypatch.setitem(FAMILIES, "halved", lambda values, segments: base(values, segments) / 2)
-    monkeypatch.setitem(NEEDS_WHOLE_DOCUMENTS, "halved", by_document)
-    monkeypatch.setitem(DEFAULT_EPSILONS, "halved", (0.1, 0.1))
+@dataclass(frozen=True)
+class Halved(Grpo):
+    """Half of the surrogate, by token: a class of its own, for which no kernel has a formula."""
+
+    def surrogate(self, log_ratio, advantages, log_probs):
+        return tuple(x / 2 for x in super().surrogate(log_ratio, advantages, log_probs))
+
+
+@dataclass(frozen=True)
+class HalvedByDocument(Halved):
+    scope = "document"
+
+
+@pytest.mark.parametrize(("family", "base"), [(Halved, "grpo"), (HalvedByDocument, "gspo")])
+def test_a_family_that_no_kernel_knows(family, base):
+    """No kernel may take a family for one that it has a formula for: not even one that inherits from it."""
     case = make_case()
-    found = {}
     for impl in IMPLEMENTATIONS:
-        logits = case.logits.float().to(DEVICE).requires_grad_()
-        tensors = [x.to(DEVICE) for x in case.tensors[1:]]
-        out = policy_loss(logits, *tensors, loss="halved", num_documents=case.num_documents, metrics="basic", impl=impl)
-        out.loss.backward()
-        found[impl] = out.loss.detach(), out.metrics["ratio_new_old"], logits.grad
-    for ours, theirs in zip(found["triton"], found["torch"], strict=True):
-        assert relative_error(ours, theirs) < 1e-5
+        results = []
+        for loss in (family(0.1, 0.1), family_of(base, epsilon_low=0.1, epsilon_high=0.1)):
+            logits = case.logits.float().to(DEVICE).requires_grad_()
+            tensors = [x.to(DEVICE) for x in case.tensors[1:]]
+            options = {"num_documents": case.num_documents, "metrics": "basic", "impl": impl}
+            out = policy_loss(logits, *tensors, loss=loss, **options)
+            out.loss.backward()
+            results.append((out.loss.detach(), out.metrics["ratio_new_old"], logits.grad))
+        halved, whole = results
+        for ours, theirs in zip(halved, (whole[0] / 2, whole[1], whole[2] / 2), strict=True):
+            assert relative_error(ours, theirs) < 1e-5
 
 
 def test_gradcheck():
     case = make_case(seed=5, vocabulary=5, lengths=(3, 2, 2))
-    for loss in LOSSES:
+    for loss in SMOOTH:
 
         def value(logits, loss=loss):
             return policy_loss(logits, *case.tensors[1:], loss=loss, impl="torch", **EPSILONS[loss]).loss

@@ -2,16 +2,15 @@
 
 import pytest
 import torch
-from steps import AGGREGATIONS, EPSILONS, LOSSES, make_case
+from steps import AGGREGATIONS, EPSILONS, LOSSES, make_case, objective_of
 from torch.nn.functional import linear
 
 from pgtoolkit import linear_policy_loss, policy_loss
+from pgtoolkit.batch import DocumentCounts
 from pgtoolkit.errors import DataError
 from pgtoolkit.kernels import linear as linear_module
 from pgtoolkit.kernels import torch_impl, triton_impl
 from pgtoolkit.kernels.linear import Head, linear_loss
-from pgtoolkit.kernels.plan import DocumentCounts
-from pgtoolkit.losses.objective import make_objective
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLEMENTATIONS = {"torch": torch_impl, "triton": triton_impl}
@@ -51,14 +50,22 @@ class Problem:
         (factor * out.loss).backward()
         return out.loss.detach(), [x.grad for x in leaves], out.metrics
 
-    def fused(self, max_rows, loss, implementation="torch", fp32_logits=False, **options):
+    def fused(
+        self,
+        max_rows,
+        loss,
+        implementation="torch",
+        fp32_logits=False,
+        aggregation="sample_mean",
+        divisor=None,
+        group_index=None,
+        **epsilons,
+    ):
         """(loss, log_probs) with chunks of max_rows, and the leaves."""
         leaves = self.leaves()
-        options = {"aggregation": "sample_mean", "divisor": None, "group_index": None} | EPSILONS[loss] | options
         precise = torch.float64 if self.dtype == torch.float64 else torch.float32
-        objective = make_objective(
-            *self.tensors, loss=loss, reducer=None, num_documents=None, totals=None, dtype=precise, **options
-        )
+        options = {"group_index": group_index, "dtype": precise} | epsilons
+        objective = objective_of(self.tensors, loss, (aggregation, divisor), **options)
         head = Head(IMPLEMENTATIONS[implementation], max_rows, TEMPERATURE, "with_entropy", fp32_logits, True, None)
         value, log_probs, _, _ = linear_loss(*leaves, self.tensors[0], objective, head)
         return value, log_probs, leaves
@@ -301,7 +308,7 @@ def test_nothing_to_train(loss):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss": "gspo", "num_splits": 2}, "needs loss='grpo'"),
+        ({"loss": "gspo", "num_splits": 2}, "needs a family by token"),
         ({"loss": "grpo", "num_splits": 2, "impl": "fused_linear"}, "no effect"),
         ({"impl": "nonsense"}, "unknown"),
         ({"impl": "torch", "weight_gradient": torch.zeros(13, 16)}, "needs impl='fused_linear'"),

@@ -6,14 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from cuts import ALL, CUTS, TEMPERATURE, Cut, assert_same, axis_groups, close, evaluate, expected, make_head_case
-from steps import AGGREGATIONS, EPSILONS, LOSSES
+from steps import AGGREGATIONS, EPSILONS, LOSSES, objective_of
 from threads import on_ranks
 
 from pgtoolkit import linear_policy_loss, policy_loss
 from pgtoolkit.errors import DataError
-from pgtoolkit.kernels.parallel import common_bins
+from pgtoolkit.kernels.parallel import Ranks, common_bins
 from pgtoolkit.losses import policy_gradient
-from pgtoolkit.losses.objective import make_objective
 
 HEAD_CASE = make_head_case()
 TWO_BY_TWO = CUTS["sequence x vocabulary"]
@@ -166,18 +165,12 @@ def test_a_reducer_whose_weights_differ_within_a_document(loss, fused, monkeypat
 
 
 def objective(loss, rows, group, reducer=None):
-    return make_objective(
-        *(x[rows] for x in HEAD_CASE.case.tensors[1:]),
-        loss=loss,
-        aggregation="sample_mean",
-        divisor=None,
-        reducer=reducer,
-        group_index=None,
+    return objective_of(
+        [x[rows] for x in HEAD_CASE.case.tensors[1:]],
+        loss,
+        ("sample_mean", None, reducer),
         num_documents=6,
-        totals=None,
-        dtype=torch.float64,
-        sequence_group=group,
-        **EPSILONS[loss],
+        ranks=Ranks(sequence=group),
     )
 
 

@@ -78,7 +78,16 @@ def test_a_rank_gets_its_piece_of_the_packed_axis():
     index = torch.tensor([0, 0, 0, 1, 1, 1, 1])
     numbers = torch.arange(7)
     micro_batch = MicroBatch(
-        numbers, numbers, numbers, index, numbers.float(), numbers.float(), index[:2], ("a", "b"), (3, 4)
+        tokens=numbers,
+        position_ids=numbers,
+        labels=numbers,
+        document_index=index,
+        old_log_probs=numbers.float(),
+        advantages=numbers.float(),
+        num_documents=2,
+        group_index=index[:2],
+        names=("a", "b"),
+        document_lengths=(3, 4),
     )
     pieces = []
     for rank in range(3):

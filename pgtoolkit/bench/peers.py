@@ -11,7 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pgtoolkit.bench.workloads import EPSILONS, Workload
+from pgtoolkit.bench.workloads import Workload
+from pgtoolkit.losses.families import family_of
 
 
 def eager_loss(workload: Workload) -> Callable[[Tensor], Tensor]:
@@ -47,7 +48,7 @@ def liger_logits(loss: str, logits: Tensor, rows: int) -> Callable[[], None] | N
     length = len(logits) // rows - 1
     logits = logits.detach()[: rows * (length + 1)].view(rows, length + 1, -1).requires_grad_()
     ids, old, advantages = _equal_documents(rows, length, logits.shape[-1], logits.device)
-    epsilons = EPSILONS[loss]
+    family = family_of(loss)
 
     def call():
         logits.grad = None
@@ -60,8 +61,8 @@ def liger_logits(loss: str, logits: Tensor, rows: int) -> Callable[[], None] | N
             torch.ones_like(ids),
             temperature=1.0,
             beta=0.0,
-            eps_low=epsilons["epsilon_low"],
-            eps_high=epsilons["epsilon_high"],
+            eps_low=family.epsilon_low,
+            eps_high=family.epsilon_high,
             inplace=False,
             loss_type="grpo",
             importance_sampling_level="token" if loss == "grpo" else "sequence",
@@ -87,7 +88,8 @@ def liger_head(loss: str, hidden: Tensor, weight: Tensor, rows: int) -> Callable
         use_ref_model=False,
         loss_type="grpo",
         importance_sampling_level="token" if loss == "grpo" else "sequence",
-        **EPSILONS[loss],
+        epsilon_low=family_of(loss).epsilon_low,
+        epsilon_high=family_of(loss).epsilon_high,
     )
 
     def call():

@@ -7,14 +7,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from pgtoolkit.batch import DocumentCounts, Tokens
 from pgtoolkit.kernels import torch_impl
-from pgtoolkit.kernels.plan import DocumentCounts
-from pgtoolkit.losses.objective import Objective, make_objective
-
-EPSILONS = {
-    "grpo": {"epsilon_low": 0.2, "epsilon_high": 0.2},
-    "gspo": {"epsilon_low": 3e-4, "epsilon_high": 4e-4},
-}
+from pgtoolkit.kernels.parallel import ALONE
+from pgtoolkit.losses.aggregation import SampleMean
+from pgtoolkit.losses.families import family_of
+from pgtoolkit.losses.objective import Loss, Objective, make_objective
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class Workload:
 
     @property
     def options(self) -> dict:
-        return {"loss": self.loss, "num_documents": self.num_documents, **EPSILONS[self.loss]}
+        return {"loss": self.loss, "num_documents": self.num_documents}
 
     def counts(self) -> DocumentCounts:
         """What the training loop, whose documents come from the host, knows of them."""
@@ -47,16 +45,16 @@ class Workload:
         return DocumentCounts(*(torch.bincount(x, minlength=self.num_documents).tolist() for x in documents))
 
     def objective(self, dtype: torch.dtype = torch.float32) -> Objective:
-        return make_objective(
-            *self.tensors,
-            **self.options,
-            aggregation="sample_mean",
-            divisor=None,
-            reducer=None,
-            group_index=None,
-            totals=None,
-            dtype=dtype,
+        labels, old_log_probs, advantages, index = self.tensors
+        tokens = Tokens(
+            labels=labels,
+            old_log_probs=old_log_probs,
+            advantages=advantages,
+            document_index=index,
+            num_documents=self.num_documents,
         )
+        loss = Loss(family_of(self.loss), SampleMean())
+        return make_objective(tokens, None, loss, dtype, ALONE)
 
     def half_untrained(self) -> Workload:
         """Every other position is a prompt's or padding."""

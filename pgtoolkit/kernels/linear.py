@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from pgtoolkit.batch import DocumentCounts
 from pgtoolkit.kernels.parallel import all_sum_
-from pgtoolkit.kernels.plan import Chunk, DocumentCounts, make_plan
+from pgtoolkit.kernels.plan import Chunk, make_plan
 from pgtoolkit.kernels.products import BesideOthers, accumulate_matmul, matmul
 from pgtoolkit.losses.metrics import MetricSums
-from pgtoolkit.losses.objective import NEEDS_WHOLE_DOCUMENTS, Objective
+from pgtoolkit.losses.objective import Objective
 
 _WORTH_COMPACTING = 0.95
 """Share of a chunk's rows that still have a gradient, above which moving them together costs more than it saves."""
@@ -69,6 +70,20 @@ def linear_loss(
     if any(wanted):
         loss = _GradientsAtHand.apply(*inputs, loss, run, head.weight_gradient is not None)
     return loss, run.log_probs, sums, run.verdict
+
+
+@torch.no_grad()
+def linear_log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: Head) -> Tensor:
+    """(T,) log-prob of each label, 0 where labels < 0; head.counts saves the wait for a GPU."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        run = _Run(hidden, weight, bias, labels, head, [False] * 3)
+        trained = labels >= 0
+        number = sum(head.counts.trained) if head.counts is not None else int(trained.sum())
+        rows = torch.sort((~trained).int(), stable=True).indices[:number]
+        run.make_buffer(number)
+        for piece in Chunk(0, number, False, None).pieces(head.max_rows):
+            run.forward(rows[piece])
+    return run.log_probs
 
 
 class Verdict:
@@ -143,10 +158,8 @@ class _Run:
         ordered = objective.take(plan.rows, None)
         # Coefficients are means over a step: this power of two brings them near 1, into float16's range.
         self.scale = float(2 ** len(plan.rows).bit_length())
-        largest = max((min(head.max_rows, chunk.stop - chunk.start) for chunk in plan.chunks), default=0)
         self.scale_rows = head.implementation.scale_rows
-        self.numbers = torch.arange(largest, device=self.hidden.device)
-        self.buffer = self.hidden.new_empty(largest, len(self.weight), dtype=self.logits_dtype)
+        self.make_buffer(max((chunk.stop - chunk.start for chunk in plan.chunks), default=0))
         self.verdict = Verdict(torch.zeros_like(objective.mask)) if not plan.chunks else None
         for chunk in plan.chunks:
             pieces = [plan.rows[piece] for piece in chunk.pieces(head.max_rows)]
@@ -165,13 +178,19 @@ class _Run:
             coefficients = self.coefficients(ordered, chunk, torch.cat([self.log_probs[:0], *parts]))
             *earlier, last = coefficients.split([len(part) for part in parts]) if parts else [None]
             for rows in kept:
-                self.products(rows, hidden, score, last, NEEDS_WHOLE_DOCUMENTS[objective.loss] and not earlier)
+                self.products(rows, hidden, score, last, objective.family.by_document and not earlier)
             for rows, c in zip(pieces, earlier, strict=True):
                 hidden, score, _ = self.score(rows)
                 self.products(rows, hidden, score, c, False)
         if self.hidden_gradient is not None:
             # Each rank's columns make a part of it.
             all_sum_(self.hidden_gradient, self.head.vocabulary_group)
+
+    def make_buffer(self, largest: int) -> None:
+        """Room for the logits of a chunk of `largest` rows, or of as many as may exist at once."""
+        rows = min(self.head.max_rows, largest)
+        self.numbers = torch.arange(rows, device=self.hidden.device)
+        self.buffer = self.hidden.new_empty(rows, len(self.weight), dtype=self.logits_dtype)
 
     def coefficients(self, ordered: Objective, chunk: Chunk, log_probs: Tensor) -> Tensor:
         share = ordered.take(slice(chunk.start, chunk.stop), chunk.segments)

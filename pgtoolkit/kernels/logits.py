@@ -1,7 +1,8 @@
 """The loss of given logits, differentiable with respect to them, by the chosen implementation.
 
 An implementation is a module with the passes over (T, V) logits: `forward`, `backward`, and the two in one. No loss
-family appears in them, but for `grpo` in Triton's single pass, which needs each coefficient on the spot.
+family appears in them; Triton's single pass takes the family's surrogate along, since it needs each coefficient on the
+spot, and leaves alone what is judged by document or has no formula in Triton.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def logits_loss(
     wanted = torch.is_grad_enabled() and logits.requires_grad
     values, gradient, results = logits.detach(), None, None
     with torch.no_grad():
-        if wanted and objective.loss == "grpo" and hasattr(implementation, "forward_gradient"):
+        if wanted and not objective.family.by_document and hasattr(implementation, "forward_gradient"):
             # A token's coefficient follows from its own log-prob: the gradient comes with the same read.
             gradient = values if overwrite else torch.empty_like(values)
             results = implementation.forward_gradient(values, labels, temperature, with_entropy, objective, gradient)

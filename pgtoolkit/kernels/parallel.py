@@ -6,10 +6,37 @@ row takes part.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The groups of ranks that share a loss; None where one rank has it all.
+
+    vocabulary: its ranks hold the columns of the logits (rows of the head) from vocabulary_start on; None: rank times
+    columns, all ranks having as many. sequence: they hold other tokens of the same documents. data: they hold other
+    documents of the step; only asked for its totals where these are not given.
+    """
+
+    vocabulary: ProcessGroup | None = None
+    vocabulary_start: int | None = None
+    sequence: ProcessGroup | None = None
+    data: ProcessGroup | None = None
+
+    def shard(self, columns: int) -> tuple[ProcessGroup, int] | None:
+        """(group, first column) where the vocabulary is spread, columns of it here; else None."""
+        if self.vocabulary is None:
+            return None
+        start = self.vocabulary_start
+        return self.vocabulary, self.vocabulary.rank() * columns if start is None else start
+
+
+ALONE = Ranks()
 
 
 def all_sum(values: Tensor, group: ProcessGroup | None) -> Tensor:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pgtoolkit.batch import DocumentCounts
 from pgtoolkit.errors import DataError
 from pgtoolkit.kernels.parallel import common_bins, gather
-from pgtoolkit.losses.objective import NEEDS_WHOLE_DOCUMENTS, Objective
+from pgtoolkit.losses.objective import Objective
 from pgtoolkit.losses.segments import Segments
 
 _TILE, _STEP = 128, 32
@@ -35,17 +36,6 @@ class Chunk:
         More than one only for a document longer than max_rows, or where no gradient is needed.
         """
         return [slice(max(high - max_rows, self.start), high) for high in range(self.stop, self.start, -max_rows)][::-1]
-
-
-@dataclass(frozen=True)
-class DocumentCounts:
-    """What the plan must know of each document, where the caller knows it on the host.
-
-    trained: tokens that are trained. informative: those of them whose advantage is not 0.
-    """
-
-    trained: list[int]
-    informative: list[int]
 
 
 @dataclass(frozen=True)
@@ -76,7 +66,7 @@ def make_plan(
     and needed whole, all ranks make the same chunks of the same documents, from one exchange of lengths.
     Raises DataError, if check_finite, for old log-probs or advantages that are not finite.
     """
-    by_document = with_gradient and NEEDS_WHOLE_DOCUMENTS[objective.loss]
+    by_document = with_gradient and objective.family.by_document
     if known is not None and objective.segments.group is None and not check_finite:
         return _plan_known(objective, known, max_rows, with_gradient, by_document)
     informative = objective.informative() if with_gradient else torch.zeros_like(objective.mask)
@@ -101,12 +91,13 @@ def make_plan(
 
 
 def _plan_known(objective, known, max_rows, with_gradient, by_document) -> Plan:
+    with_slope = known.informative if objective.family.silent_without_advantage else known.trained
     if by_document:
-        lengths, has_gradient = ([[number] for number in numbers] for numbers in (known.trained, known.informative))
+        lengths, has_gradient = ([[number] for number in numbers] for numbers in (known.trained, with_slope))
         return _plan_documents(objective.segments, lengths, has_gradient, max_rows)
     informative = objective.informative() if with_gradient else torch.zeros_like(objective.mask)
     rows = _informative_last(objective.mask, informative)
-    return _plan_tokens(rows, sum(known.trained), sum(known.informative) if with_gradient else 0, max_rows)
+    return _plan_tokens(rows, sum(known.trained), sum(with_slope) if with_gradient else 0, max_rows)
 
 
 def _informative_last(mask: Tensor, informative: Tensor) -> Tensor:

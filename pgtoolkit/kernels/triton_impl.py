@@ -124,10 +124,13 @@ def forward_score_(
 def forward_gradient(
     logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool, objective: Objective, out: Tensor
 ) -> tuple[Tensor, Tensor | None] | None:
-    """(log_probs, entropy) and, in `out`, the gradient of `grpo`'s objective, with one read of the logits.
+    """(log_probs, entropy) and, in `out`, the gradient of an objective by token, with one read of the logits.
 
-    out may be the logits. None, and nothing done, where a row cannot be kept on the chip.
+    out may be the logits. None, and nothing done, where the family has no formula in Triton or a row cannot be kept on
+    the chip.
     """
+    if vectors.surrogate_of(objective.family) is None:
+        return None
     return _one_pass(logits, labels, temperature, with_entropy, objective, out)
 
 
@@ -207,12 +210,11 @@ def _one_pass(logits, labels, temperature, with_entropy, objective, out):
             columns,
             _LOG2_E / temperature,
             1 / temperature,
-            0.0 if objective is None else objective.epsilon_low,
-            0.0 if objective is None else objective.epsilon_high,
+            *((0.0, 0.0) if objective is None else objective.family.bounds),
             0,
             16,
             -65536,
-            GRPO=objective is not None,
+            SURROGATE=None if objective is None else vectors.surrogate_of(objective.family),
             ENTROPY=with_entropy,
             HALF=half,
             PTX=not _INTERPRETED,

@@ -8,33 +8,36 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pgtoolkit.batch import StepTotals
+from pgtoolkit.batch import StepTotals, Tokens
 from pgtoolkit.kernels import triton_vectors as kernels
+from pgtoolkit.losses.aggregation import Aggregation, Constant, PromptMean, SampleMean, TokenMean
+from pgtoolkit.losses.families import Cispo, Family, Grpo, Gspo
 from pgtoolkit.losses.metrics import LEVELS, MetricSums
-from pgtoolkit.losses.objective import NEEDS_WHOLE_DOCUMENTS, Objective
+from pgtoolkit.losses.objective import Objective
 from pgtoolkit.losses.segments import Segments
 
 _BLOCK = 1024
-# What the kernels have formulas for. Anything newer takes the path of `losses.objective`.
-_FAMILIES = ("grpo", "gspo")
-_AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
+# What the kernels have formulas for. Anything else takes the path of `losses.objective`.
+_SURROGATES = {Grpo: kernels.clipped, Gspo: kernels.clipped, Cispo: kernels.weighted}
+_MODES = {SampleMean: "sample_mean", PromptMean: "prompt_mean", TokenMean: "token_mean", Constant: "constant"}
+
+
+def surrogate_of(family: Family):
+    """The family's function in `triton_vectors`, or None if it has none."""
+    return _SURROGATES.get(type(family))
 
 
 def settle(
-    labels: Tensor,
-    document_index: Tensor,
-    num_documents: int,
-    aggregation: str,
-    divisor: float | None,
-    group_index: Tensor | None,
-    totals: StepTotals | None,
+    tokens: Tokens, aggregation: Aggregation, totals: StepTotals | None
 ) -> tuple[Tensor, Segments, StepTotals, Tensor] | None:
     """(mask, segments, totals, weights in float32) of a piece, as `losses.objective.make_objective` has them.
 
     None where the totals are not numbers on the host, or are wanted and count groups.
     """
-    if aggregation not in _AGGREGATIONS:
+    if type(aggregation) not in _MODES:
         return None
+    labels, document_index = tokens.labels, tokens.document_index
+    num_documents, group_index = tokens.num_documents, tokens.group_index
     num_groups, tokens_per_group = 1, labels
     if totals is None:
         if group_index is not None:
@@ -44,7 +47,7 @@ def settle(
         over_documents, over_tokens = totals.num_documents, totals.num_tokens
         if any(isinstance(x, Tensor) for x in (over_documents, over_tokens, totals.num_groups)):
             return None
-        if aggregation == "prompt_mean":
+        if aggregation.needs_groups:
             num_groups, tokens_per_group = totals.num_groups, totals.tokens_per_group.to(labels.device)
     mask = torch.empty_like(labels, dtype=torch.bool)
     index = torch.empty_like(document_index)
@@ -65,8 +68,8 @@ def settle(
         over_documents,
         over_tokens,
         num_groups,
-        float(divisor or 1.0),
-        MODE=aggregation,
+        float(aggregation.divisor) if isinstance(aggregation, Constant) else 1.0,
+        MODE=_MODES[type(aggregation)],
         WHOLE=totals is None,
         BLOCK=_BLOCK,
         num_warps=8,
@@ -110,7 +113,7 @@ def coefficients(objective: Objective, log_probs: Tensor) -> Tensor | None:
 
 def _is_ours(objective, log_probs):
     shared = objective.segments is not None and objective.segments.group is not None
-    return log_probs.dtype == torch.float32 and not shared and objective.loss in _FAMILIES
+    return log_probs.dtype == torch.float32 and not shared and surrogate_of(objective.family) is not None
 
 
 def _launch(objective, log_probs, entropy, index, num_documents, coefficients, parts, level):
@@ -125,9 +128,10 @@ def _launch(objective, log_probs, entropy, index, num_documents, coefficients, p
         coefficients if parts is None else parts,
         len(log_probs),
         num_documents,
-        objective.epsilon_low,
-        objective.epsilon_high,
-        BY_DOCUMENT=NEEDS_WHOLE_DOCUMENTS[objective.loss],
+        *objective.family.bounds,
+        SURROGATE=surrogate_of(objective.family),
+        BY_DOCUMENT=objective.family.by_document,
+        BY_SIGN=objective.family.clips_by_sign,
         LEVEL=level,
         BLOCK=_BLOCK,
         num_warps=8,

@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 
 from pgtoolkit.kernels.triton_two_pass import LN_2, LOWEST
-from pgtoolkit.kernels.triton_vectors import clipped
 
 # A slot that nobody has written yet. Neither a (maximum, sum) pair nor a canonical NaN has all bits set.
 EMPTY: tl.constexpr = tl.constexpr(-1)
@@ -94,12 +93,12 @@ def one_pass_kernel(
     num_columns,
     scale,
     inverse_temperature,
-    epsilon_low,
-    epsilon_high,
+    lowest_ratio,
+    highest_ratio,
     zero,
     sixteen,
     upper,
-    GRPO: tl.constexpr,
+    SURROGATE: tl.constexpr,
     ENTROPY: tl.constexpr,
     HALF: tl.constexpr,
     PTX: tl.constexpr,
@@ -191,7 +190,7 @@ def one_pass_kernel(
                     )
             # Asked for here, these arrive while the program waits for the others.
             next_label = tl.load(labels + next_row, mask=next_row < num_rows, other=-1).to(tl.int32)
-            if GRPO:
+            if SURROGATE is not None:
                 old, advantage = tl.load(old_log_probs + row), tl.load(advantages + row)
                 weight = tl.load(weights + row)
                 if PTX:
@@ -232,8 +231,8 @@ def one_pass_kernel(
                 if ENTROPY:
                     tl.store(entropies + row, (log_sum - d / n) * LN_2)
             factor = 1.0
-            if GRPO:
-                _, slope, _, _ = clipped(log_prob - old, advantage, epsilon_low, epsilon_high)
+            if SURROGATE is not None:
+                _, slope, _, _ = SURROGATE(log_prob - old, advantage, log_prob, lowest_ratio, highest_ratio)
                 factor = weight * slope * inverse_temperature
             if factor != 0:
                 # -factor 2^(s (x - m) - log2 n), with |factor| in the exponent and the sign set on packed words.

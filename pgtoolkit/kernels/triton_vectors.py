@@ -17,22 +17,38 @@ LN_2: tl.constexpr = tl.constexpr(math.log(2.0))
 
 
 @triton.jit
-def clipped(log_ratio, advantage, epsilon_low, epsilon_high):
-    """(loss, slope, ratio, log-ratio after the clamp) of the clipped surrogate.
-
-    slope: the loss's derivative by the log-ratio, 0 where clip or clamp act.
-    """
+def _clamped(log_ratio):
+    """The log-ratio between plus and minus 20, and its exp."""
     limited = tl.minimum(tl.maximum(log_ratio, -20.0), 20.0)
     # Minimum and maximum drop a NaN; what comes out must not.
     limited = tl.where(log_ratio == log_ratio, limited, log_ratio)
-    ratio = tl.exp2(limited * (1 / LN_2))
-    limit = tl.minimum(tl.maximum(ratio, 1 - epsilon_low), 1 + epsilon_high)
+    return limited, tl.exp2(limited * (1 / LN_2))
+
+
+# A surrogate of `losses.families`: (loss, slope, ratio, log-ratio after the clamp) of a log-ratio before it, with the
+# advantage, the new log-prob, and the ratios that bound the clip. slope: 0 where clip or clamp cut the gradient.
+
+
+@triton.jit
+def clipped(log_ratio, advantage, log_prob, lower, upper):
+    """`Grpo` and `Gspo`."""
+    limited, ratio = _clamped(log_ratio)
+    limit = tl.minimum(tl.maximum(ratio, lower), upper)
     loss = -tl.minimum(ratio * advantage, limit * advantage)
     loss = tl.where(log_ratio == log_ratio, loss, log_ratio)
     # The bounds themselves pass, as autograd of min and clamp has it. NaN does not pass.
-    passes = tl.where(advantage > 0, ratio <= 1 + epsilon_high, ratio >= 1 - epsilon_low)
+    passes = tl.where(advantage > 0, ratio <= upper, ratio >= lower)
     slope = tl.where(passes & (tl.abs(log_ratio) <= 20.0), -ratio * advantage, 0.0)
     return loss, slope, ratio, limited
+
+
+@triton.jit
+def weighted(log_ratio, advantage, log_prob, lower, upper):
+    """`Cispo`: the clipped ratio is a factor without gradient, so no token loses its own."""
+    limited, ratio = _clamped(log_ratio)
+    slope = -tl.minimum(tl.maximum(ratio, lower), upper) * advantage
+    slope = tl.where(log_ratio == log_ratio, slope, log_ratio)
+    return slope * log_prob, slope, ratio, limited
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_documents", "over_documents", "over_tokens", "num_groups"])
@@ -116,15 +132,18 @@ def surrogate_kernel(
     parts,
     num_tokens,
     num_documents,
-    epsilon_low,
-    epsilon_high,
+    lower,
+    upper,
+    SURROGATE: tl.constexpr,
     BY_DOCUMENT: tl.constexpr,
+    BY_SIGN: tl.constexpr,
     LEVEL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Coefficient of each token, and (LEVEL >= 0) what each document adds to the loss, to the metrics' sums and maxima.
 
-    BY_DOCUMENT: `gspo`, else `grpo`. parts: a row a program, in the order of `losses.metrics`.
+    SURROGATE: one of the functions above. BY_DOCUMENT, BY_SIGN: the family's `by_document` and `clips_by_sign`.
+    parts: a row a program, in the order of `losses.metrics`.
     """
     document = tl.program_id(0)
     real = document < num_documents
@@ -176,7 +195,7 @@ def surrogate_kernel(
             factor = tl.where(own, mean_weight, weight)
         else:
             log_ratio, advantage, factor = new - old, given, weight
-        loss, slope, ratio, limited = clipped(log_ratio, advantage, epsilon_low, epsilon_high)
+        loss, slope, ratio, limited = SURROGATE(log_ratio, advantage, new, lower, upper)
         tl.store(coefficients + t, factor * slope, mask=taken)
         loss_sum += (weight * loss).to(tl.float64)
         new_sum += new.to(tl.float64)
@@ -191,10 +210,12 @@ def surrogate_kernel(
             x = limited.to(tl.float64)
             series = x * x * (0.5 + x * (1 / 6 + x / 24))
             divergence_sum += tl.where(own, tl.where(tl.abs(x) < 1e-3, series, tl.exp(x) - 1 - x), 0.0)
-            low, high = own & (ratio < 1 - epsilon_low), own & (ratio > 1 + epsilon_high)
+            low, high = own & (ratio < lower), own & (ratio > upper)
             outside += tl.where(low | high, 1.0, 0.0)
-            outside_low += tl.where(low & (advantage < 0), 1.0, 0.0)
-            outside_high += tl.where(high & (advantage > 0), 1.0, 0.0)
+            low_side = advantage < 0 if BY_SIGN else advantage != 0
+            high_side = advantage > 0 if BY_SIGN else advantage != 0
+            outside_low += tl.where(low & low_side, 1.0, 0.0)
+            outside_high += tl.where(high & high_side, 1.0, 0.0)
             clamped += tl.where(tl.abs(log_ratio) > 20.0, 1.0, 0.0)
             largest_advantage = tl.maximum(largest_advantage, tl.where(own, given, -float("inf")))
             largest_ratio = tl.maximum(largest_ratio, tl.where(own, ratio, -float("inf")))

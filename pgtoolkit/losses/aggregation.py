@@ -1,83 +1,151 @@
 """Aggregation is a weight: the loss of a step is the sum over its tokens of w_t times the surrogate.
 
-Every weight is a function of the step's totals, so the pieces of a step add up however it was cut.
+Every weight is a function of the step's totals, so the pieces of a step add up however it was cut. No torch is imported
+here, so that `pgtk check` may read the equations; tensors bring their methods.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from pgtoolkit.batch import StepTotals
-from pgtoolkit.losses.segments import Segments
+    from pgtoolkit.batch import StepTotals
+    from pgtoolkit.losses.segments import Segments
 
-MODES = ("sample_mean", "prompt_mean", "token_mean", "constant")
-
-Reducer = Callable[..., Tensor]
+Reducer = Callable[..., "Tensor"]
 """A custom reducer: `reducer(totals, mask=, document_index=, tokens_per_document=, group_index=)` returns w_t (T,)."""
 
 
-def token_weights(
-    mode: str,
-    totals: StepTotals,
-    segments: Segments,
-    mask: Tensor,
-    group_index: Tensor | None = None,
-    divisor: float | None = None,
-    reducer: Reducer | None = None,
-) -> Tensor:
-    """The weight w_t of each token: (T,) float64, 0 where mask is False.
+@dataclass(frozen=True)
+class Aggregation:
+    """w_t = 1 / (a denominator of the token's document), which `denominators(totals, counts, group_index)` gives.
 
-    sample_mean 1 / (D N_d), prompt_mean 1 / (G N_g), token_mean 1 / N, constant 1 / (D divisor); `reducer`, if
-    given, takes their place. group_index: (documents of this piece,) int64, numbered as in totals.tokens_per_group.
-
-    Raises ValueError for an unknown mode, missing groups, or a divisor that is not finite and positive (constant) or
-    given in vain (any other mode).
+    It returns (documents,) numbers; counts: N_d, (documents,) int64, group_index: (documents,) int64 or None.
+    equation, where: what `pgtk check` prints. needs_groups: whether group_index must be known.
+    alike: whether the tokens of a document weigh alike, as they do in all but a custom reducer.
     """
-    if reducer is not None:
-        return _custom_weights(reducer, totals, segments, mask, group_index)
-    check_mode(mode, divisor, group_index is not None and totals.tokens_per_group is not None)
-    if mode == "token_mean":
-        denominator = mask.new_ones(mask.shape, dtype=torch.float64) * totals.num_tokens
-    else:
-        if mode == "sample_mean":
-            per_document = segments.counts * totals.num_documents
-        elif mode == "prompt_mean":
-            per_document = totals.tokens_per_group.to(group_index.device)[group_index] * totals.num_groups
-        else:
-            per_document = torch.full_like(segments.counts, divisor, dtype=torch.float64) * totals.num_documents
-        denominator = segments.broadcast(per_document.double())
-    return torch.where(mask, 1.0 / torch.where(mask, denominator, 1.0), 0.0)
+
+    equation: ClassVar[str]
+    where: ClassVar[str]
+    needs_groups: ClassVar[bool] = False
+    alike: ClassVar[bool] = True
+
+    def weights(self, totals: StepTotals, segments: Segments, mask: Tensor, group_index: Tensor | None) -> Tensor:
+        """w_t: (T,) float64, 0 where mask is False. group_index: as numbered in totals.tokens_per_group.
+
+        Raises ValueError where groups are needed and not known.
+        """
+        self.check_groups(group_index is not None and totals.tokens_per_group is not None)
+        denominator = segments.broadcast(self.denominators(totals, segments.counts, group_index).double())
+        return (1.0 / denominator.where(mask, 1.0)).where(mask, 0.0)
+
+    def check_groups(self, known: bool) -> None:
+        """ValueError where groups are needed and not known."""
+        if self.needs_groups and not known:
+            raise ValueError(
+                "aggregation='prompt_mean' needs group_index, each document's group (and totals that count groups)"
+            )
 
 
-def check_mode(mode: str, divisor: float | None, has_groups: bool) -> None:
-    """Refuse, with ValueError, an aggregation that cannot mean what was asked."""
-    if mode not in MODES:
-        raise ValueError(f"aggregation={mode!r} is unknown; choose one of {', '.join(MODES)}")
+@dataclass(frozen=True)
+class SampleMean(Aggregation):
+    """The mean over documents of their mean over tokens (GRPO and GSPO papers)."""
+
+    equation: ClassVar[str] = "1 / (D N_d)"
+    where: ClassVar[str] = "D documents in the step, N_d trained tokens in the document"
+
+    def denominators(self, totals: StepTotals, counts: Tensor, group_index: Tensor | None) -> Tensor:
+        return counts * totals.num_documents
+
+
+@dataclass(frozen=True)
+class PromptMean(Aggregation):
+    """The mean over prompts of the mean over all tokens of a prompt's completions (arXiv 2510.13786, section 3.2)."""
+
+    equation: ClassVar[str] = "1 / (G N_g)"
+    where: ClassVar[str] = "G prompts in the step, N_g trained tokens of the prompt's completions"
+    needs_groups: ClassVar[bool] = True
+
+    def denominators(self, totals: StepTotals, counts: Tensor, group_index: Tensor | None) -> Tensor:
+        return totals.tokens_per_group.to(group_index.device)[group_index] * totals.num_groups
+
+
+@dataclass(frozen=True)
+class TokenMean(Aggregation):
+    """The mean over all tokens of the step (DAPO, arXiv 2503.14476)."""
+
+    equation: ClassVar[str] = "1 / N"
+    where: ClassVar[str] = "N trained tokens in the step"
+
+    def denominators(self, totals: StepTotals, counts: Tensor, group_index: Tensor | None) -> Tensor:
+        return counts * 0 + totals.num_tokens
+
+
+@dataclass(frozen=True)
+class Constant(Aggregation):
+    """The sum over tokens divided by documents and a constant L, the divisor (Dr. GRPO, arXiv 2503.20783, eq. 2)."""
+
+    divisor: float
+
+    equation: ClassVar[str] = "1 / (D L)"
+    where: ClassVar[str] = "D documents in the step, L = {divisor}"
+
+    def __post_init__(self):
+        number = isinstance(self.divisor, (int, float)) and not isinstance(self.divisor, bool)
+        if not (number and math.isfinite(self.divisor) and self.divisor > 0):
+            raise ValueError(f"aggregation='constant' needs a finite divisor > 0 (got {self.divisor!r})")
+
+    def denominators(self, totals: StepTotals, counts: Tensor, group_index: Tensor | None) -> Tensor:
+        return (counts.double() * 0 + self.divisor) * totals.num_documents
+
+
+@dataclass(frozen=True)
+class Custom(Aggregation):
+    """A reducer of the user's own; see `Reducer`."""
+
+    reducer: Reducer
+
+    alike: ClassVar[bool] = False
+
+    def weights(self, totals: StepTotals, segments: Segments, mask: Tensor, group_index: Tensor | None) -> Tensor:
+        found = self.reducer(
+            totals,
+            mask=mask,
+            document_index=segments.index,
+            tokens_per_document=segments.counts,
+            group_index=group_index,
+        )
+        if getattr(found, "shape", None) != mask.shape:
+            got = tuple(found.shape) if hasattr(found, "shape") else type(found).__name__
+            raise ValueError(f"the reducer must return one weight per token, shape {tuple(mask.shape)} (got {got})")
+        return found.double().where(mask, 0.0)
+
+
+AGGREGATIONS: dict[str, type[Aggregation]] = {
+    "sample_mean": SampleMean,
+    "prompt_mean": PromptMean,
+    "token_mean": TokenMean,
+    "constant": Constant,
+}
+"""Name -> aggregation, as `aggregation=` has them."""
+
+
+def aggregation_of(mode: str, divisor: float | None = None, reducer: Reducer | None = None) -> Aggregation:
+    """The aggregation of a name; a reducer takes the place of all of them.
+
+    Raises ValueError for an unknown mode, or a divisor that is not finite and positive (constant) or given in vain.
+    """
+    if mode not in AGGREGATIONS:
+        raise ValueError(f"aggregation={mode!r} is unknown; choose one of {', '.join(AGGREGATIONS)}")
     if mode == "constant":
-        number = isinstance(divisor, (int, float)) and not isinstance(divisor, bool)
-        if not (number and math.isfinite(divisor) and divisor > 0):
-            raise ValueError(f"aggregation='constant' needs a finite divisor > 0 (got {divisor!r})")
+        named: Aggregation = Constant(divisor)
     elif divisor is not None:
         raise ValueError(f"divisor={divisor!r} has no effect with aggregation={mode!r}; it belongs to 'constant'")
-    if mode == "prompt_mean" and not has_groups:
-        raise ValueError(
-            "aggregation='prompt_mean' needs group_index, each document's group (and totals that count groups)"
-        )
-
-
-def _custom_weights(reducer, totals, segments, mask, group_index):
-    weights = reducer(
-        totals,
-        mask=mask,
-        document_index=segments.index,
-        tokens_per_document=segments.counts,
-        group_index=group_index,
-    )
-    if not isinstance(weights, Tensor) or weights.shape != mask.shape:
-        shape = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
-        raise ValueError(f"the reducer must return one weight per token, shape {tuple(mask.shape)} (got {shape})")
-    return torch.where(mask, weights.double(), 0.0)
+    else:
+        named = AGGREGATIONS[mode]()
+    return named if reducer is None else Custom(reducer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,8 +11,9 @@ from torch.distributed import ProcessGroup
 
 from pgtoolkit.batch import StepTotals
 from pgtoolkit.kernels.parallel import all_max, all_sum
-from pgtoolkit.losses.segments import Segments
-from pgtoolkit.losses.surrogates import Surrogate
+
+if TYPE_CHECKING:
+    from pgtoolkit.losses.objective import Objective
 
 LEVELS = ("none", "basic", "with_entropy")
 
@@ -83,20 +85,9 @@ class MetricSums:
 
 
 @torch.no_grad()
-def metric_sums(
-    level: str,
-    loss: str,
-    surrogate: Surrogate | None,
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    entropy: Tensor | None,
-    segments: Segments,
-    mask: Tensor,
-    epsilon_low: float,
-    epsilon_high: float,
-) -> MetricSums:
-    """The contribution of one piece of a step. All tensors are T-vectors; surrogate may be None at level none."""
+def metric_sums(level: str, objective: Objective, log_probs: Tensor, entropy: Tensor | None) -> MetricSums:
+    """The contribution of one piece of a step. log_probs, entropy: (T,), the latter None unless the level has it."""
+    segments, mask, advantages = objective.segments, objective.mask, objective.advantages
     # u: one over the document's length at its trained tokens, so that each document sums to one.
     u = segments.broadcast(1.0 / segments.counts.clamp(min=1).double())
 
@@ -107,22 +98,22 @@ def metric_sums(
     if level == "none":
         return MetricSums(level, document_sums([log_probs]), u.new_empty(0))
 
-    ratio, log_ratio = surrogate.ratio.double(), surrogate.log_ratio.double()
-    low, high = surrogate.ratio < 1 - epsilon_low, surrogate.ratio > 1 + epsilon_high
+    family, judged = objective.family, objective.judged(log_probs)
+    ratio, log_ratio = judged.ratio.double(), judged.log_ratio.double()
+    lower, upper = family.bounds
     values = [
         log_probs,
-        old_log_probs,
+        objective.old_log_probs,
         ratio,
         advantages,
         log_ratio.expm1() - log_ratio,
-        low | high,
-        low & (surrogate.advantages < 0),
-        high & (surrogate.advantages > 0),
-        surrogate.clamped,
+        (judged.ratio < lower) | (judged.ratio > upper),
+        *family.cuts(judged.ratio, objective.judged_advantages),
+        judged.clamped,
     ]
     if level == "with_entropy":
         values.append(entropy)
-    v = mask.double() if loss == "grpo" else u
+    v = u if family.by_document else mask.double()
     weighted = v * ratio
     sums = torch.cat([document_sums(values), torch.stack([weighted, weighted * ratio, v]).sum(1)])
 

@@ -7,32 +7,64 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from pgtoolkit.batch import StepTotals
+from pgtoolkit.batch import StepTotals, Tokens
 from pgtoolkit.errors import DataError
-from pgtoolkit.kernels.parallel import all_sum, gather, largest
-from pgtoolkit.losses.aggregation import Reducer, check_mode, token_weights
-from pgtoolkit.losses.metrics import MetricSums, metric_sums
+from pgtoolkit.kernels.parallel import Ranks
+from pgtoolkit.losses.aggregation import Aggregation
+from pgtoolkit.losses.families import Family, needs_number
+from pgtoolkit.losses.metrics import LEVELS, MetricSums, metric_sums
 from pgtoolkit.losses.segments import Segments
-from pgtoolkit.losses.surrogates import FAMILIES, clipped_surrogate
+from pgtoolkit.losses.totals import whole_step_totals
 
-NEEDS_WHOLE_DOCUMENTS = {"grpo": False, "gspo": True}
-"""Whether a token's coefficient depends on the log-probs of the other tokens of its document."""
+LOG_RATIO_LIMIT = 20.0
+"""The log-ratio is clamped to plus or minus this before exp: exp overflows float32 at 89, and the infinity would
+reach the gradient as 0 * inf through the branch that the clip did not select."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What the loss of a step is, and what is measured of it: the sum over its tokens of w_t l_t.
+
+    temperature: log-probs are log_softmax(logits / temperature). metrics: the level, one of LEVELS.
+    """
+
+    family: Family
+    aggregation: Aggregation
+    temperature: float = 1.0
+    metrics: str = "none"
+
+    def __post_init__(self):
+        if self.metrics not in LEVELS:
+            raise ValueError(f"metrics={self.metrics!r} is unknown; choose one of {', '.join(LEVELS)}")
+        needs_number("temperature", self.temperature)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """T-vectors of what each token is judged by; all are finite, and 0 (ratio: 1) where nothing is trained.
+
+    losses: the surrogate l_t. slope: of the surrogate, by the family's `slope_of`, times the token's own derivative.
+    ratio, log_ratio: after the clamp. clamped: bool, True where the clamp acted.
+    """
+
+    losses: Tensor
+    slope: Tensor
+    ratio: Tensor
+    log_ratio: Tensor
+    clamped: Tensor
 
 
 @dataclass(frozen=True)
 class Objective:
     """The objective of one piece of a step: log-probs in, loss and metrics out.
 
-    mask: (T,) bool. The others of (T,) are in the dtype the log-probs come in. gradient_weights: what a token's
-    gradient is weighted by, the weights as the family sees them. known_advantages: see `judged_advantages`.
-    Where documents are spread over ranks, segments know the group, and only they.
+    mask: (T,) bool. The others of (T,) are in the dtype the log-probs come in. gradient_weights: what a token's slope
+    is weighted by: w_t, or its mean over the document where the family's slope is the document's.
+    known_advantages: see `judged_advantages`. Where documents are spread over ranks, segments know the group.
     """
 
-    loss: str
-    epsilon_low: float
-    epsilon_high: float
+    family: Family
     mask: Tensor
     old_log_probs: Tensor
     advantages: Tensor
@@ -48,27 +80,24 @@ class Objective:
         """(T,) the advantages as the family sees them, 0 where nothing is trained; made when first asked for."""
         if self.known_advantages is not None:
             return self.known_advantages
-        return FAMILIES[self.loss](torch.where(self.mask, self.advantages, 0.0), self.segments)
+        return in_scope(self.family, torch.where(self.mask, self.advantages, 0.0), self.segments)
 
     def value(self, log_probs: Tensor) -> Tensor:
-        """This piece's share of the step's loss: the sum of w_t times the surrogate. Differentiable."""
-        return (self.weights * self._surrogate(log_probs).losses).sum()
+        """This piece's share of the step's loss: the sum of w_t times the surrogate. Differentiable by autograd."""
+        return (self.weights * self.judged(log_probs).losses).sum()
 
     def losses_and_coefficients(self, log_probs: Tensor) -> tuple[Tensor, Tensor]:
         """(w_t times the surrogate, c_t), each (T,): c_t is the derivative of `value` by each log-prob.
 
         Both are 0 where nothing is trained. c is what autograd would find, by formula, since it is wanted without a
-        graph: the slope of the surrogate is the same for all tokens that are judged together.
+        graph: a slope by the document's mean is the same for all its tokens.
         """
-        surrogate = self._surrogate(log_probs)
-        ratio, advantages = surrogate.ratio, surrogate.advantages
-        passes = torch.where(advantages > 0, ratio <= 1 + self.epsilon_high, ratio >= 1 - self.epsilon_low)
-        slope = torch.where(passes & ~surrogate.clamped, -ratio * advantages, 0.0)
-        return self.weights * surrogate.losses, self.gradient_weights * slope
+        judged = self.judged(log_probs)
+        return self.weights * judged.losses, self.gradient_weights * judged.slope
 
     def informative(self) -> Tensor:
-        """(T,) bool: False where c_t is 0 whatever the log-probs turn out to be (untrained, or of zero advantage)."""
-        return self.mask & (self.judged_advantages != 0)
+        """(T,) bool: False where c_t is 0 whatever the log-probs turn out to be."""
+        return self.mask & (self.judged_advantages != 0) if self.family.silent_without_advantage else self.mask
 
     def take(self, rows: Tensor | slice, segments: Segments | None) -> Objective:
         """The share of some rows, in that order; documents that the family needs whole must be whole in it.
@@ -88,21 +117,8 @@ class Objective:
         )
 
     def metrics(self, level: str, log_probs: Tensor, entropy: Tensor | None) -> MetricSums:
-        with torch.no_grad():
-            surrogate = self._surrogate(log_probs) if level != "none" else None
-        return metric_sums(
-            level,
-            self.loss,
-            surrogate,
-            log_probs,
-            self.old_log_probs,
-            self.advantages,
-            entropy,
-            self.segments,
-            self.mask,
-            self.epsilon_low,
-            self.epsilon_high,
-        )
+        """What this piece adds to the metrics of the step; entropy: (T,), at level with_entropy."""
+        return metric_sums(level, self, log_probs, entropy)
 
     def not_finite(self, log_probs: Tensor | None = None) -> Tensor:
         """(T,) bool: trained positions whose weight, old log-prob, advantage or, if given, log-prob is not finite."""
@@ -129,124 +145,62 @@ class Objective:
                 "label outside the vocabulary; mask the position (label -1) or drop the document"
             )
 
-    def _surrogate(self, log_probs):
-        log_ratio = self._log_ratio(log_probs)
-        return clipped_surrogate(log_ratio, self.judged_advantages, self.epsilon_low, self.epsilon_high)
-
-    def _log_ratio(self, log_probs):
-        """The log-ratio that the family judges each token by; kept, since loss and metrics would both exchange it."""
+    def judged(self, log_probs: Tensor) -> Judged:
+        """What each token is judged by; kept, since loss and metrics both ask for it."""
         kept = not log_probs.requires_grad
         if kept and self._last and self._last[0] is log_probs:
             return self._last[1]
+        family, advantages = self.family, self.judged_advantages
         # Dropped by selection before any arithmetic: what is not trained may hold NaN or infinity.
-        own = torch.where(self.mask, log_probs - self.old_log_probs, 0.0)
-        log_ratio = FAMILIES[self.loss](own, self.segments)
+        own, derivative = family.token(torch.where(self.mask, log_probs - self.old_log_probs, 0.0), advantages)
+        unclamped = in_scope(family, own, self.segments)
+        clamped, log_ratio = unclamped.abs() > LOG_RATIO_LIMIT, unclamped.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        losses, slope = family.surrogate(log_ratio, advantages, torch.where(self.mask, log_probs, 0.0))
+        if family.slope_of == "log_ratio":
+            slope = torch.where(clamped, 0.0, slope)
+            slope = slope if derivative is None else slope * derivative
+        judged = Judged(losses, slope, log_ratio.exp(), log_ratio, clamped)
         if kept:
-            self._last[:] = log_probs, log_ratio
-        return log_ratio
+            self._last[:] = log_probs, judged
+        return judged
+
+
+def in_scope(family: Family, values: Tensor, segments: Segments | None) -> Tensor:
+    """(T,) the values themselves, or the mean of each one's document where that is the family's scope."""
+    return segments.broadcast(segments.mean(values)) if family.by_document else values
 
 
 def make_objective(
-    labels: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    document_index: Tensor,
-    *,
-    loss: str,
-    epsilon_low: float,
-    epsilon_high: float,
-    aggregation: str,
-    divisor: float | None,
-    reducer: Reducer | None,
-    group_index: Tensor | None,
-    num_documents: int | None,
-    totals: StepTotals | None,
-    dtype: torch.dtype,
-    sequence_group: ProcessGroup | None = None,
-    data_group: ProcessGroup | None = None,
-    settle=None,
+    tokens: Tokens, totals: StepTotals | None, loss: Loss, dtype: torch.dtype, ranks: Ranks, settle=None
 ) -> Objective:
-    """Settle masks, segments and weights of a piece; `dtype` is what the log-probs will come in.
+    """Masks, segments and weights of a piece; `dtype` is what the log-probs will come in.
 
-    settle: what does so faster where it can (`kernels.triton_objective.settle`), or None.
-
-    Without totals the piece is the whole step, or the data_group's pieces are. Reads tensors on the host only where
-    the caller left sizes open.
+    settle: what makes them faster where it can (`kernels.triton_objective.settle`), or None. Without totals the piece
+    is the whole step, or the pieces of ranks.data are. Reads tensors on the host only where the caller left sizes open.
     """
-    if num_documents is None:
-        num_documents = int(document_index.max()) + 1 if document_index.numel() else 0
-    if group_index is not None and group_index.shape != (num_documents,):
-        raise ValueError(f"group_index needs one entry per document, {num_documents} (got {tuple(group_index.shape)})")
-    old_log_probs, advantages = old_log_probs.to(dtype).contiguous(), advantages.to(dtype).contiguous()
-    if settle is not None and reducer is None and sequence_group is None and data_group is None:
-        has_groups = group_index is not None and (totals is None or totals.tokens_per_group is not None)
-        check_mode(aggregation, divisor, has_groups)
-        settled = settle(labels, document_index, num_documents, aggregation, divisor, group_index, totals)
+    family, aggregation = loss.family, loss.aggregation
+    old_log_probs, advantages = (x.to(dtype).contiguous() for x in (tokens.old_log_probs, tokens.advantages))
+    has_groups = tokens.group_index is not None and (totals is None or totals.tokens_per_group is not None)
+    aggregation.check_groups(has_groups)
+    if settle is not None and ranks.sequence is None and ranks.data is None:
+        settled = settle(tokens, aggregation, totals)
         if settled is not None:
             mask, segments, totals, weights = settled
-            clip = (loss, epsilon_low, epsilon_high)
-            return Objective(*clip, mask, old_log_probs, advantages, weights, weights, segments, totals)
-    mask = labels >= 0
-    misplaced = mask & ((document_index < 0) | (document_index >= num_documents))
-    segments = Segments(document_index, mask & ~misplaced, num_documents, sequence_group)
+            return Objective(family, mask, old_log_probs, advantages, weights, weights, segments, totals)
+    mask = tokens.labels >= 0
+    misplaced = mask & ((tokens.document_index < 0) | (tokens.document_index >= tokens.num_documents))
+    segments = Segments(tokens.document_index, mask & ~misplaced, tokens.num_documents, ranks.sequence)
     known_advantages = None
-    if sequence_group is not None:
+    if ranks.sequence is not None:
         # First, since the documents' lengths, which the rest needs, travel with it.
-        known_advantages = FAMILIES[loss](torch.where(mask, advantages, 0.0), segments)
+        known_advantages = in_scope(family, torch.where(mask, advantages, 0.0), segments)
+    group_index = tokens.group_index
     if totals is None:
-        totals, group_index = whole_step_totals(segments, group_index, data_group)
-    weights = token_weights(aggregation, totals, segments, mask, group_index, divisor, reducer)
+        totals, group_index = whole_step_totals(segments, group_index, ranks.data)
+    weights = aggregation.weights(totals, segments, mask, group_index)
     weights = torch.where(misplaced, torch.nan, weights).to(dtype)  # no document, no result
-    # The aggregations weight a document's tokens alike; a reducer need not.
-    gradient_weights = weights if reducer is None else FAMILIES[loss](weights, segments)
+    own_slope = aggregation.alike or family.slope_of == "log_prob"
+    gradient_weights = weights if own_slope else in_scope(family, weights, segments)
     return Objective(
-        loss,
-        epsilon_low,
-        epsilon_high,
-        mask,
-        old_log_probs,
-        advantages,
-        weights,
-        gradient_weights,
-        segments,
-        totals,
-        known_advantages,
+        family, mask, old_log_probs, advantages, weights, gradient_weights, segments, totals, known_advantages
     )
-
-
-def whole_step_totals(
-    segments: Segments, group_index: Tensor | None, data_group: ProcessGroup | None = None
-) -> tuple[StepTotals, Tensor | None]:
-    """The totals of a step that is all in one piece, and its groups renumbered from 0 (documents,).
-
-    data_group: ranks with other documents of the step, whose group_index has the same numbers for the same groups.
-    """
-    counts = segments.counts
-    numbers = torch.stack([torch.full_like(counts.sum(), len(counts)), counts.sum(), (counts == 0).sum()])
-    num_documents, num_tokens, num_empty = all_sum(numbers, data_group)
-    num_groups = tokens_per_group = None
-    if group_index is not None:
-        groups, group_index = _common_numbers(group_index, data_group)
-        num_groups = len(groups)
-        tokens_per_group = torch.zeros_like(groups, dtype=torch.int64).index_add_(0, group_index, counts)
-        tokens_per_group = all_sum(tokens_per_group, data_group)
-    if data_group is None:
-        num_documents = segments.num_documents
-    return StepTotals(num_documents, num_tokens, num_empty, num_groups, tokens_per_group), group_index
-
-
-def _common_numbers(group_index, data_group):
-    """(the different numbers on all ranks, where this rank's are among them)."""
-    groups, places = torch.unique(group_index, return_inverse=True)
-    if data_group is None:
-        return groups, places
-    length = largest(len(groups), data_group, groups.device)
-    if length == 0:
-        return groups, places
-    # Ranks with fewer repeat a number of theirs; one without any stands aside.
-    mine = groups.new_empty(2, length)
-    mine[0] = groups[torch.arange(length, device=groups.device).clamp(max=len(groups) - 1)] if len(groups) else 0
-    mine[1] = len(groups) > 0
-    numbers, exist = gather(mine, data_group).unbind(1)
-    common = numbers[exist != 0].unique()
-    return common, torch.searchsorted(common, groups)[places]

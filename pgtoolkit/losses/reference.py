@@ -31,7 +31,7 @@ def policy_loss(
     document_index: Tensor,
     *,
     loss: str,
-    epsilon_low: float,
+    epsilon_low: float | None,
     epsilon_high: float,
     aggregation: str,
     divisor: float | None = None,
@@ -44,6 +44,7 @@ def policy_loss(
     z = [[float(x) / temperature for x in row] for row in logits.double().tolist()]
     y, o, advantage = labels.tolist(), old_log_probs.double().tolist(), advantages.double().tolist()
     belongs_to = document_index.tolist()
+    lower, upper = 0.0 if epsilon_low is None else 1 - epsilon_low, 1 + epsilon_high
     D = num_documents if num_documents is not None else max(belongs_to) + 1
     trained = [[t for t in range(len(y)) if y[t] >= 0 and belongs_to[t] == d] for d in range(D)]
     N = sum(len(tokens) for tokens in trained)
@@ -71,19 +72,21 @@ def policy_loss(
         mean_advantage = math.fsum(advantage[t] for t in tokens) / n
         weight = {t: _weight(aggregation, D, n, G, N_g[groups[d]], N, divisor) for t in tokens}
         for t in tokens:
-            raw = p[t] - o[t] if loss == "grpo" else mean_log_ratio
-            A = advantage[t] if loss == "grpo" else mean_advantage
+            raw = mean_log_ratio if loss == "gspo" else p[t] - o[t]
+            A = mean_advantage if loss == "gspo" else advantage[t]
             lam[t] = min(20.0, max(-20.0, raw))
             was_clamped[t] = abs(raw) > 20.0
             judged_by[t] = A
             rho[t] = math.exp(lam[t])
-            clipped = min(1 + epsilon_high, max(1 - epsilon_low, rho[t]))
-            total.append(weight[t] * -min(rho[t] * A, clipped * A))
+            clipped = min(upper, max(lower, rho[t]))
+            # cispo: the clipped ratio is a constant factor of the log-prob.
+            surrogate = -clipped * A * p[t] if loss == "cispo" else -min(rho[t] * A, clipped * A)
+            total.append(weight[t] * surrogate)
         for t in tokens:
             A = judged_by[t]
-            k = _passes(rho[t], A, epsilon_low, epsilon_high) and not was_clamped[t]
-            w = weight[t] if loss == "grpo" else math.fsum(weight.values()) / n
-            c = -w * A * rho[t] * k
+            k = _passes(rho[t], A, lower, upper) and not was_clamped[t]
+            w = math.fsum(weight.values()) / n if loss == "gspo" else weight[t]
+            c = -w * A * (min(upper, max(lower, rho[t])) if loss == "cispo" else rho[t] * k)
             for v, q in enumerate(probs[t]):
                 gradient[t, v] = c / temperature * ((v == y[t]) - q)
 
@@ -100,11 +103,23 @@ def policy_loss(
         results["num_groups"] = G
     if metrics != "none":
         results |= _basic_metrics(
-            trained, document_mean, loss, lam, rho, judged_by, was_clamped, o, advantage, epsilon_low, epsilon_high
+            trained, document_mean, loss, lam, rho, judged_by, was_clamped, o, advantage, lower, upper
         )
     if metrics == "with_entropy":
         results["entropy"] = document_mean(lambda t: entropy[t])
     return Reference(math.fsum(total), p, entropy, results, gradient)
+
+
+def names(family, aggregation) -> dict:
+    """The keywords above of a family and an aggregation as objects; ValueError for what is not specified here."""
+    loss, mode = type(family).__name__.lower(), _MODES.get(type(aggregation).__name__)
+    if loss not in ("grpo", "gspo", "cispo") or mode is None:
+        raise ValueError("impl='reference' knows the families and aggregations that come with pgtoolkit, no others")
+    epsilons = {"epsilon_low": family.epsilon_low, "epsilon_high": family.epsilon_high}
+    return {"loss": loss, "aggregation": mode, "divisor": getattr(aggregation, "divisor", None), **epsilons}
+
+
+_MODES = {"SampleMean": "sample_mean", "PromptMean": "prompt_mean", "TokenMean": "token_mean", "Constant": "constant"}
 
 
 def _weight(aggregation, D, N_d, G, N_g, N, divisor) -> float:
@@ -118,16 +133,19 @@ def _weight(aggregation, D, N_d, G, N_g, N, divisor) -> float:
     return 1 / (D * divisor)
 
 
-def _passes(ratio, A, epsilon_low, epsilon_high) -> bool:
+def _passes(ratio, A, lower, upper) -> bool:
     """k of the gradient: 1 where the clip does not act, the bounds included."""
-    return ratio <= 1 + epsilon_high if A > 0 else ratio >= 1 - epsilon_low
+    return ratio <= upper if A > 0 else ratio >= lower
 
 
 def _basic_metrics(
-    trained, document_mean, loss, lam, rho, judged_by, was_clamped, o, advantage, epsilon_low, epsilon_high
+    trained, document_mean, loss, lam, rho, judged_by, was_clamped, o, advantage, lower, upper
 ) -> dict[str, float]:
     tokens = [t for document in trained for t in document]
-    v = {t: 1.0 if loss == "grpo" else 1 / len(document) for document in trained for t in document}
+    v = {t: 1 / len(document) if loss == "gspo" else 1.0 for document in trained for t in document}
+    # The clip cuts the gradient on one side of A; the weight of cispo is clipped on both.
+    down = {t: judged_by[t] != 0 if loss == "cispo" else judged_by[t] < 0 for t in tokens}
+    up = {t: judged_by[t] != 0 if loss == "cispo" else judged_by[t] > 0 for t in tokens}
     first = math.fsum(v[t] * rho[t] for t in tokens)
     second = math.fsum(v[t] * rho[t] ** 2 for t in tokens)
     return {
@@ -135,9 +153,9 @@ def _basic_metrics(
         "ratio_new_old": document_mean(lambda t: rho[t]),
         "advantage": document_mean(lambda t: advantage[t]),
         "kl_new_old": document_mean(lambda t: rho[t] - lam[t] - 1),
-        "clipped_ratio_fraction": document_mean(lambda t: rho[t] < 1 - epsilon_low or rho[t] > 1 + epsilon_high),
-        "clipped_low_fraction": document_mean(lambda t: judged_by[t] < 0 and rho[t] < 1 - epsilon_low),
-        "clipped_high_fraction": document_mean(lambda t: judged_by[t] > 0 and rho[t] > 1 + epsilon_high),
+        "clipped_ratio_fraction": document_mean(lambda t: rho[t] < lower or rho[t] > upper),
+        "clipped_low_fraction": document_mean(lambda t: down[t] and rho[t] < lower),
+        "clipped_high_fraction": document_mean(lambda t: up[t] and rho[t] > upper),
         "clamped_log_ratio_fraction": document_mean(lambda t: was_clamped[t]),
         "ratio_new_old_sum": first,
         "ratio_new_old_squared_sum": second,

@@ -12,6 +12,8 @@ from torch.nn import functional
 
 from pgtoolkit.batch import MicroBatch
 from pgtoolkit.config import Config
+from pgtoolkit.kernels.parallel import Ranks
+from pgtoolkit.losses.policy_gradient import LMHead
 from pgtoolkit.parallelism import sequence_data
 from pgtoolkit.parallelism.collectives import local
 from pgtoolkit.parallelism.families import family_of
@@ -61,22 +63,20 @@ class ParallelPolicy(Policy):
         tokens, positions = micro_batch.tokens[None], micro_batch.position_ids[None]
         return self._states(tokens, positions, micro_batch.document_lengths)[0]
 
-    def loss_inputs(self, micro_batch: MicroBatch) -> dict:
+    def loss_inputs(self, micro_batch: MicroBatch) -> tuple[Tensor, LMHead, Ranks]:
         return self.with_head(self.hidden_states(micro_batch))
 
-    def with_head(self, hidden: Tensor) -> dict:
-        """The keywords of linear_policy_loss from the hidden states just computed; with FSDP2, not from older ones."""
+    def with_head(self, hidden: Tensor) -> tuple[Tensor, LMHead, Ranks]:
+        """What the loss needs, from the hidden states just computed; with FSDP2, not from older ones."""
         layout = self.layout
         if self.compute_dtype != torch.float32:
             hidden = hidden.to(self.compute_dtype)  # a pipeline's stages hand over what the residual stream has
         weight, bias = self.head.weight, self.head.bias
-        inputs = {"hidden": hidden, "lm_head_weight": local(weight), "bias": None if bias is None else local(bias)}
-        if group := layout.group("tensor_parallel"):
+        head = LMHead(local(weight), None if bias is None else local(bias))
+        group, start = layout.group("tensor_parallel"), None
+        if group is not None:
             start = vocabulary_start(self.vocabulary_size, layout.mesh["tensor_parallel"])
-            inputs |= {"vocabulary_group": group, "vocabulary_start": start}
-        if group := layout.group("sequence_data_parallel"):
-            inputs |= {"sequence_group": group}
-        return inputs
+        return hidden, head, Ranks(group, start, layout.group("sequence_data_parallel"))
 
     def synchronise_gradients(self, last: bool) -> None:
         if self.sharded:

@@ -25,6 +25,7 @@ def pack(documents: list[Document], group_numbers: list[int]) -> MicroBatch:
         document_index=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64)),
         old_log_probs=_concatenate([_next(document.old_log_probs, 0.0) for document in documents], torch.float32),
         advantages=_concatenate([_next(document.advantages, 0.0) for document in documents], torch.float32),
+        num_documents=len(documents),
         group_index=torch.tensor(group_numbers, dtype=torch.int64),
         names=tuple(document.name for document in documents),
         document_lengths=tuple(lengths),

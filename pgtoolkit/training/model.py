@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from pgtoolkit.batch import MicroBatch
 from pgtoolkit.config import HuggingFaceModelConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError, first_line
+from pgtoolkit.kernels.parallel import ALONE, Ranks
+from pgtoolkit.losses.policy_gradient import LMHead
 from pgtoolkit.training import packed_attention
 from pgtoolkit.training.packed_attention import Documents
 
@@ -73,10 +75,9 @@ class Policy:
         row_positions = torch.arange(longest, device=tokens.device).expand_as(rows)
         return self._body(rows, row_positions)[documents, positions]
 
-    def loss_inputs(self, micro_batch: MicroBatch) -> dict:
-        """The keywords of linear_policy_loss that the model has to say: hidden states and head."""
-        hidden = self.hidden_states(micro_batch)
-        return {"hidden": hidden, "lm_head_weight": self.head.weight, "bias": self.head.bias}
+    def loss_inputs(self, micro_batch: MicroBatch) -> tuple[Tensor, LMHead, Ranks]:
+        """What the loss needs of the model: hidden states, the head, and the ranks that share them."""
+        return self.hidden_states(micro_batch), LMHead(self.head.weight, self.head.bias), ALONE
 
     def _body(self, tokens: Tensor, position_ids: Tensor, lengths: Sequence[int] = (), **more) -> Tensor:
         """(rows, S, H) hidden states of tokens (rows, S); lengths: of the documents of one packed row."""

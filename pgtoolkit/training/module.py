@@ -6,6 +6,7 @@ import functools
 import logging
 import math
 import time
+from dataclasses import replace
 
 import lightning
 import torch
@@ -15,9 +16,11 @@ from pgtoolkit.batch import MicroBatch, Step, StepTotals
 from pgtoolkit.config import Config
 from pgtoolkit.errors import NumericalError
 from pgtoolkit.functions import import_function
-from pgtoolkit.kernels.plan import DocumentCounts
+from pgtoolkit.losses.aggregation import aggregation_of
+from pgtoolkit.losses.families import family_of
 from pgtoolkit.losses.metrics import MetricSums
-from pgtoolkit.losses.policy_gradient import PolicyLoss, linear_policy_loss
+from pgtoolkit.losses.objective import Loss
+from pgtoolkit.losses.policy_gradient import Computation, PolicyLoss, log_probs_of_hidden, loss_of_hidden
 from pgtoolkit.parallelism.agreement import gather
 from pgtoolkit.parallelism.gradients import sum_gradients
 from pgtoolkit.parallelism.layout import Layout
@@ -51,10 +54,13 @@ class PolicyGradientModule(lightning.LightningModule):
         self.documents_seen = 0
         self.num_skipped_steps = 0
         self._bad_steps_in_a_row = 0
-        self._reducer = None
-        if config.aggregation.reducer:
-            keywords = dict.fromkeys(("mask", "document_index", "tokens_per_document", "group_index"))
-            self._reducer = import_function("aggregation.reducer", config.aggregation.reducer, None, **keywords)
+        self.loss = loss_of(config)
+        self.computation = Computation(
+            impl=config.kernel.implementation.value,
+            check_finite=False,  # looked at once per step, in the loss and the gradient
+            num_splits=config.loss.num_splits,
+            logits_memory_mb=config.kernel.logits_memory_mb,
+        )
 
     def configure_optimizers(self):
         return make_optimizer(self.model, self.config.optimizer)
@@ -158,61 +164,33 @@ class PolicyGradientModule(lightning.LightningModule):
             )
         log.warning(message)
 
-    def _loss(self, micro_batch: MicroBatch, totals: StepTotals, inputs: dict | None = None) -> PolicyLoss:
+    def _loss(self, micro_batch: MicroBatch, totals: StepTotals, inputs: tuple | None = None) -> PolicyLoss:
         """This micro-batch's share of the step's loss and metrics; inputs: of the loss, where they exist already."""
-        config = self.config
-        return self._forward(
-            micro_batch,
-            inputs,
-            loss=config.loss.name.value,
-            epsilon_low=config.loss.epsilon_low,
-            epsilon_high=config.loss.epsilon_high,
-            num_splits=config.loss.num_splits,
-            aggregation=config.aggregation.mode.value,
-            divisor=config.aggregation.divisor,
-            reducer=self._reducer,
-            totals=totals,
-            metrics=config.metrics.level.value,
-        )
-
-    @torch.no_grad()
-    def log_probs(self, micro_batch: MicroBatch) -> Tensor:
-        """(T,) log-prob of each label by the forward pass that training uses."""
-        return self._forward(micro_batch, loss="grpo", aggregation="token_mean").log_probs
-
-    def _forward(self, micro_batch: MicroBatch, inputs: dict | None = None, **objective) -> PolicyLoss:
-        config = self.config
         if inputs is None:
-            # Read before the move: no synchronisation on a GPU.
-            counts = _document_counts(micro_batch)
-            micro_batch = micro_batch.to(self.device)
-            inputs = self.policy.loss_inputs(micro_batch) | {"counts": counts}
+            micro_batch = micro_batch.counted().to(self.device)
+            hidden, head, ranks = self.policy.loss_inputs(micro_batch)
             if torch.is_grad_enabled() and self._head_adds_its_gradient():
                 weight = self.policy.head.weight
                 if weight.grad is None:
                     weight.grad = torch.zeros_like(weight)
-                inputs["weight_gradient"] = weight.grad
-        return linear_policy_loss(
-            labels=micro_batch.labels,
-            old_log_probs=micro_batch.old_log_probs,
-            advantages=micro_batch.advantages,
-            document_index=micro_batch.document_index,
-            group_index=micro_batch.group_index,
-            num_documents=micro_batch.num_documents,
-            temperature=config.rollout.temperature,
-            impl=config.kernel.implementation.value,
-            logits_memory_mb=config.kernel.logits_memory_mb,
-            fp32_logits=config.model.fp32_lm_head,
-            check_finite=False,  # looked at once per step, in the loss and the gradient
-            **inputs,
-            **objective,
-        )
+                head = replace(head, weight_gradient=weight.grad)
+        else:
+            hidden, head, ranks = inputs
+        head = replace(head, fp32_logits=self.config.model.fp32_lm_head)
+        return loss_of_hidden(hidden, head, micro_batch, totals, self.loss, ranks, self.computation)
+
+    @torch.no_grad()
+    def log_probs(self, micro_batch: MicroBatch) -> Tensor:
+        """(T,) log-prob of each label by the forward pass that training uses."""
+        micro_batch = micro_batch.counted().to(self.device)
+        hidden, head, _ = self.policy.loss_inputs(micro_batch)
+        head = replace(head, fp32_logits=self.config.model.fp32_lm_head)
+        return log_probs_of_hidden(hidden, head, micro_batch, self.loss, replace(self.computation, num_splits=1))
 
     def _head_adds_its_gradient(self) -> bool:
         """Whether the loss may add the head's gradient to `weight.grad` itself, which saves a second one's memory."""
-        fused = self.config.kernel.implementation.value in ("auto", "fused_linear") and self.config.loss.num_splits == 1
         whole = self.layout.world_size == self.layout.size("data_parallel") and not self.config.parallelism.shard
-        return fused and whole and self.policy.head.weight.requires_grad
+        return self.computation.fused and whole and self.policy.head.weight.requires_grad
 
     def generate(self, prompts: list[list[int]]) -> list[Completion]:
         """One sampled completion per prompt, as `config.rollout` says."""
@@ -222,10 +200,17 @@ class PolicyGradientModule(lightning.LightningModule):
             return generate(self.model, self.policy.tokenizer, prompts, length, temperature, top_p)
 
 
-def _document_counts(micro_batch: MicroBatch) -> DocumentCounts:
-    trained = micro_batch.labels >= 0
-    documents = [micro_batch.document_index[mask] for mask in (trained, trained & (micro_batch.advantages != 0))]
-    return DocumentCounts(*(torch.bincount(x, minlength=micro_batch.num_documents).tolist() for x in documents))
+def loss_of(config: Config) -> Loss:
+    """The loss of a configuration; imports functions and families of the user's own."""
+    reducer = None
+    if path := config.aggregation.reducer:
+        keywords = dict.fromkeys(("mask", "document_index", "tokens_per_document", "group_index"))
+        reducer = import_function("aggregation.reducer", path, None, **keywords)
+    aggregation = aggregation_of(config.aggregation.mode.value, config.aggregation.divisor, reducer)
+    family = family_of(
+        config.loss.name.value, epsilon_low=config.loss.epsilon_low, epsilon_high=config.loss.epsilon_high
+    )
+    return Loss(family, aggregation, config.rollout.temperature, config.metrics.level.value)
 
 
 def _not_finite(micro_batches: list[MicroBatch], outputs: list[PolicyLoss]) -> list[str]:

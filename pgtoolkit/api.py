@@ -1,0 +1,200 @@
+"""The front door of the library: keywords in, objects out."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from pgtoolkit.batch import DocumentCounts, StepTotals
+from pgtoolkit.kernels.parallel import ALONE, Ranks
+from pgtoolkit.losses import arguments
+from pgtoolkit.losses.aggregation import Reducer
+from pgtoolkit.losses.families import Family
+from pgtoolkit.losses.policy_gradient import (
+    Computation,
+    LMHead,
+    PolicyLoss,
+    loss_of_hidden,
+    loss_of_log_probs,
+    loss_of_logits,
+)
+
+
+def policy_loss(
+    logits: Tensor,
+    labels: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    document_index: Tensor,
+    *,
+    loss: str | Family = "gspo",
+    epsilon_low: float | None = None,
+    epsilon_high: float | None = None,
+    aggregation: str = "sample_mean",
+    divisor: float | None = None,
+    reducer: Reducer | None = None,
+    group_index: Tensor | None = None,
+    num_documents: int | None = None,
+    totals: StepTotals | None = None,
+    temperature: float = 1.0,
+    metrics: str = "none",
+    impl: str = "auto",
+    check_finite: bool = True,
+    overwrite_logits: bool = False,
+    vocabulary_group: ProcessGroup | None = None,
+    vocabulary_start: int | None = None,
+    sequence_group: ProcessGroup | None = None,
+    data_group: ProcessGroup | None = None,
+) -> PolicyLoss:
+    """Policy-gradient loss of packed documents, from their logits.
+
+    logits: (T, V) floating. labels: (T,) int64, the token to predict at each position, negative where not trained.
+    old_log_probs, advantages: (T,) floating, read only where trained. document_index: (T,) int64, 0-based.
+    loss: the name of a family ("grpo", "gspo", "cispo") with the values of its paper, or a family object, such as
+        pgtoolkit.families.Cispo(epsilon_high=2.0).
+    epsilon_low, epsilon_high: other values than the paper's for the clip of a family given by name.
+    aggregation: "sample_mean", "prompt_mean" (needs group_index, (documents,) int64), "token_mean", or
+        "constant" (needs divisor, Dr. GRPO's L, 2503.20783 eq. 2); a reducer takes the place of all of them.
+    totals: the step's totals when this call is a piece of a step; then group_index counts as totals.tokens_per_group
+        does. Without totals the call is a whole step of num_documents documents (default: largest index + 1, padding
+        included; give num_documents where padding carries a number of its own).
+    temperature: log-probs are log_softmax(logits / temperature).
+    metrics: "none", "basic" or "with_entropy". impl: "torch", "triton" (a GPU, or a CPU under Triton's interpreter),
+        "auto" (by device) or "reference" (plain float64 loops, for tests).
+    check_finite: look for non-finite numbers, and documents outside num_documents, at trained positions; costs one
+        synchronisation on a GPU. Without it they make the loss NaN.
+    overwrite_logits: write the gradient over the logits, which saves its memory; they hold no logits afterwards, and
+        the loss can be backpropagated once.
+
+    On several ranks, each of which makes the same calls (see "Pieces and ranks" in docs/losses.md):
+    vocabulary_group: logits hold this rank's columns, from vocabulary_start on (by default rank times columns, all
+        ranks having as many); labels are numbers of the whole vocabulary, and the rest is the same on every rank.
+    sequence_group: the tokens of a document may lie on several ranks. document_index, num_documents (which must be
+        given) and group_index are common to them; T may differ between ranks, and be 0.
+    data_group: ranks with other documents of the step; only asked for its totals where these are not given.
+
+    Raises ValueError for arguments that cannot be right and DataError for non-finite data, naming the document.
+    """
+    epsilons = {"epsilon_low": epsilon_low, "epsilon_high": epsilon_high}
+    what = arguments.loss_of(loss, epsilons, (aggregation, divisor, reducer), temperature, metrics)
+    ranks = Ranks(vocabulary_group, vocabulary_start, sequence_group, data_group)
+    arguments.check_rows("logits", logits)
+    arguments.check_ranks(ranks, impl, num_documents)
+    vectors = _vectors(labels, old_log_probs, advantages, document_index)
+    tokens = arguments.tokens_of("logits", logits, vectors, num_documents, group_index)
+    how = Computation(impl, check_finite, overwrite_logits=overwrite_logits)
+    return loss_of_logits(logits, tokens, totals, what, ranks, how)
+
+
+def linear_policy_loss(
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    labels: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    document_index: Tensor,
+    *,
+    bias: Tensor | None = None,
+    loss: str | Family = "gspo",
+    epsilon_low: float | None = None,
+    epsilon_high: float | None = None,
+    aggregation: str = "sample_mean",
+    divisor: float | None = None,
+    reducer: Reducer | None = None,
+    group_index: Tensor | None = None,
+    num_documents: int | None = None,
+    totals: StepTotals | None = None,
+    temperature: float = 1.0,
+    metrics: str = "none",
+    impl: str = "auto",
+    check_finite: bool = True,
+    fp32_logits: bool = False,
+    num_splits: int = 1,
+    logits_memory_mb: int = 512,
+    weight_gradient: Tensor | None = None,
+    counts: DocumentCounts | None = None,
+    vocabulary_group: ProcessGroup | None = None,
+    vocabulary_start: int | None = None,
+    sequence_group: ProcessGroup | None = None,
+    data_group: ProcessGroup | None = None,
+) -> PolicyLoss:
+    """`policy_loss` of the logits hidden @ lm_head_weight.T + bias, which need never exist in full.
+
+    hidden: (T, H). lm_head_weight: (V, H), cast to hidden's dtype if it has another. bias: (V,) or None. The other
+    tensors and keywords are those of `policy_loss`; what follows is what is different.
+
+    impl: "fused_linear" takes the trained tokens in chunks of whole documents whose logits fit logits_memory_mb (MiB)
+        and computes loss and gradients in one pass; a document longer than a chunk takes a second product for its
+        logits. Rows that are not trained are not multiplied, and rows of zero advantage only forward. "torch",
+        "triton" and "reference" materialise all logits; with num_splits > 1, for families that judge by token, those
+        of one of num_splits contiguous cuts at a time. "auto" is "fused_linear", or by device where num_splits > 1.
+    fp32_logits: logits in float32 from hidden and weight in half precision (the fp32 LM head).
+    weight_gradient: (V, H) float32 (float64 for float64 hidden), to which the weight's gradient is added during the
+        call itself, so that it adds up in float32 over micro-batches; autograd then sees the weight as a constant,
+        and the loss must be backpropagated as it is: a backward of a scaled loss is an error. "fused_linear" only.
+    counts: the documents' numbers of tokens, where the caller knows them on the host: with check_finite=False,
+        "fused_linear" then reads nothing from a GPU before its last product.
+    vocabulary_group: lm_head_weight, bias and weight_gradient hold this rank's rows, hidden is the same on every rank;
+        so is its gradient, summed over the group, while those of weight and bias are of the rows here.
+
+    The gradients are computed in the forward call, where grad mode is on, and handed out by the first backward.
+    """
+    epsilons = {"epsilon_low": epsilon_low, "epsilon_high": epsilon_high}
+    what = arguments.loss_of(loss, epsilons, (aggregation, divisor, reducer), temperature, metrics)
+    ranks = Ranks(vocabulary_group, vocabulary_start, sequence_group, data_group)
+    head = LMHead(lm_head_weight, bias, weight_gradient, fp32_logits)
+    how = Computation(impl, check_finite, num_splits, logits_memory_mb)
+    arguments.check_rows("hidden", hidden)
+    arguments.check_head(hidden, head, what.family, how)
+    arguments.check_ranks(ranks, impl, num_documents)
+    vectors = _vectors(labels, old_log_probs, advantages, document_index)
+    tokens = arguments.tokens_of("hidden", hidden, vectors, num_documents, group_index, counts)
+    return loss_of_hidden(hidden, head, tokens, totals, what, ranks, how)
+
+
+def log_prob_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    document_index: Tensor,
+    mask: Tensor,
+    *,
+    loss: str | Family = "gspo",
+    epsilon_low: float | None = None,
+    epsilon_high: float | None = None,
+    aggregation: str = "sample_mean",
+    divisor: float | None = None,
+    reducer: Reducer | None = None,
+    group_index: Tensor | None = None,
+    num_documents: int | None = None,
+    totals: StepTotals | None = None,
+    metrics: str = "none",
+    check_finite: bool = True,
+) -> PolicyLoss:
+    """`policy_loss` for trainers that hand over log-probs: differentiable with respect to log_probs.
+
+    log_probs: (T,) floating, of each token under the policy in training; any layout flattened to one axis, padding
+    included. mask: (T,) bool, True where a token is trained; what is elsewhere is not looked at. metrics: "none" or
+    "basic", as entropy needs the logits. The other tensors and keywords are those of `policy_loss`.
+    """
+    if metrics == "with_entropy":
+        raise ValueError("metrics='with_entropy' needs logits; use 'basic' with log-probs")
+    if log_probs.dim() != 1 or not log_probs.is_floating_point():
+        raise ValueError(f"log_probs needs one floating number per token (got {tuple(log_probs.shape)})")
+    if mask.shape != log_probs.shape or mask.dtype != torch.bool:
+        raise ValueError(f"mask needs one bool per token, {len(log_probs)} (got {tuple(mask.shape)}, {mask.dtype})")
+    epsilons = {"epsilon_low": epsilon_low, "epsilon_high": epsilon_high}
+    what = arguments.loss_of(loss, epsilons, (aggregation, divisor, reducer), 1.0, metrics)
+    vectors = _vectors(mask.long() - 1, old_log_probs, advantages, document_index)
+    tokens = arguments.tokens_of("log_probs", log_probs, vectors, num_documents, group_index)
+    return loss_of_log_probs(log_probs, tokens, totals, what, ALONE, check_finite)
+
+
+def _vectors(labels: Tensor, old_log_probs: Tensor, advantages: Tensor, document_index: Tensor) -> dict[str, Tensor]:
+    return {
+        "labels": labels,
+        "old_log_probs": old_log_probs,
+        "advantages": advantages,
+        "document_index": document_index,
+    }
