@@ -23,12 +23,13 @@ def clipped(log_ratio, advantage, epsilon_low, epsilon_high):
     slope: the loss's derivative by the log-ratio, 0 where clip or clamp act.
     """
     limited = tl.minimum(tl.maximum(log_ratio, -20.0), 20.0)
-    # Minimum and maximum drop a NaN; what comes out must not.
-    limited = tl.where(log_ratio == log_ratio, limited, log_ratio)
+    # Minimum and maximum drop a NaN, and make a number of an infinity; what comes out must not.
+    finite = (tl.abs(log_ratio) < float("inf")) & (tl.abs(advantage) < float("inf"))
+    limited = tl.where(finite, limited, float("nan"))
     ratio = tl.exp2(limited * (1 / LN_2))
     limit = tl.minimum(tl.maximum(ratio, 1 - epsilon_low), 1 + epsilon_high)
     loss = -tl.minimum(ratio * advantage, limit * advantage)
-    loss = tl.where(log_ratio == log_ratio, loss, log_ratio)
+    loss = tl.where(finite, loss, float("nan"))
     # The bounds themselves pass, as autograd of min and clamp has it. NaN does not pass.
     passes = tl.where(advantage > 0, ratio <= 1 + epsilon_high, ratio >= 1 - epsilon_low)
     slope = tl.where(passes & (tl.abs(log_ratio) <= 20.0), -ratio * advantage, 0.0)

@@ -12,7 +12,8 @@ from torch.distributed import ProcessGroup
 from pgtoolkit.batch import StepTotals
 from pgtoolkit.errors import DataError
 from pgtoolkit.kernels.parallel import all_sum, gather, largest
-from pgtoolkit.losses.aggregation import Reducer, check_mode, token_weights
+from pgtoolkit.losses.aggregation import Reducer, token_weights
+from pgtoolkit.losses.arguments import check_mode, check_totals, check_whole, count_documents
 from pgtoolkit.losses.metrics import MetricSums, metric_sums
 from pgtoolkit.losses.segments import Segments
 from pgtoolkit.losses.surrogates import FAMILIES, clipped_surrogate
@@ -171,16 +172,18 @@ def make_objective(
     settle: what does so faster where it can (`kernels.triton_objective.settle`), or None.
 
     Without totals the piece is the whole step, or the data_group's pieces are. Reads tensors on the host only where
-    the caller left sizes open.
+    the caller left sizes open. Raises ValueError for what cannot be right.
     """
     if num_documents is None:
-        num_documents = int(document_index.max()) + 1 if document_index.numel() else 0
-    if group_index is not None and group_index.shape != (num_documents,):
-        raise ValueError(f"group_index needs one entry per document, {num_documents} (got {tuple(group_index.shape)})")
+        num_documents = count_documents(document_index, is_whole_step=totals is None)
+    check_whole("num_documents", num_documents, 0)
+    check_totals(totals, num_documents, group_index, like=labels)
+    has_groups = group_index is not None and (totals is None or totals.tokens_per_group is not None)
+    check_mode(aggregation, divisor, reducer, has_groups)
+    if group_index is not None:
+        group_index = group_index.long()
     old_log_probs, advantages = old_log_probs.to(dtype).contiguous(), advantages.to(dtype).contiguous()
     if settle is not None and reducer is None and sequence_group is None and data_group is None:
-        has_groups = group_index is not None and (totals is None or totals.tokens_per_group is not None)
-        check_mode(aggregation, divisor, has_groups)
         settled = settle(labels, document_index, num_documents, aggregation, divisor, group_index, totals)
         if settled is not None:
             mask, segments, totals, weights = settled

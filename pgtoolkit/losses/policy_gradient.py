@@ -11,13 +11,22 @@ from torch.distributed import ProcessGroup
 
 from pgtoolkit.batch import StepTotals
 from pgtoolkit.kernels.linear import Head, linear_loss
-from pgtoolkit.kernels.logits import choose_implementation, logits_loss
+from pgtoolkit.kernels.logits import IMPLEMENTATIONS, choose_implementation, logits_loss
 from pgtoolkit.kernels.parallel import SumGradient, largest
-from pgtoolkit.kernels.plan import DocumentCounts, rows_within
+from pgtoolkit.kernels.plan import DocumentCounts, default_logits_memory_mb, rows_within
 from pgtoolkit.kernels.products import linear
 from pgtoolkit.losses import reference
 from pgtoolkit.losses.aggregation import Reducer
-from pgtoolkit.losses.arguments import check_choices, check_groups, check_tensors
+from pgtoolkit.losses.arguments import (
+    check_choices,
+    check_counts,
+    check_groups,
+    check_head,
+    check_name,
+    check_positive,
+    check_tensors,
+    check_whole,
+)
 from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import NEEDS_WHOLE_DOCUMENTS, make_objective
 
@@ -78,12 +87,13 @@ def policy_loss(
         "constant" (needs divisor, Dr. GRPO's L, 2503.20783 eq. 2); a reducer takes the place of all of them.
     totals: the step's totals when this call is a piece of a step; then group_index counts as totals.tokens_per_group
         does. Without totals the call is a whole step of num_documents documents (default: largest index + 1, padding
-        included; give num_documents where padding carries a number of its own).
+        included; give num_documents where padding carries a number of its own, or a document has no token: without
+        it a number that is left out is refused).
     temperature: log-probs are log_softmax(logits / temperature).
     metrics: "none", "basic" or "with_entropy". impl: "torch", "triton" (a GPU, or a CPU under Triton's interpreter),
         "auto" (by device) or "reference" (plain float64 loops, for tests).
     check_finite: look for non-finite numbers, and documents outside num_documents, at trained positions; costs one
-        synchronisation on a GPU. Without it they make the loss NaN.
+        synchronisation on a GPU. Without it they make the loss NaN, infinities included.
     overwrite_logits: write the gradient over the logits, which saves its memory; they hold no logits afterwards, and
         the loss can be backpropagated once.
 
@@ -96,7 +106,9 @@ def policy_loss(
 
     Raises ValueError for arguments that cannot be right and DataError for non-finite data, naming the document.
     """
-    epsilon_low, epsilon_high = check_choices(loss, metrics, epsilon_low, epsilon_high, temperature)
+    switches = {"check_finite": check_finite, "overwrite_logits": overwrite_logits}
+    epsilon_low, epsilon_high = check_choices(loss, metrics, epsilon_low, epsilon_high, temperature, **switches)
+    check_name("impl", impl, ("auto", *IMPLEMENTATIONS, "reference"))
     tensors = check_tensors("logits", logits, labels, old_log_probs, advantages, document_index)
     check_groups(impl, num_documents, vocabulary_group, vocabulary_start, sequence_group, data_group)
     shard = _shard(vocabulary_group, vocabulary_start, logits.shape[1])
@@ -166,7 +178,7 @@ def linear_policy_loss(
     check_finite: bool = True,
     fp32_logits: bool = False,
     num_splits: int = 1,
-    logits_memory_mb: int = 512,
+    logits_memory_mb: float | None = None,
     weight_gradient: Tensor | None = None,
     counts: DocumentCounts | None = None,
     vocabulary_group: ProcessGroup | None = None,
@@ -179,11 +191,12 @@ def linear_policy_loss(
     hidden: (T, H). lm_head_weight: (V, H), cast to hidden's dtype if it has another. bias: (V,) or None. The other
     tensors and keywords are those of `policy_loss`; what follows is what is different.
 
-    impl: "fused_linear" takes the trained tokens in chunks of whole documents whose logits fit logits_memory_mb (MiB)
-        and computes loss and gradients in one pass; a document longer than a chunk takes a second product for its
-        logits. Rows that are not trained are not multiplied, and rows of zero advantage only forward. "torch",
-        "triton" and "reference" materialise all logits; with num_splits > 1 (grpo only) those of one of num_splits
-        contiguous cuts at a time. "auto" is "fused_linear", or by device where num_splits > 1.
+    impl: "fused_linear" takes the trained tokens in chunks of whole documents whose logits fit logits_memory_mb (MiB;
+        by default a sixty-fourth of the GPU's memory and at least 512, on a CPU 512) and computes loss and gradients
+        in one pass; a document longer than a chunk takes a second product for its logits. Rows that are not trained
+        are not multiplied, and rows of zero advantage only forward. "torch", "triton" and "reference" materialise all
+        logits; with num_splits > 1 (grpo only) those of one of num_splits contiguous cuts at a time. "auto" is
+        "fused_linear", or by device where num_splits > 1.
     fp32_logits: logits in float32 from hidden and weight in half precision (the fp32 LM head).
     weight_gradient: (V, H) float32 (float64 for float64 hidden), to which the weight's gradient is added during the
         call itself, so that it adds up in float32 over micro-batches; autograd then sees the weight as a constant,
@@ -195,10 +208,12 @@ def linear_policy_loss(
 
     The gradients are computed in the forward call, where grad mode is on, and handed out by the first backward.
     """
-    epsilon_low, epsilon_high = check_choices(loss, metrics, epsilon_low, epsilon_high, temperature)
+    switches = {"check_finite": check_finite, "fp32_logits": fp32_logits}
+    epsilon_low, epsilon_high = check_choices(loss, metrics, epsilon_low, epsilon_high, temperature, **switches)
+    check_name("impl", impl, ("auto", "fused_linear", *IMPLEMENTATIONS, "reference"))
     tensors = check_tensors("hidden", hidden, labels, old_log_probs, advantages, document_index)
-    if lm_head_weight.dim() != 2 or lm_head_weight.shape[1] != hidden.shape[1]:
-        raise ValueError(f"lm_head_weight needs shape (V, {hidden.shape[1]}) (got {tuple(lm_head_weight.shape)})")
+    check_head(hidden, lm_head_weight, bias, weight_gradient)
+    check_whole("num_splits", num_splits, 1)
     if num_splits > 1 and NEEDS_WHOLE_DOCUMENTS[loss]:
         raise ValueError(f"num_splits={num_splits} needs loss='grpo' (got {loss!r}): its ratio is a whole document's")
     if num_splits > 1 and impl in ("fused_linear", "reference"):
@@ -206,6 +221,10 @@ def linear_policy_loss(
     fused = impl == "fused_linear" or (impl == "auto" and num_splits == 1)
     if weight_gradient is not None and not fused:
         raise ValueError(f"weight_gradient needs impl='fused_linear' (got {impl!r})")
+    if logits_memory_mb is not None:
+        check_positive("logits_memory_mb", logits_memory_mb)
+        if not fused:
+            raise ValueError(f"logits_memory_mb={logits_memory_mb!r} needs impl='fused_linear' (got {impl!r})")
     check_groups(impl, num_documents, vocabulary_group, vocabulary_start, sequence_group, data_group)
     keywords = {
         "loss": loss,
@@ -232,17 +251,15 @@ def linear_policy_loss(
     shard = _shard(vocabulary_group, vocabulary_start, lm_head_weight.shape[0])
     implementation = choose_implementation("auto" if fused else impl, hidden, shard)
     objective = make_objective(*tensors, **keywords, dtype=wide, settle=getattr(implementation, "settle", None))
-    if counts is not None and len(counts.trained) != objective.segments.num_documents:
-        raise ValueError(
-            f"counts needs {objective.segments.num_documents} documents, as num_documents (got {len(counts.trained)})"
-        )
+    if counts is not None:
+        check_counts(counts, objective.segments.num_documents)
     max_rows = -(-len(hidden) // num_splits)
     if fused:
-        # The same on every rank; shards without a given start are of one size.
-        columns = lm_head_weight.shape[0]
-        if vocabulary_start is not None:
-            columns = largest(columns, vocabulary_group, hidden.device)
-        max_rows = rows_within(logits_memory_mb, max(1, columns), wide if fp32_logits else hidden.dtype)
+        memory = default_logits_memory_mb(hidden.device) if logits_memory_mb is None else logits_memory_mb
+        max_rows = rows_within(memory, max(1, lm_head_weight.shape[0]), wide if fp32_logits else hidden.dtype)
+        if vocabulary_start is not None or logits_memory_mb is None:
+            # Shards differ in size, and GPUs may: the same rows on every rank. Else all is the same already.
+            max_rows = -largest(-max_rows, vocabulary_group, hidden.device)
     head = Head(
         implementation=implementation,
         max_rows=max(1, max_rows),

@@ -37,7 +37,7 @@ DEFAULT_EPSILONS = {"grpo": (0.2, 0.2), "gspo": (3e-4, 4e-4)}
 
 @dataclass(frozen=True)
 class Surrogate:
-    """T-vectors of the clipped surrogate; all are finite, and 0 (ratio: 1) where nothing is trained.
+    """T-vectors of the clipped surrogate, 0 (ratio: 1) where nothing is trained.
 
     losses: the surrogate loss of each token. ratio, log_ratio: after the clamp. advantages: as the family sees them.
     clamped: bool, True where the clamp acted.
@@ -54,9 +54,11 @@ def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, epsilon_low: float,
     """-min(ratio A, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) A) for each token (T,), as the family judges it.
 
     Both are 0 where nothing is trained. The gradient passes at the clip bounds themselves (what min and clamp give).
+    Where one of the two is not finite, loss and ratio are NaN: the clamp would make a number of an infinite log-ratio.
     """
     unclamped = log_ratio
     log_ratio = unclamped.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_ratio = torch.where(torch.isfinite(unclamped) & torch.isfinite(advantages), log_ratio, torch.nan)
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
     losses = -torch.minimum(ratio * advantages, clipped * advantages)
