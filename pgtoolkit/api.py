@@ -7,10 +7,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from pgtoolkit.batch import DocumentCounts, StepTotals
+from pgtoolkit.kernels.logits import IMPLEMENTATIONS
 from pgtoolkit.kernels.parallel import ALONE, Ranks
 from pgtoolkit.losses import arguments
-from pgtoolkit.losses.aggregation import Reducer
-from pgtoolkit.losses.families import Family
+from pgtoolkit.losses.aggregation import Reducer, aggregation_of
+from pgtoolkit.losses.checks import check_name, check_switches, shown
+from pgtoolkit.losses.families import Family, family_of
+from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.policy_gradient import (
     Computation,
     LMHead,
@@ -58,12 +61,13 @@ def policy_loss(
         "constant" (needs divisor, Dr. GRPO's L, 2503.20783 eq. 2); a reducer takes the place of all of them.
     totals: the step's totals when this call is a piece of a step; then group_index counts as totals.tokens_per_group
         does. Without totals the call is a whole step of num_documents documents (default: largest index + 1, padding
-        included; give num_documents where padding carries a number of its own).
+        included; give num_documents where padding carries a number of its own, or a document has no token: without
+        it a number that is left out is refused).
     temperature: log-probs are log_softmax(logits / temperature).
     metrics: "none", "basic" or "with_entropy". impl: "torch", "triton" (a GPU, or a CPU under Triton's interpreter),
         "auto" (by device) or "reference" (plain float64 loops, for tests).
     check_finite: look for non-finite numbers, and documents outside num_documents, at trained positions; costs one
-        synchronisation on a GPU. Without it they make the loss NaN.
+        synchronisation on a GPU. Without it they make the loss NaN, infinities included.
     overwrite_logits: write the gradient over the logits, which saves its memory; they hold no logits afterwards, and
         the loss can be backpropagated once.
 
@@ -76,13 +80,15 @@ def policy_loss(
 
     Raises ValueError for arguments that cannot be right and DataError for non-finite data, naming the document.
     """
-    epsilons = {"epsilon_low": epsilon_low, "epsilon_high": epsilon_high}
-    what = arguments.loss_of(loss, epsilons, (aggregation, divisor, reducer), temperature, metrics)
+    family = _family(loss, epsilon_low, epsilon_high)
+    what = Loss(family, aggregation_of(aggregation, divisor, reducer), temperature, metrics)
     ranks = Ranks(vocabulary_group, vocabulary_start, sequence_group, data_group)
+    check_switches(check_finite=check_finite, overwrite_logits=overwrite_logits)
+    check_name("impl", impl, ("auto", *IMPLEMENTATIONS, "reference"))
     arguments.check_rows("logits", logits)
     arguments.check_ranks(ranks, impl, num_documents)
     vectors = _vectors(labels, old_log_probs, advantages, document_index)
-    tokens = arguments.tokens_of("logits", logits, vectors, num_documents, group_index)
+    tokens = arguments.tokens_of("logits", logits, vectors, num_documents, group_index, totals)
     how = Computation(impl, check_finite, overwrite_logits=overwrite_logits)
     return loss_of_logits(logits, tokens, totals, what, ranks, how)
 
@@ -111,7 +117,7 @@ def linear_policy_loss(
     check_finite: bool = True,
     fp32_logits: bool = False,
     num_splits: int = 1,
-    logits_memory_mb: int = 512,
+    logits_memory_mb: float | None = None,
     weight_gradient: Tensor | None = None,
     counts: DocumentCounts | None = None,
     vocabulary_group: ProcessGroup | None = None,
@@ -124,11 +130,12 @@ def linear_policy_loss(
     hidden: (T, H). lm_head_weight: (V, H), cast to hidden's dtype if it has another. bias: (V,) or None. The other
     tensors and keywords are those of `policy_loss`; what follows is what is different.
 
-    impl: "fused_linear" takes the trained tokens in chunks of whole documents whose logits fit logits_memory_mb (MiB)
-        and computes loss and gradients in one pass; a document longer than a chunk takes a second product for its
-        logits. Rows that are not trained are not multiplied, and rows of zero advantage only forward. "torch",
-        "triton" and "reference" materialise all logits; with num_splits > 1, for families that judge by token, those
-        of one of num_splits contiguous cuts at a time. "auto" is "fused_linear", or by device where num_splits > 1.
+    impl: "fused_linear" takes the trained tokens in chunks of whole documents whose logits fit logits_memory_mb (MiB;
+        by default a sixty-fourth of the GPU's memory and at least 512, on a CPU 512) and computes loss and gradients
+        in one pass; a document longer than a chunk takes a second product for its logits. Rows that are not trained
+        are not multiplied, and rows of zero advantage only forward. "torch", "triton" and "reference" materialise all
+        logits; with num_splits > 1, for families that judge by token, those of one of num_splits contiguous cuts at a
+        time. "auto" is "fused_linear", or by device where num_splits > 1.
     fp32_logits: logits in float32 from hidden and weight in half precision (the fp32 LM head).
     weight_gradient: (V, H) float32 (float64 for float64 hidden), to which the weight's gradient is added during the
         call itself, so that it adds up in float32 over micro-batches; autograd then sees the weight as a constant,
@@ -140,16 +147,18 @@ def linear_policy_loss(
 
     The gradients are computed in the forward call, where grad mode is on, and handed out by the first backward.
     """
-    epsilons = {"epsilon_low": epsilon_low, "epsilon_high": epsilon_high}
-    what = arguments.loss_of(loss, epsilons, (aggregation, divisor, reducer), temperature, metrics)
+    family = _family(loss, epsilon_low, epsilon_high)
+    what = Loss(family, aggregation_of(aggregation, divisor, reducer), temperature, metrics)
     ranks = Ranks(vocabulary_group, vocabulary_start, sequence_group, data_group)
+    check_switches(check_finite=check_finite)
+    check_name("impl", impl, ("auto", "fused_linear", *IMPLEMENTATIONS, "reference"))
     head = LMHead(lm_head_weight, bias, weight_gradient, fp32_logits)
     how = Computation(impl, check_finite, num_splits, logits_memory_mb)
     arguments.check_rows("hidden", hidden)
     arguments.check_head(hidden, head, what.family, how)
     arguments.check_ranks(ranks, impl, num_documents)
     vectors = _vectors(labels, old_log_probs, advantages, document_index)
-    tokens = arguments.tokens_of("hidden", hidden, vectors, num_documents, group_index, counts)
+    tokens = arguments.tokens_of("hidden", hidden, vectors, num_documents, group_index, totals, counts)
     return loss_of_hidden(hidden, head, tokens, totals, what, ranks, how)
 
 
@@ -180,15 +189,21 @@ def log_prob_loss(
     """
     if metrics == "with_entropy":
         raise ValueError("metrics='with_entropy' needs logits; use 'basic' with log-probs")
-    if log_probs.dim() != 1 or not log_probs.is_floating_point():
-        raise ValueError(f"log_probs needs one floating number per token (got {tuple(log_probs.shape)})")
-    if mask.shape != log_probs.shape or mask.dtype != torch.bool:
-        raise ValueError(f"mask needs one bool per token, {len(log_probs)} (got {tuple(mask.shape)}, {mask.dtype})")
-    epsilons = {"epsilon_low": epsilon_low, "epsilon_high": epsilon_high}
-    what = arguments.loss_of(loss, epsilons, (aggregation, divisor, reducer), 1.0, metrics)
+    if not isinstance(log_probs, Tensor) or log_probs.dim() != 1 or not log_probs.is_floating_point():
+        raise ValueError(f"log_probs needs one floating number per token (got {shown(log_probs)})")
+    if not isinstance(mask, Tensor) or mask.shape != log_probs.shape or mask.dtype != torch.bool:
+        raise ValueError(f"mask needs one bool per token, {len(log_probs)} (got {shown(mask)})")
+    family = _family(loss, epsilon_low, epsilon_high)
+    what = Loss(family, aggregation_of(aggregation, divisor, reducer), metrics=metrics)
+    check_switches(check_finite=check_finite)
     vectors = _vectors(mask.long() - 1, old_log_probs, advantages, document_index)
-    tokens = arguments.tokens_of("log_probs", log_probs, vectors, num_documents, group_index)
+    tokens = arguments.tokens_of("log_probs", log_probs, vectors, num_documents, group_index, totals)
     return loss_of_log_probs(log_probs, tokens, totals, what, ALONE, check_finite)
+
+
+def _family(loss: str | Family, epsilon_low: float | None, epsilon_high: float | None) -> Family:
+    given = {"epsilon_low": epsilon_low, "epsilon_high": epsilon_high}
+    return family_of(loss, **{name: value for name, value in given.items() if value is not None})
 
 
 def _vectors(labels: Tensor, old_log_probs: Tensor, advantages: Tensor, document_index: Tensor) -> dict[str, Tensor]:

@@ -160,7 +160,10 @@ def logits_memory(config: Any) -> str:
     whole = room * vocabulary * size / MEBIBYTE
     line = f"{room} tokens x {vocabulary} entries of the vocabulary x {size} bytes = {whole:.3g} MiB per micro-batch"
     limit = config.kernel.logits_memory_mb
-    if config.kernel.implementation in ("auto", "fused_linear") and is_number(limit) and config.loss.num_splits == 1:
+    fused = config.kernel.implementation in ("auto", "fused_linear") and config.loss.num_splits == 1
+    if fused and limit is None:
+        return line + ", a piece at a time, as large as the device's memory allows"
+    if fused and is_number(limit):
         return line + (f", of which at most {limit} MiB exist at once" if whole > limit else ", in one piece")
     if _counts(config.loss.num_splits) and config.loss.num_splits > 1:
         return line + f", in {config.loss.num_splits} splits"

@@ -81,13 +81,12 @@ def test_score_overwrites_the_logits(dtype, score_dtype, columns, with_entropy):
     assert relative_error(found[2], exact[2]) < GRADIENT_ERROR[score_dtype]
 
 
-@pytest.mark.parametrize("impl", ["torch", "triton"])
-@pytest.mark.parametrize("dtype", [torch.float64, *DTYPES])
+@pytest.mark.parametrize(
+    ("dtype", "impl"), [(torch.float64, "torch"), *((dtype, impl) for dtype in DTYPES for impl in IMPLEMENTATIONS)]
+)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_loss_matches_reference(loss, aggregation, dtype, impl):
-    if impl == "triton" and dtype == torch.float64:
-        pytest.skip("the kernels compute in float32")
     check_loss(make_case(seed=12, temperature=TEMPERATURE), loss, aggregation, dtype, impl)
 
 
@@ -214,10 +213,9 @@ def test_strided_rows(impl):
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("impl", ["torch", "triton"])
+# PyTorch's own bounds check ends the process on a GPU.
+@pytest.mark.parametrize("impl", ["triton"] if DEVICE == "cuda" else ["torch", "triton"])
 def test_a_label_outside_the_vocabulary_is_an_error(impl, loss):
-    if impl == "torch" and DEVICE == "cuda":
-        pytest.skip("PyTorch's own bounds check ends the process on a GPU")
     case = make_case(seed=1)
     tensors = [x.to(DEVICE, torch.float32) if x.is_floating_point() else x.clone().to(DEVICE) for x in case.tensors]
     tensors[1][9] = 13
@@ -225,16 +223,78 @@ def test_a_label_outside_the_vocabulary_is_an_error(impl, loss):
         policy_loss(tensors[0].requires_grad_(), *tensors[1:], loss=loss, impl=impl)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # infinity less infinity, in the interpreter
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("field", [0, 2, 3])
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("impl", ["torch", "triton"])
-def test_nan_reaches_the_loss_where_nobody_looks_for_it(impl, loss):
-    case = make_case(seed=1)
-    tensors = [x.to(DEVICE, torch.float32) if x.is_floating_point() else x.to(DEVICE) for x in case.tensors]
-    logits = tensors[0].clone()
-    logits[9, 2] = math.nan
-    for leaf in (logits, logits.clone().requires_grad_()):
-        out = policy_loss(leaf, *tensors[1:], loss=loss, impl=impl, check_finite=False)
+def test_what_is_not_finite_makes_the_loss_nan_where_nobody_looks_for_it(impl, loss, field, poison):
+    """An infinite log-ratio would be clamped to 20, and an advantage that is infinite give an infinite loss."""
+    case = make_case(lengths=(3, 1), vocabulary=3)
+    tensors = [x.to(DEVICE, torch.float32) if x.is_floating_point() else x.clone().to(DEVICE) for x in case.tensors]
+    assert tensors[1].tolist()[0] == -1 <= tensors[1].tolist()[1]
+    # Of the logits the label's: minus infinity elsewhere is a token of probability 0.
+    tensors[field][(1, tensors[1][1]) if field == 0 else 1] = poison
+    for gradient in (False, True):
+        logits = tensors[0].clone().requires_grad_(gradient)
+        out = policy_loss(logits, *tensors[1:], loss=loss, impl=impl, check_finite=False, metrics="basic")
         assert torch.isnan(out.loss.detach())
+
+
+EDGE = 20.0
+LOG_RATIOS = [500.0, 89.0, 21.0, EDGE, -EDGE, -21.0, -500.0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "impl"), [(torch.float64, "torch"), (torch.float32, "torch"), (torch.float32, "triton")]
+)
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_huge_log_ratios_stay_finite(loss, advantage, dtype, impl):
+    """Clamped to 20 on both sides, beyond which no gradient passes, not even one of e^-20; 20 itself is inside."""
+    zero = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    for log_ratio in LOG_RATIOS:
+        logits = torch.zeros(1, 2, dtype=dtype, device=DEVICE, requires_grad=True)
+        # Rounded to the steps of 20, so that the difference is 20 to the last bit.
+        old = torch.zeros(1, 2, dtype=dtype).log_softmax(-1)[:, 0].to(DEVICE) - log_ratio
+        tensors = zero, old, torch.tensor([advantage], dtype=dtype, device=DEVICE), zero
+        options = {"loss": loss, "epsilon_low": 0.2, "epsilon_high": 0.25, "metrics": "basic"}
+        out = policy_loss(logits, *tensors, impl=impl, **options)
+        out.loss.backward()
+        ratio = math.exp(max(-EDGE, min(EDGE, log_ratio)))
+        passes = abs(log_ratio) <= EDGE and (ratio <= 1.25 if advantage > 0 else ratio >= 0.8)
+        value = -min(ratio * advantage, max(0.8, min(1.25, ratio)) * advantage)
+        exact = {"rel": 1e-12 if dtype == torch.float64 else 4e-6, "abs": 0}
+        assert float(out.loss.detach()) == pytest.approx(value, **exact)
+        # The derivative of the log-prob by its own logit is one half.
+        assert logits.grad[0].tolist() == pytest.approx(
+            [-advantage * ratio * passes / 2, advantage * ratio * passes / 2], **exact
+        )
+        assert float(out.metrics["ratio_new_old"]) == pytest.approx(ratio, **exact)
+        assert float(out.metrics["kl_new_old"]) == pytest.approx(ratio - 1 - max(-EDGE, min(EDGE, log_ratio)), **exact)
+        assert float(out.metrics["clamped_log_ratio_fraction"]) == (abs(log_ratio) > EDGE)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_clip_does_not_act_at_its_bounds(loss, impl):
+    """Ratios of exactly 2 and 1/2: e to the power of the log-prob of one of two equal tokens, or of minus it."""
+    zero = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    new = policy_loss(
+        torch.zeros(1, 2, device=DEVICE), zero, *torch.zeros(2, 1, device=DEVICE), zero, impl=impl
+    ).log_probs
+    for ratio, old in ((2.0, 2 * new), (0.5, 0 * new)):
+        for inside in (True, False):
+            wide = {"epsilon_low": 0.5 if inside else 0.499, "epsilon_high": 1.0 if inside else 0.999}
+            advantage = 1.0 if ratio > 1 else -1.0
+            logits = torch.zeros(1, 2, device=DEVICE, requires_grad=True)
+            tensors = zero, old, torch.full((1,), advantage, device=DEVICE), zero
+            out = policy_loss(logits, *tensors, loss=loss, impl=impl, metrics="basic", **wide)
+            out.loss.backward()
+            assert float(out.metrics["max_ratio_new_old"]) == ratio
+            assert logits.grad[0].tolist() == ([-advantage * ratio / 2, advantage * ratio / 2] if inside else [0, 0])
+            found = [float(out.metrics[f"clipped_{name}_fraction"]) for name in ("ratio", "low", "high")]
+            assert found == ([0, 0, 0] if inside else [1, ratio < 1, ratio > 1])
 
 
 def test_the_logits_can_be_given_up_once():

@@ -1,5 +1,7 @@
 """The fused LM head against materialised logits: however it is cut, in every precision, for every parameter."""
 
+import math
+
 import pytest
 import torch
 from steps import AGGREGATIONS, EPSILONS, LOSSES, make_case, objective_of
@@ -11,6 +13,7 @@ from pgtoolkit.errors import DataError
 from pgtoolkit.kernels import linear as linear_module
 from pgtoolkit.kernels import torch_impl, triton_impl
 from pgtoolkit.kernels.linear import Head, linear_loss
+from pgtoolkit.kernels.products import accumulate_matmul, matmul
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLEMENTATIONS = {"torch": torch_impl, "triton": triton_impl}
@@ -127,7 +130,14 @@ def test_front_door(loss, impl):
     expected_value, gradients, metrics = problem.expected(**options)
     hidden, weight, bias = problem.leaves()
     out = linear_policy_loss(
-        hidden, weight, *problem.tensors, bias=bias, temperature=TEMPERATURE, impl=impl, logits_memory_mb=1, **options
+        hidden,
+        weight,
+        *problem.tensors,
+        bias=bias,
+        temperature=TEMPERATURE,
+        impl=impl,
+        logits_memory_mb=None if impl == "torch" else 1,
+        **options,
     )
     out.loss.backward()
     assert relative_error(out.loss.detach(), expected_value) < 1e-12
@@ -193,14 +203,52 @@ def test_weight_gradient_adds_up_over_micro_batches(dtype):
     assert torch.equal(hidden.grad, other_hidden.grad)
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="a device-side assertion ends the process's use of the GPU")
 def test_weight_gradient_refuses_a_scaled_loss():
     problem = Problem()
-    if DEVICE == "cuda":
-        pytest.skip("a device-side assertion ends the process's use of the GPU")
     hidden, weight, _ = problem.leaves()
     out = linear_policy_loss(hidden, weight, *problem.tensors, weight_gradient=torch.zeros_like(weight).detach())
     with pytest.raises(RuntimeError, match="as it was returned"):
         (2 * out.loss).backward()
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_the_weight_gradient_adds_up_in_float32_over_chunks(given):
+    """1024 equal tokens, one a chunk: a bfloat16 total no longer grows once it is 256 times what is added."""
+    rows, ones = 1024, torch.ones(1024, 1, device=DEVICE)
+    hidden = ones.bfloat16().requires_grad_()
+    weight = torch.zeros(4, 1, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    zeros = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+    total = torch.zeros(4, 1, device=DEVICE) if given else None
+    out = linear_policy_loss(
+        hidden,
+        weight,
+        zeros,
+        -math.log(4) * ones[:, 0],
+        ones[:, 0],
+        zeros,
+        loss="grpo",
+        impl="fused_linear",
+        logits_memory_mb=1e-6,
+        weight_gradient=total,
+    )
+    out.loss.backward()
+    # The mean of -(onehot - softmax): -3/4 for the label, 1/4 for the others.
+    found = (total if given else weight.grad).double().cpu()
+    expected = torch.tensor([[-0.75], [0.25], [0.25], [0.25]], dtype=torch.float64)
+    assert relative_error(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_add_to_a_float32_total_without_rounding_in_between(dtype):
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(*shape, generator=generator).to(DEVICE, dtype) for shape in ((300, 50), (50, 130)))
+    total = torch.full((300, 130), 100.0, device=DEVICE)
+    accumulate_matmul(total, a, b, alpha=0.25)
+    accumulate_matmul(total, a, b, alpha=0.25)
+    assert relative_error(total, 100 + 0.5 * (a.double() @ b.double())) < 1e-6
+    product = matmul(a, b, torch.empty(300, 130, device=DEVICE))
+    assert relative_error(product, a.double() @ b.double()) < 1e-6
 
 
 def test_bad_data_is_named_before_it_reaches_the_buffer():
@@ -311,11 +359,12 @@ def test_nothing_to_train(loss):
         ({"loss": "gspo", "num_splits": 2}, "needs a family by token"),
         ({"loss": "grpo", "num_splits": 2, "impl": "fused_linear"}, "no effect"),
         ({"impl": "nonsense"}, "unknown"),
-        ({"impl": "torch", "weight_gradient": torch.zeros(13, 16)}, "needs impl='fused_linear'"),
+        ({"impl": "torch", "weight_gradient": torch.zeros(13, 16, dtype=torch.float64)}, "needs impl='fused_linear'"),
     ],
 )
 def test_refusals(options, message):
     problem = Problem()
+    options = {key: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for key, value in options.items()}
     hidden, weight, _ = problem.leaves()
     with pytest.raises(ValueError, match=message):
         linear_policy_loss(hidden, weight, *problem.tensors, **options)

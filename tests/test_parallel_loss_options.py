@@ -289,7 +289,7 @@ def test_a_label_that_no_shard_holds_or_two_do(starts, loss):
         ({"sequence_group": True, "impl": "reference", "num_documents": 6}, "sequence_group needs another impl"),
         ({"data_group": True, "impl": "reference"}, "data_group needs another impl"),
         ({"vocabulary_start": 3}, "needs a vocabulary_group"),
-        ({"vocabulary_group": True, "vocabulary_start": -1}, "a number >= 0"),
+        ({"vocabulary_group": True, "vocabulary_start": -1}, "vocabulary_start needs a whole number >= 0 .got -1."),
         ({"sequence_group": True}, "needs num_documents"),
     ],
 )

@@ -72,6 +72,11 @@ RULES = [
     ("model=huggingface model.path=./nowhere", "existing", "model=huggingface model.path=FILE"),
     ("kernel.logits_memory_mb=0", "kernel.logits_memory_mb=0", "kernel.logits_memory_mb=1"),
     ("kernel=torch kernel.logits_memory_mb=8", "would be ignored", "kernel=fused_linear kernel.logits_memory_mb=8"),
+    (
+        "loss=grpo loss.num_splits=2 kernel.logits_memory_mb=8",
+        "kernel.logits_memory_mb=8 needs loss.num_splits=1 (got 2). It would be ignored",
+        "loss=grpo loss.num_splits=2",
+    ),
     ("parallelism.data_parallel=0", "parallelism.data_parallel=0", "parallelism.data_parallel=2"),
     ("parallelism.timeout_seconds=0", "timeout_seconds=0", "parallelism.timeout_seconds=1"),
     ("parallelism.sequence_parallel=true", "tensor_parallel > 1", "parallelism.sequence_parallel=false"),

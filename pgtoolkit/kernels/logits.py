@@ -22,6 +22,7 @@ IMPLEMENTATIONS = ("torch", "triton")
 def choose_implementation(impl: str, like: Tensor, vocabulary: tuple[ProcessGroup, int] | None = None):
     """The module with the vocabulary-sized passes for logits like `like`; "auto" goes by device and dtype.
 
+    impl: "auto" or one of IMPLEMENTATIONS.
     vocabulary: the group over which the columns are spread, and the first that is here; it makes a stand-in for the
     module.
     """
@@ -36,8 +37,6 @@ def choose_implementation(impl: str, like: Tensor, vocabulary: tuple[ProcessGrou
         from pgtoolkit.kernels import torch_impl
 
         return torch_impl
-    if impl != "triton":
-        raise ValueError(f"impl={impl!r} is unknown; choose one of auto, {', '.join(IMPLEMENTATIONS)}")
     from pgtoolkit.kernels import triton_impl
 
     triton_impl.check_runs_on(like)

@@ -46,9 +46,21 @@ class Plan:
     chunks: list[Chunk]
 
 
-def rows_within(memory_mb: int, vocabulary: int, dtype: torch.dtype) -> int:
+def default_logits_memory_mb(device: torch.device) -> int:
+    """MiB for the logits of a chunk where nobody says how many: a GPU's memory over 64, and at least 512.
+
+    Larger chunks add less often to the weight's gradient; an 80 GB card gives the 1200 MiB that docs/performance.md
+    found to be enough.
+    """
+    least = 512
+    if device.type != "cuda":
+        return least
+    return max(least, torch.cuda.get_device_properties(device).total_memory // 2**20 // 64)
+
+
+def rows_within(memory_mb: float, vocabulary: int, dtype: torch.dtype) -> int:
     """Rows of logits that fit memory_mb MiB: a multiple of 32 where there is room for 128, and at least one row."""
-    rows = memory_mb * 2**20 // (vocabulary * dtype.itemsize)
+    rows = int(memory_mb * 2**20) // (vocabulary * dtype.itemsize)
     return max(1, rows if rows < _TILE else rows // _STEP * _STEP)
 
 
@@ -62,8 +74,8 @@ def make_plan(
     """Order the trained rows into chunks of at most max_rows; only a document longer than that exceeds it.
 
     Reads the documents' lengths on the host, the only synchronisation on a GPU, unless they are known and nothing
-    needs to be checked. Where documents are spread over ranks
-    and needed whole, all ranks make the same chunks of the same documents, from one exchange of lengths.
+    needs to be checked. Where documents are spread over ranks and needed whole, all ranks make the same chunks of the
+    same documents, of the least of their max_rows, from one exchange of lengths.
     Raises DataError, if check_finite, for old log-probs or advantages that are not finite.
     """
     by_document = with_gradient and objective.family.by_document
@@ -78,9 +90,10 @@ def make_plan(
     else:
         segments = objective.segments
         has_gradient = torch.zeros_like(segments._lengths).index_add_(0, segments.index, informative.long())
-        mine = torch.cat([num_bad, segments.local_counts, has_gradient[: segments.num_documents]])
-        bad, *table = gather(mine, segments.group).T.tolist()
-        bad = sum(bad)
+        room = torch.full_like(num_bad, max_rows)
+        mine = torch.cat([num_bad, room, segments.local_counts, has_gradient[: segments.num_documents]])
+        bad, room, *table = gather(mine, segments.group).T.tolist()
+        bad, max_rows = sum(bad), min(room)
     if bad and check_finite:
         objective.check_finite()
         raise DataError("non-finite old_log_probs or advantages at a trained position on another rank, which names it")

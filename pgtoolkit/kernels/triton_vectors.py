@@ -17,11 +17,11 @@ LN_2: tl.constexpr = tl.constexpr(math.log(2.0))
 
 
 @triton.jit
-def _clamped(log_ratio):
-    """The log-ratio between plus and minus 20, and its exp."""
-    limited = tl.minimum(tl.maximum(log_ratio, -20.0), 20.0)
-    # Minimum and maximum drop a NaN; what comes out must not.
-    limited = tl.where(log_ratio == log_ratio, limited, log_ratio)
+def _clamped(log_ratio, advantage):
+    """The log-ratio between plus and minus 20, and its exp; NaN where log-ratio or advantage is not finite."""
+    # Minimum and maximum drop a NaN, and make a number of an infinity; what comes out must not.
+    finite = (tl.abs(log_ratio) < float("inf")) & (tl.abs(advantage) < float("inf"))
+    limited = tl.where(finite, tl.minimum(tl.maximum(log_ratio, -20.0), 20.0), float("nan"))
     return limited, tl.exp2(limited * (1 / LN_2))
 
 
@@ -32,10 +32,10 @@ def _clamped(log_ratio):
 @triton.jit
 def clipped(log_ratio, advantage, log_prob, lower, upper):
     """`Grpo` and `Gspo`."""
-    limited, ratio = _clamped(log_ratio)
+    limited, ratio = _clamped(log_ratio, advantage)
     limit = tl.minimum(tl.maximum(ratio, lower), upper)
     loss = -tl.minimum(ratio * advantage, limit * advantage)
-    loss = tl.where(log_ratio == log_ratio, loss, log_ratio)
+    loss = tl.where(ratio == ratio, loss, ratio)
     # The bounds themselves pass, as autograd of min and clamp has it. NaN does not pass.
     passes = tl.where(advantage > 0, ratio <= upper, ratio >= lower)
     slope = tl.where(passes & (tl.abs(log_ratio) <= 20.0), -ratio * advantage, 0.0)
@@ -45,9 +45,9 @@ def clipped(log_ratio, advantage, log_prob, lower, upper):
 @triton.jit
 def weighted(log_ratio, advantage, log_prob, lower, upper):
     """`Cispo`: the clipped ratio is a factor without gradient, so no token loses its own."""
-    limited, ratio = _clamped(log_ratio)
+    limited, ratio = _clamped(log_ratio, advantage)
     slope = -tl.minimum(tl.maximum(ratio, lower), upper) * advantage
-    slope = tl.where(log_ratio == log_ratio, slope, log_ratio)
+    slope = tl.where(ratio == ratio, slope, ratio)
     return slope * log_prob, slope, ratio, limited
 
 

@@ -6,10 +6,11 @@ here, so that `pgtk check` may read the equations; tensors bring their methods.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
+
+from pgtoolkit.losses.checks import check_name, check_positive, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,9 +97,7 @@ class Constant(Aggregation):
     where: ClassVar[str] = "D documents in the step, L = {divisor}"
 
     def __post_init__(self):
-        number = isinstance(self.divisor, (int, float)) and not isinstance(self.divisor, bool)
-        if not (number and math.isfinite(self.divisor) and self.divisor > 0):
-            raise ValueError(f"aggregation='constant' needs a finite divisor > 0 (got {self.divisor!r})")
+        check_positive("divisor", self.divisor, "aggregation='constant' needs a finite divisor > 0")
 
     def denominators(self, totals: StepTotals, counts: Tensor, group_index: Tensor | None) -> Tensor:
         return (counts.double() * 0 + self.divisor) * totals.num_documents
@@ -140,12 +139,12 @@ def aggregation_of(mode: str, divisor: float | None = None, reducer: Reducer | N
 
     Raises ValueError for an unknown mode, or a divisor that is not finite and positive (constant) or given in vain.
     """
-    if mode not in AGGREGATIONS:
-        raise ValueError(f"aggregation={mode!r} is unknown; choose one of {', '.join(AGGREGATIONS)}")
-    if mode == "constant":
-        named: Aggregation = Constant(divisor)
-    elif divisor is not None:
-        raise ValueError(f"divisor={divisor!r} has no effect with aggregation={mode!r}; it belongs to 'constant'")
-    else:
-        named = AGGREGATIONS[mode]()
+    check_name("aggregation", mode, AGGREGATIONS)
+    if reducer is not None and not callable(reducer):
+        raise ValueError(f"reducer needs a function or None (got {shown(reducer)})")
+    if mode != "constant" and divisor is not None:
+        raise ValueError(f"divisor={shown(divisor)} has no effect with aggregation={mode!r}; it belongs to 'constant'")
+    if reducer is not None and divisor is None:
+        return Custom(reducer)
+    named = Constant(divisor) if mode == "constant" else AGGREGATIONS[mode]()
     return named if reducer is None else Custom(reducer)

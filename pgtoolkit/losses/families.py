@@ -14,6 +14,8 @@ import math
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
 
+from pgtoolkit.losses.checks import check_name, check_positive
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -86,8 +88,8 @@ class _Clipped(Family):
     silent_without_advantage: ClassVar[bool] = True
 
     def __post_init__(self):
-        needs_number("epsilon_low", self.epsilon_low, below=1)
-        needs_number("epsilon_high", self.epsilon_high)
+        check_positive("epsilon_low", self.epsilon_low)
+        _check_bounds(self.epsilon_low, self.epsilon_high)
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -145,9 +147,7 @@ class Cispo(Family):
     clips_by_sign: ClassVar[bool] = False
 
     def __post_init__(self):
-        if self.epsilon_low is not None:
-            needs_number("epsilon_low", self.epsilon_low, below=1)
-        needs_number("epsilon_high", self.epsilon_high)
+        _check_bounds(self.epsilon_low, self.epsilon_high)
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -177,8 +177,7 @@ def family_of(loss: str | Family, **parameters: float | None) -> Family:
         if parameters:
             raise ValueError(f"{', '.join(parameters)} belong to the family object: {type(loss).__name__}(...)")
         return loss
-    if loss not in FAMILIES:
-        raise ValueError(f"loss={loss!r} is unknown; choose one of {', '.join(FAMILIES)}, or give a family object")
+    check_name("loss", loss, FAMILIES)
     known = {field.name for field in fields(FAMILIES[loss])}
     for name in parameters:
         if name not in known:
@@ -186,10 +185,9 @@ def family_of(loss: str | Family, **parameters: float | None) -> Family:
     return FAMILIES[loss](**parameters)
 
 
-def needs_number(name: str, value: float, below: float = math.inf) -> None:
-    """ValueError unless value is a finite number > 0, and < below."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (number and math.isfinite(value) and value > 0):
-        raise ValueError(f"{name} needs a finite number > 0 (got {value!r})")
-    if value >= below:
-        raise ValueError(f"{name} needs a number < {below} (got {value!r}); the ratio is never negative")
+def _check_bounds(epsilon_low: float | None, epsilon_high: float) -> None:
+    if epsilon_low is not None:
+        check_positive("epsilon_low", epsilon_low)
+        if epsilon_low >= 1:
+            raise ValueError(f"epsilon_low needs a number < 1 (got {epsilon_low!r}); the ratio is never negative")
+    check_positive("epsilon_high", epsilon_high)

@@ -12,7 +12,8 @@ from pgtoolkit.batch import StepTotals, Tokens
 from pgtoolkit.errors import DataError
 from pgtoolkit.kernels.parallel import Ranks
 from pgtoolkit.losses.aggregation import Aggregation
-from pgtoolkit.losses.families import Family, needs_number
+from pgtoolkit.losses.checks import check_name, check_positive
+from pgtoolkit.losses.families import Family
 from pgtoolkit.losses.metrics import LEVELS, MetricSums, metric_sums
 from pgtoolkit.losses.segments import Segments
 from pgtoolkit.losses.totals import whole_step_totals
@@ -35,14 +36,13 @@ class Loss:
     metrics: str = "none"
 
     def __post_init__(self):
-        if self.metrics not in LEVELS:
-            raise ValueError(f"metrics={self.metrics!r} is unknown; choose one of {', '.join(LEVELS)}")
-        needs_number("temperature", self.temperature)
+        check_name("metrics", self.metrics, LEVELS)
+        check_positive("temperature", self.temperature)
 
 
 @dataclass(frozen=True)
 class Judged:
-    """T-vectors of what each token is judged by; all are finite, and 0 (ratio: 1) where nothing is trained.
+    """T-vectors of what each token is judged by, 0 (ratio: 1) where nothing is trained.
 
     losses: the surrogate l_t. slope: of the surrogate, by the family's `slope_of`, times the token's own derivative.
     ratio, log_ratio: after the clamp. clamped: bool, True where the clamp acted.
@@ -155,6 +155,8 @@ class Objective:
         own, derivative = family.token(torch.where(self.mask, log_probs - self.old_log_probs, 0.0), advantages)
         unclamped = in_scope(family, own, self.segments)
         clamped, log_ratio = unclamped.abs() > LOG_RATIO_LIMIT, unclamped.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        # The clamp would make a number of an infinite log-ratio.
+        log_ratio = torch.where(torch.isfinite(unclamped) & torch.isfinite(advantages), log_ratio, torch.nan)
         losses, slope = family.surrogate(log_ratio, advantages, torch.where(self.mask, log_probs, 0.0))
         if family.slope_of == "log_ratio":
             slope = torch.where(clamped, 0.0, slope)

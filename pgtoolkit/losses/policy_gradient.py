@@ -12,7 +12,7 @@ from pgtoolkit.batch import StepTotals, Tokens
 from pgtoolkit.kernels.linear import Head, linear_log_probs, linear_loss
 from pgtoolkit.kernels.logits import choose_implementation, logits_loss
 from pgtoolkit.kernels.parallel import ALONE, Ranks, SumGradient, largest
-from pgtoolkit.kernels.plan import rows_within
+from pgtoolkit.kernels.plan import default_logits_memory_mb, rows_within
 from pgtoolkit.kernels.products import linear
 from pgtoolkit.losses import reference
 from pgtoolkit.losses.metrics import MetricSums
@@ -56,7 +56,7 @@ class Computation:
     impl: str = "auto"
     check_finite: bool = True
     num_splits: int = 1
-    logits_memory_mb: int = 512
+    logits_memory_mb: float | None = None
     overwrite_logits: bool = False
 
     @property
@@ -137,11 +137,12 @@ def _head_run(hidden, head: LMHead, tokens: Tokens, loss: Loss, ranks: Ranks, ho
     columns, rows = head.weight.shape[0], -(-len(hidden) // how.num_splits)
     implementation = choose_implementation("auto" if how.fused else how.impl, hidden, ranks.shard(columns))
     if how.fused:
-        # The same on every rank; shards without a given start are of one size.
-        if ranks.vocabulary_start is not None:
-            columns = largest(columns, ranks.vocabulary, hidden.device)
-        dtype = _wide(hidden) if head.fp32_logits else hidden.dtype
-        rows = rows_within(how.logits_memory_mb, max(1, columns), dtype)
+        memory = how.logits_memory_mb
+        memory = default_logits_memory_mb(hidden.device) if memory is None else memory
+        rows = rows_within(memory, max(1, columns), _wide(hidden) if head.fp32_logits else hidden.dtype)
+        if ranks.vocabulary_start is not None or how.logits_memory_mb is None:
+            # Shards differ in size, and GPUs may: the same rows on every rank. Else all is the same already.
+            rows = -largest(-rows, ranks.vocabulary, hidden.device)
     return Head(
         implementation=implementation,
         max_rows=max(1, rows),

@@ -114,7 +114,9 @@ def names(family, aggregation) -> dict:
     """The keywords above of a family and an aggregation as objects; ValueError for what is not specified here."""
     loss, mode = type(family).__name__.lower(), _MODES.get(type(aggregation).__name__)
     if loss not in ("grpo", "gspo", "cispo") or mode is None:
-        raise ValueError("impl='reference' knows the families and aggregations that come with pgtoolkit, no others")
+        raise ValueError(
+            "impl='reference' computes whole steps under the four aggregations and the families of pgtoolkit, no others"
+        )
     epsilons = {"epsilon_low": family.epsilon_low, "epsilon_high": family.epsilon_high}
     return {"loss": loss, "aggregation": mode, "divisor": getattr(aggregation, "divisor", None), **epsilons}
 

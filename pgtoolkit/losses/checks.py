@@ -1,0 +1,51 @@
+"""What a single argument must be: checks that end in one sentence. No torch is imported here."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Iterable
+from numbers import Integral, Real
+from typing import Any
+
+
+def check_name(key: str, value: Any, known: Iterable[str]) -> None:
+    """ValueError unless value is one of the known names."""
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"{key}={shown(value)} is unknown; choose one of {', '.join(known)}")
+
+
+def check_positive(key: str, value: Any, says: str = "") -> None:
+    """ValueError unless value is a finite number > 0; says: what is needed, in other words."""
+    if not (isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value) and value > 0):
+        raise ValueError(f"{says or f'{key} needs a finite number > 0'} (got {shown(value)})")
+
+
+def check_whole(key: str, value: Any, least: int) -> None:
+    """ValueError unless value is a whole number, and not below least."""
+    if not is_whole(value) or value < least:
+        raise ValueError(f"{key} needs a whole number >= {least} (got {shown(value)})")
+
+
+def check_switches(**switches: Any) -> None:
+    """ValueError unless each is True or False."""
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} needs True or False (got {shown(value)})")
+
+
+def is_whole(value: Any) -> bool:
+    """Whether value is a whole number; True and False are not."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def shown(value: Any) -> str:
+    """A tensor by its shape and dtype, anything else as it prints, in short."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{tuple(value.shape)}, {short(value.dtype)}"
+    return reprlib.repr(value)
+
+
+def short(dtype: Any) -> str:
+    """A dtype of torch without the name of the package."""
+    return str(dtype).removeprefix("torch.")
