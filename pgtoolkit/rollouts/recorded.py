@@ -25,7 +25,8 @@ class RecordedRollouts:
 
     estimator: `given` reads the recorded advantages; any other computes them from all rewards of a group.
     vocabulary_size: of the model; token ids are below it. max_tokens: the longest document that fits, if limited.
-    needs_groups: whether group ids matter although the estimator is `given` (prompt_mean).
+    needs_groups: whether group ids matter although the estimator is `given` (prompt_mean). accept_changed: whether a
+    saved state of other data is taken over.
 
     The constructor reads every row once and raises DataError for what cannot be trained on, the first ten problems as
     file:row:field. It keeps about 60 bytes per document. The documents of a group have consecutive positions wherever
@@ -41,8 +42,10 @@ class RecordedRollouts:
         seed: int = 0,
         needs_groups: bool = False,
         max_tokens: int | None = None,
+        accept_changed: bool = False,
     ):
         self._config = config
+        self._accept_changed = accept_changed
         self._estimator = estimator
         self._seed = seed
         self._given = estimator == AdvantageEstimator.given
@@ -90,11 +93,11 @@ class RecordedRollouts:
     def load_state_dict(self, state: dict) -> None:
         """Raises DataError if the files are not those of the saved state, ConfigError if their order would differ."""
         now = self.state_dict()
-        if state["fingerprint"] != now["fingerprint"]:
+        if state["fingerprint"] != now["fingerprint"] and not self._accept_changed:
             raise DataError(
                 f"rollout.path={self._config.path} needs the data of the checkpoint, {state['contents']} "
                 f"(got {now['contents']} and other contents). The position in the data would mean other documents. "
-                "Restore the files, or start a new run."
+                "Restore the files, or use trainer.accept_changed_data=true."
             )
         for key, value in state["order"].items():
             if value != now["order"][key]:
