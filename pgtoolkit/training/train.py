@@ -79,6 +79,7 @@ def train(
                 tracker = _start_tracker(config, run)
                 if recorder.step < config.trainer.max_steps:
                     fit(module, loader, config, recorder)
+                recorder.check_trained()
             outcome, reason = ("interrupted", recorder.interrupted_by) if recorder.interrupted_by else ("done", None)
         except (KeyboardInterrupt, SystemExit) as stop:  # Lightning turns the one into the other
             first = str(stop) if isinstance(stop, Stopped) else "SIGINT"
@@ -118,6 +119,7 @@ def _follow(config: Config, run_dir: Path, resume: bool, layout: Layout) -> None
         try:
             if recorder.step < config.trainer.max_steps:
                 fit(module, loader, config, recorder)
+            recorder.check_trained()
         except (KeyboardInterrupt, SystemExit):
             raise _interrupted(recorder, "a second SIGINT", run_dir) from None
     if recorder.interrupted_by:
