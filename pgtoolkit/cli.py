@@ -194,11 +194,13 @@ def _train_one(config) -> None:
     from hydra.types import RunMode
 
     from pgtoolkit.compose import name_in
+    from pgtoolkit.paths import make_absolute
 
     own = HydraConfig.get()
     overrides = list(own.overrides.task)
     in_sweep = own.mode == RunMode.MULTIRUN
     config.tracking.run_name = name_in(own, config.tracking.run_name)
+    make_absolute(config)
     if in_sweep:  # another launcher than ours, such as SLURM's
         from pgtoolkit.multirun.job import run
 
@@ -223,6 +225,7 @@ def _follow(overrides: list[str], config_dir: str | None) -> int:
 
     from pgtoolkit.compose import compose
     from pgtoolkit.parallelism.launch import launch
+    from pgtoolkit.paths import make_absolute
     from pgtoolkit.validate import validate
 
     composed = compose(overrides, config_dir)
@@ -230,6 +233,7 @@ def _follow(overrides: list[str], config_dir: str | None) -> int:
         return ConfigError.exit_status  # rank 0 says them
     with open_dict(composed.config):
         composed.config.pop("hydra")
+    make_absolute(composed.config)
     launch(composed.config, Path(), overrides=overrides)
     return 0
 

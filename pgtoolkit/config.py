@@ -203,6 +203,7 @@ class TrainerConfig:
     checkpoint_every: int
     keep_checkpoints: int
     max_bad_steps: int
+    accept_changed_data: bool
 
 
 @dataclass

@@ -1,7 +1,8 @@
-"""Where runs may write: no name and no value of a sweep leads out of the output folder."""
+"""Where runs may write: no name and no value of a sweep leads out of the output folder. Paths from any directory."""
 
 from __future__ import annotations
 
+import glob
 import os
 from pathlib import Path, PurePath
 
@@ -12,6 +13,33 @@ from pgtoolkit.errors import first_line
 from pgtoolkit.rules.report import Report
 
 REASON = "A value or a name in it could otherwise write anywhere."
+
+DATA = ("model.path", "task.path", "rollout.path")
+"""Keys that name what a run reads from outside of its directory."""
+
+
+def make_absolute(config: DictConfig | dict) -> None:
+    """Let a run's configuration mean the same files from every directory; its relative paths are seen from this one."""
+    from pgtoolkit.tracking.store import absolute_uri
+
+    for key in (*DATA, "rollout.save_path"):
+        group, name = key.split(".")
+        if name in config[group] and isinstance(value := config[group][name], str):
+            config[group][name] = absolute(key, value)
+    if config["tracking"]["name"] == "mlflow":
+        config["tracking"]["uri"] = absolute_uri(config["tracking"]["uri"])
+
+
+def absolute(key: str, value: str) -> str:
+    """The value of a key that names a place, without the current directory's help."""
+    place = Path(value).expanduser()
+    if value == "" or place.is_absolute():
+        return value and str(place)
+    if key in DATA and not place.exists():
+        if key == "model.path" and not value.startswith("."):
+            return value  # a name on the Hugging Face hub
+        return os.path.join(glob.escape(os.getcwd()), place)  # a pattern
+    return str(Path.cwd() / place)
 
 
 def of_run(config: DictConfig) -> list[str]:

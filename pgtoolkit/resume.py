@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from hydra.core.override_parser.types import Override
@@ -14,6 +15,7 @@ from pgtoolkit.compose import Composed, apply, compose_choices, parse, register
 from pgtoolkit.conf_files import options
 from pgtoolkit.config import SCHEMAS, Config
 from pgtoolkit.errors import ConfigError, first_line
+from pgtoolkit.paths import DATA, absolute, make_absolute
 
 FIXED = {
     "model": "the checkpoint holds the weights of this model",
@@ -35,7 +37,11 @@ FIXED = {
 }
 """What a checkpoint cannot be continued without, and why; with a task, all of its keys."""
 
-LATER = {"parallelism": {"shard": False, "timeout_seconds": 300}, "tracking": {"system_metrics": False}}
+LATER = {
+    "parallelism": {"shard": False, "timeout_seconds": 300},
+    "tracking": {"system_metrics": False},
+    "trainer": {"accept_changed_data": False},
+}
 """Keys that older runs were saved without, with the values that continue them as they were."""
 
 
@@ -43,10 +49,13 @@ def compose_resumed(run_dir: Path, overrides: list[str]) -> Composed:
     """The configuration saved in run_dir with `overrides`, and their problems; ConfigError if it cannot be read."""
     register()
     groups, config = options(), typed(_saved(run_dir), f"{run_dir}/config.yaml")
+    make_absolute(config)  # as older runs did not
+    config.trainer.accept_changed_data = False
+    movable = _recorded(run_dir)
     parsed, problems = parse(overrides)
     for override in parsed:
         key = override.key_or_group
-        if problem := refusals.wrong_form(override, groups) or _fixed(config, override):
+        if problem := refusals.wrong_form(override, groups) or _fixed(config, override, movable):
             problems.append(problem)
         elif key in groups and not isinstance(override.value(), dict):
             if problem := refusals.unknown_option(override, groups[key]):
@@ -55,6 +64,7 @@ def compose_resumed(run_dir: Path, overrides: list[str]) -> Composed:
                 config[key] = compose_choices([override.input_line])[key]
         else:
             problems += apply(config, key, override.value(), groups)
+    make_absolute(config)
     return Composed(config, problems)
 
 
@@ -91,10 +101,20 @@ def typed(saved: dict, file: str) -> DictConfig:
         ) from error
 
 
-def _fixed(config: DictConfig, override: Override) -> str | None:
+def _recorded(run_dir: Path) -> set[str]:
+    """Keys of the data whose contents are known, so that they may lie elsewhere now."""
+    try:
+        return set(json.loads((run_dir / "data.json").read_text()))
+    except (OSError, ValueError):  # of an older run, or damaged, which training says
+        return set()
+
+
+def _fixed(config: DictConfig, override: Override, movable: set[str]) -> str | None:
     key, value = override.key_or_group, override.value()
+    if key in DATA and isinstance(value, str):
+        value = absolute(key, value)
     why = FIXED.get("task" if key.startswith("task.") else key)
-    if why is None or value == OmegaConf.select(config, key):
+    if why is None or key in movable or value == OmegaConf.select(config, key):
         return None
     if isinstance(value, str) and value == OmegaConf.select(config, f"{key}.name"):
         return None

@@ -197,7 +197,28 @@ MUTANTS = [
             "                documents = self._take()\n": "                documents = self._take()\n"
             "                self._source.document(self._position)\n"
         },
-        ("tests/test_steps.py::test_the_next_batch_is_not_asked_for_before_it_is_needed[short]",),
+        ("tests/test_steps.py::test_the_next_batch_is_not_asked_for_before_it_is_needed[short-False]",),
+    ),
+    Mutant(
+        "a step that closes on a group asks for the next batch before its update",
+        "rollouts/steps.py",
+        {"self._close_on_groups and not at_batch_end and": "self._close_on_groups and"},
+        ("tests/test_steps.py::test_the_next_batch_is_not_asked_for_before_it_is_needed[carry-True]",),
+    ),
+    Mutant(
+        "ranks compare their documents without the advantages",
+        "rollouts/steps.py",
+        {"document.old_log_probs, document.advantages):": "document.old_log_probs):"},
+        ("tests/test_steps.py::test_ranks_that_hold_other_documents_are_told[advantages]",),
+    ),
+    Mutant(
+        "recorded rows that change while they are in use",
+        "rollouts/recorded.py",
+        {"or row.digest(0) != self._checksum[index]": ""},
+        (
+            "tests/test_recorded.py::test_a_file_that_changes_while_it_is_in_use"
+            "[write_jsonl-in place, at the same time]",
+        ),
     ),
     Mutant(
         "a position in the data one step ahead of the weights",

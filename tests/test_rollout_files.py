@@ -67,6 +67,8 @@ BAD = {  # field: [(value or ... to leave it out, reason)]; position 2 is the fi
         (INFINITY, "needs a finite number (got inf)"),
         (True, "needs a finite number (got True)"),
         ("1", "needs a finite number (got '1')"),
+        (1e200, "is 1e+200; it must lie within -1e+12 and 1e+12"),
+        (-1e39, "is -1e+39; it must lie within -1e+12 and 1e+12"),
     ],
     "group_id": [(..., "is missing"), (1.5, "needs an integer or a text"), ("", "needs an integer or a text")],
     "id": [(1.5, "needs an integer or a text")],
@@ -144,7 +146,9 @@ def test_given_advantages_are_needed_and_checked(tmp_path):
     assert ":1:advantage: is missing" in refused(write_jsonl(path, [good_row()]), "given")
     for value, reason in [
         (NAN, "finite"),
-        (1e300, "float32"),
+        (1e300, ":1:advantage: is 1e+300; it must lie within -1e+12 and 1e+12"),
+        ([0, 0, 1, -1e38, 1], ":1:advantage: at position 3 is -1e+38; it must lie within -1e+12 and 1e+12"),
+        ([0, 0, 1, 1e300, 1], "position 3"),
         ([0, 0, 1, INFINITY, 1], "position 3"),
         ([1], "1 entries"),
     ]:

@@ -1,13 +1,16 @@
 """The step loader: which documents make a step, however they are cut, and where it continues."""
 
+import dataclasses
 import itertools
 
 import pytest
 import torch
+from threads import on_ranks
 
 from pgtoolkit.batch import Document
 from pgtoolkit.config import AccumulationConfig, LastStep
-from pgtoolkit.errors import DataError
+from pgtoolkit.errors import DataError, RankLost
+from pgtoolkit.parallelism.layout import Layout
 from pgtoolkit.rollouts.steps import StepLoader, make_step
 
 
@@ -108,13 +111,45 @@ def test_groups_have_one_number_in_all_micro_batches_of_a_step():
     assert step.totals.tokens_per_group.tolist() == [4, 4]
 
 
+@pytest.mark.parametrize("groups", [False, True])
 @pytest.mark.parametrize("last", ["short", "drop", "carry"])
-def test_the_next_batch_is_not_asked_for_before_it_is_needed(last):
+def test_the_next_batch_is_not_asked_for_before_it_is_needed(last, groups):
     """The next rollouts must come from the policy after this step's update."""
     source = Files(documents(8), [4, 4], endless=True)
-    iterator = iter(steps(source, 4, last=last))
+    iterator = iter(steps(source, 4, last=last, groups=groups))
     next(iterator)
     assert max(source.asked) == 3
+
+
+CHANGES = {
+    "tokens": lambda d: {"tokens": d.tokens + 1},
+    "loss_mask": lambda d: {"loss_mask": ~d.loss_mask},
+    "old_log_probs": lambda d: {"old_log_probs": d.old_log_probs - 1e-6},
+    "advantages": lambda d: {"advantages": d.advantages * 1.0001},
+    "group": lambda d: {"group": d.group + 1},
+}
+
+
+def digest_on_a_rank(rank, changed):
+    """Two ranks take the same steps, but that one holds a document that differs in one field."""
+    held = documents(4)
+    if rank == 1 and changed:
+        held[2] = dataclasses.replace(held[2], **CHANGES[changed](held[2]))
+    accumulation = AccumulationConfig(4, 8, None, LastStep.short)
+    layout = Layout.of_world("cpu", 60, data_parallel=2)
+    loader = StepLoader(Files(held, [4]), accumulation, False, 9, max_document_tokens=8, layout=layout)
+    try:
+        return sizes(loader)
+    except RankLost as error:
+        return str(error).partition(".")[0]
+
+
+@pytest.mark.filterwarnings("ignore:Set timeout is now only supported")
+@pytest.mark.parametrize("changed", [None, *CHANGES])
+def test_ranks_that_hold_other_documents_are_told(changed):
+    """Whatever the loss reads of a document counts."""
+    expected = [4] if changed is None else "the documents of step 1 on rank 1 differ from those on rank 0"
+    assert on_ranks(2, digest_on_a_rank, changed) == [expected] * 2
 
 
 @pytest.mark.parametrize("cut", range(6))
@@ -138,9 +173,18 @@ def test_max_steps_counts_the_steps_of_the_whole_run():
     assert sizes(again) == [2, 2]
 
 
-def test_drop_that_leaves_nothing_is_an_error_and_not_an_endless_loop():
-    with pytest.raises(DataError, match="docs_per_step"):
-        sizes(steps(Files(documents(100), [4] * 25, endless=True), 5, last="drop"))
+@pytest.mark.parametrize("count", [4, 8, 100])
+def test_drop_that_leaves_nothing_is_an_error_and_not_an_endless_loop_or_a_run_of_no_step(count):
+    with pytest.raises(DataError, match=r"leaves nothing to train on \(got 4 documents in a batch\)"):
+        sizes(steps(Files(documents(count), [4] * (count // 4), endless=count == 100), 5, last="drop"))
+
+
+def test_a_run_that_is_continued_at_the_end_of_its_data_has_no_further_step():
+    loader = steps(Files(documents(6), [6]), 4, last="drop")
+    (only,) = loader
+    again = steps(Files(documents(6), [6]), 4, last="drop")
+    again.load_state_dict(only.state_after)
+    assert sizes(again) == []
 
 
 def test_a_document_without_room_is_named():

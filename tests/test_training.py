@@ -1,17 +1,20 @@
 """The training step and whole short runs: cuts, skipped steps, resume, learning."""
 
 import dataclasses
+import json
 import math
 
 import pytest
 import torch
 from omegaconf import OmegaConf
+from rollout_rows import good_row, write_jsonl
 from runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, run
 from steps import AGGREGATIONS, LEVELS, LOSSES
 
 from pgtoolkit.batch import Document
-from pgtoolkit.errors import ConfigError, NumericalError
+from pgtoolkit.errors import ConfigError, DataError, NumericalError
 from pgtoolkit.rollouts.steps import make_step
+from pgtoolkit.training.recorder import Recorder
 from pgtoolkit.training.train import build, train
 
 
@@ -230,6 +233,87 @@ def test_a_step_without_trained_tokens_is_skipped_and_counted():
     assert metrics["num_skipped_steps"] == 1
     assert module.num_updates == 0
     assert metrics["documents_seen"] == len(documents)
+
+
+def train_rows(folder, rows, *overrides, resume=False):
+    settings = [s for s in SHORT if not s.startswith(("rollout.", "task.", "trainer.max_steps"))]
+    path = write_jsonl(folder.parent / "rows.jsonl", rows)
+    settings += ["rollout=recorded", f"rollout.path={path}", "aggregation.divisor=4", "accumulation.docs_per_step=2"]
+    train(config_of(*settings, *overrides), folder, resume=resume)
+
+
+def untrained(number):
+    return good_row(number, number // 2, token_ids=[1, 2, 3, 4, 5], loss_mask=[0] * 5)
+
+
+def trained(number, log_probs=(0, 0, -2.5, -2.5, -2.5)):
+    return good_row(number, number // 2, token_ids=[1, 2, 3, 4, 5], old_log_probs=list(log_probs))
+
+
+def failure(folder):
+    status = json.loads((folder / "status.json").read_text())
+    return status["state"], status["reason"]
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_a_run_of_no_step_is_refused(tmp_path, epochs):
+    rows = [trained(number) for number in range(8)]
+    overrides = ("accumulation.docs_per_step=1000", "accumulation.last_step=drop", f"rollout.epochs={epochs}")
+    with pytest.raises(DataError, match=r"leaves nothing to train on \(got 8 documents in a batch\)"):
+        train_rows(tmp_path / "run", rows, *overrides)
+    assert failure(tmp_path / "run")[0] == "failed"
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_run_without_an_update_is_not_done(tmp_path):
+    """Its steps held no trained token; after it, some do."""
+    rows = [*map(untrained, range(4)), *map(trained, range(4, 8))]
+    message = "nothing was trained: none of the 2 steps made an update. Their documents have no trained token."
+    for resume in (False, True):
+        with pytest.raises(DataError) as caught:
+            train_rows(tmp_path / "run", rows, "trainer.max_steps=2", resume=resume)
+        assert str(caught.value) == message
+        assert failure(tmp_path / "run") == ("failed", f"DataError: {message}")
+    train_rows(tmp_path / "run", rows, "trainer.max_steps=3", resume=True)
+    assert failure(tmp_path / "run") == ("done", None)
+    assert [row["num_skipped_steps"] for row in metrics_of(tmp_path / "run")] == [1, 2, 2]
+
+
+def test_a_run_whose_steps_were_not_finite_is_not_done(tmp_path):
+    module = module_of("trainer.checkpoint_every=99")
+    optimizer = module.configure_optimizers()
+    module.optimizers = lambda use_pl_optimizer: optimizer
+    module.manual_backward = lambda loss: loss.backward()
+    recorder = Recorder(None, tmp_path, module.config.trainer, None)
+    documents = some_documents()
+    bad = dataclasses.replace(documents[2], advantages=documents[2].advantages * math.nan)
+    step = make_step([*documents[:2], bad], 24, {"num_steps": 1})
+    recorder.on_train_batch_end(None, module, module.training_step(step, 0), step, 0)
+    with pytest.raises(NumericalError, match="none of the 1 steps made an update"):
+        recorder.check_trained()
+    step = make_step(documents, 24, {"num_steps": 2})
+    recorder.on_train_batch_end(None, module, module.training_step(step, 1), step, 1)
+    recorder.check_trained()
+
+
+@pytest.mark.parametrize("level", ["none", "basic"])
+def test_recorded_log_probs_that_do_not_fit_the_policy_are_noted(tmp_path, capsys, level):
+    """The tiny model before training is close to uniform over twelve tokens."""
+    fitting = (0, 0, *[-math.log(12)] * 3)
+    train_rows(tmp_path / "a", [trained(n, fitting) for n in range(4)], f"metrics={level}")
+    assert "note: before its first update" not in capsys.readouterr().out
+    rows = [trained(n, (0, 0, *[-0.5] * 3)) for n in range(4)]
+    train_rows(tmp_path / "b", rows, f"metrics={level}", "rollout.temperature=0.7")
+    found = metrics_of(tmp_path / "b")[0]["new_logprobs"] + 0.5
+    assert found < -1.5
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: before")]
+    assert line == (
+        f"note: before its first update the policy's log-probs differ from the old ones by {found:+.3g} a token, where "
+        "0 is expected (a ratio of 1): the rollouts may be of another model, of another temperature than "
+        "rollout.temperature=0.7, or have old_log_probs that are one token off: docs/data.md."
+    )
+    train_rows(tmp_path / "b", rows, f"metrics={level}", "rollout.epochs=2", "trainer.max_steps=4", resume=True)
+    assert "note: before its first update" not in capsys.readouterr().out
 
 
 @pytest.mark.slow

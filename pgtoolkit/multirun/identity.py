@@ -8,9 +8,7 @@ import json
 from omegaconf import DictConfig, OmegaConf
 
 from pgtoolkit.tracking.run_directory import config_drift, leaves, plain
-
-VOLATILE = ("tracking.", "trainer.checkpoint_every", "trainer.keep_checkpoints")
-"""What begins thus changes nothing in what is learned: a finished job with other values of it is finished."""
+from pgtoolkit.tracking.store import VOLATILE
 
 
 def learned(config: DictConfig) -> dict:

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, open_dict
 from pgtoolkit.compose import name_in
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
 from pgtoolkit.multirun.identity import changed, digest, learned
+from pgtoolkit.paths import make_absolute
 from pgtoolkit.rules.report import text
 from pgtoolkit.tracking.run_directory import is_held, read_config, read_status, write_atomically
 
@@ -78,6 +79,7 @@ def plan(config: DictConfig, overrides: list[str], number: int, folder: Path) ->
         same = sorted(folder.glob(f"*-{digest(resolved)}"))
         directory = same[0].name if same else directory
     resolved["tracking"]["run_name"] = name_in(config.hydra, config.tracking.run_name)
+    make_absolute(resolved)  # after the digest, which is the same on every machine
     return Job(directory, directory, list(overrides), log=f"{directory}/{OUTPUT}", config=resolved)
 
 
@@ -136,7 +138,9 @@ class Sweep:
 
 def _saved(directory: Path) -> dict:
     try:
-        return read_config(directory)[0]
+        saved = read_config(directory)[0]
+        make_absolute(saved)  # as older ones were not
+        return saved
     except PgtoolkitError:
         raise
     except Exception as error:  # YAML and OmegaConf report damage by many types of exception

@@ -8,6 +8,19 @@ from pgtoolkit.errors import DataError
 
 EPSILON = 1e-6
 
+MAX_REWARD = 1e12
+"""The largest absolute value of a reward or a given advantage. With it advantages, gradients, and the squares of these
+in a norm stay far from the end of float32 at 3e38."""
+
+
+def reward_problem(reward: float) -> str | None:
+    """Why a number cannot be a reward or an advantage, as the end of a sentence; None if it can."""
+    if not math.isfinite(reward):
+        return f"is {reward}; it must be finite"
+    if abs(reward) > MAX_REWARD:
+        return f"is {reward:g}; it must lie within -{MAX_REWARD:g} and {MAX_REWARD:g}"
+    return None
+
 
 def group_advantages(estimator: str, rewards: list[float]) -> list[float]:
     """One advantage per completion of a group, in float64.
@@ -19,13 +32,14 @@ def group_advantages(estimator: str, rewards: list[float]) -> list[float]:
     A group of equal rewards gives exactly 0 for each, whatever the rounding of m; so does a group of one under grpo
     and dr_grpo. `given` advantages come from the data and are not computed here.
 
-    Raises DataError for a reward that is not finite and for rloo with one completion, ValueError for another estimator.
+    Raises DataError for a reward that `reward_problem` names and for rloo with one completion, ValueError for another
+    estimator.
     """
     if estimator not in ("grpo", "dr_grpo", "rloo"):
         raise ValueError(f"estimator={estimator!r} is unknown here; choose one of grpo, dr_grpo, rloo")
     for place, reward in enumerate(rewards):
-        if not math.isfinite(reward):
-            raise DataError(f"the reward of completion {place} of {len(rewards)} is {reward}; it must be finite")
+        if problem := reward_problem(reward):
+            raise DataError(f"the reward of completion {place} of {len(rewards)} {problem}")
     if estimator == "rloo" and len(rewards) == 1:
         raise DataError("rloo compares a completion with the others of its group; a group of one has no others")
     if len(set(rewards)) <= 1:

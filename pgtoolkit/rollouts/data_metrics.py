@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pgtoolkit.batch import Document
+from pgtoolkit.config import PolicyRolloutConfig, RecordedRolloutConfig
+
+FAR = 0.05
+"""A larger mean difference of log-probs is noted. Rounding stays far below it (bfloat16 logits move a document of 16
+tokens by 0.004), and so do a few updates of age; another model, or log-probs one token off, go to 1 and beyond."""
 
 
 def data_metrics(documents: list[Document], num_updates: int) -> dict[str, float]:
@@ -22,6 +27,27 @@ def data_metrics(documents: list[Document], num_updates: int) -> dict[str, float
         "zero_advantage_group_fraction": _groups_without_signal(documents),
     }
     return {name: sum(known) / len(known) for name, values in columns.items() if (known := _known(values))}
+
+
+def misfit(documents: list[Document], new_logprobs: float, config: PolicyRolloutConfig | RecordedRolloutConfig) -> str:
+    """Why the documents of a run's first step do not seem to come from its policy; nothing if they fit.
+
+    new_logprobs: the metric, before any update. It is compared with the mean of the old log-probs, for the mean of the
+    ratio itself says little: over tokens that any other policy sampled it is expected to be 1, too.
+    """
+    means = [float(d.old_log_probs[d.loss_mask].double().mean()) for d in documents if d.num_trained]
+    difference = new_logprobs - sum(means) / len(documents)
+    if abs(difference) <= FAR:
+        return ""
+    causes = {
+        "recorded": f"the rollouts may be of another model, of another temperature than rollout.temperature="
+        f"{config.temperature}, or have old_log_probs that are one token off: docs/data.md",
+        "policy": "sampling and training compute different log-probs; rollout.old_log_probs=training takes the latter",
+    }
+    return (
+        f"before its first update the policy's log-probs differ from the old ones by {difference:+.3g} a token, where "
+        f"0 is expected (a ratio of 1): {causes[config.name]}."
+    )
 
 
 def _groups_without_signal(documents: list[Document]) -> Iterable[bool]:

@@ -82,7 +82,37 @@ def open_files(path: str, key: str, columns: Sequence[str]) -> list[JsonlFile | 
     return [kinds[file.suffix](file, os.path.relpath(file.absolute(), common), columns) for file in paths]
 
 
-class JsonlFile:
+class Watched:
+    """A file that must stay as it was opened: its size and time are looked at whenever it is read.
+
+    Not its inode, which some network file systems number anew, and not its contents: `RecordedRollouts` compares those.
+    """
+
+    def __init__(self, path: Path, label: str):
+        self.path = path
+        self.label = label
+        self._stamp = self._stamp_now()
+
+    def check_unchanged(self) -> None:
+        """Raises DataError if the file was changed, replaced or removed."""
+        if self._stamp_now() != self._stamp:
+            raise self.changed()
+
+    def changed(self) -> DataError:
+        return DataError(
+            f"{self.label} was changed while it was in use. A run reads its files again and again, and the rows were "
+            "checked as they were at its start. Keep them as they are until the run has ended."
+        )
+
+    def _stamp_now(self) -> tuple[int, int]:
+        try:
+            found = self.path.stat()
+        except OSError as error:
+            raise DataError(f"{self.label} cannot be read: {error.strerror}") from error
+        return found.st_size, found.st_mtime_ns
+
+
+class JsonlFile(Watched):
     """Rows of a JSONL file, one object per line."""
 
     names = None
@@ -90,8 +120,7 @@ class JsonlFile:
     has_checksums = True
 
     def __init__(self, path: Path, label: str, columns: Sequence[str] = ()):
-        self.path = path
-        self.label = label
+        super().__init__(path, label)
 
     def rows(self) -> Iterator[tuple[int, Key, dict | str]]:
         """Line number, key, and fields of every row; in place of the fields, the reason why a line is no row."""
@@ -105,14 +134,16 @@ class JsonlFile:
                     offset += len(line)
         except OSError as error:
             raise DataError(f"{self.label} cannot be read: {error.strerror}") from error
+        self.check_unchanged()
 
     def row(self, key: Key) -> dict | str:
+        self.check_unchanged()
         with open(self.path, "rb") as file:
             file.seek(key[1])
             return _parse_line(file.readline(MAX_ROW_BYTES))
 
 
-class ParquetFile:
+class ParquetFile(Watched):
     """Rows of a Parquet file, with page checksums verified; single rows come from a cache of two row groups.
 
     names: all its columns. digest: CRC-32 of the rows, which `RolloutWriter` leaves in its files because page
@@ -121,8 +152,7 @@ class ParquetFile:
     """
 
     def __init__(self, path: Path, label: str, columns: Sequence[str]):
-        self.path = path
-        self.label = label
+        super().__init__(path, label)
         self.has_checksums = True
         self._cache: OrderedDict[int, pa.Table] = OrderedDict()
         try:
@@ -162,9 +192,11 @@ class ParquetFile:
                     self.has_checksums = _first_page_has_checksum(self.path, file.metadata.row_group(0).column(first))
         except UNREADABLE as error:
             raise self._damaged(error) from error
+        self.check_unchanged()
 
     def row(self, key: Key) -> dict | str:
         group, place = key
+        self.check_unchanged()
         try:
             if group not in self._cache:
                 with self._open() as file:

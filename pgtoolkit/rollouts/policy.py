@@ -136,7 +136,10 @@ class PolicyRollouts:
     def _documents_of_group(self, number, prompt, prompt_tokens, completions) -> list[Document]:
         texts = [self._tokenizer.decode(c.tokens, skip_special_tokens=True) for c in completions]
         scores = [self._task.score(prompt, t, c.finished) for t, c in zip(texts, completions, strict=True)]
-        advantages = group_advantages(self._estimator, [score.reward for score in scores])
+        try:
+            advantages = group_advantages(self._estimator, [score.reward for score in scores])
+        except DataError as error:
+            raise DataError(f"prompt {number}, {prompt.text[:60]!r}: {error}") from error
         documents = []
         for i, (completion, score, advantage) in enumerate(zip(completions, scores, advantages, strict=True)):
             length, trained = len(prompt_tokens), len(completion.tokens)

@@ -25,12 +25,14 @@ class RecordedRollouts:
 
     estimator: `given` reads the recorded advantages; any other computes them from all rewards of a group.
     vocabulary_size: of the model; token ids are below it. max_tokens: the longest document that fits, if limited.
-    needs_groups: whether group ids matter although the estimator is `given` (prompt_mean).
+    needs_groups: whether group ids matter although the estimator is `given` (prompt_mean). accept_changed: whether a
+    saved state of other data is taken over.
 
     The constructor reads every row once and raises DataError for what cannot be trained on, the first ten problems as
-    file:row:field. It keeps about 60 bytes per document. The documents of a group have consecutive positions wherever
-    they stand in the files; groups come in the order of their first document or, with shuffle, in another one every
-    epoch. batch_end is the end of the epoch. has_groups: whether the data says which documents share a prompt.
+    file:row:field. It keeps about 70 bytes per document, among them a checksum by which a row that was changed is
+    noticed when it is read again (DataError). The documents of a group have consecutive positions wherever they stand
+    in the files; groups come in the order of their first document or, with shuffle, in another one every epoch.
+    batch_end is the end of the epoch. has_groups: whether the data says which documents share a prompt.
     """
 
     def __init__(
@@ -41,8 +43,10 @@ class RecordedRollouts:
         seed: int = 0,
         needs_groups: bool = False,
         max_tokens: int | None = None,
+        accept_changed: bool = False,
     ):
         self._config = config
+        self._accept_changed = accept_changed
         self._estimator = estimator
         self._seed = seed
         self._given = estimator == AdvantageEstimator.given
@@ -51,10 +55,12 @@ class RecordedRollouts:
         self._files = open_files(config.path, "rollout.path", FIELDS)
         # One entry per document, in the order of the files. Arrays of machine words: lists would take ten times more.
         self._file, self._number, self._block, self._place = array("l"), array("q"), array("q"), array("q")
+        self._checksum = array("I")
         self._reward = array("d")
         self._group = array("q")
         self._advantage = np.empty(0)
         self._fingerprint = hashlib.sha256()
+        self._num_trained = 0
         self._epoch_order: tuple[int, np.ndarray] = (-1, np.empty(0))
         self._read_all()
 
@@ -90,11 +96,11 @@ class RecordedRollouts:
     def load_state_dict(self, state: dict) -> None:
         """Raises DataError if the files are not those of the saved state, ConfigError if their order would differ."""
         now = self.state_dict()
-        if state["fingerprint"] != now["fingerprint"]:
+        if state["fingerprint"] != now["fingerprint"] and not self._accept_changed:
             raise DataError(
                 f"rollout.path={self._config.path} needs the data of the checkpoint, {state['contents']} "
                 f"(got {now['contents']} and other contents). The position in the data would mean other documents. "
-                "Restore the files, or start a new run."
+                "Restore the files, or use trainer.accept_changed_data=true."
             )
         for key, value in state["order"].items():
             if value != now["order"][key]:
@@ -113,10 +119,11 @@ class RecordedRollouts:
         return self._epoch_order[1]
 
     def _read(self, index: int) -> Row:
-        raw = self._files[self._file[index]].row((self._block[index], self._place[index]))
+        file = self._files[self._file[index]]
+        raw = file.row((self._block[index], self._place[index]))
         row = parse_row(raw, self._rules) if isinstance(raw, dict) else raw
-        if not isinstance(row, Row):
-            raise DataError(f"{self._label(index)} was readable at the start and is not now: the file was changed")
+        if not isinstance(row, Row) or row.digest(0) != self._checksum[index]:
+            raise file.changed()
         return row
 
     def _label(self, index: int) -> str:
@@ -134,6 +141,11 @@ class RecordedRollouts:
         if not self._file:
             names = ", ".join(file.label for file in self._files)
             raise DataError(f"rollout.path={self._config.path} needs at least one row (got none in {names}).")
+        if self._num_trained == 0:
+            raise DataError(
+                f"rollout.path={self._config.path} needs a trained token (got {len(self._file)} documents whose "
+                "loss_mask is false everywhere). Nothing would be learned. Mark the tokens of the completions as true."
+            )
         self._check_ids(ids, problems)
         self._number_groups(groups, problems)
         problems.raise_if_any()
@@ -158,6 +170,8 @@ class RecordedRollouts:
                     problems.add(f"{file.label}:{row_number}" + (f":{field}" if field else ""), reason)
                 continue
             digest = row.digest(digest)
+            self._num_trained += int(row.loss_mask.sum())
+            self._checksum.append(row.digest(0))
             self._file.append(number)
             self._number.append(row_number)
             self._block.append(block)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from pgtoolkit.batch import Document
+from pgtoolkit.rollouts.advantages import MAX_REWARD, reward_problem
 
 FIELDS = (
     "token_ids",
@@ -126,7 +127,7 @@ def parse_row(raw: dict[str, Any], rules: Rules) -> Row | list[tuple[str, str]]:
         loss_mask=mask,
         old_log_probs=read("old_log_probs", _old_log_probs, tokens, mask),
         advantages=read("advantage", _advantages, tokens, mask),
-        reward=read("reward", _finite),
+        reward=read("reward", _reward),
         group_id=read("group_id", _group_id),
         id=read("id", lambda value: str(_group_id(value))),
         model_version=read("model_version", _typed, int, "an integer"),
@@ -184,11 +185,13 @@ def _old_log_probs(value: Any, tokens: np.ndarray | None, mask: np.ndarray | Non
 
 def _advantages(value: Any, tokens: np.ndarray | None, mask: np.ndarray | None) -> np.ndarray | None:
     if not isinstance(value, (list, np.ndarray)):
-        number = _floats(np.array(_finite(value)))
-        if not np.isfinite(number):
-            raise _Unusable(f"is {value}, which is not finite in float32")
+        number = np.float32(_reward(value))
         return None if mask is None else np.where(mask, number, np.float32(0))
-    return _trained(_floats(_vector(value, {float, int, type(None)}, "fiu", "numbers")), tokens, mask)
+    advantages = _trained(_floats(_vector(value, {float, int, type(None)}, "fiu", "numbers")), tokens, mask)
+    if (np.abs(advantages) > MAX_REWARD).any():
+        place = int(np.abs(advantages).argmax())
+        raise _Unusable(f"at position {place} {reward_problem(float(advantages[place]))}")
+    return advantages
 
 
 def _trained(values: np.ndarray, tokens: np.ndarray | None, mask: np.ndarray | None) -> np.ndarray:
@@ -242,6 +245,13 @@ def _finite(value: Any) -> float:
     except OverflowError:
         pass
     raise _Unusable(f"needs a finite number (got {value!r:.40})")
+
+
+def _reward(value: Any) -> float:
+    number = _finite(value)
+    if problem := reward_problem(number):
+        raise _Unusable(problem)
+    return number
 
 
 def _group_id(value: Any) -> int | str:

@@ -90,14 +90,15 @@ class StepLoader:
 
     def _take(self) -> list[Document]:
         """The documents of the next step; none at the end of the data. Advances the position."""
+        dropped = 0
         for _ in range(2):
-            documents, end = self._collect(self._position)
-            if not documents or self._accumulation.last_step != LastStep.drop or self._is_full(documents):
-                self._position = end
+            documents, self._position = self._collect(self._position)
+            if documents and self._accumulation.last_step == LastStep.drop and not self._is_full(documents):
+                dropped = len(documents)  # a step cut short by the end of its batch
+            elif documents or self._num_steps > 0:
                 return documents
-            self._position = end  # a step cut short by the end of its batch: dropped
         raise DataError(
-            f"accumulation.last_step=drop leaves nothing to train on (got {len(documents)} documents in a batch). "
+            f"accumulation.last_step=drop leaves nothing to train on (got {dropped} documents in a batch). "
             "A batch is shorter than one step. Use a smaller accumulation.docs_per_step or last_step=short."
         )
 
@@ -154,6 +155,7 @@ def _digest(documents: list[Document]) -> int:
     for document in documents:
         for values in (document.tokens, document.loss_mask, document.old_log_probs, document.advantages):
             digest = zlib.crc32(values.numpy().tobytes(), digest)
+        digest = zlib.crc32(repr(document.group).encode(), digest)
     return digest
 
 

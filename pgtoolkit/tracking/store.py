@@ -14,8 +14,11 @@ from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.tracking.provenance import redact
 from pgtoolkit.tracking.run_directory import leaves
 
-NOT_COMPARED = ("tracking.", "trainer.checkpoint_every", "trainer.keep_checkpoints", "rollout.save_path")
-"""What begins thus does not change what is learned: it tells no two runs apart."""
+VOLATILE = ("tracking.", "trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.accept_changed_data")
+"""What begins thus changes nothing in what is learned: a finished job with other values of it is finished."""
+
+NOT_COMPARED = (*VOLATILE, "rollout.save_path")
+"""What tells no two runs apart. A job that shall record its rollouts is another job, though it learns the same."""
 
 _LONGEST_TEXT = 500
 

@@ -93,4 +93,5 @@ def _source(config: Config, task, module: PolicyGradientModule, room: int, resum
         tokenizer, max_tokens = module.policy.tokenizer, config.accumulation.max_tokens
         return PolicyRollouts(rollout, estimator, task, tokenizer, module, max_tokens, room, module.layout, writer)
     needs_groups = config.aggregation.mode == AggregationMode.prompt_mean
-    return RecordedRollouts(rollout, estimator, module.policy.vocabulary_size, config.seed, needs_groups, room)
+    vocabulary_size, accept_changed = module.policy.vocabulary_size, config.trainer.accept_changed_data
+    return RecordedRollouts(rollout, estimator, vocabulary_size, config.seed, needs_groups, room, accept_changed)

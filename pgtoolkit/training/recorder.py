@@ -12,9 +12,11 @@ from pathlib import Path
 
 import lightning
 
-from pgtoolkit.batch import Step
+from pgtoolkit.batch import Document, Step
 from pgtoolkit.config import TrainerConfig
+from pgtoolkit.errors import DataError, NumericalError
 from pgtoolkit.parallelism.agreement import largest
+from pgtoolkit.rollouts.data_metrics import misfit
 from pgtoolkit.tracking.progress import ProgressLine
 from pgtoolkit.tracking.run_directory import RunDirectory
 from pgtoolkit.training.checkpoint import save_checkpoint
@@ -44,6 +46,8 @@ class Recorder(lightning.Callback):
         self._progress = ProgressLine(config.max_steps)
         self.step = self.saved_step = 0 if checkpoint is None else checkpoint["step"]
         self.interrupted_by: str | None = None
+        self._num_updates = 0 if checkpoint is None else checkpoint["num_updates"]
+        self._not_finite = False
         self._signal = 0
         self._parent = os.getppid()
         self._unsaved: dict | None = None  # where the data stands, while that is in no checkpoint
@@ -62,6 +66,8 @@ class Recorder(lightning.Callback):
             metrics = outputs["metrics"]
             self._run.append_metrics(self.step, metrics)
             log.info(self._progress.line(self.step, metrics))
+        if self._num_updates == 0:
+            self._before_the_first_update(module, outputs["metrics"], batch.documents)
         self._unsaved = batch.state_after
         if self.step % self._config.checkpoint_every == 0:
             self._save(module)
@@ -74,6 +80,23 @@ class Recorder(lightning.Callback):
     def on_train_end(self, trainer, module) -> None:
         if self._unsaved is not None:
             self._save(module)
+
+    def check_trained(self) -> None:
+        """Raises an error if the run has come to its end without a single update."""
+        if self._num_updates > 0 or self.interrupted_by:
+            return
+        reason = "The loss of each was not finite" if self._not_finite else "Their documents have no trained token"
+        error = (NumericalError if self._not_finite else DataError)(
+            f"nothing was trained: none of the {self.step} steps made an update. {reason}."
+        )
+        error.on_all_ranks = True
+        raise error
+
+    def _before_the_first_update(self, module, metrics: dict, documents: list[Document]) -> None:
+        self._num_updates = module.num_updates
+        self._not_finite |= "loss" in metrics
+        if "new_logprobs" in metrics and (note := misfit(documents, metrics["new_logprobs"], module.config.rollout)):
+            log.warning(f"note: {note}")
 
     def _save(self, module) -> None:
         if module.layout.world_size == 1:

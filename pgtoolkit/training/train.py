@@ -24,6 +24,7 @@ from pgtoolkit.tracking.provenance import collect
 from pgtoolkit.tracking.run_directory import RunDirectory, read_status
 from pgtoolkit.training.build import build, fit
 from pgtoolkit.training.checkpoint import load_newest, read_checkpoint
+from pgtoolkit.training.data import record_data
 from pgtoolkit.training.recorder import Recorder
 
 log = logging.getLogger("pgtoolkit")
@@ -58,6 +59,7 @@ def train(
                 f"trainer.max_steps={config.trainer.max_steps} needs at least the steps already made (got "
                 f"{recorder.step} of them). A checkpoint is continued, not cut. Use trainer.max_steps={recorder.step}."
             )
+        record_data(run.path / "data.json", config, None if checkpoint is None else recorder.step)
         run.write_config(resolved, list(overrides), recorder.step)
         run.write_provenance(collect(sys.argv))
         run.drop_metrics_after(recorder.step)
@@ -77,6 +79,7 @@ def train(
                 tracker = _start_tracker(config, run)
                 if recorder.step < config.trainer.max_steps:
                     fit(module, loader, config, recorder)
+                recorder.check_trained()
             outcome, reason = ("interrupted", recorder.interrupted_by) if recorder.interrupted_by else ("done", None)
         except (KeyboardInterrupt, SystemExit) as stop:  # Lightning turns the one into the other
             first = str(stop) if isinstance(stop, Stopped) else "SIGINT"
@@ -116,6 +119,7 @@ def _follow(config: Config, run_dir: Path, resume: bool, layout: Layout) -> None
         try:
             if recorder.step < config.trainer.max_steps:
                 fit(module, loader, config, recorder)
+            recorder.check_trained()
         except (KeyboardInterrupt, SystemExit):
             raise _interrupted(recorder, "a second SIGINT", run_dir) from None
     if recorder.interrupted_by:

@@ -1,0 +1,112 @@
+"""What a run reads from outside of its directory: prompts, recorded rollouts, a model folder; whether they changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from pathlib import Path
+
+from pgtoolkit.config import Config, HuggingFaceModelConfig, PromptsTaskConfig, RecordedRolloutConfig
+from pgtoolkit.errors import ConfigError, DataError, StorageError
+from pgtoolkit.rollouts.files import find_files
+from pgtoolkit.tracking.run_directory import write_atomically
+
+WHOLE_BYTES = 64 * 2**20
+"""A larger file of rollouts or of a model is looked at in samples: weights of terabytes take seconds."""
+
+_SAMPLES, _SAMPLE_BYTES = 64, 2**16
+_END_BYTES = 2**20
+
+log = logging.getLogger("pgtoolkit")
+
+
+def record_data(path: Path, config: Config, step: int | None) -> None:
+    """Keep the digests of the run's data in `path`: {key: {file: {"bytes", "sha256"}}}.
+
+    step: that the run is continued from; None where it starts. Raises ConfigError if it is continued with other data
+    than were recorded, unless `trainer.accept_changed_data`; the data before are then added to the list `accepted`.
+    """
+    found = digests(config)
+    before = _read(path) if step is not None else {}
+    accepted = before.pop("accepted", [])
+    changes = {key: _difference(files, found.get(key, {})) for key, files in before.items()}
+    changes = {key: difference for key, difference in changes.items() if difference}
+    if changes and not config.trainer.accept_changed_data:
+        raise ConfigError("\n".join(_refusal(config, key, step, difference) for key, difference in changes.items()))
+    for key, difference in changes.items():
+        log.warning(f"note: from step {step + 1} on {key} has other contents: {difference}.")
+    if changes:
+        accepted.append({"step": step, "before": {key: before[key] for key in changes}})
+    content = found | ({"accepted": accepted} if accepted else {})
+    try:
+        write_atomically(path, json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def digests(config: Config) -> dict[str, dict[str, dict]]:
+    """By key: the files that it names, by their paths below the folder that holds them all.
+
+    Prompts are read whole, and so is any other file of at most WHOLE_BYTES; of a larger one count its size, the first
+    and the last MiB, and 64 blocks of 64 KiB between them. Of a model folder all files count that lie in it, but for
+    hidden ones and README.md; a model of the Hugging Face hub is known by its name alone.
+    """
+    files: dict[str, list[Path]] = {}
+    if isinstance(config.model, HuggingFaceModelConfig) and (folder := Path(config.model.path)).is_dir():
+        inside = [file for file in folder.iterdir() if not file.name.startswith(".") and file.name != "README.md"]
+        files["model.path"] = sorted(file for file in inside if file.is_file())
+    if isinstance(config.task, PromptsTaskConfig):
+        files["task.path"] = find_files(config.task.path, "task.path")
+    if isinstance(config.rollout, RecordedRolloutConfig):
+        files["rollout.path"] = find_files(config.rollout.path, "rollout.path")
+    return {key: _digests(paths, sampled=key != "task.path") for key, paths in files.items()}
+
+
+def _digests(paths: list[Path], sampled: bool) -> dict[str, dict]:
+    common = os.path.commonpath([path.absolute().parent for path in paths]) if paths else ""
+    return {os.path.relpath(path.absolute(), common): _digest(path, sampled) for path in paths}
+
+
+def _digest(path: Path, sampled: bool) -> dict:
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if not sampled or size <= WHOLE_BYTES:
+                return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+            digest = hashlib.sha256()
+            between = range(_END_BYTES, size - _END_BYTES, (size - 2 * _END_BYTES) // _SAMPLES)
+            for start, length in [(0, _END_BYTES), *((b, _SAMPLE_BYTES) for b in between), (size - _END_BYTES, -1)]:
+                file.seek(start)
+                digest.update(file.read(length))
+            return {"bytes": size, "sha256": digest.hexdigest(), "sampled": True}
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _difference(before: dict, now: dict) -> str:
+    """What of some files changed, in words; nothing if they are the same."""
+    kinds = {
+        "changed": [name for name in before if name in now and before[name] != now[name]],
+        "missing": [name for name in before if name not in now],
+        "new": [name for name in now if name not in before],
+    }
+    shown = {kind: ", ".join(names[:3]) + (", …" if len(names) > 3 else "") for kind, names in kinds.items() if names}
+    return "; ".join(f"{names} {kind}" for kind, names in shown.items())
+
+
+def _refusal(config: Config, key: str, step: int, difference: str) -> str:
+    group, name = key.split(".")
+    return (
+        f"{key}={getattr(getattr(config, group), name)} needs the contents that the run began with (got {difference}). "
+        f"Its first {step} steps were made with those. Restore them, or use trainer.accept_changed_data=true."
+    )
+
+
+def _read(path: Path) -> dict:
+    """What was recorded before; nothing of an older run."""
+    try:
+        return json.loads(path.read_text()) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise StorageError(f"{path} is damaged ({error}); delete it to go on without its comparison") from error
