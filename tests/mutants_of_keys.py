@@ -1,4 +1,4 @@
-"""Keys that do not arrive, and a step that goes on where it should not: (name, file, edits, the tests that catch it)."""
+"""Keys that do not arrive, and steps that go on where they should not: (name, file, edits, the tests that catch it)."""
 
 ROW = "tests/test_keys.py::test_the_key_acts"
 STEP = "tests/test_training.py"
