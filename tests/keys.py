@@ -23,6 +23,7 @@ ROWS: dict[str, Callable] = {}
 SMALL = (
     *("tracking=none", "loss=grpo", "aggregation=constant", "aggregation.divisor=4", "optimizer.max_grad_norm=null"),
     *("accumulation.docs_per_step=8", "accumulation.max_tokens=24", "task.num_digits=3", "trainer.max_steps=6"),
+    "trainer.device=cpu",
     *("model.num_layers=1", "model.hidden_size=8", "model.num_heads=2"),
     *("rollout.prompts_per_batch=4", "rollout.group_size=4", "rollout.max_completion_length=4"),
 )

@@ -35,7 +35,7 @@ def as_one_process(monkeypatch, *overrides):
         port = found.getsockname()[1]
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "lo")  # so that they are put back
-    config = OmegaConf.to_object(config_of(*SMALL, "trainer.device=cpu", *overrides))
+    config = OmegaConf.to_object(config_of(*SMALL, *overrides))
     return _process_group(config, Rank(0, 1, 0, "127.0.0.1", port))
 
 

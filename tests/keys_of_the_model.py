@@ -101,7 +101,9 @@ def number_type(tmp_path):
         module = module_of("model=huggingface", path, f"model.dtype={dtype}").float()
         states[dtype] = module.policy.hidden_states(micro_batch).detach()
         assert {weight.dtype for weight in module.parameters()} == {torch.float32}
-    assert states["auto"].dtype == (torch.bfloat16 if torch.cuda.is_available() else torch.float32)
+    assert torch.equal(states["auto"], states["float32"])
+    on_gpu = module_of("model=huggingface", path, "trainer.device=auto").policy.compute_dtype
+    assert on_gpu == (torch.bfloat16 if torch.cuda.is_available() else torch.float32)
     difference = (states["bfloat16"].float() - states["float32"]).abs().max()
     assert (states["float32"].dtype, states["bfloat16"].dtype) == (torch.float32, torch.bfloat16)
     assert 1e-3 < difference < 0.2

@@ -41,10 +41,14 @@ def clip(key):
 
 
 @key("aggregation.mode")
-def aggregation():
+def aggregation(tmp_path):
+    """The loss; and where steps end: prompt_mean needs all documents of a prompt in one, of which there are two."""
     divisors = {"constant": 4, "sample_mean": None, "prompt_mean": None, "token_mean": None}
     losses = [loss_as_specified([f"aggregation={a}"], aggregation=a, divisor=d) for a, d in divisors.items()]
     assert len({round(loss, 6) for loss in losses}) == 4
+    for chosen, expected in (("token_mean", [3, 3, 3, 1]), ("prompt_mean", [4, 4, 2])):
+        steps = recorded(tmp_path, f"aggregation={chosen}", "accumulation.docs_per_step=3")
+        assert [len(step) for step in steps] == expected
 
 
 @key("aggregation.divisor")
@@ -119,7 +123,7 @@ def implementation():
     """Told by what autograd keeps: materialised logits, their gradient (Triton's GRPO), or none of both."""
     kept = {}
     for name in ("torch", "triton", "fused_linear", "auto"):
-        module = module_of(f"kernel={name}").float().to(DEVICE)
+        module = module_of(f"kernel={name}", "trainer.device=auto").float().to(DEVICE)
         step = step_of(some_documents())
         with LogitsMade(V) as logits:
             out = module._loss(step.micro_batches[0], step.totals)
