@@ -7,9 +7,12 @@ import shutil
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pgtoolkit.compose import compose
+from pgtoolkit.rollouts.steps import StepLoader
+from pgtoolkit.training.build import build
+from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.train import train
 from pgtoolkit.validate import validate
 
@@ -46,6 +49,16 @@ def run(folder: Path, *overrides: str, resume: bool = False) -> Path:
     assert validate(config).problems == []
     train(config, folder, resume=resume, overrides=list(overrides))
     return folder
+
+
+def built(*overrides: str) -> tuple[PolicyGradientModule, StepLoader]:
+    """A module in float64 with its optimizer, without Lightning's trainer, and its steps."""
+    module, loader = build(OmegaConf.to_object(config_of(*overrides)))
+    module.double()
+    optimizer = module.configure_optimizers()
+    module.optimizers = lambda use_pl_optimizer: optimizer
+    module.manual_backward = lambda loss: loss.backward()
+    return module, loader
 
 
 def metrics_of(folder: Path) -> list[dict]:

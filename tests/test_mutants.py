@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from mutants_of_keys import MUTANTS_OF_KEYS
 from mutants_of_ranks import MUTANTS_OF_RANKS
 
 REPOSITORY = Path(__file__).parents[1]
@@ -263,7 +264,7 @@ MUTANTS = [
     ),
 ]
 
-MUTANTS += [Mutant(*row) for row in MUTANTS_OF_RANKS]
+MUTANTS += [Mutant(*row) for row in (*MUTANTS_OF_KEYS, *MUTANTS_OF_RANKS)]
 
 # Loads what takes seconds once, nothing of pgtoolkit, then forks for every line `folder, tests ...` that it reads and
 # answers with what pytest found in that folder.

@@ -44,8 +44,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
-from runs import SHORT, assert_equal, config_of
+from runs import SHORT, assert_equal, built
 from steps import AGGREGATIONS, EPSILONS, LOSSES, make_case
 
 from pgtoolkit import linear_policy_loss, policy_loss
@@ -54,7 +53,6 @@ from pgtoolkit.losses import reference
 from pgtoolkit.rollouts.data_metrics import data_metrics
 from pgtoolkit.rollouts.packing import pack
 from pgtoolkit.rollouts.steps import make_step
-from pgtoolkit.training.build import build
 from pgtoolkit.training.state import restore, snapshot
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -84,13 +82,7 @@ def documents_of(lengths=(9, 5, 12, 7, 3, 6)):
 
 
 def module_of(*overrides):
-    """A module in float64 with its optimizer, without Lightning's trainer."""
-    module, _ = build(OmegaConf.to_object(config_of(*SHORT, *overrides)))
-    module.double()
-    optimizer = module.configure_optimizers()
-    module.optimizers = lambda use_pl_optimizer: optimizer
-    module.manual_backward = lambda loss: loss.backward()
-    return module
+    return built(*SHORT, *overrides)[0]
 
 
 def after_one_step(max_tokens, *overrides):

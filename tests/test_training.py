@@ -205,10 +205,7 @@ def test_a_changed_key_acts_on_resume(tmp_path):
 
 
 def test_a_step_that_is_not_finite_changes_no_weight_and_names_the_documents():
-    module = module_of("trainer.max_bad_steps=2")
-    optimizer = module.configure_optimizers()
-    module.optimizers = lambda use_pl_optimizer: optimizer
-    module.manual_backward = lambda loss: loss.backward()
+    module = module_with_optimizer("trainer.max_bad_steps=2")
     documents = some_documents()
     bad = documents[2].old_log_probs.clone()
     bad[-1] = math.nan
@@ -224,6 +221,41 @@ def test_a_step_that_is_not_finite_changes_no_weight_and_names_the_documents():
     good = module.training_step(make_step(some_documents(), 24, {}), 2)["metrics"]
     assert math.isfinite(good["loss"])
     assert module.num_updates == 1
+
+
+def module_with_optimizer(*overrides):
+    module = module_of(*overrides)
+    optimizer = module.configure_optimizers()
+    module.optimizers = lambda use_pl_optimizer: optimizer
+    module.manual_backward = lambda loss: loss.backward()
+    return module
+
+
+def test_a_gradient_whose_norm_is_infinite_changes_no_weight():
+    """Of a finite loss: squares of single gradients of 1e30 are out of float32's range."""
+    module = module_with_optimizer("optimizer.max_grad_norm=1")
+    before = [p.clone() for p in module.parameters()]
+    documents = [dataclasses.replace(d, advantages=1e30 * d.advantages) for d in some_documents()]
+    metrics = module.training_step(make_step(documents, 24, {}), 0)["metrics"]
+    assert math.isfinite(metrics["loss"])
+    assert metrics["grad_norm"] == math.inf
+    assert (module.num_updates, metrics["num_skipped_steps"]) == (0, 1)
+    assert_equal([p.detach() for p in module.parameters()], before)
+
+
+def test_bad_steps_count_only_in_a_row():
+    module = module_with_optimizer("trainer.max_bad_steps=3")
+    good = make_step(some_documents(), 24, {})
+    documents = [dataclasses.replace(d, advantages=torch.full_like(d.advantages, math.inf)) for d in some_documents()]
+    bad = make_step(documents, 24, {})
+    ends = []
+    for number, step in enumerate([bad, bad, good, bad, bad, good, bad, bad, bad]):
+        try:
+            module.training_step(step, number)
+        except NumericalError:
+            ends.append(number)
+    assert ends == [8]
+    assert (module.num_skipped_steps, module.num_updates) == (7, 2)
 
 
 def test_a_step_without_trained_tokens_is_skipped_and_counted():

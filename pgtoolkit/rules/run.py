@@ -75,6 +75,9 @@ def model(c: Any, report: Report) -> None:
             setting, needs = f"model.max_positions={model.max_positions}", f"the longest document, {longest} tokens"
             reason = "The model has a position for every token of a document."
             report.refuse(setting, needs, model.max_positions, reason, f"model.max_positions={longest}")
+        if model.fp32_lm_head:
+            reason, use = "It would change nothing: all of the tiny model is float32.", "model.fp32_lm_head=false"
+            report.refuse("model.fp32_lm_head=true", "model=huggingface", "model=tiny", reason, use)
     elif model.path is not None and (model.path == "" or model.path.startswith((".", "/", "~"))):
         _existing(report, "model.path", model.path)
     coarse = model.name == "huggingface" and model.dtype != "float32" and not model.fp32_lm_head

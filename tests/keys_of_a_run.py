@@ -1,0 +1,202 @@
+"""Rows of `test_keys.py`: how a run is spread over processes, how long it goes on, and what it leaves behind."""
+
+from __future__ import annotations
+
+import math
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from keys import SMALL, key, module_and_steps, module_of, recorded, rows_file, settings, some_documents, step_of
+from mlflow import MlflowClient
+from omegaconf import OmegaConf
+from runs import config_of
+from stores import history, train
+from threads import on_ranks
+
+from pgtoolkit.errors import ConfigError, NumericalError
+from pgtoolkit.parallelism.layout import AXES, Layout
+from pgtoolkit.parallelism.sequence_data import local_tokens
+from pgtoolkit.parallelism.worker import _process_group
+from pgtoolkit.ranks import Rank
+from pgtoolkit.tracking.run_directory import RunDirectory
+from pgtoolkit.training.build import accelerator, build
+from pgtoolkit.training.recorder import Recorder
+from pgtoolkit.training.train import _start_tracker
+
+
+def as_one_process(monkeypatch, *overrides):
+    """The layout that a worker makes of the configuration in a world of one process, by real process groups."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "lo")  # so that they are put back
+    config = OmegaConf.to_object(config_of(*SMALL, *overrides))
+    return _process_group(config, Rank(0, 1, 0, "127.0.0.1", port))
+
+
+def local_part(rank, config, sizes):
+    """What one of two ranks has of the weights and of the first step: names, shapes, documents, tokens."""
+    layout = Layout.of_world("cpu", 60, **sizes)
+    module, loader = build(config, layout=layout)
+    own = {name: p.to_local() if hasattr(p, "to_local") else p for name, p in module.model.named_parameters()}
+    parts = next(iter(loader)).micro_batches
+    documents = [name for part in parts for name in part.names]
+    return {
+        "shapes": {name: tuple(p.shape) for name, p in own.items()},
+        "documents": documents,
+        "tokens": sum(len(local_tokens(part, layout).tokens) for part in parts),
+        "policy": module.policy,
+    }
+
+
+def of_ranks(folder, *overrides, number=2, **sizes):
+    chosen = ("rollout=recorded", f"rollout.path={rows_file(folder)}", "metrics=none", "model.num_layers=2")
+    config = OmegaConf.to_object(config_of(*settings(*chosen, *overrides)))
+    return on_ranks(number, local_part, config, sizes)
+
+
+def number_of_weights(part) -> int:
+    return sum(math.prod(shape) for shape in part["shapes"].values())
+
+
+@key(*(f"parallelism.{axis}" for axis in AXES))
+def parallel_sizes(key, tmp_path, monkeypatch):
+    """A worker asks for the configured layout, and a layout of two divides what the key says: nothing else."""
+    axis = key.split(".")[1]
+    shape = tuple(2 if name == axis else 1 for name in AXES)
+    with pytest.raises(ValueError, match=f"{shape} needs 2 processes".replace("(", r"\(").replace(")", r"\)")):
+        as_one_process(monkeypatch, f"{key}=2").__enter__()
+    dist.destroy_process_group()
+    (whole,) = of_ranks(tmp_path, number=1)
+    ranks = of_ranks(tmp_path, f"{key}=2", **{axis: 2})
+    documents = [set(part["documents"]) for part in ranks]
+    assert set.union(*documents) == set(whole["documents"])
+    assert bool(documents[0] & documents[1]) is (axis != "data_parallel")
+    tokens = [part["tokens"] for part in ranks]
+    divided = axis in ("data_parallel", "sequence_data_parallel")
+    assert sum(tokens) == (1 if divided else 2) * whole["tokens"]
+    assert max(tokens) < whole["tokens"] or not divided
+    layers = [{name.split(".")[2] for name in part["shapes"] if ".h." in name} for part in ranks]
+    assert layers == ([{"0"}, {"1"}] if axis == "pipeline_parallel" else [{"0", "1"}] * 2)
+    head = [part["shapes"].get("lm_head.weight") for part in ranks]
+    assert head == {"tensor_parallel": [(6, 8)] * 2, "pipeline_parallel": [None, (12, 8)]}.get(axis, [(12, 8)] * 2)
+
+
+@key("parallelism.shard")
+def shard(tmp_path):
+    copies, shards = (
+        of_ranks(tmp_path, "parallelism=ddp", f"parallelism.shard={value}", data_parallel=2)
+        for value in ("false", "true")
+    )
+    whole = number_of_weights(copies[0])
+    assert [number_of_weights(part) for part in copies] == [whole, whole]
+    assert sum(number_of_weights(part) for part in shards) == whole
+    assert max(number_of_weights(part) for part in shards) < 0.6 * whole
+
+
+@key("parallelism.sequence_parallel")
+def sequence_parallel(tmp_path):
+    """Between the matrices a rank has half of the tokens: the gradients of norms are then partial sums."""
+    for value in ("false", "true"):
+        chosen = ("parallelism=tensor", f"parallelism.sequence_parallel={value}")
+        for part in of_ranks(tmp_path, *chosen, tensor_parallel=2):
+            assert ("transformer.ln_f.weight" in part["policy"].partial) is (value == "true")
+
+
+@key("parallelism.timeout_seconds")
+def timeout_seconds(monkeypatch):
+    for seconds in (17, 23):
+        with as_one_process(monkeypatch, f"parallelism.timeout_seconds={seconds}") as layout:
+            groups = [layout.world_group, *layout.mesh.get_all_groups(), layout.loss_mesh.get_group()]
+            found = {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
+        assert found == {seconds}
+
+
+@key("trainer.max_steps")
+def max_steps(tmp_path):
+    for number in (2, 5):
+        assert len(recorded(tmp_path, f"trainer.max_steps={number}", "rollout.epochs=9")) == number
+
+
+@key("trainer.device")
+def device():
+    has_gpu = torch.cuda.is_available()
+    for name, expected in (("cpu", "cpu"), ("auto", "gpu" if has_gpu else "cpu")):
+        assert accelerator(module_of(f"trainer.device={name}").config) == expected
+    asking = OmegaConf.to_object(config_of("trainer.device=cuda"))
+    if has_gpu:
+        assert accelerator(asking) == "gpu"
+    else:
+        with pytest.raises(ConfigError, match=r"trainer\.device=cuda needs a GPU"):
+            accelerator(asking)
+
+
+@key("trainer.num_threads")
+def num_threads():
+    before = torch.get_num_threads()
+    try:
+        for number in (2, 1):
+            module_of(f"trainer.num_threads={number}")
+            assert torch.get_num_threads() == number
+    finally:
+        torch.set_num_threads(before)
+
+
+@key("trainer.checkpoint_every", "trainer.keep_checkpoints")
+def checkpoints(tmp_path):
+    """After seven steps; the last is always saved."""
+    path = f"rollout.path={rows_file(tmp_path)}"
+    for every, keep, expected in ((2, 9, [2, 4, 6, 7]), (3, 2, [6, 7]), (3, 1, [7])):
+        chosen = [f"trainer.checkpoint_every={every}", f"trainer.keep_checkpoints={keep}", "trainer.max_steps=7"]
+        module, loader = module_and_steps("rollout=recorded", path, "rollout.epochs=9", *chosen)
+        recorder = Recorder(None, tmp_path / f"{every} {keep}", module.config.trainer, None)
+        for number, step in enumerate(loader):
+            recorder.on_train_batch_end(None, module, module.training_step(step, number), step, number)
+        recorder.on_train_end(None, module)
+        files = (tmp_path / f"{every} {keep}" / "checkpoints").iterdir()
+        assert sorted(int(file.stem.removeprefix("step-")) for file in files) == expected
+
+
+@key("trainer.max_bad_steps")
+def max_bad_steps():
+    first, *rest = some_documents()
+    bad = step_of([replace(first, old_log_probs=torch.full_like(first.old_log_probs, math.nan)), *rest])
+    for number in (1, 3):
+        module = module_of(f"trainer.max_bad_steps={number}")
+        for i in range(number - 1):
+            module.training_step(bad, i)
+        with pytest.raises(NumericalError, match=f"trainer.max_bad_steps={number}"):
+            module.training_step(bad, number - 1)
+
+
+@key("tracking.name", "tracking.uri", "tracking.experiment", "tracking.run_name", "tracking.system_metrics")
+def tracking(tmp_path, monkeypatch, uri):
+    """What three runs leave in the store, and none in the default one."""
+    monkeypatch.chdir(tmp_path)
+    chosen = {"untracked": ["tracking=none"]}
+    for number in (1, 2):
+        own = [f"tracking.uri={uri}", f"tracking.experiment=keys {number}", f"tracking.run_name=run-{number}"]
+        chosen[f"run {number}"] = ["tracking=mlflow", *own, f"tracking.system_metrics={str(number == 2).lower()}"]
+    for name, overrides in chosen.items():
+        config = config_of(*settings(*overrides))
+        with RunDirectory(tmp_path / name) as run:
+            run.write_config(OmegaConf.to_container(config, resolve=True), [])
+            run.set_status("running", 0)
+            tracker = _start_tracker(OmegaConf.to_object(config), run)
+            train(run, 1, 2)
+            assert (tracker is None) is (name == "untracked")
+            if tracker is not None:
+                assert tracker.finish("done") == []
+    client = MlflowClient(uri)
+    names = {experiment.name: experiment.experiment_id for experiment in client.search_experiments()}
+    for number in (1, 2):
+        (found,) = client.search_runs([names[f"keys {number}"]])
+        assert found.info.run_name == f"run-{number}"
+        assert history(uri, found.info.run_id) == [(1, 1 / 8), (2, 2 / 8)]
+        assert any(name.startswith("system/") for name in found.data.metrics) is (number == 2)
+    assert not Path("outputs").exists()

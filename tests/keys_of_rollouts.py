@@ -1,0 +1,285 @@
+"""Rows of `test_keys.py`: the seed, the task, and where rollouts come from."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import sys
+import types
+
+import pytest
+import torch
+from keys import (
+    key,
+    logits_of,
+    loss_as_specified,
+    module_and_steps,
+    module_of,
+    recorded,
+    rows_file,
+)
+from runs import assert_equal
+
+from pgtoolkit.errors import DataError
+from pgtoolkit.rollouts.order import shuffled
+from pgtoolkit.rollouts.tasks import make_task
+
+
+def sampled(*overrides):
+    """The module and the documents of its first step, which is a whole batch."""
+    module, loader = module_and_steps(*overrides, "accumulation.docs_per_step=1000")
+    return module, next(iter(loader)).documents
+
+
+def prompt_of(module, document) -> str:
+    return module.policy.tokenizer.decode(document.tokens[~document.loss_mask])
+
+
+@key("seed")
+def seed():
+    (module, documents), (same, again), (other, others) = (sampled(f"seed={s}") for s in (7, 7, 8))
+    assert_equal([d.tokens for d in documents], [d.tokens for d in again])
+    assert torch.equal(module.policy.head.weight, same.policy.head.weight)
+    assert not torch.equal(module.policy.head.weight, other.policy.head.weight)
+    for number, found in ((7, documents), (8, others)):
+        task = make_task(module.config.task, number)
+        assert [prompt_of(module, d) for d in found[::4]] == [task.prompt(i).text for i in range(4)]
+
+
+def task_of(*overrides):
+    module = module_of(*overrides)
+    return make_task(module.config.task, module.config.seed)
+
+
+@key("task/reverse.name", "task/reasoning_gym.name", "task/prompts.name")
+def task_name(tmp_path, monkeypatch):
+    stand_in_gym(monkeypatch)
+    found = task_of(), task_of("task=reasoning_gym", "task.dataset=sums"), task_of(*prompts(tmp_path))
+    assert [type(task).__name__ for task in found] == ["ReverseTask", "ReasoningGymTask", "PromptsTask"]
+
+
+@key("task/reverse.num_digits")
+def num_digits():
+    for number in (1, 5):
+        module, documents = sampled(f"task.num_digits={number}", "rollout.max_completion_length=6")
+        assert {len(prompt_of(module, document)) for document in documents} == {number + 1}
+
+
+def stand_in_gym(monkeypatch) -> None:
+    """For the package, an extra, so that what it is asked for is seen: its questions name data set and options."""
+
+    class Data(list):
+        def score_answer(self, answer, entry):
+            return float(answer == entry["answer"])
+
+    def create_dataset(name, seed, size, terms=0):
+        return Data({"question": f"{name} {seed} {terms} {i}", "answer": f"{i}"} for i in range(size))
+
+    package, factory = types.ModuleType("reasoning_gym"), types.ModuleType("reasoning_gym.factory")
+    package.__spec__ = importlib.machinery.ModuleSpec("reasoning_gym", None)
+    package.create_dataset, factory.DATASETS = create_dataset, {"sums": None, "dice": None}
+    monkeypatch.setitem(sys.modules, "reasoning_gym", package)
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", factory)
+
+
+@key("task/reasoning_gym.dataset", "task/reasoning_gym.options")
+def reasoning_gym(monkeypatch):
+    stand_in_gym(monkeypatch)
+    for dataset, terms, size in (("sums", 3, 2), ("dice", 5, 3)):
+        options = ["task=reasoning_gym", f"task.dataset={dataset}", f"task.options={{terms: {terms}, size: {size}}}"]
+        module, documents = sampled(*options, "seed=6")
+        expected = [f"{dataset} 6 {terms} {i % size}" for i in range(4)]
+        assert [prompt_of(module, document) for document in documents[::4]] == expected
+
+
+def prompts(folder, name="prompts.jsonl", offset=0) -> list[str]:
+    rows = [{"prompt": f"{i}?", "answer": i, "question": f"{i}!", "solution": -i} for i in range(offset, offset + 4)]
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ["task=prompts", f"task.path={folder / name}"]
+
+
+@key("task/prompts.path", "task/prompts.prompt_field")
+def prompts_path(tmp_path):
+    first, second = prompts(tmp_path), prompts(tmp_path, "others.jsonl", offset=5)
+    for chosen, expected in (
+        (first, "0? 1? 2? 3?"),
+        (second, "5? 6? 7? 8?"),
+        ([*second, "task.prompt_field=question"], "5! 6! 7! 8!"),
+    ):
+        module, documents = sampled(*chosen)
+        assert sorted({prompt_of(module, document) for document in documents}) == expected.split()
+
+
+def scores(texts, *overrides):
+    """Of completions of the prompt whose answer is 3 and whose solution is -3."""
+    task = task_of(*overrides)
+    prompt = next(found for found in map(task.prompt, range(4)) if found.text == "3?")
+    return [task.score(prompt, text, True).reward for text in texts]
+
+
+@key("task/prompts.answer_field")
+def answer_field(tmp_path):
+    assert scores(["3", "-3"], *prompts(tmp_path)) == [1, 0]
+    assert scores(["3", "-3"], *prompts(tmp_path), "task.answer_field=solution") == [0, 1]
+
+
+def half_of_length(completion, answer):
+    return len(completion + answer) / 2
+
+
+@key("task/prompts.verifier", "task/prompts.pattern")
+def verifier(tmp_path):
+    texts, chosen = ["3", "x=3", "y=3"], prompts(tmp_path)
+    assert scores(texts, *chosen) == [1, 0, 0]
+    assert scores(texts, *chosen, "task.verifier=keys_of_rollouts.half_of_length") == [1, 2, 2]
+    for letter, expected in (("x", [0, 1, 0]), ("y", [0, 0, 1])):
+        pattern = f"task.pattern='{letter}=(.*)'"
+        assert scores(texts, *chosen, "task.verifier=regular_expression", pattern) == expected
+
+
+@key("rollout/policy.name", "rollout/recorded.name")
+def rollout_name(tmp_path):
+    assert sampled("rollout=policy")[1][0].name == "prompt 0, completion 0"
+    assert recorded(tmp_path)[0][0].name == "rollouts.jsonl:1"
+
+
+@key("rollout/policy.prompts_per_batch", "rollout/policy.group_size")
+def batch():
+    for prompts_per_batch, size in ((2, 3), (3, 5)):
+        chosen = [f"rollout.prompts_per_batch={prompts_per_batch}", f"rollout.group_size={size}"]
+        _, documents = sampled(*chosen)
+        assert [document.group for document in documents] == [i // size for i in range(prompts_per_batch * size)]
+
+
+@key("rollout/policy.max_completion_length")
+def max_completion_length():
+    for length in (4, 9):
+        module, documents = sampled(f"rollout.max_completion_length={length}")
+        ends = [int(document.tokens[-1]) == module.policy.tokenizer.eos_token_id for document in documents]
+        assert max(document.num_trained for document in documents) == length
+        assert all(end or document.num_trained == length for end, document in zip(ends, documents, strict=True))
+        assert [not end for end in ends] == [document.truncated for document in documents]
+
+
+def log_probs_of(module, document, temperature=1.0):
+    """(completion's tokens, V), by the model's own logits."""
+    return (logits_of(module, document)[:-1] / temperature).log_softmax(-1)[document.loss_mask[1:]].detach()
+
+
+def completion_of(document):
+    return document.tokens[document.loss_mask][:, None]
+
+
+def assert_old_log_probs(document, expected):
+    found = document.old_log_probs[document.loss_mask].double()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@key("rollout/policy.temperature")
+def temperature():
+    for source in ("training", "sampling"):
+        for value in (0.5, 2.0):
+            module, documents = sampled(f"rollout.temperature={value}", f"rollout.old_log_probs={source}")
+            for document in documents:
+                expected = log_probs_of(module, document, value).gather(-1, completion_of(document))[:, 0]
+                assert_old_log_probs(document, expected)
+    module, documents = sampled("rollout.temperature=0.001")
+    for document in documents:  # so cold that only the likeliest token is sampled
+        assert torch.equal(log_probs_of(module, document).argmax(-1), completion_of(document)[:, 0])
+    loss_as_specified(["rollout.temperature=0.7"], temperature=0.7)
+
+
+@key("rollout/policy.top_p")
+def top_p():
+    """Every token is among the likeliest that make up the share, and its log-prob is that among them."""
+    for share in (0.3, 0.8):
+        module, documents = sampled(f"rollout.top_p={share}", "rollout.old_log_probs=sampling")
+        for document in documents:
+            probabilities, order = log_probs_of(module, document).exp().sort(-1, descending=True)
+            inside = probabilities.cumsum(-1) - probabilities < share
+            probabilities = torch.where(inside, probabilities, 0)
+            probabilities /= probabilities.sum(-1, keepdim=True)
+            expected = probabilities[order == completion_of(document)].log()
+            assert_old_log_probs(document, expected)
+    _, everything = sampled("rollout.top_p=null", "rollout.old_log_probs=sampling")
+    assert min(document.old_log_probs.min() for document in everything) < -3
+
+
+@key("rollout/policy.old_log_probs")
+def old_log_probs():
+    """With top_p only those of sampling are renormalised."""
+    sums = {}
+    for source in ("training", "sampling"):
+        module, documents = sampled("rollout.top_p=0.5", f"rollout.old_log_probs={source}")
+        plain = [log_probs_of(module, d).gather(-1, completion_of(d))[:, 0] for d in documents]
+        found = [document.old_log_probs[document.loss_mask] for document in documents]
+        sums[source] = (torch.cat(found) - torch.cat(plain)).abs()
+    assert sums["training"].max() < 1e-5
+    assert sums["sampling"].min() > 0.1
+
+
+@key("rollout/policy.save_path")
+def save_path(tmp_path):
+    module, loader = module_and_steps(f"rollout.save_path={tmp_path / 'saved'}", "accumulation.docs_per_step=1000")
+    module.float()  # what files hold
+    documents = next(iter(loader)).documents
+    path = f"rollout.path={tmp_path / 'saved'}"
+    _, loader = module_and_steps("rollout=recorded", path, "accumulation.docs_per_step=1000")
+    read = next(iter(loader)).documents
+    assert_equal([d.tokens for d in read], [d.tokens for d in documents])
+    assert_equal([d.old_log_probs for d in read], [d.old_log_probs for d in documents])
+    assert [d.reward for d in read] == [d.reward for d in documents]
+    sampled()
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+@key("rollout/recorded.path")
+def recorded_path(tmp_path):
+    for name, tokens in (("a", [5, 1, 2, 3, 4]), ("b", [6, 1, 2, 3, 4])):
+        (tmp_path / name).mkdir()
+        steps = recorded(tmp_path / name, token_ids=tokens)
+        assert all(document.tokens.tolist() == tokens for step in steps for document in step)
+
+
+@key("rollout/recorded.epochs")
+def epochs(tmp_path):
+    for number in (1, 3):
+        steps = recorded(tmp_path, f"rollout.epochs={number}")
+        first_tokens = [int(document.tokens[0]) for step in steps for document in step]
+        assert first_tokens == list(range(10)) * number
+
+
+@key("rollout/recorded.shuffle")
+def shuffle(tmp_path):
+    chosen = ["seed=4", "rollout.epochs=2", "accumulation.docs_per_step=10"]
+    for value in ("false", "true"):
+        steps = recorded(tmp_path, f"rollout.shuffle={value}", *chosen)
+        for epoch, step in enumerate(steps):
+            rank = shuffled(5, 4, epoch) if value == "true" else range(5)
+            assert [int(d.tokens[0]) for d in step] == sorted(range(10), key=lambda i: (rank[i // 2], i))
+
+
+@key("rollout/recorded.group_size")
+def recorded_group_size(tmp_path):
+    """The reward of row i is i squared, and the first advantage the mean of its group, with its sign changed."""
+    for size, mean in ((2, 0.5), (5, 6)):
+        documents = recorded(tmp_path, f"rollout.group_size={size}", group_id=...)[0]
+        assert documents[0].advantages[-1] == -mean
+        assert [document.group for document in documents] == [i // size for i in range(8)]
+
+
+@key("rollout/recorded.max_completion_length")
+def recorded_max_completion_length(tmp_path):
+    assert len(recorded(tmp_path, "rollout.max_completion_length=3")[0]) == 8
+    with pytest.raises(DataError, match=r"trains 3 tokens, more than rollout\.max_completion_length=2"):
+        recorded(tmp_path, "rollout.max_completion_length=2")
+
+
+@key("rollout/recorded.temperature")
+def recorded_temperature(tmp_path):
+    path = f"rollout.path={rows_file(tmp_path)}"
+    losses = [
+        loss_as_specified(["rollout=recorded", path, f"rollout.temperature={value}"], temperature=value)
+        for value in (0.5, 1.0, 2.0)
+    ]
+    assert len({round(loss, 6) for loss in losses}) == 3

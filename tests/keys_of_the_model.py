@@ -1,0 +1,143 @@
+"""Rows of `test_keys.py`: the model."""
+
+from __future__ import annotations
+
+import torch
+from keys import LogitsMade, key, module_of, settings, some_documents, step_of
+from runs import built, config_of
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pgtoolkit.training.model import character_tokenizer
+from pgtoolkit.validate import validate
+
+
+def llama(folder, seed=0) -> str:
+    """A folder with a small Llama."""
+    torch.manual_seed(seed)
+    tokenizer = character_tokenizer("0123456789=")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=32, **sizes, **ends)
+    LlamaForCausalLM(config).save_pretrained(folder / str(seed))
+    tokenizer.save_pretrained(folder / str(seed))
+    return f"model.path={folder / str(seed)}"
+
+
+@key("model/tiny.name", "model/huggingface.name")
+def model_name(tmp_path):
+    assert type(module_of("model=tiny").model).__name__ == "GPT2LMHeadModel"
+    assert type(module_of("model=huggingface", llama(tmp_path)).model).__name__ == "LlamaForCausalLM"
+
+
+@key("model/tiny.num_layers", "model/tiny.hidden_size", "model/tiny.max_positions")
+def sizes(key):
+    """By the number of parameters of a GPT-2 with 12 tokens and an LM head of its own."""
+    name, counts = key.split(".")[1], []
+    for value in (8, 12):
+        size = {"num_layers": 1, "hidden_size": 8, "max_positions": 64} | {name: value}
+        layers, width = size["num_layers"], size["hidden_size"]
+        module = module_of(f"model.{name}={value}")
+        counts.append(sum(weight.numel() for weight in module.parameters()))
+        embeddings = (12 + 12 + size["max_positions"]) * width
+        assert counts[-1] == embeddings + layers * (12 * width**2 + 13 * width) + 2 * width
+        assert module.policy.max_positions == size["max_positions"]
+    assert counts[0] < counts[1]
+
+
+@key("model/tiny.num_heads")
+def num_heads():
+    results = []
+    for heads in (1, 4):
+        module = module_of(f"model.num_heads={heads}")
+        attention, x = module.model.transformer.h[0].attn, torch.eye(8, dtype=torch.float64)[None]
+        parts = [part.view(1, 8, heads, 8 // heads).transpose(1, 2) for part in attention.c_attn(x).split(8, -1)]
+        expected = scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).reshape(1, 8, 8)
+        torch.testing.assert_close(attention(x, is_causal=True)[0], attention.c_proj(expected))
+        results.append(attention.c_proj(expected))
+    assert not torch.allclose(*results)
+
+
+@key("model/tiny.fp32_lm_head")
+def tiny_head_in_float32():
+    """There is nothing to widen, so the key says so."""
+    found = validate(config_of("model.fp32_lm_head=true")).problems
+    assert found == [
+        "model.fp32_lm_head=true needs model=huggingface (got model=tiny). It would change nothing: all of the tiny "
+        "model is float32. Use model.fp32_lm_head=false."
+    ]
+
+
+def head_of(*overrides):
+    return built(*settings("model=huggingface", *overrides))[0].float().policy.head.weight.detach()
+
+
+def saved_head(path):
+    return LlamaForCausalLM.from_pretrained(path.partition("=")[2]).lm_head.weight.detach()
+
+
+@key("model/huggingface.path")
+def model_path(tmp_path):
+    first, second = llama(tmp_path, 0), llama(tmp_path, 1)
+    for path in (first, second):
+        assert torch.equal(head_of(path), saved_head(path))
+    assert not torch.equal(saved_head(first), saved_head(second))
+
+
+@key("model/huggingface.random_weights")
+def random_weights(tmp_path):
+    path = llama(tmp_path, 5)
+    found = head_of(path, "model.random_weights=true")
+    assert found.shape == saved_head(path).shape
+    assert (found - saved_head(path)).abs().min() > 0
+    assert not torch.equal(found, head_of(path, "model.random_weights=true", "seed=1"))
+
+
+@key("model/huggingface.dtype")
+def number_type(tmp_path):
+    path, states = llama(tmp_path), {}
+    micro_batch = step_of(some_documents()).micro_batches[0]
+    for dtype in ("float32", "bfloat16", "auto"):
+        module = module_of("model=huggingface", path, f"model.dtype={dtype}").float()
+        states[dtype] = module.policy.hidden_states(micro_batch).detach()
+        assert {weight.dtype for weight in module.parameters()} == {torch.float32}
+    assert torch.equal(states["auto"], states["float32"])
+    on_gpu = module_of("model=huggingface", path, "trainer.device=auto").policy.compute_dtype
+    assert on_gpu == (torch.bfloat16 if torch.cuda.is_available() else torch.float32)
+    difference = (states["bfloat16"].float() - states["float32"]).abs().max()
+    assert (states["float32"].dtype, states["bfloat16"].dtype) == (torch.float32, torch.bfloat16)
+    assert 1e-3 < difference < 0.2
+
+
+@key("model/huggingface.gradient_checkpointing")
+def gradient_checkpointing(tmp_path):
+    path, calls, gradients = llama(tmp_path), {}, []
+    for value in ("false", "true"):
+        module = module_of("model=huggingface", path, f"model.gradient_checkpointing={value}")
+        seen = calls[value] = []
+        module.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, seen=seen: seen.append(1))
+        module.training_step(step_of(some_documents()), 0)
+        gradients.append([weight.grad for weight in module.parameters()])
+    assert (len(calls["false"]), len(calls["true"])) == (1, 2)
+    torch.testing.assert_close(*gradients)
+
+
+@key("model/huggingface.fp32_lm_head")
+def head_in_float32(tmp_path):
+    """The log-probs, and the logits behind the loss, of a body in bfloat16."""
+    path, step = llama(tmp_path), step_of(some_documents())
+    labels = step.micro_batches[0].labels
+    for value, dtype in (("true", torch.float32), ("false", torch.bfloat16)):
+        choice = ("model.dtype=bfloat16", f"model.fp32_lm_head={value}")
+        module = module_of("model=huggingface", path, *choice).float()
+        weight = module.policy.head.weight.detach().bfloat16()
+        hidden = module.policy.hidden_states(step.micro_batches[0]).detach()
+        both = {torch.float32: hidden.float() @ weight.float().T, torch.bfloat16: (hidden @ weight.T).float()}
+        both = {t: x.log_softmax(-1).gather(-1, labels.clamp(min=0)[:, None])[labels >= 0, 0] for t, x in both.items()}
+        assert (both[torch.float32] - both[torch.bfloat16]).abs().max() > 1e-3
+        found = module.log_probs(step.micro_batches[0])[labels >= 0]
+        torch.testing.assert_close(found, both[dtype], rtol=0, atol=1e-5)
+        with LogitsMade(12) as logits:
+            out = module._loss(step.micro_batches[0], step.totals)
+        assert logits.found == [(int((labels >= 0).sum()), dtype)]
+        torch.testing.assert_close(out.log_probs[labels >= 0], both[dtype], rtol=0, atol=1e-5)

@@ -1,0 +1,252 @@
+"""Rows of `test_keys.py`: what a step computes, and its update."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from keys import (
+    LogitsMade,
+    key,
+    logits_of,
+    loss_as_specified,
+    module_and_steps,
+    module_of,
+    recorded,
+    rows_file,
+    some_documents,
+    step_of,
+)
+from torch import nn
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+V = 12  # the digits, "=" and the end
+
+
+@key("loss.name")
+def loss_name():
+    both = ["loss.epsilon_low=0.1", "loss.epsilon_high=0.1"]
+    losses = [
+        loss_as_specified([f"loss={n}", *both], loss=n, epsilon_low=0.1, epsilon_high=0.1) for n in ("grpo", "gspo")
+    ]
+    assert losses[0] != pytest.approx(losses[1], rel=0.01)
+
+
+@key("loss.epsilon_low", "loss.epsilon_high")
+def clip(key):
+    name = key.split(".")[1]
+    losses = [loss_as_specified([f"{key}={value}"], **{name: value}) for value in (0.05, 0.2, 0.7)]
+    assert len({round(loss, 6) for loss in losses}) == 3
+
+
+@key("aggregation.mode")
+def aggregation(tmp_path):
+    """The loss; and where steps end: prompt_mean needs all documents of a prompt in one, of which there are two."""
+    divisors = {"constant": 4, "sample_mean": None, "prompt_mean": None, "token_mean": None}
+    losses = [loss_as_specified([f"aggregation={a}"], aggregation=a, divisor=d) for a, d in divisors.items()]
+    assert len({round(loss, 6) for loss in losses}) == 4
+    for chosen, expected in (("token_mean", [3, 3, 3, 1]), ("prompt_mean", [4, 4, 2])):
+        steps = recorded(tmp_path, f"aggregation={chosen}", "accumulation.docs_per_step=3")
+        assert [len(step) for step in steps] == expected
+
+
+@key("aggregation.divisor")
+def divisor():
+    small, large = (loss_as_specified([f"aggregation.divisor={d}"], divisor=d) for d in (3, 12))
+    assert small == pytest.approx(4 * large, rel=1e-12)
+
+
+def ten_per_token(totals, *, mask, document_index, tokens_per_document, group_index):
+    return torch.full(mask.shape, 10 / totals.num_tokens)
+
+
+@key("aggregation.reducer")
+def reducer():
+    step, losses = step_of(some_documents()), []
+    for chosen in ("aggregation.reducer=keys_of_the_step.ten_per_token", "aggregation=token_mean"):
+        losses.append(module_of(chosen).training_step(step, 0)["metrics"]["loss"])
+    assert losses[0] == pytest.approx(10 * losses[1], rel=1e-6)  # weights of the reducer in float32
+
+
+@key("metrics.level")
+def level():
+    found = {}
+    for chosen in ("none", "basic", "with_entropy"):
+        found[chosen] = module_of(f"metrics={chosen}").training_step(step_of(some_documents()), 0)["metrics"]
+    more = [found["basic"].keys() - found["none"].keys(), found["with_entropy"].keys() - found["basic"].keys()]
+    assert {"ratio_new_old", "kl_new_old", "clipped_ratio_fraction", "max_advantage"} <= more[0]
+    assert more[1] == {"entropy"}
+    module, means = module_of(), []
+    for document in some_documents():
+        log_probs = logits_of(module, document)[:-1].log_softmax(-1)
+        means.append((-(log_probs.exp() * log_probs).sum(-1))[document.loss_mask[1:]].mean().item())
+    assert found["with_entropy"]["entropy"] == pytest.approx(sum(means) / len(means), rel=1e-10)
+
+
+def losses_and_logits(*choices: str, vocabulary: int = V):
+    """Of each choice of overrides: loss and logits made by one micro-batch; of a vocabulary as large as asked for."""
+    for overrides in choices:
+        module = module_of(*overrides.split())
+        if vocabulary != V:
+            torch.manual_seed(0)
+            module.model.set_output_embeddings(nn.Linear(8, vocabulary, bias=False, dtype=torch.float64))
+        step = step_of(some_documents())
+        with LogitsMade(vocabulary) as logits:
+            out = module._loss(step.micro_batches[0], step.totals)
+        yield out, logits
+
+
+@key("loss.num_splits")
+def splits():
+    num_tokens = sum(document.num_tokens for document in some_documents())
+    whole, third = losses_and_logits("kernel=torch", "kernel=torch loss.num_splits=3")
+    assert whole[1].rows == [num_tokens]
+    # Only trained tokens are multiplied, and first those without a gradient.
+    assert sum(third[1].rows) < num_tokens
+    assert max(third[1].rows) == num_tokens // 3
+    assert third[0].loss.item() == pytest.approx(whole[0].loss.item(), rel=1e-12)
+
+
+@key("kernel.logits_memory_mb")
+def logits_memory():
+    """A row of 20000 logits in float64 takes 0.153 MiB."""
+    chosen = [f"kernel=fused_linear kernel.logits_memory_mb={mb}" for mb in (1, 2, 100)]
+    (one, few), (two, more), (_, all_at_once) = losses_and_logits(*chosen, vocabulary=20000)
+    assert (max(few.rows), max(more.rows)) == (6, 13)
+    assert all_at_once.rows == [sum(few.rows)] == [sum(more.rows)]
+    assert one.loss.item() == pytest.approx(two.loss.item(), rel=1e-12)
+
+
+@key("kernel.implementation")
+def implementation():
+    """Told by what autograd keeps: materialised logits, their gradient (Triton's GRPO), or none of both."""
+    kept = {}
+    for name in ("torch", "triton", "fused_linear", "auto"):
+        module = module_of(f"kernel={name}", "trainer.device=auto").float().to(DEVICE)
+        step = step_of(some_documents())
+        with LogitsMade(V) as logits:
+            out = module._loss(step.micro_batches[0], step.totals)
+        kept[name] = (out.loss.grad_fn.name().removesuffix("Backward"), max(logits.rows), round(out.loss.item(), 5))
+    num_tokens, loss = sum(document.num_tokens for document in some_documents()), kept["torch"][2]
+    num_trained = sum(document.num_trained for document in some_documents())
+    assert kept["torch"] == ("_GradientToCome", num_tokens, loss)
+    assert kept["triton"] == ("_GradientAtHand", num_tokens, loss)
+    assert kept["fused_linear"] == kept["auto"] == ("_GradientsAtHand", num_trained, loss)
+
+
+@key("advantage.estimator")
+def estimator(tmp_path):
+    """Of the second group, whose rewards are 4 and 9."""
+    found = {}
+    for name in ("dr_grpo", "grpo", "rloo", "given"):
+        documents = recorded(tmp_path, f"advantage={name}")[0]
+        found[name] = [document.advantages[-1].item() for document in documents[2:4]]
+    assert found["dr_grpo"] == [-2.5, 2.5]
+    assert found["grpo"] == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)], rel=1e-5)
+    assert found["rloo"] == [-5, 5]
+    assert found["given"] == [2 / 8, 3 / 8]
+
+
+@key("accumulation.docs_per_step")
+def docs_per_step(tmp_path):
+    for value, expected in ((3, [3, 3, 3, 1]), (5, [5, 5]), (100, [10])):
+        assert [len(step) for step in recorded(tmp_path, f"accumulation.docs_per_step={value}")] == expected
+
+
+@key("accumulation.max_tokens")
+def max_tokens(tmp_path):
+    for value, expected in ((5, [1, 1, 1, 1]), (14, [2, 2]), (15, [3, 1]), (99, [4])):
+        overrides = [f"accumulation.max_tokens={value}", "accumulation.docs_per_step=4"]
+        path = rows_file(tmp_path)
+        _, loader = module_and_steps("rollout=recorded", f"rollout.path={path}", *overrides)
+        assert [part.num_documents for part in next(iter(loader)).micro_batches] == expected
+
+
+@key("accumulation.micro_batches_per_step")
+def micro_batches_per_step(tmp_path):
+    for value, expected in ((1, [2] * 5), (2, [4, 4, 2]), (4, [8, 2])):
+        chosen = ["accumulation=fixed", f"accumulation.micro_batches_per_step={value}", "accumulation.docs_per_step=0"]
+        steps = recorded(tmp_path, *chosen, "accumulation.max_tokens=10")
+        assert [len(step) for step in steps] == expected
+
+
+@key("accumulation.last_step")
+def last_step(tmp_path):
+    expected = {"short": [4, 4, 2, 4, 4, 2], "drop": [4, 4, 4, 4], "carry": [4, 4, 4, 4, 4]}
+    for value, sizes in expected.items():
+        chosen = [f"accumulation.last_step={value}", "accumulation.docs_per_step=4", "rollout.epochs=2"]
+        assert [len(step) for step in recorded(tmp_path, *chosen)] == sizes
+
+
+def plain_adamw(weight, gradients, rates, *, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.01):
+    """arXiv 1711.05101, algorithm 2, a number at a time; the decay is multiplied by the learning rate."""
+    mean = square = torch.zeros_like(weight)
+    for t, (gradient, rate) in enumerate(zip(gradients, rates, strict=True), start=1):
+        mean = beta1 * mean + (1 - beta1) * gradient
+        square = beta2 * square + (1 - beta2) * gradient**2
+        weight = weight - rate * weight_decay * weight
+        weight = weight - rate * (mean / (1 - beta1**t)) / ((square / (1 - beta2**t)).sqrt() + epsilon)
+    return weight
+
+
+@key(
+    "optimizer.learning_rate",
+    "optimizer.beta1",
+    "optimizer.beta2",
+    "optimizer.epsilon",
+    "optimizer.weight_decay",
+)
+def adamw(key):
+    name = key.split(".")[1]
+    value = {"learning_rate": 0.02, "beta1": 0.5, "beta2": 0.7, "epsilon": 0.01, "weight_decay": 0.3}[name]
+    module = module_of("optimizer.warmup_steps=0", f"{key}={value}")
+    parameters = list(module.parameters())
+    before = [p.detach().clone() for p in parameters]
+    gradients = [[] for _ in parameters]
+    for number in range(3):
+        module.training_step(step_of(some_documents()[number : number + 4]), number)
+        for p, found in zip(parameters, gradients, strict=True):
+            found.append(p.grad.clone())
+    rates = [value if name == "learning_rate" else 1e-3] * 3
+    changed = {} if name == "learning_rate" else {name: value}
+    for p, first, found in zip(parameters, before, gradients, strict=True):
+        choices = changed | ({} if p.ndim > 1 else {"weight_decay": 0})  # norms and biases do not decay
+        torch.testing.assert_close(p.detach(), plain_adamw(first, found, rates, **choices), rtol=1e-11, atol=1e-14)
+    others = [plain_adamw(first, found, [1e-3] * 3) for first, found in zip(before, gradients, strict=True)]
+    assert max(float((p.detach() - q).abs().max()) for p, q in zip(parameters, others, strict=True)) > 1e-4
+
+
+@key("optimizer.max_grad_norm")
+def max_grad_norm():
+    def gradient_with(limit):
+        module = module_of(f"optimizer.max_grad_norm={limit}")
+        norm = module.training_step(step_of(some_documents()), 0)["metrics"]["grad_norm"]
+        return norm, torch.cat([p.grad.flatten() for p in module.parameters()])
+
+    norm, whole = gradient_with("null")
+    assert norm == pytest.approx(whole.norm().item(), rel=1e-10)
+    for share in (0.5, 0.01, 2):
+        found, clipped = gradient_with(share * norm)
+        assert found == pytest.approx(norm, rel=1e-10)
+        torch.testing.assert_close(clipped, min(share, 1) * whole, rtol=1e-4, atol=1e-14)
+
+
+@key("optimizer.warmup_steps", "optimizer.schedule")
+def learning_rates():
+    shapes = {
+        "constant": lambda progress: 1,
+        "linear": lambda progress: 1 - progress,
+        "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
+    }
+    step = step_of(some_documents())
+    for warmup in (0, 1, 3):
+        for schedule, shape in shapes.items():
+            chosen = [f"optimizer.schedule={schedule}", f"optimizer.warmup_steps={warmup}", "trainer.max_steps=8"]
+            module, found = module_of(*chosen, "optimizer.learning_rate=0.5"), []
+            for number in range(8):
+                module.training_step(step, number)
+                found.append([group["lr"] for group in module.optimizer.param_groups])
+            expected = [0.5 * (i + 1) / warmup for i in range(warmup)]
+            expected += [0.5 * shape(i / (8 - warmup)) for i in range(8 - warmup)]
+            assert found == [[pytest.approx(rate, rel=1e-12)] * 2 for rate in expected]

@@ -1,0 +1,61 @@
+"""Keys that do not arrive, and steps that go on where they should not: (name, file, edits, the tests that catch it)."""
+
+ROW = "tests/test_keys.py::test_the_key_acts"
+STEP = "tests/test_training.py"
+
+MUTANTS_OF_KEYS = [
+    (
+        "training ignores the temperature",
+        "training/module.py",
+        {"temperature=config.rollout.temperature,": "temperature=1.0,"},
+        (f"{ROW}[rollout/policy.temperature]", f"{ROW}[rollout/recorded.temperature]"),
+    ),
+    (
+        "training ignores fp32_lm_head",
+        "training/module.py",
+        {"fp32_logits=config.model.fp32_lm_head": "fp32_logits=False"},
+        (f"{ROW}[model/huggingface.fp32_lm_head]",),
+    ),
+    (
+        "training ignores num_splits",
+        "training/module.py",
+        {"num_splits=config.loss.num_splits": "num_splits=1"},
+        (f"{ROW}[loss.num_splits]",),
+    ),
+    (
+        "training ignores logits_memory_mb",
+        "training/module.py",
+        {"logits_memory_mb=config.kernel.logits_memory_mb": "logits_memory_mb=512"},
+        (f"{ROW}[kernel.logits_memory_mb]",),
+    ),
+    (
+        "training ignores max_grad_norm",
+        "training/module.py",
+        {"math.inf if limit is None else limit": "math.inf"},
+        (f"{ROW}[optimizer.max_grad_norm]",),
+    ),
+    (
+        "the optimizer ignores epsilon",
+        "training/optimizer.py",
+        {", eps=config.epsilon": ""},
+        (f"{ROW}[optimizer.epsilon]",),
+    ),
+    (
+        "the cosine schedule is linear",
+        "training/optimizer.py",
+        {"0.5 * (1.0 + math.cos(math.pi * progress))": "(1.0 - progress)"},
+        (f"{ROW}[optimizer.schedule]",),
+    ),
+    (
+        "a gradient of infinite norm still updates",
+        "training/module.py",
+        {' and math.isfinite(metrics["grad_norm"]):': ":"},
+        (f"{STEP}::test_a_gradient_whose_norm_is_infinite_changes_no_weight",),
+    ),
+    (
+        "bad steps are never forgiven",
+        "training/module.py",
+        {"self.num_updates += 1\n            self._bad_steps_in_a_row = 0": "self.num_updates += 1"},
+        (f"{STEP}::test_bad_steps_count_only_in_a_row",),
+    ),
+]
