@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -18,6 +19,7 @@ from pgtoolkit.comparison.runs import is_run, not_a_run
 from pgtoolkit.config import Config, HuggingFaceModelConfig, PolicyRolloutConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError, StorageError, first_line
 from pgtoolkit.parallelism.layout import ONE_PROCESS
+from pgtoolkit.plain_files import open_to_read
 from pgtoolkit.resume import compose_resumed
 from pgtoolkit.rollouts.tasks import make_task
 from pgtoolkit.tracking.commands import shell_path
@@ -62,9 +64,10 @@ def export(run_dir: Path, folder: Path) -> int:
             file.chmod(0o644)
         os.replace(temporary, folder)  # takes the place of an empty folder, too
     except OSError as error:
+        raise StorageError(f"{folder} cannot be written: {error.strerror or error}") from error
+    finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
-        raise StorageError(f"{folder} cannot be written: {error.strerror or error}") from error
     return state["step"]
 
 
@@ -119,8 +122,8 @@ def _write(policy: Policy, config: Config, run_dir: Path, step: int, folder: Pat
     model.config.use_cache = True
     model.to(torch.float32).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    if (run_dir / "curves.png").exists():
-        shutil.copy(run_dir / "curves.png", folder / "curves.png")
+    with contextlib.suppress(FileNotFoundError), open_to_read(run_dir / "curves.png") as picture:
+        (folder / "curves.png").write_bytes(picture.read())
     (folder / "README.md").write_text(card(config, run_dir, step), encoding="utf-8")
 
 

@@ -50,6 +50,13 @@ def of_run(config: DictConfig) -> list[str]:
     if inside is not None and _leaves(str(inside)):
         use = "hydra.output_subdir=.hydra"
         report.refuse(f"hydra.output_subdir={inside}", "a folder in the run directory", inside, REASON, use)
+    elif not report.problems:
+        # Hydra writes there before the run itself looks.
+        from pgtoolkit.tracking.run_directory import occupied, occupied_by
+
+        run_dir = Path(config.hydra.run.dir)
+        if by := occupied_by(run_dir, () if inside is None else (str(inside),)):
+            report.problems.append(occupied(f"hydra.run.dir={run_dir}", run_dir, by))
     return report.problems
 
 

@@ -8,6 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "pgtoolkit"
 HEAVY = {"torch", "triton", "lightning", "mlflow", "transformers"}
 LIGHT_FILES = (
+    "plain_files",
     "cli",
     "check",
     "compose",

@@ -243,9 +243,62 @@ MUTANTS = [
     ),
     Mutant(
         "a checkpoint written in place",
-        "training/checkpoint.py",
-        {'path.with_suffix(".tmp")': "path"},
+        "plain_files.py",
+        {'temporary = path.with_name(f".{path.name}.tmp")\n': "temporary = path\n"},
         ("tests/test_checkpoint.py::test_killed_in_the_middle_of_saving",),
+    ),
+    Mutant(
+        "checkpoints sorted by their names as texts",
+        "training/disk.py",
+        {"return sorted(found, key=step_of)": "return sorted(found)"},
+        ("tests/test_checkpoint.py::test_steps_beyond_a_million_are_newer_than_those_before",),
+    ),
+    Mutant(
+        "a damaged newest checkpoint counts among those that are kept",
+        "training/disk.py",
+        {"if step_of(path) < step]": "if path != newest]"},
+        ("tests/test_checkpoint.py::test_a_damaged_newest_one_takes_no_place_of_those_that_are_kept[2]",),
+    ),
+    Mutant(
+        "the number of skipped steps is forgotten on resume",
+        "training/state.py",
+        {'module.num_skipped_steps = state["num_skipped_steps"]': "pass"},
+        ("tests/test_training.py::test_the_count_of_skipped_steps_goes_on_after_a_resume",),
+    ),
+    Mutant(
+        "files of a run are opened through links",
+        "plain_files.py",
+        {"flags | os.O_NOFOLLOW | os.O_NONBLOCK": "flags | os.O_NONBLOCK"},
+        ("tests/test_links.py::test_a_link_in_the_place_of_a_file_is_refused[run.log]",),
+    ),
+    Mutant(
+        "temporary files are opened where they lie, through links",
+        "plain_files.py",
+        {
+            "temporary.unlink(missing_ok=True)  # of a link, the link itself": "pass",
+            "os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW": "os.O_CREAT",
+        },
+        ("tests/test_links.py::test_a_link_in_the_place_of_a_temporary_file_is_no_way_out[status.json]",),
+    ),
+    Mutant(
+        "a second run goes into the directory of another",
+        "paths.py",
+        {"if by := occupied_by(run_dir, () if inside is None else (str(inside),)):": "if by := None:"},
+        (
+            "tests/test_run_directory.py::test_the_refusal_of_a_second_run_names_resume_and_a_free_directory_is_accepted",
+        ),
+    ),
+    Mutant(
+        "MLflow's rows are told by their step alone",
+        "tracking/delivered.py",
+        {"return any(there.get": "return False and any(there.get"},
+        ("tests/test_sync.py::test_sync_compares_values_and_not_only_steps[loss]",),
+    ),
+    Mutant(
+        "an MLflow run takes rows of whatever run names it",
+        "tracking/mlflow_store.py",
+        {'if run.data.tags.get("pgtk.id") != described.identity:': "if False:"},
+        ("tests/test_sync.py::test_an_mlflow_run_takes_rows_of_its_own_run_only",),
     ),
     Mutant(
         "the optimizer starts anew on resume",

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from runs import SHORT, assert_equal, metrics_of
+from test_checkpoint import state
 from test_processes_training import assert_close, recorded, run_on_ranks  # noqa: F401 (a fixture)
 from torch.distributed.checkpoint.metadata import Metadata
 from worlds import layout, world
@@ -108,7 +109,7 @@ def save_steps(folder: Path, steps: list[int], keep: int) -> None:
     ranks = layout(data_parallel=2)
     for step in steps:
         tensors = {"x": torch.full((1000,), float(step)), "y": torch.arange(3.0)}
-        save_shards(folder, step, {"step": step}, tensors, keep, ranks)
+        save_shards(folder, step, state(step), tensors, keep, ranks)
 
 
 def test_the_newest_are_kept_and_a_damaged_one_is_passed_over(tmp_path, caplog):

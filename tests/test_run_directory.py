@@ -11,9 +11,14 @@ from enum import StrEnum
 
 import numpy as np
 import pytest
+from runs import SHORT, config_of
 
+from pgtoolkit.cli import main
 from pgtoolkit.errors import ConfigError, StorageError
+from pgtoolkit.multirun import job
+from pgtoolkit.multirun.identity import learned
 from pgtoolkit.tracking.run_directory import RunDirectory, config_drift, plain, read_metrics, read_status
+from pgtoolkit.training.train import train
 
 HOLD = "import sys, time; from pgtoolkit.tracking.run_directory import RunDirectory as R; r = R(sys.argv[1]);"
 
@@ -142,13 +147,63 @@ def test_config_drift_names_added_and_removed_keys():
 
 def test_provenance_of_resumes_is_kept_beside_the_first(tmp_path):
     with RunDirectory(tmp_path) as run:
-        for host in ("a", "b", "c"):
-            run.write_provenance({"host": host})
+        starts = [{"host": host, "time": "2026-11-21T10:00:00+0000"} for host in ("a", "b", "c")]
+        for start in starts:
+            run.write_provenance(dict(start))
     saved = json.loads((tmp_path / "provenance.json").read_text())
-    assert saved == {"host": "a", "resumed": [{"host": "b"}, {"host": "c"}]}
+    assert saved == {**starts[0], "resumed": starts[1:]}
 
 
 def test_storage_that_cannot_be_written_is_a_storage_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot be read or written: Not a directory"):
         RunDirectory(tmp_path / "file" / "run")
+
+
+@pytest.mark.parametrize("left", ["config.yaml", "status.json", "metrics.jsonl", "checkpoints", ".hydra"])
+def test_a_second_run_into_a_directory_is_refused_before_anything_is_written(tmp_path, monkeypatch, capsys, left):
+    """Also behind a link: the name is enough."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my run").mkdir()
+    (tmp_path / "my run" / left).symlink_to("nowhere")
+    before = [(path, path.lstat().st_mtime_ns) for path in sorted(tmp_path.rglob("*"))]
+    assert main(["hydra.run.dir='my run'", "seed=4"]) == 2
+    assert main(["check", "hydra.run.dir='my run'"]) == 2
+    said = capsys.readouterr()
+    assert f"error: hydra.run.dir=my run needs a directory without a run (got one with {left}). A second" in said.err
+    assert "Use another directory." in said.out
+    assert [(path, path.lstat().st_mtime_ns) for path in sorted(tmp_path.rglob("*"))] == before
+
+
+def test_the_refusal_of_a_second_run_names_resume_and_a_free_directory_is_accepted(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with RunDirectory("my run") as run:
+        run.write_config({"seed": 1}, [])
+    (tmp_path / "free").mkdir()
+    (tmp_path / "free" / "notes.txt").write_text("why")
+    assert main(["check", "hydra.run.dir='my run'", "loss=gpro"]) == 2
+    said = capsys.readouterr().out
+    assert "Problems (2)" in said
+    assert "Use pgtk resume 'my run' to continue that run, or another directory." in said
+    assert main(["check", "hydra.run.dir=free"]) == 0
+
+
+def test_training_anew_in_a_directory_with_a_run_is_refused_whoever_starts_it(tmp_path):
+    """The second line: another launcher, or two that start at once."""
+    with RunDirectory(tmp_path, new=True) as run:
+        run.write_config({"seed": 1}, [])
+    before = (tmp_path / "config.yaml").read_bytes()
+    with pytest.raises(ConfigError, match=r"needs a directory without a run \(got one with config.yaml\)"):
+        train(config_of(*SHORT), tmp_path)
+    assert (tmp_path / "config.yaml").read_bytes() == before
+    assert not (tmp_path / "run.log").exists()
+    RunDirectory(tmp_path).close()  # nothing holds it
+
+
+def test_a_job_of_another_launcher_does_not_continue_another_run(tmp_path):
+    config = config_of(*SHORT)
+    with RunDirectory(tmp_path) as run:
+        run.write_config(learned(config) | {"seed": 1}, [])
+        run.set_status("interrupted", 3)
+    with pytest.raises(ConfigError, match=r"got a run with seed=1, not 0\)"):
+        job.run(config, tmp_path, [], "sweep")

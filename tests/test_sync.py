@@ -8,10 +8,11 @@ from mlflow import MlflowClient
 from stores import CONFIG, history, start, train
 
 from pgtoolkit.cli import main
+from pgtoolkit.comparison.stored import stored_runs
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.tracking import system_metrics
 from pgtoolkit.tracking.mlflow_store import MlflowTracker
-from pgtoolkit.tracking.run_directory import read_metrics
+from pgtoolkit.tracking.run_directory import RunDirectory, read_metrics, read_status
 from pgtoolkit.tracking.sync import sync
 
 
@@ -91,3 +92,75 @@ def test_system_metrics_are_kept_delivered_and_continued(uri, run, monkeypatch):
         kept = [(row["step"], row["cpu_utilization_percentage"]) for row in rows]
         assert history(uri, tracker.info["run_id"], "system/cpu_utilization_percentage") == kept
         assert all(0 < row["system_memory_usage_percentage"] < 100 for row in rows)
+
+
+def test_an_mlflow_run_takes_rows_of_its_own_run_only(uri, run, tmp_path, caplog):
+    """A directory whose status names the MLflow run of another run, as one that was trained in twice has it."""
+    first = start(uri, run, experiment="mixed")
+    train(run, 1, 8)
+    first.finish("done")
+    with RunDirectory(tmp_path / "other") as other:
+        other.set_status("running", 0, mlflow=first.info)
+        second = start(uri, other, experiment="mixed")
+        train(other, 1, 10)
+        assert second.finish("done") == []
+    assert second.info["run_id"] != first.info["run_id"]
+    assert f"MLflow run {first.info['run_id']} belongs to another run" in caplog.text
+    assert len(history(uri, first.info["run_id"])) == 8
+    assert history(uri, second.info["run_id"]) == [(step, step / 8) for step in range(1, 11)]
+    assert MlflowClient(uri).get_run(first.info["run_id"]).data.tags["pgtk.id"] != read_status(other.path)["id"]
+
+
+def rewrite(run, change):
+    """Change the rows of metrics.jsonl, as another attempt would have written them."""
+    rows = [change(row) for row in run.read_metrics()]
+    run.metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows if row))
+
+
+@pytest.mark.parametrize("metric", ["loss", "documents_seen"])
+def test_sync_compares_values_and_not_only_steps(uri, run, metric, caplog):
+    experiment = f"values {metric}"
+    config = CONFIG | {"tracking": {"name": "mlflow", "experiment": experiment}}
+    tracker = start(uri, run, experiment=experiment, config=config)
+    train(run, 1, 9)
+    tracker.finish("done")
+    run.set_status("done", 9)
+    run.close()
+    assert "nothing was missing" in sync(run.path)
+    rewrite(run, lambda row: row | {metric: row[metric] + 1} if row["step"] == 4 else row)
+    said = sync(run.path)
+    assert "9 rows delivered" in said
+    old = tracker.info["run_id"]
+    assert f"{old} has other values than {run.metrics_path} for step 4; another one gets all metrics" in caplog.text
+    for _ in range(2):
+        new = sync(run.path)
+        assert "nothing was missing" in new
+        assert old not in new
+    (compared,) = stored_runs(uri, [experiment], "loss")  # the other one counts no more
+    assert [row["loss"] for row in compared.rows] == [row["loss"] for row in run.read_metrics()]
+
+
+def test_sync_fills_a_gap(uri, run):
+    train(run, 1, 9)
+    whole = run.metrics_path.read_text()
+    rewrite(run, lambda row: row if row["step"] not in (3, 4) else None)
+    start(uri, run, experiment="gap").finish("done")
+    run.metrics_path.write_text(whole)
+    run.close()
+    assert "2 rows delivered" in sync(run.path)
+    assert "nothing was missing" in sync(run.path)
+
+
+def test_steps_made_again_with_other_values_are_said(uri, run, caplog):
+    tracker = start(uri, run, experiment="again")
+    train(run, 1, 10)
+    tracker.finish("interrupted")
+    run.drop_metrics_after(7)
+    tracker = start(uri, run, experiment="again", config=CONFIG | {"seed": 2})
+    for step in (8, 9, 10, 11):
+        run.append_metrics(step, {"loss": -step, "documents_seen": 64 * step})
+    assert tracker.finish("done") == ["the new values of 3 steps, the first of them 8"]
+    run.set_status("done", 11)
+    run.close()
+    assert "11 rows delivered" in sync(run.path)
+    assert "nothing was missing" in sync(run.path)

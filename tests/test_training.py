@@ -194,6 +194,16 @@ def test_a_checkpoint_beyond_max_steps_is_refused_and_nothing_is_changed(tmp_pat
     assert metrics_of(run(folder, "trainer.max_steps=4", resume=True))[-1]["step"] == 4
 
 
+def test_the_count_of_skipped_steps_goes_on_after_a_resume(tmp_path):
+    folder = run(tmp_path / "run", "trainer.max_steps=1")
+    saved = checkpoint_of(folder, 1)
+    assert saved["num_skipped_steps"] == 0
+    torch.save(saved | {"num_skipped_steps": 7}, folder / "checkpoints" / "step-000001.ckpt")
+    run(folder, "trainer.max_steps=2", resume=True)
+    assert metrics_of(folder)[-1]["num_skipped_steps"] == 7
+    assert checkpoint_of(folder, 2)["num_skipped_steps"] == 7
+
+
 def test_a_changed_key_acts_on_resume(tmp_path):
     """Nothing that the user sets is silently taken from the checkpoint instead."""
     folder = run(tmp_path / "run", "trainer.max_steps=3")

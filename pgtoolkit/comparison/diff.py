@@ -6,8 +6,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from pgtoolkit.comparison.groups import text
-from pgtoolkit.comparison.runs import UNREADABLE, is_run, not_a_run
-from pgtoolkit.errors import ConfigError
+from pgtoolkit.comparison.runs import is_run, not_a_run
 from pgtoolkit.tracking.commands import shell_path
 from pgtoolkit.tracking.description import read_provenance
 from pgtoolkit.tracking.run_directory import config_drift, read_config
@@ -23,7 +22,7 @@ def page(first: Path, second: Path) -> str:
     for path in (first, second):
         if not is_run(path):
             raise not_a_run(f"pgtk diff {first} {second}", path, "two run directories")
-    sections = {"configuration": config_drift(_config(first), _config(second))}
+    sections = {"configuration": config_drift(read_config(first)[0], read_config(second)[0])}
     starts = [read_provenance(path) for path in (first, second)]
     notes = []
     if all(starts):
@@ -48,17 +47,6 @@ def page(first: Path, second: Path) -> str:
     return "\n".join([*lines, "", *notes]).rstrip()
 
 
-def _config(path):
-    try:
-        return dict(read_config(path)[0])
-    except UNREADABLE as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"pgtk diff needs runs whose configuration can be read (got {path}/config.yaml: {reason}). It is damaged. "
-            "Use another run."
-        ) from error
-
-
 def _last_start(provenance):
     return (provenance.get("resumed") or [provenance])[-1]
 
@@ -67,7 +55,7 @@ def _code(one, other):
     changes = config_drift({"pgtoolkit": one.get("version")}, {"pgtoolkit": other.get("version")})
     # The same repository may lie in different places on two machines, so its place in the list says which it is.
     for a, b in zip_longest(one.get("git", []), other.get("git", [])):
-        name = Path((a or b)["path"]).name
+        name = Path(str((a or b).get("path"))).name
         before, after = _commit(a), _commit(b)
         if before != after:
             changes[f"{name}: commit"] = [before, after]
@@ -87,7 +75,7 @@ def _uncommitted(repository):
     lines = repository["diff"].splitlines()
     added = sum(line.startswith("+") and not line.startswith("+++") for line in lines)
     removed = sum(line.startswith("-") and not line.startswith("---") for line in lines)
-    cut = ", cut off" if repository["diff_truncated"] else ""
+    cut = ", cut off" if repository.get("diff_truncated") else ""
     return f"+{added} -{removed} lines{cut}"
 
 

@@ -8,6 +8,7 @@ from dataclasses import fields
 from pgtoolkit.comparison.runs import Run, add_seconds
 from pgtoolkit.config import SCHEMAS, Config
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.tracking.delivered import SUPERSEDED
 from pgtoolkit.tracking.provenance import redact
 from pgtoolkit.tracking.store import absolute_uri, client_of, quoted, refusals, refuse_missing
 
@@ -46,7 +47,7 @@ def _found(client, experiments, name):
         runs = _search(client, [experiments[name]])
     else:
         runs = _search(client, list(experiments.values()), f"tags.sweep = {quoted(name)}")
-    return [run for run in runs if "sweep_summary" not in run.data.tags]
+    return [run for run in runs if not {"sweep_summary", SUPERSEDED} & run.data.tags.keys()]
 
 
 def _search(client, ids, condition=""):

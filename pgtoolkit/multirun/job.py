@@ -13,6 +13,8 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from pgtoolkit.errors import Interrupted, PgtoolkitError
+from pgtoolkit.multirun.identity import learned
+from pgtoolkit.multirun.sweep import refuse_another
 from pgtoolkit.rules.parallelism import SIZES
 from pgtoolkit.tracking.beginning import stoppable
 from pgtoolkit.tracking.run_directory import read_status
@@ -20,7 +22,8 @@ from pgtoolkit.tracking.run_directory import read_status
 
 def run(config: DictConfig, directory: Path, overrides: list[str], sweep: str) -> None:
     """Train the job in its directory: from its newest checkpoint if it was begun before; nothing if it is done."""
-    begun = (directory / "config.yaml").is_file()
+    if begun := (directory / "config.yaml").is_file():
+        refuse_another(directory, learned(config))
     if begun and read_status(directory).get("state") == "done":
         return
     with stoppable(config, directory, overrides, sweep):

@@ -18,7 +18,8 @@ from omegaconf import DictConfig
 from pgtoolkit.errors import Interrupted, PgtoolkitError
 from pgtoolkit.multirun import report
 from pgtoolkit.multirun.sweep import Job, Sweep, plan
-from pgtoolkit.tracking.run_directory import is_held, write_atomically
+from pgtoolkit.plain_files import open_to_append, write_atomically
+from pgtoolkit.tracking.run_directory import is_held
 
 STOPPED = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals by which someone ends a process; by others it ends itself."""
@@ -122,7 +123,7 @@ class _Jobs:
             "config": job.config,
         }
         write_atomically(file, json.dumps(content, indent=1) + "\n")
-        with log.open("ab") as output:
+        with open_to_append(log) as output:
             # A session of its own: Ctrl-C in the terminal reaches the jobs through this process alone, once.
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "pgtoolkit.multirun.job", str(file)],

@@ -13,11 +13,12 @@ from pathlib import Path
 from omegaconf import DictConfig, open_dict
 
 from pgtoolkit.compose import name_in
-from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
+from pgtoolkit.errors import ConfigError, StorageError, first_line
 from pgtoolkit.multirun.identity import changed, digest, learned
 from pgtoolkit.paths import make_absolute
+from pgtoolkit.plain_files import open_to_append, open_to_read, write_atomically
 from pgtoolkit.rules.report import text
-from pgtoolkit.tracking.run_directory import is_held, read_config, read_status, write_atomically
+from pgtoolkit.tracking.run_directory import is_held, read_config, read_status
 
 LOCAL = "hydra_plugins.pgtk_launcher.LocalLauncher"
 """Our own launcher; others choose a job's directory by themselves, by hydra.sweep.subdir."""
@@ -52,13 +53,7 @@ class Job:
             if is_held(directory):
                 self.status = "running"
             return
-        saved = _saved(directory)
-        if differing := changed(saved, self.config):
-            key, (before, now) = next(iter(differing.items()))
-            raise ConfigError(
-                f"{directory} needs to be free for this job (got a run with {key}={text(before)}, not {text(now)}). "
-                "A run is continued as it was. Use another hydra.sweep.dir, or remove the folder."
-            )
+        refuse_another(directory, self.config)
         status = read_status(directory)
         self.status, self.reason = status.get("state", "interrupted"), status.get("reason")
         self.step = status.get("step", 0)
@@ -66,6 +61,18 @@ class Job:
             self.status, self.reason = "running", None
         elif self.status == "running":
             self.status, self.reason = "interrupted", "its process was killed"
+
+
+def refuse_another(directory: Path, config: dict) -> None:
+    """ConfigError if a run of another configuration has begun in the directory of a job."""
+    saved = read_config(directory)[0]
+    make_absolute(saved)  # as older ones were not
+    if differing := changed(saved, config):
+        key, (before, now) = next(iter(differing.items()))
+        raise ConfigError(
+            f"{directory} needs to be free for this job (got a run with {key}={text(before)}, not {text(now)}). "
+            "A run is continued as it was. Use another hydra.sweep.dir, or remove the folder."
+        )
 
 
 def plan(config: DictConfig, overrides: list[str], number: int, folder: Path) -> Job:
@@ -97,11 +104,17 @@ class Sweep:
         """The sweep that was saved there; without any jobs where none was."""
         path = folder / "sweep.json"
         try:
-            saved = json.loads(path.read_text()) if path.exists() else {"name": folder.name, "command": [], "jobs": []}
+            with open_to_read(path) as file:
+                saved = json.load(file)
+        except FileNotFoundError:
+            return cls(folder, folder.name, [])
+        except (OSError, ValueError) as error:
+            raise _damaged(path, error) from error
+        try:
             jobs = {one["directory"]: Job(**one) for one in saved["jobs"]}
             return cls(folder, saved["name"], saved["command"], jobs)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise StorageError(f"{path} cannot be read ({first_line(error)}); delete it to go on") from error
+        except (KeyError, TypeError) as error:
+            raise _damaged(path, error) from error
 
     def save(self) -> None:
         """Write sweep.json in one piece."""
@@ -117,7 +130,7 @@ class Sweep:
         """Make the folder and keep other launchers out of it, until this process ends in whatever way."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            file = (self.folder / ".lock").open("a+")
+            file = open_to_append(self.folder / ".lock")
         except OSError as error:
             raise StorageError(
                 f"the sweep's folder {self.folder} cannot be made: {error.strerror or error}. "
@@ -136,12 +149,7 @@ class Sweep:
             yield
 
 
-def _saved(directory: Path) -> dict:
-    try:
-        saved = read_config(directory)[0]
-        make_absolute(saved)  # as older ones were not
-        return saved
-    except PgtoolkitError:
-        raise
-    except Exception as error:  # YAML and OmegaConf report damage by many types of exception
-        raise StorageError(f"{directory}/config.yaml is damaged ({first_line(error)}); remove the folder") from error
+def _damaged(path: Path, error: Exception) -> StorageError:
+    return StorageError(
+        f"{path} cannot be read ({first_line(error)}); delete it to go on, the runs are known by their directories"
+    )

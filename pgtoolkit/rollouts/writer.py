@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pyarrow.parquet as pq
 
 from pgtoolkit.batch import Document
 from pgtoolkit.errors import ConfigError, StorageError
+from pgtoolkit.plain_files import replacing
 from pgtoolkit.rollouts.files import DIGEST_KEY
 from pgtoolkit.rollouts.rows import Row, row_of
 
@@ -43,17 +43,10 @@ class RolloutWriter:
     def write(self, number: int, documents: list[Document]) -> Path:
         """Record the documents of batch `number`; returns the file. Raises StorageError when that is not possible."""
         path = self._folder / f"batch-{number:06d}{self._suffix}"
-        temporary = self._folder / f".{path.name}.tmp"
         rows = [row_of(document) for document in documents]
         try:
-            with open(temporary, "wb") as file:
+            with replacing(path) as file:
                 (_write_jsonl if self._suffix == ".jsonl" else _write_parquet)(file, rows)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-            folder = os.open(self._folder, os.O_RDONLY)
-            os.fsync(folder)
-            os.close(folder)
         except OSError as error:
             raise StorageError(f"rollouts cannot be written to {path}: {error.strerror or error}") from error
         return path

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from pgtoolkit.tracking.run_directory import leaves, read_config, read_metrics, read_status
+from pgtoolkit.errors import StorageError
+from pgtoolkit.tracking import run_files
+from pgtoolkit.tracking.run_directory import leaves, read_config, read_status
 from pgtoolkit.tracking.store import flatten, text_of
 
 _LONGEST_TAG = 4000
@@ -47,7 +48,7 @@ def describe(run_dir: Path) -> Description:
         "pgtk.id": status.get("id"),
         "git_commit": " ".join(_commit(*pair) for pair in code_of(provenance)) or None,
         "resumed": " ".join(start["time"] for start in provenance.get("resumed", [])) or None,
-        **_drift(run_dir / "drift.jsonl"),
+        **_drift(run_dir),
     }
     if code := code_of(provenance):
         tags["mlflow.source.git.commit"] = code[0][0]  # what the column "Version" of MLflow's table shows
@@ -63,8 +64,8 @@ def describe(run_dir: Path) -> Description:
 def read_provenance(run_dir: Path) -> dict:
     """provenance.json, or {} where there is none or it is damaged."""
     try:
-        return json.loads((run_dir / "provenance.json").read_text())
-    except (OSError, ValueError):
+        return run_files.read_provenance(run_dir)
+    except StorageError:
         return {}
 
 
@@ -80,17 +81,15 @@ def _commit(commit, changes):
     return f"{(commit or 'none')[:12]}{digest}"
 
 
-def _drift(path):
+def _drift(run_dir):
     """Tag `drift` with every change in words, and per key `now.KEY` with its newest value."""
-    if not path.exists():
-        return {}
     tags, lines = {}, []
-    for entry in read_metrics(path):
+    for entry in run_files.read_drift(run_dir):
         for key, (old, new) in entry["changes"].items():
             lines.append(f"{key}: {text_of(key, old)} -> {text_of(key, new)} (step {entry['step']})")
             tags[f"now.{key}"] = text_of(key, new)
-    return {"drift": ", ".join(lines), **tags}
+    return {"drift": ", ".join(lines), **tags} if lines else {}
 
 
 def _milliseconds(started):
-    return int(datetime.strptime(started, "%Y-%m-%dT%H:%M:%S%z").timestamp() * 1000) if started else None
+    return int(datetime.strptime(started, run_files.TIME).timestamp() * 1000) if started else None

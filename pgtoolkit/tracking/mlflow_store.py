@@ -10,9 +10,11 @@ import math
 import threading
 from pathlib import Path
 
+from pgtoolkit.plain_files import open_to_read, refuse_other
+from pgtoolkit.tracking.delivered import SUPERSEDED, Delivered, in_words
 from pgtoolkit.tracking.description import Description, describe
 from pgtoolkit.tracking.provenance import redact
-from pgtoolkit.tracking.run_directory import read_status
+from pgtoolkit.tracking.run_directory import read_metrics, read_status
 from pgtoolkit.tracking.store import absolute_uri, open_store, parameter_name, quoted, reason, refusals, text_of
 from pgtoolkit.tracking.system_metrics import SystemMetrics
 
@@ -40,7 +42,8 @@ class MlflowTracker:
     The directory is the only source: what is appended to its metrics.jsonl reaches MLflow within about a second, in
     batches, from a thread of its own. While the store does not answer, training goes on and the thread tries again;
     whatever is still missing stays in the file, and the next `start` for the same directory delivers it. A row is
-    told by its step, so nothing is delivered twice.
+    told by its step, so nothing is delivered twice. An MLflow run takes rows of its own run only: one that has another
+    run's `pgtk.id`, or other values than the directory, is left as it is, and a new one gets all rows.
 
     uri: an MLflow tracking URI; None is `sqlite:///outputs/mlflow.db` under the current directory, with artifacts in
         outputs/artifacts. experiment: its name; made if there is none. system_metrics: also measure the machine.
@@ -67,10 +70,13 @@ class MlflowTracker:
         Raises StorageError, ending with `consequence`, within seconds if the store does not answer or refuses.
         """
         self._run_dir = Path(run_dir)
+        for name in ARTIFACTS:
+            refuse_other(self._run_dir / name)
         described = describe(self._run_dir)
         with refusals(self.uri, consequence):
             self._client, experiment_id = open_store(self.uri, self.experiment)
-            run = self._known_run(described, experiment_id)
+            rows = read_metrics(self._run_dir / "metrics.jsonl")
+            run, delivered, others = self._known_run(described, experiment_id, rows)
             if run:
                 self._client.update_run(run.info.run_id, status="RUNNING")
                 if "reason" in run.data.tags:  # of the end that is none any more
@@ -78,12 +84,14 @@ class MlflowTracker:
                 experiment_id = run.info.experiment_id
             else:
                 run = self._client.create_run(experiment_id, described.start_time, run_name=described.run_name)
+                for other in others:
+                    self._client.set_tag(other.info.run_id, SUPERSEDED, run.info.run_id)
             self._run_id = run.info.run_id
             self._log_texts(described.tags, {} if run.data.params else described.params)
         self.info = {"uri": redact(self.uri), "experiment_id": experiment_id, "run_id": self._run_id}
         self._feeds = [
-            _Feed(self._run_dir / "metrics.jsonl", _last_step(run, system=False), _metrics_of),
-            _Feed(self._run_dir / "system_metrics.jsonl", _last_step(run, system=True), _system_metrics_of),
+            _Feed(self._run_dir / "metrics.jsonl", delivered, _metrics_of),
+            _Feed(self._run_dir / "system_metrics.jsonl", Delivered.of_system(run), _system_metrics_of),
         ]
         self._missing: list[str] = []
         self._thread = threading.Thread(target=self._deliver_until_stopped, name="mlflow", daemon=True)
@@ -109,6 +117,9 @@ class MlflowTracker:
         thread.join()
         with self._noting("artifacts"):
             self._log_artifacts(ARTIFACTS)
+        with self._noting("the values of steps that were made again"):
+            if steps := self._feeds[0].delivered.differing(read_metrics(self._run_dir / "metrics.jsonl")):
+                self._missing.append(f"the new values of {in_words(steps)}")
         with self._noting("the end of the run"):
             if why := read_status(self._run_dir).get("reason"):
                 self._client.set_tag(self._run_id, "reason", text_of("reason", why))
@@ -117,27 +128,37 @@ class MlflowTracker:
             self._client.set_terminated(self._run_id, status=_END_STATUS[state], end_time=end_time)
         return self._missing
 
-    def _known_run(self, described: Description, experiment_id):
-        """The MLflow run that this directory has in this store already, or None."""
+    def _known_run(self, described: Description, experiment_id, rows: list[dict]):
+        """The MLflow run that this directory has in this store, or None; its rows; runs it had with other values."""
         from mlflow.exceptions import MlflowException
 
-        run, run_id = None, described.run_id
-        if run_id:  # also under another address, which may lead to the same store
+        store, found = redact(self.uri), []
+        if described.run_id:  # also under another address, which may lead to the same store
             try:
-                run = self._client.get_run(run_id)
+                found = [self._client.get_run(described.run_id)]
             except MlflowException as error:
                 if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                     raise
-        if described.identity and (run is None or run.info.lifecycle_stage == "deleted"):
+            if described.store in (None, store) and not (found and found[0].info.lifecycle_stage == "active"):
+                _log.warning(
+                    "MLflow run %s is not in %s any more; another one gets all metrics", described.run_id, store
+                )
+        if described.identity:
             # Made by a process that was killed before it could write its number down, or delivered here later on.
-            found = f"tags.`pgtk.id` = {quoted(described.identity)}"
-            run = next(iter(self._client.search_runs([experiment_id], found, max_results=1)), None)
-        if run_id and (run is None or run.info.lifecycle_stage == "deleted"):
-            store = redact(self.uri)
-            if described.store in (None, store):
-                _log.warning("MLflow run %s is not in %s any more; a new one gets all metrics", run_id, store)
-            return None
-        return run
+            own = f"tags.`pgtk.id` = {quoted(described.identity)}"
+            found += self._client.search_runs([experiment_id], own, max_results=100)
+        others = []
+        for run in {run.info.run_id: run for run in found if run.info.lifecycle_stage == "active"}.values():
+            if run.data.tags.get("pgtk.id") != described.identity:
+                _log.warning("MLflow run %s belongs to another run; this one gets its own", run.info.run_id)
+                continue
+            delivered = Delivered.metrics(self._client, run)
+            if not (steps := delivered.differing(rows)):
+                return run, delivered, []
+            others.append(run)
+            why = "MLflow run %s has other values than %s for %s; another one gets all metrics"
+            _log.warning(why, run.info.run_id, self._run_dir / "metrics.jsonl", in_words(steps))
+        return None, Delivered(), others
 
     def _log_texts(self, tags, params):
         from mlflow.entities import Param, RunTag
@@ -150,6 +171,7 @@ class MlflowTracker:
 
     def _log_artifacts(self, names):
         for name in names:
+            refuse_other(self._run_dir / name)  # what a link leads to is no file of the run
             if (self._run_dir / name).exists():
                 self._client.log_artifact(self._run_id, str(self._run_dir / name))
 
@@ -200,23 +222,24 @@ class MlflowTracker:
 class _Feed:
     """A file of rows, each with its step, and how far it has been delivered."""
 
-    def __init__(self, path: Path, delivered: int, metrics_of):
+    def __init__(self, path: Path, delivered: Delivered, metrics_of):
         self.offset = 0
         self.last_time: int | None = None  # of the last row, in milliseconds
-        self._path, self._delivered, self._metrics_of = path, delivered, metrics_of
+        self.delivered = delivered
+        self._path, self._metrics_of = path, metrics_of
 
     def next_batch(self):
         """(rows, metrics of the rows from the current offset on, at most one call's worth; offset after them)."""
         rows, metrics, offset = 0, [], self.offset
         if not self._path.exists():
             return rows, metrics, offset
-        with self._path.open("rb") as file:
+        with open_to_read(self._path) as file:
             file.seek(offset)
             for line in file:
                 if not line.endswith(b"\n"):
                     break  # still being written
                 row = json.loads(line)
-                new = self._metrics_of(row) if row["step"] > self._delivered else []
+                new = self._metrics_of(row) if row["step"] not in self.delivered else []
                 if metrics and len(metrics) + len(new) > _METRICS_PER_CALL:
                     break
                 metrics += new
@@ -224,13 +247,6 @@ class _Feed:
                 offset += len(line)
                 self.last_time = _milliseconds(row) or None
         return rows, metrics, offset
-
-
-def _last_step(run, system):
-    """The last step whose row the run holds; -1 for a new run. A row arrives whole, in one transaction."""
-    metrics = run.data.to_proto().metrics
-    own = [m.step for m in metrics if (m.key.startswith("system/") if system else "/" not in m.key)]
-    return max(own, default=-1)
 
 
 def _metrics_of(row):

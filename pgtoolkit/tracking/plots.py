@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pgtoolkit.errors import StorageError
+from pgtoolkit.plain_files import replacing
 
 # Title and lines of each panel, in reading order; (metric, label, on the right axis).
 _PANELS = (
@@ -40,7 +41,8 @@ def plot_curves(rows: list[dict[str, float]], path_png: Path, title: str) -> Non
             axes.set_xlabel(axis.replace("_", " "), fontsize=9)
         _draw(axes, rows, axis, lines)
     try:
-        figure.savefig(path_png)
+        with replacing(path_png) as file:
+            figure.savefig(file, format="png")
     except OSError as error:
         raise StorageError(f"{path_png} cannot be written: {error.strerror or error}") from error
 

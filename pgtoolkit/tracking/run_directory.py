@@ -9,6 +9,7 @@ import logging
 import math
 import numbers
 import os
+import shlex
 import socket
 import time
 import uuid
@@ -17,10 +18,37 @@ from pathlib import Path
 from typing import Any
 
 from pgtoolkit.errors import ConfigError, StorageError
-
-STATES = ("running", "done", "failed", "interrupted")
+from pgtoolkit.plain_files import open_to_append, open_to_read, refuse_other, write_atomically
+from pgtoolkit.tracking.run_files import (
+    STATES,
+    TIME,
+    read_config,
+    read_metrics,
+    read_provenance,
+    read_status,
+    storage,
+)
 
 _log = logging.getLogger(__name__)
+
+
+BELONGS_TO_A_RUN = ("config.yaml", "status.json", "metrics.jsonl", "checkpoints")
+"""What lies in a directory only once a run has begun there."""
+
+
+def occupied_by(run_dir: Path, more: tuple[str, ...] = ()) -> str | None:
+    """What of a run, or of `more`, lies in this directory already; None where another one may begin."""
+    return next((name for name in (*BELONGS_TO_A_RUN, *more) if os.path.lexists(run_dir / name)), None)
+
+
+def occupied(setting: str, run_dir: Path, by: str) -> str:
+    """The refusal of a run in such a directory."""
+    path = shlex.quote(str(run_dir))
+    resume = f"pgtk resume {path} to continue that run, or " if (run_dir / "config.yaml").is_file() else ""
+    return (
+        f"{setting} needs a directory without a run (got one with {by}). A second run would mix its configuration and "
+        f"metrics with the checkpoints of the first. Use {resume}another directory."
+    )
 
 
 class RunDirectory:
@@ -30,16 +58,20 @@ class RunDirectory:
     Files: config.yaml, overrides.yaml, drift.jsonl (after a resume that changed keys), provenance.json, status.json,
     metrics.jsonl.
 
-    Raises ConfigError if another process holds the directory, StorageError if it cannot be written.
+    new: a run begins, and no other has begun there.
+    Raises ConfigError if another process holds the directory, or it is not new; StorageError if it cannot be written.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, new: bool = False):
         self.path = Path(path).resolve()
         self.metrics_path = self.path / "metrics.jsonl"
         self._metrics_file = None
-        with _storage(self.path):
+        with storage(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock_file = _lock(self.path)
+        if new and (by := occupied_by(self.path)):
+            self.close()
+            raise ConfigError(occupied(f"the run directory {self.path}", self.path, by))
 
     def __enter__(self) -> RunDirectory:
         return self
@@ -67,14 +99,14 @@ class RunDirectory:
         config_path = self.path / "config.yaml"
         resolved = plain(resolved)
         drift = {}
-        with _storage(config_path):
+        with storage(config_path):
             if config_path.exists():
                 old_config, old_overrides = read_config(self.path)
                 drift = config_drift(old_config, resolved)
                 given = {_override_key(override) for override in overrides}
                 overrides = [*(old for old in old_overrides if not _replaced(old, given)), *overrides]
             if drift:
-                with (self.path / "drift.jsonl").open("a") as file:
+                with open_to_append(self.path / "drift.jsonl") as file:
                     file.write(json.dumps({"time": _now(), "step": step, "changes": drift}) + "\n")
             write_atomically(self.path / "overrides.yaml", _to_yaml(list(overrides)))
             write_atomically(config_path, _to_yaml(resolved))  # last: it says that both are there
@@ -83,9 +115,8 @@ class RunDirectory:
     def write_provenance(self, provenance: dict) -> None:
         """Write provenance.json; that of a resume goes into the list `resumed` of the first."""
         path = self.path / "provenance.json"
-        with _storage(path):
-            if path.exists():
-                first = json.loads(path.read_text())
+        with storage(path):
+            if first := read_provenance(self.path):
                 first.setdefault("resumed", []).append(provenance)
                 provenance = first
             write_atomically(path, json.dumps(provenance, indent=2) + "\n")
@@ -115,7 +146,7 @@ class RunDirectory:
             "mlflow": mlflow or before.get("mlflow"),
             "sweep": sweep or before.get("sweep"),
         }
-        with _storage(path):
+        with storage(path):
             if self._metrics_file:
                 os.fsync(self._metrics_file.fileno())
             write_atomically(path, json.dumps(status, indent=2) + "\n")
@@ -123,10 +154,10 @@ class RunDirectory:
     def append_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Add one line to metrics.jsonl: `step`, `time` (seconds since 1970) and the finite values; ints stay ints."""
         row = {"step": step, "time": round(time.time(), 3), **_finite(metrics)}
-        with _storage(self.metrics_path):
+        with storage(self.metrics_path):
             if not self._metrics_file:
                 self._mend_metrics()
-                self._metrics_file = self.metrics_path.open("a")
+                self._metrics_file = open_to_append(self.metrics_path)
             self._metrics_file.write(json.dumps(row) + "\n")
             self._metrics_file.flush()
 
@@ -140,12 +171,13 @@ class RunDirectory:
     def drop_metrics_after(self, step: int) -> None:
         """Take away the rows of later steps, in one piece: a resumed run writes them anew."""
         self._close_metrics()
-        with _storage(self.metrics_path):
+        with storage(self.metrics_path):
             if self.metrics_path.exists():
                 self._write_metrics([row for row in self.read_metrics() if row["step"] <= step])
 
     def _mend_metrics(self) -> None:
         # A torn last line would swallow the row appended after it.
+        refuse_other(self.metrics_path)
         if self.metrics_path.exists() and not self.metrics_path.read_bytes().endswith(b"\n"):
             self._write_metrics(self.read_metrics())
 
@@ -156,42 +188,6 @@ class RunDirectory:
         if self._metrics_file:
             self._metrics_file.close()
             self._metrics_file = None
-
-
-def read_config(run_dir: str | Path) -> tuple[dict, list[str]]:
-    """(configuration, overrides) of a run, from config.yaml and overrides.yaml."""
-    path = Path(run_dir)
-    with _storage(path / "config.yaml"):
-        return _read_yaml(path / "config.yaml"), _read_yaml(path / "overrides.yaml")
-
-
-def read_status(run_dir: str | Path) -> dict[str, Any]:
-    """A run's status.json, or {} before its first. A killed run still says `running`, though its lock is free."""
-    path = Path(run_dir) / "status.json"
-    with _storage(path):
-        text = path.read_text() if path.exists() else "{}"
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise StorageError(f"{path} is damaged ({error}); delete it to go on") from error
-
-
-def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The rows of a metrics.jsonl, as `RunDirectory.read_metrics` gives them, without holding the run."""
-    with _storage(path):
-        lines = path.read_bytes().splitlines() if path.exists() else []
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-            if not isinstance(row, dict) or "step" not in row:
-                raise ValueError("not a row of metrics")
-        except ValueError as error:
-            if number < len(lines):
-                raise StorageError(f"{path}:{number} is damaged ({error}); delete the line to go on") from error
-        else:
-            rows.append(row)
-    return rows
 
 
 def config_drift(old: dict, new: dict) -> dict[str, list]:
@@ -226,22 +222,6 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file so that a reader, or a kill at any moment, finds the old content or the new, never a part."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    # The rename itself must reach the disk before anyone builds on it.
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
 def _finite(metrics):
     row = {}
     for name, value in metrics.items():
@@ -254,17 +234,17 @@ def _finite(metrics):
 def is_held(run_dir: Path) -> bool:
     """Whether a living process holds this run directory."""
     try:
-        with (run_dir / ".lock").open() as file:
+        with open_to_read(run_dir / ".lock") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:
+    except (OSError, StorageError):
         return False
     return False
 
 
 def _lock(path):
-    file = (path / ".lock").open("a+")
+    file = open_to_append(path / ".lock")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -284,14 +264,6 @@ def _lock(path):
     return file
 
 
-@contextlib.contextmanager
-def _storage(path):
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(f"{path} cannot be read or written: {error.strerror or error}") from error
-
-
 def _replaced(override, given):
     key = _override_key(override)
     return key in given or key.partition(".")[0] in given
@@ -308,11 +280,5 @@ def _to_yaml(value):
     return OmegaConf.to_yaml(OmegaConf.create(value))
 
 
-def _read_yaml(path):
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_container(OmegaConf.load(path))
-
-
 def _now():
-    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    return time.strftime(TIME)

@@ -11,6 +11,7 @@ import sqlite3
 from pathlib import Path
 
 from pgtoolkit.errors import ConfigError, StorageError
+from pgtoolkit.plain_files import open_to_append
 from pgtoolkit.tracking.provenance import redact
 from pgtoolkit.tracking.run_directory import leaves
 
@@ -145,6 +146,6 @@ def _creation_lock(database):
         yield
         return
     database.parent.mkdir(parents=True, exist_ok=True)
-    with database.with_name(f".{database.name}.lock").open("w") as file:
+    with open_to_append(database.with_name(f".{database.name}.lock")) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

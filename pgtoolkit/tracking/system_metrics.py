@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+from pgtoolkit.plain_files import open_to_append, write_atomically
 from pgtoolkit.tracking.run_directory import read_metrics
 
 _SECONDS_BETWEEN_SAMPLES = 10.0
@@ -25,7 +26,7 @@ class SystemMetrics:
     def __init__(self, path: Path):
         # A row torn by a kill would swallow the next one.
         rows = read_metrics(path)
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
         self._path, self._step = path, rows[-1]["step"] + 1 if rows else 0
         self._monitors = _monitors()
         self._stopped = threading.Event()
@@ -51,7 +52,7 @@ class SystemMetrics:
             monitor.collect_metrics()
             row |= monitor.aggregate_metrics()
             monitor.clear_metrics()
-        with self._path.open("a") as file:
+        with open_to_append(self._path) as file:
             file.write(json.dumps(row) + "\n")
         self._step += 1
 

@@ -1,50 +1,53 @@
-"""The folder of checkpoints: which there are, which stay, and what is surely on the disk."""
+"""The folder of checkpoints: which there are, and which stay."""
 
 from __future__ import annotations
 
-import os
-import shutil
+import logging
+import re
 import zlib
 from pathlib import Path
 
+from pgtoolkit.plain_files import open_to_read, refuse_other_than_folder, remove
+
+log = logging.getLogger("pgtoolkit")
+
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """All whole checkpoints, oldest first: files `step-NNNNNN.ckpt` of one process, folders of several."""
-    found = [path for path in folder.glob("step-*") if path.suffix == ".ckpt" or path.is_dir()]
-    return sorted(found, key=lambda path: path.stem)
+    """All checkpoints, oldest first: files `step-NNNNNN.ckpt` of one process, folders `step-NNNNNN` of several.
+
+    Raises StorageError if their folder is something else.
+    """
+    refuse_other_than_folder(folder)
+    found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+(\.ckpt)?", path.name)]
+    return sorted(found, key=step_of)
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints."""
-    for old in list_checkpoints(folder)[:-keep]:
-        if old.is_dir():
-            # Renamed first, so that a kill leaves no half of it under a checkpoint's name.
-            removed = old.with_name(f".{old.name}.old")
-            shutil.rmtree(removed, ignore_errors=True)
-            shutil.rmtree(old.rename(removed))
-        else:
-            old.unlink()
+def step_of(path: Path) -> int:
+    """The number of the step after which a checkpoint was written."""
+    return int(path.stem.removeprefix("step-"))
 
 
-def sync(file) -> None:
-    """Everything written to an open file is on the disk."""
-    file.flush()
-    os.fsync(file.fileno())
+def prune(newest: Path, keep: int) -> None:
+    """Delete all checkpoints beside `newest`, which was just written, but for the keep - 1 before it.
 
-
-def sync_folder(folder: Path) -> None:
-    """The names in a folder are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    One of a later step goes, too: the run was continued from before it, since it was damaged. What a kill left half
+    written or half deleted goes as well. That one cannot be deleted is a warning.
+    """
+    step = step_of(newest)
+    before = [path for path in list_checkpoints(newest.parent) if step_of(path) < step]
+    kept = {newest, *(before[-(keep - 1) :] if keep > 1 else [])}
+    for old in (*list_checkpoints(newest.parent), *newest.parent.glob(".step-*")):
+        if old not in kept:
+            try:
+                remove(old)
+            except OSError as error:
+                log.warning(f"the old checkpoint {old} cannot be deleted: {error.strerror or error}")
 
 
 def fingerprint(file: Path) -> dict[str, int]:
     """Size and CRC-32 of a file."""
-    checksum = 0
-    with file.open("rb") as stream:
+    checksum, size = 0, 0
+    with open_to_read(file) as stream:
         while block := stream.read(2**22):
-            checksum = zlib.crc32(block, checksum)
-    return {"bytes": file.stat().st_size, "crc32": checksum}
+            checksum, size = zlib.crc32(block, checksum), size + len(block)
+    return {"bytes": size, "crc32": checksum}

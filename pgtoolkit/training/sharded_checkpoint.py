@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import pickle
-import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,15 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from pgtoolkit.errors import ConfigError, StorageError, first_line
 from pgtoolkit.parallelism.agreement import failing_together, gather
 from pgtoolkit.parallelism.layout import Layout
-from pgtoolkit.training.disk import fingerprint, prune, sync, sync_folder
+from pgtoolkit.plain_files import (
+    open_to_read,
+    refuse_other_than_folder,
+    remove,
+    replacing,
+    sync_folder,
+    write_atomically,
+)
+from pgtoolkit.training.disk import fingerprint, prune
 
 MANIFEST, REST = "manifest.json", "rest.pt"
 
@@ -39,7 +46,8 @@ def save_shards(folder: Path, step: int, rest: dict, tensors: dict[str, Tensor],
     temporary = folder / f".{path.name}.tmp"
     with failing_together(layout), _storage(path):
         if layout.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
+            refuse_other_than_folder(folder)
+            remove(temporary)
             temporary.mkdir(parents=True)
     with _storage(path):
         # Errors of any rank reach all of them here.
@@ -50,34 +58,31 @@ def save_shards(folder: Path, step: int, rest: dict, tensors: dict[str, Tensor],
     with failing_together(layout), _storage(path):
         if layout.rank == 0:
             _commit(temporary, path, step, rest, files, layout)
-            prune(folder, keep)
+            prune(path, keep)
     return path
 
 
 def _commit(temporary: Path, path: Path, step: int, rest: dict, files: dict, layout: Layout) -> None:
-    with (temporary / REST).open("wb") as file:
+    with replacing(temporary / REST) as file:
         torch.save(rest, file)
-        sync(file)
     for name in (REST, ".metadata"):
         files[name] = fingerprint(temporary / name)
     manifest = {"format": 1, "step": step, "world_size": layout.world_size, "files": files}
-    with (temporary / MANIFEST).open("w") as file:
-        json.dump(manifest, file, indent=1)
-        sync(file)
-    sync_folder(temporary)
-    if path.exists():  # written before the run was set back to an earlier step
-        shutil.rmtree(path)
+    write_atomically(temporary / MANIFEST, json.dumps(manifest, indent=1))
+    remove(path)  # written before the run was set back to an earlier step
     temporary.rename(path)
     sync_folder(path.parent)
 
 
 def load_rest(path: Path, check: bool = True) -> dict:
     """What is no part of weights and moments; with `check`, OSError if a file is not as the manifest says."""
-    manifest = json.loads((path / MANIFEST).read_text())
+    with open_to_read(path / MANIFEST) as file:
+        manifest = json.load(file)
     for name, expected in manifest["files"].items():
         if check and fingerprint(path / name) != expected:
             raise OSError(f"{name} is not as {MANIFEST} says")
-    return torch.load(path / REST, map_location="cpu", weights_only=True)
+    with open_to_read(path / REST) as file:
+        return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def read_tensors(path: Path, targets: Callable[[set[str]], dict[str, Tensor]], layout: Layout) -> None:
@@ -106,7 +111,7 @@ class _Reader(dcp.FileSystemReader):
     """Reads `.metadata`, which is pickled, without running code that somebody may have put there."""
 
     def read_metadata(self, *args, **kwargs) -> Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
+        with open_to_read(Path(self.path) / ".metadata") as file:
             metadata = _Unpickler(file).load()
         if not isinstance(metadata, Metadata):
             raise pickle.UnpicklingError("this is no metadata of a checkpoint")

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.parallelism.agreement import gather
 from pgtoolkit.training.build import seed_rank
-from pgtoolkit.training.checkpoint import random_state, set_random_state
+from pgtoolkit.training.checkpoint import FORMAT, random_state, set_random_state
 from pgtoolkit.training.sharded_checkpoint import read_tensors
 
 log = logging.getLogger("pgtoolkit")
@@ -29,7 +29,7 @@ def snapshot(module, data_state: dict) -> dict:
 def progress(module, data_state: dict) -> dict:
     """What is the same on all ranks, but for weights and moments."""
     return {
-        "format": 1,
+        "format": FORMAT,
         "step": data_state["num_steps"],
         "num_updates": module.num_updates,
         "num_skipped_steps": module.num_skipped_steps,

@@ -15,6 +15,7 @@ from pgtoolkit.config import Config
 from pgtoolkit.errors import ConfigError, Interrupted, StorageError
 from pgtoolkit.parallelism.agreement import gather, losing_ranks
 from pgtoolkit.parallelism.layout import AXES, ONE_PROCESS, Layout
+from pgtoolkit.plain_files import open_to_append
 from pgtoolkit.tracking.beginning import Stopped
 from pgtoolkit.tracking.commands import resume_command, sync_command
 from pgtoolkit.tracking.mlflow_store import MlflowTracker
@@ -22,6 +23,7 @@ from pgtoolkit.tracking.plots import plot_curves
 from pgtoolkit.tracking.progress import summary
 from pgtoolkit.tracking.provenance import collect
 from pgtoolkit.tracking.run_directory import RunDirectory, read_status
+from pgtoolkit.tracking.run_files import storage
 from pgtoolkit.training.build import build, fit
 from pgtoolkit.training.checkpoint import load_newest, read_checkpoint
 from pgtoolkit.training.data import record_data
@@ -49,7 +51,7 @@ def train(
         _follow(config, Path(run_dir), resume, layout)
         return
     resolved = OmegaConf.to_container(composed, resolve=True)
-    with RunDirectory(run_dir) as run, _logging_to(run.path / "run.log"):
+    with RunDirectory(run_dir, new=not resume) as run, _logging_to(run.path / "run.log"):
         checkpoint = load_newest(run.path / "checkpoints") if resume else None
         if resume and checkpoint is None:
             log.info("no checkpoint was written yet: starting again from the first step")
@@ -164,7 +166,9 @@ def _finish(run: RunDirectory, tracker: MlflowTracker | None, outcome: str, step
 @contextlib.contextmanager
 def _logging_to(path: Path):
     """Plain lines on the terminal, the same with their time in `path`; Lightning and torch only when they warn."""
-    terminal, file = logging.StreamHandler(sys.stdout), logging.FileHandler(path)
+    with storage(path):
+        opened = open_to_append(path)
+    terminal, file = logging.StreamHandler(sys.stdout), logging.StreamHandler(opened)
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.handlers, log.propagate = [terminal, file], False
     log.setLevel(logging.INFO)
@@ -173,7 +177,7 @@ def _logging_to(path: Path):
         yield
     finally:
         log.handlers, log.propagate = [], True
-        file.close()
+        opened.close()
 
 
 def quieten() -> None:
