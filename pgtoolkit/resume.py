@@ -14,6 +14,7 @@ from pgtoolkit.compose import Composed, apply, compose_choices, parse, register
 from pgtoolkit.conf_files import options
 from pgtoolkit.config import SCHEMAS, Config
 from pgtoolkit.errors import ConfigError, first_line
+from pgtoolkit.rules import executed
 
 FIXED = {
     "model": "the checkpoint holds the weights of this model",
@@ -55,7 +56,7 @@ def compose_resumed(run_dir: Path, overrides: list[str]) -> Composed:
                 config[key] = compose_choices([override.input_line])[key]
         else:
             problems += apply(config, key, override.value(), groups)
-    return Composed(config, problems)
+    return Composed(config, problems + executed.functions(config, parsed))
 
 
 def _saved(run_dir: Path) -> dict:
