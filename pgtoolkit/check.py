@@ -11,7 +11,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from pgtoolkit import paths
-from pgtoolkit.compose import compose, jobs, key_of, name_in, name_of
+from pgtoolkit.compose import compose, is_swept, jobs, key_of, name_in, name_of
 from pgtoolkit.errors import PgtoolkitError
 from pgtoolkit.multirun.sweep import Sweep, plan
 from pgtoolkit.plan import describe, documents
@@ -66,12 +66,14 @@ def check(
             return Checked([first])
     # What concerns the sweep as a whole is said without a value for each key.
     of_hydra = [override for override in overrides if override.startswith(("hydra.", "hydra/"))]
-    whole = compose(of_hydra, folder, sweep_file)
-    if whole.config is None:
-        return Checked([Run(of_hydra, None, Report(whole.problems))], is_sweep=True)
+    fixed = [override for override in overrides if override not in of_hydra and not is_swept(override)]
+    whole = compose([*of_hydra, *fixed], folder, sweep_file)
+    of_hydra_itself = [problem for problem in whole.problems if problem.startswith("hydra.")]
+    if whole.config is None or of_hydra_itself:  # nothing of such a file is looked at any further
+        return Checked([Run(of_hydra, None, Report(of_hydra_itself or whole.problems))], is_sweep=True)
     sweeper = whole.config.hydra.sweeper
     given = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
-    runs = [_check_one([*of_hydra, *job], folder, rules, sweep_file) for job in jobs([*given, *overrides])]
+    runs = [_check_one([*of_hydra, *job], folder, rules, sweep_file, overrides) for job in jobs([*given, *overrides])]
     for run in runs:
         run.overrides = [override for override in run.overrides if override not in of_hydra]
     checked = Checked(runs, is_sweep=True, searches=not sweeper._target_.endswith(".BasicSweeper"))
@@ -86,8 +88,14 @@ def check(
     return checked
 
 
-def _check_one(overrides: list[str], config_dir: Path | None, rules: bool, sweep_file: Path | None = None) -> Run:
-    composed = compose(overrides, config_dir, sweep_file)
+def _check_one(
+    overrides: list[str],
+    config_dir: Path | None,
+    rules: bool,
+    sweep_file: Path | None = None,
+    typed: list[str] | None = None,
+) -> Run:
+    composed = compose(overrides, config_dir, sweep_file, typed)
     run = Run(overrides, composed.config)
     if rules and composed.config is not None:
         run.report = validate(composed.config)

@@ -110,8 +110,6 @@ def _train(argv: list[str], sweep_file: Path | None = None) -> int:
 
     sweep_file: the primary configuration of `pgtk sweep`.
     """
-    from hydra._internal.utils import get_args_parser
-
     from pgtoolkit.check import check, notes, problems
     from pgtoolkit.compose import NO_CHOICE, hydra_form, search_path
 
@@ -119,7 +117,7 @@ def _train(argv: list[str], sweep_file: Path | None = None) -> int:
     argv, fail_fast = [arg for arg in argv if arg != "--fail-fast"], "--fail-fast" in argv
     if sweep_file is not None:
         argv = ["--multirun", *argv[1:]]
-    args = get_args_parser().parse_args(argv)
+    args = _hydra_arguments(argv)
     if args.cfg and args.multirun:
         raise ConfigError("--cfg needs one run (got -m). It prints one configuration. Use pgtk check -m for a sweep.")
     if fail_fast:
@@ -151,6 +149,20 @@ def _train(argv: list[str], sweep_file: Path | None = None) -> int:
     rest += [f"hydra.sweep.dir='{folder}'", *([search_path(config_directory())] if sweep_file else [])]
     rest.append(f"hydra.job.config.override_dirname.exclude_keys=[{','.join(checked.unnamed)}]")
     return start(sweep, lambda: _run_hydra(rest, sweep_file), checked.runs[0].config)
+
+
+def _hydra_arguments(argv: list[str]):
+    """The arguments as Hydra reads them, without its flags that would go past what is checked."""
+    from hydra._internal.utils import get_args_parser
+
+    args = get_args_parser().parse_args(argv)
+    for flag in ("config_path", "config_name", "experimental_rerun"):
+        if (value := getattr(args, flag)) is not None:
+            name = f"--{flag.replace('_', '-')}={value}"
+            reason = "Nothing in it would be checked, and it could run code."
+            use = "pgtk sweep FILE.yaml, or --config-dir=FOLDER for options of your own"
+            raise ConfigError(f"{name} needs to be left out (got one). {reason} Use {use}.")
+    return args
 
 
 def _run_hydra(argv: list[str], primary: Path | None = None) -> int:
@@ -239,14 +251,12 @@ def _follow(overrides: list[str], config_dir: str | None) -> int:
 
 
 def _check(argv: list[str]) -> int:
-    from hydra._internal.utils import get_args_parser
-
     from pgtoolkit.check import check, page, problems
 
     file = None
     if argv and argv[0] == "sweep":
         file, argv = _sweep_file(argv[1:]), ["--multirun", *argv[2:]]
-    args = get_args_parser().parse_args(argv)
+    args = _hydra_arguments(argv)
     checked = check(args.overrides, args.multirun, args.config_dir, sweep_file=file)
     print(page(checked), flush=True)
     return ConfigError.exit_status if problems(checked) else 0

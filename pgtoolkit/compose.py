@@ -17,10 +17,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit import refusals
-from pgtoolkit.conf_files import config_directory, default_options, options
+from pgtoolkit.conf_files import config_directory, default_options, options, plugins
 from pgtoolkit.config import register_schemas
 from pgtoolkit.multirun.identity import digest, learned
 from pgtoolkit.plan import run_name
+from pgtoolkit.rules import executed
 
 FREE_FORM = "task.options"
 """The one place where keys are not in the schema: they belong to the data set."""
@@ -48,12 +49,20 @@ NO_CHOICE = ("experiment=null", "debug=null")
 """What the optional groups are by default; Hydra accepts it in its files but not as an override."""
 
 
-def compose(overrides: list[str], config_dir: Path | None = None, sweep_file: Path | None = None) -> Composed:
+def compose(
+    overrides: list[str],
+    config_dir: Path | None = None,
+    sweep_file: Path | None = None,
+    typed: list[str] | None = None,
+) -> Composed:
     """The configuration of one run, with every problem of its overrides; those refused are left out of it.
 
     config_dir: a folder of the user's with more options. sweep_file: the primary configuration instead of conf/'s.
+    typed: those of the overrides that come from the command line, where not all do.
     """
     parsed, problems = parse([override for override in overrides if override not in NO_CHOICE])
+    if found := executed.search_path(parsed, sweep_file):
+        return Composed(None, [*problems, *found])
     groups = options(config_dir)
     choices, values = [], []
     for override in parsed:
@@ -73,11 +82,29 @@ def compose(overrides: list[str], config_dir: Path | None = None, sweep_file: Pa
         config = compose_choices(choices, config_dir, sweep_file)
     except (HydraException, OmegaConfBaseException) as error:
         return Composed(None, [*problems, refusals.composition_problem(error)])
+    if config_dir or sweep_file:
+        problems += _set_by_files(config, [one for one in choices if key_of(one).startswith("hydra")])
+    problems += executed.targets(config.hydra)
     for override in values:
         problems += apply(config, override.key_or_group, override.value(), groups)
+    problems += executed.functions(config, parsed if typed is None else parse(typed)[0])
     # Hydra has seen the choices alone; the names of directories come from everything that was typed.
     config.hydra.overrides.task = [one.input_line for one in parsed if not one.is_hydra_override()]
     return Composed(config, list(dict.fromkeys(problems)))
+
+
+def _set_by_files(config: DictConfig, typed: list[str]) -> list[str]:
+    """Problems with what files of the user's set of Hydra. They may choose a launcher or sweeper that conf/ has."""
+    for kind in ("launcher", "sweeper"):
+        node = config.hydra._get_node(kind)
+        target = node.get("_target_") if isinstance(node, DictConfig) else None
+        if option := plugins(kind).get(target):
+            typed = [*(one for one in typed if key_of(one) != f"hydra/{kind}"), f"hydra/{kind}={option}"]
+    try:
+        own = compose_choices(typed)
+    except (HydraException, OmegaConfBaseException) as error:  # an option of Hydra's that only a file of the user's has
+        return [refusals.composition_problem(error)]
+    return executed.set_by_files(config.hydra, own.hydra)
 
 
 def jobs(overrides: list[str]) -> list[list[str]]:
@@ -143,7 +170,8 @@ def _compose_cached(choices: tuple[str, ...], config_dir: Path | None, sweep_fil
     # The runs of a sweep often choose the same files and differ only in single keys.
     register()
     primary = sweep_file or config_directory() / "config.yaml"
-    if places := [place for place in (sweep_file and config_directory(), config_dir) if place]:
+    # In the order of the run itself, where --config-dir comes before hydra.searchpath.
+    if places := [place for place in (config_dir, sweep_file and config_directory()) if place]:
         choices = [search_path(*places), *choices]
     with hydra.initialize_config_dir(str(primary.parent), version_base="1.3"):
         return hydra.compose(primary.stem, overrides=list(choices), return_hydra_config=True)

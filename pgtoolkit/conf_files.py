@@ -58,3 +58,9 @@ def default_options() -> dict[str, str]:
     """Group -> the option that conf/config.yaml chooses, in its order."""
     lines = (config_directory() / "config.yaml").read_text()
     return dict(re.findall(r"^  - (\w+): (\w+)$", lines, flags=re.MULTILINE))
+
+
+def plugins(kind: str) -> dict[str, str]:
+    """What the options of hydra/KIND in conf/ have Hydra instantiate -> the option; kind: launcher or sweeper."""
+    files = (config_directory() / "hydra" / kind).glob("*.yaml")
+    return {re.search(r"^_target_: (\S+)$", file.read_text(), flags=re.MULTILINE)[1]: file.stem for file in files}

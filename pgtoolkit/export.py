@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.comparison.groups import best, final
 from pgtoolkit.comparison.runs import is_run, not_a_run
-from pgtoolkit.config import Config, HuggingFaceModelConfig, PolicyRolloutConfig, TinyModelConfig
+from pgtoolkit.config import Config, HuggingFaceModelConfig, PolicyRolloutConfig, PromptsTaskConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError, StorageError, first_line
 from pgtoolkit.parallelism.layout import ONE_PROCESS
 from pgtoolkit.plain_files import open_to_read
@@ -83,12 +83,16 @@ def _refuse_occupied(use, folder):
 
 def _config(run_dir: Path) -> Config:
     try:
-        return OmegaConf.to_object(compose_resumed(run_dir, []).config)
+        config = OmegaConf.to_object(compose_resumed(run_dir, []).config)
     except OmegaConfBaseException as error:  # a key that this version has and the run's had not
         raise ConfigError(
             f"{run_dir}/config.yaml does not fit this version of pgtoolkit: {first_line(error)}. Use the version that "
             "provenance.json names."
         ) from error
+    if isinstance(config.task, PromptsTaskConfig):
+        # Nothing is scored here, and a verifier of somebody's own would run their code.
+        config.task.verifier, config.task.pattern = "exact_match", None
+    return config
 
 
 def _policy(config: Config) -> Policy:

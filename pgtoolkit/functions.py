@@ -13,6 +13,10 @@ from typing import Any
 
 from pgtoolkit.errors import ConfigError
 
+FUNCTIONS = ("task.verifier", "aggregation.reducer")
+"""Keys whose value may be the dotted path of a function. It is imported where the user has typed it, and never for
+the word of a file, such as a run's config.yaml: `rules/executed.py`."""
+
 
 def import_function(key: str, path: str, *arguments: Any, **keywords: Any) -> Callable:
     """The function at `package.module.function`, seen also from the current directory; arguments: an example call.

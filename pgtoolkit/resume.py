@@ -16,6 +16,7 @@ from pgtoolkit.conf_files import options
 from pgtoolkit.config import SCHEMAS, Config
 from pgtoolkit.errors import ConfigError, first_line
 from pgtoolkit.paths import DATA, absolute, make_absolute
+from pgtoolkit.rules import executed
 
 FIXED = {
     "model": "the checkpoint holds the weights of this model",
@@ -65,7 +66,7 @@ def compose_resumed(run_dir: Path, overrides: list[str]) -> Composed:
         else:
             problems += apply(config, key, override.value(), groups)
     make_absolute(config)
-    return Composed(config, problems)
+    return Composed(config, problems + executed.functions(config, parsed))
 
 
 def _saved(run_dir: Path) -> dict:

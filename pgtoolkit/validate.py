@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
 
 from pgtoolkit.errors import first_line
 from pgtoolkit.rules import parallelism, run, step
@@ -34,10 +37,25 @@ def namespace(value: Any) -> Any:
 def resolve(config: DictConfig, report: Report) -> Any:
     """The configuration as plain objects; unset and unresolvable keys become None, with a problem each."""
     resolved: dict = {}
-    for group in config:
-        if group != "hydra":
-            resolved[group] = _resolve_node(config, group, str(group), report)
+    with _without_environment():
+        for group in config:
+            if group != "hydra":
+                resolved[group] = _resolve_node(config, group, str(group), report)
     return namespace(resolved)
+
+
+@contextlib.contextmanager
+def _without_environment() -> Iterator[None]:
+    """No interpolation reads an environment variable, however it spells the resolver's name."""
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("It would read an environment variable, where secrets are")
+
+    OmegaConf.register_new_resolver("oc.env", refuse, replace=True)
+    try:
+        yield
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
 
 def _resolve_node(parent: DictConfig, key: Any, path: str, report: Report) -> Any:

@@ -74,6 +74,10 @@ class Run:
         return json.loads((self.directory / "status.json").read_text())
 
 
+def listening(process: int) -> list:
+    return [one for one in psutil.Process(process).net_connections("inet") if one.status == psutil.CONN_LISTEN]
+
+
 @pytest.fixture
 def start(tmp_path):
     runs = []
@@ -134,8 +138,11 @@ def test_more_processes_than_the_machine_can_hold_are_refused(tmp_path):
 
 
 def test_a_killed_rank_ends_the_run_with_its_name(start):
-    """Rank 0, which cannot write down itself how it ended."""
+    """Rank 0, which cannot write down itself how it ended. Until then nothing listened to the network."""
     run = start([PGTK, *SHORT, *LONG, "hydra.run.dir=run"])
+    sockets = [one for process in (run.process, *run.workers()) for one in listening(process.pid)]
+    assert len(sockets) > 2  # the store, and gloo in each worker
+    assert {one.laddr.ip for one in sockets} == {"127.0.0.1"}
     run.rank(0).kill()
     shown = run.end(60)
     assert run.process.returncode == 5, shown

@@ -3,14 +3,17 @@
 import pickle
 import re
 import signal
+import socket
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from omegaconf import OmegaConf
+from torch.distributed import TCPStore
 
 from pgtoolkit.errors import ConfigError, Interrupted
 from pgtoolkit.parallelism import worker
-from pgtoolkit.parallelism.workers import _conclude
+from pgtoolkit.parallelism.workers import _conclude, loopback_store
 from pgtoolkit.ranks import Rank, first_host, joined
 from pgtoolkit.tracking.beginning import stoppable
 from pgtoolkit.tracking.run_directory import read_status
@@ -86,3 +89,18 @@ def test_an_interruption_while_workers_start_is_no_defect(environment, monkeypat
     with pytest.raises(Interrupted, match=said), stoppable(OmegaConf.create({"seed": 1}), run, []):
         _conclude(tmp_path, processes, [signal.SIGINT], [], 300, {}, run)
     assert read_status(run)["reason"] == "SIGINT"
+
+
+def test_the_store_of_local_workers_is_reached_from_this_machine_alone():
+    store = loopback_store()
+    store.set("key", "value")
+    assert TCPStore("127.0.0.1", store.port, is_master=False).get("key") == b"value"
+    others = {
+        address.address
+        for addresses in psutil.net_if_addrs().values()
+        for address in addresses
+        if address.family == socket.AF_INET and not address.address.startswith("127.")
+    }
+    for address in others or pytest.skip("this machine has no interface but loopback"):
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((address, store.port), timeout=5)

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -41,8 +42,7 @@ def run_workers(folder: Path, world_size: int, run_dir: Path, timeout_seconds: f
     # Workers start with SIGINT blocked, which they undo: until then their interpreter would show where it was. Here it
     # waits until it can be forwarded; the store's threads, which come next, must not have it either.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    # A store with a port of the system's choice: two jobs of one sweep never meet.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = loopback_store()
     for name in ("torch.distributed.elastic", "torch.distributed.elastic.multiprocessing.api"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what it would say is said below
     ranks = range(world_size)
@@ -66,6 +66,17 @@ def run_workers(folder: Path, world_size: int, run_dir: Path, timeout_seconds: f
     except RankLost as error:
         _record(run_dir, "failed", f"RankLost: {error}")
         raise
+
+
+def loopback_store() -> TCPStore:
+    """Where the workers find each other: a port of the system's choice, so that two jobs of one sweep never meet.
+
+    It asks nobody for a password, and torch would open it to the network: only this machine may come in.
+    """
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    # The store closes the socket.
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
+from pgtoolkit.functions import FUNCTIONS
 from pgtoolkit.tracking.provenance import redact
-from pgtoolkit.tracking.run_directory import read_config
+from pgtoolkit.tracking.run_directory import leaves, read_config
 from pgtoolkit.tracking.store import absolute_uri, quoted
 
 UI_ADDRESS = "http://127.0.0.1:5000"
@@ -69,8 +70,17 @@ def _server(uri):
 
 
 def resume_command(run_dir: str | Path, overrides: Sequence[str] = ()) -> str:
-    """The command that continues a run, with overrides if any."""
-    return " ".join([program("pgtk"), "resume", shell_path(run_dir), *map(shlex.quote, overrides)])
+    """The command that continues a run, with overrides if any; functions of the user's own are typed again."""
+    words = [*_functions(run_dir), *overrides]
+    return " ".join([program("pgtk"), "resume", shell_path(run_dir), *map(shlex.quote, words)])
+
+
+def _functions(run_dir):
+    try:
+        settings = dict(leaves(read_config(run_dir)[0]))
+    except Exception:  # before the configuration is written, or where it is damaged
+        return []
+    return [f"{key}={settings[key]}" for key in FUNCTIONS if "." in str(settings.get(key))]
 
 
 def sync_command(run_dir: str | Path) -> str:
