@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pgtoolkit.errors import StorageError
+from pgtoolkit.imports import without
 
 # Title and lines of each panel, in reading order; (metric, label, on the right axis).
 _PANELS = (
@@ -22,9 +23,10 @@ _SMOOTH_FROM = 40
 
 def plot_curves(rows: list[dict[str, float]], path_png: Path, title: str) -> None:
     """Draw the rows of metrics.jsonl; a panel without data says so. Raises StorageError if it cannot be written."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter, MaxNLocator
+    with without():
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import EngFormatter, MaxNLocator
 
     figure = Figure(figsize=(12, 6.2), layout="constrained", dpi=110)
     FigureCanvasAgg(figure)
