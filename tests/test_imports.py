@@ -111,7 +111,9 @@ import torchmetrics, scipy.optimize, pandas, fastapi
 print(json.dumps([loaded, gc.isenabled(), torchmetrics.MeanMetric.__module__, fastapi.FastAPI.__name__]))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=PACKAGE.parent)
-    assert json.loads(done.stdout) == [["lightning", "mlflow"], True, "torchmetrics.aggregation", "FastAPI"], done.stderr
+    assert json.loads(done.stdout) == [["lightning", "mlflow"], True, "torchmetrics.aggregation", "FastAPI"], (
+        done.stderr
+    )
 
 
 def test_lightning_is_imported_in_one_place():

@@ -10,7 +10,6 @@ import os
 import signal
 from pathlib import Path
 
-
 from pgtoolkit.batch import Step
 from pgtoolkit.config import TrainerConfig
 from pgtoolkit.parallelism.agreement import largest
