@@ -40,18 +40,24 @@ def run_name(overrides: list[str], defaults: dict[str, str] | None = None) -> st
     """
     pairs = [override.lstrip("+~").partition("=")[::2] for override in overrides]
     chosen = {key for key, _ in pairs}
-    words = []
+    words = {}
     for key, value in pairs:
         if key.split(".")[0].split("/")[0] in ("hydra", "tracking"):
             continue
         if (defaults or {}).get(key) == value and not chosen & {"experiment", "debug"}:
             continue
-        leaf = key if key.endswith((".path", ".options")) else key.rpartition(".")[2]
-        value = Path(value.strip("'\"")).name if leaf.endswith("path") else value
-        words.append(_safe(value if key == "experiment" else f"{leaf}-{value}"))
-    name = "_".join(filter(None, words)) or "default"
+        if f"{key}.path" in chosen:  # the path says it: model=huggingface model.path=Qwen/Qwen3-0.6B
+            continue
+        leaf = key if key.endswith(".options") else key.rpartition(".")[2]
+        if leaf.endswith("path"):  # of a sweep, several
+            value = "-".join(Path(path).name for path in value.strip("'\"").split(","))
+        words[key] = _safe(value if key == "experiment" or leaf == "path" else f"{leaf}-{value}")
+    name = "_".join(filter(None, words.values())) or "default"
     if len(name) > 80:
-        name = f"{name[:73]}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
+        # Cut at the end, which is then what it is trained on: runs more often differ in how.
+        ordered = sorted(words, key=lambda key: key.split(".")[0] in ("model", "task", "rollout"))
+        digest = hashlib.sha256(name.encode()).hexdigest()[:6]
+        name = f"{'_'.join(filter(None, map(words.get, ordered)))[:73]}-{digest}"
     return name
 
 

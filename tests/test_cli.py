@@ -218,7 +218,14 @@ def test_run_names():
     assert run_name(["loss=gspo", "experiment=dapo"], defaults) == "loss-gspo_dapo"
     assert run_name(["optimizer.learning_rate=3e-4", "seed=1"], defaults) == "learning-rate-3e-4_seed-1"
     assert run_name(["tracking=none", "hydra.run.dir=x", "hydra/launcher=joblib"], defaults) == "default"
-    assert run_name(["model.path=/home/me/../some model"], defaults) == "model.path-some-model"
+    assert run_name(["model.path=/home/me/../some model"], defaults) == "some-model"
+    on_the_hub = ["model=huggingface", "model.path=Qwen/Qwen3-0.6B", "task=prompts", "task.path=~/data/gsm8k.jsonl"]
+    assert run_name([*on_the_hub, "loss=grpo"], defaults) == "Qwen3-0.6B_gsm8k.jsonl_loss-grpo"
+    answers = ["task.verifier=math_verify", "rollout.max_completion_length=1024", "trainer.max_steps=2000"]
+    both = [run_name([*on_the_hub, *answers, "loss=grpo", f"seed={seed}"], defaults) for seed in (3, 4)]
+    assert both[0].startswith("max-steps-2000_loss-grpo_seed-3_Qwen3-0.6B_gsm8k.jsonl_verifier-math-veri")
+    assert [len(name) for name in both] == [80, 80]
+    assert "seed-4" in both[1]
     long = [f"task.options.key{i}={i}" for i in range(40)]
     names = {run_name(long), run_name([*long, "seed=1"])}
     assert len(names) == 2

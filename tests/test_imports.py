@@ -1,6 +1,9 @@
 """Imports point inward: who may know whom."""
 
 import ast
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ LIGHT_FILES = (
     "config",
     "errors",
     "functions",
+    "imports",
     "paths",
     "plan",
     "ranks",
@@ -94,6 +98,28 @@ def test_rollouts_know_nothing_of_training(file):
     inner = ("pgtoolkit.losses", "pgtoolkit.kernels")
     outside = (*inner, "pgtoolkit.training", "pgtoolkit.tracking", "lightning", "mlflow")
     assert {name for name in imports(file) if name.startswith(outside)} == set()
+
+
+def test_a_run_loads_nothing_that_others_need_of_its_libraries():
+    script = """
+import gc, json, sys
+import pgtoolkit.training.train
+from pgtoolkit.tracking.store import client_of
+client_of("http://127.0.0.1:9")
+names = ("torchmetrics", "scipy", "pandas", "fastapi", "lightning", "mlflow")
+loaded = [name for name in names if name in sys.modules]
+import torchmetrics, scipy.optimize, pandas, fastapi
+print(json.dumps([loaded, gc.isenabled(), torchmetrics.MeanMetric.__module__, fastapi.FastAPI.__name__]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert json.loads(done.stdout) == [["lightning", "mlflow"], True, "torchmetrics.aggregation", "FastAPI"], (
+        done.stderr
+    )
+
+
+def test_lightning_is_imported_in_one_place():
+    users = [file.name for file in PACKAGE.rglob("*.py") if "lightning" in roots(imports(file))]
+    assert users == ["frameworks.py"]
 
 
 def test_the_walk_sees_what_it_should(tmp_path):

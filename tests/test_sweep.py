@@ -345,8 +345,8 @@ def test_values_that_look_like_paths_make_plain_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "x")
     sweep = check(["task=prompts", values, "trainer.max_steps=3"], True).sweep
     names = [name.rpartition("-")[0] for name in sweep.jobs]
-    assert names == ["task.path-there.jsonl", "task.path-passwd"]
-    assert str(sweep.folder) == "outputs/sweeps/task.path-passwd_task-prompts_max-steps-3"
+    assert names == ["there.jsonl", "passwd"]
+    assert str(sweep.folder) == "outputs/sweeps/there.jsonl-passwd_max-steps-3"
 
 
 def test_folders_of_the_users_own_are_free():

@@ -12,6 +12,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.imports import without
 from pgtoolkit.parallelism.worker import Job, take_part
 from pgtoolkit.ranks import joined
 from pgtoolkit.rules.parallelism import SIZES
@@ -33,7 +34,8 @@ def launch(
     if (rank := joined()) is not None:
         take_part(job, rank)
     elif world_size == 1:
-        from pgtoolkit.training.train import train
+        with without():
+            from pgtoolkit.training.train import train
 
         train(config, run_dir, resume=resume, overrides=list(overrides), sweep=sweep)
     else:

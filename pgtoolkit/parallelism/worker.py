@@ -18,6 +18,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, RankLost, first_line
+from pgtoolkit.imports import without
 from pgtoolkit.ranks import Rank, joined
 
 
@@ -35,8 +36,9 @@ class Job:
 
 def take_part(job: Job, rank: Rank) -> None:
     """Train as one of rank.world_size processes, all of which call this; the run directory is that of rank 0."""
-    from pgtoolkit.parallelism.agreement import gather
-    from pgtoolkit.training.train import train
+    with without():
+        from pgtoolkit.parallelism.agreement import gather
+        from pgtoolkit.training.train import train
 
     with _process_group(job.config, rank) as layout:
         run_dir = gather(job.run_dir, layout.world_group)[0]

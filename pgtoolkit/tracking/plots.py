@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from pgtoolkit.errors import StorageError
+from pgtoolkit.imports import without
 from pgtoolkit.plain_files import replacing
 
 # Title and lines of each panel, in reading order; (metric, label, on the right axis).
@@ -19,13 +21,16 @@ _PANELS = (
 _COLORS = ("#1f77b4", "#d95f02")
 _SMOOTH_FROM = 40
 """From this many points on, a line is drawn as its moving mean over the faint points."""
+_NEVER_CUT = 8
+"""Up to this many points the axis shows them all."""
 
 
 def plot_curves(rows: list[dict[str, float]], path_png: Path, title: str) -> None:
     """Draw the rows of metrics.jsonl; a panel without data says so. Raises StorageError if it cannot be written."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter, MaxNLocator
+    with without():
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import EngFormatter, MaxNLocator
 
     figure = Figure(figsize=(12, 6.2), layout="constrained", dpi=110)
     FigureCanvasAgg(figure)
@@ -58,7 +63,9 @@ def _draw(axes, rows, axis, lines):
             side = axes.twinx()
             sides.append(side)
         x, y = zip(*points, strict=True)
-        handles.append(_line(side, x, y, color, label))
+        low, high = _limits(y)
+        handles.append(_line(side, x, [min(max(value, low), high) for value in y], color, label))
+        _mark_cut(side, x, y, low, high, color)
         if any(on_right for *_, on_right in lines):
             side.set_ylabel(label, color=color, fontsize=9)
     if not handles:
@@ -74,10 +81,51 @@ def _draw(axes, rows, axis, lines):
 def _line(axes, x, y, color, label):
     if len(y) < _SMOOTH_FROM:
         return axes.plot(x, y, color=color, label=label, linewidth=1.4, marker=".", markersize=3)[0]
-    axes.plot(x, y, color=color, alpha=0.2, linewidth=0.7)
+    # Points alone: lines between the steps of one batch of rollouts, of which the first clips nothing, would hatch.
+    axes.plot(x, y, color=color, alpha=0.25, linestyle="none", marker=".", markersize=2.5, markeredgewidth=0)
     # Twice, because one pass leaves teeth where the metric has a period, such as the steps of one batch of rollouts.
-    smooth = _moving_mean(_moving_mean(y, len(y) // 50), len(y) // 50)
+    half = max(2, len(y) // 50)
+    smooth = _moving_mean(_moving_mean(y, half), half)
     return axes.plot(x, smooth, color=color, label=label, linewidth=1.6)[0]
+
+
+def _limits(values: Sequence[float]) -> tuple[float, float]:
+    """What the axis shows: all values but spikes, of at most one in fifty and at least one, far from all others.
+
+    Far is further than the others' whole range from it.
+    """
+    ordered = sorted(values)
+    if len(ordered) <= _NEVER_CUT:
+        return ordered[0], ordered[-1]
+    few = max(1, len(ordered) // 50)
+    low, high = ordered[few], ordered[-1 - few]
+    reach = high - low
+    if reach == 0:
+        return ordered[0], ordered[-1]
+    kept = [value for value in ordered if low - reach <= value <= high + reach]
+    return kept[0], kept[-1]
+
+
+def _mark_cut(axes, x, y, low, high, color):
+    """Arrows at the edge where values lie beyond the limits, with the most extreme one as a number."""
+    for cut, edge, marker, extreme in (
+        ([place for place, value in zip(x, y, strict=True) if value > high], high, "^", max(y)),
+        ([place for place, value in zip(x, y, strict=True) if value < low], low, "v", min(y)),
+    ):
+        if cut:
+            axes.plot(cut, [edge] * len(cut), color=color, linestyle="none", marker=marker, markersize=6, clip_on=False)
+            where = x[y.index(extreme)]
+            side = "left" if where < (x[0] + x[-1]) / 2 else "right"
+            axes.annotate(
+                f"{extreme:.3g}",
+                (where, edge),
+                xytext=(6 if side == "left" else -6, 0),
+                textcoords="offset points",
+                ha=side,
+                va="center",
+                fontsize=7,
+                color=color,
+            )
 
 
 def _moving_mean(values, half):

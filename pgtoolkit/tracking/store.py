@@ -11,6 +11,7 @@ import sqlite3
 from pathlib import Path
 
 from pgtoolkit.errors import ConfigError, StorageError
+from pgtoolkit.imports import without
 from pgtoolkit.plain_files import open_to_append
 from pgtoolkit.tracking.provenance import redact
 from pgtoolkit.tracking.run_directory import leaves
@@ -44,11 +45,14 @@ def client_of(uri: str):
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    from mlflow import MlflowClient
+    # Its language models' gateway is not used here, nor are its tables.
+    with without(pandas=(), fastapi=("HTTPException",)):
+        from mlflow import MlflowClient
 
+        client = MlflowClient(uri)
     for name in ("alembic", "mlflow.store.db.utils"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    return MlflowClient(uri)
+    return client
 
 
 def open_store(uri: str, experiment: str):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 
-import lightning
 import torch
-from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from pgtoolkit.config import AggregationMode, Config, KernelImplementation, PolicyRolloutConfig
 from pgtoolkit.errors import ConfigError
@@ -17,6 +15,7 @@ from pgtoolkit.rollouts.recorded import RecordedRollouts
 from pgtoolkit.rollouts.steps import Source, StepLoader
 from pgtoolkit.rollouts.tasks import make_task
 from pgtoolkit.rollouts.writer import RolloutWriter
+from pgtoolkit.training.frameworks import lightning
 from pgtoolkit.training.model import build_policy
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.optimizer import names_in_order
@@ -57,7 +56,7 @@ def fit(module: PolicyGradientModule, loader: StepLoader, config: Config, record
         accelerator=kind,
         devices=[torch.cuda.current_device()] if several and kind == "gpu" else 1,
         # To Lightning each rank trains alone; it must not take part in a launcher's or SLURM's world on its own.
-        plugins=[LightningEnvironment()] if several else None,
+        plugins=[lightning.pytorch.plugins.environments.LightningEnvironment()] if several else None,
         max_epochs=1,
         logger=False,
         callbacks=[recorder],

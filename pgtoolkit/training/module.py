@@ -8,7 +8,6 @@ import math
 import time
 from dataclasses import replace
 
-import lightning
 import torch
 from torch import Tensor
 
@@ -28,6 +27,7 @@ from pgtoolkit.parallelism.norms import clip_gradients, gradient_groups
 from pgtoolkit.parallelism.sequence_data import local_tokens
 from pgtoolkit.rollouts.data_metrics import data_metrics
 from pgtoolkit.rollouts.generation import Completion, generate
+from pgtoolkit.training.frameworks import lightning
 from pgtoolkit.training.model import Policy
 from pgtoolkit.training.optimizer import learning_rate, make_optimizer
 

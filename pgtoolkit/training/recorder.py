@@ -10,8 +10,6 @@ import os
 import signal
 from pathlib import Path
 
-import lightning
-
 from pgtoolkit.batch import Document, Step
 from pgtoolkit.config import TrainerConfig
 from pgtoolkit.errors import DataError, NumericalError
@@ -20,6 +18,7 @@ from pgtoolkit.rollouts.data_metrics import misfit
 from pgtoolkit.tracking.progress import ProgressLine
 from pgtoolkit.tracking.run_directory import RunDirectory
 from pgtoolkit.training.checkpoint import save_checkpoint
+from pgtoolkit.training.frameworks import lightning
 from pgtoolkit.training.sharded_checkpoint import save_shards
 from pgtoolkit.training.state import restore, shared_snapshot, snapshot
 

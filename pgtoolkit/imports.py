@@ -1,0 +1,40 @@
+"""Imports large libraries without those of their parts that pgtoolkit never calls, which take seconds of each start."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import types
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def without(**missing: tuple[str, ...]) -> Iterator[None]:
+    """Meanwhile each package is missing, unless it is loaded already: {package: names that its importers need}.
+
+    Without names it counts as not installed, for importers that can do without it; with names it is a module of empty
+    classes, for importers that only ask whether something is an instance of one. Afterwards it can be imported as ever.
+    Garbage collection waits: it would look at all the objects that imports make again and again.
+    """
+    stand_ins = {package: _stand_in(package, names) for package, names in missing.items() if package not in sys.modules}
+    collects = gc.isenabled()
+    gc.disable()
+    sys.modules |= stand_ins
+    try:
+        yield
+    finally:
+        for package in stand_ins:
+            sys.modules.pop(package, None)
+        if collects:
+            gc.enable()
+
+
+def _stand_in(package: str, names: tuple[str, ...]) -> types.ModuleType | None:
+    if not names:
+        return None  # Python's own sign for a module that must not be found
+    module = types.ModuleType(package)
+    module.__version__ = "99"
+    for name in names:
+        setattr(module, name, type(name, (), {"__module__": package}))
+    return module

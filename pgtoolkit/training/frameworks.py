@@ -1,0 +1,11 @@
+"""Lightning and the parts of transformers that every model needs, without what they bring along for other purposes."""
+
+from pgtoolkit.imports import without
+
+# Lightning asks whether something logged is a metric object of torchmetrics; here nothing is logged through it.
+# transformers matches boxes in images by scipy.
+with without(torchmetrics=("Metric", "MetricCollection"), scipy=()):
+    import lightning
+    import transformers.modeling_utils
+
+__all__ = ["lightning", "transformers"]
