@@ -21,6 +21,7 @@ from pgtoolkit.errors import ConfigError, StorageError, first_line
 from pgtoolkit.parallelism.layout import ONE_PROCESS
 from pgtoolkit.plain_files import open_to_read
 from pgtoolkit.resume import compose_resumed
+from pgtoolkit.rollouts.generation import sampling_settings
 from pgtoolkit.rollouts.tasks import make_task
 from pgtoolkit.tracking.commands import shell_path
 from pgtoolkit.tracking.description import describe
@@ -118,11 +119,8 @@ def _write(policy: Policy, config: Config, run_dir: Path, step: int, folder: Pat
 
     logging.disable_progress_bar()
     model, tokenizer, rollout = policy.model, policy.tokenizer, config.rollout
-    sampling = model.generation_config
-    sampling.do_sample, sampling.temperature, sampling.top_k = True, float(rollout.temperature), 0
-    sampling.pad_token_id, sampling.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
-    if isinstance(rollout, PolicyRolloutConfig):
-        sampling.top_p, sampling.max_new_tokens = rollout.top_p or 1.0, rollout.max_completion_length
+    sizes = (rollout.top_p, rollout.max_completion_length) if isinstance(rollout, PolicyRolloutConfig) else ()
+    model.generation_config = sampling_settings(model, tokenizer, rollout.temperature, *sizes)
     model.config.use_cache = True
     model.to(torch.float32).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

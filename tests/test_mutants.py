@@ -149,6 +149,36 @@ MUTANTS = [
         ("tests/test_kernels.py::test_vocabulary_shards_merge[torch-True]",),
     ),
     Mutant(
+        "sampling ignores the temperature",
+        "rollouts/generation.py",
+        {"temperature=float(temperature)": "temperature=1.0"},
+        (
+            "tests/test_generation.py::test_log_probs_are_those_of_the_distribution_sampled_from[0.5-None]",
+            "tests/test_generation.py::test_tokens_are_as_frequent_as_the_distribution_says[2.0-None]",
+        ),
+    ),
+    Mutant(
+        "sampling ignores top_p",
+        "rollouts/generation.py",
+        {"top_p=1.0 if top_p is None else top_p": "top_p=1.0"},
+        (
+            "tests/test_generation.py::test_log_probs_are_those_of_the_distribution_sampled_from[1.0-0.7]",
+            "tests/test_generation.py::test_tokens_are_as_frequent_as_the_distribution_says[0.6-0.8]",
+        ),
+    ),
+    Mutant(
+        "sampled log-probs not renormalised after top_p has cut the distribution",
+        "rollouts/generation.py",
+        {"output_scores=True": "output_logits=True", "enumerate(out.scores)": "enumerate(out.logits)"},
+        ("tests/test_generation.py::test_log_probs_are_those_of_the_distribution_sampled_from[1.0-0.7]",),
+    ),
+    Mutant(
+        "the model folder's generation_config.json acts on what is sampled",
+        "rollouts/generation.py",
+        {"own, model.generation_config = model.generation_config, GenerationConfig()": "own = model.generation_config"},
+        ("tests/test_generation.py::test_what_the_folder_suggests_does_not_act[repetition_penalty]",),
+    ),
+    Mutant(
         "labels that are not shifted: each position predicts its own token",
         "rollouts/packing.py",
         {

@@ -269,7 +269,7 @@ NOTES = [
     ("loss.epsilon_low=0.05", "almost never acts", "loss=grpo"),
     (
         "model=huggingface model.path=x/y model.dtype=bfloat16 model.fp32_lm_head=false",
-        "rounding",
+        "after every update, and with rollout.old_log_probs=sampling from the start",
         "model=huggingface model.path=x/y model.dtype=bfloat16 model.fp32_lm_head=true",
     ),
     ("accumulation.docs_per_step=60", "last step of every batch has only 16", "accumulation.docs_per_step=32"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 import torch
@@ -10,6 +11,7 @@ from pgtoolkit.config import AggregationMode, Config, KernelImplementation, Poli
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.parallelism.layout import ONE_PROCESS, Layout
 from pgtoolkit.parallelism.model import parallelize
+from pgtoolkit.rollouts.generation import ignored_settings
 from pgtoolkit.rollouts.policy import PolicyRollouts
 from pgtoolkit.rollouts.recorded import RecordedRollouts
 from pgtoolkit.rollouts.steps import Source, StepLoader
@@ -19,6 +21,8 @@ from pgtoolkit.training.frameworks import lightning
 from pgtoolkit.training.model import build_policy
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.optimizer import names_in_order
+
+log = logging.getLogger("pgtoolkit")
 
 
 def build(
@@ -90,7 +94,18 @@ def _source(config: Config, task, module: PolicyGradientModule, room: int, resum
         writes = rollout.save_path and module.layout.rank == 0
         writer = RolloutWriter(rollout.save_path, resume) if writes else None
         tokenizer, max_tokens = module.policy.tokenizer, config.accumulation.max_tokens
+        _note_ignored(config, module)
         return PolicyRollouts(rollout, estimator, task, tokenizer, module, max_tokens, room, module.layout, writer)
     needs_groups = config.aggregation.mode == AggregationMode.prompt_mean
     vocabulary_size, accept_changed = module.policy.vocabulary_size, config.trainer.accept_changed_data
     return RecordedRollouts(rollout, estimator, vocabulary_size, config.seed, needs_groups, room, accept_changed)
+
+
+def _note_ignored(config: Config, module: PolicyGradientModule) -> None:
+    ignored = ignored_settings(module.model, module.sampling_settings)
+    if ignored:
+        values = ", ".join(f"{name}={value}" for name, value in ignored.items())
+        log.warning(
+            f"note: {config.model.path}/generation_config.json suggests {values}, which is ignored: completions are "
+            "sampled as rollout.temperature and rollout.top_p say, and nothing else."
+        )

@@ -16,6 +16,7 @@ from pgtoolkit.batch import MicroBatch
 from pgtoolkit.config import HuggingFaceModelConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError, first_line
 from pgtoolkit.kernels.parallel import ALONE, Ranks
+from pgtoolkit.kernels.products import linear
 from pgtoolkit.losses.policy_gradient import LMHead
 from pgtoolkit.training import packed_attention
 from pgtoolkit.training.packed_attention import Documents
@@ -91,17 +92,40 @@ class Policy:
         return self.model.base_model(**inputs).last_hidden_state
 
     @contextlib.contextmanager
-    def generating(self):
-        """For sampling: a KV cache, which gradient checkpointing would switch off, and prompts padded on the left."""
+    def generating(self, fp32_lm_head: bool):
+        """For sampling: a KV cache, which gradient checkpointing would switch off, and prompts padded on the left.
+
+        fp32_lm_head: whether the head gives float32 logits of its half-precision operands, as it does in training.
+        """
         by_document = self.by_document
         self.model.eval()
         if by_document:
             self.model.set_attn_implementation("sdpa")
-        with self.autocast(self.model.device):
+        with self.autocast(self.model.device), self._float32_head(fp32_lm_head):
             yield
         if by_document:
             self.model.set_attn_implementation(packed_attention.NAME)
         self.model.train()
+
+    @contextlib.contextmanager
+    def _float32_head(self, wanted: bool):
+        """In half precision, the model calls its head as the loss computes it."""
+        if not wanted or self.compute_dtype == torch.float32:
+            yield
+            return
+        head = self.head
+        weight = head.weight.detach().to(self.compute_dtype)  # once, not for every token
+
+        def forward(hidden: Tensor) -> Tensor:
+            with torch.autocast(hidden.device.type, enabled=False):
+                rows = hidden.flatten(end_dim=-2).to(self.compute_dtype)
+                return linear(rows, weight, head.bias, fp32=True).view(*hidden.shape[:-1], -1)
+
+        head.forward = forward
+        try:
+            yield
+        finally:
+            del head.forward
 
     def autocast(self, device: torch.device):
         return torch.autocast(device.type, self.compute_dtype, enabled=self.compute_dtype != torch.float32)
@@ -164,13 +188,15 @@ def _hugging_face(config: HuggingFaceModelConfig, on_gpu: bool) -> Policy:
         os.environ.setdefault(
             "HF_HUB_OFFLINE", "1"
         )  # a local folder needs no hub; without this a typo retries for long
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     try:
         model_config = AutoConfig.from_pretrained(config.path)
         _switch_dropout_off(model_config)
         if config.random_weights:
             model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+            with contextlib.suppress(OSError):  # the folder has no such file
+                model.generation_config = GenerationConfig.from_pretrained(config.path)
         else:
             model = AutoModelForCausalLM.from_pretrained(config.path, config=model_config, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(config.path, padding_side="left")

@@ -26,7 +26,7 @@ from pgtoolkit.parallelism.layout import Layout
 from pgtoolkit.parallelism.norms import clip_gradients, gradient_groups
 from pgtoolkit.parallelism.sequence_data import local_tokens
 from pgtoolkit.rollouts.data_metrics import data_metrics
-from pgtoolkit.rollouts.generation import Completion, generate
+from pgtoolkit.rollouts.generation import Completion, generate, sampling_settings
 from pgtoolkit.training.frameworks import lightning
 from pgtoolkit.training.model import Policy
 from pgtoolkit.training.optimizer import learning_rate, make_optimizer
@@ -194,10 +194,15 @@ class PolicyGradientModule(lightning.LightningModule):
 
     def generate(self, prompts: list[list[int]]) -> list[Completion]:
         """One sampled completion per prompt, as `config.rollout` says."""
+        with self.policy.generating(self.config.model.fp32_lm_head):
+            return generate(self.model, self.sampling_settings, prompts)
+
+    @functools.cached_property
+    def sampling_settings(self):
+        """How `generate` samples, a GenerationConfig of transformers."""
         rollout = self.config.rollout
-        length, temperature, top_p = rollout.max_completion_length, rollout.temperature, rollout.top_p
-        with self.policy.generating():
-            return generate(self.model, self.policy.tokenizer, prompts, length, temperature, top_p)
+        sizes = rollout.temperature, rollout.top_p, rollout.max_completion_length
+        return sampling_settings(self.model, self.policy.tokenizer, *sizes)
 
 
 def loss_of(config: Config) -> Loss:
