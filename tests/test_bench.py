@@ -18,6 +18,7 @@ def test_bench_runs_and_writes_what_it_printed(tmp_path, capsys):
     assert (tmp_path / "bench.png").stat().st_size > 10_000
     assert {row["section"] for row in rows} == {"logits", "head"}
     assert {row["loss"] for row in rows} == {"grpo", "gspo"}
+    assert [row["loss"] for row in rows if row["case"] == "default, 512 MiB"] == ["grpo", "gspo"]
     for row in rows:
         assert f"{float(row['milliseconds']):.3f}" in printed
     errors = [(float(row["loss_error"]), float(row["gradient_error"])) for row in rows if row["loss_error"]]

@@ -14,8 +14,9 @@ from pgtoolkit.cli import main
 from pgtoolkit.comparison.curves import mean_curve
 from pgtoolkit.comparison.groups import best, compare, final
 from pgtoolkit.comparison.runs import find_runs
-from pgtoolkit.comparison.statistics import compare_all, mean_and_std, welch
+from pgtoolkit.comparison.statistics import LEVEL, compare_all, mean_and_std, welch
 from pgtoolkit.comparison.svg import ticks
+from pgtoolkit.comparison.words import p_value, verdict
 from pgtoolkit.tracking.progress import WIDTH
 from pgtoolkit.tracking.run_directory import RunDirectory
 
@@ -103,6 +104,19 @@ def test_p_is_adjusted_by_holm():
     assert sorted(found[pair].adjusted_p for pair in ((0, 1), (0, 2), (1, 2))) == pytest.approx(expected)
     assert found[0, 3].adjusted_p is None
     assert found[0, 3].counts == (3, 1)
+
+
+def test_a_verdict_goes_by_the_adjusted_p_which_never_falls():
+    """Two equal p of 0.038 beside a smaller one: 2 p for the first of them, and not less, p itself, for the other."""
+    samples = [[0.0, 1.0, 2.0], [2.5, 3.5, 4.5], [5.0, 6.0, 7.0]]
+    found = {(c.first, c.second): c for c in compare_all(samples)}
+    near, far = (scipy.stats.ttest_ind(samples[0], other, equal_var=False).pvalue for other in samples[1:])
+    assert far < near < LEVEL < 2 * near
+    expected = {(0, 2): 3 * far, (0, 1): 2 * near, (1, 2): 2 * near}
+    assert {pair: c.adjusted_p for pair, c in found.items()} == pytest.approx(expected)
+    assert verdict(found[0, 2]) == "more than seed noise"
+    assert verdict(found[0, 1]) == verdict(found[1, 2]) == "not told apart from seed noise"
+    assert p_value(found[1, 2]) == "0.075"
 
 
 def test_runs_that_differ_in_the_seed_are_one_group(sweep):

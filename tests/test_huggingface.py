@@ -88,6 +88,17 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(folder, tmp_pat
     assert all(row["num_skipped_steps"] == 0 for row in rows)
     weights = checkpoint_of(tmp_path / "run", 4)["model"]
     assert all(weight.dtype == torch.float32 for weight in weights.values())
+    # The same hidden states and weight in bfloat16; of their product, what is not asked for in float32 is rounded.
+    module, _ = build(OmegaConf.to_object(config))
+    micro_batch = make_step([short_document()], 99, {}).micro_batches[0]
+    with torch.no_grad():
+        hidden, weight = module.policy.hidden_states(micro_batch), module.policy.head.weight.bfloat16()
+        assert hidden.dtype == torch.bfloat16
+        logits = hidden.double() @ weight.double().T
+        exact, rounded = (x.log_softmax(-1)[[1, 2], [3, 4]] for x in (logits, logits.bfloat16().double()))
+        found = module.log_probs(micro_batch)[1:3].double()
+    assert (exact - rounded).abs().max() > 2e-5
+    torch.testing.assert_close(found, exact if fp32_lm_head else rounded, rtol=0, atol=2e-6)
 
 
 def test_random_weights_take_the_architecture_only(folder):

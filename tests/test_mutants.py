@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from mutants_of_keys import MUTANTS_OF_KEYS
+from mutants_of_losses import MUTANTS_OF_LOSSES, MUTANTS_ON_A_GPU
 from mutants_of_ranks import MUTANTS_OF_RANKS
 
 REPOSITORY = Path(__file__).parents[1]
@@ -63,8 +64,8 @@ MUTANTS = [
     ),
     Mutant(
         "a divisor of NaN passes a comparison that is always false",
-        "losses/aggregation.py",
-        {"(number and math.isfinite(divisor) and divisor > 0)": "number or divisor <= 0"},
+        "losses/arguments.py",
+        {"math.isfinite(value) and value > 0": "not value <= 0"},
         ("tests/test_losses.py::test_constant_refuses_a_divisor_that_cannot_divide[nan]",),
     ),
     Mutant(
@@ -113,7 +114,7 @@ MUTANTS = [
         "the log-ratio is not clamped before exp (OpenRLHF #1293: computed and never read)",
         "losses/surrogates.py",
         {"log_ratio = unclamped.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)": "log_ratio = unclamped"},
-        ("tests/test_losses.py::test_huge_log_ratios_stay_finite",),
+        ("tests/test_kernels.py::test_huge_log_ratios_stay_finite[grpo-1.0-dtype0-torch]",),
     ),
     Mutant(
         "extrema start from 0 (Fast-LLM #494)",
@@ -347,7 +348,8 @@ MUTANTS = [
     ),
 ]
 
-MUTANTS += [Mutant(*row) for row in (*MUTANTS_OF_KEYS, *MUTANTS_OF_RANKS)]
+MUTANTS += [Mutant(*row) for row in (*MUTANTS_OF_KEYS, *MUTANTS_OF_LOSSES, *MUTANTS_OF_RANKS)]
+ON_A_GPU = [pytest.param(Mutant(*row), marks=pytest.mark.gpu) for row in MUTANTS_ON_A_GPU]
 
 # Loads what takes seconds once, nothing of pgtoolkit, then forks for every line `folder, tests ...` that it reads and
 # answers with what pytest found in that folder.
@@ -426,7 +428,7 @@ def test_without_a_mutation_the_named_tests_pass(server, tmp_path):
     assert result["status"] == 0, (folder / "output.txt").read_text()
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", [*MUTANTS, *ON_A_GPU], ids=lambda mutant: mutant.name)
 def test_the_mistake_is_caught(server, tmp_path, mutant):
     folder = copy_to(tmp_path)
     file = folder / "pgtoolkit" / mutant.file

@@ -1,6 +1,7 @@
 """What ranks exchange, what they refuse, and the keywords that have to work with groups besides."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -188,6 +189,23 @@ def test_automatic_differentiation_finds_the_coefficients(loss):
 
     log_probs = HEAD_CASE.case.old_log_probs + 0.01 * torch.arange(32, dtype=torch.float64)
     close(sum(on_ranks(2, run)), objective(loss, slice(None), None).value(log_probs), 1e-12)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_an_empty_vocabulary_shard_has_no_maximum(loss, fused):
+    """With all logits near -2000, a shard that counted as one of zeros would leave nothing of the others' sums."""
+    assert 0 in [high - low for low, high in pairwise(CUTS["vocabulary 4"].vocabulary)]
+    low = replace(HEAD_CASE, bias=HEAD_CASE.bias - 2000)
+    check(CUTS["vocabulary 4"], low, fused, loss, tolerance=1e-9, check_finite=False)
+
+
+@pytest.mark.parametrize("cut", ["vocabulary 2", "sequence 2", "sequence x vocabulary"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_ranks_with_room_for_different_numbers_of_rows_make_the_same_chunks(cut, loss, monkeypatch):
+    """As on GPUs of different memory, which without logits_memory_mb decides."""
+    monkeypatch.setattr(policy_gradient, "rows_within", lambda memory, columns, dtype: 3 + 4 * dist.get_rank())
+    check(CUTS[cut], HEAD_CASE, True, loss)
 
 
 def collectives(monkeypatch, cut, fused, loss, rows=100, **options):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from steps import AGGREGATIONS, LEVELS, LOSSES
 
 from pgtoolkit.batch import MicroBatch
 from pgtoolkit.errors import ConfigError
@@ -51,6 +52,16 @@ CUTS = {
 }
 
 
+OBJECTIVES = [
+    {"loss": loss, "aggregation": aggregation, "metrics": level}
+    | ({"divisor": 8.0} if aggregation == "constant" else {})
+    for loss in LOSSES
+    for aggregation in AGGREGATIONS
+    for level in LEVELS
+]
+OF_TWO = ["data", "fully sharded", "tensor", "sequence", "sequence-data", "pipeline"]
+
+
 @functools.cache
 def expected(kind: str, objective: tuple) -> dict:
     return parallel_models.whole_step(kind, **dict(objective))
@@ -58,7 +69,20 @@ def expected(kind: str, objective: tuple) -> dict:
 
 @pytest.mark.parametrize("name", CUTS)
 def test_the_step_is_the_same_however_the_model_is_spread(name):
-    sizes, how, cases = CUTS[name]
+    check(*CUTS[name])
+
+
+@pytest.mark.parametrize("name", OF_TWO)
+def test_every_objective_is_the_same_however_the_model_is_spread(name):
+    """Each family under each aggregation at each level of the metrics, where CUTS has three of them."""
+    sizes, how, _ = CUTS[name]
+    levels = ("none",) if name == "pipeline" else LEVELS
+    cases = [("gpt2", objective) for objective in OBJECTIVES if objective["metrics"] in levels]
+    assert len(cases) == 8 * len(levels)
+    check(sizes, how, cases)
+
+
+def check(sizes, how, cases):
     number = math.prod(sizes.values())
     options = ("shard" in how, "sequence" in how)
     found = world(number).run(parallel_models.spread_steps, list(cases), tuple(sizes.items()), *options)

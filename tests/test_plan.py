@@ -1,8 +1,11 @@
 """Which rows the fused LM head multiplies together."""
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 
-from pgtoolkit.kernels.plan import _cuts, balanced_bins, rows_within
+from pgtoolkit.kernels.plan import _cuts, balanced_bins, default_logits_memory_mb, rows_within
 
 
 def test_bins():
@@ -29,6 +32,14 @@ def test_cuts():
             assert [row for low, high in cuts for row in range(low, high)] == list(range(5, 5 + total))
             assert all(0 < high - low <= most for low, high in cuts)
             assert len(cuts) == -(-total // most)
+
+
+@pytest.mark.parametrize(("gibibytes", "expected"), [(8, 512), (24, 512), (40, 640), (79.25, 1268), (139.8, 2236)])
+def test_room_for_the_logits_by_the_gpus_memory(gibibytes, expected, monkeypatch):
+    memory = SimpleNamespace(total_memory=int(gibibytes * 2**30))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    assert default_logits_memory_mb(torch.device("cuda", 0)) == expected
+    assert default_logits_memory_mb(torch.device("cpu")) == 512
 
 
 def test_rows_within():

@@ -13,6 +13,7 @@ from pgtoolkit.bench import peers
 from pgtoolkit.bench.measure import copy_bandwidth, peak_bytes, seconds
 from pgtoolkit.bench.workloads import Workload, document_lengths, exact_gradient, make_workload
 from pgtoolkit.kernels.logits import choose_implementation
+from pgtoolkit.kernels.plan import default_logits_memory_mb
 from pgtoolkit.kernels.products import accumulate_matmul
 
 LOSSES = ("grpo", "gspo")
@@ -198,7 +199,9 @@ def fused_head(tokens: int, hidden_size: int, vocabulary: int, device: str, repe
         )
         with torch.no_grad():
             implementation.forward_score_(score, workload.labels, 1.0, False, dtype)
-        calls = {("fused_linear", f"{mb} MiB"): ours(workload, logits_memory_mb=mb) for mb in budgets}
+        default = default_logits_memory_mb(hidden.device)
+        calls = {("fused_linear", f"default, {default} MiB"): ours(workload, logits_memory_mb=None)}
+        calls |= {("fused_linear", f"{mb} MiB"): ours(workload, logits_memory_mb=mb) for mb in budgets}
         calls["fused_linear", "metrics none"] = ours(workload, metrics="none")
         calls["fused_linear", "with entropy"] = ours(workload, metrics="with_entropy")
         calls["fused_linear", "half untrained"] = ours(workload.half_untrained())
