@@ -17,6 +17,7 @@ LIGHT_FILES = (
     "functions",
     "paths",
     "plan",
+    "redaction",
     "ranks",
     "refusals",
     "resume",

@@ -13,6 +13,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from pgtoolkit.errors import Interrupted, PgtoolkitError
+from pgtoolkit.redaction import redact
 from pgtoolkit.rules.parallelism import SIZES
 from pgtoolkit.tracking.beginning import stoppable
 from pgtoolkit.tracking.run_directory import read_status
@@ -43,7 +44,7 @@ def main(argv: list[str]) -> int:
         _load(config)
         run(config, Path(job["directory"]), job["overrides"], job["sweep"])
     except PgtoolkitError as error:
-        print(f"pgtk: error: {error}", file=sys.stderr)
+        print(f"pgtk: error: {redact(str(error))}", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:
         return Interrupted.exit_status

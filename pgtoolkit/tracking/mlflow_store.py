@@ -10,8 +10,8 @@ import math
 import threading
 from pathlib import Path
 
+from pgtoolkit.redaction import redact
 from pgtoolkit.tracking.description import Description, describe
-from pgtoolkit.tracking.provenance import redact
 from pgtoolkit.tracking.run_directory import read_status
 from pgtoolkit.tracking.store import absolute_uri, open_store, parameter_name, quoted, reason, refusals, text_of
 from pgtoolkit.tracking.system_metrics import SystemMetrics

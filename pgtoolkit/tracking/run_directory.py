@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pgtoolkit.errors import ConfigError, StorageError
+from pgtoolkit.redaction import redact
 
 STATES = ("running", "done", "failed", "interrupted")
 
@@ -107,7 +108,7 @@ class RunDirectory:
             "id": before.get("id") or uuid.uuid4().hex,
             "state": state,
             "step": step,
-            "reason": reason,
+            "reason": reason and redact(reason),
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "started": before.get("started", _now()),

@@ -11,7 +11,7 @@ import sqlite3
 from pathlib import Path
 
 from pgtoolkit.errors import ConfigError, StorageError
-from pgtoolkit.tracking.provenance import redact
+from pgtoolkit.redaction import redact
 from pgtoolkit.tracking.run_directory import leaves
 
 NOT_COMPARED = ("tracking.", "trainer.checkpoint_every", "trainer.keep_checkpoints", "rollout.save_path")
