@@ -13,6 +13,7 @@ from pgtoolkit import __version__
 from pgtoolkit.conf_files import config_directory, default_options, options, sweep_file, sweep_files
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, StorageError
 from pgtoolkit.ranks import joined
+from pgtoolkit.redaction import redact
 
 COMMANDS = {
     "[OVERRIDES]": "train, results in outputs/; -m a=1,2 b=3,4 runs all four",
@@ -258,7 +259,7 @@ def _check(argv: list[str]) -> int:
         file, argv = _sweep_file(argv[1:]), ["--multirun", *argv[2:]]
     args = _hydra_arguments(argv)
     checked = check(args.overrides, args.multirun, args.config_dir, sweep_file=file)
-    print(page(checked), flush=True)
+    print(redact(page(checked)), flush=True)
     return ConfigError.exit_status if problems(checked) else 0
 
 
@@ -310,11 +311,11 @@ def _has_bench() -> bool:
 
 
 def _say(error: PgtoolkitError) -> int:
-    rank = joined()
+    rank, said = joined(), redact(str(error))
     if rank is None or rank.number == 0:
-        print(f"pgtk: error: {error}", file=sys.stderr)
+        print(f"pgtk: error: {said}", file=sys.stderr)
     elif not error.on_all_ranks:
-        print(f"pgtk: error: rank {rank.number}: {error}", file=sys.stderr)
+        print(f"pgtk: error: rank {rank.number}: {said}", file=sys.stderr)
     return error.exit_status
 
 

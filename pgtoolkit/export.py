@@ -20,12 +20,12 @@ from pgtoolkit.config import Config, HuggingFaceModelConfig, PolicyRolloutConfig
 from pgtoolkit.errors import ConfigError, StorageError, first_line
 from pgtoolkit.parallelism.layout import ONE_PROCESS
 from pgtoolkit.plain_files import open_to_read
+from pgtoolkit.redaction import redact
 from pgtoolkit.resume import compose_resumed
 from pgtoolkit.rollouts.generation import sampling_settings
 from pgtoolkit.rollouts.tasks import make_task
 from pgtoolkit.tracking.commands import shell_path
 from pgtoolkit.tracking.description import describe
-from pgtoolkit.tracking.provenance import redact
 from pgtoolkit.tracking.run_directory import read_config, read_metrics, read_status
 from pgtoolkit.training.checkpoint import load_newest
 from pgtoolkit.training.model import Policy, build_policy

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, EnumNode, OmegaConf
 from pgtoolkit.conf_files import config_directory
 from pgtoolkit.config import SCHEMAS
 from pgtoolkit.errors import first_line
+from pgtoolkit.redaction import redact
 from pgtoolkit.rules.report import text
 
 
@@ -26,8 +27,11 @@ def unreadable(override: str, error: Exception, groups: Iterable[str]) -> str:
 
 
 def wrong_form(override: Override, groups: dict[str, list[str]]) -> str | None:
-    """A removal, several values or a moved group: nothing that one run can take."""
+    """A secret, a removal, several values or a moved group: nothing that one run can take."""
     typed, key = override.input_line, override.key_or_group
+    if (hidden := redact(typed)) != typed and key != "tracking.uri":
+        reason = "It would be written to the run directory and to MLflow."
+        return f"{hidden} needs to hold no secret (got what looks like one). {reason} Use an environment variable."
     if override.is_delete():
         use = f"{key}=none" if "none" in groups.get(key, ()) else "key=value to change it"
         return f"{typed} needs to keep the key (got a removal). The configuration is always complete. Use {use}."

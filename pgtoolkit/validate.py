@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from pgtoolkit.errors import first_line
+from pgtoolkit.redaction import redact
 from pgtoolkit.rules import parallelism, run, step
 from pgtoolkit.rules.report import Report
 
@@ -85,7 +86,14 @@ def _resolve_node(parent: DictConfig, key: Any, path: str, report: Report) -> An
         reason = first_line(error)
         report.refuse(path, "a value that resolves", raw._value(), f"{reason}.", f"{path}=VALUE")
         return None
-    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else getattr(value, "value", value)
+    value = (
+        OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else getattr(value, "value", value)
+    )
+    if path != "tracking.uri" and not isinstance(value, int | float) and redact(f"{path}={value}") != f"{path}={value}":
+        reason = "It would be written to the run directory and to MLflow."
+        report.refuse(path, "to hold no secret", "what looks like one", reason, "an environment variable")
+        return None
+    return value
 
 
 _UNSET = {

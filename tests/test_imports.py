@@ -22,6 +22,7 @@ LIGHT_FILES = (
     "imports",
     "paths",
     "plan",
+    "redaction",
     "ranks",
     "refusals",
     "resume",

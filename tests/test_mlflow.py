@@ -1,5 +1,6 @@
 """MLflow on real stores: nothing lost, nothing doubled, nothing that stops training."""
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -16,10 +17,11 @@ import pytest
 from mlflow import MlflowClient
 from stores import CONFIG, history, start, train
 
+from pgtoolkit.cli import main
 from pgtoolkit.errors import StorageError
 from pgtoolkit.tracking import mlflow_store
 from pgtoolkit.tracking.commands import ui_command, ui_url
-from pgtoolkit.tracking.store import absolute_uri, flatten, open_store
+from pgtoolkit.tracking.store import absolute_uri, client_of, flatten, open_store
 from pgtoolkit.tracking.sync import sync
 
 
@@ -208,6 +210,57 @@ def test_a_server_that_never_answers_is_refused_within_seconds(run):
         with pytest.raises(StorageError, match="Training has not started"):
             start(f"http://127.0.0.1:{silent.getsockname()[1]}", run)
         assert time.monotonic() - began < 10
+
+
+@contextlib.contextmanager
+def trickling():
+    """The address of a server that gives its answers byte by byte, each in time."""
+
+    def answer(client):
+        with contextlib.suppress(OSError), client:
+            client.recv(1 << 16)
+            for byte in b"HTTP/1.1 200 OK\r\nX-Slowly: " + 10_000 * b"x":
+                client.sendall(bytes([byte]))
+                time.sleep(0.2)
+
+    def accept():
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=answer, args=server.accept()[:1], daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_server_that_trickles_holds_up_neither_start_nor_sync(uri, run, monkeypatch, capsys):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")  # for each byte; four times that for an answer
+    with trickling() as slow:
+        began = time.monotonic()
+        with pytest.raises(StorageError, match=r"no whole answer within 4 s, .* Training has not started"):
+            start(slow, run)
+        assert 4 <= time.monotonic() - began < 7
+        run.close()
+        assert main(["sync", str(run.path), f"--uri={slow}"]) == 6
+        assert time.monotonic() - began < 14
+        assert "Nothing was lost: the run directory keeps it." in capsys.readouterr().err
+
+
+def test_a_server_that_begins_to_trickle_holds_up_no_end(uri, run, monkeypatch):
+    """While it is delivered to, and at the end; then only sync delivers, which needs the server."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    tracker = start(uri, run)
+    with trickling() as slow:
+        tracker._client = client_of(slow)
+        train(run, 1, 3)
+        began = time.monotonic()
+        assert tracker.finish("interrupted") == ["metrics", "artifacts", "the end of the run"]
+        assert time.monotonic() - began < 8
+        assert all(thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
+    run.set_status("interrupted", 3, "SIGTERM")
+    run.close()
+    assert ": 3 rows delivered" in sync(run.path)
+    assert history(uri, tracker.info["run_id"]) == [(step, step / 8) for step in range(1, 4)]
 
 
 @pytest.mark.parametrize("uri", ["nonsense://x", "sqlite:////proc/none/mlflow.db"])

@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 from pgtoolkit.errors import ConfigError, StorageError
+from pgtoolkit.redaction import redact
 from pgtoolkit.tracking.commands import shell_path
 
 
@@ -46,7 +47,7 @@ def _compare(argv):
     print(page(compared), flush=True)
     for name, path in files.items():
         try:
-            _write(name, path, compared, shlex.join(["pgtk", "compare", *argv]))
+            _write(name, path, compared, redact(shlex.join(["pgtk", "compare", *argv])))
         except OSError as error:
             raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
         print(f"{name:<5}{shell_path(path)}", flush=True)

@@ -8,8 +8,8 @@ from dataclasses import fields
 from pgtoolkit.comparison.runs import Run, add_seconds
 from pgtoolkit.config import SCHEMAS, Config
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.redaction import redact
 from pgtoolkit.tracking.delivered import SUPERSEDED
-from pgtoolkit.tracking.provenance import redact
 from pgtoolkit.tracking.store import absolute_uri, client_of, quoted, refusals, refuse_missing
 
 _STATES = {"FINISHED": "done", "FAILED": "failed", "KILLED": "interrupted"}

@@ -14,8 +14,8 @@ import time
 import urllib.request
 
 from pgtoolkit.errors import ConfigError, StorageError
+from pgtoolkit.redaction import redact
 from pgtoolkit.tracking.commands import compare_url, ui_url
-from pgtoolkit.tracking.provenance import redact
 from pgtoolkit.tracking.store import absolute_uri, quoted, refuse_missing
 
 _HOST = "127.0.0.1"

@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 from pgtoolkit.errors import Interrupted, PgtoolkitError
 from pgtoolkit.multirun.identity import learned
 from pgtoolkit.multirun.sweep import refuse_another
+from pgtoolkit.redaction import redact
 from pgtoolkit.rules.parallelism import SIZES
 from pgtoolkit.tracking.beginning import stoppable
 from pgtoolkit.tracking.run_directory import read_status
@@ -46,7 +47,7 @@ def main(argv: list[str]) -> int:
         _load(config)
         run(config, Path(job["directory"]), job["overrides"], job["sweep"])
     except PgtoolkitError as error:
-        print(f"pgtk: error: {error}", file=sys.stderr)
+        print(f"pgtk: error: {redact(str(error))}", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:
         return Interrupted.exit_status

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from pgtoolkit.redaction import redact
 from pgtoolkit.rules.report import Report, is_number, is_whole, text
 from pgtoolkit.rules.step import importable, longest_document
 
@@ -203,14 +204,14 @@ def tracking(c: Any, report: Report) -> None:
 
 def _uri(uri: str, report: Report) -> None:
     scheme = urlsplit(uri).scheme.partition("+")[0]
-    if scheme not in ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks"):
+    if (hidden := redact(uri)) != uri:
+        reason = "It would be written to the run directory and to MLflow."
+        server = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+        use = f"{server}, in the environment, or for a database PGUSER and its password file"
+        report.refuse(f"tracking.uri={hidden}", "an address without user, password or key", "one with", reason, use)
+    elif scheme not in ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks"):
         needs, reason = "sqlite:///FILE, http(s)://HOST:PORT or a database", "MLflow refuses plain files as a store."
         report.refuse(f"tracking.uri={uri}", needs, uri, reason, "tracking.uri=sqlite:///outputs/mlflow.db")
-    elif urlsplit(uri).password:
-        hidden = uri.replace(f":{urlsplit(uri).password}@", ":***@")
-        reason = "It would be written to the run directory."
-        use = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or the database's own password file"
-        report.refuse(f"tracking.uri={hidden}", "an address without a password", "a password", reason, use)
     elif scheme == "sqlite" and Path(uri.partition(":///")[2] or ".").is_dir():
         reason, use = "SQLite keeps a store in one file.", "tracking.uri=sqlite:///outputs/mlflow.db"
         report.refuse(f"tracking.uri={uri}", "sqlite:///FILE", "a folder", reason, use)

@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from pgtoolkit.functions import FUNCTIONS
-from pgtoolkit.tracking.provenance import redact
+from pgtoolkit.redaction import redact
 from pgtoolkit.tracking.run_directory import leaves, read_config
 from pgtoolkit.tracking.store import absolute_uri, quoted
 

@@ -11,11 +11,20 @@ import threading
 from pathlib import Path
 
 from pgtoolkit.plain_files import open_to_read, refuse_other
+from pgtoolkit.redaction import redact
 from pgtoolkit.tracking.delivered import SUPERSEDED, Delivered, in_words
 from pgtoolkit.tracking.description import Description, describe
-from pgtoolkit.tracking.provenance import redact
 from pgtoolkit.tracking.run_directory import read_metrics, read_status
-from pgtoolkit.tracking.store import absolute_uri, open_store, parameter_name, quoted, reason, refusals, text_of
+from pgtoolkit.tracking.store import (
+    absolute_uri,
+    open_store,
+    parameter_name,
+    quoted,
+    reason,
+    refusals,
+    request_seconds,
+    text_of,
+)
 from pgtoolkit.tracking.system_metrics import SystemMetrics
 
 BY_DOCUMENTS = ("reward", "exact_match", "loss", "kl_new_old", "clipped_ratio_fraction", "entropy")
@@ -57,7 +66,7 @@ class MlflowTracker:
         self._measures_system = system_metrics
         self._system: SystemMetrics | None = None
         self._wake = threading.Event()
-        self._stopping = False
+        self._end: str | None = None  # the state to close the run with
         self._thread = None
 
     def start(self, run_dir: Path, consequence: str = "") -> None:
@@ -93,7 +102,6 @@ class MlflowTracker:
             _Feed(self._run_dir / "metrics.jsonl", delivered, _metrics_of),
             _Feed(self._run_dir / "system_metrics.jsonl", Delivered.of_system(run), _system_metrics_of),
         ]
-        self._missing: list[str] = []
         self._thread = threading.Thread(target=self._deliver_until_stopped, name="mlflow", daemon=True)
         self._thread.start()
         if self._measures_system:
@@ -101,10 +109,11 @@ class MlflowTracker:
         # A daemon thread is cut off when the interpreter ends; what it still holds must not be.
         atexit.register(self.finish, "failed")
 
-    def finish(self, state: str) -> list[str]:
+    def finish(self, state: str, limited: bool = True) -> list[str]:
         """Deliver the rest and close the run; returns what did not reach MLflow, in words. A second call does nothing.
 
-        state: done, failed or interrupted.
+        state: done, failed or interrupted. limited: give up after 6 * MLFLOW_HTTP_REQUEST_TIMEOUT seconds in all;
+        otherwise only each call has its limit.
         """
         if not self._thread:
             return []
@@ -112,21 +121,11 @@ class MlflowTracker:
         atexit.unregister(self.finish)
         if self._system:
             self._system.stop()
-        self._stopping = True
+        self._missing = ["metrics", "artifacts", "the end of the run"]
+        self._end = state
         self._wake.set()
-        thread.join()
-        with self._noting("artifacts"):
-            self._log_artifacts(ARTIFACTS)
-        with self._noting("the values of steps that were made again"):
-            if steps := self._feeds[0].delivered.differing(read_metrics(self._run_dir / "metrics.jsonl")):
-                self._missing.append(f"the new values of {in_words(steps)}")
-        with self._noting("the end of the run"):
-            if why := read_status(self._run_dir).get("reason"):
-                self._client.set_tag(self._run_id, "reason", text_of("reason", why))
-            # A delivery after the fact leaves the run as long as it was.
-            end_time = self._feeds[0].last_time
-            self._client.set_terminated(self._run_id, status=_END_STATUS[state], end_time=end_time)
-        return self._missing
+        thread.join(6 * request_seconds() if limited else None)
+        return list(self._missing)
 
     def _known_run(self, described: Description, experiment_id, rows: list[dict]):
         """The MLflow run that this directory has in this store, or None; its rows; runs it had with other values."""
@@ -178,7 +177,7 @@ class MlflowTracker:
     def _deliver_until_stopped(self):
         pause, failed, begun = _SECONDS_BETWEEN_DELIVERIES, False, False
         while True:
-            last = self._stopping
+            last = self._end is not None
             try:
                 if not begun:  # a run that is killed has its configuration there, too
                     self._log_artifacts(ARTIFACTS[:4])
@@ -193,8 +192,9 @@ class MlflowTracker:
                     _log.warning("%s. Nothing is lost: metrics are kept in %s", reason(self.uri, error), kept)
                 pause, failed = min(2 * pause, _LONGEST_PAUSE), True
             if last:
-                if failed:
-                    self._missing.append("metrics")
+                if not failed:
+                    self._missing.remove("metrics")
+                self._close()
                 return
             if self._wake.wait(pause):
                 self._wake.clear()
@@ -210,13 +210,25 @@ class MlflowTracker:
                     break
                 feed.offset = offset
 
+    def _close(self):
+        with self._arriving("artifacts"):
+            self._log_artifacts(ARTIFACTS)
+        if steps := self._feeds[0].delivered.differing(read_metrics(self._run_dir / "metrics.jsonl")):
+            self._missing.append(f"the new values of {in_words(steps)}")
+        with self._arriving("the end of the run"):
+            if why := read_status(self._run_dir).get("reason"):
+                self._client.set_tag(self._run_id, "reason", text_of("reason", why))
+            # A delivery after the fact leaves the run as long as it was.
+            end_time = self._feeds[0].last_time
+            self._client.set_terminated(self._run_id, status=_END_STATUS[self._end], end_time=end_time)
+
     @contextlib.contextmanager
-    def _noting(self, what):
+    def _arriving(self, what):
         try:
             yield
+            self._missing.remove(what)
         except Exception as error:  # as in the thread
             _log.debug("%s did not reach MLflow: %s", what, reason(self.uri, error))
-            self._missing.append(what)
 
 
 class _Feed:

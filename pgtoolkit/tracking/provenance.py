@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import re
 import shutil
 import socket
 import subprocess
@@ -13,13 +12,29 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pgtoolkit.redaction import redact
+
 DIFF_LIMIT = 256 * 1024
 """Most bytes of uncommitted changes that are kept for each repository."""
 
 _MAX_UNTRACKED = 100
 
-_URL_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
-_SECRET_VALUE = re.compile(r"(?i)((?:token|secret|password|passwd|api_?key|credential)\b[\w.-]*\s*[=:]\s*)\S+")
+_SECRET_FILES = (
+    *(".env", ".env.*", "*.env", "*.pem", "*.key", "*.p12", "*.pfx", "*.jks", "*.kdbx", "id_rsa*", "id_ed25519*"),
+    *(
+        ".netrc",
+        "_netrc",
+        ".pgpass",
+        ".npmrc",
+        ".pypirc",
+        ".htpasswd",
+        "*secret*",
+        "*credential*",
+        "*passw*",
+        "*secret*/**",
+    ),
+)
+"""Names of files whose changes are not kept."""
 
 
 def collect(argv: list[str]) -> dict[str, Any]:
@@ -27,7 +42,8 @@ def collect(argv: list[str]) -> dict[str, Any]:
 
     argv: the command line, usually sys.argv. `git` lists the repository the package runs from (none for an installed
     package) and the one of the current directory, where they differ; each with path, commit, branch, diff (against
-    the commit, at most DIFF_LIMIT bytes), diff_truncated and untracked (names only). `gpus` come from nvidia-smi.
+    the commit, at most DIFF_LIMIT bytes, with secrets hidden), diff_truncated, diff_left_out (changed files that are
+    named as secrets are) and untracked (names only). `gpus` come from nvidia-smi.
     """
     import pgtoolkit
 
@@ -47,11 +63,6 @@ def collect(argv: list[str]) -> dict[str, Any]:
     }
 
 
-def redact(text: str) -> str:
-    """The text without credentials in URLs and without the values of keys such as `token=` or `api_key:`."""
-    return _SECRET_VALUE.sub(r"\1***", _URL_CREDENTIALS.sub("***@", text))
-
-
 def _packages():
     versions = {dist.name: dist.version for dist in importlib.metadata.distributions() if dist.name}
     return dict(sorted(versions.items(), key=lambda item: item[0].lower()))
@@ -69,14 +80,20 @@ def _repositories(package, directory):
 
 
 def _repository(top):
-    diff = _git(top, "diff", "HEAD", "--no-ext-diff", "--no-textconv", "--no-color", limit=DIFF_LIMIT + 1) or ""
+    form = ("--no-ext-diff", "--no-textconv", "--no-color", "--no-renames", "--ignore-submodules=dirty")
+    command, off = ("diff", "HEAD", "--submodule=short", *form), _no_filters(top)
+    others = (f":(top,exclude,glob,icase)**/{name}" for name in _SECRET_FILES)
+    diff = _git(top, *command, "--", ":/", *others, settings=off, limit=DIFF_LIMIT + 1) or ""
+    secret = (f":(top,glob,icase)**/{name}" for name in _SECRET_FILES)
+    left_out = _git(top, *command, "--name-only", "--", *secret, settings=off) or ""
     untracked = (_git(top, "ls-files", "--others", "--exclude-standard") or "").splitlines()
     return {
         "path": str(top),
         "commit": _line(top, "rev-parse", "--verify", "HEAD"),
         "branch": _line(top, "symbolic-ref", "--short", "HEAD"),
-        "diff": diff[:DIFF_LIMIT],
+        "diff": redact(diff)[:DIFF_LIMIT],
         "diff_truncated": len(diff.encode()) > DIFF_LIMIT,
+        "diff_left_out": left_out.splitlines()[:_MAX_UNTRACKED],
         "untracked": untracked[:_MAX_UNTRACKED],
     }
 
@@ -85,12 +102,28 @@ def _line(directory, *arguments):
     return (_git(directory, *arguments) or "").strip() or None
 
 
-def _git(directory, *arguments, limit=1 << 20):
-    """Output of a git command, cut at `limit` bytes; None if it fails."""
-    # No optional locks: many jobs may ask at once. No fsmonitor: a repository's configuration must not run programs.
-    command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(directory), *arguments]
+def _no_filters(directory):
+    """Settings that switch off each filter that the configuration names: git would run it to compare a file."""
+    names = (_git(directory, "config", "--name-only", "-z", "--get-regexp", r"^filter\.") or "").split("\0")
+    off = {"clean": "", "smudge": "", "process": "", "required": "false"}
+    return {f"{name.rpartition('.')[0]}.{key}": value for name in names if name for key, value in off.items()}
+
+
+def _git(directory, *arguments, settings=(), limit=1 << 20):
+    """Output of a git command, cut at `limit` bytes; None if it fails. settings: of git's configuration."""
+    # No optional locks: many jobs may ask at once. A repository's configuration must not run programs: no fsmonitor,
+    # no hooks, and nothing is fetched, such as the objects that a partial clone lacks.
+    command = ["git", "--no-optional-locks", "--no-pager", "-C", str(directory), *arguments]
+    environment = os.environ | {"GIT_ALLOW_PROTOCOL": "none", "GIT_NO_LAZY_FETCH": "1"}
+    settings = {"core.fsmonitor": "false", "core.hooksPath": os.devnull, **dict(settings)}
+    first = int(os.environ.get("GIT_CONFIG_COUNT") or 0)
+    for number, (key, value) in enumerate(settings.items(), start=first):
+        environment |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
+    environment["GIT_CONFIG_COUNT"] = str(first + len(settings))
     try:
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        with subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+        ) as process:
             output = process.stdout.read(limit)
             if len(output) == limit:
                 process.kill()

@@ -19,6 +19,7 @@ from typing import Any
 
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.plain_files import open_to_append, open_to_read, refuse_other, write_atomically
+from pgtoolkit.redaction import redact
 from pgtoolkit.tracking.run_files import (
     STATES,
     TIME,
@@ -138,7 +139,7 @@ class RunDirectory:
             "id": before.get("id") or uuid.uuid4().hex,
             "state": state,
             "step": step,
-            "reason": reason,
+            "reason": reason and redact(reason),
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "started": before.get("started", _now()),

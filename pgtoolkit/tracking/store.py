@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import logging
 import os
 import re
 import sqlite3
+import threading
 from pathlib import Path
 
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.imports import without
 from pgtoolkit.plain_files import open_to_append
-from pgtoolkit.tracking.provenance import redact
+from pgtoolkit.redaction import redact
 from pgtoolkit.tracking.run_directory import leaves
 
 VOLATILE = ("tracking.", "trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.accept_changed_data")
@@ -38,7 +40,10 @@ def sqlite_path(uri: str) -> Path | None:
 
 
 def client_of(uri: str):
-    """An MlflowClient that fails in seconds where MLflow would try for minutes, and sends no telemetry."""
+    """An MlflowClient that fails in seconds where MLflow would try for minutes, and sends no telemetry.
+
+    MLflow limits the wait for each byte alone; here each whole call is limited, to 4 such waits.
+    """
     # What the user has set wins.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
@@ -52,7 +57,42 @@ def client_of(uri: str):
         client = MlflowClient(uri)
     for name in ("alembic", "mlflow.store.db.utils"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    return client
+    return _Limited(client)
+
+
+def request_seconds() -> float:
+    """The longest wait for a server's next byte; what is set in the environment wins, once `client_of` was called."""
+    return float(os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"])
+
+
+class _Limited:
+    """A client whose calls run in threads of their own, which are given up when their time is over."""
+
+    def __init__(self, client):
+        self._client = client
+
+    def __getattr__(self, name):
+        found = getattr(self._client, name)
+        return functools.partial(_within, 4 * request_seconds(), found) if callable(found) else found
+
+
+def _within(seconds, function, *arguments, **keywords):
+    outcome = {}
+
+    def call():
+        try:
+            outcome["value"] = function(*arguments, **keywords)
+        except BaseException as error:
+            outcome["error"] = error
+
+    thread = threading.Thread(target=call, name="mlflow call", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if "error" in outcome:
+        raise outcome["error"]
+    if "value" not in outcome:
+        raise TimeoutError(f"no whole answer within {seconds:g} s, which is 4 * MLFLOW_HTTP_REQUEST_TIMEOUT")
+    return outcome["value"]
 
 
 def open_store(uri: str, experiment: str):

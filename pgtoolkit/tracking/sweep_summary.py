@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from pgtoolkit.errors import ConfigError, StorageError, first_line
-from pgtoolkit.tracking.provenance import redact
+from pgtoolkit.redaction import redact
 from pgtoolkit.tracking.store import absolute_uri, open_store, quoted, refusals
 
 METRIC = "reward"

@@ -33,7 +33,8 @@ def sync(run_dir: Path, uri: str | None = None, experiment: str | None = None) -
         state = status.get("state", "failed")
         tracker = MlflowTracker(uri or own, name)
         tracker.start(run.path, "Nothing was lost: the run directory keeps it. Try again when the store answers.")
-        missing = tracker.finish("interrupted" if state == "running" else state)  # a killed run says that it runs
+        # A killed run says that it runs. However much is missing, it is delivered while the store answers.
+        missing = tracker.finish("interrupted" if state == "running" else state, limited=False)
     if missing:
         raise StorageError(f"MLflow still lacks {', '.join(missing)} of {shell_path(run_dir)}. Try again later.")
     rows = tracker.rows_delivered

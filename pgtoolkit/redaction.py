@@ -1,0 +1,44 @@
+"""What looks like a secret is hidden in everything that is written: one function, `redact`."""
+
+from __future__ import annotations
+
+import re
+
+_STRONG = (
+    r"passw(?:or)?d|passphrase|pwd|secret|credentials?|authorization|(?:api|access|private|account|signing)[_-]?key"
+)
+_VALUE = r"""(?!\*\*\*)(?:"[^"\n]*"|'[^'\n]*'|(?:(?:Bearer|Basic|Token)[ ]+)?[^\s"']+)"""
+_FORMS = (
+    (
+        r"-----BEGIN ([A-Z ]*)PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
+        r"-----BEGIN \1PRIVATE KEY-----***",
+    ),
+    # URLs: user and password, also one with a slash in it; parameters of a query.
+    (r"(?<=://)[^\s/?#\"']{0,300}@", "***@"),
+    (r"(?<=://)[^\s/?#@:\"']{0,300}:(?!\d+[/?#])[^\s@\"']{0,300}@", "***@"),
+    (
+        r"([?&;][\w.-]*(?:token|key|auth|sig|signature|passw(?:or)?d|pass|pwd|pw|secret|credentials?|jwt|sas)=)[^&\s#\"']+",
+        r"\1***",
+    ),
+    # Names with their values: password=..., "api_key": "...", AWS_SECRET_ACCESS_KEY=..., --password ...
+    (rf"((?:{_STRONG})[\w.-]*[\"']?\s*[=:]\s*){_VALUE}", r"\1***"),
+    (rf"((?<![\w-])--[\w-]*(?:{_STRONG}|token)\s+){_VALUE}", r"\1***"),
+    # `token = tokenizer.pad_token` is code, and a number counts: of a bare word with spaces around it digits tell.
+    (r"(token[\"']?(?:\s*[=:]\s*(?=[\"'])|=|:\s*))(?!\d{1,6}\b|[\w.]*[.(\[])" + _VALUE, r"\1***"),
+    (r"(token\s+[=:]\s*)(?=\S*\d)(?!\d{1,6}\b|[\w.]*[.(\[])" + _VALUE, r"\1***"),
+    # Secrets that tell themselves.
+    (
+        r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abprs]-|AKIA|ASIA|dapi|AIza)(?=[\w-]{0,200}\d)[\w-]{16,200}",
+        "***",
+    ),
+    (r"\beyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?", "***"),
+)
+_PATTERNS = [(re.compile(pattern, re.IGNORECASE | re.DOTALL), hidden) for pattern, hidden in _FORMS]
+
+
+def redact(text: str) -> str:
+    """The text with `***` for users and passwords in URLs, for the values of names such as password, api_key or token,
+    and for keys of known forms. What is hidden already stays as it is."""
+    for pattern, hidden in _PATTERNS:
+        text = pattern.sub(hidden, text)
+    return text
