@@ -7,13 +7,13 @@ MUTANTS_OF_KEYS = [
     (
         "training ignores the temperature",
         "training/module.py",
-        {"temperature=config.rollout.temperature,": "temperature=1.0,"},
+        {"config.rollout.temperature, config.metrics": "1.0, config.metrics"},
         (f"{ROW}[rollout/policy.temperature]", f"{ROW}[rollout/recorded.temperature]"),
     ),
     (
         "training ignores fp32_lm_head",
         "training/module.py",
-        {"fp32_logits=config.model.fp32_lm_head": "fp32_logits=False"},
+        {"fp32_logits=self.config.model.fp32_lm_head": "fp32_logits=False"},
         (f"{ROW}[model/huggingface.fp32_lm_head]",),
     ),
     (

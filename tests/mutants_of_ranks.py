@@ -42,7 +42,7 @@ MUTANTS_OF_RANKS = [
     (
         "a reducer's weights averaged over the tokens of one rank only",
         "losses/objective.py",
-        {"weights if reducer is None else FAMILIES[loss](weights, segments)": "weights"},
+        {"weights if own_slope else": "weights if True else"},
         (f"{OPTIONS}::test_a_reducer_whose_weights_differ_within_a_document[gspo-True]",),
     ),
     (
@@ -81,7 +81,7 @@ MUTANTS_OF_RANKS = [
     (
         "the gradient of the hidden states from one vocabulary shard, where all logits exist",
         "losses/policy_gradient.py",
-        {"SumGradient.apply(hidden, vocabulary_group)": "hidden"},
+        {"SumGradient.apply(hidden, ranks.vocabulary)": "hidden"},
         (f"{OPTIONS}::test_the_head_with_all_logits_and_with_some[vocabulary 2]",),
     ),
     (
@@ -98,7 +98,7 @@ MUTANTS_OF_RANKS = [
     ),
     (
         "a step's totals counted on one rank",
-        "losses/objective.py",
+        "losses/totals.py",
         {"all_sum(numbers, data_group)": "numbers"},
         (f"{OPTIONS}::test_without_totals_the_ranks_together_are_the_step[grpo-sample_mean]",),
     ),

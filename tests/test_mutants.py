@@ -41,19 +41,19 @@ MUTANTS = [
     Mutant(
         "sample mean over the micro-batch's documents instead of the step's (TRL #3021, verl #5877)",
         "losses/aggregation.py",
-        {"segments.counts * totals.num_documents": "segments.counts * segments.num_documents"},
+        {"counts * totals.num_documents": "counts * len(counts)"},
         (f"{CUT}[grpo-sample_mean-none-halves-0]", f"{CUT}[gspo-sample_mean-none-shuffled-3]"),
     ),
     Mutant(
         "token mean over the micro-batch's tokens instead of the step's (prime-rl #583, OpenRLHF #1249)",
         "losses/aggregation.py",
-        {"dtype=torch.float64) * totals.num_tokens": "dtype=torch.float64) * mask.sum()"},
+        {"counts * 0 + totals.num_tokens": "counts * 0 + counts.sum()"},
         (f"{CUT}[grpo-token_mean-none-halves-0]", f"{CUT}[gspo-token_mean-none-shuffled-3]"),
     ),
     Mutant(
         "Dr. GRPO without its 1/D (verl #3741)",
         "losses/aggregation.py",
-        {"divisor, dtype=torch.float64) * totals.num_documents": "divisor, dtype=torch.float64)"},
+        {"self.divisor) * totals.num_documents": "self.divisor)"},
         ("tests/test_losses.py::test_worked_example[grpo-constant-0.40625]",),
     ),
     Mutant(
@@ -64,7 +64,7 @@ MUTANTS = [
     ),
     Mutant(
         "a divisor of NaN passes a comparison that is always false",
-        "losses/arguments.py",
+        "losses/checks.py",
         {"math.isfinite(value) and value > 0": "not value <= 0"},
         ("tests/test_losses.py::test_constant_refuses_a_divisor_that_cannot_divide[nan]",),
     ),
@@ -76,7 +76,7 @@ MUTANTS = [
     ),
     Mutant(
         "a phantom token for each fully masked document, in a loss without given totals (slime)",
-        "losses/objective.py",
+        "losses/totals.py",
         {"counts.sum(), (counts": "counts.clamp(min=1).sum(), (counts"},
         ("tests/test_losses.py::test_a_masked_document_counts_as_a_document_and_adds_no_phantom_token[token_mean]",),
     ),
@@ -94,26 +94,26 @@ MUTANTS = [
     ),
     Mutant(
         "GSPO's ratio by the sum of the log-ratios instead of their mean (TRL #5814, NeMo-RL #2269)",
-        "losses/surrogates.py",
+        "losses/objective.py",
         {"segments.mean(values)": "segments.sum(values)"},
         ("tests/test_losses.py::test_gspo_ratio_is_the_exp_of_the_mean_and_not_of_the_sum",),
     ),
     Mutant(
         "the clip acts already at its bounds, in the gradient by formula",
-        "losses/objective.py",
-        {"ratio <= 1 + self.epsilon_high": "ratio < 1 + self.epsilon_high"},
+        "losses/families.py",
+        {"ratio <= upper": "ratio < upper"},
         ("tests/test_peers.py::test_the_clip_does_not_act_at_its_bounds[1.0-1.25-fused_linear-grpo]",),
     ),
     Mutant(
         "the clip acts already at its bounds, in the metrics",
         "losses/metrics.py",
-        {"surrogate.ratio < 1 - epsilon_low": "surrogate.ratio <= 1 - epsilon_low"},
+        {"judged.ratio < lower": "judged.ratio <= lower"},
         ("tests/test_peers.py::test_the_clip_does_not_act_at_its_bounds[-1.0-0.75-torch-gspo]",),
     ),
     Mutant(
         "the log-ratio is not clamped before exp (OpenRLHF #1293: computed and never read)",
-        "losses/surrogates.py",
-        {"log_ratio = unclamped.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)": "log_ratio = unclamped"},
+        "losses/objective.py",
+        {"unclamped.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)": "unclamped"},
         ("tests/test_kernels.py::test_huge_log_ratios_stay_finite[grpo-1.0-dtype0-torch]",),
     ),
     Mutant(

@@ -54,9 +54,10 @@ def client_of(uri: str):
     with without(pandas=(), fastapi=("HTTPException",)):
         from mlflow import MlflowClient
 
+        logging.getLogger("alembic").setLevel(logging.WARNING)
+        # It logs each failure with its whole traceback; `reason` says it in one line.
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
         client = MlflowClient(uri)
-    for name in ("alembic", "mlflow.store.db.utils"):
-        logging.getLogger(name).setLevel(logging.WARNING)
     return _Limited(client)
 
 

@@ -19,7 +19,7 @@ from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.families import family_of
 from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import Loss
-from pgtoolkit.losses.policy_gradient import Computation, PolicyLoss, log_probs_of_hidden, loss_of_hidden
+from pgtoolkit.losses.policy_gradient import Computation, LMHead, PolicyLoss, log_probs_of_hidden, loss_of_hidden
 from pgtoolkit.parallelism.agreement import gather
 from pgtoolkit.parallelism.gradients import sum_gradients
 from pgtoolkit.parallelism.layout import Layout
@@ -176,16 +176,18 @@ class PolicyGradientModule(lightning.LightningModule):
                 head = replace(head, weight_gradient=weight.grad)
         else:
             hidden, head, ranks = inputs
-        head = replace(head, fp32_logits=self.config.model.fp32_lm_head)
-        return loss_of_hidden(hidden, head, micro_batch, totals, self.loss, ranks, self.computation)
+        return loss_of_hidden(hidden, self._precise(head), micro_batch, totals, self.loss, ranks, self.computation)
 
     @torch.no_grad()
     def log_probs(self, micro_batch: MicroBatch) -> Tensor:
         """(T,) log-prob of each label by the forward pass that training uses."""
         micro_batch = micro_batch.counted().to(self.device)
         hidden, head, _ = self.policy.loss_inputs(micro_batch)
-        head = replace(head, fp32_logits=self.config.model.fp32_lm_head)
-        return log_probs_of_hidden(hidden, head, micro_batch, self.loss, replace(self.computation, num_splits=1))
+        how = replace(self.computation, num_splits=1)
+        return log_probs_of_hidden(hidden, self._precise(head), micro_batch, self.loss, how)
+
+    def _precise(self, head: LMHead) -> LMHead:
+        return replace(head, fp32_logits=self.config.model.fp32_lm_head)
 
     def _head_adds_its_gradient(self) -> bool:
         """Whether the loss may add the head's gradient to `weight.grad` itself, which saves a second one's memory."""
