@@ -44,6 +44,7 @@ def compose_resumed(run_dir: Path, overrides: list[str]) -> Composed:
     register()
     groups, config = options(), typed(_saved(run_dir), f"{run_dir}/config.yaml")
     parsed, problems = parse(overrides)
+    problems += refusals.given_twice(parsed)
     for override in parsed:
         key = override.key_or_group
         if problem := refusals.wrong_form(override, groups) or _fixed(config, override):

@@ -13,6 +13,7 @@ LIGHT_FILES = (
     "compose",
     "conf_files",
     "config",
+    "defaults",
     "errors",
     "functions",
     "paths",
