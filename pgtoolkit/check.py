@@ -9,9 +9,10 @@ from typing import Any
 
 from hydra.types import RunMode
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
-from pgtoolkit import paths
-from pgtoolkit.compose import compose, is_swept, jobs, key_of, name_in, name_of
+from pgtoolkit import paths, refusals
+from pgtoolkit.compose import compose, is_swept, jobs, key_of, name_in, name_of, parse
 from pgtoolkit.errors import PgtoolkitError
 from pgtoolkit.multirun.sweep import Sweep, plan
 from pgtoolkit.plan import describe, documents
@@ -74,13 +75,18 @@ def check(
     sweeper = whole.config.hydra.sweeper
     given = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
     runs = [_check_one([*of_hydra, *job], folder, rules, sweep_file, overrides) for job in jobs([*given, *overrides])]
+    twice = refusals.given_twice(parse(overrides)[0])
     for run in runs:
+        run.report.problems[:0] = twice
         run.overrides = [override for override in run.overrides if override not in of_hydra]
     checked = Checked(runs, is_sweep=True, searches=not sweeper._target_.endswith(".BasicSweeper"))
     if rules:
         for run in runs:
             launcher(whole.config.hydra, run.report)
-        whole.config.hydra.overrides.task = [override for override in overrides if override not in of_hydra]
+        try:
+            whole.config.hydra.overrides.task = [override for override in overrides if override not in of_hydra]
+        except OmegaConfBaseException:
+            return checked  # no folder has a name of what does not resolve; the runs have said so
         if found := paths.of_sweep(whole.config):
             runs[0].report.problems += found
         else:
@@ -158,8 +164,9 @@ def page(checked: Checked) -> str:
     if checked.is_sweep:
         sections += _sweep_sections(checked)
     if first.config is not None:
-        sections += describe(_plain(first.config), _plain(compose([]).config))
-        chosen, own = first.config.tracking.run_name, first.config.hydra
+        plain = _plain(first.config)
+        sections += describe(plain, _plain(compose([]).config))
+        chosen, own = plain.tracking.run_name, first.config.hydra
         name = name_in(own, chosen) if checked.is_sweep else name_of(chosen, first.overrides)
         sections.append(("Run name", [name]))
     sections.append(("Notes", notes(checked)))

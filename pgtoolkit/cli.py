@@ -121,7 +121,7 @@ def _train(argv: list[str], sweep_file: Path | None = None) -> int:
     args = _hydra_arguments(argv)
     if args.cfg and args.multirun:
         raise ConfigError("--cfg needs one run (got -m). It prints one configuration. Use pgtk check -m for a sweep.")
-    if fail_fast:
+    if fail_fast and FAIL_FAST not in args.overrides:
         argv, args.overrides = [*argv, FAIL_FAST], [*args.overrides, FAIL_FAST]
     starts = not (args.cfg or args.info or args.shell_completion or args.hydra_help)
     if starts and (rank := joined()) is not None:

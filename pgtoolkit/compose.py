@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,9 @@ class Composed:
 
 
 def register() -> None:
-    """Make the schemas and the resolvers that name runs and sweeps known; may be called again."""
+    """Make the schemas and the resolvers of conf/ known; may be called again."""
     register_schemas()
-    for resolver in (_run_name, _sweep_name, _digest, _divide):
+    for resolver in (_run_name, _sweep_name, _digest, _divide, _by_weights):
         OmegaConf.register_new_resolver(f"pgtk.{resolver.__name__[1:]}", resolver, replace=True)
 
 
@@ -60,11 +61,13 @@ def compose(
     config_dir: a folder of the user's with more options. sweep_file: the primary configuration instead of conf/'s.
     typed: those of the overrides that come from the command line, where not all do.
     """
-    parsed, problems = parse([override for override in overrides if override not in NO_CHOICE])
+    parsed, problems = parse(overrides)
     if found := executed.search_path(parsed, sweep_file):
         return Composed(None, [*problems, *found])
+    problems += refusals.given_twice(parsed)
+    parsed = [override for override in parsed if override.input_line not in NO_CHOICE]
     groups = options(config_dir)
-    choices, values = [], []
+    choices, values, accepted = [], [], []
     for override in parsed:
         key = override.key_or_group
         if problem := refusals.wrong_form(override, groups):
@@ -76,20 +79,26 @@ def compose(
                 problems.append(problem)
             else:
                 choices.append(hydra_form(override.input_line))
+                accepted.append(override)
         else:
             values.append(override)
     try:
         config = compose_choices(choices, config_dir, sweep_file)
-    except (HydraException, OmegaConfBaseException) as error:
+    except Exception as error:  # Hydra refuses odd values of its own keys by many types of exception
         return Composed(None, [*problems, refusals.composition_problem(error)])
     if config_dir or sweep_file:
         problems += _set_by_files(config, [one for one in choices if key_of(one).startswith("hydra")])
     problems += executed.targets(config.hydra)
+    if found := refusals.incomplete(config):
+        return Composed(None, [*problems, *found])
     for override in values:
-        problems += apply(config, override.key_or_group, override.value(), groups)
+        if found := apply(config, override.key_or_group, override.value(), groups):
+            problems += found
+        else:
+            accepted.append(override)
     problems += executed.functions(config, parsed if typed is None else parse(typed)[0])
     # Hydra has seen the choices alone; the names of directories come from everything that was typed.
-    config.hydra.overrides.task = [one.input_line for one in parsed if not one.is_hydra_override()]
+    config.hydra.overrides.task = [one.input_line for one in parsed if one in accepted]
     return Composed(config, list(dict.fromkeys(problems)))
 
 
@@ -109,12 +118,14 @@ def _set_by_files(config: DictConfig, typed: list[str]) -> list[str]:
 
 def jobs(overrides: list[str]) -> list[list[str]]:
     """The overrides of each run of a sweep: all combinations of the values separated by commas, of two overrides of
-    one key the later. Of an interval, which a searching sweeper draws from, the two ends."""
+    one key the later: a sweep's file comes before what is typed. Of an interval, which a searching sweeper draws from,
+    the two ends."""
     parsed, problems = parse([override for override in overrides if override not in NO_CHOICE])
     if problems:  # `compose` says them
         return [overrides]
-    discrete = [_ends(override) if override.is_interval_sweep() else override for override in parsed]
-    return BasicSweeper.split_arguments([one for one in discrete if not one.is_hydra_override()], None)[0]
+    last = {override.key_or_group: override for override in parsed if not override.is_hydra_override()}
+    discrete = [_ends(override) if override.is_interval_sweep() else override for override in last.values()]
+    return BasicSweeper.split_arguments(discrete, None)[0]
 
 
 def _ends(override: Override) -> Override:
@@ -128,7 +139,7 @@ def parse(overrides: list[str]) -> tuple[list[Override], list[str]]:
     for text in overrides:
         try:
             parsed.append(OverridesParser.create().parse_override(text))
-        except HydraException as error:
+        except (HydraException, ValueError, RecursionError) as error:  # the latter of numbers and lists without end
             problems.append(refusals.unreadable(text, error, options()))
     return parsed, problems
 
@@ -136,10 +147,15 @@ def parse(overrides: list[str]) -> tuple[list[Override], list[str]]:
 def apply(config: DictConfig, key: str, value: Any, groups: dict[str, list[str]]) -> list[str]:
     """Set one key, or several given as a dictionary; returns the problems, with which nothing is set."""
     if f"{key}.".startswith(f"{FREE_FORM}.") and config.task.name == "reasoning_gym":
-        with open_dict(config):
-            OmegaConf.update(config, key, value, force_add=True)
+        if key == FREE_FORM and not isinstance(value, dict):
+            return [refusals.wrong_type(config, key, value, config.task._get_node("options"))]
+        try:
+            with open_dict(config):
+                OmegaConf.update(config, key, value, force_add=True)
+        except OmegaConfBaseException as error:
+            return [refusals.unresolvable(key, value, error)]
         return []
-    if isinstance(value, dict):
+    if isinstance(value, dict) and value:
         return [problem for name in value for problem in apply(config, f"{key}.{name}", value[name], groups)]
     group, _, leaf = key.partition(".")
     if leaf == "name" and group in groups:
@@ -152,11 +168,19 @@ def apply(config: DictConfig, key: str, value: Any, groups: dict[str, list[str]]
         node = node._get_node(part)
     if isinstance(node, DictConfig):
         return [f"{key}={value} needs its keys one by one (got {value!r}). It is a group of keys. Use {key}.KEY=VALUE."]
-    before = OmegaConf.select(config, key)
+    before = node._value()
     try:
         OmegaConf.update(config, key, value)
+    except OverflowError:  # a whole number that no float can hold
+        OmegaConf.update(config, key, math.copysign(math.inf, 1 if value > 0 else -1))
     except OmegaConfBaseException:
-        return [refusals.wrong_type(config, key, value, node, before)]
+        return [refusals.wrong_type(config, key, value, node)]
+    if isinstance(value, str) and "${" in value and "oc.env" not in value:
+        try:
+            OmegaConf.select(config, key)
+        except OmegaConfBaseException as error:
+            OmegaConf.update(config, key, before)
+            return [refusals.unresolvable(key, value, error)]
     return []
 
 
@@ -211,7 +235,11 @@ def is_swept(override: str) -> bool:
 
 
 def _run_name(_overrides=None, *, _root_: DictConfig) -> str:
-    return name_in(_root_.hydra, OmegaConf.select(_root_, "tracking.run_name"))
+    try:
+        chosen = OmegaConf.select(_root_, "tracking.run_name")
+    except OmegaConfBaseException:
+        chosen = None  # `validate` says what is wrong with it
+    return name_in(_root_.hydra, chosen)
 
 
 def _sweep_name(overrides, *, _root_: DictConfig) -> str:
@@ -225,6 +253,12 @@ def _sweep_name(overrides, *, _root_: DictConfig) -> str:
 def _divide(dividend: float, divisor: float) -> float:
     """For files of sweeps: what must change as another key does, such as steps for a number of documents."""
     return dividend // divisor if dividend % divisor == 0 else dividend / divisor
+
+
+def _by_weights(random: Any, trained: Any, *, _root_: DictConfig) -> Any:
+    """A default for models that learn from random weights, and one for those that were trained before."""
+    is_trained = OmegaConf.select(_root_, "model.name") == "huggingface"
+    return trained if is_trained and not OmegaConf.select(_root_, "model.random_weights") else random
 
 
 def _digest(*, _root_: DictConfig) -> str:

@@ -1,15 +1,20 @@
-"""The configuration schema: every key with its type. Values and their explanations live in `conf/`.
+"""The configuration schema: every key with its type and range. Values and their explanations live in `conf/`.
 
 `name` tells the options of a group apart. Cross-field rules are in `pgtoolkit.validate`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+
+
+def between(least: float, most: float) -> Any:
+    """A number from `least` to `most`, both included: wide enough for what anybody means, beyond it a slip."""
+    return field(metadata={"range": (least, most)})
 
 
 class LossName(StrEnum):
@@ -70,15 +75,15 @@ class Schedule(StrEnum):
 @dataclass
 class LossConfig:
     name: LossName
-    epsilon_low: float
-    epsilon_high: float
-    num_splits: int
+    epsilon_low: float = between(1e-9, 0.999)
+    epsilon_high: float = between(1e-9, 1e9)
+    num_splits: int = between(1, 65536)
 
 
 @dataclass
 class AggregationConfig:
     mode: AggregationMode
-    divisor: float | None
+    divisor: float | None = between(1e-6, 1e12)
     reducer: str | None
 
 
@@ -95,35 +100,35 @@ class AdvantageConfig:
 @dataclass
 class KernelConfig:
     implementation: KernelImplementation
-    logits_memory_mb: int | None
+    logits_memory_mb: int | None = between(1, 2**20)
 
 
 @dataclass
 class ParallelismConfig:
-    data_parallel: int
+    data_parallel: int = between(1, 65536)
     shard: bool
-    tensor_parallel: int
+    tensor_parallel: int = between(1, 65536)
     sequence_parallel: bool
-    sequence_data_parallel: int
-    pipeline_parallel: int
-    timeout_seconds: int
+    sequence_data_parallel: int = between(1, 65536)
+    pipeline_parallel: int = between(1, 65536)
+    timeout_seconds: int = between(1, 604800)
 
 
 @dataclass
 class AccumulationConfig:
-    docs_per_step: int
-    max_tokens: int
-    micro_batches_per_step: int | None
+    docs_per_step: int = between(0, 10**6)
+    max_tokens: int = between(1, 10**7)
+    micro_batches_per_step: int | None = between(1, 10**6)
     last_step: LastStep
 
 
 @dataclass
 class TinyModelConfig:
     name: str
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    max_positions: int
+    num_layers: int = between(1, 1000)
+    hidden_size: int = between(1, 65536)
+    num_heads: int = between(1, 1000)
+    max_positions: int = between(1, 10**6)
     fp32_lm_head: bool
 
 
@@ -140,7 +145,7 @@ class HuggingFaceModelConfig:
 @dataclass
 class ReverseTaskConfig:
     name: str
-    num_digits: int
+    num_digits: int = between(1, 1000)
 
 
 @dataclass
@@ -163,11 +168,11 @@ class PromptsTaskConfig:
 @dataclass
 class PolicyRolloutConfig:
     name: str
-    prompts_per_batch: int
-    group_size: int
-    max_completion_length: int
-    temperature: float
-    top_p: float | None
+    prompts_per_batch: int = between(1, 10**6)
+    group_size: int = between(1, 10**6)
+    max_completion_length: int = between(1, 10**6)
+    temperature: float = between(0.01, 100)
+    top_p: float | None = between(1e-6, 1)
     old_log_probs: OldLogProbs
     save_path: str | None
 
@@ -176,33 +181,33 @@ class PolicyRolloutConfig:
 class RecordedRolloutConfig:
     name: str
     path: str
-    epochs: int
+    epochs: int = between(1, 10**6)
     shuffle: bool
-    group_size: int | None
-    max_completion_length: int | None
-    temperature: float
+    group_size: int | None = between(1, 10**6)
+    max_completion_length: int | None = between(1, 10**6)
+    temperature: float = between(0.01, 100)
 
 
 @dataclass
 class OptimizerConfig:
-    learning_rate: float
-    beta1: float
-    beta2: float
-    epsilon: float
-    weight_decay: float
-    max_grad_norm: float | None
-    warmup_steps: int
+    learning_rate: float = between(1e-12, 1e5)
+    beta1: float = between(0, 0.999999)
+    beta2: float = between(0, 0.999999)
+    epsilon: float = between(1e-30, 1e4)
+    weight_decay: float = between(0, 10)
+    max_grad_norm: float | None = between(1e-6, 1e9)
+    warmup_steps: int = between(0, 10**9)
     schedule: Schedule
 
 
 @dataclass
 class TrainerConfig:
-    max_steps: int
+    max_steps: int = between(1, 10**9)
     device: str
-    num_threads: int | None
-    checkpoint_every: int
-    keep_checkpoints: int
-    max_bad_steps: int
+    num_threads: int | None = between(1, 1024)
+    checkpoint_every: int = between(1, 10**9)
+    keep_checkpoints: int = between(1, 10**6)
+    max_bad_steps: int = between(1, 10**6)
     accept_changed_data: bool
 
 
@@ -219,7 +224,7 @@ class TrackingConfig:
 class Config:
     """The whole experiment. Groups with several shapes are typed by the option that was chosen."""
 
-    seed: int
+    seed: int = between(0, 2**32 - 1)
     loss: LossConfig
     aggregation: AggregationConfig
     metrics: MetricsConfig

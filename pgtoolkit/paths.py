@@ -13,6 +13,7 @@ from pgtoolkit.errors import first_line
 from pgtoolkit.rules.report import Report
 
 REASON = "A value or a name in it could otherwise write anywhere."
+NAMED = "It names a folder."
 
 DATA = ("model.path", "task.path", "rollout.path")
 """Keys that name what a run reads from outside of its directory."""
@@ -71,7 +72,10 @@ def of_job(folder: Path, directory: str) -> list[str]:
     """Problems with the place of a job in its sweep's folder."""
     report = Report()
     whole = (folder / directory).resolve()
-    if _leaves(directory) or whole == folder.resolve() or not whole.is_relative_to(folder.resolve()):
+    if not _is_possible(str(whole)):
+        needs, use = "a path that a file system can hold", "the default"
+        report.refuse(f"hydra.sweep.subdir={directory}", needs, directory, NAMED, use)
+    elif _leaves(directory) or whole == folder.resolve() or not whole.is_relative_to(folder.resolve()):
         needs = "a folder inside hydra.sweep.dir"
         report.refuse(f"hydra.sweep.subdir={directory}", needs, whole, REASON, "the default")
     return report.problems
@@ -83,7 +87,11 @@ def _contained(config: DictConfig, key: str, report: Report) -> None:
     try:
         path = str(OmegaConf.select(config, key))
     except OmegaConfBaseException as error:
-        report.refuse(f"{key}={raw}", "a value that resolves", first_line(error), "It names a folder.", f"{key}=FOLDER")
+        report.refuse(f"{key}={raw}", "a value that resolves", first_line(error), NAMED, f"{key}=FOLDER")
+        return
+    if OmegaConf.is_missing(OmegaConf.select(config, key.rpartition(".")[0]), "dir") or not _is_possible(path):
+        needs, use = "a path that a file system can hold", f"{key}=outputs/FOLDER"
+        report.refuse(f"{key}={raw}", needs, raw, NAMED, use)
         return
     fixed = raw.partition("${")[0].rpartition("/")
     root = Path(fixed[0] + fixed[1] or ".")
@@ -91,6 +99,12 @@ def _contained(config: DictConfig, key: str, report: Report) -> None:
         report.refuse(f"{key}={path}", "a path without '..'", path, REASON, f"{key}={os.path.abspath(path)}")
     elif "${" in raw and not Path(path).resolve().is_relative_to(root.resolve()):
         report.refuse(f"{key}={raw}", f"a path below {root.resolve()}", path, REASON, f"{key}=FOLDER")
+
+
+def _is_possible(path: str) -> bool:
+    """Whether no part is longer than the 255 bytes that file systems allow, nor the whole than 4095."""
+    parts = [*PurePath(path).parts, ""]
+    return "\0" not in path and len(os.fsencode(path)) < 4096 and max(len(os.fsencode(part)) for part in parts) < 256
 
 
 def _leaves(path: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -180,14 +181,20 @@ def vocabulary_size(model: Any, task: Any) -> int | None:
     """Entries of the model's vocabulary, where that is known without loading it."""
     if model.name == "tiny":
         return {"reverse": 12, "reasoning_gym": 97}.get(task.name)  # a file of prompts has its own characters
-    file = Path(model.path or "").expanduser() / "config.json"
-    if model.path is None or not file.is_file():
-        return None
+    size = model_settings(model.path).get("vocab_size")
+    return size if _counts(size) else None
+
+
+def model_settings(path: str | None) -> dict:
+    """What the config.json of a local model folder says; empty without one, or where the run will say what is wrong."""
     try:
-        settings = json.loads(file.read_text())
+        settings = json.loads(Path(os.path.expanduser(path or os.devnull), "config.json").read_text())
     except (OSError, ValueError):
-        return None
-    return settings.get("vocab_size") or settings.get("text_config", {}).get("vocab_size")
+        return {}
+    if not isinstance(settings, dict):
+        return {}
+    of_text = settings.get("text_config")
+    return settings | of_text if isinstance(of_text, dict) else settings
 
 
 def differences(config: Any, defaults: Any, prefix: str = "") -> Iterator[str]:

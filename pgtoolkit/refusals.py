@@ -9,11 +9,12 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from hydra.conf import HydraConf
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import ChoiceSweep, Override
 from omegaconf import DictConfig, EnumNode, OmegaConf
 
-from pgtoolkit.conf_files import config_directory
+from pgtoolkit.conf_files import default_options
 from pgtoolkit.config import SCHEMAS
+from pgtoolkit.defaults import comment, default
 from pgtoolkit.errors import first_line
 from pgtoolkit.redaction import redact
 from pgtoolkit.rules.report import text
@@ -42,18 +43,77 @@ def wrong_form(override: Override, groups: dict[str, list[str]]) -> str | None:
     return None
 
 
+def given_twice(parsed: list[Override]) -> list[str]:
+    """A key with two values in one command, also inside of dictionaries: all but one would be ignored."""
+    problems: list[str] = []
+    seen: dict[str, Override] = {}
+    for override in parsed:
+        for key in _keys(override):
+            if first := seen.get(key):
+                needs, use = f"to be the only value of {key}", f"{first.input_line} or {override.input_line}"
+                got = f"{first.input_line} before it"
+                reason = "One of the two would be ignored."
+                problems.append(f"{override.input_line} needs {needs} (got {got}). {reason} Use {use}.")
+        seen |= {key: override for key in _keys(override) if key not in seen}
+    return problems
+
+
+def _keys(override: Override) -> list[str]:
+    """The keys that an override gives values to; a sweep's, in all of its values together."""
+    key, value = override.key_or_group, override.value()
+    values = value.list if isinstance(value, ChoiceSweep) else [value]
+    return list(dict.fromkeys(leaf for one in values for leaf in _leaves(key, one)))
+
+
+def _leaves(key: str, value: Any) -> Iterable[str]:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaves(f"{key}.{name}", inner)
+    else:
+        yield key
+
+
 def unknown_option(override: Override, names: list[str]) -> str | None:
     """An option that its group does not have."""
     key, value = override.key_or_group, override.value()
     if value is None and key in ("experiment", "debug"):
         return None
-    wrong = [name for name in (value if isinstance(value, list) else [value]) if name not in names]
+    several = value if isinstance(value, list) and value and key in ("experiment", "debug") else [value]
+    wrong = [name for name in several if name not in names]
     if not wrong:
         return None
     near = nearest(text(wrong[0]), names)
     use = f"{key}={near}" if near else " or ".join(f"{key}={name}" for name in names)
     reason = f"The options of {key} are the files in conf/{key}."
     return f"{override.input_line} needs one of {', '.join(names)} (got {text(wrong[0])!r}). {reason} Use {use}."
+
+
+def incomplete(config: DictConfig) -> list[str]:
+    """Groups that have become something else than one of their options, by a file of the user's or by hydra.* keys."""
+    problems, defaults = [], default_options()
+    for group in dict.fromkeys(schema.partition("/")[0] for schema in SCHEMAS):
+        name = _entry(config._get_node(group), "name")
+        types = SCHEMAS.get(group) or SCHEMAS.get(f"{group}/{name}")
+        if not _is_whole(node := config._get_node(group)) or types is not node._metadata.object_type:
+            got, use = name or node, f"override /{group}: {defaults[group]}"
+            reason = "A file that sets keys of a group chooses its option in its defaults list."
+            problems.append(f"{group} needs the keys of one of its options (got {text(got)}). {reason} Use {use}.")
+    for kind, use in (("launcher", "local"), ("sweeper", "basic")):
+        node = config.hydra._get_node(kind)
+        if not _is_whole(node) or _entry(node, "_target_") is None:
+            reason = "It names the plug-in of Hydra, and holds its settings."
+            needs, use = f"one of the options of hydra/{kind}", f"hydra/{kind}={use}"
+            problems.append(f"hydra.{kind} needs {needs} (got {text(node)}). {reason} Use {use}.")
+    return problems
+
+
+def _is_whole(node: Any) -> bool:
+    return isinstance(node, DictConfig) and not (node._is_none() or node._is_missing() or node._is_interpolation())
+
+
+def _entry(node: Any, name: str) -> Any:
+    entry = node._get_node(name) if _is_whole(node) and name in node.keys() else None  # noqa: SIM118
+    return entry._value() if entry is not None else None
 
 
 def unknown_key(config: DictConfig, key: str, value: Any, groups: Iterable[str]) -> str:
@@ -74,17 +134,24 @@ def unknown_key(config: DictConfig, key: str, value: Any, groups: Iterable[str])
     return f"{key}={text(value)} needs a key of the configuration (got {key!r}). There is no such key. Use {use}."
 
 
-def wrong_type(config: DictConfig, key: str, value: Any, node: Any, before: Any) -> str:
-    """A value that the type of its key does not allow; `before` is the value the key had."""
+def unresolvable(key: str, value: Any, error: Exception) -> str:
+    """A value that refers to something that is not there."""
+    return f"{key}={value} needs a value that resolves (got {value}). {_first_line(error)}. Use {key}=VALUE."
+
+
+def wrong_type(config: DictConfig, key: str, value: Any, node: Any) -> str:
+    """A value that the type of its key does not allow."""
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    use = f"{key}={text(before)}"
+    use = f"{key}={text(default(config, key))}"
     if isinstance(node, EnumNode):
         names = [member.name for member in node.enum_type]
         needs, near = f"one of {', '.join(names)}", nearest(text(value), names)
         use = f"{key}={near}" if near else use
+    elif isinstance(node, DictConfig):
+        needs = "a dictionary"
     else:
         needs = words.get(node._metadata.ref_type, "another type") + (" or null" if node._is_optional() else "")
-    reason = _comment(config, key) or "Every key has a type."
+    reason = comment(config, key) or "Every key has a type."
     got = value if isinstance(value, float) else text(value)  # 1e3 is a number, but not a whole one: 1000.0
     return f"{key}={text(value)} needs {needs} (got {got!r}). {reason} Use {use}."
 
@@ -147,16 +214,6 @@ def _dataclass_keys(config: DictConfig, prefix: str) -> Iterable[str]:
         yield f"{prefix}{key}"
         if isinstance(node, DictConfig) and is_dataclass(node._metadata.object_type):
             yield from _dataclass_keys(node, f"{prefix}{key}.")
-
-
-def _comment(config: DictConfig, key: str) -> str:
-    """What the YAML file of the chosen option says above `key`; empty if that file is not ours."""
-    group, _, leaf = key.rpartition(".")
-    name = f"{group}/{OmegaConf.select(config, f'hydra.runtime.choices.{group}')}" if group else "config"
-    file = config_directory() / f"{name}.yaml"
-    lines = file.read_text().splitlines() if file.is_file() else []
-    at = next((i for i, line in enumerate(lines) if line.startswith(f"{leaf}:")), 0)
-    return lines[at - 1].lstrip("# ") if at else ""
 
 
 def _first_line(error: Exception) -> str:

@@ -54,6 +54,7 @@ def compose_resumed(run_dir: Path, overrides: list[str]) -> Composed:
     config.trainer.accept_changed_data = False
     movable = _recorded(run_dir)
     parsed, problems = parse(overrides)
+    problems += refusals.given_twice(parsed)
     for override in parsed:
         key = override.key_or_group
         if problem := refusals.wrong_form(override, groups) or _fixed(config, override, movable):

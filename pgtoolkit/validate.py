@@ -11,10 +11,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from pgtoolkit.errors import first_line
+from pgtoolkit.defaults import default
 from pgtoolkit.redaction import redact
+from pgtoolkit.refusals import unresolvable
 from pgtoolkit.rules import parallelism, run, step
-from pgtoolkit.rules.report import Report
+from pgtoolkit.rules.ranges import ranges
+from pgtoolkit.rules.report import Report, text
 
 
 def validate(config: DictConfig) -> Report:
@@ -25,6 +27,7 @@ def validate(config: DictConfig) -> Report:
         rule(plain, report)
     for rule in (run.kernel, parallelism.parallelism, run.optimizer, run.trainer, run.tracking):
         rule(plain, report)
+    run.learning_rate(plain, default(config, "optimizer.learning_rate"), report)
     return report
 
 
@@ -36,13 +39,16 @@ def namespace(value: Any) -> Any:
 
 
 def resolve(config: DictConfig, report: Report) -> Any:
-    """The configuration as plain objects; unset and unresolvable keys become None, with a problem each."""
+    """The configuration as plain objects, with a problem for each key that is unset, does not resolve or is out of its
+    range; it gets its default, for the sake of the rules that follow."""
     resolved: dict = {}
     with _without_environment():
         for group in config:
             if group != "hydra":
                 resolved[group] = _resolve_node(config, group, str(group), report)
-    return namespace(resolved)
+    plain = namespace(resolved)
+    ranges(config, plain, report)
+    return plain
 
 
 @contextlib.contextmanager
@@ -67,33 +73,31 @@ def _resolve_node(parent: DictConfig, key: Any, path: str, report: Report) -> An
     raw = parent._get_node(key)
     if isinstance(raw, DictConfig) and not raw._is_none() and not raw._is_missing() and not raw._is_interpolation():
         return {str(name): _resolve_node(raw, name, f"{path}.{name}", report) for name in raw}
-    if OmegaConf.is_missing(parent, key):
-        reason, example = _UNSET.get(path, ("The key has no default.", "VALUE"))
-        report.refuse(path, "a value", "none", reason, f"{path}={example}")
-        return None
     hidden = str(OmegaConf.to_container(raw, resolve=False) if OmegaConf.is_list(raw) else raw._value())
-    if "_target_" in hidden:
-        reason = "A configuration never names code to be run."
-        report.refuse(path, "plain values", "_target_", reason, "the options of the groups")
-        return None
-    if "oc.env" in hidden:
-        reason = "The value would be written to the run directory and to MLflow, where a secret does not belong."
-        report.refuse(path, "a plain value", "an environment variable", reason, f"{path}=VALUE")
-        return None
     try:
-        value = parent[key]
-    except OmegaConfBaseException as error:
-        reason = first_line(error)
-        report.refuse(path, "a value that resolves", raw._value(), f"{reason}.", f"{path}=VALUE")
-        return None
-    value = (
-        OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else getattr(value, "value", value)
-    )
-    if path != "tracking.uri" and not isinstance(value, int | float) and redact(f"{path}={value}") != f"{path}={value}":
-        reason = "It would be written to the run directory and to MLflow."
-        report.refuse(path, "to hold no secret", "what looks like one", reason, "an environment variable")
-        return None
-    return value
+        if OmegaConf.is_missing(parent, key):
+            reason, example = _UNSET.get(path, ("??? stands for a value that is still to be given.", None))
+            usual = text(default(parent._get_root(), path)) if example is None else example
+            report.refuse(path, "a value", "none", reason, f"{path}={usual}")
+        elif "_target_" in hidden:
+            reason = "A configuration never names code to be run."
+            report.refuse(path, "plain values", "_target_", reason, "the options of the groups")
+        elif "oc.env" in hidden:
+            reason = "The value would be written to the run directory and to MLflow, where a secret does not belong."
+            report.refuse(path, "a plain value", "an environment variable", reason, f"{path}=VALUE")
+        else:
+            value = parent[key]
+            if OmegaConf.is_config(value):
+                value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True, enum_to_str=True)
+            value = getattr(value, "value", value)
+            setting = f"{path}={value}"
+            if path == "tracking.uri" or isinstance(value, int | float) or redact(setting) == setting:
+                return value
+            reason = "It would be written to the run directory and to MLflow."
+            report.refuse(path, "to hold no secret", "what looks like one", reason, "an environment variable")
+    except (OmegaConfBaseException, RecursionError) as error:
+        report.problems.append(unresolvable(path, raw._value(), error))
+    return default(parent._get_root(), path)
 
 
 _UNSET = {

@@ -35,8 +35,13 @@ SHORT = (
 CLOCK = ("time", "tokens_per_second")
 
 
+def once(*overrides: str) -> list[str]:
+    """Of overrides of one key the last, since the command line takes none twice."""
+    return list({override.partition("=")[0]: override for override in overrides}.values())
+
+
 def config_of(*overrides: str) -> DictConfig:
-    composed = compose(list(overrides))
+    composed = compose(once(*overrides))
     assert composed.problems == []
     with open_dict(composed.config):
         composed.config.pop("hydra", None)

@@ -69,6 +69,55 @@ def test_the_nearest_valid_thing_is_suggested(capsys, typed, suggested):
 
 
 @pytest.mark.parametrize(
+    ("typed", "first", "last", "key"),
+    [
+        ("seed=1 seed=2", "seed=1", "seed=2", "seed"),
+        ("seed=1 tracking=none seed=1", "seed=1", "seed=1", "seed"),
+        ("+seed=1 seed=2", "+seed=1", "seed=2", "seed"),
+        ("loss=grpo loss=gspo", "loss=grpo", "loss=gspo", "loss"),
+        ("experiment=null experiment=dapo", "experiment=null", "experiment=dapo", "experiment"),
+        (
+            "loss.epsilon_low=0.1 loss.epsilon_low=0.2",
+            "loss.epsilon_low=0.1",
+            "loss.epsilon_low=0.2",
+            "loss.epsilon_low",
+        ),
+        (
+            "loss={epsilon_low:0.1} loss.epsilon_low=0.2",
+            "loss={epsilon_low:0.1}",
+            "loss.epsilon_low=0.2",
+            "loss.epsilon_low",
+        ),
+        ("hydra.run.dir=a hydra.run.dir=b", "hydra.run.dir=a", "hydra.run.dir=b", "hydra.run.dir"),
+        ("-m seed=1,2 seed=3", "seed=1,2", "seed=3", "seed"),
+        ("-m hydra/launcher=local hydra/launcher=local seed=1,2", None, "hydra/launcher=local", None),
+        ("sweep loss_by_aggregation seed=1 seed=2", "seed=1", "seed=2", "seed"),
+    ],
+)
+def test_a_value_given_twice_is_refused(capsys, typed, first, last, key):
+    said = refused(capsys, "check", *typed.split())
+    assert f"  {last} needs to be the only value of " in said
+    if key:
+        needs = f"{last} needs to be the only value of {key} (got {first} before it). One of the two would be ignored."
+        assert f"  {needs} Use {first} or {last}.\n" in said
+    assert said.count("the only value") == 1
+
+
+def test_a_value_given_twice_is_refused_wherever_it_is_typed(capsys, run_dir):
+    twice = "trainer.max_steps=9 needs to be the only value of trainer.max_steps (got trainer.max_steps=8 before it)."
+    assert twice in refused(capsys, "trainer.max_steps=8", "trainer.max_steps=9")
+    assert twice in refused(capsys, "-m", "seed=1,2", "trainer.max_steps=8", "trainer.max_steps=9")
+    assert twice in refused(capsys, "--cfg", "job", "trainer.max_steps=8", "trainer.max_steps=9")
+    assert twice in refused(capsys, "resume", str(run_dir), "trainer.max_steps=8", "trainer.max_steps=9")
+
+
+def test_what_a_file_says_may_be_changed(capsys):
+    assert main(["check", "sweep", "loss_by_aggregation", "+seed=5", "loss=grpo"]) == 0
+    assert "Sweep of 4 runs" in capsys.readouterr().out
+    assert main(["check", "experiment=dapo", "loss=gspo", "loss.epsilon_low=1e-3", "loss={epsilon_high:1e-3}"]) == 0
+
+
+@pytest.mark.parametrize(
     ("word", "suggested"),
     [
         ("chek", "Use pgtk check."),

@@ -6,9 +6,13 @@ import pytest
 import yaml
 from omegaconf import OmegaConf, open_dict
 
+from pgtoolkit.cli import main
 from pgtoolkit.compose import compose
 from pgtoolkit.conf_files import config_directory, default_options, options
 from pgtoolkit.config import SCHEMAS, Config
+from pgtoolkit.multirun.identity import learned
+from pgtoolkit.resume import compose_resumed
+from pgtoolkit.rules.report import Report
 from pgtoolkit.validate import validate
 
 FILES = sorted(config_directory().rglob("*.yaml"))
@@ -23,6 +27,37 @@ def test_the_default_is_the_main_job():
     assert (config.optimizer.learning_rate, config.optimizer.beta2, config.optimizer.warmup_steps) == (1e-3, 0.95, 10)
     assert (config.advantage.estimator, config.task.num_digits, config.trainer.max_steps) == ("dr_grpo", 6, 300)
     assert validate(config).problems == []
+
+
+def test_defaults_depend_on_whether_the_model_was_trained_before():
+    def chosen(*overrides):
+        config = compose(list(overrides)).config
+        lengths = (config.rollout.max_completion_length, config.accumulation.max_tokens)
+        return config.optimizer.learning_rate, *lengths
+
+    downloaded = ["model=huggingface", "model.path=hub/name"]
+    assert chosen() == (1e-3, 7, 512)
+    assert chosen(*downloaded) == (1e-6, 256, 4096)
+    assert chosen(*downloaded, "model.random_weights=true") == (1e-3, 7, 512)
+    assert chosen(*downloaded, "optimizer.learning_rate=3e-5", "accumulation=fixed") == (3e-5, 256, 4096)
+    assert chosen(*downloaded, "debug=short") == (1e-6, 256, 1024)
+    assert compose([*downloaded, "aggregation=constant"]).config.aggregation.divisor == 256
+    for overrides in (downloaded, [*downloaded, "debug=short"]):
+        assert validate(compose(overrides).config) == Report()
+
+
+def test_the_resolved_default_is_shown_and_recorded(tmp_path, capsys):
+    assert main(["check", "model=huggingface", "model.path=hub/name"]) == 0
+    assert "  optimizer.learning_rate = 1e-06 (default 0.001)\n" in capsys.readouterr().out
+    config = compose(["model=huggingface", "model.path=hub/name"]).config
+    assert learned(config)["optimizer"]["learning_rate"] == 1e-6
+
+
+def test_an_older_run_is_continued_at_its_own_rate(tmp_path):
+    old = learned(compose(["model=huggingface", "model.path=hub/name", "optimizer.learning_rate=1e-3"]).config)
+    OmegaConf.save(OmegaConf.create(old), tmp_path / "config.yaml")
+    assert compose_resumed(tmp_path, []).config.optimizer.learning_rate == 1e-3
+    assert compose_resumed(tmp_path, ["optimizer=adamw"]).config.optimizer.learning_rate == 1e-6
 
 
 def test_the_headline_command_takes_its_divisor_from_the_completion_length():

@@ -17,6 +17,7 @@ LIGHT_FILES = (
     "compose",
     "conf_files",
     "config",
+    "defaults",
     "errors",
     "functions",
     "imports",

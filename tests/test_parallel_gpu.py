@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import SHORT, metrics_of
+from runs import SHORT, metrics_of, once
 
 LOSS, NORM, GRADIENT = 1e-3, 1e-2, 3e-2
 """The relative distances allowed; gradients are compared parameter by parameter."""
@@ -44,7 +44,7 @@ def test_a_run_goes_on_on_another_number_of_gpus(tmp_path):
         done = subprocess.run([sys.executable, "-m", "pgtoolkit.cli", *words], cwd=tmp_path, capture_output=True)
         assert done.returncode == 0, done.stderr.decode()[-4000:]
 
-    sample = [*SHORT, "trainer.max_steps=4", f"rollout.save_path={tmp_path / 'rollouts'}"]
+    sample = once(*SHORT, "trainer.max_steps=4", f"rollout.save_path={tmp_path / 'rollouts'}")
     pgtk(*sample, "hydra.run.dir=sampled")
     kept = [setting for setting in SHORT if not setting.startswith(("rollout.", "trainer.max_steps"))]
     recorded = [*kept, "rollout=recorded", f"rollout.path={tmp_path / 'rollouts'}", "optimizer.learning_rate=0.01"]

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from runs import SHORT, assert_equal, checkpoint_of, metrics_of
+from runs import SHORT, assert_equal, checkpoint_of, metrics_of, once
 from runs import run as train_short
 
 PGTK = Path(sys.executable).with_name("pgtk")
@@ -22,7 +22,7 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 @contextlib.contextmanager
 def started(folder, *arguments):
     """A sweep in folder/sweep as a process, which does not outlive the block."""
-    command = [PGTK, "-m", *SHORT, "hydra.sweep.dir=sweep", *arguments]
+    command = [PGTK, "-m", *once(*SHORT, "hydra.sweep.dir=sweep", *arguments)]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, **streams)
     try:
@@ -122,21 +122,21 @@ def test_killed_jobs_and_a_killed_launcher_are_gone_on_with(tmp_path):
 
 
 def test_a_failing_job_is_named_and_hides_no_other(tmp_path):
-    overrides = ("optimizer.learning_rate=1e30,1e-3", "optimizer.warmup_steps=0")
+    overrides = ("optimizer.learning_rate=1e5,1e-3", "optimizer.warmup_steps=0", "optimizer.weight_decay=10")
     status, output = run(tmp_path, *overrides, "--fail-fast")
     assert status == 1, output
     assert "no further job is started" in output
     assert {name: job["status"] for name, job in jobs_of(tmp_path).items()} == {
-        "learning-rate-1e-30": "failed",
+        "learning-rate-100000.0": "failed",
         "learning-rate-0.001": "pending",
     }
     status, output = run(tmp_path, *overrides)
     assert status == 1, output
     assert "Traceback" not in output
-    assert re.search(r"^failed: learning-rate-1e-30-\w+\n  .*not finite.*\n  log: sweep/.*output.log$", output, re.M)
+    assert re.search(r"^failed: learning-rate-100000.0-\w+\n  .*not finite.*\n  log: sweep/.*output.log$", output, re.M)
     jobs = jobs_of(tmp_path)
     assert [job["status"] for job in jobs.values()] == ["failed", "done"]
-    assert "not finite" in jobs["learning-rate-1e-30"]["reason"]
+    assert "not finite" in jobs["learning-rate-100000.0"]["reason"]
     assert len(list((tmp_path / "sweep").glob("learning-rate-*"))) == 2
 
 

@@ -17,7 +17,7 @@ RULES = [
     ("loss=grpo loss.num_splits=2 kernel=fused_linear", "kernel=torch", "loss=grpo loss.num_splits=2"),
     ("loss.epsilon_low=0", "loss.epsilon_low=0", "loss.epsilon_low=1e-9"),
     ("loss.epsilon_low=nan", "finite", "loss.epsilon_low=0.999"),
-    ("loss.epsilon_low=1", "a number < 1", "loss.epsilon_low=0.5"),
+    ("loss.epsilon_low=1", "a finite number from 1e-09 to 0.999", "loss.epsilon_low=0.5"),
     ("loss.epsilon_high=-0.2", "loss.epsilon_high=-0.2", "loss.epsilon_high=2"),
     ("loss.epsilon_high=inf", "loss.epsilon_high=inf", "loss.epsilon_high=5"),
     ("aggregation.divisor=7", "aggregation=constant", "aggregation=constant aggregation.divisor=7"),
@@ -288,6 +288,17 @@ NOTES = [
     ("rollout.top_p=0.9", "left out", "rollout.top_p=1"),
     ("rollout.top_p=0.9 rollout.old_log_probs=sampling", "renormalised", "rollout.old_log_probs=sampling"),
     ("trainer.max_steps=10", "never reaches", "trainer.max_steps=11"),
+    ("optimizer.learning_rate=0.1", "is 100 times the 0.001 that models such as", "optimizer.learning_rate=0.09"),
+    (
+        "model=huggingface model.path=x/y optimizer.learning_rate=1e-3",
+        "optimizer.learning_rate=0.001 is 1e+03 times the 1e-06 that models such as this one usually take",
+        "model=huggingface model.path=x/y optimizer.learning_rate=9e-5",
+    ),
+    (
+        "model=huggingface model.path=x/y model.random_weights=true optimizer.learning_rate=1",
+        "1e+03 times the 0.001",
+        "model=huggingface model.path=x/y model.random_weights=true optimizer.learning_rate=1e-3",
+    ),
     ("aggregation.reducer=json.dumps", "takes the place", ""),
     ("task=reasoning_gym task.dataset=x", "longer answers", "task=reverse"),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import pickle
@@ -9,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.imports import without
@@ -29,6 +30,8 @@ def launch(
     Where a launcher such as torchrun has started this process, the run directory is that of rank 0, and the other
     ranks may give any.
     """
+    config = copy.deepcopy(config)
+    OmegaConf.resolve(config)  # the workers know no resolvers
     world_size = math.prod(getattr(config.parallelism, name) for name in SIZES)
     job = Job(config, Path(run_dir), resume, list(overrides), sweep, list(sys.argv))
     if (rank := joined()) is not None:

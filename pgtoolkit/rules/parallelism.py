@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
-from pgtoolkit.plan import vocabulary_size
+from pgtoolkit.plan import model_settings, vocabulary_size
 from pgtoolkit.ranks import joined
 from pgtoolkit.rules.report import Report, is_whole, text
 
@@ -18,11 +16,6 @@ FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 def parallelism(c: Any, report: Report) -> None:
     p = c.parallelism
     sizes = {name: getattr(p, name) for name in SIZES}
-    for name, size in sizes.items():
-        report.at_least(f"parallelism.{name}", size, 1, "It counts parts, and the whole is one.", 1)
-    report.at_least("parallelism.timeout_seconds", p.timeout_seconds, 1, "A rank must get time to answer.", 300)
-    if not all(is_whole(size) and size >= 1 for size in sizes.values()):
-        return
     _world(sizes, report)
     _keys(c, report)
     _rollouts(c, report)
@@ -118,14 +111,8 @@ def _known(c: Any) -> dict[str, Any]:
     """What of the model's shape is known without loading it: from the configuration, or from a local config.json."""
     if c.model.name == "tiny":
         return {"type": "gpt2", "attention heads": c.model.num_heads, "layers": c.model.num_layers}
-    file = Path(c.model.path or "").expanduser() / "config.json"
-    if c.model.path is None or not file.is_file():
+    if not (settings := model_settings(c.model.path)):
         return {}
-    try:
-        settings = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return {}  # the run says what is wrong with it
-    settings |= settings.get("text_config", {})
     settings.setdefault("tie_word_embeddings", settings.get("model_type") == "gpt2")  # what transformers takes
     names = {
         "type": ("model_type",),

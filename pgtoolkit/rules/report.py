@@ -18,11 +18,6 @@ class Report:
         """Add `setting needs X (got Y). Reason. Use override.`"""
         self.problems.append(f"{setting} needs {needs} (got {text(got)}). {reason} Use {use}.")
 
-    def positive(self, path: str, value: Any, reason: str, use: Any) -> None:
-        """Refuse anything but a finite number > 0: also NaN, inf, booleans and text."""
-        if not (is_number(value) and value > 0):
-            self.refuse(f"{path}={text(value)}", "a finite number > 0", value, reason, f"{path}={use}")
-
     def at_least(self, path: str, value: Any, least: int, reason: str, use: Any) -> None:
         """Refuse anything but a whole number from `least` on."""
         if not (is_whole(value) and value >= least):
@@ -36,14 +31,14 @@ def text(value: Any) -> str:
     """A value as one types it in an override."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, float) and value.is_integer():
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e16:
         return str(int(value))
     return str(value)
 
 
 def is_number(value: Any) -> bool:
     """A finite int or float, not a bool."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
 
 
 def is_whole(value: Any) -> bool:

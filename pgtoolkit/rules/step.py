@@ -11,22 +11,13 @@ from pgtoolkit.rules.report import Report, is_number, is_whole, text
 
 def loss(c: Any, report: Report) -> None:
     low, high, splits = c.loss.epsilon_low, c.loss.epsilon_high, c.loss.num_splits
-    usual = {"grpo": (0.2, 0.2), "gspo": (3e-4, 4e-4)}.get(c.loss.name, (0.2, 0.2))
-    clip = "The ratio is kept between 1 - epsilon_low and 1 + epsilon_high."
-    report.positive("loss.epsilon_low", low, clip, usual[0])
-    report.positive("loss.epsilon_high", high, clip, usual[1])
-    if is_number(low) and low >= 1:
-        reason = "A ratio is never negative, so the lower clip would never act."
-        report.refuse(f"loss.epsilon_low={low}", "a number < 1", low, reason, f"loss.epsilon_low={usual[0]}")
     if c.loss.name == "gspo" and splits != 1:
         reason = "The sequence ratio is exp of a mean over the whole document, and pieces do not recombine."
         report.refuse("loss=gspo", "loss.num_splits=1", splits, reason, "loss.num_splits=1")
-    else:
-        report.at_least("loss.num_splits", splits, 1, "It counts pieces of the logits; 1 is all in one.", 1)
-        if is_whole(splits) and splits > 1 and c.kernel.implementation == "fused_linear":
-            setting, needs = f"loss.num_splits={splits}", "materialised logits"
-            reason = "The fused head cuts its own pieces, as large as kernel.logits_memory_mb allows."
-            report.refuse(setting, needs, "kernel=fused_linear", reason, "kernel=torch or loss.num_splits=1")
+    elif is_whole(splits) and splits > 1 and c.kernel.implementation == "fused_linear":
+        setting, needs = f"loss.num_splits={splits}", "materialised logits"
+        reason = "The fused head cuts its own pieces, as large as kernel.logits_memory_mb allows."
+        report.refuse(setting, needs, "kernel=fused_linear", reason, "kernel=torch or loss.num_splits=1")
     if c.loss.name == "gspo" and is_number(high) and is_number(low) and max(low, high) >= 0.05:
         report.note(
             f"loss=gspo with epsilon {low}/{high}: the mean log-ratio of a document stays so close to 0 that a clip of "
@@ -36,14 +27,11 @@ def loss(c: Any, report: Report) -> None:
 
 def aggregation(c: Any, report: Report) -> None:
     mode, divisor, reducer = c.aggregation.mode, c.aggregation.divisor, c.aggregation.reducer
-    if mode == "constant":
-        report.positive(
-            "aggregation.divisor",
-            divisor,
-            "aggregation=constant divides by it; it must not depend on the data.",
-            c.rollout.max_completion_length or "LONGEST_COMPLETION",
-        )
-    elif divisor is not None:
+    if mode == "constant" and divisor is None:
+        reason = "aggregation=constant divides by it; it must not depend on the data."
+        use = f"aggregation.divisor={c.rollout.max_completion_length or 'LONGEST_COMPLETION'}"
+        report.refuse("aggregation.divisor=null", "a number", None, reason, use)
+    if mode != "constant" and divisor is not None:
         reason = "It would be ignored: only aggregation=constant divides by it."
         use = "aggregation=constant or aggregation.divisor=null"
         report.refuse(f"aggregation.divisor={text(divisor)}", "aggregation=constant", mode, reason, use)
@@ -76,9 +64,7 @@ def advantage(c: Any, report: Report) -> None:
 def accumulation(c: Any, report: Report) -> None:
     docs, fixed = c.accumulation.docs_per_step, c.accumulation.micro_batches_per_step
     tokens, last = c.accumulation.max_tokens, c.accumulation.last_step
-    report.at_least("accumulation.docs_per_step", docs, 0, "0 means a fixed number of micro-batches per step.", 64)
-    report.at_least("accumulation.max_tokens", tokens, 1, "It is the room of one micro-batch.", 512)
-    if docs == 0 and not (is_whole(fixed) and fixed >= 1):
+    if docs == 0 and fixed is None:
         reason = "With docs_per_step=0 a step is a fixed number of micro-batches."
         needs, use = "accumulation.micro_batches_per_step >= 1", "accumulation=fixed"
         report.refuse("accumulation.docs_per_step=0", needs, fixed, reason, use)
