@@ -24,8 +24,8 @@ from pgtoolkit.multirun.identity import digest, learned
 from pgtoolkit.plan import run_name
 from pgtoolkit.rules import executed
 
-FREE_FORM = "task.options"
-"""The one place where keys are not in the schema: they belong to the data set."""
+FREE_FORM = {"task.options": "reasoning_gym", "loss.options": "custom"}
+"""Where keys are not in the schema, and with which option: they belong to the data set, or to the user's family."""
 
 
 @dataclass
@@ -146,9 +146,10 @@ def parse(overrides: list[str]) -> tuple[list[Override], list[str]]:
 
 def apply(config: DictConfig, key: str, value: Any, groups: dict[str, list[str]]) -> list[str]:
     """Set one key, or several given as a dictionary; returns the problems, with which nothing is set."""
-    if f"{key}.".startswith(f"{FREE_FORM}.") and config.task.name == "reasoning_gym":
-        if key == FREE_FORM and not isinstance(value, dict):
-            return [refusals.wrong_type(config, key, value, config.task._get_node("options"))]
+    free = next((place for place in FREE_FORM if f"{key}.".startswith(f"{place}.")), None)
+    if free and config[group := free.partition(".")[0]].name == FREE_FORM[free]:
+        if key == free and not isinstance(value, dict):
+            return [refusals.wrong_type(config, key, value, config[group]._get_node("options"))]
         try:
             with open_dict(config):
                 OmegaConf.update(config, key, value, force_add=True)
@@ -209,7 +210,7 @@ def search_path(*places: Path) -> str:
 def hydra_form(override: str) -> str:
     """The override as Hydra needs it: without a plus where the key exists, with it where it does not."""
     plain = override.lstrip("+")
-    return f"++{plain}" if plain.startswith(FREE_FORM) else plain
+    return f"++{plain}" if plain.startswith(tuple(FREE_FORM)) else plain
 
 
 def name_of(chosen: str | None, overrides: list[str], in_sweep: bool = False) -> str:

@@ -5,21 +5,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, make_dataclass
 from enum import StrEnum
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
+from pgtoolkit.losses.families import FAMILIES
+
 
 def between(least: float, most: float) -> Any:
     """A number from `least` to `most`, both included: wide enough for what anybody means, beyond it a slip."""
     return field(metadata={"range": (least, most)})
-
-
-class LossName(StrEnum):
-    grpo = "grpo"
-    gspo = "gspo"
 
 
 class AggregationMode(StrEnum):
@@ -72,11 +69,18 @@ class Schedule(StrEnum):
     cosine = "cosine"
 
 
+def _loss_config(family: type) -> type:
+    """The keys of a loss: the family's parameters, with their ranges, and how the logits are cut."""
+    parameters = [(one.name, one.type, field(metadata=one.metadata)) for one in fields(family)]
+    keys = [("name", "str"), *parameters, ("num_splits", "int", between(1, 65536))]
+    return make_dataclass(f"{family.__name__}LossConfig", keys, namespace={"__module__": __name__})
+
+
 @dataclass
-class LossConfig:
-    name: LossName
-    epsilon_low: float = between(1e-9, 0.999)
-    epsilon_high: float = between(1e-9, 1e9)
+class CustomLossConfig:
+    name: str
+    path: str
+    options: dict[str, Any]
     num_splits: int = between(1, 65536)
 
 
@@ -225,7 +229,7 @@ class Config:
     """The whole experiment. Groups with several shapes are typed by the option that was chosen."""
 
     seed: int = between(0, 2**32 - 1)
-    loss: LossConfig
+    loss: Any
     aggregation: AggregationConfig
     metrics: MetricsConfig
     advantage: AdvantageConfig
@@ -241,7 +245,8 @@ class Config:
 
 
 SCHEMAS = {
-    "loss": LossConfig,
+    **{f"loss/{name}": _loss_config(family) for name, family in FAMILIES.items()},
+    "loss/custom": CustomLossConfig,
     "aggregation": AggregationConfig,
     "metrics": MetricsConfig,
     "advantage": AdvantageConfig,

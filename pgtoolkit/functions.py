@@ -13,7 +13,7 @@ from typing import Any
 
 from pgtoolkit.errors import ConfigError
 
-FUNCTIONS = ("task.verifier", "aggregation.reducer")
+FUNCTIONS = ("task.verifier", "aggregation.reducer", "loss.path")
 """Keys whose value may be the dotted path of a function. It is imported where the user has typed it, and never for
 the word of a file, such as a run's config.yaml: `rules/executed.py`."""
 

@@ -11,21 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.rules.report import is_number, is_whole, text
-from pgtoolkit.rules.step import longest_document
+from pgtoolkit.rules.step import family_of_config, longest_document
 
 MEBIBYTE = 2**20
 
-RATIOS = {
-    "grpo": ("r_t = exp(new - old log-prob of token t)", "r_t", "A_t"),
-    "gspo": ("R_d = exp(mean over the trained tokens of document d of new - old log-prob)", "R_d", "A_d"),
-}
-WEIGHTS = {
-    "sample_mean": ("1 / (D N_d)", "D documents in the step, N_d trained tokens in the document"),
-    "prompt_mean": ("1 / (G N_g)", "G prompts in the step, N_g trained tokens of the prompt's completions"),
-    "token_mean": ("1 / N", "N trained tokens in the step"),
-    "constant": ("1 / (D L)", "D documents in the step, L = {divisor}"),
-}
 ADVANTAGES = {
     "grpo": "(reward - mean of the group) / standard deviation of the group",
     "dr_grpo": "reward - mean of the group",
@@ -79,14 +70,13 @@ def describe(config: Any, defaults: Any) -> list[tuple[str, list[str]]]:
 def equation(config: Any) -> list[str]:
     """The loss of a step, with its numbers."""
     loss, aggregation = config.loss, config.aggregation
-    ratio, r, a = RATIOS[loss.name]
-    low, high = text(loss.epsilon_low), text(loss.epsilon_high)
-    weight, where = WEIGHTS[aggregation.mode]
+    family, weighting = family_of_config(config), AGGREGATIONS[aggregation.mode]
+    weight, where = weighting.equation, weighting.where
     if aggregation.reducer is not None:
         weight, where = f"{aggregation.reducer}(...)", f"in the place of aggregation={aggregation.mode}"
     return [
         f"{loss.name}, {aggregation.mode}: sum over trained tokens of w_t l_t",
-        f"l_t = -min({r} {a}, clip({r}, 1 - {low}, 1 + {high}) {a}),  {ratio}",
+        f"l_t = {f'{loss.path}(...)' if family is None else family.equation}",
         f"w_t = {weight},  {where.format(divisor=text(aggregation.divisor))}",
         f"advantage ({config.advantage.estimator}): {ADVANTAGES[config.advantage.estimator]}",
     ]

@@ -101,6 +101,7 @@ def _resolve_node(parent: DictConfig, key: Any, path: str, report: Report) -> An
 
 
 _UNSET = {
+    "loss.path": ("It names the class of your own family.", "my_module.MyFamily"),
     "model.path": ("It names the model: a local folder or a name on the Hugging Face hub.", "Qwen/Qwen3-0.6B"),
     "task.dataset": ("It names a data set of the reasoning-gym package.", "chain_sum"),
     "task.path": ("It names the JSONL or Parquet file with the prompts.", "prompts.jsonl"),

@@ -11,13 +11,18 @@ No torch is imported here, so that `pgtk check` may read equations and defaults;
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pgtoolkit.losses.checks import check_name, check_positive
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def parameter(default: Any, least: float, most: float) -> Any:
+    """A field of a family, with the range that the configuration allows it, both ends included."""
+    return field(default=default, metadata={"range": (least, most)})
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,10 @@ class Family:
     def equation(self) -> str:
         """l_t with this object's numbers, for `pgtk check`."""
         return f"{type(self).__module__}.{type(self).__qualname__}"
+
+    def notes(self) -> list[str]:
+        """What is legal and surprising about these numbers, in sentences."""
+        return []
 
     def token(self, log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | None]:
         """(x, dx by log_ratio), each (T,); None stands for a derivative of 1."""
@@ -107,8 +116,8 @@ class _Clipped(Family):
 class Grpo(_Clipped):
     """One ratio per token (arXiv 2402.03300, eq. 3; the asymmetric clip is 2503.14476's)."""
 
-    epsilon_low: float = 0.2
-    epsilon_high: float = 0.2
+    epsilon_low: float = parameter(0.2, 1e-9, 0.999)
+    epsilon_high: float = parameter(0.2, 1e-9, 1e9)
 
     @property
     def equation(self) -> str:
@@ -120,8 +129,8 @@ class Grpo(_Clipped):
 class Gspo(_Clipped):
     """One ratio per document, with its mean advantage (arXiv 2507.18071, eq. 5 and 7)."""
 
-    epsilon_low: float = 3e-4
-    epsilon_high: float = 4e-4
+    epsilon_low: float = parameter(3e-4, 1e-9, 0.999)
+    epsilon_high: float = parameter(4e-4, 1e-9, 1e9)
 
     scope: ClassVar[str] = "document"
 
@@ -131,6 +140,15 @@ class Gspo(_Clipped):
         ratio = "R_d = exp(mean over the trained tokens of document d of new - old log-prob)"
         return f"-min(R_d A_d, {clip} A_d),  {ratio}"
 
+    def notes(self) -> list[str]:
+        low, high = self.epsilon_low, self.epsilon_high
+        if max(low, high) < 0.05:
+            return []
+        return [
+            f"loss=gspo with epsilon {low:g}/{high:g}: the mean log-ratio of a document stays so close to 0 that a "
+            "clip of 0.05 or more almost never acts (the paper uses 3e-4/4e-4)."
+        ]
+
 
 @dataclass(frozen=True)
 class Cispo(Family):
@@ -139,8 +157,8 @@ class Cispo(Family):
     epsilon_low: None for no lower bound, as in the paper. epsilon_high: 4.0 is ScaleRL's cap of 5 (2510.13786).
     """
 
-    epsilon_low: float | None = None
-    epsilon_high: float = 4.0
+    epsilon_low: float | None = parameter(None, 1e-9, 0.999)
+    epsilon_high: float = parameter(4.0, 1e-9, 1e9)
 
     slope_of: ClassVar[str] = "log_prob"
     silent_without_advantage: ClassVar[bool] = True
@@ -183,6 +201,11 @@ def family_of(loss: str | Family, **parameters: float | None) -> Family:
         if name not in known:
             raise ValueError(f"loss={loss!r} has no {name}; its parameters are {', '.join(sorted(known))}")
     return FAMILIES[loss](**parameters)
+
+
+def configured(loss: Any) -> Family:
+    """The family that the keys of the group `loss` describe, of those that come with pgtoolkit."""
+    return FAMILIES[loss.name](**{one.name: getattr(loss, one.name) for one in fields(FAMILIES[loss.name])})
 
 
 def _check_bounds(epsilon_low: float | None, epsilon_high: float) -> None:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from pgtoolkit.redaction import redact
 from pgtoolkit.rules.report import Report, is_number, is_whole, text
-from pgtoolkit.rules.step import importable, longest_document
+from pgtoolkit.rules.step import family_of_config, importable, longest_document
 
 
 def rollout(c: Any, report: Report) -> None:
@@ -68,12 +68,13 @@ def model(c: Any, report: Report) -> None:
     elif model.path is not None and (model.path == "" or model.path.startswith((".", "/", "~"))):
         _existing(report, "model.path", model.path)
     coarse = model.name == "huggingface" and model.dtype != "float32" and not model.fp32_lm_head
-    if coarse and c.loss.name == "gspo" and is_number(c.loss.epsilon_low) and c.loss.epsilon_low < 1e-3:
+    family = family_of_config(c)
+    if coarse and family is not None and family.by_document and family.bounds[0] > 1 - 1e-3:
         report.note(
             f"model.dtype={model.dtype} without model.fp32_lm_head: logits are rounded to bfloat16, which moves a "
-            f"document's ratio by about epsilon {c.loss.epsilon_low} wherever its old and new log-probs are not of the same "
-            "computation: after every update, and with rollout.old_log_probs=sampling from the start. GSPO then clips "
-            "documents for their rounding."
+            f"document's ratio by about epsilon {1 - family.bounds[0]:g} wherever its old and new log-probs are not of "
+            "the same computation: after every update, and with rollout.old_log_probs=sampling from the start. The "
+            "clip then acts on documents for their rounding."
         )
 
 

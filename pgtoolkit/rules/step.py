@@ -6,23 +6,29 @@ import re
 from typing import Any
 
 from pgtoolkit.functions import is_findable
-from pgtoolkit.rules.report import Report, is_number, is_whole, text
+from pgtoolkit.losses.families import Family, configured
+from pgtoolkit.rules.report import Report, is_whole, text
 
 
 def loss(c: Any, report: Report) -> None:
-    low, high, splits = c.loss.epsilon_low, c.loss.epsilon_high, c.loss.num_splits
-    if c.loss.name == "gspo" and splits != 1:
+    splits, family = c.loss.num_splits, family_of_config(c)
+    if family is None and c.loss.path is not None:
+        importable(report, "loss.path", str(c.loss.path), "It is imported when the run starts.")
+        report.note(f"loss.path={c.loss.path} takes the place of the families that come with pgtoolkit.")
+    for note in family.notes() if family is not None else ():
+        report.note(note)
+    if family is not None and family.by_document and splits != 1:
         reason = "The sequence ratio is exp of a mean over the whole document, and pieces do not recombine."
-        report.refuse("loss=gspo", "loss.num_splits=1", splits, reason, "loss.num_splits=1")
+        report.refuse(f"loss={c.loss.name}", "loss.num_splits=1", splits, reason, "loss.num_splits=1")
     elif is_whole(splits) and splits > 1 and c.kernel.implementation == "fused_linear":
         setting, needs = f"loss.num_splits={splits}", "materialised logits"
         reason = "The fused head cuts its own pieces, as large as kernel.logits_memory_mb allows."
         report.refuse(setting, needs, "kernel=fused_linear", reason, "kernel=torch or loss.num_splits=1")
-    if c.loss.name == "gspo" and is_number(high) and is_number(low) and max(low, high) >= 0.05:
-        report.note(
-            f"loss=gspo with epsilon {low}/{high}: the mean log-ratio of a document stays so close to 0 that a clip of "
-            "0.05 or more almost never acts (the paper uses 3e-4/4e-4)."
-        )
+
+
+def family_of_config(c: Any) -> Family | None:
+    """The family of a configuration; None for one of the user's own, which only a run imports."""
+    return None if c.loss.name == "custom" else configured(c.loss)
 
 
 def aggregation(c: Any, report: Report) -> None:
@@ -38,8 +44,9 @@ def aggregation(c: Any, report: Report) -> None:
     if reducer is not None:
         importable(report, "aggregation.reducer", str(reducer), "It is imported when the run starts.")
         report.note(f"aggregation.reducer={reducer} takes the place of aggregation={mode}.")
-    if c.loss.name == "gspo" and (mode != "sample_mean") and reducer is None:
-        report.note(f"loss=gspo with aggregation={mode} weights a document by its number of trained tokens.")
+    family = family_of_config(c)
+    if family is not None and family.by_document and mode != "sample_mean" and reducer is None:
+        report.note(f"loss={c.loss.name} with aggregation={mode} weights a document by its number of trained tokens.")
 
 
 def importable(report: Report, key: str, path: str, reason: str, alternatives: str = "") -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from pgtoolkit.functions import FUNCTIONS
+from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.redaction import redact
 from pgtoolkit.tracking.run_directory import leaves, read_config
 from pgtoolkit.tracking.store import absolute_uri, quoted
@@ -109,7 +110,7 @@ def compare_command(run_dir: str | Path) -> str:
 
 def _counterpart(run_dir):
     config, overrides = read_config(run_dir)
-    other = "grpo" if config["loss"]["name"] == "gspo" else "gspo"
+    other = next(name for name in FAMILIES if name != config["loss"]["name"])
     kept = [override for override in overrides if not override.lstrip("+~").startswith(("loss=", "loss."))]
     return [f"loss={other}", *kept]
 

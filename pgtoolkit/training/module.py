@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.batch import MicroBatch, Step, StepTotals
-from pgtoolkit.config import Config
-from pgtoolkit.errors import NumericalError
+from pgtoolkit.config import Config, CustomLossConfig
+from pgtoolkit.errors import ConfigError, NumericalError
 from pgtoolkit.functions import import_function
 from pgtoolkit.losses.aggregation import aggregation_of
-from pgtoolkit.losses.families import family_of
+from pgtoolkit.losses.families import Family, configured
 from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.policy_gradient import Computation, LMHead, PolicyLoss, log_probs_of_hidden, loss_of_hidden
+from pgtoolkit.losses.slopes import check_family
 from pgtoolkit.parallelism.agreement import gather
 from pgtoolkit.parallelism.gradients import sum_gradients
 from pgtoolkit.parallelism.layout import Layout
@@ -214,10 +215,25 @@ def loss_of(config: Config) -> Loss:
         keywords = dict.fromkeys(("mask", "document_index", "tokens_per_document", "group_index"))
         reducer = import_function("aggregation.reducer", path, None, **keywords)
     aggregation = aggregation_of(config.aggregation.mode.value, config.aggregation.divisor, reducer)
-    family = family_of(
-        config.loss.name.value, epsilon_low=config.loss.epsilon_low, epsilon_high=config.loss.epsilon_high
-    )
+    family = _own_family(config.loss) if config.loss.name == "custom" else configured(config.loss)
     return Loss(family, aggregation, config.rollout.temperature, config.metrics.level.value)
+
+
+def _own_family(loss: CustomLossConfig) -> Family:
+    """A family of the user's own; ConfigError for one that cannot be made, or whose slopes are not its own."""
+    setting, options = f"loss.path={loss.path}", dict(loss.options)
+    made = import_function("loss.path", loss.path, **options)
+    try:
+        family = made(**options)
+        if not isinstance(family, Family):
+            raise TypeError(f"{type(family).__name__} is no Family")
+        check_family(family)
+        if family.by_document and loss.num_splits != 1:
+            raise ValueError(f"loss.num_splits={loss.num_splits} cuts the documents that it needs whole")
+    except Exception as error:  # whatever the user's code raises
+        reason = "It inherits from pgtoolkit.families.Family, and docs/losses.md shows one."
+        raise ConfigError(f"{setting} needs a family that agrees with itself (got: {error}). {reason}") from error
+    return family
 
 
 def _not_finite(micro_batches: list[MicroBatch], outputs: list[PolicyLoss]) -> list[str]:
