@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -18,26 +19,53 @@ from keys import (
     some_documents,
     step_of,
 )
+from runs import config_of
 from torch import nn
+
+from pgtoolkit.losses.families import FAMILIES, Grpo
+from pgtoolkit.validate import validate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 V = 12  # the digits, "=" and the end
 
 
-@key("loss.name")
+@key(*(f"loss/{name}.name" for name in FAMILIES))
 def loss_name():
     both = ["loss.epsilon_low=0.1", "loss.epsilon_high=0.1"]
-    losses = [
-        loss_as_specified([f"loss={n}", *both], loss=n, epsilon_low=0.1, epsilon_high=0.1) for n in ("grpo", "gspo")
-    ]
-    assert losses[0] != pytest.approx(losses[1], rel=0.01)
+    losses = [loss_as_specified([f"loss={n}", *both], loss=n, epsilon_low=0.1, epsilon_high=0.1) for n in FAMILIES]
+    assert len({round(loss, 3) for loss in losses}) == len(losses)
 
 
-@key("loss.epsilon_low", "loss.epsilon_high")
+@key(*(f"loss/{name}.epsilon_{side}" for name in FAMILIES for side in ("low", "high")))
 def clip(key):
-    name = key.split(".")[1]
-    losses = [loss_as_specified([f"{key}={value}"], **{name: value}) for value in (0.05, 0.2, 0.7)]
+    group, name = key.split(".")
+    family = group.split("/")[1]
+    losses = []
+    for value in (0.05, 0.2, 0.7):
+        given = {"epsilon_low": 0.3, "epsilon_high": 0.3} | {name: value}
+        losses.append(
+            loss_as_specified([f"loss={family}", *(f"loss.{n}={v}" for n, v in given.items())], loss=family, **given)
+        )
     assert len({round(loss, 6) for loss in losses}) == 3
+
+
+@dataclass(frozen=True)
+class Scaled(Grpo):
+    """GRPO's surrogate times a number."""
+
+    scale: float = 1.0
+
+    def surrogate(self, log_ratio, advantages, log_probs):
+        return tuple(self.scale * x for x in super().surrogate(log_ratio, advantages, log_probs))
+
+
+@key("loss/custom.name", "loss/custom.path", "loss/custom.options")
+def own_family():
+    step, losses = step_of(some_documents()), []
+    own = ["loss=custom", "loss.path=keys_of_the_step.Scaled", "loss.options.epsilon_high=0.1"]
+    for chosen in (own, [*own, "loss.options.scale=3"], ["loss=grpo", "loss.epsilon_high=0.1"]):
+        losses.append(module_of(*chosen).training_step(step, 0)["metrics"]["loss"])
+    assert losses == [losses[2], pytest.approx(3 * losses[2], rel=1e-12), losses[2]]
 
 
 @key("aggregation.mode")
@@ -97,15 +125,24 @@ def losses_and_logits(*choices: str, vocabulary: int = V):
         yield out, logits
 
 
-@key("loss.num_splits")
-def splits():
+@key(*(f"loss/{name}.num_splits" for name in ("grpo", "cispo", "custom")))
+def splits(key):
     num_tokens = sum(document.num_tokens for document in some_documents())
-    whole, third = losses_and_logits("kernel=torch", "kernel=torch loss.num_splits=3")
+    chosen = f"kernel=torch loss={key.split('.')[0].split('/')[1]}"
+    chosen += " loss.path=keys_of_the_step.Scaled" if chosen.endswith("custom") else ""
+    whole, third = losses_and_logits(chosen, f"{chosen} loss.num_splits=3")
     assert whole[1].rows == [num_tokens]
     # Only trained tokens are multiplied, and first those without a gradient.
     assert sum(third[1].rows) < num_tokens
     assert max(third[1].rows) == num_tokens // 3
     assert third[0].loss.item() == pytest.approx(whole[0].loss.item(), rel=1e-12)
+
+
+@key("loss/gspo.num_splits")
+def splits_of_whole_documents():
+    """A ratio needs its whole document: the key has one value."""
+    (problem,) = validate(config_of("loss=gspo", "loss.num_splits=2")).problems
+    assert problem.startswith("loss=gspo needs loss.num_splits=1 (got 2).")
 
 
 @key("kernel.logits_memory_mb")

@@ -20,7 +20,7 @@ MUTANTS_OF_KEYS = [
         "training ignores num_splits",
         "training/module.py",
         {"num_splits=config.loss.num_splits": "num_splits=1"},
-        (f"{ROW}[loss.num_splits]",),
+        (f"{ROW}[loss/grpo.num_splits]",),
     ),
     (
         "training ignores logits_memory_mb",
