@@ -338,6 +338,16 @@ def test_a_run_whose_steps_were_not_finite_is_not_done(tmp_path):
     recorder.check_trained()
 
 
+def test_a_huge_reward_names_its_prompt_and_completion(tmp_path, monkeypatch):
+    (tmp_path / "my_scores.py").write_text("def huge(completion, answer):\n    return 1e39\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "1+1=", "answer": 2}\n')
+    settings = [s for s in SHORT if not s.startswith("task.")]
+    settings += ["task=prompts", f"task.path={tmp_path}/p.jsonl", "task.verifier=my_scores.huge"]
+    with pytest.raises(DataError, match=r"prompt 0, '1\+1=': the reward of completion 0 of 4 is 1e\+39; it must lie"):
+        train(config_of(*settings), tmp_path / "run")
+
+
 @pytest.mark.parametrize("level", ["none", "basic"])
 def test_recorded_log_probs_that_do_not_fit_the_policy_are_noted(tmp_path, capsys, level):
     """The tiny model before training is close to uniform over twelve tokens."""
