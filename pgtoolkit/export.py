@@ -107,11 +107,18 @@ def _policy(config: Config) -> Policy:
 
 def _load(model, state: dict) -> None:
     """Put the weights of a checkpoint, of one process or of several, into a whole model."""
-    if "model" in state:
-        model.load_state_dict(state["model"])
-    else:
-        targets = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-        read_tensors(state["path"], lambda _: targets, ONE_PROCESS)
+    try:
+        if "model" in state:
+            model.load_state_dict(state["model"])
+        else:
+            targets = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+            read_tensors(state["path"], lambda _: targets, ONE_PROCESS)
+    except (RuntimeError, TypeError, AttributeError) as error:
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise StorageError(
+            f"the checkpoint {state['path']} does not fit the model of config.yaml: {reason}. One of the two is not as "
+            "the run wrote it. Remove the checkpoint to export the one before, or put back the run's config.yaml."
+        ) from error
 
 
 def _write(policy: Policy, config: Config, run_dir: Path, step: int, folder: Path) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from pgtoolkit import refusals
 from pgtoolkit.compose import Composed, apply, compose_choices, parse, register
@@ -17,6 +17,7 @@ from pgtoolkit.config import SCHEMAS, Config
 from pgtoolkit.errors import ConfigError, first_line
 from pgtoolkit.paths import DATA, absolute, make_absolute
 from pgtoolkit.rules import executed
+from pgtoolkit.tracking.run_files import read_resolved
 
 FIXED = {
     "model": "the checkpoint holds the weights of this model",
@@ -72,19 +73,13 @@ def compose_resumed(run_dir: Path, overrides: list[str]) -> Composed:
 
 def _saved(run_dir: Path) -> dict:
     file = run_dir / "config.yaml"
-    if not file.is_file():
+    if not os.path.lexists(file):
         got = "no such directory" if not run_dir.is_dir() else "a directory without config.yaml"
         raise ConfigError(
             f"pgtk resume {run_dir} needs a run directory (got {got}). A run writes its configuration there when it "
             "starts. Use a directory below outputs/."
         )
-    try:
-        saved = OmegaConf.to_container(OmegaConf.load(file))
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{file} cannot be read: {first_line(error)}") from error
-    if not isinstance(saved, dict):
-        raise ConfigError(f"{file} is not a configuration")
-    return saved
+    return read_resolved(run_dir)
 
 
 def typed(saved: dict, file: str) -> DictConfig:

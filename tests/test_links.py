@@ -82,6 +82,7 @@ def test_a_link_in_the_place_of_a_temporary_file_is_no_way_out(tmp_path, outside
     path.with_name(f".{path.name}.tmp").symlink_to(outside)
     everything(tmp_path / "run")
     assert path.is_file()
+    assert outside.read_text() == "{}\n"
 
 
 @pytest.mark.parametrize("name", WRITTEN)

@@ -14,7 +14,7 @@ from pathlib import Path
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from pgtoolkit.errors import ConfigError, PgtoolkitError
+from pgtoolkit.errors import ConfigError, PgtoolkitError, first_line
 from pgtoolkit.tracking.commands import shell_path
 from pgtoolkit.tracking.description import code_of, read_provenance
 from pgtoolkit.tracking.run_directory import is_held, leaves, read_config, read_metrics, read_status
@@ -94,7 +94,7 @@ def not_a_run(use: str, path: Path, needs: str) -> ConfigError:
 
 def is_run(path: Path) -> bool:
     """Whether a run has begun in this folder."""
-    return (path / "config.yaml").is_file()
+    return os.path.lexists(path / "config.yaml")
 
 
 def _run_directories(top: Path) -> Iterator[Path]:
@@ -156,7 +156,7 @@ def _read(path: Path) -> Run:
             tuple(dict.fromkeys(name for row in rows[-1:] for name in row)),
         )
     except (*UNREADABLE, PgtoolkitError) as error:
-        return Run(path, path.name, "unreadable", str(error).splitlines()[0])
+        return Run(path, path.name, "unreadable", first_line(error).rstrip("."))
 
 
 def add_seconds(rows: list[dict[str, float]], resumes: list[str]) -> None:

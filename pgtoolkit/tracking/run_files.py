@@ -24,12 +24,16 @@ UNPARSED = (ValueError, RecursionError, UnicodeError)
 
 def read_config(run_dir: str | Path) -> tuple[dict, list[str]]:
     """(configuration, overrides) of a run, from config.yaml and overrides.yaml."""
-    path = Path(run_dir)
-    config, overrides = path / "config.yaml", path / "overrides.yaml"
-    use = "Metrics and checkpoints are in other files. Put back a copy of it, such as the one in MLflow."
-    found = _checked(config, use, lambda data: _yaml(data, dict, "not keys with values"))
+    path = Path(run_dir) / "overrides.yaml"
     use = "It repeats what was typed; config.yaml has the whole configuration. Write [] into it to go on."
-    return found, _checked(overrides, use, lambda data: _texts(_yaml(data, list, "not a list of overrides")))
+    config = read_resolved(run_dir)
+    return config, _checked(path, use, lambda data: _texts(_yaml(data, list, "not a list of overrides")))
+
+
+def read_resolved(run_dir: str | Path) -> dict:
+    """The configuration of a run, from config.yaml alone."""
+    use = "Metrics and checkpoints are in other files. Put back a copy of it, such as the one in MLflow."
+    return _checked(Path(run_dir) / "config.yaml", use, lambda data: _keys(_yaml(data, dict, "not keys with values")))
 
 
 def read_status(run_dir: str | Path) -> dict[str, Any]:
@@ -100,13 +104,17 @@ def _yaml(data: bytes, kind: type, reason: str) -> Any:
 
     try:
         text = data.decode()
-        # OmegaConf takes an empty file for no keys, and a text for a key without a value.
-        found = OmegaConf.to_container(OmegaConf.create(text)) if text.strip() else None
-    except (OmegaConfBaseException, YAMLError, OSError, AttributeError, TypeError) as error:
+        found = OmegaConf.to_container(OmegaConf.create(text))
+    except (OmegaConfBaseException, YAMLError, OSError, AssertionError, AttributeError, TypeError) as error:
         raise _NotSo(first_line(error)) from error
-    if not isinstance(found, kind):
-        raise _NotSo(reason)
+    # OmegaConf takes nothing, and null, for no keys.
+    _need(isinstance(found, kind) and (bool(found) or text.strip() in ("{}", "[]")), reason)
     return found
+
+
+def _keys(config: dict) -> dict:
+    _need(not config or any(value is not None for value in config.values()), "not keys with values")  # but a text
+    return config
 
 
 def _texts(values: list) -> list[str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from pgtoolkit.errors import ConfigError
+from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
 from pgtoolkit.parallelism.agreement import gather
 from pgtoolkit.training.build import seed_rank
 from pgtoolkit.training.checkpoint import FORMAT, random_state, set_random_state
@@ -67,17 +68,43 @@ def restore(module, state: dict) -> None:
         else:
             module.model.load_state_dict(state["model"])
             module.optimizer.load_state_dict(module.optimizer.state_dict() | {"state": state["optimizer"]})
-    except (RuntimeError, KeyError) as error:
-        reason = str(error).strip().splitlines()[-1].strip()
+    except (RuntimeError, *_OF_OTHER_SHAPE) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
         raise ConfigError(f"the checkpoint does not fit the configured model: {reason}") from error
     module.num_updates = state["num_updates"]
     module.num_skipped_steps = state["num_skipped_steps"]
     module.documents_seen = state["documents_seen"]
-    states, rank = state["random"].get("ranks", [state["random"]]), module.layout.rank
-    if rank < len(states):
-        set_random_state(states[rank])
-    else:
-        seed_rank(module.config.seed, rank, state["step"])
+    rank = module.layout.rank
+    with _whole(state, "random numbers"):
+        states = state["random"].get("ranks", [state["random"]])
+        if rank < len(states):
+            set_random_state(states[rank])
+        else:
+            seed_rank(module.config.seed, rank, state["step"])
+
+
+def restore_data(loader, state: dict) -> None:
+    """Continue at the place in the data where a checkpoint stands."""
+    with _whole(state, "place in the data"):
+        loader.load_state_dict(state["data"])
+
+
+_OF_OTHER_SHAPE = (KeyError, IndexError, TypeError, ValueError, AttributeError)
+"""What plain containers raise that do not hold what is looked for in them."""
+
+
+@contextlib.contextmanager
+def _whole(state: dict, what: str):
+    try:
+        yield
+    except PgtoolkitError:
+        raise
+    except (RuntimeError, *_OF_OTHER_SHAPE) as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise StorageError(
+            f"the checkpoint {state['path']} is damaged: its {what} cannot be read ({reason}). The run's other files "
+            "are whole. Remove it, and pgtk resume goes on from the one before."
+        ) from error
 
 
 def _restore_shards(module, folder) -> None:

@@ -23,11 +23,12 @@ from pgtoolkit.tracking.plots import plot_curves
 from pgtoolkit.tracking.progress import summary
 from pgtoolkit.tracking.provenance import collect
 from pgtoolkit.tracking.run_directory import RunDirectory, read_status
-from pgtoolkit.tracking.run_files import storage
+from pgtoolkit.tracking.run_files import read_provenance, storage
 from pgtoolkit.training.build import build, fit
 from pgtoolkit.training.checkpoint import load_newest, read_checkpoint
 from pgtoolkit.training.data import record_data
 from pgtoolkit.training.recorder import Recorder
+from pgtoolkit.training.state import restore_data
 
 log = logging.getLogger("pgtoolkit")
 
@@ -61,6 +62,9 @@ def train(
                 f"trainer.max_steps={config.trainer.max_steps} needs at least the steps already made (got "
                 f"{recorder.step} of them). A checkpoint is continued, not cut. Use trainer.max_steps={recorder.step}."
             )
+        for read in (read_status, read_provenance):  # what is damaged is said before anything is changed
+            read(run.path)
+        run.read_metrics()
         record_data(run.path / "data.json", config, None if checkpoint is None else recorder.step)
         run.write_config(resolved, list(overrides), recorder.step)
         run.write_provenance(collect(sys.argv))
@@ -77,7 +81,7 @@ def train(
                 gather(checkpoint and checkpoint["path"], layout.world_group)
                 module, loader = build(config, resume, layout)
                 if checkpoint is not None:
-                    loader.load_state_dict(checkpoint["data"])
+                    restore_data(loader, checkpoint)
                 tracker = _start_tracker(config, run)
                 if recorder.step < config.trainer.max_steps:
                     fit(module, loader, config, recorder)
@@ -117,7 +121,7 @@ def _follow(config: Config, run_dir: Path, resume: bool, layout: Layout) -> None
         recorder = Recorder(None, run_dir, config.trainer, checkpoint)
         module, loader = build(config, resume, layout)
         if checkpoint is not None:
-            loader.load_state_dict(checkpoint["data"])
+            restore_data(loader, checkpoint)
         try:
             if recorder.step < config.trainer.max_steps:
                 fit(module, loader, config, recorder)

@@ -1,0 +1,140 @@
+"""Damaged files of a run: one message that names the file and the way to go on, whatever command meets it."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from runs import run
+
+from pgtoolkit.cli import main
+
+STEP = "step-000002.ckpt"
+READ_BY = {
+    "config.yaml": ("compare", "diff", "sync", "export", "resume"),
+    "overrides.yaml": ("compare", "diff", "sync", "resume"),
+    "status.json": ("compare", "sync", "resume"),
+    "provenance.json": ("compare", "diff", "resume"),
+    "metrics.jsonl": ("compare", "sync", "resume"),
+    "drift.jsonl": ("compare", "sync"),
+}
+"""The commands that look into each file before their work; `sync` and `resume` do it where a note is not enough."""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of two steps that was resumed with another configuration."""
+    folder = run(tmp_path_factory.mktemp("whole") / "run", "trainer.max_steps=1")
+    return run(folder, "trainer.max_steps=2", "optimizer.learning_rate=0.002", resume=True)
+
+
+def command_line(command, folder, uri, tmp_path):
+    return {
+        "compare": ["compare", str(folder)],
+        "diff": ["diff", str(folder), str(folder)],
+        "sync": ["sync", str(folder), f"--uri={uri}"],
+        "export": ["export", str(folder), str(tmp_path / "model")],
+        "resume": ["resume", str(folder)],
+    }[command]
+
+
+def bad(folder, name, damage):
+    path = folder / name
+    data = path.read_bytes()
+    if damage == "no file":
+        path.unlink()
+    elif damage == "folder":
+        path.unlink()
+        path.mkdir()
+    elif damage == "pipe":
+        path.unlink()
+        os.mkfifo(path)
+    elif damage == "link":
+        path.unlink()
+        path.symlink_to("nowhere")
+    else:
+        path.write_bytes(
+            {
+                "empty": b"",
+                "half": data[: len(data) // 2],
+                "first half of each line": b"\n".join(line[: len(line) // 2] for line in data.splitlines()) + b"\n",
+                "binary": bytes(range(256)) * 4,
+                "text": b"all is well\n",
+                "list": b"[1, [2], {}]\n",
+                "number": b"3\n",
+                "null": b"null\n",
+                "object": b'{"a": {"b": [1]}}\n{"a": 1}\n',
+                "nan": b'{"step": NaN, "state": NaN}\n{}\n',
+                "deep": b"[" * 100_000,
+                "huge number": b'{"step": 1' + b"0" * 400 + b'}\n{"step": 1, "loss": 1' + b"0" * 400 + b"}\n{}\n",
+                "text for a step": b'{"step": "one", "state": "done"}\n{"step": 2}\n',
+            }[damage]
+        )
+
+
+KINDS = ("no file", "folder", "pipe", "link", "empty", "half", "first half of each line", "binary", "text", "list")
+KINDS += ("number", "null", "object", "nan", "deep", "huge number", "text for a step")
+
+
+HARMLESS = {
+    "config.yaml": (),
+    "overrides.yaml": ("half", "first half of each line"),
+    "status.json": ("no file",),
+    "provenance.json": ("no file",),
+    "drift.jsonl": ("no file", "empty", "half", "first half of each line", "number", "null", "text", "list", "deep"),
+    "metrics.jsonl": ("no file", "empty", "half", "number", "null", "text", "list", "deep"),
+}
+"""Where a run goes on without a word: a shorter list is a list, and the last line of metrics may be torn."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", READ_BY)
+def test_a_damaged_file_is_one_message(whole, uri, tmp_path, capsys, name, kind):
+    for command in READ_BY[name]:
+        if command == "resume" and kind in HARMLESS.get(name, ()):
+            continue  # it would go on, which takes seconds
+        folder = tmp_path / command
+        shutil.copytree(whole, folder)
+        bad(folder, name, kind)
+        others = {path: path.read_bytes() for path in folder.glob("*.*") if path.is_file() and path.name in READ_BY}
+        status = main(command_line(command, folder, uri, tmp_path))
+        said = capsys.readouterr()
+        shutil.rmtree(tmp_path / "model", ignore_errors=True)
+        where = f"{command}: {status}: {said.err[-2000:]}{said.out[-2000:]}"
+        assert "Traceback" not in where, where
+        assert status in (0, 2, 6), where
+        if status:
+            (line,) = said.err.splitlines()
+            assert line.startswith("pgtk: error: ")
+            assert name in line or (command, name) == ("compare", "metrics.jsonl"), where  # there are no steps then
+            refused = "does not fit" in line or (kind == "no file" and name == "config.yaml")
+            assert status == (2 if refused or command == "compare" else 6), where  # it needs one run that can be read
+            assert all(path.read_bytes() == data for path, data in others.items()), where
+        elif command in ("resume", "export", "sync"):
+            assert kind in HARMLESS[name], where
+
+
+def test_what_is_missing_or_torn_does_not_keep_a_run_from_going_on(whole, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    for name, kind in (("metrics.jsonl", "half"), ("status.json", "no file"), ("provenance.json", "no file")):
+        bad(folder, name, kind)
+    assert main(["resume", str(folder), "trainer.max_steps=3"]) == 0
+    assert json.loads((folder / "status.json").read_text())["step"] == 3
+
+
+@pytest.mark.parametrize("damage", ["data", "random", "model", "optimizer"])
+def test_a_checkpoint_that_is_whole_and_says_nonsense_is_one_message(whole, tmp_path, capsys, damage):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    path = folder / "checkpoints" / STEP
+    state = torch.load(path, weights_only=True)
+    for number, nonsense in enumerate(({"a": 1}, {1: {"step": "x"}}, {"ranks": "xx"})):
+        torch.save(state | {damage: nonsense}, path)
+        assert main(["resume", str(folder), f"trainer.max_steps={3 + number}"]) in (2, 6)
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+        assert STEP in line or "the checkpoint does not fit the configured model: " in line
+    if damage == "model":
+        assert main(["export", str(folder), str(tmp_path / "model")]) == 6
+        assert f"{STEP} does not fit the model of config.yaml: " in capsys.readouterr().err
