@@ -104,7 +104,7 @@ def _is_foreign(path: tuple, value: Any) -> bool:
 def _harmless(path: tuple, value: Any) -> bool:
     if isinstance(value, str) and ("\n" in value or "oc.env" in value):
         return False  # a line of its own in a job's script; a secret in the name of a folder
-    if path[0] in ("launcher", "sweeper") and "${" in str(value):
+    if path[0] in ("launcher", "sweeper", "job") and "${" in str(value):
         return False  # it could stand for anything
     if path[:2] == ("sweeper", "params") and len(path) == 3:
         return not path[2].lstrip("+~").startswith("hydra")
