@@ -97,6 +97,8 @@ def _contained(config: DictConfig, key: str, report: Report) -> None:
     root = Path(fixed[0] + fixed[1] or ".")
     if ".." in PurePath(path).parts:
         report.refuse(f"{key}={path}", "a path without '..'", path, REASON, f"{key}={os.path.abspath(path)}")
+    elif not path.isprintable():  # it also stands in the scripts of SLURM's jobs
+        report.refuse(f"{key}={path!r}", "a path of printable characters", repr(path), REASON, f"{key}=FOLDER")
     elif "${" in raw and not Path(path).resolve().is_relative_to(root.resolve()):
         report.refuse(f"{key}={raw}", f"a path below {root.resolve()}", path, REASON, f"{key}=FOLDER")
 

@@ -47,7 +47,7 @@ HYDRA = {
     "callbacks: {a: {_target_: evil.Callback}}": "hydra.callbacks.a._target_ needs to be left out (got evil.Callback)",
     "job_logging: {version: 1, handlers: {a: {(): evil.Callback}}}": "hydra.job_logging.handlers.a.() needs to be",
     "hydra_logging: {version: 1, handlers: {a: {class: evil.C}}}": "hydra.hydra_logging.handlers.a.class needs to be",
-    "job: {env_set: {LD_PRELOAD: evil.so}}": "hydra.job.env_set.LD_PRELOAD needs to be typed (got a file of a sweep",
+    "job: {env_set: {LD_PRELOAD: evil.so}}": "hydra.job.env_set.LD_PRELOAD needs to be typed (got it from a file",
     "job: {env_copy: [HOME]}": "hydra.job.env_copy.0 needs to be typed",
     "job: {chdir: true}": "hydra.job.chdir needs to be typed",
     "launcher: {_target_: evil.Callback}": "hydra.launcher._target_ needs to be left out (got evil.Callback)",
@@ -129,7 +129,7 @@ def test_places_numbers_of_jobs_and_launchers_of_ours_may_stand_in_a_file(evil, 
         )
         (problem,) = problems(check(["seed=1,2"], True, sweep_file=file))
         assert problem.startswith(f"hydra.launcher.{setting.partition(':')[0]}")
-        assert "needs to be typed (got a file of a sweep or of --config-dir)" in problem
+        assert "needs to be typed (got it from a file of a sweep or of --config-dir)" in problem
     (evil / "conf/hydra/launcher").mkdir(parents=True)
     (evil / "conf/hydra/launcher/ours.yaml").write_text("defaults: [slurm]\npartition: gpu\n")
     typed = ["hydra/launcher=ours", "seed=1,2"]
@@ -159,7 +159,7 @@ def test_a_function_is_imported_by_the_word_of_who_types_not_of_a_file(evil, cap
     )
     for command in (["sweep"], ["check", "sweep"]):
         said = refused(capsys, *command, "mine.yaml", "seed=1,2")
-        assert "task.verifier=evil.score needs to be typed (got a file). To import it runs its code" in said
+        assert "task.verifier=evil.score needs to be typed (got it from a file). To import it runs its code" in said
         assert "Use task.verifier=evil.score on the command line." in said
         assert "aggregation.reducer=evil.weights needs to be typed" in said
     said = refused(capsys, f"--config-dir={evil}/conf", "experiment=mine")
@@ -191,7 +191,7 @@ def test_looking_at_a_run_imports_nothing_of_it(theirs, capsys):
         assert main(command) == 0
     said = refused(capsys, "resume", "run", "trainer.max_steps=2")
     for word in ("task.verifier=evil.score", "aggregation.reducer=evil.weights"):
-        assert f"{word} needs to be typed (got a file)" in said
+        assert f"{word} needs to be typed (got it from a file)" in said
     words = ["task.verifier=evil.score", "aggregation.reducer=evil.weights"]
     assert resume_command(theirs).endswith(f"resume run {' '.join(words)}")
     assert compose_resumed(theirs, words).problems == []

@@ -11,6 +11,7 @@ from pgtoolkit.cli import main
 from pgtoolkit.redaction import redact
 from pgtoolkit.tracking import provenance
 from pgtoolkit.tracking.provenance import collect
+from pgtoolkit.tracking.run_directory import RunDirectory, read_status
 
 
 def git(directory, *arguments):
@@ -163,6 +164,14 @@ def test_a_secret_in_the_configuration_is_refused_before_anything_is_written(tmp
         assert "needs an address without user, password or key" in said.err + said.out
         assert "hunter2" not in said.err + said.out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_said_of_an_error_is_written_without_secrets(tmp_path, capsys):
+    with RunDirectory(tmp_path) as run:
+        run.set_status("failed", 0, "OSError: http://me:hunter2@host is down")
+    assert read_status(tmp_path)["reason"] == "OSError: http://***@host is down"
+    assert main(["resume", f"{tmp_path}/password:hunter2"]) == 2
+    assert "password:*** needs a run directory (got no such directory)" in capsys.readouterr().err
 
 
 def test_packages_and_machine():

@@ -326,6 +326,7 @@ def test_settings_of_the_launchers_are_typed(capsys):
         (["hydra.output_subdir=/x"], "a folder in the run directory"),
         (["tracking.run_name=../../x"], "tracking.run_name=../../x needs"),
         (["-m", "seed=1,2", "hydra.sweep.dir=a/../.."], "a path without '..'"),
+        (["-m", "seed=1,2", "hydra.sweep.dir='a\nb'"], "a path of printable characters"),
         (["-m", "seed=1,2", "hydra.sweep.subdir=../${seed}"], "a folder inside hydra.sweep.dir"),
         (["-m", "seed=1,2", "hydra.sweep.subdir=/tmp/${seed}"], "a folder inside hydra.sweep.dir"),
         (["-m", "seed=1,2", "hydra.sweep.subdir=."], "a folder inside hydra.sweep.dir"),

@@ -57,7 +57,7 @@ def set_by_files(hydra: DictConfig, typed: DictConfig) -> list[str]:
         if not known and not any(path[:length] in _COMPUTED for length in (1, 2)) and not _harmless(path, value):
             reason = "A file sets places, numbers of jobs and what is swept, so that nobody's file runs code."
             use = f"{_dotted(path)}=VALUE on the command line, or leave it out"
-            report.refuse(_dotted(path), "to be typed", "a file of a sweep or of --config-dir", reason, use)
+            report.refuse(_dotted(path), "to be typed", "it from a file of a sweep or of --config-dir", reason, use)
     return report.problems
 
 
@@ -86,8 +86,8 @@ def functions(config: DictConfig, typed: list[Override]) -> list[str]:
         except OmegaConfBaseException:  # `validate` says so
             continue
         if isinstance(value, str) and "." in value and "${" in str(words.get(key, "${")):
-            reason = "To import it runs its code, which only the command line asks for."
-            report.refuse(f"{key}={value}", "to be typed", "a file", reason, f"{key}={value} on the command line")
+            setting, reason = f"{key}={value}", "To import it runs its code, which only the command line asks for."
+            report.refuse(setting, "to be typed", "it from a file", reason, f"{setting} on the command line")
     return report.problems
 
 
@@ -104,7 +104,7 @@ def _is_foreign(path: tuple, value: Any) -> bool:
 def _harmless(path: tuple, value: Any) -> bool:
     if isinstance(value, str) and ("\n" in value or "oc.env" in value):
         return False  # a line of its own in a job's script; a secret in the name of a folder
-    if path[0] in ("launcher", "sweeper") and "${" in str(value):
+    if path[0] in ("launcher", "sweeper", "job") and "${" in str(value):
         return False  # it could stand for anything
     if path[:2] == ("sweeper", "params") and len(path) == 3:
         return not path[2].lstrip("+~").startswith("hydra")
