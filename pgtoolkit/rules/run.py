@@ -81,9 +81,9 @@ def model(c: Any, report: Report) -> None:
     if coarse and c.loss.name == "gspo" and is_number(c.loss.epsilon_low) and c.loss.epsilon_low < 1e-3:
         report.note(
             f"model.dtype={model.dtype} without model.fp32_lm_head: logits are rounded to bfloat16, which moves a "
-            f"document's ratio by about epsilon {c.loss.epsilon_low} wherever its old and new log-probs are not of the same "
-            "computation: after every update, and with rollout.old_log_probs=sampling from the start. GSPO then clips "
-            "documents for their rounding."
+            f"document's ratio by about epsilon {c.loss.epsilon_low} wherever its old and new log-probs are not of the "
+            "same computation: after every update, and with rollout.old_log_probs=sampling from the start. GSPO then "
+            "clips documents for their rounding."
         )
 
 

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from pgtoolkit.batch import MicroBatch, Step, StepTotals
 from pgtoolkit.config import Config
-from pgtoolkit.errors import NumericalError
-from pgtoolkit.functions import import_function
+from pgtoolkit.errors import ConfigError, NumericalError
+from pgtoolkit.functions import blaming, import_function
 from pgtoolkit.kernels.plan import DocumentCounts
+from pgtoolkit.losses.aggregation import Reducer
 from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.policy_gradient import PolicyLoss, linear_policy_loss
 from pgtoolkit.parallelism.agreement import gather
@@ -51,10 +52,10 @@ class PolicyGradientModule(lightning.LightningModule):
         self.documents_seen = 0
         self.num_skipped_steps = 0
         self._bad_steps_in_a_row = 0
+        self._noted_no_signal = False
         self._reducer = None
         if config.aggregation.reducer:
-            keywords = dict.fromkeys(("mask", "document_index", "tokens_per_document", "group_index"))
-            self._reducer = import_function("aggregation.reducer", config.aggregation.reducer, None, **keywords)
+            self._reducer = _imported_reducer(config.aggregation.reducer)
 
     def configure_optimizers(self):
         return make_optimizer(self.model, self.config.optimizer)
@@ -72,6 +73,7 @@ class PolicyGradientModule(lightning.LightningModule):
         started = time.perf_counter()
         self.documents_seen += step.totals.num_documents
         metrics = data_metrics(step.documents, self.num_updates)
+        self._note_no_signal(metrics)
         if step.totals.num_tokens == 0:
             self.num_skipped_steps += 1
         else:
@@ -83,6 +85,15 @@ class PolicyGradientModule(lightning.LightningModule):
             "tokens_per_second": step.totals.num_tokens / seconds,
         }
         return {"metrics": metrics}  # Lightning keeps the key "loss" at the top level for a tensor
+
+    def _note_no_signal(self, metrics: dict[str, float]) -> None:
+        if metrics.get("zero_advantage_group_fraction") == 1 and not self._noted_no_signal:
+            self._noted_no_signal = True
+            log.warning(
+                f"note: every advantage of the step that ends at document {self.documents_seen} is 0: the completions "
+                "of each prompt have equal rewards, so it teaches nothing. Is the task too hard, too easy, or an "
+                "answer longer than a completion? Said once; the metric zero_advantage_group_fraction tells more."
+            )
 
     def _update(self, step: Step) -> dict[str, float]:
         optimizer = self.optimizer
@@ -225,6 +236,28 @@ class PolicyGradientModule(lightning.LightningModule):
         rollout = self.config.rollout
         sizes = rollout.temperature, rollout.top_p, rollout.max_completion_length
         return sampling_settings(self.model, self.policy.tokenizer, *sizes)
+
+
+def _imported_reducer(path: str) -> Reducer:
+    """The function at a dotted path, which must return finite weights for tokens; ConfigError for what it does else."""
+    keywords = dict.fromkeys(("mask", "document_index", "tokens_per_document", "group_index"))
+    function = import_function("aggregation.reducer", path, None, **keywords)
+
+    def reducer(totals: StepTotals, *, mask: Tensor, **others) -> Tensor:
+        with blaming(f"aggregation.reducer={path}", ConfigError, f"a micro-batch of {len(mask)} tokens"):
+            weights = function(totals, mask=mask, **others)
+        fits = isinstance(weights, Tensor) and weights.shape == mask.shape and weights.device == mask.device
+        if not fits or not torch.isfinite(weights[mask]).all():
+            got = type(weights).__name__
+            if isinstance(weights, Tensor):
+                got = f"shape {tuple(weights.shape)} on {weights.device}" if not fits else "NaN or infinity"
+            raise ConfigError(
+                f"aggregation.reducer={path} needs to return one finite weight per token, shape {tuple(mask.shape)} on "
+                f"{mask.device} (got {got}). The weights of the step's tokens make its loss."
+            )
+        return weights
+
+    return reducer
 
 
 def _document_counts(micro_batch: MicroBatch) -> DocumentCounts:
