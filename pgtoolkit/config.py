@@ -49,6 +49,11 @@ class OldLogProbs(StrEnum):
     sampling = "sampling"
 
 
+class TooLong(StrEnum):
+    refuse = "refuse"
+    skip = "skip"
+
+
 class LastStep(StrEnum):
     short = "short"
     drop = "drop"
@@ -148,6 +153,7 @@ class ReasoningGymTaskConfig:
     name: str
     dataset: str
     options: dict[str, Any]
+    too_long: TooLong
 
 
 @dataclass
@@ -158,6 +164,7 @@ class PromptsTaskConfig:
     answer_field: str
     verifier: str
     pattern: str | None
+    too_long: TooLong
 
 
 @dataclass
