@@ -13,8 +13,6 @@ from typing import Protocol
 from pgtoolkit.config import PromptsTaskConfig, ReasoningGymTaskConfig, ReverseTaskConfig
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.functions import blaming
-from pgtoolkit.rollouts.files import Problems, open_files
-from pgtoolkit.rollouts.order import shuffled
 from pgtoolkit.rollouts.verifiers import make_verifier
 
 
@@ -182,6 +180,8 @@ class PromptsTask:
     """
 
     def __init__(self, config: PromptsTaskConfig, seed: int):
+        from pgtoolkit.rollouts.order import shuffled  # not above: `pgtk check` does without NumPy and pyarrow
+
         self._verifier = config.verifier
         self._verify = make_verifier(config.verifier, config.pattern)
         self._seed = seed
@@ -222,6 +222,8 @@ def _said(completion: str, prompt: Prompt) -> str:
 
 def _read_prompts(config: PromptsTaskConfig) -> list[tuple[str, str, tuple[str, int]]]:
     """Of each row the prompt, its answer, and its file with its number there."""
+    from pgtoolkit.rollouts.files import Problems, open_files
+
     fields = (config.prompt_field, config.answer_field)
     problems = Problems(f"the prompts of task.path={config.path} cannot be used")
     prompts = []

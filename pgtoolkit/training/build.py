@@ -12,6 +12,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from pgtoolkit.config import AggregationMode, Config, KernelImplementation, PolicyRolloutConfig, TooLong
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.parallelism.agreement import failing_together
 from pgtoolkit.parallelism.layout import ONE_PROCESS, Layout
 from pgtoolkit.parallelism.model import parallelize
 from pgtoolkit.rollouts.generation import end_tokens, ignored_settings
@@ -101,7 +102,8 @@ def _source(config: Config, task, module: PolicyGradientModule, room: int, resum
         ends = end_tokens(module.model.generation_config, tokenizer)
         tokens_of = functools.partial(encoded, encode=by_default(tokenizer), ends=ends)
         skip = getattr(config.task, "too_long", None) == TooLong.skip
-        make_room(task, tokens_of, room, rollout.max_completion_length, skip)
+        with failing_together(module.layout):
+            make_room(task, tokens_of, room, rollout.max_completion_length, skip)
         return PolicyRollouts(rollout, estimator, task, tokenizer, tokens_of, module, max_tokens, module.layout, writer)
     needs_groups = config.aggregation.mode == AggregationMode.prompt_mean
     return RecordedRollouts(rollout, estimator, module.policy.vocabulary_size, config.seed, needs_groups, room)
