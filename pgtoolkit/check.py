@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit import paths, refusals
 from pgtoolkit.compose import compose, is_swept, jobs, key_of, name_in, name_of, parse
-from pgtoolkit.errors import PgtoolkitError
+from pgtoolkit.errors import PgtoolkitError, first_line
 from pgtoolkit.multirun.sweep import Sweep, plan
 from pgtoolkit.plan import describe, documents
 from pgtoolkit.rules.launcher import launcher
@@ -169,10 +169,21 @@ def page(checked: Checked) -> str:
         chosen, own = plain.tracking.run_name, first.config.hydra
         name = name_in(own, chosen) if checked.is_sweep else name_of(chosen, first.overrides)
         sections.append(("Run name", [name]))
+        if first.config.rollout.name == "policy" and not first.report.problems:
+            sections.append(("First prompt", _first_prompt(first.config)))
     sections.append(("Notes", notes(checked)))
     found = problems(checked)
     sections.append((f"Problems ({len(found)})" if found else "Problems", found or ["none"]))
     return "\n\n".join(title + "\n" + "\n".join(f"  {line}" for line in lines) for title, lines in sections if lines)
+
+
+def _first_prompt(config: DictConfig) -> list[str]:
+    from pgtoolkit.rollouts.prompts import preview
+
+    try:
+        return preview(OmegaConf.to_object(config.model), OmegaConf.to_object(config.task), config.seed)
+    except (PgtoolkitError, OSError, ValueError) as error:
+        return [f"cannot be shown: {first_line(error)}"]
 
 
 def _sweep_sections(checked: Checked) -> list[tuple[str, list[str]]]:

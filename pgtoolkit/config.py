@@ -51,6 +51,11 @@ class OldLogProbs(StrEnum):
     sampling = "sampling"
 
 
+class TooLong(StrEnum):
+    refuse = "refuse"
+    skip = "skip"
+
+
 class LastStep(StrEnum):
     short = "short"
     drop = "drop"
@@ -157,6 +162,7 @@ class ReasoningGymTaskConfig:
     name: str
     dataset: str
     options: dict[str, Any]
+    too_long: TooLong
 
 
 @dataclass
@@ -167,6 +173,7 @@ class PromptsTaskConfig:
     answer_field: str
     verifier: str
     pattern: str | None
+    too_long: TooLong
 
 
 @dataclass

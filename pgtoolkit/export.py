@@ -38,8 +38,9 @@ _SHOWN = ("reward", "exact_match", "loss", "kl_new_old", "completion_length")
 def export(run_dir: Path, folder: Path) -> int:
     """Write the run's newest checkpoint to `folder`, all of it or nothing; returns the checkpoint's step.
 
-    The folder holds float32 weights as safetensors, the tokenizer, the sampling settings as generation config,
-    README.md and, if there is one, the run's curves.png; transformers loads it to the same logits.
+    The folder holds the weights as safetensors, in the number type that they were trained from, the tokenizer, the
+    sampling settings as generation config, README.md and, if there is one, the run's curves.png; transformers loads it
+    to the same logits (in bfloat16: rounded).
     Raises ConfigError if there is no checkpoint or the folder has files, StorageError if it cannot be written.
     """
     use = f"pgtk export {run_dir} {folder}"
@@ -129,11 +130,21 @@ def _write(policy: Policy, config: Config, run_dir: Path, step: int, folder: Pat
     sizes = (rollout.top_p, rollout.max_completion_length) if isinstance(rollout, PolicyRolloutConfig) else ()
     model.generation_config = sampling_settings(model, tokenizer, rollout.temperature, *sizes)
     model.config.use_cache = True
-    model.to(torch.float32).save_pretrained(folder)
+    model.to(_number_type(config)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     with contextlib.suppress(FileNotFoundError), open_to_read(run_dir / "curves.png") as picture:
         (folder / "curves.png").write_bytes(picture.read())
     (folder / "README.md").write_text(card(config, run_dir, step), encoding="utf-8")
+
+
+def _number_type(config: Config) -> torch.dtype:
+    """That of the weights which training began with: it keeps them in float32, whatever they came in."""
+    model = config.model
+    if not isinstance(model, HuggingFaceModelConfig) or model.random_weights:
+        return torch.float32
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(model.path).dtype or torch.float32
 
 
 def card(config: Config, run_dir: Path, step: int) -> str:
@@ -165,7 +176,7 @@ def card(config: Config, run_dir: Path, step: int) -> str:
         'folder = "."  # where this file lies',
         'tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")',
         "model = AutoModelForCausalLM.from_pretrained(folder)",
-        f'prompt = tokenizer({_prompt(config)}, return_tensors="pt", add_special_tokens=False)',
+        f'prompt = tokenizer({_prompt(config)}, return_tensors="pt")',
         "print(tokenizer.decode(model.generate(**prompt)[0], skip_special_tokens=True))",
         "```",
         "",

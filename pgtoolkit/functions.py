@@ -8,10 +8,14 @@ import importlib.machinery
 import inspect
 import os
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-from pgtoolkit.errors import ConfigError
+from pgtoolkit.errors import ConfigError, PgtoolkitError
+
+_PACKAGE = Path(__file__).parent
 
 FUNCTIONS = ("task.verifier", "aggregation.reducer", "loss.path")
 """Keys whose value may be the dotted path of a function. It is imported where the user has typed it, and never for
@@ -37,6 +41,24 @@ def import_function(key: str, path: str, *arguments: Any, **keywords: Any) -> Ca
             f"(got {type(error).__name__}: {error}). Use {key}=package.module.function."
         ) from error
     return function
+
+
+@contextlib.contextmanager
+def blaming(what: str, kind: type[PgtoolkitError], on: str) -> Iterator[None]:
+    """Around a call of the user's function `what`: an exception of it becomes one of `kind`, its own traceback below.
+
+    on: what it was called with, in words; also said of an error of pgtoolkit's.
+    """
+    try:
+        yield
+    except PgtoolkitError as error:
+        raise type(error)(f"{error}. It was called on {on}.") from error
+    except Exception as error:
+        own = error.__traceback__
+        while own.tb_next and Path(own.tb_frame.f_code.co_filename).is_relative_to(_PACKAGE):
+            own = own.tb_next
+        lines = "".join(traceback.format_exception(type(error), error, own)).rstrip()
+        raise kind(f"{what} raised {type(error).__name__} on {on}:\n{lines}") from error
 
 
 def is_findable(path: str) -> bool:

@@ -6,7 +6,7 @@ STEP = "tests/test_training.py"
 MUTANTS_OF_KEYS = [
     (
         "training ignores the temperature",
-        "training/module.py",
+        "training/loss.py",
         {"config.rollout.temperature, config.metrics": "1.0, config.metrics"},
         (f"{ROW}[rollout/policy.temperature]", f"{ROW}[rollout/recorded.temperature]"),
     ),
@@ -18,13 +18,13 @@ MUTANTS_OF_KEYS = [
     ),
     (
         "training ignores num_splits",
-        "training/module.py",
+        "training/loss.py",
         {"num_splits=config.loss.num_splits": "num_splits=1"},
         (f"{ROW}[loss/grpo.num_splits]",),
     ),
     (
         "training ignores logits_memory_mb",
-        "training/module.py",
+        "training/loss.py",
         {"logits_memory_mb=config.kernel.logits_memory_mb": "logits_memory_mb=512"},
         (f"{ROW}[kernel.logits_memory_mb]",),
     ),

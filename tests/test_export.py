@@ -6,6 +6,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from runs import SHORT, checkpoint_of, config_of, run
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from worlds import layout, world
 
@@ -128,6 +129,24 @@ def test_a_model_of_a_folder(tmp_path):
     expected = logits_in_training(tmp_path / "run", settings, 1, tokens)
     assert torch.equal(logits_loaded(tmp_path / "model", tokens), expected)
     assert "base_model" not in (tmp_path / "model" / "README.md").read_text()  # a folder of this machine
+
+
+def test_all_ends_and_the_number_type_of_the_model_are_kept(tmp_path):
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=12, bos_token_id=None, eos_token_id=11, **sizes)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "base")
+    character_tokenizer("0123456789=").save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "generation_config.json").write_text('{"eos_token_id": [11, 3, 7], "repetition_penalty": 1.1}')
+    own = [setting for setting in SHORT if not setting.startswith("model.")]
+    settings = config_of(*own, "model=huggingface", f"model.path={tmp_path / 'base'}", "trainer.max_steps=1")
+    train(settings, tmp_path / "run")
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "model")]) == 0
+    sampling = GenerationConfig.from_pretrained(tmp_path / "model")
+    assert (sampling.eos_token_id, sampling.repetition_penalty) == ([11, 3, 7], None)
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    trained = checkpoint_of(tmp_path / "run", 1)["model"]
+    assert all(torch.equal(weight, trained[name].bfloat16()) for name, weight in weights.items())
 
 
 def test_what_cannot_be_exported_is_refused(trained, tmp_path, capsys, monkeypatch):

@@ -15,6 +15,16 @@ def halves(totals, *, mask, document_index, tokens_per_document, group_index):
     return torch.full(mask.shape, 0.5 / totals.num_tokens)
 def wrong(totals):
     return None
+def short(totals, *, mask, **others):
+    return mask[1:].double()
+def table(totals, **others):
+    return {}
+def nan(totals, *, mask, **others):
+    return mask.double() / 0 * 0
+def failing(totals, *, mask, **others):
+    return inner(mask)
+def inner(mask):
+    raise KeyError("length")
 """
 
 
@@ -43,6 +53,28 @@ def test_a_reducer_beside_the_run_halves_the_token_mean(beside):
 def test_a_function_that_cannot_be_called_is_refused(beside, path):
     with pytest.raises(ConfigError, match=f"aggregation.reducer={path} needs a function"):
         build(OmegaConf.to_object(config_of(*SHORT, f"aggregation.reducer={path}")))
+
+
+@pytest.mark.parametrize(
+    ("name", "got"), [("short", r"got shape \(\d+,\) on cpu"), ("nan", "got NaN or infinity"), ("table", "got dict")]
+)
+def test_weights_that_are_none_end_the_run(beside, name, got):
+    path = f"my_reducers.{name}"
+    with pytest.raises(ConfigError, match=rf"^aggregation.reducer={path} needs to return one finite weight .*{got}"):
+        run(beside / "run", f"aggregation.reducer={path}")
+
+
+def test_what_a_reducer_raises_comes_with_its_own_traceback(beside):
+    with pytest.raises(ConfigError) as error:
+        run(beside / "run", "aggregation.reducer=my_reducers.failing")
+    first, *lines = str(error.value).splitlines()
+    assert first.startswith("aggregation.reducer=my_reducers.failing raised KeyError on a micro-batch of ")
+    assert lines[0] == "Traceback (most recent call last):"
+    assert [line.partition("my_reducers.py")[2] for line in lines if "File" in line] == [
+        '", line 14, in failing',
+        '", line 16, in inner',
+    ]
+    assert lines[-1] == "KeyError: 'length'"
 
 
 def test_what_can_be_found_is_told_without_importing(beside):

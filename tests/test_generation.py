@@ -168,7 +168,7 @@ def test_tokens_are_as_frequent_as_the_distribution_says(folder, temperature, to
 
 @pytest.mark.parametrize("fp32_lm_head", [True, False])
 def test_sampling_has_the_head_of_training(folder, tmp_path, fp32_lm_head):
-    """In bfloat16 with old_log_probs=sampling: where the layers add nothing, all rounding is the head's."""
+    """In bfloat16 with old_log_probs=sampling: where layers add nothing, all rounding is the head's."""
     model = LlamaForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         for layer in model.model.layers:

@@ -1,16 +1,28 @@
 """Models from a folder: loaded, trained in both precisions, resumed; heads that are not plain linear layers refused."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 from runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, PhiConfig, PhiForCausalLM
+from tokenizers import processors
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from pgtoolkit.batch import Document
+from pgtoolkit.cli import main
 from pgtoolkit.config import HuggingFaceModelConfig, NumberType
-from pgtoolkit.errors import ConfigError
+from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.rollouts.prompts import characters
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.training.model import build_policy, character_tokenizer
 from pgtoolkit.training.train import build, train
@@ -156,3 +168,54 @@ def test_a_head_with_a_bias_is_trained_with_it(tmp_path):
     logits = module.model(input_ids=document.tokens[None]).logits[0].log_softmax(-1)
     expected = [logits[1, 3].item(), logits[2, 4].item()]
     assert module.log_probs(micro_batch)[1:3].tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_prompts_are_tokens_as_the_tokenizer_makes_them(folder, tmp_path, capsys):
+    """With its token of the beginning, here `=`, and without the end that it adds; `pgtk check` shows them."""
+    shutil.copytree(folder, tmp_path / "model")
+    backend = characters("0123456789=")
+    special = [("=", 10), ("<end>", 11)]
+    backend.post_processor = processors.TemplateProcessing(single="= $A <end>", special_tokens=special)
+    options = {"bos_token": "=", "eos_token": "<end>", "pad_token": "<end>"}
+    PreTrainedTokenizerFast(tokenizer_object=backend, **options).save_pretrained(tmp_path / "model")
+    config = settings(tmp_path / "model")
+    module, loader = build(OmegaConf.to_object(config))
+    assert module.policy.tokenizer("12=").input_ids == [10, 1, 2, 10, 11]
+    documents = next(iter(loader)).documents
+    for document in documents:
+        assert document.loss_mask.tolist().index(True) == 5
+        assert (document.tokens[0], document.tokens[4]) == (10, 10)
+        assert 10 not in document.tokens[1:4].tolist()
+    first = documents[0].tokens[:5].tolist()
+    own = [s for s in SHORT if not s.startswith("model.")]
+    assert main(["check", *own, "model=huggingface", f"model.path={tmp_path / 'model'}"]) == 0
+    shown = " ".join(f"'{'=' if token == 10 else token}'={token}" for token in first)
+    assert f"  5 tokens: {shown}\n" in capsys.readouterr().out
+
+
+def test_a_step_in_which_nothing_is_taught_is_said_once(folder, tmp_path, capsys):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "1", "answer": "no"}\n' * 4)
+    own = [s for s in SHORT if not s.startswith(("model.", "task."))]
+    task = ["model=huggingface", f"model.path={folder}", "task=prompts", f"task.path={tmp_path / 'p.jsonl'}"]
+    train(config_of(*own, *task, "trainer.max_steps=3"), tmp_path / "run")
+    said = [line for line in capsys.readouterr().out.splitlines() if "every advantage" in line]
+    assert said == [
+        "note: every advantage of the step that ends at document 8 is 0: the completions of each prompt have equal "
+        "rewards, so it teaches nothing. Is the task too hard, too easy, or an answer longer than a completion? Said "
+        "once; the metric zero_advantage_group_fraction tells more."
+    ]
+    assert [row["zero_advantage_group_fraction"] for row in metrics_of(tmp_path / "run")] == [1, 1, 1]
+
+
+def test_prompts_that_are_too_long_end_the_run_before_its_first_step(folder, tmp_path):
+    rows = [{"prompt": "1" * length, "answer": "1"} for length in (3, 40, 3, 3, 3, 25)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = [s for s in SHORT if not s.startswith(("model.", "task."))]
+    task = ["model=huggingface", f"model.path={folder}", "task=prompts", f"task.path={tmp_path / 'p.jsonl'}"]
+    with pytest.raises(
+        DataError, match=r"2 of 6 prompts do not have 1 to 20 tokens: p.jsonl:2 has 40, p.jsonl:6 has 25"
+    ):
+        train(config_of(*own, *task), tmp_path / "run")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    train(config_of(*own, *task, "task.too_long=skip", "trainer.max_steps=4"), tmp_path / "skipped")
+    assert len(metrics_of(tmp_path / "skipped")) == 4

@@ -180,6 +180,18 @@ MUTANTS = [
         ("tests/test_generation.py::test_what_the_folder_suggests_does_not_act[repetition_penalty]",),
     ),
     Mutant(
+        "the sampler rounds its logits to bfloat16 where training computes them in float32",
+        "training/model.py",
+        {"self._float32_head(fp32_lm_head)": "self._float32_head(False)"},
+        ("tests/test_generation.py::test_sampling_has_the_head_of_training[True]",),
+    ),
+    Mutant(
+        "prompts without the token of the beginning that the model's tokenizer adds",
+        "rollouts/prompts.py",
+        {'tokenizer(texts)["input_ids"]': 'tokenizer(texts, add_special_tokens=False)["input_ids"]'},
+        ("tests/test_huggingface.py::test_prompts_are_tokens_as_the_tokenizer_makes_them",),
+    ),
+    Mutant(
         "labels that are not shifted: each position predicts its own token",
         "rollouts/packing.py",
         {

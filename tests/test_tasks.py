@@ -7,13 +7,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pgtoolkit.config import PromptsTaskConfig, ReasoningGymTaskConfig, ReverseTaskConfig
+from pgtoolkit.config import PromptsTaskConfig, ReasoningGymTaskConfig, ReverseTaskConfig, TooLong
 from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.rollouts.prompts import encoded, make_room
 from pgtoolkit.rollouts.tasks import Prompt, make_task
 
 
 def prompts_config(path, **changes):
     values = {"prompt_field": "prompt", "answer_field": "answer", "verifier": "exact_match", "pattern": None}
+    values["too_long"] = TooLong.refuse
     return PromptsTaskConfig(name="prompts", path=str(path), **(values | changes))
 
 
@@ -53,7 +55,7 @@ def test_reverse_prompts():
     ],
 )
 def test_reverse_scores(completion, finished, right, exact):
-    score = reverse().score(Prompt("482913=", "319284", 0), completion, finished)
+    score = reverse().score(Prompt("482913=", "319284", 0, "prompt 0"), completion, finished)
     assert score.reward == right / 7
     assert score.exact_match is exact
 
@@ -114,8 +116,42 @@ def test_missing_prompts(tmp_path):
         make_task(prompts_config(tmp_path / "p.parquet"), 0)
 
 
+VERIFIERS = """
+def failing(completion, answer):
+    return parse(completion)
+def parse(completion):
+    return int(completion)
+def forgetful(completion, answer):
+    pass
+"""
+
+
+def test_a_verifier_that_fails_is_named_with_its_completion_and_row(tmp_path, monkeypatch):
+    (tmp_path / "my_verifiers.py").write_text(VERIFIERS)
+    monkeypatch.syspath_prepend(tmp_path)
+    rows = [{"prompt": "a", "answer": "x"}, {"prompt": "b", "answer": "y"}]
+    (tmp_path / "p.jsonl").write_text("\n" + "\n".join(map(json.dumps, rows)))
+
+    def said(name, completion):
+        task = make_task(prompts_config(tmp_path / "p.jsonl", verifier=f"my_verifiers.{name}"), 0)
+        prompt = next(prompt for prompt in map(task.prompt, range(2)) if prompt.text == "b")
+        with pytest.raises(DataError) as error:
+            task.score(prompt, completion, finished=True)
+        return str(error.value).splitlines()
+
+    on = "the completion '4.5' of the prompt at p.jsonl:3, whose answer is 'y'"
+    first, second, *lines = said("failing", "4.5")
+    assert first == f"task.verifier=my_verifiers.failing raised ValueError on {on}:"
+    assert second == "Traceback (most recent call last):"
+    assert [line.split(", ", 1)[1] for line in lines if "File" in line] == ["line 3, in failing", "line 5, in parse"]
+    assert lines[-1] == "ValueError: invalid literal for int() with base 10: '4.5'"
+    (line,) = said("forgetful", "4.5")
+    returned = "returned None; a verifier returns a bool or a finite number"
+    assert line == f"task.verifier=my_verifiers.forgetful {returned}. It was called on {on}."
+
+
 def gym_config(dataset="chain_sum", **options):
-    return ReasoningGymTaskConfig(name="reasoning_gym", dataset=dataset, options=options)
+    return ReasoningGymTaskConfig(name="reasoning_gym", dataset=dataset, options=options, too_long=TooLong.refuse)
 
 
 def test_reasoning_gym():
@@ -141,3 +177,82 @@ def test_reasoning_gym_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ConfigError, match=r"pip install .*reasoning-gym"):
         make_task(gym_config(), 0)
+
+
+def tokens_of(prompts):
+    """A token per character, with one for the beginning."""
+    return encoded(prompts, lambda texts: [[99, *map(ord, text)] for text in texts], ends=[])
+
+
+def write_prompts(path, lengths):
+    rows = [{"prompt": chr(97 + i % 26) * length, "answer": "x"} for i, length in enumerate(lengths)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return make_task(prompts_config(path), seed=0)
+
+
+def test_all_prompts_are_measured_before_one_is_sampled_from(tmp_path):
+    task = write_prompts(tmp_path / "p.jsonl", [3] * 1500 + [9, 3, 12, 3, 8])
+    make_room(task, tokens_of, 20, 7, skip=False)  # 13 tokens, that of the beginning included
+    with pytest.raises(DataError) as error:
+        make_room(task, tokens_of, 17, 8, skip=False)
+    assert str(error.value) == (
+        "2 of 1505 prompts do not have 1 to 9 tokens: p.jsonl:1501 has 10, p.jsonl:1503 has 13. A document of at most "
+        "17 tokens holds a prompt and a completion of up to rollout.max_completion_length=8. Use task.too_long=skip, "
+        "or accumulation.max_tokens=21 with a model of as many positions, or shorter prompts."
+    )
+    assert task.num_prompts == 1505
+
+
+def test_prompts_that_are_too_long_are_skipped_with_their_count(tmp_path, caplog):
+    lengths = [3, 9, 4, 9, 5, 9, 9, 9, 9, 6]
+    task = write_prompts(tmp_path / "p.jsonl", lengths)
+    make_room(task, tokens_of, 17, 8, skip=True)
+    assert caplog.messages == [
+        "note: task.too_long=skip leaves out 6 of 10 prompts, which do not have 1 to 9 tokens: p.jsonl:2 has 10, "
+        "p.jsonl:4 has 10, p.jsonl:6 has 10, p.jsonl:7 has 10, p.jsonl:8 has 10 and 1 more."
+    ]
+    assert task.num_prompts == 4
+    for number in range(3):
+        prompts = [task.prompt(4 * number + i) for i in range(4)]
+        assert sorted((len(prompt.text), prompt.place) for prompt in prompts) == [
+            (3, "p.jsonl:1"),
+            (4, "p.jsonl:3"),
+            (5, "p.jsonl:5"),
+            (6, "p.jsonl:10"),
+        ]
+    with pytest.raises(DataError, match=r"4 of 4 prompts do not have 1 to 1 tokens.* Use accumulation.max_tokens=15"):
+        make_room(task, tokens_of, 9, 8, skip=True)
+
+
+def test_the_endless_task_is_measured_by_its_digits():
+    make_room(reverse(num_digits=6), tokens_of, 16, 8, skip=False)
+    with pytest.raises(
+        DataError, match=r"64 of the first 64 prompts do not have 1 to 7 tokens: prompt 0 has 8"
+    ) as error:
+        make_room(reverse(num_digits=6), tokens_of, 15, 8, skip=False)
+    assert "too_long" not in str(error.value)
+
+
+def test_skipped_questions_of_reasoning_gym_keep_their_answers():
+    pytest.importorskip("reasoning_gym")
+    task = make_task(gym_config(min_terms=2, max_terms=6, size=40), seed=5)
+    every = list(task.rows())
+    make_room(task, tokens_of, 60, 8, skip=True)
+    kept = [prompt for prompt in every if len(prompt.text) < 52]
+    assert 0 < len(kept) < 40
+    assert [task.prompt(i).text for i in range(task.num_prompts)] == [prompt.text for prompt in kept]
+    last = task.prompt(2 * task.num_prompts - 1)
+    assert last.place == kept[-1].place
+    assert task.score(last, kept[-1].answer, finished=True).exact_match
+
+
+def test_prompts_do_not_end_in_an_end_of_sequence():
+    prompts = [Prompt(text, "", 0, "p") for text in ("a", "ab")]
+    added = encoded(prompts, lambda texts: [[1, *map(ord, text), 2] for text in texts], ends=[2, 3])
+    assert added == [[1, 97], [1, 97, 98]]
+
+
+def test_a_prompt_that_cannot_be_encoded_is_named(tmp_path):
+    prompts = [Prompt("a", "", 0, "p.jsonl:1"), Prompt("é", "", 1, "p.jsonl:2")]
+    with pytest.raises(DataError, match=r"the prompt 'é' at p\.jsonl:2 cannot be encoded .*: 'ascii' codec"):
+        encoded(prompts, lambda texts: [list(text.encode("ascii")) for text in texts], ends=[])

@@ -50,6 +50,8 @@ def test_a_function_of_yours(tmp_path, monkeypatch):
         "def partial(completion, answer):\n    return 0.25\n"
         "def broken(completion, answer):\n    return float('nan')\n"
         "def forgotten(completion, answer):\n    pass\n"
+        "def text(completion, answer):\n    return '1.0'\n"
+        "def endless(completion, answer):\n    return 10**400\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert make_verifier("my_rewards.same_length")("ab", "cd") == 1.0
@@ -59,6 +61,10 @@ def test_a_function_of_yours(tmp_path, monkeypatch):
         make_verifier("my_rewards.broken")("a", "b")
     with pytest.raises(DataError, match="returned None"):
         make_verifier("my_rewards.forgotten")("a", "b")
+    with pytest.raises(DataError, match=r"returned '1.0'; a verifier returns a bool or a finite number"):
+        make_verifier("my_rewards.text")("a", "b")
+    with pytest.raises(DataError, match="returned 1000"):
+        make_verifier("my_rewards.endless")("a", "b")
 
 
 def test_math_verify():

@@ -39,10 +39,19 @@ _ACTING = {
 """Settings of a GenerationConfig that change what is sampled, with the values that change nothing (or None)."""
 
 
-def end_tokens(model, tokenizer) -> list[int]:
-    """The ids that end a completion: the tokenizer's end-of-sequence token and all of the model's."""
-    own = model.generation_config.eos_token_id
-    ids = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
+def own_settings(path: str) -> GenerationConfig:
+    """A model folder's own: of generation_config.json or, as transformers does, of config.json. Raises OSError."""
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:
+        return GenerationConfig.from_pretrained(path, config_file_name="config.json", _from_model_config=True)
+
+
+def end_tokens(own: GenerationConfig, tokenizer) -> list[int]:
+    """The ids that end a completion: the tokenizer's end-of-sequence token and all of the model's own settings."""
+    ids = [tokenizer.eos_token_id, *(own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id])]
     return list(dict.fromkeys(token for token in ids if token is not None))
 
 
@@ -52,7 +61,7 @@ def sampling_settings(
     """How completions are sampled, for transformers; of the model's own settings only the ends are taken."""
     from transformers import GenerationConfig
 
-    ends = end_tokens(model, tokenizer)
+    ends = end_tokens(model.generation_config, tokenizer)
     return GenerationConfig(
         max_new_tokens=max_completion_length,
         do_sample=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -10,12 +11,12 @@ from torch import Tensor
 
 from pgtoolkit.batch import Document, MicroBatch
 from pgtoolkit.config import OldLogProbs, PolicyRolloutConfig
-from pgtoolkit.errors import DataError
 from pgtoolkit.parallelism.agreement import failing_together, gather
 from pgtoolkit.parallelism.layout import Layout
 from pgtoolkit.rollouts.advantages import group_advantages
 from pgtoolkit.rollouts.generation import Completion
 from pgtoolkit.rollouts.packing import cut, pack
+from pgtoolkit.rollouts.tasks import Prompt
 
 
 class Trainee(Protocol):
@@ -33,7 +34,8 @@ class PolicyRollouts:
 
     A batch is generated when its first document is asked for. While a batch is in use it is part of the state, since
     the policy that made it is gone.
-    max_tokens: of a micro-batch in the forward pass for old log-probs. max_document_tokens: the model's room.
+    tokens_of: the tokens of prompts, as the model's tokenizer sees them; see prompts.py.
+    max_tokens: of a micro-batch in the forward pass for old log-probs.
     layout: data-parallel ranks generate for every so many-th prompt each, and all hold the whole batch afterwards.
     """
 
@@ -45,9 +47,9 @@ class PolicyRollouts:
         estimator: str,
         task,
         tokenizer,
+        tokens_of: Callable[[list[Prompt]], list[list[int]]],
         policy: Trainee,
         max_tokens: int,
-        max_document_tokens: int,
         layout: Layout,
         writer=None,
     ):
@@ -55,9 +57,9 @@ class PolicyRollouts:
         self._estimator = estimator
         self._task = task
         self._tokenizer = tokenizer
+        self._tokens_of = tokens_of
         self._policy = policy
         self._max_tokens = max_tokens
-        self._max_document_tokens = max_document_tokens
         self._layout = layout
         self._writer = writer
         self._batch_size = config.prompts_per_batch * config.group_size
@@ -102,9 +104,8 @@ class PolicyRollouts:
             return []
         numbers = [number * self._config.prompts_per_batch + place for place in places]
         prompts = [self._task.prompt(n) for n in numbers]
-        prompt_tokens = [self._encode(prompt) for prompt in prompts]
+        prompt_tokens = self._tokens_of(prompts)
         repeated = [tokens for tokens in prompt_tokens for _ in range(self._config.group_size)]
-        self._check_room(prompts, prompt_tokens)
         completions = self._policy.generate(repeated)
         documents = []
         for i, prompt in enumerate(prompts):
@@ -114,27 +115,10 @@ class PolicyRollouts:
             documents = self._with_training_log_probs(documents)
         return documents
 
-    def _encode(self, prompt) -> list[int]:
-        try:
-            return self._tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
-        except Exception as error:  # what the tokenizers library raises for a character it has no token for
-            raise DataError(
-                f"the prompt {prompt.text[:60]!r} cannot be encoded by the model's tokenizer: {error}"
-            ) from error
-
-    def _check_room(self, prompts, prompt_tokens) -> None:
-        """Refuse a prompt whose document could outgrow the model or a micro-batch, before time goes into it."""
-        room = self._max_document_tokens - self._config.max_completion_length
-        for prompt, tokens in zip(prompts, prompt_tokens, strict=True):
-            if not 0 < len(tokens) <= room:
-                raise DataError(
-                    f"the prompt {prompt.text[:60]!r} has {len(tokens)} tokens, but needs 1 to {room} of them beside a "
-                    f"completion of rollout.max_completion_length={self._config.max_completion_length}. "
-                    "Raise accumulation.max_tokens (and model.max_positions with model=tiny), or shorten the prompt."
-                )
-
     def _documents_of_group(self, number, prompt, prompt_tokens, completions) -> list[Document]:
-        texts = [self._tokenizer.decode(c.tokens, skip_special_tokens=True) for c in completions]
+        # The end is no part of the text, whether or not the tokenizer holds it for a special token.
+        bodies = [c.tokens[:-1] if c.finished else c.tokens for c in completions]
+        texts = [self._tokenizer.decode(tokens, skip_special_tokens=True) for tokens in bodies]
         scores = [self._task.score(prompt, t, c.finished) for t, c in zip(texts, completions, strict=True)]
         try:
             advantages = group_advantages(self._estimator, [score.reward for score in scores])

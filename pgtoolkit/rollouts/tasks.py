@@ -6,23 +6,24 @@ import difflib
 import functools
 import hashlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from pgtoolkit.config import PromptsTaskConfig, ReasoningGymTaskConfig, ReverseTaskConfig
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.rollouts.files import Problems, open_files
-from pgtoolkit.rollouts.order import shuffled
+from pgtoolkit.functions import blaming
 from pgtoolkit.rollouts.verifiers import make_verifier
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, its reference answer, and the index it was asked for by."""
+    """A prompt, its reference answer, the index it was asked for by, and where it comes from, such as `a.jsonl:12`."""
 
     text: str
     answer: str
     index: int
+    place: str
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Score:
 class Task(Protocol):
     """Endless prompts by index, a pure function of the seed and the index, and their verification.
 
-    num_prompts: number of different prompts, after which they come again; None: they never end.
+    num_prompts: number of different prompts, after which they come again; None: they never end, and are equally long.
     alphabet: the characters of prompts and answers; None: unknown, expect any printable ASCII.
     """
 
@@ -45,12 +46,23 @@ class Task(Protocol):
 
     def prompt(self, index: int) -> Prompt: ...
 
+    def rows(self) -> Iterator[Prompt]:
+        """Each different prompt once, by the number of its row; a few where they never end."""
+        ...
+
+    def drop(self, rows: set[int]) -> None:
+        """Never ask these again; not of a task without end."""
+        ...
+
     def score(self, prompt: Prompt, completion: str, finished: bool) -> Score:
         """finished: whether the completion ended by itself, with the end of the sequence."""
         ...
 
 
-def make_task(config: ReverseTaskConfig | ReasoningGymTaskConfig | PromptsTaskConfig, seed: int) -> Task:
+TaskConfig = ReverseTaskConfig | ReasoningGymTaskConfig | PromptsTaskConfig
+
+
+def make_task(config: TaskConfig, seed: int) -> Task:
     """The task of a configuration. Raises ConfigError or, for a file of prompts, DataError."""
     return {"reverse": ReverseTask, "reasoning_gym": ReasoningGymTask, "prompts": PromptsTask}[config.name](
         config, seed
@@ -73,7 +85,10 @@ class ReverseTask:
 
     def prompt(self, index: int) -> Prompt:
         digits = "".join(str(self._digit(index, place)) for place in range(self._num_digits))
-        return Prompt(digits + "=", digits[::-1], index)
+        return Prompt(digits + "=", digits[::-1], index, f"prompt {index}")
+
+    def rows(self) -> Iterator[Prompt]:
+        return map(self.prompt, range(64))
 
     def score(self, prompt: Prompt, completion: str, finished: bool) -> Score:
         right = sum(given == wanted for given, wanted in zip(completion, prompt.answer, strict=False))
@@ -101,21 +116,37 @@ class ReasoningGymTask:
             raise ConfigError(
                 f"task.options.seed={options['seed']} needs to be left out. The run's seed is used. Use seed=NUMBER."
             )
-        self.num_prompts = options.setdefault("size", self.default_size)
+        self._kept = range(options.setdefault("size", self.default_size))
+        self._dataset = config.dataset
         data = _reasoning_gym_data(config.dataset, seed, options)
         self._score_answer = data.score_answer
         # A question is asked for again for each completion that is scored.
         self._entry = functools.lru_cache(maxsize=1024)(data.__getitem__)
 
+    @property
+    def num_prompts(self) -> int:
+        return len(self._kept)
+
     def prompt(self, index: int) -> Prompt:
-        entry = self._entry(index % self.num_prompts)
-        return Prompt(entry["question"], entry["answer"] or "", index)
+        return self._question(self._kept[index % self.num_prompts], index)
+
+    def rows(self) -> Iterator[Prompt]:
+        return (self._question(row, row) for row in self._kept)
+
+    def drop(self, rows: set[int]) -> None:
+        self._kept = [row for row in self._kept if row not in rows]
 
     def score(self, prompt: Prompt, completion: str, finished: bool) -> Score:
-        reward = float(self._score_answer(completion.strip(), self._entry(prompt.index % self.num_prompts)))
+        row = self._kept[prompt.index % self.num_prompts]
+        with blaming(f"the scorer of {self._dataset} of reasoning-gym", DataError, _said(completion, prompt)):
+            reward = float(self._score_answer(completion.strip(), self._entry(row)))
         if not math.isfinite(reward):
             raise DataError(f"reasoning-gym scored {completion[:60]!r} with {reward}; a reward must be finite")
         return Score(reward, reward >= 1)
+
+    def _question(self, row: int, index: int) -> Prompt:
+        entry = self._entry(row)
+        return Prompt(entry["question"], entry["answer"] or "", index, f"{self._dataset}:{row}")
 
 
 def _reasoning_gym_data(name: str, seed: int, options: dict):
@@ -149,23 +180,50 @@ class PromptsTask:
     """
 
     def __init__(self, config: PromptsTaskConfig, seed: int):
+        from pgtoolkit.rollouts.order import shuffled  # not above: `pgtk check` does without NumPy and pyarrow
+
+        self._verifier = config.verifier
         self._verify = make_verifier(config.verifier, config.pattern)
         self._seed = seed
         self._rows = _read_prompts(config)
-        self.num_prompts = len(self._rows)
-        self.alphabet = "".join(sorted({character for row in self._rows for text in row for character in text}))
+        self.alphabet = "".join(sorted({character for *texts, _ in self._rows for text in texts for character in text}))
         self._order = functools.lru_cache(maxsize=2)(lambda number: shuffled(self.num_prompts, self._seed, number))
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self._rows)
 
     def prompt(self, index: int) -> Prompt:
         number, place = divmod(index, self.num_prompts)
-        return Prompt(*self._rows[self._order(number)[place]], index)
+        return self._prompt(self._order(number)[place], index)
+
+    def rows(self) -> Iterator[Prompt]:
+        return (self._prompt(row, row) for row in range(self.num_prompts))
+
+    def drop(self, rows: set[int]) -> None:
+        self._rows = [row for number, row in enumerate(self._rows) if number not in rows]
+        self._order.cache_clear()
 
     def score(self, prompt: Prompt, completion: str, finished: bool) -> Score:
-        reward = self._verify(completion, prompt.answer)
+        with blaming(f"task.verifier={self._verifier}", DataError, _said(completion, prompt)):
+            reward = self._verify(completion, prompt.answer)
         return Score(reward, reward >= 1)
 
+    def _prompt(self, row: int, index: int) -> Prompt:
+        text, answer, (label, number) = self._rows[row]
+        return Prompt(text, answer, index, f"{label}:{number}")
 
-def _read_prompts(config: PromptsTaskConfig) -> list[tuple[str, str]]:
+
+def _said(completion: str, prompt: Prompt) -> str:
+    return (
+        f"the completion {completion[:200]!r} of the prompt at {prompt.place}, whose answer is {prompt.answer[:60]!r}"
+    )
+
+
+def _read_prompts(config: PromptsTaskConfig) -> list[tuple[str, str, tuple[str, int]]]:
+    """Of each row the prompt, its answer, and its file with its number there."""
+    from pgtoolkit.rollouts.files import Problems, open_files
+
     fields = (config.prompt_field, config.answer_field)
     problems = Problems(f"the prompts of task.path={config.path} cannot be used")
     prompts = []
@@ -181,7 +239,7 @@ def _read_prompts(config: PromptsTaskConfig) -> list[tuple[str, str]]:
                     there = ", ".join(file.names or row) or "no fields"
                     problem = "is missing" if row.get(field) is None else f"needs a text (got {row[field]!r:.40})"
                     problems.add(f"{place}:{field}", f"{problem}; the row has {there}")
-            prompts.append(tuple(texts))
+            prompts.append((*texts, (file.label, number)))
     problems.raise_if_any()
     if not prompts:
         raise DataError(f"task.path={config.path} needs at least one prompt (got none).")

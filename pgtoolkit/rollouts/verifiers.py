@@ -24,7 +24,8 @@ def make_verifier(name: str, pattern: str | None = None) -> Verifier:
     math_verify: both are mathematically equal, by the math-verify package.
     A function of yours takes (completion, answer) and returns a bool or a finite number.
 
-    Raises ConfigError for a verifier that cannot be made; the verifier raises DataError for a reward that is no number.
+    Raises ConfigError for a verifier that cannot be made; the verifier raises DataError for a reward that is no finite
+    number, and whatever a function of yours raises.
     """
     if (pattern is not None) != (name == "regular_expression"):
         verb = "needs" if pattern is None else "takes no"
@@ -92,13 +93,12 @@ def _imported(path: str) -> Verifier:
     def verify(completion: str, answer: str) -> float:
         reward = function(completion, answer)
         try:
-            number = float(reward)
-        except (TypeError, ValueError):
+            number = math.nan if isinstance(reward, str) else float(reward)
+        except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
             raise DataError(
-                f"task.verifier={path} returned {reward!r} for the answer {answer[:60]!r}; "
-                "a verifier returns a bool or a finite number"
+                f"task.verifier={path} returned {repr(reward)[:60]}; a verifier returns a bool or a finite number"
             )
         return number
 

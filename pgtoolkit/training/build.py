@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 
 import torch
 
-from pgtoolkit.config import AggregationMode, Config, KernelImplementation, PolicyRolloutConfig
+from pgtoolkit.config import AggregationMode, Config, KernelImplementation, PolicyRolloutConfig, TooLong
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.parallelism.agreement import failing_together
 from pgtoolkit.parallelism.layout import ONE_PROCESS, Layout
 from pgtoolkit.parallelism.model import parallelize
-from pgtoolkit.rollouts.generation import ignored_settings
+from pgtoolkit.rollouts.generation import end_tokens, ignored_settings
 from pgtoolkit.rollouts.policy import PolicyRollouts
+from pgtoolkit.rollouts.prompts import by_default, encoded, make_room
 from pgtoolkit.rollouts.recorded import RecordedRollouts
 from pgtoolkit.rollouts.steps import Source, StepLoader
 from pgtoolkit.rollouts.tasks import make_task
@@ -93,9 +96,14 @@ def _source(config: Config, task, module: PolicyGradientModule, room: int, resum
     if isinstance(rollout, PolicyRolloutConfig):
         writes = rollout.save_path and module.layout.rank == 0
         writer = RolloutWriter(rollout.save_path, resume) if writes else None
-        tokenizer, max_tokens = module.policy.tokenizer, config.accumulation.max_tokens
         _note_ignored(config, module)
-        return PolicyRollouts(rollout, estimator, task, tokenizer, module, max_tokens, room, module.layout, writer)
+        tokenizer, max_tokens = module.policy.tokenizer, config.accumulation.max_tokens
+        ends = end_tokens(module.model.generation_config, tokenizer)
+        tokens_of = functools.partial(encoded, encode=by_default(tokenizer), ends=ends)
+        skip = getattr(config.task, "too_long", None) == TooLong.skip
+        with failing_together(module.layout):
+            make_room(task, tokens_of, room, rollout.max_completion_length, skip)
+        return PolicyRollouts(rollout, estimator, task, tokenizer, tokens_of, module, max_tokens, module.layout, writer)
     needs_groups = config.aggregation.mode == AggregationMode.prompt_mean
     vocabulary_size, accept_changed = module.policy.vocabulary_size, config.trainer.accept_changed_data
     return RecordedRollouts(rollout, estimator, vocabulary_size, config.seed, needs_groups, room, accept_changed)

@@ -18,13 +18,13 @@ from pgtoolkit.errors import ConfigError, first_line
 from pgtoolkit.kernels.parallel import ALONE, Ranks
 from pgtoolkit.kernels.products import linear
 from pgtoolkit.losses.policy_gradient import LMHead
+from pgtoolkit.rollouts.generation import own_settings
+from pgtoolkit.rollouts.prompts import END, characters
 from pgtoolkit.training import packed_attention
 from pgtoolkit.training.packed_attention import Documents
 
-END = "<end>"
 _PADDING_LIMIT = 1.5
 """Padded positions per token up to which one row per document is cheaper than attention over all tokens at once."""
-PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
 
 
 @dataclass(frozen=True)
@@ -134,16 +134,16 @@ class Policy:
 def build_policy(config, alphabet: str | None, on_gpu: bool) -> Policy:
     """The model of `config.model` with its tokenizer.
 
-    alphabet: characters that the tiny model's tokenizer knows (None: printable ASCII).
+    alphabet: characters that the tiny model's tokenizer knows; None: see `characters`.
     on_gpu: what `model.dtype=auto` goes by: bfloat16 on a GPU, float32 elsewhere.
     Raises ConfigError if the model cannot be loaded or its head is not a plain linear layer.
     """
     if isinstance(config, TinyModelConfig):
-        return _tiny(config, alphabet or PRINTABLE)
+        return _tiny(config, alphabet)
     return _hugging_face(config, on_gpu)
 
 
-def _tiny(config: TinyModelConfig, alphabet: str) -> Policy:
+def _tiny(config: TinyModelConfig, alphabet: str | None) -> Policy:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     tokenizer = character_tokenizer(alphabet)
@@ -167,20 +167,15 @@ def _tiny(config: TinyModelConfig, alphabet: str) -> Policy:
     return Policy(model, tokenizer)
 
 
-def character_tokenizer(alphabet: str):
-    """A fast tokenizer with one token per character of `alphabet` and one for the end, which also pads.
+def character_tokenizer(alphabet: str | None):
+    """`characters` for transformers; the end also pads.
 
     A padding token of its own could be sampled, and would leave no trace in the decoded text that is scored.
     """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    characters = list(dict.fromkeys(alphabet))
-    vocabulary = {token: i for i, token in enumerate([*characters, END])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END, padding_side="left")
+    options = {"eos_token": END, "pad_token": END, "padding_side": "left"}
+    return PreTrainedTokenizerFast(tokenizer_object=characters(alphabet), **options)
 
 
 def _hugging_face(config: HuggingFaceModelConfig, on_gpu: bool) -> Policy:
@@ -188,15 +183,14 @@ def _hugging_face(config: HuggingFaceModelConfig, on_gpu: bool) -> Policy:
         os.environ.setdefault(
             "HF_HUB_OFFLINE", "1"
         )  # a local folder needs no hub; without this a typo retries for long
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     try:
         model_config = AutoConfig.from_pretrained(config.path)
         _switch_dropout_off(model_config)
         if config.random_weights:
             model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
-            with contextlib.suppress(OSError):  # the folder has no such file
-                model.generation_config = GenerationConfig.from_pretrained(config.path)
+            model.generation_config = own_settings(config.path)
         else:
             model = AutoModelForCausalLM.from_pretrained(config.path, config=model_config, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(config.path, padding_side="left")

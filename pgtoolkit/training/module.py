@@ -12,15 +12,10 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.batch import MicroBatch, Step, StepTotals
-from pgtoolkit.config import Config, CustomLossConfig
-from pgtoolkit.errors import ConfigError, NumericalError
-from pgtoolkit.functions import import_function
-from pgtoolkit.losses.aggregation import aggregation_of
-from pgtoolkit.losses.families import Family, configured
+from pgtoolkit.config import Config
+from pgtoolkit.errors import NumericalError
 from pgtoolkit.losses.metrics import MetricSums
-from pgtoolkit.losses.objective import Loss
-from pgtoolkit.losses.policy_gradient import Computation, LMHead, PolicyLoss, log_probs_of_hidden, loss_of_hidden
-from pgtoolkit.losses.slopes import check_family
+from pgtoolkit.losses.policy_gradient import LMHead, PolicyLoss, log_probs_of_hidden, loss_of_hidden
 from pgtoolkit.parallelism.agreement import gather
 from pgtoolkit.parallelism.gradients import sum_gradients
 from pgtoolkit.parallelism.layout import Layout
@@ -29,6 +24,7 @@ from pgtoolkit.parallelism.sequence_data import local_tokens
 from pgtoolkit.rollouts.data_metrics import data_metrics
 from pgtoolkit.rollouts.generation import Completion, generate, sampling_settings
 from pgtoolkit.training.frameworks import lightning
+from pgtoolkit.training.loss import computation_of, loss_of
 from pgtoolkit.training.model import Policy
 from pgtoolkit.training.optimizer import learning_rate, make_optimizer
 
@@ -56,12 +52,8 @@ class PolicyGradientModule(lightning.LightningModule):
         self.num_skipped_steps = 0
         self._bad_steps_in_a_row = 0
         self.loss = loss_of(config)
-        self.computation = Computation(
-            impl=config.kernel.implementation.value,
-            check_finite=False,  # looked at once per step, in the loss and the gradient
-            num_splits=config.loss.num_splits,
-            logits_memory_mb=config.kernel.logits_memory_mb,
-        )
+        self.computation = computation_of(config)
+        self._noted_no_signal = False
 
     def configure_optimizers(self):
         return make_optimizer(self.model, self.config.optimizer)
@@ -79,6 +71,7 @@ class PolicyGradientModule(lightning.LightningModule):
         started = time.perf_counter()
         self.documents_seen += step.totals.num_documents
         metrics = data_metrics(step.documents, self.num_updates)
+        self._note_no_signal(metrics)
         if step.totals.num_tokens == 0:
             self.num_skipped_steps += 1
         else:
@@ -90,6 +83,15 @@ class PolicyGradientModule(lightning.LightningModule):
             "tokens_per_second": step.totals.num_tokens / seconds,
         }
         return {"metrics": metrics}  # Lightning keeps the key "loss" at the top level for a tensor
+
+    def _note_no_signal(self, metrics: dict[str, float]) -> None:
+        if metrics.get("zero_advantage_group_fraction") == 1 and not self._noted_no_signal:
+            self._noted_no_signal = True
+            log.warning(
+                f"note: every advantage of the step that ends at document {self.documents_seen} is 0: the completions "
+                "of each prompt have equal rewards, so it teaches nothing. Is the task too hard, too easy, or an "
+                "answer longer than a completion? Said once; the metric zero_advantage_group_fraction tells more."
+            )
 
     def _update(self, step: Step) -> dict[str, float]:
         optimizer = self.optimizer
@@ -206,34 +208,6 @@ class PolicyGradientModule(lightning.LightningModule):
         rollout = self.config.rollout
         sizes = rollout.temperature, rollout.top_p, rollout.max_completion_length
         return sampling_settings(self.model, self.policy.tokenizer, *sizes)
-
-
-def loss_of(config: Config) -> Loss:
-    """The loss of a configuration; imports functions and families of the user's own."""
-    reducer = None
-    if path := config.aggregation.reducer:
-        keywords = dict.fromkeys(("mask", "document_index", "tokens_per_document", "group_index"))
-        reducer = import_function("aggregation.reducer", path, None, **keywords)
-    aggregation = aggregation_of(config.aggregation.mode.value, config.aggregation.divisor, reducer)
-    family = _own_family(config.loss) if config.loss.name == "custom" else configured(config.loss)
-    return Loss(family, aggregation, config.rollout.temperature, config.metrics.level.value)
-
-
-def _own_family(loss: CustomLossConfig) -> Family:
-    """A family of the user's own; ConfigError for one that cannot be made, or whose slopes are not its own."""
-    setting, options = f"loss.path={loss.path}", dict(loss.options)
-    made = import_function("loss.path", loss.path, **options)
-    try:
-        family = made(**options)
-        if not isinstance(family, Family):
-            raise TypeError(f"{type(family).__name__} is no Family")
-        check_family(family)
-        if family.by_document and loss.num_splits != 1:
-            raise ValueError(f"loss.num_splits={loss.num_splits} cuts the documents that it needs whole")
-    except Exception as error:  # whatever the user's code raises
-        reason = "It inherits from pgtoolkit.families.Family, and docs/losses.md shows one."
-        raise ConfigError(f"{setting} needs a family that agrees with itself (got: {error}). {reason}") from error
-    return family
 
 
 def _not_finite(micro_batches: list[MicroBatch], outputs: list[PolicyLoss]) -> list[str]:

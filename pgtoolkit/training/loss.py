@@ -1,0 +1,73 @@
+"""The loss that a configuration describes, with the families and reducers of the user's own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pgtoolkit.batch import StepTotals
+from pgtoolkit.config import Config, CustomLossConfig
+from pgtoolkit.errors import ConfigError
+from pgtoolkit.functions import blaming, import_function
+from pgtoolkit.losses.aggregation import Reducer, aggregation_of
+from pgtoolkit.losses.families import Family, configured
+from pgtoolkit.losses.objective import Loss
+from pgtoolkit.losses.policy_gradient import Computation
+from pgtoolkit.losses.slopes import check_family
+
+
+def loss_of(config: Config) -> Loss:
+    """Family, aggregation, temperature and level of the metrics; imports what is the user's own."""
+    reducer = _imported_reducer(path) if (path := config.aggregation.reducer) else None
+    aggregation = aggregation_of(config.aggregation.mode.value, config.aggregation.divisor, reducer)
+    family = _own_family(config.loss) if config.loss.name == "custom" else configured(config.loss)
+    return Loss(family, aggregation, config.rollout.temperature, config.metrics.level.value)
+
+
+def computation_of(config: Config) -> Computation:
+    """How it is computed. Finite numbers are looked for once per step, in the loss and the gradient."""
+    return Computation(
+        impl=config.kernel.implementation.value,
+        check_finite=False,
+        num_splits=config.loss.num_splits,
+        logits_memory_mb=config.kernel.logits_memory_mb,
+    )
+
+
+def _own_family(loss: CustomLossConfig) -> Family:
+    """A family of the user's own; ConfigError for one that cannot be made, or whose slopes are not its own."""
+    setting, options = f"loss.path={loss.path}", dict(loss.options)
+    made = import_function("loss.path", loss.path, **options)
+    try:
+        family = made(**options)
+        if not isinstance(family, Family):
+            raise TypeError(f"{type(family).__name__} is no Family")
+        check_family(family)
+        if family.by_document and loss.num_splits != 1:
+            raise ValueError(f"loss.num_splits={loss.num_splits} cuts the documents that it needs whole")
+    except Exception as error:  # whatever the user's code raises
+        reason = "It inherits from pgtoolkit.families.Family, and docs/losses.md shows one."
+        raise ConfigError(f"{setting} needs a family that agrees with itself (got: {error}). {reason}") from error
+    return family
+
+
+def _imported_reducer(path: str) -> Reducer:
+    """The function at a dotted path, which must return finite weights for tokens; ConfigError for what it does else."""
+    keywords = dict.fromkeys(("mask", "document_index", "tokens_per_document", "group_index"))
+    function = import_function("aggregation.reducer", path, None, **keywords)
+
+    def reducer(totals: StepTotals, *, mask: Tensor, **others) -> Tensor:
+        with blaming(f"aggregation.reducer={path}", ConfigError, f"a micro-batch of {len(mask)} tokens"):
+            weights = function(totals, mask=mask, **others)
+        fits = isinstance(weights, Tensor) and weights.shape == mask.shape and weights.device == mask.device
+        if not fits or not torch.isfinite(weights[mask]).all():
+            got = type(weights).__name__
+            if isinstance(weights, Tensor):
+                got = f"shape {tuple(weights.shape)} on {weights.device}" if not fits else "NaN or infinity"
+            raise ConfigError(
+                f"aggregation.reducer={path} needs to return one finite weight per token, shape {tuple(mask.shape)} on "
+                f"{mask.device} (got {got}). The weights of the step's tokens make its loss."
+            )
+        return weights
+
+    return reducer
