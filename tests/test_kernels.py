@@ -241,6 +241,18 @@ def test_what_is_not_finite_makes_the_loss_nan_where_nobody_looks_for_it(impl, l
         assert torch.isnan(out.loss.detach())
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_totals_that_count_no_token_of_a_trained_document_are_refused(impl):
+    case = make_case(lengths=(3, 1), vocabulary=3)
+    tensors = [x.to(DEVICE, torch.float32) if x.is_floating_point() else x.to(DEVICE) for x in case.tensors]
+    totals = StepTotals(2, 0, 2, 2, torch.tensor([0, 0]))
+    for aggregation in ("token_mean", "prompt_mean"):
+        options = {"aggregation": aggregation, "group_index": case.group_index.to(DEVICE), "totals": totals}
+        with pytest.raises(ValueError, match=r"weight of a trained token is not finite: .* the totals count none"):
+            policy_loss(*tensors, impl=impl, **options)
+
+
 EDGE = 20.0
 LOG_RATIOS = [500.0, 89.0, 21.0, EDGE, -EDGE, -21.0, -500.0]
 

@@ -14,12 +14,12 @@ groups assumed contiguous or of equal size                  slime #2090         
 a missing group id becomes another aggregation              slime #2090               test_losses.py::test_arguments_that_cannot_be_right_are_refused
 the same in recorded rollouts                               slime #2090               test_recorded.py::test_group_ids_and_group_size
 GSPO's ratio as exp of the sum                              TRL #5814, NeMo-RL #2269  test_losses.py::test_gspo_ratio_is_the_exp_of_the_mean_and_not_of_the_sum
-clamp computed and never read                               OpenRLHF #1293            test_losses.py::test_huge_log_ratios_stay_finite
+clamp computed and never read                               OpenRLHF #1293            test_kernels.py::test_huge_log_ratios_stay_finite
 padding with a segment index of its own, out of range       Fast-LLM                  test_losses.py::test_padding_may_carry_any_document_number
 one divisor step-wide, the other micro-batch-wide           Fast-LLM #520             test_invariance.py::test_any_step_cut_anyhow
 gradient of all but the last micro-batch lost               Fast-LLM #551             test_an_update_does_not_depend_on_the_number_of_micro_batches
 mask * exp(big) is NaN                                      NeMo-RL #4120             test_losses.py::test_masked_positions_may_hold_anything
-NaN gradient through the unselected branch of min           prime-rl #2084            test_losses.py::test_huge_log_ratios_stay_finite
+NaN gradient through the unselected branch of min           prime-rl #2084            test_kernels.py::test_huge_log_ratios_stay_finite
 all labels of a step masked: division by zero               Fast-LLM                  test_losses.py::test_a_step_without_trained_tokens_is_zero
 the same as a training step                                 Fast-LLM                  test_training.py::test_a_step_without_trained_tokens_is_skipped_and_counted
 extrema polluted by a placeholder 0                         Fast-LLM #494             test_a_piece_without_trained_tokens_does_not_touch_the_extrema

@@ -94,6 +94,8 @@ def settle_kernel(
         group = tl.load(group_index + document, mask=document < num_documents, other=0)
         over = tl.load(tokens_per_group + group, mask=document < num_documents, other=1) * num_groups
     weight = (1.0 / tl.maximum(over, 1).to(tl.float64)).to(tl.float32)
+    # Only of totals that know nothing of a token that is trained here: no number is right.
+    weight = tl.where(over > 0, weight, float("inf"))
     if MODE == "constant":
         weight = weight / divisor
 

@@ -138,7 +138,7 @@ class Objective:
                     f"document_index at a trained position is negative or not below num_documents={documents[-1]}"
                 )
             if not torch.isfinite(self.weights).all():
-                raise ValueError("the reducer's weight of a trained token is not finite")
+                raise ValueError("the weight of a trained token is not finite: the reducer's, or the totals count none")
             named = ", ".join(map(str, documents[:5])) + (", ..." if len(documents) > 5 else "")
             raise DataError(
                 f"non-finite logits, old_log_probs or advantages at a trained position of document {named}, or a "

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pgtoolkit.batch import Document, MicroBatch
 from pgtoolkit.config import OldLogProbs, PolicyRolloutConfig
+from pgtoolkit.errors import DataError
 from pgtoolkit.parallelism.agreement import failing_together, gather
 from pgtoolkit.parallelism.layout import Layout
 from pgtoolkit.rollouts.advantages import group_advantages
