@@ -10,7 +10,7 @@ from typing import Any
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from pgtoolkit import paths
+from pgtoolkit import machine, paths
 from pgtoolkit.compose import compose, jobs, key_of, name_in, name_of
 from pgtoolkit.errors import PgtoolkitError
 from pgtoolkit.multirun.sweep import Sweep, plan
@@ -63,6 +63,7 @@ def check(
         if first.config is None or first.config.hydra.mode != RunMode.MULTIRUN:
             if first.config is not None and rules:
                 first.report.problems += paths.of_run(first.config)
+                machine.look(_plain(first.config), first.report)
             return Checked([first])
     # What concerns the sweep as a whole is said without a value for each key.
     of_hydra = [override for override in overrides if override.startswith(("hydra.", "hydra/"))]
@@ -78,6 +79,8 @@ def check(
     if rules:
         for run in runs:
             launcher(whole.config.hydra, run.report)
+            if run.config is not None and "fail_fast" in whole.config.hydra.launcher:  # ours: the jobs run here
+                machine.look(_plain(run.config), run.report, begins=False)
         whole.config.hydra.overrides.task = [override for override in overrides if override not in of_hydra]
         if found := paths.of_sweep(whole.config):
             runs[0].report.problems += found

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pgtoolkit import __version__
 from pgtoolkit.conf_files import config_directory, default_options, options, sweep_file, sweep_files
-from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, StorageError
+from pgtoolkit.errors import ConfigError, DataError, Interrupted, PgtoolkitError, StorageError
 from pgtoolkit.ranks import joined
 
 COMMANDS = {
@@ -259,22 +259,28 @@ def _sweep_file(argv: list[str]) -> Path:
 def _resume(argv: list[str]) -> int:
     if not argv or argv[0].startswith("-") or "=" in argv[0]:
         raise ConfigError("pgtk resume needs a run directory (got none). Use pgtk resume outputs/DATE/TIME-NAME.")
+    from pgtoolkit.machine import look
     from pgtoolkit.resume import compose_resumed
-    from pgtoolkit.validate import validate
+    from pgtoolkit.rules.report import Report
+    from pgtoolkit.validate import resolve, validate
 
     run_dir, overrides = Path(argv[0]), argv[1:]
     composed = compose_resumed(run_dir, overrides)
-    problems = composed.problems + validate(composed.config).problems
-    if problems:
+    report = validate(composed.config)
+    look(resolve(composed.config, Report()), report, typed=False, begins=False)
+    if problems := composed.problems + report.problems:
         raise _refusal(problems)
     _launch(composed.config, run_dir, overrides, resume=True)
     return 0
 
 
-def _refusal(problems: list[str]) -> ConfigError:
+def _refusal(problems: list[str]) -> PgtoolkitError:
+    from pgtoolkit.machine import DataProblem
+
+    kind = DataError if all(isinstance(problem, DataProblem) for problem in problems) else ConfigError
     if len(problems) == 1:
-        return ConfigError(problems[0])
-    return ConfigError(f"{len(problems)} problems in the configuration:\n" + "\n".join(f"  {p}" for p in problems))
+        return kind(problems[0])
+    return kind(f"{len(problems)} problems in the configuration:\n" + "\n".join(f"  {p}" for p in problems))
 
 
 def _unknown_command(word: str) -> ConfigError:

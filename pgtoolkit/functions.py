@@ -13,6 +13,9 @@ from typing import Any
 
 from pgtoolkit.errors import ConfigError
 
+REDUCER_KEYWORDS = ("mask", "document_index", "tokens_per_document", "group_index")
+"""What a reducer is called with, after the step's totals."""
+
 
 def import_function(key: str, path: str, *arguments: Any, **keywords: Any) -> Callable:
     """The function at `package.module.function`, seen also from the current directory; arguments: an example call.

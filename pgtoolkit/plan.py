@@ -182,9 +182,9 @@ def vocabulary_size(model: Any, task: Any) -> int | None:
         return None
     try:
         settings = json.loads(file.read_text())
-    except (OSError, ValueError):
+        return settings.get("vocab_size") or settings.get("text_config", {}).get("vocab_size")
+    except (OSError, ValueError, AttributeError):
         return None
-    return settings.get("vocab_size") or settings.get("text_config", {}).get("vocab_size")
 
 
 def differences(config: Any, defaults: Any, prefix: str = "") -> Iterator[str]:

@@ -19,6 +19,7 @@ LIGHT_FILES = (
     "errors",
     "functions",
     "imports",
+    "machine",
     "paths",
     "plan",
     "ranks",

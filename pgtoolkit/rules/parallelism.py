@@ -123,9 +123,9 @@ def _known(c: Any) -> dict[str, Any]:
         return {}
     try:
         settings = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return {}  # the run says what is wrong with it
-    settings |= settings.get("text_config", {})
+        settings |= settings.get("text_config", {})
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}  # machine.py says what is wrong with it
     settings.setdefault("tie_word_embeddings", settings.get("model_type") == "gpt2")  # what transformers takes
     names = {
         "type": ("model_type",),

@@ -13,7 +13,7 @@ from torch import Tensor
 from pgtoolkit.batch import MicroBatch, Step, StepTotals
 from pgtoolkit.config import Config
 from pgtoolkit.errors import NumericalError
-from pgtoolkit.functions import import_function
+from pgtoolkit.functions import REDUCER_KEYWORDS, import_function
 from pgtoolkit.kernels.plan import DocumentCounts
 from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.policy_gradient import PolicyLoss, linear_policy_loss
@@ -53,7 +53,7 @@ class PolicyGradientModule(lightning.LightningModule):
         self._bad_steps_in_a_row = 0
         self._reducer = None
         if config.aggregation.reducer:
-            keywords = dict.fromkeys(("mask", "document_index", "tokens_per_document", "group_index"))
+            keywords = dict.fromkeys(REDUCER_KEYWORDS)
             self._reducer = import_function("aggregation.reducer", config.aggregation.reducer, None, **keywords)
 
     def configure_optimizers(self):
