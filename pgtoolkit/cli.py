@@ -46,6 +46,9 @@ def main(argv: list[str] | None = None) -> int:
         # The reader, such as `head`, has seen enough; python must not write to it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:  # a file or folder that cannot be read or written, such as on a full disk
+        place = error.filename or "a file"
+        return _say(StorageError(f"{place} cannot be read or written: {error.strerror or error}"))
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -110,8 +113,6 @@ def _train(argv: list[str], sweep_file: Path | None = None) -> int:
 
     sweep_file: the primary configuration of `pgtk sweep`.
     """
-    from hydra._internal.utils import get_args_parser
-
     from pgtoolkit.check import check, notes, problems
     from pgtoolkit.compose import NO_CHOICE, hydra_form, search_path
 
@@ -119,12 +120,16 @@ def _train(argv: list[str], sweep_file: Path | None = None) -> int:
     argv, fail_fast = [arg for arg in argv if arg != "--fail-fast"], "--fail-fast" in argv
     if sweep_file is not None:
         argv = ["--multirun", *argv[1:]]
-    args = get_args_parser().parse_args(argv)
+    args = _arguments(argv)
+    if args.shell_completion:
+        from pgtoolkit.completion import complete
+
+        return complete(argv, _commands(), _run_hydra)
     if args.cfg and args.multirun:
         raise ConfigError("--cfg needs one run (got -m). It prints one configuration. Use pgtk check -m for a sweep.")
     if fail_fast:
         argv, args.overrides = [*argv, FAIL_FAST], [*args.overrides, FAIL_FAST]
-    starts = not (args.cfg or args.info or args.shell_completion or args.hydra_help)
+    starts = not (args.cfg or args.info or args.hydra_help)
     if starts and (rank := joined()) is not None:
         if args.multirun:
             reason, use = "The runs of a sweep start their own processes.", "pgtk -m without torchrun or srun"
@@ -151,6 +156,22 @@ def _train(argv: list[str], sweep_file: Path | None = None) -> int:
     rest += [f"hydra.sweep.dir='{folder}'", *([search_path(config_directory())] if sweep_file else [])]
     rest.append(f"hydra.job.config.override_dirname.exclude_keys=[{','.join(checked.unnamed)}]")
     return start(sweep, lambda: _run_hydra(rest, sweep_file), checked.runs[0].config)
+
+
+def _arguments(argv: list[str]):
+    from hydra._internal.utils import get_args_parser
+
+    args = get_args_parser().parse_args(argv)
+    for option in ("config_name", "config_path"):
+        if (value := getattr(args, option)) is not None:
+            typed, reason = f"--{option.replace('_', '-')}={value}", "pgtk always begins with its own conf/config.yaml."
+            use = "--config-dir=FOLDER for options of your own, or pgtk sweep FILE"
+            raise ConfigError(f"{typed} needs to be left out (got {value}). {reason} Use {use}.")
+    if args.config_dir is not None and not Path(args.config_dir).is_dir():
+        reason = "It holds options of your own, such as experiment/mine.yaml."
+        got = f"--config-dir={args.config_dir} needs a folder (got {args.config_dir})"
+        raise ConfigError(f"{got}. {reason} Use --config-dir=FOLDER.")
+    return args
 
 
 def _run_hydra(argv: list[str], primary: Path | None = None) -> int:
@@ -235,14 +256,12 @@ def _follow(overrides: list[str], config_dir: str | None) -> int:
 
 
 def _check(argv: list[str]) -> int:
-    from hydra._internal.utils import get_args_parser
-
     from pgtoolkit.check import check, page, problems
 
     file = None
     if argv and argv[0] == "sweep":
         file, argv = _sweep_file(argv[1:]), ["--multirun", *argv[2:]]
-    args = get_args_parser().parse_args(argv)
+    args = _arguments(argv)
     checked = check(args.overrides, args.multirun, args.config_dir, sweep_file=file)
     print(page(checked), flush=True)
     return ConfigError.exit_status if problems(checked) else 0
@@ -257,7 +276,7 @@ def _sweep_file(argv: list[str]) -> Path:
 
 
 def _resume(argv: list[str]) -> int:
-    if not argv or argv[0].startswith("-") or "=" in argv[0]:
+    if not argv or (not Path(argv[0]).is_dir() and (argv[0].startswith("-") or "=" in argv[0])):
         raise ConfigError("pgtk resume needs a run directory (got none). Use pgtk resume outputs/DATE/TIME-NAME.")
     from pgtoolkit.machine import look
     from pgtoolkit.resume import compose_resumed
@@ -284,8 +303,7 @@ def _refusal(problems: list[str]) -> PgtoolkitError:
 
 
 def _unknown_command(word: str) -> ConfigError:
-    commands = ["sweep", "check", "resume", "compare", "diff", "export", "sync", "ui"]
-    commands += ["bench"] if _has_bench() else []
+    commands = _commands()
     nearest = difflib.get_close_matches(word, [*commands, *options()], n=1)
     if word in ("train", "run"):
         use = "pgtk [OVERRIDES], without a word, to train"
@@ -295,6 +313,11 @@ def _unknown_command(word: str) -> ConfigError:
         use = f"pgtk {nearest[0]}" + ("" if nearest[0] in commands else "=OPTION")
     reason = f"The commands are {', '.join(commands)}."
     return ConfigError(f"{word} needs to be a command or key=value (got neither). {reason} Use {use}.")
+
+
+def _commands() -> list[str]:
+    words = [use.split()[0] for use in COMMANDS]
+    return [word for word in words if word.isalpha() and (word != "bench" or _has_bench())]
 
 
 def _has_bench() -> bool:

@@ -13,6 +13,7 @@ HEAVY = {"torch", "triton", "lightning", "mlflow", "transformers"}
 LIGHT_FILES = (
     "cli",
     "check",
+    "completion",
     "compose",
     "conf_files",
     "config",
