@@ -23,6 +23,8 @@ from pgtoolkit.rules.run import occupied_by_rollouts
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _INDEXES = tuple(f"{name}.index.json" for name in _WEIGHTS)
+_EMBEDDINGS = (".embed_tokens.weight", "wte.weight")
+"""What the usual models call the matrix with a row for each entry of the vocabulary."""
 _SECONDS_FOR_THE_HUB = 10
 
 
@@ -117,10 +119,12 @@ def _model(c: Any, report: Report) -> None:
 
 def _missing_in(folder: Path, random_weights: bool) -> list[tuple[str, str, str]]:
     """(what is needed, what is there, reason) of each thing that a model's folder lacks."""
-    found = []
+    found, settings = [], {}
     try:
-        if not isinstance(json.loads((folder / "config.json").read_bytes()), dict):
+        read = json.loads((folder / "config.json").read_bytes())
+        if not isinstance(read, dict):
             raise ValueError("it is no JSON object")
+        settings = read.get("text_config") or read
     except (OSError, ValueError) as error:
         got = "no config.json" if isinstance(error, FileNotFoundError) else f"config.json: {_words(error)}"
         found.append(("a folder with a config.json", got, "It says what kind of model it is."))
@@ -141,13 +145,14 @@ def _missing_in(folder: Path, random_weights: bool) -> list[tuple[str, str, str]
         reason = "Without them training would start from nothing; model.random_weights=true says so."
         found.append(("a folder with weights", f"no {' or '.join(_WEIGHTS)}", reason))
     for name in names:
-        if got := _damage(folder / name):
-            found.append(("whole files of weights", f"{name}: {got}", "A copy or download that was cut off looks so."))
+        if got := _damage(folder / name, settings):
+            reason = "A copy or download that was cut off looks so, or one of another model."
+            found.append(("whole files of weights that fit config.json", f"{name}: {got}", reason))
     return found
 
 
-def _damage(file: Path) -> str | None:
-    """Why a file of weights cannot be whole, from its header alone."""
+def _damage(file: Path, settings: dict) -> str | None:
+    """Why a file of weights cannot be that of the model with these settings, from its header alone."""
     try:
         status = file.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -158,14 +163,23 @@ def _damage(file: Path) -> str | None:
             (length,) = struct.unpack("<Q", opened.read(8))
             if length > min(status.st_size, 10**8):
                 return f"{status.st_size} bytes, which is less than its header"
-            entries = json.loads(opened.read(length))
-            ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
+            entries = {name: entry for name, entry in json.loads(opened.read(length)).items() if name != "__metadata__"}
+            ends = [entry["data_offsets"][1] for entry in entries.values()]
     except FileNotFoundError:
         return "missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error) as error:
         return _words(error)
     whole = 8 + length + max(ends, default=0)
-    return None if status.st_size == whole else f"{status.st_size} bytes instead of {whole}"
+    if status.st_size != whole:
+        return f"{status.st_size} bytes instead of {whole}"
+    widths = (settings.get(key) for key in ("word_embed_proj_dim", "hidden_size", "n_embd"))
+    rows, width = settings.get("vocab_size"), next(filter(None, widths), None)
+    for name, entry in entries.items():
+        shape = entry.get("shape") or [0]
+        # More rows than the vocabulary: some models have tokens for pictures behind it.
+        if name.endswith(_EMBEDDINGS) and rows and width and not (shape[0] >= rows and shape[1:] == [width]):
+            return f"{name} has shape {shape} instead of {[rows, width]}"
+    return None
 
 
 def _words(error: Exception) -> str:

@@ -85,8 +85,8 @@ def test_recorded_rollouts_of_another_run(capsys, beside):
     assert "rollout.save_path=rollouts needs a new or empty folder (got one with 1 batches of rollouts)." in said
 
 
-def safetensors(path, size=8):
-    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+def safetensors(path, size=8, name="w", shape=(2,)):
+    header = json.dumps({name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 8]}}).encode()
     path.write_bytes(struct.pack("<Q", len(header)) + header + b"x" * size)
 
 
@@ -110,7 +110,12 @@ def test_a_folder_that_is_no_model(capsys, beside):
     said = refused(capsys, *HUGGING_FACE, "model.path=model")
     assert said.count("model.path=model needs") == 1
     assert "(got 2.safetensors: missing)" in said
-    safetensors(folder / "2.safetensors")
+    safetensors(folder / "2.safetensors", name="model.embed_tokens.weight", shape=(1, 2))
+    (folder / "config.json").write_text('{"vocab_size": 1, "hidden_size": 3}')
+    said = refused(capsys, *HUGGING_FACE, "model.path=model")
+    assert "needs whole files of weights that fit config.json (got 2.safetensors: model.embed_tokens.weight has" in said
+    assert "has shape [1, 2] instead of [1, 3])" in said
+    (folder / "config.json").write_text('{"vocab_size": 1, "hidden_size": 2}')
     assert main(["check", *HUGGING_FACE, "model.path=model"]) == 0
 
 
