@@ -11,7 +11,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pgtoolkit import paths, refusals
+from pgtoolkit import machine, paths, refusals
 from pgtoolkit.compose import compose, is_swept, jobs, key_of, name_in, name_of, parse
 from pgtoolkit.errors import PgtoolkitError, first_line
 from pgtoolkit.multirun.sweep import Sweep, plan
@@ -64,6 +64,7 @@ def check(
         if first.config is None or first.config.hydra.mode != RunMode.MULTIRUN:
             if first.config is not None and rules:
                 first.report.problems += paths.of_run(first.config)
+                machine.look(_plain(first.config), first.report)
             return Checked([first])
     # What concerns the sweep as a whole is said without a value for each key.
     of_hydra = [override for override in overrides if override.startswith(("hydra.", "hydra/"))]
@@ -83,6 +84,8 @@ def check(
     if rules:
         for run in runs:
             launcher(whole.config.hydra, run.report)
+            if run.config is not None and "fail_fast" in whole.config.hydra.launcher:  # ours: the jobs run here
+                machine.look(_plain(run.config), run.report, begins=False)
         try:
             whole.config.hydra.overrides.task = [override for override in overrides if override not in of_hydra]
         except OmegaConfBaseException:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pgtoolkit import __version__
 from pgtoolkit.conf_files import config_directory, default_options, options, sweep_file, sweep_files
-from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, StorageError
+from pgtoolkit.errors import ConfigError, DataError, Interrupted, PgtoolkitError, StorageError
 from pgtoolkit.ranks import joined
 from pgtoolkit.redaction import redact
 
@@ -47,6 +47,9 @@ def main(argv: list[str] | None = None) -> int:
         # The reader, such as `head`, has seen enough; python must not write to it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:  # a file or folder that cannot be read or written, such as on a full disk
+        place = error.filename or "a file"
+        return _say(StorageError(f"{place} cannot be read or written: {error.strerror or error}"))
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -119,11 +122,15 @@ def _train(argv: list[str], sweep_file: Path | None = None) -> int:
     if sweep_file is not None:
         argv = ["--multirun", *argv[1:]]
     args = _hydra_arguments(argv)
+    if args.shell_completion:
+        from pgtoolkit.completion import complete
+
+        return complete(argv, _commands(), _run_hydra)
     if args.cfg and args.multirun:
         raise ConfigError("--cfg needs one run (got -m). It prints one configuration. Use pgtk check -m for a sweep.")
     if fail_fast and FAIL_FAST not in args.overrides:
         argv, args.overrides = [*argv, FAIL_FAST], [*args.overrides, FAIL_FAST]
-    starts = not (args.cfg or args.info or args.shell_completion or args.hydra_help)
+    starts = not (args.cfg or args.info or args.hydra_help)
     if starts and (rank := joined()) is not None:
         if args.multirun:
             reason, use = "The runs of a sweep start their own processes.", "pgtk -m without torchrun or srun"
@@ -160,9 +167,15 @@ def _hydra_arguments(argv: list[str]):
     for flag in ("config_path", "config_name", "experimental_rerun"):
         if (value := getattr(args, flag)) is not None:
             name = f"--{flag.replace('_', '-')}={value}"
-            reason = "Nothing in it would be checked, and it could run code."
+            reason = (
+                "pgtk begins with its own conf/config.yaml; nothing in another would be checked, and it could run code."
+            )
             use = "pgtk sweep FILE.yaml, or --config-dir=FOLDER for options of your own"
             raise ConfigError(f"{name} needs to be left out (got one). {reason} Use {use}.")
+    if args.config_dir is not None and not Path(args.config_dir).is_dir():
+        reason = "It holds options of your own, such as experiment/mine.yaml."
+        got = f"--config-dir={args.config_dir} needs a folder (got {args.config_dir})"
+        raise ConfigError(f"{got}. {reason} Use --config-dir=FOLDER.")
     return args
 
 
@@ -272,29 +285,34 @@ def _sweep_file(argv: list[str]) -> Path:
 
 
 def _resume(argv: list[str]) -> int:
-    if not argv or argv[0].startswith("-") or "=" in argv[0]:
+    if not argv or (not Path(argv[0]).is_dir() and (argv[0].startswith("-") or "=" in argv[0])):
         raise ConfigError("pgtk resume needs a run directory (got none). Use pgtk resume outputs/DATE/TIME-NAME.")
+    from pgtoolkit.machine import look
     from pgtoolkit.resume import compose_resumed
-    from pgtoolkit.validate import validate
+    from pgtoolkit.rules.report import Report
+    from pgtoolkit.validate import resolve, validate
 
     run_dir, overrides = Path(argv[0]), argv[1:]
     composed = compose_resumed(run_dir, overrides)
-    problems = composed.problems + validate(composed.config).problems
-    if problems:
+    report = validate(composed.config)
+    look(resolve(composed.config, Report()), report, typed=False, begins=False)
+    if problems := composed.problems + report.problems:
         raise _refusal(problems)
     _launch(composed.config, run_dir, overrides, resume=True)
     return 0
 
 
-def _refusal(problems: list[str]) -> ConfigError:
+def _refusal(problems: list[str]) -> PgtoolkitError:
+    from pgtoolkit.machine import DataProblem
+
+    kind = DataError if all(isinstance(problem, DataProblem) for problem in problems) else ConfigError
     if len(problems) == 1:
-        return ConfigError(problems[0])
-    return ConfigError(f"{len(problems)} problems in the configuration:\n" + "\n".join(f"  {p}" for p in problems))
+        return kind(problems[0])
+    return kind(f"{len(problems)} problems in the configuration:\n" + "\n".join(f"  {p}" for p in problems))
 
 
 def _unknown_command(word: str) -> ConfigError:
-    commands = ["sweep", "check", "resume", "compare", "diff", "export", "sync", "ui"]
-    commands += ["bench"] if _has_bench() else []
+    commands = _commands()
     nearest = difflib.get_close_matches(word, [*commands, *options()], n=1)
     if word in ("train", "run"):
         use = "pgtk [OVERRIDES], without a word, to train"
@@ -304,6 +322,11 @@ def _unknown_command(word: str) -> ConfigError:
         use = f"pgtk {nearest[0]}" + ("" if nearest[0] in commands else "=OPTION")
     reason = f"The commands are {', '.join(commands)}."
     return ConfigError(f"{word} needs to be a command or key=value (got neither). {reason} Use {use}.")
+
+
+def _commands() -> list[str]:
+    words = [use.split()[0] for use in COMMANDS]
+    return [word for word in words if word.isalpha() and (word != "bench" or _has_bench())]
 
 
 def _has_bench() -> bool:

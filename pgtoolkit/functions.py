@@ -21,6 +21,9 @@ FUNCTIONS = ("task.verifier", "aggregation.reducer", "loss.path")
 """Keys whose value may be the dotted path of a function. It is imported where the user has typed it, and never for
 the word of a file, such as a run's config.yaml: `rules/executed.py`."""
 
+REDUCER_KEYWORDS = ("mask", "document_index", "tokens_per_document", "group_index")
+"""What a reducer is called with, after the step's totals."""
+
 
 def import_function(key: str, path: str, *arguments: Any, **keywords: Any) -> Callable:
     """The function at `package.module.function`, seen also from the current directory; arguments: an example call.

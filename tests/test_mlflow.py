@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
 from stores import CONFIG, history, start, train
 
 from pgtoolkit.cli import main
@@ -373,8 +375,21 @@ def test_addresses_and_commands(tmp_path, monkeypatch):
     assert absolute_uri("sqlite:///x.db") == f"sqlite:///{tmp_path}/x.db"
     assert absolute_uri("http://h:1") == "http://h:1"
     assert ui_command("http://h:1") is None
-    assert ui_command("sqlite:///my runs/x.db").endswith("--backend-store-uri 'sqlite:///my runs/x.db'")
+    assert ui_command("sqlite:///my runs/x.db").endswith("pgtk ui '--uri=sqlite:///my runs/x.db'")
     assert ui_url("http://h:1/", "3", "abc") == "http://h:1/#/experiments/3/runs/abc"
     assert ui_url(None, "3") == "http://127.0.0.1:5000/#/experiments/3/runs?compareRunsMode=CHART"
     assert not [thread for thread in threading.enumerate() if thread.name == "mlflow"]
     assert json.dumps(flatten({})) == "{}"
+
+
+def test_a_locked_store_is_said_in_one_line(uri, run, capfd):
+    """MLflow's own log has the traceback of every failure."""
+    tracker = start(uri, run)
+    locked = sqlite3.connect(uri.removeprefix("sqlite:///"))
+    locked.execute("BEGIN EXCLUSIVE")
+    with pytest.raises(MlflowException, match="database is locked"):
+        tracker._client.set_tag(tracker.info["run_id"], "a", "b")
+    locked.rollback()
+    locked.close()
+    assert tracker.finish("done") == []
+    assert "Traceback" not in capfd.readouterr().err

@@ -1,12 +1,17 @@
 """Progress lines, the summary, and the commands it prints."""
 
 import shlex
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
+from pgtoolkit.errors import Interrupted
+from pgtoolkit.tracking.beginning import stoppable
 from pgtoolkit.tracking.commands import compare_command, counterpart_command, program, shell_path
 from pgtoolkit.tracking.progress import WIDTH, ProgressLine, sparkline, summary
 from pgtoolkit.tracking.run_directory import RunDirectory
@@ -86,9 +91,9 @@ def test_summary_shows_the_rise_and_what_to_type(tmp_path, monkeypatch):
     assert lines[0].endswith("█  (first and last tenth of 20 steps)")
     assert lines[1].startswith("exact match  0.000 -> 0.000")
     assert lines[2:4] == ["run          'outputs/my run'", "curves       'outputs/my run/curves.png'"]
-    assert lines[4].endswith("server --workers 1 --backend-store-uri sqlite:///outputs/mlflow.db")
     pgtk = program("pgtk")
-    assert lines[5:] == [
+    assert lines[4:] == [
+        f"MLflow       {pgtk} ui",
         "             http://127.0.0.1:5000/#/experiments/1/runs/abc",
         f"resume       {pgtk} resume 'outputs/my run' trainer.max_steps=40",
         f"compare      {pgtk} loss=grpo aggregation=constant",
@@ -113,6 +118,7 @@ def test_summary_without_mlflow_without_reward_and_with_a_server(tmp_path):
         ([], "gspo", ["loss=grpo"]),
         (["loss=gspo", "aggregation=constant"], "gspo", ["loss=grpo", "aggregation=constant"]),
         (["loss=grpo", "loss.epsilon_low=0.1", "a='x y'"], "grpo", ["loss=gspo", "a='x y'"]),
+        (["rollout.save_path=recorded", "seed=1"], "grpo", ["loss=gspo", "seed=1"]),
     ],
 )
 def test_the_counterpart_differs_in_the_loss_alone(tmp_path, overrides, loss, expected):
@@ -146,3 +152,27 @@ def test_a_program_is_found_however_the_environment_is_used(monkeypatch):
     assert Path(shlex.split(program("mlflow"))[0]).is_file()
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/usr/bin:/bin")
     assert program("mlflow") == "mlflow"
+
+
+def test_a_reader_that_has_gone_does_not_disturb_the_run():
+    """Neither a traceback for each line nor one at the end of python."""
+    script = (
+        "import logging, sys; from pgtoolkit.tracking.progress import Terminal; log = logging.getLogger('x')\n"
+        "log.addHandler(Terminal(sys.stdout)); [log.warning('line %d', i) for i in range(20000)]"
+    )
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(script)} | head -n 1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("line 0\n0\n", "")
+
+
+def test_a_signal_after_the_end_leaves_a_run_done(tmp_path, capsys):
+    with stoppable(OmegaConf.create(), tmp_path, []):
+        with RunDirectory(tmp_path) as run:
+            run.write_config({}, [])
+            run.set_status("done", 3)
+        signal.raise_signal(signal.SIGTERM)
+    assert capsys.readouterr().out == "stopped by SIGTERM after the run was done\n"
+    with RunDirectory(tmp_path) as run:
+        run.set_status("running", 3)
+    with pytest.raises(Interrupted, match="is running at step 3"), stoppable(OmegaConf.create(), tmp_path, []):
+        signal.raise_signal(signal.SIGTERM)

@@ -340,14 +340,15 @@ def test_nothing_is_written_outside_the_output_folder(capsys, arguments, shows):
 
 def test_values_that_look_like_paths_make_plain_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "there.jsonl").touch()
-    (tmp_path / "x").mkdir()
-    values = "task.path=../there.jsonl,/etc/passwd"
+    (tmp_path / "x" / "etc").mkdir(parents=True)
+    for place in ("there.jsonl", "x/etc/passwd.jsonl"):
+        (tmp_path / place).write_text('{"prompt": "1", "answer": "1"}')
+    values = f"task.path=../there.jsonl,{tmp_path}/x/etc/passwd.jsonl"
     monkeypatch.chdir(tmp_path / "x")
     sweep = check(["task=prompts", values, "trainer.max_steps=3"], True).sweep
     names = [name.rpartition("-")[0] for name in sweep.jobs]
-    assert names == ["there.jsonl", "passwd"]
-    assert str(sweep.folder) == "outputs/sweeps/there.jsonl-passwd_max-steps-3"
+    assert names == ["there.jsonl", "passwd.jsonl"]
+    assert str(sweep.folder) == "outputs/sweeps/there.jsonl-passwd.jsonl_max-steps-3"
 
 
 def test_folders_of_the_users_own_are_free():

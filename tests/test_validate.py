@@ -61,7 +61,7 @@ RULES = [
     ),
     (
         "task=prompts task.path=FILE task.verifier=regular_expression",
-        "task.pattern with a group",
+        "task.pattern with one group",
         "task=prompts task.path=FILE task.verifier=regular_expression task.pattern='a(.*)'",
     ),
     ("task=prompts task.path=FILE task.pattern='(.*)'", "would be ignored", "task=prompts task.path=FILE"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -72,14 +73,22 @@ def sweep_folder(text: str) -> Path:
 
 
 def run_directories(command: str, paths: Sequence[str]) -> list[Path]:
-    """As `find_runs`, without reading them; jobs of a sweep whose run never began are among them."""
+    """As `find_runs`, without reading them; jobs of a sweep whose run never began are among them.
+
+    Beside folders with runs, files and folders without any are passed over with a word: a shell's SWEEP/* names them.
+    """
     found: dict[Path, None] = {}
+    without: list[str] = []
     for text in paths:
-        top = sweep_folder(text)
-        below = list(_run_directories(top))
-        if not below:
-            raise not_a_run(f"{command} {text}", top, "a run directory, a folder that holds runs, or a sweep's name")
+        below = list(_run_directories(sweep_folder(text)))
         found |= dict.fromkeys(directory.resolve() for directory in below)
+        without += [] if below else [text]
+    missing = [text for text in without if not Path(text).exists()] or (without if not found else [])
+    if missing:
+        needs = "a run directory, a folder that holds runs, or a sweep's name"
+        raise not_a_run(f"{command} {missing[0]}", sweep_folder(missing[0]), needs)
+    if without:
+        print(f"pgtk: note: passed over, there is no run: {' '.join(map(shell_path, without))}", file=sys.stderr)
     return list(found)
 
 

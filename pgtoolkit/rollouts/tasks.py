@@ -185,7 +185,7 @@ class PromptsTask:
         self._verifier = config.verifier
         self._verify = make_verifier(config.verifier, config.pattern)
         self._seed = seed
-        self._rows = _read_prompts(config)
+        self._rows = read_prompts(config.path, config.prompt_field, config.answer_field)
         self.alphabet = "".join(sorted({character for *texts, _ in self._rows for text in texts for character in text}))
         self._order = functools.lru_cache(maxsize=2)(lambda number: shuffled(self.num_prompts, self._seed, number))
 
@@ -222,18 +222,25 @@ def _said(completion: str, prompt: Prompt) -> str:
 
 def _read_prompts(config: PromptsTaskConfig) -> list[tuple[str, str, tuple[str, int]]]:
     """Of each row the prompt, its answer, and its file with its number there."""
+
+
+def read_prompts(path: str, prompt_field: str, answer_field: str) -> list[tuple[str, str, tuple[str, int]]]:
+    """Of each row the prompt, its answer, and its file with its number there.
+
+    Raises DataError with all that is wrong with the files.
+    """
     from pgtoolkit.rollouts.files import Problems, open_files
 
-    fields = (config.prompt_field, config.answer_field)
-    problems = Problems(f"the prompts of task.path={config.path} cannot be used")
+    fields = (prompt_field, answer_field)
+    problems = Problems(f"the prompts of task.path={path} cannot be used")
     prompts = []
-    for file in open_files(config.path, "task.path", fields):
+    for file in open_files(path, "task.path", fields):
         for number, _, row in file.rows():
             place = f"{file.label}:{number}"
             if isinstance(row, str):
                 problems.add(place, row)
                 continue
-            texts = [_text(row.get(field), field == config.answer_field) for field in fields]
+            texts = [_text(row.get(field), field == answer_field) for field in fields]
             for field, text in zip(fields, texts, strict=True):
                 if text is None:
                     there = ", ".join(file.names or row) or "no fields"
@@ -242,7 +249,7 @@ def _read_prompts(config: PromptsTaskConfig) -> list[tuple[str, str, tuple[str, 
             prompts.append((*texts, (file.label, number)))
     problems.raise_if_any()
     if not prompts:
-        raise DataError(f"task.path={config.path} needs at least one prompt (got none).")
+        raise DataError(f"task.path={path} needs at least one prompt (got none).")
     return prompts
 
 

@@ -6,9 +6,12 @@ import math
 import re
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 
+import pgtoolkit.rules.run as rules
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.functions import import_function
+from pgtoolkit.rules.report import Report
 
 Verifier = Callable[[str, str], float]
 """`verifier(completion, answer)` returns the reward; 1 or more counts as an exact match."""
@@ -27,12 +30,10 @@ def make_verifier(name: str, pattern: str | None = None) -> Verifier:
     Raises ConfigError for a verifier that cannot be made; the verifier raises DataError for a reward that is no finite
     number, and whatever a function of yours raises.
     """
-    if (pattern is not None) != (name == "regular_expression"):
-        verb = "needs" if pattern is None else "takes no"
-        raise ConfigError(
-            f"task.verifier={name} {verb} task.pattern (got {pattern}). Only regular_expression uses a pattern. "
-            + ("Use 'task.pattern=\"answer is (\\\\d+)\"'." if pattern is None else "Use task.pattern=null.")
-        )
+    report = Report()
+    rules.pattern(SimpleNamespace(verifier=name, pattern=pattern), report)
+    if report.problems:
+        raise ConfigError(report.problems[0])
     if name == "exact_match":
         return _exact_match
     if name == "regular_expression":
@@ -47,15 +48,7 @@ def _exact_match(completion: str, answer: str) -> float:
 
 
 def _regular_expression(pattern: str) -> Verifier:
-    try:
-        expression = re.compile(pattern)
-    except re.error as error:
-        raise ConfigError(f"task.pattern={pattern} needs a regular expression (got an error: {error}).") from error
-    if expression.groups != 1:
-        raise ConfigError(
-            f"task.pattern={pattern} needs exactly one group (got {expression.groups}). "
-            "The text that the group captures is compared with the answer. Use (?:...) for groups that only bind."
-        )
+    expression = re.compile(pattern)
 
     def verify(completion: str, answer: str) -> float:
         # The last match: a completion that reasons may mention other candidates first.

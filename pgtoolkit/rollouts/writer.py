@@ -14,6 +14,7 @@ from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.plain_files import replacing
 from pgtoolkit.rollouts.files import DIGEST_KEY
 from pgtoolkit.rollouts.rows import Row, row_of
+from pgtoolkit.rules.run import occupied_by_rollouts
 
 ROW_GROUP_TOKENS = 2**20
 
@@ -33,12 +34,8 @@ class RolloutWriter:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StorageError(f"rollout.save_path={path} cannot be made a folder: {error.strerror}") from error
-        batches = len(list(self._folder.glob("batch-*")))
-        if batches and not resume:
-            raise ConfigError(
-                f"rollout.save_path={path} needs a new or empty folder (got one with {batches} batches of rollouts). "
-                "The rollouts of two runs would mix. Use another rollout.save_path, or remove the folder."
-            )
+        if not resume and (problem := occupied_by_rollouts(path)):
+            raise ConfigError(problem)
 
     def write(self, number: int, documents: list[Document]) -> Path:
         """Record the documents of batch `number`; returns the file. Raises StorageError when that is not possible."""

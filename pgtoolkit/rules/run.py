@@ -92,19 +92,23 @@ def task(c: Any, report: Report) -> None:
             importable(report, "task.verifier", str(task.verifier), "It scores the completions.", alternatives)
         if task.verifier == "math_verify":
             _installed(report, "task.verifier=math_verify", "math_verify", "math-verify")
-        _pattern(task, report)
+        pattern(task, report)
 
 
-def _pattern(task: Any, report: Report) -> None:
+def pattern(task: Any, report: Report) -> None:
+    """task.pattern and task.verifier fit together."""
     if task.verifier == "regular_expression":
+        got = task.pattern
         try:
-            if task.pattern is not None and re.compile(task.pattern).groups >= 1:
-                return
-            got = task.pattern
+            if task.pattern is not None:
+                groups = re.compile(task.pattern).groups
+                if groups == 1:
+                    return
+                got = f"{task.pattern} with {groups}; (?:...) only binds"
         except re.error as error:
             got = f"{task.pattern}: {error}"
-        reason, use = "What its first group finds is compared with the answer.", "\"task.pattern='answer: (.*)'\""
-        report.refuse("task.verifier=regular_expression", "task.pattern with a group", got, reason, use)
+        reason, use = "What its group finds last is compared with the answer.", "\"task.pattern='answer: (.*)'\""
+        report.refuse("task.verifier=regular_expression", "task.pattern with one group", got, reason, use)
     elif task.pattern is not None:
         reason, use = f"It would be ignored by verifier={task.verifier}.", "task.pattern=null"
         report.refuse(f"task.pattern={task.pattern}", "task.verifier=regular_expression", task.verifier, reason, use)
@@ -190,6 +194,17 @@ def _uri(uri: str, report: Report) -> None:
     elif scheme == "sqlite" and os.path.isdir(uri.partition(":///")[2] or "."):
         reason, use = "SQLite keeps a store in one file.", "tracking.uri=sqlite:///outputs/mlflow.db"
         report.refuse(f"tracking.uri={uri}", "sqlite:///FILE", "a folder", reason, use)
+
+
+def occupied_by_rollouts(save_path: str | None) -> str | None:
+    """The problem of a run that begins where another one has recorded its rollouts."""
+    batches = len(list(Path(save_path).expanduser().glob("batch-*"))) if save_path else 0
+    if not batches:
+        return None
+    report, reason = Report(), "The rollouts of two runs would mix."
+    needs, got = "a new or empty folder", f"one with {batches} batches of rollouts"
+    report.refuse(f"rollout.save_path={save_path}", needs, got, reason, "another folder, or remove this one")
+    return report.problems[0]
 
 
 def _is_free_for_rollouts(folder: str) -> bool:

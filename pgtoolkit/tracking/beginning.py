@@ -41,6 +41,9 @@ def stoppable(config: DictConfig, run_dir: Path, overrides: list[str], sweep: st
                 run.write_provenance(collect(sys.argv))
                 run.set_status("interrupted", 0, str(stop), sweep=sweep)
         status = read_status(run_dir)
+        if status["state"] == "done":
+            print(f"stopped by {stop} after the run was done", flush=True)
+            return
         raise Interrupted(
             f"stopped by {stop}; the run is {status['state']} at step {status['step']}. "
             f"Continue with: {resume_command(run_dir)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shlex
@@ -15,6 +16,7 @@ from pgtoolkit.functions import FUNCTIONS
 from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.redaction import redact
 from pgtoolkit.tracking.run_directory import leaves, read_config
+from pgtoolkit.tracking.run_files import read_provenance
 from pgtoolkit.tracking.store import absolute_uri, quoted
 
 UI_ADDRESS = "http://127.0.0.1:5000"
@@ -40,13 +42,11 @@ def ui_command(uri: str | None) -> str | None:
     uri = absolute_uri(uri)
     if uri.startswith("http"):
         return None
+    if uri == absolute_uri(None):
+        return f"{program('pgtk')} ui"
     path = uri.removeprefix("sqlite:///")
     store = redact(uri) if path == uri else f"sqlite:///{_shorter(path)}"
-    # One worker and no job runner: ready in 7 s instead of 37 s.
-    return (
-        f"MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false {program('mlflow')} server --workers 1 "
-        f"--backend-store-uri {shlex.quote(store)}"
-    )
+    return f"{program('pgtk')} ui {shlex.quote(f'--uri={store}')}"
 
 
 def ui_url(uri: str | None, experiment_id: str, run_id: str | None = None, sweep: str | None = None) -> str:
@@ -90,8 +90,13 @@ def sync_command(run_dir: str | Path) -> str:
 
 
 def counterpart_command(run_dir: str | Path) -> str:
-    """The command of the same run with the other loss; the first loss's own overrides are left out."""
-    return " ".join([program("pgtk"), *map(shlex.quote, _counterpart(run_dir))])
+    """The command of the same run with the other loss; the first loss's own overrides are left out.
+
+    So is the folder of its recorded rollouts, which is occupied now.
+    """
+    folder = _config_dir(run_dir)
+    own = [f"--config-dir={_shorter(folder)}"] if folder else []
+    return " ".join([program("pgtk"), *map(shlex.quote, [*own, *_counterpart(run_dir)])])
 
 
 def compare_command(run_dir: str | Path) -> str:
@@ -111,8 +116,17 @@ def compare_command(run_dir: str | Path) -> str:
 def _counterpart(run_dir):
     config, overrides = read_config(run_dir)
     other = next(name for name in FAMILIES if name != config["loss"]["name"])
-    kept = [override for override in overrides if not override.lstrip("+~").startswith(("loss=", "loss."))]
-    return [f"loss={other}", *kept]
+    dropped = ("loss=", "loss.", "rollout.save_path=")
+    return [f"loss={other}", *(override for override in overrides if not override.lstrip("+~").startswith(dropped))]
+
+
+def _config_dir(run_dir):
+    """The folder with options of the user's own that the run was started with, or None."""
+    provenance = read_provenance(Path(run_dir))
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd")
+    folder = parser.parse_known_args(provenance.get("command", []))[0].config_dir
+    return folder and Path(provenance["directory"], folder)
 
 
 def _shorter(path):

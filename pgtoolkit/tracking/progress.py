@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import os
+import sys
 import time
 from pathlib import Path
 
@@ -32,6 +35,17 @@ _FIELDS = {
 }
 # What goes first where the line is too long.
 _DISPENSABLE = ("tokens_per_second", "clipped_ratio_fraction")
+
+
+class Terminal(logging.StreamHandler):
+    """Log lines on standard output, until its reader has gone: the run goes on, and its run.log has them all."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], BrokenPipeError):
+            super().handleError(record)
+            return
+        self.stream = open(os.devnull, "w")  # noqa: SIM115 (for the rest of the run)
+        os.dup2(self.stream.fileno(), sys.stdout.fileno())  # python flushes it once more at its end
 
 
 class ProgressLine:

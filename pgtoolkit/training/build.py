@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 
 import torch
 
-from pgtoolkit.config import AggregationMode, Config, KernelImplementation, PolicyRolloutConfig, TooLong
+from pgtoolkit.config import AggregationMode, Config, PolicyRolloutConfig, TooLong
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.machine import devices
 from pgtoolkit.parallelism.agreement import failing_together
 from pgtoolkit.parallelism.layout import ONE_PROCESS, Layout
 from pgtoolkit.parallelism.model import parallelize
@@ -20,6 +20,7 @@ from pgtoolkit.rollouts.recorded import RecordedRollouts
 from pgtoolkit.rollouts.steps import Source, StepLoader
 from pgtoolkit.rollouts.tasks import make_task
 from pgtoolkit.rollouts.writer import RolloutWriter
+from pgtoolkit.rules.report import Report
 from pgtoolkit.training.frameworks import lightning
 from pgtoolkit.training.model import build_policy
 from pgtoolkit.training.module import PolicyGradientModule
@@ -76,19 +77,11 @@ def fit(module: PolicyGradientModule, loader: StepLoader, config: Config, record
 
 def accelerator(config: Config) -> str:
     """What to compute on, "gpu" or "cpu"; ConfigError where it is asked for and missing."""
-    has_gpu, device = torch.cuda.is_available(), config.trainer.device
-    if device == "cuda" and not has_gpu:
-        raise ConfigError(
-            "trainer.device=cuda needs a GPU that torch can use (got none). "
-            "Its driver or torch's CUDA build is missing. Use trainer.device=auto."
-        )
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if config.kernel.implementation == KernelImplementation.triton and not (has_gpu or interpreted):
-        raise ConfigError(
-            "kernel=triton needs a GPU (got none). Triton compiles for GPUs; TRITON_INTERPRET=1 runs its kernels "
-            "slowly on a CPU. Use kernel=torch."
-        )
-    return "gpu" if has_gpu and device != "cpu" else "cpu"
+    report = Report()
+    devices(config, report)  # not only where it was typed: a sweep's job may run on another machine
+    if report.problems:
+        raise ConfigError(" ".join(report.problems))
+    return "gpu" if torch.cuda.is_available() and config.trainer.device != "cpu" else "cpu"
 
 
 def _source(config: Config, task, module: PolicyGradientModule, room: int, resume: bool) -> Source:

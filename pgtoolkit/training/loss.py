@@ -8,7 +8,7 @@ from torch import Tensor
 from pgtoolkit.batch import StepTotals
 from pgtoolkit.config import Config, CustomLossConfig
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.functions import blaming, import_function
+from pgtoolkit.functions import REDUCER_KEYWORDS, blaming, import_function
 from pgtoolkit.losses.aggregation import Reducer, aggregation_of
 from pgtoolkit.losses.families import Family, configured
 from pgtoolkit.losses.objective import Loss
@@ -53,8 +53,7 @@ def _own_family(loss: CustomLossConfig) -> Family:
 
 def _imported_reducer(path: str) -> Reducer:
     """The function at a dotted path, which must return finite weights for tokens; ConfigError for what it does else."""
-    keywords = dict.fromkeys(("mask", "document_index", "tokens_per_document", "group_index"))
-    function = import_function("aggregation.reducer", path, None, **keywords)
+    function = import_function("aggregation.reducer", path, None, **dict.fromkeys(REDUCER_KEYWORDS))
 
     def reducer(totals: StepTotals, *, mask: Tensor, **others) -> Tensor:
         with blaming(f"aggregation.reducer={path}", ConfigError, f"a micro-batch of {len(mask)} tokens"):

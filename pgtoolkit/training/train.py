@@ -20,7 +20,7 @@ from pgtoolkit.tracking.beginning import Stopped
 from pgtoolkit.tracking.commands import resume_command, sync_command
 from pgtoolkit.tracking.mlflow_store import MlflowTracker
 from pgtoolkit.tracking.plots import plot_curves
-from pgtoolkit.tracking.progress import summary
+from pgtoolkit.tracking.progress import Terminal, summary
 from pgtoolkit.tracking.provenance import collect
 from pgtoolkit.tracking.run_directory import RunDirectory, read_status
 from pgtoolkit.tracking.run_files import read_provenance, storage
@@ -172,7 +172,7 @@ def _logging_to(path: Path):
     """Plain lines on the terminal, the same with their time in `path`; Lightning and torch only when they warn."""
     with storage(path):
         opened = open_to_append(path)
-    terminal, file = logging.StreamHandler(sys.stdout), logging.StreamHandler(opened)
+    terminal, file = Terminal(sys.stdout), logging.StreamHandler(opened)
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.handlers, log.propagate = [terminal, file], False
     log.setLevel(logging.INFO)
