@@ -17,7 +17,7 @@ from runs import config_of
 from stores import history, train
 from threads import on_ranks
 
-from pgtoolkit.errors import ConfigError, NumericalError
+from pgtoolkit.errors import ConfigError, DataError, NumericalError
 from pgtoolkit.parallelism.layout import AXES, Layout
 from pgtoolkit.parallelism.sequence_data import local_tokens
 from pgtoolkit.parallelism.worker import _process_group
@@ -200,3 +200,18 @@ def tracking(tmp_path, monkeypatch, uri):
         assert history(uri, found.info.run_id) == [(1, 1 / 8), (2, 2 / 8)]
         assert any(name.startswith("system/") for name in found.data.metrics) is (number == 2)
     assert not Path("outputs").exists()
+
+
+@key("trainer.accept_changed_data")
+def accept_changed_data(tmp_path):
+    path = f"rollout.path={rows_file(tmp_path)}"
+    state = module_and_steps("rollout=recorded", path)[1].state_dict()
+    rows_file(tmp_path, old_log_probs=[0, 0, -1, -1, -1])
+    for value in ("false", "true"):
+        _, loader = module_and_steps("rollout=recorded", path, f"trainer.accept_changed_data={value}")
+        if value == "true":
+            loader.load_state_dict(state)
+            assert next(iter(loader)).documents[0].old_log_probs[-1] == -1
+        else:
+            with pytest.raises(DataError, match=r"trainer\.accept_changed_data=true"):
+                loader.load_state_dict(state)

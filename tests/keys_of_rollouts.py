@@ -72,8 +72,9 @@ def stand_in_gym(monkeypatch) -> None:
         def score_answer(self, answer, entry):
             return float(answer == entry["answer"])
 
-    def create_dataset(name, seed, size, terms=0):
-        return Data({"question": f"{name} {seed} {terms} {i}", "answer": f"{i}"} for i in range(size))
+    def create_dataset(name, seed, size, terms=0, long=None):
+        questions = [f"{name} {seed} {terms} {i}" + 30 * "!" * (i == long) for i in range(size)]
+        return Data({"question": question, "answer": f"{i}"} for i, question in enumerate(questions))
 
     package, factory = types.ModuleType("reasoning_gym"), types.ModuleType("reasoning_gym.factory")
     package.__spec__ = importlib.machinery.ModuleSpec("reasoning_gym", None)
@@ -108,6 +109,21 @@ def prompts_path(tmp_path):
     ):
         module, documents = sampled(*chosen)
         assert sorted({prompt_of(module, document) for document in documents}) == expected.split()
+
+
+@key("task/reasoning_gym.too_long", "task/prompts.too_long")
+def too_long(tmp_path, monkeypatch):
+    """A document has room for 24 tokens, four of them the completion's."""
+    stand_in_gym(monkeypatch)
+    gym = ["task=reasoning_gym", "task.dataset=sums", "task.options={long: 1, size: 4}"]
+    file = prompts(tmp_path)
+    with (tmp_path / "prompts.jsonl").open("a") as added:
+        added.write(json.dumps({"prompt": 30 * "7", "answer": 7}))
+    for chosen, expected in ((gym, "sums 0 0 0|sums 0 0 2|sums 0 0 3"), (file, "0?|1?|2?|3?")):
+        with pytest.raises(DataError, match=r"task\.too_long=skip"):
+            sampled(*chosen, "task.too_long=refuse")
+        module, documents = sampled(*chosen, "task.too_long=skip")
+        assert sorted({prompt_of(module, document) for document in documents}) == expected.split("|")
 
 
 def scores(texts, *overrides):
