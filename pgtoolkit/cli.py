@@ -167,9 +167,7 @@ def _hydra_arguments(argv: list[str]):
     for flag in ("config_path", "config_name", "experimental_rerun"):
         if (value := getattr(args, flag)) is not None:
             name = f"--{flag.replace('_', '-')}={value}"
-            reason = (
-                "pgtk begins with its own conf/config.yaml; nothing in another would be checked, and it could run code."
-            )
+            reason = "pgtk begins with its own conf/config.yaml: another would not be checked, and could run code."
             use = "pgtk sweep FILE.yaml, or --config-dir=FOLDER for options of your own"
             raise ConfigError(f"{name} needs to be left out (got one). {reason} Use {use}.")
     if args.config_dir is not None and not Path(args.config_dir).is_dir():

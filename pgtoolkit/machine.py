@@ -77,6 +77,13 @@ def _functions(c: Any, report: Report) -> None:
             import_function(key, str(path), *arguments, **dict.fromkeys(keywords))
         except ConfigError as error:
             report.problems.append(str(error))
+    if c.loss.name == "custom" and not any(problem.startswith("loss.") for problem in report.problems):
+        from pgtoolkit.training.loss import own_family
+
+        try:
+            own_family(c.loss)
+        except ConfigError as error:
+            report.problems.append(str(error))
 
 
 def _prompts(c: Any, report: Report) -> None:

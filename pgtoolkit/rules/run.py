@@ -198,7 +198,8 @@ def _uri(uri: str, report: Report) -> None:
 
 def occupied_by_rollouts(save_path: str | None) -> str | None:
     """The problem of a run that begins where another one has recorded its rollouts."""
-    batches = len(list(Path(save_path).expanduser().glob("batch-*"))) if save_path else 0
+    folder = glob.escape(os.path.expanduser(save_path or ""))
+    batches = len(glob.glob(f"{folder}/batch-*")) if save_path else 0
     if not batches:
         return None
     report, reason = Report(), "The rollouts of two runs would mix."

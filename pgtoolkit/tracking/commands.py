@@ -15,8 +15,8 @@ from urllib.parse import quote
 from pgtoolkit.functions import FUNCTIONS
 from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.redaction import redact
+from pgtoolkit.tracking.description import read_provenance
 from pgtoolkit.tracking.run_directory import leaves, read_config
-from pgtoolkit.tracking.run_files import read_provenance
 from pgtoolkit.tracking.store import absolute_uri, quoted
 
 UI_ADDRESS = "http://127.0.0.1:5000"

@@ -20,7 +20,7 @@ def loss_of(config: Config) -> Loss:
     """Family, aggregation, temperature and level of the metrics; imports what is the user's own."""
     reducer = _imported_reducer(path) if (path := config.aggregation.reducer) else None
     aggregation = aggregation_of(config.aggregation.mode.value, config.aggregation.divisor, reducer)
-    family = _own_family(config.loss) if config.loss.name == "custom" else configured(config.loss)
+    family = own_family(config.loss) if config.loss.name == "custom" else configured(config.loss)
     return Loss(family, aggregation, config.rollout.temperature, config.metrics.level.value)
 
 
@@ -34,7 +34,7 @@ def computation_of(config: Config) -> Computation:
     )
 
 
-def _own_family(loss: CustomLossConfig) -> Family:
+def own_family(loss: CustomLossConfig) -> Family:
     """A family of the user's own; ConfigError for one that cannot be made, or whose slopes are not its own."""
     setting, options = f"loss.path={loss.path}", dict(loss.options)
     made = import_function("loss.path", loss.path, **options)
