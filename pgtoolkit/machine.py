@@ -81,7 +81,7 @@ def _functions(c: Any, report: Report) -> None:
         from pgtoolkit.training.loss import own_family
 
         try:
-            own_family(c.loss)
+            own_family(c.loss.path, vars(c.loss.options), c.loss.num_splits)
         except ConfigError as error:
             report.problems.append(str(error))
 

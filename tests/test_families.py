@@ -1,31 +1,16 @@
 """Families as objects: the slopes that they give, those of a user's own, and log-probs that a trainer hands over."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
+from own_family import Squared, SquaredByDocument, WrongSlope
+from runs import metrics_of, run
 from steps import AGGREGATIONS, EPSILONS, LOSSES, make_case, totals_of
 
 from pgtoolkit import families, log_prob_loss, policy_loss
+from pgtoolkit.check import check, problems
 from pgtoolkit.losses import reference
-from pgtoolkit.losses.families import FAMILIES, Family, family_of
+from pgtoolkit.losses.families import FAMILIES, family_of
 from pgtoolkit.losses.slopes import check_family
-
-
-@dataclass(frozen=True)
-class Squared(Family):
-    """-A p + (tau / 2) log_ratio^2 by token, with a gradient also where the advantage is 0 (arXiv 2501.12599)."""
-
-    tau: float = 0.1
-
-    def surrogate(self, log_ratio, advantages, log_probs):
-        # By the log-ratio alone: p and log_ratio move together, so that A p has the derivative of A log_ratio.
-        return -advantages * log_ratio + self.tau / 2 * log_ratio**2, -advantages + self.tau * log_ratio
-
-
-@dataclass(frozen=True)
-class SquaredByDocument(Squared):
-    scope = "document"
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -37,12 +22,6 @@ def test_the_slopes_of_each_family_are_its_derivatives(loss):
 def test_a_family_of_ones_own_passes():
     check_family(Squared())
     check_family(SquaredByDocument(tau=2.0))
-
-
-class WrongSlope(Squared):
-    def surrogate(self, log_ratio, advantages, log_probs):
-        losses, slope = super().surrogate(log_ratio, advantages, log_probs)
-        return losses, slope * 1.01
 
 
 class ForgottenStop(Squared):
@@ -192,3 +171,32 @@ def test_what_log_prob_loss_refuses(change, message):
 def test_names_and_classes():
     assert families.Cispo(epsilon_high=4.0) == family_of("cispo")
     assert {name: family().name for name, family in FAMILIES.items()} == {name: name for name in FAMILIES}
+
+
+@pytest.mark.parametrize("family", ["Squared", "SquaredByDocument"])
+def test_training_with_a_family_of_ones_own_does_not_depend_on_the_cut(family, tmp_path):
+    """Two updates by micro-batches of 24 tokens and of 200, in runs of their own, resumed in between."""
+    own = ["loss=custom", f"loss.path=own_family.{family}", "loss.options.tau=0.3", "trainer.max_steps=3"]
+    fine = metrics_of(run(tmp_path / "fine", *own))
+    coarse = metrics_of(run(tmp_path / "coarse", *own, "accumulation.max_tokens=200"))
+    assert [row["num_micro_batches"] for row in fine] != [row["num_micro_batches"] for row in coarse]
+    for ours, theirs in zip(fine, coarse, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4, abs=1e-6)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+    assert fine[1]["ratio_new_old"] != 1
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "message"),
+    [
+        ("own_family.WrongSlope", [], "a slope that is the derivative of its value by the log_ratio (got 1.3"),
+        ("own_family.no_family", [], "float is no Family"),
+        ("own_family.SquaredByDocument", ["loss.num_splits=2", "kernel=torch"], "cuts the documents"),
+        ("own_family.Squared", ["loss.options.taw=3"], "unexpected keyword argument 'taw'"),
+        ("own_family.Nothing", [], "no attribute 'Nothing'"),
+    ],
+)
+def test_check_refuses_a_family_that_cannot_be_trained_with(path, options, message):
+    found = problems(check(["tracking=none", "loss=custom", f"loss.path={path}", *options]))
+    assert len(found) == 1
+    assert message in found[0]

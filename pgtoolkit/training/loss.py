@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from pgtoolkit.batch import StepTotals
-from pgtoolkit.config import Config, CustomLossConfig
+from pgtoolkit.config import Config
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.functions import REDUCER_KEYWORDS, blaming, import_function
 from pgtoolkit.losses.aggregation import Reducer, aggregation_of
@@ -20,7 +22,11 @@ def loss_of(config: Config) -> Loss:
     """Family, aggregation, temperature and level of the metrics; imports what is the user's own."""
     reducer = _imported_reducer(path) if (path := config.aggregation.reducer) else None
     aggregation = aggregation_of(config.aggregation.mode.value, config.aggregation.divisor, reducer)
-    family = own_family(config.loss) if config.loss.name == "custom" else configured(config.loss)
+    loss = config.loss
+    if loss.name == "custom":
+        family = own_family(loss.path, dict(loss.options), loss.num_splits)
+    else:
+        family = configured(loss)
     return Loss(family, aggregation, config.rollout.temperature, config.metrics.level.value)
 
 
@@ -34,17 +40,16 @@ def computation_of(config: Config) -> Computation:
     )
 
 
-def own_family(loss: CustomLossConfig) -> Family:
+def own_family(path: str, options: dict[str, Any], num_splits: int) -> Family:
     """A family of the user's own; ConfigError for one that cannot be made, or whose slopes are not its own."""
-    setting, options = f"loss.path={loss.path}", dict(loss.options)
-    made = import_function("loss.path", loss.path, **options)
+    setting, made = f"loss.path={path}", import_function("loss.path", path, **options)
     try:
         family = made(**options)
         if not isinstance(family, Family):
             raise TypeError(f"{type(family).__name__} is no Family")
         check_family(family)
-        if family.by_document and loss.num_splits != 1:
-            raise ValueError(f"loss.num_splits={loss.num_splits} cuts the documents that it needs whole")
+        if family.by_document and num_splits != 1:
+            raise ValueError(f"loss.num_splits={num_splits} cuts the documents that it needs whole")
     except Exception as error:  # whatever the user's code raises
         reason = "It inherits from pgtoolkit.families.Family, and docs/losses.md shows one."
         raise ConfigError(f"{setting} needs a family that agrees with itself (got: {error}). {reason}") from error
