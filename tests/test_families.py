@@ -189,7 +189,7 @@ def test_training_with_a_family_of_ones_own_does_not_depend_on_the_cut(family, t
 @pytest.mark.parametrize(
     ("path", "options", "message"),
     [
-        ("own_family.WrongSlope", [], "a slope that is the derivative of its value by the log_ratio (got 1.3"),
+        ("own_family.WrongSlope", [], "a slope that is the derivative of its value by the log_ratio (got 1.0"),
         ("own_family.no_family", [], "float is no Family"),
         ("own_family.SquaredByDocument", ["loss.num_splits=2", "kernel=torch"], "cuts the documents"),
         ("own_family.Squared", ["loss.options.taw=3"], "unexpected keyword argument 'taw'"),

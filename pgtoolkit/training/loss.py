@@ -23,10 +23,8 @@ def loss_of(config: Config) -> Loss:
     reducer = _imported_reducer(path) if (path := config.aggregation.reducer) else None
     aggregation = aggregation_of(config.aggregation.mode.value, config.aggregation.divisor, reducer)
     loss = config.loss
-    if loss.name == "custom":
-        family = own_family(loss.path, dict(loss.options), loss.num_splits)
-    else:
-        family = configured(loss)
+    is_own = loss.name == "custom"
+    family = own_family(loss.path, dict(loss.options), loss.num_splits) if is_own else configured(loss)
     return Loss(family, aggregation, config.rollout.temperature, config.metrics.level.value)
 
 
