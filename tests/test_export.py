@@ -63,7 +63,8 @@ def save_as_ranks(checkpoint, folder):
     state = torch.load(checkpoint, weights_only=True)
     mesh = ranks.mesh["data_parallel"]
     tensors = {f"model.{name}": distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in state["model"].items()}
-    save_shards(folder, state["step"], {"step": state["step"]}, tensors, 1, ranks)
+    rest = {name: value for name, value in state.items() if name not in ("model", "optimizer")}
+    save_shards(folder, state["step"], rest, tensors, 1, ranks)
 
 
 def test_a_checkpoint_of_several_ranks_exports_alike(trained, tmp_path):

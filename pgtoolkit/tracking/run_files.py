@@ -138,17 +138,18 @@ def _status(status: dict) -> dict:
 def _lines(path: Path, check: Callable[[dict], dict]) -> list[dict]:
     try:
         with storage(path), open_to_read(path) as file:
-            lines = file.read().splitlines()
+            data = file.read()
     except StorageError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             return []
         raise
-    rows = []
+    rows, lines = [], data.splitlines()
+    torn = len(lines) if not data.endswith(b"\n") else None
     for number, line in enumerate(lines, start=1):
         try:
             rows.append(check(_object(line)))
         except (*UNPARSED, OverflowError, _NotSo) as error:
-            if number < len(lines):
+            if number != torn:
                 raise StorageError(
                     f"{path}:{number} is damaged ({first_line(error)}); delete the line to go on"
                 ) from error

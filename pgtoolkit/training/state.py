@@ -67,6 +67,7 @@ def restore(module, state: dict) -> None:
             _distribute(module, state)
         else:
             module.model.load_state_dict(state["model"])
+            _check_moments(module, state)
             module.optimizer.load_state_dict(module.optimizer.state_dict() | {"state": state["optimizer"]})
     except (RuntimeError, *_OF_OTHER_SHAPE) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
@@ -105,6 +106,16 @@ def _whole(state: dict, what: str):
             f"the checkpoint {state['path']} is damaged: its {what} cannot be read ({reason}). The run's other files "
             "are whole. Remove it, and pgtk resume goes on from the one before."
         ) from error
+
+
+def _check_moments(module, state: dict) -> None:
+    """torch takes over any moments, also none; KeyError or TypeError for those that belong to no parameter."""
+    parameters = [parameter for group in module.optimizer.param_groups for parameter in group["params"]]
+    if state["num_updates"] and not state["optimizer"]:
+        raise KeyError("the optimizer's moments are missing")
+    for number, fields in state["optimizer"].items():
+        if fields["exp_avg"].shape != dict(enumerate(parameters))[number].shape:
+            raise KeyError(f"the optimizer's moments of parameter {number} have shape {tuple(fields['exp_avg'].shape)}")
 
 
 def _restore_shards(module, folder) -> None:
