@@ -139,7 +139,7 @@ def parse(overrides: list[str]) -> tuple[list[Override], list[str]]:
     for text in overrides:
         try:
             parsed.append(OverridesParser.create().parse_override(text))
-        except (HydraException, ValueError, RecursionError) as error:  # the latter of numbers and lists without end
+        except (HydraException, ValueError, RecursionError) as error:  # of thousands of digits, of lists in lists
             problems.append(refusals.unreadable(text, error, options()))
     return parsed, problems
 

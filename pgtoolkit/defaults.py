@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pgtoolkit.conf_files import config_directory, default_options
+from pgtoolkit.conf_files import config_directory, default_options, options
 
 
 def default(config: DictConfig, key: str) -> Any:
@@ -38,5 +38,6 @@ def _file(config: DictConfig, key: str) -> Path | None:
     chosen = OmegaConf.select(config, f"hydra.runtime.choices.{group}")
     nodes = config._get_node(group) if group in config else None
     named = [nodes._get_node(name)._value() for name in nodes] if isinstance(nodes, DictConfig) else []
-    files = [config_directory() / group / f"{name}.yaml" for name in (chosen, *named, default_options().get(group))]
-    return next((file for file in files if file.is_file()), None)
+    ours = options().get(group, [])
+    option = next((name for name in (chosen, *named, default_options().get(group)) if name in ours), None)
+    return config_directory() / group / f"{option}.yaml" if option else None
