@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -10,7 +11,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from pgtoolkit.batch import Document, MicroBatch, StepTotals
-from pgtoolkit.losses.policy_gradient import linear_policy_loss
+from pgtoolkit.losses.aggregation import aggregation_of
+from pgtoolkit.losses.families import family_of
+from pgtoolkit.losses.objective import Loss
+from pgtoolkit.losses.policy_gradient import Computation, loss_of_hidden
 from pgtoolkit.parallelism.layout import Layout
 from pgtoolkit.parallelism.model import parallelize
 from pgtoolkit.parallelism.norms import clip_gradients, gradient_groups
@@ -98,22 +102,15 @@ def attend_by_document(model) -> None:
     model.set_attn_implementation(packed_attention.NAME)
 
 
-def loss_of(mine: MicroBatch, inputs: dict, totals: StepTotals, objective: dict):
-    dtype = torch.float64 if inputs["hidden"].dtype == torch.float64 else torch.float32
-    return linear_policy_loss(
-        **inputs,
-        labels=mine.labels,
-        old_log_probs=mine.old_log_probs.to(dtype),
-        advantages=mine.advantages.to(dtype),
-        document_index=mine.document_index,
-        group_index=mine.group_index,
-        num_documents=mine.num_documents,
-        totals=totals,
-        check_finite=False,
-        epsilon_low=0.3,
-        epsilon_high=0.4,
-        **objective,
-    )
+def loss_of(mine: MicroBatch, inputs: tuple, totals: StepTotals, objective: dict):
+    """objective: loss, aggregation and, where they are not the defaults, divisor and metrics."""
+    hidden, head, ranks = inputs
+    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    mine = replace(mine, old_log_probs=mine.old_log_probs.to(dtype), advantages=mine.advantages.to(dtype))
+    family = family_of(objective["loss"], epsilon_low=0.3, epsilon_high=0.4)
+    aggregation = aggregation_of(objective["aggregation"], objective.get("divisor"))
+    what = Loss(family, aggregation, metrics=objective.get("metrics", "none"))
+    return loss_of_hidden(hidden, head, mine, totals, what, ranks, Computation(check_finite=False))
 
 
 def step(policy: Policy, layout: Layout, scale: int = 1, **objective) -> dict[str, torch.Tensor]:

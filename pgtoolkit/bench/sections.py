@@ -210,7 +210,9 @@ def fused_head(tokens: int, hidden_size: int, vocabulary: int, device: str, repe
         calls["fused_linear", "counts read, checked"] = ours(workload, counts=None, check_finite=True)
         calls["fused_linear", "gradient by autograd"] = ours(workload, weight_gradient=None)
         if device == "cuda":
-            calls["triton", "all logits"] = ours(workload, impl="triton", weight_gradient=None, counts=None)
+            calls["triton", "all logits"] = ours(
+                workload, impl="triton", logits_memory_mb=None, weight_gradient=None, counts=None
+            )
             calls["torch.compile", "all logits"] = naive(peers.compiled_loss(workload))
             calls["liger-kernel", "equal lengths"] = peers.liger_head(loss, hidden, weight, max(1, tokens // 1024))
             calls["cut-cross-entropy", "filtered"] = peers.cut_cross_entropy(hidden, weight, workload.labels, True)

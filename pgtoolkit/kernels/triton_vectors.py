@@ -17,38 +17,42 @@ LN_2: tl.constexpr = tl.constexpr(math.log(2.0))
 
 
 @triton.jit
-def _clamped(log_ratio, advantage):
-    """The log-ratio between plus and minus 20, and its exp; NaN where log-ratio or advantage is not finite."""
-    # Minimum and maximum drop a NaN, and make a number of an infinity; what comes out must not.
-    finite = (tl.abs(log_ratio) < float("inf")) & (tl.abs(advantage) < float("inf"))
-    limited = tl.where(finite, tl.minimum(tl.maximum(log_ratio, -20.0), 20.0), float("nan"))
+def _clamped(log_ratio):
+    """The log-ratio between plus and minus 20, and its exp."""
+    limited = tl.minimum(tl.maximum(log_ratio, -20.0), 20.0)
     return limited, tl.exp2(limited * (1 / LN_2))
 
 
+@triton.jit
+def _or_nan(value, log_ratio, advantage):
+    """The value, NaN where log-ratio or advantage is not finite: the clamp drops a NaN and makes infinity a number."""
+    finite = (tl.abs(log_ratio) < float("inf")) & (tl.abs(advantage) < float("inf"))
+    return tl.where(finite, value, float("nan"))
+
+
 # A surrogate of `losses.families`: (loss, slope, ratio, log-ratio after the clamp) of a log-ratio before it, with the
-# advantage, the new log-prob, and the ratios that bound the clip. slope: 0 where clip or clamp cut the gradient.
+# advantage, the new log-prob, and the ratios that bound the clip. slope: 0 where clip or clamp cut the gradient; a pass
+# that wants it alone does not compute the others.
 
 
 @triton.jit
 def clipped(log_ratio, advantage, log_prob, lower, upper):
     """`Grpo` and `Gspo`."""
-    limited, ratio = _clamped(log_ratio, advantage)
+    limited, ratio = _clamped(log_ratio)
     limit = tl.minimum(tl.maximum(ratio, lower), upper)
     loss = -tl.minimum(ratio * advantage, limit * advantage)
-    loss = tl.where(ratio == ratio, loss, ratio)
     # The bounds themselves pass, as autograd of min and clamp has it. NaN does not pass.
     passes = tl.where(advantage > 0, ratio <= upper, ratio >= lower)
     slope = tl.where(passes & (tl.abs(log_ratio) <= 20.0), -ratio * advantage, 0.0)
-    return loss, slope, ratio, limited
+    return _or_nan(loss, log_ratio, advantage), slope, _or_nan(ratio, log_ratio, advantage), limited
 
 
 @triton.jit
 def weighted(log_ratio, advantage, log_prob, lower, upper):
     """`Cispo`: the clipped ratio is a factor without gradient, so no token loses its own."""
-    limited, ratio = _clamped(log_ratio, advantage)
+    limited, ratio = _clamped(log_ratio)
     slope = -tl.minimum(tl.maximum(ratio, lower), upper) * advantage
-    slope = tl.where(ratio == ratio, slope, ratio)
-    return slope * log_prob, slope, ratio, limited
+    return _or_nan(slope * log_prob, log_ratio, advantage), slope, _or_nan(ratio, log_ratio, advantage), limited
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_documents", "over_documents", "over_tokens", "num_groups"])
