@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from pgtoolkit import __version__
+from pgtoolkit import __version__, ranks_of_a_launcher
 from pgtoolkit.conf_files import config_directory, default_options, options, sweep_file, sweep_files
 from pgtoolkit.errors import ConfigError, DataError, Interrupted, PgtoolkitError, StorageError, unusable
 from pgtoolkit.ranks import joined
@@ -135,18 +135,21 @@ def _train(argv: list[str], sweep_file: Path | None = None) -> int:
             reason, use = "The runs of a sweep start their own processes.", "pgtk -m without torchrun or srun"
             raise ConfigError(f"-m needs one process (got WORLD_SIZE={rank.world_size}). {reason} Use {use}.")
         if rank.number > 0:
-            return _follow(args.overrides, args.config_dir)
+            return ranks_of_a_launcher.follow(args.overrides, args.config_dir)
     sweep = None
     if starts or args.cfg:
         checked = check(args.overrides, args.multirun, args.config_dir, starts, sweep_file, ["pgtk", *typed])
         if found := problems(checked):
-            raise _refusal(found)
+            raise ranks_of_a_launcher.told(_refusal(found), args.overrides, args.config_dir, starts)
         for note in notes(checked):
             print(f"pgtk: note: {note}", file=sys.stderr)
         sweep = checked.sweep
     rest = [hydra_form(arg) if arg in args.overrides else arg for arg in argv if arg not in NO_CHOICE]
     if sweep is None:
-        return _run_hydra(rest)
+        try:
+            return _run_hydra(rest)
+        except StorageError as error:  # from before it began
+            raise ranks_of_a_launcher.told(error, args.overrides, args.config_dir) from error
 
     from pgtoolkit.multirun.command import start
 
@@ -240,25 +243,6 @@ def _launch(config, run_dir: Path, overrides: list[str], resume: bool = False) -
         from pgtoolkit.parallelism.launch import launch
 
         launch(config, run_dir, resume=resume, overrides=overrides)
-
-
-def _follow(overrides: list[str], config_dir: str | None) -> int:
-    """What a launcher's rank other than 0 does: the same run, whose directory rank 0 chooses."""
-    from omegaconf import open_dict
-
-    from pgtoolkit.compose import compose
-    from pgtoolkit.parallelism.launch import launch
-    from pgtoolkit.paths import make_absolute
-    from pgtoolkit.validate import validate
-
-    composed = compose(overrides, config_dir)
-    if composed.problems or validate(composed.config).problems:
-        return ConfigError.exit_status  # rank 0 says them
-    with open_dict(composed.config):
-        composed.config.pop("hydra")
-    make_absolute(composed.config)
-    launch(composed.config, Path(), overrides=overrides)
-    return 0
 
 
 def _check(argv: list[str]) -> int:

@@ -206,3 +206,9 @@ def test_ranks_of_a_launcher_train_together_and_a_wrong_number_of_them_is_refuse
     assert (others, other_errors) == ("", "")
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1, 2]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+    # Now rank 0 alone sees that the directory is taken.
+    ranks = [begin(rank, 2, "parallelism=ddp") for rank in range(2)]
+    (_, errors), others = (process.communicate(timeout=120) for process in ranks)
+    assert [process.returncode for process in ranks] == [2, 2], errors + others[1]
+    assert "needs a directory without a run (got one with config.yaml)" in errors
+    assert others == ("", "")

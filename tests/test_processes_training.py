@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import zlib
 from pathlib import Path
+from time import monotonic
 
 import pytest
 from omegaconf import OmegaConf
 from runs import SHORT, config_of, metrics_of, run
 from worlds import layout, world
 
-from pgtoolkit.errors import DataError, RankLost
+from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, RankLost
 from pgtoolkit.rollouts.recorded import RecordedRollouts
 from pgtoolkit.training.build import build, fit
 from pgtoolkit.training.recorder import Recorder
@@ -36,6 +37,25 @@ def run_on_ranks(folder: Path, overrides: list[str], resume: bool = False, **siz
     else:
         train(config, folder, resume=resume)
     return folder
+
+
+def error_on_rank(config, folder: Path, sizes: dict[str, int]) -> tuple:
+    began = monotonic()
+    try:
+        train_on_rank(config, folder, sizes, resume=False)
+    except PgtoolkitError as error:
+        return monotonic() - began, (type(error), str(error), error.on_all_ranks)
+
+
+def test_what_rank_0_alone_finds_in_its_way_ends_all_at_once(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    config = config_of(*SHORT, "parallelism.data_parallel=2")
+    OmegaConf.resolve(config)
+    (seconds, first), (_, second) = world(2).run(error_on_rank, config, tmp_path, {"data_parallel": 2})
+    assert seconds < 30
+    assert first == second
+    assert first[::2] == (ConfigError, True)
+    assert first[1].startswith(f"the run directory {tmp_path} needs a directory without a run (got one with metrics.")
 
 
 @pytest.fixture(scope="module")

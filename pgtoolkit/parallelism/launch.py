@@ -12,7 +12,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from pgtoolkit.errors import ConfigError
+from pgtoolkit.errors import ConfigError, PgtoolkitError
 from pgtoolkit.imports import without
 from pgtoolkit.parallelism.worker import Job, take_part
 from pgtoolkit.ranks import joined
@@ -23,17 +23,22 @@ _PROCESSES_PER_CORE = 16
 
 
 def launch(
-    config: DictConfig, run_dir: Path, resume: bool = False, overrides: list[str] = (), sweep: str | None = None
+    config: DictConfig,
+    run_dir: Path,
+    resume: bool = False,
+    overrides: list[str] = (),
+    sweep: str | None = None,
+    refused: PgtoolkitError | None = None,
 ) -> None:
     """`train` of the validated configuration, with every kind of parallelism; its errors come out here, once.
 
     Where a launcher such as torchrun has started this process, the run directory is that of rank 0, and the other
-    ranks may give any.
+    ranks may give any. refused: an error that this one alone has met: the others end with it, too.
     """
     config = copy.deepcopy(config)
     OmegaConf.resolve(config)  # the workers know no resolvers
     world_size = math.prod(getattr(config.parallelism, name) for name in SIZES)
-    job = Job(config, Path(run_dir), resume, list(overrides), sweep, list(sys.argv))
+    job = Job(config, Path(run_dir), resume, list(overrides), sweep, list(sys.argv), refused)
     if (rank := joined()) is not None:
         take_part(job, rank)
     elif world_size == 1:

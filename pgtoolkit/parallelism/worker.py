@@ -24,7 +24,10 @@ from pgtoolkit.ranks import Rank, joined
 
 @dataclass(frozen=True)
 class Job:
-    """What `train` is called with, and the command line for the record."""
+    """What `train` is called with, and the command line for the record.
+
+    refused: why this process cannot take part, which none of the others may know.
+    """
 
     config: DictConfig
     run_dir: Path
@@ -32,15 +35,19 @@ class Job:
     overrides: list[str]
     sweep: str | None
     argv: list[str]
+    refused: PgtoolkitError | None = None
 
 
 def take_part(job: Job, rank: Rank) -> None:
     """Train as one of rank.world_size processes, all of which call this; the run directory is that of rank 0."""
     with without():
-        from pgtoolkit.parallelism.agreement import gather
+        from pgtoolkit.parallelism.agreement import failing_together, gather
         from pgtoolkit.training.train import train
 
     with _process_group(job.config, rank) as layout:
+        with failing_together(layout):
+            if job.refused is not None:
+                raise job.refused
         run_dir = gather(job.run_dir, layout.world_group)[0]
         try:
             train(job.config, run_dir, job.resume, job.overrides, job.sweep, layout)

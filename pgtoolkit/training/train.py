@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from pgtoolkit.config import Config
 from pgtoolkit.errors import ConfigError, Interrupted, StorageError
-from pgtoolkit.parallelism.agreement import gather, losing_ranks
+from pgtoolkit.parallelism.agreement import failing_together, gather, losing_ranks
 from pgtoolkit.parallelism.layout import AXES, ONE_PROCESS, Layout
 from pgtoolkit.plain_files import open_to_append
 from pgtoolkit.tracking.beginning import Stopped
@@ -52,25 +52,11 @@ def train(
         _follow(config, Path(run_dir), resume, layout)
         return
     resolved = OmegaConf.to_container(composed, resolve=True)
-    with RunDirectory(run_dir, new=not resume) as run, _logging_to(run.path / "run.log"):
-        checkpoint = load_newest(run.path / "checkpoints") if resume else None
-        if resume and checkpoint is None:
-            log.info("no checkpoint was written yet: starting again from the first step")
-        recorder = Recorder(run, run.path, config.trainer, checkpoint)
-        if recorder.step > config.trainer.max_steps:
-            raise ConfigError(
-                f"trainer.max_steps={config.trainer.max_steps} needs at least the steps already made (got "
-                f"{recorder.step} of them). A checkpoint is continued, not cut. Use trainer.max_steps={recorder.step}."
-            )
-        for read in (read_status, read_provenance):  # what is damaged is said before anything is changed
-            read(run.path)
-        run.read_metrics()
-        record_data(run.path / "data.json", config, None if checkpoint is None else recorder.step)
-        run.write_config(resolved, list(overrides), recorder.step)
-        run.write_provenance(collect(sys.argv))
-        run.drop_metrics_after(recorder.step)
-        if len(run.read_metrics()) < recorder.step:
-            log.warning(f"{run.metrics_path} lacks steps before the checkpoint's: summary and curves begin later")
+    with contextlib.ExitStack() as opened:
+        with losing_ranks(layout, config.parallelism.timeout_seconds), failing_together(layout):
+            run = opened.enter_context(RunDirectory(run_dir, new=not resume))
+            opened.enter_context(_logging_to(run.path / "run.log"))
+            checkpoint, recorder = _prepare(config, run, resume, resolved, list(overrides))
         run.set_status("running", recorder.step, sweep=sweep)
         if layout.world_size > 1:
             sizes = ", ".join(f"{axis}={layout.size(axis)}" for axis in AXES if layout.size(axis) > 1)
@@ -100,6 +86,31 @@ def train(
         raise _interrupted(recorder, reason, run.path)
 
 
+def _prepare(
+    config: Config, run: RunDirectory, resume: bool, resolved: dict, overrides: list[str]
+) -> tuple[dict | None, Recorder]:
+    """Write down what begins, or goes on: the checkpoint to continue from, if any, and the recorder."""
+    checkpoint = load_newest(run.path / "checkpoints") if resume else None
+    if resume and checkpoint is None:
+        log.info("no checkpoint was written yet: starting again from the first step")
+    recorder = Recorder(run, run.path, config.trainer, checkpoint)
+    if recorder.step > config.trainer.max_steps:
+        raise ConfigError(
+            f"trainer.max_steps={config.trainer.max_steps} needs at least the steps already made (got "
+            f"{recorder.step} of them). A checkpoint is continued, not cut. Use trainer.max_steps={recorder.step}."
+        )
+    for read in (read_status, read_provenance):  # what is damaged is said before anything is changed
+        read(run.path)
+    run.read_metrics()
+    record_data(run.path / "data.json", config, None if checkpoint is None else recorder.step)
+    run.write_config(resolved, overrides, recorder.step)
+    run.write_provenance(collect(sys.argv))
+    run.drop_metrics_after(recorder.step)
+    if len(run.read_metrics()) < recorder.step:
+        log.warning(f"{run.metrics_path} lacks steps before the checkpoint's: summary and curves begin later")
+    return checkpoint, recorder
+
+
 @contextlib.contextmanager
 def _undisturbed(layout: Layout):
     """A launcher such as torchrun ends every process by SIGTERM when one has failed; the books are closed first."""
@@ -116,6 +127,8 @@ def _follow(config: Config, run_dir: Path, resume: bool, layout: Layout) -> None
     log.handlers, log.propagate = [logging.NullHandler()], False
     quieten()
     with losing_ranks(layout, config.parallelism.timeout_seconds):
+        with failing_together(layout):
+            pass  # what rank 0 may find in its way
         path = gather(None, layout.world_group)[0]
         checkpoint = None if path is None else read_checkpoint(path, check=False)
         recorder = Recorder(None, run_dir, config.trainer, checkpoint)
