@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from pgtoolkit.config import SCHEMAS, Config
 from pgtoolkit.errors import ConfigError, first_line
 from pgtoolkit.paths import DATA, absolute, make_absolute
 from pgtoolkit.rules import executed
-from pgtoolkit.tracking.run_files import read_resolved
+from pgtoolkit.tracking.run_files import read_data, read_resolved
 
 FIXED = {
     "model": "the checkpoint holds the weights of this model",
@@ -53,7 +52,7 @@ def compose_resumed(run_dir: Path, overrides: list[str]) -> Composed:
     groups, config = options(), typed(_saved(run_dir), f"{run_dir}/config.yaml")
     make_absolute(config)  # as older runs did not
     config.trainer.accept_changed_data = False
-    movable = _recorded(run_dir)
+    movable = set(read_data(run_dir))  # keys whose contents are known, so that they may lie elsewhere now
     parsed, problems = parse(overrides)
     problems += refusals.given_twice(parsed)
     for override in parsed:
@@ -96,14 +95,6 @@ def typed(saved: dict, file: str) -> DictConfig:
             f"{file} does not fit this version of pgtoolkit: {reason}. Use the version that "
             "provenance.json names, or start a new run."
         ) from error
-
-
-def _recorded(run_dir: Path) -> set[str]:
-    """Keys of the data whose contents are known, so that they may lie elsewhere now."""
-    try:
-        return set(json.loads((run_dir / "data.json").read_text()))
-    except (OSError, ValueError):  # of an older run, or damaged, which training says
-        return set()
 
 
 def _fixed(config: DictConfig, override: Override, movable: set[str]) -> str | None:

@@ -18,6 +18,7 @@ READ_BY = {
     "provenance.json": ("compare", "diff", "resume"),
     "metrics.jsonl": ("compare", "sync", "resume"),
     "drift.jsonl": ("compare", "sync"),
+    "data.json": ("resume",),
 }
 """The commands that look into each file before their work; `sync` and `resume` do it where a note is not enough."""
 
@@ -82,6 +83,7 @@ HARMLESS = {
     "overrides.yaml": ("half", "first half of each line"),
     "status.json": ("no file",),
     "provenance.json": ("no file",),
+    "data.json": ("no file",),
     "drift.jsonl": ("no file", "empty", "half", "deep"),
     "metrics.jsonl": ("no file", "empty", "half", "deep"),
 }

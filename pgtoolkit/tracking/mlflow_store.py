@@ -31,7 +31,8 @@ BY_DOCUMENTS = ("reward", "exact_match", "loss", "kl_new_old", "clipped_ratio_fr
 """Metrics that are logged a second time as `by_documents/NAME`, with documents_seen in the place of the step."""
 
 ARTIFACTS = (
-    *("config.yaml", "overrides.yaml", "provenance.json", "drift.jsonl"),  # as the run begins, and at its end
+    # As the run begins, and at its end.
+    *("config.yaml", "overrides.yaml", "provenance.json", "data.json", "drift.jsonl"),
     *("status.json", "metrics.jsonl", "curves.png", "run.log"),
 )
 """Files of the run directory that MLflow keeps a copy of, as far as they exist."""
@@ -180,7 +181,7 @@ class MlflowTracker:
             last = self._end is not None
             try:
                 if not begun:  # a run that is killed has its configuration there, too
-                    self._log_artifacts(ARTIFACTS[:4])
+                    self._log_artifacts(ARTIFACTS[:5])
                     begun = True
                 self._deliver()
                 if failed:

@@ -56,8 +56,8 @@ class RunDirectory:
     """One run's directory, held by one process at a time.
 
     Opening it takes an exclusive lock that the operating system drops when the process ends, however it ends.
-    Files: config.yaml, overrides.yaml, drift.jsonl (after a resume that changed keys), provenance.json, status.json,
-    metrics.jsonl.
+    Files: config.yaml, overrides.yaml, drift.jsonl (after a resume that changed keys), provenance.json, data.json
+    (digests of the data, by `record_data`), status.json, metrics.jsonl.
 
     new: a run begins, and no other has begun there.
     Raises ConfigError if another process holds the directory, or it is not new; StorageError if it cannot be written.

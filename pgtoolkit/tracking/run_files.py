@@ -62,6 +62,12 @@ def read_provenance(run_dir: Path) -> dict:
     return _checked(run_dir / "provenance.json", use, lambda data: _provenance(_object(data)), missing={})
 
 
+def read_data(run_dir: Path) -> dict[str, Any]:
+    """The digests of a run's data, data.json, as `record_data` writes them; {} where there are none."""
+    use = "It tells whether the data changed; delete it to go on without that comparison."
+    return _checked(run_dir / "data.json", use, lambda data: _data(_object(data)), missing={})
+
+
 @contextlib.contextmanager
 def storage(path: Path) -> Iterator[None]:
     """What the operating system refuses, as StorageError."""
@@ -185,6 +191,14 @@ def _provenance(first: dict) -> dict:
         _need(_is_map(one.get("packages", {}), str), "its packages are not texts")
         _need(isinstance(one.get("memory_bytes", 0), int), "its memory is not a number")
     return first
+
+
+def _data(recorded: dict) -> dict:
+    for key, files in recorded.items():
+        _need(
+            isinstance(files, list) if key == "accepted" else _is_map(files, dict), f"its {key} is not made of digests"
+        )
+    return recorded
 
 
 def _is_count(value: Any) -> bool:
