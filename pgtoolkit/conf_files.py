@@ -49,7 +49,7 @@ def options(config_dir: Path | None = None) -> dict[str, list[str]]:
     found: dict[str, set[str]] = {}
     for root in filter(None, (config_directory(), config_dir)):
         for file in root.glob("*/*.yaml"):
-            if file.parent.name != "hydra":
+            if file.parent.name != "hydra" and file.is_file():
                 found.setdefault(file.parent.name, set()).add(file.stem)
     return {group: sorted(names) for group, names in found.items()}
 

@@ -159,6 +159,8 @@ def wrong_type(config: DictConfig, key: str, value: Any, node: Any) -> str:
 def composition_problem(error: Exception) -> str:
     """Hydra's refusal of one of its own keys or of a file of the user's, on one line."""
     said = f"{error}\n{error.__cause__ or ''}"
+    if problem := _of_another_option(said):
+        return problem
     lines = [line.strip().rstrip(".") for line in said.splitlines()]
     drop = ("To append", "Config search path", "provider=", "reference_type", "object_type")
     lines = [line for line in lines if line and not line.startswith(drop)]
@@ -167,6 +169,23 @@ def composition_problem(error: Exception) -> str:
     near = nearest(key[1], [*_schema_keys(), *hydra_keys]) if key else None
     hint = f" Use {near}." if near and near != key[1] else ""
     return f"the configuration cannot be composed: {'; '.join(lines[:4])}.{hint}"
+
+
+def _of_another_option(said: str) -> str | None:
+    """A file such as debug/short.yaml that sets keys of an option which is not the chosen one."""
+    found = re.search(r"In '(\w+)/(\S+)'.*Key '(\w+)' not in '(\w+)'.*full_key: (\w+)\.\3\b", said, re.DOTALL)
+    if not found:
+        return None
+    kind, file, leaf, types, group = found.groups()
+    options = [name for name in SCHEMAS if name.startswith(f"{group}/")]
+    chosen = next((name for name in options if SCHEMAS[name].__name__ == types), None)
+    having = [name for name in options if leaf in {field.name for field in fields(SCHEMAS[name])}]
+    if chosen is None or not having:
+        return None
+    needs, got = (name.replace("/", "=") for name in (having[0], chosen))
+    reason = f"It sets {group}.{leaf}, which only that has."
+    use = f"{needs}, or leave out {kind}={file} and type what you need of it, such as trainer.max_steps=3"
+    return f"{kind}={file} needs {needs} (got {got}). {reason} Use {use}."
 
 
 def nearest(word: str, names: list[str], at_least: float = 0.5) -> str | None:

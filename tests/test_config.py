@@ -162,3 +162,22 @@ def test_experiments_are_headed_by_their_command(file):
     lines = file.read_text().splitlines()
     assert lines[:2] == ["# @package _global_", f"# pgtk {file.parent.name}={file.stem}"]
     assert file.parent.name == "debug" or "arXiv" in "".join(lines[2:6])
+
+
+def test_a_debugging_run_of_sampled_rollouts_does_not_fit_recorded_ones(tmp_path, capsys):
+    (tmp_path / "rows.jsonl").touch()
+    for name, key in (("short", "prompts_per_batch"), ("on_policy", "old_log_probs")):
+        recorded = ["rollout=recorded", f"rollout.path={tmp_path / 'rows.jsonl'}", "aggregation=token_mean"]
+        assert main([f"debug={name}", *recorded]) == 2
+        assert capsys.readouterr().err == (
+            f"pgtk: error: debug={name} needs rollout=policy (got rollout=recorded). It sets rollout.{key}, which only "
+            f"that has. Use rollout=policy, or leave out debug={name} and type what you need of it, such as "
+            "trainer.max_steps=3.\n"
+        )
+
+
+def test_a_folder_is_no_option(tmp_path):
+    (tmp_path / "experiment" / "mine.yaml").mkdir(parents=True)
+    assert "mine" not in options(tmp_path)["experiment"]
+    (problem,) = compose(["experiment=mine"], tmp_path).problems
+    assert problem.startswith("experiment=mine needs one of ")
