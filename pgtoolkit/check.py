@@ -123,7 +123,10 @@ def _plan(checked: Checked, folder: Path, command: list[str]) -> None:
             continue
         run.config.hydra.job.config.override_dirname.exclude_keys = checked.unnamed
         job = plan(run.config, run.overrides, number, folder)
-        run.report.problems += paths.of_job(folder, job.directory)
+        own = run.config.hydra
+        run.report.problems += paths.of_job(
+            folder, job.directory, None if "fail_fast" in own.launcher else own.output_subdir
+        )
         first = sweep.jobs.setdefault(job.directory, job)
         if first is not job and first.config != job.config:
             needs, reason = "a name of its own for each job", "Two jobs would write to one directory."

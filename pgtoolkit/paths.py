@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import glob
 import os
+from collections.abc import Callable
 from pathlib import Path, PurePath
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pgtoolkit.errors import first_line
+from pgtoolkit.errors import StorageError, first_line
+from pgtoolkit.plain_files import refuse_other, refuse_other_than_folder
 from pgtoolkit.rules.report import Report
 
 REASON = "A value or a name in it could otherwise write anywhere."
 NAMED = "It names a folder."
+
+_OF_HYDRA = ("config.yaml", "hydra.yaml", "overrides.yaml")
+"""What Hydra writes of a job that it runs itself."""
 
 DATA = ("model.path", "task.path", "rollout.path")
 """Keys that name what a run reads from outside of its directory."""
@@ -47,15 +52,12 @@ def of_run(config: DictConfig) -> list[str]:
     """Problems with the place of a single run; config: with its node `hydra`."""
     report = Report()
     _contained(config, "hydra.run.dir", report)
-    inside = config.hydra.output_subdir
-    if inside is not None and _leaves(str(inside)):
-        use = "hydra.output_subdir=.hydra"
-        report.refuse(f"hydra.output_subdir={inside}", "a folder in the run directory", inside, REASON, use)
-    elif not report.problems:
+    _inside(config, report)
+    if not report.problems:
         # Hydra writes there before the run itself looks.
         from pgtoolkit.tracking.run_directory import occupied, occupied_by
 
-        run_dir = Path(config.hydra.run.dir)
+        run_dir, inside = Path(config.hydra.run.dir), config.hydra.output_subdir
         if by := occupied_by(run_dir, () if inside is None else (str(inside),)):
             report.problems.append(occupied(f"hydra.run.dir={run_dir}", run_dir, by))
     return report.problems
@@ -65,11 +67,14 @@ def of_sweep(config: DictConfig) -> list[str]:
     """Problems with the folder of a sweep."""
     report = Report()
     _contained(config, "hydra.sweep.dir", report)
+    _inside(config, report)
+    if not report.problems:
+        _refuse_links(report, refuse_other, Path(config.hydra.sweep.dir, "multirun.yaml"))  # which Hydra writes
     return report.problems
 
 
-def of_job(folder: Path, directory: str) -> list[str]:
-    """Problems with the place of a job in its sweep's folder."""
+def of_job(folder: Path, directory: str, inside: str | None = None) -> list[str]:
+    """Problems with the place of a job in its sweep's folder; inside: hydra.output_subdir, where Hydra runs the job."""
     report = Report()
     whole = (folder / directory).resolve()
     if not _is_possible(str(whole)):
@@ -78,7 +83,27 @@ def of_job(folder: Path, directory: str) -> list[str]:
     elif _leaves(directory) or whole == folder.resolve() or not whole.is_relative_to(folder.resolve()):
         needs = "a folder inside hydra.sweep.dir"
         report.refuse(f"hydra.sweep.subdir={directory}", needs, whole, REASON, "the default")
+    elif inside is not None:
+        _refuse_links(report, refuse_other_than_folder, whole / inside)
+        if not report.problems:
+            _refuse_links(report, refuse_other, *(whole / inside / name for name in _OF_HYDRA))
     return report.problems
+
+
+def _inside(config: DictConfig, report: Report) -> None:
+    inside = config.hydra.output_subdir
+    if inside is not None and _leaves(str(inside)):
+        use = "hydra.output_subdir=.hydra"
+        report.refuse(f"hydra.output_subdir={inside}", "a folder in the run directory", inside, REASON, use)
+
+
+def _refuse_links(report: Report, refuse: Callable[[Path], None], *places: Path) -> None:
+    """Hydra would follow a link that lies where it writes."""
+    try:
+        for place in places:
+            refuse(place)
+    except StorageError as error:
+        report.problems.append(str(error))
 
 
 def _contained(config: DictConfig, key: str, report: Report) -> None:

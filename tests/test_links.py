@@ -6,6 +6,8 @@ import os
 import pytest
 import torch
 from mlflow import MlflowClient
+from omegaconf import OmegaConf
+from runs import SHORT, config_of
 from runs import run as train_short
 from stores import CONFIG, start, train
 from test_checkpoint import state
@@ -23,6 +25,7 @@ from pgtoolkit.tracking.run_directory import RunDirectory, is_held
 from pgtoolkit.tracking.store import open_store
 from pgtoolkit.tracking.system_metrics import SystemMetrics
 from pgtoolkit.training.checkpoint import load_newest, save_checkpoint
+from pgtoolkit.training.data import record_data
 from pgtoolkit.training.train import _logging_to
 
 REFUSED = r"needs to be a plain file \(got a link to .*outside\)\. A run reads and writes its own files only"
@@ -45,6 +48,7 @@ def everything(folder):
         run.write_config(CONFIG | {"seed": 2}, [])
         for _ in range(2):
             run.write_provenance({"time": "2026-11-21T10:00:00+0000"})
+            record_data(folder / "data.json", OmegaConf.to_object(config_of(*SHORT)), step=0)
         run.set_status("running", 0)
         run.append_metrics(1, {"loss": 0.5})
         run.drop_metrics_after(1)
@@ -56,7 +60,7 @@ def everything(folder):
 
 WRITTEN = (
     *(".lock", "config.yaml", "overrides.yaml", "provenance.json", "status.json", "metrics.jsonl", "drift.jsonl"),
-    *("run.log", "curves.png", "system_metrics.jsonl", "checkpoints/step-000001.ckpt"),
+    *("run.log", "data.json", "curves.png", "system_metrics.jsonl", "checkpoints/step-000001.ckpt"),
 )
 
 
@@ -140,6 +144,26 @@ def test_a_sweep_follows_no_link(tmp_path, outside, name):
     if name == "sweep.json":
         with pytest.raises(StorageError, match=REFUSED):
             Sweep.load(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["multirun.yaml", "job-1/.hydra", "job-1/.hydra/config.yaml", "job-1/.hydra/hydra.yaml"]
+)
+def test_what_hydra_writes_itself_goes_through_no_link(tmp_path, outside, capsys, name):
+    """Of a sweep always, of its jobs with another launcher than ours."""
+    path = tmp_path / "sweep" / name
+    path.parent.mkdir(parents=True)
+    path.symlink_to(outside)
+    places = [f"hydra.sweep.dir={tmp_path}/sweep", "hydra.sweep.subdir=job-${seed}"]
+    assert main(["-m", *SHORT, "seed=1", *places, "hydra/launcher=basic"]) == 2
+    assert f"{path} needs to be a " in (said := capsys.readouterr().err)
+    assert said.count("got a link to") == 1
+
+
+@pytest.mark.parametrize("inside", ["../x", "/x"])
+def test_hydra_writes_inside_of_the_jobs(tmp_path, capsys, inside):
+    assert main(["check", "-m", "seed=1", f"hydra.sweep.dir={tmp_path}", f"hydra.output_subdir={inside}"]) == 2
+    assert f"hydra.output_subdir={inside} needs a folder in the run directory (got" in capsys.readouterr().out
 
 
 def test_the_lock_beside_a_store_follows_no_link(tmp_path, outside):
