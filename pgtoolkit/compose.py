@@ -22,7 +22,7 @@ from pgtoolkit.conf_files import config_directory, default_options, options, plu
 from pgtoolkit.config import register_schemas
 from pgtoolkit.multirun.identity import digest, learned
 from pgtoolkit.plan import run_name
-from pgtoolkit.rules import executed
+from pgtoolkit.rules import credentials, executed
 
 FREE_FORM = {"task.options": "reasoning_gym", "loss.options": "custom"}
 """Where keys are not in the schema, and with which option: they belong to the data set, or to the user's family."""
@@ -96,7 +96,9 @@ def compose(
             problems += found
         else:
             accepted.append(override)
-    problems += executed.functions(config, parsed if typed is None else parse(typed)[0])
+    own = parsed if typed is None else parse(typed)[0]
+    problems += executed.functions(config, own)
+    problems += credentials.of_configuration(config, executed.words_of(own))
     # Hydra has seen the choices alone; the names of directories come from everything that was typed.
     config.hydra.overrides.task = [one.input_line for one in parsed if one in accepted]
     return Composed(config, list(dict.fromkeys(problems)))

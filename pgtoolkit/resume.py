@@ -15,7 +15,7 @@ from pgtoolkit.conf_files import options
 from pgtoolkit.config import SCHEMAS, Config
 from pgtoolkit.errors import ConfigError, first_line
 from pgtoolkit.paths import DATA, absolute, make_absolute
-from pgtoolkit.rules import executed
+from pgtoolkit.rules import credentials, executed
 from pgtoolkit.tracking.run_files import read_data, read_resolved
 
 FIXED = {
@@ -67,7 +67,9 @@ def compose_resumed(run_dir: Path, overrides: list[str]) -> Composed:
         else:
             problems += apply(config, key, override.value(), groups)
     make_absolute(config)
-    return Composed(config, problems + executed.functions(config, parsed))
+    problems += executed.functions(config, parsed)
+    problems += credentials.of_configuration(config, executed.words_of(parsed))
+    return Composed(config, problems)
 
 
 def _saved(run_dir: Path) -> dict:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from pgtoolkit.compose import compose, name_in
 from pgtoolkit.errors import Interrupted
 from pgtoolkit.tracking.beginning import stoppable
 from pgtoolkit.tracking.commands import compare_command, counterpart_command, program, shell_path
@@ -139,6 +140,21 @@ def test_compare_command_names_the_counterpart_or_the_sweep(tmp_path, monkeypatc
     assert len(list(tmp_path.glob(other))) == 1
     (run_dir.parent / "sweep.json").write_text("")
     assert compare_command(run_dir) == own
+
+
+@pytest.mark.parametrize(("typed", "name"), [("null", "loss-grpo"), ("mine", "mine")])
+def test_the_counterpart_of_a_run_has_its_name_only_if_that_was_typed(tmp_path, monkeypatch, typed, name):
+    monkeypatch.chdir(tmp_path)
+    overrides = ["loss=gspo", f"tracking.run_name={typed}"]
+    chosen = "mine" if typed == "mine" else "loss-gspo_run-name-null"
+    with RunDirectory(tmp_path / "run") as run:
+        run.write_config({"loss": {"name": "gspo"}, "tracking": {"run_name": chosen}}, overrides)
+    words = shlex.split(counterpart_command(tmp_path / "run"))[1:]
+    named = compose(words).config
+    assert compare_command(tmp_path / "run").endswith(
+        f" run outputs/*/??-??-??-??????-{name_in(named.hydra, named.tracking.run_name)}"
+    )
+    assert name_in(named.hydra, named.tracking.run_name) == name
 
 
 def test_paths_are_short_and_quoted(tmp_path, monkeypatch):

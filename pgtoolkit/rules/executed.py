@@ -76,10 +76,7 @@ def search_path(typed: list[Override], sweep_file: Path | None) -> list[str]:
 
 def functions(config: DictConfig, typed: list[Override]) -> list[str]:
     """Problems with functions that the configuration names, but nobody has typed: a file's word imports nothing."""
-    report, words = (
-        Report(),
-        dict(word for override in typed for word in _words(override.key_or_group, override.value())),
-    )
+    report, words = Report(), words_of(typed)
     for key in FUNCTIONS:
         try:
             value = OmegaConf.select(config, key)
@@ -89,6 +86,11 @@ def functions(config: DictConfig, typed: list[Override]) -> list[str]:
             setting, reason = f"{key}={value}", "To import it runs its code, which only the command line asks for."
             report.refuse(setting, "to be typed", "it from a file", reason, f"{setting} on the command line")
     return report.problems
+
+
+def words_of(typed: list[Override]) -> dict[str, Any]:
+    """Key to value of all that was typed, also in dictionaries."""
+    return dict(word for override in typed for word in _words(override.key_or_group, override.value()))
 
 
 def _words(key: str, value: Any) -> list[tuple[str, Any]]:

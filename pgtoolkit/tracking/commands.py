@@ -15,6 +15,7 @@ from urllib.parse import quote
 from pgtoolkit.functions import FUNCTIONS
 from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.redaction import redact
+from pgtoolkit.rules.credentials import of_address
 from pgtoolkit.tracking.description import read_provenance
 from pgtoolkit.tracking.run_directory import leaves, read_config
 from pgtoolkit.tracking.store import absolute_uri, quoted
@@ -71,22 +72,26 @@ def _server(uri):
 
 
 def resume_command(run_dir: str | Path, overrides: Sequence[str] = ()) -> str:
-    """The command that continues a run, with overrides if any; functions of the user's own are typed again."""
-    words = [*_functions(run_dir), *overrides]
+    """The command that continues a run, with overrides if any; what no file may say is typed again."""
+    words = [*_only_typed(run_dir), *overrides]
     return " ".join([program("pgtk"), "resume", shell_path(run_dir), *map(shlex.quote, words)])
 
 
-def _functions(run_dir):
+def _only_typed(run_dir):
+    """Functions of the user's own, and a server that gets credentials."""
     try:
         settings = dict(leaves(read_config(run_dir)[0]))
     except Exception:  # before the configuration is written, or where it is damaged
         return []
-    return [f"{key}={settings[key]}" for key in FUNCTIONS if "." in str(settings.get(key))]
+    words = [f"{key}={settings[key]}" for key in FUNCTIONS if "." in str(settings.get(key))]
+    uri = settings.get("tracking.uri")
+    return words + ([f"tracking.uri={uri}"] if of_address(uri, "") else [])
 
 
 def sync_command(run_dir: str | Path) -> str:
     """The command that delivers to MLflow what it lacks of a run."""
-    return f"{program('pgtk')} sync {shell_path(run_dir)}"
+    server = [word.removeprefix("tracking.") for word in _only_typed(run_dir) if word.startswith("tracking.uri=")]
+    return " ".join([program("pgtk"), "sync", shell_path(run_dir), *(shlex.quote(f"--{word}") for word in server)])
 
 
 def counterpart_command(run_dir: str | Path) -> str:
@@ -101,14 +106,15 @@ def counterpart_command(run_dir: str | Path) -> str:
 
 def compare_command(run_dir: str | Path) -> str:
     """The command that compares a run with its counterpart, once that has run; of a sweep's run, the whole sweep."""
-    from pgtoolkit.compose import name_of  # loads hydra, which nothing else of tracking needs
+    from pgtoolkit.compose import name_of, parse  # loads hydra, which nothing else of tracking needs
 
     path = Path(run_dir).absolute()
     if (path.parent / "sweep.json").exists():
         return f"{program('pgtk')} compare {shell_path(path.parent)}"
     chosen = read_config(run_dir)[0].get("tracking", {}).get("run_name")
-    kept_name = any(override.lstrip("+").startswith("tracking.run_name=") for override in _counterpart(run_dir))
-    name = name_of(chosen if kept_name else None, _counterpart(run_dir))
+    other = _counterpart(run_dir)
+    keeps_name = any(one.key_or_group == "tracking.run_name" and one.value() is not None for one in parse(other)[0])
+    name = name_of(chosen if keeps_name else None, other)
     # When the counterpart will start is not known: the shell finds its directory by its name.
     return f"{program('pgtk')} compare {shell_path(path)} outputs/*/??-??-??-??????-{name}"
 
