@@ -1,0 +1,37 @@
+"""A disk on which no file can grow any further, wherever the run meets it: one message and status 6."""
+
+import resource
+
+import pytest
+from runs import SHORT, once
+
+from pgtoolkit.cli import main
+
+SMALL = once(*SHORT, "trainer.max_steps=1", "hydra.run.dir=run")
+
+
+@pytest.mark.parametrize(
+    ("length", "more", "last_file"),
+    [
+        (0, (), ".hydra"),  # Hydra's files
+        (0, ("hydra.output_subdir=null",), ".lock"),  # the run's own
+        (1000, ("hydra.output_subdir=null",), "data.json"),
+        (20_000, (), "checkpoints"),
+    ],
+)
+def test_a_full_disk_is_one_message(tmp_path, monkeypatch, capsys, length, more, last_file):
+    """length: the bytes that a file may have, beyond which the operating system refuses as on a full disk."""
+    monkeypatch.chdir(tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (length, before[1]))
+    try:
+        status = main([*SMALL, *more])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = capsys.readouterr()
+    assert status == 6, said.err
+    (line,) = [line for line in said.err.splitlines() if not line.startswith("pgtk: note: ")]
+    assert line.startswith("pgtk: error: ")
+    assert "File too large" in line
+    assert "Traceback" not in said.out
+    assert (tmp_path / "run" / last_file).exists()
