@@ -116,7 +116,7 @@ def _model(c: Any, report: Report) -> None:
     if model.name != "huggingface" or not model.path:
         return
     folder = Path(model.path).expanduser()
-    if folder.is_dir():
+    if os.path.isdir(folder):
         for needs, got, reason in _missing_in(folder, model.random_weights):
             report.refuse(f"model.path={model.path}", needs, got, reason, "model.path=FOLDER")
     elif not model.path.startswith((".", "/", "~")) and (problem := _on_the_hub(model.path)):

@@ -31,7 +31,10 @@ LIGHT_FILES = (
     "resume",
     "validate",
 )
+LIGHT_LOSSES = tuple(f"pgtoolkit.losses.{name}" for name in ("aggregation", "checks", "families"))
+"""Of the losses what a command line reads: equations, parameters, ranges."""
 LIGHT = [PACKAGE / f"{name}.py" for name in LIGHT_FILES]
+LIGHT += [PACKAGE / f"{name.removeprefix('pgtoolkit.').replace('.', '/')}.py" for name in LIGHT_LOSSES]
 LIGHT += [file for folder in ("rules", "multirun") for file in sorted((PACKAGE / folder).glob("*.py"))]
 
 
@@ -71,7 +74,8 @@ def test_the_command_line_starts_without_the_heavy_libraries(file):
     allowed = {f"pgtoolkit.{name}" for name in (*LIGHT_FILES, "rules", "multirun", "__version__")}
     if file.parent.name == "multirun":
         allowed |= {"pgtoolkit.tracking"}  # reads and writes run directories; of it, only what MLflow needs is heavy
-    assert {name for name in own if ".".join(name.split(".")[:2]) not in allowed} == set()
+    light = (*LIGHT_LOSSES, "pgtoolkit.tracking.run_files")
+    assert {n for n in own if ".".join(n.split(".")[:2]) not in allowed and not n.startswith(light)} == set()
 
 
 @pytest.mark.parametrize("file", [*python_files("losses"), *python_files("kernels")], ids=lambda file: file.name)
@@ -94,7 +98,7 @@ def test_tracking_knows_no_torch(file):
     assert roots(imports(file)) & {"torch", "triton", "lightning", "transformers"} == set()
     own = {name for name in imports(file) if name.startswith("pgtoolkit.")}
     outside = ("pgtoolkit.losses", "pgtoolkit.kernels", "pgtoolkit.rollouts", "pgtoolkit.training", "pgtoolkit.batch")
-    assert {name for name in own if name.startswith(outside)} == set()
+    assert {name for name in own if name.startswith(outside) and not name.startswith(LIGHT_LOSSES)} == set()
 
 
 @pytest.mark.parametrize("file", python_files("rollouts"), ids=lambda file: file.name)
