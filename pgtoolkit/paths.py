@@ -53,11 +53,7 @@ def of_run(config: DictConfig) -> list[str]:
         report.refuse(f"hydra.output_subdir={inside}", "a folder in the run directory", inside, REASON, use)
     elif not report.problems:
         # Hydra writes there before the run itself looks.
-        from pgtoolkit.tracking.run_directory import occupied, occupied_by
-
-        run_dir = Path(config.hydra.run.dir)
-        if by := occupied_by(run_dir, () if inside is None else (str(inside),)):
-            report.problems.append(occupied(f"hydra.run.dir={run_dir}", run_dir, by))
+        _free("hydra.run.dir", config.hydra.run.dir, ("sweep.json", *([] if inside is None else [str(inside)])), report)
     return report.problems
 
 
@@ -65,6 +61,8 @@ def of_sweep(config: DictConfig) -> list[str]:
     """Problems with the folder of a sweep."""
     report = Report()
     _contained(config, "hydra.sweep.dir", report)
+    if not report.problems:
+        _free("hydra.sweep.dir", config.hydra.sweep.dir, (), report)
     return report.problems
 
 
@@ -79,6 +77,14 @@ def of_job(folder: Path, directory: str) -> list[str]:
         needs = "a folder inside hydra.sweep.dir"
         report.refuse(f"hydra.sweep.subdir={directory}", needs, whole, REASON, "the default")
     return report.problems
+
+
+def _free(key: str, path: str, more: tuple[str, ...], report: Report) -> None:
+    """Without a run, or `more`, in it."""
+    from pgtoolkit.tracking.run_directory import occupied, occupied_by
+
+    if by := occupied_by(Path(path), more):
+        report.problems.append(occupied(f"{key}={path}", Path(path), by))
 
 
 def _contained(config: DictConfig, key: str, report: Report) -> None:
