@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from pgtoolkit.losses.checks import is_whole
+
 
 @dataclass
 class Report:
@@ -39,8 +41,3 @@ def text(value: Any) -> str:
 def is_number(value: Any) -> bool:
     """A finite int or float, not a bool."""
     return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
-
-
-def is_whole(value: Any) -> bool:
-    """An int, not a bool."""
-    return isinstance(value, int) and not isinstance(value, bool)
