@@ -18,7 +18,7 @@ class Report:
 
     def refuse(self, setting: str, needs: str, got: Any, reason: str, use: str) -> None:
         """Add `setting needs X (got Y). Reason. Use override.`"""
-        self.problems.append(f"{setting} needs {needs} (got {text(got)}). {reason} Use {use}.")
+        self.problems.append(refusal(setting, needs, got, reason, use))
 
     def at_least(self, path: str, value: Any, least: int, reason: str, use: Any) -> None:
         """Refuse anything but a whole number from `least` on."""
@@ -27,6 +27,16 @@ class Report:
 
     def note(self, sentence: str) -> None:
         self.notes.append(sentence)
+
+
+def refusal(setting: str, needs: str, got: Any, reason: str, use: str) -> str:
+    """The sentence form of every problem."""
+    return f"{setting} needs {needs} (got {text(got)}). {reason} Use {use}."
+
+
+def key_of(override: str) -> str:
+    """The key that an override sets."""
+    return override.lstrip("+~").partition("=")[0]
 
 
 def text(value: Any) -> str:

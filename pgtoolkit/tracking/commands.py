@@ -15,8 +15,7 @@ from urllib.parse import quote
 from pgtoolkit.functions import FUNCTIONS
 from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.redaction import redact
-from pgtoolkit.tracking.description import read_provenance
-from pgtoolkit.tracking.run_directory import leaves, read_config
+from pgtoolkit.tracking.run_files import known_provenance, leaves, read_config
 from pgtoolkit.tracking.store import absolute_uri, quoted
 
 UI_ADDRESS = "http://127.0.0.1:5000"
@@ -122,7 +121,7 @@ def _counterpart(run_dir):
 
 def _config_dir(run_dir):
     """The folder with options of the user's own that the run was started with, or None."""
-    provenance = read_provenance(Path(run_dir))
+    provenance = known_provenance(Path(run_dir))
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir", "-cd")
     folder = parser.parse_known_args(provenance.get("command", []))[0].config_dir
