@@ -78,7 +78,9 @@ def _loss_config(family: type) -> type:
     """The keys of a loss: the family's parameters, with their ranges, and how the logits are cut."""
     parameters = [(one.name, one.type, field(metadata=one.metadata)) for one in fields(family)]
     keys = [("name", "str"), *parameters, ("num_splits", "int", between(1, 65536))]
-    return make_dataclass(f"{family.__name__}LossConfig", keys, namespace={"__module__": __name__})
+    made = make_dataclass(f"{family.__name__}LossConfig", keys, namespace={"__module__": __name__})
+    globals()[made.__name__] = made  # where pickle looks for it: workers get the configuration as an object
+    return made
 
 
 @dataclass

@@ -156,13 +156,13 @@ def card(config: Config, run_dir: Path, step: int) -> str:
     header = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
     if isinstance(config.model, HuggingFaceModelConfig) and not Path(config.model.path).exists():
         header.append(f"base_model: {config.model.path}")
-    header += ["tags:", "- pgtoolkit", "- policy-gradient", f"- {config.loss.name.value}", "---"]
+    header += ["tags:", "- pgtoolkit", "- policy-gradient", f"- {config.loss.name}", "---"]
     seen = f", {rows[-1]['documents_seen']:,} documents" if rows and "documents_seen" in rows[-1] else ""
     lines = [
         *header,
         f"# {described.run_name}",
         "",
-        f"Trained by reinforcement learning with pgtoolkit: loss {config.loss.name.value}, aggregation {aggregation}, "
+        f"Trained by reinforcement learning with pgtoolkit: loss {config.loss.name}, aggregation {aggregation}, "
         f"seed {config.seed}, task {config.task.name}. These are the weights after step {step} of "
         f"{config.trainer.max_steps}{seen}; the run is {status.get('state', 'unknown')}.",
         "",

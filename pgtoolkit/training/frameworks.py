@@ -6,6 +6,7 @@ from pgtoolkit.imports import without
 # transformers matches boxes in images by scipy.
 with without(torchmetrics=("Metric", "MetricCollection"), scipy=()):
     import lightning
+    import lightning.pytorch.plugins.environments
     import transformers.modeling_utils
 
 __all__ = ["lightning", "transformers"]
