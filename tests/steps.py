@@ -103,3 +103,10 @@ def objective_of(
     )
     what = Loss(family_of(loss, **EPSILONS[loss] | epsilons), aggregation_of(*aggregation))
     return make_objective(tokens, None, what, dtype, ranks)
+
+
+def relative_error(found, expected) -> float:
+    """The norm of the difference over that of what is expected, in float64."""
+    expected = torch.as_tensor(expected).double().cpu()
+    error = (torch.as_tensor(found).double().cpu() - expected).norm()
+    return float(error / expected.norm().clamp(min=1e-30))

@@ -12,13 +12,14 @@ import scipy.stats
 
 from pgtoolkit.cli import main
 from pgtoolkit.comparison.curves import mean_curve
-from pgtoolkit.comparison.groups import best, compare, final
+from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.runs import find_runs
 from pgtoolkit.comparison.statistics import LEVEL, compare_all, mean_and_std, welch
 from pgtoolkit.comparison.svg import ticks
 from pgtoolkit.comparison.words import p_value, verdict
 from pgtoolkit.tracking.progress import WIDTH
 from pgtoolkit.tracking.run_directory import RunDirectory
+from pgtoolkit.tracking.series import best, final
 
 STEPS = 20
 

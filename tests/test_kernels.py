@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from steps import EPSILONS, LOSSES, PAIRS, SMOOTH, make_case
+from steps import EPSILONS, LOSSES, PAIRS, SMOOTH, make_case, relative_error
 
 from pgtoolkit import policy_loss
 from pgtoolkit.batch import StepTotals
@@ -24,12 +24,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GRADIENT_ERROR = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 VECTOR_ERROR = 2e-6
 TEMPERATURE = 0.7
-
-
-def relative_error(found, expected):
-    expected = torch.as_tensor(expected).double().cpu()
-    error = (torch.as_tensor(found).double().cpu() - expected).norm()
-    return float(error / expected.norm().clamp(min=1e-30))
 
 
 def make_rows(rows, columns, dtype, seed=0):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from steps import AGGREGATIONS, EPSILONS, LOSSES, make_case, objective_of
+from steps import AGGREGATIONS, EPSILONS, LOSSES, make_case, objective_of, relative_error
 from torch.nn.functional import linear
 
 from pgtoolkit import linear_policy_loss, policy_loss
@@ -72,11 +72,6 @@ class Problem:
         head = Head(IMPLEMENTATIONS[implementation], max_rows, TEMPERATURE, "with_entropy", fp32_logits, True, None)
         value, log_probs, _, _ = linear_loss(*leaves, self.tensors[0], objective, head)
         return value, log_probs, leaves
-
-
-def relative_error(found, expected):
-    expected = expected.double().cpu()
-    return float((found.double().cpu() - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
 @pytest.mark.parametrize("max_rows", [1, 4, 7, 12, 1000])

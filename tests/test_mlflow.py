@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
-from stores import CONFIG, history, start, train
+from stores import CONFIG, free_port, history, start, train
 
 from pgtoolkit.cli import main
 from pgtoolkit.errors import StorageError
@@ -295,12 +295,6 @@ def test_a_store_that_fails_during_the_run_is_one_warning(tmp_path, run, caplog,
     warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert ["Nothing is lost" in record.getMessage() for record in warnings] == [True]
     assert len(history(f"sqlite:///{database}", tracker.info["run_id"])) == 20
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def serve(store, port):

@@ -20,11 +20,6 @@ class Report:
         """Add `setting needs X (got Y). Reason. Use override.`"""
         self.problems.append(refusal(setting, needs, got, reason, use))
 
-    def at_least(self, path: str, value: Any, least: int, reason: str, use: Any) -> None:
-        """Refuse anything but a whole number from `least` on."""
-        if not (is_whole(value) and value >= least):
-            self.refuse(f"{path}={text(value)}", f"a whole number >= {least}", value, reason, f"{path}={use}")
-
     def note(self, sentence: str) -> None:
         self.notes.append(sentence)
 

@@ -124,8 +124,6 @@ def kernel(c: Any, report: Report) -> None:
         use = "kernel.logits_memory_mb=null" if splits else "kernel=fused_linear or kernel.logits_memory_mb=null"
         needs = "loss.num_splits=1" if splits else "kernel=auto or kernel=fused_linear"
         report.refuse(setting, needs, c.loss.num_splits if splits else chosen, reason, use)
-    elif memory is not None:
-        report.at_least("kernel.logits_memory_mb", memory, 1, "One piece of the logits needs room, in MiB.", 512)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if chosen == "triton" and c.trainer.device == "cpu" and not interpreted:
         reason = "Triton compiles for GPUs; TRITON_INTERPRET=1 runs its kernels slowly on a CPU."

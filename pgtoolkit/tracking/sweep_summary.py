@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from pgtoolkit.errors import ConfigError
+from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.redaction import redact
 from pgtoolkit.tracking.run_files import read_sweep
 from pgtoolkit.tracking.store import absolute_uri, open_store, quoted, refusals
@@ -20,9 +20,10 @@ def publish(sweep_folder: Path, uri: str | None, experiment: str) -> dict[str, s
     It is named after the sweep and has the tags `sweep` and `sweep_summary`; its artifacts are sweep.json and the
     comparison as page, table and picture, its description is the comparison as the terminal shows it. While no job
     has a reward, there is sweep.json alone, and the description says why.
-    Raises StorageError for a damaged sweep.json, or a store that does not answer.
+    Raises StorageError for a folder without a whole sweep.json, or a store that does not answer.
     """
-    sweep = read_sweep(sweep_folder)
+    if not (sweep := read_sweep(sweep_folder)):
+        raise StorageError(f"{sweep_folder}/sweep.json cannot be read: there is none")
     name, states = sweep["name"], [job["status"] for job in sweep["jobs"]]
     store = absolute_uri(uri)
     with (
