@@ -24,6 +24,7 @@ from pgtoolkit.config import register_schemas
 from pgtoolkit.multirun.identity import digest, learned
 from pgtoolkit.plan import run_name
 from pgtoolkit.rules import executed
+from pgtoolkit.rules.report import key_of
 
 FREE_FORM = {"task.options": "reasoning_gym", "loss.options": "custom"}
 """Where keys are not in the schema, and with which option: they belong to the data set, or to the user's family."""
@@ -227,11 +228,6 @@ def name_in(own: DictConfig, chosen: str | None) -> str:
     """A run's name by the node `hydra` of its configuration: in a sweep, of what varies there. See `name_of`."""
     overrides = [one for one in own.overrides.task if key_of(one) not in own.job.config.override_dirname.exclude_keys]
     return name_of(chosen, overrides, in_sweep=not OmegaConf.is_missing(own.job, "num"))
-
-
-def key_of(override: str) -> str:
-    """The key that an override sets."""
-    return override.lstrip("+~").partition("=")[0]
 
 
 def is_swept(override: str) -> bool:

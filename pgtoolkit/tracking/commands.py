@@ -14,8 +14,7 @@ from urllib.parse import quote
 from pgtoolkit.functions import FUNCTIONS
 from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.redaction import redact
-from pgtoolkit.tracking.description import read_provenance
-from pgtoolkit.tracking.run_directory import leaves, read_config
+from pgtoolkit.tracking.run_files import known_provenance, leaves, read_config
 from pgtoolkit.tracking.store import absolute_uri, quoted
 
 UI_ADDRESS = "http://127.0.0.1:5000"
@@ -121,7 +120,7 @@ def _counterpart(run_dir):
 
 def _config_dir(run_dir):
     """The folder with options of the user's own that the run was started with, or None."""
-    provenance, folder = read_provenance(Path(run_dir)), None
+    provenance, folder = known_provenance(Path(run_dir)), None
     words = provenance.get("command", [])[1:]
     for word, following in zip(words, [*words[1:], None], strict=True):
         flag, is_given, value = word.partition("=")
