@@ -14,7 +14,6 @@ import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pgtoolkit.comparison.groups import best, final
 from pgtoolkit.comparison.runs import is_run, not_a_run
 from pgtoolkit.config import Config, HuggingFaceModelConfig, PolicyRolloutConfig, PromptsTaskConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError, StorageError, first_line
@@ -28,6 +27,7 @@ from pgtoolkit.rollouts.tasks import make_task
 from pgtoolkit.tracking.commands import shell_path
 from pgtoolkit.tracking.description import describe
 from pgtoolkit.tracking.run_directory import read_config, read_metrics, read_status
+from pgtoolkit.tracking.series import best, final
 from pgtoolkit.training.checkpoint import load_newest
 from pgtoolkit.training.model import Policy, build_policy
 from pgtoolkit.training.sharded_checkpoint import read_tensors

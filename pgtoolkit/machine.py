@@ -109,10 +109,10 @@ def _model(c: Any, report: Report) -> None:
     if model.name != "huggingface" or not model.path:
         return
     folder = Path(model.path).expanduser()
-    if folder.is_dir():
+    if os.path.isdir(folder):
         found = model_folder.problems(model.path, bool(model.random_weights))
         report.problems += found or _unloadable(os.getcwd(), model.path)
-    elif folder.exists():
+    elif os.path.exists(folder):
         reason = "A model is made of several files: config.json, its tokenizer, its weights."
         report.refuse(f"model.path={model.path}", "a folder", "a file", reason, "model.path=FOLDER")
     elif not model.path.startswith((".", "/", "~")) and (problem := _on_the_hub(model.path)):

@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.errors import StorageError, first_line
 from pgtoolkit.plain_files import refuse_other, refuse_other_than_folder
-from pgtoolkit.rules.report import Report
+from pgtoolkit.rules.report import refusal
 
 REASON = "A value or a name in it could otherwise write anywhere."
 NAMED = "It names a folder."
@@ -50,82 +50,82 @@ def absolute(key: str, value: str) -> str:
 
 def of_run(config: DictConfig) -> list[str]:
     """Problems with the place of a single run; config: with its node `hydra`."""
-    report = Report()
-    _contained(config, "hydra.run.dir", report)
-    _inside(config, report)
-    if not report.problems:
+    problems, inside = _contained(config, "hydra.run.dir") + _inside(config), config.hydra.output_subdir
+    if not problems:
         # Hydra writes there before the run itself looks.
-        from pgtoolkit.tracking.run_directory import occupied, occupied_by
-
-        run_dir, inside = Path(config.hydra.run.dir), config.hydra.output_subdir
-        if by := occupied_by(run_dir, () if inside is None else (str(inside),)):
-            report.problems.append(occupied(f"hydra.run.dir={run_dir}", run_dir, by))
-    return report.problems
+        problems += _free(
+            "hydra.run.dir", config.hydra.run.dir, ("sweep.json", *([] if inside is None else [str(inside)]))
+        )
+    return problems
 
 
 def of_sweep(config: DictConfig) -> list[str]:
     """Problems with the folder of a sweep."""
-    report = Report()
-    _contained(config, "hydra.sweep.dir", report)
-    _inside(config, report)
-    if not report.problems:
-        _refuse_links(report, refuse_other, Path(config.hydra.sweep.dir, "multirun.yaml"))  # which Hydra writes
-    return report.problems
+    problems = _contained(config, "hydra.sweep.dir") + _inside(config)
+    folder = config.hydra.sweep.dir if not problems else None
+    # Hydra writes the second itself.
+    return problems or [*_free("hydra.sweep.dir", folder, ()), *_links(refuse_other, Path(folder, "multirun.yaml"))]
 
 
 def of_job(folder: Path, directory: str, inside: str | None = None) -> list[str]:
     """Problems with the place of a job in its sweep's folder; inside: hydra.output_subdir, where Hydra runs the job."""
-    report = Report()
-    whole = (folder / directory).resolve()
+    whole, setting = (folder / directory).resolve(), f"hydra.sweep.subdir={directory}"
     if not _is_possible(str(whole)):
-        needs, use = "a path that a file system can hold", "the default"
-        report.refuse(f"hydra.sweep.subdir={directory}", needs, directory, NAMED, use)
-    elif _leaves(directory) or whole == folder.resolve() or not whole.is_relative_to(folder.resolve()):
-        needs = "a folder inside hydra.sweep.dir"
-        report.refuse(f"hydra.sweep.subdir={directory}", needs, whole, REASON, "the default")
-    elif inside is not None:
-        _refuse_links(report, refuse_other_than_folder, whole / inside)
-        if not report.problems:
-            _refuse_links(report, refuse_other, *(whole / inside / name for name in _OF_HYDRA))
-    return report.problems
+        return [refusal(setting, "a path that a file system can hold", directory, NAMED, "the default")]
+    if _leaves(directory) or whole == folder.resolve() or not whole.is_relative_to(folder.resolve()):
+        return [refusal(setting, "a folder inside hydra.sweep.dir", whole, REASON, "the default")]
+    if inside is None:
+        return []
+    return _links(refuse_other_than_folder, whole / inside) or _links(
+        refuse_other, *(whole / inside / name for name in _OF_HYDRA)
+    )
 
 
-def _inside(config: DictConfig, report: Report) -> None:
-    inside = config.hydra.output_subdir
-    if inside is not None and _leaves(str(inside)):
-        use = "hydra.output_subdir=.hydra"
-        report.refuse(f"hydra.output_subdir={inside}", "a folder in the run directory", inside, REASON, use)
+def _inside(config: DictConfig) -> list[str]:
+    inside, use = config.hydra.output_subdir, "hydra.output_subdir=.hydra"
+    if inside is None or not _leaves(str(inside)):
+        return []
+    return [refusal(f"hydra.output_subdir={inside}", "a folder in the run directory", inside, REASON, use)]
 
 
-def _refuse_links(report: Report, refuse: Callable[[Path], None], *places: Path) -> None:
+def _links(refuse: Callable[[Path], None], *places: Path) -> list[str]:
     """Hydra would follow a link that lies where it writes."""
     try:
         for place in places:
             refuse(place)
     except StorageError as error:
-        report.problems.append(str(error))
+        return [str(error)]
+    return []
 
 
-def _contained(config: DictConfig, key: str, report: Report) -> None:
+def _free(key: str, path: str, more: tuple[str, ...]) -> list[str]:
+    """Without a run, or `more`, in it."""
+    from pgtoolkit.tracking.run_directory import occupied, occupied_by
+
+    by = occupied_by(Path(path), more)
+    return [occupied(f"{key}={path}", Path(path), by)] if by else []
+
+
+def _contained(config: DictConfig, key: str) -> list[str]:
     """Without dots that lead upwards, and below the part that was typed before the first interpolation."""
-    raw = str(OmegaConf.to_container(OmegaConf.select(config, key.rpartition(".")[0]), resolve=False)["dir"])
+    node, use = OmegaConf.select(config, key.rpartition(".")[0]), f"{key}=FOLDER"
+    raw = str(OmegaConf.to_container(node, resolve=False)["dir"])
     try:
         path = str(OmegaConf.select(config, key))
     except OmegaConfBaseException as error:
-        report.refuse(f"{key}={raw}", "a value that resolves", first_line(error), NAMED, f"{key}=FOLDER")
-        return
-    if OmegaConf.is_missing(OmegaConf.select(config, key.rpartition(".")[0]), "dir") or not _is_possible(path):
-        needs, use = "a path that a file system can hold", f"{key}=outputs/FOLDER"
-        report.refuse(f"{key}={raw}", needs, raw, NAMED, use)
-        return
+        return [refusal(f"{key}={raw}", "a value that resolves", first_line(error), NAMED, use)]
+    if OmegaConf.is_missing(node, "dir") or not _is_possible(path):
+        needs = "a path that a file system can hold"
+        return [refusal(f"{key}={raw}", needs, raw, NAMED, f"{key}=outputs/FOLDER")]
     fixed = raw.partition("${")[0].rpartition("/")
-    root = Path(fixed[0] + fixed[1] or ".")
+    root = Path(fixed[0] + fixed[1] or ".").resolve()
     if ".." in PurePath(path).parts:
-        report.refuse(f"{key}={path}", "a path without '..'", path, REASON, f"{key}={os.path.abspath(path)}")
-    elif not path.isprintable():  # it also stands in the scripts of SLURM's jobs
-        report.refuse(f"{key}={path!r}", "a path of printable characters", repr(path), REASON, f"{key}=FOLDER")
-    elif "${" in raw and not Path(path).resolve().is_relative_to(root.resolve()):
-        report.refuse(f"{key}={raw}", f"a path below {root.resolve()}", path, REASON, f"{key}=FOLDER")
+        return [refusal(f"{key}={path}", "a path without '..'", path, REASON, f"{key}={os.path.abspath(path)}")]
+    if not path.isprintable():  # it also stands in the scripts of SLURM's jobs
+        return [refusal(f"{key}={path!r}", "a path of printable characters", repr(path), REASON, use)]
+    if "${" in raw and not Path(path).resolve().is_relative_to(root):
+        return [refusal(f"{key}={raw}", f"a path below {root}", path, REASON, use)]
+    return []
 
 
 def _is_possible(path: str) -> bool:

@@ -18,6 +18,7 @@ from pgtoolkit.defaults import comment, default
 from pgtoolkit.errors import first_line
 from pgtoolkit.redaction import redact
 from pgtoolkit.rules.report import text
+from pgtoolkit.tracking.run_files import leaves
 
 
 def unreadable(override: str, error: Exception, groups: Iterable[str]) -> str:
@@ -62,15 +63,7 @@ def _keys(override: Override) -> list[str]:
     """The keys that an override gives values to; a sweep's, in all of its values together."""
     key, value = override.key_or_group, override.value()
     values = value.list if isinstance(value, ChoiceSweep) else [value]
-    return list(dict.fromkeys(leaf for one in values for leaf in _leaves(key, one)))
-
-
-def _leaves(key: str, value: Any) -> Iterable[str]:
-    if isinstance(value, dict) and value:
-        for name, inner in value.items():
-            yield from _leaves(f"{key}.{name}", inner)
-    else:
-        yield key
+    return list(dict.fromkeys(leaf for one in values for leaf, _ in leaves({key: one})))
 
 
 def unknown_option(override: Override, names: list[str]) -> str | None:
@@ -159,7 +152,7 @@ def wrong_type(config: DictConfig, key: str, value: Any, node: Any) -> str:
 def composition_problem(error: Exception) -> str:
     """Hydra's refusal of one of its own keys or of a file of the user's, on one line."""
     said = f"{error}\n{error.__cause__ or ''}"
-    if problem := _of_another_option(said):
+    if problem := _key_of_another_option(said):
         return problem
     lines = [line.strip().rstrip(".") for line in said.splitlines()]
     drop = ("To append", "Config search path", "provider=", "reference_type", "object_type")
@@ -171,21 +164,22 @@ def composition_problem(error: Exception) -> str:
     return f"the configuration cannot be composed: {'; '.join(lines[:4])}.{hint}"
 
 
-def _of_another_option(said: str) -> str | None:
-    """A file such as debug/short.yaml that sets keys of an option which is not the chosen one."""
-    found = re.search(r"In '(\w+)/(\S+)'.*Key '(\w+)' not in '(\w+)'.*full_key: (\w+)\.\3\b", said, re.DOTALL)
-    if not found:
+def _key_of_another_option(said: str) -> str | None:
+    """A file, such as debug/short, that sets a key which the chosen option of a group does not have."""
+    found = re.search(r"In '(\w+)/(\w+)'.*Key '(\w+)' not in '(\w+)'", said, re.DOTALL)
+    of_type = {types.__name__: schema.partition("/") for schema, types in SCHEMAS.items()}
+    if found is None or found[4] not in of_type:
         return None
-    kind, file, leaf, types, group = found.groups()
-    options = [name for name in SCHEMAS if name.startswith(f"{group}/")]
-    chosen = next((name for name in options if SCHEMAS[name].__name__ == types), None)
-    having = [name for name in options if leaf in {field.name for field in fields(SCHEMAS[name])}]
-    if chosen is None or not having:
+    (group, _, got), chosen = of_type[found[4]], f"{found[1]}={found[2]}"
+    having = [
+        f"{group}={schema.partition('/')[2]}"
+        for schema, types in SCHEMAS.items()
+        if schema.startswith(f"{group}/") and found[3] in {field.name for field in fields(types)}
+    ]
+    if not having:
         return None
-    needs, got = (name.replace("/", "=") for name in (having[0], chosen))
-    reason = f"It sets {group}.{leaf}, which only that has."
-    use = f"{needs}, or leave out {kind}={file} and type what you need of it, such as trainer.max_steps=3"
-    return f"{kind}={file} needs {needs} (got {got}). {reason} Use {use}."
+    needs, reason = " or ".join(having), f"It sets {group}.{found[3]}, which {group}={got} does not have."
+    return f"{chosen} needs {needs} (got {group}={got}). {reason} Use {needs}, or leave {chosen} out."
 
 
 def nearest(word: str, names: list[str], at_least: float = 0.5) -> str | None:

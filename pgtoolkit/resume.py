@@ -18,21 +18,17 @@ from pgtoolkit.paths import DATA, absolute, make_absolute
 from pgtoolkit.rules import credentials, executed
 from pgtoolkit.tracking.run_files import read_data, read_resolved
 
+_SHAPE = ("", ".num_layers", ".hidden_size", ".max_positions", ".num_heads", ".path", ".random_weights")
+_BATCH = "the position in the data is counted in batches of this size"
 FIXED = {
-    "model": "the checkpoint holds the weights of this model",
-    "model.num_layers": "the checkpoint holds the weights of this model",
-    "model.hidden_size": "the checkpoint holds the weights of this model",
-    "model.max_positions": "the checkpoint holds the weights of this model",
-    "model.num_heads": "the checkpoint holds the weights of this model",
-    "model.path": "the checkpoint holds the weights of this model",
-    "model.random_weights": "the checkpoint holds the weights of this model",
+    **{f"model{key}": "the checkpoint holds the weights of this model" for key in _SHAPE},
     "seed": "prompts and the order of the data come from this seed",
     "task": "the position in the data belongs to this task",
     "rollout": "the position in the data belongs to this source",
     "rollout.path": "the position in the data belongs to these files",
     "rollout.shuffle": "the position in the data belongs to this order",
-    "rollout.prompts_per_batch": "the position in the data is counted in batches of this size",
-    "rollout.group_size": "the position in the data is counted in batches of this size",
+    "rollout.prompts_per_batch": _BATCH,
+    "rollout.group_size": _BATCH,
     "experiment": "an experiment is chosen when a run starts",
     "debug": "a debugging run is chosen when a run starts",
 }

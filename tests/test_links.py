@@ -48,7 +48,7 @@ def everything(folder):
         run.write_config(CONFIG | {"seed": 2}, [])
         for _ in range(2):
             run.write_provenance({"time": "2026-11-21T10:00:00+0000"})
-            record_data(folder / "data.json", OmegaConf.to_object(config_of(*SHORT)), step=0)
+            record_data(folder, OmegaConf.to_object(config_of(*SHORT)), step=0)
         run.set_status("running", 0)
         run.append_metrics(1, {"loss": 0.5})
         run.drop_metrics_after(1)

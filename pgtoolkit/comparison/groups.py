@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 import json
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 from pgtoolkit.comparison.runs import Run
 from pgtoolkit.comparison.statistics import Comparison, compare_all, mean_and_std
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.tracking.series import best, final
 from pgtoolkit.tracking.store import NOT_COMPARED
 
 _NOT_COMPARED = ("seed", *NOT_COMPARED)
@@ -93,19 +93,6 @@ def compare(runs: list[Run], metric: str) -> Compared:
         left_out,
         _notes([run for group in groups for run in group.counted]),
     )
-
-
-def final(values: list[float]) -> float:
-    """The mean over the last tenth of a run's steps."""
-    tenth = max(1, len(values) // 10)
-    return sum(values[-tenth:]) / tenth
-
-
-def best(values: list[float]) -> float:
-    """The highest mean over any tenth of a run's steps in a row: one lucky step is not a peak."""
-    tenth = max(1, len(values) // 10)
-    sums = [0.0, *accumulate(values)]
-    return max(end - begin for begin, end in zip(sums, sums[tenth:], strict=False)) / tenth
 
 
 def text(value: object) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import sys
@@ -17,8 +16,9 @@ from yaml import YAMLError
 
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
 from pgtoolkit.tracking.commands import shell_path
-from pgtoolkit.tracking.description import code_of, read_provenance
+from pgtoolkit.tracking.description import code_of
 from pgtoolkit.tracking.run_directory import is_held, leaves, read_config, read_metrics, read_status
+from pgtoolkit.tracking.run_files import TIME, known_provenance, read_sweep
 
 SWEEPS = Path("outputs/sweeps")
 """Where the folders of sweeps are, below the directory that they were started from."""
@@ -124,13 +124,13 @@ def _run_directories(top: Path) -> Iterator[Path]:
 def _jobs_without_run(folder):
     """The jobs of a sweep that have not begun, or failed before they wrote their configuration."""
     try:
-        jobs = json.loads((folder / "sweep.json").read_text())["jobs"]
-    except (OSError, ValueError, KeyError):
+        jobs = read_sweep(folder).get("jobs", [])
+    except StorageError:
         return
     for job in jobs:
         path = (folder / job["directory"]).resolve()
         if not is_run(path):
-            yield Run(path, path.name, job["status"], job["reason"])
+            yield Run(path, path.name, job["status"], job.get("reason"))
 
 
 def _may_hold_runs(name):
@@ -151,7 +151,7 @@ def _read(path: Path) -> Run:
         if missing := [key for key in _IN_EVERY_RUN if key not in config]:
             raise StorageError(f"{path / 'config.yaml'} is damaged (it lacks {', '.join(missing)})")
         status = read_status(path)
-        provenance = read_provenance(path)
+        provenance = known_provenance(path)
         rows = read_metrics(path / "metrics.jsonl")
         add_seconds(rows, [start["time"] for start in provenance.get("resumed", [])])
         state = status.get("state", "running")
@@ -176,7 +176,7 @@ def add_seconds(rows: list[dict[str, float]], resumes: list[str]) -> None:
     """Give each row `seconds` since the first; resumes: when the run was resumed, as provenance.json has it."""
     if not rows or any("time" not in row for row in rows):
         return
-    starts = [_seconds_of(text) for text in resumes]
+    starts = [datetime.strptime(text, TIME).timestamp() for text in resumes]
     steps = [max(0.0, after["time"] - before["time"]) for before, after in pairwise(rows)]
     usual = statistics.median(steps) if steps else 0.0
     rows[0]["seconds"] = 0.0
@@ -184,7 +184,3 @@ def add_seconds(rows: list[dict[str, float]], resumes: list[str]) -> None:
         # The start is written in whole seconds.
         resumed = any(before["time"] - 1 <= start <= after["time"] for start in starts)
         after["seconds"] = before["seconds"] + (min(length, usual) if resumed else length)
-
-
-def _seconds_of(text):
-    return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S%z").timestamp()

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.redaction import redact
-from pgtoolkit.rules.report import Report
+from pgtoolkit.rules.report import refusal
 
 _VARIABLES = tuple(
     f"MLFLOW_TRACKING_{name}" for name in ("USERNAME", "PASSWORD", "TOKEN", "AUTH", "AWS_SIGV4", "CLIENT_CERT_PATH")
@@ -38,8 +38,5 @@ def of_address(uri: str | None, use: str) -> str | None:
     found += [_FILE] if Path(_FILE).expanduser().is_file() else []
     if not found:
         return None
-    report, reason = Report(), f"What {found[0]} holds would be sent there."
-    report.refuse(
-        redact(f"tracking.uri={uri}"), "to be typed", "it from a file", reason, f"{redact(use)} if you trust it"
-    )
-    return report.problems[0]
+    reason, use = f"What {found[0]} holds would be sent there.", f"{redact(use)} if you trust it"
+    return refusal(redact(f"tracking.uri={uri}"), "to be typed", "it from a file", reason, use)

@@ -23,14 +23,14 @@ _END_BYTES = 2**20
 log = logging.getLogger("pgtoolkit")
 
 
-def record_data(path: Path, config: Config, step: int | None) -> None:
-    """Keep the digests of the run's data in `path`: {key: {file: {"bytes", "sha256"}}}.
+def record_data(run_dir: Path, config: Config, step: int | None) -> None:
+    """Keep the digests of the run's data in its data.json: {key: {file: {"bytes", "sha256"}}}.
 
     step: that the run is continued from; None where it starts. Raises ConfigError if it is continued with other data
     than were recorded, unless `trainer.accept_changed_data`; the data before are then added to the list `accepted`.
     """
     found = digests(config)
-    before = read_data(path.parent) if step is not None else {}
+    before = read_data(run_dir) if step is not None else {}
     accepted = before.pop("accepted", [])
     changes = {key: _difference(files, found.get(key, {})) for key, files in before.items()}
     changes = {key: difference for key, difference in changes.items() if difference}
@@ -41,7 +41,7 @@ def record_data(path: Path, config: Config, step: int | None) -> None:
     if changes:
         accepted.append({"step": step, "before": {key: before[key] for key in changes}})
     content = found | ({"accepted": accepted} if accepted else {})
-    with storage(path):
+    with storage(path := run_dir / "data.json"):
         write_atomically(path, json.dumps(content, indent=1) + "\n")
 
 
