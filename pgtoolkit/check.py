@@ -185,7 +185,7 @@ def _first_prompt(config: DictConfig) -> list[str]:
 
     try:
         return preview(OmegaConf.to_object(config.model), OmegaConf.to_object(config.task), config.seed)
-    except (PgtoolkitError, OSError, ValueError) as error:
+    except Exception as error:  # a damaged tokenizer raises whatever its reader stumbles over
         return [f"cannot be shown: {first_line(error)}"]
 
 

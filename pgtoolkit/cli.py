@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pgtoolkit import __version__
 from pgtoolkit.conf_files import config_directory, default_options, options, sweep_file, sweep_files
-from pgtoolkit.errors import ConfigError, DataError, Interrupted, PgtoolkitError, StorageError
+from pgtoolkit.errors import ConfigError, DataError, Interrupted, PgtoolkitError, StorageError, unusable
 from pgtoolkit.ranks import joined
 from pgtoolkit.redaction import redact
 
@@ -47,9 +47,8 @@ def main(argv: list[str] | None = None) -> int:
         # The reader, such as `head`, has seen enough; python must not write to it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except OSError as error:  # a file or folder that cannot be read or written, such as on a full disk
-        place = error.filename or "a file"
-        return _say(StorageError(f"{place} cannot be read or written: {error.strerror or error}"))
+    except OSError as error:
+        return _say(unusable(error))
 
 
 def _dispatch(argv: list[str]) -> int:

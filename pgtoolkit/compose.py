@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import functools
 import math
 from dataclasses import dataclass
@@ -85,6 +86,10 @@ def compose(
             values.append(override)
     try:
         config = compose_choices(choices, config_dir, sweep_file)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise  # a file that is there and cannot be read
+        return Composed(None, [*problems, refusals.composition_problem(error)])
     except Exception as error:  # Hydra refuses odd values of its own keys by many types of exception
         return Composed(None, [*problems, refusals.composition_problem(error)])
     if config_dir or sweep_file:

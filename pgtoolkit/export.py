@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pgtoolkit.comparison.runs import is_run, not_a_run
 from pgtoolkit.config import Config, HuggingFaceModelConfig, PolicyRolloutConfig, PromptsTaskConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError, StorageError, first_line
+from pgtoolkit.model_folder import load_config
 from pgtoolkit.parallelism.layout import ONE_PROCESS
 from pgtoolkit.plain_files import open_to_read
 from pgtoolkit.redaction import redact
@@ -142,9 +143,7 @@ def _number_type(config: Config) -> torch.dtype:
     model = config.model
     if not isinstance(model, HuggingFaceModelConfig) or model.random_weights:
         return torch.float32
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(model.path).dtype or torch.float32
+    return load_config(model.path).dtype or torch.float32
 
 
 def card(config: Config, run_dir: Path, step: int) -> str:

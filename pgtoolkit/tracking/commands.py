@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
@@ -121,10 +120,12 @@ def _counterpart(run_dir):
 
 def _config_dir(run_dir):
     """The folder with options of the user's own that the run was started with, or None."""
-    provenance = known_provenance(Path(run_dir))
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config-dir", "-cd")
-    folder = parser.parse_known_args(provenance.get("command", []))[0].config_dir
+    provenance, folder = known_provenance(Path(run_dir)), None
+    words = provenance.get("command", [])[1:]
+    for word, following in zip(words, [*words[1:], None], strict=True):
+        flag, is_given, value = word.partition("=")
+        if flag in ("--config-dir", "-cd"):
+            folder = value if is_given else following
     return folder and Path(provenance["directory"], folder)
 
 

@@ -33,8 +33,10 @@ def plot_curves(rows: list[dict[str, float]], path_png: Path, title: str) -> Non
         from matplotlib.figure import Figure
         from matplotlib.ticker import EngFormatter, MaxNLocator
 
-    figure = Figure(figsize=(12, 6.2), layout="constrained", dpi=110)
+    figure = Figure(figsize=(12, 6.2), dpi=110)
     FigureCanvasAgg(figure)
+    # Room for labels on both sides of a panel; a layout engine would draw the picture three times to measure them.
+    figure.subplots_adjust(left=0.055, right=0.93, bottom=0.075, top=0.9, wspace=0.34, hspace=0.3)
     figure.suptitle(title, fontsize=11)
     axis = "documents_seen" if rows and all("documents_seen" in row for row in rows) else "step"
     for place, (panel_title, lines) in enumerate(_PANELS, start=1):

@@ -55,7 +55,9 @@ def collect(argv: list[str]) -> dict[str, Any]:
 
 
 def _packages():
-    versions = {dist.name: dist.version for dist in importlib.metadata.distributions() if dist.name}
+    # Each access to `metadata` parses the file again.
+    found = [dist.metadata for dist in importlib.metadata.distributions()]
+    versions = {metadata["Name"]: metadata["Version"] for metadata in found if metadata["Name"]}
     return dict(sorted(versions.items(), key=lambda item: item[0].lower()))
 
 
