@@ -52,17 +52,15 @@ def of_run(config: DictConfig) -> list[str]:
         problems.append(refusal(f"hydra.output_subdir={inside}", "a folder in the run directory", inside, REASON, use))
     elif not problems:
         # Hydra writes there before the run itself looks.
-        from pgtoolkit.tracking.run_directory import occupied, occupied_by
-
-        run_dir = Path(config.hydra.run.dir)
-        if by := occupied_by(run_dir, () if inside is None else (str(inside),)):
-            problems.append(occupied(f"hydra.run.dir={run_dir}", run_dir, by))
+        problems += _free(
+            "hydra.run.dir", config.hydra.run.dir, ("sweep.json", *([] if inside is None else [str(inside)]))
+        )
     return problems
 
 
 def of_sweep(config: DictConfig) -> list[str]:
     """Problems with the folder of a sweep."""
-    return _contained(config, "hydra.sweep.dir")
+    return _contained(config, "hydra.sweep.dir") or _free("hydra.sweep.dir", config.hydra.sweep.dir, ())
 
 
 def of_job(folder: Path, directory: str) -> list[str]:
@@ -73,6 +71,14 @@ def of_job(folder: Path, directory: str) -> list[str]:
     if _leaves(directory) or whole == folder.resolve() or not whole.is_relative_to(folder.resolve()):
         return [refusal(setting, "a folder inside hydra.sweep.dir", whole, REASON, "the default")]
     return []
+
+
+def _free(key: str, path: str, more: tuple[str, ...]) -> list[str]:
+    """Without a run, or `more`, in it."""
+    from pgtoolkit.tracking.run_directory import occupied, occupied_by
+
+    by = occupied_by(Path(path), more)
+    return [occupied(f"{key}={path}", Path(path), by)] if by else []
 
 
 def _contained(config: DictConfig, key: str) -> list[str]:

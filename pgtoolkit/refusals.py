@@ -152,6 +152,8 @@ def wrong_type(config: DictConfig, key: str, value: Any, node: Any) -> str:
 def composition_problem(error: Exception) -> str:
     """Hydra's refusal of one of its own keys or of a file of the user's, on one line."""
     said = f"{error}\n{error.__cause__ or ''}"
+    if problem := _key_of_another_option(said):
+        return problem
     lines = [line.strip().rstrip(".") for line in said.splitlines()]
     drop = ("To append", "Config search path", "provider=", "reference_type", "object_type")
     lines = [line for line in lines if line and not line.startswith(drop)]
@@ -160,6 +162,24 @@ def composition_problem(error: Exception) -> str:
     near = nearest(key[1], [*_schema_keys(), *hydra_keys]) if key else None
     hint = f" Use {near}." if near and near != key[1] else ""
     return f"the configuration cannot be composed: {'; '.join(lines[:4])}.{hint}"
+
+
+def _key_of_another_option(said: str) -> str | None:
+    """A file, such as debug/short, that sets a key which the chosen option of a group does not have."""
+    found = re.search(r"In '(\w+)/(\w+)'.*Key '(\w+)' not in '(\w+)'", said, re.DOTALL)
+    of_type = {types.__name__: schema.partition("/") for schema, types in SCHEMAS.items()}
+    if found is None or found[4] not in of_type:
+        return None
+    (group, _, got), chosen = of_type[found[4]], f"{found[1]}={found[2]}"
+    having = [
+        f"{group}={schema.partition('/')[2]}"
+        for schema, types in SCHEMAS.items()
+        if schema.startswith(f"{group}/") and found[3] in {field.name for field in fields(types)}
+    ]
+    if not having:
+        return None
+    needs, reason = " or ".join(having), f"It sets {group}.{found[3]}, which {group}={got} does not have."
+    return f"{chosen} needs {needs} (got {group}={got}). {reason} Use {needs}, or leave {chosen} out."
 
 
 def nearest(word: str, names: list[str], at_least: float = 0.5) -> str | None:

@@ -32,5 +32,33 @@ class WrongSlope(Squared):
         return losses, slope * 1.01
 
 
+@dataclass(frozen=True)
+class NoNumber(Squared):
+    """0 / 0 where the advantage is 0."""
+
+    def surrogate(self, log_ratio, advantages, log_probs):
+        return -advantages * log_ratio, -advantages * advantages / advantages
+
+
+@dataclass(frozen=True)
+class NoBounds(Squared):
+    """Its upper bound lies below the lower one."""
+
+    bounds = (1.2, 0.8)
+
+
+@dataclass(frozen=True)
+class FailsLater(Squared):
+    """As it should be on the numbers that it is looked at with at the start, 183 of them."""
+
+    sums: bool = False
+
+    def surrogate(self, log_ratio, advantages, log_probs):
+        losses, slope = super().surrogate(log_ratio, advantages, log_probs)
+        if len(log_ratio) == 183:
+            return losses, slope
+        return (losses.sum(), slope) if self.sums else ({}[len(log_ratio)], slope)
+
+
 def no_family(tau=0.1):
     return tau

@@ -8,6 +8,7 @@ from steps import AGGREGATIONS, EPSILONS, LOSSES, make_case, totals_of
 
 from pgtoolkit import families, log_prob_loss, policy_loss
 from pgtoolkit.check import check, problems
+from pgtoolkit.errors import ConfigError
 from pgtoolkit.losses import reference
 from pgtoolkit.losses.families import FAMILIES, family_of
 from pgtoolkit.losses.slopes import check_family
@@ -190,6 +191,9 @@ def test_training_with_a_family_of_ones_own_does_not_depend_on_the_cut(family, t
     ("path", "options", "message"),
     [
         ("own_family.WrongSlope", [], "a slope that is the derivative of its value by the log_ratio (got 1.0"),
+        ("own_family.NoNumber", [], "surrogate needs to return finite numbers (got nan, at a log-ratio of -2.917)"),
+        ("own_family.Squared", ["loss.options.tau=1e400"], "surrogate needs to return finite numbers (got inf, at a"),
+        ("own_family.NoBounds", [], "NoBounds.bounds need to be two ratios, the lower one first (got 1.2, 0.8)"),
         ("own_family.no_family", [], "float is no Family"),
         ("own_family.SquaredByDocument", ["loss.num_splits=2", "kernel=torch"], "cuts the documents"),
         ("own_family.Squared", ["loss.options.taw=3"], "unexpected keyword argument 'taw'"),
@@ -200,3 +204,16 @@ def test_check_refuses_a_family_that_cannot_be_trained_with(path, options, messa
     found = problems(check(["tracking=none", "loss=custom", f"loss.path={path}", *options]))
     assert len(found) == 1
     assert message in found[0]
+
+
+@pytest.mark.parametrize(
+    ("sums", "last"), [("false", "KeyError: 12"), ("true", "ValueError: () is not one number per token, (12,)")]
+)
+def test_a_family_of_ones_own_that_fails_while_training_is_named(sums, last, tmp_path):
+    own = ["loss=custom", "loss.path=own_family.FailsLater", f"loss.options.sums={sums}"]
+    with pytest.raises(ConfigError) as error:
+        run(tmp_path / "run", *own)
+    lines = str(error.value).splitlines()
+    name = last.partition(":")[0]
+    assert lines[0] == f"loss.path=own_family.FailsLater raised {name} on a micro-batch of 12 tokens:"
+    assert lines[-1] == last

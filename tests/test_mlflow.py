@@ -381,7 +381,7 @@ def test_a_locked_store_is_said_in_one_line(uri, run, capfd):
     tracker = start(uri, run)
     locked = sqlite3.connect(uri.removeprefix("sqlite:///"))
     locked.execute("BEGIN EXCLUSIVE")
-    with pytest.raises((MlflowException, TimeoutError), match="database is locked|no whole answer"):
+    with pytest.raises((MlflowException, TimeoutError), match=r"database is locked|no whole answer"):
         tracker._client.set_tag(tracker.info["run_id"], "a", "b")
     locked.rollback()
     locked.close()

@@ -104,6 +104,25 @@ def test_what_was_a_traceback_is_a_sentence(typed, said):
     assert [one for one in found if one.startswith(said)], found
 
 
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (
+            "debug=short rollout=recorded rollout.path=r.jsonl",
+            "debug=short needs rollout=policy (got rollout=recorded). It sets rollout.prompts_per_batch, which "
+            "rollout=recorded does not have. Use rollout=policy, or leave debug=short out.",
+        ),
+        (
+            "experiment=dapo loss=custom",
+            "experiment=dapo needs loss=grpo or loss=gspo or loss=cispo (got loss=custom). It sets loss.epsilon_low, "
+            "which loss=custom does not have. Use loss=grpo or loss=gspo or loss=cispo, or leave experiment=dapo out.",
+        ),
+    ],
+)
+def test_a_file_that_sets_what_the_chosen_option_does_not_have(typed, said):
+    assert looked_at(*typed.split()) == [said]
+
+
 @pytest.mark.parametrize("body", ["loss: null", "model: {name: unknown}", "task: 3", "trainer: ${nope}", "seed: 1e400"])
 def test_a_file_that_makes_no_configuration(tmp_path, body):
     (tmp_path / "experiment").mkdir()

@@ -24,7 +24,8 @@ grpo, threads = sys.argv[1] == "grpo", 256
 most = triton_impl._MAX_BLOCKS_SHARED_GRPO if grpo else triton_impl._MAX_BLOCKS
 needed = -(-{vocabulary} // (2 * 4 * threads))
 share = -(-needed // most)
-sizes = dict(SURROGATE=clipped if grpo else None, ENTROPY=False, HALF="bf16", PTX=True, SHARE=share, BLOCKS=-(-needed // share), THREADS=threads)
+sizes = dict(SURROGATE=clipped if grpo else None, SHARE=share, BLOCKS=-(-needed // share), THREADS=threads)
+sizes |= dict(ENTROPY=False, HALF="bf16", PTX=True)
 types = dict.fromkeys(("logits", "out_elements"), "*bf16") | dict.fromkeys(("words", "out"), "*i32")
 types |= dict.fromkeys(("labels", "slots"), "*i64") | dict.fromkeys(sizes, "constexpr")
 types |= dict.fromkeys(("num_rows", "zero", "sixteen", "upper"), "i32")

@@ -160,7 +160,7 @@ def test_storage_that_cannot_be_written_is_a_storage_error(tmp_path):
         RunDirectory(tmp_path / "file" / "run")
 
 
-@pytest.mark.parametrize("left", ["config.yaml", "status.json", "metrics.jsonl", "checkpoints", ".hydra"])
+@pytest.mark.parametrize("left", ["config.yaml", "status.json", "metrics.jsonl", "checkpoints", ".hydra", "sweep.json"])
 def test_a_second_run_into_a_directory_is_refused_before_anything_is_written(tmp_path, monkeypatch, capsys, left):
     """Also behind a link: the name is enough."""
     monkeypatch.chdir(tmp_path)
@@ -186,6 +186,18 @@ def test_the_refusal_of_a_second_run_names_resume_and_a_free_directory_is_accept
     assert "Problems (2)" in said
     assert "Use pgtk resume 'my run' to continue that run, or another directory." in said
     assert main(["check", "hydra.run.dir=free"]) == 0
+
+
+def test_a_sweep_into_the_directory_of_a_run_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with RunDirectory("my run") as run:
+        run.write_config({"seed": 1}, [])
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["-m", "seed=1,2", "hydra.sweep.dir='my run'"]) == 2
+    said = capsys.readouterr().err
+    assert "seed=1: hydra.sweep.dir=my run needs a directory without a run (got one with config.yaml)." in said
+    assert "Use pgtk resume 'my run' to continue that run, or another directory." in said
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_training_anew_in_a_directory_with_a_run_is_refused_whoever_starts_it(tmp_path):

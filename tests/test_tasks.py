@@ -233,6 +233,15 @@ def test_the_endless_task_is_measured_by_its_digits():
     assert "too_long" not in str(error.value)
 
 
+def test_completions_that_leave_no_room_for_any_prompt():
+    with pytest.raises(ConfigError) as error:
+        make_room(reverse(num_digits=6), tokens_of, 128, 256, skip=True)
+    assert str(error.value) == (
+        "rollout.max_completion_length=256 needs less than 128 tokens (got 256). The model's positions or "
+        "accumulation.max_tokens allow a document of 128 tokens, prompt included. Use rollout.max_completion_length=64."
+    )
+
+
 def test_skipped_questions_of_reasoning_gym_keep_their_answers():
     pytest.importorskip("reasoning_gym")
     task = make_task(gym_config(min_terms=2, max_terms=6, size=40), seed=5)

@@ -12,7 +12,7 @@ def check_family(family: Family) -> None:
     """Raise ValueError, in a sentence that names the number, where a family contradicts itself.
 
     Looks at log-ratios between -3 and 3, advantages of both signs and 0, and log-probs between -6 and -0.01, in
-    float64: shapes, the derivatives that `token` and `surrogate` return, and `silent_without_advantage`.
+    float64: shapes, the derivatives that `token` and `surrogate` return, `silent_without_advantage`, and the bounds.
     """
     name = type(family).__name__
     if family.scope not in ("token", "document"):
@@ -30,6 +30,10 @@ def check_family(family: Family) -> None:
     _check_derivative(f"{name}.surrogate", other, losses, torch.zeros_like(slope), leaf, log_ratio)
     if family.silent_without_advantage and bool((slope[advantages == 0] != 0).any()):
         raise ValueError(f"{name}.silent_without_advantage needs a slope of 0 where the advantage is 0 (got another)")
+    low, high = family.bounds
+    if not low <= high:
+        raise ValueError(f"{name}.bounds need to be two ratios, the lower one first (got {low!r}, {high!r})")
+    family.cuts(log_ratio.detach().exp(), advantages)
 
 
 def _grid() -> tuple[Tensor, Tensor, Tensor]:
@@ -46,6 +50,9 @@ def _check_derivative(what: str, by: str, values: Tensor, given: Tensor, leaf: T
         if not isinstance(result, Tensor) or result.shape != leaf.shape:
             got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
             raise ValueError(f"{what} needs to return one number per token, shape {tuple(leaf.shape)} (got {got})")
+        if len(wrong := (~torch.isfinite(result)).nonzero()):
+            got, at = (float(one[int(wrong[0])].detach()) for one in (result, log_ratio))
+            raise ValueError(f"{what} needs to return finite numbers (got {got:g}, at a log-ratio of {at:.6g})")
     found = None
     if values.requires_grad:
         found = torch.autograd.grad(values.sum(), leaf, retain_graph=True, allow_unused=True)[0]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pgtoolkit.config import HuggingFaceModelConfig, PromptsTaskConfig, TinyModelConfig
-from pgtoolkit.errors import DataError, first_line
+from pgtoolkit.errors import ConfigError, DataError, first_line
 from pgtoolkit.model_folder import load_tokenizer
 from pgtoolkit.rollouts.tasks import Prompt, Task, TaskConfig, make_task
 
@@ -69,9 +69,14 @@ def make_room(task: Task, tokens_of: TokensOf, longest_document: int, longest_co
     """Measure all prompts of the task: refuse those without a token or without room for a completion, or drop them.
 
     All lengths in tokens. A task without end has prompts of one length in characters, so a few of them tell.
-    Raises DataError.
+    Raises DataError; ConfigError where not even an empty prompt has room.
     """
     room = longest_document - longest_completion
+    if room < 1:
+        setting, tokens = f"rollout.max_completion_length={longest_completion}", f"{longest_document} tokens"
+        reason = f"The model's positions or accumulation.max_tokens allow a document of {tokens}, prompt included."
+        use = f"rollout.max_completion_length={longest_document // 2}"
+        raise ConfigError(f"{setting} needs less than {tokens} (got {longest_completion}). {reason} Use {use}.")
     total, bad = 0, {}
     rows = task.rows()
     while prompts := list(itertools.islice(rows, _AT_ONCE)):

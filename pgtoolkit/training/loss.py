@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,7 +52,23 @@ def own_family(path: str, options: dict[str, Any], num_splits: int) -> Family:
     except Exception as error:  # whatever the user's code raises
         reason = "It inherits from pgtoolkit.families.Family, and docs/losses.md shows one."
         raise ConfigError(f"{setting} needs a family that agrees with itself (got: {error}). {reason}") from error
+    for name in ("token", "surrogate", "cuts"):
+        object.__setattr__(family, name, _checked(getattr(family, name), setting))  # dataclasses may be frozen
     return family
+
+
+def _checked(function: Callable, setting: str) -> Callable:
+    """A method of the user's own family; ConfigError where it raises, or does not return one number per token."""
+
+    def method(log_ratio: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
+        with blaming(setting, ConfigError, f"a micro-batch of {len(log_ratio)} tokens"):
+            results = function(log_ratio, *others)
+            for one in results:
+                if one is not None and one.shape != log_ratio.shape:
+                    raise ValueError(f"{tuple(one.shape)} is not one number per token, {tuple(log_ratio.shape)}")
+        return results
+
+    return method
 
 
 def _imported_reducer(path: str) -> Reducer:
