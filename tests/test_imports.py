@@ -23,6 +23,7 @@ LIGHT_FILES = (
     "functions",
     "imports",
     "machine",
+    "model_folder",
     "paths",
     "plan",
     "redaction",

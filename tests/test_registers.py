@@ -30,7 +30,7 @@ types = dict.fromkeys(("logits", "out_elements"), "*bf16") | dict.fromkeys(("wor
 types |= dict.fromkeys(("labels", "slots"), "*i64") | dict.fromkeys(sizes, "constexpr")
 types |= dict.fromkeys(("num_rows", "zero", "sixteen", "upper"), "i32")
 types |= dict.fromkeys(strides := ("row_stride", "out_stride", "num_columns"), "i32")
-types |= dict.fromkeys(("scale", "inverse_temperature", "lowest_ratio", "highest_ratio"), "fp32")
+types |= dict.fromkeys(("scale", "inverse_temperature", "below", "above"), "fp32")
 signature = {{name: types.get(name, "*fp32") for name in kernel.arg_names}}
 aligned = {{
     (i,): [["tt.divisibility", 16]]
