@@ -147,7 +147,7 @@ def _train(argv: list[str], sweep_file: Path | None = None) -> int:
     rest = [hydra_form(arg) if arg in args.overrides else arg for arg in argv if arg not in NO_CHOICE]
     if sweep is None:
         try:
-            return _run_hydra(rest)
+            return _run_hydra(rest, checked=checked.runs[0].config if starts else None)
         except StorageError as error:  # from before it began
             raise ranks_of_a_launcher.told(error, args.overrides, args.config_dir) from error
 
@@ -179,7 +179,8 @@ def _hydra_arguments(argv: list[str]):
     return args
 
 
-def _run_hydra(argv: list[str], primary: Path | None = None) -> int:
+def _run_hydra(argv: list[str], primary: Path | None = None, checked=None) -> int:
+    """What Hydra does with these arguments. checked: the configuration of a single run, which is not composed again."""
     import hydra
 
     from pgtoolkit.compose import register
@@ -203,7 +204,10 @@ def _run_hydra(argv: list[str], primary: Path | None = None) -> int:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # otherwise Hydra shortens the traceback of a defect
     before, sys.argv = sys.argv, [sys.argv[0], *argv]
     try:
-        hydra.main(version_base="1.3", config_path=str(primary.parent), config_name=primary.stem)(task)()
+        if checked is None:
+            hydra.main(version_base="1.3", config_path=str(primary.parent), config_name=primary.stem)(task)()
+        else:
+            _run_job(checked, task)
     except OSError as error:
         if started:
             raise
@@ -213,6 +217,20 @@ def _run_hydra(argv: list[str], primary: Path | None = None) -> int:
     finally:
         sys.argv = before
     return statuses[0] if statuses else 0
+
+
+def _run_job(config, task) -> None:
+    """Hydra's way to run a single configuration: its directory, logging and callbacks."""
+    from hydra._internal.callbacks import Callbacks
+    from hydra.core.utils import run_job
+    from hydra.types import HydraContext, RunMode
+
+    config.hydra.mode = RunMode.RUN
+    callbacks = Callbacks(config)
+    callbacks.on_run_start(config=config, config_name=config.hydra.job.config_name)
+    done = run_job(task, config, "hydra.run.dir", None, HydraContext(None, callbacks))
+    callbacks.on_run_end(config=config, config_name=config.hydra.job.config_name, job_return=done)
+    _ = done.return_value  # raises what the task has raised
 
 
 def _train_one(config) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra._internal.config_loader_impl import get_overrides_dirname
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -106,7 +107,10 @@ def compose(
     problems += executed.functions(config, own)
     problems += credentials.of_configuration(config, executed.words_of(own))
     # Hydra has seen the choices alone; the names of directories come from everything that was typed.
-    config.hydra.overrides.task = [one.input_line for one in parsed if one in accepted]
+    task = [hydra_form(one.input_line) for one in parsed if one in accepted]
+    form = config.hydra.job.config.override_dirname
+    dirname = get_overrides_dirname(parse(task)[0], form.exclude_keys, form.item_sep, form.kv_sep)
+    config.hydra.overrides.task, config.hydra.job.override_dirname = task, dirname
     return Composed(config, list(dict.fromkeys(problems)))
 
 

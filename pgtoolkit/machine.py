@@ -15,7 +15,7 @@ from typing import Any
 from pgtoolkit import model_folder
 from pgtoolkit.errors import ConfigError, DataError, first_line
 from pgtoolkit.functions import REDUCER_KEYWORDS, import_function
-from pgtoolkit.rules.report import Report
+from pgtoolkit.rules.report import Report, refusal
 from pgtoolkit.rules.run import occupied_by_rollouts
 
 _SECONDS_FOR_THE_HUB = 10
@@ -136,23 +136,22 @@ def _on_the_hub(name: str) -> str | None:
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    def refusal(got: str, reason: str) -> str:
-        report = Report()
+    def problem(got: str, reason: str) -> str:
+        needs = "a folder, or a model on the Hugging Face hub"
         use = "model.path=FOLDER with a local one, or the hub's name of it"
-        report.refuse(f"model.path={name}", "a folder, or a model on the Hugging Face hub", got, reason, use)
-        return report.problems[0]
+        return refusal(f"model.path={name}", needs, got, reason, use)
 
     try:
         if isinstance(try_to_load_from_cache(name, "config.json"), str):
             return None
         if constants.HF_HUB_OFFLINE:
-            return refusal("no such folder, and no download of it", "HF_HUB_OFFLINE=1 keeps from asking the hub.")
+            return problem("no such folder, and no download of it", "HF_HUB_OFFLINE=1 keeps from asking the hub.")
         HfApi().model_info(name, timeout=_SECONDS_FOR_THE_HUB)
     except HFValidationError:
-        return refusal("no such folder", "It cannot be a name on the hub, which is NAME or OWNER/NAME.")
+        return problem("no such folder", "It cannot be a name on the hub, which is NAME or OWNER/NAME.")
     except Exception as error:  # the hub's client, its HTTP library and its proxies each raise their own
         folder = Path(name).parts[0]
         near = f" There is a folder {folder} here, without it." if glob.glob(glob.escape(folder)) else ""
         got = f"no such folder, and from {constants.ENDPOINT}: {type(error).__name__}: {first_line(error)[:150]}"
-        return refusal(got, f"It is neither here nor could the hub give it.{near}")
+        return problem(got, f"It is neither here nor could the hub give it.{near}")
     return None

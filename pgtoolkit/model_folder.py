@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pgtoolkit.errors import ConfigError, first_line
-from pgtoolkit.rules.report import Report
+from pgtoolkit.rules import report
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _OBJECTS = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
@@ -29,9 +29,7 @@ _KIND = "It says what kind of model it is."
 
 def refusal(path: str, needs: str, got: str, reason: str) -> str:
     """The sentence on a model that cannot be used."""
-    report = Report()
-    report.refuse(f"model.path={path}", needs, got, reason, "model.path=FOLDER")
-    return report.problems[0]
+    return report.refusal(f"model.path={path}", needs, got, reason, "model.path=FOLDER")
 
 
 def problems(path: str, random_weights: bool) -> list[str]:

@@ -165,20 +165,21 @@ def composition_problem(error: Exception) -> str:
 
 
 def _key_of_another_option(said: str) -> str | None:
-    """A file, such as debug/short, that sets a key which the chosen option of a group does not have."""
-    found = re.search(r"In '(\w+)/(\w+)'.*Key '(\w+)' not in '(\w+)'", said, re.DOTALL)
+    """A file, such as debug/short or a sweep's, that sets a key which the chosen option of a group does not have."""
+    found = re.search(r"In '([^']+)'.*Key '(\w+)' not in '(\w+)'", said, re.DOTALL)
     of_type = {types.__name__: schema.partition("/") for schema, types in SCHEMAS.items()}
-    if found is None or found[4] not in of_type:
+    if found is None or found[3] not in of_type:
         return None
-    (group, _, got), chosen = of_type[found[4]], f"{found[1]}={found[2]}"
+    (group, _, got) = of_type[found[3]]
+    chosen = found[1].replace("/", "=") if "/" in found[1] else f"{found[1]}.yaml"
     having = [
         f"{group}={schema.partition('/')[2]}"
         for schema, types in SCHEMAS.items()
-        if schema.startswith(f"{group}/") and found[3] in {field.name for field in fields(types)}
+        if schema.startswith(f"{group}/") and found[2] in {field.name for field in fields(types)}
     ]
     if not having:
         return None
-    needs, reason = " or ".join(having), f"It sets {group}.{found[3]}, which {group}={got} does not have."
+    needs, reason = " or ".join(having), f"It sets {group}.{found[2]}, which {group}={got} does not have."
     return f"{chosen} needs {needs} (got {group}={got}). {reason} Use {needs}, or leave {chosen} out."
 
 

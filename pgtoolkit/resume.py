@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit import refusals
-from pgtoolkit.compose import Composed, apply, compose_choices, parse, register
+from pgtoolkit.compose import FREE_FORM, Composed, apply, compose_choices, parse, register
 from pgtoolkit.conf_files import options
 from pgtoolkit.config import SCHEMAS, Config
 from pgtoolkit.errors import ConfigError, first_line
@@ -86,9 +86,13 @@ def typed(saved: dict, file: str) -> DictConfig:
         for group in {schema.partition("/")[0] for schema in SCHEMAS if "/" in schema}:
             config[group] = OmegaConf.structured(SCHEMAS[f"{group}/{saved[group]['name']}"])
         OmegaConf.set_struct(config, True)
+        for key, option in FREE_FORM.items():
+            if saved[key.partition(".")[0]]["name"] == option:
+                OmegaConf.update(config, key, {})
+                OmegaConf.set_struct(OmegaConf.select(config, key), False)
         return OmegaConf.merge(config, LATER, saved)
     except (KeyError, TypeError, OmegaConfBaseException) as error:
-        reason = f"it has no {error}" if isinstance(error, KeyError) else first_line(error)
+        reason = first_line(error) if isinstance(error, OmegaConfBaseException) else f"it has no {error}"
         raise ConfigError(
             f"{file} does not fit this version of pgtoolkit: {reason}. Use the version that "
             "provenance.json names, or start a new run."

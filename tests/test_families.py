@@ -12,6 +12,7 @@ from pgtoolkit.errors import ConfigError
 from pgtoolkit.losses import reference
 from pgtoolkit.losses.families import FAMILIES, family_of
 from pgtoolkit.losses.slopes import check_family
+from pgtoolkit.resume import compose_resumed
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -217,3 +218,14 @@ def test_a_family_of_ones_own_that_fails_while_training_is_named(sums, last, tmp
     name = last.partition(":")[0]
     assert lines[0] == f"loss.path=own_family.FailsLater raised {name} on a micro-batch of 12 tokens:"
     assert lines[-1] == last
+
+
+def test_a_run_with_options_of_its_family_is_continued_with_them(tmp_path):
+    own = ["loss=custom", "loss.path=own_family.Squared", "loss.options.tau=0.3"]
+    run(tmp_path, *own, "trainer.max_steps=1")
+    resumed = compose_resumed(tmp_path, ["loss.path=own_family.Squared"])
+    assert resumed.problems == []
+    assert dict(resumed.config.loss.options) == {"tau": 0.3}
+    changed = compose_resumed(tmp_path, ["loss.path=own_family.Squared", "loss.options.tau=0.5", "seed=1"])
+    assert dict(changed.config.loss.options) == {"tau": 0.5}
+    assert len(changed.problems) == 1

@@ -475,7 +475,7 @@ def test_more_logits_than_int32_can_count(loss, dtype, columns):
     old[tail] = torch_impl.forward(logits[tail].float(), labels[tail], 1.0, False)[0]
     old = torch.where(index == 31, old, -12.0)
     options = {"loss": loss, "aggregation": "constant", "divisor": 1.0, "num_documents": 32, "impl": "triton"}
-    last = logits[tail].float().requires_grad_()
+    last = logits[tail].float().clone().requires_grad_()  # a copy: the logits are overwritten
     leaf = logits.requires_grad_()
     out = policy_loss(leaf, labels, old, advantages, index, **options, overwrite_logits=True)
     out.loss.backward()

@@ -123,6 +123,15 @@ def test_a_file_that_sets_what_the_chosen_option_does_not_have(typed, said):
     assert looked_at(*typed.split()) == [said]
 
 
+def test_a_sweeps_file_that_sets_what_the_chosen_option_does_not_have(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("defaults: [config, _self_]\ntask: {verifier: exact_match}\n")
+    assert problems(check([], multirun=True, sweep_file=file)) == [
+        "mine.yaml needs task=prompts (got task=reverse). It sets task.verifier, which task=reverse does not have. "
+        "Use task=prompts, or leave mine.yaml out."
+    ]
+
+
 @pytest.mark.parametrize("body", ["loss: null", "model: {name: unknown}", "task: 3", "trainer: ${nope}", "seed: 1e400"])
 def test_a_file_that_makes_no_configuration(tmp_path, body):
     (tmp_path / "experiment").mkdir()

@@ -11,9 +11,6 @@ from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
 from pgtoolkit.tracking.commands import shell_path
 from pgtoolkit.tracking.description import code_of
@@ -28,9 +25,6 @@ _PASSED_OVER = ("artifacts", "checkpoints")
 
 _IN_EVERY_RUN = ("seed", "trainer.max_steps")
 """Keys without which a configuration is none, or a part of one; others came with later versions."""
-
-UNREADABLE = (OmegaConfBaseException, YAMLError, ValueError, AttributeError, TypeError, KeyError)
-"""What damaged files raise when they are read."""
 
 
 @dataclass
@@ -168,7 +162,7 @@ def _read(path: Path) -> Run:
             code_of(provenance),
             tuple(dict.fromkeys(name for row in rows[-1:] for name in row)),
         )
-    except (*UNREADABLE, PgtoolkitError) as error:
+    except PgtoolkitError as error:
         return Run(path, path.name, "unreadable", first_line(error).rstrip("."))
 
 

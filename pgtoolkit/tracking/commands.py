@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import quote
 
@@ -128,7 +129,7 @@ def _config_dir(run_dir):
     """The folder with options of the user's own that the run was started with, or None."""
     provenance, folder = known_provenance(Path(run_dir)), None
     words = provenance.get("command", [])[1:]
-    for word, following in zip(words, [*words[1:], None], strict=True):
+    for word, following in pairwise([*words, None]):
         flag, is_given, value = word.partition("=")
         if flag in ("--config-dir", "-cd"):
             folder = value if is_given else following

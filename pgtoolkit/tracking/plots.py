@@ -41,7 +41,7 @@ def plot_curves(rows: list[dict[str, float]], path_png: Path, title: str) -> Non
     axis = "documents_seen" if rows and all("documents_seen" in row for row in rows) else "step"
     for place, (panel_title, lines) in enumerate(_PANELS, start=1):
         axes = figure.add_subplot(2, 3, place)
-        axes.set_title(panel_title, fontsize=10)
+        axes.set_title(panel_title, fontsize=10, y=1.0)  # given a place, it is not searched for one
         axes.grid(alpha=0.25)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
