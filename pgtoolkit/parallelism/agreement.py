@@ -44,8 +44,8 @@ def failing_together(layout: Layout) -> Iterator[None]:
     if layout.world_size > 1 and any(failed for (failed,) in _rows(layout, error is not None)):
         errors = gather(error, layout.world_group)
         rank, first = next((rank, found) for rank, found in enumerate(errors) if found is not None)
-        plain = rank == 0 or all(str(found) == str(first) for found in errors)
-        shared = type(first)(str(first) if plain else f"rank {rank}: {first}")
+        everywhere = all(str(found) == str(first) for found in errors)
+        shared = type(first)(str(first) if everywhere else f"rank {rank}: {first}")
         shared.on_all_ranks = True
         raise shared from error
 
