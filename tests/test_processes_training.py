@@ -56,9 +56,8 @@ def test_what_rank_0_alone_finds_in_its_way_ends_all_at_once(tmp_path):
     assert seconds < 30
     assert first == second
     assert first[::2] == (ConfigError, True)
-    assert first[1].startswith(
-        f"rank 0: the run directory {tmp_path} needs a directory without a run (got one with metrics."
-    )
+    said = f"rank 0: the run directory {tmp_path} needs a directory without a run (got one with metrics."
+    assert first[1].startswith(said)
 
 
 @pytest.fixture(scope="module")
