@@ -1,14 +1,19 @@
-# make demo: set up .venv and run the main job. make test: set up .venv and run the tests. make lint: style checks.
+# make demo: set up .venv and run the main job. make test: set up .venv and run the tests, but for those that take long
+# and rarely fail, which make test-all runs as well. make lint: style checks.
 PYTHON ?= python3
 INSTALLED := .venv/.installed
+PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist worksteal
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-all lint format clean
 
 demo: $(INSTALLED)
 	.venv/bin/pgtk loss=gspo aggregation=constant
 
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist worksteal
+	$(PYTEST) -m "not slow and not mutants"
+
+test-all: $(INSTALLED)
+	$(PYTEST)
 
 lint: $(INSTALLED)
 	.venv/bin/ruff check .

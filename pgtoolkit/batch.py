@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -73,6 +74,13 @@ class Tokens:
     group_index: Tensor | None = None
     counts: DocumentCounts | None = None
 
+    def counted(self) -> Self:
+        """The same with `counts`, which are read from the tensors here: before they move to a GPU."""
+        trained = self.labels >= 0
+        documents = [self.document_index[mask] for mask in (trained, trained & (self.advantages != 0))]
+        counts = DocumentCounts(*(torch.bincount(x, minlength=self.num_documents).tolist() for x in documents))
+        return replace(self, counts=counts)
+
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch(Tokens):
@@ -86,13 +94,6 @@ class MicroBatch(Tokens):
     position_ids: Tensor
     names: tuple[str, ...]
     document_lengths: tuple[int, ...]
-
-    def counted(self) -> MicroBatch:
-        """The same with `counts`, which are read from the tensors here: before they move to a GPU."""
-        trained = self.labels >= 0
-        documents = [self.document_index[mask] for mask in (trained, trained & (self.advantages != 0))]
-        counts = DocumentCounts(*(torch.bincount(x, minlength=self.num_documents).tolist() for x in documents))
-        return replace(self, counts=counts)
 
     def to(self, device: torch.device) -> MicroBatch:
         moved = {

@@ -12,12 +12,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit import machine, paths, refusals
-from pgtoolkit.compose import compose, is_swept, jobs, key_of, name_in, name_of, parse
+from pgtoolkit.compose import compose, is_swept, jobs, name_in, name_of, parse
 from pgtoolkit.errors import PgtoolkitError, first_line
 from pgtoolkit.multirun.sweep import Sweep, plan
 from pgtoolkit.plan import describe, documents
 from pgtoolkit.rules.launcher import launcher
-from pgtoolkit.rules.report import Report
+from pgtoolkit.rules.report import Report, key_of
 from pgtoolkit.validate import resolve, validate
 
 
@@ -185,7 +185,7 @@ def _first_prompt(config: DictConfig) -> list[str]:
 
     try:
         return preview(OmegaConf.to_object(config.model), OmegaConf.to_object(config.task), config.seed)
-    except (PgtoolkitError, OSError, ValueError) as error:
+    except Exception as error:  # a damaged tokenizer raises whatever its reader stumbles over
         return [f"cannot be shown: {first_line(error)}"]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pgtoolkit import __version__
 from pgtoolkit.conf_files import config_directory, default_options, options, sweep_file, sweep_files
-from pgtoolkit.errors import ConfigError, DataError, Interrupted, PgtoolkitError, StorageError
+from pgtoolkit.errors import ConfigError, DataError, Interrupted, PgtoolkitError, StorageError, unusable
 from pgtoolkit.ranks import joined
 from pgtoolkit.redaction import redact
 
@@ -47,9 +47,8 @@ def main(argv: list[str] | None = None) -> int:
         # The reader, such as `head`, has seen enough; python must not write to it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except OSError as error:  # a file or folder that cannot be read or written, such as on a full disk
-        place = error.filename or "a file"
-        return _say(StorageError(f"{place} cannot be read or written: {error.strerror or error}"))
+    except OSError as error:
+        return _say(unusable(error))
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -147,7 +146,7 @@ def _train(argv: list[str], sweep_file: Path | None = None) -> int:
         sweep = checked.sweep
     rest = [hydra_form(arg) if arg in args.overrides else arg for arg in argv if arg not in NO_CHOICE]
     if sweep is None:
-        return _run_hydra(rest)
+        return _run_hydra(rest, checked=checked.runs[0].config if starts else None)
 
     from pgtoolkit.multirun.command import start
 
@@ -177,7 +176,8 @@ def _hydra_arguments(argv: list[str]):
     return args
 
 
-def _run_hydra(argv: list[str], primary: Path | None = None) -> int:
+def _run_hydra(argv: list[str], primary: Path | None = None, checked=None) -> int:
+    """What Hydra does with these arguments. checked: the configuration of a single run, which is not composed again."""
     import hydra
 
     from pgtoolkit.compose import register
@@ -201,7 +201,10 @@ def _run_hydra(argv: list[str], primary: Path | None = None) -> int:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # otherwise Hydra shortens the traceback of a defect
     before, sys.argv = sys.argv, [sys.argv[0], *argv]
     try:
-        hydra.main(version_base="1.3", config_path=str(primary.parent), config_name=primary.stem)(task)()
+        if checked is None:
+            hydra.main(version_base="1.3", config_path=str(primary.parent), config_name=primary.stem)(task)()
+        else:
+            _run_job(checked, task)
     except OSError as error:
         if started:
             raise
@@ -211,6 +214,20 @@ def _run_hydra(argv: list[str], primary: Path | None = None) -> int:
     finally:
         sys.argv = before
     return statuses[0] if statuses else 0
+
+
+def _run_job(config, task) -> None:
+    """Hydra's way to run a single configuration: its directory, logging and callbacks."""
+    from hydra._internal.callbacks import Callbacks
+    from hydra.core.utils import run_job
+    from hydra.types import HydraContext, RunMode
+
+    config.hydra.mode = RunMode.RUN
+    callbacks = Callbacks(config)
+    callbacks.on_run_start(config=config, config_name=config.hydra.job.config_name)
+    done = run_job(task, config, "hydra.run.dir", None, HydraContext(None, callbacks))
+    callbacks.on_run_end(config=config, config_name=config.hydra.job.config_name, job_return=done)
+    _ = done.return_value  # raises what the task has raised
 
 
 def _train_one(config) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import functools
 import math
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra._internal.config_loader_impl import get_overrides_dirname
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -23,6 +25,7 @@ from pgtoolkit.config import register_schemas
 from pgtoolkit.multirun.identity import digest, learned
 from pgtoolkit.plan import run_name
 from pgtoolkit.rules import executed
+from pgtoolkit.rules.report import key_of
 
 FREE_FORM = {"task.options": "reasoning_gym", "loss.options": "custom"}
 """Where keys are not in the schema, and with which option: they belong to the data set, or to the user's family."""
@@ -84,6 +87,10 @@ def compose(
             values.append(override)
     try:
         config = compose_choices(choices, config_dir, sweep_file)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise  # a file that is there and cannot be read
+        return Composed(None, [*problems, refusals.composition_problem(error)])
     except Exception as error:  # Hydra refuses odd values of its own keys by many types of exception
         return Composed(None, [*problems, refusals.composition_problem(error)])
     if config_dir or sweep_file:
@@ -98,7 +105,10 @@ def compose(
             accepted.append(override)
     problems += executed.functions(config, parsed if typed is None else parse(typed)[0])
     # Hydra has seen the choices alone; the names of directories come from everything that was typed.
-    config.hydra.overrides.task = [one.input_line for one in parsed if one in accepted]
+    task = [hydra_form(one.input_line) for one in parsed if one in accepted]
+    form = config.hydra.job.config.override_dirname
+    dirname = get_overrides_dirname(parse(task)[0], form.exclude_keys, form.item_sep, form.kv_sep)
+    config.hydra.overrides.task, config.hydra.job.override_dirname = task, dirname
     return Composed(config, list(dict.fromkeys(problems)))
 
 
@@ -222,11 +232,6 @@ def name_in(own: DictConfig, chosen: str | None) -> str:
     """A run's name by the node `hydra` of its configuration: in a sweep, of what varies there. See `name_of`."""
     overrides = [one for one in own.overrides.task if key_of(one) not in own.job.config.override_dirname.exclude_keys]
     return name_of(chosen, overrides, in_sweep=not OmegaConf.is_missing(own.job, "num"))
-
-
-def key_of(override: str) -> str:
-    """The key that an override sets."""
-    return override.lstrip("+~").partition("=")[0]
 
 
 def is_swept(override: str) -> bool:

@@ -47,6 +47,11 @@ class StorageError(PgtoolkitError):
     exit_status = 6
 
 
+def unusable(error: OSError) -> StorageError:
+    """What the operating system refused, such as to write on a full disk."""
+    return StorageError(f"{error.filename or 'a file'} cannot be read or written: {error.strerror or error}")
+
+
 class Interrupted(PgtoolkitError):
     """The run was stopped by a signal after saving a checkpoint; it can be resumed."""
 

@@ -14,10 +14,10 @@ import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pgtoolkit.comparison.groups import best, final
 from pgtoolkit.comparison.runs import is_run, not_a_run
 from pgtoolkit.config import Config, HuggingFaceModelConfig, PolicyRolloutConfig, PromptsTaskConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError, StorageError, first_line
+from pgtoolkit.model_folder import load_config
 from pgtoolkit.parallelism.layout import ONE_PROCESS
 from pgtoolkit.plain_files import open_to_read
 from pgtoolkit.redaction import redact
@@ -27,6 +27,7 @@ from pgtoolkit.rollouts.tasks import make_task
 from pgtoolkit.tracking.commands import shell_path
 from pgtoolkit.tracking.description import describe
 from pgtoolkit.tracking.run_directory import read_config, read_metrics, read_status
+from pgtoolkit.tracking.series import best, final
 from pgtoolkit.training.checkpoint import load_newest
 from pgtoolkit.training.model import Policy, build_policy
 from pgtoolkit.training.sharded_checkpoint import read_tensors
@@ -142,9 +143,7 @@ def _number_type(config: Config) -> torch.dtype:
     model = config.model
     if not isinstance(model, HuggingFaceModelConfig) or model.random_weights:
         return torch.float32
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(model.path).dtype or torch.float32
+    return load_config(model.path).dtype or torch.float32
 
 
 def card(config: Config, run_dir: Path, step: int) -> str:

@@ -8,23 +8,16 @@ from __future__ import annotations
 
 import functools
 import glob
-import json
 import os
-import stat
-import struct
 from pathlib import Path
 from typing import Any
 
+from pgtoolkit import model_folder
 from pgtoolkit.errors import ConfigError, DataError, first_line
 from pgtoolkit.functions import REDUCER_KEYWORDS, import_function
-from pgtoolkit.rules.report import Report
+from pgtoolkit.rules.report import Report, refusal
 from pgtoolkit.rules.run import occupied_by_rollouts
 
-_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-_INDEXES = tuple(f"{name}.index.json" for name in _WEIGHTS)
-_EMBEDDINGS = (".embed_tokens.weight", "wte.weight")
-"""What the usual models call the matrix with a row for each entry of the vocabulary."""
 _SECONDS_FOR_THE_HUB = 10
 
 
@@ -116,80 +109,25 @@ def _model(c: Any, report: Report) -> None:
     if model.name != "huggingface" or not model.path:
         return
     folder = Path(model.path).expanduser()
-    if folder.is_dir():
-        for needs, got, reason in _missing_in(folder, model.random_weights):
-            report.refuse(f"model.path={model.path}", needs, got, reason, "model.path=FOLDER")
+    if os.path.isdir(folder):
+        found = model_folder.problems(model.path, bool(model.random_weights))
+        report.problems += found or _unloadable(os.getcwd(), model.path)
+    elif os.path.exists(folder):
+        reason = "A model is made of several files: config.json, its tokenizer, its weights."
+        report.refuse(f"model.path={model.path}", "a folder", "a file", reason, "model.path=FOLDER")
     elif not model.path.startswith((".", "/", "~")) and (problem := _on_the_hub(model.path)):
         report.problems.append(problem)
 
 
-def _missing_in(folder: Path, random_weights: bool) -> list[tuple[str, str, str]]:
-    """(what is needed, what is there, reason) of each thing that a model's folder lacks."""
-    found, settings = [], {}
+@functools.cache  # the jobs of a sweep share it
+def _unloadable(_directory: str, path: str) -> list[str]:
+    """The problem with what transformers makes of a folder's small files."""
     try:
-        read = json.loads((folder / "config.json").read_bytes())
-        if not isinstance(read, dict):
-            raise ValueError("it is no JSON object")
-        settings = read.get("text_config") or read
-    except (OSError, ValueError) as error:
-        got = "no config.json" if isinstance(error, FileNotFoundError) else f"config.json: {_words(error)}"
-        found.append(("a folder with a config.json", got, "It says what kind of model it is."))
-    if not any((folder / name).is_file() for name in _TOKENIZERS):
-        reason = "Prompts and completions are texts to it."
-        found.append(("a folder with a tokenizer", f"none of {', '.join(_TOKENIZERS[:3])}", reason))
-    if random_weights:
-        return found
-    index = next((folder / name for name in _INDEXES if (folder / name).is_file()), None)
-    try:
-        names = [name for name in _WEIGHTS if (folder / name).exists()][:1]
-        if not names and index is not None:
-            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        found.append(("a folder with weights", f"{index.name}: {_words(error)}", "It names the files of the weights."))
-        return found
-    if not names:
-        reason = "Without them training would start from nothing; model.random_weights=true says so."
-        found.append(("a folder with weights", f"no {' or '.join(_WEIGHTS)}", reason))
-    for name in names:
-        if got := _damage(folder / name, settings):
-            reason = "A copy or download that was cut off looks so, or one of another model."
-            found.append(("whole files of weights that fit config.json", f"{name}: {got}", reason))
-    return found
-
-
-def _damage(file: Path, settings: dict) -> str | None:
-    """Why a file of weights cannot be that of the model with these settings, from its header alone."""
-    try:
-        status = file.stat()
-        if not stat.S_ISREG(status.st_mode):
-            return "not a file"
-        with file.open("rb") as opened:
-            if file.suffix != ".safetensors":
-                return None if status.st_size else "empty"
-            (length,) = struct.unpack("<Q", opened.read(8))
-            if length > min(status.st_size, 10**8):
-                return f"{status.st_size} bytes, which is less than its header"
-            entries = {name: entry for name, entry in json.loads(opened.read(length)).items() if name != "__metadata__"}
-            ends = [entry["data_offsets"][1] for entry in entries.values()]
-    except FileNotFoundError:
-        return "missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error) as error:
-        return _words(error)
-    whole = 8 + length + max(ends, default=0)
-    if status.st_size != whole:
-        return f"{status.st_size} bytes instead of {whole}"
-    widths = (settings.get(key) for key in ("word_embed_proj_dim", "hidden_size", "n_embd"))
-    rows, width = settings.get("vocab_size"), next(filter(None, widths), None)
-    for name, entry in entries.items():
-        shape = entry.get("shape") or [0]
-        # More rows than the vocabulary: some models have tokens for pictures behind it.
-        if name.endswith(_EMBEDDINGS) and rows and width and not (shape[0] >= rows and shape[1:] == [width]):
-            return f"{name} has shape {shape} instead of {[rows, width]}"
-    return None
-
-
-def _words(error: Exception) -> str:
-    return getattr(error, "strerror", None) or first_line(error)
+        model_folder.load_config(path)
+        model_folder.load_tokenizer(path)
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 @functools.cache
@@ -198,23 +136,22 @@ def _on_the_hub(name: str) -> str | None:
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    def refusal(got: str, reason: str) -> str:
-        report = Report()
+    def problem(got: str, reason: str) -> str:
+        needs = "a folder, or a model on the Hugging Face hub"
         use = "model.path=FOLDER with a local one, or the hub's name of it"
-        report.refuse(f"model.path={name}", "a folder, or a model on the Hugging Face hub", got, reason, use)
-        return report.problems[0]
+        return refusal(f"model.path={name}", needs, got, reason, use)
 
     try:
         if isinstance(try_to_load_from_cache(name, "config.json"), str):
             return None
         if constants.HF_HUB_OFFLINE:
-            return refusal("no such folder, and no download of it", "HF_HUB_OFFLINE=1 keeps from asking the hub.")
+            return problem("no such folder, and no download of it", "HF_HUB_OFFLINE=1 keeps from asking the hub.")
         HfApi().model_info(name, timeout=_SECONDS_FOR_THE_HUB)
     except HFValidationError:
-        return refusal("no such folder", "It cannot be a name on the hub, which is NAME or OWNER/NAME.")
+        return problem("no such folder", "It cannot be a name on the hub, which is NAME or OWNER/NAME.")
     except Exception as error:  # the hub's client, its HTTP library and its proxies each raise their own
         folder = Path(name).parts[0]
         near = f" There is a folder {folder} here, without it." if glob.glob(glob.escape(folder)) else ""
         got = f"no such folder, and from {constants.ENDPOINT}: {type(error).__name__}: {first_line(error)[:150]}"
-        return refusal(got, f"It is neither here nor could the hub give it.{near}")
+        return problem(got, f"It is neither here nor could the hub give it.{near}")
     return None

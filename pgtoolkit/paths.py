@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.errors import first_line
-from pgtoolkit.rules.report import Report
+from pgtoolkit.rules.report import refusal
 
 REASON = "A value or a name in it could otherwise write anywhere."
 NAMED = "It names a folder."
@@ -45,68 +45,62 @@ def absolute(key: str, value: str) -> str:
 
 def of_run(config: DictConfig) -> list[str]:
     """Problems with the place of a single run; config: with its node `hydra`."""
-    report = Report()
-    _contained(config, "hydra.run.dir", report)
+    problems = _contained(config, "hydra.run.dir")
     inside = config.hydra.output_subdir
     if inside is not None and _leaves(str(inside)):
         use = "hydra.output_subdir=.hydra"
-        report.refuse(f"hydra.output_subdir={inside}", "a folder in the run directory", inside, REASON, use)
-    elif not report.problems:
+        problems.append(refusal(f"hydra.output_subdir={inside}", "a folder in the run directory", inside, REASON, use))
+    elif not problems:
         # Hydra writes there before the run itself looks.
-        _free("hydra.run.dir", config.hydra.run.dir, ("sweep.json", *([] if inside is None else [str(inside)])), report)
-    return report.problems
+        problems += _free(
+            "hydra.run.dir", config.hydra.run.dir, ("sweep.json", *([] if inside is None else [str(inside)]))
+        )
+    return problems
 
 
 def of_sweep(config: DictConfig) -> list[str]:
     """Problems with the folder of a sweep."""
-    report = Report()
-    _contained(config, "hydra.sweep.dir", report)
-    if not report.problems:
-        _free("hydra.sweep.dir", config.hydra.sweep.dir, (), report)
-    return report.problems
+    return _contained(config, "hydra.sweep.dir") or _free("hydra.sweep.dir", config.hydra.sweep.dir, ())
 
 
 def of_job(folder: Path, directory: str) -> list[str]:
     """Problems with the place of a job in its sweep's folder."""
-    report = Report()
-    whole = (folder / directory).resolve()
+    whole, setting = (folder / directory).resolve(), f"hydra.sweep.subdir={directory}"
     if not _is_possible(str(whole)):
-        needs, use = "a path that a file system can hold", "the default"
-        report.refuse(f"hydra.sweep.subdir={directory}", needs, directory, NAMED, use)
-    elif _leaves(directory) or whole == folder.resolve() or not whole.is_relative_to(folder.resolve()):
-        needs = "a folder inside hydra.sweep.dir"
-        report.refuse(f"hydra.sweep.subdir={directory}", needs, whole, REASON, "the default")
-    return report.problems
+        return [refusal(setting, "a path that a file system can hold", directory, NAMED, "the default")]
+    if _leaves(directory) or whole == folder.resolve() or not whole.is_relative_to(folder.resolve()):
+        return [refusal(setting, "a folder inside hydra.sweep.dir", whole, REASON, "the default")]
+    return []
 
 
-def _free(key: str, path: str, more: tuple[str, ...], report: Report) -> None:
+def _free(key: str, path: str, more: tuple[str, ...]) -> list[str]:
     """Without a run, or `more`, in it."""
     from pgtoolkit.tracking.run_directory import occupied, occupied_by
 
-    if by := occupied_by(Path(path), more):
-        report.problems.append(occupied(f"{key}={path}", Path(path), by))
+    by = occupied_by(Path(path), more)
+    return [occupied(f"{key}={path}", Path(path), by)] if by else []
 
 
-def _contained(config: DictConfig, key: str, report: Report) -> None:
+def _contained(config: DictConfig, key: str) -> list[str]:
     """Without dots that lead upwards, and below the part that was typed before the first interpolation."""
-    raw = str(OmegaConf.to_container(OmegaConf.select(config, key.rpartition(".")[0]), resolve=False)["dir"])
+    node, use = OmegaConf.select(config, key.rpartition(".")[0]), f"{key}=FOLDER"
+    raw = str(OmegaConf.to_container(node, resolve=False)["dir"])
     try:
         path = str(OmegaConf.select(config, key))
     except OmegaConfBaseException as error:
-        report.refuse(f"{key}={raw}", "a value that resolves", first_line(error), NAMED, f"{key}=FOLDER")
-        return
-    if OmegaConf.is_missing(OmegaConf.select(config, key.rpartition(".")[0]), "dir") or not _is_possible(path):
-        needs, use = "a path that a file system can hold", f"{key}=outputs/FOLDER"
-        report.refuse(f"{key}={raw}", needs, raw, NAMED, use)
-        return
+        return [refusal(f"{key}={raw}", "a value that resolves", first_line(error), NAMED, use)]
+    if OmegaConf.is_missing(node, "dir") or not _is_possible(path):
+        needs = "a path that a file system can hold"
+        return [refusal(f"{key}={raw}", needs, raw, NAMED, f"{key}=outputs/FOLDER")]
     fixed = raw.partition("${")[0].rpartition("/")
-    root = Path(fixed[0] + fixed[1] or ".")
+    root = Path(fixed[0] + fixed[1] or ".").resolve()
     if ".." in PurePath(path).parts:
-        report.refuse(f"{key}={path}", "a path without '..'", path, REASON, f"{key}={os.path.abspath(path)}")
-    elif not path.isprintable():  # it also stands in the scripts of SLURM's jobs
-        report.refuse(f"{key}={path!r}", "a path of printable characters", repr(path), REASON, f"{key}=FOLDER")
-    elif "${" in raw and not Path(path).resolve().is_relative_to(root.resolve()):
-        report.refuse(f"{key}={raw}", f"a path below {root.resolve()}", path, REASON, f"{key}=FOLDER")
+        return [refusal(f"{key}={path}", "a path without '..'", path, REASON, f"{key}={os.path.abspath(path)}")]
+    if not path.isprintable():  # it also stands in the scripts of SLURM's jobs
+        return [refusal(f"{key}={path!r}", "a path of printable characters", repr(path), REASON, use)]
+    if "${" in raw and not Path(path).resolve().is_relative_to(root):
+        return [refusal(f"{key}={raw}", f"a path below {root}", path, REASON, use)]
+    return []
 
 
 def _is_possible(path: str) -> bool:

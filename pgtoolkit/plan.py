@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pgtoolkit.losses.aggregation import AGGREGATIONS
+from pgtoolkit.model_folder import model_settings
 from pgtoolkit.rules.report import is_number, is_whole, text
 from pgtoolkit.rules.step import family_of_config, longest_document
 
@@ -173,18 +172,6 @@ def vocabulary_size(model: Any, task: Any) -> int | None:
         return {"reverse": 12, "reasoning_gym": 97}.get(task.name)  # a file of prompts has its own characters
     size = model_settings(model.path).get("vocab_size")
     return size if _counts(size) else None
-
-
-def model_settings(path: str | None) -> dict:
-    """What the config.json of a local model folder says; empty without one, or where the run will say what is wrong."""
-    try:
-        settings = json.loads(Path(os.path.expanduser(path or os.devnull), "config.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(settings, dict):
-        return {}
-    of_text = settings.get("text_config")
-    return settings | of_text if isinstance(of_text, dict) else settings
 
 
 def differences(config: Any, defaults: Any, prefix: str = "") -> Iterator[str]:

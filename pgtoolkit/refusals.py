@@ -18,6 +18,7 @@ from pgtoolkit.defaults import comment, default
 from pgtoolkit.errors import first_line
 from pgtoolkit.redaction import redact
 from pgtoolkit.rules.report import text
+from pgtoolkit.tracking.run_files import leaves
 
 
 def unreadable(override: str, error: Exception, groups: Iterable[str]) -> str:
@@ -62,15 +63,7 @@ def _keys(override: Override) -> list[str]:
     """The keys that an override gives values to; a sweep's, in all of its values together."""
     key, value = override.key_or_group, override.value()
     values = value.list if isinstance(value, ChoiceSweep) else [value]
-    return list(dict.fromkeys(leaf for one in values for leaf in _leaves(key, one)))
-
-
-def _leaves(key: str, value: Any) -> Iterable[str]:
-    if isinstance(value, dict) and value:
-        for name, inner in value.items():
-            yield from _leaves(f"{key}.{name}", inner)
-    else:
-        yield key
+    return list(dict.fromkeys(leaf for one in values for leaf, _ in leaves({key: one})))
 
 
 def unknown_option(override: Override, names: list[str]) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -14,26 +13,22 @@ from pgtoolkit import refusals
 from pgtoolkit.compose import FREE_FORM, Composed, apply, compose_choices, parse, register
 from pgtoolkit.conf_files import options
 from pgtoolkit.config import SCHEMAS, Config
-from pgtoolkit.errors import ConfigError, first_line
+from pgtoolkit.errors import ConfigError, StorageError, first_line
 from pgtoolkit.paths import DATA, absolute, make_absolute
 from pgtoolkit.rules import executed
-from pgtoolkit.tracking.run_files import read_resolved
+from pgtoolkit.tracking.run_files import read_data, read_resolved
 
+_SHAPE = ("", ".num_layers", ".hidden_size", ".max_positions", ".num_heads", ".path", ".random_weights")
+_BATCH = "the position in the data is counted in batches of this size"
 FIXED = {
-    "model": "the checkpoint holds the weights of this model",
-    "model.num_layers": "the checkpoint holds the weights of this model",
-    "model.hidden_size": "the checkpoint holds the weights of this model",
-    "model.max_positions": "the checkpoint holds the weights of this model",
-    "model.num_heads": "the checkpoint holds the weights of this model",
-    "model.path": "the checkpoint holds the weights of this model",
-    "model.random_weights": "the checkpoint holds the weights of this model",
+    **{f"model{key}": "the checkpoint holds the weights of this model" for key in _SHAPE},
     "seed": "prompts and the order of the data come from this seed",
     "task": "the position in the data belongs to this task",
     "rollout": "the position in the data belongs to this source",
     "rollout.path": "the position in the data belongs to these files",
     "rollout.shuffle": "the position in the data belongs to this order",
-    "rollout.prompts_per_batch": "the position in the data is counted in batches of this size",
-    "rollout.group_size": "the position in the data is counted in batches of this size",
+    "rollout.prompts_per_batch": _BATCH,
+    "rollout.group_size": _BATCH,
     "experiment": "an experiment is chosen when a run starts",
     "debug": "a debugging run is chosen when a run starts",
 }
@@ -105,8 +100,8 @@ def typed(saved: dict, file: str) -> DictConfig:
 def _recorded(run_dir: Path) -> set[str]:
     """Keys of the data whose contents are known, so that they may lie elsewhere now."""
     try:
-        return set(json.loads((run_dir / "data.json").read_text()))
-    except (OSError, ValueError):  # of an older run, or damaged, which training says
+        return set(read_data(run_dir))
+    except StorageError:  # damaged, which training says
         return set()
 
 

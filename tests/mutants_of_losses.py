@@ -26,19 +26,22 @@ MUTANTS_OF_LOSSES = [
     (
         "Triton's clip acts already at its upper bound",
         "kernels/triton_vectors.py",
-        {"ratio <= upper": "ratio < upper"},
+        {"ratio <= 1 + above": "ratio < 1 + above"},
         (f"{KERNELS}::test_the_clip_does_not_act_at_its_bounds[grpo-triton]",),
     ),
     (
         "Triton's clip acts already at its lower bound",
         "kernels/triton_vectors.py",
-        {"ratio >= lower": "ratio > lower"},
+        {"ratio >= 1 - below": "ratio > 1 - below"},
         (f"{KERNELS}::test_the_clip_does_not_act_at_its_bounds[gspo-triton]",),
     ),
     (
         "Triton's clipped fraction counts the bounds",
         "kernels/triton_vectors.py",
-        {"own & (ratio < lower), own & (ratio > upper)": "own & (ratio <= lower), own & (ratio >= upper)"},
+        {
+            "own & (ratio < 1 - below), own & (ratio > 1 + above)": "own & (ratio <= 1 - below), "
+            "own & (ratio >= 1 + above)"
+        },
         (f"{KERNELS}::test_the_clip_does_not_act_at_its_bounds[grpo-triton]",),
     ),
     (

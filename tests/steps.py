@@ -17,6 +17,11 @@ LOSSES = ("grpo", "gspo", "cispo")
 SMOOTH = ("grpo", "gspo")
 """Those whose gradient is the derivative of the loss, without a stop-gradient."""
 AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
+PAIRS = (
+    *((loss, "sample_mean") for loss in LOSSES),
+    *(("gspo", "prompt_mean"), ("gspo", "token_mean"), ("grpo", "constant")),
+)
+"""Every family and every aggregation, but not each with each: an aggregation is no more than a weight."""
 LEVELS = ("none", "basic", "with_entropy")
 EPSILONS = {
     "grpo": {"epsilon_low": 0.2, "epsilon_high": 0.25},
@@ -98,3 +103,10 @@ def objective_of(
     )
     what = Loss(family_of(loss, **EPSILONS[loss] | epsilons), aggregation_of(*aggregation))
     return make_objective(tokens, None, what, dtype, ranks)
+
+
+def relative_error(found, expected) -> float:
+    """The norm of the difference over that of what is expected, in float64."""
+    expected = torch.as_tensor(expected).double().cpu()
+    error = (torch.as_tensor(found).double().cpu() - expected).norm()
+    return float(error / expected.norm().clamp(min=1e-30))

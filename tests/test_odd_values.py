@@ -88,7 +88,7 @@ def test_hydras_own_keys():
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        ("loss=[]", "loss=[] needs one of grpo, gspo (got '[]')"),
+        ("loss=[]", "loss=[] needs one of cispo, custom, grpo, gspo (got '[]')"),
         ("task=reasoning_gym task.options=abc", "task.options=abc needs a dictionary (got 'abc')"),
         ("aggregation.mode=???", "aggregation.mode needs a value (got none)"),
         ("tracking.run_name=${nope}", "tracking.run_name=${nope} needs a value that resolves (got ${nope})"),

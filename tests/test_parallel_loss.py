@@ -8,7 +8,7 @@ import torch
 from cuts import CUTS, Cut, assert_same, axis_groups, evaluate, expected, make_head_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from steps import AGGREGATIONS, LEVELS, LOSSES
+from steps import AGGREGATIONS, LEVELS, LOSSES, PAIRS
 from threads import on_ranks
 
 from pgtoolkit.losses import policy_gradient
@@ -26,16 +26,14 @@ def check(cut, head_case, fused, loss, aggregation, metrics, tolerance=1e-12, **
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("loss", "aggregation"), PAIRS)
 @pytest.mark.parametrize("cut", CUTS)
 def test_given_logits(cut, loss, aggregation, level):
     check(CUTS[cut], HEAD_CASE, False, loss, aggregation, level)
 
 
 @pytest.mark.parametrize("rows", [3, 100])
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("loss", "aggregation"), PAIRS)
 @pytest.mark.parametrize("cut", CUTS)
 def test_fused_head(cut, loss, aggregation, rows, monkeypatch):
     """With chunks shorter than most documents, and longer. Ranks agree on them, though their shards differ in size."""

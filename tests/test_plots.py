@@ -90,6 +90,14 @@ def rows_of_pixels(path, color):
     return (np.abs(pixels[:height, width : 2 * width] - color).max(-1) < 12).any(-1).sum()
 
 
+def test_wide_numbers_are_not_cut_at_the_edges(tmp_path):
+    path, metrics = tmp_path / "curves.png", ("reward", "clipped_ratio_fraction", "ratio_new_old", "entropy")
+    wide = [row | dict.fromkeys(metrics, (-1) ** row["step"] * 123456.7) for row in rows(12, metrics)]
+    plot_curves(wide, path, "title")
+    brightness = imread(path)[..., :3].min(-1)
+    assert brightness[:, :3].min() == brightness[:, -3:].min() == 1
+
+
 def test_a_folder_that_is_gone_is_a_storage_error(tmp_path):
     with pytest.raises(StorageError, match=r"curves\.png cannot be written"):
         plot_curves([], tmp_path / "gone" / "curves.png", "title")

@@ -18,6 +18,7 @@ import psutil
 import pytest
 from runs import SHORT, metrics_of, once
 
+pytestmark = pytest.mark.slow
 PGTK = Path(sys.executable).with_name("pgtk")
 LONG = ("parallelism=ddp", "trainer.max_steps=100000", "trainer.checkpoint_every=5", "trainer.keep_checkpoints=2")
 

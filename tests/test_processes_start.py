@@ -1,5 +1,6 @@
 """How processes find their place, and how `pgtk` starts them."""
 
+import errno
 import pickle
 import re
 import signal
@@ -11,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 from torch.distributed import TCPStore
 
-from pgtoolkit.errors import ConfigError, Interrupted
+from pgtoolkit.errors import ConfigError, Interrupted, StorageError
 from pgtoolkit.parallelism import worker
 from pgtoolkit.parallelism.workers import _conclude, loopback_store
 from pgtoolkit.ranks import Rank, first_host, joined
@@ -89,6 +90,22 @@ def test_an_interruption_while_workers_start_is_no_defect(environment, monkeypat
     with pytest.raises(Interrupted, match=said), stoppable(OmegaConf.create({"seed": 1}), run, []):
         _conclude(tmp_path, processes, [signal.SIGINT], [], 300, {}, run)
     assert read_status(run)["reason"] == "SIGINT"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_full_disk_in_a_worker_is_no_defect(environment, monkeypatch, tmp_path, rank):
+    def full(job, rank):
+        raise OSError(errno.ENOSPC, "No space left on device", "outputs/x")
+
+    environment(RANK=str(rank), WORLD_SIZE="2")
+    monkeypatch.setattr(worker, "take_part", full)
+    monkeypatch.setattr("sys.argv", ["pgtk"])
+    (tmp_path / "job").write_bytes(pickle.dumps(worker.Job(None, tmp_path, False, [], None, ["pgtk"])))
+    assert worker.main(tmp_path) == 6
+    processes = {rank: SimpleNamespace(returncode=6)}
+    said = ("" if rank == 0 else "rank 1: ") + "outputs/x cannot be read or written: No space left on device"
+    with pytest.raises(StorageError, match=f"^{said}$"):
+        _conclude(tmp_path, processes, [], [], 300, {}, tmp_path / "run")
 
 
 def test_the_store_of_local_workers_is_reached_from_this_machine_alone():

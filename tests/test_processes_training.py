@@ -31,6 +31,7 @@ def run_on_ranks(folder: Path, overrides: list[str], resume: bool = False, **siz
     """A run of as many processes as the sizes multiply to; one process trains here."""
     config = config_of(*overrides, *(f"parallelism.{axis}={size}" for axis, size in sizes.items()))
     assert validate(config).problems == []
+    OmegaConf.resolve(config)  # as `launch` does: other processes know no resolvers
     if sizes:
         world(math.prod(sizes.values())).run(train_on_rank, config, folder, sizes, resume)
     else:

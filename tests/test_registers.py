@@ -18,17 +18,19 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from pgtoolkit.kernels import triton_impl
 from pgtoolkit.kernels.triton_one_pass import one_pass_kernel as kernel
+from pgtoolkit.kernels.triton_vectors import clipped
 
 grpo, threads = sys.argv[1] == "grpo", 256
 most = triton_impl._MAX_BLOCKS_SHARED_GRPO if grpo else triton_impl._MAX_BLOCKS
 needed = -(-{vocabulary} // (2 * 4 * threads))
 share = -(-needed // most)
-sizes = dict(GRPO=grpo, ENTROPY=False, HALF="bf16", PTX=True, SHARE=share, BLOCKS=-(-needed // share), THREADS=threads)
+sizes = dict(SURROGATE=clipped if grpo else None, SHARE=share, BLOCKS=-(-needed // share), THREADS=threads)
+sizes |= dict(ENTROPY=False, HALF="bf16", PTX=True)
 types = dict.fromkeys(("logits", "out_elements"), "*bf16") | dict.fromkeys(("words", "out"), "*i32")
 types |= dict.fromkeys(("labels", "slots"), "*i64") | dict.fromkeys(sizes, "constexpr")
 types |= dict.fromkeys(("num_rows", "zero", "sixteen", "upper"), "i32")
 types |= dict.fromkeys(strides := ("row_stride", "out_stride", "num_columns"), "i32")
-types |= dict.fromkeys(("scale", "inverse_temperature", "epsilon_low", "epsilon_high"), "fp32")
+types |= dict.fromkeys(("scale", "inverse_temperature", "below", "above"), "fp32")
 signature = {{name: types.get(name, "*fp32") for name in kernel.arg_names}}
 aligned = {{
     (i,): [["tt.divisibility", 16]]

@@ -132,7 +132,7 @@ def test_a_sweep_is_held_by_one_launcher(tmp_path):
     saved = json.loads((tmp_path / "s" / "sweep.json").read_text())["jobs"][0]
     assert {"name", "directory", "overrides", "status", "reason", "log"} <= saved.keys()
     (tmp_path / "s" / "sweep.json").write_text('{"jobs": 3}')
-    with pytest.raises(StorageError, match="delete it to go on"):
+    with pytest.raises(StorageError, match=r"\(not the name, command and jobs of a sweep\)\. Delete it to go on"):
         Sweep.load(tmp_path / "s")
 
 

@@ -10,9 +10,11 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from runs import SHORT, assert_equal, checkpoint_of, metrics_of, once
 from runs import run as train_short
 
+pytestmark = pytest.mark.slow
 PGTK = Path(sys.executable).with_name("pgtk")
 STEPS = 300
 LONG = (f"trainer.max_steps={STEPS}", "trainer.checkpoint_every=20")

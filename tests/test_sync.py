@@ -66,6 +66,20 @@ def test_sync_refuses_what_is_no_run_and_goes_on_with_the_others(uri, run, tmp_p
     assert "nothing was missing" in capsys.readouterr().out
 
 
+def test_sync_delivers_the_others_when_a_run_is_damaged(uri, tmp_path, capsys):
+    for name in ("1-first", "2-damaged", "3-last"):
+        with RunDirectory(tmp_path / name) as run:
+            run.write_config(CONFIG, [])
+            train(run, 1, 2)
+            run.set_status("done", 2)
+    (tmp_path / "2-damaged" / "status.json").write_text("{")
+    assert main(["sync", str(tmp_path), f"--uri={uri}"]) == 6
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1
+    assert "2-damaged/status.json is damaged (" in said.err
+    assert [name in said.out for name in ("1-first: 2 rows", "2-damaged", "3-last: 2 rows")] == [True, False, True]
+
+
 def test_a_run_whose_number_was_never_written_down_is_found_again(uri, run):
     tracker = start(uri, run)
     train(run, 1, 2)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
+pytestmark = pytest.mark.slow
 
 
 def succeed(*command, **options) -> str:

@@ -40,21 +40,13 @@ class Workload:
 
     def counts(self) -> DocumentCounts:
         """What the training loop, whose documents come from the host, knows of them."""
-        trained = self.labels >= 0
-        documents = [self.document_index[mask] for mask in (trained, trained & (self.advantages != 0))]
-        return DocumentCounts(*(torch.bincount(x, minlength=self.num_documents).tolist() for x in documents))
+        return self._tokens().counted().counts
 
     def objective(self, dtype: torch.dtype = torch.float32) -> Objective:
-        labels, old_log_probs, advantages, index = self.tensors
-        tokens = Tokens(
-            labels=labels,
-            old_log_probs=old_log_probs,
-            advantages=advantages,
-            document_index=index,
-            num_documents=self.num_documents,
-        )
-        loss = Loss(family_of(self.loss), SampleMean())
-        return make_objective(tokens, None, loss, dtype, ALONE)
+        return make_objective(self._tokens(), None, Loss(family_of(self.loss), SampleMean()), dtype, ALONE)
+
+    def _tokens(self) -> Tokens:
+        return Tokens(**{key: value for key, value in vars(self).items() if key != "loss"})
 
     def half_untrained(self) -> Workload:
         """Every other position is a prompt's or padding."""

@@ -6,7 +6,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from pgtoolkit.errors import ConfigError, StorageError
+from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError
 from pgtoolkit.redaction import redact
 from pgtoolkit.tracking.commands import shell_path
 
@@ -107,17 +107,18 @@ def _sync(argv):
     from pgtoolkit.comparison.runs import is_run, run_directories
     from pgtoolkit.tracking.sync import sync
 
-    refused = []
+    failed = []
     for directory in run_directories("pgtk sync", args.runs):
         if not is_run(directory):
             print(f"{shell_path(directory)}: ended before it wrote its configuration", flush=True)
             continue
         try:
             print(sync(directory, args.uri, args.experiment), flush=True)
-        except ConfigError as error:  # such as a run that is still going on: the others do not wait for it
-            refused.append(str(error))
-    if refused:
-        raise ConfigError("\n".join(refused))
+        except PgtoolkitError as error:  # such as of a run that is damaged, or still going on: the others do not wait
+            failed.append(error)
+    if failed:
+        worst = max(failed, key=lambda error: error.exit_status)
+        raise type(worst)("\n".join(dict.fromkeys(map(str, failed)))) from worst
     return 0
 
 

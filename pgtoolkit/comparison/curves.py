@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from itertools import accumulate
 
 from pgtoolkit.comparison.runs import Run
+from pgtoolkit.tracking.series import smooth
 
 POINTS = 120
 """How many points a mean curve has."""
@@ -17,9 +17,7 @@ def curve(run: Run, metric: str, axis: str) -> tuple[list[float], list[float]]:
     if not points:
         return [], []
     x, y = (list(side) for side in zip(*points, strict=True))
-    half = len(y) // 80
-    # Twice, because one pass leaves teeth where the metric has a period, such as the steps of one batch of rollouts.
-    return x, _moving_mean(_moving_mean(y, half), half)
+    return x, smooth(y, len(y) // 80)
 
 
 def mean_curve(runs: list[Run], metric: str, axis: str) -> list[tuple[float, float, float, float]]:
@@ -46,9 +44,3 @@ def _at(x, y, place):
         return y[-1]
     share = (place - x[after - 1]) / ((x[after] - x[after - 1]) or 1)
     return y[after - 1] + share * (y[after] - y[after - 1])
-
-
-def _moving_mean(values, half):
-    sums = [0.0, *accumulate(values)]
-    ends = [(max(0, i - half), min(len(values), i + half + 1)) for i in range(len(values))]
-    return [(sums[end] - sums[begin]) / (end - begin) for begin, end in ends]

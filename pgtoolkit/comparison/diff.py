@@ -8,8 +8,9 @@ from pathlib import Path
 from pgtoolkit.comparison.groups import text
 from pgtoolkit.comparison.runs import is_run, not_a_run
 from pgtoolkit.tracking.commands import shell_path
-from pgtoolkit.tracking.description import read_provenance
-from pgtoolkit.tracking.run_directory import config_drift, read_config
+from pgtoolkit.tracking.description import last_start
+from pgtoolkit.tracking.run_directory import config_drift
+from pgtoolkit.tracking.run_files import known_provenance, read_config
 
 _HARDWARE = ("host", "platform", "cpus", "memory", "gpus")
 
@@ -23,10 +24,10 @@ def page(first: Path, second: Path) -> str:
         if not is_run(path):
             raise not_a_run(f"pgtk diff {first} {second}", path, "two run directories")
     sections = {"configuration": config_drift(read_config(first)[0], read_config(second)[0])}
-    starts = [read_provenance(path) for path in (first, second)]
+    starts = [known_provenance(path) for path in (first, second)]
     notes = []
     if all(starts):
-        one, other = (_last_start(start) for start in starts)
+        one, other = (last_start(start) for start in starts)
         sections["code"] = _code(one, other)
         sections["packages"] = _packages_changed(one, other)
         sections["hardware"] = config_drift(_hardware(one), _hardware(other))
@@ -45,10 +46,6 @@ def page(first: Path, second: Path) -> str:
     if same:
         notes.insert(0, f"No difference in {', '.join(same)}.")
     return "\n".join([*lines, "", *notes]).rstrip()
-
-
-def _last_start(provenance):
-    return (provenance.get("resumed") or [provenance])[-1]
 
 
 def _code(one, other):

@@ -7,9 +7,10 @@ import io
 from pathlib import Path
 
 from pgtoolkit.comparison import words
-from pgtoolkit.comparison.groups import Compared, best, final, text
+from pgtoolkit.comparison.groups import Compared, text
 from pgtoolkit.comparison.report import lines_of, time_unit
 from pgtoolkit.comparison.svg import style
+from pgtoolkit.tracking.series import best, final
 
 
 def csv_text(compared: Compared) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 import json
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 from pgtoolkit.comparison.runs import Run
 from pgtoolkit.comparison.statistics import Comparison, compare_all, mean_and_std
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.tracking.series import best, final
 from pgtoolkit.tracking.store import NOT_COMPARED
 
 _NOT_COMPARED = ("seed", *NOT_COMPARED)
@@ -95,19 +95,6 @@ def compare(runs: list[Run], metric: str) -> Compared:
     )
 
 
-def final(values: list[float]) -> float:
-    """The mean over the last tenth of a run's steps."""
-    tenth = max(1, len(values) // 10)
-    return sum(values[-tenth:]) / tenth
-
-
-def best(values: list[float]) -> float:
-    """The highest mean over any tenth of a run's steps in a row: one lucky step is not a peak."""
-    tenth = max(1, len(values) // 10)
-    sums = [0.0, *accumulate(values)]
-    return max(end - begin for begin, end in zip(sums, sums[tenth:], strict=False)) / tenth
-
-
 def text(value: object) -> str:
     """A value as overrides have it."""
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
@@ -164,7 +151,8 @@ def _why(run, metric=None):
         return "has not begun"
     if run.state == "unreadable":
         return f"unreadable: {run.reason}"
-    why = f"{run.state} at step {run.step}" + (f" of {run.config['trainer.max_steps']}" if run.config else "")
+    planned = run.config.get("trainer.max_steps")  # what a store has of a run may lack it
+    why = f"{run.state} at step {run.step}" + (f" of {planned}" if planned is not None else "")
     so_far = run.values(metric) if metric else []
     why += f", {metric} {final(so_far):.3f} so far" if so_far else ""
     return why + (f": {' '.join(run.reason.split())}" if run.reason else "")

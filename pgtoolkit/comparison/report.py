@@ -6,9 +6,10 @@ from html import escape
 
 from pgtoolkit.comparison import words
 from pgtoolkit.comparison.curves import curve, mean_curve
-from pgtoolkit.comparison.groups import Compared, best, final, text
+from pgtoolkit.comparison.groups import Compared, text
 from pgtoolkit.comparison.runs import Run
 from pgtoolkit.comparison.svg import Line, chart, style
+from pgtoolkit.tracking.series import best, final
 
 _CSS = """
 :root { color-scheme: light dark; }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import sys
@@ -12,13 +11,11 @@ from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
-from pgtoolkit.errors import ConfigError, PgtoolkitError, first_line
+from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
 from pgtoolkit.tracking.commands import shell_path
-from pgtoolkit.tracking.description import code_of, read_provenance
+from pgtoolkit.tracking.description import code_of
 from pgtoolkit.tracking.run_directory import is_held, leaves, read_config, read_metrics, read_status
+from pgtoolkit.tracking.run_files import TIME, known_provenance, read_sweep
 
 SWEEPS = Path("outputs/sweeps")
 """Where the folders of sweeps are, below the directory that they were started from."""
@@ -26,9 +23,8 @@ SWEEPS = Path("outputs/sweeps")
 _PASSED_OVER = ("artifacts", "checkpoints")
 """Folders that hold no runs, though perhaps the copy of a run's configuration that MLflow keeps."""
 
-
-UNREADABLE = (OmegaConfBaseException, YAMLError, ValueError, AttributeError, TypeError, KeyError)
-"""What damaged files raise when they are read."""
+_IN_EVERY_RUN = ("seed", "trainer.max_steps")
+"""Keys without which a configuration is none, or a part of one; others came with later versions."""
 
 
 @dataclass
@@ -122,13 +118,13 @@ def _run_directories(top: Path) -> Iterator[Path]:
 def _jobs_without_run(folder):
     """The jobs of a sweep that have not begun, or failed before they wrote their configuration."""
     try:
-        jobs = json.loads((folder / "sweep.json").read_text())["jobs"]
-    except (OSError, ValueError, KeyError):
+        jobs = read_sweep(folder).get("jobs", [])
+    except StorageError:
         return
     for job in jobs:
         path = (folder / job["directory"]).resolve()
         if not is_run(path):
-            yield Run(path, path.name, job["status"], job["reason"])
+            yield Run(path, path.name, job["status"], job.get("reason"))
 
 
 def _may_hold_runs(name):
@@ -145,9 +141,11 @@ def _read(path: Path) -> Run:
     if not is_run(path):
         return Run(path, path.name, "failed", "it ended before it wrote its configuration")
     try:
-        config, _ = read_config(path)
+        config = dict(leaves(read_config(path)[0]))
+        if missing := [key for key in _IN_EVERY_RUN if key not in config]:
+            raise StorageError(f"{path / 'config.yaml'} is damaged (it lacks {', '.join(missing)})")
         status = read_status(path)
-        provenance = read_provenance(path)
+        provenance = known_provenance(path)
         rows = read_metrics(path / "metrics.jsonl")
         add_seconds(rows, [start["time"] for start in provenance.get("resumed", [])])
         state = status.get("state", "running")
@@ -159,12 +157,12 @@ def _read(path: Path) -> Run:
             state,
             status.get("reason"),
             rows[-1]["step"] if rows else status.get("step", 0),
-            dict(leaves(config)),
+            config,
             rows,
             code_of(provenance),
             tuple(dict.fromkeys(name for row in rows[-1:] for name in row)),
         )
-    except (*UNREADABLE, PgtoolkitError) as error:
+    except PgtoolkitError as error:
         return Run(path, path.name, "unreadable", first_line(error).rstrip("."))
 
 
@@ -172,7 +170,7 @@ def add_seconds(rows: list[dict[str, float]], resumes: list[str]) -> None:
     """Give each row `seconds` since the first; resumes: when the run was resumed, as provenance.json has it."""
     if not rows or any("time" not in row for row in rows):
         return
-    starts = [_seconds_of(text) for text in resumes]
+    starts = [datetime.strptime(text, TIME).timestamp() for text in resumes]
     steps = [max(0.0, after["time"] - before["time"]) for before, after in pairwise(rows)]
     usual = statistics.median(steps) if steps else 0.0
     rows[0]["seconds"] = 0.0
@@ -180,7 +178,3 @@ def add_seconds(rows: list[dict[str, float]], resumes: list[str]) -> None:
         # The start is written in whole seconds.
         resumed = any(before["time"] - 1 <= start <= after["time"] for start in starts)
         after["seconds"] = before["seconds"] + (min(length, usual) if resumed else length)
-
-
-def _seconds_of(text):
-    return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S%z").timestamp()

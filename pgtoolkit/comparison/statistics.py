@@ -61,26 +61,6 @@ def welch(one: list[float], other: list[float]) -> tuple[float, float] | tuple[N
         return (0.0, 1.0) if difference == 0 else (None, None)
     t = difference / math.sqrt(first + second)
     freedom = (first + second) ** 2 / (first**2 / (len(one) - 1) + second**2 / (len(other) - 1))
-    return t, _incomplete_beta(freedom / 2, 0.5, freedom / (freedom + t * t))
+    from scipy.special import stdtr  # takes half a second, which sweeps without seeds need not pay
 
-
-def _incomplete_beta(a, b, x):
-    """The regularised incomplete beta function I_x(a, b), by its continued fraction (Lentz's method)."""
-    if x <= 0 or x >= 1:
-        return float(x >= 1)
-    if x > (a + 1) / (a + b + 2):  # where the fraction converges slowly, its mirror image does not
-        return 1 - _incomplete_beta(b, a, 1 - x)
-    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x))
-    tiny = 1e-300
-    c, d = 1.0, 1 / (1 - (a + b) * x / (a + 1) or tiny)
-    fraction = d
-    for m in range(1, 1000):
-        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
-        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        for term in (even, odd):
-            d = 1 / (1 + term * d or tiny)
-            c = 1 + term / c or tiny
-            fraction *= c * d
-        if abs(c * d - 1) < 1e-14:
-            break
-    return front * fraction / a
+    return t, 2 * float(stdtr(freedom, -abs(t)))

@@ -102,7 +102,7 @@ def _config(run):
     """Dotted key to text, in the order of a run's config.yaml; what a resume changed has its newest value."""
     changed = {key.removeprefix("now."): value for key, value in run.data.tags.items() if key.startswith("now.")}
     values = run.data.params | {key: value for key, value in changed.items() if key in run.data.params}
-    places = {key: place for place, key in enumerate(_keys())}
+    places = {key: place for place, key in enumerate(dict.fromkeys(_keys()))}
     return {key: values[key] for key in sorted(values, key=lambda key: (places.get(key, len(places)), key))}
 
 

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from pgtoolkit.batch import DocumentCounts
 from pgtoolkit.kernels.parallel import all_sum_
 from pgtoolkit.kernels.plan import Chunk, make_plan
-from pgtoolkit.kernels.products import BesideOthers, accumulate_matmul, matmul
+from pgtoolkit.kernels.products import BesideOthers, accumulate_matmul, accumulation_dtype, matmul
 from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import Objective
 
@@ -136,7 +136,7 @@ class _Run:
         self.hidden, self.labels, self.head = hidden, labels, head
         # A float32 parameter under a half-precision model computes in the model's precision.
         self.weight = weight.to(hidden.dtype)
-        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        wide = accumulation_dtype(hidden)
         self.logits_dtype = wide if head.fp32_logits else hidden.dtype
         self.bias = None if bias is None else bias.to(self.logits_dtype)
         self.log_probs = hidden.new_zeros(len(hidden), dtype=wide)

@@ -11,6 +11,11 @@ _ROWS_PER_BLOCK = 4096
 """Rows of the right operand widened at once where the device has no mixed product: bounds the copy."""
 
 
+def accumulation_dtype(values: Tensor) -> torch.dtype:
+    """What sums over values of this dtype are kept in: float64 for float64, else float32."""
+    return torch.float64 if values.dtype == torch.float64 else torch.float32
+
+
 def matmul(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     """out = a @ b, for a (M, K), b (K, N); out may be float32 where a and b are half precision."""
     if out.dtype == a.dtype:

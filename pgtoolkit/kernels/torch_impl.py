@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pgtoolkit.kernels.products import accumulation_dtype
 from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import Objective
 
@@ -37,7 +38,7 @@ def forward_shard(
     The label's logit, or 0 where the label is elsewhere; the shard's m; its sum of exp(d) with
     d = (x - m) / temperature; and its sum of d exp(d), if entropy is asked for. All are 0 where labels < 0.
     """
-    parts = logits.new_zeros(4 if with_entropy else 3, len(labels), dtype=_accumulation_dtype(logits))
+    parts = logits.new_zeros(4 if with_entropy else 3, len(labels), dtype=accumulation_dtype(logits))
     for rows in _row_blocks(logits):
         block = logits[rows].to(parts.dtype)
         local = labels[rows] - vocabulary_start
@@ -134,10 +135,6 @@ def scale_rows(source: Tensor, factors: Tensor, target: Tensor, rows: Tensor) ->
 def scale_(values: Tensor, factor: Tensor) -> Tensor:
     """values *= factor (0-dim) in place."""
     return values.mul_(factor)
-
-
-def _accumulation_dtype(logits: Tensor) -> torch.dtype:
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
 def _row_blocks(logits: Tensor):

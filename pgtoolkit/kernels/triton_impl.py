@@ -210,7 +210,7 @@ def _one_pass(logits, labels, temperature, with_entropy, objective, out):
             columns,
             _LOG2_E / temperature,
             1 / temperature,
-            *((0.0, 0.0) if objective is None else objective.family.bounds),
+            *((0.0, 0.0) if objective is None else vectors.margins(objective.family)),
             0,
             16,
             -65536,

@@ -27,6 +27,12 @@ def surrogate_of(family: Family):
     return _SURROGATES.get(type(family))
 
 
+def margins(family: Family) -> tuple[float, float]:
+    """How far below and above 1 the ratios lie that bound the clip."""
+    lower, upper = family.bounds
+    return 1 - lower, upper - 1
+
+
 def settle(
     tokens: Tokens, aggregation: Aggregation, totals: StepTotals | None
 ) -> tuple[Tensor, Segments, StepTotals, Tensor] | None:
@@ -128,7 +134,7 @@ def _launch(objective, log_probs, entropy, index, num_documents, coefficients, p
         coefficients if parts is None else parts,
         len(log_probs),
         num_documents,
-        *objective.family.bounds,
+        *margins(objective.family),
         SURROGATE=surrogate_of(objective.family),
         BY_DOCUMENT=objective.family.by_document,
         BY_SIGN=objective.family.clips_by_sign,

@@ -93,8 +93,8 @@ def one_pass_kernel(
     num_columns,
     scale,
     inverse_temperature,
-    lowest_ratio,
-    highest_ratio,
+    below,
+    above,
     zero,
     sixteen,
     upper,
@@ -232,7 +232,7 @@ def one_pass_kernel(
                     tl.store(entropies + row, (log_sum - d / n) * LN_2)
             factor = 1.0
             if SURROGATE is not None:
-                _, slope, _, _ = SURROGATE(log_prob - old, advantage, log_prob, lowest_ratio, highest_ratio)
+                _, slope, _, _ = SURROGATE(log_prob - old, advantage, log_prob, below, above)
                 factor = weight * slope * inverse_temperature
             if factor != 0:
                 # -factor 2^(s (x - m) - log2 n), with |factor| in the exponent and the sign set on packed words.

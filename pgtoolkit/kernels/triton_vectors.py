@@ -31,27 +31,28 @@ def _or_nan(value, log_ratio, advantage):
 
 
 # A surrogate of `losses.families`: (loss, slope, ratio, log-ratio after the clamp) of a log-ratio before it, with the
-# advantage, the new log-prob, and the ratios that bound the clip. slope: 0 where clip or clamp cut the gradient; a pass
+# advantage, the new log-prob, and how far below and above 1 the clip's bounds are: as bounds they would be kept in
+# registers, which the single pass over the logits does not have. slope: 0 where clip or clamp cut the gradient; a pass
 # that wants it alone does not compute the others.
 
 
 @triton.jit
-def clipped(log_ratio, advantage, log_prob, lower, upper):
+def clipped(log_ratio, advantage, log_prob, below, above):
     """`Grpo` and `Gspo`."""
     limited, ratio = _clamped(log_ratio)
-    limit = tl.minimum(tl.maximum(ratio, lower), upper)
+    limit = tl.minimum(tl.maximum(ratio, 1 - below), 1 + above)
     loss = -tl.minimum(ratio * advantage, limit * advantage)
     # The bounds themselves pass, as autograd of min and clamp has it. NaN does not pass.
-    passes = tl.where(advantage > 0, ratio <= upper, ratio >= lower)
+    passes = tl.where(advantage > 0, ratio <= 1 + above, ratio >= 1 - below)
     slope = tl.where(passes & (tl.abs(log_ratio) <= 20.0), -ratio * advantage, 0.0)
     return _or_nan(loss, log_ratio, advantage), slope, _or_nan(ratio, log_ratio, advantage), limited
 
 
 @triton.jit
-def weighted(log_ratio, advantage, log_prob, lower, upper):
+def weighted(log_ratio, advantage, log_prob, below, above):
     """`Cispo`: the clipped ratio is a factor without gradient, so no token loses its own."""
     limited, ratio = _clamped(log_ratio)
-    slope = -tl.minimum(tl.maximum(ratio, lower), upper) * advantage
+    slope = -tl.minimum(tl.maximum(ratio, 1 - below), 1 + above) * advantage
     return _or_nan(slope * log_prob, log_ratio, advantage), slope, _or_nan(ratio, log_ratio, advantage), limited
 
 
@@ -138,8 +139,8 @@ def surrogate_kernel(
     parts,
     num_tokens,
     num_documents,
-    lower,
-    upper,
+    below,
+    above,
     SURROGATE: tl.constexpr,
     BY_DOCUMENT: tl.constexpr,
     BY_SIGN: tl.constexpr,
@@ -201,7 +202,7 @@ def surrogate_kernel(
             factor = tl.where(own, mean_weight, weight)
         else:
             log_ratio, advantage, factor = new - old, given, weight
-        loss, slope, ratio, limited = SURROGATE(log_ratio, advantage, new, lower, upper)
+        loss, slope, ratio, limited = SURROGATE(log_ratio, advantage, new, below, above)
         tl.store(coefficients + t, factor * slope, mask=taken)
         loss_sum += (weight * loss).to(tl.float64)
         new_sum += new.to(tl.float64)
@@ -216,7 +217,7 @@ def surrogate_kernel(
             x = limited.to(tl.float64)
             series = x * x * (0.5 + x * (1 / 6 + x / 24))
             divergence_sum += tl.where(own, tl.where(tl.abs(x) < 1e-3, series, tl.exp(x) - 1 - x), 0.0)
-            low, high = own & (ratio < lower), own & (ratio > upper)
+            low, high = own & (ratio < 1 - below), own & (ratio > 1 + above)
             outside += tl.where(low | high, 1.0, 0.0)
             low_side = advantage < 0 if BY_SIGN else advantage != 0
             high_side = advantage > 0 if BY_SIGN else advantage != 0

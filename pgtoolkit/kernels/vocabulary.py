@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from pgtoolkit.kernels.parallel import gather
+from pgtoolkit.kernels.products import accumulation_dtype
 from pgtoolkit.kernels.torch_impl import merge_shards
 
 
@@ -30,8 +31,7 @@ class VocabularyShard:
         if logits.shape[1]:
             parts = self.implementation.forward_shard(logits, labels, temperature, with_entropy, self.start)
         else:
-            wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-            parts = logits.new_zeros(3 + with_entropy, len(labels), dtype=wide)
+            parts = logits.new_zeros(3 + with_entropy, len(labels), dtype=accumulation_dtype(logits))
             parts[1] = torch.where(trained, -1e30, 0.0)
         # NaN says that the label is elsewhere: if none has it, or two do, there is no log-prob.
         inside = (labels >= self.start) & (labels < self.start + logits.shape[1])

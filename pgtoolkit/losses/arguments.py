@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 
 from pgtoolkit.batch import DocumentCounts, StepTotals, Tokens
 from pgtoolkit.kernels.parallel import Ranks
+from pgtoolkit.kernels.products import accumulation_dtype
 from pgtoolkit.losses.checks import check_positive, check_switches, check_whole, is_whole, short, shown
 from pgtoolkit.losses.families import Family
 from pgtoolkit.losses.policy_gradient import Computation, LMHead
@@ -51,7 +52,7 @@ def check_rows(name: str, rows: Tensor) -> None:
 
 def check_head(hidden: Tensor, head: LMHead, family: Family, how: Computation) -> None:
     """ValueError for a head that does not fit the hidden states, or for a way to compute it that makes no sense."""
-    weight, wide = head.weight, torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    weight, wide = head.weight, accumulation_dtype(hidden)
     fits = isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[1] == hidden.shape[1]
     check_tensor("lm_head_weight", weight, hidden, weight.shape if fits else None, f"shape (V, {hidden.shape[1]})")
     if head.bias is not None:
@@ -166,7 +167,7 @@ def check_totals(totals: StepTotals | None, num_documents: int, group_index: Ten
 
 
 def check_counts(counts: Any, num_documents: int) -> None:
-    """Refuse, with ValueError, `kernels.plan.DocumentCounts` that cannot be those of so many documents."""
+    """Refuse, with ValueError, `DocumentCounts` that cannot be those of so many documents."""
     trained, informative = (getattr(counts, name, None) for name in ("trained", "informative"))
     if not isinstance(trained, list) or not isinstance(informative, list):
         raise ValueError(f"counts needs DocumentCounts, two lists of numbers (got {shown(counts)})")

@@ -27,8 +27,6 @@ _BASIC_MEANS = (
     "clipped_high_fraction",
     "clamped_log_ratio_fraction",
 )
-_BASIC_SUMS = ("ratio_new_old_sum", "ratio_new_old_squared_sum", "ratio_weight_sum")
-
 _MEANS = {
     "none": ("new_logprobs",),
     "basic": ("new_logprobs", *_BASIC_MEANS),

@@ -13,7 +13,7 @@ from pgtoolkit.kernels.linear import Head, linear_log_probs, linear_loss
 from pgtoolkit.kernels.logits import choose_implementation, logits_loss
 from pgtoolkit.kernels.parallel import ALONE, Ranks, SumGradient, largest
 from pgtoolkit.kernels.plan import default_logits_memory_mb, rows_within
-from pgtoolkit.kernels.products import linear
+from pgtoolkit.kernels.products import accumulation_dtype, linear
 from pgtoolkit.losses import reference
 from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import Loss, make_objective
@@ -72,7 +72,7 @@ def loss_of_logits(
     by_reference = how.impl == "reference"
     implementation = None if by_reference else choose_implementation(how.impl, logits, ranks.shard(logits.shape[1]))
     settle = getattr(implementation, "settle", None)
-    objective = make_objective(tokens, totals, loss, _wide(logits), ranks, settle)
+    objective = make_objective(tokens, totals, loss, accumulation_dtype(logits), ranks, settle)
     if by_reference:
         if totals is not None:
             raise ValueError("impl='reference' computes whole steps: no totals")
@@ -101,7 +101,9 @@ def loss_of_hidden(
         how = Computation(how.impl, how.check_finite, overwrite_logits=True)
         return loss_of_logits(_logits(hidden, head, ranks), tokens, totals, loss, ranks, how)
     run = _head_run(hidden, head, tokens, loss, ranks, how)
-    objective = make_objective(tokens, totals, loss, _wide(hidden), ranks, getattr(run.implementation, "settle", None))
+    objective = make_objective(
+        tokens, totals, loss, accumulation_dtype(hidden), ranks, getattr(run.implementation, "settle", None)
+    )
     value, log_probs, sums, is_bad = linear_loss(hidden, head.weight, head.bias, tokens.labels, objective, run)
     if how.check_finite and is_bad:
         objective.check_finite(log_probs)
@@ -122,8 +124,8 @@ def loss_of_log_probs(
     log_probs: Tensor, tokens: Tokens, totals: StepTotals | None, loss: Loss, ranks: Ranks, check_finite: bool
 ) -> PolicyLoss:
     """log_probs: (T,) floating, of the policy in training; labels say only what is trained."""
-    objective = make_objective(tokens, totals, loss, _wide(log_probs), ranks)
-    wide = torch.where(objective.mask, log_probs.to(_wide(log_probs)), 0.0)
+    objective = make_objective(tokens, totals, loss, accumulation_dtype(log_probs), ranks)
+    wide = torch.where(objective.mask, log_probs.to(accumulation_dtype(log_probs)), 0.0)
     new = wide.detach()
     if check_finite:
         objective.check_finite(new)
@@ -139,7 +141,7 @@ def _head_run(hidden, head: LMHead, tokens: Tokens, loss: Loss, ranks: Ranks, ho
     if how.fused:
         memory = how.logits_memory_mb
         memory = default_logits_memory_mb(hidden.device) if memory is None else memory
-        rows = rows_within(memory, max(1, columns), _wide(hidden) if head.fp32_logits else hidden.dtype)
+        rows = rows_within(memory, max(1, columns), accumulation_dtype(hidden) if head.fp32_logits else hidden.dtype)
         if ranks.vocabulary_start is not None or how.logits_memory_mb is None:
             # Shards differ in size, and GPUs may: the same rows on every rank. Else all is the same already.
             rows = -largest(-rows, ranks.vocabulary, hidden.device)
@@ -181,7 +183,3 @@ def _by_reference(logits: Tensor, tokens: Tokens, loss: Loss) -> tuple[Tensor, T
     shift = logits.double() - logits.detach().double()
     value = found.loss + (torch.nan_to_num(shift) * found.gradient.to(logits.device)).sum()
     return value, log_probs, entropy
-
-
-def _wide(values: Tensor) -> torch.dtype:
-    return torch.float64 if values.dtype == torch.float64 else torch.float32

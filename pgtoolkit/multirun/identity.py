@@ -7,7 +7,8 @@ import json
 
 from omegaconf import DictConfig, OmegaConf
 
-from pgtoolkit.tracking.run_directory import config_drift, leaves, plain
+from pgtoolkit.tracking.run_directory import config_drift
+from pgtoolkit.tracking.run_files import leaves, plain
 from pgtoolkit.tracking.store import VOLATILE
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from pgtoolkit.errors import Interrupted, PgtoolkitError
+from pgtoolkit.errors import Interrupted, PgtoolkitError, unusable
 from pgtoolkit.multirun.identity import learned
 from pgtoolkit.multirun.sweep import refuse_another
 from pgtoolkit.redaction import redact
@@ -46,7 +46,8 @@ def main(argv: list[str]) -> int:
         config = typed(job["config"], argv[0])
         _load(config)
         run(config, Path(job["directory"]), job["overrides"], job["sweep"])
-    except PgtoolkitError as error:
+    except (PgtoolkitError, OSError) as failed:
+        error = unusable(failed) if isinstance(failed, OSError) else failed
         print(f"pgtk: error: {redact(str(error))}", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:

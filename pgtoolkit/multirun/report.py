@@ -10,6 +10,7 @@ from pgtoolkit.errors import PgtoolkitError
 from pgtoolkit.multirun.sweep import Job, Sweep
 from pgtoolkit.tracking.commands import program, shell_path
 from pgtoolkit.tracking.run_directory import read_metrics
+from pgtoolkit.tracking.series import final
 
 OBJECTIVE = "reward"
 """The metric that the lines and the table show, and that a searching sweeper is given."""
@@ -17,8 +18,6 @@ OBJECTIVE = "reward"
 
 def reached(directory: Path) -> float | None:
     """The final value of the objective: the mean over the last tenth of the steps. None where it was not measured."""
-    from pgtoolkit.comparison.groups import final
-
     try:
         values = [row[OBJECTIVE] for row in read_metrics(directory / "metrics.jsonl") if OBJECTIVE in row]
     except PgtoolkitError:

@@ -7,18 +7,19 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from omegaconf import DictConfig, open_dict
 
 from pgtoolkit.compose import name_in
-from pgtoolkit.errors import ConfigError, StorageError, first_line
+from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.multirun.identity import changed, digest, learned
 from pgtoolkit.paths import make_absolute
-from pgtoolkit.plain_files import open_to_append, open_to_read, write_atomically
+from pgtoolkit.plain_files import open_to_append, write_atomically
 from pgtoolkit.rules.report import text
-from pgtoolkit.tracking.run_directory import is_held, read_config, read_status
+from pgtoolkit.tracking.run_directory import is_held
+from pgtoolkit.tracking.run_files import read_config, read_status, read_sweep, storage
 
 LOCAL = "hydra_plugins.pgtk_launcher.LocalLauncher"
 """Our own launcher; others choose a job's directory by themselves, by hydra.sweep.subdir."""
@@ -37,7 +38,7 @@ class Job:
 
     name: str
     directory: str
-    overrides: list[str]
+    overrides: list[str] = field(default_factory=list)
     status: str = "pending"
     reason: str | None = None
     log: str | None = None
@@ -102,28 +103,17 @@ class Sweep:
     @classmethod
     def load(cls, folder: Path) -> Sweep:
         """The sweep that was saved there; without any jobs where none was."""
-        path = folder / "sweep.json"
-        try:
-            with open_to_read(path) as file:
-                saved = json.load(file)
-        except FileNotFoundError:
-            return cls(folder, folder.name, [])
-        except (OSError, ValueError) as error:
-            raise _damaged(path, error) from error
-        try:
-            jobs = {one["directory"]: Job(**one) for one in saved["jobs"]}
-            return cls(folder, saved["name"], saved["command"], jobs)
-        except (KeyError, TypeError) as error:
-            raise _damaged(path, error) from error
+        saved = read_sweep(folder) or {"name": folder.name, "command": [], "jobs": []}
+        known = {one.name for one in fields(Job)}
+        jobs = [Job(**{key: value for key, value in job.items() if key in known}) for job in saved["jobs"]]
+        return cls(folder, saved["name"], saved["command"], {job.directory: job for job in jobs})
 
     def save(self) -> None:
         """Write sweep.json in one piece."""
         jobs = [{key: value for key, value in asdict(job).items() if key != "config"} for job in self.jobs.values()]
         content = {"name": self.name, "command": self.command, "jobs": jobs}
-        try:
-            write_atomically(self.folder / "sweep.json", json.dumps(content, indent=1) + "\n")
-        except OSError as error:
-            raise StorageError(f"{self.folder / 'sweep.json'} cannot be written: {error.strerror or error}") from error
+        with storage(path := self.folder / "sweep.json"):
+            write_atomically(path, json.dumps(content, indent=1) + "\n")
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -147,9 +137,3 @@ class Sweep:
             except OSError:
                 pass  # a file system without locks: those of the run directories say so
             yield
-
-
-def _damaged(path: Path, error: Exception) -> StorageError:
-    return StorageError(
-        f"{path} cannot be read ({first_line(error)}); delete it to go on, the runs are known by their directories"
-    )

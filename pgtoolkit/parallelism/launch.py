@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
+import gc
 import math
 import os
 import pickle
@@ -30,6 +32,8 @@ def launch(
     Where a launcher such as torchrun has started this process, the run directory is that of rank 0, and the other
     ranks may give any.
     """
+    # The end of the process frees all its memory; to look for garbage in it first would take seconds.
+    atexit.register(gc.freeze)
     config = copy.deepcopy(config)
     OmegaConf.resolve(config)  # the workers know no resolvers
     world_size = math.prod(getattr(config.parallelism, name) for name in SIZES)

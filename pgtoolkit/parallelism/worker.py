@@ -17,7 +17,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, RankLost, first_line
+from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, RankLost, first_line, unusable
 from pgtoolkit.imports import without
 from pgtoolkit.ranks import Rank, joined
 
@@ -110,6 +110,9 @@ def main(folder: Path) -> int:
         status = 0 if isinstance(error, Interrupted) else error.exit_status
         outcome = {"kind": type(error).__name__, "message": str(error), "status": status}
         outcome["on_all_ranks"] = error.on_all_ranks
+    except OSError as error:
+        found = unusable(error)
+        outcome = {"kind": "StorageError", "message": str(found), "status": found.exit_status, "on_all_ranks": False}
     except KeyboardInterrupt:
         return 130  # the command that sent it knows what to say
     except BaseException as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.errors import NumericalError
+from pgtoolkit.model_folder import how_to_load
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -43,10 +45,12 @@ def own_settings(path: str) -> GenerationConfig:
     """A model folder's own: of generation_config.json or, as transformers does, of config.json. Raises OSError."""
     from transformers import GenerationConfig
 
+    place, only_here = os.path.expanduser(path), {"local_files_only": how_to_load(path)["local_files_only"]}
     try:
-        return GenerationConfig.from_pretrained(path)
+        return GenerationConfig.from_pretrained(place, **only_here)
     except OSError:
-        return GenerationConfig.from_pretrained(path, config_file_name="config.json", _from_model_config=True)
+        others = {"config_file_name": "config.json", "_from_model_config": True}
+        return GenerationConfig.from_pretrained(place, **others, **only_here)
 
 
 def end_tokens(own: GenerationConfig, tokenizer) -> list[int]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pgtoolkit.config import HuggingFaceModelConfig, PromptsTaskConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError, DataError, first_line
+from pgtoolkit.model_folder import load_tokenizer
 from pgtoolkit.rollouts.tasks import Prompt, Task, TaskConfig, make_task
 
 log = logging.getLogger("pgtoolkit")
@@ -109,7 +109,7 @@ def make_room(task: Task, tokens_of: TokensOf, longest_document: int, longest_co
 def preview(model: TinyModelConfig | HuggingFaceModelConfig, task: TaskConfig, seed: int) -> list[str]:
     """Lines that show the first prompt and its tokens; without them for a model that is not here. Asks no hub.
 
-    Raises PgtoolkitError for prompts that cannot be used, OSError or ValueError for a model folder without a tokenizer.
+    Raises PgtoolkitError for prompts, or a model folder, that cannot be used.
     """
     if isinstance(task, PromptsTaskConfig):
         task = dataclasses.replace(task, verifier="exact_match", pattern=None)  # nothing is scored here
@@ -121,12 +121,9 @@ def preview(model: TinyModelConfig | HuggingFaceModelConfig, task: TaskConfig, s
         (tokens,) = encoded([prompt], lambda texts: [one.ids for one in tokenizer.encode_batch(texts)], ends=[])
         names = map(tokenizer.id_to_token, tokens)
     elif Path(model.path).expanduser().is_dir():
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        from transformers import AutoTokenizer
-
         from pgtoolkit.rollouts.generation import end_tokens, own_settings
 
-        loaded = AutoTokenizer.from_pretrained(model.path)
+        loaded = load_tokenizer(model.path)
         (tokens,) = encoded([prompt], by_default(loaded), end_tokens(own_settings(model.path), loaded))
         names = loaded.convert_ids_to_tokens(tokens)
     else:

@@ -220,10 +220,6 @@ def _said(completion: str, prompt: Prompt) -> str:
     )
 
 
-def _read_prompts(config: PromptsTaskConfig) -> list[tuple[str, str, tuple[str, int]]]:
-    """Of each row the prompt, its answer, and its file with its number there."""
-
-
 def read_prompts(path: str, prompt_field: str, answer_field: str) -> list[tuple[str, str, tuple[str, int]]]:
     """Of each row the prompt, its answer, and its file with its number there.
 

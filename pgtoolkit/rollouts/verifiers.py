@@ -16,8 +16,6 @@ from pgtoolkit.rules.report import Report
 Verifier = Callable[[str, str], float]
 """`verifier(completion, answer)` returns the reward; 1 or more counts as an exact match."""
 
-NAMES = ("exact_match", "regular_expression", "math_verify")
-
 
 def make_verifier(name: str, pattern: str | None = None) -> Verifier:
     """The verifier of that name, or the function at a dotted path `package.module.function`.
@@ -79,7 +77,7 @@ def _math_verify() -> Verifier:
 def _imported(path: str) -> Verifier:
     if "." not in path:
         raise ConfigError(
-            f"task.verifier={path} needs one of {', '.join(NAMES)} or package.module.function (got {path})."
+            f"task.verifier={path} needs one of {', '.join(rules.VERIFIERS)} or package.module.function (got {path})."
         )
     function = import_function("task.verifier", path, "completion", "answer")
 

@@ -10,7 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.functions import FUNCTIONS
-from pgtoolkit.rules.report import Report
+from pgtoolkit.rules.report import refusal
+from pgtoolkit.tracking.run_files import leaves
 
 _TARGETS = {
     ("launcher", "_target_"): ("hydra_plugins.", "hydra._internal.core_plugins."),
@@ -40,46 +41,39 @@ _COMPUTED = {("runtime",), ("overrides",), ("searchpath",), ("job", "override_di
 
 def targets(hydra: DictConfig) -> list[str]:
     """Problems with what the node `hydra` has Hydra instantiate, besides launchers and sweepers that are installed."""
-    report = Report()
-    for path, value in _leaves(_plain(hydra)):
-        if _is_foreign(path, value):
-            reason, use = "A configuration never names code to be run.", "the options of hydra/launcher, hydra/sweeper"
-            report.refuse(_dotted(path), "to be left out", value, reason, use)
-    return report.problems
+    reason, use = "A configuration never names code to be run.", "the options of hydra/launcher, hydra/sweeper"
+    foreign = [(path, value) for path, value in _leaves(_plain(hydra)) if _is_foreign(path, value)]
+    return [refusal(_dotted(path), "to be left out", value, reason, use) for path, value in foreign]
 
 
 def set_by_files(hydra: DictConfig, typed: DictConfig) -> list[str]:
     """Problems with what files of the user's set in the node `hydra`; typed: the node without these files."""
-    report = Report()
-    own = dict(_leaves(_plain(typed)))
+    problems, own = [], dict(_leaves(_plain(typed)))
     for path, value in _leaves(_plain(hydra)):
         known = (path in own and own[path] == value) or _is_foreign(path, value)  # of which `targets` says more
         if not known and not any(path[:length] in _COMPUTED for length in (1, 2)) and not _harmless(path, value):
             reason = "A file sets places, numbers of jobs and what is swept, so that nobody's file runs code."
             use = f"{_dotted(path)}=VALUE on the command line, or leave it out"
-            report.refuse(_dotted(path), "to be typed", "it from a file of a sweep or of --config-dir", reason, use)
-    return report.problems
+            got = "it from a file of a sweep or of --config-dir"
+            problems.append(refusal(_dotted(path), "to be typed", got, reason, use))
+    return problems
 
 
 def search_path(typed: list[Override], sweep_file: Path | None) -> list[str]:
     """The problem with a search path of one's own: Hydra imports the packages in it, before anything can be seen."""
-    report = Report()
     primary = OmegaConf.load(sweep_file) if sweep_file else OmegaConf.create()
     if not any(override.key_or_group == "hydra.searchpath" for override in typed) and not (
         OmegaConf.is_dict(primary) and OmegaConf.select(primary, "hydra.searchpath")
     ):
         return []
     reason, use = "Options of your own lie in one folder, laid out as conf/ is.", "--config-dir=FOLDER"
-    report.refuse("hydra.searchpath", "to be left out", "a search path", reason, use)
-    return report.problems
+    return [refusal("hydra.searchpath", "to be left out", "a search path", reason, use)]
 
 
 def functions(config: DictConfig, typed: list[Override]) -> list[str]:
     """Problems with functions that the configuration names, but nobody has typed: a file's word imports nothing."""
-    report, words = (
-        Report(),
-        dict(word for override in typed for word in _words(override.key_or_group, override.value())),
-    )
+    problems = []
+    words = dict(word for override in typed for word in leaves({override.key_or_group: override.value()}))
     for key in FUNCTIONS:
         try:
             value = OmegaConf.select(config, key)
@@ -87,14 +81,9 @@ def functions(config: DictConfig, typed: list[Override]) -> list[str]:
             continue
         if isinstance(value, str) and "." in value and "${" in str(words.get(key, "${")):
             setting, reason = f"{key}={value}", "To import it runs its code, which only the command line asks for."
-            report.refuse(setting, "to be typed", "it from a file", reason, f"{setting} on the command line")
-    return report.problems
-
-
-def _words(key: str, value: Any) -> list[tuple[str, Any]]:
-    if isinstance(value, dict):
-        return [word for name in value for word in _words(f"{key}.{name}", value[name])]
-    return [(key, value)]
+            use = f"{setting} on the command line"
+            problems.append(refusal(setting, "to be typed", "it from a file", reason, use))
+    return problems
 
 
 def _is_foreign(path: tuple, value: Any) -> bool:

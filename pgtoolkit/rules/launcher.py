@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-from pgtoolkit.rules.report import Report
+from pgtoolkit.rules.report import Report, is_whole, text
 
 EXTRAS = {
     "hydra_plugins.hydra_submitit_launcher": "submitit",
@@ -25,8 +25,11 @@ def launcher(hydra: Any, report: Report) -> None:
             reason = f"Hydra's plug-in for it comes with the extra {extra}, not by default."
             report.refuse(setting, f"the package {plugin[14:]}", "not installed", reason, _install(extra))
     if "n_jobs" in hydra.launcher and "fail_fast" in hydra.launcher:
-        n_jobs = hydra.launcher.n_jobs
-        report.at_least("hydra.launcher.n_jobs", n_jobs, 1, "It counts jobs at a time.", 1)
+        n_jobs, key = hydra.launcher.n_jobs, "hydra.launcher.n_jobs"
+        if not (is_whole(n_jobs) and n_jobs >= 1):
+            report.refuse(
+                f"{key}={text(n_jobs)}", "a whole number >= 1", n_jobs, "It counts jobs at a time.", f"{key}=1"
+            )
 
 
 def _is_installed(plugin: str) -> bool:

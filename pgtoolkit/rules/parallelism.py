@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from pgtoolkit.plan import model_settings, vocabulary_size
+from pgtoolkit.model_folder import model_settings
+from pgtoolkit.plan import vocabulary_size
 from pgtoolkit.ranks import joined
 from pgtoolkit.rules.report import Report, is_whole, text
 

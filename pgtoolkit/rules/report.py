@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from pgtoolkit.losses.checks import is_whole
+
 
 @dataclass
 class Report:
@@ -16,15 +18,20 @@ class Report:
 
     def refuse(self, setting: str, needs: str, got: Any, reason: str, use: str) -> None:
         """Add `setting needs X (got Y). Reason. Use override.`"""
-        self.problems.append(f"{setting} needs {needs} (got {text(got)}). {reason} Use {use}.")
-
-    def at_least(self, path: str, value: Any, least: int, reason: str, use: Any) -> None:
-        """Refuse anything but a whole number from `least` on."""
-        if not (is_whole(value) and value >= least):
-            self.refuse(f"{path}={text(value)}", f"a whole number >= {least}", value, reason, f"{path}={use}")
+        self.problems.append(refusal(setting, needs, got, reason, use))
 
     def note(self, sentence: str) -> None:
         self.notes.append(sentence)
+
+
+def refusal(setting: str, needs: str, got: Any, reason: str, use: str) -> str:
+    """The sentence form of every problem."""
+    return f"{setting} needs {needs} (got {text(got)}). {reason} Use {use}."
+
+
+def key_of(override: str) -> str:
+    """The key that an override sets."""
+    return override.lstrip("+~").partition("=")[0]
 
 
 def text(value: Any) -> str:
@@ -39,8 +46,3 @@ def text(value: Any) -> str:
 def is_number(value: Any) -> bool:
     """A finite int or float, not a bool."""
     return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
-
-
-def is_whole(value: Any) -> bool:
-    """An int, not a bool."""
-    return isinstance(value, int) and not isinstance(value, bool)

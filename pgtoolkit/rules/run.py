@@ -10,8 +10,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pgtoolkit.redaction import redact
-from pgtoolkit.rules.report import Report, is_number, is_whole, text
+from pgtoolkit.rules.report import Report, is_number, is_whole, refusal, text
 from pgtoolkit.rules.step import family_of_config, importable, longest_document
+
+VERIFIERS = ("exact_match", "regular_expression", "math_verify")
+"""Those that come with pgtoolkit; others are functions of the user's."""
 
 
 def rollout(c: Any, report: Report) -> None:
@@ -24,7 +27,7 @@ def rollout(c: Any, report: Report) -> None:
 
 def _policy(c: Any, report: Report) -> None:
     rollout = c.rollout
-    if rollout.save_path is not None and not _is_free_for_rollouts(os.path.expanduser(rollout.save_path)):
+    if rollout.save_path is not None and batches_in(rollout.save_path) is None:
         setting, reason = f"rollout.save_path={rollout.save_path}", "It becomes a folder with one file per batch."
         needs, use = "a new or empty folder, or one of rollouts to resume", "rollout.save_path=recorded_rollouts"
         report.refuse(setting, needs, "other files at that place", reason, use)
@@ -86,9 +89,8 @@ def task(c: Any, report: Report) -> None:
         _installed(report, "task=reasoning_gym", "reasoning_gym", "reasoning-gym")
     elif task.name == "prompts":
         _existing(report, "task.path", task.path)
-        known = ("exact_match", "regular_expression", "math_verify")
-        if task.verifier not in known:
-            alternatives = f"one of {', '.join(known)}, or "
+        if task.verifier not in VERIFIERS:
+            alternatives = f"one of {', '.join(VERIFIERS)}, or "
             importable(report, "task.verifier", str(task.verifier), "It scores the completions.", alternatives)
         if task.verifier == "math_verify":
             _installed(report, "task.verifier=math_verify", "math_verify", "math-verify")
@@ -122,8 +124,6 @@ def kernel(c: Any, report: Report) -> None:
         use = "kernel.logits_memory_mb=null" if splits else "kernel=fused_linear or kernel.logits_memory_mb=null"
         needs = "loss.num_splits=1" if splits else "kernel=auto or kernel=fused_linear"
         report.refuse(setting, needs, c.loss.num_splits if splits else chosen, reason, use)
-    elif memory is not None:
-        report.at_least("kernel.logits_memory_mb", memory, 1, "One piece of the logits needs room, in MiB.", 512)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if chosen == "triton" and c.trainer.device == "cpu" and not interpreted:
         reason = "Triton compiles for GPUs; TRITON_INTERPRET=1 runs its kernels slowly on a CPU."
@@ -198,23 +198,23 @@ def _uri(uri: str, report: Report) -> None:
 
 def occupied_by_rollouts(save_path: str | None) -> str | None:
     """The problem of a run that begins where another one has recorded its rollouts."""
-    folder = glob.escape(os.path.expanduser(save_path or ""))
-    batches = len(glob.glob(f"{folder}/batch-*")) if save_path else 0
-    if not batches:
+    if not save_path or not (batches := batches_in(save_path)):
         return None
-    report, reason = Report(), "The rollouts of two runs would mix."
     needs, got = "a new or empty folder", f"one with {batches} batches of rollouts"
-    report.refuse(f"rollout.save_path={save_path}", needs, got, reason, "another folder, or remove this one")
-    return report.problems[0]
+    reason, use = "The rollouts of two runs would mix.", "another folder, or remove this one"
+    return refusal(f"rollout.save_path={save_path}", needs, got, reason, use)
 
 
-def _is_free_for_rollouts(folder: str) -> bool:
+def batches_in(save_path: str) -> int | None:
+    """How many batches of rollouts a folder holds; None where it is no folder, or one with other files."""
     try:
-        return all(name.startswith(("batch-", ".batch-")) for name in os.listdir(folder))
+        names = os.listdir(os.path.expanduser(save_path))
     except FileNotFoundError:
-        return True
+        return 0
     except (OSError, ValueError):  # another file, unreadable, or no path at all
-        return False
+        return None
+    own = all(name.startswith(("batch-", ".batch-")) for name in names)
+    return sum(name.startswith("batch-") for name in names) if own else None
 
 
 def _existing(report: Report, path: str, value: Any) -> None:

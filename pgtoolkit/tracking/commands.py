@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import quote
 
 from pgtoolkit.functions import FUNCTIONS
 from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.redaction import redact
-from pgtoolkit.tracking.description import read_provenance
-from pgtoolkit.tracking.run_directory import leaves, read_config
+from pgtoolkit.tracking.run_files import known_provenance, leaves, read_config
 from pgtoolkit.tracking.store import absolute_uri, quoted
 
 UI_ADDRESS = "http://127.0.0.1:5000"
@@ -122,10 +121,12 @@ def _counterpart(run_dir):
 
 def _config_dir(run_dir):
     """The folder with options of the user's own that the run was started with, or None."""
-    provenance = read_provenance(Path(run_dir))
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config-dir", "-cd")
-    folder = parser.parse_known_args(provenance.get("command", []))[0].config_dir
+    provenance, folder = known_provenance(Path(run_dir)), None
+    words = provenance.get("command", [])[1:]
+    for word, following in pairwise([*words, None]):
+        flag, is_given, value = word.partition("=")
+        if flag in ("--config-dir", "-cd"):
+            folder = value if is_given else following
     return folder and Path(provenance["directory"], folder)
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from pgtoolkit.errors import StorageError
 from pgtoolkit.tracking import run_files
 from pgtoolkit.tracking.run_directory import leaves, read_config, read_status
 from pgtoolkit.tracking.store import flatten, text_of
@@ -37,7 +36,7 @@ def describe(run_dir: Path) -> Description:
     """The description of a run that has written its configuration."""
     config, _ = read_config(run_dir)
     status = read_status(run_dir)
-    provenance = read_provenance(run_dir)
+    provenance = run_files.known_provenance(run_dir)
     flat = dict(leaves(config))
     tags = {
         "family": flat.get("loss.name"),
@@ -61,18 +60,14 @@ def describe(run_dir: Path) -> Description:
     return Description(name, flatten(config), texts, status.get("id"), own.get("run_id"), own.get("uri"), began)
 
 
-def read_provenance(run_dir: Path) -> dict:
-    """provenance.json, or {} where there is none or it is damaged."""
-    try:
-        return run_files.read_provenance(run_dir)
-    except StorageError:
-        return {}
-
-
 def code_of(provenance: dict) -> tuple:
     """(commit, uncommitted changes) of each repository behind the last start of a run."""
-    last = (provenance.get("resumed") or [provenance])[-1]
-    return tuple((repository["commit"], repository["diff"]) for repository in last.get("git", []))
+    return tuple((repository["commit"], repository["diff"]) for repository in last_start(provenance).get("git", []))
+
+
+def last_start(provenance: dict) -> dict:
+    """What provenance.json says of a run's last start."""
+    return (provenance.get("resumed") or [provenance])[-1]
 
 
 def _commit(commit, changes):

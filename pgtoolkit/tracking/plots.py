@@ -8,6 +8,7 @@ from pathlib import Path
 from pgtoolkit.errors import StorageError
 from pgtoolkit.imports import without
 from pgtoolkit.plain_files import replacing
+from pgtoolkit.tracking.series import smooth
 
 # Title and lines of each panel, in reading order; (metric, label, on the right axis).
 _PANELS = (
@@ -32,13 +33,15 @@ def plot_curves(rows: list[dict[str, float]], path_png: Path, title: str) -> Non
         from matplotlib.figure import Figure
         from matplotlib.ticker import EngFormatter, MaxNLocator
 
-    figure = Figure(figsize=(12, 6.2), layout="constrained", dpi=110)
+    figure = Figure(figsize=(12, 6.2), dpi=110)
     FigureCanvasAgg(figure)
+    # Room for labels on both sides of a panel; a layout engine would draw the picture three times to measure them.
+    figure.subplots_adjust(left=0.055, right=0.93, bottom=0.075, top=0.9, wspace=0.34, hspace=0.3)
     figure.suptitle(title, fontsize=11)
     axis = "documents_seen" if rows and all("documents_seen" in row for row in rows) else "step"
     for place, (panel_title, lines) in enumerate(_PANELS, start=1):
         axes = figure.add_subplot(2, 3, place)
-        axes.set_title(panel_title, fontsize=10)
+        axes.set_title(panel_title, fontsize=10, y=1.0)  # given a place, it is not searched for one
         axes.grid(alpha=0.25)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -83,10 +86,7 @@ def _line(axes, x, y, color, label):
         return axes.plot(x, y, color=color, label=label, linewidth=1.4, marker=".", markersize=3)[0]
     # Points alone: lines between the steps of one batch of rollouts, of which the first clips nothing, would hatch.
     axes.plot(x, y, color=color, alpha=0.25, linestyle="none", marker=".", markersize=2.5, markeredgewidth=0)
-    # Twice, because one pass leaves teeth where the metric has a period, such as the steps of one batch of rollouts.
-    half = max(2, len(y) // 50)
-    smooth = _moving_mean(_moving_mean(y, half), half)
-    return axes.plot(x, smooth, color=color, label=label, linewidth=1.6)[0]
+    return axes.plot(x, smooth(y, max(2, len(y) // 50)), color=color, label=label, linewidth=1.6)[0]
 
 
 def _limits(values: Sequence[float]) -> tuple[float, float]:
@@ -126,8 +126,3 @@ def _mark_cut(axes, x, y, low, high, color):
                 fontsize=7,
                 color=color,
             )
-
-
-def _moving_mean(values, half):
-    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
-    return [sum(window) / len(window) for window in windows]

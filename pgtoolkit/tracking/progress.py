@@ -17,6 +17,7 @@ from pgtoolkit.tracking.commands import (
     ui_command,
     ui_url,
 )
+from pgtoolkit.tracking.series import final, first, mean
 
 WIDTH = 100
 """Most columns of a progress line."""
@@ -112,24 +113,20 @@ def sparkline(values: list[float], width: int = 40, span: tuple[float, float] | 
     """The values as bars, averaged into at most `width` of them; span: the lowest and highest bar, else their range."""
     width = min(width, len(values))
     cuts = [round(i * len(values) / width) for i in range(width + 1)] if width else []
-    means = [_mean(values[first:last]) for first, last in itertools.pairwise(cuts)]
+    means = [mean(values[first:last]) for first, last in itertools.pairwise(cuts)]
     low, high = span or (min(means, default=0), max(means, default=0))
-    return "".join(_BARS[round((len(_BARS) - 1) * (mean - low) / ((high - low) or 1))] for mean in means)
+    return "".join(_BARS[round((len(_BARS) - 1) * (height - low) / ((high - low) or 1))] for height in means)
 
 
 def _rise(label, name, rows):
     values = [row[name] for row in rows if name in row]
     if not values:
         return ""
-    tenth = max(1, len(values) // 10)
-    first, last = _mean(values[:tenth]), _mean(values[-tenth:])
     # A fraction is drawn against 0 and 1: one success in a thousand is not a peak.
     bars = sparkline(values, span=(0, 1) if name == "exact_match" else None)
-    return f"{label:<12} {first:.3f} -> {last:.3f}  {bars}  (first and last tenth of {len(values)} steps)"
-
-
-def _mean(values):
-    return sum(values) / len(values)
+    return (
+        f"{label:<12} {first(values):.3f} -> {final(values):.3f}  {bars}  (first and last tenth of {len(values)} steps)"
+    )
 
 
 def _count(value):

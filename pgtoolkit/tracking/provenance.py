@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pgtoolkit.redaction import redact
+from pgtoolkit.tracking.run_files import TIME
 
 DIFF_LIMIT = 256 * 1024
 """Most bytes of uncommitted changes that are kept for each repository."""
@@ -21,18 +22,8 @@ _MAX_UNTRACKED = 100
 
 _SECRET_FILES = (
     *(".env", ".env.*", "*.env", "*.pem", "*.key", "*.p12", "*.pfx", "*.jks", "*.kdbx", "id_rsa*", "id_ed25519*"),
-    *(
-        ".netrc",
-        "_netrc",
-        ".pgpass",
-        ".npmrc",
-        ".pypirc",
-        ".htpasswd",
-        "*secret*",
-        "*credential*",
-        "*passw*",
-        "*secret*/**",
-    ),
+    *(".netrc", "_netrc", ".pgpass", ".npmrc", ".pypirc", ".htpasswd"),
+    *("*secret*", "*credential*", "*passw*", "*secret*/**"),
 )
 """Names of files whose changes are not kept."""
 
@@ -48,7 +39,7 @@ def collect(argv: list[str]) -> dict[str, Any]:
     import pgtoolkit
 
     return {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "time": time.strftime(TIME),
         "command": [redact(argument) for argument in argv],
         "directory": str(Path.cwd()),
         "host": socket.gethostname(),
@@ -64,7 +55,9 @@ def collect(argv: list[str]) -> dict[str, Any]:
 
 
 def _packages():
-    versions = {dist.name: dist.version for dist in importlib.metadata.distributions() if dist.name}
+    # Each access to `metadata` parses the file again.
+    found = [dist.metadata for dist in importlib.metadata.distributions()]
+    versions = {metadata["Name"]: metadata["Version"] for metadata in found if metadata["Name"]}
     return dict(sorted(versions.items(), key=lambda item: item[0].lower()))
 
 

@@ -13,16 +13,17 @@ import shlex
 import socket
 import time
 import uuid
-from enum import Enum
 from pathlib import Path
-from typing import Any
 
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.plain_files import open_to_append, open_to_read, refuse_other, write_atomically
 from pgtoolkit.redaction import redact
+from pgtoolkit.rules.report import key_of
 from pgtoolkit.tracking.run_files import (
     STATES,
     TIME,
+    leaves,
+    plain,
     read_config,
     read_metrics,
     read_provenance,
@@ -104,7 +105,7 @@ class RunDirectory:
             if config_path.exists():
                 old_config, old_overrides = read_config(self.path)
                 drift = config_drift(old_config, resolved)
-                given = {_override_key(override) for override in overrides}
+                given = {key_of(override) for override in overrides}
                 overrides = [*(old for old in old_overrides if not _replaced(old, given)), *overrides]
             if drift:
                 with open_to_append(self.path / "drift.jsonl") as file:
@@ -201,28 +202,6 @@ def config_drift(old: dict, new: dict) -> dict[str, list]:
     }
 
 
-def leaves(config: dict, prefix: str = "") -> list[tuple[str, Any]]:
-    """The nested configuration as (dotted key, plain value) pairs, in order."""
-    pairs = []
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            pairs += leaves(value, f"{prefix}{key}.")
-        else:
-            pairs.append((f"{prefix}{key}", plain(value)))
-    return pairs
-
-
-def plain(value: Any) -> Any:
-    """The value in the types JSON and YAML know: enums by value, paths as text, tuples as lists."""
-    if isinstance(value, dict):
-        return {str(plain(key)): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, Enum):
-        return plain(value.value)
-    return str(value) if isinstance(value, Path) else value
-
-
 def _finite(metrics):
     row = {}
     for name, value in metrics.items():
@@ -266,12 +245,8 @@ def _lock(path):
 
 
 def _replaced(override, given):
-    key = _override_key(override)
+    key = key_of(override)
     return key in given or key.partition(".")[0] in given
-
-
-def _override_key(override):
-    return override.partition("=")[0].lstrip("+~")
 
 
 def _to_yaml(value):

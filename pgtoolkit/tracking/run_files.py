@@ -8,10 +8,12 @@ import math
 import numbers
 from collections.abc import Callable, Iterator
 from datetime import datetime
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from pgtoolkit.errors import StorageError, first_line
+from pgtoolkit.losses.checks import is_whole
 from pgtoolkit.plain_files import open_to_read
 
 STATES = ("running", "done", "failed", "interrupted")
@@ -60,6 +62,47 @@ def read_provenance(run_dir: Path) -> dict:
     """provenance.json; {} where there is none. Raises StorageError if it is damaged."""
     use = "It says where the run came from, and nothing else depends on it; delete it to go on."
     return _checked(run_dir / "provenance.json", use, lambda data: _provenance(_object(data)), missing={})
+
+
+def leaves(config: dict, prefix: str = "") -> list[tuple[str, Any]]:
+    """The nested configuration as (dotted key, plain value) pairs, in order."""
+    pairs = []
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            pairs += leaves(value, f"{prefix}{key}.")
+        else:
+            pairs.append((f"{prefix}{key}", plain(value)))
+    return pairs
+
+
+def plain(value: Any) -> Any:
+    """The value in the types JSON and YAML know: enums by value, paths as text, tuples as lists."""
+    if isinstance(value, dict):
+        return {str(plain(key)): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, Enum):
+        return plain(value.value)
+    return str(value) if isinstance(value, Path) else value
+
+
+def known_provenance(run_dir: Path) -> dict:
+    """The same for those who can do without: {} also where it is damaged."""
+    try:
+        return read_provenance(run_dir)
+    except StorageError:
+        return {}
+
+
+def read_data(run_dir: Path) -> dict:
+    """data.json, the digests of the data that a run reads; {} where there is none, as in older runs."""
+    return _checked(run_dir / "data.json", "Delete it to go on without its comparison.", _object, missing={})
+
+
+def read_sweep(folder: Path) -> dict:
+    """sweep.json of a sweep's folder: `name`, `command` and `jobs`; {} where there is none."""
+    use = "Delete it to go on; the runs are known by their directories."
+    return _checked(folder / "sweep.json", use, lambda data: _sweep(_object(data)), missing={})
 
 
 @contextlib.contextmanager
@@ -187,8 +230,20 @@ def _provenance(first: dict) -> dict:
     return first
 
 
+def _sweep(sweep: dict) -> dict:
+    jobs = sweep.get("jobs")
+    known = isinstance(sweep.get("name"), str) and isinstance(sweep.get("command"), list) and isinstance(jobs, list)
+    _need(known and all(_is_job(job) for job in jobs), "not the name, command and jobs of a sweep")
+    return sweep
+
+
+def _is_job(job: Any) -> bool:
+    names = ("name", "directory", "status")
+    return isinstance(job, dict) and all(isinstance(job.get(key), str) for key in names)
+
+
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return is_whole(value) and value >= 0
 
 
 def _is_map(value: Any, kind: type) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 
-from pgtoolkit.errors import ConfigError, StorageError, first_line
+from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.redaction import redact
+from pgtoolkit.tracking.run_files import read_sweep
 from pgtoolkit.tracking.store import absolute_uri, open_store, quoted, refusals
 
 METRIC = "reward"
@@ -20,13 +20,11 @@ def publish(sweep_folder: Path, uri: str | None, experiment: str) -> dict[str, s
     It is named after the sweep and has the tags `sweep` and `sweep_summary`; its artifacts are sweep.json and the
     comparison as page, table and picture, its description is the comparison as the terminal shows it. While no job
     has a reward, there is sweep.json alone, and the description says why.
-    Raises StorageError for a folder without sweep.json, or a store that does not answer.
+    Raises StorageError for a folder without a whole sweep.json, or a store that does not answer.
     """
-    try:
-        sweep = json.loads((sweep_folder / "sweep.json").read_text())
-        name, states = sweep["name"], [job["status"] for job in sweep["jobs"]]
-    except (OSError, ValueError, KeyError) as error:
-        raise StorageError(f"{sweep_folder}/sweep.json cannot be read: {first_line(error)}") from error
+    if not (sweep := read_sweep(sweep_folder)):
+        raise StorageError(f"{sweep_folder}/sweep.json cannot be read: there is none")
+    name, states = sweep["name"], [job["status"] for job in sweep["jobs"]]
     store = absolute_uri(uri)
     with (
         tempfile.TemporaryDirectory() as temporary,

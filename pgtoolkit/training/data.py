@@ -9,9 +9,10 @@ import os
 from pathlib import Path
 
 from pgtoolkit.config import Config, HuggingFaceModelConfig, PromptsTaskConfig, RecordedRolloutConfig
-from pgtoolkit.errors import ConfigError, DataError, StorageError
+from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.plain_files import write_atomically
 from pgtoolkit.rollouts.files import find_files
-from pgtoolkit.tracking.run_directory import write_atomically
+from pgtoolkit.tracking.run_files import read_data, storage
 
 WHOLE_BYTES = 64 * 2**20
 """A larger file of rollouts or of a model is looked at in samples: weights of terabytes take seconds."""
@@ -22,14 +23,14 @@ _END_BYTES = 2**20
 log = logging.getLogger("pgtoolkit")
 
 
-def record_data(path: Path, config: Config, step: int | None) -> None:
-    """Keep the digests of the run's data in `path`: {key: {file: {"bytes", "sha256"}}}.
+def record_data(run_dir: Path, config: Config, step: int | None) -> None:
+    """Keep the digests of the run's data in its data.json: {key: {file: {"bytes", "sha256"}}}.
 
     step: that the run is continued from; None where it starts. Raises ConfigError if it is continued with other data
     than were recorded, unless `trainer.accept_changed_data`; the data before are then added to the list `accepted`.
     """
     found = digests(config)
-    before = _read(path) if step is not None else {}
+    before = read_data(run_dir) if step is not None else {}
     accepted = before.pop("accepted", [])
     changes = {key: _difference(files, found.get(key, {})) for key, files in before.items()}
     changes = {key: difference for key, difference in changes.items() if difference}
@@ -40,10 +41,8 @@ def record_data(path: Path, config: Config, step: int | None) -> None:
     if changes:
         accepted.append({"step": step, "before": {key: before[key] for key in changes}})
     content = found | ({"accepted": accepted} if accepted else {})
-    try:
+    with storage(path := run_dir / "data.json"):
         write_atomically(path, json.dumps(content, indent=1) + "\n")
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def digests(config: Config) -> dict[str, dict[str, dict]]:
@@ -102,11 +101,3 @@ def _refusal(config: Config, key: str, step: int, difference: str) -> str:
         f"{key}={getattr(getattr(config, group), name)} needs the contents that the run began with (got {difference}). "
         f"Its first {step} steps were made with those. Restore them, or use trainer.accept_changed_data=true."
     )
-
-
-def _read(path: Path) -> dict:
-    """What was recorded before; nothing of an older run."""
-    try:
-        return json.loads(path.read_text()) if path.exists() else {}
-    except (OSError, ValueError) as error:
-        raise StorageError(f"{path} is damaged ({error}); delete it to go on without its comparison") from error

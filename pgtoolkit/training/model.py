@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from pgtoolkit import model_folder
 from pgtoolkit.batch import MicroBatch
 from pgtoolkit.config import HuggingFaceModelConfig, TinyModelConfig
-from pgtoolkit.errors import ConfigError, first_line
+from pgtoolkit.errors import ConfigError
 from pgtoolkit.kernels.parallel import ALONE, Ranks
 from pgtoolkit.kernels.products import linear
 from pgtoolkit.losses.policy_gradient import LMHead
@@ -22,6 +23,8 @@ from pgtoolkit.rollouts.generation import own_settings
 from pgtoolkit.rollouts.prompts import END, characters
 from pgtoolkit.training import packed_attention
 from pgtoolkit.training.packed_attention import Documents
+
+log = logging.getLogger("pgtoolkit")
 
 _PADDING_LIMIT = 1.5
 """Padded positions per token up to which one row per document is cheaper than attention over all tokens at once."""
@@ -179,24 +182,12 @@ def character_tokenizer(alphabet: str | None):
 
 
 def _hugging_face(config: HuggingFaceModelConfig, on_gpu: bool) -> Policy:
-    if Path(config.path).exists():
-        os.environ.setdefault(
-            "HF_HUB_OFFLINE", "1"
-        )  # a local folder needs no hub; without this a typo retries for long
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    try:
-        model_config = AutoConfig.from_pretrained(config.path)
-        _switch_dropout_off(model_config)
-        if config.random_weights:
-            model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
-            model.generation_config = own_settings(config.path)
-        else:
-            model = AutoModelForCausalLM.from_pretrained(config.path, config=model_config, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(config.path, padding_side="left")
-    except (OSError, ValueError) as error:
-        reason = first_line(error)
-        raise ConfigError(f"model.path={config.path} cannot be loaded: {reason}") from error
+    if os.path.isdir(config.path) and (problems := model_folder.problems(config.path, config.random_weights)):
+        raise ConfigError(" ".join(problems))
+    model_config = model_folder.load_config(config.path)
+    _switch_dropout_off(model_config)
+    tokenizer = model_folder.load_tokenizer(config.path)
+    model = _random(config.path, model_config) if config.random_weights else _trained(config.path, model_config)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     model.train()  # without dropout it changes no number, but checkpointing acts only in this mode
@@ -208,6 +199,54 @@ def _hugging_face(config: HuggingFaceModelConfig, on_gpu: bool) -> Policy:
     if on_gpu:
         packed_attention.switch_on(model, dtype, torch.device("cuda"))
     return Policy(model, tokenizer, dtype)
+
+
+def _random(path: str, model_config) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    with model_folder.refused(path, "a config.json of a causal language model", "It says what to make."):
+        model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32, trust_remote_code=False)
+        model.generation_config = own_settings(path)
+    return model
+
+
+def _trained(path: str, model_config) -> nn.Module:
+    """The model with exactly the weights in its files; ConfigError where they are not all there, or not numbers."""
+    from transformers import AutoModelForCausalLM
+
+    needs, reason = "weights of the model that config.json describes", "transformers would fill in random numbers."
+    with model_folder.refused(path, needs, "They and config.json must be of one model."):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            os.path.expanduser(path),
+            config=model_config,
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
+            **model_folder.how_to_load(path),
+        )
+    lacks = [f"no {name}" for name in sorted(report["missing_keys"])]
+    lacks += [
+        f"{name} of shape {list(found)} instead of {list(needed)}"
+        for name, found, needed in sorted(report["mismatched_keys"])
+    ]
+    if lacks:
+        raise ConfigError(model_folder.refusal(path, needs, _listed(lacks), reason))
+    if broken := [name for name, weight in model.named_parameters() if not _is_finite(weight)]:
+        got = f"NaN or infinity in {_listed(broken)}"
+        raise ConfigError(
+            model_folder.refusal(path, "weights that are numbers", got, "Nothing can be learned from it.")
+        )
+    if more := sorted(report["unexpected_keys"]):
+        log.warning(f"note: the weights of model.path={path} hold {_listed(more)}, which its config.json does not use.")
+    return model
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _is_finite(weight: Tensor) -> bool:
+    return weight.numel() == 0 or all(bool(bound.isfinite()) for bound in weight.detach().aminmax())
 
 
 def _switch_dropout_off(model_config) -> None:

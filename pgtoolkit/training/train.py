@@ -65,7 +65,7 @@ def train(
         for read in (read_status, read_provenance):  # what is damaged is said before anything is changed
             read(run.path)
         run.read_metrics()
-        record_data(run.path / "data.json", config, None if checkpoint is None else recorder.step)
+        record_data(run.path, config, None if checkpoint is None else recorder.step)
         run.write_config(resolved, list(overrides), recorder.step)
         run.write_provenance(collect(sys.argv))
         run.drop_metrics_after(recorder.step)

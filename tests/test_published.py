@@ -1,0 +1,111 @@
+"""Every number of a published table is what the raw data in benchmarks/data says."""
+
+import csv
+import re
+import statistics
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from pgtoolkit.comparison.groups import Compared, Group
+from pgtoolkit.comparison.statistics import compare_all
+from pgtoolkit.comparison.words import p_value, spread, verdict
+
+ROOT = Path(__file__).parent.parent
+DATA = ROOT / "benchmarks" / "data"
+FAMILIES, AGGREGATIONS = ("grpo", "gspo"), ("sample_mean", "prompt_mean", "token_mean", "constant")
+
+
+def rows(*names):
+    """The rows of the tables of these names, one after the other."""
+    found = []
+    for name in names:
+        with (DATA / f"{name}.csv").open(newline="") as file:
+            found += csv.DictReader(file)
+    return found
+
+
+def groups(table, *keys):
+    """The rows of each combination of values of the keys."""
+    found = defaultdict(list)
+    for row in table:
+        found[tuple(row[key] for key in keys)].append(row)
+    return found
+
+
+def values(table, column):
+    return [float(row[column]) for row in table]
+
+
+def comparison(table):
+    """The table as `pgtk compare` sorts and tests it."""
+    found = [
+        Group(dict(zip(("loss", "aggregation"), key, strict=True)), [], runs, *(values(runs, name) for name in FINALS))
+        for key, runs in groups(table, "loss", "aggregation").items()
+    ]
+    found.sort(key=lambda group: group.final[0], reverse=True)
+    comparisons = compare_all([group.finals for group in found])
+    return Compared("reward", ["loss", "aggregation"], [], {}, found, comparisons, [], [])
+
+
+FINALS = ("final_reward", "best_reward")
+
+
+@pytest.mark.parametrize("file", ["README.md", "sweeps/README.md"])
+def test_exact_match_of_loss_by_aggregation(file):
+    by_configuration = groups(rows("loss_by_aggregation"), "loss", "aggregation")
+    for family in FAMILIES:
+        finals = [values(by_configuration[family, one], "final_exact_match") for one in AGGREGATIONS]
+        cells = [f"{statistics.fmean(one):.2f} ± {statistics.stdev(one):.2f}" for one in finals]
+        assert f"| `{family}` | {' | '.join(cells)} |" in (ROOT / file).read_text()
+
+
+@pytest.mark.parametrize(
+    ("file", "tables"),
+    [
+        ("docs/comparing.md", ["loss_by_aggregation"]),
+        ("docs/experiments.md", ["loss_by_aggregation"]),
+        ("docs/experiments.md", ["loss_by_aggregation", "loss_by_aggregation_more_seeds"]),
+    ],
+)
+def test_comparisons(file, tables):
+    """A row per configuration as in the printed table, the curve left out, and a row per pair where there are any."""
+    table = rows(*tables)
+    if len(tables) > 1:
+        table = [row for row in table if row["aggregation"] in ("sample_mean", "constant")]
+    compared, page = comparison(table), re.sub(" +", " ", (ROOT / file).read_text())
+    for group in compared.groups:
+        line = [*group.values.values(), str(len(group.counted)), spread(group.final, "{:.3f}".format)]
+        assert " ".join([*line, spread(group.best, "{:.3f}".format)]) in page
+    if f"adjusted for {len(compared.comparisons)} pairs" in page:
+        for one in compared.comparisons[: len(compared.groups) - 1]:
+            label = f"{compared.groups[one.second].label} (n = {one.counts[1]})"
+            assert f"{label} +{one.difference:.3f} p {p_value(one)} {verdict(one)}" in page
+
+
+def test_cost_of_the_sweep():
+    table = rows("loss_by_aggregation")
+    minutes = sum(values(table, "cpu_seconds")) / 60
+    assert f"| {len(table)} | {minutes:.0f} minutes |" in (ROOT / "sweeps/README.md").read_text()
+    assert f"{minutes:.0f} minutes of CPU time" in (ROOT / "README.md").read_text()
+
+
+def test_clip_fractions_within_a_batch():
+    page = (ROOT / "docs/metrics.md").read_text()
+    for (loss,), steps in groups(rows("within_a_batch"), "loss").items():
+        by_place = groups(steps, "place")
+        start = page.index(f"| `loss={loss}`")
+        lines = [line.split("|")[2:6] for line in page[start:].splitlines()[:4]]
+        read = (
+            lambda row: float(row["clipped_ratio_fraction"]),
+            lambda row: float(row["clipped_low_fraction"]) + float(row["clipped_high_fraction"]),
+            lambda row: float(row["kl_new_old"]),
+            lambda row: float(row["effective_sample_size"]),
+        )
+        for cells, value in zip(lines, read, strict=True):
+            medians = [statistics.median(map(value, by_place[place,])) for place in "1234"]
+            for cell, median in zip(cells, medians, strict=True):
+                digits = len(cell.strip().partition(".")[2])
+                written = f"{median:.0e}".replace("e-0", "e-") if "e-" in cell else f"{median:.{digits}f}"
+                assert cell.strip() == written
