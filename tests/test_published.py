@@ -84,11 +84,20 @@ def test_comparisons(file, tables):
             assert f"{label} +{one.difference:.3f} p {p_value(one)} {verdict(one)}" in page
 
 
-def test_cost_of_the_sweep():
-    table = rows("loss_by_aggregation")
-    minutes = sum(values(table, "cpu_seconds")) / 60
-    assert f"| {len(table)} | {minutes:.0f} minutes |" in (ROOT / "sweeps/README.md").read_text()
-    assert f"{minutes:.0f} minutes of CPU time" in (ROOT / "README.md").read_text()
+@pytest.mark.parametrize("name", ["loss_by_aggregation", "clip_range"])
+def test_cost_of_a_sweep(name):
+    table, page = rows(name), (ROOT / "sweeps/README.md").read_text()
+    line = next(line for line in page.splitlines() if line.startswith(f"| `pgtk sweep {name}`"))
+    assert line.endswith(f"| {len(table)} | {sum(values(table, 'cpu_seconds')) / 60:.0f} minutes |")
+
+
+def test_clip_range():
+    by_width = sorted(groups(rows("clip_range"), "loss.epsilon_low").items(), key=lambda one: float(one[0][0]))
+    page = " ".join((ROOT / "sweeps/README.md").read_text().split())
+    matches = [f"{statistics.fmean(values(table, 'final_exact_match')):.2f}" for _, table in by_width]
+    outside = [f"{100 * statistics.fmean(values(table, 'clipped_ratio_fraction')):.0f}" for _, table in by_width]
+    assert f"exact match {', '.join(matches)}" in page
+    assert f"{', '.join(outside[:3])} and {outside[3]} % of the documents" in page
 
 
 def test_clip_fractions_within_a_batch():
