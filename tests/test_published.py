@@ -10,7 +10,7 @@ import pytest
 
 from pgtoolkit.comparison.groups import Compared, Group
 from pgtoolkit.comparison.statistics import compare_all
-from pgtoolkit.comparison.words import p_value, spread, verdict
+from pgtoolkit.comparison.words import p_value, plural, spread, verdict
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "benchmarks" / "data"
@@ -84,11 +84,12 @@ def test_comparisons(file, tables):
             assert f"{label} +{one.difference:.3f} p {p_value(one)} {verdict(one)}" in page
 
 
-@pytest.mark.parametrize("name", ["loss_by_aggregation", "clip_range"])
+@pytest.mark.parametrize("name", ["loss_by_aggregation", "clip_range", "metrics_cost"])
 def test_cost_of_a_sweep(name):
     table, page = rows(name), (ROOT / "sweeps/README.md").read_text()
     line = next(line for line in page.splitlines() if line.startswith(f"| `pgtk sweep {name}`"))
-    assert line.endswith(f"| {len(table)} | {sum(values(table, 'cpu_seconds')) / 60:.0f} minutes |")
+    minutes = round(sum(values(table, "cpu_seconds")) / 60)
+    assert line.endswith(f"| {len(table)} | {plural(minutes, 'minute')} |")
 
 
 def test_clip_range():
@@ -98,6 +99,17 @@ def test_clip_range():
     outside = [f"{100 * statistics.fmean(values(table, 'clipped_ratio_fraction')):.0f}" for _, table in by_width]
     assert f"exact match {', '.join(matches)}" in page
     assert f"{', '.join(outside[:3])} and {outside[3]} % of the documents" in page
+
+
+def test_metrics_cost():
+    page = " ".join((ROOT / "sweeps/README.md").read_text().split())
+    none, basic, entropy = (
+        row["cpu_seconds"]
+        for level in ("none", "basic", "with_entropy")
+        for row in rows("metrics_cost")
+        if row["metrics.level"] == level
+    )
+    assert f"{none} s of CPU time with `none`, {basic} s with `basic` and {entropy} s with `with_entropy`" in page
 
 
 def test_clip_fractions_within_a_batch():
