@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 from collections.abc import Callable
 
@@ -25,8 +26,16 @@ def complete(argv: list[str], commands: list[str], hydra: Callable[[list[str]], 
     if line is not None:
         os.environ["COMP_LINE"] = line
         quiet = contextlib.suppress(Exception, SystemExit)
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere), quiet:
+        found = io.StringIO()
+        with (
+            open(os.devnull, "w") as nowhere,
+            contextlib.redirect_stderr(nowhere),
+            contextlib.redirect_stdout(found),
+            quiet,
+        ):
             hydra(argv)
+        # Hydra takes the types of the keys for options, which `refusals` knows better.
+        print(" ".join(word for word in found.getvalue().split() if "=schema" not in word), flush=True)
     return 0
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from pgtoolkit.comparison.groups import Compared, Group
 from pgtoolkit.comparison.statistics import compare_all
-from pgtoolkit.comparison.words import p_value, spread, verdict
+from pgtoolkit.comparison.words import p_value, plural, spread, verdict
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "benchmarks" / "data"
@@ -84,11 +84,32 @@ def test_comparisons(file, tables):
             assert f"{label} +{one.difference:.3f} p {p_value(one)} {verdict(one)}" in page
 
 
-def test_cost_of_the_sweep():
-    table = rows("loss_by_aggregation")
-    minutes = sum(values(table, "cpu_seconds")) / 60
-    assert f"| {len(table)} | {minutes:.0f} minutes |" in (ROOT / "sweeps/README.md").read_text()
-    assert f"{minutes:.0f} minutes of CPU time" in (ROOT / "README.md").read_text()
+@pytest.mark.parametrize("name", ["loss_by_aggregation", "clip_range", "metrics_cost"])
+def test_cost_of_a_sweep(name):
+    table, page = rows(name), (ROOT / "sweeps/README.md").read_text()
+    line = next(line for line in page.splitlines() if line.startswith(f"| `pgtk sweep {name}`"))
+    minutes = round(sum(values(table, "cpu_seconds")) / 60)
+    assert line.endswith(f"| {len(table)} | {plural(minutes, 'minute')} |")
+
+
+def test_clip_range():
+    by_width = sorted(groups(rows("clip_range"), "loss.epsilon_low").items(), key=lambda one: float(one[0][0]))
+    page = " ".join((ROOT / "sweeps/README.md").read_text().split())
+    matches = [f"{statistics.fmean(values(table, 'final_exact_match')):.2f}" for _, table in by_width]
+    outside = [f"{100 * statistics.fmean(values(table, 'clipped_ratio_fraction')):.0f}" for _, table in by_width]
+    assert f"exact match {', '.join(matches)}" in page
+    assert f"{', '.join(outside[:3])} and {outside[3]} % of the documents" in page
+
+
+def test_metrics_cost():
+    page = " ".join((ROOT / "sweeps/README.md").read_text().split())
+    none, basic, entropy = (
+        row["cpu_seconds"]
+        for level in ("none", "basic", "with_entropy")
+        for row in rows("metrics_cost")
+        if row["metrics.level"] == level
+    )
+    assert f"{none} s of CPU time with `none`, {basic} s with `basic` and {entropy} s with `with_entropy`" in page
 
 
 def test_clip_fractions_within_a_batch():
