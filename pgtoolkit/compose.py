@@ -98,7 +98,8 @@ def compose(
     problems += executed.targets(config.hydra)
     if found := refusals.incomplete(config):
         return Composed(None, [*problems, *found])
-    for override in values:
+    # What stands for the value of another key comes after it.
+    for override in sorted(values, key=lambda one: "${" in one.input_line):
         if found := apply(config, override.key_or_group, override.value(), groups):
             problems += found
         else:

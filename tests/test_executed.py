@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import sys
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,9 @@ def test_a_function_is_imported_by_the_word_of_who_types_not_of_a_file(evil, cap
     typed = ["task.verifier=evil.score", "aggregation.reducer=evil.weights"]
     assert problems(check([*typed, "seed=1,2"], True, sweep_file=evil / "mine.yaml")) == []
     assert problems(check([*VERIFIER, "task.verifier=evil.score"])) == []
+    # By its word it was tried, as a start would, before anything is made.
+    (evil / "executed").unlink()
+    sys.modules.pop("evil")
     hidden = ["task.verifier=${tracking.run_name}", "tracking.run_name=evil.score"]
     assert "needs to be typed" in str(problems(check([*VERIFIER, *hidden])))
 
