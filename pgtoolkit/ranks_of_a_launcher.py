@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-
-from omegaconf import DictConfig
+from typing import TYPE_CHECKING
 
 from pgtoolkit.errors import ConfigError, PgtoolkitError
 from pgtoolkit.ranks import joined
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 
 def follow(overrides: list[str], config_dir: str | None) -> int:
