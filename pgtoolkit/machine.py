@@ -15,7 +15,7 @@ from typing import Any
 from pgtoolkit import model_folder
 from pgtoolkit.errors import ConfigError, DataError, first_line
 from pgtoolkit.functions import REDUCER_KEYWORDS, import_function
-from pgtoolkit.rules.report import Report, refusal
+from pgtoolkit.rules.report import Report, is_whole, refusal
 from pgtoolkit.rules.run import occupied_by_rollouts
 
 _SECONDS_FOR_THE_HUB = 10
@@ -112,11 +112,22 @@ def _model(c: Any, report: Report) -> None:
     if os.path.isdir(folder):
         found = model_folder.problems(model.path, bool(model.random_weights))
         report.problems += found or _unloadable(os.getcwd(), model.path)
+        _positions(c, report)
     elif os.path.exists(folder):
         reason = "A model is made of several files: config.json, its tokenizer, its weights."
         report.refuse(f"model.path={model.path}", "a folder", "a file", reason, "model.path=FOLDER")
     elif not model.path.startswith((".", "/", "~")) and (problem := _on_the_hub(model.path)):
         report.problems.append(problem)
+
+
+def _positions(c: Any, report: Report) -> None:
+    """Room for a prompt beside the longest completion."""
+    positions = model_folder.model_settings(c.model.path).get("max_position_embeddings")
+    if c.rollout.name != "policy" or not is_whole(positions) or c.rollout.max_completion_length < positions:
+        return
+    length, reason = c.rollout.max_completion_length, "Prompt and completion share the model's positions."
+    use = f"rollout.max_completion_length={max(1, positions // 2)}"
+    report.refuse(f"rollout.max_completion_length={length}", f"a number < {positions}", length, reason, use)
 
 
 @functools.cache  # the jobs of a sweep share it

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from pgtoolkit.batch import Document
+from pgtoolkit.check import check, problems
 from pgtoolkit.cli import main
 from pgtoolkit.config import HuggingFaceModelConfig, NumberType
 from pgtoolkit.errors import ConfigError, DataError
@@ -53,6 +54,14 @@ def folder(tmp_path_factory):
 def settings(folder, *overrides):
     own = [s for s in SHORT if not s.startswith("model.")]
     return config_of(*own, "model=huggingface", f"model.path={folder}", "trainer.max_steps=4", *overrides)
+
+
+def test_completions_longer_than_the_model_has_positions_are_refused_before_anything_is_made(folder):
+    typed = ["model=huggingface", f"model.path={folder}", "tracking=none", "task.num_digits=3"]
+    (problem,) = problems(check([*typed, "rollout.max_completion_length=32"]))
+    assert problem.startswith("rollout.max_completion_length=32 needs a number < 32 (got 32). ")
+    assert problem.endswith("Use rollout.max_completion_length=16.")
+    assert problems(check([*typed, "rollout.max_completion_length=16"])) == []
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
