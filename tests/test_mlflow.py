@@ -365,6 +365,7 @@ def test_flatten_hides_secrets_and_cuts_long_text():
 
 def test_addresses_and_commands(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    before = set(threading.enumerate())
     assert absolute_uri(None) == f"sqlite:///{tmp_path}/outputs/mlflow.db"
     assert absolute_uri("sqlite:///x.db") == f"sqlite:///{tmp_path}/x.db"
     assert absolute_uri("http://h:1") == "http://h:1"
@@ -372,7 +373,7 @@ def test_addresses_and_commands(tmp_path, monkeypatch):
     assert ui_command("sqlite:///my runs/x.db").endswith("pgtk ui '--uri=sqlite:///my runs/x.db'")
     assert ui_url("http://h:1/", "3", "abc") == "http://h:1/#/experiments/3/runs/abc"
     assert ui_url(None, "3") == "http://127.0.0.1:5000/#/experiments/3/runs?compareRunsMode=CHART"
-    assert not [thread for thread in threading.enumerate() if thread.name == "mlflow"]
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "mlflow"]
     assert json.dumps(flatten({})) == "{}"
 
 
