@@ -25,7 +25,7 @@ ConfigStore.instance().store(group="hydra/launcher", name="local_schema", node=L
 
 
 class LocalLauncher(Launcher):
-    """Every job in a fresh process on this machine; see `pgtoolkit.multirun.launcher`."""
+    """Every job in a fresh process on this machine; see `pgtoolkit.launch.jobs`."""
 
     def __init__(self, n_jobs: int, fail_fast: bool):
         self._n_jobs = n_jobs
@@ -37,7 +37,7 @@ class LocalLauncher(Launcher):
         self._context, self._config = hydra_context, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from pgtoolkit.multirun.launcher import launch
+        from pgtoolkit.launch.jobs import launch
 
         load = self._context.config_loader.load_sweep_config
         configs = [load(self._config, list(overrides)) for overrides in job_overrides]

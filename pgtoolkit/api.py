@@ -7,14 +7,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from pgtoolkit.batch import DocumentCounts, StepTotals
-from pgtoolkit.kernels.logits import IMPLEMENTATIONS
-from pgtoolkit.kernels.parallel import ALONE, Ranks
-from pgtoolkit.losses import arguments
-from pgtoolkit.losses.aggregation import Reducer, aggregation_of
-from pgtoolkit.losses.checks import check_name, check_switches, shown
-from pgtoolkit.losses.families import Family, family_of
-from pgtoolkit.losses.objective import Loss
-from pgtoolkit.losses.policy_gradient import (
+from pgtoolkit.kernels import arguments
+from pgtoolkit.kernels.given_logits import IMPLEMENTATIONS
+from pgtoolkit.kernels.losses import (
     Computation,
     LMHead,
     PolicyLoss,
@@ -22,6 +17,11 @@ from pgtoolkit.losses.policy_gradient import (
     loss_of_log_probs,
     loss_of_logits,
 )
+from pgtoolkit.losses.aggregation import Reducer, aggregation_of
+from pgtoolkit.losses.checks import check_name, check_switches, shown
+from pgtoolkit.losses.exchange import ALONE, Ranks
+from pgtoolkit.losses.families import Family, family_of
+from pgtoolkit.losses.objective import Loss
 
 
 def policy_loss(

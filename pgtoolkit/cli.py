@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import importlib.util
 import os
 import sys
 from pathlib import Path
 
-from pgtoolkit import __version__, ranks_of_a_launcher
-from pgtoolkit.conf_files import config_directory, default_options, options, sweep_file, sweep_files
+from pgtoolkit import __version__
+from pgtoolkit.config.files import config_directory, default_options, options, sweep_file, sweep_files
 from pgtoolkit.errors import ConfigError, DataError, Interrupted, PgtoolkitError, StorageError, unusable
-from pgtoolkit.ranks import joined
-from pgtoolkit.redaction import redact
+from pgtoolkit.launch import torchrun
+from pgtoolkit.ranks.environment import joined
+from pgtoolkit.system.redaction import redact
 
 COMMANDS = {
     "[OVERRIDES]": "train, results in outputs/; -m a=1,2 b=3,4 runs all four",
@@ -25,7 +25,6 @@ COMMANDS = {
     "export RUN_DIR DIR": "the newest checkpoint as a Hugging Face folder",
     "sync RUN_DIR...": "deliver to MLflow what it lacks of runs, such as after an outage",
     "ui": "MLflow's pages of the runs tracked from this directory; --port N",
-    "bench": "measure the kernels on this machine",
 }
 
 
@@ -54,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
 def _dispatch(argv: list[str]) -> int:
     command = argv[0] if argv and argv[0][:1].isalpha() and "=" not in argv[0] else None
     if command in ("compare", "diff", "export", "sync", "ui"):
-        from pgtoolkit.comparison.command import main as run_command
+        from pgtoolkit.launch.commands import main as run_command
 
         return run_command(command, argv[1:])
     if "--help" in argv or "-h" in argv:
@@ -69,8 +68,6 @@ def _dispatch(argv: list[str]) -> int:
         return _check(argv[1:])
     elif command == "resume":
         return _resume(argv[1:])
-    elif command == "bench" and _has_bench():
-        return importlib.import_module("pgtoolkit.bench").main(argv[1:]) or 0
     else:
         raise _unknown_command(command)
     sys.stdout.flush()
@@ -80,8 +77,7 @@ def _dispatch(argv: list[str]) -> int:
 def help_page() -> str:
     """Commands, groups with their options, examples: one screen of 24 lines."""
     lines = ["Policy-gradient losses for language models, compared by declarative configuration. Commands:"]
-    shown = {use: text for use, text in COMMANDS.items() if use != "bench" or _has_bench()}
-    lines += [f"  pgtk {use:<28}{text}" for use, text in shown.items()]
+    lines += [f"  pgtk {use:<28}{text}" for use, text in COMMANDS.items()]
     lines.append("Groups (GROUP=OPTION; * is the default):")
     defaults, single, columns = default_options(), [], []
     for group, names in sorted(options().items(), key=lambda item: [*defaults, item[0]].index(item[0])):
@@ -113,8 +109,8 @@ def _train(argv: list[str], sweep_file: Path | None = None) -> int:
 
     sweep_file: the primary configuration of `pgtk sweep`.
     """
-    from pgtoolkit.check import check, notes, problems
-    from pgtoolkit.compose import NO_CHOICE, hydra_form, search_path
+    from pgtoolkit.config.compose import NO_CHOICE, hydra_form, search_path
+    from pgtoolkit.launch.check import check, notes, problems
 
     typed = argv if sweep_file is None else ["sweep", *argv]
     argv, fail_fast = [arg for arg in argv if arg != "--fail-fast"], "--fail-fast" in argv
@@ -122,7 +118,7 @@ def _train(argv: list[str], sweep_file: Path | None = None) -> int:
         argv = ["--multirun", *argv[1:]]
     args = _hydra_arguments(argv)
     if args.shell_completion:
-        from pgtoolkit.completion import complete
+        from pgtoolkit.config.completion import complete
 
         return complete(argv, _commands(), _run_hydra)
     if args.cfg and args.multirun:
@@ -135,12 +131,12 @@ def _train(argv: list[str], sweep_file: Path | None = None) -> int:
             reason, use = "The runs of a sweep start their own processes.", "pgtk -m without torchrun or srun"
             raise ConfigError(f"-m needs one process (got WORLD_SIZE={rank.world_size}). {reason} Use {use}.")
         if rank.number > 0:
-            return ranks_of_a_launcher.follow(args.overrides, args.config_dir)
+            return torchrun.follow(args.overrides, args.config_dir)
     sweep = None
     if starts or args.cfg:
         checked = check(args.overrides, args.multirun, args.config_dir, starts, sweep_file, ["pgtk", *typed])
         if found := problems(checked):
-            raise ranks_of_a_launcher.told(_refusal(found), args.overrides, args.config_dir, starts)
+            raise torchrun.told(_refusal(found), args.overrides, args.config_dir, starts)
         for note in notes(checked):
             print(f"pgtk: note: {note}", file=sys.stderr)
         sweep = checked.sweep
@@ -149,9 +145,9 @@ def _train(argv: list[str], sweep_file: Path | None = None) -> int:
         try:
             return _run_hydra(rest, checked=checked.runs[0].config if starts else None)
         except StorageError as error:  # from before it began
-            raise ranks_of_a_launcher.told(error, args.overrides, args.config_dir) from error
+            raise torchrun.told(error, args.overrides, args.config_dir) from error
 
-    from pgtoolkit.multirun.command import start
+    from pgtoolkit.launch.multirun import start
 
     if checked.searches:
         sweep.jobs = {}
@@ -183,7 +179,7 @@ def _run_hydra(argv: list[str], primary: Path | None = None, checked=None) -> in
     """What Hydra does with these arguments. checked: the configuration of a single run, which is not composed again."""
     import hydra
 
-    from pgtoolkit.compose import register
+    from pgtoolkit.config.compose import register
 
     statuses: list[int] = []
     started = False
@@ -237,8 +233,8 @@ def _train_one(config) -> None:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    from pgtoolkit.compose import name_in
-    from pgtoolkit.paths import make_absolute
+    from pgtoolkit.config.compose import name_in
+    from pgtoolkit.config.paths import make_absolute
 
     own = HydraConfig.get()
     overrides = list(own.overrides.task)
@@ -246,7 +242,7 @@ def _train_one(config) -> None:
     config.tracking.run_name = name_in(own, config.tracking.run_name)
     make_absolute(config)
     if in_sweep:  # another launcher than ours, such as SLURM's
-        from pgtoolkit.multirun.job import run
+        from pgtoolkit.launch.job import run
 
         run(config, Path(own.runtime.output_dir), overrides, Path(own.sweep.dir).name)
     else:
@@ -255,16 +251,16 @@ def _train_one(config) -> None:
 
 def _launch(config, run_dir: Path, overrides: list[str], resume: bool = False) -> None:
     """Train; signals are answered in an orderly way from here on, also while torch is loaded."""
-    from pgtoolkit.tracking.beginning import stoppable
+    from pgtoolkit.tracking.signals import stoppable
 
     with stoppable(config, run_dir, overrides) if joined() is None else contextlib.nullcontext():
-        from pgtoolkit.parallelism.launch import launch
+        from pgtoolkit.launch.processes import launch
 
         launch(config, run_dir, resume=resume, overrides=overrides)
 
 
 def _check(argv: list[str]) -> int:
-    from pgtoolkit.check import check, page, problems
+    from pgtoolkit.launch.check import check, page, problems
 
     file = None
     if argv and argv[0] == "sweep":
@@ -286,10 +282,10 @@ def _sweep_file(argv: list[str]) -> Path:
 def _resume(argv: list[str]) -> int:
     if not argv or (not Path(argv[0]).is_dir() and (argv[0].startswith("-") or "=" in argv[0])):
         raise ConfigError("pgtk resume needs a run directory (got none). Use pgtk resume outputs/DATE/TIME-NAME.")
-    from pgtoolkit.machine import look
-    from pgtoolkit.resume import compose_resumed
-    from pgtoolkit.rules.report import Report
-    from pgtoolkit.validate import resolve, validate
+    from pgtoolkit.config.resume import compose_resumed
+    from pgtoolkit.config.validate import resolve, validate
+    from pgtoolkit.system.report import Report
+    from pgtoolkit.training.machine import look
 
     run_dir, overrides = Path(argv[0]), argv[1:]
     composed = compose_resumed(run_dir, overrides)
@@ -302,7 +298,7 @@ def _resume(argv: list[str]) -> int:
 
 
 def _refusal(problems: list[str]) -> PgtoolkitError:
-    from pgtoolkit.machine import DataProblem
+    from pgtoolkit.training.machine import DataProblem
 
     kind = DataError if all(isinstance(problem, DataProblem) for problem in problems) else ConfigError
     if len(problems) == 1:
@@ -315,6 +311,8 @@ def _unknown_command(word: str) -> ConfigError:
     nearest = difflib.get_close_matches(word, [*commands, *options()], n=1)
     if word in ("train", "run"):
         use = "pgtk [OVERRIDES], without a word, to train"
+    elif word == "bench":
+        use = "python -m benchmarks.kernels, in a checkout of pgtoolkit"
     elif not nearest:
         use = "pgtk --help"
     else:
@@ -324,12 +322,7 @@ def _unknown_command(word: str) -> ConfigError:
 
 
 def _commands() -> list[str]:
-    words = [use.split()[0] for use in COMMANDS]
-    return [word for word in words if word.isalpha() and (word != "bench" or _has_bench())]
-
-
-def _has_bench() -> bool:
-    return importlib.util.find_spec("pgtoolkit.bench") is not None
+    return [word for word in (use.split()[0] for use in COMMANDS) if word.isalpha()]
 
 
 def _say(error: PgtoolkitError) -> int:

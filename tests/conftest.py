@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 import torch
 
-from pgtoolkit.tracking.run_directory import RunDirectory
+from pgtoolkit.runs.directory import RunDirectory
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pgtoolkit.batch import Document
+from pgtoolkit.config.validate import validate
 from pgtoolkit.losses import reference
 from pgtoolkit.rollouts.steps import StepLoader, make_step
 from pgtoolkit.training.module import PolicyGradientModule
-from pgtoolkit.validate import validate
 
 ROWS: dict[str, Callable] = {}
 """By key, with its option where a group has several shapes (`model/tiny.num_layers`)."""

@@ -18,11 +18,11 @@ from stores import history, train
 from threads import on_ranks
 
 from pgtoolkit.errors import ConfigError, DataError, NumericalError
-from pgtoolkit.parallelism.layout import AXES, Layout
-from pgtoolkit.parallelism.sequence_data import local_tokens
-from pgtoolkit.parallelism.worker import _process_group
-from pgtoolkit.ranks import Rank
-from pgtoolkit.tracking.run_directory import RunDirectory
+from pgtoolkit.launch.worker import _process_group
+from pgtoolkit.model.sequence_data import local_tokens
+from pgtoolkit.ranks.environment import Rank
+from pgtoolkit.ranks.layout import AXES, Layout
+from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.training.build import accelerator, build
 from pgtoolkit.training.recorder import Recorder
 from pgtoolkit.training.train import _start_tracker

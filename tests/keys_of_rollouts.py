@@ -21,7 +21,7 @@ from keys import (
 from runs import assert_equal
 
 from pgtoolkit.errors import DataError
-from pgtoolkit.rollouts.order import shuffled
+from pgtoolkit.rollouts.shuffle import shuffled
 from pgtoolkit.rollouts.tasks import make_task
 
 

@@ -8,8 +8,8 @@ from runs import built, config_of
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pgtoolkit.training.model import character_tokenizer
-from pgtoolkit.validate import validate
+from pgtoolkit.config.validate import validate
+from pgtoolkit.model.policy import character_tokenizer
 
 
 def llama(folder, seed=0) -> str:

@@ -22,8 +22,8 @@ from keys import (
 from runs import config_of
 from torch import nn
 
+from pgtoolkit.config.validate import validate
 from pgtoolkit.losses.families import FAMILIES, Grpo
-from pgtoolkit.validate import validate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 V = 12  # the digits, "=" and the end

@@ -1,7 +1,7 @@
 """Keys that do not arrive, and steps that go on where they should not: (name, file, edits, the tests that catch it)."""
 
-ROW = "tests/test_keys.py::test_the_key_acts"
-STEP = "tests/test_training.py"
+ROW = "tests/config/test_keys.py::test_the_key_acts"
+STEP = "tests/training/test_training.py"
 
 MUTANTS_OF_KEYS = [
     (

@@ -1,20 +1,20 @@
 """Mistakes of losses over ranks for `test_mutants.py`: (name, file, edits, the tests that catch it) of each."""
 
-RANKS = "tests/test_parallel_loss.py::test_given_logits"
-HEAD = "tests/test_parallel_loss.py::test_fused_head"
-OPTIONS = "tests/test_parallel_loss_options.py"
+RANKS = "tests/kernels/test_parallel_loss.py::test_given_logits"
+HEAD = "tests/kernels/test_parallel_loss.py::test_fused_head"
+OPTIONS = "tests/kernels/test_parallel_loss_options.py"
 ALL_AXES = "data x sequence x vocabulary"
 
 MUTANTS_OF_RANKS = [
     (
         "sums over a document's tokens on one rank only (Fast-LLM)",
-        "losses/segments.py",
+        "losses/documents.py",
         {"return all_sum(sums, self.group)": "return sums"},
         (f"{RANKS}[sequence 2-gspo-sample_mean-none]", f"{RANKS}[{ALL_AXES}-gspo-token_mean-basic]"),
     ),
     (
         "documents numbered anew on each rank (Fast-LLM)",
-        "losses/segments.py",
+        "losses/documents.py",
         {
             "torch.where(mask, document_index, num_documents)": "torch.where("
             "mask, document_index.unique(return_inverse=True)[1], num_documents)"
@@ -23,19 +23,19 @@ MUTANTS_OF_RANKS = [
     ),
     (
         "a document's tokens counted on one rank only",
-        "losses/segments.py",
+        "losses/documents.py",
         {"all_sum(self.local_counts, self.group)": "self.local_counts", "both[1].long()": "self.local_counts"},
         (f"{RANKS}[sequence 2-grpo-sample_mean-none]", f"{RANKS}[{ALL_AXES}-gspo-token_mean-basic]"),
     ),
     (
         "automatic differentiation sees the document's tokens of one rank only",
-        "losses/segments.py",
+        "losses/documents.py",
         {"ctx.segments._total(gradient)": "ctx.segments._reduce(gradient)"},
         (f"{OPTIONS}::test_automatic_differentiation_finds_the_coefficients[gspo]",),
     ),
     (
         "the lengths that a document's chunk divides by are one rank's",
-        "kernels/plan.py",
+        "kernels/chunks.py",
         {"overall[first:last]": "local[first:last]"},
         (f"{HEAD}[sequence 2-gspo-sample_mean-3]", f"{HEAD}[{ALL_AXES}-gspo-sample_mean-100]"),
     ),
@@ -47,7 +47,7 @@ MUTANTS_OF_RANKS = [
     ),
     (
         "the entropy of vocabulary shards taken from one of them (Fast-LLM)",
-        "kernels/torch_impl.py",
+        "kernels/torch_passes.py",
         {"(dots[0] + shift.clamp(min=-1000.0) * sums)).sum(0)": "(dots[0] + shift.clamp(min=-1000.0) * sums))[0]"},
         (
             f"{RANKS}[vocabulary 2-grpo-sample_mean-with_entropy]",
@@ -56,31 +56,31 @@ MUTANTS_OF_RANKS = [
     ),
     (
         "each vocabulary shard with its own maximum",
-        "kernels/torch_impl.py",
+        "kernels/torch_passes.py",
         {"shift = (maxima - maximum) / temperature": "shift = torch.zeros_like(maxima)"},
         (f"{RANKS}[vocabulary 2-grpo-sample_mean-none]", f"{RANKS}[{ALL_AXES}-gspo-token_mean-basic]"),
     ),
     (
         "vocabulary shards that start one column late",
-        "kernels/vocabulary.py",
+        "kernels/shards.py",
         {"temperature, with_entropy, self.start)": "temperature, with_entropy, self.start + 1)"},
         (f"{RANKS}[vocabulary 2-grpo-sample_mean-none]", f"{RANKS}[{ALL_AXES}-gspo-token_mean-basic]"),
     ),
     (
         "vocabulary shards whose gradient starts one column late",
-        "kernels/vocabulary.py",
+        "kernels/shards.py",
         {"coefficients, temperature, self.start, out": "coefficients, temperature, self.start + 1, out"},
         (f"{RANKS}[vocabulary 4-gspo-sample_mean-none]", f"{HEAD}[sequence x vocabulary-grpo-constant-3]"),
     ),
     (
         "the gradient of the hidden states from one vocabulary shard",
-        "kernels/linear.py",
+        "kernels/fused_head.py",
         {"all_sum_(self.hidden_gradient, self.head.vocabulary_group)": "pass"},
         (f"{HEAD}[vocabulary 2-grpo-sample_mean-100]", f"{HEAD}[{ALL_AXES}-gspo-token_mean-3]"),
     ),
     (
         "the gradient of the hidden states from one vocabulary shard, where all logits exist",
-        "losses/policy_gradient.py",
+        "kernels/losses.py",
         {"SumGradient.apply(hidden, ranks.vocabulary)": "hidden"},
         (f"{OPTIONS}::test_the_head_with_all_logits_and_with_some[vocabulary 2]",),
     ),

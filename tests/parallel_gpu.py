@@ -12,10 +12,10 @@ import os
 import torch
 import torch.distributed as dist
 
-from pgtoolkit.parallelism.layout import Layout
-from pgtoolkit.parallelism.model import parallelize
-from pgtoolkit.training import packed_attention
-from pgtoolkit.training.model import Policy
+from pgtoolkit.model import attention
+from pgtoolkit.model.policy import Policy
+from pgtoolkit.model.spread import parallelize
+from pgtoolkit.ranks.layout import Layout
 from tests.parallel_models import configuration, step
 
 SCALE = 20
@@ -37,7 +37,7 @@ def build(device: torch.device, dtype: torch.dtype) -> Policy:
     shape = {"vocab_size": 4099, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4}
     model = Qwen2ForCausalLM(Qwen2Config(**shape, **heads, max_position_embeddings=1024, tie_word_embeddings=False))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    packed_attention.switch_on(model, dtype, device)
+    attention.switch_on(model, dtype, device)
     return Policy(model.to(device).train(), None, dtype)
 
 

@@ -11,17 +11,17 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from pgtoolkit.batch import Document, MicroBatch, StepTotals
+from pgtoolkit.kernels.losses import Computation, loss_of_hidden
 from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.families import family_of
 from pgtoolkit.losses.objective import Loss
-from pgtoolkit.losses.policy_gradient import Computation, loss_of_hidden
-from pgtoolkit.parallelism.layout import Layout
-from pgtoolkit.parallelism.model import parallelize
-from pgtoolkit.parallelism.norms import clip_gradients, gradient_groups
-from pgtoolkit.parallelism.sequence_data import local_tokens
+from pgtoolkit.model import attention
+from pgtoolkit.model.norms import clip_gradients, gradient_groups
+from pgtoolkit.model.policy import Policy
+from pgtoolkit.model.sequence_data import local_tokens
+from pgtoolkit.model.spread import parallelize
+from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.packing import pack
-from pgtoolkit.training import packed_attention
-from pgtoolkit.training.model import Policy
 from tests import worlds
 
 VOCABULARY = 19  # divides by no number of ranks
@@ -98,8 +98,8 @@ def build(kind: str) -> Policy:
 
 def attend_by_document(model) -> None:
     """Give it the attention that it would have on a GPU, here through the loop over documents."""
-    packed_attention.register(packed_attention.NAME, packed_attention.attention)
-    model.set_attn_implementation(packed_attention.NAME)
+    attention.register(attention.NAME, attention.attention)
+    model.set_attn_implementation(attention.NAME)
 
 
 def loss_of(mine: MicroBatch, inputs: tuple, totals: StepTotals, objective: dict):

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pgtoolkit.config import RecordedRolloutConfig
+from pgtoolkit.config.schema import RecordedRolloutConfig
 
 VOCABULARY_SIZE = 100
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from pgtoolkit.compose import compose
+from pgtoolkit.config.compose import compose
+from pgtoolkit.config.validate import validate
 from pgtoolkit.rollouts.steps import StepLoader
 from pgtoolkit.training.build import build
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.train import train
-from pgtoolkit.validate import validate
 
 SHORT = (
     "tracking=none",
@@ -74,6 +74,12 @@ def metrics_of(folder: Path) -> list[dict]:
 
 def checkpoint_of(folder: Path, step: int) -> dict:
     return torch.load(folder / "checkpoints" / f"step-{step:06d}.ckpt", weights_only=True)
+
+
+def state(step, **more):
+    """What a checkpoint of that step holds beside weights, with `more`."""
+    counts = dict.fromkeys(("num_updates", "num_skipped_steps", "documents_seen"), step)
+    return {"format": 1, "step": step, **counts, "data": {}, "random": {}, **more}
 
 
 def copy_as_of(folder: Path, step: int, to: Path) -> Path:

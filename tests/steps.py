@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.batch import StepTotals, Tokens
-from pgtoolkit.kernels.parallel import ALONE
 from pgtoolkit.losses.aggregation import aggregation_of
+from pgtoolkit.losses.exchange import ALONE
 from pgtoolkit.losses.families import family_of
 from pgtoolkit.losses.objective import Loss, Objective, make_objective
 

@@ -7,7 +7,7 @@ import time
 
 from mlflow import MlflowClient
 
-from pgtoolkit.tracking.mlflow_store import MlflowTracker
+from pgtoolkit.tracking.mlflow_run import MlflowTracker
 
 CONFIG = {"seed": 1, "loss": {"name": "gspo", "epsilon_low": 3e-4}, "aggregation": {"mode": "sample_mean"}}
 

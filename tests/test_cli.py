@@ -11,10 +11,10 @@ import pytest
 from omegaconf import OmegaConf, open_dict
 
 from pgtoolkit.cli import help_page, main
-from pgtoolkit.compose import compose, hydra_form, name_of
-from pgtoolkit.conf_files import options
-from pgtoolkit.plan import run_name, vocabulary_size
-from pgtoolkit.resume import compose_resumed
+from pgtoolkit.config.compose import compose, hydra_form, name_of
+from pgtoolkit.config.files import options
+from pgtoolkit.config.plan import run_name, vocabulary_size
+from pgtoolkit.config.resume import compose_resumed
 
 
 def pgtk(*arguments, cwd, **more):
@@ -220,7 +220,7 @@ def test_help_is_quick_and_loads_nothing(tmp_path):
     )
     loaded = set(re.findall(r"\| +([\w.]+)$", imports.stderr, flags=re.MULTILINE))
     assert {"torch", "lightning", "mlflow", "hydra", "omegaconf"} & loaded == set()
-    assert "pgtoolkit.conf_files" in loaded
+    assert "pgtoolkit.config.files" in loaded
 
 
 def test_exit_statuses(tmp_path):
@@ -360,8 +360,8 @@ def test_resume_needs_a_run_directory(tmp_path, capsys):
 
 @pytest.mark.parametrize("task", ["reverse", "reasoning_gym"])
 def test_the_predicted_vocabulary_is_the_tokenizers(task):
+    from pgtoolkit.model.policy import character_tokenizer
     from pgtoolkit.rollouts.tasks import ReverseTask
-    from pgtoolkit.training.model import character_tokenizer
 
     alphabet = {"reverse": ReverseTask.alphabet, "reasoning_gym": None}[task]
     predicted = vocabulary_size(SimpleNamespace(name="tiny"), SimpleNamespace(name=task))

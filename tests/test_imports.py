@@ -1,7 +1,8 @@
-"""Imports point inward: who may know whom."""
+"""Wings and their order: imports run downward, and the large libraries are loaded where they are needed alone."""
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,35 +10,33 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "pgtoolkit"
-HEAVY = {"torch", "triton", "lightning", "mlflow", "transformers"}
-LIGHT_FILES = (
-    "plain_files",
-    "cli",
-    "check",
-    "completion",
-    "compose",
-    "conf_files",
-    "config",
-    "defaults",
-    "errors",
-    "functions",
-    "imports",
-    "machine",
-    "model_folder",
-    "paths",
-    "plan",
-    "redaction",
-    "ranks",
-    "ranks_of_a_launcher",
-    "refusals",
-    "resume",
-    "validate",
+ORDER = (
+    *("errors", "batch", "losses", "kernels", "api", "ranks", "system", "runs", "config", "tracking", "comparison"),
+    *("rollouts", "model", "training", "launch", "cli"),
 )
-LIGHT = [PACKAGE / f"{name}.py" for name in LIGHT_FILES]
-TORCHLESS = ("losses/aggregation", "losses/checks", "losses/families", "tracking/run_files")
-"""What they may know of other folders: names, equations and checks, and the files of a run."""
-LIGHT += [PACKAGE / f"{name}.py" for name in TORCHLESS]
-LIGHT += [file for folder in ("rules", "multirun") for file in sorted((PACKAGE / folder).glob("*.py"))]
+"""Wings and the files at the top, from the ground up: each may know those before it."""
+
+HEAVY = {"torch", "triton", "lightning", "mlflow", "transformers"}
+TORCH = HEAVY - {"mlflow"}
+LIGHT = {"errors", "system", "runs", "config", "tracking", "cli"}
+"""What loads none of the large libraries as it is imported: the command line starts fast."""
+
+ALSO_LIGHT = ("losses.aggregation", "losses.checks", "losses.families", "ranks.environment", "training.machine")
+NOT_LIGHT = ("launch.local", "launch.worker", "launch.processes")
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def module(file: Path) -> str:
+    """Its dotted name within the package."""
+    return ".".join(file.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def wing(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def is_light(name: str) -> bool:
+    return (wing(name) in {*LIGHT, "launch"} and name not in NOT_LIGHT) or name in ALSO_LIGHT
 
 
 def imports(file: Path, module_level_only: bool = False) -> set[str]:
@@ -62,55 +61,65 @@ def _outside_functions(node):
             yield from _outside_functions(child)
 
 
+def own(names: set[str]) -> set[str]:
+    """Those of the package, as names of its modules."""
+    modules = {module(file) for file in FILES}
+    found = set()
+    for name in names:
+        if name.startswith("pgtoolkit."):
+            name = name.removeprefix("pgtoolkit.")
+            found.add(name if name in modules else name.rpartition(".")[0])
+    return found - {""}
+
+
 def roots(names: set[str]) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-def python_files(folder: str) -> list[Path]:
-    return sorted((PACKAGE / folder).rglob("*.py"))
+@pytest.mark.parametrize("file", [file for file in FILES if file.parent != PACKAGE or file.stem in ORDER], ids=module)
+def test_imports_run_downward(file):
+    known = {wing(other) for other in own(imports(file))}
+    assert known <= set(ORDER[: ORDER.index(wing(module(file))) + 1])
 
 
-@pytest.mark.parametrize("file", LIGHT, ids=lambda file: file.name)
+def test_only_four_files_stand_at_the_top():
+    files = {path.stem for path in PACKAGE.glob("*.py")}
+    assert files == {"__init__", "cli", "api", "batch", "errors"}
+
+
+def test_the_readme_has_a_line_for_every_file():
+    readme = (PACKAGE.parent / "README.md").read_text()
+    tree, folder, listed = readme.partition("\npgtoolkit/\n")[2].partition("```")[0], "", []
+    for indent, name in re.findall(r"^( +)(\S+)  +\S", tree, flags=re.MULTILINE):
+        if name.endswith("/"):
+            folder = name
+        else:
+            listed.append(name if len(indent) == 2 else folder + name)
+    files = [str(file.relative_to(PACKAGE)) for file in FILES if file.name != "__init__.py"]
+    assert sorted(listed) == files
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if is_light(module(file))], ids=module)
 def test_the_command_line_starts_without_the_heavy_libraries(file):
-    assert roots(imports(file, module_level_only=True)) & HEAVY == set()
-    own = {name for name in imports(file, module_level_only=True) if name.startswith("pgtoolkit.")}
-    allowed = {f"pgtoolkit.{name}" for name in (*LIGHT_FILES, "rules", "multirun", "__version__")}
-    if file.parent.name == "multirun":
-        allowed |= {"pgtoolkit.tracking"}  # reads and writes run directories; of it, only what MLflow needs is heavy
-    light = tuple(f"pgtoolkit.{name.replace('/', '.')}." for name in TORCHLESS)
-    own = {name for name in own if not f"{name}.".startswith(light)}
-    assert {name for name in own if ".".join(name.split(".")[:2]) not in allowed} == set()
+    names = imports(file, module_level_only=True)
+    assert roots(names) & HEAVY == set()
+    assert {name for name in own(names) if not is_light(name)} == set()
 
 
-@pytest.mark.parametrize("file", [*python_files("losses"), *python_files("kernels")], ids=lambda file: file.name)
+@pytest.mark.parametrize("file", [file for file in FILES if wing(module(file)) in ("losses", "kernels")], ids=module)
 def test_losses_and_kernels_know_only_torch(file):
-    names = imports(file)
-    own = {name for name in names if name.startswith("pgtoolkit")}
-    allowed = ("pgtoolkit.losses", "pgtoolkit.kernels", "pgtoolkit.batch", "pgtoolkit.errors")
-    assert {name for name in own if not name.startswith(allowed)} == set()
-    assert roots(names) & (HEAVY | {"hydra", "omegaconf", "numpy"}) <= {"torch", "triton"}
+    assert roots(imports(file)) & (HEAVY | {"hydra", "omegaconf", "numpy"}) <= {"torch", "triton"}
 
 
 def test_only_the_kernels_named_for_it_import_triton():
-    users = [file for file in PACKAGE.rglob("*.py") if "triton" in roots(imports(file))]
+    users = [file for file in FILES if "triton" in roots(imports(file))]
     assert {file.parent.name for file in users} == {"kernels"}
     assert {file.name.partition("_")[0] for file in users} == {"triton"}
 
 
-@pytest.mark.parametrize("file", python_files("tracking"), ids=lambda file: file.name)
-def test_tracking_knows_no_torch(file):
-    assert roots(imports(file)) & {"torch", "triton", "lightning", "transformers"} == set()
-    own = {name for name in imports(file) if name.startswith("pgtoolkit.")}
-    outside = ("pgtoolkit.losses", "pgtoolkit.kernels", "pgtoolkit.rollouts", "pgtoolkit.training", "pgtoolkit.batch")
-    own = {name for name in own if not name.startswith(("pgtoolkit.losses.families.", "pgtoolkit.losses.checks."))}
-    assert {name for name in own if name.startswith(outside)} == set()
-
-
-@pytest.mark.parametrize("file", python_files("rollouts"), ids=lambda file: file.name)
-def test_rollouts_know_nothing_of_training(file):
-    inner = ("pgtoolkit.losses", "pgtoolkit.kernels")
-    outside = (*inner, "pgtoolkit.training", "pgtoolkit.tracking", "lightning", "mlflow")
-    assert {name for name in imports(file) if name.startswith(outside)} == set()
+@pytest.mark.parametrize("file", [file for file in FILES if wing(module(file)) in ("runs", "tracking")], ids=module)
+def test_run_directories_and_tracking_know_no_torch(file):
+    assert roots(imports(file)) & TORCH == set()
 
 
 def test_a_run_loads_nothing_that_others_need_of_its_libraries():
@@ -132,7 +141,7 @@ print(json.dumps([loaded, gc.isenabled(), looked_at < left_alone / 10, *found]))
 
 
 def test_lightning_is_imported_in_one_place():
-    users = [file.name for file in PACKAGE.rglob("*.py") if "lightning" in roots(imports(file))]
+    users = [file.name for file in FILES if "lightning" in roots(imports(file))]
     assert users == ["frameworks.py"]
 
 

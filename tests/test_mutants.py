@@ -36,7 +36,7 @@ class Mutant:
     caught_by: tuple[str, ...]
 
 
-CUT = "tests/test_invariance.py::test_micro_batches_order_and_padding"
+CUT = "tests/losses/test_invariance.py::test_micro_batches_order_and_padding"
 MUTANTS = [
     Mutant(
         "sample mean over the micro-batch's documents instead of the step's (TRL #3021, verl #5877)",
@@ -54,7 +54,7 @@ MUTANTS = [
         "Dr. GRPO without its 1/D (verl #3741)",
         "losses/aggregation.py",
         {"self.divisor) * totals.num_documents": "self.divisor)"},
-        ("tests/test_losses.py::test_worked_example[grpo-constant-0.40625]",),
+        ("tests/losses/test_losses.py::test_worked_example[grpo-constant-0.40625]",),
     ),
     Mutant(
         "prompt mean over the groups of the micro-batch (TRL and SkyRL pull requests)",
@@ -66,63 +66,65 @@ MUTANTS = [
         "a divisor of NaN passes a comparison that is always false",
         "losses/checks.py",
         {"math.isfinite(value) and value > 0": "not value <= 0"},
-        ("tests/test_losses.py::test_constant_refuses_a_divisor_that_cannot_divide[nan]",),
+        ("tests/losses/test_losses.py::test_constant_refuses_a_divisor_that_cannot_divide[nan]",),
     ),
     Mutant(
         "a phantom token for each fully masked document, in the step's totals (slime)",
         "rollouts/steps.py",
         {"num_tokens=sum(tokens_per_group)": "num_tokens=sum(max(1, document.num_trained) for document in documents)"},
-        ("tests/test_steps.py::test_totals_count_what_is_masked_and_empty",),
+        ("tests/rollouts/test_steps.py::test_totals_count_what_is_masked_and_empty",),
     ),
     Mutant(
         "a phantom token for each fully masked document, in a loss without given totals (slime)",
         "losses/totals.py",
         {"counts.sum(), (counts": "counts.clamp(min=1).sum(), (counts"},
-        ("tests/test_losses.py::test_a_masked_document_counts_as_a_document_and_adds_no_phantom_token[token_mean]",),
+        (
+            "tests/losses/test_losses.py::test_a_masked_document_counts_as_a_document_and_adds_no_phantom_token[token_mean]",
+        ),
     ),
     Mutant(
         "masked positions multiplied by 0 instead of left out: NaN * 0 is NaN (NeMo-RL #4120)",
         "losses/objective.py",
         {"torch.where(self.mask, log_probs - self.old_log_probs, 0.0)": "self.mask * (log_probs - self.old_log_probs)"},
-        ("tests/test_losses.py::test_masked_positions_may_hold_anything[nan-grpo]",),
+        ("tests/losses/test_losses.py::test_masked_positions_may_hold_anything[nan-grpo]",),
     ),
     Mutant(
         "rows without a gradient multiplied by 0 instead of left out (prime-rl #2084)",
-        "kernels/torch_impl.py",
+        "kernels/torch_passes.py",
         {"torch.where(active, block, 0.0)": "(active * block)"},
-        ("tests/test_losses.py::test_masked_positions_may_hold_anything[nan-gspo]",),
+        ("tests/losses/test_losses.py::test_masked_positions_may_hold_anything[nan-gspo]",),
     ),
     Mutant(
         "GSPO's ratio by the sum of the log-ratios instead of their mean (TRL #5814, NeMo-RL #2269)",
         "losses/objective.py",
         {"segments.mean(values)": "segments.sum(values)"},
-        ("tests/test_losses.py::test_gspo_ratio_is_the_exp_of_the_mean_and_not_of_the_sum",),
+        ("tests/losses/test_losses.py::test_gspo_ratio_is_the_exp_of_the_mean_and_not_of_the_sum",),
     ),
     Mutant(
         "the clip acts already at its bounds, in the gradient by formula",
         "losses/families.py",
         {"ratio <= upper": "ratio < upper"},
-        ("tests/test_peers.py::test_the_clip_does_not_act_at_its_bounds[1.0-1.25-fused_linear-grpo]",),
+        ("tests/losses/test_peers.py::test_the_clip_does_not_act_at_its_bounds[1.0-1.25-fused_linear-grpo]",),
     ),
     Mutant(
         "the clip acts already at its bounds, in the metrics",
         "losses/metrics.py",
         {"judged.ratio < lower": "judged.ratio <= lower"},
-        ("tests/test_peers.py::test_the_clip_does_not_act_at_its_bounds[-1.0-0.75-torch-gspo]",),
+        ("tests/losses/test_peers.py::test_the_clip_does_not_act_at_its_bounds[-1.0-0.75-torch-gspo]",),
     ),
     Mutant(
         "the log-ratio is not clamped before exp (OpenRLHF #1293: computed and never read)",
         "losses/objective.py",
         {"unclamped.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)": "unclamped"},
-        ("tests/test_kernels.py::test_huge_log_ratios_stay_finite[grpo-1.0-dtype0-torch]",),
+        ("tests/kernels/test_kernels.py::test_huge_log_ratios_stay_finite[grpo-1.0-dtype0-torch]",),
     ),
     Mutant(
         "extrema start from 0 (Fast-LLM #494)",
         "losses/metrics.py",
         {"torch.where(mask, extrema, -torch.inf)": "torch.where(mask, extrema, 0.0)"},
         (
-            "tests/test_losses.py::test_matches_reference[1.0-grpo-sample_mean-basic]",
-            "tests/test_peers.py::test_a_piece_without_trained_tokens_does_not_touch_the_extrema",
+            "tests/losses/test_losses.py::test_matches_reference[1.0-grpo-sample_mean-basic]",
+            "tests/losses/test_peers.py::test_a_piece_without_trained_tokens_does_not_touch_the_extrema",
         ),
     ),
     Mutant(
@@ -133,29 +135,29 @@ MUTANTS = [
     ),
     Mutant(
         "untrained positions counted as one more document (Fast-LLM: padding with an index of its own)",
-        "losses/segments.py",
+        "losses/documents.py",
         {"self.num_documents = num_documents\n": "self.num_documents = num_documents + 1\n"},
-        ("tests/test_losses.py::test_on_policy_numbers",),
+        ("tests/losses/test_losses.py::test_on_policy_numbers",),
     ),
     Mutant(
         "the temperature left out of the gradient",
-        "kernels/torch_impl.py",
+        "kernels/torch_passes.py",
         {"(coefficients[rows] / temperature)": "coefficients[rows]"},
-        ("tests/test_losses.py::test_matches_reference[0.7-grpo-sample_mean-none]",),
+        ("tests/losses/test_losses.py::test_matches_reference[0.7-grpo-sample_mean-none]",),
     ),
     Mutant(
         "entropy of vocabulary shards: a local sum under a global normalizer (Fast-LLM #494)",
-        "kernels/torch_impl.py",
+        "kernels/torch_passes.py",
         {"dots[0] + shift.clamp(min=-1000.0) * sums": "dots[0]"},
-        ("tests/test_kernels.py::test_vocabulary_shards_merge[torch-True]",),
+        ("tests/kernels/test_kernels.py::test_vocabulary_shards_merge[torch-True]",),
     ),
     Mutant(
         "sampling ignores the temperature",
         "rollouts/generation.py",
         {"temperature=float(temperature)": "temperature=1.0"},
         (
-            "tests/test_generation.py::test_log_probs_are_those_of_the_distribution_sampled_from[0.5-None]",
-            "tests/test_generation.py::test_tokens_are_as_frequent_as_the_distribution_says[2.0-None]",
+            "tests/rollouts/test_generation.py::test_log_probs_are_those_of_the_distribution_sampled_from[0.5-None]",
+            "tests/rollouts/test_generation.py::test_tokens_are_as_frequent_as_the_distribution_says[2.0-None]",
         ),
     ),
     Mutant(
@@ -163,33 +165,33 @@ MUTANTS = [
         "rollouts/generation.py",
         {"top_p=1.0 if top_p is None else top_p": "top_p=1.0"},
         (
-            "tests/test_generation.py::test_log_probs_are_those_of_the_distribution_sampled_from[1.0-0.7]",
-            "tests/test_generation.py::test_tokens_are_as_frequent_as_the_distribution_says[0.6-0.8]",
+            "tests/rollouts/test_generation.py::test_log_probs_are_those_of_the_distribution_sampled_from[1.0-0.7]",
+            "tests/rollouts/test_generation.py::test_tokens_are_as_frequent_as_the_distribution_says[0.6-0.8]",
         ),
     ),
     Mutant(
         "sampled log-probs not renormalised after top_p has cut the distribution",
         "rollouts/generation.py",
         {"output_scores=True": "output_logits=True", "enumerate(out.scores)": "enumerate(out.logits)"},
-        ("tests/test_generation.py::test_log_probs_are_those_of_the_distribution_sampled_from[1.0-0.7]",),
+        ("tests/rollouts/test_generation.py::test_log_probs_are_those_of_the_distribution_sampled_from[1.0-0.7]",),
     ),
     Mutant(
         "the model folder's generation_config.json acts on what is sampled",
         "rollouts/generation.py",
         {"own, model.generation_config = model.generation_config, GenerationConfig()": "own = model.generation_config"},
-        ("tests/test_generation.py::test_what_the_folder_suggests_does_not_act[repetition_penalty]",),
+        ("tests/rollouts/test_generation.py::test_what_the_folder_suggests_does_not_act[repetition_penalty]",),
     ),
     Mutant(
         "the sampler rounds its logits to bfloat16 where training computes them in float32",
-        "training/model.py",
+        "model/policy.py",
         {"self._float32_head(fp32_lm_head)": "self._float32_head(False)"},
-        ("tests/test_generation.py::test_sampling_has_the_head_of_training[True]",),
+        ("tests/rollouts/test_generation.py::test_sampling_has_the_head_of_training[True]",),
     ),
     Mutant(
         "prompts without the token of the beginning that the model's tokenizer adds",
         "rollouts/prompts.py",
         {'tokenizer(texts)["input_ids"]': 'tokenizer(texts, add_special_tokens=False)["input_ids"]'},
-        ("tests/test_huggingface.py::test_prompts_are_tokens_as_the_tokenizer_makes_them",),
+        ("tests/model/test_huggingface.py::test_prompts_are_tokens_as_the_tokenizer_makes_them",),
     ),
     Mutant(
         "labels that are not shifted: each position predicts its own token",
@@ -198,19 +200,19 @@ MUTANTS = [
             "_next(torch.where(document.loss_mask, document.tokens, -1), -1)": "torch.where("
             "document.loss_mask, document.tokens, -1)"
         },
-        ("tests/test_packing.py::test_a_document_without_a_trained_token_stays",),
+        ("tests/rollouts/test_packing.py::test_a_document_without_a_trained_token_stays",),
     ),
     Mutant(
         "old log-probs that are not shifted with their labels",
         "rollouts/packing.py",
         {"_next(document.old_log_probs, 0.0)": "document.old_log_probs"},
-        ("tests/test_peers.py::test_old_log_probs_and_advantages_are_shifted_with_their_labels",),
+        ("tests/losses/test_peers.py::test_old_log_probs_and_advantages_are_shifted_with_their_labels",),
     ),
     Mutant(
         "advantages divided by the population's standard deviation instead of the sample's",
         "rollouts/advantages.py",
         {"for difference in centred) / others": "for difference in centred) / len(rewards)"},
-        ("tests/test_advantages.py::test_worked_example",),
+        ("tests/rollouts/test_advantages.py::test_worked_example",),
     ),
     Mutant(
         "the loss divided by the number of micro-batches (TRL #6024, ms-swift #10117)",
@@ -220,19 +222,23 @@ MUTANTS = [
             # Which would refuse it: the head has added its gradient of the loss as it was.
             "if torch.is_grad_enabled() and self._head_adds_its_gradient():": "if False:",
         },
-        ("tests/test_peers.py::test_an_update_does_not_depend_on_the_number_of_micro_batches[grpo-sample_mean]",),
+        (
+            "tests/losses/test_peers.py::test_an_update_does_not_depend_on_the_number_of_micro_batches[grpo-sample_mean]",
+        ),
     ),
     Mutant(
         "the gradient of all but the last micro-batch lost (Fast-LLM #551)",
         "training/module.py",
         {"self.manual_backward(out.loss)": "self.optimizer.zero_grad(); self.manual_backward(out.loss)"},
-        ("tests/test_peers.py::test_an_update_does_not_depend_on_the_number_of_micro_batches[grpo-sample_mean]",),
+        (
+            "tests/losses/test_peers.py::test_an_update_does_not_depend_on_the_number_of_micro_batches[grpo-sample_mean]",
+        ),
     ),
     Mutant(
         "the scheduled learning rate reported but not used",
         "training/module.py",
         {'group["lr"] = rate': "pass"},
-        ("tests/test_peers.py::test_an_update_is_made_at_the_reported_learning_rate",),
+        ("tests/losses/test_peers.py::test_an_update_is_made_at_the_reported_learning_rate",),
     ),
     Mutant(
         "the next step's documents taken before this step's update is made",
@@ -241,26 +247,26 @@ MUTANTS = [
             "                documents = self._take()\n": "                documents = self._take()\n"
             "                self._source.document(self._position)\n"
         },
-        ("tests/test_steps.py::test_the_next_batch_is_not_asked_for_before_it_is_needed[short-False]",),
+        ("tests/rollouts/test_steps.py::test_the_next_batch_is_not_asked_for_before_it_is_needed[short-False]",),
     ),
     Mutant(
         "a step that closes on a group asks for the next batch before its update",
         "rollouts/steps.py",
         {"self._close_on_groups and not at_batch_end and": "self._close_on_groups and"},
-        ("tests/test_steps.py::test_the_next_batch_is_not_asked_for_before_it_is_needed[carry-True]",),
+        ("tests/rollouts/test_steps.py::test_the_next_batch_is_not_asked_for_before_it_is_needed[carry-True]",),
     ),
     Mutant(
         "ranks compare their documents without the advantages",
         "rollouts/steps.py",
         {"document.old_log_probs, document.advantages):": "document.old_log_probs):"},
-        ("tests/test_steps.py::test_ranks_that_hold_other_documents_are_told[advantages]",),
+        ("tests/rollouts/test_steps.py::test_ranks_that_hold_other_documents_are_told[advantages]",),
     ),
     Mutant(
         "recorded rows that change while they are in use",
         "rollouts/recorded.py",
         {"or row.digest(0) != self._checksum[index]": ""},
         (
-            "tests/test_recorded.py::test_a_file_that_changes_while_it_is_in_use"
+            "tests/rollouts/test_recorded.py::test_a_file_that_changes_while_it_is_in_use"
             "[write_jsonl-in place, at the same time]",
         ),
     ),
@@ -268,86 +274,88 @@ MUTANTS = [
         "a position in the data one step ahead of the weights",
         "rollouts/steps.py",
         {'{"position": self._position,': '{"position": self._position + self._accumulation.docs_per_step,'},
-        ("tests/test_steps.py::test_continuing_from_any_step[short-0]",),
+        ("tests/rollouts/test_steps.py::test_continuing_from_any_step[short-0]",),
     ),
     Mutant(
         "gradients averaged over ranks as DDP and FSDP do, not summed (prime-rl #2562)",
-        "parallelism/gradients.py",
+        "ranks/gradients.py",
         {"dist.all_reduce(flat, group=group)": "dist.all_reduce(flat, group=group); flat /= group.size()"},
-        ("tests/test_processes_steps.py::test_gradients_are_summed_bitwise_alike_on_all_ranks",),
+        ("tests/ranks/test_processes_steps.py::test_gradients_are_summed_bitwise_alike_on_all_ranks",),
     ),
     Mutant(
         "a rank whose documents ran out makes fewer passes than the others (Fast-LLM: a bare next before a collective)",
         "rollouts/steps.py",
         {" + [[]] * (max(map(len, shares)) - len(shares[data_rank]))": ""},
         (
-            "tests/test_processes_steps.py::test_every_rank_gets_as_many_micro_batches_and_together_they_hold_the_step_once",
+            "tests/ranks/test_processes_steps.py::test_every_rank_gets_as_many_micro_batches_and_together_they_hold_the_step_once",
         ),
     ),
     Mutant(
         "a checkpoint written in place",
-        "plain_files.py",
+        "system/plain_files.py",
         {'temporary = path.with_name(f".{path.name}.tmp")\n': "temporary = path\n"},
-        ("tests/test_checkpoint.py::test_killed_in_the_middle_of_saving",),
+        ("tests/training/test_checkpoint.py::test_killed_in_the_middle_of_saving",),
     ),
     Mutant(
         "checkpoints sorted by their names as texts",
         "training/disk.py",
         {"return sorted(found, key=step_of)": "return sorted(found)"},
-        ("tests/test_checkpoint.py::test_steps_beyond_a_million_are_newer_than_those_before",),
+        ("tests/training/test_checkpoint.py::test_steps_beyond_a_million_are_newer_than_those_before",),
     ),
     Mutant(
         "a damaged newest checkpoint counts among those that are kept",
         "training/disk.py",
         {"if step_of(path) < step]": "if path != newest]"},
-        ("tests/test_checkpoint.py::test_a_damaged_newest_one_takes_no_place_of_those_that_are_kept[2]",),
+        ("tests/training/test_checkpoint.py::test_a_damaged_newest_one_takes_no_place_of_those_that_are_kept[2]",),
     ),
     Mutant(
         "the number of skipped steps is forgotten on resume",
         "training/state.py",
         {'module.num_skipped_steps = state["num_skipped_steps"]': "pass"},
-        ("tests/test_training.py::test_the_count_of_skipped_steps_goes_on_after_a_resume",),
+        ("tests/training/test_training.py::test_the_count_of_skipped_steps_goes_on_after_a_resume",),
     ),
     Mutant(
         "files of a run are opened through links",
-        "plain_files.py",
+        "system/plain_files.py",
         {"flags | os.O_NOFOLLOW | os.O_NONBLOCK": "flags | os.O_NONBLOCK"},
-        ("tests/test_links.py::test_a_link_in_the_place_of_a_file_is_refused[run.log]",),
+        ("tests/system/test_links.py::test_a_link_in_the_place_of_a_file_is_refused[run.log]",),
     ),
     Mutant(
         "temporary files are opened where they lie, through links",
-        "plain_files.py",
+        "system/plain_files.py",
         {
             "temporary.unlink(missing_ok=True)  # of a link, the link itself": "pass",
             "os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW": "os.O_CREAT",
         },
-        ("tests/test_links.py::test_a_link_in_the_place_of_a_temporary_file_is_no_way_out[status.json]",),
+        ("tests/system/test_links.py::test_a_link_in_the_place_of_a_temporary_file_is_no_way_out[status.json]",),
     ),
     Mutant(
         "a second run goes into the directory of another",
-        "paths.py",
+        "config/paths.py",
         {"if by else []": "if False else []"},
         (
-            "tests/test_run_directory.py::test_the_refusal_of_a_second_run_names_resume_and_a_free_directory_is_accepted",
+            "tests/runs/test_run_directory.py::test_the_refusal_of_a_second_run_names_resume_and_a_free_directory_is_accepted",
         ),
     ),
     Mutant(
         "MLflow's rows are told by their step alone",
         "tracking/delivered.py",
         {"return any(there.get": "return False and any(there.get"},
-        ("tests/test_sync.py::test_sync_compares_values_and_not_only_steps[loss]",),
+        ("tests/tracking/test_sync.py::test_sync_compares_values_and_not_only_steps[loss]",),
     ),
     Mutant(
         "an MLflow run takes rows of whatever run names it",
-        "tracking/mlflow_store.py",
+        "tracking/mlflow_run.py",
         {'if run.data.tags.get("pgtk.id") != described.identity:': "if False:"},
-        ("tests/test_sync.py::test_an_mlflow_run_takes_rows_of_its_own_run_only",),
+        ("tests/tracking/test_sync.py::test_an_mlflow_run_takes_rows_of_its_own_run_only",),
     ),
     Mutant(
         "the optimizer starts anew on resume",
         "training/state.py",
         {'module.optimizer.state_dict() | {"state": state["optimizer"]}': "module.optimizer.state_dict()"},
-        ("tests/test_peers.py::test_resume_takes_moments_from_the_checkpoint_and_settings_from_the_configuration",),
+        (
+            "tests/losses/test_peers.py::test_resume_takes_moments_from_the_checkpoint_and_settings_from_the_configuration",
+        ),
     ),
     Mutant(
         "the optimizer's settings taken from the checkpoint on resume, whatever the user asks for",
@@ -357,7 +365,9 @@ MUTANTS = [
             '"groups": module.optimizer.state_dict()["param_groups"],',
             '{"state": state["optimizer"]}': '{"state": state["optimizer"], "param_groups": state["groups"]}',
         },
-        ("tests/test_peers.py::test_resume_takes_moments_from_the_checkpoint_and_settings_from_the_configuration",),
+        (
+            "tests/losses/test_peers.py::test_resume_takes_moments_from_the_checkpoint_and_settings_from_the_configuration",
+        ),
     ),
 ]
 

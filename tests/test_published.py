@@ -10,7 +10,7 @@ import pytest
 
 from pgtoolkit.comparison.groups import Compared, Group
 from pgtoolkit.comparison.statistics import compare_all
-from pgtoolkit.comparison.words import p_value, plural, spread, verdict
+from pgtoolkit.comparison.terminal import p_value, plural, spread, verdict
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "benchmarks" / "data"

@@ -67,7 +67,7 @@ def test_the_installed_command_works_from_anywhere(wheel, dist, tmp_path):
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-index", "--no-deps"]
     succeed(*pip, "--target", target, file)
     options = {"cwd": elsewhere, "env": os.environ | {"PYTHONPATH": str(target)}}
-    where = "import pgtoolkit.conf_files as c; print(c.__file__, c.config_directory())"
+    where = "import pgtoolkit.config.files as c; print(c.__file__, c.config_directory())"
     found = succeed(sys.executable, "-c", where, **options).split()
     assert found == [str(target / "pgtoolkit" / "conf_files.py"), str(target / "pgtoolkit" / "conf")]
     page = succeed(target / "bin" / "pgtk", "check", "loss=gspo", "aggregation=constant", **options)

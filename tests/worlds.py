@@ -92,7 +92,7 @@ def world(size: int) -> World:
 @functools.cache
 def layout(**sizes: int):
     """In a worker: the layout of its world, made once for all tests with these sizes."""
-    from pgtoolkit.parallelism.layout import Layout
+    from pgtoolkit.ranks.layout import Layout
 
     return Layout.of_world("cpu", RUN_SECONDS, **sizes)
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from pgtoolkit.comparison.groups import text
 from pgtoolkit.comparison.runs import is_run, not_a_run
-from pgtoolkit.tracking.commands import shell_path
+from pgtoolkit.runs.directory import config_drift
+from pgtoolkit.runs.files import known_provenance, read_config
 from pgtoolkit.tracking.description import last_start
-from pgtoolkit.tracking.run_directory import config_drift
-from pgtoolkit.tracking.run_files import known_provenance, read_config
+from pgtoolkit.tracking.next_commands import shell_path
 
 _HARDWARE = ("host", "platform", "cpus", "memory", "gpus")
 

@@ -6,18 +6,18 @@ import csv
 import io
 from pathlib import Path
 
-from pgtoolkit.comparison import words
+from pgtoolkit.comparison import terminal
 from pgtoolkit.comparison.groups import Compared, text
-from pgtoolkit.comparison.report import lines_of, time_unit
+from pgtoolkit.comparison.html import lines_of, time_unit
 from pgtoolkit.comparison.svg import style
-from pgtoolkit.tracking.series import best, final
+from pgtoolkit.runs.series import best, final
 
 
 def csv_text(compared: Compared) -> str:
     """A row per run, unfinished ones too: what varies, seed, state, whether it is in the means, what it reached."""
     metric, out = compared.metric, io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    reached = [f"final_{metric}", f"{words.best_word(metric)}_{metric}", "documents_seen", "seconds"]
+    reached = [f"final_{metric}", f"{terminal.best_word(metric)}_{metric}", "documents_seen", "seconds"]
     writer.writerow(["run", *compared.keys, "seed", "state", "counted", "step", *reached])
     for group in compared.groups:
         values = [text(value) for value in group.values.values()]

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from pgtoolkit.comparison.runs import Run
 from pgtoolkit.comparison.statistics import Comparison, compare_all, mean_and_std
+from pgtoolkit.config.names import NOT_COMPARED
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.tracking.series import best, final
-from pgtoolkit.tracking.store import NOT_COMPARED
+from pgtoolkit.runs.series import best, final
 
 _NOT_COMPARED = ("seed", *NOT_COMPARED)
 """The seed makes the runs of a group."""

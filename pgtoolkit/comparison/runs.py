@@ -12,10 +12,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
-from pgtoolkit.tracking.commands import shell_path
+from pgtoolkit.runs.directory import is_held, leaves, read_config, read_metrics, read_status
+from pgtoolkit.runs.files import TIME, known_provenance, read_sweep
 from pgtoolkit.tracking.description import code_of
-from pgtoolkit.tracking.run_directory import is_held, leaves, read_config, read_metrics, read_status
-from pgtoolkit.tracking.run_files import TIME, known_provenance, read_sweep
+from pgtoolkit.tracking.next_commands import shell_path
 
 SWEEPS = Path("outputs/sweeps")
 """Where the folders of sweeps are, below the directory that they were started from."""

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from pgtoolkit.comparison.runs import Run, add_seconds
-from pgtoolkit.config import SCHEMAS, Config
+from pgtoolkit.config.paths import absolute_uri
+from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.redaction import redact
+from pgtoolkit.system.redaction import redact
 from pgtoolkit.tracking.delivered import SUPERSEDED
-from pgtoolkit.tracking.store import absolute_uri, client_of, quoted, refusals, refuse_missing
+from pgtoolkit.tracking.store import client_of, quoted, refusals, refuse_missing
 
 _STATES = {"FINISHED": "done", "FAILED": "failed", "KILLED": "interrupted"}
 _RUNS_PER_CALL = 1000

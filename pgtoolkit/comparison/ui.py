@@ -13,10 +13,11 @@ import tempfile
 import time
 import urllib.request
 
+from pgtoolkit.config.paths import absolute_uri
 from pgtoolkit.errors import ConfigError, StorageError
-from pgtoolkit.redaction import redact
-from pgtoolkit.tracking.commands import compare_url, ui_url
-from pgtoolkit.tracking.store import absolute_uri, quoted, refuse_missing
+from pgtoolkit.system.redaction import redact
+from pgtoolkit.tracking.next_commands import compare_url, ui_url
+from pgtoolkit.tracking.store import quoted, refuse_missing
 
 _HOST = "127.0.0.1"
 _SECONDS_TO_START = 120

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.batch import StepTotals, Tokens
-from pgtoolkit.kernels import triton_vectors as kernels
+from pgtoolkit.kernels import triton_tokens as kernels
 from pgtoolkit.losses.aggregation import Aggregation, Constant, PromptMean, SampleMean, TokenMean
+from pgtoolkit.losses.documents import Segments
 from pgtoolkit.losses.families import Cispo, Family, Grpo, Gspo
 from pgtoolkit.losses.metrics import LEVELS, MetricSums
 from pgtoolkit.losses.objective import Objective
-from pgtoolkit.losses.segments import Segments
 
 _BLOCK = 1024
 # What the kernels have formulas for. Anything else takes the path of `losses.objective`.
@@ -88,7 +88,7 @@ def settle(
 def judge(
     objective: Objective, log_probs: Tensor, entropy: Tensor | None, level: str
 ) -> tuple[Tensor, Tensor, MetricSums] | None:
-    """As `torch_impl.judge`."""
+    """As `torch_passes.judge`."""
     if not _is_ours(objective, log_probs):
         return None
     number = LEVELS.index(level)
@@ -105,7 +105,7 @@ def judge(
 
 
 def coefficients(objective: Objective, log_probs: Tensor) -> Tensor | None:
-    """As `torch_impl.coefficients`."""
+    """As `torch_passes.coefficients`."""
     if not _is_ours(objective, log_probs):
         return None
     segments, result = objective.segments, torch.empty_like(log_probs)

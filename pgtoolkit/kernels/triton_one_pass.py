@@ -5,7 +5,7 @@ x_v is a logit, s = log2(e) / temperature, m the maximum of a row, n = sum_v 2^(
     log_prob = (s (x_label - m) - log2 n) ln 2
     gradient = (c / temperature) (onehot(label) - 2^(s (x - m) - log2 n))
 
-`triton_impl` launches it.
+`triton_passes` launches it.
 """
 
 # ruff: noqa: RUF005 (Triton's language has no starred tuples)

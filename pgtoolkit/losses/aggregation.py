@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pgtoolkit.batch import StepTotals
-    from pgtoolkit.losses.segments import Segments
+    from pgtoolkit.losses.documents import Segments
 
 Reducer = Callable[..., "Tensor"]
 """A custom reducer: `reducer(totals, mask=, document_index=, tokens_per_document=, group_index=)` returns w_t (T,)."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from pgtoolkit.batch import StepTotals
-from pgtoolkit.kernels.parallel import all_max, all_sum
+from pgtoolkit.losses.exchange import all_max, all_sum
 
 if TYPE_CHECKING:
     from pgtoolkit.losses.objective import Objective

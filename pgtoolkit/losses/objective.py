@@ -10,12 +10,12 @@ from torch import Tensor
 
 from pgtoolkit.batch import StepTotals, Tokens
 from pgtoolkit.errors import DataError
-from pgtoolkit.kernels.parallel import Ranks
 from pgtoolkit.losses.aggregation import Aggregation
 from pgtoolkit.losses.checks import check_name, check_positive
+from pgtoolkit.losses.documents import Segments
+from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.families import Family
 from pgtoolkit.losses.metrics import LEVELS, MetricSums, metric_sums
-from pgtoolkit.losses.segments import Segments
 from pgtoolkit.losses.totals import whole_step_totals
 
 LOG_RATIO_LIMIT = 20.0

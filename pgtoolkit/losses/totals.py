@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from pgtoolkit.batch import StepTotals
-from pgtoolkit.kernels.parallel import all_sum, gather, largest
-from pgtoolkit.losses.segments import Segments
+from pgtoolkit.losses.documents import Segments
+from pgtoolkit.losses.exchange import all_sum, gather, largest
 
 
 def whole_step_totals(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pgtoolkit.batch import Document
-from pgtoolkit.config import PolicyRolloutConfig, RecordedRolloutConfig
+from pgtoolkit.config.schema import PolicyRolloutConfig, RecordedRolloutConfig
 
 FAR = 0.05
 """A larger mean difference of log-probs is noted. Rounding stays far below it (bfloat16 logits move a document of 16

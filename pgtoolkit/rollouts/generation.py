@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.errors import NumericalError
-from pgtoolkit.model_folder import how_to_load
+from pgtoolkit.system.model_folder import how_to_load
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.batch import Document, MicroBatch
-from pgtoolkit.config import OldLogProbs, PolicyRolloutConfig
+from pgtoolkit.config.schema import OldLogProbs, PolicyRolloutConfig
 from pgtoolkit.errors import DataError
-from pgtoolkit.parallelism.agreement import failing_together, gather
-from pgtoolkit.parallelism.layout import Layout
+from pgtoolkit.ranks.agreement import failing_together, gather
+from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.advantages import group_advantages
 from pgtoolkit.rollouts.generation import Completion
 from pgtoolkit.rollouts.packing import cut, pack

@@ -8,10 +8,10 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pgtoolkit.config import HuggingFaceModelConfig, PromptsTaskConfig, TinyModelConfig
+from pgtoolkit.config.schema import HuggingFaceModelConfig, PromptsTaskConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError, DataError, first_line
-from pgtoolkit.model_folder import load_tokenizer
 from pgtoolkit.rollouts.tasks import Prompt, Task, TaskConfig, make_task
+from pgtoolkit.system.model_folder import load_tokenizer
 
 log = logging.getLogger("pgtoolkit")
 

@@ -10,12 +10,12 @@ from array import array
 import numpy as np
 
 from pgtoolkit.batch import Document
-from pgtoolkit.config import AdvantageEstimator, RecordedRolloutConfig
+from pgtoolkit.config.schema import AdvantageEstimator, RecordedRolloutConfig
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.rollouts.advantages import group_advantages
 from pgtoolkit.rollouts.files import JsonlFile, ParquetFile, Problems, open_files
-from pgtoolkit.rollouts.order import shuffled
 from pgtoolkit.rollouts.rows import FIELDS, Row, Rules, parse_row
+from pgtoolkit.rollouts.shuffle import shuffled
 
 log = logging.getLogger("pgtoolkit")
 

@@ -13,10 +13,10 @@ from typing import Protocol
 import torch
 
 from pgtoolkit.batch import Document, Step, StepTotals
-from pgtoolkit.config import AccumulationConfig, LastStep
+from pgtoolkit.config.schema import AccumulationConfig, LastStep
 from pgtoolkit.errors import DataError
-from pgtoolkit.parallelism.agreement import check_same, failing_together
-from pgtoolkit.parallelism.layout import ONE_PROCESS, Layout
+from pgtoolkit.ranks.agreement import check_same, failing_together
+from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.packing import cut, pack
 
 

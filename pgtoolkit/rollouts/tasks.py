@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from pgtoolkit.config import PromptsTaskConfig, ReasoningGymTaskConfig, ReverseTaskConfig
+from pgtoolkit.config.schema import PromptsTaskConfig, ReasoningGymTaskConfig, ReverseTaskConfig
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.functions import blaming
 from pgtoolkit.rollouts.verifiers import make_verifier
+from pgtoolkit.system.functions import blaming
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class PromptsTask:
     """
 
     def __init__(self, config: PromptsTaskConfig, seed: int):
-        from pgtoolkit.rollouts.order import shuffled  # not above: `pgtk check` does without NumPy and pyarrow
+        from pgtoolkit.rollouts.shuffle import shuffled  # not above: `pgtk check` does without NumPy and pyarrow
 
         self._verifier = config.verifier
         self._verify = make_verifier(config.verifier, config.pattern)

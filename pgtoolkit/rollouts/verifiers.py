@@ -8,10 +8,10 @@ import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 
-import pgtoolkit.rules.run as rules
+import pgtoolkit.config.rules.run as rules
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.functions import import_function
-from pgtoolkit.rules.report import Report
+from pgtoolkit.system.functions import import_function
+from pgtoolkit.system.report import Report
 
 Verifier = Callable[[str, str], float]
 """`verifier(completion, answer)` returns the reward; 1 or more counts as an exact match."""

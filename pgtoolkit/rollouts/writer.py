@@ -10,11 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pgtoolkit.batch import Document
+from pgtoolkit.config.rules.run import occupied_by_rollouts
 from pgtoolkit.errors import ConfigError, StorageError
-from pgtoolkit.plain_files import replacing
 from pgtoolkit.rollouts.files import DIGEST_KEY
 from pgtoolkit.rollouts.rows import Row, row_of
-from pgtoolkit.rules.run import occupied_by_rollouts
+from pgtoolkit.system.plain_files import replacing
 
 ROW_GROUP_TOKENS = 2**20
 

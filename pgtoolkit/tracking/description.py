@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from pgtoolkit.tracking import run_files
-from pgtoolkit.tracking.run_directory import leaves, read_config, read_status
+from pgtoolkit.runs import files
+from pgtoolkit.runs.directory import leaves, read_config, read_status
 from pgtoolkit.tracking.store import flatten, text_of
 
 _LONGEST_TAG = 4000
@@ -36,7 +36,7 @@ def describe(run_dir: Path) -> Description:
     """The description of a run that has written its configuration."""
     config, _ = read_config(run_dir)
     status = read_status(run_dir)
-    provenance = run_files.known_provenance(run_dir)
+    provenance = files.known_provenance(run_dir)
     flat = dict(leaves(config))
     tags = {
         "family": flat.get("loss.name"),
@@ -79,7 +79,7 @@ def _commit(commit, changes):
 def _drift(run_dir):
     """Tag `drift` with every change in words, and per key `now.KEY` with its newest value."""
     tags, lines = {}, []
-    for entry in run_files.read_drift(run_dir):
+    for entry in files.read_drift(run_dir):
         for key, (old, new) in entry["changes"].items():
             lines.append(f"{key}: {text_of(key, old)} -> {text_of(key, new)} (step {entry['step']})")
             tags[f"now.{key}"] = text_of(key, new)
@@ -87,4 +87,4 @@ def _drift(run_dir):
 
 
 def _milliseconds(started):
-    return int(datetime.strptime(started, run_files.TIME).timestamp() * 1000) if started else None
+    return int(datetime.strptime(started, files.TIME).timestamp() * 1000) if started else None

@@ -9,7 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from pgtoolkit.tracking.commands import (
+from pgtoolkit.runs.series import final, first, mean
+from pgtoolkit.tracking.next_commands import (
     compare_command,
     counterpart_command,
     resume_command,
@@ -17,7 +18,6 @@ from pgtoolkit.tracking.commands import (
     ui_command,
     ui_url,
 )
-from pgtoolkit.tracking.series import final, first, mean
 
 WIDTH = 100
 """Most columns of a progress line."""

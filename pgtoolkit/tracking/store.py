@@ -12,31 +12,15 @@ import sqlite3
 import threading
 from pathlib import Path
 
+from pgtoolkit.config.names import NOT_COMPARED
+from pgtoolkit.config.paths import sqlite_path
 from pgtoolkit.errors import ConfigError, StorageError
-from pgtoolkit.imports import without
-from pgtoolkit.plain_files import open_to_append
-from pgtoolkit.redaction import redact
-from pgtoolkit.tracking.run_directory import leaves
-
-VOLATILE = ("tracking.", "trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.accept_changed_data")
-"""What begins thus changes nothing in what is learned: a finished job with other values of it is finished."""
-
-NOT_COMPARED = (*VOLATILE, "rollout.save_path")
-"""What tells no two runs apart. A job that shall record its rollouts is another job, though it learns the same."""
+from pgtoolkit.runs.directory import leaves
+from pgtoolkit.system.imports import without
+from pgtoolkit.system.plain_files import open_to_append
+from pgtoolkit.system.redaction import redact
 
 _LONGEST_TEXT = 500
-
-
-def absolute_uri(uri: str | None) -> str:
-    """The tracking URI, with None as the default store and a relative sqlite path made absolute."""
-    uri = uri or "sqlite:///outputs/mlflow.db"
-    path = sqlite_path(uri)
-    return f"sqlite:///{path}" if path else uri
-
-
-def sqlite_path(uri: str) -> Path | None:
-    """The database file of an sqlite URI, absolute; None for any other URI."""
-    return Path(uri.removeprefix("sqlite:///")).resolve() if uri.startswith("sqlite:///") else None
 
 
 def client_of(uri: str):

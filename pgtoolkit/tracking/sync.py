@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pgtoolkit.config.rules.credentials import of_address
 from pgtoolkit.errors import ConfigError, StorageError
-from pgtoolkit.rules.credentials import of_address
-from pgtoolkit.tracking.commands import shell_path
-from pgtoolkit.tracking.mlflow_store import MlflowTracker
-from pgtoolkit.tracking.run_directory import RunDirectory, read_config, read_status
+from pgtoolkit.runs.directory import RunDirectory, read_config, read_status
+from pgtoolkit.tracking.mlflow_run import MlflowTracker
+from pgtoolkit.tracking.next_commands import shell_path
 
 DEFAULT_EXPERIMENT = "pgtoolkit"
 

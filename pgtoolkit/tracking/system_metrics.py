@@ -8,8 +8,8 @@ import threading
 import time
 from pathlib import Path
 
-from pgtoolkit.plain_files import open_to_append, write_atomically
-from pgtoolkit.tracking.run_directory import read_metrics
+from pgtoolkit.runs.directory import read_metrics
+from pgtoolkit.system.plain_files import open_to_append, write_atomically
 
 _SECONDS_BETWEEN_SAMPLES = 10.0
 

@@ -7,12 +7,12 @@ import logging
 
 import torch
 
-from pgtoolkit.config import AggregationMode, Config, PolicyRolloutConfig, TooLong
+from pgtoolkit.config.schema import AggregationMode, Config, PolicyRolloutConfig, TooLong
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.machine import devices
-from pgtoolkit.parallelism.agreement import failing_together
-from pgtoolkit.parallelism.layout import ONE_PROCESS, Layout
-from pgtoolkit.parallelism.model import parallelize
+from pgtoolkit.model.policy import build_policy
+from pgtoolkit.model.spread import parallelize
+from pgtoolkit.ranks.agreement import failing_together
+from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.generation import end_tokens, ignored_settings
 from pgtoolkit.rollouts.policy import PolicyRollouts
 from pgtoolkit.rollouts.prompts import by_default, encoded, make_room
@@ -20,9 +20,9 @@ from pgtoolkit.rollouts.recorded import RecordedRollouts
 from pgtoolkit.rollouts.steps import Source, StepLoader
 from pgtoolkit.rollouts.tasks import make_task
 from pgtoolkit.rollouts.writer import RolloutWriter
-from pgtoolkit.rules.report import Report
+from pgtoolkit.system.report import Report
 from pgtoolkit.training.frameworks import lightning
-from pgtoolkit.training.model import build_policy
+from pgtoolkit.training.machine import devices
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.optimizer import names_in_order
 

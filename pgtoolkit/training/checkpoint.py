@@ -11,7 +11,7 @@ import numpy
 import torch
 
 from pgtoolkit.errors import StorageError, first_line
-from pgtoolkit.plain_files import open_to_read, refuse_other_than_folder, replacing
+from pgtoolkit.system.plain_files import open_to_read, refuse_other_than_folder, replacing
 from pgtoolkit.training.disk import list_checkpoints, prune
 from pgtoolkit.training.sharded_checkpoint import load_rest
 

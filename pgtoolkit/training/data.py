@@ -8,11 +8,11 @@ import logging
 import os
 from pathlib import Path
 
-from pgtoolkit.config import Config, HuggingFaceModelConfig, PromptsTaskConfig, RecordedRolloutConfig
+from pgtoolkit.config.schema import Config, HuggingFaceModelConfig, PromptsTaskConfig, RecordedRolloutConfig
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.plain_files import write_atomically
 from pgtoolkit.rollouts.files import find_files
-from pgtoolkit.tracking.run_files import read_data, storage
+from pgtoolkit.runs.files import read_data, storage
+from pgtoolkit.system.plain_files import write_atomically
 
 WHOLE_BYTES = 64 * 2**20
 """A larger file of rollouts or of a model is looked at in samples: weights of terabytes take seconds."""

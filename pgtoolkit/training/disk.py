@@ -7,7 +7,7 @@ import re
 import zlib
 from pathlib import Path
 
-from pgtoolkit.plain_files import open_to_read, refuse_other_than_folder, remove
+from pgtoolkit.system.plain_files import open_to_read, refuse_other_than_folder, remove
 
 log = logging.getLogger("pgtoolkit")
 

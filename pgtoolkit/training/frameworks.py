@@ -1,6 +1,6 @@
 """Lightning and the parts of transformers that every model needs, without what they bring along for other purposes."""
 
-from pgtoolkit.imports import without
+from pgtoolkit.system.imports import without
 
 # Lightning asks whether something logged is a metric object of torchmetrics; here nothing is logged through it.
 # transformers matches boxes in images by scipy.

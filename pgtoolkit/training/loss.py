@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.batch import StepTotals
-from pgtoolkit.config import Config
+from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.functions import REDUCER_KEYWORDS, blaming, import_function
+from pgtoolkit.kernels.losses import Computation
 from pgtoolkit.losses.aggregation import Reducer, aggregation_of
 from pgtoolkit.losses.families import Family, configured
 from pgtoolkit.losses.objective import Loss
-from pgtoolkit.losses.policy_gradient import Computation
 from pgtoolkit.losses.slopes import check_family
+from pgtoolkit.system.functions import REDUCER_KEYWORDS, blaming, import_function
 
 
 def loss_of(config: Config) -> Loss:

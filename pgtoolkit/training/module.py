@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.batch import MicroBatch, Step, StepTotals
-from pgtoolkit.config import Config
+from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import NumericalError
+from pgtoolkit.kernels.losses import LMHead, PolicyLoss, log_probs_of_hidden, loss_of_hidden
 from pgtoolkit.losses.metrics import MetricSums
-from pgtoolkit.losses.policy_gradient import LMHead, PolicyLoss, log_probs_of_hidden, loss_of_hidden
-from pgtoolkit.parallelism.agreement import gather
-from pgtoolkit.parallelism.gradients import sum_gradients
-from pgtoolkit.parallelism.layout import Layout
-from pgtoolkit.parallelism.norms import clip_gradients, gradient_groups
-from pgtoolkit.parallelism.sequence_data import local_tokens
+from pgtoolkit.model.norms import clip_gradients, gradient_groups
+from pgtoolkit.model.policy import Policy
+from pgtoolkit.model.sequence_data import local_tokens
+from pgtoolkit.ranks.agreement import gather
+from pgtoolkit.ranks.gradients import sum_gradients
+from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.data_metrics import data_metrics
 from pgtoolkit.rollouts.generation import Completion, generate, sampling_settings
 from pgtoolkit.training.frameworks import lightning
 from pgtoolkit.training.loss import computation_of, loss_of
-from pgtoolkit.training.model import Policy
 from pgtoolkit.training.optimizer import learning_rate, make_optimizer
 
 log = logging.getLogger("pgtoolkit")

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from pgtoolkit.config import OptimizerConfig, Schedule
+from pgtoolkit.config.schema import OptimizerConfig, Schedule
 
 
 class LocalAdamW(torch.optim.AdamW):

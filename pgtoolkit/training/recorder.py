@@ -11,12 +11,12 @@ import signal
 from pathlib import Path
 
 from pgtoolkit.batch import Document, Step
-from pgtoolkit.config import TrainerConfig
+from pgtoolkit.config.schema import TrainerConfig
 from pgtoolkit.errors import DataError, NumericalError
-from pgtoolkit.parallelism.agreement import largest
+from pgtoolkit.ranks.agreement import largest
 from pgtoolkit.rollouts.data_metrics import misfit
+from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.tracking.progress import ProgressLine
-from pgtoolkit.tracking.run_directory import RunDirectory
 from pgtoolkit.training.checkpoint import save_checkpoint
 from pgtoolkit.training.frameworks import lightning
 from pgtoolkit.training.sharded_checkpoint import save_shards

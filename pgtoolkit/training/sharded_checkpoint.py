@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from pgtoolkit.errors import ConfigError, StorageError, first_line
-from pgtoolkit.parallelism.agreement import failing_together, gather
-from pgtoolkit.parallelism.layout import Layout
-from pgtoolkit.plain_files import (
+from pgtoolkit.ranks.agreement import failing_together, gather
+from pgtoolkit.ranks.layout import Layout
+from pgtoolkit.system.plain_files import (
     open_to_read,
     refuse_other_than_folder,
     remove,

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
-from pgtoolkit.parallelism.agreement import gather
+from pgtoolkit.ranks.agreement import gather
 from pgtoolkit.training.build import seed_rank
 from pgtoolkit.training.checkpoint import FORMAT, random_state, set_random_state
 from pgtoolkit.training.sharded_checkpoint import read_tensors

@@ -11,19 +11,19 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from pgtoolkit.config import Config
+from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, Interrupted, StorageError
-from pgtoolkit.parallelism.agreement import failing_together, gather, losing_ranks
-from pgtoolkit.parallelism.layout import AXES, ONE_PROCESS, Layout
-from pgtoolkit.plain_files import open_to_append
-from pgtoolkit.tracking.beginning import Stopped
-from pgtoolkit.tracking.commands import resume_command, sync_command
-from pgtoolkit.tracking.mlflow_store import MlflowTracker
-from pgtoolkit.tracking.plots import plot_curves
+from pgtoolkit.ranks.agreement import failing_together, gather, losing_ranks
+from pgtoolkit.ranks.layout import AXES, ONE_PROCESS, Layout
+from pgtoolkit.runs.directory import RunDirectory, read_status
+from pgtoolkit.runs.files import read_provenance, storage
+from pgtoolkit.runs.provenance import collect
+from pgtoolkit.system.plain_files import open_to_append
+from pgtoolkit.tracking.curves import plot_curves
+from pgtoolkit.tracking.mlflow_run import MlflowTracker
+from pgtoolkit.tracking.next_commands import resume_command, sync_command
 from pgtoolkit.tracking.progress import Terminal, summary
-from pgtoolkit.tracking.provenance import collect
-from pgtoolkit.tracking.run_directory import RunDirectory, read_status
-from pgtoolkit.tracking.run_files import read_provenance, storage
+from pgtoolkit.tracking.signals import Stopped
 from pgtoolkit.training.build import build, fit
 from pgtoolkit.training.checkpoint import load_newest, read_checkpoint
 from pgtoolkit.training.data import record_data

@@ -1,0 +1,66 @@
+"""Where `conf/` and `sweeps/` lie and what is in them; reads file names only, so `--help` is quick."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+
+from pgtoolkit.errors import ConfigError
+
+
+def config_directory() -> Path:
+    """`conf/` inside the installed package, else beside it in a working copy."""
+    return _shipped("conf")
+
+
+def sweep_files() -> dict[str, Path]:
+    """Name -> file of each sweep that comes with pgtoolkit."""
+    return {file.stem: file for file in sorted(_shipped("sweeps").glob("*.yaml"))}
+
+
+def sweep_file(name: str) -> Path:
+    """The file of a sweep: one that comes with pgtoolkit, by its name, or one of the user's, by its path.
+
+    Raises ConfigError if there is none.
+    """
+    own, shipped = Path(name), sweep_files()
+    if name in shipped:
+        return shipped[name]
+    if own.suffix == ".yaml" and own.is_file():
+        return own.resolve()
+    near = difflib.get_close_matches(own.stem, shipped, n=1)
+    use = f"pgtk sweep {near[0]}" if near else f"one of {', '.join(shipped)}, or path/to/file.yaml"
+    got = "no such file" if own.suffix == ".yaml" or "/" in name else "no such sweep"
+    raise ConfigError(
+        f"pgtk sweep {name} needs a sweep that exists (got {got}). The sweeps are files in sweeps/, or your own file "
+        f"ending in .yaml. Use {use}."
+    )
+
+
+def _shipped(folder: str) -> Path:
+    package = Path(__file__).resolve().parents[1]
+    inside = package / folder
+    return inside if inside.is_dir() else package.parent / folder
+
+
+def options(config_dir: Path | None = None) -> dict[str, list[str]]:
+    """Group -> its options: the YAML files in conf/ and in a directory of one's own."""
+    found: dict[str, set[str]] = {}
+    for root in filter(None, (config_directory(), config_dir)):
+        for file in root.glob("*/*.yaml"):
+            if file.parent.name != "hydra" and file.is_file():
+                found.setdefault(file.parent.name, set()).add(file.stem)
+    return {group: sorted(names) for group, names in found.items()}
+
+
+def default_options() -> dict[str, str]:
+    """Group -> the option that conf/config.yaml chooses, in its order."""
+    lines = (config_directory() / "config.yaml").read_text()
+    return dict(re.findall(r"^  - (\w+): (\w+)$", lines, flags=re.MULTILINE))
+
+
+def plugins(kind: str) -> dict[str, str]:
+    """What the options of hydra/KIND in conf/ have Hydra instantiate -> the option; kind: launcher or sweeper."""
+    files = (config_directory() / "hydra" / kind).glob("*.yaml")
+    return {re.search(r"^_target_: (\S+)$", file.read_text(), flags=re.MULTILINE)[1]: file.stem for file in files}

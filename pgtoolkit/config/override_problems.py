@@ -1,0 +1,235 @@
+"""Says what is wrong with an override, with the reason and the nearest valid key, option or value."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from hydra.conf import HydraConf
+from hydra.core.override_parser.types import ChoiceSweep, Override
+from omegaconf import DictConfig, EnumNode, OmegaConf
+
+from pgtoolkit.config.defaults import comment, default
+from pgtoolkit.config.files import default_options
+from pgtoolkit.config.schema import SCHEMAS
+from pgtoolkit.errors import first_line
+from pgtoolkit.runs.files import leaves
+from pgtoolkit.system.redaction import redact
+from pgtoolkit.system.report import text
+
+
+def unreadable(override: str, error: Exception, groups: Iterable[str]) -> str:
+    """Not in Hydra's grammar."""
+    near = nearest(override, [*groups, *_schema_keys()])
+    use = f"{near}=VALUE" if near and "=" not in override else "quotes around special characters: \"key='a, b'\""
+    return f"{override} needs the form key=value (got {override!r}). {_first_line(error)}. Use {use}."
+
+
+def wrong_form(override: Override, groups: dict[str, list[str]]) -> str | None:
+    """A secret, a removal, several values or a moved group: nothing that one run can take."""
+    typed, key = override.input_line, override.key_or_group
+    if (hidden := redact(typed)) != typed and key != "tracking.uri":
+        reason = "It would be written to the run directory and to MLflow."
+        return f"{hidden} needs to hold no secret (got what looks like one). {reason} Use an environment variable."
+    if override.is_delete():
+        use = f"{key}=none" if "none" in groups.get(key, ()) else "key=value to change it"
+        return f"{typed} needs to keep the key (got a removal). The configuration is always complete. Use {use}."
+    if override.is_sweep_override():
+        return f"{typed} needs -m (got several values). One run has one value of each key. Use pgtk -m {typed}."
+    if override.package is not None:
+        return f"{typed} needs its group's own place (got @{override.package}). Groups do not move. Use {key}=OPTION."
+    return None
+
+
+def given_twice(parsed: list[Override]) -> list[str]:
+    """A key with two values in one command, also inside of dictionaries: all but one would be ignored."""
+    problems: list[str] = []
+    seen: dict[str, Override] = {}
+    for override in parsed:
+        for key in _keys(override):
+            if first := seen.get(key):
+                needs, use = f"to be the only value of {key}", f"{first.input_line} or {override.input_line}"
+                got = f"{first.input_line} before it"
+                reason = "One of the two would be ignored."
+                problems.append(f"{override.input_line} needs {needs} (got {got}). {reason} Use {use}.")
+        seen |= {key: override for key in _keys(override) if key not in seen}
+    return problems
+
+
+def _keys(override: Override) -> list[str]:
+    """The keys that an override gives values to; a sweep's, in all of its values together."""
+    key, value = override.key_or_group, override.value()
+    values = value.list if isinstance(value, ChoiceSweep) else [value]
+    return list(dict.fromkeys(leaf for one in values for leaf, _ in leaves({key: one})))
+
+
+def unknown_option(override: Override, names: list[str]) -> str | None:
+    """An option that its group does not have."""
+    key, value = override.key_or_group, override.value()
+    if value is None and key in ("experiment", "debug"):
+        return None
+    several = value if isinstance(value, list) and value and key in ("experiment", "debug") else [value]
+    wrong = [name for name in several if name not in names]
+    if not wrong:
+        return None
+    near = nearest(text(wrong[0]), names)
+    use = f"{key}={near}" if near else " or ".join(f"{key}={name}" for name in names)
+    reason = f"The options of {key} are the files in conf/{key}."
+    return f"{override.input_line} needs one of {', '.join(names)} (got {text(wrong[0])!r}). {reason} Use {use}."
+
+
+def incomplete(config: DictConfig) -> list[str]:
+    """Groups that have become something else than one of their options, by a file of the user's or by hydra.* keys."""
+    problems, defaults = [], default_options()
+    for group in dict.fromkeys(schema.partition("/")[0] for schema in SCHEMAS):
+        name = _entry(config._get_node(group), "name")
+        types = SCHEMAS.get(group) or SCHEMAS.get(f"{group}/{name}")
+        if not _is_whole(node := config._get_node(group)) or types is not node._metadata.object_type:
+            got, use = name or node, f"override /{group}: {defaults[group]}"
+            reason = "A file that sets keys of a group chooses its option in its defaults list."
+            problems.append(f"{group} needs the keys of one of its options (got {text(got)}). {reason} Use {use}.")
+    for kind, use in (("launcher", "local"), ("sweeper", "basic")):
+        node = config.hydra._get_node(kind)
+        if not _is_whole(node) or _entry(node, "_target_") is None:
+            reason = "It names the plug-in of Hydra, and holds its settings."
+            needs, use = f"one of the options of hydra/{kind}", f"hydra/{kind}={use}"
+            problems.append(f"hydra.{kind} needs {needs} (got {text(node)}). {reason} Use {use}.")
+    return problems
+
+
+def _is_whole(node: Any) -> bool:
+    return isinstance(node, DictConfig) and not (node._is_none() or node._is_missing() or node._is_interpolation())
+
+
+def _entry(node: Any, name: str) -> Any:
+    entry = node._get_node(name) if _is_whole(node) and name in node.keys() else None  # noqa: SIM118
+    return entry._value() if entry is not None else None
+
+
+def unknown_key(config: DictConfig, key: str, value: Any, groups: Iterable[str]) -> str:
+    """A key that the schema of the chosen options does not have."""
+    group, _, leaf = key.partition(".")
+    for schema, types in SCHEMAS.items():
+        home, _, option = schema.partition("/")
+        if option and home == group and leaf in {field.name for field in fields(types)}:
+            got, use = f"{group}={config[group].name}", f"{group}={option} {key}={text(value)}"
+            return f"{key}={text(value)} needs {group}={option} (got {got}). Only it has the key. Use {use}."
+    near = _nearest_key(config, key, groups)
+    if near:
+        use = f"{near}={text(value)}"
+    elif group in config and leaf and isinstance(config[group], DictConfig):
+        use = "one of " + ", ".join(f"{group}.{name}" for name in config[group] if name != "name")
+    else:
+        use = "`pgtk --help` for the groups and `pgtk --cfg job` for the keys"
+    return f"{key}={text(value)} needs a key of the configuration (got {key!r}). There is no such key. Use {use}."
+
+
+def unresolvable(key: str, value: Any, error: Exception) -> str:
+    """A value that refers to something that is not there."""
+    return f"{key}={value} needs a value that resolves (got {value}). {_first_line(error)}. Use {key}=VALUE."
+
+
+def wrong_type(config: DictConfig, key: str, value: Any, node: Any) -> str:
+    """A value that the type of its key does not allow."""
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    use = f"{key}={text(default(config, key))}"
+    if isinstance(node, EnumNode):
+        names = [member.name for member in node.enum_type]
+        needs, near = f"one of {', '.join(names)}", nearest(text(value), names)
+        use = f"{key}={near}" if near else use
+    elif isinstance(node, DictConfig):
+        needs = "a dictionary"
+    else:
+        needs = words.get(node._metadata.ref_type, "another type") + (" or null" if node._is_optional() else "")
+    reason = comment(config, key) or "Every key has a type."
+    got = value if isinstance(value, float) else text(value)  # 1e3 is a number, but not a whole one: 1000.0
+    return f"{key}={text(value)} needs {needs} (got {got!r}). {reason} Use {use}."
+
+
+def composition_problem(error: Exception) -> str:
+    """Hydra's refusal of one of its own keys or of a file of the user's, on one line."""
+    said = f"{error}\n{error.__cause__ or ''}"
+    if problem := _key_of_another_option(said):
+        return problem
+    lines = [line.strip().rstrip(".") for line in said.splitlines()]
+    drop = ("To append", "Config search path", "provider=", "reference_type", "object_type")
+    lines = [line for line in lines if line and not line.startswith(drop)]
+    key = re.search(r"full_key: (\S+)", said)
+    hydra_keys = list(_dataclass_keys(OmegaConf.structured(HydraConf), "hydra."))
+    near = nearest(key[1], [*_schema_keys(), *hydra_keys]) if key else None
+    hint = f" Use {near}." if near and near != key[1] else ""
+    return f"the configuration cannot be composed: {'; '.join(lines[:4])}.{hint}"
+
+
+def _key_of_another_option(said: str) -> str | None:
+    """A file, such as debug/short or a sweep's, that sets a key which the chosen option of a group does not have."""
+    found = re.search(r"In '([^']+)'.*Key '(\w+)' not in '(\w+)'", said, re.DOTALL)
+    of_type = {types.__name__: schema.partition("/") for schema, types in SCHEMAS.items()}
+    if found is None or found[3] not in of_type:
+        return None
+    (group, _, got) = of_type[found[3]]
+    chosen = found[1].replace("/", "=") if "/" in found[1] else f"{found[1]}.yaml"
+    having = [
+        f"{group}={schema.partition('/')[2]}"
+        for schema, types in SCHEMAS.items()
+        if schema.startswith(f"{group}/") and found[2] in {field.name for field in fields(types)}
+    ]
+    if not having:
+        return None
+    needs, reason = " or ".join(having), f"It sets {group}.{found[2]}, which {group}={got} does not have."
+    return f"{chosen} needs {needs} (got {group}={got}). {reason} Use {needs}, or leave {chosen} out."
+
+
+def nearest(word: str, names: list[str], at_least: float = 0.5) -> str | None:
+    """The most similar name, if any is; swapped letters and initials (lr) count as most similar."""
+
+    def similarity(name: str) -> float:
+        initials = "".join(part[0] for part in name.rpartition(".")[2].split("_") if part)
+        same = sorted(word) == sorted(name) or (len(word) > 1 and word == initials)
+        return difflib.SequenceMatcher(None, word, name).ratio() + (0.5 if same else 0)
+
+    best = max(names, key=similarity, default=None)
+    return best if best is not None and similarity(best) >= at_least else None
+
+
+def _nearest_key(config: DictConfig, key: str, groups: Iterable[str]) -> str | None:
+    head, _, leaf = key.rpartition(".")
+    sections = [group for group in config if group != "hydra" and isinstance(config[group], DictConfig)]
+    keys = [f"{group}.{name}" for group in sections for name in config[group].keys() if name != "name"]  # noqa: SIM118
+    if head in config:
+        inside = nearest(leaf, [name.split(".")[1] for name in keys if name.startswith(f"{head}.")], 0.6)
+        if inside:
+            return f"{head}.{inside}"
+    elif not head and (group := nearest(key, [*groups, "seed"], 0.7)):
+        return group
+    near = nearest(key, [name for name in keys if not name.startswith(f"{head}.")], 0.75)
+    if near is None and (last := nearest(leaf, [name.split(".")[1] for name in keys], 0.75)):
+        near = next(name for name in keys if name.split(".")[1] == last)
+    return near
+
+
+def _schema_keys() -> list[str]:
+    """Every key of every option that one may set."""
+    keys = {
+        f"{schema.partition('/')[0]}.{field.name}": None
+        for schema, types in SCHEMAS.items()
+        for field in fields(types)
+        if field.name != "name"
+    }
+    return ["seed", *keys]
+
+
+def _dataclass_keys(config: DictConfig, prefix: str) -> Iterable[str]:
+    for key in config:
+        node = config._get_node(key)
+        yield f"{prefix}{key}"
+        if isinstance(node, DictConfig) and is_dataclass(node._metadata.object_type):
+            yield from _dataclass_keys(node, f"{prefix}{key}.")
+
+
+def _first_line(error: Exception) -> str:
+    line = first_line(error).rstrip(".")
+    return line[:1].upper() + line[1:]

@@ -1,0 +1,120 @@
+"""What of a configuration runs code, Hydra's plug-ins and functions of the user's: who types chooses it, no file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from pgtoolkit.runs.files import leaves
+from pgtoolkit.system.functions import FUNCTIONS
+from pgtoolkit.system.report import refusal
+
+_TARGETS = {
+    ("launcher", "_target_"): ("hydra_plugins.", "hydra._internal.core_plugins."),
+    ("sweeper", "_target_"): ("hydra_plugins.", "hydra._internal.core_plugins."),
+    ("sweeper", "sampler", "_target_"): ("optuna.samplers.",),
+}
+"""Places where Hydra instantiates what a plug-in needs, and what the names of those begin with."""
+
+_SLURM = (
+    *("timeout_min", "max_num_timeout", "signal_delay_s", "nodes", "tasks_per_node", "cpus_per_task", "gpus_per_node"),
+    *("mem_gb", "array_parallelism", "name", "partition", "account", "qos", "constraint", "exclude", "gres", "comment"),
+    *("cpus_per_gpu", "gpus_per_task", "mem_per_gpu", "mem_per_cpu", "stderr_to_stdout"),
+)
+_OF_FILES = {
+    *(("mode",), ("output_subdir",), ("run", "dir"), ("sweep", "dir"), ("sweep", "subdir"), ("job", "name")),
+    *(("launcher", key) for key in ("n_jobs", "fail_fast", *_SLURM)),
+    *(("launcher", "ray", "remote", key) for key in ("num_cpus", "num_gpus", "max_calls")),
+    *(("sweeper", key) for key in ("max_batch_size", "n_trials", "n_jobs", "direction", "max_failure_rate")),
+    *(("sweeper", key) for key in ("study_name", "params")),
+    *(("sweeper", "sampler", key) for key in ("seed", "n_startup_trials")),
+}
+"""Keys below `hydra` that a file of the user's may set: they run nothing. With them each key of sweeper.params."""
+
+_COMPUTED = {("runtime",), ("overrides",), ("searchpath",), ("job", "override_dirname"), ("job", "config_name")}
+"""What Hydra or pgtk itself fills in, whatever a file says."""
+
+
+def targets(hydra: DictConfig) -> list[str]:
+    """Problems with what the node `hydra` has Hydra instantiate, besides launchers and sweepers that are installed."""
+    reason, use = "A configuration never names code to be run.", "the options of hydra/launcher, hydra/sweeper"
+    foreign = [(path, value) for path, value in _leaves(_plain(hydra)) if _is_foreign(path, value)]
+    return [refusal(_dotted(path), "to be left out", value, reason, use) for path, value in foreign]
+
+
+def set_by_files(hydra: DictConfig, typed: DictConfig) -> list[str]:
+    """Problems with what files of the user's set in the node `hydra`; typed: the node without these files."""
+    problems, own = [], dict(_leaves(_plain(typed)))
+    for path, value in _leaves(_plain(hydra)):
+        known = (path in own and own[path] == value) or _is_foreign(path, value)  # of which `targets` says more
+        if not known and not any(path[:length] in _COMPUTED for length in (1, 2)) and not _harmless(path, value):
+            reason = "A file sets places, numbers of jobs and what is swept, so that nobody's file runs code."
+            use = f"{_dotted(path)}=VALUE on the command line, or leave it out"
+            got = "it from a file of a sweep or of --config-dir"
+            problems.append(refusal(_dotted(path), "to be typed", got, reason, use))
+    return problems
+
+
+def search_path(typed: list[Override], sweep_file: Path | None) -> list[str]:
+    """The problem with a search path of one's own: Hydra imports the packages in it, before anything can be seen."""
+    primary = OmegaConf.load(sweep_file) if sweep_file else OmegaConf.create()
+    if not any(override.key_or_group == "hydra.searchpath" for override in typed) and not (
+        OmegaConf.is_dict(primary) and OmegaConf.select(primary, "hydra.searchpath")
+    ):
+        return []
+    reason, use = "Options of your own lie in one folder, laid out as conf/ is.", "--config-dir=FOLDER"
+    return [refusal("hydra.searchpath", "to be left out", "a search path", reason, use)]
+
+
+def functions(config: DictConfig, typed: list[Override]) -> list[str]:
+    """Problems with functions that the configuration names, but nobody has typed: a file's word imports nothing."""
+    problems, words = [], words_of(typed)
+    for key in FUNCTIONS:
+        try:
+            value = OmegaConf.select(config, key)
+        except OmegaConfBaseException:  # `validate` says so
+            continue
+        if isinstance(value, str) and "." in value and "${" in str(words.get(key, "${")):
+            setting, reason = f"{key}={value}", "To import it runs its code, which only the command line asks for."
+            use = f"{setting} on the command line"
+            problems.append(refusal(setting, "to be typed", "it from a file", reason, use))
+    return problems
+
+
+def words_of(typed: list[Override]) -> dict[str, Any]:
+    """Key to value of all that was typed, also in dictionaries."""
+    return dict(word for override in typed for word in leaves({override.key_or_group: override.value()}))
+
+
+def _is_foreign(path: tuple, value: Any) -> bool:
+    return "_target_" in path and not str(value).startswith(_TARGETS.get(path, ()))
+
+
+def _harmless(path: tuple, value: Any) -> bool:
+    if isinstance(value, str) and ("\n" in value or "oc.env" in value):
+        return False  # a line of its own in a job's script; a secret in the name of a folder
+    if path[0] in ("launcher", "sweeper", "job") and "${" in str(value):
+        return False  # it could stand for anything
+    if path[:2] == ("sweeper", "params") and len(path) == 3:
+        return not path[2].lstrip("+~").startswith("hydra")
+    return path in _OF_FILES
+
+
+def _plain(hydra: DictConfig) -> dict:
+    return OmegaConf.to_container(hydra, resolve=False)
+
+
+def _leaves(node: Any, path: tuple = ()) -> list[tuple[tuple, Any]]:
+    """(path, value) of everything in nested dictionaries and lists, empty ones included."""
+    if isinstance(node, dict | list) and node:
+        items = node.items() if isinstance(node, dict) else enumerate(node)
+        return [leaf for key, value in items for leaf in _leaves(value, (*path, str(key)))]
+    return [(path, node)]
+
+
+def _dotted(path: tuple) -> str:
+    return ".".join(("hydra", *path))

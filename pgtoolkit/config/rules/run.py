@@ -1,0 +1,232 @@
+"""The rules on what a run runs on: rollouts, model, task, kernels, optimizer, trainer, tracking."""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import os
+import re
+from typing import Any
+from urllib.parse import urlsplit
+
+from pgtoolkit.config.rules.step import family_of_config, importable, longest_document
+from pgtoolkit.system.redaction import redact
+from pgtoolkit.system.report import Report, is_number, is_whole, refusal, text
+
+VERIFIERS = ("exact_match", "regular_expression", "math_verify")
+"""Those that come with pgtoolkit; others are functions of the user's."""
+
+
+def rollout(c: Any, report: Report) -> None:
+    rollout = c.rollout
+    if rollout.name == "policy":
+        _policy(c, report)
+    else:
+        _existing(report, "rollout.path", rollout.path)
+
+
+def _policy(c: Any, report: Report) -> None:
+    rollout = c.rollout
+    if rollout.save_path is not None and batches_in(rollout.save_path) is None:
+        setting, reason = f"rollout.save_path={rollout.save_path}", "It becomes a folder with one file per batch."
+        needs, use = "a new or empty folder, or one of rollouts to resume", "rollout.save_path=recorded_rollouts"
+        report.refuse(setting, needs, "other files at that place", reason, use)
+    top_p = rollout.top_p
+    if top_p is not None and top_p < 1:
+        effect = {
+            "training": "the ratio does not correct for the tokens that sampling left out",
+            "sampling": "old log-probs are renormalised over them, so that ratios start below 1, where GSPO clips",
+        }
+        old = rollout.old_log_probs
+        report.note(f"rollout.top_p={top_p} with rollout.old_log_probs={old}: {effect.get(old, 'ratios are off')}.")
+    if c.task.name == "reverse" and is_whole(c.task.num_digits):
+        needed = c.task.num_digits + 1
+        if is_whole(rollout.max_completion_length) and 1 <= rollout.max_completion_length < needed:
+            setting, needs = f"task.num_digits={c.task.num_digits}", f"rollout.max_completion_length >= {needed}"
+            reason = "The answer is the digits and the end of the sequence; a shorter completion is never right."
+            use = f"rollout.max_completion_length={needed}"
+            report.refuse(setting, needs, rollout.max_completion_length, reason, use)
+    elif is_whole(rollout.max_completion_length) and rollout.max_completion_length < 16:
+        report.note(
+            f"rollout.max_completion_length={rollout.max_completion_length} is made for task=reverse; other tasks "
+            "usually need longer answers."
+        )
+
+
+def model(c: Any, report: Report) -> None:
+    model = c.model
+    if model.name == "tiny":
+        width, heads = model.hidden_size, model.num_heads
+        if is_whole(width) and is_whole(heads) and heads >= 1 and width >= 1 and width % heads:
+            reason, use = "Every head takes an equal share of the width.", f"model.hidden_size={width + -width % heads}"
+            report.refuse(f"model.hidden_size={width}", f"a multiple of model.num_heads={heads}", width, reason, use)
+        prompt, completion = longest_document(c)
+        if is_whole(model.max_positions) and (longest := (prompt or 1) + (completion or 1)) > model.max_positions >= 1:
+            setting, needs = f"model.max_positions={model.max_positions}", f"the longest document, {longest} tokens"
+            reason = "The model has a position for every token of a document."
+            report.refuse(setting, needs, model.max_positions, reason, f"model.max_positions={longest}")
+        if model.fp32_lm_head:
+            reason, use = "It would change nothing: all of the tiny model is float32.", "model.fp32_lm_head=false"
+            report.refuse("model.fp32_lm_head=true", "model=huggingface", "model=tiny", reason, use)
+    elif model.path is not None and (model.path == "" or model.path.startswith((".", "/", "~"))):
+        _existing(report, "model.path", model.path)
+    coarse = model.name == "huggingface" and model.dtype != "float32" and not model.fp32_lm_head
+    family = family_of_config(c)
+    if coarse and family is not None and family.by_document and family.bounds[0] > 1 - 1e-3:
+        report.note(
+            f"model.dtype={model.dtype} without model.fp32_lm_head: logits are rounded to bfloat16, which moves a "
+            f"document's ratio by about epsilon {1 - family.bounds[0]:g} wherever its old and new log-probs are not of "
+            "the same computation: after every update, and with rollout.old_log_probs=sampling from the start. The "
+            "clip then acts on documents for their rounding."
+        )
+
+
+def task(c: Any, report: Report) -> None:
+    if c.rollout.name == "recorded":
+        return
+    task = c.task
+    if task.name == "reasoning_gym":
+        _installed(report, "task=reasoning_gym", "reasoning_gym", "reasoning-gym")
+    elif task.name == "prompts":
+        _existing(report, "task.path", task.path)
+        if task.verifier not in VERIFIERS:
+            alternatives = f"one of {', '.join(VERIFIERS)}, or "
+            importable(report, "task.verifier", str(task.verifier), "It scores the completions.", alternatives)
+        if task.verifier == "math_verify":
+            _installed(report, "task.verifier=math_verify", "math_verify", "math-verify")
+        pattern(task, report)
+
+
+def pattern(task: Any, report: Report) -> None:
+    """task.pattern and task.verifier fit together."""
+    if task.verifier == "regular_expression":
+        got = task.pattern
+        try:
+            if task.pattern is not None:
+                groups = re.compile(task.pattern).groups
+                if groups == 1:
+                    return
+                got = f"{task.pattern} with {groups}; (?:...) only binds"
+        except re.error as error:
+            got = f"{task.pattern}: {error}"
+        reason, use = "What its group finds last is compared with the answer.", "\"task.pattern='answer: (.*)'\""
+        report.refuse("task.verifier=regular_expression", "task.pattern with one group", got, reason, use)
+    elif task.pattern is not None:
+        reason, use = f"It would be ignored by verifier={task.verifier}.", "task.pattern=null"
+        report.refuse(f"task.pattern={task.pattern}", "task.verifier=regular_expression", task.verifier, reason, use)
+
+
+def kernel(c: Any, report: Report) -> None:
+    memory, chosen = c.kernel.logits_memory_mb, c.kernel.implementation
+    splits = chosen == "auto" and c.loss.num_splits != 1
+    if memory is not None and (splits or chosen not in ("auto", "fused_linear")):
+        setting, reason = f"kernel.logits_memory_mb={memory}", "It would be ignored: the logits are materialised."
+        use = "kernel.logits_memory_mb=null" if splits else "kernel=fused_linear or kernel.logits_memory_mb=null"
+        needs = "loss.num_splits=1" if splits else "kernel=auto or kernel=fused_linear"
+        report.refuse(setting, needs, c.loss.num_splits if splits else chosen, reason, use)
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if chosen == "triton" and c.trainer.device == "cpu" and not interpreted:
+        reason = "Triton compiles for GPUs; TRITON_INTERPRET=1 runs its kernels slowly on a CPU."
+        report.refuse("kernel=triton", "a GPU", "trainer.device=cpu", reason, "kernel=torch")
+
+
+def optimizer(c: Any, report: Report) -> None:
+    o = c.optimizer
+    if is_whole(o.warmup_steps) and is_whole(c.trainer.max_steps) and o.warmup_steps >= c.trainer.max_steps >= 1:
+        report.note(
+            f"optimizer.warmup_steps={o.warmup_steps} with trainer.max_steps={c.trainer.max_steps}: the learning rate "
+            "never reaches its value."
+        )
+
+
+def learning_rate(c: Any, usual: Any, report: Report) -> None:
+    """usual: the default for models of this kind."""
+    rate = c.optimizer.learning_rate
+    if is_number(rate) and is_number(usual) and rate >= 100 * usual:
+        report.note(
+            f"optimizer.learning_rate={text(rate)} is {rate / usual:.3g} times the {text(usual)} that models such as "
+            "this one usually take: the policy may leave its clip, or break, within a few steps."
+        )
+
+
+def trainer(c: Any, report: Report) -> None:
+    t = c.trainer
+    if not re.fullmatch("auto|cpu|cuda", str(t.device)):
+        reason = "auto takes a GPU if there is one."
+        report.refuse(f"trainer.device={t.device}", "auto, cpu or cuda", t.device, reason, "trainer.device=auto")
+
+
+def tracking(c: Any, report: Report) -> None:
+    t = c.tracking
+    if t.run_name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", str(t.run_name)):
+        needs = "1 to 80 letters, digits, '.', '_' or '-', a letter or digit first"
+        safe = re.sub(r"[^A-Za-z0-9._-]+", "-", str(t.run_name)).strip("-._")[:80] or "run"
+        reason = "It is also the name of the run directory."
+        report.refuse(f"tracking.run_name={t.run_name}", needs, t.run_name, reason, f"tracking.run_name={safe}")
+    for key in ("uri", "experiment"):
+        value = getattr(t, key)
+        if t.name == "none" and value is not None:
+            setting, use = f"tracking.{key}={value}", f"tracking=mlflow or tracking.{key}=null"
+            report.refuse(setting, "tracking=mlflow", "tracking=none", "It would be ignored.", use)
+    if t.name == "none" and t.system_metrics:
+        setting, use = "tracking.system_metrics=true", "tracking=mlflow or tracking.system_metrics=false"
+        report.refuse(setting, "tracking=mlflow", "tracking=none", "It would be ignored.", use)
+    if t.name == "mlflow" and not t.experiment:
+        reason = "MLflow keeps runs in experiments."
+        report.refuse("tracking=mlflow", "tracking.experiment", t.experiment, reason, "tracking.experiment=pgtoolkit")
+    if t.name == "mlflow" and t.uri is not None:
+        _uri(str(t.uri), report)
+
+
+def _uri(uri: str, report: Report) -> None:
+    try:
+        scheme = urlsplit(uri).scheme.partition("+")[0]
+    except ValueError:  # such as a bracket that is not closed
+        scheme = None
+    if (hidden := redact(uri)) != uri:
+        reason = "It would be written to the run directory and to MLflow."
+        server = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+        use = f"{server}, in the environment, or for a database PGUSER and its password file"
+        report.refuse(f"tracking.uri={hidden}", "an address without user, password or key", "one with", reason, use)
+    elif scheme not in ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks"):
+        needs, reason = "sqlite:///FILE, http(s)://HOST:PORT or a database", "MLflow refuses plain files as a store."
+        report.refuse(f"tracking.uri={uri}", needs, uri, reason, "tracking.uri=sqlite:///outputs/mlflow.db")
+    elif scheme == "sqlite" and os.path.isdir(uri.partition(":///")[2] or "."):
+        reason, use = "SQLite keeps a store in one file.", "tracking.uri=sqlite:///outputs/mlflow.db"
+        report.refuse(f"tracking.uri={uri}", "sqlite:///FILE", "a folder", reason, use)
+
+
+def occupied_by_rollouts(save_path: str | None) -> str | None:
+    """The problem of a run that begins where another one has recorded its rollouts."""
+    if not save_path or not (batches := batches_in(save_path)):
+        return None
+    needs, got = "a new or empty folder", f"one with {batches} batches of rollouts"
+    reason, use = "The rollouts of two runs would mix.", "another folder, or remove this one"
+    return refusal(f"rollout.save_path={save_path}", needs, got, reason, use)
+
+
+def batches_in(save_path: str) -> int | None:
+    """How many batches of rollouts a folder holds; None where it is no folder, or one with other files."""
+    try:
+        names = os.listdir(os.path.expanduser(save_path))
+    except FileNotFoundError:
+        return 0
+    except (OSError, ValueError):  # another file, unreadable, or no path at all
+        return None
+    own = all(name.startswith(("batch-", ".batch-")) for name in names)
+    return sum(name.startswith("batch-") for name in names) if own else None
+
+
+def _existing(report: Report, path: str, value: Any) -> None:
+    if value is None:
+        return
+    place = os.path.expanduser(value)  # as the functions of os.path, at home with any text
+    if value == "" or (not os.path.exists(place) and not glob.glob(place, recursive=True)):
+        reason = "There is nothing at that path, seen from the current directory."
+        report.refuse(f"{path}={value}", "an existing file, folder or glob", value, reason, f"{path}=PATH")
+
+
+def _installed(report: Report, setting: str, module: str, extra: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        reason = "The package is an extra, not installed by default."
+        report.refuse(setting, f"the package {extra}", "not installed", reason, f"pip install 'pgtoolkit[{extra}]'")

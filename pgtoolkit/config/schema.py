@@ -1,0 +1,284 @@
+"""The configuration schema: every key with its type and range. Values and their explanations live in `conf/`.
+
+`name` tells the options of a group apart. Cross-field rules are in `pgtoolkit.config.validate`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, make_dataclass
+from enum import StrEnum
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+
+from pgtoolkit.losses.families import FAMILIES
+
+
+def between(least: float, most: float) -> Any:
+    """A number from `least` to `most`, both included: wide enough for what anybody means, beyond it a slip."""
+    return field(metadata={"range": (least, most)})
+
+
+class AggregationMode(StrEnum):
+    sample_mean = "sample_mean"
+    prompt_mean = "prompt_mean"
+    token_mean = "token_mean"
+    constant = "constant"
+
+
+class MetricsLevel(StrEnum):
+    none = "none"
+    basic = "basic"
+    with_entropy = "with_entropy"
+
+
+class AdvantageEstimator(StrEnum):
+    grpo = "grpo"
+    dr_grpo = "dr_grpo"
+    rloo = "rloo"
+    given = "given"
+
+
+class KernelImplementation(StrEnum):
+    auto = "auto"
+    torch = "torch"
+    triton = "triton"
+    fused_linear = "fused_linear"
+
+
+class OldLogProbs(StrEnum):
+    training = "training"
+    sampling = "sampling"
+
+
+class TooLong(StrEnum):
+    refuse = "refuse"
+    skip = "skip"
+
+
+class LastStep(StrEnum):
+    short = "short"
+    drop = "drop"
+    carry = "carry"
+
+
+class NumberType(StrEnum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class Schedule(StrEnum):
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+def _loss_config(family: type) -> type:
+    """The keys of a loss: the family's parameters, with their ranges, and how the logits are cut."""
+    parameters = [(one.name, one.type, field(metadata=one.metadata)) for one in fields(family)]
+    keys = [("name", "str"), *parameters, ("num_splits", "int", between(1, 65536))]
+    made = make_dataclass(f"{family.__name__}LossConfig", keys, namespace={"__module__": __name__})
+    globals()[made.__name__] = made  # where pickle looks for it: workers get the configuration as an object
+    return made
+
+
+@dataclass
+class CustomLossConfig:
+    name: str
+    path: str
+    options: dict[str, Any]
+    num_splits: int = between(1, 65536)
+
+
+@dataclass
+class AggregationConfig:
+    mode: AggregationMode
+    divisor: float | None = between(1e-6, 1e12)
+    reducer: str | None
+
+
+@dataclass
+class MetricsConfig:
+    level: MetricsLevel
+
+
+@dataclass
+class AdvantageConfig:
+    estimator: AdvantageEstimator
+
+
+@dataclass
+class KernelConfig:
+    implementation: KernelImplementation
+    logits_memory_mb: int | None = between(1, 2**20)
+
+
+@dataclass
+class ParallelismConfig:
+    data_parallel: int = between(1, 65536)
+    shard: bool
+    tensor_parallel: int = between(1, 65536)
+    sequence_parallel: bool
+    sequence_data_parallel: int = between(1, 65536)
+    pipeline_parallel: int = between(1, 65536)
+    timeout_seconds: int = between(1, 604800)
+
+
+@dataclass
+class AccumulationConfig:
+    docs_per_step: int = between(0, 10**6)
+    max_tokens: int = between(1, 10**7)
+    micro_batches_per_step: int | None = between(1, 10**6)
+    last_step: LastStep
+
+
+@dataclass
+class TinyModelConfig:
+    name: str
+    num_layers: int = between(1, 1000)
+    hidden_size: int = between(1, 65536)
+    num_heads: int = between(1, 1000)
+    max_positions: int = between(1, 10**6)
+    fp32_lm_head: bool
+
+
+@dataclass
+class HuggingFaceModelConfig:
+    name: str
+    path: str
+    random_weights: bool
+    dtype: NumberType
+    gradient_checkpointing: bool
+    fp32_lm_head: bool
+
+
+@dataclass
+class ReverseTaskConfig:
+    name: str
+    num_digits: int = between(1, 1000)
+
+
+@dataclass
+class ReasoningGymTaskConfig:
+    name: str
+    dataset: str
+    options: dict[str, Any]
+    too_long: TooLong
+
+
+@dataclass
+class PromptsTaskConfig:
+    name: str
+    path: str
+    prompt_field: str
+    answer_field: str
+    verifier: str
+    pattern: str | None
+    too_long: TooLong
+
+
+@dataclass
+class PolicyRolloutConfig:
+    name: str
+    prompts_per_batch: int = between(1, 10**6)
+    group_size: int = between(1, 10**6)
+    max_completion_length: int = between(1, 10**6)
+    temperature: float = between(0.01, 100)
+    top_p: float | None = between(1e-6, 1)
+    old_log_probs: OldLogProbs
+    save_path: str | None
+
+
+@dataclass
+class RecordedRolloutConfig:
+    name: str
+    path: str
+    epochs: int = between(1, 10**6)
+    shuffle: bool
+    group_size: int | None = between(1, 10**6)
+    max_completion_length: int | None = between(1, 10**6)
+    temperature: float = between(0.01, 100)
+
+
+@dataclass
+class OptimizerConfig:
+    learning_rate: float = between(1e-12, 1e5)
+    beta1: float = between(0, 0.999999)
+    beta2: float = between(0, 0.999999)
+    epsilon: float = between(1e-30, 1e4)
+    weight_decay: float = between(0, 10)
+    max_grad_norm: float | None = between(1e-6, 1e9)
+    warmup_steps: int = between(0, 10**9)
+    schedule: Schedule
+
+
+@dataclass
+class TrainerConfig:
+    max_steps: int = between(1, 10**9)
+    device: str
+    num_threads: int | None = between(1, 1024)
+    checkpoint_every: int = between(1, 10**9)
+    keep_checkpoints: int = between(1, 10**6)
+    max_bad_steps: int = between(1, 10**6)
+    accept_changed_data: bool
+
+
+@dataclass
+class TrackingConfig:
+    name: str
+    uri: str | None
+    experiment: str | None
+    run_name: str | None
+    system_metrics: bool
+
+
+@dataclass
+class Config:
+    """The whole experiment. Groups with several shapes are typed by the option that was chosen."""
+
+    seed: int = between(0, 2**32 - 1)
+    loss: Any
+    aggregation: AggregationConfig
+    metrics: MetricsConfig
+    advantage: AdvantageConfig
+    kernel: KernelConfig
+    parallelism: ParallelismConfig
+    accumulation: AccumulationConfig
+    model: Any
+    task: Any
+    rollout: Any
+    optimizer: OptimizerConfig
+    trainer: TrainerConfig
+    tracking: TrackingConfig
+
+
+SCHEMAS = {
+    **{f"loss/{name}": _loss_config(family) for name, family in FAMILIES.items()},
+    "loss/custom": CustomLossConfig,
+    "aggregation": AggregationConfig,
+    "metrics": MetricsConfig,
+    "advantage": AdvantageConfig,
+    "kernel": KernelConfig,
+    "parallelism": ParallelismConfig,
+    "accumulation": AccumulationConfig,
+    "model/tiny": TinyModelConfig,
+    "model/huggingface": HuggingFaceModelConfig,
+    "task/reverse": ReverseTaskConfig,
+    "task/reasoning_gym": ReasoningGymTaskConfig,
+    "task/prompts": PromptsTaskConfig,
+    "rollout/policy": PolicyRolloutConfig,
+    "rollout/recorded": RecordedRolloutConfig,
+    "optimizer": OptimizerConfig,
+    "trainer": TrainerConfig,
+    "tracking": TrackingConfig,
+}
+
+
+def register_schemas() -> None:
+    """Make `schema` (and `schema_OPTION` in groups with several shapes) known to Hydra's defaults lists."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Config)
+    for key, schema in SCHEMAS.items():
+        group, _, option = key.partition("/")
+        store.store(group=group, name=f"schema_{option}" if option else "schema", node=schema)

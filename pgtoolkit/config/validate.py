@@ -1,0 +1,110 @@
+"""Every rule between keys of the configuration: `validate` returns all problems and notes at once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
+
+from pgtoolkit.config.defaults import default
+from pgtoolkit.config.override_problems import unresolvable
+from pgtoolkit.config.rules import parallelism, run, step
+from pgtoolkit.config.rules.ranges import ranges
+from pgtoolkit.system.redaction import redact
+from pgtoolkit.system.report import Report, text
+
+
+def validate(config: DictConfig) -> Report:
+    """Check a composed configuration; imports no torch and starts nothing. It reads only whether named files exist."""
+    report = Report()
+    plain = resolve(config, report)
+    for rule in (step.loss, step.aggregation, step.advantage, step.accumulation, run.rollout, run.model, run.task):
+        rule(plain, report)
+    for rule in (run.kernel, parallelism.parallelism, run.optimizer, run.trainer, run.tracking):
+        rule(plain, report)
+    run.learning_rate(plain, default(config, "optimizer.learning_rate"), report)
+    return report
+
+
+def namespace(value: Any) -> Any:
+    """Nested dictionaries as objects with attributes."""
+    if isinstance(value, dict):
+        return SimpleNamespace(**{str(key): namespace(item) for key, item in value.items()})
+    return value
+
+
+def resolve(config: DictConfig, report: Report) -> Any:
+    """The configuration as plain objects, with a problem for each key that is unset, does not resolve or is out of its
+    range; it gets its default, for the sake of the rules that follow."""
+    resolved: dict = {}
+    with _without_environment():
+        for group in config:
+            if group != "hydra":
+                resolved[group] = _resolve_node(config, group, str(group), report)
+    plain = namespace(resolved)
+    ranges(config, plain, report)
+    return plain
+
+
+@contextlib.contextmanager
+def _without_environment() -> Iterator[None]:
+    """No interpolation reads an environment variable, however it spells the resolver's name."""
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("It would read an environment variable, where secrets are")
+
+    OmegaConf.register_new_resolver("oc.env", refuse, replace=True)
+    try:
+        yield
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+
+
+def _resolve_node(parent: DictConfig, key: Any, path: str, report: Report) -> Any:
+    if key == "_target_":
+        reason, use = "A configuration never names code to be run.", "the options of the groups"
+        report.refuse(path, "to be left out", parent._get_node(key), reason, use)
+        return None
+    raw = parent._get_node(key)
+    if isinstance(raw, DictConfig) and not raw._is_none() and not raw._is_missing() and not raw._is_interpolation():
+        return {str(name): _resolve_node(raw, name, f"{path}.{name}", report) for name in raw}
+    hidden = str(OmegaConf.to_container(raw, resolve=False) if OmegaConf.is_list(raw) else raw._value())
+    try:
+        if OmegaConf.is_missing(parent, key):
+            reason, example = _UNSET.get(path, ("??? stands for a value that is still to be given.", None))
+            usual = text(default(parent._get_root(), path)) if example is None else example
+            report.refuse(path, "a value", "none", reason, f"{path}={usual}")
+        elif "_target_" in hidden:
+            reason = "A configuration never names code to be run."
+            report.refuse(path, "plain values", "_target_", reason, "the options of the groups")
+        elif "oc.env" in hidden:
+            reason = "The value would be written to the run directory and to MLflow, where a secret does not belong."
+            report.refuse(path, "a plain value", "an environment variable", reason, f"{path}=VALUE")
+        else:
+            value = parent[key]
+            if OmegaConf.is_config(value):
+                value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True, enum_to_str=True)
+            value = getattr(value, "value", value)
+            setting = f"{path}={value}"
+            if path == "tracking.uri" or isinstance(value, int | float) or redact(setting) == setting:
+                return value
+            reason = "It would be written to the run directory and to MLflow."
+            report.refuse(path, "to hold no secret", "what looks like one", reason, "an environment variable")
+    except (OmegaConfBaseException, RecursionError) as error:
+        report.problems.append(unresolvable(path, raw._value(), error))
+    return default(parent._get_root(), path)
+
+
+_UNSET = {
+    "loss.path": ("It names the class of your own family.", "my_module.MyFamily"),
+    "model.path": ("It names the model: a local folder or a name on the Hugging Face hub.", "Qwen/Qwen3-0.6B"),
+    "task.dataset": ("It names a data set of the reasoning-gym package.", "chain_sum"),
+    "task.path": ("It names the JSONL or Parquet file with the prompts.", "prompts.jsonl"),
+    "rollout.path": ("It names the recorded rollouts: a JSONL or Parquet file, or a folder.", "rollouts.parquet"),
+}
+"""Keys without a default: why they are needed, and an example."""

@@ -1,0 +1,179 @@
+"""What the entry points of the library refuse, before anything is computed; keywords in, objects out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from pgtoolkit.batch import DocumentCounts, StepTotals, Tokens
+from pgtoolkit.kernels.losses import Computation, LMHead
+from pgtoolkit.kernels.products import accumulation_dtype
+from pgtoolkit.losses.checks import check_positive, check_switches, check_whole, is_whole, short, shown
+from pgtoolkit.losses.exchange import Ranks
+from pgtoolkit.losses.families import Family
+
+
+def tokens_of(
+    name: str,
+    rows: Tensor,
+    vectors: dict[str, Tensor],
+    num_documents: int | None,
+    group_index: Tensor | None,
+    totals: StepTotals | None,
+    counts: DocumentCounts | None = None,
+) -> Tokens:
+    """The T-vectors of `rows`, the (T, ...) input that the caller calls `name`, with whole numbers as int64.
+
+    vectors: labels, old_log_probs, advantages and document_index. num_documents: None for the largest index + 1, read
+    on the host. ValueError for what does not fit.
+    """
+    per_row = f"one entry per row of {name}, {len(rows)}"
+    for key, vector in vectors.items():
+        check_tensor(key, vector, rows, (len(rows),), per_row, whole=key in ("labels", "document_index"))
+    vectors = {key: x.contiguous() if x.is_floating_point() else x.long().contiguous() for key, x in vectors.items()}
+    if num_documents is None:
+        num_documents = count_documents(vectors["document_index"], is_whole_step=totals is None)
+    check_whole("num_documents", num_documents, 0)
+    check_totals(totals, num_documents, group_index, like=rows)
+    if counts is not None:
+        check_counts(counts, num_documents)
+    group_index = None if group_index is None else group_index.long()
+    return Tokens(**vectors, num_documents=num_documents, group_index=group_index, counts=counts)
+
+
+def check_rows(name: str, rows: Tensor) -> None:
+    """ValueError unless rows, which the caller calls `name`, is a matrix of floating point."""
+    if not isinstance(rows, Tensor) or rows.dim() != 2 or not rows.is_floating_point():
+        raise ValueError(f"{name} needs two dimensions of floating point (got {shown(rows)})")
+
+
+def check_head(hidden: Tensor, head: LMHead, family: Family, how: Computation) -> None:
+    """ValueError for a head that does not fit the hidden states, or for a way to compute it that makes no sense."""
+    weight, wide = head.weight, accumulation_dtype(hidden)
+    fits = isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[1] == hidden.shape[1]
+    check_tensor("lm_head_weight", weight, hidden, weight.shape if fits else None, f"shape (V, {hidden.shape[1]})")
+    if head.bias is not None:
+        check_tensor("bias", head.bias, hidden, (len(weight),), f"one entry per row of lm_head_weight, {len(weight)}")
+    if head.weight_gradient is not None:
+        shape = tuple(weight.shape)
+        check_tensor("weight_gradient", head.weight_gradient, hidden, shape, f"the shape of lm_head_weight, {shape}")
+        if head.weight_gradient.dtype != wide:
+            raise ValueError(f"weight_gradient needs dtype {short(wide)} (got {shown(head.weight_gradient)})")
+        if not how.fused:
+            raise ValueError(f"weight_gradient needs impl='fused_linear' (got {how.impl!r})")
+    check_switches(fp32_logits=head.fp32_logits)
+    check_whole("num_splits", how.num_splits, 1)
+    splits = f"num_splits={how.num_splits}"
+    if how.num_splits > 1 and family.by_document:
+        raise ValueError(f"{splits} needs a family by token (got {family.name!r}): its ratio is a whole document's")
+    if how.num_splits > 1 and how.impl in ("fused_linear", "reference"):
+        raise ValueError(f"{splits} has no effect with impl={how.impl!r}; it cuts materialised logits")
+    if how.logits_memory_mb is not None:
+        check_positive("logits_memory_mb", how.logits_memory_mb)
+        if not how.fused:
+            raise ValueError(f"logits_memory_mb={how.logits_memory_mb!r} needs impl='fused_linear' (got {how.impl!r})")
+
+
+def check_tensor(key: str, value: Any, like: Tensor, shape, says: str, whole: bool = False) -> None:
+    """Refuse anything but a tensor of that shape (None: of no shape) on the device of `like`."""
+    if not isinstance(value, Tensor) or value.shape != shape:
+        raise ValueError(f"{key} needs {says} (got {shown(value)})")
+    if whole and value.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"{key} needs dtype int64 (got {shown(value)})")
+    if not whole and not value.is_floating_point():
+        raise ValueError(f"{key} needs a floating point dtype (got {shown(value)})")
+    if value.device != like.device:
+        raise ValueError(f"{key} needs to be on {like.device}, as the other tensors (got {value.device})")
+
+
+def check_ranks(ranks: Ranks, impl: str, num_documents: int | None) -> None:
+    """ValueError for groups of ranks that cannot mean what was asked; num_documents: as the caller gave it."""
+    named = {"vocabulary_group": ranks.vocabulary, "sequence_group": ranks.sequence, "data_group": ranks.data}
+    for name, group in named.items():
+        if group is not None and not isinstance(group, ProcessGroup):
+            raise ValueError(
+                f"{name} needs a process group of torch.distributed that this rank is in (got {shown(group)})"
+            )
+        if group is not None and impl == "reference":
+            raise ValueError(f"{name} needs another impl than 'reference', which computes whole steps on one rank")
+    if ranks.vocabulary_start is not None:
+        if ranks.vocabulary is None:
+            raise ValueError(f"vocabulary_start={shown(ranks.vocabulary_start)} needs a vocabulary_group")
+        check_whole("vocabulary_start", ranks.vocabulary_start, 0)
+    if ranks.sequence is not None and num_documents is None:
+        raise ValueError("sequence_group needs num_documents: ranks must agree on the documents, whatever they hold")
+
+
+def count_documents(document_index: Tensor, is_whole_step: bool) -> int:
+    """Largest index + 1; ValueError where a whole step's documents leave numbers out, as 1-based ones leave out 0.
+
+    Each number counts as a document in the step's denominators. One read from a GPU.
+    """
+    if document_index.numel() == 0:
+        return 0
+    used = document_index.clamp(min=-1).sort().values
+    # The number before the first document's is -1, also where nothing carries it.
+    gaps = torch.diff(used, prepend=used.new_full((1,), -1))
+    largest, widest = torch.stack([used[-1], gaps.max()]).tolist()
+    if widest > 1 and is_whole_step:
+        missing = int((used - gaps)[gaps > 1][0]) + 1
+        raise ValueError(
+            f"document_index needs every number from 0 to {largest} (got none of {missing}): a number that is left out "
+            "would count as a document; number the documents from 0 on, or pass num_documents to count those without "
+            "a token, too"
+        )
+    return largest + 1
+
+
+def check_totals(totals: StepTotals | None, num_documents: int, group_index: Tensor | None, like: Tensor) -> None:
+    """Refuse, with ValueError, groups and totals of another type, shape or dtype, and counts that are negative.
+
+    Reads the values of tensors on a CPU only: asking a GPU costs a synchronisation.
+    """
+    if group_index is not None:
+        says = f"one entry per document, {num_documents}"
+        check_tensor("group_index", group_index, like, (num_documents,), says, whole=True)
+    if totals is None:
+        return
+    if not isinstance(totals, StepTotals):
+        raise ValueError(f"totals needs a StepTotals or None (got {shown(totals)})")
+    for name, value in vars(totals).items():
+        of_groups = name in ("num_groups", "tokens_per_group")
+        if value is None and of_groups:
+            continue
+        if isinstance(value, Tensor):
+            dimensions = 1 if name == "tokens_per_group" else 0
+            if value.dim() != dimensions or value.dtype not in (torch.int64, torch.int32):
+                raise ValueError(f"totals.{name} needs {dimensions} dimensions of int64 (got {shown(value)})")
+            least = 0 if value.is_cuda or value.numel() == 0 else int(value.min())
+        elif name == "tokens_per_group" or not is_whole(value):
+            raise ValueError(f"totals.{name} needs a whole number or an int64 tensor (got {shown(value)})")
+        else:
+            least = value
+        if least < 0:
+            raise ValueError(f"totals.{name} needs numbers >= 0 (got {least})")
+    if (totals.num_groups is None) != (totals.tokens_per_group is None):
+        raise ValueError("totals needs both of num_groups and tokens_per_group, or neither")
+    if group_index is not None and totals.tokens_per_group is not None and not group_index.is_cuda:
+        number = len(totals.tokens_per_group)
+        if num_documents and not 0 <= int(group_index.min()) <= int(group_index.max()) < number:
+            raise ValueError(
+                f"group_index needs numbers from 0 to {number - 1}, the places in totals.tokens_per_group "
+                f"(got {int(group_index.min())} to {int(group_index.max())})"
+            )
+
+
+def check_counts(counts: Any, num_documents: int) -> None:
+    """Refuse, with ValueError, `DocumentCounts` that cannot be those of so many documents."""
+    trained, informative = (getattr(counts, name, None) for name in ("trained", "informative"))
+    if not isinstance(trained, list) or not isinstance(informative, list):
+        raise ValueError(f"counts needs DocumentCounts, two lists of numbers (got {shown(counts)})")
+    if len(trained) != num_documents or len(informative) != num_documents:
+        lengths = f"{len(trained)} and {len(informative)}"
+        raise ValueError(f"counts needs {num_documents} documents, as num_documents (got {lengths})")
+    for all_of_it, part in zip(trained, informative, strict=True):
+        if not is_whole(all_of_it) or not is_whole(part) or not 0 <= part <= all_of_it:
+            raise ValueError(f"counts needs 0 <= informative <= trained of each document (got {part!r}, {all_of_it!r})")

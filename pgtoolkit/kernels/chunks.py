@@ -1,0 +1,202 @@
+"""Which rows the fused head multiplies together: chunks of whole documents that fit the memory given to logits."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pgtoolkit.batch import DocumentCounts
+from pgtoolkit.errors import DataError
+from pgtoolkit.losses.documents import Segments
+from pgtoolkit.losses.exchange import common_bins, gather
+from pgtoolkit.losses.objective import Objective
+
+_TILE, _STEP = 128, 32
+"""Rows of a tile of the matrix products on current GPUs, and the step in which the rows of a chunk are counted."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows start:stop of the plan's order; segments are those of its documents, None where tokens stand alone.
+
+    needs_gradient: False for rows whose coefficient is known to be 0: they take no part in the backward products.
+    """
+
+    start: int
+    stop: int
+    needs_gradient: bool
+    segments: Segments | None
+
+    def pieces(self, max_rows: int) -> list[slice]:
+        """The chunk in slices that fit, all but the first of them full.
+
+        More than one only for a document longer than max_rows, or where no gradient is needed.
+        """
+        return [slice(max(high - max_rows, self.start), high) for high in range(self.stop, self.start, -max_rows)][::-1]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """rows: (N,) int64, the trained rows in the order in which the chunks take them."""
+
+    rows: Tensor
+    chunks: list[Chunk]
+
+
+def default_logits_memory_mb(device: torch.device) -> int:
+    """MiB for the logits of a chunk where nobody says how many: a GPU's memory over 64, and at least 512.
+
+    Larger chunks add less often to the weight's gradient; an 80 GB card gives the 1200 MiB that docs/performance.md
+    found to be enough.
+    """
+    least = 512
+    if device.type != "cuda":
+        return least
+    return max(least, torch.cuda.get_device_properties(device).total_memory // 2**20 // 64)
+
+
+def rows_within(memory_mb: float, vocabulary: int, dtype: torch.dtype) -> int:
+    """Rows of logits that fit memory_mb MiB: a multiple of 32 where there is room for 128, and at least one row."""
+    rows = int(memory_mb * 2**20) // (vocabulary * dtype.itemsize)
+    return max(1, rows if rows < _TILE else rows // _STEP * _STEP)
+
+
+def make_plan(
+    objective: Objective,
+    max_rows: int,
+    with_gradient: bool,
+    check_finite: bool,
+    known: DocumentCounts | None = None,
+) -> Plan:
+    """Order the trained rows into chunks of at most max_rows; only a document longer than that exceeds it.
+
+    Reads the documents' lengths on the host, the only synchronisation on a GPU, unless they are known and nothing
+    needs to be checked. Where documents are spread over ranks and needed whole, all ranks make the same chunks of the
+    same documents, of the least of their max_rows, from one exchange of lengths.
+    Raises DataError, if check_finite, for old log-probs or advantages that are not finite.
+    """
+    by_document = with_gradient and objective.family.by_document
+    if known is not None and objective.segments.group is None and not check_finite:
+        return _plan_known(objective, known, max_rows, with_gradient, by_document)
+    informative = objective.informative() if with_gradient else torch.zeros_like(objective.mask)
+    num_bad = objective.not_finite().sum(0, keepdim=True)
+    if not by_document:
+        rows = _informative_last(objective.mask, informative)
+        read = torch.cat([num_bad, informative.sum(0, keepdim=True), objective.mask.sum(0, keepdim=True)])
+        bad, num_informative, num_trained = read.tolist()
+    else:
+        segments = objective.segments
+        has_gradient = torch.zeros_like(segments._lengths).index_add_(0, segments.index, informative.long())
+        room = torch.full_like(num_bad, max_rows)
+        mine = torch.cat([num_bad, room, segments.local_counts, has_gradient[: segments.num_documents]])
+        bad, room, *table = gather(mine, segments.group).T.tolist()
+        bad, max_rows = sum(bad), min(room)
+    if bad and check_finite:
+        objective.check_finite()
+        raise DataError("non-finite old_log_probs or advantages at a trained position on another rank, which names it")
+    if by_document:
+        lengths, has_gradient = table[: segments.num_documents], table[segments.num_documents :]
+        return _plan_documents(segments, lengths, has_gradient, max_rows)
+    return _plan_tokens(rows, num_trained, num_informative, max_rows)
+
+
+def _plan_known(objective, known, max_rows, with_gradient, by_document) -> Plan:
+    with_slope = known.informative if objective.family.silent_without_advantage else known.trained
+    if by_document:
+        lengths, has_gradient = ([[number] for number in numbers] for numbers in (known.trained, with_slope))
+        return _plan_documents(objective.segments, lengths, has_gradient, max_rows)
+    informative = objective.informative() if with_gradient else torch.zeros_like(objective.mask)
+    rows = _informative_last(objective.mask, informative)
+    return _plan_tokens(rows, sum(known.trained), sum(with_slope) if with_gradient else 0, max_rows)
+
+
+def _informative_last(mask: Tensor, informative: Tensor) -> Tensor:
+    """All rows, those that need no gradient first, and the untrained ones after all others."""
+    key = torch.where(mask, torch.where(informative, 1, 0), 2)
+    return torch.sort(key.int(), stable=True).indices
+
+
+def _plan_tokens(rows: Tensor, num_trained: int, num_informative: int, max_rows: int) -> Plan:
+    start = num_trained - num_informative
+    chunks = _without_gradient(start)
+    chunks += [Chunk(low, high, True, None) for low, high in _cuts(start, num_trained, max_rows)]
+    return Plan(rows[:num_trained], chunks)
+
+
+def _plan_documents(segments: Segments, lengths: list[list[int]], has_gradient: list[list[int]], max_rows: int) -> Plan:
+    """lengths, has_gradient: for each document what each rank holds of it; one rank where there is no group."""
+    useful = [document for document, numbers in enumerate(has_gradient) if any(numbers)]
+    if segments.group is None:
+        counts = [length for (length,) in lengths]
+        bins = balanced_bins([counts[document] for document in useful], max_rows)
+    else:
+        counts = [held[segments.group.rank()] for held in lengths]
+        bins = common_bins([tuple(lengths[document]) for document in useful], max_rows)
+    order = [useful[item] for items in bins for item in items]
+    start = sum(counts) - sum(counts[document] for document in order)
+
+    # rank: place of each document in the plan. Those without gradient come before all others, untrained rows last.
+    rank = [-1] * segments.num_documents + [len(order)]
+    for place, document in enumerate(order):
+        rank[document] = place
+    device = segments.index.device
+    ranks = torch.tensor(rank, dtype=torch.int32).to(device, non_blocking=True)
+    key, rows = torch.sort(ranks[segments.index], stable=True)
+    local = torch.tensor([counts[document] for document in order]).to(device, non_blocking=True)
+    overall = local
+    if segments.group is not None:
+        overall = torch.tensor([sum(lengths[document]) for document in order]).to(device, non_blocking=True)
+
+    chunks, first = _without_gradient(start), 0
+    for items in bins:
+        stop, last = start + sum(counts[useful[item]] for item in items), first + len(items)
+        own = Segments.of_sorted(key[start:stop] - first, local[first:last], overall[first:last], segments.group)
+        chunks.append(Chunk(start, stop, True, own))
+        start, first = stop, last
+    return Plan(rows[: sum(counts)], chunks)
+
+
+def balanced_bins(lengths: list[int], capacity: int) -> list[list[int]]:
+    """Items in as few bins as a greedy fill finds, each bin of at most capacity or of one item that is longer.
+
+    Bins come out nearly equal, longest items placed first, each into the emptiest bin: equal chunks keep the inner
+    dimension of the weight gradient's product, hence its efficiency, as large as it can be.
+    """
+    order = sorted(range(len(lengths)), key=lambda item: -lengths[item])
+    alone = [[item] for item in order if lengths[item] > capacity]
+    order = order[len(alone) :]
+    num_bins = -(-sum(lengths[item] for item in order) // capacity)
+    while order:
+        heap = [(0, number) for number in range(num_bins)]
+        bins = [[] for _ in range(num_bins)]
+        for item in order:
+            load, number = heapq.heappop(heap)
+            bins[number].append(item)
+            heapq.heappush(heap, (load + lengths[item], number))
+        if max(load for load, _ in heap) <= capacity:
+            return alone + [sorted(items) for items in bins]
+        num_bins += 1
+    return alone
+
+
+def _cuts(start: int, stop: int, max_rows: int) -> list[tuple[int, int]]:
+    """Cut start:stop into the fewest pieces of at most max_rows: full ones, and what is left.
+
+    Equal ones where those are whole tiles, or where little would be left: each piece costs a pass over the weight's
+    gradient, and with fewer rows than fit (1664 of 1760 on an H200) the products are no better for it.
+    """
+    total = stop - start
+    if total <= 0:
+        return []
+    num_pieces = -(-total // max_rows)
+    size, left = max_rows, total - (num_pieces - 1) * max_rows
+    if total % (num_pieces * _TILE) == 0 or left < max_rows // 4:
+        size = min(max_rows, -(-total // (num_pieces * _STEP)) * _STEP)
+    return [(low, min(low + size, stop)) for low in range(start, stop, size)]
+
+
+def _without_gradient(stop):
+    return [Chunk(0, stop, False, None)] if stop else []

@@ -1,0 +1,185 @@
+"""The loss of a piece of a step from its logits, from hidden states and the LM head, or from log-probs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from pgtoolkit.batch import StepTotals, Tokens
+from pgtoolkit.kernels.chunks import default_logits_memory_mb, rows_within
+from pgtoolkit.kernels.fused_head import Head, linear_log_probs, linear_loss
+from pgtoolkit.kernels.given_logits import choose_implementation, logits_loss
+from pgtoolkit.kernels.products import accumulation_dtype, linear
+from pgtoolkit.losses import reference
+from pgtoolkit.losses.exchange import ALONE, Ranks, SumGradient, largest
+from pgtoolkit.losses.metrics import MetricSums
+from pgtoolkit.losses.objective import Loss, make_objective
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """The loss of a call, with what is known beside it.
+
+    loss: 0-dim, differentiable. log_probs: (T,) log-prob of each label, 0 where nothing is trained; detached.
+    metric_sums: the metrics before division, to merge over the pieces of a step. totals: the step's.
+    With ranks that share a sequence or the data, loss and metric_sums are this rank's share: they add up over them.
+    """
+
+    loss: Tensor
+    log_probs: Tensor
+    metric_sums: MetricSums
+    totals: StepTotals
+
+    @cached_property
+    def metrics(self) -> dict[str, Tensor]:
+        """Name -> 0-dim tensor, over the tokens of this call on this rank and divided by the step's totals."""
+        return self.metric_sums.finalize(self.totals)
+
+
+@dataclass(frozen=True)
+class LMHead:
+    """hidden @ weight.T + bias, as `pgtoolkit.linear_policy_loss` has its arguments of these names."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    weight_gradient: Tensor | None = None
+    fp32_logits: bool = False
+
+
+@dataclass(frozen=True)
+class Computation:
+    """How a loss is computed, which does not change what it is; as `pgtoolkit.linear_policy_loss` has them."""
+
+    impl: str = "auto"
+    check_finite: bool = True
+    num_splits: int = 1
+    logits_memory_mb: float | None = None
+    overwrite_logits: bool = False
+
+    @property
+    def fused(self) -> bool:
+        """Whether the head is fused with the loss."""
+        return self.impl == "fused_linear" or (self.impl == "auto" and self.num_splits == 1)
+
+
+def loss_of_logits(
+    logits: Tensor, tokens: Tokens, totals: StepTotals | None, loss: Loss, ranks: Ranks, how: Computation
+) -> PolicyLoss:
+    """logits: (T, V) floating, or this rank's columns of them."""
+    by_reference = how.impl == "reference"
+    implementation = None if by_reference else choose_implementation(how.impl, logits, ranks.shard(logits.shape[1]))
+    settle = getattr(implementation, "settle", None)
+    objective = make_objective(tokens, totals, loss, accumulation_dtype(logits), ranks, settle)
+    if by_reference:
+        if totals is not None:
+            raise ValueError("impl='reference' computes whole steps: no totals")
+        value, log_probs, entropy = _by_reference(logits, tokens, loss)
+        sums = objective.metrics(loss.metrics, log_probs, entropy)
+    else:
+        value, log_probs, sums = logits_loss(
+            logits, tokens.labels, objective, loss.temperature, loss.metrics, implementation, how.overwrite_logits
+        )
+    if how.check_finite:
+        objective.check_finite(log_probs)
+    return PolicyLoss(value, log_probs, sums, objective.totals)
+
+
+def loss_of_hidden(
+    hidden: Tensor,
+    head: LMHead,
+    tokens: Tokens,
+    totals: StepTotals | None,
+    loss: Loss,
+    ranks: Ranks,
+    how: Computation,
+) -> PolicyLoss:
+    """hidden: (T, H); the logits of `head` need never exist in full."""
+    if not how.fused and how.num_splits == 1:
+        how = Computation(how.impl, how.check_finite, overwrite_logits=True)
+        return loss_of_logits(_logits(hidden, head, ranks), tokens, totals, loss, ranks, how)
+    run = _head_run(hidden, head, tokens, loss, ranks, how)
+    objective = make_objective(
+        tokens, totals, loss, accumulation_dtype(hidden), ranks, getattr(run.implementation, "settle", None)
+    )
+    value, log_probs, sums, is_bad = linear_loss(hidden, head.weight, head.bias, tokens.labels, objective, run)
+    if how.check_finite and is_bad:
+        objective.check_finite(log_probs)
+    return PolicyLoss(value, log_probs, sums, objective.totals)
+
+
+@torch.no_grad()
+def log_probs_of_hidden(hidden: Tensor, head: LMHead, tokens: Tokens, loss: Loss, how: Computation) -> Tensor:
+    """(T,) log-prob of each label by the computation that the loss would use, 0 where labels < 0; of no loss."""
+    if not how.fused and how.num_splits == 1:
+        logits = _logits(hidden, head, ALONE)
+        return choose_implementation(how.impl, logits).forward(logits, tokens.labels, loss.temperature, False)[0]
+    run = _head_run(hidden, head, tokens, loss, ALONE, how)
+    return linear_log_probs(hidden, head.weight, head.bias, tokens.labels, run)
+
+
+def loss_of_log_probs(
+    log_probs: Tensor, tokens: Tokens, totals: StepTotals | None, loss: Loss, ranks: Ranks, check_finite: bool
+) -> PolicyLoss:
+    """log_probs: (T,) floating, of the policy in training; labels say only what is trained."""
+    objective = make_objective(tokens, totals, loss, accumulation_dtype(log_probs), ranks)
+    wide = torch.where(objective.mask, log_probs.to(accumulation_dtype(log_probs)), 0.0)
+    new = wide.detach()
+    if check_finite:
+        objective.check_finite(new)
+    losses, coefficients = objective.losses_and_coefficients(new)
+    # The slopes are known by formula: this has the value and the derivative of the loss.
+    value = losses.sum() + (torch.where(coefficients == 0, 0.0, wide - new) * coefficients).sum()
+    return PolicyLoss(value, new, objective.metrics(loss.metrics, new, None), objective.totals)
+
+
+def _head_run(hidden, head: LMHead, tokens: Tokens, loss: Loss, ranks: Ranks, how: Computation) -> Head:
+    columns, rows = head.weight.shape[0], -(-len(hidden) // how.num_splits)
+    implementation = choose_implementation("auto" if how.fused else how.impl, hidden, ranks.shard(columns))
+    if how.fused:
+        memory = how.logits_memory_mb
+        memory = default_logits_memory_mb(hidden.device) if memory is None else memory
+        rows = rows_within(memory, max(1, columns), accumulation_dtype(hidden) if head.fp32_logits else hidden.dtype)
+        if ranks.vocabulary_start is not None or how.logits_memory_mb is None:
+            # Shards differ in size, and GPUs may: the same rows on every rank. Else all is the same already.
+            rows = -largest(-rows, ranks.vocabulary, hidden.device)
+    return Head(
+        implementation=implementation,
+        max_rows=max(1, rows),
+        temperature=loss.temperature,
+        level=loss.metrics,
+        fp32_logits=head.fp32_logits,
+        check_finite=how.check_finite,
+        weight_gradient=head.weight_gradient,
+        counts=tokens.counts,
+        vocabulary_group=ranks.vocabulary,
+    )
+
+
+def _logits(hidden: Tensor, head: LMHead, ranks: Ranks) -> Tensor:
+    if ranks.vocabulary is not None:
+        hidden = SumGradient.apply(hidden, ranks.vocabulary)
+    return linear(hidden, head.weight, head.bias, head.fp32_logits)
+
+
+def _by_reference(logits: Tensor, tokens: Tokens, loss: Loss) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, log_probs, entropy) by the specification, differentiable with respect to the logits."""
+    found = reference.policy_loss(
+        logits.detach(),
+        tokens.labels,
+        tokens.old_log_probs,
+        tokens.advantages,
+        tokens.document_index,
+        **reference.names(loss.family, loss.aggregation),
+        group_index=tokens.group_index,
+        num_documents=tokens.num_documents,
+        temperature=loss.temperature,
+        metrics="none",
+    )
+    log_probs, entropy = logits.new_tensor([found.log_probs, found.entropy], dtype=torch.float64)
+    # The gradient is known in closed form: this has the value and the derivative of the loss.
+    shift = logits.double() - logits.detach().double()
+    value = found.loss + (torch.nan_to_num(shift) * found.gradient.to(logits.device)).sum()
+    return value, log_probs, entropy

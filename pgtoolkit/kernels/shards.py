@@ -1,0 +1,66 @@
+"""The vocabulary-sized passes over one rank's columns of the logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from pgtoolkit.kernels.products import accumulation_dtype
+from pgtoolkit.kernels.torch_passes import merge_shards
+from pgtoolkit.losses.exchange import gather
+
+
+class VocabularyShard:
+    """The vocabulary-sized passes where each rank's logits are the columns from `start` on; labels are global.
+
+    Stands in for the implementation that it computes its own columns with. Shards may differ in size, or be empty.
+    There is no pass that reads the logits once: the gradient needs what the other ranks know.
+    """
+
+    def __init__(self, implementation, group: ProcessGroup, start: int):
+        self.implementation, self.group, self.start = implementation, group, start
+        self.judge, self.coefficients = implementation.judge, implementation.coefficients
+        self.scale_rows, self.scale_ = implementation.scale_rows, implementation.scale_
+
+    def forward(
+        self, logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """As `torch_passes.forward`, for all columns and the same on every rank; one collective of 3 or 4 (T,)."""
+        trained = labels >= 0
+        if logits.shape[1]:
+            parts = self.implementation.forward_shard(logits, labels, temperature, with_entropy, self.start)
+        else:
+            parts = logits.new_zeros(3 + with_entropy, len(labels), dtype=accumulation_dtype(logits))
+            parts[1] = torch.where(trained, -1e30, 0.0)
+        # NaN says that the label is elsewhere: if none has it, or two do, there is no log-prob.
+        inside = (labels >= self.start) & (labels < self.start + logits.shape[1])
+        parts[0] = torch.where(inside, parts[0], torch.nan)
+        shards = gather(parts, self.group)
+        held = ~torch.isnan(shards[:, 0])
+        shards[:, 0] = torch.where(held, shards[:, 0], 0.0)
+        log_probs, normalizer, entropy = merge_shards(list(shards), labels, temperature)
+        return torch.where(trained & (held.sum(0) != 1), torch.nan, log_probs), normalizer, entropy
+
+    def forward_score_(
+        self, logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """As `torch_passes.forward_score_`."""
+        log_probs, normalizer, entropy = self.forward(logits, labels, temperature, with_entropy)
+        score = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
+        ones = torch.full_like(log_probs, temperature)
+        return log_probs, entropy, self.backward(logits, labels, normalizer, ones, temperature, out=score)
+
+    def backward(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        normalizer: Tensor,
+        coefficients: Tensor,
+        temperature: float,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """As `torch_passes.backward`, of this rank's columns."""
+        if logits.numel() == 0:
+            return torch.empty_like(logits) if out is None else out
+        return self.implementation.backward(logits, labels, normalizer, coefficients, temperature, self.start, out)

@@ -1,0 +1,260 @@
+"""The vocabulary-sized passes on a GPU: launches of the Triton kernels (on a CPU, under Triton's interpreter)."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import torch
+from torch import Tensor
+
+from pgtoolkit.kernels import torch_passes
+from pgtoolkit.kernels import triton_objective as vectors
+from pgtoolkit.kernels.triton_objective import scale_, scale_rows, settle
+from pgtoolkit.kernels.triton_one_pass import one_pass_kernel
+from pgtoolkit.kernels.triton_two_pass import backward_kernel, forward_kernel
+from pgtoolkit.losses.metrics import MetricSums
+from pgtoolkit.losses.objective import Objective
+
+__all__ = [
+    "backward",
+    "check_runs_on",
+    "coefficients",
+    "forward",
+    "forward_gradient",
+    "forward_score_",
+    "forward_shard",
+    "judge",
+    "scale_",
+    "scale_rows",
+    "settle",
+]
+
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_DTYPES = (torch.float32, *_HALVES)
+_LOG2_E = math.log2(math.e)
+
+_RESIDENT_THREADS = 1024
+"""Threads of the one-pass kernel that a processor holds at once, with 64 registers each."""
+_MAX_BLOCKS = 8
+"""Blocks of 4 words a thread that a program keeps: 32 registers of the 64. With more the compiler runs out, and what
+it spills includes numbers that it then has to wait for."""
+_MAX_BLOCKS_SHARED_GRPO = 7
+"""The same where programs share a row and each computes the coefficient, which takes registers too."""
+_MAX_SHARE = 32
+_cannot_launch: set[torch.device] = set()
+
+
+def check_runs_on(logits: Tensor) -> None:
+    """Refuse, with ValueError, a dtype or device that the kernels cannot run on."""
+    if logits.dtype not in _DTYPES:
+        raise ValueError(f"impl='triton' needs float32, bfloat16 or float16 (got {logits.dtype}); use impl='torch'")
+    if logits.device.type != "cuda" and not _INTERPRETED:
+        raise ValueError(f"impl='triton' needs a GPU (got {logits.device}); use impl='torch'")
+
+
+def forward(
+    logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As `torch_passes.forward`."""
+    results = _forward(logits, labels, temperature, with_entropy, None)
+    return results[0], results[1:3], results[3] if with_entropy else None
+
+
+def forward_shard(
+    logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool, vocabulary_start: int
+) -> Tensor:
+    """As `torch_passes.forward_shard`."""
+    results = _forward(logits, labels, temperature, with_entropy, vocabulary_start)
+    results[3:] *= math.log(2.0)  # the kernel counts in powers of two
+    return results
+
+
+def backward(
+    logits: Tensor,
+    labels: Tensor,
+    normalizer: Tensor,
+    coefficients: Tensor,
+    temperature: float,
+    vocabulary_start: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """As `torch_passes.backward`."""
+    gradient = torch.empty_like(logits, memory_format=torch.contiguous_format) if out is None else out
+    logits = _rows(logits)
+    rows, columns = logits.shape
+    if logits.numel() == 0:
+        return gradient
+    block = 2048
+    backward_kernel[(rows * -(-columns // block),)](
+        logits,
+        gradient,
+        labels,
+        *normalizer,
+        coefficients,
+        rows,
+        logits.stride(0),
+        gradient.stride(0),
+        columns,
+        vocabulary_start,
+        _LOG2_E / temperature,
+        1 / temperature,
+        BLOCK=block,
+        num_warps=2,
+    )
+    return gradient
+
+
+def forward_score_(
+    logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """As `torch_passes.forward_score_`."""
+    score = logits if dtype == logits.dtype else logits.view(dtype)[:, : logits.shape[1]]
+    results = _one_pass(logits, labels, temperature, with_entropy, None, score)
+    if results is not None:
+        return *results, score
+    log_probs, normalizer, entropy = forward(logits, labels, temperature, with_entropy)
+    # Each program of the backward knows its own block only, so it cannot write another dtype over the logits.
+    score = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
+    ones = torch.full_like(log_probs, temperature)
+    return log_probs, entropy, backward(logits, labels, normalizer, ones, temperature, out=score)
+
+
+def forward_gradient(
+    logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool, objective: Objective, out: Tensor
+) -> tuple[Tensor, Tensor | None] | None:
+    """(log_probs, entropy) and, in `out`, the gradient of an objective by token, with one read of the logits.
+
+    out may be the logits. None, and nothing done, where the family has no formula in Triton or a row cannot be kept on
+    the chip.
+    """
+    if vectors.surrogate_of(objective.family) is None:
+        return None
+    return _one_pass(logits, labels, temperature, with_entropy, objective, out)
+
+
+def judge(
+    objective: Objective, log_probs: Tensor, entropy: Tensor | None, level: str
+) -> tuple[Tensor, Tensor, MetricSums]:
+    """As `torch_passes.judge`."""
+    return vectors.judge(objective, log_probs, entropy, level) or torch_passes.judge(
+        objective, log_probs, entropy, level
+    )
+
+
+def coefficients(objective: Objective, log_probs: Tensor) -> Tensor:
+    """As `torch_passes.coefficients`."""
+    found = vectors.coefficients(objective, log_probs)
+    return torch_passes.coefficients(objective, log_probs) if found is None else found
+
+
+def _forward(logits, labels, temperature, with_entropy, vocabulary_start):
+    """(3 or 4, rows): log-prob, maximum, log-sum and entropy, or what a shard has in their place; 0 where untrained."""
+    logits = _rows(logits)
+    rows, columns = logits.shape
+    results = torch.zeros(3 + with_entropy, rows, dtype=torch.float32, device=logits.device)
+    if rows:
+        forward_kernel[(rows,)](
+            logits,
+            labels,
+            *results[:3],
+            results[-1],
+            logits.stride(0),
+            columns,
+            vocabulary_start or 0,
+            _LOG2_E / temperature,
+            ENTROPY=with_entropy,
+            SHARD=vocabulary_start is not None,
+            BLOCK=1024,
+            UNROLL=8,
+            num_warps=4,
+        )
+    return results
+
+
+def _one_pass(logits, labels, temperature, with_entropy, objective, out):
+    rows, columns = logits.shape
+    half = _HALVES.get(logits.dtype, "")
+    layout = _layout(logits, out, half, _MAX_BLOCKS if objective is None else _MAX_BLOCKS_SHARED_GRPO)
+    if layout is None:
+        return None
+    threads, share, blocks = layout
+    # Zeros where nothing is trained: stored by the kernel, they would cost it registers that it does not have.
+    log_probs = torch.zeros(rows, dtype=torch.float32, device=logits.device)
+    entropy = torch.zeros_like(log_probs) if with_entropy else None
+    if rows == 0:
+        return log_probs, entropy
+    slots = torch.full((rows, (1 + with_entropy) * share if share > 1 else 0), -1, device=logits.device)
+    per_token = [log_probs] * 3
+    if objective is not None:
+        per_token = [objective.old_log_probs, objective.advantages, objective.weights]
+    words = logits.view(torch.int32) if half else logits
+    out_words = out.view(torch.int32) if half else out
+    grid = 1
+    if not _INTERPRETED:
+        processors = torch.cuda.get_device_properties(logits.device).multi_processor_count
+        grid = min(rows, processors * (_RESIDENT_THREADS // threads) // share) * share
+    try:
+        one_pass_kernel[(grid,)](
+            logits,
+            words,
+            out_words,
+            out,
+            labels,
+            *per_token,
+            log_probs,
+            log_probs if entropy is None else entropy,
+            slots,
+            rows,
+            words.stride(0),
+            out_words.stride(0),
+            columns,
+            _LOG2_E / temperature,
+            1 / temperature,
+            *((0.0, 0.0) if objective is None else vectors.margins(objective.family)),
+            0,
+            16,
+            -65536,
+            SURROGATE=None if objective is None else vectors.surrogate_of(objective.family),
+            ENTROPY=with_entropy,
+            HALF=half,
+            PTX=not _INTERPRETED,
+            SHARE=share,
+            BLOCKS=blocks,
+            THREADS=threads,
+            num_warps=threads // 32,
+            maxnreg=65536 // _RESIDENT_THREADS,
+            # Programs of a row wait for each other, so all must run at once: the driver refuses a grid that cannot.
+            launch_cooperative_grid=share > 1,
+        )
+    except RuntimeError as error:
+        if "cooperative" not in str(error).lower():
+            raise
+        _cannot_launch.add(logits.device)
+        return None
+    return log_probs, entropy
+
+
+def _layout(logits: Tensor, out: Tensor, half: str, most_shared: int) -> tuple[int, int, int] | None:
+    """(threads, programs a row, blocks a program) of the one-pass kernel; None where a row does not fit or align.
+
+    most_shared: blocks that a program keeps at most where several share a row.
+    """
+    columns, per_word = logits.shape[1], 2 if half else 1
+    if logits.stride(1) != 1 or out.stride(1) != 1 or logits.device in _cannot_launch or torch.version.hip:
+        return None
+    if half and (columns % 2 or any(x.stride(0) % 2 or x.storage_offset() % 2 for x in (logits, out))):
+        return None
+    needed = -(-columns // (per_word * 4 * 512))
+    if needed <= _MAX_BLOCKS:
+        return 512, 1, needed
+    # Smaller programs where they wait for each other: more of them are there to fill the wait.
+    needed = -(-columns // (per_word * 4 * 256))
+    share = -(-needed // most_shared)
+    # The interpreter runs one program after the other: none can wait for the next.
+    return None if share > _MAX_SHARE or _INTERPRETED else (256, share, -(-needed // share))
+
+
+def _rows(logits: Tensor) -> Tensor:
+    return logits if logits.stride(1) == 1 else logits.contiguous()

@@ -1,0 +1,80 @@
+"""One job of a sweep: a process of its own (`python -m pgtoolkit.launch.job FILE`), or in another launcher's."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from pgtoolkit.config.names import learned
+from pgtoolkit.config.rules.parallelism import SIZES
+from pgtoolkit.errors import Interrupted, PgtoolkitError, unusable
+from pgtoolkit.launch.sweep import refuse_another
+from pgtoolkit.runs.directory import read_status
+from pgtoolkit.system.redaction import redact
+from pgtoolkit.tracking.signals import stoppable
+
+
+def run(config: DictConfig, directory: Path, overrides: list[str], sweep: str) -> None:
+    """Train the job in its directory: from its newest checkpoint if it was begun before; nothing if it is done."""
+    if begun := (directory / "config.yaml").is_file():
+        refuse_another(directory, learned(config))
+    if begun and read_status(directory).get("state") == "done":
+        return
+    with stoppable(config, directory, overrides, sweep):
+        from pgtoolkit.launch.processes import launch
+
+        launch(config, directory, resume=begun, overrides=overrides, sweep=sweep)
+
+
+def main(argv: list[str]) -> int:
+    """Run the job that the launcher wrote into a file; returns the exit status."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave)
+    threading.Thread(target=_follow_launcher, daemon=True).start()
+    job = json.loads(Path(argv[0]).read_text())
+    sys.argv = job["command"]  # what provenance.json names
+    try:
+        from pgtoolkit.config.resume import typed
+
+        config = typed(job["config"], argv[0])
+        _load(config)
+        run(config, Path(job["directory"]), job["overrides"], job["sweep"])
+    except (PgtoolkitError, OSError) as failed:
+        error = unusable(failed) if isinstance(failed, OSError) else failed
+        print(f"pgtk: error: {redact(str(error))}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        return Interrupted.exit_status
+    return 0
+
+
+def _load(config: DictConfig) -> None:
+    """The imports of training, which take seconds; an exception amid them, such as a signal's, breaks modules."""
+    if all(getattr(config.parallelism, name) == 1 for name in SIZES):
+        importlib.import_module("pgtoolkit.training.train")
+    else:
+        importlib.import_module("pgtoolkit.launch.local")
+
+
+def _leave(number, frame):
+    # Nothing has begun that would have to be saved.
+    os._exit(Interrupted.exit_status)
+
+
+def _follow_launcher():
+    """Stop in an orderly way when the launcher ends, even if it was killed: the pipe to it closes then."""
+    pipe = os.dup(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.read(pipe, 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,139 @@
+"""A sweep's folder: its jobs, what became of them, and the file sweep.json that says so."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+from omegaconf import DictConfig, open_dict
+
+from pgtoolkit.config.compose import name_in
+from pgtoolkit.config.names import changed, digest, learned
+from pgtoolkit.config.paths import make_absolute
+from pgtoolkit.errors import ConfigError, StorageError
+from pgtoolkit.runs.directory import is_held
+from pgtoolkit.runs.files import read_config, read_status, read_sweep, storage
+from pgtoolkit.system.plain_files import open_to_append, write_atomically
+from pgtoolkit.system.report import text
+
+LOCAL = "hydra_plugins.pgtk_launcher.LocalLauncher"
+"""Our own launcher; others choose a job's directory by themselves, by hydra.sweep.subdir."""
+
+OUTPUT = "output.log"
+"""What a job's process printed, in the job's directory."""
+
+
+@dataclass
+class Job:
+    """One job. directory: its run directory, relative to the sweep's folder. log: path of its output, relative too.
+
+    status: pending, running, done, failed or interrupted. seconds: spent on it so far. config: the resolved
+    configuration, which sweep.json does not repeat.
+    """
+
+    name: str
+    directory: str
+    overrides: list[str] = field(default_factory=list)
+    status: str = "pending"
+    reason: str | None = None
+    log: str | None = None
+    step: int = 0
+    seconds: float = 0.0
+    config: dict = field(default_factory=dict)
+
+    def update_from(self, folder: Path) -> None:
+        """Take over what the run directory says; raises PgtoolkitError if another configuration lies there."""
+        directory = folder / self.directory
+        self.status, self.reason, self.step = "pending", None, 0
+        if not (directory / "config.yaml").is_file():
+            if is_held(directory):
+                self.status = "running"
+            return
+        refuse_another(directory, self.config)
+        status = read_status(directory)
+        self.status, self.reason = status.get("state", "interrupted"), status.get("reason")
+        self.step = status.get("step", 0)
+        if is_held(directory):
+            self.status, self.reason = "running", None
+        elif self.status == "running":
+            self.status, self.reason = "interrupted", "its process was killed"
+
+
+def refuse_another(directory: Path, config: dict) -> None:
+    """ConfigError if a run of another configuration has begun in the directory of a job."""
+    saved = read_config(directory)[0]
+    make_absolute(saved)  # as older ones were not
+    if differing := changed(saved, config):
+        key, (before, now) = next(iter(differing.items()))
+        raise ConfigError(
+            f"{directory} needs to be free for this job (got a run with {key}={text(before)}, not {text(now)}). "
+            "A run is continued as it was. Use another hydra.sweep.dir, or remove the folder."
+        )
+
+
+def plan(config: DictConfig, overrides: list[str], number: int, folder: Path) -> Job:
+    """The job that a composed configuration (with its node `hydra`) makes in the sweep of this folder."""
+    with open_dict(config):
+        config.hydra.job.num = number
+        config.hydra.job.id = str(number)
+    directory, resolved = os.path.normpath(str(config.hydra.sweep.subdir)), learned(config)
+    if config.hydra.launcher._target_ == LOCAL and not (folder / directory).exists():
+        # Where something else varied, the same configuration had another name.
+        same = sorted(folder.glob(f"*-{digest(resolved)}"))
+        directory = same[0].name if same else directory
+    resolved["tracking"]["run_name"] = name_in(config.hydra, config.tracking.run_name)
+    make_absolute(resolved)  # after the digest, which is the same on every machine
+    return Job(directory, directory, list(overrides), log=f"{directory}/{OUTPUT}", config=resolved)
+
+
+@dataclass
+class Sweep:
+    """folder: holds sweep.json and the jobs' run directories. command: what was typed. jobs: by their directory."""
+
+    folder: Path
+    name: str
+    command: list[str]
+    jobs: dict[str, Job] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, folder: Path) -> Sweep:
+        """The sweep that was saved there; without any jobs where none was."""
+        saved = read_sweep(folder) or {"name": folder.name, "command": [], "jobs": []}
+        known = {one.name for one in fields(Job)}
+        jobs = [Job(**{key: value for key, value in job.items() if key in known}) for job in saved["jobs"]]
+        return cls(folder, saved["name"], saved["command"], {job.directory: job for job in jobs})
+
+    def save(self) -> None:
+        """Write sweep.json in one piece."""
+        jobs = [{key: value for key, value in asdict(job).items() if key != "config"} for job in self.jobs.values()]
+        content = {"name": self.name, "command": self.command, "jobs": jobs}
+        with storage(path := self.folder / "sweep.json"):
+            write_atomically(path, json.dumps(content, indent=1) + "\n")
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Make the folder and keep other launchers out of it, until this process ends in whatever way."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file = open_to_append(self.folder / ".lock")
+        except OSError as error:
+            raise StorageError(
+                f"the sweep's folder {self.folder} cannot be made: {error.strerror or error}. "
+                "Choose another with hydra.sweep.dir=..."
+            ) from error
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"sweep {self.folder} needs to be free (got: in use by another pgtk). Two would start every job "
+                    "twice. Wait for it or stop it, or use another hydra.sweep.dir."
+                ) from None
+            except OSError:
+                pass  # a file system without locks: those of the run directories say so
+            yield

@@ -1,0 +1,90 @@
+"""What a sweep says: a line per job, and a table at the end."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from pathlib import Path
+
+from pgtoolkit.errors import PgtoolkitError
+from pgtoolkit.launch.sweep import Job, Sweep
+from pgtoolkit.runs.directory import read_metrics
+from pgtoolkit.runs.series import final
+from pgtoolkit.tracking.next_commands import program, shell_path
+
+OBJECTIVE = "reward"
+"""The metric that the lines and the table show, and that a searching sweeper is given."""
+
+
+def reached(directory: Path) -> float | None:
+    """The final value of the objective: the mean over the last tenth of the steps. None where it was not measured."""
+    try:
+        values = [row[OBJECTIVE] for row in read_metrics(directory / "metrics.jsonl") if OBJECTIVE in row]
+    except PgtoolkitError:
+        return None
+    return final(values) if values else None
+
+
+def started(job: Job, number: int, of: int) -> str:
+    how = f"continues after step {job.step}" if job.step else "starts"
+    return f"[{number:>{len(str(of))}}/{of}] {how:<20} {job.name}"
+
+
+def ended(job: Job, folder: Path, number: int, of: int, seconds: float) -> str:
+    line = f"[{number:>{len(str(of))}}/{of}] {job.status:<12}{seconds:>6.0f} s {job.name}"
+    if job.status == "done":
+        value = reached(folder / job.directory)
+        return line + (f"  {OBJECTIVE} {value:.3f}" if value is not None else "")
+    return f"{line}: {_one_line(job.reason)} (log: {shell_path(folder / job.log)})"
+
+
+def table(sweep: Sweep, jobs: list[Job]) -> str:
+    """All jobs with state, steps, time and reward; below it the errors and logs of those that are not done."""
+    lines = ["", f"{'state':<12}{'steps':>6}{'seconds':>9}{OBJECTIVE:>9}  run in {shell_path(sweep.folder)}"]
+    for job in jobs:
+        value = reached(sweep.folder / job.directory)
+        shown = "" if value is None else f"{value:.3f}"
+        spent = f"{job.seconds:.0f}" if job.seconds else ""
+        lines.append(f"{job.status:<12}{job.step:>6}{spent:>9}{shown:>9}  {job.name}")
+    for job in jobs:
+        if job.status not in ("done", "pending"):
+            lines += [f"{job.status}: {job.name}", f"  {_one_line(job.reason)}"]
+            lines += [f"  log: {shell_path(sweep.folder / job.log)}"] if (sweep.folder / job.log).exists() else []
+    lines.append(summary(sweep.name, jobs))
+    return "\n".join(lines)
+
+
+def summary(name: str, jobs: list[Job]) -> str:
+    """How many jobs are in which state, in one line."""
+    if not jobs:
+        return f"search {name}"
+    counts = Counter(job.status for job in jobs)
+    states = [f"{counts[state]} {state}" for state in ("done", "failed", "interrupted", "running", "pending")]
+    return f"sweep {name}: {len(jobs)} jobs, " + ", ".join(one for one in states if not one.startswith("0 "))
+
+
+def next_steps(sweep: Sweep, jobs: list[Job], again: bool = True) -> list[str]:
+    """Commands that go on from here. again: whether the same command is one of them."""
+    lines = []
+    if again and any(job.status != "done" for job in jobs):
+        lines.append("again, skipping what is done: " + command_of(sweep))
+    if any(job.status == "done" for job in jobs):
+        lines.append(f"compare: {program('pgtk')} compare {shell_path(sweep.folder)}")
+    return lines
+
+
+def command_of(sweep: Sweep) -> str:
+    """The command that was typed, for a shell."""
+    return " ".join([program("pgtk"), *map(shlex.quote, sweep.command[1:])])
+
+
+def last_line(log: Path, start: int) -> str | None:
+    """The last line that a process wrote to its log from position `start` on."""
+    with log.open("rb") as file:
+        file.seek(max(start, log.stat().st_size - 10_000))
+        lines = file.read().decode(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), None)
+
+
+def _one_line(reason: str | None) -> str:
+    return " ".join(reason.split()) if reason else "no reason was written"

@@ -1,0 +1,146 @@
+"""One process of several: joins the others, trains with them, and leaves word of how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, RankLost, first_line, unusable
+from pgtoolkit.ranks.environment import Rank, joined
+from pgtoolkit.system.imports import without
+
+
+@dataclass(frozen=True)
+class Job:
+    """What `train` is called with, and the command line for the record.
+
+    refused: why this process cannot take part, which none of the others may know.
+    """
+
+    config: DictConfig
+    run_dir: Path
+    resume: bool
+    overrides: list[str]
+    sweep: str | None
+    argv: list[str]
+    refused: PgtoolkitError | None = None
+
+
+def take_part(job: Job, rank: Rank) -> None:
+    """Train as one of rank.world_size processes, all of which call this; the run directory is that of rank 0."""
+    with without():
+        from pgtoolkit.ranks.agreement import failing_together, gather
+        from pgtoolkit.training.train import train
+
+    with _process_group(job.config, rank) as layout:
+        with failing_together(layout):
+            if job.refused is not None:
+                raise job.refused
+        run_dir = gather(job.run_dir, layout.world_group)[0]
+        try:
+            train(job.config, run_dir, job.resume, job.overrides, job.sweep, layout)
+        except Interrupted:
+            _wait_for_all()
+            raise
+        _wait_for_all()
+
+
+@contextlib.contextmanager
+def _process_group(config: DictConfig, rank: Rank) -> Iterator[Any]:
+    """The layout of all processes, with torch.distributed for its time."""
+    import torch
+    import torch.distributed as dist
+
+    from pgtoolkit.config.rules.parallelism import SIZES
+    from pgtoolkit.ranks.layout import Layout
+
+    on_gpu = torch.cuda.is_available() and config.trainer.device != "cpu"
+    if on_gpu and rank.local >= torch.cuda.device_count():
+        raise ConfigError(
+            f"trainer.device={config.trainer.device} needs a GPU for each process of a machine (got "
+            f"{torch.cuda.device_count()} of them, local rank {rank.local}). NCCL does not share one. Start fewer "
+            "processes, or use trainer.device=cpu."
+        )
+    if on_gpu:
+        torch.cuda.set_device(rank.local)
+    os.environ |= {"RANK": str(rank.number), "WORLD_SIZE": str(rank.world_size), "LOCAL_RANK": str(rank.local)}
+    os.environ |= {"MASTER_ADDR": rank.address, "MASTER_PORT": str(rank.port)}
+    if rank.address == "127.0.0.1" and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the name of this machine may not lead back to it
+    seconds = config.parallelism.timeout_seconds
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(seconds=seconds))
+        sizes = {name: getattr(config.parallelism, name) for name in SIZES}
+        layout = Layout.of_world("cuda" if on_gpu else "cpu", seconds, **sizes)
+    except RuntimeError as error:
+        raise RankLost(
+            f"rank {rank.number} did not find all {rank.world_size} processes within "
+            f"parallelism.timeout_seconds={seconds}: {first_line(error)}"
+        ) from error
+    yield layout
+    # Not after an error: with NCCL it would wait for the operations that others have left.
+    dist.destroy_process_group()
+
+
+def _wait_for_all() -> None:
+    """Ranks end together: a launcher that sees one end with a status other than 0 ends the others."""
+    import torch.distributed as dist
+
+    with contextlib.suppress(RuntimeError):
+        dist.barrier()
+
+
+def main(folder: Path) -> int:
+    """A worker that `pgtk` started: does the job in `folder` and writes `rank-N.json` there; returns its status.
+
+    An interruption ends with 0, since all ranks agree on it and none needs to be ended for it.
+    """
+    job: Job = pickle.loads((folder / "job").read_bytes())
+    rank = joined()
+    sys.argv = job.argv
+    outcome = {"kind": "done", "status": 0}
+    try:
+        take_part(job, rank)
+    except PgtoolkitError as error:
+        status = 0 if isinstance(error, Interrupted) else error.exit_status
+        outcome = {"kind": type(error).__name__, "message": str(error), "status": status}
+        outcome["on_all_ranks"] = error.on_all_ranks
+    except OSError as error:
+        found = unusable(error)
+        outcome = {"kind": "StorageError", "message": str(found), "status": found.exit_status, "on_all_ranks": False}
+    except KeyboardInterrupt:
+        return 130  # the command that sent it knows what to say
+    except BaseException as error:
+        message = f"{type(error).__name__}: {first_line(error)}"
+        outcome = {"kind": "defect", "message": message, "traceback": traceback.format_exc(), "status": 1}
+    file = folder / f"rank-{rank.number}.json"
+    file.with_suffix(".tmp").write_text(json.dumps(outcome))
+    file.with_suffix(".tmp").rename(file)
+    return outcome["status"]
+
+
+if __name__ == "__main__":
+    # Ctrl-C ends the process at once until training minds it: KeyboardInterrupt in the middle of an import would be
+    # shown, or taken by the import for a failure of its own. The interpreter started with it blocked.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    # `pgtoolkit.launch.worker`, not `__main__`, is the module that the job was pickled with.
+    from pgtoolkit.launch import worker
+
+    status = worker.main(Path(sys.argv[1]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of a communicator that has lost its peers would keep an ordinary exit waiting.
+    os._exit(status)

@@ -1,0 +1,136 @@
+"""Causal attention over documents packed on one token axis, at the cost of each document's own length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pgtoolkit.model.architectures import is_known
+
+NAME = "pgtoolkit_packed"
+"""What transformers calls `attention`, once a model was switched to it."""
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Which keys the queries see: those of their own document, up to themselves, counted from the end of both.
+
+    queries, keys: of each document, how many lie here, in order. query_ends, key_ends: (documents + 1,) int32 on the
+    device, their running sums from 0.
+    """
+
+    queries: Sequence[int]
+    keys: Sequence[int]
+    query_ends: Tensor
+    key_ends: Tensor
+
+    @staticmethod
+    def of(queries: Sequence[int], keys: Sequence[int], device: torch.device) -> Documents:
+        return Documents(queries, keys, _ends(queries, device), _ends(keys, device))
+
+    @staticmethod
+    def whole(lengths: Sequence[int], num_positions: int, device: torch.device) -> Documents:
+        """Whole documents of these lengths; what is left over of the axis is padding, by itself."""
+        rest = num_positions - sum(lengths)
+        lengths = [*lengths, rest] if rest else list(lengths)
+        ends = _ends(lengths, device)
+        return Documents(lengths, lengths, ends, ends)
+
+
+def _ends(lengths: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
+
+
+def has_kernel(device: torch.device, dtype: torch.dtype, head_width: int) -> bool:
+    """Whether PyTorch has this attention as one kernel."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    if not half or device.type != "cuda" or head_width % 8 or head_width > 256:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def switch_on(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Make a transformers model use `attention`, if it runs as one kernel.
+
+    dtype: what attention is computed in. Afterwards the model's forward needs the keyword `documents`.
+    """
+    if not is_known(model):
+        return
+    config = model.config
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if has_kernel(device, dtype, width):
+        register(NAME, attention)
+        model.set_attn_implementation(NAME)
+
+
+def register(name: str, function) -> None:
+    """Make an attention function known to transformers, which makes no mask for a name of ours."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(name, function)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    documents: Documents,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **_unused,
+) -> tuple[Tensor, None]:
+    """(1, T, heads, width) from query (1, heads, T, width), key and value (1, key-value heads, T, width)."""
+    query, key, value = (x[0].transpose(0, 1) for x in as_computed(query, key, value))
+    return by_document(query, key, value, documents, scaling, sliding_window)[None], None
+
+
+def as_computed(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """In autocast's dtype, as scaled_dot_product_attention would cast them: rotary positions have left float32."""
+    kind = tensors[0].device.type
+    return tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors) if torch.is_autocast_enabled(kind) else tensors
+
+
+def by_document(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, scaling: float | None, window: int | None
+) -> Tensor:
+    """(queries, heads, width) from query (queries, heads, width), key and value (keys, key-value heads, width).
+
+    window: how many keys a query sees at most, itself among them; None: all of its document up to itself.
+    """
+    if (repeats := query.shape[1] // key.shape[1]) > 1:
+        key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
+    if has_kernel(query.device, query.dtype, query.shape[2]):
+        from torch.nn.attention.varlen import varlen_attn
+
+        return varlen_attn(
+            query,
+            key,
+            value,
+            documents.query_ends,
+            documents.key_ends,
+            max(documents.queries),
+            max(documents.keys),
+            scale=scaling,
+            window_size=(-1 if window is None else window - 1, 0),
+        )
+    lengths = (documents.queries, documents.keys, documents.keys)
+    parts = zip(*(x.split(n) for x, n in zip((query, key, value), lengths, strict=True)), strict=True)
+    return torch.cat([_one_document(*part, scaling, window) for part in parts])
+
+
+def _one_document(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    keys = torch.arange(len(key), device=key.device)
+    queries = keys[len(key) - len(query) :, None]
+    mask = keys <= queries
+    if window is not None:
+        mask &= keys > queries - window
+    rows = (x.transpose(0, 1) for x in (query, key, value))
+    return functional.scaled_dot_product_attention(*rows, attn_mask=mask, scale=scaling).transpose(0, 1)

@@ -1,0 +1,160 @@
+"""Pipeline parallelism: each rank holds some consecutive layers, and micro-batches follow one another through them.
+
+A stage is the whole transformer with the other stages' parts taken out, so that parameters keep their names. The
+schedule is one forward, one backward (1F1B) of torch.distributed.pipelining; the loss is computed on the last stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.nn import functional
+
+from pgtoolkit.batch import MicroBatch
+from pgtoolkit.errors import ConfigError
+from pgtoolkit.model.architectures import family_of
+from pgtoolkit.ranks.layout import Layout
+
+
+def cut(model: nn.Module, stage: int, num_stages: int) -> None:
+    """Take out of a transformers causal LM what other stages compute, in place.
+
+    Raises ConfigError for a model with fewer layers than stages, or whose embedding and head are one matrix.
+    """
+    key = f"parallelism.pipeline_parallel={num_stages}"
+    family = family_of(model, key)
+    layers, base = family.layers_of(model), model.base_model
+    if len(layers) < num_stages:
+        raise ConfigError(
+            f"{key} needs at least as many layers (got {len(layers)}). Each rank holds whole layers. "
+            f"Use parallelism.pipeline_parallel={len(layers)}."
+        )
+    if model.get_output_embeddings().weight is getattr(base, family.embedding).weight:
+        raise ConfigError(
+            f"{key} needs a model whose embedding and LM head are two matrices (got one for both). The first stage "
+            "holds the one, the last the other. Use parallelism=fsdp."
+        )
+    first, last = (len(layers) * number // num_stages for number in (stage, stage + 1))
+    for number in range(len(layers)):
+        if not first <= number < last:
+            layers[number] = _PassThrough()
+    if stage > 0:
+        setattr(base, family.embedding, _PassThrough())
+        if family.positions is not None:
+            setattr(base, family.positions, _Zero())
+    if stage < num_stages - 1:
+        setattr(base, family.final_norm, _PassThrough())
+        model.set_output_embeddings(_PassThrough())
+
+
+class Pipeline:
+    """Runs a step's micro-batches through the stages.
+
+    states(**inputs): this stage's hidden states (1, max_tokens, H), from input_ids or, after the first stage, from
+    inputs_embeds, position_ids, and the lengths of the documents. Every micro-batch is padded to max_tokens: what is
+    sent has one shape.
+    """
+
+    def __init__(self, states: Callable, model: nn.Module, layout: Layout, max_tokens: int):
+        self.states, self.model, self.max_tokens = states, model, max_tokens
+        self.number, self.count = layout.rank_in("pipeline_parallel"), layout.size("pipeline_parallel")
+        self.group = layout.group("pipeline_parallel")
+        self._schedules: dict[int, Schedule1F1B] = {}
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == self.count - 1
+
+    def run(self, micro_batches: list[MicroBatch], loss_function: Callable) -> list:
+        """Forward and backward of all micro-batches, on every stage at once; gradients add up in the parameters.
+
+        loss_function(micro_batch, hidden): what the last stage makes of the hidden states (T, H) of a micro-batch's
+        tokens; its `loss` is what the backward pass starts from. The last stage gets them in order, the others [].
+        """
+        count = max(len(micro_batches), self.count)  # 1F1B needs one for each stage
+        self.lengths = [micro_batch.document_lengths for micro_batch in micro_batches]
+        self.lengths += [()] * (count - len(micro_batches))
+        micro_batches = [micro_batch.to(self._device) for micro_batch in micro_batches]
+        outputs = {}
+
+        def loss_of(hidden: Tensor, number: Tensor) -> Tensor:
+            if (index := int(number)) >= len(micro_batches):
+                return 0.0 * hidden.sum()
+            micro_batch = micro_batches[index]
+            outputs[index] = loss_function(micro_batch, hidden[0, : len(micro_batch.tokens)])
+            return outputs[index].loss
+
+        schedule, self._loss_of = self._schedule(count), loss_of
+        nothing = torch.zeros(self.max_tokens, dtype=torch.int64, device=self._device)
+        padded = {
+            name: torch.stack(
+                [self._padded(getattr(micro_batch, name)) for micro_batch in micro_batches]
+                + [nothing] * (count - len(micro_batches))
+            )
+            for name in ("tokens", "position_ids")
+        }
+        inputs = (padded["tokens"],) if self.number == 0 else ()
+        numbers = torch.arange(count)
+        target = numbers if self.is_last else None
+        schedule.step(*inputs, position_ids=padded["position_ids"], number=numbers, target=target, return_outputs=False)
+        return [outputs[index] for index in sorted(outputs)]
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def _padded(self, values: Tensor) -> Tensor:
+        # Position 0 throughout: each padding token begins a document of its own.
+        return functional.pad(values, (0, self.max_tokens - len(values)))
+
+    def _schedule(self, count: int) -> Schedule1F1B:
+        """One for each number of micro-batches, with a stage of its own: a stage belongs to one schedule."""
+        if count not in self._schedules:
+            dtype, config = next(self.model.parameters()).dtype, self.model.config
+            tokens = torch.empty(1, self.max_tokens, dtype=torch.int64, device="meta")
+            hidden = torch.empty(1, self.max_tokens, config.hidden_size, dtype=dtype, device="meta", requires_grad=True)
+            # With the shapes given nothing is tried out first, which would compute a loss that nobody asked for.
+            stage = PipelineStage(
+                _Stage(self),
+                self.number,
+                self.count,
+                self._device,
+                input_args=tokens if self.number == 0 else hidden,
+                output_args=hidden,
+                group=self.group,
+            )
+            self._schedules[count] = Schedule1F1B(
+                stage, count, loss_fn=lambda hidden, number: self._loss_of(hidden, number), scale_grads=False
+            )
+        return self._schedules[count]
+
+
+class _Stage(nn.Module):
+    """What torch.distributed.pipelining calls: hidden states from the tokens, or from the stage before."""
+
+    def __init__(self, pipeline: Pipeline):
+        super().__init__()
+        self.model = pipeline.model
+        self.pipeline = pipeline
+        self.key = "input_ids" if pipeline.number == 0 else "inputs_embeds"
+
+    def forward(self, x: Tensor, position_ids: Tensor, number: Tensor) -> Tensor:
+        lengths = self.pipeline.lengths[int(number)]
+        return self.pipeline.states(**{self.key: x}, position_ids=position_ids, lengths=lengths)
+
+
+class _PassThrough(nn.Module):
+    """In the place of what another stage computes."""
+
+    def forward(self, x: Tensor, *_more, **_keywords) -> Tensor:
+        return x
+
+
+class _Zero(nn.Module):
+    """In the place of position embeddings, which the first stage has added."""
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return positions.new_zeros((), dtype=torch.float32)

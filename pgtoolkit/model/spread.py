@@ -1,0 +1,147 @@
+"""The policy spread over processes: what each kind of parallelism does to the model, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pgtoolkit.batch import MicroBatch
+from pgtoolkit.config.schema import Config
+from pgtoolkit.kernels.losses import LMHead
+from pgtoolkit.losses.exchange import Ranks
+from pgtoolkit.model import sequence_data
+from pgtoolkit.model.architectures import family_of
+from pgtoolkit.model.attention import Documents, register
+from pgtoolkit.model.fully_sharded import shard_fully, synchronise_gradients
+from pgtoolkit.model.pipeline import Pipeline, cut
+from pgtoolkit.model.policy import Policy
+from pgtoolkit.model.sequence_data import Pieces
+from pgtoolkit.model.tensor import divide_further, shard_tensors, vocabulary_start
+from pgtoolkit.ranks.collectives import local
+from pgtoolkit.ranks.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelPolicy(Policy):
+    """A policy of which this process holds its part, and which sees its part of the tokens.
+
+    sharded: by FSDP2. sequence_parallel: between the matrices the tokens are divided among the tensor ranks.
+    partial: names of the parameters whose gradients the tensor ranks must add up after the backward passes.
+    max_tokens: the most tokens of a micro-batch. vocabulary: tokens of the whole head, which other ranks may hold.
+    """
+
+    layout: Layout
+    sharded: bool
+    sequence_parallel: bool
+    partial: frozenset[str]
+    max_tokens: int
+    vocabulary: int
+
+    @property
+    def vocabulary_size(self) -> int:
+        return self.vocabulary
+
+    @cached_property
+    def pipeline(self) -> Pipeline | None:
+        """The stages that the layers are cut into, or None; then micro-batches go through its `run`."""
+        if self.layout.size("pipeline_parallel") == 1:
+            return None
+        return Pipeline(self._stage_states, self.model, self.layout, self.max_tokens)
+
+    def hidden_states(self, micro_batch: MicroBatch) -> Tensor:
+        """(T, H) hidden states of this rank's tokens; also without a token each rank takes part in the exchanges."""
+        if len(micro_batch.tokens) == 0:
+            nothing = micro_batch.tokens.new_zeros(1, self._multiple)
+            return self._states(nothing, nothing, ())[0, :0]
+        if self.layout.size("sequence_data_parallel") == 1:
+            return super().hidden_states(micro_batch)
+        tokens, positions = micro_batch.tokens[None], micro_batch.position_ids[None]
+        return self._states(tokens, positions, micro_batch.document_lengths)[0]
+
+    def loss_inputs(self, micro_batch: MicroBatch) -> tuple[Tensor, LMHead, Ranks]:
+        return self.with_head(self.hidden_states(micro_batch))
+
+    def with_head(self, hidden: Tensor) -> tuple[Tensor, LMHead, Ranks]:
+        """What the loss needs, from the hidden states just computed; with FSDP2, not from older ones."""
+        layout = self.layout
+        if self.compute_dtype != torch.float32:
+            hidden = hidden.to(self.compute_dtype)  # a pipeline's stages hand over what the residual stream has
+        weight, bias = self.head.weight, self.head.bias
+        head = LMHead(local(weight), None if bias is None else local(bias))
+        group, start = layout.group("tensor_parallel"), None
+        if group is not None:
+            start = vocabulary_start(self.vocabulary_size, layout.mesh["tensor_parallel"])
+        return hidden, head, Ranks(group, start, layout.group("sequence_data_parallel"))
+
+    def synchronise_gradients(self, last: bool) -> None:
+        if self.sharded:
+            synchronise_gradients(self.model, last)
+
+    @property
+    def _multiple(self) -> int:
+        return self.layout.size("tensor_parallel") if self.sequence_parallel else 1
+
+    def _states(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
+        group = self.layout.group("sequence_data_parallel")
+        if group is None:
+            return self._body(tokens, positions, lengths)
+        return self._body(tokens, positions, pieces=Pieces.of(lengths, tokens.shape[1], group, tokens.device))
+
+    def _body(self, tokens: Tensor, position_ids: Tensor, lengths: Sequence[int] = (), **more) -> Tensor:
+        length = tokens.shape[1]
+        if missing := -length % self._multiple:
+            # As if each row went on: a position that does not follow the one before would begin a document.
+            following = position_ids[:, -1:] + torch.arange(1, missing + 1, device=tokens.device)
+            position_ids = torch.cat([position_ids, following.clamp(max=self.max_positions - 1)], 1)
+            tokens = functional.pad(tokens, (0, missing))
+        return super()._body(tokens, position_ids, lengths, **more)[:, :length]
+
+    def _stage_states(self, lengths: Sequence[int], **inputs) -> Tensor:
+        device = inputs["position_ids"].device
+        if self.by_document:
+            inputs["documents"] = Documents.whole(lengths, self.max_tokens, device)
+        with self.autocast(device):
+            return self._transformer(use_cache=False, **inputs)
+
+    def _transformer(self, **inputs) -> Tensor:
+        return self.model.transformer_states(**inputs) if self.sharded else super()._transformer(**inputs)
+
+
+def parallelize(policy: Policy, layout: Layout, config: Config) -> Policy:
+    """The policy with its model spread over the ranks of `layout`, in place; all ranks hold the same weights before.
+
+    Raises ConfigError where the model cannot be spread so.
+    """
+    if layout.world_size == 1:
+        return policy
+    model, parallelism, partial = policy.model, config.parallelism, set()
+    vocabulary = policy.vocabulary_size
+    if layout.size("tensor_parallel") > 1:
+        partial = shard_tensors(model, layout.mesh["tensor_parallel"], parallelism.sequence_parallel)
+    if (size := layout.size("sequence_data_parallel")) > 1:
+        family_of(model, f"parallelism.sequence_data_parallel={size}")
+        register(sequence_data.NAME, sequence_data.attention)
+        model.set_attn_implementation(sequence_data.NAME)
+    if (size := layout.size("pipeline_parallel")) > 1:
+        cut(model, layout.rank_in("pipeline_parallel"), size)
+    names = frozenset(name for name, parameter in model.named_parameters() if parameter in partial)
+    sharded = parallelism.shard and layout.loss_group is not None
+    if sharded:
+        divide_further(model)
+        shard_fully(model, layout.loss_mesh)
+    return ParallelPolicy(
+        model,
+        policy.tokenizer,
+        policy.compute_dtype,
+        layout=layout,
+        sharded=sharded,
+        sequence_parallel=parallelism.sequence_parallel,
+        partial=names,
+        max_tokens=config.accumulation.max_tokens,
+        vocabulary=vocabulary,
+    )

@@ -1,0 +1,276 @@
+"""Tensor parallelism: the matrices of each layer, the embedding and the LM head are divided among ranks.
+
+Parameters are DTensors, so that sharding on top, checkpoints and the gradient norm know their global shapes; the
+forward pass computes with the local parts and names its collectives itself: one where a block (attention, MLP) begins
+and one where it ends, whatever the number of its matrices. Between the blocks every rank holds all tokens, or, with
+sequence parallelism, its share of them, along the axis of positions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn import functional
+
+from pgtoolkit.errors import ConfigError
+from pgtoolkit.model.architectures import Family, family_of
+from pgtoolkit.ranks import collectives
+from pgtoolkit.ranks.collectives import local
+
+
+def shard_tensors(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> set[nn.Parameter]:
+    """Divide a transformers causal LM among the ranks of `mesh` (one axis), in place.
+
+    Returns the parameters whose gradients are partial: each rank's backward gives its tokens' or its heads' part.
+    The model's output is complete on each rank, and so must be the gradient that it gets. With sequence_parallel the
+    number of positions must divide by the number of ranks.
+    Raises ConfigError where the model does not divide.
+    """
+    group, size = mesh.get_group(), mesh.size()
+    key = f"parallelism.tensor_parallel={size}"
+    family = family_of(model, key)
+    _check(model, family, size, key)
+    layers, base = family.layers_of(model), model.base_model
+    partial = set()
+    for layer in layers:
+        partial |= _shard_layer(layer, family, mesh, sequence_parallel)
+    _shard_vocabulary(model, family, mesh)
+    if sequence_parallel:
+        norm = getattr(base, family.final_norm)
+        partial |= set(norm.parameters())
+        layers[0].register_forward_pre_hook(_on_hidden(lambda x: collectives.piece(x, group, 1)), with_kwargs=True)
+        # The gradient that comes from the loss is complete on each rank.
+        norm.register_forward_hook(lambda _module, _arguments, x: collectives.gather(x, group, 1, False))
+    return partial
+
+
+def divide_further(model: nn.Module) -> None:
+    """To be called where FSDP2 is going to divide the parts of a model that `shard_tensors` has divided."""
+    for module in model.modules():
+        if isinstance(module, _Matrix):
+            module.resharded = True
+
+
+def vocabulary_start(vocabulary: int, mesh: DeviceMesh) -> int:
+    """The first token id of this rank's shard of the embedding and the head, which are cut as torch.chunk cuts."""
+    return min(vocabulary, -(-vocabulary // mesh.size()) * mesh.get_local_rank())
+
+
+def _check(model: nn.Module, family: Family, size: int, key: str) -> None:
+    config = model.config
+    heads = {"attention heads": config.num_attention_heads}
+    if not family.fused:
+        heads["key-value heads"] = config.num_key_value_heads
+    for what, number in heads.items():
+        if number % size:
+            raise ConfigError(
+                f"{key} needs a model whose {what} divide by it (got {number}). Each rank computes whole heads. "
+                f"Use parallelism.tensor_parallel={_largest_divisor(heads.values(), size)}."
+            )
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+    if -(-vocabulary // size) * (size - 1) >= vocabulary:
+        raise ConfigError(
+            f"{key} needs a larger vocabulary (got {vocabulary} tokens). One rank would hold none of it. "
+            f"Use parallelism.tensor_parallel=1."
+        )
+
+
+def _largest_divisor(numbers, below: int) -> int:
+    return max(n for n in range(1, below) if all(number % n == 0 for number in numbers))
+
+
+def _shard_layer(layer: nn.Module, family: Family, mesh: DeviceMesh, sequence_parallel: bool) -> set[nn.Parameter]:
+    group = mesh.get_group()
+    partial = set()
+    for name in family.column:
+        _replace(layer, name, ColumnParallel(layer.get_submodule(name), mesh))
+    for name in family.row:
+        matrix = RowParallel(layer.get_submodule(name), mesh, sequence_parallel)
+        _replace(layer, name, matrix)
+        if sequence_parallel and matrix.bias is not None:
+            partial.add(matrix.bias)
+    for name in family.fused:
+        matrix = FusedHeads(layer.get_submodule(name), group, layer.get_submodule(family.attention).num_heads)
+        _replace(layer, name, matrix)
+        partial |= set(matrix.parameters())
+    attention = layer.get_submodule(family.attention)
+    if family.fused:
+        attention.split_size //= mesh.size()
+    norms = family.head_norms + (family.norms if sequence_parallel else ())
+    for name, module in layer.named_modules():
+        if name in norms:
+            partial |= set(module.parameters())
+    for block in (attention, layer.mlp):
+        block.register_forward_pre_hook(_on_hidden(_entrance(group, sequence_parallel)), with_kwargs=True)
+    return partial
+
+
+def _shard_vocabulary(model: nn.Module, family: Family, mesh: DeviceMesh) -> None:
+    base, head = model.base_model, model.get_output_embeddings()
+    embedding = VocabularyEmbedding(getattr(base, family.embedding), mesh)
+    tied = head.weight is getattr(base, family.embedding).weight
+    setattr(base, family.embedding, embedding)
+    head.weight = embedding.weight if tied else _sharded(head.weight, mesh, 0)
+    if head.bias is not None:
+        head.bias = _sharded(head.bias, mesh, 0)
+
+
+def _entrance(group: ProcessGroup, sequence_parallel: bool):
+    """What the input of a block goes through: to each rank's own heads or columns, and all tokens."""
+
+    def enter(x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # as the matrices would, but before it is sent
+        return collectives.gather(x, group, 1, True) if sequence_parallel else collectives.copy(x, group)
+
+    return enter
+
+
+def _on_hidden(function):
+    """A forward pre-hook that applies `function` to the hidden states, however they are passed."""
+
+    def hook(_module, arguments, keywords):
+        if "hidden_states" in keywords:
+            return arguments, keywords | {"hidden_states": function(keywords["hidden_states"])}
+        return (function(arguments[0]), *arguments[1:]), keywords
+
+    return hook
+
+
+def _replace(layer: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(layer.get_submodule(parent), child, module)
+
+
+def _sharded(parameter: nn.Parameter, mesh: DeviceMesh, axis: int) -> nn.Parameter:
+    # All ranks hold the same weights: each takes its part without a word to the others.
+    return nn.Parameter(distribute_tensor(parameter.data, mesh, [Shard(axis)], src_data_rank=None))
+
+
+class _Matrix(nn.Module):
+    """A linear layer's weight and bias under their names; transposed: (in, out), as in GPT-2's Conv1D.
+
+    resharded: FSDP2 divides them further, and holds this rank's part together only while it is used.
+    """
+
+    resharded = False
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.transposed = not isinstance(layer, nn.Linear)
+        self.weight, self.bias = layer.weight, layer.bias
+        self._parts: dict[str, _Part] = {}
+
+    def part(self, name: str) -> Tensor:
+        """This rank's part of the weight or bias."""
+        parameter = getattr(self, name)
+        if self.resharded or not isinstance(parameter, DTensor):
+            return local(parameter)
+        part = self._parts.get(name)
+        if part is None or not part.is_of(parameter):
+            part = self._parts[name] = _Part(parameter)
+        return part.leaf
+
+    def matrix(self) -> Tensor:
+        """This rank's (out, in)."""
+        weight = self.part("weight")
+        return weight.T if self.transposed else weight
+
+
+class _Part:
+    """A rank's part of a sharded parameter as a plain leaf, in the same memory, that hands its gradient over.
+
+    DTensor.to_local does so too, at the price of three operations on DTensors for each parameter and micro-batch: as
+    long as all that a GPU does for one matrix of a small model.
+    """
+
+    def __init__(self, parameter: nn.Parameter):
+        self.parameter = parameter
+        self.leaf = parameter.detach().to_local().requires_grad_(parameter.requires_grad)
+        if parameter.requires_grad:
+            self.leaf.register_post_accumulate_grad_hook(self._hand_over)
+
+    def is_of(self, parameter: nn.Parameter) -> bool:
+        with torch.no_grad():
+            return self.parameter is parameter and self.leaf.data_ptr() == parameter.to_local().data_ptr()
+
+    def _hand_over(self, leaf: Tensor) -> None:
+        whole = self.parameter
+        if whole.grad is None:
+            how = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+            whole.grad = DTensor.from_local(leaf.grad, whole.device_mesh, whole.placements, **how)
+        else:
+            whole.grad.to_local().add_(leaf.grad)
+        leaf.grad = None
+
+
+class ColumnParallel(_Matrix):
+    """Each rank computes a share of the outputs, from an input that all have."""
+
+    def __init__(self, layer: nn.Module, mesh: DeviceMesh):
+        super().__init__(layer)
+        self.weight = _sharded(layer.weight, mesh, 1 if self.transposed else 0)
+        if layer.bias is not None:
+            self.bias = _sharded(layer.bias, mesh, 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.matrix(), None if self.bias is None else self.part("bias"))
+
+
+class RowParallel(_Matrix):
+    """Each rank computes the part of all outputs that its share of the inputs gives; the sum is what comes out.
+
+    by_tokens: a rank gets the sum for its share of the tokens only.
+    """
+
+    def __init__(self, layer: nn.Module, mesh: DeviceMesh, by_tokens: bool):
+        super().__init__(layer)
+        self.weight = _sharded(layer.weight, mesh, 0 if self.transposed else 1)
+        self.group, self.by_tokens = mesh.get_group(), by_tokens
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = functional.linear(x, self.matrix())
+        out = collectives.sum_piece(part, self.group, 1) if self.by_tokens else collectives.sum_over(part, self.group)
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+
+class FusedHeads(_Matrix):
+    """Query, key and value of this rank's heads, by a matrix (in, 3 * heads * width) that all ranks hold whole.
+
+    A shard of it would be no shard of one tensor, but of three; so it is the work that is divided, not the memory.
+    """
+
+    def __init__(self, layer: nn.Module, group: ProcessGroup, num_heads: int):
+        super().__init__(layer)
+        self.group, self.num_heads = group, num_heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self._own(local(self.weight)).T, self._own(local(self.bias)))
+
+    def _own(self, columns: Tensor) -> Tensor:
+        """(..., 3 * heads * width) -> (..., 3 * own heads * width)."""
+        by_head = columns.unflatten(-1, (3, self.num_heads, -1))
+        return by_head.chunk(self.group.size(), -2)[self.group.rank()].flatten(-3)
+
+
+class VocabularyEmbedding(nn.Module):
+    """An embedding of which each rank holds the rows of its share of the vocabulary; the output is complete."""
+
+    def __init__(self, embedding: nn.Embedding, mesh: DeviceMesh):
+        super().__init__()
+        self.weight = _sharded(embedding.weight, mesh, 0)
+        self.start = vocabulary_start(embedding.num_embeddings, mesh)
+        self.padding, self.group = embedding.padding_idx, mesh.get_group()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        weight = local(self.weight)
+        rows = tokens - self.start
+        mine = (rows >= 0) & (rows < len(weight))
+        padding = None if self.padding is None else self.padding - self.start
+        if padding is not None and not 0 <= padding < len(weight):
+            padding = None
+        part = functional.embedding(torch.where(mine, rows, 0), weight, padding)
+        return collectives.sum_over(torch.where(mine[..., None], part, 0), self.group)

@@ -1,0 +1,96 @@
+"""What ranks decide together, so that none waits for another that has taken another way."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from pgtoolkit.errors import PgtoolkitError, RankLost, first_line
+from pgtoolkit.ranks.layout import Layout
+
+_LOST = ("connection closed by peer", "connection reset", "broken pipe", "timed out", "timeout", "gloo", "nccl")
+
+
+def gather(value: Any, group: ProcessGroup | None) -> list:
+    """Every rank's value, by rank in the group; for what is rare or small, since it is pickled."""
+    if group is None:
+        return [value]
+    values = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def largest(value: int, layout: Layout) -> int:
+    """The largest of all ranks' values."""
+    return max(_rows(layout, value))[0] if layout.world_size > 1 else value
+
+
+@contextlib.contextmanager
+def failing_together(layout: Layout) -> Iterator[None]:
+    """An error that a user can mend, raised in the block by any rank, is raised by all of them."""
+    error = None
+    try:
+        yield
+    except PgtoolkitError as found:
+        if layout.world_size == 1:
+            raise
+        error = found
+    if layout.world_size > 1 and any(failed for (failed,) in _rows(layout, error is not None)):
+        errors = gather(error, layout.world_group)
+        rank, first = next((rank, found) for rank, found in enumerate(errors) if found is not None)
+        everywhere = all(str(found) == str(first) for found in errors)
+        shared = type(first)(str(first) if everywhere else f"rank {rank}: {first}")
+        shared.on_all_ranks = True
+        raise shared from error
+
+
+def check_same(layout: Layout, what: str, digest: int) -> None:
+    """RankLost if the ranks do not hold the same, as their digests (non-negative, below 2^63) tell."""
+    if layout.world_size == 1:
+        return
+    digests = [found for (found,) in _rows(layout, digest)]
+    if odd := [rank for rank, found in enumerate(digests) if found != digests[0]]:
+        raise RankLost(
+            f"{what} on rank {', '.join(map(str, odd))} differ from those on rank 0. Every process must read the same "
+            "files with the same version of pgtoolkit; what they computed together so far is right."
+        )
+
+
+@contextlib.contextmanager
+def losing_ranks(layout: Layout, timeout_seconds: float) -> Iterator[None]:
+    """Turns what torch raises when another process is gone, or silent for too long, into RankLost."""
+    try:
+        yield
+    except RuntimeError as error:
+        if layout.world_size == 1 or not is_loss(error):
+            raise
+        raise RankLost(
+            f"rank {layout.rank} waited for another process, which ended or did not answer within "
+            f"parallelism.timeout_seconds={timeout_seconds:g}: {_said(error)}"
+        ) from error
+
+
+def _said(error: BaseException) -> str:
+    """Without the line of gloo's source before it and its advice after it."""
+    return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", first_line(error)).partition(". ")[0]
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether the error is torch's for a lost connection; gloo has no type for it."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _LOST)
+
+
+def _rows(layout: Layout, *numbers: int) -> list[list[int]]:
+    """Each rank's numbers."""
+    row = torch.tensor([int(number) for number in numbers])
+    rows = [torch.empty_like(row) for _ in range(layout.world_size)]
+    dist.all_gather(rows, row, group=layout.world_group)
+    return torch.stack(rows).tolist()

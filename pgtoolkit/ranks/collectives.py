@@ -1,0 +1,121 @@
+"""Collectives with a derivative: each is named by what it does forward; the docstring says what its backward does.
+
+All take the ranks of `group`, of equal shapes, and are called by all of them in the same order. A tensor is called
+*partial* where the sum over the ranks is meant, *complete* where each rank holds that sum already.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from pgtoolkit.losses.exchange import SumGradient
+
+# Their names since torch 2.13, which warns of the old ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, differentiable; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def copy(x: Tensor, group: ProcessGroup) -> Tensor:
+    """x, the same on all ranks, for work that each does its own part of; backward sums the partial gradients."""
+    return SumGradient.apply(x, group)
+
+
+def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum of the ranks' partial x; backward hands on the complete gradient as it is."""
+    return _SumOver.apply(x, group)
+
+
+def gather(x: Tensor, group: ProcessGroup, axis: int, partial_gradient: bool) -> Tensor:
+    """The ranks' x one after the other along `axis`; backward takes this rank's piece of the gradient.
+
+    partial_gradient: the ranks hold different gradients of the whole, which are summed first.
+    """
+    return _Gather.apply(x, group, axis, partial_gradient)
+
+
+def piece(x: Tensor, group: ProcessGroup, axis: int) -> Tensor:
+    """This rank's equal piece of x, the same on all ranks, along `axis`; backward gathers the pieces' gradients."""
+    return _Piece.apply(x, group, axis)
+
+
+def sum_piece(x: Tensor, group: ProcessGroup, axis: int) -> Tensor:
+    """This rank's equal piece along `axis` of the sum of the partial x; backward gathers the pieces' gradients."""
+    return _SumPiece.apply(x, group, axis)
+
+
+def _summed(x: Tensor, group: ProcessGroup) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _gathered(x: Tensor, group: ProcessGroup, axis: int) -> Tensor:
+    rows = x.movedim(axis, 0).contiguous()
+    out = rows.new_empty(group.size() * len(rows), *rows.shape[1:])
+    _all_gather(out, rows, group=group)
+    return out.movedim(0, axis)
+
+
+def _own(x: Tensor, group: ProcessGroup, axis: int) -> Tensor:
+    return x.chunk(group.size(), axis)[group.rank()].contiguous()
+
+
+def _sum_scattered(x: Tensor, group: ProcessGroup, axis: int) -> Tensor:
+    rows = x.movedim(axis, 0).contiguous()
+    out = rows.new_empty(len(rows) // group.size(), *rows.shape[1:])
+    _reduce_scatter(out, rows, group=group)
+    return out.movedim(0, axis)
+
+
+class _SumOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, axis, partial_gradient):
+        ctx.options = group, axis
+        ctx.partial_gradient = partial_gradient
+        return _gathered(x, group, axis)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        take = _sum_scattered if ctx.partial_gradient else _own
+        return take(gradient, *ctx.options), None, None, None
+
+
+class _Piece(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, axis):
+        ctx.options = group, axis
+        return _own(x, group, axis)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _gathered(gradient, *ctx.options), None, None
+
+
+class _SumPiece(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, axis):
+        ctx.options = group, axis
+        return _sum_scattered(x, group, axis)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _gathered(gradient, *ctx.options), None, None

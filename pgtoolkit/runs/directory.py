@@ -1,0 +1,260 @@
+"""The run directory: configuration, status, metrics and provenance of one run, safe against a kill at any moment."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import math
+import numbers
+import os
+import shlex
+import socket
+import time
+import uuid
+from pathlib import Path
+
+from pgtoolkit.errors import ConfigError, StorageError
+from pgtoolkit.runs.files import (
+    STATES,
+    TIME,
+    leaves,
+    plain,
+    read_config,
+    read_metrics,
+    read_provenance,
+    read_status,
+    storage,
+)
+from pgtoolkit.system.plain_files import open_to_append, open_to_read, refuse_other, write_atomically
+from pgtoolkit.system.redaction import redact
+from pgtoolkit.system.report import key_of
+
+_log = logging.getLogger(__name__)
+
+
+BELONGS_TO_A_RUN = ("config.yaml", "status.json", "metrics.jsonl", "checkpoints")
+"""What lies in a directory only once a run has begun there."""
+
+
+def occupied_by(run_dir: Path, more: tuple[str, ...] = ()) -> str | None:
+    """What of a run, or of `more`, lies in this directory already; None where another one may begin."""
+    return next((name for name in (*BELONGS_TO_A_RUN, *more) if os.path.lexists(run_dir / name)), None)
+
+
+def occupied(setting: str, run_dir: Path, by: str) -> str:
+    """The refusal of a run in such a directory."""
+    path = shlex.quote(str(run_dir))
+    resume = f"pgtk resume {path} to continue that run, or " if (run_dir / "config.yaml").is_file() else ""
+    return (
+        f"{setting} needs a directory without a run (got one with {by}). A second run would mix its configuration and "
+        f"metrics with the checkpoints of the first. Use {resume}another directory."
+    )
+
+
+class RunDirectory:
+    """One run's directory, held by one process at a time.
+
+    Opening it takes an exclusive lock that the operating system drops when the process ends, however it ends.
+    Files: config.yaml, overrides.yaml, drift.jsonl (after a resume that changed keys), provenance.json, data.json
+    (digests of the data, by `record_data`), status.json, metrics.jsonl.
+
+    new: a run begins, and no other has begun there.
+    Raises ConfigError if another process holds the directory, or it is not new; StorageError if it cannot be written.
+    """
+
+    def __init__(self, path: str | Path, new: bool = False):
+        self.path = Path(path).resolve()
+        self.metrics_path = self.path / "metrics.jsonl"
+        self._metrics_file = None
+        with storage(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock_file = _lock(self.path)
+        if new and (by := occupied_by(self.path)):
+            self.close()
+            raise ConfigError(occupied(f"the run directory {self.path}", self.path, by))
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files and let go of the lock. A second call does nothing."""
+        self._close_metrics()
+        if self._lock_file.closed:
+            return
+        # Closing alone would leave the lock with processes forked from this one, such as data workers.
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._lock_file, fcntl.LOCK_UN)
+        self._lock_file.close()
+
+    def write_config(self, resolved: dict, overrides: list[str], step: int = 0) -> dict[str, list]:
+        """Write config.yaml and overrides.yaml; on a resume return what changed, {key: [old, new]}.
+
+        The changes are also added to drift.jsonl, with the time and the step the run resumes at. Overrides of a
+        resume are added to those of the first start; of two for one key the later stays, and another option of a
+        group takes the place of the group's keys.
+        """
+        config_path = self.path / "config.yaml"
+        resolved = plain(resolved)
+        drift = {}
+        with storage(config_path):
+            if config_path.exists():
+                old_config, old_overrides = read_config(self.path)
+                drift = config_drift(old_config, resolved)
+                given = {key_of(override) for override in overrides}
+                overrides = [*(old for old in old_overrides if not _replaced(old, given)), *overrides]
+            if drift:
+                with open_to_append(self.path / "drift.jsonl") as file:
+                    file.write(json.dumps({"time": _now(), "step": step, "changes": drift}) + "\n")
+            write_atomically(self.path / "overrides.yaml", _to_yaml(list(overrides)))
+            write_atomically(config_path, _to_yaml(resolved))  # last: it says that both are there
+        return drift
+
+    def write_provenance(self, provenance: dict) -> None:
+        """Write provenance.json; that of a resume goes into the list `resumed` of the first."""
+        path = self.path / "provenance.json"
+        with storage(path):
+            if first := read_provenance(self.path):
+                first.setdefault("resumed", []).append(provenance)
+                provenance = first
+            write_atomically(path, json.dumps(provenance, indent=2) + "\n")
+
+    def set_status(
+        self, state: str, step: int, reason: str | None = None, mlflow: dict | None = None, sweep: str | None = None
+    ) -> None:
+        """Replace status.json in one piece; metrics appended before are on the disk when it says so.
+
+        state: one of STATES. step: optimizer steps done. mlflow: `MlflowTracker.info`, and sweep: the name of
+        the sweep that the run belongs to, are kept once given, as is `id`, which tells this
+        run from all others wherever it is copied.
+        """
+        if state not in STATES:
+            raise ValueError(f"state {state!r} is not one of {', '.join(STATES)}")
+        path = self.path / "status.json"
+        before = read_status(self.path)
+        status = {
+            "id": before.get("id") or uuid.uuid4().hex,
+            "state": state,
+            "step": step,
+            "reason": reason and redact(reason),
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "started": before.get("started", _now()),
+            "updated": _now(),
+            "mlflow": mlflow or before.get("mlflow"),
+            "sweep": sweep or before.get("sweep"),
+        }
+        with storage(path):
+            if self._metrics_file:
+                os.fsync(self._metrics_file.fileno())
+            write_atomically(path, json.dumps(status, indent=2) + "\n")
+
+    def append_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Add one line to metrics.jsonl: `step`, `time` (seconds since 1970) and the finite values; ints stay ints."""
+        row = {"step": step, "time": round(time.time(), 3), **_finite(metrics)}
+        with storage(self.metrics_path):
+            if not self._metrics_file:
+                self._mend_metrics()
+                self._metrics_file = open_to_append(self.metrics_path)
+            self._metrics_file.write(json.dumps(row) + "\n")
+            self._metrics_file.flush()
+
+    def read_metrics(self) -> list[dict[str, float]]:
+        """Every row of metrics.jsonl, oldest first. A torn last line, left by a kill, is passed over.
+
+        Raises StorageError for a broken line anywhere else.
+        """
+        return read_metrics(self.metrics_path)
+
+    def drop_metrics_after(self, step: int) -> None:
+        """Take away the rows of later steps, in one piece: a resumed run writes them anew."""
+        self._close_metrics()
+        with storage(self.metrics_path):
+            if self.metrics_path.exists():
+                self._write_metrics([row for row in self.read_metrics() if row["step"] <= step])
+
+    def _mend_metrics(self) -> None:
+        # A torn last line would swallow the row appended after it.
+        refuse_other(self.metrics_path)
+        if self.metrics_path.exists() and not self.metrics_path.read_bytes().endswith(b"\n"):
+            self._write_metrics(self.read_metrics())
+
+    def _write_metrics(self, rows: list[dict]) -> None:
+        write_atomically(self.metrics_path, "".join(json.dumps(row) + "\n" for row in rows))
+
+    def _close_metrics(self) -> None:
+        if self._metrics_file:
+            self._metrics_file.close()
+            self._metrics_file = None
+
+
+def config_drift(old: dict, new: dict) -> dict[str, list]:
+    """The keys whose values differ, dotted: {key: [old value, new value]}, None where a key is missing."""
+    old_leaves, new_leaves = dict(leaves(old)), dict(leaves(new))
+    return {
+        key: [old_leaves.get(key), new_leaves.get(key)]
+        for key in [*old_leaves, *(key for key in new_leaves if key not in old_leaves)]
+        if old_leaves.get(key) != new_leaves.get(key)
+    }
+
+
+def _finite(metrics):
+    row = {}
+    for name, value in metrics.items():
+        value = int(value) if isinstance(value, numbers.Integral) else float(value)
+        if math.isfinite(value):
+            row[name] = value
+    return row
+
+
+def is_held(run_dir: Path) -> bool:
+    """Whether a living process holds this run directory."""
+    try:
+        with open_to_read(run_dir / ".lock") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except (OSError, StorageError):
+        return False
+    return False
+
+
+def _lock(path):
+    file = open_to_append(path / ".lock")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        file.close()
+        raise ConfigError(
+            f"run directory {path} needs to be free (got: in use by {holder}). Two processes would mix their "
+            "metrics and checkpoints. Wait for it or stop it, or train in another directory."
+        ) from None
+    except OSError as error:
+        _log.warning("%s cannot be locked (%s); make sure that no other process uses it", path, error.strerror)
+        return file
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    return file
+
+
+def _replaced(override, given):
+    key = key_of(override)
+    return key in given or key.partition(".")[0] in given
+
+
+def _to_yaml(value):
+    # OmegaConf's writer quotes what its reader would take for a number, such as the text "1e-3"; PyYAML's does not.
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.create(value))
+
+
+def _now():
+    return time.strftime(TIME)

@@ -1,0 +1,141 @@
+"""Provenance: which code, packages, hardware and command made a run. Never the environment, never a secret."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from pgtoolkit.runs.files import TIME
+from pgtoolkit.system.redaction import redact
+
+DIFF_LIMIT = 256 * 1024
+"""Most bytes of uncommitted changes that are kept for each repository."""
+
+_MAX_UNTRACKED = 100
+
+_SECRET_FILES = (
+    *(".env", ".env.*", "*.env", "*.pem", "*.key", "*.p12", "*.pfx", "*.jks", "*.kdbx", "id_rsa*", "id_ed25519*"),
+    *(".netrc", "_netrc", ".pgpass", ".npmrc", ".pypirc", ".htpasswd"),
+    *("*secret*", "*credential*", "*passw*", "*secret*/**"),
+)
+"""Names of files whose changes are not kept."""
+
+
+def collect(argv: list[str]) -> dict[str, Any]:
+    """Everything about this process that is needed to do its run again, as plain JSON values.
+
+    argv: the command line, usually sys.argv. `git` lists the repository the package runs from (none for an installed
+    package) and the one of the current directory, where they differ; each with path, commit, branch, diff (against
+    the commit, at most DIFF_LIMIT bytes, with secrets hidden), diff_truncated, diff_left_out (changed files that are
+    named as secrets are) and untracked (names only). `gpus` come from nvidia-smi.
+    """
+    import pgtoolkit
+
+    return {
+        "time": time.strftime(TIME),
+        "command": [redact(argument) for argument in argv],
+        "directory": str(Path.cwd()),
+        "host": socket.gethostname(),
+        "version": pgtoolkit.__version__,
+        "git": _repositories(Path(pgtoolkit.__file__).parent, Path.cwd()),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": _packages(),
+        "cpus": {"machine": os.cpu_count(), "usable": len(os.sched_getaffinity(0))},
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpus": _gpus(),
+    }
+
+
+def _packages():
+    # Each access to `metadata` parses the file again.
+    found = [dist.metadata for dist in importlib.metadata.distributions()]
+    versions = {metadata["Name"]: metadata["Version"] for metadata in found if metadata["Name"]}
+    return dict(sorted(versions.items(), key=lambda item: item[0].lower()))
+
+
+def _repositories(package, directory):
+    found = []
+    # A package installed below some repository (in a .venv, say) is not that repository's code: ask for a tracked file.
+    if _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None:
+        found.append(_line(package, "rev-parse", "--show-toplevel"))
+    top = _line(directory, "rev-parse", "--show-toplevel")
+    if top and top not in found:
+        found.append(top)
+    return [_repository(Path(path)) for path in found]
+
+
+def _repository(top):
+    form = ("--no-ext-diff", "--no-textconv", "--no-color", "--no-renames", "--ignore-submodules=dirty")
+    command, off = ("diff", "HEAD", "--submodule=short", *form), _no_filters(top)
+    others = (f":(top,exclude,glob,icase)**/{name}" for name in _SECRET_FILES)
+    diff = _git(top, *command, "--", ":/", *others, settings=off, limit=DIFF_LIMIT + 1) or ""
+    secret = (f":(top,glob,icase)**/{name}" for name in _SECRET_FILES)
+    left_out = _git(top, *command, "--name-only", "--", *secret, settings=off) or ""
+    untracked = (_git(top, "ls-files", "--others", "--exclude-standard") or "").splitlines()
+    return {
+        "path": str(top),
+        "commit": _line(top, "rev-parse", "--verify", "HEAD"),
+        "branch": _line(top, "symbolic-ref", "--short", "HEAD"),
+        "diff": redact(diff)[:DIFF_LIMIT],
+        "diff_truncated": len(diff.encode()) > DIFF_LIMIT,
+        "diff_left_out": left_out.splitlines()[:_MAX_UNTRACKED],
+        "untracked": untracked[:_MAX_UNTRACKED],
+    }
+
+
+def _line(directory, *arguments):
+    return (_git(directory, *arguments) or "").strip() or None
+
+
+def _no_filters(directory):
+    """Settings that switch off each filter that the configuration names: git would run it to compare a file."""
+    names = (_git(directory, "config", "--name-only", "-z", "--get-regexp", r"^filter\.") or "").split("\0")
+    off = {"clean": "", "smudge": "", "process": "", "required": "false"}
+    return {f"{name.rpartition('.')[0]}.{key}": value for name in names if name for key, value in off.items()}
+
+
+def _git(directory, *arguments, settings=(), limit=1 << 20):
+    """Output of a git command, cut at `limit` bytes; None if it fails. settings: of git's configuration."""
+    # No optional locks: many jobs may ask at once. A repository's configuration must not run programs: no fsmonitor,
+    # no hooks, and nothing is fetched, such as the objects that a partial clone lacks.
+    command = ["git", "--no-optional-locks", "--no-pager", "-C", str(directory), *arguments]
+    environment = os.environ | {"GIT_ALLOW_PROTOCOL": "none", "GIT_NO_LAZY_FETCH": "1"}
+    settings = {"core.fsmonitor": "false", "core.hooksPath": os.devnull, **dict(settings)}
+    first = int(os.environ.get("GIT_CONFIG_COUNT") or 0)
+    for number, (key, value) in enumerate(settings.items(), start=first):
+        environment |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
+    environment["GIT_CONFIG_COUNT"] = str(first + len(settings))
+    try:
+        with subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+        ) as process:
+            output = process.stdout.read(limit)
+            if len(output) == limit:
+                process.kill()
+    except OSError:
+        return None
+    if process.returncode != 0 and len(output) < limit:
+        return None
+    return output.decode("utf-8", errors="replace")
+
+
+def _gpus():
+    if not shutil.which("nvidia-smi"):
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        listing = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [
+        dict(zip(("name", "memory", "driver"), (field.strip() for field in line.split(",")), strict=True))
+        for line in listing.splitlines()
+    ]

@@ -1,0 +1,282 @@
+"""MLflow as a replica of the run directory: a background thread delivers what is appended there, each row once."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import math
+import threading
+from pathlib import Path
+
+from pgtoolkit.config.paths import absolute_uri
+from pgtoolkit.runs.directory import read_metrics, read_status
+from pgtoolkit.system.plain_files import open_to_read, refuse_other
+from pgtoolkit.system.redaction import redact
+from pgtoolkit.tracking.delivered import SUPERSEDED, Delivered, in_words
+from pgtoolkit.tracking.description import Description, describe
+from pgtoolkit.tracking.store import open_store, parameter_name, quoted, reason, refusals, request_seconds, text_of
+from pgtoolkit.tracking.system_metrics import SystemMetrics
+
+BY_DOCUMENTS = ("reward", "exact_match", "loss", "kl_new_old", "clipped_ratio_fraction", "entropy")
+"""Metrics that are logged a second time as `by_documents/NAME`, with documents_seen in the place of the step."""
+
+ARTIFACTS = (
+    # As the run begins, and at its end.
+    *("config.yaml", "overrides.yaml", "provenance.json", "data.json", "drift.jsonl"),
+    *("status.json", "metrics.jsonl", "curves.png", "run.log"),
+)
+"""Files of the run directory that MLflow keeps a copy of, as far as they exist."""
+
+_METRICS_PER_CALL = 1000  # MLflow's own limits
+_PARAMS_PER_CALL = 100
+_SECONDS_BETWEEN_DELIVERIES = 1.0
+_LONGEST_PAUSE = 30.0
+_END_STATUS = {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+
+_log = logging.getLogger(__name__)
+
+
+class MlflowTracker:
+    """One MLflow run that follows one run directory.
+
+    The directory is the only source: what is appended to its metrics.jsonl reaches MLflow within about a second, in
+    batches, from a thread of its own. While the store does not answer, training goes on and the thread tries again;
+    whatever is still missing stays in the file, and the next `start` for the same directory delivers it. A row is
+    told by its step, so nothing is delivered twice. An MLflow run takes rows of its own run only: one that has another
+    run's `pgtk.id`, or other values than the directory, is left as it is, and a new one gets all rows.
+
+    uri: an MLflow tracking URI; None is `sqlite:///outputs/mlflow.db` under the current directory, with artifacts in
+        outputs/artifacts. experiment: its name; made if there is none. system_metrics: also measure the machine.
+    """
+
+    def __init__(self, uri: str | None, experiment: str, system_metrics: bool = False):
+        self.uri = absolute_uri(uri)
+        self.experiment = experiment
+        self.info: dict[str, str] = {}
+        self.rows_delivered = 0
+        self._measures_system = system_metrics
+        self._system: SystemMetrics | None = None
+        self._wake = threading.Event()
+        self._end: str | None = None  # the state to close the run with
+        self._thread = None
+
+    def start(self, run_dir: Path, consequence: str = "") -> None:
+        """Open the MLflow run of this directory, or make it, and begin to deliver.
+
+        The directory has its config.yaml and status.json. MLflow's parameters never change: a continued run keeps its
+        first ones, and what changed is in the tag `drift`. On a resume call it after `drop_metrics_after`.
+        Afterwards `info` holds uri, experiment_id and run_id.
+
+        Raises StorageError, ending with `consequence`, within seconds if the store does not answer or refuses.
+        """
+        self._run_dir = Path(run_dir)
+        for name in ARTIFACTS:
+            refuse_other(self._run_dir / name)
+        described = describe(self._run_dir)
+        with refusals(self.uri, consequence):
+            self._client, experiment_id = open_store(self.uri, self.experiment)
+            rows = read_metrics(self._run_dir / "metrics.jsonl")
+            run, delivered, others = self._known_run(described, experiment_id, rows)
+            if run:
+                self._client.update_run(run.info.run_id, status="RUNNING")
+                if "reason" in run.data.tags:  # of the end that is none any more
+                    self._client.delete_tag(run.info.run_id, "reason")
+                experiment_id = run.info.experiment_id
+            else:
+                run = self._client.create_run(experiment_id, described.start_time, run_name=described.run_name)
+                for other in others:
+                    self._client.set_tag(other.info.run_id, SUPERSEDED, run.info.run_id)
+            self._run_id = run.info.run_id
+            self._log_texts(described.tags, {} if run.data.params else described.params)
+        self.info = {"uri": redact(self.uri), "experiment_id": experiment_id, "run_id": self._run_id}
+        self._feeds = [
+            _Feed(self._run_dir / "metrics.jsonl", delivered, _metrics_of),
+            _Feed(self._run_dir / "system_metrics.jsonl", Delivered.of_system(run), _system_metrics_of),
+        ]
+        self._thread = threading.Thread(target=self._deliver_until_stopped, name="mlflow", daemon=True)
+        self._thread.start()
+        if self._measures_system:
+            self._system = SystemMetrics(self._run_dir / "system_metrics.jsonl")
+        # A daemon thread is cut off when the interpreter ends; what it still holds must not be.
+        atexit.register(self.finish, "failed")
+
+    def finish(self, state: str, limited: bool = True) -> list[str]:
+        """Deliver the rest and close the run; returns what did not reach MLflow, in words. A second call does nothing.
+
+        state: done, failed or interrupted. limited: give up after 6 * MLFLOW_HTTP_REQUEST_TIMEOUT seconds in all;
+        otherwise only each call has its limit.
+        """
+        if not self._thread:
+            return []
+        thread, self._thread = self._thread, None
+        atexit.unregister(self.finish)
+        if self._system:
+            self._system.stop()
+        self._missing = ["metrics", "artifacts", "the end of the run"]
+        self._end = state
+        self._wake.set()
+        thread.join(6 * request_seconds() if limited else None)
+        return list(self._missing)
+
+    def _known_run(self, described: Description, experiment_id, rows: list[dict]):
+        """The MLflow run that this directory has in this store, or None; its rows; runs it had with other values."""
+        from mlflow.exceptions import MlflowException
+
+        store, found = redact(self.uri), []
+        if described.run_id:  # also under another address, which may lead to the same store
+            try:
+                found = [self._client.get_run(described.run_id)]
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                    raise
+            if described.store in (None, store) and not (found and found[0].info.lifecycle_stage == "active"):
+                _log.warning(
+                    "MLflow run %s is not in %s any more; another one gets all metrics", described.run_id, store
+                )
+        if described.identity:
+            # Made by a process that was killed before it could write its number down, or delivered here later on.
+            own = f"tags.`pgtk.id` = {quoted(described.identity)}"
+            found += self._client.search_runs([experiment_id], own, max_results=100)
+        others = []
+        for run in {run.info.run_id: run for run in found if run.info.lifecycle_stage == "active"}.values():
+            if run.data.tags.get("pgtk.id") != described.identity:
+                _log.warning("MLflow run %s belongs to another run; this one gets its own", run.info.run_id)
+                continue
+            delivered = Delivered.metrics(self._client, run)
+            if not (steps := delivered.differing(rows)):
+                return run, delivered, []
+            others.append(run)
+            why = "MLflow run %s has other values than %s for %s; another one gets all metrics"
+            _log.warning(why, run.info.run_id, self._run_dir / "metrics.jsonl", in_words(steps))
+        return None, Delivered(), others
+
+    def _log_texts(self, tags, params):
+        from mlflow.entities import Param, RunTag
+
+        items = [Param(key, value) for key, value in params.items()]
+        for first in range(0, len(items), _PARAMS_PER_CALL):
+            self._client.log_batch(self._run_id, params=items[first : first + _PARAMS_PER_CALL], synchronous=True)
+        run_tags = [RunTag(parameter_name(key), value) for key, value in tags.items()]
+        self._client.log_batch(self._run_id, tags=run_tags, synchronous=True)
+
+    def _log_artifacts(self, names):
+        for name in names:
+            refuse_other(self._run_dir / name)  # what a link leads to is no file of the run
+            if (self._run_dir / name).exists():
+                self._client.log_artifact(self._run_id, str(self._run_dir / name))
+
+    def _deliver_until_stopped(self):
+        pause, failed, begun = _SECONDS_BETWEEN_DELIVERIES, False, False
+        while True:
+            last = self._end is not None
+            try:
+                if not begun:  # a run that is killed has its configuration there, too
+                    self._log_artifacts(ARTIFACTS[:5])
+                    begun = True
+                self._deliver()
+                if failed:
+                    _log.info("MLflow answers again: metrics are complete")
+                pause, failed = _SECONDS_BETWEEN_DELIVERIES, False
+            except Exception as error:  # whatever MLflow, its HTTP client or its database raise: training goes on
+                if not failed:
+                    kept = self._run_dir / "metrics.jsonl"
+                    _log.warning("%s. Nothing is lost: metrics are kept in %s", reason(self.uri, error), kept)
+                pause, failed = min(2 * pause, _LONGEST_PAUSE), True
+            if last:
+                if not failed:
+                    self._missing.remove("metrics")
+                self._close()
+                return
+            if self._wake.wait(pause):
+                self._wake.clear()
+
+    def _deliver(self):
+        for feed in self._feeds:
+            while True:
+                rows, metrics, offset = feed.next_batch()
+                if metrics:
+                    self._client.log_batch(self._run_id, metrics=metrics, synchronous=True)
+                    self.rows_delivered += rows
+                if offset == feed.offset:
+                    break
+                feed.offset = offset
+
+    def _close(self):
+        with self._arriving("artifacts"):
+            self._log_artifacts(ARTIFACTS)
+        if steps := self._feeds[0].delivered.differing(read_metrics(self._run_dir / "metrics.jsonl")):
+            self._missing.append(f"the new values of {in_words(steps)}")
+        with self._arriving("the end of the run"):
+            if why := read_status(self._run_dir).get("reason"):
+                self._client.set_tag(self._run_id, "reason", text_of("reason", why))
+            # A delivery after the fact leaves the run as long as it was.
+            end_time = self._feeds[0].last_time
+            self._client.set_terminated(self._run_id, status=_END_STATUS[self._end], end_time=end_time)
+
+    @contextlib.contextmanager
+    def _arriving(self, what):
+        try:
+            yield
+            self._missing.remove(what)
+        except Exception as error:  # as in the thread
+            _log.debug("%s did not reach MLflow: %s", what, reason(self.uri, error))
+
+
+class _Feed:
+    """A file of rows, each with its step, and how far it has been delivered."""
+
+    def __init__(self, path: Path, delivered: Delivered, metrics_of):
+        self.offset = 0
+        self.last_time: int | None = None  # of the last row, in milliseconds
+        self.delivered = delivered
+        self._path, self._metrics_of = path, metrics_of
+
+    def next_batch(self):
+        """(rows, metrics of the rows from the current offset on, at most one call's worth; offset after them)."""
+        rows, metrics, offset = 0, [], self.offset
+        if not self._path.exists():
+            return rows, metrics, offset
+        with open_to_read(self._path) as file:
+            file.seek(offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break  # still being written
+                row = json.loads(line)
+                new = self._metrics_of(row) if row["step"] not in self.delivered else []
+                if metrics and len(metrics) + len(new) > _METRICS_PER_CALL:
+                    break
+                metrics += new
+                rows += bool(new)
+                offset += len(line)
+                self.last_time = _milliseconds(row) or None
+        return rows, metrics, offset
+
+
+def _metrics_of(row):
+    from mlflow.entities import Metric
+
+    # The time of the row, not of its delivery: a row that is sent again is then the same row to MLflow.
+    milliseconds, values = _milliseconds(row), _finite(row)
+    metrics = [Metric(parameter_name(name), value, milliseconds, row["step"]) for name, value in values.items()]
+    if "documents_seen" in values:
+        seen = int(values["documents_seen"])
+        metrics += [
+            Metric(f"by_documents/{name}", values[name], milliseconds, seen) for name in BY_DOCUMENTS if name in values
+        ]
+    return metrics
+
+
+def _system_metrics_of(row):
+    from mlflow.entities import Metric
+
+    return [Metric(f"system/{name}", value, _milliseconds(row), row["step"]) for name, value in _finite(row).items()]
+
+
+def _finite(row):
+    return {name: value for name, value in row.items() if name not in ("step", "time") and math.isfinite(value)}
+
+
+def _milliseconds(row):
+    return round(1000 * row.get("time", 0))

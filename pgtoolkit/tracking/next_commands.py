@@ -1,0 +1,142 @@
+"""Paths, commands and addresses as the user can paste them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from urllib.parse import quote
+
+from pgtoolkit.config.paths import absolute_uri
+from pgtoolkit.config.rules.credentials import of_address
+from pgtoolkit.losses.families import FAMILIES
+from pgtoolkit.runs.files import known_provenance, leaves, read_config
+from pgtoolkit.system.functions import FUNCTIONS
+from pgtoolkit.system.redaction import redact
+from pgtoolkit.tracking.store import quoted
+
+UI_ADDRESS = "http://127.0.0.1:5000"
+"""Where `mlflow server` listens unless told otherwise."""
+
+
+def shell_path(path: str | Path) -> str:
+    """The path quoted for a shell; relative to the current directory where that is shorter."""
+    return shlex.quote(_shorter(path))
+
+
+def program(name: str) -> str:
+    """How to call a program of this Python's environment: its bare name if the shell finds that very one."""
+    own = Path(sys.executable).parent / name
+    found = shutil.which(name)
+    if found and (not own.exists() or Path(found).resolve() == own.resolve()):
+        return name
+    return shell_path(own) if own.exists() else name
+
+
+def ui_command(uri: str | None) -> str | None:
+    """The shell command that shows a local store on UI_ADDRESS; None for a server, which shows itself."""
+    uri = absolute_uri(uri)
+    if uri.startswith("http"):
+        return None
+    if uri == absolute_uri(None):
+        return f"{program('pgtk')} ui"
+    path = uri.removeprefix("sqlite:///")
+    store = redact(uri) if path == uri else f"sqlite:///{_shorter(path)}"
+    return f"{program('pgtk')} ui {shlex.quote(f'--uri={store}')}"
+
+
+def ui_url(uri: str | None, experiment_id: str, run_id: str | None = None, sweep: str | None = None) -> str:
+    """The address of a run's page, or without run_id of the page that charts all runs of the experiment or sweep."""
+    page = f"/{run_id}" if run_id else "?compareRunsMode=CHART"
+    if sweep:
+        # The summary run has no seed: it has no curves, and MLflow draws ten runs unless told otherwise.
+        found = f"tags.sweep = {quoted(sweep)} and tags.seed LIKE '%'"
+        page += f"&searchFilter={quote(found, safe='')}"
+    return f"{_server(uri)}/#/experiments/{experiment_id}/runs{page}"
+
+
+def compare_url(uri: str | None, experiment_ids: Sequence[str], run_ids: Sequence[str]) -> str:
+    """The address of the page that sets runs side by side, with their parameters and final metrics."""
+    lists = {"runs": list(run_ids), "experiments": list(experiment_ids)}
+    query = "&".join(f"{key}={quote(json.dumps(ids, separators=(',', ':')), safe='')}" for key, ids in lists.items())
+    return f"{_server(uri)}/#/compare-runs?{query}"
+
+
+def _server(uri):
+    return redact(uri).rstrip("/") if uri and uri.startswith("http") else UI_ADDRESS
+
+
+def resume_command(run_dir: str | Path, overrides: Sequence[str] = ()) -> str:
+    """The command that continues a run, with overrides if any; what no file may say is typed again."""
+    words = [*_only_typed(run_dir), *overrides]
+    return " ".join([program("pgtk"), "resume", shell_path(run_dir), *map(shlex.quote, words)])
+
+
+def _only_typed(run_dir):
+    """Functions of the user's own, and a server that gets credentials."""
+    try:
+        settings = dict(leaves(read_config(run_dir)[0]))
+    except Exception:  # before the configuration is written, or where it is damaged
+        return []
+    words = [f"{key}={settings[key]}" for key in FUNCTIONS if "." in str(settings.get(key))]
+    uri = settings.get("tracking.uri")
+    return words + ([f"tracking.uri={uri}"] if of_address(uri, "") else [])
+
+
+def sync_command(run_dir: str | Path) -> str:
+    """The command that delivers to MLflow what it lacks of a run."""
+    server = [word.removeprefix("tracking.") for word in _only_typed(run_dir) if word.startswith("tracking.uri=")]
+    return " ".join([program("pgtk"), "sync", shell_path(run_dir), *(shlex.quote(f"--{word}") for word in server)])
+
+
+def counterpart_command(run_dir: str | Path) -> str:
+    """The command of the same run with the other loss; the first loss's own overrides are left out.
+
+    So is the folder of its recorded rollouts, which is occupied now.
+    """
+    folder = _config_dir(run_dir)
+    own = [f"--config-dir={_shorter(folder)}"] if folder else []
+    return " ".join([program("pgtk"), *map(shlex.quote, [*own, *_counterpart(run_dir)])])
+
+
+def compare_command(run_dir: str | Path) -> str:
+    """The command that compares a run with its counterpart, once that has run; of a sweep's run, the whole sweep."""
+    from pgtoolkit.config.compose import name_of, parse  # loads hydra, which nothing else of tracking needs
+
+    path = Path(run_dir).absolute()
+    if (path.parent / "sweep.json").exists():
+        return f"{program('pgtk')} compare {shell_path(path.parent)}"
+    chosen = read_config(run_dir)[0].get("tracking", {}).get("run_name")
+    other = _counterpart(run_dir)
+    keeps_name = any(one.key_or_group == "tracking.run_name" and one.value() is not None for one in parse(other)[0])
+    name = name_of(chosen if keeps_name else None, other)
+    # When the counterpart will start is not known: the shell finds its directory by its name.
+    return f"{program('pgtk')} compare {shell_path(path)} outputs/*/??-??-??-??????-{name}"
+
+
+def _counterpart(run_dir):
+    config, overrides = read_config(run_dir)
+    other = next(name for name in FAMILIES if name != config["loss"]["name"])
+    dropped = ("loss=", "loss.", "rollout.save_path=")
+    return [f"loss={other}", *(override for override in overrides if not override.lstrip("+~").startswith(dropped))]
+
+
+def _config_dir(run_dir):
+    """The folder with options of the user's own that the run was started with, or None."""
+    provenance, folder = known_provenance(Path(run_dir)), None
+    words = provenance.get("command", [])[1:]
+    for word, following in pairwise([*words, None]):
+        flag, is_given, value = word.partition("=")
+        if flag in ("--config-dir", "-cd"):
+            folder = value if is_given else following
+    return folder and Path(provenance["directory"], folder)
+
+
+def _shorter(path):
+    absolute = os.path.abspath(path)
+    return min(os.path.relpath(absolute), absolute, key=len)

@@ -1,0 +1,59 @@
+"""A signal before training catches signals itself: the run directory says so, and the run can be resumed."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from pgtoolkit.errors import Interrupted
+from pgtoolkit.runs.directory import RunDirectory, read_status
+from pgtoolkit.runs.provenance import collect
+from pgtoolkit.tracking.next_commands import resume_command
+
+
+class Stopped(KeyboardInterrupt):
+    """A first SIGINT or SIGTERM; str() is its name."""
+
+
+@contextlib.contextmanager
+def stoppable(config: DictConfig, run_dir: Path, overrides: list[str], sweep: str | None = None) -> Iterator[None]:
+    """Around the imports of training, which take seconds, and the training itself.
+
+    A first signal raises Stopped where the program is, unless training has set handlers of its own; if it ends the
+    program, Interrupted comes out with the command that resumes the run. A second one acts at once.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, _stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    except Stopped as stop:
+        if not read_status(run_dir):
+            with RunDirectory(run_dir) as run:
+                run.write_config(OmegaConf.to_container(config, resolve=True), list(overrides))
+                run.write_provenance(collect(sys.argv))
+                run.set_status("interrupted", 0, str(stop), sweep=sweep)
+        status = read_status(run_dir)
+        if status["state"] == "done":
+            print(f"stopped by {stop} after the run was done", flush=True)
+            return
+        raise Interrupted(
+            f"stopped by {stop}; the run is {status['state']} at step {status['step']}. "
+            f"Continue with: {resume_command(run_dir)}"
+        ) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop(number, _frame):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    raise Stopped(signal.Signals(number).name)

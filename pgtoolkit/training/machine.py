@@ -1,0 +1,168 @@
+"""What a configuration needs of the machine it is typed on: a GPU, functions, a model, prompts, a free folder.
+
+Asked by `check` and by the start alike, before anything is made. Large libraries are imported where the configuration
+asks for what they alone know.
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+import os
+from pathlib import Path
+from typing import Any
+
+from pgtoolkit.config.rules.run import occupied_by_rollouts
+from pgtoolkit.errors import ConfigError, DataError, first_line
+from pgtoolkit.system import model_folder
+from pgtoolkit.system.functions import REDUCER_KEYWORDS, import_function
+from pgtoolkit.system.report import Report, is_whole, refusal
+
+_SECONDS_FOR_THE_HUB = 10
+
+
+def look(c: Any, report: Report, typed: bool = True, begins: bool = True) -> None:
+    """Add what is missing to the problems of the resolved configuration `c`.
+
+    typed: False for one out of a file, whose functions are not imported. begins: False for what may have begun before,
+    such as the job of a sweep.
+    """
+    devices(c, report)
+    _model(c, report)
+    if typed:
+        _functions(c, report)
+        _prompts(c, report)
+    if begins and c.rollout.name == "policy" and (problem := occupied_by_rollouts(c.rollout.save_path)):
+        report.problems.append(problem)
+
+
+def devices(c: Any, report: Report) -> None:
+    """A GPU where one is asked for."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    on_triton = c.kernel.implementation == "triton" and not interpreted
+    if not (c.trainer.device == "cuda" or on_triton) or _has_gpu():
+        return
+    if c.trainer.device == "cuda":
+        reason = "Its driver or torch's CUDA build is missing."
+        report.refuse("trainer.device=cuda", "a GPU that torch can use", "none", reason, "trainer.device=auto")
+    if on_triton and c.trainer.device != "cpu":  # which the rule on kernels has refused
+        reason = "Triton compiles for GPUs; TRITON_INTERPRET=1 runs its kernels slowly on a CPU."
+        report.refuse("kernel=triton", "a GPU", "none", reason, "kernel=torch")
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _functions(c: Any, report: Report) -> None:
+    """The functions that were typed can be imported and called."""
+    wanted = []
+    if c.rollout.name == "policy" and c.task.name == "prompts" and "." in str(c.task.verifier):
+        wanted.append(("task.verifier", c.task.verifier, ("completion", "answer"), ()))
+    if c.aggregation.reducer is not None:
+        wanted.append(("aggregation.reducer", c.aggregation.reducer, (None,), REDUCER_KEYWORDS))
+    for key, path, arguments, keywords in wanted:
+        if any(problem.startswith(f"{key}=") for problem in report.problems):
+            continue
+        try:
+            import_function(key, str(path), *arguments, **dict.fromkeys(keywords))
+        except ConfigError as error:
+            report.problems.append(str(error))
+    if c.loss.name == "custom" and not any(problem.startswith("loss.") for problem in report.problems):
+        from pgtoolkit.training.loss import own_family
+
+        try:
+            own_family(c.loss.path, vars(c.loss.options), c.loss.num_splits)
+        except ConfigError as error:
+            report.problems.append(str(error))
+
+
+def _prompts(c: Any, report: Report) -> None:
+    """The prompts can be read, and there is one."""
+    if c.rollout.name != "policy" or c.task.name != "prompts" or c.task.path is None:
+        return
+    if any(problem.startswith("task.path=") for problem in report.problems):
+        return
+    if problem := _unreadable_prompts(os.getcwd(), c.task.path, c.task.prompt_field, c.task.answer_field):
+        report.problems.append(DataProblem(problem))
+
+
+@functools.cache  # the jobs of a sweep share them
+def _unreadable_prompts(_directory: str, path: str, prompt_field: str, answer_field: str) -> str | None:
+    from pgtoolkit.rollouts.tasks import read_prompts
+
+    try:
+        read_prompts(path, prompt_field, answer_field)
+    except DataError as error:
+        return str(error)
+    return None
+
+
+class DataProblem(str):
+    """A problem with data, whose exit status is another than that of a wrong configuration."""
+
+
+def _model(c: Any, report: Report) -> None:
+    model = c.model
+    if model.name != "huggingface" or not model.path:
+        return
+    folder = Path(model.path).expanduser()
+    if os.path.isdir(folder):
+        found = model_folder.problems(model.path, bool(model.random_weights))
+        report.problems += found or _unloadable(os.getcwd(), model.path)
+        _positions(c, report)
+    elif os.path.exists(folder):
+        reason = "A model is made of several files: config.json, its tokenizer, its weights."
+        report.refuse(f"model.path={model.path}", "a folder", "a file", reason, "model.path=FOLDER")
+    elif not model.path.startswith((".", "/", "~")) and (problem := _on_the_hub(model.path)):
+        report.problems.append(problem)
+
+
+def _positions(c: Any, report: Report) -> None:
+    """Room for a prompt beside the longest completion."""
+    positions = model_folder.model_settings(c.model.path).get("max_position_embeddings")
+    if c.rollout.name != "policy" or not is_whole(positions) or c.rollout.max_completion_length < positions:
+        return
+    length, reason = c.rollout.max_completion_length, "Prompt and completion share the model's positions."
+    use = f"rollout.max_completion_length={max(1, positions // 2)}"
+    report.refuse(f"rollout.max_completion_length={length}", f"a number < {positions}", length, reason, use)
+
+
+@functools.cache  # the jobs of a sweep share it
+def _unloadable(_directory: str, path: str) -> list[str]:
+    """The problem with what transformers makes of a folder's small files."""
+    try:
+        model_folder.load_config(path)
+        model_folder.load_tokenizer(path)
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
+@functools.cache
+def _on_the_hub(name: str) -> str | None:
+    """A problem, within seconds, with a name that is no folder here; None if the hub has it or a download is kept."""
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    def problem(got: str, reason: str) -> str:
+        needs = "a folder, or a model on the Hugging Face hub"
+        use = "model.path=FOLDER with a local one, or the hub's name of it"
+        return refusal(f"model.path={name}", needs, got, reason, use)
+
+    try:
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return None
+        if constants.HF_HUB_OFFLINE:
+            return problem("no such folder, and no download of it", "HF_HUB_OFFLINE=1 keeps from asking the hub.")
+        HfApi().model_info(name, timeout=_SECONDS_FOR_THE_HUB)
+    except HFValidationError:
+        return problem("no such folder", "It cannot be a name on the hub, which is NAME or OWNER/NAME.")
+    except Exception as error:  # the hub's client, its HTTP library and its proxies each raise their own
+        folder = Path(name).parts[0]
+        near = f" There is a folder {folder} here, without it." if glob.glob(glob.escape(folder)) else ""
+        got = f"no such folder, and from {constants.ENDPOINT}: {type(error).__name__}: {first_line(error)[:150]}"
+        return problem(got, f"It is neither here nor could the hub give it.{near}")
+    return None

@@ -1,0 +1,330 @@
+"""`pgtk compare`: groups, means, spreads and tests against numbers worked out by hand and by scipy."""
+
+import csv
+import json
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+import scipy.stats
+from omegaconf import OmegaConf
+
+from pgtoolkit.cli import main
+from pgtoolkit.comparison.groups import compare
+from pgtoolkit.comparison.mean_curves import mean_curve
+from pgtoolkit.comparison.runs import find_runs
+from pgtoolkit.comparison.statistics import LEVEL, compare_all, mean_and_std, welch
+from pgtoolkit.comparison.svg import ticks
+from pgtoolkit.comparison.terminal import p_value, verdict
+from pgtoolkit.runs.directory import RunDirectory
+from pgtoolkit.runs.series import best, final
+from pgtoolkit.tracking.progress import WIDTH
+
+STEPS = 20
+
+
+def save(folder, loss, seed, end, state="done", steps=STEPS, reason=None, **more):
+    """A run whose reward is 0 until its last tenth, and there `end`."""
+    config = {
+        "seed": seed,
+        "loss": {"name": loss, "epsilon_low": 0.2 if loss == "grpo" else 3e-4},
+        "trainer": {"max_steps": STEPS, "checkpoint_every": seed + 1},
+        "tracking": {"run_name": folder.name},
+        **more,
+    }
+    with RunDirectory(folder) as run:
+        run.write_config(config, [f"loss={loss}", f"seed={seed}"])
+        for step in range(1, steps + 1):
+            reward = end if step > STEPS - 2 else 0.0
+            run.append_metrics(step, {"reward": reward, "documents_seen": 8 * step, "kl": 1e-5 * step})
+        run.set_status(state, steps, reason)
+    return folder
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    ends = {"grpo": (0.2, 0.4, 0.6), "gspo": (0.9, 0.94, 0.98)}
+    number = 0
+    for loss, values in ends.items():
+        for seed, end in enumerate(values):
+            save(tmp_path / f"{number}-{loss}-{seed}", loss, seed, end)
+            number += 1
+    return tmp_path
+
+
+def page(capsys, *arguments):
+    assert main(["compare", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys, *arguments):
+    assert main(["compare", *map(str, arguments)]) == 2
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    return said
+
+
+def test_a_run_with_half_a_configuration_is_left_out(sweep, capsys):
+    for number, (run, keys) in enumerate((("0-grpo-0", ("trainer",)), ("3-gspo-0", ("seed",)))):
+        path = sweep / run / "config.yaml"
+        config = OmegaConf.load(path)
+        for key in keys:
+            del config[key]
+        OmegaConf.save(config, path)
+        with RunDirectory(sweep / run) as opened:
+            opened.set_status("failed" if number else "done", 20)
+    said = " ".join(page(capsys, sweep).split())
+    assert "0-grpo-0/config.yaml is damaged (it lacks trainer.max_steps)" in said
+    assert "3-gspo-0/config.yaml is damaged (it lacks seed)" in said
+    assert "0.960" in said  # of the two that are left
+
+
+def test_final_and_best():
+    values = [0.0] * 10 + [1.0, 3.0] + [0.0] * 6 + [0.5, 0.7]
+    assert final(values) == pytest.approx(0.6)
+    assert best(values) == pytest.approx(2.0)
+    assert (final([3.0]), best([3.0])) == (3.0, 3.0)
+
+
+@pytest.mark.filterwarnings("ignore:Precision loss")
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ([0.2, 0.4, 0.6], [0.9, 0.94, 0.98]),
+        ([1.0, 1.0, 1.0], [0.9, 0.91, 0.95, 0.7]),
+        ([0.1, 0.2], [0.1, 0.25]),
+        ([float(i) for i in range(30)], [i + 0.5 for i in range(40)]),
+        ([1.0, 1.0001], [5.0, 5.0001, 5.0002]),
+    ],
+)
+def test_welch_agrees_with_scipy(one, other):
+    expected = scipy.stats.ttest_ind(one, other, equal_var=False)
+    t, p = welch(one, other)
+    assert t == pytest.approx(expected.statistic, rel=1e-12)
+    assert p == pytest.approx(expected.pvalue, rel=1e-12)
+
+
+def test_without_any_spread_nothing_is_claimed():
+    assert welch([1.0, 1.0], [1.0, 1.0]) == (0.0, 1.0)
+    assert welch([1.0, 1.0], [0.0, 0.0]) == (None, None)
+    assert mean_and_std([2.0]) == (2.0, None)
+    assert mean_and_std([1.0, 3.0]) == (2.0, pytest.approx(2**0.5))
+
+
+def test_p_is_adjusted_by_holm():
+    samples = [[5.0, 5.1, 5.2], [4.0, 4.2, 4.1], [3.9, 4.1, 4.3], [1.0]]
+    found = {(c.first, c.second): c for c in compare_all(samples)}
+    raw = sorted(found[pair].p for pair in ((0, 1), (0, 2), (1, 2)))
+    expected = [3 * raw[0], max(3 * raw[0], 2 * raw[1]), max(2 * raw[1], raw[2])]
+    assert sorted(found[pair].adjusted_p for pair in ((0, 1), (0, 2), (1, 2))) == pytest.approx(expected)
+    assert found[0, 3].adjusted_p is None
+    assert found[0, 3].counts == (3, 1)
+
+
+def test_a_verdict_goes_by_the_adjusted_p_which_never_falls():
+    """Two equal p of 0.038 beside a smaller one: 2 p for the first of them, and not less, p itself, for the other."""
+    samples = [[0.0, 1.0, 2.0], [2.5, 3.5, 4.5], [5.0, 6.0, 7.0]]
+    found = {(c.first, c.second): c for c in compare_all(samples)}
+    near, far = (scipy.stats.ttest_ind(samples[0], other, equal_var=False).pvalue for other in samples[1:])
+    assert far < near < LEVEL < 2 * near
+    expected = {(0, 2): 3 * far, (0, 1): 2 * near, (1, 2): 2 * near}
+    assert {pair: c.adjusted_p for pair, c in found.items()} == pytest.approx(expected)
+    assert verdict(found[0, 2]) == "more than seed noise"
+    assert verdict(found[0, 1]) == verdict(found[1, 2]) == "not told apart from seed noise"
+    assert p_value(found[1, 2]) == "0.075"
+
+
+def test_runs_that_differ_in_the_seed_are_one_group(sweep):
+    compared = compare(find_runs([str(sweep)]), "reward")
+    assert compared.keys == ["loss"]
+    assert compared.following == ["loss.epsilon_low"]
+    assert compared.common == {"trainer.max_steps": STEPS}
+    assert [group.label for group in compared.groups] == ["gspo", "grpo"]
+    gspo, grpo = compared.groups
+    assert gspo.final == (pytest.approx(0.94), pytest.approx(0.04))
+    assert grpo.final == (pytest.approx(0.4), pytest.approx(0.2))
+    expected = scipy.stats.ttest_ind(gspo.finals, grpo.finals, equal_var=False).pvalue
+    assert compared.comparisons[0].p == pytest.approx(expected)
+
+
+def test_the_page_says_it_all(sweep, capsys):
+    text = page(capsys, sweep)
+    lines = text.splitlines()
+    assert lines[0].startswith("6 runs (6 counted) of 2 configurations, which differ in loss;")
+    assert lines[3].startswith("gspo  3      0.940 ± 0.040  0.940 ± 0.040  ▁")
+    assert lines[4].startswith("grpo  3      0.400 ± 0.200")
+    assert "Welch's t-test, two-sided:" in text
+    assert "gspo (n = 3) against\n    grpo (n = 3)  +0.540  p 0.038  more than seed noise" in text
+    assert max(map(len, lines)) <= WIDTH
+
+
+def test_one_seed_says_nothing(tmp_path, capsys):
+    save(tmp_path / "a", "grpo", 0, 0.5)
+    save(tmp_path / "b", "gspo", 0, 0.6)
+    text = page(capsys, tmp_path / "a", tmp_path / "b")
+    assert "gspo  1      0.600" in text
+    assert "nothing can be said: it takes two seeds of each" in text
+    assert "±  " not in text
+    alone = page(capsys, tmp_path / "a")
+    assert "Nothing to compare: one configuration has finished runs." in alone
+
+
+def test_runs_that_do_not_count_are_named(sweep, capsys):
+    save(sweep / "20-failed", "grpo", 7, 0.0, "failed", steps=5, reason="ValueError: no\nmore")
+    save(sweep / "21-killed", "gspo", 8, 0.0, "running", steps=6)
+    save(sweep / "22-again", "gspo", 0, 0.9)
+    (sweep / "23-never" / ".hydra").mkdir(parents=True)
+    shutil.copytree(sweep / "0-grpo-0", sweep / "24-broken")
+    (sweep / "24-broken" / "config.yaml").write_text("a: [")
+    with RunDirectory(save(sweep / "25-now", "grpo", 9, 0.0, "running", steps=3)):
+        text = page(capsys, sweep, sweep / "0-grpo-0", "--csv", sweep / "runs.csv")
+    assert "(6 counted) of 2 configurations" in text
+    assert "20-failed: failed at step 5 of 20, reward 0.000 so far: ValueError: no more" in text
+    assert "21-killed: killed at step 6 of 20" in text
+    assert "0-gspo" not in text.split("In no mean")[0]
+    assert "3-gspo-0: same configuration and seed as 22-again, which is newer" in text
+    assert "23-never: failed at step 0: it ended before it wrote its configuration" in text
+    assert "24-broken: unreadable: " in text
+    assert "25-now: running at step 3 of 20" in text
+    assert "gspo  3      0.940 ± 0.040" in text
+    with (sweep / "runs.csv").open() as file:
+        rows = {row["run"].rpartition("/")[2]: row for row in csv.DictReader(file)}
+    assert len(rows) == 12
+    assert float(rows["5-gspo-2"]["final_reward"]) == pytest.approx(0.98)
+    assert (rows["5-gspo-2"]["loss"], rows["5-gspo-2"]["seed"], rows["5-gspo-2"]["counted"]) == ("gspo", "2", "yes")
+    assert (rows["21-killed"]["state"], rows["21-killed"]["counted"]) == ("killed", "no")
+    assert rows["24-broken"]["state"] == "unreadable"
+
+
+def test_different_code_and_length_are_noted(sweep, capsys):
+    assert "Note" not in page(capsys, sweep)
+    (sweep / "0-grpo-0" / "provenance.json").write_text('{"git": [{"commit": "a", "diff": ""}]}')
+    save(sweep / "9-longer", "grpo", 9, 0.5, steps=2 * STEPS)
+    text = page(capsys, sweep)
+    assert "Note: the runs come from different code" in text
+    assert "Note: the runs are of different length (20, 40 steps)" in text
+
+
+def test_many_long_keys_fit_the_terminal(tmp_path, capsys):
+    for i in range(3):
+        more = {"task": {f"a_key_with_a_rather_long_name_{i}": i, "path": f"/a/long/path/{'x' * 60}/{i}"}}
+        save(tmp_path / str(i), "grpo", i, 0.1 * i, **more)
+    lines = page(capsys, tmp_path).splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    assert any("…" in line and "  1      0.200         0.200  " in line for line in lines)
+
+
+def test_curves_are_means_over_seeds_on_both_axes(sweep):
+    runs = find_runs([str(sweep / "0-grpo-0"), str(sweep / "1-grpo-1")])
+    for i, run in enumerate(runs):
+        for row in run.rows:
+            row["reward"], row["seconds"] = (i + 1) * row["documents_seen"], row["step"] * (i + 1)
+    points = mean_curve(runs, "reward", "documents_seen")
+    assert (points[0][0], points[-1][0]) == (8, 160)
+    for x, mean, low, high in points:
+        assert (low, mean, high) == pytest.approx((x, 1.5 * x, 2 * x))
+    by_time = mean_curve(runs, "reward", "seconds")
+    assert (by_time[0][0], by_time[-1][0]) == (2, 20)  # where both have been
+    assert by_time[-1][2:] == pytest.approx((160.0, 160.0))
+
+
+def test_pauses_before_a_resume_are_no_time(sweep):
+    folder = sweep / "0-grpo-0"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        row["time"] = 1000.0 + row["step"] + (5000 if row["step"] > 10 else 0)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert find_runs([str(folder)])[0].rows[-1]["seconds"] == pytest.approx(5019)
+    (folder / "provenance.json").write_text('{"resumed": [{"time": "1970-01-01T01:40:05+0000"}]}')
+    assert find_runs([str(folder)])[0].rows[-1]["seconds"] == pytest.approx(19)
+
+
+def test_ticks_are_round():
+    assert ticks(0, 19200) == [0, 5000, 10000, 15000]
+    assert ticks(0.07, 0.99) == pytest.approx([0.2, 0.4, 0.6, 0.8])
+    assert ticks(2.0, 2.0) == [2.0]
+
+
+class Page(HTMLParser):
+    """The elements of a page that the tests ask for; every element must be closed in order."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.seen, self.text = [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.seen.append((tag, dict(attributes)))
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.seen.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_the_report_is_one_page_that_needs_nothing_else(sweep, capsys):
+    save(sweep / "7-<b>&", "gspo", 9, 0.0, "interrupted", steps=9, reason="SIGTERM")
+    said = page(capsys, sweep, "--html", sweep / "r.html", "--png", sweep / "r.png")
+    assert said.splitlines()[-2:][0].startswith("html ")
+    text = (sweep / "r.html").read_text()
+    found = Page(text)
+    assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in found.seen}
+    assert "src=" not in text
+    assert "url(" not in text
+    charts = [attributes["aria-label"] for tag, attributes in found.seen if attributes.get("role") == "img"]
+    assert charts == ["reward against documents seen", "reward against time"]
+    drawn = [attributes.get("class") for tag, attributes in found.seen if tag == "path"]
+    assert (drawn.count("mean"), drawn.count("run")) == (4, 2)
+    assert text.partition("</figure>")[0].count('class="band"') == 2
+    shown = " ".join(found.text)
+    assert "loss=gspo (n = 3)" in shown
+    assert "7-<b>&: interrupted at step 9 of 20" in shown
+    assert {"0.940", "0.040", "0.400", "0.200", "+0.540", "0.038"} <= set(found.text)
+    assert (sweep / "r.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
+def test_a_browser_shows_the_report(sweep, capsys):
+    page(capsys, sweep, "--html", sweep / "r.html")
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"file://{sweep}/r.html"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    assert shown.count('class="mean"') == 4
+    assert "<h1>reward by loss</h1>" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["nowhere"], "got nowhere: no such folder"),
+        (["."], "a folder without runs"),
+        (["{sweep}", "--metric", "rewrd"], "Use --metric=reward."),
+        (["{sweep}", "--html", "no/such/r.html"], "Use --html=comparison.html."),
+        (["{sweep}", "--png", "."], "Use --png=comparison.png."),
+        (["{sweep}", "--color"], "unrecognized arguments: --color. Use pgtk compare"),
+        ([], "required: RUN. Use pgtk compare"),
+    ],
+)
+def test_bad_input_is_one_message(sweep, tmp_path_factory, monkeypatch, capsys, arguments, expected):
+    monkeypatch.chdir(tmp_path_factory.mktemp("empty"))
+    said = refused(capsys, *(argument.format(sweep=sweep) for argument in arguments))
+    assert expected in said
+    assert len(said.splitlines()) == 1
+
+
+def test_neither_torch_nor_mlflow_is_loaded(sweep):
+    code = (
+        "import sys; from pgtoolkit.cli import main; main(sys.argv[1:]); "
+        "print({'torch', 'mlflow', 'matplotlib', 'lightning', 'scipy.stats'} & set(sys.modules))"
+    )
+    command = [sys.executable, "-c", code, "compare", str(sweep), "--html", str(sweep / "r.html")]
+    assert subprocess.run(command, capture_output=True, text=True).stdout.splitlines()[-1] == "set()"

@@ -1,0 +1,160 @@
+"""Comparisons read from MLflow stores and from sweeps' folders: the same tables as from the run directories."""
+
+import json
+import shutil
+
+import pytest
+from mlflow import MlflowClient
+
+from pgtoolkit.cli import main
+from pgtoolkit.comparison.sweep_summary import publish
+from pgtoolkit.errors import StorageError
+from pgtoolkit.runs.directory import RunDirectory
+from pgtoolkit.tracking.mlflow_run import MlflowTracker
+
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory):
+    return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+
+
+@pytest.fixture(scope="module")
+def sweep(uri, tmp_path_factory):
+    """Two losses by two seeds, one more run that failed, and a job that never began; in the store, too."""
+    folder = tmp_path_factory.mktemp("cwd") / "outputs" / "sweeps" / "by_loss"
+    jobs = []
+    for loss, seed, end, state in (
+        ("grpo", 0, 0.25, "done"),
+        ("grpo", 1, 0.5, "done"),
+        ("gspo", 0, 0.875, "done"),
+        ("gspo", 1, 0.9375, "done"),
+        ("gspo", 2, 0.75, "failed"),
+    ):
+        directory = f"loss-{loss}_seed-{seed}-0123abc{seed}"
+        reason = "StorageError: disk full" if state == "failed" else None
+        _save(folder / directory, uri, loss, seed, end, state, reason)
+        jobs.append({"name": directory, "directory": directory, "status": state, "reason": reason})
+    jobs.append({"name": "x", "directory": "loss-gspo_seed-3-0123abc3", "status": "pending", "reason": None})
+    (folder / "sweep.json").write_text(json.dumps({"name": "by_loss", "command": ["pgtk"], "jobs": jobs}))
+    return folder
+
+
+def _save(folder, uri, loss, seed, end, state, reason):
+    config = {
+        "seed": seed,
+        "loss": {"name": loss, "epsilon_low": 0.2 if loss == "grpo" else 3e-4, "epsilon_high": 0.3},
+        "aggregation": {"mode": "constant", "divisor": None},
+        "trainer": {"max_steps": STEPS, "device": "cpu"},
+        "tracking": {"run_name": None},
+    }
+    with RunDirectory(folder) as run:
+        run.write_config(config, [])
+        run.write_provenance({"git": [{"commit": "c" * 40, "diff": ""}]})
+        run.set_status("running", 0, sweep="by_loss")
+        tracker = MlflowTracker(uri, "experiment of one")
+        tracker.start(run.path)
+        for step in range(1, STEPS + 1):
+            run.append_metrics(
+                step, {"reward": end if step > STEPS - 2 else 0.0, "documents_seen": 8 * step, "kl": 0.1}
+            )
+        run.set_status(state, STEPS, reason)
+        tracker.finish(state)
+
+
+def page(capsys, *arguments):
+    assert main(["compare", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_store_gives_the_tables_of_the_directories(sweep, uri, capsys, tmp_path):
+    def tables(name, *arguments):
+        said = page(capsys, *arguments, "--csv", tmp_path / f"{name}.csv", "--html", tmp_path / f"{name}.html")
+        # How a run and the report are called is all that may differ.
+        text = said.replace("-0123abc2", "").partition("html")[0]
+        return text.replace("loss-gspo_seed-3-0123abc3: has not begun\n", "").replace("csv", "")
+
+    expected = tables("directories", sweep)
+    assert "5 runs (4 counted) of 2 configurations, which differ in loss" in expected
+    assert "gspo  2      0.906 ± 0.044" in expected
+    assert "loss-gspo_seed-2: failed at step 20 of 20, reward 0.750 so far: StorageError: disk full" in expected
+    for name in ("by_loss", "experiment of one"):
+        assert tables(name.split()[0], name, "--uri", uri).split("\n  ")[:-1] == expected.split("\n  ")[:-1]
+        rows = [(tmp_path / f"{file}.csv").read_text().splitlines() for file in ("directories", name.split()[0])]
+        kept = [sorted(line.partition(",")[2] for line in lines if "pending" not in line) for lines in rows]
+        assert kept[0] == kept[1]
+    charts = [(tmp_path / f"{file}.html").read_text().split("<figure>")[1:] for file in ("directories", "by_loss")]
+    assert [chart.partition("</svg>")[0] for chart in charts[0]] == [
+        chart.partition("</svg>")[0] for chart in charts[1]
+    ]
+
+
+def test_a_sweep_is_found_by_its_name_and_its_jobs_are_complete(sweep, capsys, monkeypatch):
+    monkeypatch.chdir(sweep.parents[2])
+    said = page(capsys, "by_loss")
+    assert "(4 counted)" in said
+    assert "loss-gspo_seed-3-0123abc3: has not begun" in said
+
+
+def test_what_is_not_in_the_store_is_refused_with_what_is(sweep, uri, capsys, tmp_path):
+    assert main(["compare", "by_los", "--uri", uri]) == 2
+    said = capsys.readouterr().err
+    assert "(got no run of that name)" in said
+    assert "the sweeps by_loss and the experiments" in said
+    assert main(["compare", "by_loss", "--uri", f"sqlite:///{tmp_path}/none.db"]) == 2
+    assert "no such file" in capsys.readouterr().err
+    assert not (tmp_path / "none.db").exists()
+    assert main(["compare", "by_loss", "--uri", "http://127.0.0.1:1"]) == 6
+    assert "Nothing was compared" in capsys.readouterr().err
+    assert main(["compare", "by_loss", "--uri", uri, "--metric", "kll"]) == 2
+    assert "Use --metric=kl." in capsys.readouterr().err
+
+
+def test_the_summary_run_carries_table_and_report_and_is_kept_up_to_date(sweep, uri, tmp_path, capsys):
+    info = publish(sweep, uri, "experiment of one")
+    client = MlflowClient(uri)
+    run = client.get_run(info["run_id"])
+    assert (run.info.run_name, run.info.status) == ("by_loss", "FAILED")
+    assert (run.data.tags["sweep"], run.data.tags["sweep_summary"]) == ("by_loss", "true")
+    assert "gspo  2      0.906 ± 0.044" in run.data.tags["mlflow.note.content"]
+    names = {file.path for file in client.list_artifacts(info["run_id"])}
+    assert names == {"sweep.json", "comparison.html", "comparison.txt", "comparison.png", "runs.csv"}
+    found = client.search_runs([info["experiment_id"]], "tags.sweep = 'by_loss'")
+    assert sorted(one.info.run_name for one in found)[:2] == ["by_loss", "loss-grpo_seed-0"]
+
+    copy = shutil.copytree(sweep, tmp_path / "copy")
+    for job in (content := json.loads((copy / "sweep.json").read_text()))["jobs"]:
+        job["status"] = "done"
+    (copy / "sweep.json").write_text(json.dumps(content))
+    assert publish(copy, uri, "experiment of one") == info
+    assert client.get_run(info["run_id"]).info.status == "FINISHED"
+    assert page(capsys, "by_loss", "--uri", uri).startswith("5 runs")  # the summary is no run of the sweep
+
+
+def test_a_summary_needs_a_sweep_and_a_store(sweep, tmp_path):
+    with pytest.raises(StorageError, match=r"sweep\.json cannot be read"):
+        publish(tmp_path, "sqlite:///x.db", "e")
+    with pytest.raises(StorageError, match="Sweep by_loss has no summary there"):
+        publish(sweep, "http://127.0.0.1:1", "e")
+
+
+def test_a_resume_that_changed_a_key_is_compared_by_the_new_value(uri, tmp_path, capsys):
+    for seed, lengths in enumerate([(10, 20), (10,)]):
+        for max_steps in lengths:
+            with RunDirectory(tmp_path / f"run{seed}") as run:
+                run.write_config({"seed": seed, "trainer": {"max_steps": max_steps, "device": "cpu"}}, [])
+                run.set_status("running", 0)
+                tracker = MlflowTracker(uri, "resumed")
+                tracker.start(run.path)
+                run.append_metrics(max_steps, {"reward": max_steps / 32, "documents_seen": 8})
+                stopped = max_steps < lengths[-1]
+                run.set_status("interrupted" if stopped else "done", max_steps, "SIGTERM" if stopped else None)
+                tracker.finish("interrupted" if stopped else "done")
+    said = page(capsys, "resumed", "--uri", uri)
+    assert "2 runs (2 counted) of 2 configurations, which differ in trainer.max_steps" in said
+    assert said == page(capsys, tmp_path)
+    client = MlflowClient(uri)
+    found = client.search_runs([client.get_experiment_by_name("resumed").experiment_id])
+    assert len(found) == 2
+    assert not [run for run in found if "reason" in run.data.tags]  # of the end that was none

@@ -1,0 +1,83 @@
+"""`pgtk ui`: the real MLflow server, and that nothing of it is left."""
+
+import os
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+from stores import free_port
+
+from pgtoolkit.cli import main
+from pgtoolkit.runs.directory import RunDirectory
+from pgtoolkit.tracking.mlflow_run import MlflowTracker
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("older", "newer"):
+        with RunDirectory(tmp_path / f"run-{name}") as run:
+            run.write_config({"tracking": {"run_name": None}}, [])
+            run.set_status("running", 0)
+            tracker = MlflowTracker(None, name)
+            tracker.start(run.path)
+            tracker.finish("done")
+    return tracker.info
+
+
+@pytest.mark.slow
+def test_the_newest_run_is_shown_and_nothing_is_left(store, tmp_path):
+    port = free_port()
+    command = [sys.executable, "-m", "pgtoolkit.cli", "ui", "--port", str(port)]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            lines = [server.stdout.readline() for _ in range(3)]
+            address = f"http://127.0.0.1:{port}"
+            assert lines[1] == "newest run    run-newer\n"
+            page = f"{address}/#/experiments/{store['experiment_id']}/runs?compareRunsMode=CHART"
+            assert lines[2] == f"charts        {page}\n"
+            assert urllib.request.urlopen(address, timeout=10).status == 200
+            children = subprocess.run(["pgrep", "-P", str(server.pid)], capture_output=True, text=True).stdout.split()
+            server.send_signal(signal.SIGINT)
+            assert server.wait(timeout=30) == 0
+        finally:
+            server.terminate()  # so that a failure does not wait for it
+    assert len(children) == 1
+    with pytest.raises(ProcessLookupError):
+        os.killpg(int(children[0]), 0)  # the server's whole group
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(address, timeout=5)
+
+
+def refused(capsys, *arguments):
+    assert main(["ui", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    return said
+
+
+def test_without_a_store_it_says_where_one_is_made(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert "got outputs/mlflow.db: no such file" in refused(capsys)
+    assert not (tmp_path / "outputs").exists()
+    (tmp_path / "other.db").write_text("text")
+    assert "got other.db: file is not a database" in refused(capsys, "--uri", "sqlite:///other.db")
+    sqlite3.connect(tmp_path / "empty.db").execute("create table t (x)")
+    assert "no such table: experiments" in refused(capsys, "--uri", "sqlite:///empty.db")
+    assert "Use a browser: http://***@h:1." in refused(capsys, "--uri", "http://u:secret@h:1")
+
+
+def test_a_port_that_cannot_be_had_names_one_that_can(store, capsys):
+    for bad in ("5x", "0", "65536", "-1"):
+        assert f"--port={bad} needs a whole number from 1 to 65535" in refused(capsys, f"--port={bad}")
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        said = refused(capsys, "--port", str(port))
+    assert f"--port={port} needs a free port of 127.0.0.1 (got: Address already in use). Use --port=" in said
+    assert int(said.rpartition("=")[2].strip(".\n")) > port

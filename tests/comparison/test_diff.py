@@ -1,0 +1,131 @@
+"""`pgtk diff`: only what changed between two runs."""
+
+import json
+
+import pytest
+
+from pgtoolkit.cli import main
+from pgtoolkit.runs.directory import RunDirectory
+
+PROVENANCE = {
+    "host": "a",
+    "version": "0.1.0",
+    "git": [{"path": "/x/code", "commit": "1234567890abcdef", "diff": "", "diff_truncated": False}],
+    "python": "3.11.7",
+    "platform": "Linux",
+    "packages": {"torch": "2.6", "PyYAML": "6.0", "Flask_Cors": "1"},
+    "cpus": {"machine": 2, "usable": 2},
+    "memory_bytes": 2**33,
+    "gpus": [],
+}
+CHANGED = {
+    "git": [
+        {"path": "/y/code", "commit": "1234567890abcdef", "diff": "--- a\n+++ b\n+x\n+y\n-z\n", "diff_truncated": False}
+    ],
+    "packages": {"torch": "2.7", "pyyaml": "6.0", "flask-cors": "1", "scipy": "1"},
+    "cpus": {"machine": 2, "usable": 1},
+    "gpus": [{"name": "H200", "memory": "141 GiB", "driver": "1"}] * 2,
+}
+
+
+def save(folder, config, provenance=PROVENANCE):
+    with RunDirectory(folder) as run:
+        run.write_config(config, [])
+        if provenance:
+            run.write_provenance(provenance)
+    return folder
+
+
+def diff(capsys, *runs):
+    assert main(["diff", *map(str, runs)]) == 0
+    return capsys.readouterr().out
+
+
+def test_only_what_changed_is_shown(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    save(tmp_path / "a", {"seed": 0, "loss": {"name": "grpo", "epsilon": 0.2}, "same": 1, "gone": None})
+    save(tmp_path / "b", {"seed": 0, "loss": {"name": "gspo", "epsilon": 0.2}, "same": 1, "new": [1]})
+    assert diff(capsys, "a", "b") == (
+        "A  a\nB  b\n\nconfiguration\n  loss.name  grpo  ->  gspo\n  new        null  ->  [1]\n\n"
+        "No difference in code, packages, hardware.\n"
+    )
+
+
+def test_code_packages_and_hardware(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    save(tmp_path / "a", {"seed": 0})
+    save(tmp_path / "b", {"seed": 0}, PROVENANCE | CHANGED)
+    assert diff(capsys, "a", "b").splitlines()[3:] == [
+        "code",
+        "  code: uncommitted  no changes  ->  +2 -1 lines",
+        "",
+        "packages",
+        "  torch  2.6            ->  2.7",
+        "  scipy  not installed  ->  1",
+        "",
+        "hardware",
+        "  cpus.usable  2     ->  1",
+        "  gpus         none  ->  2 x H200 141 GiB 1",
+        "",
+        "No difference in configuration.",
+    ]
+    other = [{"path": "/y/code", "commit": "fff", "diff": "+p\n+q\n-r\n", "diff_truncated": True}]
+    save(tmp_path / "c", {"seed": 0}, PROVENANCE | CHANGED | {"git": other})
+    text = diff(capsys, "b", "c")
+    assert "code: commit       1234567890ab  ->  fff" in text
+    assert "code: uncommitted  +2 -1 lines   ->  +2 -1 lines, cut off" in text
+    same_size = [CHANGED["git"][0] | {"diff": "+p\n+q\n-r\n"}]
+    save(tmp_path / "d", {"seed": 0}, PROVENANCE | CHANGED | {"git": same_size})
+    assert "+2 -1 lines  ->  +2 -1 lines, but other ones" in diff(capsys, "b", "d")
+
+
+def test_equal_runs(tmp_path, capsys):
+    save(tmp_path / "a", {"seed": 0})
+    assert diff(capsys, tmp_path / "a", tmp_path / "a").endswith(
+        "\n\nNo difference in configuration, code, packages, hardware.\n"
+    )
+
+
+def test_the_last_start_counts_and_missing_provenance_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    save(tmp_path / "a", {"seed": 0})
+    save(
+        tmp_path / "b",
+        {"seed": 0},
+        PROVENANCE | {"resumed": [PROVENANCE | {"host": "z", "time": "2026-11-21T10:00:00+0000"}]},
+    )
+    text = diff(capsys, "a", "b")
+    assert "host  a  ->  z" in text
+    assert "b was resumed once: compared is its last start." in text
+    save(tmp_path / "c", {"seed": 1}, None)
+    text = diff(capsys, "a", "c")
+    assert "seed  0  ->  1" in text
+    assert "not known: no readable provenance.json in c." in text
+    assert "No difference" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["a", "empty"], "got empty: a folder without runs"),
+        (["nowhere", "a"], "got nowhere: no such folder"),
+        (["a", "file"], "got file: a file"),
+        (["a", "broken"], "error: broken/config.yaml is damaged (while parsing a flow node). "),
+        (["a"], "required: RUN_B. Use pgtk diff"),
+        (["a", "a", "a"], "unrecognized arguments: a."),
+    ],
+)
+def test_a_folder_that_is_no_run_is_one_message(tmp_path, monkeypatch, capsys, arguments, expected):
+    monkeypatch.chdir(tmp_path)
+    save(tmp_path / "a", {"seed": 0})
+    save(tmp_path / "outputs" / "day" / "run", {"seed": 0})
+    save(tmp_path / "broken", {"seed": 0})
+    (tmp_path / "broken" / "config.yaml").write_text("a: [")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text(json.dumps({}))
+    assert main(["diff", *arguments]) == (6 if "damaged" in expected else 2)
+    said = capsys.readouterr().err
+    assert expected in said
+    assert len(said.splitlines()) == 1
+    if "folder" in expected:
+        assert said.endswith("Use a run directory such as outputs/day/run.\n")

@@ -1,0 +1,188 @@
+"""conf/: every option composes and is explained, every experiment is valid, and experiments can change everything."""
+
+import re
+
+import hydra
+import pytest
+import yaml
+from omegaconf import OmegaConf, open_dict
+
+from pgtoolkit.cli import main
+from pgtoolkit.config.compose import compose
+from pgtoolkit.config.files import config_directory, default_options, options
+from pgtoolkit.config.names import learned
+from pgtoolkit.config.resume import compose_resumed
+from pgtoolkit.config.schema import SCHEMAS, Config
+from pgtoolkit.config.validate import validate
+from pgtoolkit.launch.check import check
+from pgtoolkit.system.report import Report
+
+FILES = sorted(config_directory().rglob("*.yaml"))
+NEEDED = {"task=reasoning_gym": ["task.dataset=chain_sum"], "loss=custom": ["loss.path=my_module.MyFamily"]}
+
+
+def test_the_default_is_the_main_job():
+    config = compose([]).config
+    assert (config.loss.name, config.loss.epsilon_low, config.loss.epsilon_high) == ("gspo", 3e-4, 4e-4)
+    assert config.rollout.prompts_per_batch * config.rollout.group_size == 32 * 8
+    assert config.accumulation.docs_per_step == 64
+    assert (config.optimizer.learning_rate, config.optimizer.beta2, config.optimizer.warmup_steps) == (1e-3, 0.95, 10)
+    assert (config.advantage.estimator, config.task.num_digits, config.trainer.max_steps) == ("dr_grpo", 6, 300)
+    assert validate(config).problems == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["trainer.max_steps=3"],
+        ["loss.epsilon_high=0.28", "experiment=dapo", "seed=1", "tracking=none"],
+        ["debug=short", "loss=grpo", "loss.epsilon_high=${loss.epsilon_low}", "hydra.output_subdir=.hydra"],
+    ],
+)
+def test_what_is_checked_and_run_is_what_hydra_composes(overrides):
+    checked = check(overrides).runs[0].config
+    with hydra.initialize_config_dir(str(config_directory()), version_base="1.3"):
+        composed = hydra.compose("config", overrides, return_hydra_config=True)
+    assert OmegaConf.to_container(checked) == OmegaConf.to_container(composed)
+
+
+def test_defaults_depend_on_whether_the_model_was_trained_before():
+    def chosen(*overrides):
+        config = compose(list(overrides)).config
+        lengths = (config.rollout.max_completion_length, config.accumulation.max_tokens)
+        return config.optimizer.learning_rate, *lengths
+
+    downloaded = ["model=huggingface", "model.path=hub/name"]
+    assert chosen() == (1e-3, 7, 512)
+    assert chosen(*downloaded) == (1e-6, 256, 4096)
+    assert chosen(*downloaded, "model.random_weights=true") == (1e-3, 7, 512)
+    assert chosen(*downloaded, "optimizer.learning_rate=3e-5", "accumulation=fixed") == (3e-5, 256, 4096)
+    assert chosen(*downloaded, "debug=short") == (1e-6, 256, 1024)
+    assert compose([*downloaded, "aggregation=constant"]).config.aggregation.divisor == 256
+    for overrides in (downloaded, [*downloaded, "debug=short"]):
+        assert validate(compose(overrides).config) == Report()
+
+
+def test_the_resolved_default_is_shown_and_recorded(tmp_path, capsys):
+    main(["check", "model=huggingface", "model.path=hub/name"])  # which refuses a name that no hub is asked for
+    assert "  optimizer.learning_rate = 1e-06 (default 0.001)\n" in capsys.readouterr().out
+    config = compose(["model=huggingface", "model.path=hub/name"]).config
+    assert learned(config)["optimizer"]["learning_rate"] == 1e-6
+
+
+def test_an_older_run_is_continued_at_its_own_rate(tmp_path):
+    old = learned(compose(["model=huggingface", "model.path=hub/name", "optimizer.learning_rate=1e-3"]).config)
+    OmegaConf.save(OmegaConf.create(old), tmp_path / "config.yaml")
+    assert compose_resumed(tmp_path, []).config.optimizer.learning_rate == 1e-3
+    assert compose_resumed(tmp_path, ["optimizer=adamw"]).config.optimizer.learning_rate == 1e-6
+
+
+def test_the_headline_command_takes_its_divisor_from_the_completion_length():
+    composed = compose(["loss=gspo", "aggregation=constant"])
+    assert composed.problems == []
+    assert validate(composed.config).problems == []
+    assert composed.config.aggregation.divisor == 7
+    longer = compose(["aggregation=constant", "rollout.max_completion_length=9"]).config
+    assert longer.aggregation.divisor == 9
+
+
+@pytest.mark.parametrize("chosen", [f"{g}={o}" for g, names in options().items() for o in names])
+def test_every_option_composes(chosen, tmp_path):
+    (tmp_path / "there.jsonl").touch()
+    extra = list(NEEDED.get(chosen, []))
+    group, option = chosen.split("=")
+    if (group, option) in (("model", "huggingface"), ("task", "prompts"), ("rollout", "recorded")):
+        extra.append(f"{group}.path={tmp_path / 'there.jsonl'}")
+    composed = compose([chosen, *extra])
+    assert composed.problems == []
+    with open_dict(composed.config):
+        del composed.config["hydra"]
+    assert isinstance(OmegaConf.to_object(composed.config), Config)
+
+
+@pytest.mark.parametrize("chosen", [f"{g}={o}" for g in ("experiment", "debug") for o in options()[g]])
+def test_every_experiment_and_debugging_run_is_valid(chosen):
+    composed = compose([chosen])
+    assert composed.problems == []
+    assert validate(composed.config).problems == []
+
+
+def test_experiments_are_what_the_papers_say():
+    def chosen(name):
+        config = compose([f"experiment={name}"]).config
+        loss, aggregation = config.loss, config.aggregation
+        clip = (loss.epsilon_low, loss.epsilon_high)
+        return loss.name, *clip, aggregation.mode, aggregation.divisor, config.advantage.estimator
+
+    assert chosen("grpo") == ("grpo", 0.2, 0.2, "sample_mean", None, "grpo")
+    assert chosen("dr_grpo") == ("grpo", 0.2, 0.2, "constant", 7, "dr_grpo")
+    assert chosen("dapo") == ("grpo", 0.2, 0.28, "token_mean", None, "grpo")
+    assert chosen("gspo_paper") == ("gspo", 3e-4, 4e-4, "sample_mean", None, "grpo")
+    assert chosen("luspo") == ("gspo", 3e-4, 4e-4, "constant", 1, "grpo")
+    assert chosen("prompt_mean") == ("grpo", 0.2, 0.28, "prompt_mean", None, "grpo")
+    assert chosen("rloo") == ("grpo", 0.2, 0.2, "constant", 1, "rloo")
+
+
+def test_an_experiment_can_change_every_top_level_key(tmp_path):
+    mine = tmp_path / "experiment" / "mine.yaml"
+    other = {
+        group: next(option for option in names if option != default_options()[group])
+        for group, names in options().items()
+        if len(names) > 1 and group in default_options()
+    }
+    single = {"parallelism": "data_parallel", "optimizer": "warmup_steps", "trainer": "max_steps"}
+    assert {*other, *single, "seed"} == set(Config.__dataclass_fields__)
+    body = {"defaults": [{f"override /{group}": option} for group, option in other.items()], "seed": 17}
+    body |= {group: {key: 17} for group, key in single.items()}
+    mine.parent.mkdir()
+    mine.write_text("# @package _global_\n" + yaml.safe_dump(body, sort_keys=False))
+
+    composed = compose(["experiment=mine"], tmp_path)
+    assert composed.problems == []
+    config = composed.config
+    choices = config.hydra.runtime.choices
+    assert {group: choices[group] for group in other} == other
+    assert [config[group][key] for group, key in single.items()] == [17, 17, 17]
+    assert config.seed == 17
+    assert compose(["experiment=mine", "seed=3"], tmp_path).config.seed == 3
+
+
+def test_schema_and_files_have_the_same_keys():
+    for name, schema in SCHEMAS.items():
+        group, _, option = name.partition("/")
+        for file in sorted((config_directory() / group).glob(f"{option or '*'}.yaml")):
+            keys = set(yaml.safe_load(file.read_text())) - {"defaults"}
+            assert keys == set(schema.__dataclass_fields__), file
+
+
+def keys_without_comment(text):
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        if re.match(r"\s*(- )?[\w ]+:", line) and not line.lstrip().startswith("#"):
+            above = lines[number - 1].strip() if number else ""
+            in_list = line.lstrip().startswith("- override /")
+            if not above.startswith("#") and not in_list:
+                yield line.strip()
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_every_key_is_explained(file):
+    assert list(keys_without_comment(file.read_text())) == []
+
+
+def test_the_comment_test_can_fail():
+    assert list(keys_without_comment("# one\na: 1\nb: 2\n")) == ["b: 2"]
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if f.parent.name in ("experiment", "debug")], ids=lambda f: f.stem)
+def test_experiments_are_headed_by_their_command(file):
+    lines = file.read_text().splitlines()
+    assert lines[:2] == ["# @package _global_", f"# pgtk {file.parent.name}={file.stem}"]
+    assert file.parent.name == "debug" or "arXiv" in "".join(lines[2:6])
+
+
+def test_a_folder_is_no_option(tmp_path):
+    (tmp_path / "experiment" / "mine.yaml").mkdir(parents=True)
+    assert "mine" not in options(tmp_path)["experiment"]
+    (problem,) = compose(["experiment=mine"], tmp_path).problems
+    assert problem.startswith("experiment=mine needs one of ")

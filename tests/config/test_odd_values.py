@@ -1,0 +1,142 @@
+"""Whatever is typed as the value of a key, `pgtk check` answers with a page, never with a traceback."""
+
+import dataclasses
+import random
+
+import pytest
+
+from pgtoolkit.config.files import options
+from pgtoolkit.config.schema import SCHEMAS
+from pgtoolkit.launch.check import check, page, problems
+
+ODD = (
+    "[]",
+    "{}",
+    "{a: 1}",
+    "[1, 2]",
+    "???",
+    "${nope}",
+    "${loss}",
+    "'${'",
+    "abc",
+    "1",
+    "-1",
+    "true",
+    "null",
+    "''",
+    "nan",
+    "9" * 4400,
+    "x" * 300,
+    "'" + "a/" * 2100 + "'",
+    "é✓",
+    "'a\\0b'",
+    "'\0'",
+    "'~nobody/x'",
+    "'http://[::1'",
+    "sqlite:///" + "x" * 300,
+    "${oc.env:HOME}",
+)
+OF_HYDRA = (
+    *("hydra", "hydra/launcher", "hydra/sweeper", "hydra.launcher", "hydra.sweeper", "hydra.sweeper.params"),
+    *("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir", "hydra.launcher.n_jobs"),
+    *("hydra.mode", "hydra.searchpath", "hydra.job.name", "hydra.overrides.task", "hydra.callbacks"),
+)
+
+
+def keys():
+    """(override that chooses the option, its keys) of everything in the schema; the seed; the groups themselves."""
+    found = [(None, ["seed"]), (None, sorted(options()))]
+    for schema, types in SCHEMAS.items():
+        group, _, option = schema.partition("/")
+        own = [f"{group}.{field.name}" for field in dataclasses.fields(types)]
+        found.append((schema.replace("/", "=") if option else None, own))
+    return found
+
+
+def looked_at(*overrides, multirun=False):
+    """The problems of a command line, after its page was made."""
+    checked = check(list(overrides), multirun)
+    assert page(checked)
+    return problems(checked)
+
+
+def in_sentences(found):
+    return all(" needs " in one or one.startswith("the configuration cannot be composed: ") for one in found)
+
+
+@pytest.mark.parametrize(("chosen", "own"), keys(), ids=lambda value: str(value)[:40])
+def test_all_keys_of_an_option_at_once(chosen, own):
+    for first in range(0, len(ODD), 5):
+        typed = [f"{key}={ODD[(first + number) % len(ODD)]}" for number, key in enumerate(own)]
+        found = looked_at(*([chosen] if chosen else []), *typed)
+        assert in_sentences(found), (typed, found)
+
+
+def test_single_keys():
+    """A sample of all keys with all values, the same at each run of the tests."""
+    pairs = [(chosen, key, value) for chosen, own in keys() for key in own for value in ODD]
+    for chosen, key, value in random.Random(0).sample(pairs, 50):
+        assert in_sentences(looked_at(*([chosen] if chosen else []), f"{key}={value}")), (key, value)
+
+
+def test_hydras_own_keys():
+    pairs = [(key, value, multirun) for key in OF_HYDRA for value in ODD for multirun in (False, True)]
+    for key, value, multirun in random.Random(0).sample(pairs, 8):
+        assert in_sentences(looked_at(f"{key}={value}", multirun=multirun)), (key, value)
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("loss=[]", "loss=[] needs one of cispo, custom, grpo, gspo (got '[]')"),
+        ("task=reasoning_gym task.options=abc", "task.options=abc needs a dictionary (got 'abc')"),
+        ("aggregation.mode=???", "aggregation.mode needs a value (got none)"),
+        ("tracking.run_name=${nope}", "tracking.run_name=${nope} needs a value that resolves (got ${nope})"),
+        ("hydra/launcher=1", "the configuration cannot be composed: Config group override must be a string"),
+        ("hydra.launcher=null", "hydra.launcher needs one of the options of hydra/launcher (got None)"),
+        ("hydra.run.dir=" + "x" * 256, "hydra.run.dir=" + "x" * 256 + " needs a path that a file system can hold"),
+        ("rollout.save_path=" + "x" * 256, "rollout.save_path=" + "x" * 256 + " needs a new or empty folder"),
+        ("tracking.uri='http://[::1'", "tracking.uri=http://[::1 needs sqlite:///FILE, http(s)://HOST:PORT"),
+    ],
+)
+def test_what_was_a_traceback_is_a_sentence(typed, said):
+    found = looked_at(*typed.split())
+    assert [one for one in found if one.startswith(said)], found
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (
+            "debug=short rollout=recorded rollout.path=r.jsonl",
+            "debug=short needs rollout=policy (got rollout=recorded). It sets rollout.prompts_per_batch, which "
+            "rollout=recorded does not have. Use rollout=policy, or leave debug=short out.",
+        ),
+        (
+            "experiment=dapo loss=custom",
+            "experiment=dapo needs loss=grpo or loss=gspo or loss=cispo (got loss=custom). It sets loss.epsilon_low, "
+            "which loss=custom does not have. Use loss=grpo or loss=gspo or loss=cispo, or leave experiment=dapo out.",
+        ),
+    ],
+)
+def test_a_file_that_sets_what_the_chosen_option_does_not_have(typed, said):
+    assert looked_at(*typed.split()) == [said]
+
+
+def test_a_sweeps_file_that_sets_what_the_chosen_option_does_not_have(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("defaults: [config, _self_]\ntask: {verifier: exact_match}\n")
+    assert problems(check([], multirun=True, sweep_file=file)) == [
+        "mine.yaml needs task=prompts (got task=reverse). It sets task.verifier, which task=reverse does not have. "
+        "Use task=prompts, or leave mine.yaml out."
+    ]
+
+
+@pytest.mark.parametrize("body", ["loss: null", "model: {name: unknown}", "task: 3", "trainer: ${nope}", "seed: 1e400"])
+def test_a_file_that_makes_no_configuration(tmp_path, body):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{body}\n")
+    checked = check(["experiment=mine"], config_dir=str(tmp_path))
+    assert page(checked)
+    assert len(problems(checked)) >= 1
+    assert in_sentences(problems(checked)), problems(checked)

@@ -1,0 +1,136 @@
+"""Every number of the configuration has a range: both ends are taken, what lies beyond is refused."""
+
+import dataclasses
+import math
+
+import pytest
+
+from pgtoolkit.config.compose import compose, compose_choices
+from pgtoolkit.config.files import config_directory
+from pgtoolkit.config.resume import typed
+from pgtoolkit.config.rules.ranges import describe, within
+from pgtoolkit.config.schema import SCHEMAS, Config
+from pgtoolkit.config.validate import validate
+
+NEEDED = {"rollout/recorded": ["rollout.path=pyproject.toml"], "aggregation": ["aggregation=constant"]}
+"""What an option needs besides, for a number of it to be looked at."""
+
+
+def numbers():
+    """(overrides that choose the option, key, field) of each number in the schema."""
+    found = [([], field.name, field) for field in dataclasses.fields(Config) if field.type in ("int", "float")]
+    for schema, types in SCHEMAS.items():
+        group, _, option = schema.partition("/")
+        chosen = ([f"{group}={option}"] if option else []) + NEEDED.get(schema, [])
+        for field in dataclasses.fields(types):
+            if field.type.startswith(("int", "float")):
+                found.append((chosen, f"{group}.{field.name}", field))
+    return found
+
+
+NUMBERS = numbers()
+
+
+def refused(chosen, key, value):
+    """The problems of one key with this value."""
+    composed = compose([*chosen, f"{key}={value}"])
+    return [one for one in composed.problems + validate(composed.config).problems if one.startswith(f"{key}=")]
+
+
+def test_every_number_has_a_range():
+    assert len(NUMBERS) >= 40
+    for _, key, field in NUMBERS:
+        least, most = field.metadata["range"]
+        assert math.isfinite(least), key
+        assert math.isfinite(most), key
+        assert least < most, key
+
+
+@pytest.mark.parametrize(("chosen", "key", "field"), NUMBERS, ids=[f"{c[0]}-{k}" if c else k for c, k, _ in NUMBERS])
+def test_both_ends_are_taken_and_beyond_is_refused(chosen, key, field):
+    least, most = field.metadata["range"]
+    for value in (least, most):
+        assert not any(describe(field) in one for one in refused(chosen, key, value))
+    whole = field.type.startswith("int")
+    beyond = (least - 1, most + 1) if whole else (least * 0.99 or -1e-9, most * 1.01)
+    for value in beyond:
+        (problem,) = refused(chosen, key, value)
+        assert f"needs {describe(field)} (got " in problem
+        assert f" Use {key}=" in problem
+        assert "\n" not in problem
+    for value in (10**400, math.nan, math.inf, -math.inf, 1e308, True, "1", [], {}):
+        assert not within(field, value)
+
+
+def test_what_made_no_sense_is_refused():
+    found = [
+        *refused([], "optimizer.learning_rate", "1e38"),
+        *refused([], "rollout.temperature", "1e-30"),
+        *refused(["loss=grpo"], "loss.epsilon_high", "1e308"),
+        *refused([], "optimizer.epsilon", "1e30"),
+        *refused([], "optimizer.max_grad_norm", "1e-300"),
+        *refused([], "trainer.num_threads", "100000"),
+        *refused([], "parallelism.timeout_seconds", "1e20"),
+        *refused([], "accumulation.docs_per_step", "-1"),
+        *refused([], "optimizer.weight_decay", "nan"),
+        *refused([], "optimizer.beta1", -(10**400)),
+    ]
+    parts = [(one.partition(" needs ")[0], one.partition(" needs ")[2].partition(" (got ")[0]) for one in found]
+    assert parts == [
+        ("optimizer.learning_rate=1e+38", "a finite number from 1e-12 to 100000"),
+        ("rollout.temperature=1e-30", "a finite number from 0.01 to 100"),
+        ("loss.epsilon_high=1e+308", "a finite number from 1e-09 to 1000000000"),
+        ("optimizer.epsilon=1e+30", "a finite number from 1e-30 to 10000"),
+        ("optimizer.max_grad_norm=1e-300", "a finite number from 1e-06 to 1000000000"),
+        ("trainer.num_threads=100000", "a whole number from 1 to 1024"),
+        ("parallelism.timeout_seconds=1e+20", "a whole number"),
+        ("accumulation.docs_per_step=-1", "a whole number from 0 to 1000000"),
+        ("optimizer.weight_decay=nan", "a finite number from 0 to 10"),
+        ("optimizer.beta1=-inf", "a finite number from 0 to 0.999999"),
+    ]
+    mends = [one.rpartition(" Use ")[2] for one in found]
+    assert mends[0] == "optimizer.learning_rate=0.001."
+    assert mends[2] == "loss.epsilon_high=0.2."
+    assert mends[5:8] == [
+        "trainer.num_threads=1.",
+        "parallelism.timeout_seconds=300.",
+        "accumulation.docs_per_step=64.",
+    ]
+
+
+def test_a_dictionary_without_keys_is_refused_for_every_key():
+    config = compose_choices([])
+    keys = [f"{group}.{key}" for group in SCHEMAS if group in config for key in config[group]] + ["seed", *config]
+    for key in sorted(set(keys) - {"hydra"}):
+        assert refused([], key, "{}") != [], key
+
+
+def test_a_number_of_a_file_is_refused_like_a_typed_one(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\noptimizer:\n  learning_rate: 1e38\n")
+    composed = compose(["experiment=mine"], tmp_path)
+    (problem,) = composed.problems + validate(composed.config).problems
+    assert problem.startswith("optimizer.learning_rate=1e+38 needs a finite number from 1e-12 to 100000 (got 1e+38). ")
+    assert problem.endswith(" Use optimizer.learning_rate=0.001.")
+
+
+def test_a_resumed_run_knows_the_defaults_without_the_choices():
+    config = compose(["aggregation=constant", "loss=grpo"]).config
+    values = {group: config[group] for group in config if group != "hydra"}
+    resumed = typed(values, "config.yaml")
+    resumed.loss.epsilon_low = 7.0
+    resumed.aggregation.divisor = 1e300
+    divisor, epsilon = sorted(validate(resumed).problems)
+    assert divisor.endswith("Use aggregation.divisor=7.")
+    assert epsilon.endswith("Use loss.epsilon_low=0.2.")
+
+
+def test_the_ranges_are_in_the_documentation():
+    text = (config_directory().parent / "docs" / "configuration.md").read_text()
+    rows = {}
+    for _, key, field in NUMBERS:
+        group, _, name = key.rpartition(".")
+        rows.setdefault(group, {})[name] = f"`{name}` {describe(field).rpartition(' from ')[2]}"
+    for group, entries in rows.items():
+        row = f"| `{group}` | {', '.join(entries.values())} |" if group else f"| | {', '.join(entries.values())} |"
+        assert row in text, row

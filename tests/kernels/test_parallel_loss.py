@@ -1,0 +1,87 @@
+"""The promise over ranks: loss, gradient and metrics do not depend on how documents, tokens and vocabulary are spread.
+
+Ranks are threads here; `test_parallel_loss_processes.py` runs some of it in processes.
+"""
+
+import pytest
+import torch
+from cuts import CUTS, Cut, assert_same, axis_groups, evaluate, expected, make_head_case
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from steps import AGGREGATIONS, LEVELS, LOSSES, PAIRS
+from threads import on_ranks
+
+from pgtoolkit.kernels import losses
+
+HEAD_CASE = make_head_case()
+ROUNDED = make_head_case(dtype=torch.float32)
+
+
+def check(cut, head_case, fused, loss, aggregation, metrics, tolerance=1e-12, **options):
+    def run(rank):
+        return evaluate(axis_groups(cut.sizes), cut, head_case, fused, loss, aggregation, metrics, **options)
+
+    wanted = expected(head_case, fused, loss, aggregation, metrics)
+    assert_same(on_ranks(cut.world_size, run), cut, wanted, fused, tolerance)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("loss", "aggregation"), PAIRS)
+@pytest.mark.parametrize("cut", CUTS)
+def test_given_logits(cut, loss, aggregation, level):
+    check(CUTS[cut], HEAD_CASE, False, loss, aggregation, level)
+
+
+@pytest.mark.parametrize("rows", [3, 100])
+@pytest.mark.parametrize(("loss", "aggregation"), PAIRS)
+@pytest.mark.parametrize("cut", CUTS)
+def test_fused_head(cut, loss, aggregation, rows, monkeypatch):
+    """With chunks shorter than most documents, and longer. Ranks agree on them, though their shards differ in size."""
+    monkeypatch.setattr(losses, "rows_within", lambda memory, columns, dtype: min(rows, columns))
+    check(CUTS[cut], HEAD_CASE, True, loss, aggregation, "with_entropy")
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("cut", CUTS)
+def test_in_float32(cut, loss, fused):
+    check(CUTS[cut], ROUNDED, fused, loss, "sample_mean", "with_entropy", tolerance=1e-5)
+
+
+@st.composite
+def spread_steps(draw):
+    lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=8))
+    vocabulary = draw(st.integers(1, 9))
+    head_case = make_head_case(draw(st.integers(0, 999)), tuple(lengths), vocabulary)
+    sizes = st.sampled_from([(2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 4, 1), (1, 1, 4), (2, 2, 1), (1, 2, 2), (2, 1, 2)])
+    num_data, num_sequence, num_shards = draw(st.one_of(sizes, st.just((2, 2, 2))))
+    num_micro_batches = draw(st.integers(1, 3))
+    places = [(rank, number) for rank in range(num_data) for number in range(num_micro_batches)]
+    documents = [[[] for _ in range(num_micro_batches)] for _ in range(num_data)]
+    for document in draw(st.permutations(range(len(lengths)))):
+        rank, number = draw(st.sampled_from(places))
+        documents[rank][number].append(document)
+
+    def bounds(number, end, inner):
+        return (0, *sorted(draw(st.lists(inner, min_size=number - 1, max_size=number - 1))), end)
+
+    return head_case, Cut(
+        tuple(tuple(tuple(micro_batch) for micro_batch in rank) for rank in documents),
+        bounds(num_sequence, 1, st.floats(0, 1)),
+        bounds(num_shards, vocabulary, st.integers(0, vocabulary)),
+        draw(st.integers(0, 2)),
+    )
+
+
+@settings(max_examples=60, derandomize=True)
+@given(
+    spread_steps(), st.sampled_from(LOSSES), st.sampled_from(AGGREGATIONS), st.sampled_from([None, 1, 4]), st.booleans()
+)
+def test_any_step_spread_anyhow(step, loss, aggregation, rows, fused):
+    head_case, cut = step
+    if int((head_case.case.labels >= 0).sum()) == 0:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        if rows is not None:
+            patch.setattr(losses, "rows_within", lambda memory, columns, dtype: min(rows, columns))
+        check(cut, head_case, fused, loss, aggregation, "with_entropy")

@@ -1,0 +1,342 @@
+"""What ranks exchange, what they refuse, and the keywords that have to work with groups besides."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from cuts import ALL, CUTS, TEMPERATURE, Cut, assert_same, axis_groups, close, evaluate, expected, make_head_case
+from steps import AGGREGATIONS, EPSILONS, LOSSES, objective_of
+from threads import on_ranks
+
+from pgtoolkit import linear_policy_loss, policy_loss
+from pgtoolkit.errors import DataError
+from pgtoolkit.kernels import losses
+from pgtoolkit.losses.exchange import Ranks, common_bins
+
+HEAD_CASE = make_head_case()
+TWO_BY_TWO = CUTS["sequence x vocabulary"]
+
+
+def check(cut, head_case, fused, loss, tolerance=1e-12, **options):
+    def run(rank):
+        return evaluate(axis_groups(cut.sizes), cut, head_case, fused, loss, "sample_mean", "with_entropy", **options)
+
+    wanted = expected(head_case, fused, loss, "sample_mean", "with_entropy")
+    assert_same(on_ranks(cut.world_size, run), cut, wanted, fused, tolerance)
+
+
+@pytest.mark.parametrize("cut", ["vocabulary 2", "vocabulary 4", "sequence 4", "sequence x vocabulary"])
+def test_the_head_with_all_logits_and_with_some(cut):
+    # Hidden states of NaN reach the weight's gradient where all rows are multiplied, on one rank as well.
+    cut = replace(CUTS[cut], padding=0)
+    for loss in LOSSES:
+        check(cut, HEAD_CASE, True, loss, impl="torch")
+    for num_splits in (2, 5):
+        check(cut, HEAD_CASE, True, "grpo", num_splits=num_splits)
+
+
+def test_logits_may_be_overwritten():
+    for loss in LOSSES:
+        check(TWO_BY_TWO, HEAD_CASE, False, loss, overwrite_logits=True)
+
+
+def test_bfloat16_with_an_fp32_head():
+    """Rounded operands, exact logits: what is left is the rounding of the gradients and their sum over shards."""
+    for loss in LOSSES:
+        check(TWO_BY_TWO, make_head_case(dtype=torch.bfloat16), True, loss, tolerance=1e-2, fp32_logits=True)
+
+
+def test_equal_shards_need_no_start_and_the_weight_gradient_its_own_rows():
+    """Two calls: the sum in the buffer is twice the gradient, for each rank's rows."""
+    case, wanted = HEAD_CASE.case, expected(HEAD_CASE, True, "gspo", "sample_mean", "none")
+
+    def run(rank):
+        rows = slice(6 * rank, 6 * rank + 6)
+        total = torch.zeros(6, HEAD_CASE.weight.shape[1], dtype=torch.float64)
+        for _ in range(2):
+            hidden = HEAD_CASE.hidden.clone().requires_grad_()
+            out = linear_policy_loss(
+                hidden,
+                HEAD_CASE.weight[rows].clone().requires_grad_(),
+                *case.tensors[1:],
+                bias=HEAD_CASE.bias[rows],
+                temperature=TEMPERATURE,
+                weight_gradient=total,
+                vocabulary_group=dist.group.WORLD,
+                **EPSILONS["gspo"],
+            )
+            out.loss.backward()
+        close(total, 2 * wanted.gradients[1][rows], 1e-12)
+        close(hidden.grad, wanted.gradients[0], 1e-12)
+        return float(out.loss.detach())
+
+    for value in on_ranks(2, run):
+        close(value, wanted.loss, 1e-12)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_without_totals_the_ranks_together_are_the_step(loss, aggregation):
+    """Groups spread over data ranks under numbers of their own, one rank without a document, tokens cut in two."""
+    case = HEAD_CASE.case
+    numbers = torch.tensor([70, 3, 900])[case.group_index]
+    documents = [[0, 3, 5], [], [1], [4, 2]]
+
+    def run(rank):
+        groups = axis_groups({"data": 4, "sequence": 2})
+        data, sequence = divmod(rank, 2)
+        mine = documents[data]
+        rows = [(case.document_index == d).nonzero()[:, 0] for d in mine]
+        rows = torch.cat([*rows, case.labels[:0]])
+        rows = rows.tensor_split([len(rows) // 3])[sequence]
+        local = torch.full((6,), -1)
+        local[mine] = torch.arange(len(mine))
+        logits = HEAD_CASE.logits[rows].requires_grad_()
+        out = policy_loss(
+            logits,
+            case.labels[rows],
+            case.old_log_probs[rows],
+            case.advantages[rows],
+            local[case.document_index[rows]],
+            loss=loss,
+            aggregation=aggregation,
+            divisor=8.0 if aggregation == "constant" else None,
+            group_index=numbers[mine],
+            num_documents=len(mine),
+            temperature=TEMPERATURE,
+            metrics="basic",
+            sequence_group=groups["sequence"],
+            data_group=groups["data"],
+            **EPSILONS[loss],
+        )
+        out.loss.backward()
+        gradient = torch.zeros_like(HEAD_CASE.logits)
+        gradient[rows] = logits.grad
+        loss_sum, sums = out.metric_sums.all_reduce(out.loss, dist.group.WORLD)
+        return loss_sum, gradient, sums.finalize(out.totals)
+
+    wanted = expected(HEAD_CASE, False, loss, aggregation, "basic")
+    results = on_ranks(8, run)
+    close(sum(gradient for _, gradient, _ in results), wanted.gradients[0], 1e-12)
+    for loss_sum, _, metrics in results:
+        close(loss_sum, wanted.loss, 1e-12)
+        assert {k: float(v) for k, v in metrics.items()} == pytest.approx(wanted.metrics, rel=1e-12, abs=1e-14)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_reducer_whose_weights_differ_within_a_document(loss, fused, monkeypatch):
+    """Against one process, and that against automatic differentiation."""
+    monkeypatch.setattr(losses, "rows_within", lambda memory, columns, dtype: 4)
+    case = HEAD_CASE.case
+    weights = torch.rand(len(case.labels), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def run(rank, rows, groups):
+        options = {
+            "reducer": lambda totals, tokens_per_document, **_: weights[rows] / totals.num_tokens,
+            "loss": loss,
+            "temperature": TEMPERATURE,
+            "num_documents": 6,
+            "sequence_group": groups,
+            **EPSILONS[loss],
+        }
+        tensors = [x[rows] for x in case.tensors[1:]]
+        hidden = HEAD_CASE.hidden[rows].clone().requires_grad_()
+        if fused:
+            out = linear_policy_loss(hidden, HEAD_CASE.weight, *tensors, bias=HEAD_CASE.bias, **options)
+        else:
+            out = policy_loss(hidden @ HEAD_CASE.weight.T + HEAD_CASE.bias, *tensors, **options)
+        out.loss.backward()
+        return out.loss.detach(), hidden.grad
+
+    def on_rank(rank):
+        return run(rank, slice(0, 17) if rank == 0 else slice(17, None), dist.group.WORLD)
+
+    (first, above), (second, below) = on_ranks(2, on_rank)
+    value, gradient = run(0, slice(None), None)
+    close(first + second, value, 1e-12)
+    close(torch.cat([above, below]), gradient, 1e-12)
+    hidden = HEAD_CASE.hidden.clone().requires_grad_()
+    log_probs = ((hidden @ HEAD_CASE.weight.T + HEAD_CASE.bias) / TEMPERATURE).log_softmax(-1)
+    log_probs = log_probs.gather(-1, case.labels.clamp(min=0)[:, None])[:, 0]
+    objective(loss, slice(None), None, lambda totals, **_: weights / totals.num_tokens).value(log_probs).backward()
+    close(hidden.grad, gradient, 1e-12)
+
+
+def objective(loss, rows, group, reducer=None):
+    return objective_of(
+        [x[rows] for x in HEAD_CASE.case.tensors[1:]],
+        loss,
+        ("sample_mean", None, reducer),
+        num_documents=6,
+        ranks=Ranks(sequence=group),
+    )
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_automatic_differentiation_finds_the_coefficients(loss):
+    def run(rank):
+        rows = slice(0, 17) if rank == 0 else slice(17, None)
+        share = objective(loss, rows, dist.group.WORLD)
+        log_probs = share.old_log_probs + 0.01 * torch.arange(32, dtype=torch.float64)[rows]
+        losses, coefficients = share.losses_and_coefficients(log_probs)
+        log_probs = log_probs.requires_grad_()
+        share.value(log_probs).backward()
+        close(log_probs.grad, coefficients, 1e-12)
+        return losses.sum()
+
+    log_probs = HEAD_CASE.case.old_log_probs + 0.01 * torch.arange(32, dtype=torch.float64)
+    close(sum(on_ranks(2, run)), objective(loss, slice(None), None).value(log_probs), 1e-12)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_an_empty_vocabulary_shard_has_no_maximum(loss, fused):
+    """With all logits near -2000, a shard that counted as one of zeros would leave nothing of the others' sums."""
+    assert 0 in [high - low for low, high in pairwise(CUTS["vocabulary 4"].vocabulary)]
+    low = replace(HEAD_CASE, bias=HEAD_CASE.bias - 2000)
+    check(CUTS["vocabulary 4"], low, fused, loss, tolerance=1e-9, check_finite=False)
+
+
+@pytest.mark.parametrize("cut", ["vocabulary 2", "sequence 2", "sequence x vocabulary"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_ranks_with_room_for_different_numbers_of_rows_make_the_same_chunks(cut, loss, monkeypatch):
+    """As on GPUs of different memory, which without logits_memory_mb decides."""
+    monkeypatch.setattr(losses, "rows_within", lambda memory, columns, dtype: 3 + 4 * dist.get_rank())
+    check(CUTS[cut], HEAD_CASE, True, loss)
+
+
+def collectives(monkeypatch, cut, fused, loss, rows=100, **options):
+    """The collectives that rank 0 makes in a step of one micro-batch, without those that merge the metrics."""
+    monkeypatch.setattr(losses, "rows_within", lambda memory, columns, dtype: rows)
+    calls = []
+    with monkeypatch.context() as patch:
+        for name in ("all_reduce", "all_gather"):
+            actual = getattr(dist, name)
+
+            def counted(*arguments, actual=actual, name=name, **keywords):
+                if dist.get_rank() == 0:
+                    calls.append(name)
+                return actual(*arguments, **keywords)
+
+            patch.setattr(dist, name, counted)
+        check(cut, HEAD_CASE, fused, loss, **options)
+    merging = 2 * sum(size > 1 for axis, size in cut.sizes.items() if axis != "vocabulary")
+    return len(calls) - merging
+
+
+def test_a_call_makes_as_many_collectives_as_the_documentation_says(monkeypatch):
+    sequence = Cut((ALL,), (0, 0.5, 1))
+    vocabulary = Cut((ALL,), vocabulary=(0, 5, 12))
+    data = Cut((((0, 1, 2),), ((3, 4, 5),)))
+    for loss in LOSSES:
+        assert collectives(monkeypatch, data, False, loss) == 0
+        assert collectives(monkeypatch, data, True, loss) == 0
+        assert collectives(monkeypatch, vocabulary, False, loss) == 1
+        # Chunk sizes agreed upon, informative rows and others, the gradient of the hidden states.
+        assert collectives(monkeypatch, vocabulary, True, loss) == 4
+    assert collectives(monkeypatch, sequence, False, "grpo") == 1
+    assert collectives(monkeypatch, sequence, True, "grpo") == 1
+    assert collectives(monkeypatch, sequence, True, "grpo", rows=4) == 1
+    assert collectives(monkeypatch, sequence, False, "gspo") == 2
+    # Counts with advantages, lengths for the chunks, one chunk, the step.
+    assert collectives(monkeypatch, sequence, True, "gspo") == 4
+
+
+def test_bins_that_no_rank_overfills():
+    generator = torch.Generator().manual_seed(0)
+    for count, ranks, capacity in ((0, 2, 10), (1, 4, 10), (60, 2, 300), (40, 8, 120)):
+        lengths = [tuple(x) for x in torch.randint(0, 130, (count, ranks), generator=generator).tolist()]
+        bins = common_bins(lengths, capacity)
+        assert sorted(item for items in bins for item in items) == list(range(count))
+        for items in bins:
+            assert (
+                len(items) == 1 or max(sum(lengths[item][rank] for item in items) for rank in range(ranks)) <= capacity
+            )
+        assert len(bins) <= 2 + 1.5 * sum(map(max, lengths)) / capacity
+
+
+def test_bad_data_on_one_rank_ends_all_before_anything_is_multiplied():
+    case = HEAD_CASE.case
+    old = case.old_log_probs.clone()
+    old[20] = torch.nan
+
+    def run(rank):
+        rows = slice(0, 16) if rank == 0 else slice(16, None)
+        tensors = case.labels[rows], old[rows], case.advantages[rows], case.document_index[rows]
+        with pytest.raises(DataError, match="document 3" if rank else "another rank"):
+            linear_policy_loss(
+                HEAD_CASE.hidden[rows].clone().requires_grad_(),
+                HEAD_CASE.weight,
+                *tensors,
+                num_documents=6,
+                sequence_group=dist.group.WORLD,
+            )
+
+    on_ranks(2, run)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("starts", [(0, 7), (0, 5)])
+def test_a_label_that_no_shard_holds_or_two_do(starts, loss):
+    """Shards of six columns each that leave a gap, and that overlap."""
+    head_case = make_head_case(seed=12)
+    case = head_case.case
+
+    def run(rank):
+        columns = slice(starts[rank], starts[rank] + 6)
+        with pytest.raises(DataError, match="label outside the vocabulary"):
+            policy_loss(
+                head_case.logits[:, columns],
+                *case.tensors[1:],
+                loss=loss,
+                vocabulary_group=dist.group.WORLD,
+                vocabulary_start=starts[rank],
+            )
+
+    assert {5, 6} <= set(case.labels.tolist())  # in the overlap, in the gap
+    on_ranks(2, run)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocabulary_group": True, "impl": "reference"}, "vocabulary_group needs another impl"),
+        ({"sequence_group": True, "impl": "reference", "num_documents": 6}, "sequence_group needs another impl"),
+        ({"data_group": True, "impl": "reference"}, "data_group needs another impl"),
+        ({"vocabulary_start": 3}, "needs a vocabulary_group"),
+        ({"vocabulary_group": True, "vocabulary_start": -1}, "vocabulary_start needs a whole number >= 0 .got -1."),
+        ({"sequence_group": True}, "needs num_documents"),
+    ],
+)
+def test_refusals(options, message):
+    def run(rank):
+        given = {key: dist.group.WORLD if value is True else value for key, value in options.items()}
+        with pytest.raises(ValueError, match=message):
+            policy_loss(HEAD_CASE.logits, *HEAD_CASE.case.tensors[1:], **given)
+        with pytest.raises(ValueError, match=message):
+            linear_policy_loss(HEAD_CASE.hidden, HEAD_CASE.weight, *HEAD_CASE.case.tensors[1:], **given)
+
+    on_ranks(1, run)
+
+
+def test_evaluation_without_gradients():
+    def run(rank):
+        with torch.no_grad():
+            groups = axis_groups({"data": 1, "sequence": 2, "vocabulary": 1})
+            rows = slice(0, 17) if rank == 0 else slice(17, None)
+            tensors = [x[rows] for x in HEAD_CASE.case.tensors[1:]]
+            options = {"bias": HEAD_CASE.bias, "num_documents": 6, "temperature": TEMPERATURE, "metrics": "basic"}
+            out = linear_policy_loss(
+                HEAD_CASE.hidden[rows],
+                HEAD_CASE.weight,
+                *tensors,
+                sequence_group=groups["sequence"],
+                **options,
+                **EPSILONS["gspo"],
+            )
+            return out.loss
+
+    close(sum(on_ranks(2, run)), expected(HEAD_CASE, False, "gspo", "sample_mean", "none").loss, 1e-12)

@@ -1,0 +1,44 @@
+"""The promise over ranks that are processes, with gloo between them; also with Triton's kernels, which need them."""
+
+import pytest
+import torch
+from cuts import CUTS, assert_same, axis_groups, evaluate, expected, make_head_case
+from steps import SMOOTH
+from worlds import world
+
+from pgtoolkit.kernels import losses
+
+KINDS = ["data 2", "sequence 2", "sequence 4", "vocabulary 2", "data x vocabulary", "data x sequence"]
+TRITON = ["vocabulary 2", "sequence 2", "data x vocabulary", "sequence x vocabulary"]
+
+
+def on_this_rank(cut, head_case, fused, loss, triton):
+    """With triton, the fused head computes as on a GPU, in chunks of four rows."""
+    options = {"impl": "triton"} if triton and not fused else {}
+    choose = losses.choose_implementation
+    with pytest.MonkeyPatch.context() as patch:
+        if triton and fused:
+            patch.setattr(losses, "choose_implementation", lambda _, *given: choose("triton", *given))
+            patch.setattr(losses, "rows_within", lambda *_: 4)
+        groups = axis_groups(cut.sizes)
+        return evaluate(groups, cut, head_case, fused, loss, "prompt_mean", "with_entropy", **options)
+
+
+def check(cut, head_case, fused, loss, tolerance, triton=False):
+    wanted = expected(head_case, fused, loss, "prompt_mean", "with_entropy")
+    results = world(cut.world_size).run(on_this_rank, cut, head_case, fused, loss, triton)
+    assert_same(results, cut, wanted, fused, tolerance)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("loss", SMOOTH)
+@pytest.mark.parametrize("cut", KINDS)
+def test_in_processes(cut, loss, fused):
+    check(CUTS[cut], make_head_case(), fused, loss, 1e-12)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("loss", SMOOTH)
+@pytest.mark.parametrize("cut", TRITON)
+def test_triton(cut, loss, fused):
+    check(CUTS[cut], make_head_case(dtype=torch.float32), fused, loss, 1e-5, triton=True)

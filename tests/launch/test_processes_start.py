@@ -1,0 +1,123 @@
+"""How processes find their place, and how `pgtk` starts them."""
+
+import errno
+import pickle
+import re
+import signal
+import socket
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from omegaconf import OmegaConf
+from torch.distributed import TCPStore
+
+from pgtoolkit.errors import ConfigError, Interrupted, StorageError
+from pgtoolkit.launch import worker
+from pgtoolkit.launch.local import _conclude, loopback_store
+from pgtoolkit.ranks.environment import Rank, first_host, joined
+from pgtoolkit.runs.directory import read_status
+from pgtoolkit.tracking.signals import stoppable
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return lambda **variables: [monkeypatch.setenv(name, value) for name, value in variables.items()]
+
+
+def test_a_process_started_alone_has_no_place(environment):
+    assert joined() is None
+    environment(WORLD_SIZE="1", RANK="0")
+    assert joined() is None
+    environment(SLURM_PROCID="0", SLURM_NTASKS="4")  # the script of a batch job, before srun
+    assert joined() is None
+
+
+def test_the_place_that_torchrun_gives(environment):
+    environment(RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", MASTER_ADDR="head", MASTER_PORT="1234")
+    assert joined() == Rank(number=5, world_size=8, local=1, address="head", port=1234)
+
+
+def test_the_place_that_srun_gives(environment):
+    environment(SLURM_PROCID="5", SLURM_STEP_NUM_TASKS="8", SLURM_LOCALID="1", SLURM_STEP_NODELIST="gpu[03-04]")
+    environment(SLURM_JOB_ID="77", SLURM_STEP_ID="2")
+    assert joined() == Rank(number=5, world_size=8, local=1, address="gpu03", port=20541)
+    environment(MASTER_ADDR="head", MASTER_PORT="9")
+    assert (joined().address, joined().port) == ("head", 9)
+
+
+@pytest.mark.parametrize(
+    ("variables", "shows"),
+    [
+        ({"WORLD_SIZE": "x", "RANK": "0"}, "WORLD_SIZE=x needs a whole number >= 0 (got x)"),
+        ({"WORLD_SIZE": "2", "RANK": "-1"}, "RANK=-1 needs a whole number >= 0 (got -1)"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2 needs a rank below WORLD_SIZE=2 (got 2)"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1.5"}, "MASTER_PORT=1.5 needs a whole number"),
+        ({"SLURM_STEP_NUM_TASKS": "2(x3)", "SLURM_PROCID": "0"}, "SLURM_STEP_NUM_TASKS=2(x3) needs"),
+    ],
+)
+def test_a_place_that_makes_no_sense_is_refused(environment, variables, shows):
+    environment(**variables)
+    with pytest.raises(ConfigError, match=re.escape(shows)):
+        joined()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"), [("gpu[03-05,7],login", "gpu03"), ("login,gpu[1-2]", "login"), ("a-b[9]", "a-b9"), ("n1", "n1")]
+)
+def test_the_first_of_a_list_of_nodes(nodes, first):
+    assert first_host(nodes) == first
+
+
+def test_an_interruption_while_workers_start_is_no_defect(environment, monkeypatch, tmp_path):
+    def interrupted(job, rank):
+        raise KeyboardInterrupt
+
+    environment(RANK="0", WORLD_SIZE="2")
+    monkeypatch.setattr(worker, "take_part", interrupted)
+    monkeypatch.setattr("sys.argv", ["pgtk"])
+    (tmp_path / "job").write_bytes(pickle.dumps(worker.Job(None, tmp_path, False, [], None, ["pgtk"])))
+    assert worker.main(tmp_path) == 130
+    assert list(tmp_path.glob("rank-*")) == []
+
+    run = tmp_path / "run"
+    processes = {0: SimpleNamespace(returncode=130), 1: SimpleNamespace(returncode=-signal.SIGINT)}
+    said = r"stopped by SIGINT; the run is interrupted at step 0. Continue with:"
+    with pytest.raises(Interrupted, match=said), stoppable(OmegaConf.create({"seed": 1}), run, []):
+        _conclude(tmp_path, processes, [signal.SIGINT], [], 300, {}, run)
+    assert read_status(run)["reason"] == "SIGINT"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_full_disk_in_a_worker_is_no_defect(environment, monkeypatch, tmp_path, rank):
+    def full(job, rank):
+        raise OSError(errno.ENOSPC, "No space left on device", "outputs/x")
+
+    environment(RANK=str(rank), WORLD_SIZE="2")
+    monkeypatch.setattr(worker, "take_part", full)
+    monkeypatch.setattr("sys.argv", ["pgtk"])
+    (tmp_path / "job").write_bytes(pickle.dumps(worker.Job(None, tmp_path, False, [], None, ["pgtk"])))
+    assert worker.main(tmp_path) == 6
+    processes = {rank: SimpleNamespace(returncode=6)}
+    said = ("" if rank == 0 else "rank 1: ") + "outputs/x cannot be read or written: No space left on device"
+    with pytest.raises(StorageError, match=f"^{said}$"):
+        _conclude(tmp_path, processes, [], [], 300, {}, tmp_path / "run")
+
+
+def test_the_store_of_local_workers_is_reached_from_this_machine_alone():
+    store = loopback_store()
+    store.set("key", "value")
+    assert TCPStore("127.0.0.1", store.port, is_master=False).get("key") == b"value"
+    others = {
+        address.address
+        for addresses in psutil.net_if_addrs().values()
+        for address in addresses
+        if address.family == socket.AF_INET and not address.address.startswith("127.")
+    }
+    for address in others or pytest.skip("this machine has no interface but loopback"):
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((address, store.port), timeout=5)

@@ -1,0 +1,365 @@
+"""Sweeps without their processes: which job is which, where it may write, what is checked before the first starts."""
+
+import fcntl
+import json
+import re
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of
+from runs import run as train_short
+
+from pgtoolkit.cli import main
+from pgtoolkit.config.compose import compose, jobs
+from pgtoolkit.config.files import config_directory, sweep_file, sweep_files
+from pgtoolkit.config.names import digest, learned
+from pgtoolkit.errors import ConfigError, StorageError
+from pgtoolkit.launch import job as one_job
+from pgtoolkit.launch.check import check, page, problems
+from pgtoolkit.launch.sweep import Job, Sweep
+from pgtoolkit.runs.directory import RunDirectory, read_status
+
+
+def refused(capsys, *arguments):
+    assert main(list(arguments)) == 2
+    out = capsys.readouterr()
+    assert "Traceback" not in out.err + out.out
+    return out.err or out.out
+
+
+# Which job is which
+
+
+def test_a_job_is_known_by_what_it_learns():
+    digests = {
+        override: digest(learned(compose(["aggregation=constant", *([override] if override else [])]).config))
+        for override in (
+            "",
+            "tracking=none",
+            "tracking.run_name=a",
+            "trainer.checkpoint_every=7",
+            "trainer.keep_checkpoints=9",
+            "aggregation.divisor=7",  # what it is by default
+            "seed=1",
+            "aggregation.divisor=8",
+            "rollout.max_completion_length=9",
+            "trainer.max_steps=299",
+        )
+    }
+    same, other = list(digests.values())[:6], list(digests.values())[6:]
+    assert len(set(same)) == 1
+    assert len({same[0], *other}) == 5
+    assert all(re.fullmatch("[0-9a-f]{8}", one) for one in digests.values())
+
+
+def test_the_digest_is_that_of_the_saved_configuration(tmp_path):
+    config = config_of("seed=3")
+    resolved = OmegaConf.to_container(config, resolve=True)
+    with RunDirectory(tmp_path) as run:
+        run.write_config(resolved, [])
+    assert digest(OmegaConf.to_container(OmegaConf.load(tmp_path / "config.yaml"))) == digest(learned(config))
+
+
+def planned(*overrides):
+    config = compose(list(overrides)).config
+    return Job("job", "job", list(overrides), log="job/output.log", config=learned(config))
+
+
+def test_what_became_of_a_job_is_read_from_its_directory(tmp_path):
+    job, folder = planned("seed=1"), tmp_path / "job"
+    job.update_from(tmp_path)
+    assert (job.status, job.step) == ("pending", 0)
+    with RunDirectory(folder) as run:
+        job.update_from(tmp_path)
+        assert job.status == "running"
+        run.write_config(job.config, [])
+        run.set_status("running", 3)
+        job.update_from(tmp_path)
+        assert job.status == "running"
+    job.update_from(tmp_path)
+    assert (job.status, job.reason, job.step) == ("interrupted", "its process was killed", 3)
+    for state in ("failed", "done"):
+        with RunDirectory(folder) as run:
+            run.set_status(state, 5, "why")
+        job.update_from(tmp_path)
+        assert (job.status, job.reason, job.step) == (state, "why", 5)
+
+
+def test_another_configuration_in_the_directory_is_refused(tmp_path):
+    job = planned("seed=1")
+    with RunDirectory(tmp_path / "job") as run:
+        run.write_config(planned("seed=1", "tracking=none", "trainer.checkpoint_every=3").config, [])
+    job.update_from(tmp_path)
+    with RunDirectory(tmp_path / "job") as run:
+        run.write_config(planned("seed=1", "trainer.max_steps=900").config, [])
+    with pytest.raises(ConfigError, match=r"a run with trainer\.max_steps=900, not 300"):
+        job.update_from(tmp_path)
+    (tmp_path / "job" / "config.yaml").write_text("seed: [")
+    with pytest.raises(StorageError, match="damaged"):
+        job.update_from(tmp_path)
+
+
+def test_a_failed_job_goes_on_from_its_checkpoint_and_a_finished_one_is_left_alone(tmp_path):
+    whole = train_short(tmp_path / "whole")
+    failed = copy_as_of(whole, 4, tmp_path / "failed")
+    with RunDirectory(failed) as run:
+        run.set_status("failed", 4, "OSError: the disk was full")
+    one_job.run(config_of(*SHORT), failed, [], "mine")
+    status = read_status(failed)
+    assert (status["state"], status["step"], status["sweep"]) == ("done", 6, "mine")
+    assert metrics_of(failed) == metrics_of(whole)
+    rows = [(folder / "metrics.jsonl").read_text().splitlines() for folder in (failed, whole)]
+    assert [ours == first for ours, first in zip(*rows, strict=True)] == [True] * 4 + [False] * 2  # with their times
+    assert_equal(checkpoint_of(failed, 6), checkpoint_of(whole, 6))
+    before = {file: file.stat().st_mtime_ns for file in failed.rglob("*")}
+    one_job.run(config_of(*SHORT), failed, [], "mine")
+    assert {file: file.stat().st_mtime_ns for file in failed.rglob("*")} == before
+
+
+def test_a_sweep_is_held_by_one_launcher(tmp_path):
+    sweep = Sweep(tmp_path / "s", "s", ["pgtk", "-m", "seed=1"], {"job": planned("seed=1")})
+    with sweep.held():
+        sweep.save()
+        with pytest.raises(ConfigError, match="in use by another pgtk"), Sweep(tmp_path / "s", "s", []).held():
+            pass
+        with (tmp_path / "s" / ".lock").open() as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with sweep.held():
+        pass
+    loaded = Sweep.load(tmp_path / "s")
+    assert (loaded.name, loaded.command, list(loaded.jobs)) == ("s", ["pgtk", "-m", "seed=1"], ["job"])
+    saved = json.loads((tmp_path / "s" / "sweep.json").read_text())["jobs"][0]
+    assert {"name", "directory", "overrides", "status", "reason", "log"} <= saved.keys()
+    (tmp_path / "s" / "sweep.json").write_text('{"jobs": 3}')
+    with pytest.raises(StorageError, match=r"\(not the name, command and jobs of a sweep\)\. Delete it to go on"):
+        Sweep.load(tmp_path / "s")
+
+
+# What is checked before the first job starts
+
+
+def test_the_same_command_finds_its_folder_again():
+    def folder(*overrides):
+        return str(check(list(overrides), multirun=True).sweep.folder)
+
+    assert folder("seed=1,2", "loss=grpo,gspo") == "outputs/sweeps/seed-1-2_loss-grpo-gspo"
+    assert folder("tracking=none", "loss=grpo", "seed=1,2") == "outputs/sweeps/seed-1-2_loss-grpo"
+    assert folder("hydra.launcher.n_jobs=2", "seed=range(3)") == "outputs/sweeps/seed-range-3"
+    assert folder("seed=1,2", "hydra.sweep.dir=mine/now") == "mine/now"
+    file = sweep_file("metrics_cost")
+    assert check([], True, sweep_file=file).sweep.folder == Path("outputs/sweeps/metrics_cost")
+    assert check(["seed=1"], True, sweep_file=file).sweep.folder == Path("outputs/sweeps/metrics_cost_seed-1")
+
+
+def test_directories_are_named_by_what_varies_and_do_not_depend_on_the_order():
+    one = check(["aggregation=constant", "seed=1,2", "loss=grpo"], True).sweep.jobs
+    assert [re.fullmatch(r"seed-\d-[0-9a-f]{8}", name) is not None for name in one] == [True, True]
+    other = check(["loss=grpo", "aggregation=constant", "seed=2,1,3"], True).sweep.jobs
+    assert set(one) < set(other)
+    assert [job.config["tracking"]["run_name"] for job in one.values()] == ["seed-1", "seed-2"]
+
+
+def test_a_job_is_found_again_where_something_else_varied(tmp_path):
+    place = f"hydra.sweep.dir={tmp_path}"
+    (first,) = check(["seed=1", "loss=gspo", "trainer.max_steps=9", place], True).sweep.jobs.values()
+    with RunDirectory(tmp_path / first.directory) as run:
+        run.write_config(first.config, [])
+        run.set_status("done", 9)
+    jobs = check(["seed=1,2", "trainer.max_steps=9", place], True).sweep.jobs
+    assert [(name == first.directory, job.status) for name, job in jobs.items()] == [(True, "done"), (False, "pending")]
+
+
+def test_the_same_configuration_twice_is_one_job():
+    checked = check(["loss.epsilon_low=3e-4,0.0003,1e-4"], True)
+    assert len(checked.sweep.jobs) == 2
+    assert "it is run once" in page(checked)
+
+
+def test_two_configurations_do_not_share_a_directory(capsys):
+    assert "Two jobs would write to one directory" in refused(capsys, "check", "-m", "seed=1,2", "hydra.sweep.subdir=x")
+
+
+def test_all_problems_of_all_jobs_come_before_the_first_starts(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [config, _self_]\nhydra: {sweeper: {params: {loss: 'grpo,gspo', loss.num_splits: '1,2'}}}\n"
+    )
+    wrong = ["hydra.launcher.n_jobs=0", "seed=-1,x"]
+    for command in (["sweep", "mine.yaml"], ["check", "sweep", "mine.yaml"]):
+        said = refused(capsys, *command, *wrong)
+        for expected in (
+            "hydra.launcher.n_jobs=0 needs a whole number >= 1",
+            "loss=gspo needs loss.num_splits=1",
+            "seed=x",
+        ):
+            assert expected in said
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
+
+
+def test_the_page_shows_what_varies_and_what_is_done(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["check", "-m", "loss=grpo", "seed=1,2,3,4", "trainer.max_steps=10"]
+    assert main(arguments) == 0
+    assert "documents: at most 2560 in all\n" in capsys.readouterr().out
+    sweep = check(arguments[2:], True).sweep
+    for (name, job), state in zip(sweep.jobs.items(), ("done", "failed", "running"), strict=False):
+        with RunDirectory(sweep.folder / name) as run:
+            run.write_config(job.config, [])
+            run.set_status(state, 10)
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    for expected in (
+        "Sweep of 4 runs",
+        "0  done         seed=1\n",
+        "1  failed       seed=2\n",
+        "2  interrupted  seed=3\n",
+        "3  pending      seed=4\n",
+        "varies: seed = 1, 2, 3, 4",
+        "in all: loss=grpo trainer.max_steps=10",
+        "jobs: 1 done, 1 failed, 1 interrupted, 1 pending",
+        "documents: at most 2560 in all, 1920 of them in jobs that are not done",
+    ):
+        assert expected in shown
+
+
+def test_an_override_on_a_swept_key_replaces_its_values():
+    file = sweep_file("loss_by_aggregation")
+    assert len(check(["aggregation=constant", "seed=0,1"], True, sweep_file=file).runs) == 4
+    assert jobs(["seed=1,2", "seed=3"]) == [["seed=3"]]
+
+
+def test_what_to_search_in_is_checked_at_its_ends():
+    assert jobs(["loss.epsilon_low=tag(log, interval(1e-4, 1e-2))", "seed=0"]) == [
+        ["loss.epsilon_low=0.0001", "seed=0"],
+        ["loss.epsilon_low=0.01", "seed=0"],
+    ]
+
+
+# Files of sweeps
+
+
+SIZES = {"loss_by_aggregation": 24, "clip_range": 8, "docs_per_step": 8, "metrics_cost": 3, "clip_range_optuna": 2}
+
+
+@pytest.mark.parametrize("name", sweep_files())
+def test_every_sweep_is_valid(name, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pgtoolkit.config.rules.launcher._is_installed", lambda plugin: True)
+    checked = check([], True, sweep_file=sweep_file(name))
+    assert problems(checked) == []
+    assert len(checked.runs) == SIZES[name]
+    lines = sweep_file(name).read_text().splitlines()
+    assert lines[0] == f"# pgtk sweep {name}"
+    assert "?" in lines[1]
+
+
+def test_every_sweep_is_listed_with_its_answer():
+    text = (config_directory().parent / "sweeps" / "README.md").read_text()
+    assert all(f"pgtk sweep {name}" in text for name in sweep_files())
+
+
+def test_the_runs_of_docs_per_step_train_on_as_many_documents():
+    runs = check([], True, sweep_file=sweep_file("docs_per_step")).runs
+    assert {run.config.trainer.max_steps * run.config.accumulation.docs_per_step for run in runs} == {19200}
+    assert all(type(run.config.trainer.max_steps) is int for run in runs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shows"),
+    [
+        (["sweep", "clip_rang"], "Use pgtk sweep clip_range."),
+        (["check", "sweep", "los_by_aggregation"], "Use pgtk sweep loss_by_aggregation."),
+        (["sweep", "zzz"], "Use one of clip_range, "),
+        (["sweep", "no/such.yaml"], "no such file"),
+        (["sweep"], "pgtk sweep needs a sweep (got none)"),
+        (["sweep", "seed=1"], "pgtk sweep needs a sweep (got none)"),
+        (["swep", "clip_range"], "Use pgtk sweep."),
+        (["sweep", "metrics_cost", "sed=1"], "Use seed=1."),
+    ],
+)
+def test_a_sweep_that_is_not_there(capsys, arguments, shows):
+    assert shows in refused(capsys, *arguments)
+
+
+# Other launchers
+
+
+@pytest.mark.parametrize(
+    ("choice", "plugin", "extra"),
+    [
+        ("hydra/launcher=slurm", "hydra_submitit_launcher.submitit_launcher.SlurmLauncher", "submitit"),
+        ("hydra/launcher=ray_cluster", "hydra_ray_launcher.ray_launcher.RayLauncher", "ray"),
+        ("hydra/sweeper=optuna_search", "hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper", "optuna"),
+    ],
+)
+def test_other_plug_ins_compose_and_say_what_installs_them(capsys, monkeypatch, choice, plugin, extra):
+    composed = compose([choice])
+    assert composed.problems == []
+    kind = choice.partition("=")[0].partition("/")[2]
+    assert composed.config.hydra[kind]._target_ == f"hydra_plugins.{plugin}"
+    monkeypatch.setattr("pgtoolkit.config.rules.launcher._is_installed", lambda plugin: False)
+    said = refused(capsys, "check", "-m", choice, "seed=1,2")
+    assert f"{choice} needs the package" in said
+    assert f"Use pip install 'pgtoolkit[{extra}]'." in said
+
+
+def test_settings_of_the_launchers_are_typed(capsys):
+    assert "n_jobs" in refused(capsys, "check", "-m", "hydra.launcher.n_jobs=many", "seed=1,2")
+    assert "n_job" in refused(capsys, "check", "-m", "hydra.launcher.n_job=2", "seed=1,2")
+    slurm = compose(["hydra/launcher=slurm", "hydra.launcher.partition=gpu"]).config.hydra.launcher
+    assert (slurm.partition, slurm.max_num_timeout, slurm.tasks_per_node) == ("gpu", 3, 1)
+
+
+# Paths
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shows"),
+    [
+        (["hydra.run.dir=../elsewhere"], "a path without '..'"),
+        (["hydra.run.dir=outputs/../../x"], "a path without '..'"),
+        (["task=prompts", "task.path=../../x", "hydra.run.dir=outputs/${task.path}"], "a path without '..'"),
+        (["task=prompts", "task.path=/etc/x", "hydra.run.dir=${task.path}"], "a path below"),
+        (["hydra.run.dir=${nothing}/x"], "a value that resolves"),
+        (["hydra.output_subdir=../x"], "a folder in the run directory"),
+        (["hydra.output_subdir=/x"], "a folder in the run directory"),
+        (["tracking.run_name=../../x"], "tracking.run_name=../../x needs"),
+        (["-m", "seed=1,2", "hydra.sweep.dir=a/../.."], "a path without '..'"),
+        (["-m", "seed=1,2", "hydra.sweep.dir='a\nb'"], "a path of printable characters"),
+        (["-m", "seed=1,2", "hydra.sweep.subdir=../${seed}"], "a folder inside hydra.sweep.dir"),
+        (["-m", "seed=1,2", "hydra.sweep.subdir=/tmp/${seed}"], "a folder inside hydra.sweep.dir"),
+        (["-m", "seed=1,2", "hydra.sweep.subdir=."], "a folder inside hydra.sweep.dir"),
+        (["-m", "tracking.run_name=../x,y"], "tracking.run_name=../x needs"),
+        (["-m", "tracking.run_name=../x,../y"], "tracking.run_name=../x needs"),
+    ],
+)
+def test_nothing_is_written_outside_the_output_folder(capsys, arguments, shows):
+    assert shows in refused(capsys, "check", *arguments)
+
+
+def test_values_that_look_like_paths_make_plain_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x" / "etc").mkdir(parents=True)
+    for place in ("there.jsonl", "x/etc/passwd.jsonl"):
+        (tmp_path / place).write_text('{"prompt": "1", "answer": "1"}')
+    values = f"task.path=../there.jsonl,{tmp_path}/x/etc/passwd.jsonl"
+    monkeypatch.chdir(tmp_path / "x")
+    sweep = check(["task=prompts", values, "trainer.max_steps=3"], True).sweep
+    names = [name.rpartition("-")[0] for name in sweep.jobs]
+    assert names == ["there.jsonl", "passwd.jsonl"]
+    assert str(sweep.folder) == "outputs/sweeps/there.jsonl-passwd.jsonl_max-steps-3"
+
+
+def test_folders_of_the_users_own_are_free():
+    for place in ("/somewhere/else", "elsewhere/${seed}", "/somewhere/${seed}/x"):
+        assert problems(check([f"hydra.run.dir={place}"])) == []
+
+
+def test_a_job_does_not_follow_a_link_out_of_its_sweep(tmp_path, capsys):
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / "job-1").symlink_to(tmp_path)
+    arguments = ["-m", "seed=1", f"hydra.sweep.dir={tmp_path}/sweep", "hydra.sweep.subdir=job-${seed}"]
+    assert "a folder inside hydra.sweep.dir" in refused(capsys, "check", *arguments)
+    (tmp_path / "link").symlink_to(tmp_path / "sweep")
+    assert main(["check", "-m", "seed=2", f"hydra.sweep.dir={tmp_path}/link", "hydra.sweep.subdir=job-${seed}"]) == 0

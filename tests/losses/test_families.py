@@ -1,0 +1,231 @@
+"""Families as objects: the slopes that they give, those of a user's own, and log-probs that a trainer hands over."""
+
+import pytest
+import torch
+from own_family import Squared, SquaredByDocument, WrongSlope
+from runs import metrics_of, run
+from steps import AGGREGATIONS, EPSILONS, LOSSES, make_case, totals_of
+
+from pgtoolkit import families, log_prob_loss, policy_loss
+from pgtoolkit.config.resume import compose_resumed
+from pgtoolkit.errors import ConfigError
+from pgtoolkit.launch.check import check, problems
+from pgtoolkit.losses import reference
+from pgtoolkit.losses.families import FAMILIES, family_of
+from pgtoolkit.losses.slopes import check_family
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_slopes_of_each_family_are_its_derivatives(loss):
+    check_family(family_of(loss))
+    check_family(family_of(loss, **EPSILONS[loss]))
+
+
+def test_a_family_of_ones_own_passes():
+    check_family(Squared())
+    check_family(SquaredByDocument(tau=2.0))
+
+
+class ForgottenStop(Squared):
+    """Means a stop-gradient and does not write it."""
+
+    slope_of = "log_prob"
+
+    def surrogate(self, log_ratio, advantages, log_probs):
+        return -log_ratio.exp() * advantages * log_probs, -log_ratio.exp() * advantages
+
+
+class NotSilent(Squared):
+    silent_without_advantage = True
+
+
+class OneNumber(Squared):
+    def surrogate(self, log_ratio, advantages, log_probs):
+        losses, slope = super().surrogate(log_ratio, advantages, log_probs)
+        return losses.sum(), slope
+
+
+class WrongToken(Squared):
+    def token(self, log_ratio, advantages):
+        return log_ratio.clamp(-1, 1), None
+
+
+class Elsewhere(Squared):
+    scope = "prompt"
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        (WrongSlope, r"WrongSlope.surrogate needs a slope that is the derivative of its value by the log_ratio .got"),
+        (ForgottenStop, "ForgottenStop.surrogate needs a slope that is the derivative of its value by the log_ratio"),
+        (NotSilent, "silent_without_advantage needs a slope of 0"),
+        (OneNumber, r"one number per token, shape \(183,\) \(got \(\)\)"),
+        (WrongToken, "WrongToken.token needs a slope"),
+        (Elsewhere, "scope needs to be 'token' or 'document' .got 'prompt'"),
+    ],
+)
+def test_a_family_that_contradicts_itself_is_refused(family, message):
+    with pytest.raises(ValueError, match=message):
+        check_family(family())
+
+
+@pytest.mark.parametrize("family", [Squared(), SquaredByDocument()])
+@pytest.mark.parametrize("impl", ["torch", "fused_linear"])
+def test_a_family_of_ones_own_against_loops(family, impl):
+    """Loss and gradient by plain float64 loops over tokens and documents, sample_mean."""
+    case = make_case(seed=3)
+    new = policy_loss(*case.tensors, loss="grpo").log_probs
+    log_ratio = torch.where(case.labels >= 0, new - case.old_log_probs, 0.0).tolist()
+    loss, by_token = 0.0, [0.0] * len(case.labels)
+    for d in range(case.num_documents):
+        tokens = [t for t in range(len(case.labels)) if case.document_index[t] == d and case.labels[t] >= 0]
+        for t in tokens:
+            x, A = log_ratio[t], float(case.advantages[t])
+            if family.scope == "document":
+                x = sum(log_ratio[u] for u in tokens) / len(tokens)
+                A = sum(float(case.advantages[u]) for u in tokens) / len(tokens)
+            weight = 1 / (case.num_documents * len(tokens))
+            loss += weight * (-A * x + 0.05 * x * x)
+            by_token[t] = weight * (-A + 0.1 * x)
+    probabilities = case.logits.softmax(-1)
+    gradient = -torch.tensor(by_token, dtype=torch.float64)[:, None] * probabilities
+    trained = case.labels >= 0
+    rows = torch.arange(len(trained))[trained]
+    gradient[rows, case.labels[trained]] += torch.tensor(by_token, dtype=torch.float64)[trained]
+
+    logits = case.logits.clone().requires_grad_()
+    if impl == "torch":
+        out = policy_loss(logits, *case.tensors[1:], loss=family, num_documents=case.num_documents)
+    else:
+        from pgtoolkit import linear_policy_loss
+
+        eye = torch.eye(logits.shape[1], dtype=torch.float64)
+        out = linear_policy_loss(logits, eye, *case.tensors[1:], loss=family, num_documents=case.num_documents)
+    out.loss.backward()
+    assert float(out.loss.detach()) == pytest.approx(loss, rel=1e-12)
+    torch.testing.assert_close(logits.grad, gradient, rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_log_probs_of_a_trainer(loss, aggregation):
+    """The same loss, metrics and coefficients as from logits, where a trainer hands over padded log-probs."""
+    case = make_case(seed=12)
+    options = {
+        "loss": loss,
+        "aggregation": aggregation,
+        "divisor": 8.0 if aggregation == "constant" else None,
+        "group_index": case.group_index,
+        "num_documents": case.num_documents,
+        "metrics": "basic",
+        **EPSILONS[loss],
+    }
+    logits = case.logits.clone().requires_grad_()
+    expected = policy_loss(logits, *case.tensors[1:], **options)
+    (3 * expected.loss).backward()
+    specified = reference.policy_loss(*case.tensors, **options)
+    mask = case.labels >= 0
+    again = case.logits.clone().requires_grad_()
+    new = again.log_softmax(-1).gather(-1, case.labels.clamp(min=0)[:, None])[:, 0]
+    new = torch.where(mask, new, torch.nan)  # padding may hold anything
+    out = log_prob_loss(new, *case.tensors[2:], mask, **options)
+    (3 * out.loss).backward()
+    assert float(out.loss.detach()) == pytest.approx(specified.loss, rel=1e-12)
+    torch.testing.assert_close(again.grad[mask], logits.grad[mask], rtol=1e-11, atol=1e-14)
+    assert {k: float(v) for k, v in out.metrics.items()} == pytest.approx(specified.metrics, rel=1e-10, abs=1e-14)
+
+
+def test_pieces_of_a_step_by_log_probs_add_up():
+    case = make_case(seed=12)
+    mask, totals = case.labels >= 0, totals_of(case)
+    new = policy_loss(*case.tensors, loss="cispo").log_probs
+    whole = float(log_prob_loss(new, *case.tensors[2:], mask, loss="cispo", num_documents=case.num_documents).loss)
+    parts = 0.0
+    for documents in ((0, 1, 2), (3, 4, 5)):
+        rows = torch.isin(case.document_index, torch.tensor(documents))
+        index = case.document_index[rows] - documents[0]
+        tensors = new[rows], case.old_log_probs[rows], case.advantages[rows], index, mask[rows]
+        parts += float(log_prob_loss(*tensors, loss="cispo", num_documents=3, totals=totals).loss)
+    assert parts == pytest.approx(whole, rel=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"metrics": "with_entropy"}, "needs logits"),
+        ({"mask": torch.ones(32)}, "mask needs one bool per token"),
+        ({"log_probs": torch.zeros(32, 2)}, "one floating number per token"),
+        ({"loss": "ppo"}, "unknown"),
+        ({"loss": families.Cispo(), "epsilon_high": 3.0}, "belong to the family object"),
+        ({"loss": "cispo", "epsilon_low": 1.5}, "epsilon_low needs a number < 1"),
+    ],
+)
+def test_what_log_prob_loss_refuses(change, message):
+    case = make_case()
+    given = {"log_probs": case.old_log_probs, "mask": case.labels >= 0} | change
+    with pytest.raises(ValueError, match=message):
+        log_prob_loss(
+            given.pop("log_probs"), *case.tensors[2:], given.pop("mask"), num_documents=case.num_documents, **given
+        )
+
+
+def test_names_and_classes():
+    assert families.Cispo(epsilon_high=4.0) == family_of("cispo")
+    assert {name: family().name for name, family in FAMILIES.items()} == {name: name for name in FAMILIES}
+
+
+@pytest.mark.parametrize("family", ["Squared", "SquaredByDocument"])
+def test_training_with_a_family_of_ones_own_does_not_depend_on_the_cut(family, tmp_path):
+    """Two updates by micro-batches of 24 tokens and of 200, in runs of their own, resumed in between."""
+    own = ["loss=custom", f"loss.path=own_family.{family}", "loss.options.tau=0.3", "trainer.max_steps=3"]
+    fine = metrics_of(run(tmp_path / "fine", *own))
+    coarse = metrics_of(run(tmp_path / "coarse", *own, "accumulation.max_tokens=200"))
+    assert [row["num_micro_batches"] for row in fine] != [row["num_micro_batches"] for row in coarse]
+    for ours, theirs in zip(fine, coarse, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4, abs=1e-6)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+    assert fine[1]["ratio_new_old"] != 1
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "message"),
+    [
+        ("own_family.WrongSlope", [], "a slope that is the derivative of its value by the log_ratio (got 1.0"),
+        ("own_family.NoNumber", [], "surrogate needs to return finite numbers (got nan, at a log-ratio of -2.917)"),
+        ("own_family.Squared", ["loss.options.tau=1e400"], "surrogate needs to return finite numbers (got inf, at a"),
+        ("own_family.NoBounds", [], "NoBounds.bounds need to be two ratios, the lower one first (got 1.2, 0.8)"),
+        ("own_family.no_family", [], "float is no Family"),
+        ("own_family.SquaredByDocument", ["loss.num_splits=2", "kernel=torch"], "cuts the documents"),
+        ("own_family.Squared", ["loss.options.taw=3"], "unexpected keyword argument 'taw'"),
+        ("own_family.Nothing", [], "no attribute 'Nothing'"),
+    ],
+)
+def test_check_refuses_a_family_that_cannot_be_trained_with(path, options, message):
+    found = problems(check(["tracking=none", "loss=custom", f"loss.path={path}", *options]))
+    assert len(found) == 1
+    assert message in found[0]
+
+
+@pytest.mark.parametrize(
+    ("sums", "last"), [("false", "KeyError: 12"), ("true", "ValueError: () is not one number per token, (12,)")]
+)
+def test_a_family_of_ones_own_that_fails_while_training_is_named(sums, last, tmp_path):
+    own = ["loss=custom", "loss.path=own_family.FailsLater", f"loss.options.sums={sums}"]
+    with pytest.raises(ConfigError) as error:
+        run(tmp_path / "run", *own)
+    lines = str(error.value).splitlines()
+    name = last.partition(":")[0]
+    assert lines[0] == f"loss.path=own_family.FailsLater raised {name} on a micro-batch of 12 tokens:"
+    assert lines[-1] == last
+
+
+def test_a_run_with_options_of_its_family_is_continued_with_them(tmp_path):
+    own = ["loss=custom", "loss.path=own_family.Squared", "loss.options.tau=0.3"]
+    run(tmp_path, *own, "trainer.max_steps=1")
+    resumed = compose_resumed(tmp_path, ["loss.path=own_family.Squared"])
+    assert resumed.problems == []
+    assert dict(resumed.config.loss.options) == {"tau": 0.3}
+    changed = compose_resumed(tmp_path, ["loss.path=own_family.Squared", "loss.options.tau=0.5", "seed=1"])
+    assert dict(changed.config.loss.options) == {"tau": 0.5}
+    assert len(changed.problems) == 1

@@ -1,0 +1,305 @@
+"""Failures that other trainers have shipped, each with the test that would fail here.
+
+failure                                                     seen in                   test
+----------------------------------------------------------  ------------------------  ----
+token mean per micro-batch or rank, not per step            TRL #3021, verl #5877     test_invariance.py::test_micro_batches_order_and_padding
+loss scaled by the number of accumulation steps             TRL #6024                 test_an_update_does_not_depend_on_the_number_of_micro_batches
+Dr. GRPO without 1/D                                        verl #3741                test_losses.py::test_worked_example
+Dr. GRPO's L from the padded width                          slime #2060               test_invariance.py::test_micro_batches_order_and_padding
+Dr. GRPO's L hard-coded                                     verl #5366                test_config.py::test_the_headline_command_takes_its_divisor_from_the_completion_length
+a phantom token per fully masked document                   slime                     test_losses.py::test_a_masked_document_counts_as_a_document_and_adds_no_phantom_token
+the same in the totals of a step                            slime                     test_steps.py::test_totals_count_what_is_masked_and_empty
+prompt mean over local groups                               TRL, SkyRL                test_steps.py::test_groups_have_one_number_in_all_micro_batches_of_a_step
+groups assumed contiguous or of equal size                  slime #2090               test_losses.py::test_groups_may_have_any_numbers
+a missing group id becomes another aggregation              slime #2090               test_losses.py::test_arguments_that_cannot_be_right_are_refused
+the same in recorded rollouts                               slime #2090               test_recorded.py::test_group_ids_and_group_size
+GSPO's ratio as exp of the sum                              TRL #5814, NeMo-RL #2269  test_losses.py::test_gspo_ratio_is_the_exp_of_the_mean_and_not_of_the_sum
+clamp computed and never read                               OpenRLHF #1293            test_kernels.py::test_huge_log_ratios_stay_finite
+padding with a segment index of its own, out of range       Fast-LLM                  test_losses.py::test_padding_may_carry_any_document_number
+one divisor step-wide, the other micro-batch-wide           Fast-LLM #520             test_invariance.py::test_any_step_cut_anyhow
+gradient of all but the last micro-batch lost               Fast-LLM #551             test_an_update_does_not_depend_on_the_number_of_micro_batches
+mask * exp(big) is NaN                                      NeMo-RL #4120             test_losses.py::test_masked_positions_may_hold_anything
+NaN gradient through the unselected branch of min           prime-rl #2084            test_kernels.py::test_huge_log_ratios_stay_finite
+all labels of a step masked: division by zero               Fast-LLM                  test_losses.py::test_a_step_without_trained_tokens_is_zero
+the same as a training step                                 Fast-LLM                  test_training.py::test_a_step_without_trained_tokens_is_skipped_and_counted
+extrema polluted by a placeholder 0                         Fast-LLM #494             test_a_piece_without_trained_tokens_does_not_touch_the_extrema
+entropy under vocabulary shards                             Fast-LLM #494             test_kernels.py::test_vocabulary_shards_merge
+means of means in the metrics                               TRL #7047, verl #2259     test_invariance.py::test_micro_batches_order_and_padding
+large integers subtracted after a cast to float32           Fast-LLM #562             test_counters_near_2_to_the_24_are_subtracted_exactly
+the fused path computes something else                      Liger #1082               test_the_fused_head_computes_the_specification
+int32 overflow at long T V                                  Liger #1294               test_kernels.py::test_more_logits_than_int32_can_count
+segment sums by float atomics                               Fast-LLM                  test_the_same_step_twice_gives_the_same_bits
+fp32 LM head: gradient rounded before accumulation          Fast-LLM #520             test_the_gradient_of_the_head_adds_up_in_float32
+dynamic accumulation dies at the end of the data            Fast-LLM #520             test_steps.py::test_carry_ends_with_what_is_left
+
+Left out, because they need several processes: documents numbered differently on sequence shards (Fast-LLM #517), and
+a blocking all-reduce per micro-batch (Fast-LLM #520).
+"""  # noqa: E501
+
+import ast
+import dataclasses
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from runs import SHORT, assert_equal, built
+from steps import AGGREGATIONS, EPSILONS, LOSSES, SMOOTH, make_case
+
+from pgtoolkit import linear_policy_loss, policy_loss
+from pgtoolkit.batch import Document, StepTotals
+from pgtoolkit.losses import reference
+from pgtoolkit.rollouts.data_metrics import data_metrics
+from pgtoolkit.rollouts.packing import pack
+from pgtoolkit.rollouts.steps import make_step
+from pgtoolkit.training.state import restore, snapshot
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def test_the_tests_named_above_exist():
+    named = re.findall(r"(?:(test_\w+\.py)::)?(test_\w+)$", __doc__, flags=re.MULTILINE)
+    assert len(named) == 29
+    for file, name in named:
+        (path,) = Path(__file__).parents[1].rglob(file or Path(__file__).name)
+        tree = ast.parse(path.read_text())
+        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, (file, name)
+
+
+def documents_of(lengths=(9, 5, 12, 7, 3, 6)):
+    generator = torch.Generator().manual_seed(3)
+    return [
+        Document(
+            tokens=torch.randint(0, 11, (length,), generator=generator),
+            loss_mask=torch.arange(length) >= length // 2,
+            old_log_probs=-2.5 + 0.2 * torch.randn(length, generator=generator),
+            advantages=torch.randn(1, generator=generator).expand(length),
+            group=i // 2,
+            name=f"document {i}",
+        )
+        for i, length in enumerate(lengths)
+    ]
+
+
+def module_of(*overrides):
+    return built(*SHORT, *overrides)[0]
+
+
+def after_one_step(max_tokens, *overrides):
+    module = module_of(*overrides)
+    metrics = module.training_step(make_step(documents_of(), max_tokens, {}), 0)["metrics"]
+    return metrics, [parameter.detach() for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_an_update_does_not_depend_on_the_number_of_micro_batches(loss, aggregation):
+    """The gradient's norm, and the weights after the clipped update of AdamW, through the training step itself."""
+    # A gradient much smaller than AdamW's epsilon, so that its scale matters.
+    chosen = (f"loss={loss}", f"aggregation={aggregation}", "loss.epsilon_low=0.1", "optimizer.epsilon=1e3")
+    whole, expected = after_one_step(1000, *chosen)
+    cut, found = after_one_step(12, *chosen)
+    assert (whole["num_micro_batches"], cut["num_micro_batches"]) == (1, 5)
+    for name in ("loss", "grad_norm"):
+        assert cut[name] == pytest.approx(whole[name], rel=1e-10)
+        assert abs(cut[name]) > 1e-4
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
+
+
+def test_a_piece_without_trained_tokens_does_not_touch_the_extrema():
+    """All advantages are negative and every ratio is above 1, so that a 0 would win as maximum or as minimum."""
+    document_index = torch.tensor([0, 0, 1, 1])
+    labels, logits = torch.tensor([0, 1, -1, -1]), torch.zeros(4, 3, dtype=torch.float64)
+    old = torch.full((4,), math.log(1 / 3) - 0.5, dtype=torch.float64)
+    advantages = torch.tensor([-2.0, -3.0, 0.0, 0.0], dtype=torch.float64)
+    pieces = []
+    for rows in (slice(0, 2), slice(2, 4)):
+        tensors = [x[rows] for x in (logits, labels, old, advantages)]
+        index = document_index[rows] - document_index[rows][0]
+        totals = StepTotals(2, 2, 1)
+        pieces.append(policy_loss(*tensors, index, loss="grpo", metrics="basic", totals=totals).metric_sums)
+    for first, second in (pieces, pieces[::-1]):
+        found = first.merge(second).finalize(totals)
+        assert (float(found["max_advantage"]), float(found["min_advantage"])) == (-2.0, -3.0)
+        assert float(found["max_ratio_new_old"]) == pytest.approx(math.exp(0.5))
+        assert float(found["min_ratio_new_old"]) == pytest.approx(math.exp(0.5))
+
+
+def test_counters_near_2_to_the_24_are_subtracted_exactly():
+    """In float32 2**24 + 1 is 2**24: the staleness would be 0, and the groups one."""
+    documents = [
+        dataclasses.replace(document, model_version=2**24, group=2**24 + i % 2)
+        for i, document in enumerate(documents_of())
+    ]
+    assert data_metrics(documents, num_updates=2**24 + 1)["staleness"] == 1.0
+    assert make_step(documents, 1000, {}).totals.num_groups == 2
+    case = make_case()
+    groups = torch.arange(case.num_documents) + 2**53
+    found = policy_loss(*case.tensors, aggregation="prompt_mean", group_index=groups, metrics="basic")
+    assert int(found.metrics["num_groups"]) == case.num_documents
+
+
+@pytest.mark.parametrize("logits_memory_mb", [None, 1e-6])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_fused_head_computes_the_specification(loss, aggregation, logits_memory_mb):
+    """Loss, metrics, gradients by hidden states, weight and bias, against the loops over the same logits."""
+    case = make_case(seed=12, temperature=0.7)
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(case.logits.shape[1], 8, generator=generator, dtype=torch.float64)
+    hidden = torch.linalg.lstsq(weight, case.logits.T).solution.T.contiguous()
+    bias = torch.randn(len(weight), generator=generator, dtype=torch.float64)
+    inputs = [x.requires_grad_() for x in (hidden, weight, bias)]
+    options = {
+        "loss": loss,
+        "aggregation": aggregation,
+        "divisor": 8.0 if aggregation == "constant" else None,
+        "group_index": case.group_index,
+        "temperature": 0.7,
+        "metrics": "with_entropy",
+        **EPSILONS[loss],
+    }
+    logits = (hidden @ weight.T + bias).detach()
+    # Old log-probs near those of these logits, so that the clip acts on some and not on most.
+    new = (logits / 0.7).log_softmax(-1).gather(-1, case.labels.clamp(min=0)[:, None])[:, 0]
+    old = new + 0.2 * torch.randn(len(new), generator=generator, dtype=torch.float64)
+    tensors = (case.labels, old, case.advantages, case.document_index)
+    expected = reference.policy_loss(logits, *tensors, **options)
+    assert 0 < expected.metrics["clipped_ratio_fraction"] < 0.9
+    out = linear_policy_loss(
+        hidden, weight, *tensors, bias=bias, impl="fused_linear", logits_memory_mb=logits_memory_mb, **options
+    )
+    out.loss.backward()
+    assert float(out.loss.detach()) == pytest.approx(expected.loss, rel=1e-12)
+    found = {name: float(value) for name, value in out.metrics.items()}
+    assert found == pytest.approx(expected.metrics, rel=1e-10, abs=1e-13)
+    gradients = (
+        expected.gradient @ weight.detach(),
+        expected.gradient.T @ hidden.detach(),
+        expected.gradient.sum(0),
+    )
+    for tensor, gradient in zip(inputs, gradients, strict=True):
+        torch.testing.assert_close(tensor.grad, gradient, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_same_step_twice_gives_the_same_bits(loss, impl):
+    """Documents are interleaved token by token, where a GPU's atomics would add them up in any order."""
+    generator = torch.Generator().manual_seed(0)
+    rows, documents = 65536, 7
+    logits = torch.randn(rows, 16, generator=generator).to(DEVICE)
+    labels = torch.randint(0, 16, (rows,), generator=generator).to(DEVICE)
+    old, advantages = torch.randn(2, rows, generator=generator).to(DEVICE)
+    index = torch.randint(0, documents, (rows,), generator=generator).to(DEVICE)
+    results = []
+    for _ in range(10):
+        leaf = logits.clone().requires_grad_()
+        options = {"loss": loss, "metrics": "with_entropy", "epsilon_high": 9.0, "impl": impl}
+        out = policy_loss(leaf, labels, old, advantages, index, **options)
+        out.loss.backward()
+        results.append([out.loss.detach(), leaf.grad, out.metric_sums.sums, out.metric_sums.maxima])
+    assert_equal(results, results[:1] * 10)
+    assert (results[0][1] != 0).any()
+
+
+@pytest.mark.parametrize("fp32_logits", [False, True])
+def test_the_gradient_of_the_head_adds_up_in_float32(fp32_logits):
+    """To a gradient of 256, where bfloat16's steps are 2, micro-batches add some hundredths each."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(24, 16, generator=generator).bfloat16().to(DEVICE).requires_grad_()
+    weight = torch.randn(13, 16, generator=generator).bfloat16().to(DEVICE)
+    labels = torch.randint(0, 13, (24,), generator=generator).to(DEVICE)
+    old, index = torch.full((24,), -2.5, device=DEVICE), torch.arange(24, device=DEVICE) // 4
+    advantages = torch.randn(6, generator=generator).to(DEVICE)[index]
+    options = {"loss": "grpo", "epsilon_low": 0.9, "epsilon_high": 9.0}
+
+    exact = weight.double().requires_grad_()
+    linear_policy_loss(
+        hidden.detach().double(), exact, labels, old.double(), advantages.double(), index, **options
+    ).loss.backward()
+    assert 0.01 < float(exact.grad.abs().max()) < 1
+    total = torch.full((13, 16), 256.0, device=DEVICE)
+    for _ in range(4):
+        linear_policy_loss(
+            hidden,
+            weight,
+            labels,
+            old,
+            advantages,
+            index,
+            impl="fused_linear",
+            fp32_logits=fp32_logits,
+            weight_gradient=total,
+            **options,
+        )
+    found = (total.double() - 256) / 4
+    assert float((found - exact.grad).norm() / exact.grad.norm()) < 0.01
+
+
+# Not from the table, but of the same kind.
+
+
+def test_an_update_is_made_at_the_reported_learning_rate():
+    """AdamW's first update moves a weight by the learning rate, up to epsilon, in the direction of its gradient."""
+    module = module_of("optimizer.learning_rate=0.01", "optimizer.warmup_steps=4", "optimizer.weight_decay=0")
+    for group in module.optimizer.param_groups:
+        group["lr"] = 123.0  # what a checkpoint of another configuration might leave
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    metrics = module.training_step(make_step(documents_of(), 1000, {}), 0)["metrics"]
+    moved = max(float((a - b).detach().abs().max()) for a, b in zip(module.parameters(), before, strict=True))
+    assert metrics["learning_rate"] == pytest.approx(0.01 / 4)
+    assert moved == pytest.approx(0.01 / 4, rel=1e-3)
+
+
+def test_resume_takes_moments_from_the_checkpoint_and_settings_from_the_configuration():
+    before = module_of("optimizer.weight_decay=0.25", "optimizer.beta2=0.9")
+    before.training_step(make_step(documents_of(), 1000, {}), 0)
+    after = module_of("optimizer.weight_decay=0.125", "optimizer.beta2=0.95", "seed=5")
+    restore(after, snapshot(before, {"num_steps": 1}))
+    assert_equal(after.optimizer.state_dict()["state"], before.optimizer.state_dict()["state"])
+    assert len(after.optimizer.state_dict()["state"]) == len(list(after.parameters()))
+    assert_equal([p.detach() for p in after.parameters()], [p.detach() for p in before.parameters()])
+    assert [group["weight_decay"] for group in after.optimizer.param_groups] == [0.125, 0]
+    assert [group["betas"] for group in after.optimizer.param_groups] == [(0.9, 0.95)] * 2
+    assert (after.num_updates, after.documents_seen) == (1, 6)
+
+
+def old_log_prob_for(ratio):
+    """The old log-prob of one of two equally likely tokens with which the ratio is exactly `ratio` in float64."""
+    new = torch.zeros(2, dtype=torch.float64).log_softmax(-1)[0]
+    near = float(new) - math.log(ratio)
+    candidates = torch.tensor([near, math.nextafter(near, 9), math.nextafter(near, -9)], dtype=torch.float64)
+    return float(candidates[(new - candidates).exp() == ratio][0])
+
+
+@pytest.mark.parametrize("loss", SMOOTH)
+@pytest.mark.parametrize("impl", ["torch", "fused_linear"])
+@pytest.mark.parametrize(("advantage", "bound"), [(1.0, 1.25), (-1.0, 0.75)])
+def test_the_clip_does_not_act_at_its_bounds(loss, impl, advantage, bound):
+    """By autograd, by the formula that the fused head uses, and in the metrics; epsilon 0.25 is exact in binary."""
+    zero, A = torch.zeros(1, dtype=torch.int64), torch.tensor([advantage], dtype=torch.float64)
+    weight = torch.zeros(2, 1, dtype=torch.float64)
+    options = {"loss": loss, "impl": impl, "epsilon_low": 0.25, "epsilon_high": 0.25, "metrics": "basic"}
+    for nudge, acts in ((0.0, False), (1e-9 * advantage, True), (-1e-9 * advantage, False)):
+        hidden = torch.ones(1, 1, dtype=torch.float64, requires_grad=True)
+        bias = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+        old = torch.tensor([old_log_prob_for(bound) - nudge], dtype=torch.float64)
+        out = linear_policy_loss(hidden, weight, zero, old, A, zero, bias=bias, **options)
+        out.loss.backward()
+        # The derivative of the log-prob by its own logit is one half.
+        assert float(bias.grad[0]) == pytest.approx(0.0 if acts else -advantage * bound / 2, rel=1e-8)
+        assert float(out.metrics["clipped_ratio_fraction"]) == acts
+        assert float(out.metrics["clipped_low_fraction"] + out.metrics["clipped_high_fraction"]) == acts
+
+
+def test_old_log_probs_and_advantages_are_shifted_with_their_labels():
+    tokens, mask = torch.tensor([5, 6, 7, 8]), torch.tensor([False, True, False, True])
+    numbers = torch.tensor([0.0, 0.25, 0.5, 0.75])
+    batch = pack([Document(tokens, mask, -numbers, 1 + numbers, 0, "a")], [0])
+    trained = batch.labels >= 0
+    assert batch.labels[trained].tolist() == [6, 8]
+    assert batch.old_log_probs[trained].tolist() == [-0.25, -0.75]
+    assert batch.advantages[trained].tolist() == [1.25, 1.75]

@@ -1,0 +1,224 @@
+"""Models from a folder: loaded, trained in both precisions, resumed; heads that are not plain linear layers refused."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of
+from tokenizers import processors
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from pgtoolkit.batch import Document
+from pgtoolkit.cli import main
+from pgtoolkit.config.schema import HuggingFaceModelConfig, NumberType
+from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.launch.check import check, problems
+from pgtoolkit.model.policy import build_policy, character_tokenizer
+from pgtoolkit.rollouts.prompts import characters
+from pgtoolkit.rollouts.steps import make_step
+from pgtoolkit.training.train import build, train
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A small Llama with tied embeddings, and its tokenizer, as save_pretrained leaves them."""
+    path = tmp_path_factory.mktemp("llama")
+    tokenizer = character_tokenizer("0123456789=")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        intermediate_size=32,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        attention_dropout=0.3,
+        **SIZES,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def settings(folder, *overrides):
+    own = [s for s in SHORT if not s.startswith("model.")]
+    return config_of(*own, "model=huggingface", f"model.path={folder}", "trainer.max_steps=4", *overrides)
+
+
+def test_completions_longer_than_the_model_has_positions_are_refused_before_anything_is_made(folder):
+    typed = ["model=huggingface", f"model.path={folder}", "tracking=none", "task.num_digits=3"]
+    (problem,) = problems(check([*typed, "rollout.max_completion_length=32"]))
+    assert problem.startswith("rollout.max_completion_length=32 needs a number < 32 (got 32). ")
+    assert problem.endswith("Use rollout.max_completion_length=16.")
+    assert problems(check([*typed, "rollout.max_completion_length=16"])) == []
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_trains_and_resumes_bit_equal(folder, tmp_path, checkpointing):
+    config = settings(folder, f"model.gradient_checkpointing={str(checkpointing).lower()}")
+    train(config, tmp_path / "whole")
+    rows = metrics_of(tmp_path / "whole")
+    assert rows[0]["ratio_new_old"] == pytest.approx(1, abs=1e-6)  # dropout is off: the policy is one and the same
+    resumed = copy_as_of(tmp_path / "whole", 1, tmp_path / "resumed")
+    train(config, resumed, resume=True)
+    assert metrics_of(resumed) == rows
+    assert_equal(checkpoint_of(resumed, 4), checkpoint_of(tmp_path / "whole", 4))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradient_checkpointing_computes_the_layers_again(folder, checkpointing):
+    module, _ = build(
+        OmegaConf.to_object(settings(folder, f"model.gradient_checkpointing={str(checkpointing).lower()}"))
+    )
+    calls = []
+    module.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    micro_batch = make_step([short_document()], 99, {}).micro_batches[0]
+    module._loss(micro_batch, make_step([short_document()], 99, {}).totals).loss.backward()
+    assert len(calls) == (2 if checkpointing else 1)
+
+
+def short_document():
+    mask = torch.tensor([False, False, True, True])
+    return Document(torch.tensor([1, 2, 3, 4]), mask, torch.zeros(4), torch.ones(4), 0, "a document")
+
+
+def test_gradient_checkpointing_changes_no_number(folder, tmp_path):
+    for value in ("true", "false"):
+        train(settings(folder, f"model.gradient_checkpointing={value}"), tmp_path / value)
+    for a, b in zip(metrics_of(tmp_path / "true"), metrics_of(tmp_path / "false"), strict=True):
+        assert a == pytest.approx(b, rel=1e-3, abs=1e-5)  # the tied embedding's gradients are added in another order
+
+
+@pytest.mark.parametrize("fp32_lm_head", [False, True])
+def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(folder, tmp_path, fp32_lm_head):
+    config = settings(folder, "model.dtype=bfloat16", f"model.fp32_lm_head={str(fp32_lm_head).lower()}")
+    train(config, tmp_path / "run")
+    rows = metrics_of(tmp_path / "run")
+    assert rows[0]["ratio_new_old"] == pytest.approx(1, abs=1e-3)
+    assert all(row["num_skipped_steps"] == 0 for row in rows)
+    weights = checkpoint_of(tmp_path / "run", 4)["model"]
+    assert all(weight.dtype == torch.float32 for weight in weights.values())
+    # The same hidden states and weight in bfloat16; of their product, what is not asked for in float32 is rounded.
+    module, _ = build(OmegaConf.to_object(config))
+    micro_batch = make_step([short_document()], 99, {}).micro_batches[0]
+    with torch.no_grad():
+        hidden, weight = module.policy.hidden_states(micro_batch), module.policy.head.weight.bfloat16()
+        assert hidden.dtype == torch.bfloat16
+        logits = hidden.double() @ weight.double().T
+        exact, rounded = (x.log_softmax(-1)[[1, 2], [3, 4]] for x in (logits, logits.bfloat16().double()))
+        found = module.log_probs(micro_batch)[1:3].double()
+    assert (exact - rounded).abs().max() > 2e-5
+    torch.testing.assert_close(found, exact if fp32_lm_head else rounded, rtol=0, atol=2e-6)
+
+
+def test_random_weights_take_the_architecture_only(folder):
+    torch.manual_seed(1)
+    kept, fresh = (build_policy(model_config(folder, random_weights=value), None, False) for value in (False, True))
+    name = "model.layers.0.mlp.up_proj.weight"
+    saved = LlamaForCausalLM.from_pretrained(folder).state_dict()[name]
+    assert torch.equal(kept.model.state_dict()[name], saved)
+    assert not torch.equal(fresh.model.state_dict()[name], saved)
+
+
+def model_config(path, **changes):
+    values = {"random_weights": False, "dtype": NumberType.auto, "gradient_checkpointing": False}
+    return HuggingFaceModelConfig(name="huggingface", path=str(path), fp32_lm_head=False, **(values | changes))
+
+
+def test_a_head_that_caps_its_logits_is_refused(tmp_path):
+    """Gemma 2 squashes its logits by tanh: hidden @ weight.T is not what it samples from."""
+    tokenizer = character_tokenizer("0123456789=")
+    tokenizer.save_pretrained(tmp_path)
+    config = Gemma2Config(
+        vocab_size=len(tokenizer),
+        intermediate_size=32,
+        head_dim=8,
+        num_key_value_heads=2,
+        final_logit_softcapping=0.1,
+        **SIZES,
+    )
+    torch.manual_seed(0)
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="plain linear LM head"):
+        build_policy(model_config(tmp_path), None, False)
+
+
+def test_a_head_with_a_bias_is_trained_with_it(tmp_path):
+
+    tokenizer = character_tokenizer("0123456789=")
+    tokenizer.save_pretrained(tmp_path)
+
+    torch.manual_seed(0)
+    model = PhiForCausalLM(PhiConfig(vocab_size=len(tokenizer), intermediate_size=32, **SIZES))
+    torch.nn.init.normal_(model.lm_head.bias)
+    model.save_pretrained(tmp_path)
+    config = settings(tmp_path, "kernel=fused_linear")
+
+    module, _ = build(OmegaConf.to_object(config))
+    document = short_document()
+    micro_batch = make_step([document], 99, {}).micro_batches[0]
+    logits = module.model(input_ids=document.tokens[None]).logits[0].log_softmax(-1)
+    expected = [logits[1, 3].item(), logits[2, 4].item()]
+    assert module.log_probs(micro_batch)[1:3].tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_prompts_are_tokens_as_the_tokenizer_makes_them(folder, tmp_path, capsys):
+    """With its token of the beginning, here `=`, and without the end that it adds; `pgtk check` shows them."""
+    shutil.copytree(folder, tmp_path / "model")
+    backend = characters("0123456789=")
+    special = [("=", 10), ("<end>", 11)]
+    backend.post_processor = processors.TemplateProcessing(single="= $A <end>", special_tokens=special)
+    options = {"bos_token": "=", "eos_token": "<end>", "pad_token": "<end>"}
+    PreTrainedTokenizerFast(tokenizer_object=backend, **options).save_pretrained(tmp_path / "model")
+    config = settings(tmp_path / "model")
+    module, loader = build(OmegaConf.to_object(config))
+    assert module.policy.tokenizer("12=").input_ids == [10, 1, 2, 10, 11]
+    documents = next(iter(loader)).documents
+    for document in documents:
+        assert document.loss_mask.tolist().index(True) == 5
+        assert (document.tokens[0], document.tokens[4]) == (10, 10)
+        assert 10 not in document.tokens[1:4].tolist()
+    first = documents[0].tokens[:5].tolist()
+    own = [s for s in SHORT if not s.startswith("model.")]
+    assert main(["check", *own, "model=huggingface", f"model.path={tmp_path / 'model'}"]) == 0
+    shown = " ".join(f"'{'=' if token == 10 else token}'={token}" for token in first)
+    assert f"  5 tokens: {shown}\n" in capsys.readouterr().out
+
+
+def test_a_step_in_which_nothing_is_taught_is_said_once(folder, tmp_path, capsys):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "1", "answer": "no"}\n' * 4)
+    own = [s for s in SHORT if not s.startswith(("model.", "task."))]
+    task = ["model=huggingface", f"model.path={folder}", "task=prompts", f"task.path={tmp_path / 'p.jsonl'}"]
+    train(config_of(*own, *task, "trainer.max_steps=3"), tmp_path / "run")
+    said = [line for line in capsys.readouterr().out.splitlines() if "every advantage" in line]
+    assert said == [
+        "note: every advantage of the step that ends at document 8 is 0: the completions of each prompt have equal "
+        "rewards, so it teaches nothing. Is the task too hard, too easy, or an answer longer than a completion? Said "
+        "once; the metric zero_advantage_group_fraction tells more."
+    ]
+    assert [row["zero_advantage_group_fraction"] for row in metrics_of(tmp_path / "run")] == [1, 1, 1]
+
+
+def test_prompts_that_are_too_long_end_the_run_before_its_first_step(folder, tmp_path):
+    rows = [{"prompt": "1" * length, "answer": "1"} for length in (3, 40, 3, 3, 3, 25)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = [s for s in SHORT if not s.startswith(("model.", "task."))]
+    task = ["model=huggingface", f"model.path={folder}", "task=prompts", f"task.path={tmp_path / 'p.jsonl'}"]
+    with pytest.raises(
+        DataError, match=r"2 of 6 prompts do not have 1 to 20 tokens: p.jsonl:2 has 40, p.jsonl:6 has 25"
+    ):
+        train(config_of(*own, *task), tmp_path / "run")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    train(config_of(*own, *task, "task.too_long=skip", "trainer.max_steps=4"), tmp_path / "skipped")
+    assert len(metrics_of(tmp_path / "skipped")) == 4

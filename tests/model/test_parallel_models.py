@@ -1,0 +1,154 @@
+"""One fixed step, whole or spread over ranks: the same loss, metrics and gradient of every parameter.
+
+In float64 on real gloo processes; small GPT-2, Qwen2, Qwen3 and Mistral. What the processes do: parallel_models.py.
+"""
+
+import functools
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from steps import AGGREGATIONS, LEVELS, LOSSES
+
+from pgtoolkit.batch import MicroBatch
+from pgtoolkit.errors import ConfigError
+from pgtoolkit.model.pipeline import cut as cut_into_stages
+from pgtoolkit.model.sequence_data import local_tokens
+from pgtoolkit.model.tensor import shard_tensors
+from tests import parallel_models
+from tests.worlds import world
+
+TOLERANCE = 1e-12
+GSPO = {"loss": "gspo", "aggregation": "sample_mean", "metrics": "with_entropy"}
+GRPO = {"loss": "grpo", "aggregation": "prompt_mean", "metrics": "basic"}
+LOSS_ONLY = {"loss": "gspo", "aggregation": "token_mean", "metrics": "none"}
+EVERY_MODEL = (("gpt2", GSPO), ("qwen2", GRPO), ("qwen3", LOSS_ONLY))
+CHECKPOINTED = ("qwen2_checkpointed", GSPO)
+BY_DOCUMENT = ("qwen2_checkpointed_by_document", LOSS_ONLY)  # as on a GPU
+WINDOWED = ("mistral", LOSS_ONLY)
+TP, SDP, DP, PP = "tensor_parallel", "sequence_data_parallel", "data_parallel", "pipeline_parallel"
+CUTS = {
+    "data": ({DP: 2}, "", EVERY_MODEL),
+    "fully sharded": ({DP: 2}, "shard", (*EVERY_MODEL, ("gpt2_tied", GRPO), CHECKPOINTED, BY_DOCUMENT)),
+    "tensor": ({TP: 2}, "", (*EVERY_MODEL, ("qwen2_tied", GSPO), CHECKPOINTED)),
+    "sequence": ({TP: 2}, "sequence", (*EVERY_MODEL, ("gpt2_tied", GSPO), CHECKPOINTED, WINDOWED, BY_DOCUMENT)),
+    "sequence-data": ({SDP: 2}, "", (*EVERY_MODEL, CHECKPOINTED, WINDOWED, BY_DOCUMENT)),
+    "pipeline": ({PP: 2}, "", (("gpt2", LOSS_ONLY), ("qwen2", LOSS_ONLY), BY_DOCUMENT)),
+    "data 4": ({DP: 4}, "", EVERY_MODEL[:1]),
+    "tensor 4": ({TP: 4}, "", EVERY_MODEL),
+    "sequence 4": ({TP: 4}, "sequence", EVERY_MODEL),
+    "sequence-data 4": ({SDP: 4}, "", EVERY_MODEL),
+    "data x sequence-data": ({DP: 2, SDP: 2}, "", EVERY_MODEL[:2]),
+    "data x sequence-data, fully sharded": ({DP: 2, SDP: 2}, "shard", EVERY_MODEL[:2]),
+    "data x tensor": ({DP: 2, TP: 2}, "", EVERY_MODEL[:2]),
+    "data x tensor, fully sharded": ({DP: 2, TP: 2}, "shard", (*EVERY_MODEL, ("qwen2_tied", GSPO))),
+    "data x sequence, fully sharded": ({DP: 2, TP: 2}, "shard sequence", (*EVERY_MODEL, CHECKPOINTED)),
+    "sequence-data x tensor": ({SDP: 2, TP: 2}, "", EVERY_MODEL[:2]),
+    "sequence-data x sequence": ({SDP: 2, TP: 2}, "sequence", (*EVERY_MODEL, CHECKPOINTED)),
+    "pipeline x data": ({PP: 2, DP: 2}, "", (("gpt2", LOSS_ONLY), ("qwen2", LOSS_ONLY))),
+    "pipeline x data, fully sharded": ({PP: 2, DP: 2}, "shard", (("qwen2", LOSS_ONLY),)),
+    "pipeline x tensor": ({PP: 2, TP: 2}, "", (("gpt2", LOSS_ONLY), ("qwen2", LOSS_ONLY))),
+}
+
+
+OBJECTIVES = [
+    {"loss": loss, "aggregation": aggregation, "metrics": level}
+    | ({"divisor": 8.0} if aggregation == "constant" else {})
+    for loss in LOSSES
+    for aggregation in AGGREGATIONS
+    for level in LEVELS
+]
+OF_TWO = ["data", "fully sharded", "tensor", "sequence", "sequence-data", "pipeline"]
+
+
+@functools.cache
+def expected(kind: str, objective: tuple) -> dict:
+    return parallel_models.whole_step(kind, **dict(objective))
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_the_step_is_the_same_however_the_model_is_spread(name):
+    check(*CUTS[name])
+
+
+@pytest.mark.parametrize("name", OF_TWO)
+def test_every_objective_is_the_same_however_the_model_is_spread(name):
+    """Each family under each aggregation at each level of the metrics, where CUTS has three of them."""
+    sizes, how, _ = CUTS[name]
+    levels = ("none",) if name == "pipeline" else LEVELS
+    cases = [("gpt2", objective) for objective in OBJECTIVES if objective["metrics"] in levels]
+    assert len(cases) == len(LOSSES) * len(AGGREGATIONS) * len(levels)
+    check(sizes, how, cases)
+
+
+def check(sizes, how, cases):
+    number = math.prod(sizes.values())
+    options = ("shard" in how, "sequence" in how)
+    found = world(number).run(parallel_models.spread_steps, list(cases), tuple(sizes.items()), *options)
+    for i, (kind, objective) in enumerate(cases):
+        whole = expected(kind, tuple(objective.items()))
+        seen = set()
+        for rank in range(number):
+            for key, value in found[rank][i].items():
+                message = functools.partial("{0}, {1}, rank {2}: {3}".format, kind, key, rank)
+                torch.testing.assert_close(value, whole[key], rtol=TOLERANCE, atol=TOLERANCE, msg=message)
+                seen.add(key)
+        assert seen == set(whole)
+
+
+def test_a_rank_gets_its_piece_of_the_packed_axis():
+    """7 tokens of 2 documents over 3 ranks of 2 tensor ranks: pieces of 4, the last one padding alone."""
+    index = torch.tensor([0, 0, 0, 1, 1, 1, 1])
+    numbers = torch.arange(7)
+    micro_batch = MicroBatch(
+        tokens=numbers,
+        position_ids=numbers,
+        labels=numbers,
+        document_index=index,
+        old_log_probs=numbers.float(),
+        advantages=numbers.float(),
+        num_documents=2,
+        group_index=index[:2],
+        names=("a", "b"),
+        document_lengths=(3, 4),
+    )
+    pieces = []
+    for rank in range(3):
+        sizes = {"sequence_data_parallel": 3, "tensor_parallel": 2}
+        layout = SimpleNamespace(size=sizes.get, rank_in=lambda _axis, rank=rank: rank)
+        pieces.append(local_tokens(micro_batch, layout))
+    assert [piece.labels.tolist() for piece in pieces] == [[0, 1, 2, 3], [4, 5, 6, -1], [-1, -1, -1, -1]]
+    assert [piece.document_index.tolist() for piece in pieces] == [[0, 0, 0, 1], [1, 1, 1, 1], [1, 1, 1, 1]]
+    assert all(piece.names == ("a", "b") and piece.group_index.tolist() == [0, 0] for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "message"),
+    [
+        ("gpt2", 3, "tensor_parallel=3 needs a model whose attention heads divide by it .got 4.*tensor_parallel=2"),
+        ("qwen2", 8, "tensor_parallel=8 needs a model whose key-value heads divide by it .got 4.*tensor_parallel=4"),
+    ],
+)
+def test_heads_that_do_not_divide_are_refused(kind, size, message):
+    mesh = SimpleNamespace(size=lambda: size, get_group=lambda: None)
+    with pytest.raises(ConfigError, match=message):
+        shard_tensors(parallel_models.build(kind).model, mesh, False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stages", "message"),
+    [
+        ("gpt2", 3, "pipeline_parallel=3 needs at least as many layers .got 2.*pipeline_parallel=2"),
+        ("gpt2_tied", 2, "pipeline_parallel=2 needs a model whose embedding and LM head are two matrices"),
+    ],
+)
+def test_a_pipeline_that_the_model_cannot_be_cut_into_is_refused(kind, stages, message):
+    with pytest.raises(ConfigError, match=message):
+        cut_into_stages(parallel_models.build(kind).model, 0, stages)
+
+
+def test_an_unknown_kind_of_model_is_refused():
+    model = SimpleNamespace(config=SimpleNamespace(model_type="mamba"))
+    with pytest.raises(ConfigError, match=r"tensor_parallel=2 needs a model of type gpt2, llama, .* .got mamba"):
+        shard_tensors(model, SimpleNamespace(size=lambda: 2, get_group=lambda: None), False)

@@ -1,0 +1,183 @@
+"""Sampling is from the distribution that the configuration says, whatever the model's folder suggests."""
+
+import json
+import math
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from runs import SHORT, config_of, metrics_of
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pgtoolkit.model.policy import character_tokenizer
+from pgtoolkit.training.build import build
+from pgtoolkit.training.train import train
+
+PROMPT, OTHER = [4, 8, 2, 10], [9, 10]
+END = 11
+
+SUGGESTED = {
+    "repetition_penalty": 1.5,
+    "min_p": 0.3,
+    "top_k": 2,
+    "top_p": 0.5,
+    "temperature": 0.2,
+    "typical_p": 0.3,
+    "epsilon_cutoff": 0.1,
+    "eta_cutoff": 0.2,
+    "suppress_tokens": [0, 1, 2, 3, 4],
+    "begin_suppress_tokens": [0, 1, 2, 3, 4],
+    "min_new_tokens": 4,
+    "min_length": 8,
+    "num_beams": 3,
+    "num_return_sequences": 2,
+    "stop_strings": ["1", "2", "3"],
+    "forced_eos_token_id": 6,
+    "no_repeat_ngram_size": 1,
+    "bad_words_ids": [[1], [2], [3]],
+    "sequence_bias": [[[7], 5.0]],
+    "exponential_decay_length_penalty": [1, 3.0],
+    "guidance_scale": 2.0,
+    "max_time": 0.0001,
+    "prompt_lookup_num_tokens": 2,
+}
+"""What a generation_config.json may hold, each with a value that acts on this model in transformers."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_llama(tmp_path_factory.mktemp("llama"))
+
+
+def save_llama(path):
+    """A small Llama that is sure of some tokens, as save_pretrained leaves it."""
+    tokenizer = character_tokenizer("0123456789=")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=12, max_position_embeddings=32, bos_token_id=None, eos_token_id=END, **sizes)
+    )
+    with torch.no_grad():
+        model.lm_head.weight *= 15
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def suggesting(folder, **settings):
+    """The folder with this generation_config.json."""
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def settings(folder, *overrides):
+    own = [s for s in SHORT if not s.startswith("model.")]
+    return config_of(*own, "model=huggingface", f"model.path={folder}", *overrides)
+
+
+def module_of(folder, *overrides):
+    return build(OmegaConf.to_object(settings(folder, *overrides)))[0]
+
+
+def sampled(module, prompts, seed=0):
+    torch.manual_seed(seed)
+    return [(c.tokens.tolist(), c.log_probs.tolist(), c.finished) for c in module.generate(prompts)]
+
+
+@pytest.fixture(scope="module")
+def unadvised(folder):
+    """What is sampled where the folder suggests nothing."""
+    return sampled(module_of(suggesting(folder, eos_token_id=END)), [PROMPT, OTHER] * 8)
+
+
+@pytest.mark.parametrize("name", SUGGESTED)
+def test_what_the_folder_suggests_does_not_act(folder, unadvised, name):
+    module = module_of(suggesting(folder, eos_token_id=END, do_sample=True, **{name: SUGGESTED[name]}))
+    assert getattr(module.model.generation_config, name) is not None  # transformers has read it
+    assert sampled(module, [PROMPT, OTHER] * 8) == unadvised
+
+
+def test_what_is_ignored_is_said_once(folder, tmp_path, capsys):
+    folder = suggesting(folder, repetition_penalty=1.1, temperature=0.6, top_k=20, top_p=1.0, min_p=0.0, num_beams=1)
+    train(settings(folder, "rollout.temperature=0.6", "trainer.max_steps=3"), tmp_path / "run")
+    said = [line for line in capsys.readouterr().out.splitlines() if "generation_config" in line]
+    assert said == [
+        f"note: {folder}/generation_config.json suggests repetition_penalty=1.1, top_k=20, which is ignored: "
+        "completions are sampled as rollout.temperature and rollout.top_p say, and nothing else."
+    ]
+
+
+def test_every_end_of_the_folder_and_the_tokenizer_ends_a_completion(folder):
+    module = module_of(suggesting(folder, eos_token_id=[3, 7]), "rollout.max_completion_length=12")
+    completions = module.generate([PROMPT] * 64)
+    ends = {3, 7, END}
+    assert {c.tokens[-1].item() for c in completions if c.finished} == ends
+    for completion in completions:
+        inner = completion.tokens if not completion.finished else completion.tokens[:-1]
+        assert not ends & set(inner.tolist())
+        assert completion.finished or len(inner) == 12
+        assert len(completion.log_probs) == len(completion.tokens)
+
+
+@torch.no_grad()
+def distribution(model, tokens, temperature, top_p):
+    """The probabilities of the next token, in plain loops: tempered, cut to the likeliest, renormalised."""
+    logits = model(input_ids=torch.tensor([tokens])).logits[0, -1].double().tolist()
+    largest = max(logits)
+    weights = [math.exp((logit - largest) / temperature) for logit in logits]
+    probabilities = [weight / sum(weights) for weight in weights]
+    kept, mass = [0.0] * len(logits), 0.0
+    for token in sorted(range(len(logits)), key=lambda token: -probabilities[token]):
+        if mass >= top_p:
+            break
+        kept[token] = probabilities[token]
+        mass += probabilities[token]
+    return [probability / sum(kept) for probability in kept]
+
+
+CUTS = [(1.0, None), (0.5, None), (2.0, None), (1.0, 0.7), (0.6, 0.8)]
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), CUTS)
+def test_log_probs_are_those_of_the_distribution_sampled_from(folder, temperature, top_p):
+    overrides = [f"rollout.temperature={temperature}", f"rollout.top_p={'null' if top_p is None else top_p}"]
+    module = module_of(suggesting(folder), *overrides)
+    module.model.eval()
+    for prompt in (PROMPT, OTHER):
+        for completion in module.generate([PROMPT, prompt] * 4)[1::2]:
+            tokens = completion.tokens.tolist()
+            for place, token in enumerate(tokens):
+                expected = distribution(module.model, prompt + tokens[:place], temperature, top_p or 1.0)
+                assert completion.log_probs[place].item() == pytest.approx(math.log(expected[token]), abs=1e-5)
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), CUTS)
+def test_tokens_are_as_frequent_as_the_distribution_says(folder, temperature, top_p):
+    overrides = [f"rollout.temperature={temperature}", f"rollout.top_p={'null' if top_p is None else top_p}"]
+    module = module_of(suggesting(folder), "rollout.max_completion_length=4", *overrides)
+    count = 4000
+    torch.manual_seed(0)
+    first = torch.tensor([completion.tokens[0] for completion in module.generate([PROMPT] * count)])
+    module.model.eval()
+    expected = distribution(module.model, PROMPT, temperature, top_p or 1.0)
+    assert max(expected) > 1.5 / 12  # there is something to tell apart
+    for token, probability in enumerate(expected):
+        share = (first == token).double().mean().item()
+        assert abs(share - probability) <= 5 * math.sqrt(probability * (1 - probability) / count), token
+
+
+@pytest.mark.parametrize("fp32_lm_head", [True, False])
+def test_sampling_has_the_head_of_training(folder, tmp_path, fp32_lm_head):
+    """In bfloat16 with old_log_probs=sampling: where layers add nothing, all rounding is the head's."""
+    model = LlamaForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    model.save_pretrained(tmp_path / "model")
+    character_tokenizer("0123456789=").save_pretrained(tmp_path / "model")
+    own = ["model.dtype=bfloat16", f"model.fp32_lm_head={str(fp32_lm_head).lower()}", "trainer.max_steps=1"]
+    train(settings(tmp_path / "model", *own, "rollout.old_log_probs=sampling"), tmp_path / "run")
+    (row,) = metrics_of(tmp_path / "run")
+    assert row["clipped_ratio_fraction"] == 0
+    assert (row["min_ratio_new_old"], row["max_ratio_new_old"]) == pytest.approx((1, 1), abs=1e-5)

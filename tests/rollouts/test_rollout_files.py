@@ -1,0 +1,285 @@
+"""Damaged and ill-formed rollout files: refused before training, with the place and the reason."""
+
+import json
+import math
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from rollout_rows import VOCABULARY_SIZE, config, good_row, write_jsonl, write_parquet
+
+from pgtoolkit.errors import DataError
+from pgtoolkit.rollouts.recorded import RecordedRollouts
+
+NAN, INFINITY = math.nan, math.inf
+
+
+def load(path, estimator="dr_grpo", **changes):
+    keywords = {key: changes.pop(key) for key in ("needs_groups", "max_tokens") if key in changes}
+    return RecordedRollouts(config(path, **changes), estimator, VOCABULARY_SIZE, **keywords)
+
+
+def refused(path, estimator="dr_grpo", **changes):
+    with pytest.raises(DataError) as error:
+        load(path, estimator, **changes)
+    assert error.value.exit_status == 3
+    return str(error.value)
+
+
+BAD = {  # field: [(value or ... to leave it out, reason)]; position 2 is the first that is trained
+    "token_ids": [
+        (..., "is missing; the row has loss_mask"),
+        ([1, 2, 3, 4, 100], "is 100 at position 4; the vocabulary is 0 to 99"),
+        ([1, 2, -3, 4, 5], "is -3 at position 2"),
+        ([1, 2, 3, 4], "has 5 entries and token_ids has 4"),
+        ([], "is empty"),
+        ([1.0, 2.0, 3.0, 4.0, 5.0], "needs a list of integers"),
+        ([1, 2, None, 4, 5], "needs a list of integers"),
+        ("abc", "needs a list of integers (got 'abc')"),
+        (7, "needs a list of integers (got 7)"),
+    ],
+    "loss_mask": [
+        (..., "is missing"),
+        ([True] * 5, "is true for the first token"),
+        ([0, 0, 1, 2, 1], "is 2 at position 3"),
+        ([0.0, 0.0, 0.5, 1.0, 1.0], "needs a list of true and false"),
+        ([False, False, True, None, True], "needs a list of true and false"),
+        ([False, True], "has 2 entries and token_ids has 5"),
+    ],
+    "old_log_probs": [
+        (..., "is missing"),
+        ([0, 0, NAN, -1, -1], "is nan at position 2, which is trained"),
+        ([0, 0, -1, -INFINITY, -1], "is -inf at position 3, which is trained"),
+        ([0, 0, -1, -1e300, -1], "is -inf at position 3, which is trained"),
+        ([0, 0, -1, None, -1], "is nan at position 3"),
+        ([0, 0, -1, -1, 0.0011], "is 0.0011 at position 4; a log-prob is at most 0"),
+        ([0.0, 0.0, -1.0], "has 3 entries and token_ids has 5"),
+        (["a", "b"], "needs a list of numbers"),
+    ],
+    "reward": [
+        (..., "is missing"),
+        (NAN, "needs a finite number (got nan)"),
+        (INFINITY, "needs a finite number (got inf)"),
+        (True, "needs a finite number (got True)"),
+        ("1", "needs a finite number (got '1')"),
+        (1e200, "is 1e+200; it must lie within -1e+12 and 1e+12"),
+        (-1e39, "is -1e+39; it must lie within -1e+12 and 1e+12"),
+    ],
+    "group_id": [(..., "is missing"), (1.5, "needs an integer or a text"), ("", "needs an integer or a text")],
+    "id": [(1.5, "needs an integer or a text")],
+    "model_version": [(0.5, "needs an integer"), ("new", "needs an integer")],
+    "truncated": [("yes", "needs true or false"), (1, "needs true or false")],
+    "exact_match": [(1.0, "needs true or false")],
+}
+CASES = [(field, value, reason) for field, cases in BAD.items() for value, reason in cases]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize(("field", "value", "reason"), CASES, ids=lambda value: repr(value)[:30])
+def test_every_kind_of_bad_value_is_named(tmp_path, suffix, field, value, reason):
+    rows = [good_row(0), good_row(1, **{field: value}), good_row(2)]
+    if suffix == ".jsonl":
+        message = refused(write_jsonl(tmp_path / "r.jsonl", rows))
+        line = next(line for line in message.splitlines() if reason in line)
+        assert line.strip().startswith("r.jsonl:2:")
+    else:  # a column has one type, so all rows are bad
+        write_parquet(tmp_path / "r.parquet", [row | {field: value} for row in rows] if value is not ... else rows[1:2])
+        message = refused(tmp_path / "r.parquet")
+        reason = f"has no column {field}" if value is ... and field != "group_id" else reason.split(" (got")[0]
+        assert reason in message
+        assert field in message
+
+
+def test_good_rows_are_not_refused(tmp_path):
+    odd = good_row(1, old_log_probs=[None, NAN, -1, -1e-30, 1e-3], loss_mask=[0, 0, 1, 1, 1], reward=1, group_id="a")
+    odd |= {"id": 7, "model_version": 3, "truncated": False, "exact_match": None, "text": "is ignored"}
+    source = load(write_jsonl(tmp_path / "r.jsonl", [odd, "", good_row(2, group="a", reward=0)]))
+    first = source.document(0)
+    assert first.old_log_probs.tolist() == pytest.approx([0, 0, -1, -1e-30, 1e-3])
+    assert first.advantages.tolist() == [0, 0, 0.5, 0.5, 0.5]
+    assert (first.name, first.reward, first.model_version, first.truncated) == ("7", 1.0, 3, False)
+    assert (first.exact_match, source.document(1).name) == (None, "r.jsonl:3")
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "not JSON"),
+        ("[1, 2]", "not a JSON object (got list)"),
+        ('{"reward": 1, "reward": 2}', "the key 'reward' appears twice"),
+        ("\ud800".encode("utf-8", "surrogatepass").decode("latin-1") + "\x00", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        (json.dumps(good_row(1)).replace("0.25", "1e400"), "needs a finite number (got inf)"),
+        (json.dumps(good_row(1)).replace("0.25", "9" * 400), "needs a finite number"),
+        (json.dumps(good_row(1)).replace("[7,", f"[{2**70},"), "beyond 64 bits"),
+    ],
+    ids=range(8),
+)
+def test_lines_that_are_no_rows(tmp_path, line, reason):
+    message = refused(write_jsonl(tmp_path / "r.jsonl", [good_row(0), line, good_row(2)]))
+    assert reason in message
+    assert "r.jsonl:2" in message
+
+
+def test_the_first_ten_problems_are_listed(tmp_path):
+    rows = [good_row(i, reward=NAN if i % 2 else 0.0) for i in range(60)]
+    message = refused(write_jsonl(tmp_path / "r.jsonl", rows))
+    assert "10 problems or more" in message
+    assert [line.split(":")[1] for line in message.splitlines()[1:]] == [str(2 * i) for i in range(1, 11)]
+    assert "1 problem\n" in refused(write_jsonl(tmp_path / "r.jsonl", rows[:3]))
+
+
+def test_limits_of_the_run(tmp_path):
+    path = write_jsonl(tmp_path / "r.jsonl", [good_row(0), good_row(1, length=8)])
+    assert load(path, max_tokens=8, max_completion_length=6).num_documents == 2
+    assert "r.jsonl:2:token_ids: has 8 tokens and at most 7 fit" in refused(path, max_tokens=7)
+    assert "r.jsonl:2:loss_mask: trains 6 tokens" in refused(path, max_completion_length=5)
+
+
+def test_given_advantages_are_needed_and_checked(tmp_path):
+    path = tmp_path / "r.jsonl"
+    assert ":1:advantage: is missing" in refused(write_jsonl(path, [good_row()]), "given")
+    for value, reason in [
+        (NAN, "finite"),
+        (1e300, ":1:advantage: is 1e+300; it must lie within -1e+12 and 1e+12"),
+        ([0, 0, 1, -1e38, 1], ":1:advantage: at position 3 is -1e+38; it must lie within -1e+12 and 1e+12"),
+        ([0, 0, 1, 1e300, 1], "position 3"),
+        ([0, 0, 1, INFINITY, 1], "position 3"),
+        ([1], "1 entries"),
+    ]:
+        assert reason in refused(write_jsonl(path, [good_row(advantage=value)]), "given")
+    rows = [good_row(advantage=0.5, reward=...), good_row(advantage=[None, NAN, 1, -2, 3], group_id=...)]
+    assert "r.jsonl:2:group_id: is missing; other rows have one" in refused(write_jsonl(path, rows), "given")
+    source = load(write_jsonl(path, [row | {"group_id": 4} for row in rows]), "given", needs_groups=True)
+    assert source.document(0).advantages.tolist() == [0, 0, 0.5, 0.5, 0.5]
+    assert source.document(1).advantages.tolist() == [0, 0, 1, -2, 3]
+
+
+def test_ids_are_unique(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [good_row(0, id="x"), good_row(1, id="y"), good_row(2)])
+    write_jsonl(tmp_path / "b.jsonl", [good_row(3, id="z"), good_row(4, id="x")])
+    assert "b.jsonl:2:id: is 'x' like that of a.jsonl:1" in refused(tmp_path)
+
+
+def test_texts_without_tokens_are_refused_with_the_reason(tmp_path):
+    row = {"input": "1+1=", "output": "2", "gts": "2", "score": 1.0, "step": 1}
+    for path in (write_jsonl(tmp_path / "1.jsonl", [row]), write_parquet(tmp_path / "1.parquet", [row])):
+        message = refused(path)
+        assert "verl" in message
+        assert "log-prob of every token" in message
+
+
+def test_missing_and_empty_files(tmp_path):
+    (tmp_path / "dump.pt").write_bytes(b"")
+    assert "got a folder with dump.pt" in refused(tmp_path)
+    assert "got dump.pt" in refused(tmp_path / "dump.pt")
+    assert f"{tmp_path} has dump.pt" in refused(tmp_path / "no" / "such.jsonl")
+    assert "got no such file" in refused(tmp_path / "*.jsonl")
+    (tmp_path / "e.jsonl").write_text("\n\n")
+    assert "at least one row (got none in e.jsonl)" in refused(tmp_path)
+    (tmp_path / "e.parquet").write_bytes(b"")
+    assert "e.parquet is not a whole Parquet file" in refused(tmp_path / "e.parquet")
+
+
+def test_truncation_at_every_byte(tmp_path):
+    rows = [good_row(i, id=f"é{i}") for i in range(2)]
+    whole = write_jsonl(tmp_path / "r.jsonl", rows).read_bytes()
+    first = whole.index(b"\n")
+    for length in range(1, len(whole)):
+        (tmp_path / "r.jsonl").write_bytes(whole[:length])
+        if length in (first, first + 1, len(whole) - 1):  # whole rows remain
+            assert load(tmp_path / "r.jsonl").num_documents == (1 if length <= first + 1 else 2)
+        else:
+            assert "the file ends within this row" in refused(tmp_path / "r.jsonl")
+    whole = write_parquet(tmp_path / "r.parquet", rows).read_bytes()
+    for length in range(0, len(whole), 7):
+        (tmp_path / "r.parquet").write_bytes(whole[:length])
+        assert "not a whole Parquet file" in refused(tmp_path / "r.parquet")
+
+
+def test_missing_page_checksums_are_noted(tmp_path, caplog):
+    load(write_parquet(tmp_path / "a.parquet", [good_row()]))
+    load(write_parquet(tmp_path / "b.parquet", [good_row()], use_dictionary=False, compression="none"))
+    assert "checksum" not in caplog.text
+    for options in ({}, {"use_dictionary": False, "compression": "none"}, {"data_page_version": "2.0"}):
+        caplog.clear()
+        load(write_parquet(tmp_path / "c.parquet", [good_row()] * 3, checksums=False, **options))
+        assert "c.parquet has no page checksums" in caplog.text
+
+
+def test_huge_rows_and_row_groups_are_refused(tmp_path, monkeypatch):
+    path = write_parquet(tmp_path / "r.parquet", [good_row(i) for i in range(100)])
+    monkeypatch.setattr("pgtoolkit.rollouts.files.MAX_ROW_GROUP_BYTES", 1000)
+    assert "Row groups are read whole" in refused(path)
+    monkeypatch.setattr("pgtoolkit.rollouts.files.MAX_ROW_BYTES", 100)
+    assert "r.jsonl:1: the line is longer than" in refused(write_jsonl(tmp_path / "r.jsonl", [good_row()]))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_file_larger_than_memory(tmp_path, suffix):
+    rows = [good_row(i, i // 2, length=2000, group_id=i // 2) for i in range(16)]
+    path = tmp_path / f"r{suffix}"
+    if suffix == ".jsonl":
+        block = "".join(json.dumps(row | {"group_id": "GROUP"}) + "\n" for row in rows)
+        with open(path, "w") as file:
+            for number in range(60):
+                file.write(block.replace('"GROUP"', str(number)))
+    else:
+        table = pa.Table.from_pylist(rows)
+        with pq.ParquetWriter(
+            path, table.schema, write_page_checksum=True, use_dictionary=False, compression="none"
+        ) as w:
+            for _ in range(100):
+                w.write_table(table)
+    program = f"""
+        import resource, sys
+        import pyarrow as pa
+        pa.set_cpu_count(1)
+        sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+        from rollout_rows import config
+        from pgtoolkit.rollouts.recorded import RecordedRollouts
+        open_small = RecordedRollouts(config(sys.argv[2]), "dr_grpo", 100).document(0)
+        size = 4096 * int(open("/proc/self/statm").read().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (size + 24 * 2**20, -1))
+        try:
+            open(sys.argv[1], "rb").read()
+        except MemoryError:
+            source = RecordedRollouts(config(sys.argv[1], shuffle=True), "dr_grpo", 100)
+            print(source.num_documents, sum(source.document(i).num_tokens for i in range(0, source.num_documents, 7)))
+    """
+    small = (write_jsonl if suffix == ".jsonl" else write_parquet)(tmp_path / f"small{suffix}", rows)
+    command = [sys.executable, "-c", textwrap.dedent(program), str(path), str(small)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+    )
+    count = 960 if suffix == ".jsonl" else 1600
+    assert path.stat().st_size > 32 * 2**20
+    assert done.stdout.split() == [str(count), str(2000 * len(range(0, count, 7)))], done.stderr[-2000:]
+
+
+def test_the_recipe_for_slime_dumps(tmp_path):
+    sample = {"tokens": [1, 2, 3, 4, 5], "response_length": 3, "loss_mask": None, "reward": 1, "group_index": 4}
+    sample |= {"rollout_log_probs": [-0.5, -0.25, -0.125], "status": "truncated"}
+    other = sample | {"loss_mask": [1, 0, 1], "reward": 0.0, "status": "completed"}
+    torch.save({"rollout_id": 0, "samples": [sample, other]}, tmp_path / "0.pt")
+    words = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    recipe = words.split("```python\n")[1].split("```")[0]
+    subprocess.run([sys.executable, "-c", recipe, "0.pt"], cwd=tmp_path, check=True)
+    source = load(tmp_path / "rollouts.jsonl")
+    first, second = source.document(0), source.document(1)
+    assert first.loss_mask.tolist() == [False, False, True, True, True]
+    assert second.loss_mask.tolist() == [False, False, True, False, True]
+    assert first.old_log_probs.tolist() == [0, 0, -0.5, -0.25, -0.125]
+    assert (first.advantages[2], second.advantages[2], first.group, second.group) == (0.5, -0.5, 0, 0)
+    assert (first.truncated, second.truncated) == (True, False)
+
+
+def test_the_example_of_the_documentation(tmp_path):
+    words = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    example = words.split("```json\n")[1].split("```")[0]
+    assert load(write_jsonl(tmp_path / "r.jsonl", [example.strip()])).document(0).num_trained == 3

@@ -1,0 +1,267 @@
+"""Tasks: prompts are a function of seed and index, scores are right."""
+
+import json
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pgtoolkit.config.schema import PromptsTaskConfig, ReasoningGymTaskConfig, ReverseTaskConfig, TooLong
+from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.rollouts.prompts import encoded, make_room
+from pgtoolkit.rollouts.tasks import Prompt, make_task
+
+
+def prompts_config(path, **changes):
+    values = {"prompt_field": "prompt", "answer_field": "answer", "verifier": "exact_match", "pattern": None}
+    values["too_long"] = TooLong.refuse
+    return PromptsTaskConfig(name="prompts", path=str(path), **(values | changes))
+
+
+def reverse(seed=0, num_digits=6):
+    return make_task(ReverseTaskConfig(name="reverse", num_digits=num_digits), seed)
+
+
+def test_reverse_prompts():
+    task = reverse()
+    for index in (0, 1, 10**12):
+        prompt = task.prompt(index)
+        assert prompt.text[-1] == "="
+        assert prompt.answer == prompt.text[:-1][::-1]
+        assert len(prompt.answer) == 6
+        assert set(prompt.text) <= set(task.alphabet)
+        assert prompt == reverse().prompt(index)
+    assert len({task.prompt(index).text for index in range(100)}) > 95
+    assert reverse(seed=1).prompt(0) != task.prompt(0)
+    # The same numbers on every machine and in every version: recorded runs can be repeated.
+    assert task.prompt(0).text == "896334="
+    digits = "".join(task.prompt(index).answer for index in range(500))
+    assert all(250 < digits.count(digit) < 350 for digit in "0123456789")
+
+
+@pytest.mark.parametrize(
+    ("completion", "finished", "right", "exact"),
+    [
+        ("319284", True, 7, True),
+        ("319284", False, 6, False),
+        ("31928", True, 5, False),
+        ("", True, 0, False),
+        ("", False, 0, False),
+        ("3192840", True, 6, False),
+        ("019284", True, 6, False),
+        ("482913", True, 1, False),
+        ("399999", True, 3, False),
+    ],
+)
+def test_reverse_scores(completion, finished, right, exact):
+    score = reverse().score(Prompt("482913=", "319284", 0, "prompt 0"), completion, finished)
+    assert score.reward == right / 7
+    assert score.exact_match is exact
+
+
+def test_prompts_come_in_another_order_every_pass(tmp_path):
+    rows = [{"question": f"{i}+1=", "solution": i + 1} for i in range(20)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pq.write_table(pa.table({"question": ["é="], "solution": ["x"]}), tmp_path / "b.parquet")
+    config = prompts_config(tmp_path, prompt_field="question", answer_field="solution")
+    task = make_task(config, seed=3)
+    assert task.num_prompts == 21
+    assert task.alphabet == "".join(sorted("0123456789+=éx"))
+    passes = [[task.prompt(21 * p + i) for i in range(21)] for p in range(3)]
+    texts = [[prompt.text for prompt in one] for one in passes]
+    assert sorted(texts[0]) == sorted(texts[1]) == sorted(texts[2]) == sorted([f"{i}+1=" for i in range(20)] + ["é="])
+    assert texts[0] != texts[1] != texts[2]
+    assert make_task(config, seed=3).prompt(30) == task.prompt(30)
+    assert [make_task(config, seed=4).prompt(i).text for i in range(21)] != texts[0]
+    for prompt in passes[1]:
+        assert task.score(prompt, prompt.answer, finished=True).exact_match
+        wrong = task.score(prompt, prompt.answer + "0", finished=True)
+        assert (wrong.reward, wrong.exact_match) == (0.0, False)
+
+
+def test_bad_prompts_are_listed_together(tmp_path):
+    lines = ['{"prompt": "a", "answer": "b"}', '{"prompt": "a"}', '{"prompt": ["a"], "answer": "b"}', "{"]
+    lines += ['{"prompt": "", "answer": NaN}', '{"prompt": "a", "prompt": "b", "answer": "c"}', '{"answer": "b"']
+    (tmp_path / "p.jsonl").write_text("\n".join(lines))
+    with pytest.raises(DataError) as error:
+        make_task(prompts_config(tmp_path / "p.jsonl"), 0)
+    message = str(error.value)
+    for part in (
+        "7 problems",
+        "p.jsonl:2:answer: is missing; the row has prompt",
+        "p.jsonl:3:prompt: needs a text (got ['a'])",
+        "p.jsonl:4: not JSON",
+        "p.jsonl:5:prompt: needs a text (got '')",
+        "p.jsonl:5:answer: needs a text (got nan)",
+        "p.jsonl:6: not JSON: the key 'prompt' appears twice",
+        "p.jsonl:7: the file ends within this row",
+    ):
+        assert part in message
+    (tmp_path / "many.jsonl").write_text("{}\n" * 50)
+    with pytest.raises(DataError, match="10 problems or more") as error:
+        make_task(prompts_config(tmp_path / "many.jsonl"), 0)
+    assert str(error.value).count("\n") == 10
+
+
+def test_missing_prompts(tmp_path):
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(DataError, match=r"task\.path=.*no such file.*notes\.txt"):
+        make_task(prompts_config(tmp_path / "prompts.jsonl"), 0)
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(DataError, match="at least one prompt"):
+        make_task(prompts_config(tmp_path / "empty.jsonl"), 0)
+    pq.write_table(pa.table({"question": ["a"]}), tmp_path / "p.parquet")
+    with pytest.raises(DataError, match=r"p\.parquet:1:prompt: is missing; the row has question"):
+        make_task(prompts_config(tmp_path / "p.parquet"), 0)
+
+
+VERIFIERS = """
+def failing(completion, answer):
+    return parse(completion)
+def parse(completion):
+    return int(completion)
+def forgetful(completion, answer):
+    pass
+"""
+
+
+def test_a_verifier_that_fails_is_named_with_its_completion_and_row(tmp_path, monkeypatch):
+    (tmp_path / "my_verifiers.py").write_text(VERIFIERS)
+    monkeypatch.syspath_prepend(tmp_path)
+    rows = [{"prompt": "a", "answer": "x"}, {"prompt": "b", "answer": "y"}]
+    (tmp_path / "p.jsonl").write_text("\n" + "\n".join(map(json.dumps, rows)))
+
+    def said(name, completion):
+        task = make_task(prompts_config(tmp_path / "p.jsonl", verifier=f"my_verifiers.{name}"), 0)
+        prompt = next(prompt for prompt in map(task.prompt, range(2)) if prompt.text == "b")
+        with pytest.raises(DataError) as error:
+            task.score(prompt, completion, finished=True)
+        return str(error.value).splitlines()
+
+    on = "the completion '4.5' of the prompt at p.jsonl:3, whose answer is 'y'"
+    first, second, *lines = said("failing", "4.5")
+    assert first == f"task.verifier=my_verifiers.failing raised ValueError on {on}:"
+    assert second == "Traceback (most recent call last):"
+    assert [line.split(", ", 1)[1] for line in lines if "File" in line] == ["line 3, in failing", "line 5, in parse"]
+    assert lines[-1] == "ValueError: invalid literal for int() with base 10: '4.5'"
+    (line,) = said("forgetful", "4.5")
+    returned = "returned None; a verifier returns a bool or a finite number"
+    assert line == f"task.verifier=my_verifiers.forgetful {returned}. It was called on {on}."
+
+
+def gym_config(dataset="chain_sum", **options):
+    return ReasoningGymTaskConfig(name="reasoning_gym", dataset=dataset, options=options, too_long=TooLong.refuse)
+
+
+def test_reasoning_gym():
+    pytest.importorskip("reasoning_gym")
+    task = make_task(gym_config(min_terms=2, max_terms=3, size=50), seed=5)
+    assert task.num_prompts == 50
+    prompt = task.prompt(7)
+    assert prompt == make_task(gym_config(min_terms=2, max_terms=3, size=50), seed=5).prompt(7)
+    assert prompt.text != make_task(gym_config(min_terms=2, max_terms=3, size=50), seed=6).prompt(7).text
+    assert task.prompt(57).text == prompt.text
+    assert task.score(prompt, f" {prompt.answer}\n", finished=True).exact_match
+    wrong = task.score(prompt, "no idea", finished=True)
+    assert (wrong.reward, wrong.exact_match) == (0.0, False)
+    with pytest.raises(ConfigError, match=r"task\.dataset=chain_sum"):
+        make_task(gym_config("chain_sun"), 0)
+    with pytest.raises(ConfigError, match="no_such_option"):
+        make_task(gym_config(no_such_option=1), 0)
+    with pytest.raises(ConfigError, match="seed"):
+        make_task(gym_config(seed=1), 0)
+
+
+def test_reasoning_gym_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ConfigError, match=r"pip install .*reasoning-gym"):
+        make_task(gym_config(), 0)
+
+
+def tokens_of(prompts):
+    """A token per character, with one for the beginning."""
+    return encoded(prompts, lambda texts: [[99, *map(ord, text)] for text in texts], ends=[])
+
+
+def write_prompts(path, lengths):
+    rows = [{"prompt": chr(97 + i % 26) * length, "answer": "x"} for i, length in enumerate(lengths)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return make_task(prompts_config(path), seed=0)
+
+
+def test_all_prompts_are_measured_before_one_is_sampled_from(tmp_path):
+    task = write_prompts(tmp_path / "p.jsonl", [3] * 1500 + [9, 3, 12, 3, 8])
+    make_room(task, tokens_of, 20, 7, skip=False)  # 13 tokens, that of the beginning included
+    with pytest.raises(DataError) as error:
+        make_room(task, tokens_of, 17, 8, skip=False)
+    assert str(error.value) == (
+        "2 of 1505 prompts do not have 1 to 9 tokens: p.jsonl:1501 has 10, p.jsonl:1503 has 13. A document of at most "
+        "17 tokens holds a prompt and a completion of up to rollout.max_completion_length=8. Use task.too_long=skip, "
+        "or accumulation.max_tokens=21 with a model of as many positions, or shorter prompts."
+    )
+    assert task.num_prompts == 1505
+
+
+def test_prompts_that_are_too_long_are_skipped_with_their_count(tmp_path, caplog):
+    lengths = [3, 9, 4, 9, 5, 9, 9, 9, 9, 6]
+    task = write_prompts(tmp_path / "p.jsonl", lengths)
+    make_room(task, tokens_of, 17, 8, skip=True)
+    assert caplog.messages == [
+        "note: task.too_long=skip leaves out 6 of 10 prompts, which do not have 1 to 9 tokens: p.jsonl:2 has 10, "
+        "p.jsonl:4 has 10, p.jsonl:6 has 10, p.jsonl:7 has 10, p.jsonl:8 has 10 and 1 more."
+    ]
+    assert task.num_prompts == 4
+    for number in range(3):
+        prompts = [task.prompt(4 * number + i) for i in range(4)]
+        assert sorted((len(prompt.text), prompt.place) for prompt in prompts) == [
+            (3, "p.jsonl:1"),
+            (4, "p.jsonl:3"),
+            (5, "p.jsonl:5"),
+            (6, "p.jsonl:10"),
+        ]
+    with pytest.raises(DataError, match=r"4 of 4 prompts do not have 1 to 1 tokens.* Use accumulation.max_tokens=15"):
+        make_room(task, tokens_of, 9, 8, skip=True)
+
+
+def test_the_endless_task_is_measured_by_its_digits():
+    make_room(reverse(num_digits=6), tokens_of, 16, 8, skip=False)
+    with pytest.raises(
+        DataError, match=r"64 of the first 64 prompts do not have 1 to 7 tokens: prompt 0 has 8"
+    ) as error:
+        make_room(reverse(num_digits=6), tokens_of, 15, 8, skip=False)
+    assert "too_long" not in str(error.value)
+
+
+def test_completions_that_leave_no_room_for_any_prompt():
+    with pytest.raises(ConfigError) as error:
+        make_room(reverse(num_digits=6), tokens_of, 128, 256, skip=True)
+    assert str(error.value) == (
+        "rollout.max_completion_length=256 needs less than 128 tokens (got 256). The model's positions or "
+        "accumulation.max_tokens allow a document of 128 tokens, prompt included. Use rollout.max_completion_length=64."
+    )
+
+
+def test_skipped_questions_of_reasoning_gym_keep_their_answers():
+    pytest.importorskip("reasoning_gym")
+    task = make_task(gym_config(min_terms=2, max_terms=6, size=40), seed=5)
+    every = list(task.rows())
+    make_room(task, tokens_of, 60, 8, skip=True)
+    kept = [prompt for prompt in every if len(prompt.text) < 52]
+    assert 0 < len(kept) < 40
+    assert [task.prompt(i).text for i in range(task.num_prompts)] == [prompt.text for prompt in kept]
+    last = task.prompt(2 * task.num_prompts - 1)
+    assert last.place == kept[-1].place
+    assert task.score(last, kept[-1].answer, finished=True).exact_match
+
+
+def test_prompts_do_not_end_in_an_end_of_sequence():
+    prompts = [Prompt(text, "", 0, "p") for text in ("a", "ab")]
+    added = encoded(prompts, lambda texts: [[1, *map(ord, text), 2] for text in texts], ends=[2, 3])
+    assert added == [[1, 97], [1, 97, 98]]
+
+
+def test_a_prompt_that_cannot_be_encoded_is_named(tmp_path):
+    prompts = [Prompt("a", "", 0, "p.jsonl:1"), Prompt("é", "", 1, "p.jsonl:2")]
+    with pytest.raises(DataError, match=r"the prompt 'é' at p\.jsonl:2 cannot be encoded .*: 'ascii' codec"):
+        encoded(prompts, lambda texts: [list(text.encode("ascii")) for text in texts], ends=[])

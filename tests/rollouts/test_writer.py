@@ -1,0 +1,177 @@
+"""Recording rollouts: what is written reads back equal, whole, and never silently different."""
+
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rollout_rows import VOCABULARY_SIZE, assert_same, config
+
+from pgtoolkit.batch import Document
+from pgtoolkit.errors import ConfigError, DataError, StorageError
+from pgtoolkit.rollouts.recorded import RecordedRollouts
+from pgtoolkit.rollouts.writer import RolloutWriter
+
+
+def source(path, estimator, needs_groups=False):
+    return RecordedRollouts(config(path), estimator, VOCABULARY_SIZE, needs_groups=needs_groups)
+
+
+def documents(rollouts):
+    return [rollouts.document(position) for position in range(rollouts.num_documents)]
+
+
+def some_documents(seed=0, count=12):
+    generator = torch.Generator().manual_seed(seed)
+    result = []
+    for i in range(count):
+        length = int(torch.randint(2, 9, (1,), generator=generator))
+        mask = torch.rand(length, generator=generator) < 0.6
+        mask[0] = False
+        result.append(
+            Document(
+                tokens=torch.randint(0, VOCABULARY_SIZE, (length,), generator=generator),
+                loss_mask=mask if i else torch.zeros(length, dtype=torch.bool),
+                old_log_probs=-torch.rand(length, generator=generator),
+                advantages=torch.randn(length, generator=generator),
+                group=i // 4,
+                name=f"prompt {i // 4}, completion {i % 4}",
+                reward=[None, 0.1, 1 / 3][i % 3],
+                exact_match=[None, True, False][i % 3],
+                truncated=[False, None, True][i % 3],
+                model_version=[None, 0, 2**40][i % 3],
+            )
+        )
+    return result
+
+
+@pytest.mark.parametrize("suffix", ["", ".jsonl"])
+def test_what_is_written_reads_back_equal(tmp_path, suffix):
+    folder = tmp_path / f"saved{suffix}"
+    written = some_documents()
+    writer = RolloutWriter(folder)
+    paths = [writer.write(0, written[:8]), writer.write(1, written[8:])]
+    assert [path.name for path in paths] == [f"batch-{n:06d}{suffix or '.parquet'}" for n in (0, 1)]
+    for first, second in zip(written, documents(source(folder, "given", needs_groups=True)), strict=True):
+        assert_same(first, second)
+
+
+def test_a_resumed_writer_neither_loses_nor_doubles(tmp_path):
+    writer = RolloutWriter(tmp_path / "saved")
+    for number in range(3):
+        writer.write(number, some_documents(number, 4))
+    with pytest.raises(ConfigError, match=r"needs a new or empty folder \(got one with 3 batches"):
+        RolloutWriter(tmp_path / "saved")
+    for number in (1, 2, 3):  # from the checkpoint after batch 0 on
+        RolloutWriter(tmp_path / "saved", resume=True).write(number, some_documents(number, 4))
+    assert sorted(os.listdir(tmp_path / "saved")) == [f"batch-{n:06d}.parquet" for n in range(4)]
+    for number in range(4):
+        read = documents(source(tmp_path / "saved" / f"batch-{number:06d}.parquet", "given"))
+        for first, second in zip(some_documents(number, 4), read, strict=True):
+            assert_same(first, second)
+
+
+@pytest.mark.parametrize("suffix", ["", ".jsonl"])
+def test_a_full_disk_leaves_no_part_of_a_file(tmp_path, suffix):
+    folder = tmp_path / f"saved{suffix}"
+    RolloutWriter(folder).write(0, some_documents(0))
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # Python ignores the signal and raises OSError
+    try:
+        for number in (0, 1):
+            with pytest.raises(StorageError, match=f"batch-00000{number}.*: File too large"):
+                RolloutWriter(folder, resume=True).write(number, some_documents(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {file.name: file.read_bytes() for file in folder.glob("batch-*")} == before
+    assert source(folder, "given").num_documents == 12
+
+
+@pytest.mark.parametrize("suffix", ["", ".jsonl"])
+def test_a_killed_writer_leaves_whole_files_only(tmp_path, suffix):
+    program = f"""
+        import sys
+        sys.path[:0] = {[os.path.dirname(__file__), os.path.dirname(os.path.dirname(__file__))]!r}
+        from test_writer import some_documents
+        from pgtoolkit.rollouts.writer import RolloutWriter
+        writer = RolloutWriter({str(tmp_path / ("saved" + suffix))!r}, resume=True)
+        batch = some_documents(count=200)
+        writer.write(0, batch)
+        print("ready", flush=True)
+        for number in range(100_000):
+            writer.write(number % 5, batch)
+    """
+    folder = tmp_path / ("saved" + suffix)
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.1 + random.random() / 10)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    process.stdout.close()
+    files = list(folder.glob("batch-*"))
+    assert files
+    for file in files:
+        assert source(file, "given").num_documents == 200
+
+
+FLIPPED = some_documents(7, 6)
+
+
+@given(st.data())
+def test_one_flipped_byte_is_refused_or_harmless(tmp_path_factory, data):
+    """The pages have checksums; the digest in the footer covers the rest. What no value depends on may change."""
+    folder = tmp_path_factory.getbasetemp() / "flipped"
+    path = folder / "batch-000000.parquet"
+    whole = RolloutWriter(folder, resume=True).write(0, FLIPPED).read_bytes()
+    place = data.draw(st.integers(0, len(whole) - 1) | st.integers(len(whole) // 2, len(whole) - 1))
+    flipped = bytearray(whole)
+    flipped[place] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(flipped)
+    try:
+        read = documents(source(path, "given"))
+    except DataError:
+        return
+    for first, second in zip(FLIPPED, read, strict=True):
+        assert_same(first, second)
+
+
+def test_every_flipped_byte_of_the_pages_is_noticed(tmp_path):
+    path = RolloutWriter(tmp_path / "saved").write(0, FLIPPED)
+    whole = path.read_bytes()
+    metadata = pq.ParquetFile(path).metadata.row_group(0)
+    column = metadata.column(metadata.num_columns - 8)
+    assert column.path_in_schema.startswith("old_log_probs")
+    end = (
+        column.data_page_offset
+        + column.total_compressed_size
+        - (column.data_page_offset - column.dictionary_page_offset)
+    )
+    for place in range(end - 40, end):  # the last bytes of the column chunk are the data of its last page
+        flipped = bytearray(whole)
+        flipped[place] ^= 0x10
+        path.write_bytes(flipped)
+        with pytest.raises(DataError, match="truncated or damaged"):
+            source(path, "given")
+
+
+def test_rows_other_than_those_written_are_refused(tmp_path):
+    path = RolloutWriter(tmp_path / "saved").write(0, FLIPPED)
+    table = pq.read_table(path)
+    reward = pa.array([0.25, *table["reward"].to_pylist()[1:]], pa.float64())
+    for changed in (table.set_column(table.schema.get_field_index("reward"), "reward", reward), table.slice(1)):
+        pq.write_table(changed, path, write_page_checksum=True)
+        with pytest.raises(DataError, match="its rows are not those that were written"):
+            source(path, "given")
+    pq.write_table(table, path, write_page_checksum=True)
+    assert source(path, "given").num_documents == 6

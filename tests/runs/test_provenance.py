@@ -1,0 +1,202 @@
+"""Provenance: the code's state, nothing secret, and no torch."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pgtoolkit.cli import main
+from pgtoolkit.runs import provenance
+from pgtoolkit.runs.directory import RunDirectory, read_status
+from pgtoolkit.runs.provenance import collect
+from pgtoolkit.system.redaction import redact
+
+
+def git(directory, *arguments):
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    done = subprocess.run(["git", *identity, *arguments], cwd=directory, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    git(tmp_path, "init", "-b", "work")
+    (tmp_path / "code.py").write_text("x = 1\n")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "first")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def of(path, collected):
+    return next(found for found in collected["git"] if found["path"] == str(path))
+
+
+def test_uncommitted_changes_are_kept(repository):
+    clean = of(repository, collect(["pgtk"]))
+    assert clean["commit"] == git(repository, "rev-parse", "HEAD")
+    assert (clean["branch"], clean["diff"], clean["untracked"]) == ("work", "", [])
+    (repository / "code.py").write_text("x = 2\n")
+    (repository / "new.py").write_text("secret")
+    dirty = of(repository, collect(["pgtk"]))
+    assert dirty["diff"].endswith("-x = 1\n+x = 2\n")
+    assert (dirty["diff_truncated"], dirty["untracked"]) == (False, ["new.py"])
+
+
+def test_a_large_diff_is_cut(repository, monkeypatch):
+    monkeypatch.setattr(provenance, "DIFF_LIMIT", 1000)
+    (repository / "code.py").write_text("y\n" * 5000)
+    dirty = of(repository, collect(["pgtk"]))
+    assert (len(dirty["diff"]), dirty["diff_truncated"]) == (1000, True)
+
+
+def test_repositories_without_commit_and_directories_without_repository(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert str(tmp_path) not in [found["path"] for found in collect([])["git"]]
+    git(tmp_path, "init")
+    empty = of(tmp_path, collect([]))
+    assert (empty["commit"], empty["diff"]) == (None, "")
+
+
+def test_a_repository_cannot_run_its_own_programs(repository):
+    program = repository / "program"
+    program.write_text(f"#!/bin/sh\ntouch {repository}/ran\ncat $2\n")
+    program.chmod(0o755)
+    (repository / ".gitattributes").write_text("*.py filter=evil diff=evil\n*.txt filter=a=b\n*.md filter=a.b\n")
+    for name in ("some.txt", "some.md"):
+        (repository / name).write_text("one\n")
+    git(repository, "add", ".")
+    git(repository, "commit", "-m", "second")
+    for section in ("filter.evil", "filter.a=b", "filter.a.b"):
+        for key, value in (("clean", program), ("smudge", program), ("process", program), ("required", "true")):
+            subprocess.run(["git", "config", "--file", ".git/config", f"{section}.{key}", value], check=True)
+    for key in ("core.fsmonitor", "diff.external", "diff.evil.command", "diff.evil.textconv", "core.pager"):
+        git(repository, "config", key, program)
+    git(repository, "config", "core.hooksPath", repository)
+    (repository / "post-index-change").symlink_to(program)
+    for name in ("code.py", "some.txt", "some.md"):
+        (repository / name).write_text("x = 2\n")
+    assert of(repository, collect([]))["diff"].count("+x = 2\n") == 3
+    assert not (repository / "ran").exists()
+
+
+def test_secrets_of_tracked_files_stay_where_they_are(repository):
+    names = [".env", ".env.local", "deep/prod.env", "key.PEM", "Secrets/all.yaml", "aws_credentials", "id_rsa"]
+    (repository / "deep").mkdir()
+    (repository / "Secrets").mkdir()
+    for name in names:
+        (repository / name).write_text("A=1\n")
+    git(repository, "add", "-f", ".")
+    git(repository, "commit", "-m", "second")
+    for name in names:
+        (repository / name).write_text("A=hunter2\n")
+    (repository / "code.py").write_text("x = 2\npassword = 'hunter2'\n")
+    dirty = of(repository, collect([]))
+    assert "hunter2" not in json.dumps(dirty)
+    assert dirty["diff"].endswith("+x = 2\n+password = ***\n")
+    assert sorted(dirty["diff_left_out"]) == sorted(names)
+
+
+def test_nothing_secret_is_kept(repository, monkeypatch):
+    monkeypatch.setenv("SOME_VARIABLE", "hunter2-environment")
+    command = ["pgtk", "tracking.uri=http://me:hunter2@host:5000/x", "hf_token=hunter2", "loss=gspo"]
+    text = json.dumps(collect(command))
+    assert "hunter2" not in text
+    assert "tracking.uri=http://***@host:5000/x" in text
+    assert "loss=gspo" in text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://me:hunter2@host:5000/x",
+        "http://me:hun/ter2@host/x",
+        "http://me:hun@ter2@host/x",
+        "http://hunter2@host/x",
+        "postgresql+psycopg2://me:hunter2@db/x",
+        "https://host/x?a=1&passwd=hunter2",
+        "https://host?access_token=hunter2&b=1",
+        "https://host?X-Amz-Signature=hunter2#f",
+        "https://host?key=hunter2",
+        "model.api_key=hunter2 seed=1",
+        '"password": "hunter2 hunter2"',
+        "{'api_key': 'hunter2'}",
+        "AWS_SECRET_ACCESS_KEY=hunter2",
+        "MLFLOW_TRACKING_TOKEN=hunter2",
+        "pwd = hunter2",
+        "token: hunter2",
+        "task.options.token=hunter",
+        'eos_token="hunter"',
+        "Authorization: Bearer hunter2",
+        "mysql --password hunter2",
+        "hf_hunter2hunter2hunter2",
+        "ghp_hunter2hunter2hunter2",
+        "-----BEGIN RSA PRIVATE KEY-----\nhunter2\n-----END RSA PRIVATE KEY-----",
+    ],
+)
+def test_redact_hides_the_common_forms_of_secrets(text):
+    hidden = redact(text)
+    assert "***" in hidden
+    assert "hunter" not in hidden
+    assert "ter2" not in hidden
+    assert redact(hidden) == hidden
+
+
+def test_redact_leaves_ordinary_text_alone():
+    for text in (
+        *("accumulation.max_tokens=4096", "num_tokens: 3", "num_token = 3", "user@host", "a/b:c", "kernel=torch"),
+        *("aggregation=token_mean", "token = tokenizer.pad_token", "f(token=tokenizer.pad_token)", "key=value needs"),
+        *("https://github.com/actions/checkout@v4", "http://host:5000/a@v1", "sqlite:///outputs/mlflow.db"),
+        "http://host/?runs=1&metric=reward#/experiments/1",
+    ):
+        assert redact(text) == text
+    assert redact("model.api_key=abc seed=1") == "model.api_key=*** seed=1"
+
+
+@pytest.mark.parametrize("override", ["tracking.uri=http://me:hunter2@host", "tracking.uri='http://h?passwd=hunter2'"])
+def test_a_secret_in_the_configuration_is_refused_before_anything_is_written(tmp_path, monkeypatch, capsys, override):
+    monkeypatch.chdir(tmp_path)
+    for command in ([], ["check"], ["-m", "seed=1,2"]):
+        assert main([*command, override]) == 2
+        said = capsys.readouterr()
+        assert "needs an address without user, password or key" in said.err + said.out
+        assert "hunter2" not in said.err + said.out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_said_of_an_error_is_written_without_secrets(tmp_path, capsys):
+    with RunDirectory(tmp_path) as run:
+        run.set_status("failed", 0, "OSError: http://me:hunter2@host is down")
+    assert read_status(tmp_path)["reason"] == "OSError: http://***@host is down"
+    assert main(["resume", f"{tmp_path}/password:hunter2"]) == 2
+    assert "password:*** needs a run directory (got no such directory)" in capsys.readouterr().err
+
+
+def test_packages_and_machine():
+    collected = collect(["pgtk", "seed=1"])
+    assert collected["packages"]["omegaconf"].startswith("2.")
+    assert collected["command"] == ["pgtk", "seed=1"]
+    assert collected["cpus"]["machine"] == os.cpu_count()
+    assert collected["memory_bytes"] > 1e8
+    assert json.loads(json.dumps(collected)) == collected
+
+
+def test_gpus_are_read_from_nvidia_smi(tmp_path, monkeypatch):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771 MiB, 570.1'\necho 'NVIDIA H200, 143771 MiB, 570.1'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert collect([])["gpus"] == [{"name": "NVIDIA H200", "memory": "143771 MiB", "driver": "570.1"}] * 2
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    assert collect([])["gpus"] == []
+
+
+def test_tracking_imports_no_torch():
+    code = (
+        "import sys, pgtoolkit.runs.provenance as p, pgtoolkit.runs.directory, "
+        "pgtoolkit.tracking.mlflow_run, pgtoolkit.tracking.curves, pgtoolkit.tracking.progress; p.collect([]);"
+        "print([name for name in ('torch', 'mlflow', 'matplotlib', 'hydra') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"

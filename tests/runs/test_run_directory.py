@@ -1,0 +1,221 @@
+"""The run directory under two processes, kills, torn lines and resumes."""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from enum import StrEnum
+
+import numpy as np
+import pytest
+from runs import SHORT, config_of
+
+from pgtoolkit.cli import main
+from pgtoolkit.config.names import learned
+from pgtoolkit.errors import ConfigError, StorageError
+from pgtoolkit.launch import job
+from pgtoolkit.runs.directory import RunDirectory, config_drift, plain, read_metrics, read_status
+from pgtoolkit.training.train import train
+
+HOLD = "import sys, time; from pgtoolkit.runs.directory import RunDirectory as R; r = R(sys.argv[1]);"
+
+
+def start(code, *arguments):
+    process = subprocess.Popen([sys.executable, "-c", HOLD + code, *map(str, arguments)], stdout=subprocess.PIPE)
+    assert process.stdout.readline()
+    return process
+
+
+def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path):
+    holder = start("print('held', flush=True); time.sleep(60)", tmp_path)
+    with pytest.raises(ConfigError, match=f"in use by process {holder.pid} on "):
+        RunDirectory(tmp_path)
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.wait()
+    RunDirectory(tmp_path).close()
+
+
+def test_closing_frees_the_directory_even_while_a_forked_child_lives(tmp_path):
+    run = RunDirectory(tmp_path)
+    with pytest.raises(ConfigError, match="in use by process"):
+        RunDirectory(tmp_path)
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    child.start()
+    run.close()
+    RunDirectory(tmp_path).close()
+    child.kill()
+    child.join()
+
+
+def test_kill_while_status_is_written_leaves_a_valid_status(tmp_path):
+    for delay in (0.0, 0.01, 0.1):
+        loop = "s = 0; r.set_status('running', 0); print('go', flush=True)\nwhile 1: s += 1; r.set_status('running', s)"
+        writer = start(loop, tmp_path)
+        end = time.monotonic() + delay
+        # What a reader finds at any moment is what a kill at that moment would leave.
+        while time.monotonic() < end:
+            assert read_status(tmp_path)["state"] == "running"
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.wait()
+        assert read_status(tmp_path)["pid"] == writer.pid
+
+
+def test_status_keeps_start_mlflow_run_and_sweep(tmp_path):
+    with RunDirectory(tmp_path) as run:
+        assert read_status(tmp_path) == {}
+        run.set_status("running", 0, mlflow={"run_id": "abc"}, sweep="clip_range")
+        started = read_status(tmp_path)["started"]
+        run.set_status("interrupted", 7, reason="SIGTERM")
+        status = read_status(tmp_path)
+        assert (status["state"], status["step"], status["reason"]) == ("interrupted", 7, "SIGTERM")
+        assert (status["mlflow"], status["started"]) == ({"run_id": "abc"}, started)
+        assert status["sweep"] == "clip_range"
+        with pytest.raises(ValueError, match="'paused' is not one of"):
+            run.set_status("paused", 1)
+
+
+def test_metrics_are_finite_and_keep_their_type(tmp_path):
+    with RunDirectory(tmp_path) as run:
+        run.append_metrics(
+            1, {"loss": np.float32(0.5), "num_tokens": np.int64(7), "kl": float("nan"), "max": float("inf")}
+        )
+        (row,) = run.read_metrics()
+    assert row.pop("time") == pytest.approx(time.time(), abs=60)
+    assert row == {"step": 1, "loss": 0.5, "num_tokens": 7}
+    assert type(row["num_tokens"]) is int
+    assert type(row["loss"]) is float
+
+
+def test_a_row_is_on_file_as_soon_as_it_is_appended(tmp_path):
+    with RunDirectory(tmp_path) as run:
+        run.append_metrics(1, {"loss": 0.5})
+        assert [row["step"] for row in read_metrics(run.metrics_path)] == [1]
+
+
+def test_resume_continues_after_the_checkpoint(tmp_path):
+    with RunDirectory(tmp_path) as run:
+        for step in range(1, 6):
+            run.append_metrics(step, {"loss": step})
+        run.drop_metrics_after(3)
+        run.append_metrics(4, {"loss": 40})
+        assert [(row["step"], row["loss"]) for row in run.read_metrics()] == [(1, 1), (2, 2), (3, 3), (4, 40)]
+
+
+def test_a_torn_last_line_is_passed_over_and_mended(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "lo')
+    with RunDirectory(tmp_path) as run:
+        assert [row["step"] for row in run.read_metrics()] == [1]
+        run.append_metrics(2, {"loss": 2.0})
+        assert [row["step"] for row in run.read_metrics()] == [1, 2]
+    path.write_text('{"step": 1}\n{"step": 2, "lo\n{"step": 3}\n')
+    with pytest.raises(StorageError, match=r"metrics\.jsonl:2 is damaged"):
+        read_metrics(path)
+
+
+def test_drift_is_recorded_on_resume(tmp_path):
+    class Mode(StrEnum):
+        constant = "constant"
+
+    first = {"loss": {"name": "gspo", "epsilon_low": 3e-4}, "aggregation": {"mode": Mode.constant}, "tag": "1e-3"}
+    with RunDirectory(tmp_path) as run:
+        assert run.write_config(first, ["loss=gspo", "seed=1"]) == {}
+        assert run.write_config(first, []) == {}
+        assert not (tmp_path / "drift.jsonl").exists()
+        second = {**first, "loss": {"name": "gspo", "epsilon_low": 1e-3}}
+        drift = run.write_config(second, ["loss.epsilon_low=1e-3", "seed=2"], step=40)
+    assert drift == {"loss.epsilon_low": [3e-4, 1e-3]}
+    line = json.loads((tmp_path / "drift.jsonl").read_text())
+    assert (line["step"], line["changes"]) == (40, drift)
+    assert (tmp_path / "overrides.yaml").read_text() == "- loss=gspo\n- loss.epsilon_low=1e-3\n- seed=2\n"
+    from omegaconf import OmegaConf
+
+    assert OmegaConf.to_container(OmegaConf.load(tmp_path / "config.yaml")) == plain(second)
+    with RunDirectory(tmp_path) as run:
+        run.write_config(second, ["loss=grpo"])
+    assert (tmp_path / "overrides.yaml").read_text() == "- seed=2\n- loss=grpo\n"  # not the other option's keys
+
+
+def test_config_drift_names_added_and_removed_keys():
+    old = {"a": {"b": 1, "c": [1, 2]}, "d": None}
+    new = {"a": {"b": 1, "c": [1, 3]}, "e": "x"}
+    assert config_drift(old, new) == {"a.c": [[1, 2], [1, 3]], "e": [None, "x"]}
+
+
+def test_provenance_of_resumes_is_kept_beside_the_first(tmp_path):
+    with RunDirectory(tmp_path) as run:
+        starts = [{"host": host, "time": "2026-11-21T10:00:00+0000"} for host in ("a", "b", "c")]
+        for start in starts:
+            run.write_provenance(dict(start))
+    saved = json.loads((tmp_path / "provenance.json").read_text())
+    assert saved == {**starts[0], "resumed": starts[1:]}
+
+
+def test_storage_that_cannot_be_written_is_a_storage_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="cannot be read or written: Not a directory"):
+        RunDirectory(tmp_path / "file" / "run")
+
+
+@pytest.mark.parametrize("left", ["config.yaml", "status.json", "metrics.jsonl", "checkpoints", ".hydra", "sweep.json"])
+def test_a_second_run_into_a_directory_is_refused_before_anything_is_written(tmp_path, monkeypatch, capsys, left):
+    """Also behind a link: the name is enough."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my run").mkdir()
+    (tmp_path / "my run" / left).symlink_to("nowhere")
+    before = [(path, path.lstat().st_mtime_ns) for path in sorted(tmp_path.rglob("*"))]
+    assert main(["hydra.run.dir='my run'", "seed=4"]) == 2
+    assert main(["check", "hydra.run.dir='my run'"]) == 2
+    said = capsys.readouterr()
+    assert f"error: hydra.run.dir=my run needs a directory without a run (got one with {left}). A second" in said.err
+    assert "Use another directory." in said.out
+    assert [(path, path.lstat().st_mtime_ns) for path in sorted(tmp_path.rglob("*"))] == before
+
+
+def test_the_refusal_of_a_second_run_names_resume_and_a_free_directory_is_accepted(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with RunDirectory("my run") as run:
+        run.write_config({"seed": 1}, [])
+    (tmp_path / "free").mkdir()
+    (tmp_path / "free" / "notes.txt").write_text("why")
+    assert main(["check", "hydra.run.dir='my run'", "loss=gpro"]) == 2
+    said = capsys.readouterr().out
+    assert "Problems (2)" in said
+    assert "Use pgtk resume 'my run' to continue that run, or another directory." in said
+    assert main(["check", "hydra.run.dir=free"]) == 0
+
+
+def test_a_sweep_into_the_directory_of_a_run_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with RunDirectory("my run") as run:
+        run.write_config({"seed": 1}, [])
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["-m", "seed=1,2", "hydra.sweep.dir='my run'"]) == 2
+    said = capsys.readouterr().err
+    assert "seed=1: hydra.sweep.dir=my run needs a directory without a run (got one with config.yaml)." in said
+    assert "Use pgtk resume 'my run' to continue that run, or another directory." in said
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_training_anew_in_a_directory_with_a_run_is_refused_whoever_starts_it(tmp_path):
+    """The second line: another launcher, or two that start at once."""
+    with RunDirectory(tmp_path, new=True) as run:
+        run.write_config({"seed": 1}, [])
+    before = (tmp_path / "config.yaml").read_bytes()
+    with pytest.raises(ConfigError, match=r"needs a directory without a run \(got one with config.yaml\)"):
+        train(config_of(*SHORT), tmp_path)
+    assert (tmp_path / "config.yaml").read_bytes() == before
+    assert not (tmp_path / "run.log").exists()
+    RunDirectory(tmp_path).close()  # nothing holds it
+
+
+def test_a_job_of_another_launcher_does_not_continue_another_run(tmp_path):
+    config = config_of(*SHORT)
+    with RunDirectory(tmp_path) as run:
+        run.write_config(learned(config) | {"seed": 1}, [])
+        run.set_status("interrupted", 3)
+    with pytest.raises(ConfigError, match=r"got a run with seed=1, not 0\)"):
+        job.run(config, tmp_path, [], "sweep")

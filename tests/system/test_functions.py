@@ -1,0 +1,86 @@
+"""Functions of the user's own: imported from the current directory too, checked before they are needed."""
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from runs import SHORT, config_of, metrics_of, run
+
+from pgtoolkit.errors import ConfigError
+from pgtoolkit.system.functions import import_function, is_findable
+from pgtoolkit.training.train import build
+
+REDUCERS = """
+import torch
+def halves(totals, *, mask, document_index, tokens_per_document, group_index):
+    return torch.full(mask.shape, 0.5 / totals.num_tokens)
+def wrong(totals):
+    return None
+def short(totals, *, mask, **others):
+    return mask[1:].double()
+def table(totals, **others):
+    return {}
+def nan(totals, *, mask, **others):
+    return mask.double() / 0 * 0
+def failing(totals, *, mask, **others):
+    return inner(mask)
+def inner(mask):
+    raise KeyError("length")
+"""
+
+
+@pytest.fixture
+def beside(tmp_path, monkeypatch):
+    """The current directory, with a module of the user's in it."""
+    (tmp_path / "my_reducers.py").write_text(REDUCERS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")  # so that the path is as before afterwards
+    return tmp_path
+
+
+def test_a_reducer_beside_the_run_halves_the_token_mean(beside):
+    rows = {}
+    for name, overrides in {
+        "plain": ["aggregation=token_mean"],
+        "halved": ["aggregation=token_mean", "aggregation.reducer=my_reducers.halves"],
+    }.items():
+        rows[name] = metrics_of(run(beside / name, "loss=grpo", *overrides))[0]
+    assert rows["halved"]["loss"] == pytest.approx(rows["plain"]["loss"] / 2, abs=1e-7)
+    assert rows["halved"]["grad_norm"] == pytest.approx(rows["plain"]["grad_norm"] / 2, rel=1e-5)
+    assert "my_reducers.halves" in (beside / "halved" / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize("path", ["my_reducers.wrong", "my_reducers.missing", "nowhere.f", "os.path.join", "os.name"])
+def test_a_function_that_cannot_be_called_is_refused(beside, path):
+    with pytest.raises(ConfigError, match=f"aggregation.reducer={path} needs a function"):
+        build(OmegaConf.to_object(config_of(*SHORT, f"aggregation.reducer={path}")))
+
+
+@pytest.mark.parametrize(
+    ("name", "got"), [("short", r"got shape \(\d+,\) on cpu"), ("nan", "got NaN or infinity"), ("table", "got dict")]
+)
+def test_weights_that_are_none_end_the_run(beside, name, got):
+    path = f"my_reducers.{name}"
+    with pytest.raises(ConfigError, match=rf"^aggregation.reducer={path} needs to return one finite weight .*{got}"):
+        run(beside / "run", f"aggregation.reducer={path}")
+
+
+def test_what_a_reducer_raises_comes_with_its_own_traceback(beside):
+    with pytest.raises(ConfigError) as error:
+        run(beside / "run", "aggregation.reducer=my_reducers.failing")
+    first, *lines = str(error.value).splitlines()
+    assert first.startswith("aggregation.reducer=my_reducers.failing raised KeyError on a micro-batch of ")
+    assert lines[0] == "Traceback (most recent call last):"
+    assert [line.partition("my_reducers.py")[2] for line in lines if "File" in line] == [
+        '", line 14, in failing',
+        '", line 16, in inner',
+    ]
+    assert lines[-1] == "KeyError: 'length'"
+
+
+def test_what_can_be_found_is_told_without_importing(beside):
+    (beside / "explosive.py").write_text("raise RuntimeError('imported')")
+    assert is_findable("explosive.f")
+    assert not is_findable("nowhere.f")
+    with pytest.raises(ConfigError, match="imported"):
+        import_function("key", "explosive.f")
+    assert import_function("key", "torch.sum", torch.ones(2))(torch.ones(2)) == 2

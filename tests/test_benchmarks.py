@@ -1,0 +1,42 @@
+"""`python -m benchmarks.kernels` on a CPU: it runs, its errors are small, and what it writes says what it printed."""
+
+import csv
+
+import pytest
+import torch
+
+from benchmarks.kernels.__main__ import main
+from benchmarks.kernels.workloads import document_lengths, make_workload
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="takes minutes on a GPU")
+def test_bench_runs_and_writes_what_it_printed(tmp_path, capsys):
+    assert main(["--quick", "--repetitions", "1", "--output", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    with (tmp_path / "bench.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert (tmp_path / "bench.png").stat().st_size > 10_000
+    assert {row["section"] for row in rows} == {"logits", "head"}
+    assert {row["loss"] for row in rows} == {"grpo", "gspo"}
+    assert [row["loss"] for row in rows if row["case"] == "default, 512 MiB"] == ["grpo", "gspo"]
+    for row in rows:
+        assert f"{float(row['milliseconds']):.3f}" in printed
+    errors = [(float(row["loss_error"]), float(row["gradient_error"])) for row in rows if row["loss_error"]]
+    assert len(errors) == 6
+    assert max(max(pair) for pair in errors) < 1e-5
+
+
+def test_workloads_clip_what_they_say():
+    """5 % of GRPO's tokens, none of GSPO's documents; half of the tokens untrained or of zero advantage."""
+    lengths = document_lengths(4096, 64, 512)
+    assert sum(lengths) == 4096
+    for loss, share in (("grpo", 0.05), ("gspo", 0.0)):
+        workload = make_workload(loss, lambda labels: torch.full((len(labels),), -8.0), 100, lengths, "cpu")
+        objective = workload.objective()
+        log_probs = torch.full((4096,), -8.0)
+        sums = objective.metrics("basic", log_probs, None)
+        clipped = float(sums.finalize(objective.totals)["clipped_ratio_fraction"])
+        assert clipped == pytest.approx(share, abs=0.02)
+        assert int((workload.half_untrained().labels >= 0).sum()) == 2048
+        zero = float((workload.half_zero_advantage().advantages == 0).float().mean())
+        assert 0.45 < zero <= 0.5

@@ -1,0 +1,392 @@
+"""MLflow on real stores: nothing lost, nothing doubled, nothing that stops training."""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+from stores import CONFIG, free_port, history, start, train
+
+from pgtoolkit.cli import main
+from pgtoolkit.config.paths import absolute_uri
+from pgtoolkit.errors import StorageError
+from pgtoolkit.tracking import mlflow_run
+from pgtoolkit.tracking.next_commands import ui_command, ui_url
+from pgtoolkit.tracking.store import client_of, flatten, open_store
+from pgtoolkit.tracking.sync import sync
+
+
+def test_a_run_arrives_complete(uri, run):
+    config = {
+        "seed": 3,
+        "loss": {"name": "gspo", "epsilon_low": 3e-4},
+        "aggregation": {"mode": "constant", "divisor": None, "reducer": None},
+        "fp32": True,
+        "o": {"a@b": 1},
+        "tracking": {"run_name": "name", "uri": None},
+        "trainer": {"max_steps": 500, "keep_checkpoints": 2},
+    }
+    run.write_provenance({"git": [{"commit": "c" * 40, "diff": ""}, {"commit": "d" * 40, "diff": "+line"}]})
+    tracker = start(uri, run, config=config, sweep="a sweep")
+    train(run, 1, 500)
+    (run.path / "curves.png").write_text("picture")
+    assert tracker.finish("done") == []
+    assert tracker.finish("failed") == []
+
+    saved = MlflowClient(uri).get_run(tracker.info["run_id"])
+    assert (saved.info.status, saved.info.run_name) == ("FINISHED", "name")
+    assert saved.info.end_time == round(1000 * run.read_metrics()[-1]["time"])
+    assert saved.data.params == {
+        "seed": "3",
+        "loss.name": "gspo",
+        "loss.epsilon_low": "0.0003",
+        "aggregation.mode": "constant",
+        "aggregation.divisor": "null",
+        "aggregation.reducer": "null",
+        "fp32": "true",
+        "o.a_b": "1",
+        "trainer.max_steps": "500",
+    }
+    tags = {key: value for key, value in saved.data.tags.items() if key not in ("pgtk.id", "mlflow.runName")}
+    assert tags == {
+        "family": "gspo",
+        "aggregation": "constant",
+        "seed": "3",
+        "sweep": "a sweep",
+        "git_commit": "cccccccccccc dddddddddddd+" + hashlib.sha256(b"+line").hexdigest()[:8],
+        "mlflow.source.git.commit": "c" * 40,
+        "run_directory": str(run.path),
+    }
+    assert history(uri, saved.info.run_id) == [(step, step / 8) for step in range(1, 501)]
+    by_documents = history(uri, saved.info.run_id, "by_documents/loss")
+    assert by_documents == [(64 * step, step / 8) for step in range(1, 501)]
+    assert "time" not in saved.data.metrics
+    artifacts = Path(uri.removeprefix("sqlite:///")).parent / "artifacts" / saved.info.run_id / "artifacts"
+    assert (artifacts / "curves.png").read_text() == "picture"
+    names = {"config.yaml", "overrides.yaml", "provenance.json", "status.json", "metrics.jsonl", "curves.png"}
+    assert {path.name for path in artifacts.iterdir()} == names
+
+
+def test_metrics_arrive_while_the_run_goes_on(uri, run):
+    tracker = start(uri, run)
+    train(run, 1, 3)
+    end = time.monotonic() + 20
+    while len(history(uri, tracker.info["run_id"])) < 3 and time.monotonic() < end:
+        time.sleep(0.2)
+    assert len(history(uri, tracker.info["run_id"])) == 3
+    tracker.finish("interrupted")
+    assert MlflowClient(uri).get_run(tracker.info["run_id"]).info.status == "KILLED"
+
+
+def test_resume_doubles_nothing_and_loses_nothing(uri, run):
+    tracker = start(uri, run)
+    train(run, 1, 10)
+    tracker.finish("interrupted")
+    run_id = tracker.info["run_id"]
+    # The checkpoint is of step 7, so that 8 to 10 are trained a second time.
+    run.drop_metrics_after(7)
+    tracker = start(uri, run, config=CONFIG | {"seed": 2})
+    assert tracker.info["run_id"] == run_id
+    assert MlflowClient(uri).get_run(run_id).info.status == "RUNNING"
+    train(run, 8, 15)
+    tracker.finish("done")
+    assert history(uri, run_id) == [(step, step / 8) for step in range(1, 16)]
+    assert len(history(uri, run_id, "by_documents/reward")) == 15
+    saved = MlflowClient(uri).get_run(run_id)
+    assert saved.data.params["seed"] == "1"
+    assert saved.data.tags["drift"] == "seed: 1 -> 2 (step 0)"
+    assert saved.data.tags["now.seed"] == saved.data.tags["seed"] == "2"
+
+
+def test_resume_delivers_what_the_interrupted_run_did_not(uri, run):
+    tracker = start(uri, run)
+    train(run, 1, 4)
+    tracker.finish("interrupted")
+    train(run, 5, 7)  # written to the directory, never delivered
+    tracker = start(uri, run)
+    tracker.finish("done")
+    assert history(uri, tracker.info["run_id"]) == [(step, step / 8) for step in range(1, 8)]
+
+
+def test_a_row_sent_twice_is_one_row(uri, run):
+    train(run, 1, 5)
+    tracker = start(uri, run)
+    tracker.finish("done")
+    # As if the server had stored the batch and died before it answered.
+    tracker._feeds[0].offset = 0
+    tracker._deliver()
+    assert len(history(uri, tracker.info["run_id"])) == 5
+
+
+def test_a_call_holds_whole_rows_within_the_limit_of_mlflow(uri, run):
+    train(run, 1, 500)
+    tracker = start(uri, run)
+    tracker.finish("done")
+    tracker._feeds[0].offset = 0
+    rows, metrics, offset = tracker._feeds[0].next_batch()
+    assert rows == 1000 // 6  # four metrics a row, two of them also by documents
+    assert len(metrics) == rows * 6
+    assert offset < run.metrics_path.stat().st_size
+
+
+def test_a_run_unknown_to_the_store_begins_anew_with_all_rows(uri, run, caplog):
+    train(run, 1, 3)
+    tracker = start(uri, run, mlflow={"run_id": "0" * 32})
+    tracker.finish("done")
+    assert tracker.info["run_id"] != "0" * 32
+    assert len(history(uri, tracker.info["run_id"])) == 3
+    assert "is not in sqlite" in caplog.text
+
+
+def test_non_finite_values_never_reach_mlflow(uri, run):
+    run.metrics_path.write_text('{"step": 1, "time": 5, "loss": NaN, "reward": Infinity, "kl_new_old": 0.5}\n')
+    tracker = start(uri, run)
+    tracker.finish("done")
+    assert MlflowClient(uri).get_run(tracker.info["run_id"]).data.metrics == {"kl_new_old": 0.5}
+
+
+def test_what_a_process_appended_before_it_ended_is_delivered(uri, run):
+    code = (
+        "import sys; from pgtoolkit.tracking.mlflow_run import MlflowTracker\n"
+        "from pgtoolkit.runs.directory import RunDirectory\n"
+        "run = RunDirectory(sys.argv[2]); t = MlflowTracker(sys.argv[1], 'tests')\n"
+        "run.write_config({}, []); t.start(run.path); print(t.info['run_id'], flush=True)\n"
+        "for step in range(1, 51): run.append_metrics(step, {'loss': step / 8})\n"
+        "raise SystemExit(3)"
+    )
+    run.close()
+    done = subprocess.run([sys.executable, "-c", code, uri, str(run.path)], stdout=subprocess.PIPE, text=True)
+    assert done.returncode == 3
+    assert history(uri, done.stdout.strip()) == [(step, step / 8) for step in range(1, 51)]
+
+
+def test_several_processes_create_the_store_at_once(tmp_path):
+    uri = f"sqlite:///{tmp_path}/outputs/mlflow.db"
+    code = (
+        "import logging, sys; from pgtoolkit.tracking.mlflow_run import MlflowTracker\n"
+        "from pgtoolkit.runs.directory import RunDirectory\n"
+        "logging.basicConfig(level=logging.INFO)\n"
+        "run = RunDirectory(sys.argv[2]); t = MlflowTracker(sys.argv[1], 'together')\n"
+        "run.write_config({}, []); t.start(run.path); run.append_metrics(1, {'loss': 1.0}); t.finish('done')"
+    )
+    command = [sys.executable, "-c", code, uri]
+    processes = [
+        subprocess.Popen([*command, str(tmp_path / f"run{i}")], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for i in range(3)
+    ]
+    printed = [b"".join(process.communicate(timeout=120)) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], printed
+    assert printed == [b""] * 3
+    client = MlflowClient(uri)
+    runs = client.search_runs([client.get_experiment_by_name("together").experiment_id])
+    assert sorted(found.info.run_name for found in runs) == ["run0", "run1", "run2"]
+    assert [found.data.metrics for found in runs] == [{"loss": 1.0}] * 3
+
+
+def test_a_server_that_is_down_is_refused_at_once(run):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    began = time.monotonic()
+    with pytest.raises(StorageError, match=r"tracking\.uri=http://\*\*\*@127.*refused\. Training has not"):
+        start(f"http://me:hunter2@127.0.0.1:{port}", run)
+    assert time.monotonic() - began < 10
+
+
+def test_a_server_that_never_answers_is_refused_within_seconds(run):
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        began = time.monotonic()
+        with pytest.raises(StorageError, match="Training has not started"):
+            start(f"http://127.0.0.1:{silent.getsockname()[1]}", run)
+        assert time.monotonic() - began < 10
+
+
+@contextlib.contextmanager
+def trickling():
+    """The address of a server that gives its answers byte by byte, each in time."""
+
+    def answer(client):
+        with contextlib.suppress(OSError), client:
+            client.recv(1 << 16)
+            for byte in b"HTTP/1.1 200 OK\r\nX-Slowly: " + 10_000 * b"x":
+                client.sendall(bytes([byte]))
+                time.sleep(0.2)
+
+    def accept():
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=answer, args=server.accept()[:1], daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_server_that_trickles_holds_up_neither_start_nor_sync(uri, run, monkeypatch, capsys):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")  # for each byte; four times that for an answer
+    with trickling() as slow:
+        began = time.monotonic()
+        with pytest.raises(StorageError, match=r"no whole answer within 4 s, .* Training has not started"):
+            start(slow, run)
+        assert 4 <= time.monotonic() - began < 7
+        run.close()
+        assert main(["sync", str(run.path), f"--uri={slow}"]) == 6
+        assert time.monotonic() - began < 14
+        assert "Nothing was lost: the run directory keeps it." in capsys.readouterr().err
+
+
+def test_a_server_that_begins_to_trickle_holds_up_no_end(uri, run, monkeypatch):
+    """While it is delivered to, and at the end; then only sync delivers, which needs the server."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    tracker = start(uri, run)
+    with trickling() as slow:
+        tracker._client = client_of(slow)
+        train(run, 1, 3)
+        began = time.monotonic()
+        # The files have arrived where the store's folder was known before the server began to trickle.
+        assert set(tracker.finish("interrupted")) - {"artifacts"} == {"metrics", "the end of the run"}
+        assert time.monotonic() - began < 8
+        assert all(thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
+    run.set_status("interrupted", 3, "SIGTERM")
+    run.close()
+    assert ": 3 rows delivered" in sync(run.path)
+    assert history(uri, tracker.info["run_id"]) == [(step, step / 8) for step in range(1, 4)]
+
+
+@pytest.mark.parametrize("uri", ["nonsense://x", "sqlite:////proc/none/mlflow.db"])
+def test_a_store_that_cannot_be_opened_is_refused(uri, run):
+    with pytest.raises(StorageError, match="Training has not started"):
+        start(uri, run)
+
+
+def test_a_deleted_experiment_is_refused_with_the_way_out(uri, run):
+    tracker = start(uri, run, experiment="gone")
+    tracker.finish("done")
+    MlflowClient(uri).delete_experiment(tracker.info["experiment_id"])
+    with pytest.raises(StorageError, match=f"mlflow experiments restore -x {tracker.info['experiment_id']}"):
+        start(uri, run, experiment="gone")
+
+
+def test_a_store_that_fails_during_the_run_is_one_warning(tmp_path, run, caplog, monkeypatch):
+    monkeypatch.setattr(mlflow_run, "_SECONDS_BETWEEN_DELIVERIES", 0.1)
+    monkeypatch.setattr(mlflow_run, "_LONGEST_PAUSE", 0.2)
+    database = tmp_path / "own" / "mlflow.db"
+    tracker = start(f"sqlite:///{database}", run)
+    moved = database.rename(database.with_name("away.db"))
+    database.mkdir()  # nothing can be opened under this name now
+    tracker._client._tracking_client.store.engine.dispose()
+    train(run, 1, 20, pause=0.1)
+    with caplog.at_level(logging.INFO, logger="pgtoolkit"):
+        database.rmdir()
+        moved.rename(database)
+        tracker.finish("done")
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert ["Nothing is lost" in record.getMessage() for record in warnings] == [True]
+    assert len(history(f"sqlite:///{database}", tracker.info["run_id"])) == 20
+
+
+def serve(store, port):
+    command = [Path(sys.executable).parent / "mlflow", "server", "--backend-store-uri", store, "--port", str(port)]
+    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    server = subprocess.Popen(
+        [*command, "--workers", "1"],
+        cwd=Path(store.removeprefix("sqlite:///")).parent,  # where it puts artifacts of experiments it makes itself
+        env=environment,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    end = time.monotonic() + 120
+    while time.monotonic() < end:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return server
+        time.sleep(0.2)
+    raise AssertionError("mlflow server did not come up")
+
+
+def stop(server):
+    os.killpg(server.pid, signal.SIGKILL)
+    server.wait()
+
+
+@pytest.mark.slow
+def test_a_server_outage_neither_stops_training_nor_loses_metrics(uri, run, caplog):
+    open_store(uri, "tests")  # by this process, so that artifacts do not pass through the server
+    port = free_port()
+    server = serve(uri, port)
+    try:
+        train(run, 1, 300)  # more than MLflow takes in one call
+        tracker = start(f"http://127.0.0.1:{port}", run)
+        train(run, 301, 310, pause=0.1)
+        stop(server)
+        began = time.monotonic()
+        train(run, 311, 320, pause=0.2)
+        assert time.monotonic() - began < 5
+        server = serve(uri, port)
+        train(run, 321, 330)
+        tracker.finish("done")
+        assert history(uri, tracker.info["run_id"]) == [(step, step / 8) for step in range(1, 331)]
+        assert caplog.text.count("Nothing is lost") == 1
+
+        tracker = start(f"http://127.0.0.1:{port}", run)
+        train(run, 331, 332)
+    finally:
+        stop(server)
+    assert tracker.finish("interrupted") == ["metrics", "the end of the run"]
+    run.set_status("interrupted", 332, "SIGTERM")
+    run.close()
+    with pytest.raises(StorageError, match="Nothing was lost"):
+        sync(run.path)
+    assert ": 2 rows delivered (sqlite:///" in sync(run.path, uri)
+    assert history(uri, tracker.info["run_id"]) == [(step, step / 8) for step in range(1, 333)]
+    assert MlflowClient(uri).get_run(tracker.info["run_id"]).info.status == "KILLED"
+
+
+def test_flatten_hides_secrets_and_cuts_long_text():
+    flat = flatten({"a": {"hf_token": "hunter2", "uri": "http://u:hunter2@h/x", "long": "x" * 9000, "list": [1, 2]}})
+    assert flat["a.hf_token"] == "***"
+    assert flat["a.uri"] == "http://***@h/x"
+    assert len(flat["a.long"]) == 500
+    assert flat["a.list"] == "[1, 2]"
+
+
+def test_addresses_and_commands(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = set(threading.enumerate())
+    assert absolute_uri(None) == f"sqlite:///{tmp_path}/outputs/mlflow.db"
+    assert absolute_uri("sqlite:///x.db") == f"sqlite:///{tmp_path}/x.db"
+    assert absolute_uri("http://h:1") == "http://h:1"
+    assert ui_command("http://h:1") is None
+    assert ui_command("sqlite:///my runs/x.db").endswith("pgtk ui '--uri=sqlite:///my runs/x.db'")
+    assert ui_url("http://h:1/", "3", "abc") == "http://h:1/#/experiments/3/runs/abc"
+    assert ui_url(None, "3") == "http://127.0.0.1:5000/#/experiments/3/runs?compareRunsMode=CHART"
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "mlflow"]
+    assert json.dumps(flatten({})) == "{}"
+
+
+def test_a_locked_store_is_said_in_one_line(uri, run, capfd):
+    """MLflow's own log has the traceback of every failure."""
+    tracker = start(uri, run)
+    locked = sqlite3.connect(uri.removeprefix("sqlite:///"))
+    locked.execute("BEGIN EXCLUSIVE")
+    with pytest.raises((MlflowException, TimeoutError), match=r"database is locked|no whole answer"):
+        tracker._client.set_tag(tracker.info["run_id"], "a", "b")
+    locked.rollback()
+    locked.close()
+    assert tracker.finish("done") == []
+    assert "Traceback" not in capfd.readouterr().err

@@ -1,0 +1,103 @@
+"""The picture of a run: panels drawn from what the rows have, read back from the pixels."""
+
+import math
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from pgtoolkit.errors import StorageError
+from pgtoolkit.tracking.curves import _limits, plot_curves
+
+BLUE, ORANGE = (0x1F, 0x77, 0xB4), (0xD9, 0x5F, 0x02)
+
+
+def rows(count, names):
+    return [
+        {"step": i, "documents_seen": 64 * i, **{name: 1 + math.sin(i / 9) / 2 for name in names}}
+        for i in range(1, count + 1)
+    ]
+
+
+def panels(path, color):
+    """(2, 3) number of pixels of a color in each panel."""
+    pixels = np.round(imread(path)[..., :3] * 255)
+    near = (np.abs(pixels - color).max(-1) < 12).astype(int)
+    height, width = near.shape[0] // 2 * 2, near.shape[1] // 3 * 3
+    return near[:height, :width].reshape(2, height // 2, 3, width // 3).sum((1, 3))
+
+
+@pytest.mark.parametrize("count", [1, 12, 300])
+def test_every_panel_draws_its_metrics(tmp_path, count):
+    names = ("reward", "exact_match", "loss", "ratio_new_old", "clipped_ratio_fraction", "kl_new_old", "grad_norm")
+    path = tmp_path / "curves.png"
+    plot_curves(rows(count, (*names, "completion_length", "entropy")), path, "title")
+    # Equal curves lie on top of each other, so the first may be hidden by the second; its axis label is not.
+    assert (panels(path, BLUE) + panels(path, ORANGE) > 5).all()
+    assert (panels(path, ORANGE) > 5).tolist() == [[True, False, True], [False, False, True]]
+
+
+def test_panels_without_data_stay_empty(tmp_path):
+    path = tmp_path / "curves.png"
+    plot_curves(rows(50, ("loss", "reward")), path, "title")
+    assert (panels(path, BLUE) > 5).tolist() == [[True, True, False], [False, False, False]]
+    plot_curves([], path, "title")
+    assert panels(path, BLUE).sum() == 0
+
+
+def test_rows_without_documents_seen_are_drawn_over_steps(tmp_path):
+    plot_curves([{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}], tmp_path / "curves.png", "title")
+    assert panels(tmp_path / "curves.png", BLUE)[0, 1] > 5
+
+
+def test_a_spike_does_not_flatten_its_panel(tmp_path):
+    """The other values fill the panel's height; the spike is an arrow at its edge, with its number."""
+    path, data = tmp_path / "curves.png", rows(300, ("loss",))
+    plot_curves(data, path, "title")
+    calm = rows_of_pixels(path, BLUE)
+    data[100]["loss"] = 1e6
+    data[200]["loss"] = -1e6
+    plot_curves(data, path, "title")
+    assert rows_of_pixels(path, BLUE) > 0.9 * calm > 100
+
+
+def test_limits_cut_spikes_alone():
+    calm = [math.sin(i / 9) for i in range(300)]
+    assert _limits(calm) == (min(calm), max(calm))
+    assert _limits([*calm, 50.0, -40.0, 60.0]) == (min(calm), max(calm))
+    assert _limits([*calm, 2.5]) == (min(calm), 2.5)  # within the others' range from them
+    assert _limits([0.0] * 20 + [1.0]) == (0.0, 1.0)
+    assert _limits([1.0, 2.0, 900.0]) == (1.0, 900.0)
+    assert _limits(list(range(20))) == (0, 19)
+
+
+def test_steps_of_one_batch_do_not_hatch_the_clipped_fraction(tmp_path):
+    """A metric that jumps between 0 and 1 from step to step is drawn as one line at its mean."""
+    path = tmp_path / "curves.png"
+    data = [{"step": i, "clipped_ratio_fraction": float(i % 4 > 0)} for i in range(1, 301)]
+    plot_curves(data, path, "title")
+    pixels = np.round(imread(path)[..., :3] * 255)
+    panel = pixels[: pixels.shape[0] // 2, 2 * pixels.shape[1] // 3 :]
+    colored = (panel.max(-1) - panel.min(-1) > 20).any(-1).mean()
+    assert colored > 0.02
+    assert (panel.max(-1) - panel.min(-1) > 20).mean() < 0.02
+
+
+def rows_of_pixels(path, color):
+    """In how many rows of pixels of the loss's panel the color occurs."""
+    pixels = np.round(imread(path)[..., :3] * 255)
+    height, width = pixels.shape[0] // 2, pixels.shape[1] // 3
+    return (np.abs(pixels[:height, width : 2 * width] - color).max(-1) < 12).any(-1).sum()
+
+
+def test_wide_numbers_are_not_cut_at_the_edges(tmp_path):
+    path, metrics = tmp_path / "curves.png", ("reward", "clipped_ratio_fraction", "ratio_new_old", "entropy")
+    wide = [row | dict.fromkeys(metrics, (-1) ** row["step"] * 123456.7) for row in rows(12, metrics)]
+    plot_curves(wide, path, "title")
+    brightness = imread(path)[..., :3].min(-1)
+    assert brightness[:, :3].min() == brightness[:, -3:].min() == 1
+
+
+def test_a_folder_that_is_gone_is_a_storage_error(tmp_path):
+    with pytest.raises(StorageError, match=r"curves\.png cannot be written"):
+        plot_curves([], tmp_path / "gone" / "curves.png", "title")

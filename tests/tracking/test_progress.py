@@ -1,0 +1,194 @@
+"""Progress lines, the summary, and the commands it prints."""
+
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from pgtoolkit.config.compose import compose, name_in
+from pgtoolkit.errors import Interrupted
+from pgtoolkit.runs.directory import RunDirectory
+from pgtoolkit.tracking.next_commands import compare_command, counterpart_command, program, shell_path
+from pgtoolkit.tracking.progress import WIDTH, ProgressLine, sparkline, summary
+from pgtoolkit.tracking.signals import stoppable
+
+METRICS = {
+    "loss": -0.00123,
+    "ratio_new_old": 1.00021,
+    "kl_new_old": 1.2e-5,
+    "clipped_ratio_fraction": 0.123,
+    "reward": 0.512,
+    "exact_match": 0.031,
+    "tokens_per_second": 21_400,
+    "num_tokens": 448,
+}
+
+
+def progress(max_steps, first=1, seconds=0.0):
+    """A ProgressLine whose line for step `first` was made some seconds ago."""
+    made = ProgressLine(max_steps)
+    made._first = (first, time.monotonic() - seconds)
+    return made
+
+
+def test_a_line_says_everything():
+    line = progress(300, seconds=22.0).line(12, METRICS)
+    expected = "step  12/300 loss -1e-03 ratio 1.0002 kl 1e-05 clip  12% reward 0.51 exact   3% 21k tok/s ETA  9:36"
+    assert line == expected
+
+
+def test_the_time_left_of_a_resumed_run_counts_its_own_steps():
+    assert progress(300, first=200, seconds=10.0).line(210, METRICS).endswith("ETA  1:30")
+    assert progress(30_000, seconds=59.0).line(60, METRICS).endswith("ETA  8h19")
+    assert progress(300, seconds=60.0).line(300, METRICS).endswith("ETA  0:00")
+    assert ProgressLine(300).line(201, METRICS).endswith("ETA     ?")
+    assert ProgressLine(1).line(1, METRICS).endswith("ETA  0:00")
+
+
+def test_lines_align_and_fit():
+    first = {**METRICS, "loss": 12.345, "kl_new_old": 0.0, "tokens_per_second": 7.0, "clipped_ratio_fraction": 1.0}
+    for max_steps in (9, 300, 5000, 1_000_000):
+        lines = [progress(max_steps).line(step, metrics) for step, metrics in ((1, first), (9, METRICS))]
+        assert len(lines[0]) == len(lines[1]) <= WIDTH
+        assert lines[0].index("reward") == lines[1].index("reward")
+
+
+def test_metrics_that_are_missing_are_left_out():
+    assert progress(20).line(3, {"loss": 0.5}) == "step  3/20  loss  5e-01  ETA  0:00"
+
+
+def test_sparkline_averages_and_spans_the_range():
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([0.0, 2.0, 7.0, 9.0], width=2) == "▁█"
+    assert sparkline([3.0, 3.0]) == "▁▁"
+    assert sparkline([]) == ""
+    assert sparkline([0.0, 0.01], span=(0, 1)) == "▁▁"
+    assert len(sparkline(list(range(1000)))) == 40
+
+
+def save_config(run_dir, loss, overrides):
+    with RunDirectory(run_dir) as run:
+        run.write_config({"loss": {"name": loss}}, overrides)
+
+
+def rows(count=20):
+    return [{"step": i, "loss": 0.1, "reward": i / 20, "exact_match": 0.0} for i in range(1, count + 1)]
+
+
+def test_summary_shows_the_rise_and_what_to_type(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_dir = tmp_path / "outputs" / "my run"
+    run_dir.mkdir(parents=True)
+    (run_dir / "curves.png").write_text("")
+    save_config(run_dir, "gspo", ["aggregation=constant"])
+    info = {"uri": f"sqlite:///{tmp_path}/outputs/mlflow.db", "experiment_id": "1", "run_id": "abc"}
+    lines = summary(rows(), run_dir, info).splitlines()
+    assert lines[0].startswith("reward       0.075 -> 0.975  ▁")
+    assert lines[0].endswith("█  (first and last tenth of 20 steps)")
+    assert lines[1].startswith("exact match  0.000 -> 0.000")
+    assert lines[2:4] == ["run          'outputs/my run'", "curves       'outputs/my run/curves.png'"]
+    pgtk = program("pgtk")
+    assert lines[4:] == [
+        f"MLflow       {pgtk} ui",
+        "             http://127.0.0.1:5000/#/experiments/1/runs/abc",
+        f"resume       {pgtk} resume 'outputs/my run' trainer.max_steps=40",
+        f"compare      {pgtk} loss=grpo aggregation=constant",
+        f"             {pgtk} compare 'outputs/my run' outputs/*/??-??-??-??????-loss-grpo_aggregation-constant",
+        "             http://127.0.0.1:5000/#/experiments/1/runs?compareRunsMode=CHART",
+    ]
+
+
+def test_summary_without_mlflow_without_reward_and_with_a_server(tmp_path):
+    save_config(tmp_path, "gspo", [])
+    text = summary([{"step": 1, "loss": 0.5}], tmp_path, None)
+    assert text.startswith("loss         0.500 -> 0.500")
+    assert "MLflow" not in text
+    assert "curves" not in text
+    server = {"uri": "http://h:1", "experiment_id": "2", "run_id": "abc"}
+    assert "\nMLflow       http://h:1/#/experiments/2/runs/abc\n" in summary([], tmp_path, server)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "loss", "expected"),
+    [
+        ([], "gspo", ["loss=grpo"]),
+        (["loss=gspo", "aggregation=constant"], "gspo", ["loss=grpo", "aggregation=constant"]),
+        (["loss=grpo", "loss.epsilon_low=0.1", "a='x y'"], "grpo", ["loss=gspo", "a='x y'"]),
+        (["rollout.save_path=recorded", "seed=1"], "grpo", ["loss=gspo", "seed=1"]),
+    ],
+)
+def test_the_counterpart_differs_in_the_loss_alone(tmp_path, overrides, loss, expected):
+    save_config(tmp_path, loss, overrides)
+    assert shlex.split(counterpart_command(tmp_path))[1:] == expected
+
+
+def test_compare_command_names_the_counterpart_or_the_sweep(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_dir = tmp_path / "outputs" / "2026-11-21" / "10-00-00-000001-aggregation-constant"
+    save_config(run_dir, "gspo", ["aggregation=constant"])
+    own = f"{program('pgtk')} compare outputs/2026-11-21"
+    other = "outputs/*/??-??-??-??????-loss-grpo_aggregation-constant"
+    assert compare_command(run_dir) == f"{own}/{run_dir.name} {other}"
+    found = list(tmp_path.glob(other))
+    assert found == []
+    save_config(run_dir.with_name("10-00-09-000001-loss-grpo_aggregation-constant"), "grpo", [])
+    assert len(list(tmp_path.glob(other))) == 1
+    (run_dir.parent / "sweep.json").write_text("")
+    assert compare_command(run_dir) == own
+
+
+@pytest.mark.parametrize(("typed", "name"), [("null", "loss-grpo"), ("mine", "mine")])
+def test_the_counterpart_of_a_run_has_its_name_only_if_that_was_typed(tmp_path, monkeypatch, typed, name):
+    monkeypatch.chdir(tmp_path)
+    overrides = ["loss=gspo", f"tracking.run_name={typed}"]
+    chosen = "mine" if typed == "mine" else "loss-gspo_run-name-null"
+    with RunDirectory(tmp_path / "run") as run:
+        run.write_config({"loss": {"name": "gspo"}, "tracking": {"run_name": chosen}}, overrides)
+    words = shlex.split(counterpart_command(tmp_path / "run"))[1:]
+    named = compose(words).config
+    assert compare_command(tmp_path / "run").endswith(
+        f" run outputs/*/??-??-??-??????-{name_in(named.hydra, named.tracking.run_name)}"
+    )
+    assert name_in(named.hydra, named.tracking.run_name) == name
+
+
+def test_paths_are_short_and_quoted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert shell_path(tmp_path / "a b") == "'a b'"
+    assert shell_path("/x") == "/x"
+
+
+def test_a_program_is_found_however_the_environment_is_used(monkeypatch):
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    assert Path(shlex.split(program("mlflow"))[0]).is_file()
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/usr/bin:/bin")
+    assert program("mlflow") == "mlflow"
+
+
+def test_a_reader_that_has_gone_does_not_disturb_the_run():
+    """Neither a traceback for each line nor one at the end of python."""
+    script = (
+        "import logging, sys; from pgtoolkit.tracking.progress import Terminal; log = logging.getLogger('x')\n"
+        "log.addHandler(Terminal(sys.stdout)); [log.warning('line %d', i) for i in range(20000)]"
+    )
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(script)} | head -n 1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("line 0\n0\n", "")
+
+
+def test_a_signal_after_the_end_leaves_a_run_done(tmp_path, capsys):
+    with stoppable(OmegaConf.create(), tmp_path, []):
+        with RunDirectory(tmp_path) as run:
+            run.write_config({}, [])
+            run.set_status("done", 3)
+        signal.raise_signal(signal.SIGTERM)
+    assert capsys.readouterr().out == "stopped by SIGTERM after the run was done\n"
+    with RunDirectory(tmp_path) as run:
+        run.set_status("running", 3)
+    with pytest.raises(Interrupted, match="is running at step 3"), stoppable(OmegaConf.create(), tmp_path, []):
+        signal.raise_signal(signal.SIGTERM)

@@ -1,0 +1,180 @@
+"""`pgtk sync`, and what else reaches MLflow from a run directory after the fact or beside the steps."""
+
+import json
+import time
+
+import pytest
+from mlflow import MlflowClient
+from stores import CONFIG, history, start, train
+
+from pgtoolkit.cli import main
+from pgtoolkit.comparison.stored import stored_runs
+from pgtoolkit.errors import ConfigError
+from pgtoolkit.runs.directory import RunDirectory, read_metrics, read_status
+from pgtoolkit.tracking import system_metrics
+from pgtoolkit.tracking.mlflow_run import MlflowTracker
+from pgtoolkit.tracking.sync import sync
+
+
+def test_sync_delivers_once_what_a_killed_run_left(uri, run, caplog):
+    tracker = start(uri, run, experiment="killed")
+    train(run, 1, 3)
+    tracker.finish("failed")
+    run.set_status("running", 3)  # as SIGKILL leaves it
+    train(run, 4, 9)
+    with pytest.raises(ConfigError, match="needs to be free"):
+        sync(run.path, uri)
+    run.close()
+    assert "6 rows delivered" in sync(run.path)  # the store is known from status.json
+    assert "nothing was missing" in sync(run.path)
+    caplog.clear()
+    other = sync(run.path, f"sqlite:///{run.path.parent}/other.db", "copies")
+    assert "9 rows delivered" in other
+    assert not caplog.records  # another store is not one that has lost the run
+    saved = MlflowClient(uri).get_run(tracker.info["run_id"])
+    assert history(uri, saved.info.run_id) == [(step, step / 8) for step in range(1, 10)]
+    assert (saved.info.status, saved.info.end_time) == ("KILLED", round(1000 * run.read_metrics()[-1]["time"]))
+
+
+def test_sync_of_a_run_without_mlflow_needs_a_store_and_makes_one_run_there(uri, run, capsys):
+    run.write_config(CONFIG | {"tracking": {"name": "none", "experiment": None}}, [])
+    train(run, 1, 5)
+    run.set_status("done", 5)
+    run.close()
+    assert main(["sync", str(run.path)]) == 2
+    assert "needs a store (got tracking=none). The run was made without MLflow. Use --uri=" in capsys.readouterr().err
+    for said in ("5 rows delivered", "nothing was missing"):
+        assert main(["sync", str(run.path), "--uri", uri, "--experiment", "afterwards"]) == 0
+        assert said in capsys.readouterr().out
+    client = MlflowClient(uri)
+    (found,) = client.search_runs([client.get_experiment_by_name("afterwards").experiment_id])
+    assert (found.info.status, found.info.run_name) == ("FINISHED", "run")
+    assert history(uri, found.info.run_id) == [(step, step / 8) for step in range(1, 6)]
+
+
+def test_sync_refuses_what_is_no_run_and_goes_on_with_the_others(uri, run, tmp_path, capsys):
+    tracker = start(uri, run)
+    train(run, 1, 2)
+    tracker.finish("done")
+    run.set_status("done", 2)
+    run.close()
+    assert main(["sync", str(tmp_path / "none")]) == 2
+    assert "no such folder" in capsys.readouterr().err
+    assert main(["sync", str(tmp_path), "--uri", "http://127.0.0.1:1"]) == 6
+    assert "Nothing was lost" in capsys.readouterr().err
+    assert main(["sync", str(tmp_path)]) == 0  # a folder that holds runs
+    assert "nothing was missing" in capsys.readouterr().out
+
+
+def test_sync_delivers_the_others_when_a_run_is_damaged(uri, tmp_path, capsys):
+    for name in ("1-first", "2-damaged", "3-last"):
+        with RunDirectory(tmp_path / name) as run:
+            run.write_config(CONFIG, [])
+            train(run, 1, 2)
+            run.set_status("done", 2)
+    (tmp_path / "2-damaged" / "status.json").write_text("{")
+    assert main(["sync", str(tmp_path), f"--uri={uri}"]) == 6
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1
+    assert "2-damaged/status.json is damaged (" in said.err
+    assert [name in said.out for name in ("1-first: 2 rows", "2-damaged", "3-last: 2 rows")] == [True, False, True]
+
+
+def test_a_run_whose_number_was_never_written_down_is_found_again(uri, run):
+    tracker = start(uri, run)
+    train(run, 1, 2)
+    tracker.finish("failed")
+    status = json.loads((run.path / "status.json").read_text())
+    (run.path / "status.json").write_text(json.dumps(status | {"mlflow": None}))
+    again = start(uri, run)
+    again.finish("done")
+    assert again.info["run_id"] == tracker.info["run_id"]
+
+
+def test_system_metrics_are_kept_delivered_and_continued(uri, run, monkeypatch):
+    monkeypatch.setattr(system_metrics, "_SECONDS_BETWEEN_SAMPLES", 0.05)
+    run.write_config(CONFIG, [])
+    for expected in range(2):
+        run.set_status("running", 0)
+        tracker = MlflowTracker(uri, "tests", system_metrics=True)
+        tracker.start(run.path)
+        time.sleep(0.3)
+        assert tracker.finish("done") == []
+        rows = read_metrics(run.path / "system_metrics.jsonl")
+        assert [row["step"] for row in rows] == list(range(len(rows)))
+        assert len(rows) > 1 + expected
+        kept = [(row["step"], row["cpu_utilization_percentage"]) for row in rows]
+        assert history(uri, tracker.info["run_id"], "system/cpu_utilization_percentage") == kept
+        assert all(0 < row["system_memory_usage_percentage"] < 100 for row in rows)
+
+
+def test_an_mlflow_run_takes_rows_of_its_own_run_only(uri, run, tmp_path, caplog):
+    """A directory whose status names the MLflow run of another run, as one that was trained in twice has it."""
+    first = start(uri, run, experiment="mixed")
+    train(run, 1, 8)
+    first.finish("done")
+    with RunDirectory(tmp_path / "other") as other:
+        other.set_status("running", 0, mlflow=first.info)
+        second = start(uri, other, experiment="mixed")
+        train(other, 1, 10)
+        assert second.finish("done") == []
+    assert second.info["run_id"] != first.info["run_id"]
+    assert f"MLflow run {first.info['run_id']} belongs to another run" in caplog.text
+    assert len(history(uri, first.info["run_id"])) == 8
+    assert history(uri, second.info["run_id"]) == [(step, step / 8) for step in range(1, 11)]
+    assert MlflowClient(uri).get_run(first.info["run_id"]).data.tags["pgtk.id"] != read_status(other.path)["id"]
+
+
+def rewrite(run, change):
+    """Change the rows of metrics.jsonl, as another attempt would have written them."""
+    rows = [change(row) for row in run.read_metrics()]
+    run.metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows if row))
+
+
+@pytest.mark.parametrize("metric", ["loss", "documents_seen"])
+def test_sync_compares_values_and_not_only_steps(uri, run, metric, caplog):
+    experiment = f"values {metric}"
+    config = CONFIG | {"tracking": {"name": "mlflow", "experiment": experiment}}
+    tracker = start(uri, run, experiment=experiment, config=config)
+    train(run, 1, 9)
+    tracker.finish("done")
+    run.set_status("done", 9)
+    run.close()
+    assert "nothing was missing" in sync(run.path)
+    rewrite(run, lambda row: row | {metric: row[metric] + 1} if row["step"] == 4 else row)
+    said = sync(run.path)
+    assert "9 rows delivered" in said
+    old = tracker.info["run_id"]
+    assert f"{old} has other values than {run.metrics_path} for step 4; another one gets all metrics" in caplog.text
+    for _ in range(2):
+        new = sync(run.path)
+        assert "nothing was missing" in new
+        assert old not in new
+    (compared,) = stored_runs(uri, [experiment], "loss")  # the other one counts no more
+    assert [row["loss"] for row in compared.rows] == [row["loss"] for row in run.read_metrics()]
+
+
+def test_sync_fills_a_gap(uri, run):
+    train(run, 1, 9)
+    whole = run.metrics_path.read_text()
+    rewrite(run, lambda row: row if row["step"] not in (3, 4) else None)
+    start(uri, run, experiment="gap").finish("done")
+    run.metrics_path.write_text(whole)
+    run.close()
+    assert "2 rows delivered" in sync(run.path)
+    assert "nothing was missing" in sync(run.path)
+
+
+def test_steps_made_again_with_other_values_are_said(uri, run, caplog):
+    tracker = start(uri, run, experiment="again")
+    train(run, 1, 10)
+    tracker.finish("interrupted")
+    run.drop_metrics_after(7)
+    tracker = start(uri, run, experiment="again", config=CONFIG | {"seed": 2})
+    for step in (8, 9, 10, 11):
+        run.append_metrics(step, {"loss": -step, "documents_seen": 64 * step})
+    assert tracker.finish("done") == ["the new values of 3 steps, the first of them 8"]
+    run.set_status("done", 11)
+    run.close()
+    assert "11 rows delivered" in sync(run.path)
+    assert "nothing was missing" in sync(run.path)

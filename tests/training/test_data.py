@@ -1,0 +1,188 @@
+"""What a run reads from outside of its directory: found from anywhere, and noticed where it changed."""
+
+import json
+import shutil
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from omegaconf import OmegaConf
+from runs import SHORT, config_of, metrics_of
+
+from pgtoolkit.cli import main
+from pgtoolkit.config.names import digest, learned
+from pgtoolkit.config.paths import make_absolute
+from pgtoolkit.launch.check import check
+from pgtoolkit.tracking.store import flatten
+from pgtoolkit.training.data import WHOLE_BYTES, digests
+
+SMALL = [setting for setting in SHORT if not setting.startswith(("task.", "trainer.max_steps", "rollout."))]
+POLICY = [setting for setting in SHORT if setting.startswith("rollout.")]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A directory with prompts, a run on them that recorded its rollouts, and the policy that it left."""
+    folder = tmp_path_factory.mktemp("home")
+    rows = [{"prompt": f"{number}+1=", "answer": number + 1} for number in range(8)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        settings = ["task=prompts", "task.path=prompts.jsonl", "rollout.save_path=recorded", "trainer.max_steps=2"]
+        assert main([*SMALL, *POLICY, *settings, "hydra.run.dir=first"]) == 0
+        assert main(["export", "first", "policy"]) == 0
+        settings = ["rollout=recorded", "rollout.path=recor*/*0.parquet", "rollout.epochs=9", "aggregation.divisor=4"]
+        settings += ["model=huggingface", "model.path=policy", "trainer.max_steps=2"]
+        small = [setting for setting in SMALL if not setting.startswith("model.")]
+        assert main([*small, *settings, "hydra.run.dir=second"]) == 0
+    return folder
+
+
+@pytest.fixture
+def copy(home, tmp_path):
+    """The same, with all paths in the copy."""
+    shutil.copytree(home, tmp_path / "home")
+    for file in (tmp_path / "home").glob("*/config.yaml"):
+        file.write_text(file.read_text().replace(str(home), str(tmp_path / "home")))
+    return tmp_path / "home"
+
+
+def status_of(run):
+    return json.loads((run / "status.json").read_text())["state"]
+
+
+def test_resume_and_export_from_another_directory(copy, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for run in ("first", "second"):
+        assert main(["resume", f"../home/{run}", "trainer.max_steps=3"]) == 0
+        assert [row["step"] for row in metrics_of(copy / run)] == [1, 2, 3]
+        assert main(["export", f"../home/{run}", run]) == 0
+    assert sorted(path.name for path in (tmp_path / "elsewhere").iterdir()) == ["first", "second"]
+    recorded = sorted(path.name for path in (copy / "recorded").iterdir())
+    assert recorded == ["batch-000000.parquet", "batch-000001.parquet"]
+
+
+def test_a_run_of_an_older_version_is_resumed_where_it_was_started(copy, monkeypatch):
+    """With relative paths, without digests."""
+    monkeypatch.chdir(copy)
+    for run, key, path in (("first", "task.path", "prompts.jsonl"), ("second", "model.path", "policy")):
+        config = OmegaConf.load(run + "/config.yaml")
+        OmegaConf.update(config, key, path)
+        del config.trainer["accept_changed_data"]
+        OmegaConf.save(config, run + "/config.yaml")
+        (copy / run / "data.json").unlink()
+        assert main(["resume", run, "trainer.max_steps=3", f"{key}={path}"]) == 0
+        assert OmegaConf.select(OmegaConf.load(run + "/config.yaml"), key) == str(copy / path)
+        assert key in json.loads((copy / run / "data.json").read_text())
+
+
+def other_rewards(file):
+    table = pq.read_table(file)
+    column = table.schema.get_field_index("reward")
+    changed = pa.array([reward + 1 for reward in table["reward"].to_pylist()], pa.float64())
+    pq.write_table(pa.table(table).set_column(column, "reward", changed).replace_schema_metadata(None), file)
+
+
+CHANGES = {
+    "task.path": ("first", "prompts.jsonl", lambda file: file.open("a").write('{"prompt": "1+1=", "answer": 2}\n')),
+    "rollout.path": ("second", "recorded/batch-000000.parquet", other_rewards),
+    "model.path": ("second", "policy/tokenizer_config.json", lambda file: file.write_text(file.read_text() + "\n")),
+}
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_changed_data_are_refused_until_they_are_accepted_once(copy, key, capsys):
+    run, name, change = CHANGES[key]
+    before = {name: (copy / run / name).read_text() for name in ("data.json", "config.yaml", "status.json")}
+    change(copy / name)
+    capsys.readouterr()
+    assert main(["resume", str(copy / run), "trainer.max_steps=3"]) == 2
+    path = OmegaConf.select(OmegaConf.load(copy / run / "config.yaml"), key)
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"pgtk: error: {key}={path} needs the contents that the run began with (got {(copy / name).name} changed). Its "
+        "first 2 steps were made with those. Restore them, or use trainer.accept_changed_data=true."
+    )
+    assert {name: (copy / run / name).read_text() for name in before} == before
+    assert main(["resume", str(copy / run), "trainer.max_steps=3", "trainer.accept_changed_data=true"]) == 0
+    assert f"note: from step 3 on {key} has other contents: {(copy / name).name} changed." in capsys.readouterr().out
+    recorded = json.loads((copy / run / "data.json").read_text())
+    assert recorded["accepted"] == [{"step": 2, "before": {key: json.loads(before["data.json"])[key]}}]
+    assert metrics_of(copy / run)[-1]["step"] == 3
+    change(copy / name)
+    assert main(["resume", str(copy / run), "trainer.max_steps=4"]) == 2  # accepted once, not for ever
+
+
+def test_data_may_lie_elsewhere_when_a_run_is_resumed(copy, tmp_path, monkeypatch, capsys):
+    (tmp_path / "moved").mkdir()
+    (copy / "prompts.jsonl").rename(tmp_path / "moved" / "prompts.jsonl")
+    monkeypatch.chdir(tmp_path)
+    assert main(["resume", "home/first"]) == 2
+    assert "needs an existing file" in capsys.readouterr().err
+    assert main(["resume", "home/first", "task.path=moved/prompts.jsonl", "trainer.max_steps=3"]) == 0
+    assert OmegaConf.load("home/first/config.yaml").task.path == str(tmp_path / "moved" / "prompts.jsonl")
+    assert main(["resume", "home/first", "task.verifier=math_verify"]) == 2
+
+
+def test_a_run_that_has_no_checkpoint_starts_with_the_data_of_today(copy):
+    shutil.rmtree(copy / "first" / "checkpoints")
+    CHANGES["task.path"][2](copy / "prompts.jsonl")
+    assert main(["resume", str(copy / "first")]) == 0
+    assert "accepted" not in json.loads((copy / "first" / "data.json").read_text())
+
+
+def test_large_files_are_looked_at_in_samples(tmp_path):
+    file = tmp_path / "model.safetensors"
+    config = OmegaConf.to_object(config_of("model=huggingface", f"model.path={tmp_path}"))
+    seen = []
+    size = WHOLE_BYTES + 2**20
+    for place in (None, 0, 2**20 - 1, 2**20, WHOLE_BYTES // 2, WHOLE_BYTES, size - 1, size):
+        with open(file, "wb") as out:
+            out.truncate(size)
+            out.seek(place or 0)
+            out.write(b"" if place is None else b"x" * (2**20 if place == WHOLE_BYTES // 2 else 1))
+        seen.append(digests(config)["model.path"]["model.safetensors"])
+    assert len({one["sha256"] for one in seen}) == len(seen)
+    assert all(one["sampled"] for one in seen)
+    assert {one["bytes"] for one in seen} == {size, size + 1}
+    (tmp_path / "README.md").write_text("a model")
+    (tmp_path / ".cache").write_text("x")
+    assert list(digests(config)["model.path"]) == ["model.safetensors"]
+
+
+def test_the_key_that_accepts_changed_data_tells_no_configurations_apart():
+    plain, accepting = config_of(), config_of("trainer.accept_changed_data=true")
+    assert digest(learned(plain)) == digest(learned(accepting))
+    assert flatten(learned(plain)) == flatten(learned(accepting))
+
+
+def test_a_job_keeps_its_name_and_knows_its_files_from_everywhere(tmp_path, monkeypatch):
+    overrides = ["seed=0,1", "task=prompts", "task.path=prompts.jsonl", f"hydra.sweep.dir={tmp_path}/sweep"]
+    found = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "prompts.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
+        monkeypatch.chdir(tmp_path / name)
+        jobs = check(overrides, multirun=True).sweep.jobs
+        assert [job.config["task"]["path"] for job in jobs.values()] == [str(tmp_path / name / "prompts.jsonl")] * 2
+        found.append(list(jobs))
+    assert found[0] == found[1]
+
+
+def test_absolute_paths(tmp_path, monkeypatch):
+    folder = tmp_path / "a[1]"
+    (folder / "model").mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HOME", "/home/me")
+    config = config_of("rollout=recorded", "rollout.path=data/*.jsonl", "model=huggingface", "model.path=Qwen/Qwen3")
+    make_absolute(config)
+    assert config.rollout.path == f"{tmp_path}/a[[]1]/data/*.jsonl"
+    assert config.model.path == "Qwen/Qwen3"
+    assert config.tracking.uri == f"sqlite:///{folder}/outputs/mlflow.db"
+    config = config_of("rollout.save_path=new/${seed}", "model=huggingface", "model.path=model", "tracking=none")
+    make_absolute(config)
+    assert (config.rollout.save_path, config.model.path) == (f"{folder}/new/0", f"{folder}/model")
+    assert config.tracking.uri is None
+    config = config_of("task=prompts", "task.path='~/p.jsonl'", "rollout.save_path=/x/../y")
+    make_absolute(config)
+    assert (config.task.path, config.rollout.save_path) == ("/home/me/p.jsonl", "/x/../y")

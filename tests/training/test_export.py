@@ -1,0 +1,174 @@
+"""`pgtk export`: transformers loads what a run has learned, to the same logits."""
+
+import shutil
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from runs import SHORT, checkpoint_of, config_of, run
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from worlds import layout, world
+
+from pgtoolkit.batch import Document
+from pgtoolkit.cli import main
+from pgtoolkit.model.policy import build_policy, character_tokenizer
+from pgtoolkit.rollouts.steps import make_step
+from pgtoolkit.training.sharded_checkpoint import save_shards
+from pgtoolkit.training.train import train
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("export") / "run", "trainer.max_steps=2", "rollout.temperature=0.5")
+
+
+@torch.no_grad()
+def logits_in_training(folder, config, step, tokens):
+    """Of one document, by the code that trains, with the weights of a checkpoint."""
+    config = OmegaConf.to_object(config)
+    policy = build_policy(config.model, "0123456789=", on_gpu=False)
+    policy.model.load_state_dict(checkpoint_of(folder, step)["model"])
+    count = len(tokens)
+    document = Document(tokens, torch.arange(count) > 0, torch.zeros(count), torch.zeros(count), 0, "one")
+    (micro_batch,) = make_step([document], 99, {}).micro_batches
+    return policy.head(policy.hidden_states(micro_batch))
+
+
+@torch.no_grad()
+def logits_loaded(folder, tokens):
+    return AutoModelForCausalLM.from_pretrained(folder)(input_ids=tokens[None]).logits[0]
+
+
+def test_the_exported_model_has_the_logits_of_the_newest_checkpoint(trained, tmp_path, capsys):
+    assert main(["export", str(trained), str(tmp_path / "a" / "model")]) == 0
+    folder = tmp_path / "a" / "model"
+    assert "step 2 of" in capsys.readouterr().out
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokens = torch.tensor(tokenizer("12345=54321").input_ids)
+    assert tokens.tolist() == [1, 2, 3, 4, 5, 10, 5, 4, 3, 2, 1]
+    expected = logits_in_training(trained, config_of(*SHORT), 2, tokens)
+    assert torch.equal(logits_loaded(folder, tokens), expected)
+    assert not torch.equal(expected, logits_in_training(trained, config_of(*SHORT), 1, tokens))
+    assert {path.suffix for path in folder.iterdir()} <= {".json", ".safetensors", ".md", ".png"}
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["model"]
+    assert tokenizer.padding_side == "left"
+
+
+def save_as_ranks(checkpoint, folder):
+    """Two ranks save what one process has: every tensor in parts."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    ranks = layout(data_parallel=2)
+    state = torch.load(checkpoint, weights_only=True)
+    mesh = ranks.mesh["data_parallel"]
+    tensors = {f"model.{name}": distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in state["model"].items()}
+    rest = {name: value for name, value in state.items() if name not in ("model", "optimizer")}
+    save_shards(folder, state["step"], rest, tensors, 1, ranks)
+
+
+def test_a_checkpoint_of_several_ranks_exports_alike(trained, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(trained, copy)
+    shutil.rmtree(copy / "checkpoints")
+    world(2).run(save_as_ranks, trained / "checkpoints" / "step-000002.ckpt", copy / "checkpoints")
+    assert [path.name for path in (copy / "checkpoints").iterdir()] == ["step-000002"]
+    for run_dir, name in ((trained, "one"), (copy, "ranks")):
+        assert main(["export", str(run_dir), str(tmp_path / name)]) == 0
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "ranks")]
+    assert weights[0] == weights[1]
+
+
+def test_it_samples_as_the_rollouts_did(trained, tmp_path):
+    (tmp_path / "model").mkdir()  # an empty folder is taken
+    assert main(["export", str(trained), str(tmp_path / "model")]) == 0
+    sampling = GenerationConfig.from_pretrained(tmp_path / "model")
+    assert (sampling.do_sample, sampling.temperature, sampling.top_p, sampling.top_k) == (True, 0.5, 1.0, 0)
+    assert (sampling.max_new_tokens, sampling.eos_token_id, sampling.pad_token_id) == (4, 11, 11)
+
+
+def test_the_card_tells_the_run_and_its_code_runs(trained, tmp_path, monkeypatch, capsys):
+    assert main(["export", str(trained), str(tmp_path / "model")]) == 0
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert "loss gspo, aggregation constant, seed 0, task reverse. These are the weights after step 2 of 2, 16" in card
+    assert "the run is done" in card
+    assert "| reward | " in card
+    assert "![Curves of the run](curves.png)" in card
+    assert "rollout.temperature=0.5" in card
+    assert "  hidden_size: 32" in card
+    code = card.partition("```python\n")[2].partition("```")[0]
+    monkeypatch.chdir(tmp_path / "model")
+    capsys.readouterr()
+    exec(code, {})
+    prompt = capsys.readouterr().out.partition("=")[0]
+    assert len(prompt) == 3
+    assert prompt.isdecimal()
+
+
+def test_a_model_of_a_folder(tmp_path):
+    tokenizer = character_tokenizer("0123456789=")
+    config = LlamaConfig(
+        vocab_size=12,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=11,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    own = [setting for setting in SHORT if not setting.startswith("model.")]
+    path = f"model.path={tmp_path / 'base'}"
+    settings = config_of(*own, "model=huggingface", path, "trainer.max_steps=1", "model.gradient_checkpointing=true")
+    train(settings, tmp_path / "run")
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "model")]) == 0
+    tokens = torch.tensor([1, 2, 3, 10, 3, 2, 1])
+    expected = logits_in_training(tmp_path / "run", settings, 1, tokens)
+    assert torch.equal(logits_loaded(tmp_path / "model", tokens), expected)
+    assert "base_model" not in (tmp_path / "model" / "README.md").read_text()  # a folder of this machine
+
+
+def test_all_ends_and_the_number_type_of_the_model_are_kept(tmp_path):
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=12, bos_token_id=None, eos_token_id=11, **sizes)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "base")
+    character_tokenizer("0123456789=").save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "generation_config.json").write_text('{"eos_token_id": [11, 3, 7], "repetition_penalty": 1.1}')
+    own = [setting for setting in SHORT if not setting.startswith("model.")]
+    settings = config_of(*own, "model=huggingface", f"model.path={tmp_path / 'base'}", "trainer.max_steps=1")
+    train(settings, tmp_path / "run")
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "model")]) == 0
+    sampling = GenerationConfig.from_pretrained(tmp_path / "model")
+    assert (sampling.eos_token_id, sampling.repetition_penalty) == ([11, 3, 7], None)
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    trained = checkpoint_of(tmp_path / "run", 1)["model"]
+    assert all(torch.equal(weight, trained[name].bfloat16()) for name, weight in weights.items())
+
+
+def test_what_cannot_be_exported_is_refused(trained, tmp_path, capsys, monkeypatch):
+    def refused(*arguments, status=2):
+        assert main(["export", *map(str, arguments)]) == status
+        said = capsys.readouterr().err
+        assert len(said.splitlines()) == 1
+        return said
+
+    monkeypatch.chdir(tmp_path)
+    assert "got nowhere: no such folder" in refused("nowhere", "model")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    assert "needs a new or empty folder (got one with 1 entry). Nothing is overwritten." in refused(trained, "full")
+    assert "(got a file)" in refused(trained, "full/file")
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "config.yaml").write_text((trained / "config.yaml").read_text())
+    assert "needs a checkpoint (got none)" in refused("begun", "model")
+    assert "cannot be written" in refused(trained, "full/file/model", status=6)
+    shutil.copytree(trained, "old")
+    config = (trained / "config.yaml").read_text().replace("  max_bad_steps: 3\n", "")
+    (tmp_path / "old" / "config.yaml").write_text(config)
+    assert "does not fit this version of pgtoolkit" in refused("old", "model")
+    assert not (tmp_path / "model").exists()

@@ -1,0 +1,180 @@
+"""Training on several ranks: the same documents, numbers and weights as one process, in real gloo processes."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from pathlib import Path
+from time import monotonic
+
+import pytest
+from omegaconf import OmegaConf
+from runs import SHORT, config_of, metrics_of, run
+from worlds import layout, world
+
+from pgtoolkit.config.validate import validate
+from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, RankLost
+from pgtoolkit.rollouts.recorded import RecordedRollouts
+from pgtoolkit.training.build import build, fit
+from pgtoolkit.training.recorder import Recorder
+from pgtoolkit.training.train import train
+
+RECORDED = [setting for setting in SHORT if not setting.startswith(("rollout.", "aggregation="))]
+CUT = ("num_micro_batches",)
+"""What depends on how a step was cut."""
+
+
+def train_on_rank(config, folder: Path, sizes: dict[str, int], resume: bool) -> None:
+    train(config, folder, resume=resume, layout=layout(**sizes))
+
+
+def run_on_ranks(folder: Path, overrides: list[str], resume: bool = False, **sizes: int) -> Path:
+    """A run of as many processes as the sizes multiply to; one process trains here."""
+    config = config_of(*overrides, *(f"parallelism.{axis}={size}" for axis, size in sizes.items()))
+    assert validate(config).problems == []
+    OmegaConf.resolve(config)  # as `launch` does: other processes know no resolvers
+    if sizes:
+        world(math.prod(sizes.values())).run(train_on_rank, config, folder, sizes, resume)
+    else:
+        train(config, folder, resume=resume)
+    return folder
+
+
+def error_on_rank(config, folder: Path, sizes: dict[str, int]) -> tuple:
+    began = monotonic()
+    try:
+        train_on_rank(config, folder, sizes, resume=False)
+    except PgtoolkitError as error:
+        return monotonic() - began, (type(error), str(error), error.on_all_ranks)
+
+
+def test_what_rank_0_alone_finds_in_its_way_ends_all_at_once(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    config = config_of(*SHORT, "parallelism.data_parallel=2")
+    OmegaConf.resolve(config)
+    (seconds, first), (_, second) = world(2).run(error_on_rank, config, tmp_path, {"data_parallel": 2})
+    assert seconds < 30
+    assert first == second
+    assert first[::2] == (ConfigError, True)
+    said = f"rank 0: the run directory {tmp_path} needs a directory without a run (got one with metrics."
+    assert first[1].startswith(said)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """Rollouts of a short run, and overrides to train on them."""
+    folder = tmp_path_factory.mktemp("recorded")
+    run(folder / "run", f"rollout.save_path={folder / 'rollouts'}", "trainer.max_steps=4")
+    return [*RECORDED, "rollout=recorded", f"rollout.path={folder / 'rollouts'}", "trainer.max_steps=3"]
+
+
+def assert_close(found: Path, expected: Path, tolerance: float = 1e-5) -> None:
+    rows, others = metrics_of(found), metrics_of(expected)
+    assert [row["step"] for row in rows] == [row["step"] for row in others]
+    assert len(rows) > 0
+    for row, other in zip(rows, others, strict=True):
+        assert row.keys() == other.keys()
+        for name in row.keys() - set(CUT):
+            assert row[name] == pytest.approx(other[name], rel=tolerance, abs=tolerance), (row["step"], name)
+
+
+@pytest.mark.parametrize(
+    ("size", "settings"),
+    [
+        (2, ["aggregation=constant", "aggregation.divisor=4", "metrics=with_entropy"]),
+        (4, ["loss=grpo", "aggregation=prompt_mean"]),  # the four documents of a prompt are on four ranks
+        (4, ["accumulation.docs_per_step=3", "loss=grpo", "aggregation=token_mean"]),  # one rank gets none
+    ],
+    ids=["two ranks", "groups over ranks", "less documents than ranks"],
+)
+def test_data_parallel_ranks_train_as_one_process_does(tmp_path, recorded, size, settings):
+    """Every metric of every step; the totals and documents_seen among them."""
+    found = run_on_ranks(tmp_path / "ranks", [*recorded, *settings], data_parallel=size)
+    assert_close(found, run_on_ranks(tmp_path / "one", [*recorded, *settings]))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "settings"),
+    [
+        ({"data_parallel": 2}, ["parallelism.shard=true"]),
+        ({"tensor_parallel": 2}, ["parallelism.sequence_parallel=true"]),
+        ({"sequence_data_parallel": 2}, ["loss=grpo"]),
+        ({"pipeline_parallel": 2}, ["metrics=none"]),
+        ({"data_parallel": 2, "tensor_parallel": 2}, ["parallelism.shard=true"]),
+    ],
+    ids=["fsdp", "sequence", "sequence_data", "pipeline", "fsdp of tensor"],
+)
+def test_every_kind_of_parallelism_trains_as_one_process_does(tmp_path, recorded, sizes, settings):
+    found = run_on_ranks(tmp_path / "ranks", [*recorded, *settings], **sizes)
+    alone = [setting for setting in settings if not setting.startswith("parallelism")]
+    assert_close(found, run_on_ranks(tmp_path / "one", [*recorded, *alone]))
+
+
+def weights_of_a_run(config, folder: Path) -> list[int]:
+    """Checksums of this rank's weights at the start and after the last step."""
+    ranks = layout(data_parallel=4)
+    module, loader = build(config, layout=ranks)
+    found = [digest(module)]
+    fit(module, loader, config, Recorder(None, folder, config.trainer, None))
+    return [*found, digest(module)]
+
+
+def digest(module) -> int:
+    value = 0
+    for tensor in module.model.state_dict().values():
+        value = zlib.crc32(tensor.numpy().tobytes(), value)
+    return value
+
+
+def test_the_ranks_hold_bitwise_the_same_weights(tmp_path, recorded):
+    config = OmegaConf.to_object(config_of(*recorded, "parallelism.data_parallel=4"))
+    digests = world(4).run(weights_of_a_run, config, tmp_path)
+    assert digests == [digests[0]] * 4
+    assert digests[0][0] != digests[0][1]
+
+
+def test_rollouts_are_generated_in_shares_and_trained_on_as_a_whole(tmp_path):
+    """One process that trains on what two ranks have generated gets the numbers they got."""
+    policy = [*SHORT, "aggregation.divisor=4", "trainer.max_steps=4"]
+    found = run_on_ranks(tmp_path / "ranks", [*policy, f"rollout.save_path={tmp_path / 'saved'}"], data_parallel=2)
+    settings = [*RECORDED, "aggregation=constant", "aggregation.divisor=4", "trainer.max_steps=4"]
+    again = ["rollout=recorded", f"rollout.path={tmp_path / 'saved'}", "rollout.shuffle=false"]
+    assert_close(found, run_on_ranks(tmp_path / "one", [*settings, *again]))
+    source = RecordedRollouts(config_of(*settings, *again).rollout, "dr_grpo", 12, 0, True, 64)
+    batch = [source.document(position) for position in range(16)]
+    assert [document.group for document in batch] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+    completions = [document.tokens[4:].tolist() for document in batch]
+    assert completions[:4] != completions[4:8]  # each rank draws its own random numbers
+
+
+def failing_read(config, folder: Path, failing: int) -> str:
+    ranks = layout(data_parallel=2)
+    module, loader = build(config, layout=ranks)
+    if ranks.rank == failing:
+        loader._source.document = lambda position: (_ for _ in ()).throw(DataError("rollouts.parquet is torn"))
+    with pytest.raises(DataError) as caught:
+        fit(module, loader, config, Recorder(None, folder, config.trainer, None))
+    return str(caught.value)
+
+
+def test_a_rank_that_cannot_read_its_data_ends_all_of_them(tmp_path, recorded):
+    config = OmegaConf.to_object(config_of(*recorded, "parallelism.data_parallel=2"))
+    for failing in (0, 1):
+        found = world(2).run(failing_read, config, tmp_path, failing)
+        assert found == [f"rank {failing}: rollouts.parquet is torn"] * 2
+
+
+def other_data(config, folder: Path) -> str:
+    ranks = layout(data_parallel=2)
+    module, loader = build(config, layout=ranks)
+    if ranks.rank == 1:
+        loader._position = 1
+    with pytest.raises(RankLost) as caught:
+        fit(module, loader, config, Recorder(None, folder, config.trainer, None))
+    return str(caught.value)
+
+
+def test_ranks_that_read_other_documents_say_so(tmp_path, recorded):
+    config = OmegaConf.to_object(config_of(*recorded, "parallelism.data_parallel=2"))
+    for message in world(2).run(other_data, config, tmp_path):
+        assert message.startswith("the documents of step 1 on rank 1 differ from those on rank 0.")
