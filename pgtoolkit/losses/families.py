@@ -27,15 +27,17 @@ def parameter(default: Any, least: float, most: float) -> Any:
 
 @dataclass(frozen=True)
 class Family:
-    """What a family of one's own inherits: `surrogate`, and what differs of the rest. Fields are its parameters.
+    """The base class of a loss family. A subclass defines `surrogate` and overrides what is different; its dataclass
+    fields are its parameters.
 
-    scope: "token" if each token is judged by its own log-ratio, "document" if by the mean of its document; the
-        advantage then is the document's mean as well, and the document must be whole.
+    scope: "token" if s_t is the token's own, "document" if it is the mean over the document; the advantage is then
+        the document's mean, too, and all tokens of the document must be in the same call.
     slope_of: what `surrogate`'s slope is a derivative by: the "log_ratio" s_t, or, where s_t is only a factor without
         gradient, the "log_prob" p_t.
     silent_without_advantage: True if a token of advantage 0 has slope 0 whatever its log-ratio; its row then takes no
         part in the backward products.
-    clips_by_sign: True if the clip acts below only where A < 0 and above only where A > 0, False if on both.
+    clips_by_sign: True if the lower bound acts only where A < 0 and the upper one only where A > 0; False if both
+        act whatever the sign of A.
     """
 
     scope: ClassVar[str] = "token"
@@ -45,7 +47,7 @@ class Family:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The family's name in messages."""
         return type(self).__name__.lower()
 
     @property
@@ -64,7 +66,7 @@ class Family:
         return f"{type(self).__module__}.{type(self).__qualname__}"
 
     def notes(self) -> list[str]:
-        """What is legal and surprising about these numbers, in sentences."""
+        """Sentences on parameters that are allowed but may surprise, for `pgtk check`."""
         return []
 
     def token(self, log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -72,24 +74,24 @@ class Family:
         return log_ratio, None
 
     def surrogate(self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
-        """(l, slope), each (T,), of s clamped to plus or minus 20, A as the scope sees it, and the new log-probs.
+        """(l, slope), each (T,), of s clamped to plus or minus 20, the advantages over the scope, and new log-probs.
 
-        All are 0 where nothing is trained. l is written so that autograd differentiates it, with `detach` where the
-        paper has a stop-gradient: the slope is checked against that.
+        All are 0 where nothing is trained. The slope is compared with what autograd makes of l, so l needs `detach`
+        where the paper has a stop-gradient.
         """
         raise TypeError(f"{type(self).__name__} needs a method surrogate(log_ratio, advantages, log_probs)")
 
     def cuts(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        """(T,) bool each: where the lower and the upper bound change the coefficient; the bounds themselves do not."""
-        low, high = ratio < self.bounds[0], ratio > self.bounds[1]
+        """(T,) bool each: where the ratio is below the lower, or above the upper bound, and the clip acts."""
+        below, above = ratio < self.bounds[0], ratio > self.bounds[1]
         if self.clips_by_sign:
-            return low & (advantages < 0), high & (advantages > 0)
-        return low & (advantages != 0), high & (advantages != 0)
+            return below & (advantages < 0), above & (advantages > 0)
+        return below & (advantages != 0), above & (advantages != 0)
 
 
 @dataclass(frozen=True)
 class _Clipped(Family):
-    """-min(ratio A, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) A), whatever the ratio is of."""
+    """-min(ratio A, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) A), of a token's or a document's ratio."""
 
     epsilon_low: float
     epsilon_high: float
@@ -107,7 +109,7 @@ class _Clipped(Family):
     def surrogate(self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
         ratio, (lower, upper) = log_ratio.exp(), self.bounds
         losses = -(ratio * advantages).minimum(ratio.clamp(lower, upper) * advantages)
-        # The bounds themselves pass, as autograd of minimum and clamp has it.
+        # A ratio equal to a bound keeps its gradient, as in autograd of minimum and clamp.
         passes = ((advantages > 0) & (ratio <= upper)) | (~(advantages > 0) & (ratio >= lower))
         return losses, (-ratio * advantages).where(passes, 0.0)
 

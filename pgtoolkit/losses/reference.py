@@ -62,7 +62,7 @@ def policy_loss(
             entropy[t] = log_z - math.fsum(q * x for q, x in zip(probs[t], z[t], strict=True) if q > 0)
 
     total, gradient = [], torch.zeros(logits.shape, dtype=torch.float64)
-    lam, rho, judged_by, was_clamped = {}, {}, {}, {}
+    lam, rho, scope_advantage, was_clamped = {}, {}, {}, {}
     for d in range(D):
         tokens = trained[d]
         if not tokens:
@@ -76,15 +76,16 @@ def policy_loss(
             A = mean_advantage if loss == "gspo" else advantage[t]
             lam[t] = min(20.0, max(-20.0, raw))
             was_clamped[t] = abs(raw) > 20.0
-            judged_by[t] = A
+            scope_advantage[t] = A
             rho[t] = math.exp(lam[t])
             clipped = min(upper, max(lower, rho[t]))
             # cispo: the clipped ratio is a constant factor of the log-prob.
             surrogate = -clipped * A * p[t] if loss == "cispo" else -min(rho[t] * A, clipped * A)
             total.append(weight[t] * surrogate)
         for t in tokens:
-            A = judged_by[t]
-            k = _passes(rho[t], A, lower, upper) and not was_clamped[t]
+            A = scope_advantage[t]
+            # 1 where neither clip nor clamp acts; a ratio equal to a bound keeps its gradient.
+            k = (rho[t] <= upper if A > 0 else rho[t] >= lower) and not was_clamped[t]
             w = math.fsum(weight.values()) / n if loss == "gspo" else weight[t]
             c = -w * A * (min(upper, max(lower, rho[t])) if loss == "cispo" else rho[t] * k)
             for v, q in enumerate(probs[t]):
@@ -102,9 +103,30 @@ def policy_loss(
     if group_index is not None:
         results["num_groups"] = G
     if metrics != "none":
-        results |= _basic_metrics(
-            trained, document_mean, loss, lam, rho, judged_by, was_clamped, o, advantage, lower, upper
-        )
+        tokens = [t for document in trained for t in document]
+        v = {t: 1 / len(document) if loss == "gspo" else 1.0 for document in trained for t in document}
+        # The clip cuts the gradient on one side of A; the weight of cispo is clipped on both.
+        down = {t: scope_advantage[t] != 0 if loss == "cispo" else scope_advantage[t] < 0 for t in tokens}
+        up = {t: scope_advantage[t] != 0 if loss == "cispo" else scope_advantage[t] > 0 for t in tokens}
+        first = math.fsum(v[t] * rho[t] for t in tokens)
+        second = math.fsum(v[t] * rho[t] ** 2 for t in tokens)
+        results |= {
+            "old_logprobs": document_mean(lambda t: o[t]),
+            "ratio_new_old": document_mean(lambda t: rho[t]),
+            "advantage": document_mean(lambda t: advantage[t]),
+            "kl_new_old": document_mean(lambda t: rho[t] - lam[t] - 1),
+            "clipped_ratio_fraction": document_mean(lambda t: rho[t] < lower or rho[t] > upper),
+            "clipped_low_fraction": document_mean(lambda t: down[t] and rho[t] < lower),
+            "clipped_high_fraction": document_mean(lambda t: up[t] and rho[t] > upper),
+            "clamped_log_ratio_fraction": document_mean(lambda t: was_clamped[t]),
+            "ratio_new_old_sum": first,
+            "ratio_new_old_squared_sum": second,
+            "effective_sample_size": first**2 / (math.fsum(v.values()) * second),
+            "max_advantage": max(advantage[t] for t in tokens),
+            "min_advantage": min(advantage[t] for t in tokens),
+            "max_ratio_new_old": max(rho[t] for t in tokens),
+            "min_ratio_new_old": min(rho[t] for t in tokens),
+        }
     if metrics == "with_entropy":
         results["entropy"] = document_mean(lambda t: entropy[t])
     return Reference(math.fsum(total), p, entropy, results, gradient)
@@ -133,37 +155,3 @@ def _weight(aggregation, D, N_d, G, N_g, N, divisor) -> float:
         return 1 / N
     assert aggregation == "constant"
     return 1 / (D * divisor)
-
-
-def _passes(ratio, A, lower, upper) -> bool:
-    """k of the gradient: 1 where the clip does not act, the bounds included."""
-    return ratio <= upper if A > 0 else ratio >= lower
-
-
-def _basic_metrics(
-    trained, document_mean, loss, lam, rho, judged_by, was_clamped, o, advantage, lower, upper
-) -> dict[str, float]:
-    tokens = [t for document in trained for t in document]
-    v = {t: 1 / len(document) if loss == "gspo" else 1.0 for document in trained for t in document}
-    # The clip cuts the gradient on one side of A; the weight of cispo is clipped on both.
-    down = {t: judged_by[t] != 0 if loss == "cispo" else judged_by[t] < 0 for t in tokens}
-    up = {t: judged_by[t] != 0 if loss == "cispo" else judged_by[t] > 0 for t in tokens}
-    first = math.fsum(v[t] * rho[t] for t in tokens)
-    second = math.fsum(v[t] * rho[t] ** 2 for t in tokens)
-    return {
-        "old_logprobs": document_mean(lambda t: o[t]),
-        "ratio_new_old": document_mean(lambda t: rho[t]),
-        "advantage": document_mean(lambda t: advantage[t]),
-        "kl_new_old": document_mean(lambda t: rho[t] - lam[t] - 1),
-        "clipped_ratio_fraction": document_mean(lambda t: rho[t] < lower or rho[t] > upper),
-        "clipped_low_fraction": document_mean(lambda t: down[t] and rho[t] < lower),
-        "clipped_high_fraction": document_mean(lambda t: up[t] and rho[t] > upper),
-        "clamped_log_ratio_fraction": document_mean(lambda t: was_clamped[t]),
-        "ratio_new_old_sum": first,
-        "ratio_new_old_squared_sum": second,
-        "effective_sample_size": first**2 / (math.fsum(v.values()) * second),
-        "max_advantage": max(advantage[t] for t in tokens),
-        "min_advantage": min(advantage[t] for t in tokens),
-        "max_ratio_new_old": max(rho[t] for t in tokens),
-        "min_ratio_new_old": min(rho[t] for t in tokens),
-    }
