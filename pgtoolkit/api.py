@@ -80,7 +80,7 @@ def policy_loss(
 
     Raises ValueError for arguments that cannot be right and DataError for non-finite data, naming the document.
     """
-    family = _family(loss, epsilon_low, epsilon_high)
+    family = family_of(loss, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
     definition = Loss(family, aggregation_of(aggregation, divisor, reducer), temperature, metrics)
     ranks = Ranks(vocabulary_group, vocabulary_start, sequence_group, data_group)
     check_switches(check_finite=check_finite, overwrite_logits=overwrite_logits)
@@ -89,8 +89,8 @@ def policy_loss(
     arguments.check_ranks(ranks, impl, num_documents)
     vectors = labels, old_log_probs, advantages, document_index
     tokens = arguments.tokens_of("logits", logits, vectors, num_documents, group_index, totals)
-    how = Computation(impl, check_finite, overwrite_logits=overwrite_logits)
-    return loss_of_logits(logits, tokens, totals, definition, ranks, how)
+    method = Computation(impl, check_finite, overwrite_logits=overwrite_logits)
+    return loss_of_logits(logits, tokens, totals, definition, ranks, method)
 
 
 def linear_policy_loss(
@@ -147,19 +147,19 @@ def linear_policy_loss(
 
     With "fused_linear" the gradients are computed in the forward call, and handed out by the first backward.
     """
-    family = _family(loss, epsilon_low, epsilon_high)
+    family = family_of(loss, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
     definition = Loss(family, aggregation_of(aggregation, divisor, reducer), temperature, metrics)
     ranks = Ranks(vocabulary_group, vocabulary_start, sequence_group, data_group)
     check_switches(check_finite=check_finite)
     check_name("impl", impl, ("auto", "fused_linear", *IMPLEMENTATIONS, "reference"))
     head = LMHead(lm_head_weight, bias, weight_gradient, fp32_logits)
-    how = Computation(impl, check_finite, num_splits, logits_memory_mb)
+    method = Computation(impl, check_finite, num_splits, logits_memory_mb)
     arguments.check_rows("hidden", hidden)
-    arguments.check_head(hidden, head, family, how)
+    arguments.check_head(hidden, head, family, method)
     arguments.check_ranks(ranks, impl, num_documents)
     vectors = labels, old_log_probs, advantages, document_index
     tokens = arguments.tokens_of("hidden", hidden, vectors, num_documents, group_index, totals, counts)
-    return loss_of_hidden(hidden, head, tokens, totals, definition, ranks, how)
+    return loss_of_hidden(hidden, head, tokens, totals, definition, ranks, method)
 
 
 def log_prob_loss(
@@ -193,14 +193,9 @@ def log_prob_loss(
         raise ValueError(f"log_probs needs one floating number per token (got {shown(log_probs)})")
     if not isinstance(mask, Tensor) or mask.shape != log_probs.shape or mask.dtype != torch.bool:
         raise ValueError(f"mask needs one bool per token, {len(log_probs)} (got {shown(mask)})")
-    family = _family(loss, epsilon_low, epsilon_high)
+    family = family_of(loss, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
     definition = Loss(family, aggregation_of(aggregation, divisor, reducer), metrics=metrics)
     check_switches(check_finite=check_finite)
     vectors = mask.long() - 1, old_log_probs, advantages, document_index
     tokens = arguments.tokens_of("log_probs", log_probs, vectors, num_documents, group_index, totals)
     return loss_of_log_probs(log_probs, tokens, totals, definition, Ranks(), check_finite)
-
-
-def _family(loss: str | Family, epsilon_low: float | None, epsilon_high: float | None) -> Family:
-    given = {"epsilon_low": epsilon_low, "epsilon_high": epsilon_high}
-    return family_of(loss, **{name: value for name, value in given.items() if value is not None})

@@ -119,8 +119,8 @@ MUTANTS_ON_A_GPU = [
         "float atomics in the sums over documents",
         "losses/documents.py",
         {
-            'torch.segment_reduce(values.contiguous(), "sum", lengths=self._lengths, unsafe=True)': "values.new_zeros("
-            "len(self._lengths)).index_add_(0, torch.repeat_interleave(self._lengths), values)"
+            'torch.segment_reduce(values.contiguous(), "sum", lengths=self.lengths, unsafe=True)': "values.new_zeros("
+            "len(self.lengths)).index_add_(0, torch.repeat_interleave(self.lengths), values)"
         },
         (f"{SAME_BITS}[gspo-torch]",),
     ),

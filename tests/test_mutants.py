@@ -136,7 +136,7 @@ MUTANTS = [
     Mutant(
         "untrained positions counted as one more document (Fast-LLM: padding with an index of its own)",
         "losses/documents.py",
-        {"self.num_documents = num_documents\n": "self.num_documents = num_documents + 1\n"},
+        {"num_documents, group)\n\n": "num_documents + 1, group)\n\n"},
         ("tests/losses/test_losses.py::test_on_policy_numbers",),
     ),
     Mutant(

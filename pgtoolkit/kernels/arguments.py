@@ -51,7 +51,7 @@ def check_rows(name: str, rows: Tensor) -> None:
         raise ValueError(f"{name} needs two dimensions of floating point (got {shown(rows)})")
 
 
-def check_head(hidden: Tensor, head: LMHead, family: Family, how: Computation) -> None:
+def check_head(hidden: Tensor, head: LMHead, family: Family, method: Computation) -> None:
     """ValueError for a head that does not fit the hidden states, or options that exclude each other."""
     weight, wide = head.weight, accumulation_dtype(hidden)
     fits = isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[1] == hidden.shape[1]
@@ -63,19 +63,21 @@ def check_head(hidden: Tensor, head: LMHead, family: Family, how: Computation) -
         check_tensor("weight_gradient", head.weight_gradient, hidden, shape, f"the shape of lm_head_weight, {shape}")
         if head.weight_gradient.dtype != wide:
             raise ValueError(f"weight_gradient needs dtype {short(wide)} (got {shown(head.weight_gradient)})")
-        if not how.fused:
-            raise ValueError(f"weight_gradient needs impl='fused_linear' (got {how.impl!r})")
+        if not method.fused:
+            raise ValueError(f"weight_gradient needs impl='fused_linear' (got {method.impl!r})")
     check_switches(fp32_logits=head.fp32_logits)
-    check_whole("num_splits", how.num_splits, 1)
-    splits = f"num_splits={how.num_splits}"
-    if how.num_splits > 1 and family.by_document:
+    check_whole("num_splits", method.num_splits, 1)
+    splits = f"num_splits={method.num_splits}"
+    if method.num_splits > 1 and family.by_document:
         raise ValueError(f"{splits} needs a family by token (got {family.name!r}): its ratio is a whole document's")
-    if how.num_splits > 1 and how.impl in ("fused_linear", "reference"):
-        raise ValueError(f"{splits} has no effect with impl={how.impl!r}; it cuts materialised logits")
-    if how.logits_memory_mb is not None:
-        check_positive("logits_memory_mb", how.logits_memory_mb)
-        if not how.fused:
-            raise ValueError(f"logits_memory_mb={how.logits_memory_mb!r} needs impl='fused_linear' (got {how.impl!r})")
+    if method.num_splits > 1 and method.impl in ("fused_linear", "reference"):
+        raise ValueError(f"{splits} has no effect with impl={method.impl!r}; it cuts materialised logits")
+    if method.logits_memory_mb is not None:
+        check_positive("logits_memory_mb", method.logits_memory_mb)
+        if not method.fused:
+            raise ValueError(
+                f"logits_memory_mb={method.logits_memory_mb!r} needs impl='fused_linear' (got {method.impl!r})"
+            )
 
 
 def check_tensor(key: str, value: Any, like: Tensor, shape, needed: str, whole: bool = False) -> None:

@@ -66,11 +66,11 @@ class Computation:
 
 
 def loss_of_logits(
-    logits: Tensor, tokens: Tokens, totals: StepTotals | None, loss: Loss, ranks: Ranks, how: Computation
+    logits: Tensor, tokens: Tokens, totals: StepTotals | None, loss: Loss, ranks: Ranks, method: Computation
 ) -> PolicyLoss:
     """logits: (T, V) floating, or this rank's columns of them."""
-    by_reference = how.impl == "reference"
-    implementation = None if by_reference else choose_implementation(how.impl, logits, ranks.shard(logits.shape[1]))
+    by_reference = method.impl == "reference"
+    implementation = None if by_reference else choose_implementation(method.impl, logits, ranks.shard(logits.shape[1]))
     make_weights = getattr(implementation, "make_weights", None)
     objective = make_objective(tokens, totals, loss, accumulation_dtype(logits), ranks, make_weights)
     if by_reference:
@@ -80,9 +80,15 @@ def loss_of_logits(
         sums = objective.metrics(loss.metrics, log_probs, entropy)
     else:
         value, log_probs, sums = logits_loss(
-            logits, tokens.labels, objective, loss.temperature, loss.metrics, implementation, how.overwrite_logits
+            logits,
+            tokens.labels,
+            objective,
+            loss.temperature,
+            loss.metrics,
+            implementation,
+            method.overwrite_logits,
         )
-    if how.check_finite:
+    if method.check_finite:
         objective.check_finite(log_probs)
     return PolicyLoss(value, log_probs, sums, objective.totals)
 
@@ -94,28 +100,28 @@ def loss_of_hidden(
     totals: StepTotals | None,
     loss: Loss,
     ranks: Ranks,
-    how: Computation,
+    method: Computation,
 ) -> PolicyLoss:
     """hidden: (T, H); the logits of `head` need never exist in full."""
-    if not how.fused and how.num_splits == 1:
-        how = Computation(how.impl, how.check_finite, overwrite_logits=True)
-        return loss_of_logits(_logits(hidden, head, ranks), tokens, totals, loss, ranks, how)
-    options = _head_options(hidden, head, tokens, loss, ranks, how)
+    if not method.fused and method.num_splits == 1:
+        method = Computation(method.impl, method.check_finite, overwrite_logits=True)
+        return loss_of_logits(_logits(hidden, head, ranks), tokens, totals, loss, ranks, method)
+    options = _head_options(hidden, head, tokens, loss, ranks, method)
     make_weights = getattr(options.implementation, "make_weights", None)
     objective = make_objective(tokens, totals, loss, accumulation_dtype(hidden), ranks, make_weights)
     value, log_probs, sums, not_finite = linear_loss(hidden, head.weight, head.bias, tokens.labels, objective, options)
-    if how.check_finite and not_finite:
+    if method.check_finite and not_finite:
         objective.check_finite(log_probs)
     return PolicyLoss(value, log_probs, sums, objective.totals)
 
 
 @torch.no_grad()
-def log_probs_of_hidden(hidden: Tensor, head: LMHead, tokens: Tokens, loss: Loss, how: Computation) -> Tensor:
+def log_probs_of_hidden(hidden: Tensor, head: LMHead, tokens: Tokens, loss: Loss, method: Computation) -> Tensor:
     """(T,) log-prob of each label by the computation that the loss would use, 0 where labels < 0; of no loss."""
-    if not how.fused and how.num_splits == 1:
+    if not method.fused and method.num_splits == 1:
         logits = _logits(hidden, head, Ranks())
-        return choose_implementation(how.impl, logits).forward(logits, tokens.labels, loss.temperature, False)[0]
-    options = _head_options(hidden, head, tokens, loss, Ranks(), how)
+        return choose_implementation(method.impl, logits).forward(logits, tokens.labels, loss.temperature, False)[0]
+    options = _head_options(hidden, head, tokens, loss, Ranks(), method)
     return linear_log_probs(hidden, head.weight, head.bias, tokens.labels, options)
 
 
@@ -134,14 +140,14 @@ def loss_of_log_probs(
     return PolicyLoss(value, new, objective.metrics(loss.metrics, new, None), objective.totals)
 
 
-def _head_options(hidden, head: LMHead, tokens: Tokens, loss: Loss, ranks: Ranks, how: Computation) -> HeadOptions:
-    columns, rows = head.weight.shape[0], -(-len(hidden) // how.num_splits)
-    implementation = choose_implementation("auto" if how.fused else how.impl, hidden, ranks.shard(columns))
-    if how.fused:
-        memory = how.logits_memory_mb
+def _head_options(hidden, head: LMHead, tokens: Tokens, loss: Loss, ranks: Ranks, method: Computation) -> HeadOptions:
+    columns, rows = head.weight.shape[0], -(-len(hidden) // method.num_splits)
+    implementation = choose_implementation("auto" if method.fused else method.impl, hidden, ranks.shard(columns))
+    if method.fused:
+        memory = method.logits_memory_mb
         memory = default_logits_memory_mb(hidden.device) if memory is None else memory
         rows = rows_within(memory, max(1, columns), accumulation_dtype(hidden) if head.fp32_logits else hidden.dtype)
-        if ranks.vocabulary_start is not None or how.logits_memory_mb is None:
+        if ranks.vocabulary_start is not None or method.logits_memory_mb is None:
             # Shards differ in size, and GPUs may: the same rows on every rank. Else all is the same already.
             rows = -largest(-rows, ranks.vocabulary, hidden.device)
     return HeadOptions(
@@ -150,7 +156,7 @@ def _head_options(hidden, head: LMHead, tokens: Tokens, loss: Loss, ranks: Ranks
         temperature=loss.temperature,
         level=loss.metrics,
         fp32_logits=head.fp32_logits,
-        check_finite=how.check_finite,
+        check_finite=method.check_finite,
         weight_gradient=head.weight_gradient,
         counts=tokens.counts,
         vocabulary_group=ranks.vocabulary,

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from pgtoolkit.kernels.products import accumulation_dtype
-from pgtoolkit.kernels.torch_passes import merge_shards
+from pgtoolkit.kernels.torch_passes import forward_score_, merge_shards
 from pgtoolkit.losses.exchange import gather
 
 
@@ -46,10 +46,7 @@ class VocabularyShard:
         self, logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """As `torch_passes.forward_score_`."""
-        log_probs, normalizer, entropy = self.forward(logits, labels, temperature, with_entropy)
-        score = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
-        ones = torch.full_like(log_probs, temperature)
-        return log_probs, entropy, self.backward(logits, labels, normalizer, ones, temperature, out=score)
+        return forward_score_(logits, labels, temperature, with_entropy, dtype, self.forward, self.backward)
 
     def backward(
         self,

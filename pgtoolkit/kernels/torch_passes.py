@@ -74,19 +74,6 @@ def merge_shards(shards: list[Tensor], labels: Tensor, temperature: float) -> tu
     return log_probs, torch.stack([maximum, log_sum]), entropy
 
 
-def forward_score_(
-    logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(log_probs, entropy, score): as `forward`, and the logits overwritten by score = onehot(label) - softmax.
-
-    All labels must be >= 0. score is (T, V) in `dtype`, in the memory of the logits where the dtypes are the same.
-    """
-    log_probs, normalizer, entropy = forward(logits, labels, temperature, with_entropy)
-    coefficients = torch.full_like(log_probs, temperature)
-    score = backward(logits, labels, normalizer, coefficients, temperature, out=logits)
-    return log_probs, entropy, score.to(dtype)
-
-
 def backward(
     logits: Tensor,
     labels: Tensor,
@@ -113,6 +100,27 @@ def backward(
         active = ((labels[rows] >= 0) & (coefficients[rows] != 0)).unsqueeze(-1)
         gradient[rows] = torch.where(active, block, 0.0).to(gradient.dtype)
     return gradient
+
+
+def forward_score_(
+    logits: Tensor,
+    labels: Tensor,
+    temperature: float,
+    with_entropy: bool,
+    dtype: torch.dtype,
+    forward=forward,
+    backward=backward,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(log_probs, entropy, score): as `forward`, and score = onehot(label) - softmax, (T, V) in `dtype`.
+
+    All labels must be >= 0. score takes the memory of the logits where the dtypes are the same. forward, backward: the
+    passes of an implementation.
+    """
+    log_probs, normalizer, entropy = forward(logits, labels, temperature, with_entropy)
+    # Each program of a GPU's backward knows its own block only, so it cannot write another dtype over the logits.
+    score = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
+    coefficients = torch.full_like(log_probs, temperature)
+    return log_probs, entropy, backward(logits, labels, normalizer, coefficients, temperature, out=score)
 
 
 def scale_rows(source: Tensor, factors: Tensor, target: Tensor, rows: Tensor) -> Tensor:

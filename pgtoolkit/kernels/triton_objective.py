@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pgtoolkit.batch import StepTotals, Tokens
 from pgtoolkit.kernels import triton_tokens as kernels
-from pgtoolkit.losses.aggregation import Aggregation, Constant, PromptMean, SampleMean, TokenMean
+from pgtoolkit.losses.aggregation import Aggregation, Constant
 from pgtoolkit.losses.documents import DocumentSums
 from pgtoolkit.losses.families import Cispo, Family, Grpo, Gspo
 from pgtoolkit.losses.metrics import LEVELS, MetricSums
@@ -20,7 +20,7 @@ from pgtoolkit.losses.objective import Objective
 _BLOCK = 1024
 # What the kernels have formulas for.
 _SURROGATES = {Grpo: kernels.clipped, Gspo: kernels.clipped, Cispo: kernels.weighted}
-_MODES = {SampleMean: "sample_mean", PromptMean: "prompt_mean", TokenMean: "token_mean", Constant: "constant"}
+_AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
 
 
 def surrogate_of(family: Family):
@@ -41,7 +41,7 @@ def make_weights(
 
     None where the aggregation has no formula, the totals are not numbers on the host, or are to be counted with groups.
     """
-    if type(aggregation) not in _MODES:
+    if aggregation.name not in _AGGREGATIONS:
         return None
     labels, document_index = tokens.labels, tokens.document_index
     num_documents, group_index = tokens.num_documents, tokens.group_index
@@ -76,7 +76,7 @@ def make_weights(
         over_tokens,
         num_groups,
         float(aggregation.divisor) if isinstance(aggregation, Constant) else 1.0,
-        MODE=_MODES[type(aggregation)],
+        MODE=aggregation.name,
         WHOLE=totals is None,
         BLOCK=_BLOCK,
         num_warps=8,

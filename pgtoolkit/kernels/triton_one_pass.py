@@ -1,11 +1,6 @@
 """The Triton kernel that reads the logits once: forward and backward, with each row kept on the chip between the two.
 
-x_v is a logit, s = log2(e) / temperature, m the maximum of a row, n = sum_v 2^(s (x_v - m)) its normalizer:
-
-    log_prob = (s (x_label - m) - log2 n) ln 2
-    gradient = (c / temperature) (onehot(label) - 2^(s (x - m) - log2 n))
-
-`triton_passes` launches it.
+`triton_two_pass` has the equations, `triton_passes` launches it.
 """
 
 # ruff: noqa: RUF005 (Triton's language has no starred tuples)

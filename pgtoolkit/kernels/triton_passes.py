@@ -8,6 +8,7 @@ import os
 import torch
 from torch import Tensor
 
+from pgtoolkit.kernels import torch_passes
 from pgtoolkit.kernels import triton_objective as vectors
 from pgtoolkit.kernels.triton_one_pass import one_pass_kernel
 from pgtoolkit.kernels.triton_two_pass import backward_kernel, forward_kernel
@@ -100,11 +101,7 @@ def forward_score_(
     results = _one_pass(logits, labels, temperature, with_entropy, None, score)
     if results is not None:
         return *results, score
-    log_probs, normalizer, entropy = forward(logits, labels, temperature, with_entropy)
-    # Each program of the backward knows its own block only, so it cannot write another dtype over the logits.
-    score = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
-    ones = torch.full_like(log_probs, temperature)
-    return log_probs, entropy, backward(logits, labels, normalizer, ones, temperature, out=score)
+    return torch_passes.forward_score_(logits, labels, temperature, with_entropy, dtype, forward, backward)
 
 
 def forward_gradient(

@@ -27,10 +27,11 @@ class Aggregation:
     """w_t = 1 / (a denominator of the token's document), which `denominators(totals, counts, group_index)` gives.
 
     It returns (documents,) numbers; counts: N_d, (documents,) int64, group_index: (documents,) int64 or None.
-    equation, where: what `pgtk check` prints. needs_groups: whether group_index must be known.
+    name: as in `aggregation=`. equation, where: what `pgtk check` prints. needs_groups: whether group_index is needed.
     equal_within_documents: whether the tokens of a document have the same weight; False only for a custom reducer.
     """
 
+    name: ClassVar[str]
     equation: ClassVar[str]
     where: ClassVar[str]
     needs_groups: ClassVar[bool] = False
@@ -57,6 +58,7 @@ class Aggregation:
 class SampleMean(Aggregation):
     """The mean over documents of their mean over tokens (GRPO and GSPO papers)."""
 
+    name: ClassVar[str] = "sample_mean"
     equation: ClassVar[str] = "1 / (D N_d)"
     where: ClassVar[str] = "D documents in the step, N_d trained tokens in the document"
 
@@ -68,6 +70,7 @@ class SampleMean(Aggregation):
 class PromptMean(Aggregation):
     """The mean over prompts of the mean over all tokens of a prompt's completions (arXiv 2510.13786, section 3.2)."""
 
+    name: ClassVar[str] = "prompt_mean"
     equation: ClassVar[str] = "1 / (G N_g)"
     where: ClassVar[str] = "G prompts in the step, N_g trained tokens of the prompt's completions"
     needs_groups: ClassVar[bool] = True
@@ -80,6 +83,7 @@ class PromptMean(Aggregation):
 class TokenMean(Aggregation):
     """The mean over all tokens of the step (DAPO, arXiv 2503.14476)."""
 
+    name: ClassVar[str] = "token_mean"
     equation: ClassVar[str] = "1 / N"
     where: ClassVar[str] = "N trained tokens in the step"
 
@@ -93,6 +97,7 @@ class Constant(Aggregation):
 
     divisor: float
 
+    name: ClassVar[str] = "constant"
     equation: ClassVar[str] = "1 / (D L)"
     where: ClassVar[str] = "D documents in the step, L = {divisor}"
 
@@ -109,6 +114,7 @@ class Custom(Aggregation):
 
     reducer: Reducer
 
+    name: ClassVar[str] = "custom"
     equal_within_documents: ClassVar[bool] = False
 
     def weights(self, totals: StepTotals, documents: DocumentSums, mask: Tensor, group_index: Tensor | None) -> Tensor:
@@ -121,12 +127,7 @@ class Custom(Aggregation):
         return found.double().where(mask, 0.0)
 
 
-AGGREGATIONS: dict[str, type[Aggregation]] = {
-    "sample_mean": SampleMean,
-    "prompt_mean": PromptMean,
-    "token_mean": TokenMean,
-    "constant": Constant,
-}
+AGGREGATIONS = {one.name: one for one in (SampleMean, PromptMean, TokenMean, Constant)}
 """Name -> aggregation, as `aggregation=` has them."""
 
 

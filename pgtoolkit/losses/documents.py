@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -12,13 +13,14 @@ from torch.distributed import ProcessGroup
 from pgtoolkit.losses.exchange import all_sum
 
 
+@dataclass(eq=False)
 class DocumentSums:
     """Sums over the trained tokens of each document, D documents in all.
 
     index: (T,) int64, the document of each token, or D where a token is not trained.
     lengths: (D + 1,) int64, the number of tokens of each index; (D,) if all are trained.
     group: ranks that hold other tokens of the same documents, under the same numbers; sums go over all of them.
-    counts: (D,) int64, trained tokens over all ranks of the group, where they are known.
+    known_counts: (D,) int64, trained tokens over all ranks of the group, where they are known.
     is_sorted: whether the documents lie one after the other, every token of them trained.
 
     Sums gather each document's tokens in order and reduce them one document at a time: no float atomics, hence
@@ -26,18 +28,12 @@ class DocumentSums:
     group, gradients of what belongs to a document are complete on each rank.
     """
 
-    def __init__(
-        self,
-        index: Tensor,
-        lengths: Tensor,
-        num_documents: int,
-        group: ProcessGroup | None = None,
-        counts: Tensor | None = None,
-        is_sorted: bool = False,
-    ):
-        self.index, self._lengths, self._counts, self._is_sorted = index, lengths, counts, is_sorted
-        self.num_documents = num_documents
-        self.group = group
+    index: Tensor
+    lengths: Tensor
+    num_documents: int
+    group: ProcessGroup | None = None
+    known_counts: Tensor | None = None
+    is_sorted: bool = False
 
     @classmethod
     def of_tokens(
@@ -52,19 +48,19 @@ class DocumentSums:
     def token_order(self) -> Tensor | None:
         """(T,) positions by document, untrained ones last; None where they lie in that order."""
         # int32: half the passes of the sort. Made when a sum is first asked for.
-        return None if self._is_sorted else torch.sort(self.index.int(), stable=True).indices
+        return None if self.is_sorted else torch.sort(self.index.int(), stable=True).indices
 
     @property
     def counts(self) -> Tensor:
         """(D,) int64: trained tokens of each document, N_d. With a group, an exchange unless a sum came before."""
-        if self._counts is None:
-            self._counts = all_sum(self.counts_here, self.group)
-        return self._counts
+        if self.known_counts is None:
+            self.known_counts = all_sum(self.counts_here, self.group)
+        return self.known_counts
 
     @property
     def counts_here(self) -> Tensor:
         """(D,) int64: those of them on this rank."""
-        return self._lengths[: self.num_documents]
+        return self.lengths[: self.num_documents]
 
     def sum(self, values: Tensor) -> Tensor:
         """(T,) -> (D,): sum over each document's trained tokens. Values elsewhere are not looked at."""
@@ -81,20 +77,20 @@ class DocumentSums:
 
     def _sum(self, values: Tensor) -> Tensor:
         sums = self._sum_here(values)
-        if self.group is None or self._counts is not None:
+        if self.group is None or self.known_counts is not None:
             return all_sum(sums, self.group)
         both = all_sum(torch.stack([sums.double(), self.counts_here.double()]), self.group)
-        self._counts = both[1].long()
+        self.known_counts = both[1].long()
         return both[0].to(sums.dtype)
 
     def _sum_here(self, values: Tensor) -> Tensor:
         if self.token_order is not None:
             values = values[self.token_order]
-        sums = torch.segment_reduce(values.contiguous(), "sum", lengths=self._lengths, unsafe=True)
+        sums = torch.segment_reduce(values.contiguous(), "sum", lengths=self.lengths, unsafe=True)
         return sums[: self.num_documents]
 
     def _broadcast(self, values: Tensor) -> Tensor:
-        if not self._is_sorted:
+        if not self.is_sorted:
             values = torch.cat([values, values.new_zeros(1)])
         return values[self.index]
 

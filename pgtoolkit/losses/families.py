@@ -189,10 +189,11 @@ FAMILIES: dict[str, type[Family]] = {"grpo": Grpo, "gspo": Gspo, "cispo": Cispo}
 
 
 def family_of(loss: str | Family, **parameters: float | None) -> Family:
-    """The family of a name, with the paper's values for what is not given, or the object that was given.
+    """The family of a name, with the paper's values for what is None, or the object that was given.
 
     Raises ValueError for an unknown name, for a parameter that the family does not have, and beside an object.
     """
+    parameters = {name: value for name, value in parameters.items() if value is not None}
     if isinstance(loss, Family):
         if parameters:
             raise ValueError(f"{', '.join(parameters)} belong to the family object: {type(loss).__name__}(...)")

@@ -134,16 +134,13 @@ def policy_loss(
 
 def names(family, aggregation) -> dict:
     """The keywords above of a family and an aggregation as objects; ValueError for what is not specified here."""
-    loss, mode = type(family).__name__.lower(), _MODES.get(type(aggregation).__name__)
-    if loss not in ("grpo", "gspo", "cispo") or mode is None:
+    loss, mode = type(family).__name__.lower(), aggregation.name
+    if loss not in ("grpo", "gspo", "cispo") or mode not in ("sample_mean", "prompt_mean", "token_mean", "constant"):
         raise ValueError(
             "impl='reference' computes whole steps under the four aggregations and the families of pgtoolkit, no others"
         )
     epsilons = {"epsilon_low": family.epsilon_low, "epsilon_high": family.epsilon_high}
     return {"loss": loss, "aggregation": mode, "divisor": getattr(aggregation, "divisor", None), **epsilons}
-
-
-_MODES = {"SampleMean": "sample_mean", "PromptMean": "prompt_mean", "TokenMean": "token_mean", "Constant": "constant"}
 
 
 def _weight(aggregation, D, N_d, G, N_g, N, divisor) -> float:
