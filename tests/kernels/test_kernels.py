@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from steps import EPSILONS, LOSSES, PAIRS, SMOOTH, make_case, relative_error
+from builders.losses import EPSILONS, LOSSES, PAIRS, SMOOTH, make_case, relative_error
 
 from pgtoolkit import policy_loss
 from pgtoolkit.batch import StepTotals

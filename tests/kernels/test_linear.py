@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from steps import AGGREGATIONS, EPSILONS, LOSSES, make_case, objective_of, relative_error
+from builders.losses import AGGREGATIONS, EPSILONS, LOSSES, make_case, objective_of, relative_error
 from torch.nn.functional import linear
 
 from pgtoolkit import linear_policy_loss, policy_loss

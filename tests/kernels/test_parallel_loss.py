@@ -5,11 +5,11 @@ Ranks are threads here; `test_parallel_loss_processes.py` runs some of it in pro
 
 import pytest
 import torch
-from cuts import CUTS, Cut, assert_same, axis_groups, evaluate, expected, make_head_case
+from builders.cuts import CUTS, Cut, assert_same, axis_groups, evaluate, expected, make_head_case
+from builders.losses import AGGREGATIONS, LEVELS, LOSSES, PAIRS
+from builders.threads import on_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from steps import AGGREGATIONS, LEVELS, LOSSES, PAIRS
-from threads import on_ranks
 
 from pgtoolkit.kernels import losses
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from cuts import CUTS, assert_same, axis_groups, evaluate, expected, make_head_case
-from steps import SMOOTH
-from worlds import world
+from builders.cuts import CUTS, assert_same, axis_groups, evaluate, expected, make_head_case
+from builders.losses import SMOOTH
+from builders.processes import world
 
 from pgtoolkit.kernels import losses
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from builders.losses import AGGREGATIONS, EPSILONS, LEVELS, LOSSES, Case, make_case, totals_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from steps import AGGREGATIONS, EPSILONS, LEVELS, LOSSES, Case, make_case, totals_of
 
 from pgtoolkit import policy_loss
 

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
+from builders.losses import AGGREGATIONS, EPSILONS, LEVELS, LOSSES, SMOOTH, make_case
 from runs import assert_equal
-from steps import AGGREGATIONS, EPSILONS, LEVELS, LOSSES, SMOOTH, make_case
 
 from pgtoolkit import policy_loss
 from pgtoolkit.batch import StepTotals

@@ -44,8 +44,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from builders.losses import AGGREGATIONS, EPSILONS, LOSSES, SMOOTH, make_case
 from runs import SHORT, assert_equal, built
-from steps import AGGREGATIONS, EPSILONS, LOSSES, SMOOTH, make_case
 
 from pgtoolkit import linear_policy_loss, policy_loss
 from pgtoolkit.batch import Document, StepTotals

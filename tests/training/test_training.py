@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
+from builders.losses import AGGREGATIONS, LEVELS, LOSSES
 from omegaconf import OmegaConf
 from rollout_rows import good_row, write_jsonl
 from runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, run
-from steps import AGGREGATIONS, LEVELS, LOSSES
 
 from pgtoolkit.batch import Document
 from pgtoolkit.errors import ConfigError, DataError, NumericalError

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from steps import EPSILONS, Case, make_case, totals_of
 from torch import Tensor
 
+from builders.losses import EPSILONS, Case, make_case, totals_of
 from pgtoolkit import linear_policy_loss, policy_loss
 from pgtoolkit.losses import reference
 
