@@ -52,6 +52,8 @@ CUTS = {
 }
 
 
+SLOW = ("data 4", "tensor 4", "sequence 4", "sequence-data 4")
+"""One axis alone, over more ranks."""
 OF_TWO = ["data", "fully sharded", "tensor", "sequence", "sequence-data", "pipeline"]
 
 
@@ -60,7 +62,7 @@ def expected(kind: str, objective: tuple) -> dict:
     return spread.whole_step(kind, **dict(objective))
 
 
-@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CUTS])
 def test_the_step_is_the_same_however_the_model_is_spread(name):
     check(*CUTS[name])
 

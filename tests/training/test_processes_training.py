@@ -42,7 +42,8 @@ def test_what_rank_0_alone_finds_in_its_way_ends_all_at_once(tmp_path):
     ("size", "settings"),
     [
         (2, ["aggregation=constant", "aggregation.divisor=4", "metrics=with_entropy"]),
-        (4, ["loss=grpo", "aggregation=prompt_mean"]),  # the four documents of a prompt are on four ranks
+        # The four documents of a prompt are on four ranks.
+        pytest.param(4, ["loss=grpo", "aggregation=prompt_mean"], marks=pytest.mark.slow),
         (4, ["accumulation.docs_per_step=3", "loss=grpo", "aggregation=token_mean"]),  # one rank gets none
     ],
     ids=["two ranks", "groups over ranks", "less documents than ranks"],
@@ -56,9 +57,9 @@ def test_data_parallel_ranks_train_as_one_process_does(tmp_path, recorded, size,
 @pytest.mark.parametrize(
     ("sizes", "settings"),
     [
-        ({"data_parallel": 2}, ["parallelism.shard=true"]),
-        ({"tensor_parallel": 2}, ["parallelism.sequence_parallel=true"]),
-        ({"sequence_data_parallel": 2}, ["loss=grpo"]),
+        pytest.param({"data_parallel": 2}, ["parallelism.shard=true"], marks=pytest.mark.slow),
+        pytest.param({"tensor_parallel": 2}, ["parallelism.sequence_parallel=true"], marks=pytest.mark.slow),
+        pytest.param({"sequence_data_parallel": 2}, ["loss=grpo"], marks=pytest.mark.slow),
         ({"pipeline_parallel": 2}, ["metrics=none"]),
         ({"data_parallel": 2, "tensor_parallel": 2}, ["parallelism.shard=true"]),
     ],
