@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import torch
+from builders.models import save_with_tokenizer, small_llama
 from keys import LogitsMade, key, module_of, settings, some_documents, step_of
 from runs import built, config_of
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from pgtoolkit.config.validate import validate
-from pgtoolkit.model.policy import character_tokenizer
 
 
 def llama(folder, seed=0) -> str:
-    """A folder with a small Llama."""
-    torch.manual_seed(seed)
-    tokenizer = character_tokenizer("0123456789=")
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
-    config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=32, **sizes, **ends)
-    LlamaForCausalLM(config).save_pretrained(folder / str(seed))
-    tokenizer.save_pretrained(folder / str(seed))
-    return f"model.path={folder / str(seed)}"
+    return f"model.path={save_with_tokenizer(small_llama(seed), folder / str(seed))}"
 
 
 @key("model/tiny.name", "model/huggingface.name")

@@ -78,13 +78,15 @@ MUTANTS_OF_LOSSES = [
         "the weight's gradient for autograd adds up in the weight's dtype",
         "kernels/fused_head.py",
         {"torch.zeros_like(weight, dtype=wide)": "torch.zeros_like(weight)"},
-        ("tests/kernels/test_linear.py::test_the_weight_gradient_adds_up_in_float32_over_chunks[False]",),
+        ("tests/kernels/test_weight_gradient.py::test_the_weight_gradient_adds_up_in_float32_over_chunks[False]",),
     ),
     (
         "what is added to the float32 gradient is rounded to bfloat16",
         "kernels/products.py",
         {"addmm_(a[rows].to(total.dtype), b.to(total.dtype), alpha=alpha)": "add_(a[rows] @ b, alpha=alpha)"},
-        ("tests/kernels/test_linear.py::test_products_add_to_a_float32_total_without_rounding_in_between[dtype0]",),
+        (
+            "tests/kernels/test_weight_gradient.py::test_products_add_to_a_float32_total_without_rounding_in_between[dtype0]",
+        ),
     ),
     (
         "an empty vocabulary shard counts as zeros",

@@ -19,13 +19,13 @@ MUTANTS_OF_RANKS = [
             "torch.where(mask, document_index, num_documents)": "torch.where("
             "mask, document_index.unique(return_inverse=True)[1], num_documents)"
         },
-        (f"{RANKS}[sequence 2-gspo-sample_mean-none]", f"{RANKS}[sequence 4-grpo-sample_mean-none]"),
+        (f"{RANKS}[sequence 2-gspo-sample_mean-none]", f"{RANKS}[sequence 4-grpo-sample_mean-basic]"),
     ),
     (
         "a document's tokens counted on one rank only",
         "losses/documents.py",
         {"all_sum(self.counts_here, self.group)": "self.counts_here", "both[1].long()": "self.counts_here"},
-        (f"{RANKS}[sequence 2-grpo-sample_mean-none]", f"{RANKS}[{ALL_AXES}-gspo-token_mean-basic]"),
+        (f"{RANKS}[sequence 2-grpo-sample_mean-basic]", f"{RANKS}[{ALL_AXES}-gspo-token_mean-basic]"),
     ),
     (
         "automatic differentiation sees the document's tokens of one rank only",
@@ -50,7 +50,7 @@ MUTANTS_OF_RANKS = [
         "kernels/torch_passes.py",
         {"(dots[0] + shift.clamp(min=-1000.0) * sums)).sum(0)": "(dots[0] + shift.clamp(min=-1000.0) * sums))[0]"},
         (
-            f"{RANKS}[vocabulary 2-grpo-sample_mean-with_entropy]",
+            f"{RANKS}[vocabulary 2-cispo-sample_mean-with_entropy]",
             f"{RANKS}[{ALL_AXES}-gspo-prompt_mean-with_entropy]",
         ),
     ),
@@ -58,13 +58,13 @@ MUTANTS_OF_RANKS = [
         "each vocabulary shard with its own maximum",
         "kernels/torch_passes.py",
         {"shift = (maxima - maximum) / temperature": "shift = torch.zeros_like(maxima)"},
-        (f"{RANKS}[vocabulary 2-grpo-sample_mean-none]", f"{RANKS}[{ALL_AXES}-gspo-token_mean-basic]"),
+        (f"{RANKS}[vocabulary 2-grpo-sample_mean-basic]", f"{RANKS}[{ALL_AXES}-gspo-token_mean-basic]"),
     ),
     (
         "vocabulary shards that start one column late",
         "kernels/shards.py",
         {"temperature, with_entropy, self.start)": "temperature, with_entropy, self.start + 1)"},
-        (f"{RANKS}[vocabulary 2-grpo-sample_mean-none]", f"{RANKS}[{ALL_AXES}-gspo-token_mean-basic]"),
+        (f"{RANKS}[vocabulary 2-grpo-sample_mean-basic]", f"{RANKS}[{ALL_AXES}-gspo-token_mean-basic]"),
     ),
     (
         "vocabulary shards whose gradient starts one column late",
@@ -94,7 +94,7 @@ MUTANTS_OF_RANKS = [
         "the mean over ranks instead of the sum (prime-rl, DDP)",
         "losses/metrics.py",
         {"self.sums]), group)": "self.sums]) / (1 if group is None else group.size()), group)"},
-        (f"{RANKS}[data 2-grpo-sample_mean-none]", f"{RANKS}[sequence 2-gspo-token_mean-basic]"),
+        (f"{RANKS}[data 2-grpo-sample_mean-basic]", f"{RANKS}[sequence 2-gspo-token_mean-basic]"),
     ),
     (
         "a step's totals counted on one rank",

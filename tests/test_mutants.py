@@ -42,13 +42,13 @@ MUTANTS = [
         "sample mean over the micro-batch's documents instead of the step's (TRL #3021, verl #5877)",
         "losses/aggregation.py",
         {"counts * totals.num_documents": "counts * len(counts)"},
-        (f"{CUT}[grpo-sample_mean-none-halves-0]", f"{CUT}[gspo-sample_mean-none-shuffled-3]"),
+        (f"{CUT}[grpo-sample_mean-basic-halves-0]", f"{CUT}[gspo-sample_mean-none-shuffled-3]"),
     ),
     Mutant(
         "token mean over the micro-batch's tokens instead of the step's (prime-rl #583, OpenRLHF #1249)",
         "losses/aggregation.py",
         {"counts * 0 + totals.num_tokens": "counts * 0 + counts.sum()"},
-        (f"{CUT}[grpo-token_mean-none-halves-0]", f"{CUT}[gspo-token_mean-none-shuffled-3]"),
+        (f"{CUT}[gspo-token_mean-basic-halves-0]", f"{CUT}[gspo-token_mean-basic-shuffled-3]"),
     ),
     Mutant(
         "Dr. GRPO without its 1/D (verl #3741)",
@@ -60,7 +60,7 @@ MUTANTS = [
         "prompt mean over the groups of the micro-batch (TRL and SkyRL pull requests)",
         "losses/aggregation.py",
         {"* totals.num_groups": "* len(group_index.unique())"},
-        (f"{CUT}[grpo-prompt_mean-none-one per document-0]",),
+        (f"{CUT}[gspo-prompt_mean-with_entropy-one per document-0]",),
     ),
     Mutant(
         "a divisor of NaN passes a comparison that is always false",
@@ -149,7 +149,7 @@ MUTANTS = [
         "entropy of vocabulary shards: a local sum under a global normalizer (Fast-LLM #494)",
         "kernels/torch_passes.py",
         {"dots[0] + shift.clamp(min=-1000.0) * sums": "dots[0]"},
-        ("tests/kernels/test_kernels.py::test_vocabulary_shards_merge[torch-True]",),
+        ("tests/kernels/test_passes.py::test_vocabulary_shards_merge[torch-True]",),
     ),
     Mutant(
         "sampling ignores the temperature",

@@ -69,7 +69,7 @@ def test_the_installed_command_works_from_anywhere(wheel, dist, tmp_path):
     options = {"cwd": elsewhere, "env": os.environ | {"PYTHONPATH": str(target)}}
     where = "import pgtoolkit.config.files as c; print(c.__file__, c.config_directory())"
     found = succeed(sys.executable, "-c", where, **options).split()
-    assert found == [str(target / "pgtoolkit" / "conf_files.py"), str(target / "pgtoolkit" / "conf")]
+    assert found == [str(target / "pgtoolkit" / "config" / "files.py"), str(target / "pgtoolkit" / "conf")]
     page = succeed(target / "bin" / "pgtk", "check", "loss=gspo", "aggregation=constant", **options)
     assert "gspo" in page
     assert "constant" in page

@@ -3,19 +3,24 @@
 import json
 import os
 import re
+import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from browser import MISSING, browser
 from runs import SHORT
+from selenium.common.exceptions import TimeoutException
+from selenium.webdriver import Chrome, ChromeOptions
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.support.ui import WebDriverWait
+from stores import free_port
 
+PROGRAMS = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(MISSING is not None, reason=f"needs {MISSING} (Debian packages chromium and chromium-driver)"),
+    pytest.mark.skipif(None in PROGRAMS.values(), reason="needs the Debian packages chromium and chromium-driver"),
 ]
 
 PGTK = [sys.executable, "-m", "pgtoolkit.cli"]
@@ -55,8 +60,25 @@ def sweep(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def page():
-    with browser() as opened:
+    options = ChromeOptions()
+    options.binary_location = PROGRAMS["chromium"]
+    for argument in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "window-size=1600,1200"):
+        options.add_argument(f"--{argument}")
+    with Chrome(options, Service(PROGRAMS["chromedriver"])) as opened:
         yield opened
+
+
+def text(page) -> str:
+    return page.execute_script("return document.body ? document.body.innerText : ''")
+
+
+def wait(page, script: str):
+    """What `script` returns as soon as that is true; TimeoutException with the page's text after a minute."""
+    try:
+        return WebDriverWait(page, 60).until(lambda _: page.execute_script(script))
+    except TimeoutException as error:
+        error.msg = f"{script} stays false on a page that says:\n{text(page)}"
+        raise
 
 
 def measured(folder, metric):
@@ -72,14 +94,12 @@ def measured(folder, metric):
 def keep(page, name):
     """Save a screenshot where PGTK_SCREENSHOTS says, for a look by eye."""
     if folder := os.environ.get("PGTK_SCREENSHOTS"):
-        page.save(Path(folder) / f"{name}.png")
+        page.save_screenshot(str(Path(folder) / f"{name}.png"))
 
 
 def test_the_pages_that_pgtk_ui_names_compare_the_sweep(sweep, page):
     cwd, folder = sweep
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     server = subprocess.Popen([*PGTK, "ui", "--port", str(port)], cwd=cwd, stdout=subprocess.PIPE, text=True)
     try:
         lines = [server.stdout.readline().strip() for _ in range(6)]
@@ -87,28 +107,28 @@ def test_the_pages_that_pgtk_ui_names_compare_the_sweep(sweep, page):
         compare, charts = (line.split()[-1] for line in lines[4:])
         assert compare.startswith(f"http://127.0.0.1:{port}/#/compare-runs?runs=")
 
-        page.open(compare)
-        page.wait("return document.body.innerText.includes('Comparing 2 Runs from 1 Experiment')")
-        rows = page.wait(PARAMETERS.replace("return", "const rows =", 1) + "; return rows['loss.name'] ? rows : null")
+        page.get(compare)
+        wait(page, "return document.body.innerText.includes('Comparing 2 Runs from 1 Experiment')")
+        rows = wait(page, PARAMETERS.replace("return", "const rows =", 1) + "; return rows['loss.name'] ? rows : null")
         assert rows["loss.name"] == ["grpo", "gspo"]
         assert rows["loss.epsilon_low"] == ["0.2", "0.0003"]
         assert rows["aggregation.mode"] == ["constant", "constant"]
         assert rows["Run Name:"] == ["loss-grpo", "loss-gspo"]
         final = [measured(folder, "grad_norm")[loss][1][-1] for loss in ("grpo", "gspo")]
-        shown = [float(line) for line in page.text().splitlines() if re.fullmatch(r"\d+\.\d+", line)]
+        shown = [float(line) for line in text(page).splitlines() if re.fullmatch(r"\d+\.\d+", line)]
         assert all(min(abs(value - number) for number in shown) < 1e-3 for value in final)
-        page.wait("return document.querySelector('.js-plotly-plot .parcoords') !== null")
+        wait(page, "return document.querySelector('.js-plotly-plot .parcoords') !== null")
         keep(page, "compare")
 
-        page.open(charts)
-        curves = page.wait(f"{CURVES % json.dumps('by_documents/loss')}")
+        page.get(charts)
+        curves = wait(page, f"{CURVES % json.dumps('by_documents/loss')}")
         expected = measured(folder, "loss")
         assert {name for name, *_ in curves} == {"loss-grpo", "loss-gspo"}
         for name, x, y in curves:
             documents, values = expected[name.removeprefix("loss-")]
             assert x == documents
             assert y == pytest.approx(values)
-        assert "2 matching runs" in page.text()  # without the summary run
+        assert "2 matching runs" in text(page)  # without the summary run
         keep(page, "charts")
     finally:
         server.send_signal(signal.SIGINT)
@@ -119,8 +139,8 @@ def test_the_report_draws_its_charts(sweep, page, tmp_path):
     cwd, _ = sweep
     done = subprocess.run([*PGTK, "compare", "s", "--html", tmp_path / "report.html"], cwd=cwd, capture_output=True)
     assert done.returncode == 0, done.stderr
-    page.open(f"file://{tmp_path}/report.html")
-    boxes = page.run(
+    page.get(f"file://{tmp_path}/report.html")
+    boxes = page.execute_script(
         "return [...document.querySelectorAll('figure path.mean')].map(path => {"
         "const box = path.getBBox(); return [box.width, path.getTotalLength(), getComputedStyle(path).stroke]})"
     )
@@ -128,6 +148,6 @@ def test_the_report_draws_its_charts(sweep, page, tmp_path):
     assert all(width > 400 and length > 400 for width, length, _ in boxes[:2])
     assert all(width > 20 and length > 20 for width, length, _ in boxes[2:])  # as far as the quicker of the two came
     assert len({color for *_, color in boxes}) == 2
-    assert "reward by loss" in page.text()
-    assert page.run("return document.documentElement.scrollWidth <= window.innerWidth")
+    assert "reward by loss" in text(page)
+    assert page.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
     keep(page, "report")

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from steps import make_case
+from builders.losses import make_case
 
 from pgtoolkit import StepTotals, linear_policy_loss, policy_loss
 from pgtoolkit.kernels.chunks import DocumentCounts

@@ -5,11 +5,11 @@ Ranks are threads here; `test_parallel_loss_processes.py` runs some of it in pro
 
 import pytest
 import torch
-from cuts import CUTS, Cut, assert_same, axis_groups, evaluate, expected, make_head_case
+from builders.cuts import CUTS, Cut, assert_same, axis_groups, evaluate, expected
+from builders.losses import AGGREGATIONS, LOSSES, OBJECTIVES, make_head_case
+from builders.threads import on_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from steps import AGGREGATIONS, LEVELS, LOSSES, PAIRS
-from threads import on_ranks
 
 from pgtoolkit.kernels import losses
 
@@ -25,15 +25,19 @@ def check(cut, head_case, fused, loss, aggregation, metrics, tolerance=1e-12, **
     assert_same(on_ranks(cut.world_size, run), cut, wanted, fused, tolerance)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize(("loss", "aggregation"), PAIRS)
+@pytest.mark.parametrize(("loss", "aggregation", "level"), OBJECTIVES)
 @pytest.mark.parametrize("cut", CUTS)
 def test_given_logits(cut, loss, aggregation, level):
     check(CUTS[cut], HEAD_CASE, False, loss, aggregation, level)
 
 
-@pytest.mark.parametrize("rows", [3, 100])
-@pytest.mark.parametrize(("loss", "aggregation"), PAIRS)
+@pytest.mark.parametrize(
+    ("loss", "aggregation", "rows"),
+    [
+        *(("grpo", "constant", 3), ("gspo", "sample_mean", 3), ("gspo", "token_mean", 3), ("cispo", "sample_mean", 3)),
+        *(("grpo", "sample_mean", 100), ("gspo", "sample_mean", 100), ("gspo", "prompt_mean", 100)),
+    ],
+)
 @pytest.mark.parametrize("cut", CUTS)
 def test_fused_head(cut, loss, aggregation, rows, monkeypatch):
     """With chunks shorter than most documents, and longer. Ranks agree on them, though their shards differ in size."""
@@ -41,8 +45,7 @@ def test_fused_head(cut, loss, aggregation, rows, monkeypatch):
     check(CUTS[cut], HEAD_CASE, True, loss, aggregation, "with_entropy")
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("loss", "fused"), [("grpo", False), ("gspo", True), ("cispo", True)])
 @pytest.mark.parametrize("cut", CUTS)
 def test_in_float32(cut, loss, fused):
     check(CUTS[cut], ROUNDED, fused, loss, "sample_mean", "with_entropy", tolerance=1e-5)

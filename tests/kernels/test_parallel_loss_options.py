@@ -6,9 +6,9 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from cuts import ALL, CUTS, TEMPERATURE, Cut, assert_same, axis_groups, close, evaluate, expected, make_head_case
-from steps import AGGREGATIONS, EPSILONS, LOSSES, objective_of
-from threads import on_ranks
+from builders.cuts import ALL, CUTS, Cut, assert_same, axis_groups, close, evaluate, expected
+from builders.losses import AGGREGATIONS, EPSILONS, LOSSES, TEMPERATURE, make_head_case, objective_of
+from builders.threads import on_ranks
 
 from pgtoolkit import linear_policy_loss, policy_loss
 from pgtoolkit.errors import DataError

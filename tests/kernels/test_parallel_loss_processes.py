@@ -2,14 +2,19 @@
 
 import pytest
 import torch
-from cuts import CUTS, assert_same, axis_groups, evaluate, expected, make_head_case
-from steps import SMOOTH
-from worlds import world
+from builders.cuts import CUTS, assert_same, axis_groups, evaluate, expected
+from builders.losses import SMOOTH, make_head_case
+from builders.processes import world
 
 from pgtoolkit.kernels import losses
 
 KINDS = ["data 2", "sequence 2", "sequence 4", "vocabulary 2", "data x vocabulary", "data x sequence"]
 TRITON = ["vocabulary 2", "sequence 2", "data x vocabulary", "sequence x vocabulary"]
+
+
+def paired(cuts):
+    """Each cut with each family, by turns with given logits and with the fused head."""
+    return [(cut, loss, (loss == "gspo") is (i % 2 == 0)) for i, cut in enumerate(cuts) for loss in SMOOTH]
 
 
 def on_this_rank(cut, head_case, fused, loss, triton):
@@ -30,15 +35,11 @@ def check(cut, head_case, fused, loss, tolerance, triton=False):
     assert_same(results, cut, wanted, fused, tolerance)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("loss", SMOOTH)
-@pytest.mark.parametrize("cut", KINDS)
+@pytest.mark.parametrize(("cut", "loss", "fused"), paired(KINDS))
 def test_in_processes(cut, loss, fused):
     check(CUTS[cut], make_head_case(), fused, loss, 1e-12)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("loss", SMOOTH)
-@pytest.mark.parametrize("cut", TRITON)
+@pytest.mark.parametrize(("cut", "loss", "fused"), paired(TRITON))
 def test_triton(cut, loss, fused):
     check(CUTS[cut], make_head_case(dtype=torch.float32), fused, loss, 1e-5, triton=True)

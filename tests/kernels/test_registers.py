@@ -44,6 +44,7 @@ open(sys.argv[2], "wb").write(compiled.asm["cubin"])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["grpo", "score"])
 def test_nothing_is_spilled(what, tmp_path, monkeypatch):
     tools = Path(find_spec("triton").origin).parent / "backends" / "nvidia" / "bin"

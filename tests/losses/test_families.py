@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from own_family import Squared, SquaredByDocument, WrongSlope
+from builders.families import Squared, SquaredByDocument, WrongSlope
+from builders.losses import AGGREGATIONS, EPSILONS, LOSSES, make_case, totals_of
 from runs import metrics_of, run
-from steps import AGGREGATIONS, EPSILONS, LOSSES, make_case, totals_of
 
 from pgtoolkit import families, log_prob_loss, policy_loss
 from pgtoolkit.config.resume import compose_resumed
@@ -178,7 +178,7 @@ def test_names_and_classes():
 @pytest.mark.parametrize("family", ["Squared", "SquaredByDocument"])
 def test_training_with_a_family_of_ones_own_does_not_depend_on_the_cut(family, tmp_path):
     """Two updates by micro-batches of 24 tokens and of 200, in runs of their own, resumed in between."""
-    own = ["loss=custom", f"loss.path=own_family.{family}", "loss.options.tau=0.3", "trainer.max_steps=3"]
+    own = ["loss=custom", f"loss.path=builders.families.{family}", "loss.options.tau=0.3", "trainer.max_steps=3"]
     fine = metrics_of(run(tmp_path / "fine", *own))
     coarse = metrics_of(run(tmp_path / "coarse", *own, "accumulation.max_tokens=200"))
     assert [row["num_micro_batches"] for row in fine] != [row["num_micro_batches"] for row in coarse]
@@ -189,20 +189,20 @@ def test_training_with_a_family_of_ones_own_does_not_depend_on_the_cut(family, t
 
 
 @pytest.mark.parametrize(
-    ("path", "options", "message"),
+    ("name", "options", "message"),
     [
-        ("own_family.WrongSlope", [], "a slope that is the derivative of its value by the log_ratio (got 1.0"),
-        ("own_family.NoNumber", [], "surrogate needs to return finite numbers (got nan, at a log-ratio of -2.917)"),
-        ("own_family.Squared", ["loss.options.tau=1e400"], "surrogate needs to return finite numbers (got inf, at a"),
-        ("own_family.NoBounds", [], "NoBounds.bounds need to be two ratios, the lower one first (got 1.2, 0.8)"),
-        ("own_family.no_family", [], "float is no Family"),
-        ("own_family.SquaredByDocument", ["loss.num_splits=2", "kernel=torch"], "cuts the documents"),
-        ("own_family.Squared", ["loss.options.taw=3"], "unexpected keyword argument 'taw'"),
-        ("own_family.Nothing", [], "no attribute 'Nothing'"),
+        ("WrongSlope", [], "a slope that is the derivative of its value by the log_ratio (got 1.0"),
+        ("NoNumber", [], "surrogate needs to return finite numbers (got nan, at a log-ratio of -2.917)"),
+        ("Squared", ["loss.options.tau=1e400"], "surrogate needs to return finite numbers (got inf, at a"),
+        ("NoBounds", [], "NoBounds.bounds need to be two ratios, the lower one first (got 1.2, 0.8)"),
+        ("no_family", [], "float is no Family"),
+        ("SquaredByDocument", ["loss.num_splits=2", "kernel=torch"], "cuts the documents"),
+        ("Squared", ["loss.options.taw=3"], "unexpected keyword argument 'taw'"),
+        ("Nothing", [], "no attribute 'Nothing'"),
     ],
 )
-def test_check_refuses_a_family_that_cannot_be_trained_with(path, options, message):
-    found = problems(check(["tracking=none", "loss=custom", f"loss.path={path}", *options]))
+def test_check_refuses_a_family_that_cannot_be_trained_with(name, options, message):
+    found = problems(check(["tracking=none", "loss=custom", f"loss.path=builders.families.{name}", *options]))
     assert len(found) == 1
     assert message in found[0]
 
@@ -211,21 +211,21 @@ def test_check_refuses_a_family_that_cannot_be_trained_with(path, options, messa
     ("sums", "last"), [("false", "KeyError: 12"), ("true", "ValueError: () is not one number per token, (12,)")]
 )
 def test_a_family_of_ones_own_that_fails_while_training_is_named(sums, last, tmp_path):
-    own = ["loss=custom", "loss.path=own_family.FailsLater", f"loss.options.sums={sums}"]
+    own = ["loss=custom", "loss.path=builders.families.FailsLater", f"loss.options.sums={sums}"]
     with pytest.raises(ConfigError) as error:
         run(tmp_path / "run", *own)
     lines = str(error.value).splitlines()
     name = last.partition(":")[0]
-    assert lines[0] == f"loss.path=own_family.FailsLater raised {name} on a micro-batch of 12 tokens:"
+    assert lines[0] == f"loss.path=builders.families.FailsLater raised {name} on a micro-batch of 12 tokens:"
     assert lines[-1] == last
 
 
 def test_a_run_with_options_of_its_family_is_continued_with_them(tmp_path):
-    own = ["loss=custom", "loss.path=own_family.Squared", "loss.options.tau=0.3"]
+    own = ["loss=custom", "loss.path=builders.families.Squared", "loss.options.tau=0.3"]
     run(tmp_path, *own, "trainer.max_steps=1")
-    resumed = compose_resumed(tmp_path, ["loss.path=own_family.Squared"])
+    resumed = compose_resumed(tmp_path, ["loss.path=builders.families.Squared"])
     assert resumed.problems == []
     assert dict(resumed.config.loss.options) == {"tau": 0.3}
-    changed = compose_resumed(tmp_path, ["loss.path=own_family.Squared", "loss.options.tau=0.5", "seed=1"])
+    changed = compose_resumed(tmp_path, ["loss.path=builders.families.Squared", "loss.options.tau=0.5", "seed=1"])
     assert dict(changed.config.loss.options) == {"tau": 0.5}
     assert len(changed.problems) == 1

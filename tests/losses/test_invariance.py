@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from builders.losses import AGGREGATIONS, EPSILONS, LOSSES, OBJECTIVES, Case, make_case, totals_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from steps import AGGREGATIONS, EPSILONS, LEVELS, LOSSES, Case, make_case, totals_of
 
 from pgtoolkit import policy_loss
 
@@ -73,9 +73,7 @@ CUTS = {
 
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("loss", "aggregation", "level"), OBJECTIVES)
 def test_micro_batches_order_and_padding(loss, aggregation, level, cut, padding):
     case = make_case(seed=12)
     assert_same(

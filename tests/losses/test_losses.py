@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
+from builders.losses import AGGREGATIONS, EPSILONS, LEVELS, LOSSES, PAIRS, SMOOTH, make_case
 from runs import assert_equal
-from steps import AGGREGATIONS, EPSILONS, LEVELS, LOSSES, SMOOTH, make_case
 
 from pgtoolkit import policy_loss
 from pgtoolkit.batch import StepTotals
@@ -193,8 +193,7 @@ def test_the_gradient_passes_at_the_clip_bound_itself(advantage, bound):
         assert (float(new.grad) != 0) is (float(slope.detach()) != 0) is passes
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("loss", SMOOTH)
+@pytest.mark.parametrize(("loss", "aggregation"), [pair for pair in PAIRS if pair[0] in SMOOTH])
 def test_gradcheck(loss, aggregation):
     case = make_case(lengths=(3, 1, 4, 2, 2, 2), vocabulary=5)
 

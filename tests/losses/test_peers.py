@@ -23,7 +23,7 @@ NaN gradient through the unselected branch of min           prime-rl #2084      
 all labels of a step masked: division by zero               Fast-LLM                  test_losses.py::test_a_step_without_trained_tokens_is_zero
 the same as a training step                                 Fast-LLM                  test_training.py::test_a_step_without_trained_tokens_is_skipped_and_counted
 extrema polluted by a placeholder 0                         Fast-LLM #494             test_a_piece_without_trained_tokens_does_not_touch_the_extrema
-entropy under vocabulary shards                             Fast-LLM #494             test_kernels.py::test_vocabulary_shards_merge
+entropy under vocabulary shards                             Fast-LLM #494             test_passes.py::test_vocabulary_shards_merge
 means of means in the metrics                               TRL #7047, verl #2259     test_invariance.py::test_micro_batches_order_and_padding
 large integers subtracted after a cast to float32           Fast-LLM #562             test_counters_near_2_to_the_24_are_subtracted_exactly
 the fused path computes something else                      Liger #1082               test_the_fused_head_computes_the_specification
@@ -44,8 +44,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from builders.losses import AGGREGATIONS, DEVICE, EPSILONS, LOSSES, PAIRS, SMOOTH, make_case, make_head_case
 from runs import SHORT, assert_equal, built
-from steps import AGGREGATIONS, EPSILONS, LOSSES, SMOOTH, make_case
 
 from pgtoolkit import linear_policy_loss, policy_loss
 from pgtoolkit.batch import Document, StepTotals
@@ -54,8 +54,6 @@ from pgtoolkit.rollouts.data_metrics import data_metrics
 from pgtoolkit.rollouts.packing import pack
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.training.state import restore, snapshot
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def test_the_tests_named_above_exist():
@@ -92,8 +90,7 @@ def after_one_step(max_tokens, *overrides):
     return metrics, [parameter.detach() for parameter in module.parameters()]
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("loss", "aggregation"), PAIRS)
 def test_an_update_does_not_depend_on_the_number_of_micro_batches(loss, aggregation):
     """The gradient's norm, and the weights after the clipped update of AdamW, through the training step itself."""
     # A gradient much smaller than AdamW's epsilon, so that its scale matters.
@@ -145,12 +142,8 @@ def test_counters_near_2_to_the_24_are_subtracted_exactly():
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_fused_head_computes_the_specification(loss, aggregation, logits_memory_mb):
     """Loss, metrics, gradients by hidden states, weight and bias, against the loops over the same logits."""
-    case = make_case(seed=12, temperature=0.7)
-    generator = torch.Generator().manual_seed(1)
-    weight = torch.randn(case.logits.shape[1], 8, generator=generator, dtype=torch.float64)
-    hidden = torch.linalg.lstsq(weight, case.logits.T).solution.T.contiguous()
-    bias = torch.randn(len(weight), generator=generator, dtype=torch.float64)
-    inputs = [x.requires_grad_() for x in (hidden, weight, bias)]
+    head_case = make_head_case()
+    case, (hidden, weight, bias) = head_case.case, head_case.leaves()
     options = {
         "loss": loss,
         "aggregation": aggregation,
@@ -160,27 +153,25 @@ def test_the_fused_head_computes_the_specification(loss, aggregation, logits_mem
         "metrics": "with_entropy",
         **EPSILONS[loss],
     }
-    logits = (hidden @ weight.T + bias).detach()
-    # Old log-probs near those of these logits, so that the clip acts on some and not on most.
-    new = (logits / 0.7).log_softmax(-1).gather(-1, case.labels.clamp(min=0)[:, None])[:, 0]
-    old = new + 0.2 * torch.randn(len(new), generator=generator, dtype=torch.float64)
-    tensors = (case.labels, old, case.advantages, case.document_index)
-    expected = reference.policy_loss(logits, *tensors, **options)
+    expected = reference.policy_loss(head_case.logits, *case.tensors[1:], **options)
     assert 0 < expected.metrics["clipped_ratio_fraction"] < 0.9
     out = linear_policy_loss(
-        hidden, weight, *tensors, bias=bias, impl="fused_linear", logits_memory_mb=logits_memory_mb, **options
+        hidden,
+        weight,
+        *head_case.tensors,
+        bias=bias,
+        impl="fused_linear",
+        logits_memory_mb=logits_memory_mb,
+        **options | {"group_index": case.group_index.to(DEVICE)},
     )
     out.loss.backward()
     assert float(out.loss.detach()) == pytest.approx(expected.loss, rel=1e-12)
     found = {name: float(value) for name, value in out.metrics.items()}
     assert found == pytest.approx(expected.metrics, rel=1e-10, abs=1e-13)
-    gradients = (
-        expected.gradient @ weight.detach(),
-        expected.gradient.T @ hidden.detach(),
-        expected.gradient.sum(0),
-    )
-    for tensor, gradient in zip(inputs, gradients, strict=True):
-        torch.testing.assert_close(tensor.grad, gradient, rtol=1e-10, atol=1e-14)
+    by_logits = expected.gradient
+    gradients = by_logits @ head_case.weight, by_logits.T @ head_case.hidden, by_logits.sum(0)
+    for tensor, gradient in zip((hidden, weight, bias), gradients, strict=True):
+        torch.testing.assert_close(tensor.grad.cpu(), gradient, rtol=1e-10, atol=1e-14)
 
 
 @pytest.mark.gpu

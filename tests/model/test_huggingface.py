@@ -5,13 +5,13 @@ import shutil
 
 import pytest
 import torch
+from builders.models import model_config, save_with_tokenizer, small_llama
 from omegaconf import OmegaConf
 from runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of
 from tokenizers import processors
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
-    LlamaConfig,
     LlamaForCausalLM,
     PhiConfig,
     PhiForCausalLM,
@@ -20,10 +20,9 @@ from transformers import (
 
 from pgtoolkit.batch import Document
 from pgtoolkit.cli import main
-from pgtoolkit.config.schema import HuggingFaceModelConfig, NumberType
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.launch.check import check, problems
-from pgtoolkit.model.policy import build_policy, character_tokenizer
+from pgtoolkit.model.policy import build_policy
 from pgtoolkit.rollouts.prompts import characters
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.training.train import build, train
@@ -34,21 +33,8 @@ SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "m
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A small Llama with tied embeddings, and its tokenizer, as save_pretrained leaves them."""
-    path = tmp_path_factory.mktemp("llama")
-    tokenizer = character_tokenizer("0123456789=")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        intermediate_size=32,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        attention_dropout=0.3,
-        **SIZES,
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    model = small_llama(num_hidden_layers=2, tie_word_embeddings=True, attention_dropout=0.3)
+    return save_with_tokenizer(model, tmp_path_factory.mktemp("llama"))
 
 
 def settings(folder, *overrides):
@@ -131,40 +117,26 @@ def test_random_weights_take_the_architecture_only(folder):
     assert not torch.equal(fresh.model.state_dict()[name], saved)
 
 
-def model_config(path, **changes):
-    values = {"random_weights": False, "dtype": NumberType.auto, "gradient_checkpointing": False}
-    return HuggingFaceModelConfig(name="huggingface", path=str(path), fp32_lm_head=False, **(values | changes))
-
-
 def test_a_head_that_caps_its_logits_is_refused(tmp_path):
     """Gemma 2 squashes its logits by tanh: hidden @ weight.T is not what it samples from."""
-    tokenizer = character_tokenizer("0123456789=")
-    tokenizer.save_pretrained(tmp_path)
     config = Gemma2Config(
-        vocab_size=len(tokenizer),
+        vocab_size=12,
         intermediate_size=32,
         head_dim=8,
         num_key_value_heads=2,
         final_logit_softcapping=0.1,
         **SIZES,
     )
-    torch.manual_seed(0)
-    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    save_with_tokenizer(Gemma2ForCausalLM(config), tmp_path)
     with pytest.raises(ConfigError, match="plain linear LM head"):
         build_policy(model_config(tmp_path), None, False)
 
 
 def test_a_head_with_a_bias_is_trained_with_it(tmp_path):
-
-    tokenizer = character_tokenizer("0123456789=")
-    tokenizer.save_pretrained(tmp_path)
-
     torch.manual_seed(0)
-    model = PhiForCausalLM(PhiConfig(vocab_size=len(tokenizer), intermediate_size=32, **SIZES))
+    model = PhiForCausalLM(PhiConfig(vocab_size=12, intermediate_size=32, **SIZES))
     torch.nn.init.normal_(model.lm_head.bias)
-    model.save_pretrained(tmp_path)
-    config = settings(tmp_path, "kernel=fused_linear")
-
+    config = settings(save_with_tokenizer(model, tmp_path), "kernel=fused_linear")
     module, _ = build(OmegaConf.to_object(config))
     document = short_document()
     micro_batch = make_step([document], 99, {}).micro_batches[0]

@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
+from builders.models import attend_by_document
+from builders.models import build as small_model
+from builders.spread import documents, packed
 from omegaconf import OmegaConf
-from parallel_models import attend_by_document, documents, packed
-from parallel_models import build as small_model
 from runs import SHORT, config_of
 
 from pgtoolkit.model import attention

@@ -1,6 +1,7 @@
 """Several GPUs: a step in bfloat16 is as near to one GPU's as bfloat16 to float32; runs continue on more and fewer."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,10 +27,10 @@ def test_the_step_is_the_same_on_several_gpus(number):
 
 
 def run(number: int) -> dict[str, dict]:
-    script = Path(__file__).parents[1] / "parallel_gpu.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
-    command += ["-m", "tests.parallel_gpu"]
-    done = subprocess.run(command, cwd=script.parents[1], capture_output=True, text=True, timeout=300, check=False)
+    command.append(str(Path(__file__).with_name("parallel_gpu.py")))
+    path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=os.environ | path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
 

@@ -1,6 +1,6 @@
 """One fixed step, whole or spread over ranks: the same loss, metrics and gradient of every parameter.
 
-In float64 on real gloo processes; small GPT-2, Qwen2, Qwen3 and Mistral. What the processes do: parallel_models.py.
+In float64 on real gloo processes; small GPT-2, Qwen2, Qwen3 and Mistral. What the processes do: builders/spread.py.
 """
 
 import functools
@@ -9,15 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from steps import AGGREGATIONS, LEVELS, LOSSES
+from builders import models, spread
+from builders.losses import OBJECTIVES
+from builders.processes import world
 
 from pgtoolkit.batch import MicroBatch
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model.pipeline import cut as cut_into_stages
 from pgtoolkit.model.sequence_data import local_tokens
 from pgtoolkit.model.tensor import shard_tensors
-from tests import parallel_models
-from tests.worlds import world
 
 TOLERANCE = 1e-12
 GSPO = {"loss": "gspo", "aggregation": "sample_mean", "metrics": "with_entropy"}
@@ -52,40 +52,36 @@ CUTS = {
 }
 
 
-OBJECTIVES = [
-    {"loss": loss, "aggregation": aggregation, "metrics": level}
-    | ({"divisor": 8.0} if aggregation == "constant" else {})
-    for loss in LOSSES
-    for aggregation in AGGREGATIONS
-    for level in LEVELS
-]
+SLOW = ("data 4", "tensor 4", "sequence 4", "sequence-data 4")
+"""One axis alone, over more ranks."""
 OF_TWO = ["data", "fully sharded", "tensor", "sequence", "sequence-data", "pipeline"]
 
 
 @functools.cache
 def expected(kind: str, objective: tuple) -> dict:
-    return parallel_models.whole_step(kind, **dict(objective))
+    return spread.whole_step(kind, **dict(objective))
 
 
-@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CUTS])
 def test_the_step_is_the_same_however_the_model_is_spread(name):
     check(*CUTS[name])
 
 
 @pytest.mark.parametrize("name", OF_TWO)
 def test_every_objective_is_the_same_however_the_model_is_spread(name):
-    """Each family under each aggregation at each level of the metrics, where CUTS has three of them."""
+    """Each family, each aggregation and each level of the metrics, where CUTS has three objectives."""
     sizes, how, _ = CUTS[name]
-    levels = ("none",) if name == "pipeline" else LEVELS
-    cases = [("gpt2", objective) for objective in OBJECTIVES if objective["metrics"] in levels]
-    assert len(cases) == len(LOSSES) * len(AGGREGATIONS) * len(levels)
+    cases = []
+    for loss, aggregation, level in OBJECTIVES:
+        objective = {"loss": loss, "aggregation": aggregation, "metrics": "none" if name == "pipeline" else level}
+        cases.append(("gpt2", objective | ({"divisor": 8.0} if aggregation == "constant" else {})))
     check(sizes, how, cases)
 
 
 def check(sizes, how, cases):
     number = math.prod(sizes.values())
     options = ("shard" in how, "sequence" in how)
-    found = world(number).run(parallel_models.spread_steps, list(cases), tuple(sizes.items()), *options)
+    found = world(number).run(spread.spread_steps, list(cases), tuple(sizes.items()), *options)
     for i, (kind, objective) in enumerate(cases):
         whole = expected(kind, tuple(objective.items()))
         seen = set()
@@ -133,7 +129,7 @@ def test_a_rank_gets_its_piece_of_the_packed_axis():
 def test_heads_that_do_not_divide_are_refused(kind, size, message):
     mesh = SimpleNamespace(size=lambda: size, get_group=lambda: None)
     with pytest.raises(ConfigError, match=message):
-        shard_tensors(parallel_models.build(kind).model, mesh, False)
+        shard_tensors(models.build(kind).model, mesh, False)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +141,7 @@ def test_heads_that_do_not_divide_are_refused(kind, size, message):
 )
 def test_a_pipeline_that_the_model_cannot_be_cut_into_is_refused(kind, stages, message):
     with pytest.raises(ConfigError, match=message):
-        cut_into_stages(parallel_models.build(kind).model, 0, stages)
+        cut_into_stages(models.build(kind).model, 0, stages)
 
 
 def test_an_unknown_kind_of_model_is_refused():

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from worlds import layout, world
+from builders.processes import layout, world
 
 from pgtoolkit.ranks.layout import AXES, Layout
 

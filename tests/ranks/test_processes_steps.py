@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from builders.processes import layout, world
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from worlds import layout, world
 
 from pgtoolkit.batch import Document
 from pgtoolkit.errors import DataError, RankLost, StorageError

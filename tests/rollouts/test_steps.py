@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from threads import on_ranks
+from builders.threads import on_ranks
 
 from pgtoolkit.batch import Document
 from pgtoolkit.config.schema import AccumulationConfig, LastStep

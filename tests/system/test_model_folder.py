@@ -7,15 +7,14 @@ import socket
 
 import pytest
 import torch
+from builders.models import model_config, save_with_tokenizer, small_llama
 from huggingface_hub import constants
 from runs import SHORT
 from safetensors.torch import load_file, save_file
-from test_huggingface import model_config
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from pgtoolkit.cli import main
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.model.policy import build_policy, character_tokenizer
+from pgtoolkit.model.policy import build_policy
 
 OVERRIDES = [*(one for one in SHORT if not one.startswith("model.")), "model=huggingface"]
 NORM = "model.norm.weight"
@@ -24,15 +23,7 @@ NORM = "model.norm.weight"
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     path = tmp_path_factory.mktemp("models") / "llama"
-    tokenizer = character_tokenizer("0123456789=")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 32}
-    config = LlamaConfig(
-        vocab_size=12, intermediate_size=32, bos_token_id=None, eos_token_id=tokenizer.eos_token_id, **sizes
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    return save_with_tokenizer(small_llama(), path)
 
 
 @pytest.fixture

@@ -236,6 +236,7 @@ def trickling():
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
+@pytest.mark.slow
 def test_a_server_that_trickles_holds_up_neither_start_nor_sync(uri, run, monkeypatch, capsys):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")  # for each byte; four times that for an answer
     with trickling() as slow:
@@ -249,6 +250,7 @@ def test_a_server_that_trickles_holds_up_neither_start_nor_sync(uri, run, monkey
         assert "Nothing was lost: the run directory keeps it." in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_server_that_begins_to_trickle_holds_up_no_end(uri, run, monkeypatch):
     """While it is delivered to, and at the end; then only sync delivers, which needs the server."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
@@ -379,6 +381,7 @@ def test_addresses_and_commands(tmp_path, monkeypatch):
     assert json.dumps(flatten({})) == "{}"
 
 
+@pytest.mark.slow
 def test_a_locked_store_is_said_in_one_line(uri, run, capfd):
     """MLflow's own log has the traceback of every failure."""
     tracker = start(uri, run)

@@ -28,6 +28,7 @@ def shell(tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_what_a_run_prints_runs_as_typed(tmp_path, shell, capsys):
     folder = tmp_path / "my, options" / "experiment"
     folder.mkdir(parents=True)

@@ -4,11 +4,11 @@ import shutil
 
 import pytest
 import torch
+from builders.processes import layout, world
 from omegaconf import OmegaConf
 from runs import SHORT, checkpoint_of, config_of, run
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
-from worlds import layout, world
 
 from pgtoolkit.batch import Document
 from pgtoolkit.cli import main

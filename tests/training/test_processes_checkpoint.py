@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from builders.parallel_runs import assert_close, run_on_ranks
+from builders.processes import layout, world
 from runs import SHORT, assert_equal, metrics_of, state
-from test_processes_training import assert_close, recorded, run_on_ranks  # noqa: F401 (a fixture)
 from torch.distributed.checkpoint.metadata import Metadata
-from worlds import layout, world
 
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.ranks.layout import ONE_PROCESS
@@ -43,11 +43,11 @@ def tensors_in(path: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory, recorded):  # noqa: F811
+def two_ranks(tmp_path_factory, recorded):
     return run_on_ranks(tmp_path_factory.mktemp("two") / "run", [*recorded, *SETTINGS], data_parallel=2)
 
 
-def test_as_many_ranks_continue_bitwise(tmp_path, recorded, two_ranks):  # noqa: F811
+def test_as_many_ranks_continue_bitwise(tmp_path, recorded, two_ranks):
     again = as_of(1, two_ranks, tmp_path / "again")
     run_on_ranks(again, [*recorded, *SETTINGS], resume=True, data_parallel=2)
     assert metrics_of(again) == metrics_of(two_ranks)
@@ -71,7 +71,7 @@ def test_rollouts_of_as_many_ranks_continue_bitwise(tmp_path):
 @pytest.mark.parametrize(
     "sizes", [{}, {"data_parallel": 4}, {"tensor_parallel": 2}, {"pipeline_parallel": 2}], ids=["1", "4", "tp", "pp"]
 )
-def test_another_number_of_ranks_continues(tmp_path, recorded, two_ranks, sizes):  # noqa: F811
+def test_another_number_of_ranks_continues(tmp_path, recorded, two_ranks, sizes):
     """Weights, moments, documents_seen and the place in the data go on, whatever the model is cut into."""
     again = as_of(1, two_ranks, tmp_path / "again")
     metrics = ["metrics=none"] if "pipeline_parallel" in sizes else []
@@ -84,7 +84,7 @@ def test_another_number_of_ranks_continues(tmp_path, recorded, two_ranks, sizes)
 
 
 @pytest.mark.parametrize("shard", ["true", "false"])
-def test_the_checkpoint_of_one_process_and_of_shards_is_continued(tmp_path, recorded, shard):  # noqa: F811
+def test_the_checkpoint_of_one_process_and_of_shards_is_continued(tmp_path, recorded, shard):
     """One process, then two that share the weights, then one again."""
     run = run_on_ranks(tmp_path / "run", [*recorded, *SETTINGS, "trainer.max_steps=1"])
     settings = [*recorded, *SETTINGS, f"parallelism.shard={shard}", "trainer.max_steps=2"]
@@ -98,7 +98,7 @@ def test_the_checkpoint_of_one_process_and_of_shards_is_continued(tmp_path, reco
     assert_close(run, run_on_ranks(tmp_path / "one", [*recorded, *SETTINGS]))
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path, recorded, two_ranks):  # noqa: F811
+def test_a_checkpoint_of_another_model_is_refused(tmp_path, recorded, two_ranks):
     again = as_of(1, two_ranks, tmp_path / "again")
     with pytest.raises(ConfigError, match="does not fit the configured model"):
         run_on_ranks(again, [*recorded, *SETTINGS, "model.hidden_size=64"], resume=True)

@@ -2,42 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from pathlib import Path
 from time import monotonic
 
 import pytest
+from builders.parallel_runs import RECORDED, assert_close, run_on_ranks, train_on_rank
+from builders.processes import layout, world
 from omegaconf import OmegaConf
-from runs import SHORT, config_of, metrics_of, run
-from worlds import layout, world
+from runs import SHORT, config_of
 
-from pgtoolkit.config.validate import validate
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, RankLost
 from pgtoolkit.rollouts.recorded import RecordedRollouts
 from pgtoolkit.training.build import build, fit
 from pgtoolkit.training.recorder import Recorder
-from pgtoolkit.training.train import train
-
-RECORDED = [setting for setting in SHORT if not setting.startswith(("rollout.", "aggregation="))]
-CUT = ("num_micro_batches",)
-"""What depends on how a step was cut."""
-
-
-def train_on_rank(config, folder: Path, sizes: dict[str, int], resume: bool) -> None:
-    train(config, folder, resume=resume, layout=layout(**sizes))
-
-
-def run_on_ranks(folder: Path, overrides: list[str], resume: bool = False, **sizes: int) -> Path:
-    """A run of as many processes as the sizes multiply to; one process trains here."""
-    config = config_of(*overrides, *(f"parallelism.{axis}={size}" for axis, size in sizes.items()))
-    assert validate(config).problems == []
-    OmegaConf.resolve(config)  # as `launch` does: other processes know no resolvers
-    if sizes:
-        world(math.prod(sizes.values())).run(train_on_rank, config, folder, sizes, resume)
-    else:
-        train(config, folder, resume=resume)
-    return folder
 
 
 def error_on_rank(config, folder: Path, sizes: dict[str, int]) -> tuple:
@@ -60,29 +38,12 @@ def test_what_rank_0_alone_finds_in_its_way_ends_all_at_once(tmp_path):
     assert first[1].startswith(said)
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
-    """Rollouts of a short run, and overrides to train on them."""
-    folder = tmp_path_factory.mktemp("recorded")
-    run(folder / "run", f"rollout.save_path={folder / 'rollouts'}", "trainer.max_steps=4")
-    return [*RECORDED, "rollout=recorded", f"rollout.path={folder / 'rollouts'}", "trainer.max_steps=3"]
-
-
-def assert_close(found: Path, expected: Path, tolerance: float = 1e-5) -> None:
-    rows, others = metrics_of(found), metrics_of(expected)
-    assert [row["step"] for row in rows] == [row["step"] for row in others]
-    assert len(rows) > 0
-    for row, other in zip(rows, others, strict=True):
-        assert row.keys() == other.keys()
-        for name in row.keys() - set(CUT):
-            assert row[name] == pytest.approx(other[name], rel=tolerance, abs=tolerance), (row["step"], name)
-
-
 @pytest.mark.parametrize(
     ("size", "settings"),
     [
         (2, ["aggregation=constant", "aggregation.divisor=4", "metrics=with_entropy"]),
-        (4, ["loss=grpo", "aggregation=prompt_mean"]),  # the four documents of a prompt are on four ranks
+        # The four documents of a prompt are on four ranks.
+        pytest.param(4, ["loss=grpo", "aggregation=prompt_mean"], marks=pytest.mark.slow),
         (4, ["accumulation.docs_per_step=3", "loss=grpo", "aggregation=token_mean"]),  # one rank gets none
     ],
     ids=["two ranks", "groups over ranks", "less documents than ranks"],
@@ -96,9 +57,9 @@ def test_data_parallel_ranks_train_as_one_process_does(tmp_path, recorded, size,
 @pytest.mark.parametrize(
     ("sizes", "settings"),
     [
-        ({"data_parallel": 2}, ["parallelism.shard=true"]),
-        ({"tensor_parallel": 2}, ["parallelism.sequence_parallel=true"]),
-        ({"sequence_data_parallel": 2}, ["loss=grpo"]),
+        pytest.param({"data_parallel": 2}, ["parallelism.shard=true"], marks=pytest.mark.slow),
+        pytest.param({"tensor_parallel": 2}, ["parallelism.sequence_parallel=true"], marks=pytest.mark.slow),
+        pytest.param({"sequence_data_parallel": 2}, ["loss=grpo"], marks=pytest.mark.slow),
         ({"pipeline_parallel": 2}, ["metrics=none"]),
         ({"data_parallel": 2, "tensor_parallel": 2}, ["parallelism.shard=true"]),
     ],

@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
+from builders.losses import LOSSES, OBJECTIVES
 from omegaconf import OmegaConf
 from rollout_rows import good_row, write_jsonl
 from runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, run
-from steps import AGGREGATIONS, LEVELS, LOSSES
 
 from pgtoolkit.batch import Document
 from pgtoolkit.errors import ConfigError, DataError, NumericalError
@@ -60,9 +60,7 @@ def gradient_and_metrics(module, documents, max_tokens):
     return len(outputs), loss, gradient, {k: float(v) for k, v in sums.finalize(step.totals).items()}
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("loss", "aggregation", "level"), OBJECTIVES)
 @pytest.mark.parametrize("kernel", ["torch", "fused_linear"])
 def test_every_parameter_gets_the_same_gradient_however_the_step_is_cut(loss, aggregation, level, kernel):
     """The whole model in float64: packed whole, one document per micro-batch, and in between, in another order."""

@@ -6,13 +6,21 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
+from pgtoolkit import policy_loss
 from pgtoolkit.batch import StepTotals, Tokens
+from pgtoolkit.kernels import torch_passes, triton_passes
 from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.families import family_of
 from pgtoolkit.losses.objective import Loss, Objective, make_objective
 
+IMPLEMENTATIONS = {"torch": torch_passes, "triton": triton_passes}
+# What rounding the gradient to the dtype costs; the arithmetic is float32 throughout.
+GRADIENT_ERROR = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TEMPERATURE = 0.7
 LOSSES = ("grpo", "gspo", "cispo")
 SMOOTH = ("grpo", "gspo")
 """Those whose gradient is the derivative of the loss, without a stop-gradient."""
@@ -23,6 +31,12 @@ PAIRS = (
 )
 """Every family and every aggregation, but not each with each: an aggregation is no more than a weight."""
 LEVELS = ("none", "basic", "with_entropy")
+OBJECTIVES = (
+    *(("grpo", "sample_mean", "basic"), ("grpo", "constant", "none")),
+    *(("gspo", "sample_mean", "none"), ("gspo", "prompt_mean", "with_entropy"), ("gspo", "token_mean", "basic")),
+    ("cispo", "sample_mean", "with_entropy"),
+)
+"""The pairs, each at one level of the metrics. Each with each is for the comparison with the reference."""
 EPSILONS = {
     "grpo": {"epsilon_low": 0.2, "epsilon_high": 0.25},
     "gspo": {"epsilon_low": 0.02, "epsilon_high": 0.03},
@@ -71,6 +85,66 @@ def make_case(seed: int = 0, vocabulary: int = 13, lengths=(7, 1, 5, 12, 3, 4), 
     groups = torch.tensor([0, 1, 0, 2, 1, 2])
     group_index = groups[torch.arange(count) % len(groups)]
     return Case(logits, labels, new + noise + drift[document_index], advantages, document_index, group_index, count)
+
+
+@dataclass(frozen=True)
+class HeadCase:
+    """A step as hidden states and the head whose logits are the case's. dtype: in which it is computed."""
+
+    case: Case
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor
+    dtype: torch.dtype
+
+    @property
+    def logits(self) -> Tensor:
+        return linear(self.hidden, self.weight, self.bias)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The last four of the case's as a call takes them: on the device, vectors in float32 for a narrower dtype."""
+        precise = torch.float64 if self.dtype == torch.float64 else torch.float32
+        return tuple(x.to(DEVICE, precise if x.is_floating_point() else x.dtype) for x in self.case.tensors[1:])
+
+    def leaves(self) -> list[Tensor]:
+        """Hidden states, weight and bias on the device, which want gradients."""
+        return [x.clone().to(DEVICE, self.dtype).requires_grad_() for x in (self.hidden, self.weight, self.bias)]
+
+    def expected(self, factor: float = 1.0, **options) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+        """(loss, gradients of factor times it by hidden, weight, bias, metrics) in float64 from all logits at once."""
+        leaves = [x.clone().requires_grad_() for x in (self.hidden, self.weight, self.bias)]
+        out = policy_loss(linear(*leaves), *self.case.tensors[1:], temperature=TEMPERATURE, impl="torch", **options)
+        (factor * out.loss).backward()
+        return out.loss.detach(), [x.grad for x in leaves], out.metrics
+
+
+def make_head_case(
+    seed=6, lengths=(7, 1, 5, 12, 3, 4), vocabulary=12, dtype=torch.float64, hidden_size=None
+) -> HeadCase:
+    """As `make_case`, with a document of zero advantage and advantages that differ within the others.
+
+    With the seed given, clips act on both sides, and the two longest documents keep a gradient in both families.
+    All numbers are exact in dtype, and float64. With fewer hidden units than tokens of the vocabulary (None: three
+    more) the logits are others, and so are the old log-probs, by as much.
+    """
+    case = make_case(seed, vocabulary, lengths, TEMPERATURE)
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    def log_probs(logits):
+        return (logits / TEMPERATURE).log_softmax(-1).gather(-1, case.labels.clamp(min=0)[:, None])[:, 0]
+
+    weight, bias = random(vocabulary, hidden_size or vocabulary + 3), 0.1 * random(vocabulary)
+    hidden = (case.logits - bias) @ torch.linalg.pinv(weight).T
+    advantages = torch.where(case.document_index == 2, 0.0, case.advantages + 0.2 * random(len(case.labels)))
+    hidden, weight, bias, advantages = (x.to(dtype).double() for x in (hidden, weight, bias, advantages))
+    logits = linear(hidden, weight, bias)
+    old = (case.old_log_probs + log_probs(logits) - log_probs(case.logits)).to(dtype).double()
+    case = Case(logits, case.labels, old, advantages, case.document_index, case.group_index, case.num_documents)
+    return HeadCase(case, hidden, weight, bias, dtype)
 
 
 def totals_of(case: Case) -> StepTotals:

@@ -6,50 +6,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from steps import EPSILONS, Case, make_case, totals_of
 from torch import Tensor
 
+from builders.losses import EPSILONS, TEMPERATURE, HeadCase, totals_of
 from pgtoolkit import linear_policy_loss, policy_loss
 from pgtoolkit.losses import reference
-
-TEMPERATURE = 0.7
-
-
-@dataclass(frozen=True)
-class HeadCase:
-    """A step as hidden states and the head whose logits are the case's. dtype: in which it is computed."""
-
-    case: Case
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor
-    dtype: torch.dtype
-
-    @property
-    def logits(self) -> Tensor:
-        return self.hidden @ self.weight.T + self.bias
-
-
-def make_head_case(seed=6, lengths=(7, 1, 5, 12, 3, 4), vocabulary=12, dtype=torch.float64) -> HeadCase:
-    """As `make_case`, with a document of zero advantage and advantages that differ within the others.
-
-    With the seed given, clips act on both sides, and the two longest documents keep a gradient in both families.
-    All numbers are exact in dtype, and float64.
-    """
-    case = make_case(seed, vocabulary, lengths, TEMPERATURE)
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    weight, bias = random(vocabulary, vocabulary + 3), 0.1 * random(vocabulary)
-    hidden = (case.logits - bias) @ torch.linalg.pinv(weight).T
-    advantages = torch.where(case.document_index == 2, 0.0, case.advantages + 0.2 * random(len(case.labels)))
-    old, advantages, hidden, weight, bias = (
-        x.to(dtype).double() for x in (case.old_log_probs, advantages, hidden, weight, bias)
-    )
-    case = Case(case.logits, case.labels, old, advantages, case.document_index, case.group_index, case.num_documents)
-    return HeadCase(case, hidden, weight, bias, dtype)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the workers of test_parallel_models.py do: one fixed step through a small model, whole or spread over ranks."""
+"""One fixed step through a small model, whole or spread over ranks: what the workers of the tests of models do."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from builders import processes
+from builders.models import build
 from pgtoolkit.batch import Document, MicroBatch, StepTotals
 from pgtoolkit.kernels.losses import Computation, loss_of_hidden
 from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.families import family_of
 from pgtoolkit.losses.objective import Loss
-from pgtoolkit.model import attention
 from pgtoolkit.model.norms import clip_gradients, gradient_groups
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.model.sequence_data import local_tokens
 from pgtoolkit.model.spread import parallelize
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.packing import pack
-from tests import worlds
 
-VOCABULARY = 19  # divides by no number of ranks
 LENGTHS = (9, 1, 4, 21, 2, 6, 3, 11)
 GROUPS = (0, 0, 1, 0, 2, 2, 2, 1)
 MASKED = (4, 5)
@@ -64,42 +63,6 @@ def dealt(documents: list[Document], data_rank: int, data_size: int) -> list[Mic
     """A data rank's micro-batches of the step, as many as the others'; one of them is empty."""
     own = documents[data_rank::data_size]
     return [packed(cut) for cut in (own[:1], own[1:4], [], own[4:])]
-
-
-def build(kind: str) -> Policy:
-    """A small model in float64, the same in each process."""
-    import transformers
-
-    tied = kind.endswith("_tied")
-    shape = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "tie_word_embeddings": tied}
-    torch.manual_seed(7)
-    if kind.startswith("gpt2"):
-        nothing = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        config = transformers.GPT2Config(
-            **shape, n_head=4, n_positions=24, **nothing, bos_token_id=None, eos_token_id=None
-        )
-        model = transformers.GPT2LMHeadModel(config)
-    else:
-        name = {"qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}[kind.partition("_")[0]]
-        make, configure = getattr(transformers, f"{name}ForCausalLM"), getattr(transformers, f"{name}Config")
-        window = {"sliding_window": 5} if name == "Mistral" else {}
-        heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}
-        model = make(
-            configure(**shape, **heads, **window, intermediate_size=24, max_position_embeddings=64, pad_token_id=2)
-        )
-        if "_checkpointed" in kind:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for parameter in model.parameters():  # also biases and norms, which begin as constants
-        parameter.data += 0.2 * torch.randn(parameter.shape)
-    if kind.endswith("_by_document"):
-        attend_by_document(model)
-    return Policy(model.double().train(), None)
-
-
-def attend_by_document(model) -> None:
-    """Give it the attention that it would have on a GPU, here through the loop over documents."""
-    attention.register(attention.NAME, attention.attention)
-    model.set_attn_implementation(attention.NAME)
 
 
 def loss_of(mine: MicroBatch, inputs: tuple, totals: StepTotals, objective: dict):
@@ -165,7 +128,7 @@ def configuration(shard: bool, sequence_parallel: bool, scale: int = 1) -> Simpl
 
 @functools.cache
 def spread(kind: str, cut: tuple, shard: bool, sequence_parallel: bool) -> tuple[Policy, Layout]:
-    layout = worlds.layout(**dict(cut))
+    layout = processes.layout(**dict(cut))
     return parallelize(build(kind), layout, configuration(shard, sequence_parallel)), layout
 
 

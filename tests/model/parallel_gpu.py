@@ -11,12 +11,12 @@ import os
 
 import torch
 import torch.distributed as dist
+from builders.spread import configuration, step
 
 from pgtoolkit.model import attention
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.model.spread import parallelize
 from pgtoolkit.ranks.layout import Layout
-from tests.parallel_models import configuration, step
 
 SCALE = 20
 OBJECTIVE = {"loss": "gspo", "aggregation": "sample_mean", "metrics": "basic"}

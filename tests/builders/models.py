@@ -1,0 +1,70 @@
+"""Small models, and folders of them as save_pretrained leaves them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+
+from pgtoolkit.config.schema import HuggingFaceModelConfig, NumberType
+from pgtoolkit.model import attention
+from pgtoolkit.model.policy import Policy, character_tokenizer
+
+VOCABULARY = 19  # of `build`: divides by no number of ranks
+ALPHABET = "0123456789="
+
+
+def small_llama(seed: int = 0, **changes) -> transformers.LlamaForCausalLM:
+    """One layer, whose tokens are the digits, `=` and the end; changes: of its LlamaConfig."""
+    shape = {"vocab_size": 12, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    shape |= {"num_attention_heads": 2, "max_position_embeddings": 32, "bos_token_id": None, "eos_token_id": 11}
+    torch.manual_seed(seed)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape | changes))
+
+
+def save_with_tokenizer(model: transformers.PreTrainedModel, folder: Path) -> Path:
+    """The folder, with the model and a tokenizer of one token a character."""
+    model.save_pretrained(folder)
+    character_tokenizer(ALPHABET).save_pretrained(folder)
+    return folder
+
+
+def model_config(path, **changes) -> HuggingFaceModelConfig:
+    """The configuration of a model folder, without what was not asked for."""
+    values = {"random_weights": False, "dtype": NumberType.auto, "gradient_checkpointing": False}
+    return HuggingFaceModelConfig(name="huggingface", path=str(path), fp32_lm_head=False, **(values | changes))
+
+
+def build(kind: str) -> Policy:
+    """A small model in float64, the same in each process."""
+    tied = kind.endswith("_tied")
+    shape = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "tie_word_embeddings": tied}
+    torch.manual_seed(7)
+    if kind.startswith("gpt2"):
+        nothing = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        config = transformers.GPT2Config(
+            **shape, n_head=4, n_positions=24, **nothing, bos_token_id=None, eos_token_id=None
+        )
+        model = transformers.GPT2LMHeadModel(config)
+    else:
+        name = {"qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}[kind.partition("_")[0]]
+        make, configure = getattr(transformers, f"{name}ForCausalLM"), getattr(transformers, f"{name}Config")
+        window = {"sliding_window": 5} if name == "Mistral" else {}
+        heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}
+        model = make(
+            configure(**shape, **heads, **window, intermediate_size=24, max_position_embeddings=64, pad_token_id=2)
+        )
+        if "_checkpointed" in kind:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for parameter in model.parameters():  # also biases and norms, which begin as constants
+        parameter.data += 0.2 * torch.randn(parameter.shape)
+    if kind.endswith("_by_document"):
+        attend_by_document(model)
+    return Policy(model.double().train(), None)
+
+
+def attend_by_document(model) -> None:
+    """Give it the attention that it would have on a GPU, here through the loop over documents."""
+    attention.register(attention.NAME, attention.attention)
+    model.set_attn_implementation(attention.NAME)

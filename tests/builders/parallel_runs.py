@@ -1,0 +1,44 @@
+"""Runs of several processes for the tests, and what their numbers may differ in from those of one."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from runs import SHORT, config_of, metrics_of
+
+from builders.processes import layout, world
+from pgtoolkit.config.validate import validate
+from pgtoolkit.training.train import train
+
+RECORDED = [setting for setting in SHORT if not setting.startswith(("rollout.", "aggregation="))]
+CUT = ("num_micro_batches",)
+"""What depends on how a step was cut."""
+
+
+def train_on_rank(config, folder: Path, sizes: dict[str, int], resume: bool) -> None:
+    train(config, folder, resume=resume, layout=layout(**sizes))
+
+
+def run_on_ranks(folder: Path, overrides: list[str], resume: bool = False, **sizes: int) -> Path:
+    """A run of as many processes as the sizes multiply to; one process trains here."""
+    config = config_of(*overrides, *(f"parallelism.{axis}={size}" for axis, size in sizes.items()))
+    assert validate(config).problems == []
+    OmegaConf.resolve(config)  # as `launch` does: other processes know no resolvers
+    if sizes:
+        world(math.prod(sizes.values())).run(train_on_rank, config, folder, sizes, resume)
+    else:
+        train(config, folder, resume=resume)
+    return folder
+
+
+def assert_close(found: Path, expected: Path, tolerance: float = 1e-5) -> None:
+    rows, others = metrics_of(found), metrics_of(expected)
+    assert [row["step"] for row in rows] == [row["step"] for row in others]
+    assert len(rows) > 0
+    for row, other in zip(rows, others, strict=True):
+        assert row.keys() == other.keys()
+        for name in row.keys() - set(CUT):
+            assert row[name] == pytest.approx(other[name], rel=tolerance, abs=tolerance), (row["step"], name)

@@ -1,0 +1,146 @@
+"""The gradients of the fused LM head: where they add up, in which precision, and for which of the parameters."""
+
+import math
+
+import pytest
+import torch
+from builders.losses import DEVICE, EPSILONS, LOSSES, TEMPERATURE, make_head_case, relative_error
+
+from pgtoolkit import linear_policy_loss, policy_loss
+from pgtoolkit.errors import DataError
+from pgtoolkit.kernels.products import accumulate_matmul, matmul
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_weight_gradient_adds_up_over_micro_batches(dtype):
+    """Two calls add to one float32 buffer, which autograd does not see; bfloat16 sums are not rounded in between."""
+    problem = make_head_case(dtype=dtype)
+    total = torch.zeros(12, 15, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=DEVICE)
+    for _ in range(2):
+        hidden, weight, _ = problem.leaves()
+        out = linear_policy_loss(
+            hidden, weight, *problem.tensors, loss="grpo", weight_gradient=total, **EPSILONS["grpo"]
+        )
+        out.loss.backward()
+        assert weight.grad is None
+    other_hidden, other_weight, _ = problem.leaves()
+    linear_policy_loss(other_hidden, other_weight, *problem.tensors, loss="grpo", **EPSILONS["grpo"]).loss.backward()
+    tolerance = 1e-13 if dtype == torch.float64 else 5e-3
+    assert relative_error(total, 2 * other_weight.grad.double()) < tolerance
+    assert torch.equal(hidden.grad, other_hidden.grad)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a device-side assertion ends the process's use of the GPU")
+def test_weight_gradient_refuses_a_scaled_loss():
+    problem = make_head_case()
+    hidden, weight, _ = problem.leaves()
+    out = linear_policy_loss(hidden, weight, *problem.tensors, weight_gradient=torch.zeros_like(weight).detach())
+    with pytest.raises(RuntimeError, match="as it was returned"):
+        (2 * out.loss).backward()
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_the_weight_gradient_adds_up_in_float32_over_chunks(given):
+    """1024 equal tokens, one a chunk: a bfloat16 total no longer grows once it is 256 times what is added."""
+    rows, ones = 1024, torch.ones(1024, 1, device=DEVICE)
+    hidden = ones.bfloat16().requires_grad_()
+    weight = torch.zeros(4, 1, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    zeros = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+    total = torch.zeros(4, 1, device=DEVICE) if given else None
+    out = linear_policy_loss(
+        hidden,
+        weight,
+        zeros,
+        -math.log(4) * ones[:, 0],
+        ones[:, 0],
+        zeros,
+        loss="grpo",
+        impl="fused_linear",
+        logits_memory_mb=1e-6,
+        weight_gradient=total,
+    )
+    out.loss.backward()
+    # The mean of -(onehot - softmax): -3/4 for the label, 1/4 for the others.
+    found = (total if given else weight.grad).double().cpu()
+    expected = torch.tensor([[-0.75], [0.25], [0.25], [0.25]], dtype=torch.float64)
+    assert relative_error(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_add_to_a_float32_total_without_rounding_in_between(dtype):
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(*shape, generator=generator).to(DEVICE, dtype) for shape in ((300, 50), (50, 130)))
+    total = torch.full((300, 130), 100.0, device=DEVICE)
+    accumulate_matmul(total, a, b, alpha=0.25)
+    accumulate_matmul(total, a, b, alpha=0.25)
+    assert relative_error(total, 100 + 0.5 * (a.double() @ b.double())) < 1e-6
+    product = matmul(a, b, torch.empty(300, 130, device=DEVICE))
+    assert relative_error(product, a.double() @ b.double()) < 1e-6
+
+
+def test_bad_data_is_named_before_it_reaches_the_buffer():
+    problem = make_head_case()
+    labels, old, advantages, index = problem.tensors
+    old = old.clone()
+    old[(index == 3).nonzero()[4]] = torch.nan
+    hidden, weight, _ = problem.leaves()
+    total = torch.zeros_like(weight).detach()
+    for loss in LOSSES:
+        with pytest.raises(DataError, match="document 3"):
+            linear_policy_loss(hidden, weight, labels, old, advantages, index, loss=loss, weight_gradient=total)
+        assert (total == 0).all()
+    hidden = hidden.detach().clone()
+    hidden[(index == 1).nonzero()[0]] = torch.inf
+    with pytest.raises(DataError, match="document 1"):
+        linear_policy_loss(hidden.requires_grad_(), weight, *problem.tensors)
+
+
+def test_frozen_weight_and_frozen_body():
+    problem = make_head_case()
+    _, gradients, _ = problem.expected(loss="gspo")
+    for frozen in (0, 1, 2):
+        leaves = problem.leaves()
+        leaves[frozen].requires_grad_(False)
+        out = linear_policy_loss(*leaves[:2], *problem.tensors, bias=leaves[2], temperature=TEMPERATURE)
+        out.loss.backward()
+        for i, (leaf, gradient) in enumerate(zip(leaves, gradients, strict=True)):
+            assert leaf.grad is None if i == frozen else relative_error(leaf.grad, gradient) < 1e-12
+
+
+def test_tied_embeddings_and_checkpointed_body():
+    """The embedding's share of the gradient and the head's add up; a recomputed body changes nothing."""
+    problem = make_head_case()
+    _, weight, _ = problem.leaves()
+    body = torch.nn.Linear(15, 15, dtype=torch.float64, device=DEVICE)
+    tokens = problem.tensors[0].clamp(min=0)
+
+    def run(checkpointed, head):
+        weight.grad = body.weight.grad = None
+        hidden = torch.nn.functional.embedding(tokens, weight)
+        hidden = torch.utils.checkpoint.checkpoint(body, hidden, use_reentrant=False) if checkpointed else body(hidden)
+        head(hidden).backward()
+        return weight.grad, body.weight.grad
+
+    expected = run(False, lambda hidden: policy_loss(hidden @ weight.T, *problem.tensors, impl="torch").loss)
+    found = run(True, lambda hidden: linear_policy_loss(hidden, weight, *problem.tensors).loss)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert relative_error(ours, theirs) < 1e-12
+
+
+def test_float32_weight_under_a_bfloat16_model():
+    problem = make_head_case(dtype=torch.bfloat16)
+    hidden, weight, _ = problem.leaves()
+    wide = weight.detach().float().requires_grad_()
+    linear_policy_loss(hidden, wide, *problem.tensors).loss.backward()
+    linear_policy_loss(hidden, weight, *problem.tensors).loss.backward()
+    assert wide.grad.dtype == torch.float32
+    assert torch.equal(wide.grad.bfloat16(), weight.grad)
+
+
+def test_the_gradients_are_handed_out_once():
+    problem = make_head_case()
+    hidden, weight, _ = problem.leaves()
+    out = linear_policy_loss(hidden, weight, *problem.tensors)
+    out.loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="first backward"):
+        out.loss.backward()
