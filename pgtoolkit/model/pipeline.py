@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from pgtoolkit.batch import MicroBatch
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.model.architectures import family_of
+from pgtoolkit.model.architectures import architecture_of
 from pgtoolkit.ranks.layout import Layout
 
 
@@ -25,14 +25,14 @@ def cut(model: nn.Module, stage: int, num_stages: int) -> None:
     Raises ConfigError for a model with fewer layers than stages, or whose embedding and head are one matrix.
     """
     key = f"parallelism.pipeline_parallel={num_stages}"
-    family = family_of(model, key)
-    layers, base = family.layers_of(model), model.base_model
+    parts = architecture_of(model, key)
+    layers, base = parts.layers_of(model), model.base_model
     if len(layers) < num_stages:
         raise ConfigError(
             f"{key} needs at least as many layers (got {len(layers)}). Each rank holds whole layers. "
             f"Use parallelism.pipeline_parallel={len(layers)}."
         )
-    if model.get_output_embeddings().weight is getattr(base, family.embedding).weight:
+    if model.get_output_embeddings().weight is getattr(base, parts.embedding).weight:
         raise ConfigError(
             f"{key} needs a model whose embedding and LM head are two matrices (got one for both). The first stage "
             "holds the one, the last the other. Use parallelism=fsdp."
@@ -42,11 +42,11 @@ def cut(model: nn.Module, stage: int, num_stages: int) -> None:
         if not first <= number < last:
             layers[number] = _PassThrough()
     if stage > 0:
-        setattr(base, family.embedding, _PassThrough())
-        if family.positions is not None:
-            setattr(base, family.positions, _Zero())
+        setattr(base, parts.embedding, _PassThrough())
+        if parts.positions is not None:
+            setattr(base, parts.positions, _Zero())
     if stage < num_stages - 1:
-        setattr(base, family.final_norm, _PassThrough())
+        setattr(base, parts.final_norm, _PassThrough())
         model.set_output_embeddings(_PassThrough())
 
 

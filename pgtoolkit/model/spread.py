@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from pgtoolkit.batch import MicroBatch
 from pgtoolkit.config.schema import Config
 from pgtoolkit.kernels.losses import LMHead
 from pgtoolkit.losses.exchange import Ranks
-from pgtoolkit.model import sequence_data
-from pgtoolkit.model.architectures import family_of
-from pgtoolkit.model.attention import Documents, register
-from pgtoolkit.model.fully_sharded import shard_fully, synchronise_gradients
+from pgtoolkit.model.architectures import architecture_of
+from pgtoolkit.model.attention import Documents, use_packed_attention
+from pgtoolkit.model.fully_sharded import shard_fully
 from pgtoolkit.model.pipeline import Pipeline, cut
 from pgtoolkit.model.policy import Policy
-from pgtoolkit.model.sequence_data import Pieces
+from pgtoolkit.model.sequence_data import documents_here
 from pgtoolkit.model.tensor import divide_further, shard_tensors, vocabulary_start
 from pgtoolkit.ranks.collectives import local
 from pgtoolkit.ranks.layout import Layout
@@ -80,7 +80,16 @@ class ParallelPolicy(Policy):
 
     def synchronise_gradients(self, last: bool) -> None:
         if self.sharded:
-            synchronise_gradients(self.model, last)
+            self.model.set_requires_gradient_sync(last)
+
+    def gradient_groups(self) -> list[tuple[ProcessGroup, list[nn.Parameter]]]:
+        groups = []
+        if self.partial:
+            partial = [p for name, p in self.model.named_parameters() if name in self.partial]
+            groups.append((self.layout.group("tensor_parallel"), partial))
+        if self.layout.loss_group is not None and not self.sharded:  # else FSDP2 has summed them already
+            groups.append((self.layout.loss_group, [p for p in self.model.parameters() if p.requires_grad]))
+        return groups
 
     @property
     def _multiple(self) -> int:
@@ -90,7 +99,8 @@ class ParallelPolicy(Policy):
         group = self.layout.group("sequence_data_parallel")
         if group is None:
             return self._body(tokens, positions, lengths)
-        return self._body(tokens, positions, pieces=Pieces.of(lengths, tokens.shape[1], group, tokens.device))
+        documents = documents_here(lengths, tokens.shape[1], group, tokens.device)
+        return self._body(tokens, positions, documents=documents)
 
     def _body(self, tokens: Tensor, position_ids: Tensor, lengths: Sequence[int] = (), **more) -> Tensor:
         length = tokens.shape[1]
@@ -124,9 +134,8 @@ def parallelize(policy: Policy, layout: Layout, config: Config) -> Policy:
     if layout.size("tensor_parallel") > 1:
         partial = shard_tensors(model, layout.mesh["tensor_parallel"], parallelism.sequence_parallel)
     if (size := layout.size("sequence_data_parallel")) > 1:
-        family_of(model, f"parallelism.sequence_data_parallel={size}")
-        register(sequence_data.NAME, sequence_data.attention)
-        model.set_attn_implementation(sequence_data.NAME)
+        architecture_of(model, f"parallelism.sequence_data_parallel={size}")
+        use_packed_attention(model)
     if (size := layout.size("pipeline_parallel")) > 1:
         cut(model, layout.rank_in("pipeline_parallel"), size)
     names = frozenset(name for name, parameter in model.named_parameters() if parameter in partial)
