@@ -462,9 +462,9 @@ def server():
 
 
 def copy_to(folder: Path) -> Path:
-    for name in ("pgtoolkit", "conf", "tests"):
+    for name in ("pgtoolkit", "conf", "docs", "tests"):
         shutil.copytree(
-            REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "test_mutants.py")
+            REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "test_mutants.py", "images")
         )
     shutil.copy(REPOSITORY / "pyproject.toml", folder)
     return folder
