@@ -80,28 +80,27 @@ def _check(model: nn.Module, parts: Architecture, size: int, key: str) -> None:
 
 
 def _shard_layer(layer: nn.Module, parts: Architecture, mesh: DeviceMesh, sequence_parallel: bool) -> set[nn.Parameter]:
-    group = mesh.get_group()
-    partial = set()
+    group, attention, partial = mesh.get_group(), layer.get_submodule(parts.attention), set()
     for name in parts.column:
-        _replace(layer, name, ColumnParallel(layer.get_submodule(name), mesh))
+        layer.set_submodule(name, ColumnParallel(layer.get_submodule(name), mesh))
     for name in parts.row:
         matrix = RowParallel(layer.get_submodule(name), mesh, sequence_parallel)
-        _replace(layer, name, matrix)
+        layer.set_submodule(name, matrix)
         if sequence_parallel and matrix.bias is not None:
             partial.add(matrix.bias)
     for name in parts.fused:
-        matrix = FusedHeads(layer.get_submodule(name), group, layer.get_submodule(parts.attention).num_heads)
-        _replace(layer, name, matrix)
+        matrix = FusedHeads(layer.get_submodule(name), group, attention.num_heads)
+        layer.set_submodule(name, matrix)
         partial |= set(matrix.parameters())
-    attention = layer.get_submodule(parts.attention)
     if parts.fused:
         attention.split_size //= mesh.size()
     norms = parts.head_norms + (parts.norms if sequence_parallel else ())
     for name, module in layer.named_modules():
         if name in norms:
             partial |= set(module.parameters())
+    hook = _on_hidden(lambda x: _block_input(x, group, sequence_parallel))
     for block in (attention, layer.mlp):
-        block.register_forward_pre_hook(_on_hidden(_entrance(group, sequence_parallel)), with_kwargs=True)
+        block.register_forward_pre_hook(hook, with_kwargs=True)
     return partial
 
 
@@ -115,15 +114,11 @@ def _shard_vocabulary(model: nn.Module, parts: Architecture, mesh: DeviceMesh) -
         head.bias = _sharded(head.bias, mesh, 0)
 
 
-def _entrance(group: ProcessGroup, sequence_parallel: bool):
-    """What the input of a block goes through: to each rank's own heads or columns, and all tokens."""
-
-    def enter(x: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))  # as the matrices would, but before it is sent
-        return collectives.gather(x, group, 1, True) if sequence_parallel else collectives.copy(x, group)
-
-    return enter
+def _block_input(x: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+    """The input of a block, all tokens of it, for each rank's own heads or columns."""
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))  # as the matrices would, but before it is sent
+    return collectives.gather(x, group, 1, True) if sequence_parallel else collectives.copy(x, group)
 
 
 def _on_hidden(function):
@@ -135,11 +130,6 @@ def _on_hidden(function):
         return (function(arguments[0]), *arguments[1:]), keywords
 
     return hook
-
-
-def _replace(layer: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(layer.get_submodule(parent), child, module)
 
 
 def _sharded(parameter: nn.Parameter, mesh: DeviceMesh, axis: int) -> nn.Parameter:

@@ -34,8 +34,7 @@ class DynamicAccumulation(lightning.LightningModule):
     Steps come with their totals: from `rollouts.steps.StepLoader`, which gathers documents until `docs_per_step`, or
     from a DataLoader that collates with `rollouts.steps.make_step`.
 
-    layout: the ranks that share each step. To Lightning each of them trains alone (one device, no strategy of several):
-        gradients are sums over the ranks, which DDP would average.
+    layout: the ranks that share each step. To Lightning each of them trains alone, on one device.
     max_grad_norm: the gradient is scaled down to this norm; None: never. max_bad_steps: so many steps in a row whose
         loss or gradient is not finite raise NumericalError.
     num_updates counts the updates made; documents_seen all documents delivered, also those of a step that was skipped.
@@ -86,6 +85,15 @@ class DynamicAccumulation(lightning.LightningModule):
     def optimizer(self) -> torch.optim.Optimizer:
         # Lightning's wrapper holds copies of its fields, which a loaded state would not reach.
         return self.optimizers(use_pl_optimizer=False)
+
+    def on_fit_start(self) -> None:
+        """Refuses what would silently give other gradients."""
+        if self.trainer.world_size > 1:
+            raise ValueError(
+                f"DynamicAccumulation needs a Trainer of one device in each process (got {self.trainer.world_size} "
+                "devices). Lightning would average gradients that are shares of one sum. Use devices=1, and a layout "
+                "for several processes."
+            )
 
     def transfer_batch_to_device(self, batch: Step, device: torch.device, dataloader_idx: int) -> Step:
         return batch  # the micro-batches are moved one at a time
@@ -151,13 +159,11 @@ class DynamicAccumulation(lightning.LightningModule):
         """Leaves the weights as they are; raises NumericalError after `max_bad_steps` in a row."""
         self.num_skipped_steps += 1
         self._bad_steps_in_a_row += 1
-        bad_documents = [name for found in gather(bad_documents, self.layout.world_group) for name in found]
-        names = list(dict.fromkeys(bad_documents)) or [document.name for document in step.documents]
-        where = (
-            "Not finite already in the log-probs of"
-            if bad_documents
-            else ("Every log-prob is finite; the step's documents are")
-        )
+        names = [name for found in gather(bad_documents, self.layout.world_group) for name in found]
+        where, names = "Not finite already in the log-probs of", list(dict.fromkeys(names))
+        if not names:
+            where = "Every log-prob is finite; the step's documents are"
+            names = [document.name for document in step.documents]
         message = (
             f"loss={metrics['loss']:g}, grad_norm={metrics['grad_norm']:g}: no update was made. {where}: "
             f"{'; '.join(names[:8])}{f'; and {len(names) - 8} more' if len(names) > 8 else ''}."

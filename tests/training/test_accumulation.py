@@ -21,6 +21,7 @@ from pgtoolkit.ranks.layout import ONE_PROCESS
 from pgtoolkit.rollouts.packing import pack
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.training.accumulation import DynamicAccumulation
+from pgtoolkit.training.frameworks import lightning
 
 VOCABULARY, RATE, DOCS_PER_STEP = 7, 0.1, 6
 GRPO = {"loss": "grpo", "epsilon_low": 0.2, "epsilon_high": 0.2, "aggregation": "sample_mean"}
@@ -174,3 +175,11 @@ def test_a_step_that_is_not_finite_leaves_the_weights_of_any_module():
     assert module.training_step(make_step(documents()[:DOCS_PER_STEP], 12), 2)["metrics"]["num_skipped_steps"] == 2
     assert module.num_updates == 1
     assert not torch.equal(module.model[2].weight, before["2.weight"])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_that_would_average_gradients_is_refused():
+    module = Small(ONE_PROCESS)
+    module.trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False)
+    with pytest.raises(ValueError, match=r"needs a Trainer of one device in each process \(got 2 devices\)"):
+        module.on_fit_start()
