@@ -130,6 +130,6 @@ def head_in_float32(tmp_path):
         found = module.log_probs(step.micro_batches[0])[labels >= 0]
         torch.testing.assert_close(found, both[dtype], rtol=0, atol=1e-5)
         with LogitsMade(12) as logits:
-            out = module._loss(step.micro_batches[0], step.totals)
+            out = module.micro_batch_loss(step.micro_batches[0], step.totals)
         assert logits.found == [(int((labels >= 0).sum()), dtype)]
         torch.testing.assert_close(out.log_probs[labels >= 0], both[dtype], rtol=0, atol=1e-5)

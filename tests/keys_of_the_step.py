@@ -121,7 +121,7 @@ def losses_and_logits(*choices: str, vocabulary: int = V):
             module.model.set_output_embeddings(nn.Linear(8, vocabulary, bias=False, dtype=torch.float64))
         step = step_of(some_documents())
         with LogitsMade(vocabulary) as logits:
-            out = module._loss(step.micro_batches[0], step.totals)
+            out = module.micro_batch_loss(step.micro_batches[0], step.totals)
         yield out, logits
 
 
@@ -163,7 +163,7 @@ def implementation():
         module = module_of(f"kernel={name}", "trainer.device=auto").float().to(DEVICE)
         step = step_of(some_documents())
         with LogitsMade(V) as logits:
-            out = module._loss(step.micro_batches[0], step.totals)
+            out = module.micro_batch_loss(step.micro_batches[0].to(DEVICE), step.totals)
         kept[name] = (out.loss.grad_fn.name().removesuffix("Backward"), max(logits.rows), round(out.loss.item(), 5))
     num_tokens, loss = sum(document.num_tokens for document in some_documents()), kept["torch"][2]
     num_trained = sum(document.num_trained for document in some_documents())

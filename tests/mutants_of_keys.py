@@ -30,7 +30,7 @@ MUTANTS_OF_KEYS = [
     ),
     (
         "training ignores max_grad_norm",
-        "training/module.py",
+        "training/accumulation.py",
         {"math.inf if limit is None else limit": "math.inf"},
         (f"{ROW}[optimizer.max_grad_norm]",),
     ),
@@ -48,13 +48,13 @@ MUTANTS_OF_KEYS = [
     ),
     (
         "a gradient of infinite norm still updates",
-        "training/module.py",
+        "training/accumulation.py",
         {' and math.isfinite(metrics["grad_norm"]):': ":"},
         (f"{STEP}::test_a_gradient_whose_norm_is_infinite_changes_no_weight",),
     ),
     (
         "bad steps are never forgiven",
-        "training/module.py",
+        "training/accumulation.py",
         {"self.num_updates += 1\n            self._bad_steps_in_a_row = 0": "self.num_updates += 1"},
         (f"{STEP}::test_bad_steps_count_only_in_a_row",),
     ),

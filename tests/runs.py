@@ -61,7 +61,7 @@ def built(*overrides: str) -> tuple[PolicyGradientModule, StepLoader]:
     module, loader = build(OmegaConf.to_object(config_of(*overrides)))
     module.double()
     optimizer = module.configure_optimizers()
-    module.optimizers = lambda use_pl_optimizer: optimizer
+    module.optimizers = lambda use_pl_optimizer=True: optimizer
     module.manual_backward = lambda loss: loss.backward()
     return module, loader
 

@@ -36,6 +36,7 @@ class Mutant:
     caught_by: tuple[str, ...]
 
 
+ACCUMULATION = "tests/training/test_accumulation.py"
 CUT = "tests/losses/test_invariance.py::test_micro_batches_order_and_padding"
 MUTANTS = [
     Mutant(
@@ -216,23 +217,58 @@ MUTANTS = [
     ),
     Mutant(
         "the loss divided by the number of micro-batches (TRL #6024, ms-swift #10117)",
-        "training/module.py",
+        "training/accumulation.py",
         {
-            "self.manual_backward(out.loss)": "self.manual_backward(out.loss / len(micro_batches))",
-            # Which would refuse it: the head has added its gradient of the loss as it was.
-            "if torch.is_grad_enabled() and self._head_adds_its_gradient():": "if False:",
+            "        for group, parameters in self.gradient_groups():": "        for p in self.parameters():\n"
+            "            p.grad /= len(micro_batches)\n        for group, parameters in self.gradient_groups():"
         },
         (
             "tests/losses/test_peers.py::test_an_update_does_not_depend_on_the_number_of_micro_batches[grpo-sample_mean]",
+            f"{ACCUMULATION}::test_the_documented_module_trains_the_same_however_its_steps_are_cut[24-counts1]",
         ),
     ),
     Mutant(
         "the gradient of all but the last micro-batch lost (Fast-LLM #551)",
-        "training/module.py",
+        "training/accumulation.py",
         {"self.manual_backward(out.loss)": "self.optimizer.zero_grad(); self.manual_backward(out.loss)"},
         (
             "tests/losses/test_peers.py::test_an_update_does_not_depend_on_the_number_of_micro_batches[grpo-sample_mean]",
+            f"{ACCUMULATION}::test_the_documented_module_trains_the_same_however_its_steps_are_cut[24-counts1]",
         ),
+    ),
+    Mutant(
+        "each micro-batch divided by totals of its own (TRL #3021, verl #5877)",
+        "training/accumulation.py",
+        {
+            "self.micro_batch_loss(micro_batch.counted().to(self.device), totals)": "self.micro_batch_loss("
+            "micro_batch.counted().to(self.device), StepTotals(micro_batch.num_documents, "
+            "int((micro_batch.labels >= 0).sum()), 0))"
+        },
+        (f"{ACCUMULATION}::test_the_documented_module_trains_the_same_however_its_steps_are_cut[24-counts1]",),
+    ),
+    Mutant(
+        "a micro-batch of the step left out",
+        "training/accumulation.py",
+        {"for micro_batch in step.micro_batches]": "for micro_batch in step.micro_batches[:3]]"},
+        (f"{ACCUMULATION}::test_the_documented_module_trains_the_same_however_its_steps_are_cut[12-counts3]",),
+    ),
+    Mutant(
+        "gradients exchanged with every micro-batch of a step",
+        "training/accumulation.py",
+        {"last=number == len(micro_batches)": "last=True"},
+        (f"{ACCUMULATION}::test_gradients_are_exchanged_with_the_last_micro_batch_of_a_step_alone",),
+    ),
+    Mutant(
+        "gradients of a module of the user's own not summed over ranks",
+        "training/accumulation.py",
+        {"return [(self.layout.loss_group,": "return [] and [(self.layout.loss_group,"},
+        (f"{ACCUMULATION}::test_any_module_is_driven_over_data_parallel_ranks[2-12]",),
+    ),
+    Mutant(
+        "a step's loss and metrics of one rank alone",
+        "training/accumulation.py",
+        {"for group in (self.layout.loss_group,": "for group in (None,"},
+        (f"{ACCUMULATION}::test_any_module_is_driven_over_data_parallel_ranks[2-12]",),
     ),
     Mutant(
         "the scheduled learning rate reported but not used",
@@ -426,9 +462,9 @@ def server():
 
 
 def copy_to(folder: Path) -> Path:
-    for name in ("pgtoolkit", "conf", "tests"):
+    for name in ("pgtoolkit", "conf", "docs", "tests"):
         shutil.copytree(
-            REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "test_mutants.py")
+            REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "test_mutants.py", "images")
         )
     shutil.copy(REPOSITORY / "pyproject.toml", folder)
     return folder

@@ -1,4 +1,4 @@
-"""Where the parts of a transformer are, for the model families that can be spread over processes."""
+"""Where the parts of a transformer are, for the architectures that can be spread over processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pgtoolkit.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Family:
+class Architecture:
     """Names inside of the base model (layers, embeddings, final norm) and inside of each layer (the rest).
 
     column, row: the matrices whose outputs, and whose inputs, can be divided among ranks. fused: those that hold
@@ -32,7 +32,7 @@ class Family:
         return getattr(model.base_model, self.layers)
 
 
-_LLAMA_LIKE = Family(
+_LLAMA_LIKE = Architecture(
     layers="layers",
     embedding="embed_tokens",
     final_norm="norm",
@@ -42,7 +42,7 @@ _LLAMA_LIKE = Family(
     row=("self_attn.o_proj", "mlp.down_proj"),
     head_norms=("self_attn.q_norm", "self_attn.k_norm"),
 )
-_GPT2 = Family(
+_GPT2 = Architecture(
     layers="h",
     embedding="wte",
     final_norm="ln_f",
@@ -53,20 +53,19 @@ _GPT2 = Family(
     positions="wpe",
     fused=("attn.c_attn",),
 )
-_FAMILIES = {"gpt2": _GPT2} | dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA_LIKE)
+_ARCHITECTURES = {"gpt2": _GPT2} | dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA_LIKE)
 
 
 def is_known(model: nn.Module) -> bool:
     """Whether the parts of a transformers model are known, and its attention is softmax of scaled products alone."""
-    return model.config.model_type in _FAMILIES
+    return model.config.model_type in _ARCHITECTURES
 
 
-def family_of(model: nn.Module, key: str) -> Family:
-    """The family of a transformers model; key: the setting that needs it. Raises ConfigError for any other."""
-    kind = model.config.model_type
+def architecture_of(model: nn.Module, key: str) -> Architecture:
+    """Where the parts of a transformers model are; ConfigError, naming the setting `key` that needs it, if unknown."""
     if not is_known(model):
         raise ConfigError(
-            f"{key} needs a model of type {', '.join(sorted(_FAMILIES))} (got {kind}). Where the matrices and layers "
-            "are is known for these. Use parallelism=ddp."
+            f"{key} needs a model of type {', '.join(sorted(_ARCHITECTURES))} (got {model.config.model_type}). Where "
+            "the matrices and layers are is known for these. Use parallelism=ddp."
         )
-    return _FAMILIES[kind]
+    return _ARCHITECTURES[model.config.model_type]

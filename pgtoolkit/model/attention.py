@@ -8,9 +8,11 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from pgtoolkit.model.architectures import is_known
+from pgtoolkit.ranks import collectives
 
 NAME = "pgtoolkit_packed"
 """What transformers calls `attention`, once a model was switched to it."""
@@ -21,17 +23,22 @@ class Documents:
     """Which keys the queries see: those of their own document, up to themselves, counted from the end of both.
 
     queries, keys: of each document, how many lie here, in order. query_ends, key_ends: (documents + 1,) int32 on the
-    device, their running sums from 0.
+    device, their running sums from 0. group: the ranks that hold a piece of the token axis each, where it is divided;
+    the keys are then those from first_key to last_key of the whole axis.
     """
 
     queries: Sequence[int]
     keys: Sequence[int]
     query_ends: Tensor
     key_ends: Tensor
+    group: ProcessGroup | None = None
+    first_key: int = 0
+    last_key: int | None = None
 
     @staticmethod
-    def of(queries: Sequence[int], keys: Sequence[int], device: torch.device) -> Documents:
-        return Documents(queries, keys, _ends(queries, device), _ends(keys, device))
+    def of(queries: Sequence[int], keys: Sequence[int], device: torch.device, *piece) -> Documents:
+        """piece: group, first_key and last_key, where the token axis is divided."""
+        return Documents(queries, keys, _ends(queries, device), _ends(keys, device), *piece)
 
     @staticmethod
     def whole(lengths: Sequence[int], num_positions: int, device: torch.device) -> Documents:
@@ -64,38 +71,33 @@ def switch_on(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Non
     config = model.config
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if has_kernel(device, dtype, width):
-        register(NAME, attention)
-        model.set_attn_implementation(NAME)
+        use_packed_attention(model)
 
 
-def register(name: str, function) -> None:
-    """Make an attention function known to transformers, which makes no mask for a name of ours."""
+def use_packed_attention(model: nn.Module) -> None:
+    """Make a transformers model use `attention`; for a name of ours transformers makes no mask."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(name, function)
+    AttentionInterface.register(NAME, attention)
+    model.set_attn_implementation(NAME)
 
 
 def attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: None,
-    *,
-    documents: Documents,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **_unused,
+    _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: None, **options
 ) -> tuple[Tensor, None]:
-    """(1, T, heads, width) from query (1, heads, T, width), key and value (1, key-value heads, T, width)."""
-    query, key, value = (x[0].transpose(0, 1) for x in as_computed(query, key, value))
-    return by_document(query, key, value, documents, scaling, sliding_window)[None], None
+    """(1, T, heads, width) from query (1, heads, T, width), key and value (1, key-value heads, T, width).
 
-
-def as_computed(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """In autocast's dtype, as scaled_dot_product_attention would cast them: rotary positions have left float32."""
-    kind = tensors[0].device.type
-    return tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors) if torch.is_autocast_enabled(kind) else tensors
+    transformers calls this in each layer. options: `documents`, and its own `scaling` and `sliding_window`.
+    """
+    documents: Documents = options["documents"]
+    if torch.is_autocast_enabled(kind := query.device.type):
+        # As scaled_dot_product_attention would cast them: rotary positions have left float32.
+        query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    if documents.group is not None:
+        both = collectives.gather(torch.cat([key, value], 1), documents.group, 0, True)  # one collective for the two
+        key, value = both[documents.first_key : documents.last_key].chunk(2, 1)
+    return by_document(query, key, value, documents, options.get("scaling"), options.get("sliding_window"))[None], None
 
 
 def by_document(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
-from pgtoolkit.model.architectures import family_of
+from pgtoolkit.model.architectures import architecture_of
 
 
 def shard_fully(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -21,26 +21,18 @@ def shard_fully(model: nn.Module, mesh: DeviceMesh) -> None:
 
     Afterwards the hidden states come from `model.transformer_states(**inputs)`.
     """
-    for layer in family_of(model, "parallelism.shard=true").layers_of(model):
+    for layer in architecture_of(model, "parallelism.shard=true").layers_of(model):
         if next(layer.parameters(), None) is not None:  # a pipeline's stage has passed others on
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     model.transformer_states = types.MethodType(_transformer_states, model)
     register_fsdp_forward_method(model, "transformer_states")
-    for module in _units(model):
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-
-
-def synchronise_gradients(model: nn.Module, last: bool) -> None:
-    """Whether the next backward sums the gradients over the ranks: that of a step's last micro-batch does."""
-    model.set_requires_gradient_sync(last)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def _transformer_states(model: nn.Module, **inputs) -> Tensor:
     # Not a view, on which FSDP2's hook for the backward pass would not be safe.
     return model.base_model(**inputs).last_hidden_state.clone()
-
-
-def _units(model: nn.Module):
-    return (module for module in model.modules() if isinstance(module, FSDPModule))

@@ -11,28 +11,27 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.nn import functional
 
 from pgtoolkit.batch import MicroBatch
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.model.architectures import family_of
+from pgtoolkit.model.architectures import architecture_of
 from pgtoolkit.ranks.layout import Layout
 
 
-def cut(model: nn.Module, stage: int, num_stages: int) -> None:
+def keep_stage(model: nn.Module, stage: int, num_stages: int) -> None:
     """Take out of a transformers causal LM what other stages compute, in place.
 
     Raises ConfigError for a model with fewer layers than stages, or whose embedding and head are one matrix.
     """
     key = f"parallelism.pipeline_parallel={num_stages}"
-    family = family_of(model, key)
-    layers, base = family.layers_of(model), model.base_model
+    parts = architecture_of(model, key)
+    layers, base = parts.layers_of(model), model.base_model
     if len(layers) < num_stages:
         raise ConfigError(
             f"{key} needs at least as many layers (got {len(layers)}). Each rank holds whole layers. "
             f"Use parallelism.pipeline_parallel={len(layers)}."
         )
-    if model.get_output_embeddings().weight is getattr(base, family.embedding).weight:
+    if model.get_output_embeddings().weight is getattr(base, parts.embedding).weight:
         raise ConfigError(
             f"{key} needs a model whose embedding and LM head are two matrices (got one for both). The first stage "
             "holds the one, the last the other. Use parallelism=fsdp."
@@ -42,11 +41,11 @@ def cut(model: nn.Module, stage: int, num_stages: int) -> None:
         if not first <= number < last:
             layers[number] = _PassThrough()
     if stage > 0:
-        setattr(base, family.embedding, _PassThrough())
-        if family.positions is not None:
-            setattr(base, family.positions, _Zero())
+        setattr(base, parts.embedding, _PassThrough())
+        if parts.positions is not None:
+            setattr(base, parts.positions, _Zero())
     if stage < num_stages - 1:
-        setattr(base, family.final_norm, _PassThrough())
+        setattr(base, parts.final_norm, _PassThrough())
         model.set_output_embeddings(_PassThrough())
 
 
@@ -88,27 +87,20 @@ class Pipeline:
             return outputs[index].loss
 
         schedule, self._loss_of = self._schedule(count), loss_of
-        nothing = torch.zeros(self.max_tokens, dtype=torch.int64, device=self._device)
-        padded = {
-            name: torch.stack(
-                [self._padded(getattr(micro_batch, name)) for micro_batch in micro_batches]
-                + [nothing] * (count - len(micro_batches))
-            )
-            for name in ("tokens", "position_ids")
-        }
-        inputs = (padded["tokens"],) if self.number == 0 else ()
+        # Padding has position 0 throughout: each of its tokens begins a document of its own.
+        tokens, positions = torch.zeros(2, count, self.max_tokens, dtype=torch.int64, device=self._device)
+        for row, micro_batch in enumerate(micro_batches):
+            tokens[row, : len(micro_batch.tokens)] = micro_batch.tokens
+            positions[row, : len(micro_batch.tokens)] = micro_batch.position_ids
+        inputs = (tokens,) if self.number == 0 else ()
         numbers = torch.arange(count)
         target = numbers if self.is_last else None
-        schedule.step(*inputs, position_ids=padded["position_ids"], number=numbers, target=target, return_outputs=False)
+        schedule.step(*inputs, position_ids=positions, number=numbers, target=target, return_outputs=False)
         return [outputs[index] for index in sorted(outputs)]
 
     @property
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
-
-    def _padded(self, values: Tensor) -> Tensor:
-        # Position 0 throughout: each padding token begins a document of its own.
-        return functional.pad(values, (0, self.max_tokens - len(values)))
 
     def _schedule(self, count: int) -> Schedule1F1B:
         """One for each number of micro-batches, with a stage of its own: a stage belongs to one schedule."""

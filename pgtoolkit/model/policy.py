@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from pgtoolkit.batch import MicroBatch
 from pgtoolkit.config.schema import HuggingFaceModelConfig, TinyModelConfig
@@ -41,7 +42,11 @@ class Policy:
     pipeline = None  # not a field: what a policy in stages has in its place
 
     def synchronise_gradients(self, last: bool) -> None:
-        """Called before each micro-batch; last: it is the step's last one."""
+        """Called before each micro-batch: whether its backward is the step's last one, which FSDP2 sums after."""
+
+    def gradient_groups(self) -> list[tuple[ProcessGroup, list[nn.Parameter]]]:
+        """After a step's last backward: (group, parameters whose gradients here are to be summed over it), in order."""
+        return []
 
     @property
     def head(self) -> nn.Linear:
@@ -85,7 +90,7 @@ class Policy:
 
     def _body(self, tokens: Tensor, position_ids: Tensor, lengths: Sequence[int] = (), **more) -> Tensor:
         """(rows, S, H) hidden states of tokens (rows, S); lengths: of the documents of one packed row."""
-        if self.by_document:
+        if self.by_document and "documents" not in more:
             more["documents"] = Documents.whole(lengths, tokens.shape[1], tokens.device)
         with self.autocast(tokens.device):
             hidden = self._transformer(input_ids=tokens, position_ids=position_ids, use_cache=False, **more)

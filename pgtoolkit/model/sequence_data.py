@@ -1,13 +1,13 @@
 """Sequence-data parallelism: each rank holds a contiguous piece of the packed token axis, documents cut or not.
 
-Only attention looks across the cut. Its keys and values are gathered over the ranks, and a rank's queries see those of
-their own document up to themselves; the backward pass adds up what the ranks found for each key and value.
+Only attention (attention.py) looks across the cut: its keys and values are gathered over the ranks, and a rank's
+queries see those of their own document up to themselves. Backward adds up the ranks' gradients of each key and value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -15,12 +15,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from pgtoolkit.batch import MicroBatch
-from pgtoolkit.model.attention import Documents, as_computed, by_document
-from pgtoolkit.ranks import collectives
+from pgtoolkit.model.attention import Documents
 from pgtoolkit.ranks.layout import Layout
-
-NAME = "pgtoolkit_sequence_data"
-"""What transformers calls `attention`, once it was registered."""
 
 
 def local_tokens(micro_batch: MicroBatch, layout: Layout) -> MicroBatch:
@@ -44,45 +40,15 @@ def _piece(values: Tensor, start: int, length: int, fill: int) -> Tensor:
     return torch.cat([own, own.new_full((length - len(own),), fill)])
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """How a rank's queries see the keys of all ranks.
+def documents_here(lengths: Sequence[int], num_here: int, group: ProcessGroup, device: torch.device) -> Documents:
+    """Those with queries here, and their keys up to the end of this rank's piece, wherever they lie.
 
-    documents: those with queries here, with their keys from first_key to last_key of the whole axis.
+    lengths: of the whole documents; num_here: positions of each rank. What is left over is padding.
     """
-
-    group: ProcessGroup
-    first_key: int
-    last_key: int
-    documents: Documents
-
-    @staticmethod
-    def of(lengths: Sequence[int], num_here: int, group: ProcessGroup, device: torch.device) -> Pieces:
-        """lengths: of the whole documents; num_here: positions of each rank. What is left over is padding."""
-        ends = [0, *accumulate(lengths)]
-        start, stop = group.rank() * num_here, (group.rank() + 1) * num_here
-        if ends[-1] < num_here * group.size():
-            ends.append(num_here * group.size())
-        here = [(max(a, start), min(b, stop), a) for a, b in pairwise(ends) if a < stop and b > start]
-        queries, keys = [b - a for a, b, _ in here], [b - first for _, b, first in here]
-        return Pieces(group, here[0][2], stop, Documents.of(queries, keys, device))
-
-
-def attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: None,
-    *,
-    pieces: Pieces,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **_unused,
-) -> tuple[Tensor, None]:
-    """(1, T_local, heads, width) from query (1, heads, T_local, width), key and value (1, key-value heads, ...)."""
-    query, key, value = as_computed(query, key, value)  # before anything is sent
-    both = torch.cat([key, value], 1)[0].transpose(0, 1)  # one collective for the two
-    both = collectives.gather(both, pieces.group, 0, True)[pieces.first_key : pieces.last_key]
-    key, value = both.chunk(2, 1)  # (keys, key-value heads, width)
-    return by_document(query[0].transpose(0, 1), key, value, pieces.documents, scaling, sliding_window)[None], None
+    ends = [0, *accumulate(lengths)]
+    start, stop = group.rank() * num_here, (group.rank() + 1) * num_here
+    if ends[-1] < num_here * group.size():
+        ends.append(num_here * group.size())
+    here = [(max(a, start), min(b, stop), a) for a, b in pairwise(ends) if a < stop and b > start]
+    queries, keys = [b - a for a, b, _ in here], [b - first for _, b, first in here]
+    return Documents.of(queries, keys, device, group, here[0][2], stop)

@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from pgtoolkit.batch import MicroBatch
 from pgtoolkit.config.schema import Config
 from pgtoolkit.kernels.losses import LMHead
 from pgtoolkit.losses.exchange import Ranks
-from pgtoolkit.model import sequence_data
-from pgtoolkit.model.architectures import family_of
-from pgtoolkit.model.attention import Documents, register
-from pgtoolkit.model.fully_sharded import shard_fully, synchronise_gradients
-from pgtoolkit.model.pipeline import Pipeline, cut
+from pgtoolkit.model.architectures import architecture_of
+from pgtoolkit.model.attention import Documents, use_packed_attention
+from pgtoolkit.model.fully_sharded import shard_fully
+from pgtoolkit.model.pipeline import Pipeline, keep_stage
 from pgtoolkit.model.policy import Policy
-from pgtoolkit.model.sequence_data import Pieces
+from pgtoolkit.model.sequence_data import documents_here
 from pgtoolkit.model.tensor import divide_further, shard_tensors, vocabulary_start
 from pgtoolkit.ranks.collectives import local
 from pgtoolkit.ranks.layout import Layout
@@ -30,14 +30,14 @@ from pgtoolkit.ranks.layout import Layout
 class ParallelPolicy(Policy):
     """A policy of which this process holds its part, and which sees its part of the tokens.
 
-    sharded: by FSDP2. sequence_parallel: between the matrices the tokens are divided among the tensor ranks.
+    sharded: by FSDP2. multiple: what the number of positions must divide by (sequence parallelism).
     partial: names of the parameters whose gradients the tensor ranks must add up after the backward passes.
     max_tokens: the most tokens of a micro-batch. vocabulary: tokens of the whole head, which other ranks may hold.
     """
 
     layout: Layout
     sharded: bool
-    sequence_parallel: bool
+    multiple: int
     partial: frozenset[str]
     max_tokens: int
     vocabulary: int
@@ -55,13 +55,15 @@ class ParallelPolicy(Policy):
 
     def hidden_states(self, micro_batch: MicroBatch) -> Tensor:
         """(T, H) hidden states of this rank's tokens; also without a token each rank takes part in the exchanges."""
+        tokens, positions, lengths = micro_batch.tokens, micro_batch.position_ids, micro_batch.document_lengths
+        group = self.layout.group("sequence_data_parallel")
         if len(micro_batch.tokens) == 0:
-            nothing = micro_batch.tokens.new_zeros(1, self._multiple)
-            return self._states(nothing, nothing, ())[0, :0]
-        if self.layout.size("sequence_data_parallel") == 1:
+            tokens = positions = tokens.new_zeros(self.multiple)
+            lengths = ()
+        elif group is None:
             return super().hidden_states(micro_batch)
-        tokens, positions = micro_batch.tokens[None], micro_batch.position_ids[None]
-        return self._states(tokens, positions, micro_batch.document_lengths)[0]
+        more = {} if group is None else {"documents": documents_here(lengths, len(tokens), group, tokens.device)}
+        return self._body(tokens[None], positions[None], lengths, **more)[0, : len(micro_batch.tokens)]
 
     def loss_inputs(self, micro_batch: MicroBatch) -> tuple[Tensor, LMHead, Ranks]:
         return self.with_head(self.hidden_states(micro_batch))
@@ -80,21 +82,20 @@ class ParallelPolicy(Policy):
 
     def synchronise_gradients(self, last: bool) -> None:
         if self.sharded:
-            synchronise_gradients(self.model, last)
+            self.model.set_requires_gradient_sync(last)
 
-    @property
-    def _multiple(self) -> int:
-        return self.layout.size("tensor_parallel") if self.sequence_parallel else 1
-
-    def _states(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
-        group = self.layout.group("sequence_data_parallel")
-        if group is None:
-            return self._body(tokens, positions, lengths)
-        return self._body(tokens, positions, pieces=Pieces.of(lengths, tokens.shape[1], group, tokens.device))
+    def gradient_groups(self) -> list[tuple[ProcessGroup, list[nn.Parameter]]]:
+        groups = []
+        if self.partial:
+            partial = [p for name, p in self.model.named_parameters() if name in self.partial]
+            groups.append((self.layout.group("tensor_parallel"), partial))
+        if self.layout.loss_group is not None and not self.sharded:  # else FSDP2 has summed them already
+            groups.append((self.layout.loss_group, [p for p in self.model.parameters() if p.requires_grad]))
+        return groups
 
     def _body(self, tokens: Tensor, position_ids: Tensor, lengths: Sequence[int] = (), **more) -> Tensor:
         length = tokens.shape[1]
-        if missing := -length % self._multiple:
+        if missing := -length % self.multiple:
             # As if each row went on: a position that does not follow the one before would begin a document.
             following = position_ids[:, -1:] + torch.arange(1, missing + 1, device=tokens.device)
             position_ids = torch.cat([position_ids, following.clamp(max=self.max_positions - 1)], 1)
@@ -124,11 +125,10 @@ def parallelize(policy: Policy, layout: Layout, config: Config) -> Policy:
     if layout.size("tensor_parallel") > 1:
         partial = shard_tensors(model, layout.mesh["tensor_parallel"], parallelism.sequence_parallel)
     if (size := layout.size("sequence_data_parallel")) > 1:
-        family_of(model, f"parallelism.sequence_data_parallel={size}")
-        register(sequence_data.NAME, sequence_data.attention)
-        model.set_attn_implementation(sequence_data.NAME)
+        architecture_of(model, f"parallelism.sequence_data_parallel={size}")
+        use_packed_attention(model)
     if (size := layout.size("pipeline_parallel")) > 1:
-        cut(model, layout.rank_in("pipeline_parallel"), size)
+        keep_stage(model, layout.rank_in("pipeline_parallel"), size)
     names = frozenset(name for name, parameter in model.named_parameters() if parameter in partial)
     sharded = parallelism.shard and layout.loss_group is not None
     if sharded:
@@ -140,7 +140,7 @@ def parallelize(policy: Policy, layout: Layout, config: Config) -> Policy:
         policy.compute_dtype,
         layout=layout,
         sharded=sharded,
-        sequence_parallel=parallelism.sequence_parallel,
+        multiple=layout.size("tensor_parallel") if parallelism.sequence_parallel else 1,
         partial=names,
         max_tokens=config.accumulation.max_tokens,
         vocabulary=vocabulary,

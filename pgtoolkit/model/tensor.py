@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional
 
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.model.architectures import Family, family_of
+from pgtoolkit.model.architectures import Architecture, architecture_of
 from pgtoolkit.ranks import collectives
 from pgtoolkit.ranks.collectives import local
 
@@ -31,15 +31,15 @@ def shard_tensors(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -
     """
     group, size = mesh.get_group(), mesh.size()
     key = f"parallelism.tensor_parallel={size}"
-    family = family_of(model, key)
-    _check(model, family, size, key)
-    layers, base = family.layers_of(model), model.base_model
+    parts = architecture_of(model, key)
+    _check(model, parts, size, key)
+    layers, base = parts.layers_of(model), model.base_model
     partial = set()
     for layer in layers:
-        partial |= _shard_layer(layer, family, mesh, sequence_parallel)
-    _shard_vocabulary(model, family, mesh)
+        partial |= _shard_layer(layer, parts, mesh, sequence_parallel)
+    _shard_vocabulary(model, parts, mesh)
     if sequence_parallel:
-        norm = getattr(base, family.final_norm)
+        norm = getattr(base, parts.final_norm)
         partial |= set(norm.parameters())
         layers[0].register_forward_pre_hook(_on_hidden(lambda x: collectives.piece(x, group, 1)), with_kwargs=True)
         # The gradient that comes from the loss is complete on each rank.
@@ -59,16 +59,17 @@ def vocabulary_start(vocabulary: int, mesh: DeviceMesh) -> int:
     return min(vocabulary, -(-vocabulary // mesh.size()) * mesh.get_local_rank())
 
 
-def _check(model: nn.Module, family: Family, size: int, key: str) -> None:
+def _check(model: nn.Module, parts: Architecture, size: int, key: str) -> None:
     config = model.config
     heads = {"attention heads": config.num_attention_heads}
-    if not family.fused:
+    if not parts.fused:
         heads["key-value heads"] = config.num_key_value_heads
     for what, number in heads.items():
         if number % size:
+            best = max(n for n in range(1, size) if all(number % n == 0 for number in heads.values()))
             raise ConfigError(
                 f"{key} needs a model whose {what} divide by it (got {number}). Each rank computes whole heads. "
-                f"Use parallelism.tensor_parallel={_largest_divisor(heads.values(), size)}."
+                f"Use parallelism.tensor_parallel={best}."
             )
     vocabulary = model.get_output_embeddings().weight.shape[0]
     if -(-vocabulary // size) * (size - 1) >= vocabulary:
@@ -78,55 +79,46 @@ def _check(model: nn.Module, family: Family, size: int, key: str) -> None:
         )
 
 
-def _largest_divisor(numbers, below: int) -> int:
-    return max(n for n in range(1, below) if all(number % n == 0 for number in numbers))
-
-
-def _shard_layer(layer: nn.Module, family: Family, mesh: DeviceMesh, sequence_parallel: bool) -> set[nn.Parameter]:
-    group = mesh.get_group()
-    partial = set()
-    for name in family.column:
-        _replace(layer, name, ColumnParallel(layer.get_submodule(name), mesh))
-    for name in family.row:
+def _shard_layer(layer: nn.Module, parts: Architecture, mesh: DeviceMesh, sequence_parallel: bool) -> set[nn.Parameter]:
+    group, attention, partial = mesh.get_group(), layer.get_submodule(parts.attention), set()
+    for name in parts.column:
+        layer.set_submodule(name, ColumnParallel(layer.get_submodule(name), mesh))
+    for name in parts.row:
         matrix = RowParallel(layer.get_submodule(name), mesh, sequence_parallel)
-        _replace(layer, name, matrix)
+        layer.set_submodule(name, matrix)
         if sequence_parallel and matrix.bias is not None:
             partial.add(matrix.bias)
-    for name in family.fused:
-        matrix = FusedHeads(layer.get_submodule(name), group, layer.get_submodule(family.attention).num_heads)
-        _replace(layer, name, matrix)
+    for name in parts.fused:
+        matrix = FusedHeads(layer.get_submodule(name), group, attention.num_heads)
+        layer.set_submodule(name, matrix)
         partial |= set(matrix.parameters())
-    attention = layer.get_submodule(family.attention)
-    if family.fused:
+    if parts.fused:
         attention.split_size //= mesh.size()
-    norms = family.head_norms + (family.norms if sequence_parallel else ())
+    norms = parts.head_norms + (parts.norms if sequence_parallel else ())
     for name, module in layer.named_modules():
         if name in norms:
             partial |= set(module.parameters())
+    hook = _on_hidden(lambda x: _block_input(x, group, sequence_parallel))
     for block in (attention, layer.mlp):
-        block.register_forward_pre_hook(_on_hidden(_entrance(group, sequence_parallel)), with_kwargs=True)
+        block.register_forward_pre_hook(hook, with_kwargs=True)
     return partial
 
 
-def _shard_vocabulary(model: nn.Module, family: Family, mesh: DeviceMesh) -> None:
+def _shard_vocabulary(model: nn.Module, parts: Architecture, mesh: DeviceMesh) -> None:
     base, head = model.base_model, model.get_output_embeddings()
-    embedding = VocabularyEmbedding(getattr(base, family.embedding), mesh)
-    tied = head.weight is getattr(base, family.embedding).weight
-    setattr(base, family.embedding, embedding)
+    embedding = VocabularyEmbedding(getattr(base, parts.embedding), mesh)
+    tied = head.weight is getattr(base, parts.embedding).weight
+    setattr(base, parts.embedding, embedding)
     head.weight = embedding.weight if tied else _sharded(head.weight, mesh, 0)
     if head.bias is not None:
         head.bias = _sharded(head.bias, mesh, 0)
 
 
-def _entrance(group: ProcessGroup, sequence_parallel: bool):
-    """What the input of a block goes through: to each rank's own heads or columns, and all tokens."""
-
-    def enter(x: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))  # as the matrices would, but before it is sent
-        return collectives.gather(x, group, 1, True) if sequence_parallel else collectives.copy(x, group)
-
-    return enter
+def _block_input(x: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+    """The input of a block, all tokens of it, for each rank's own heads or columns."""
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))  # as the matrices would, but before it is sent
+    return collectives.gather(x, group, 1, True) if sequence_parallel else collectives.copy(x, group)
 
 
 def _on_hidden(function):
@@ -140,13 +132,8 @@ def _on_hidden(function):
     return hook
 
 
-def _replace(layer: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(layer.get_submodule(parent), child, module)
-
-
 def _sharded(parameter: nn.Parameter, mesh: DeviceMesh, axis: int) -> nn.Parameter:
-    # All ranks hold the same weights: each takes its part without a word to the others.
+    # All ranks hold the same weights, so that each takes its part and nothing is sent.
     return nn.Parameter(distribute_tensor(parameter.data, mesh, [Shard(axis)], src_data_rank=None))
 
 

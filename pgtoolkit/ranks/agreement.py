@@ -28,7 +28,7 @@ def gather(value: Any, group: ProcessGroup | None) -> list:
 
 def largest(value: int, layout: Layout) -> int:
     """The largest of all ranks' values."""
-    return max(_rows(layout, value))[0] if layout.world_size > 1 else value
+    return max(_of_all(layout, value))
 
 
 @contextlib.contextmanager
@@ -41,7 +41,7 @@ def failing_together(layout: Layout) -> Iterator[None]:
         if layout.world_size == 1:
             raise
         error = found
-    if layout.world_size > 1 and any(failed for (failed,) in _rows(layout, error is not None)):
+    if any(_of_all(layout, error is not None)):
         errors = gather(error, layout.world_group)
         rank, first = next((rank, found) for rank, found in enumerate(errors) if found is not None)
         everywhere = all(str(found) == str(first) for found in errors)
@@ -52,9 +52,7 @@ def failing_together(layout: Layout) -> Iterator[None]:
 
 def check_same(layout: Layout, what: str, digest: int) -> None:
     """RankLost if the ranks do not hold the same, as their digests (non-negative, below 2^63) tell."""
-    if layout.world_size == 1:
-        return
-    digests = [found for (found,) in _rows(layout, digest)]
+    digests = _of_all(layout, digest)
     if odd := [rank for rank, found in enumerate(digests) if found != digests[0]]:
         raise RankLost(
             f"{what} on rank {', '.join(map(str, odd))} differ from those on rank 0. Every process must read the same "
@@ -68,29 +66,31 @@ def losing_ranks(layout: Layout, timeout_seconds: float) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if layout.world_size == 1 or not is_loss(error):
+        if layout.world_size == 1 or not _is_loss(error):
             raise
         raise RankLost(
             f"rank {layout.rank} waited for another process, which ended or did not answer within "
-            f"parallelism.timeout_seconds={timeout_seconds:g}: {_said(error)}"
+            f"parallelism.timeout_seconds={timeout_seconds:g}: {_reason(error)}"
         ) from error
 
 
-def _said(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     """Without the line of gloo's source before it and its advice after it."""
     return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", first_line(error)).partition(". ")[0]
 
 
-def is_loss(error: BaseException) -> bool:
+def _is_loss(error: BaseException) -> bool:
     """Whether the error is torch's for a lost connection; gloo has no type for it."""
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _LOST)
 
 
-def _rows(layout: Layout, *numbers: int) -> list[list[int]]:
-    """Each rank's numbers."""
-    row = torch.tensor([int(number) for number in numbers])
+def _of_all(layout: Layout, number: int) -> list[int]:
+    """Each rank's number."""
+    if layout.world_size == 1:
+        return [number]
+    row = torch.tensor([int(number)])
     rows = [torch.empty_like(row) for _ in range(layout.world_size)]
     dist.all_gather(rows, row, group=layout.world_group)
-    return torch.stack(rows).tolist()
+    return torch.cat(rows).tolist()

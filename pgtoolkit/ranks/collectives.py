@@ -6,13 +6,14 @@ All take the ranks of `group`, of equal shapes, and are called by all of them in
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
-
-from pgtoolkit.losses.exchange import SumGradient
 
 # Their names since torch 2.13, which warns of the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -26,12 +27,12 @@ def local(tensor: Tensor) -> Tensor:
 
 def copy(x: Tensor, group: ProcessGroup) -> Tensor:
     """x, the same on all ranks, for work that each does its own part of; backward sums the partial gradients."""
-    return SumGradient.apply(x, group)
+    return _Collective.apply(x, _same, partial(_summed, group=group))
 
 
 def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
     """The sum of the ranks' partial x; backward hands on the complete gradient as it is."""
-    return _SumOver.apply(x, group)
+    return _Collective.apply(x, partial(_summed, group=group), _same)
 
 
 def gather(x: Tensor, group: ProcessGroup, axis: int, partial_gradient: bool) -> Tensor:
@@ -39,17 +40,38 @@ def gather(x: Tensor, group: ProcessGroup, axis: int, partial_gradient: bool) ->
 
     partial_gradient: the ranks hold different gradients of the whole, which are summed first.
     """
-    return _Gather.apply(x, group, axis, partial_gradient)
+    where = {"group": group, "axis": axis}
+    of_gradient = _summed_piece if partial_gradient else _piece
+    return _Collective.apply(x, partial(_gathered, **where), partial(of_gradient, **where))
 
 
 def piece(x: Tensor, group: ProcessGroup, axis: int) -> Tensor:
     """This rank's equal piece of x, the same on all ranks, along `axis`; backward gathers the pieces' gradients."""
-    return _Piece.apply(x, group, axis)
+    where = {"group": group, "axis": axis}
+    return _Collective.apply(x, partial(_piece, **where), partial(_gathered, **where))
 
 
 def sum_piece(x: Tensor, group: ProcessGroup, axis: int) -> Tensor:
     """This rank's equal piece along `axis` of the sum of the partial x; backward gathers the pieces' gradients."""
-    return _SumPiece.apply(x, group, axis)
+    where = {"group": group, "axis": axis}
+    return _Collective.apply(x, partial(_summed_piece, **where), partial(_gathered, **where))
+
+
+class _Collective(torch.autograd.Function):
+    """Applies one function forward and another to the gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, forward: Callable, backward: Callable) -> Tensor:
+        ctx.of_gradient = backward
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return ctx.of_gradient(gradient), None, None
+
+
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
 
 
 def _summed(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -65,57 +87,12 @@ def _gathered(x: Tensor, group: ProcessGroup, axis: int) -> Tensor:
     return out.movedim(0, axis)
 
 
-def _own(x: Tensor, group: ProcessGroup, axis: int) -> Tensor:
+def _piece(x: Tensor, group: ProcessGroup, axis: int) -> Tensor:
     return x.chunk(group.size(), axis)[group.rank()].contiguous()
 
 
-def _sum_scattered(x: Tensor, group: ProcessGroup, axis: int) -> Tensor:
+def _summed_piece(x: Tensor, group: ProcessGroup, axis: int) -> Tensor:
     rows = x.movedim(axis, 0).contiguous()
     out = rows.new_empty(len(rows) // group.size(), *rows.shape[1:])
     _reduce_scatter(out, rows, group=group)
     return out.movedim(0, axis)
-
-
-class _SumOver(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        return _summed(x, group)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group, axis, partial_gradient):
-        ctx.options = group, axis
-        ctx.partial_gradient = partial_gradient
-        return _gathered(x, group, axis)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        take = _sum_scattered if ctx.partial_gradient else _own
-        return take(gradient, *ctx.options), None, None, None
-
-
-class _Piece(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group, axis):
-        ctx.options = group, axis
-        return _own(x, group, axis)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return _gathered(gradient, *ctx.options), None, None
-
-
-class _SumPiece(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group, axis):
-        ctx.options = group, axis
-        return _sum_scattered(x, group, axis)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return _gathered(gradient, *ctx.options), None, None

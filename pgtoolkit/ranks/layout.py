@@ -34,11 +34,6 @@ class Layout:
     world_group: ProcessGroup | None = None
 
     @staticmethod
-    def single() -> Layout:
-        """One process that does everything."""
-        return Layout()
-
-    @staticmethod
     def of_world(device_type: str = "cpu", timeout_seconds: float = 300, **sizes: int) -> Layout:
         """The layout of the default process group, which must exist; sizes: of AXES, 1 where not given.
 
@@ -76,4 +71,5 @@ class Layout:
         return self.mesh.get_group(axis) if self.size(axis) > 1 else None
 
 
-ONE_PROCESS = Layout.single()
+ONE_PROCESS = Layout()
+"""One process that does everything."""

@@ -160,7 +160,7 @@ def _digest(documents: list[Document]) -> int:
 
 
 def make_step(
-    documents: list[Document], max_tokens: int, state_after: dict, data_rank: int = 0, data_size: int = 1
+    documents: list[Document], max_tokens: int, state_after: dict | None = None, data_rank: int = 0, data_size: int = 1
 ) -> Step:
     """Number the groups, count the totals, and pack the documents in order into micro-batches of at most max_tokens.
 

@@ -6,9 +6,9 @@ import math
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from pgtoolkit.config.schema import OptimizerConfig, Schedule
+from pgtoolkit.ranks.collectives import local
 
 
 class LocalAdamW(torch.optim.AdamW):
@@ -21,7 +21,7 @@ class LocalAdamW(torch.optim.AdamW):
     def _init_group(self, group, *lists):
         found = super()._init_group(group, *lists)
         for tensors in lists:
-            tensors[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+            tensors[:] = map(local, tensors)
         return found
 
 

@@ -44,31 +44,40 @@ def train(
     """Train as the validated configuration says; `resume` continues from the newest checkpoint in run_dir.
 
     overrides: what was typed, for the record. sweep: the name of the sweep that the run belongs to; a resumed run
-    keeps the one it was started with. layout: of all processes, each of which calls this; rank 0 alone writes.
+    keeps the one it was started with. layout: of all processes, each of which calls this; rank 0 alone writes and logs.
     Raises a PgtoolkitError that carries the exit status; status.json in the run directory tells the same.
     """
     config: Config = OmegaConf.to_object(composed)
-    if layout.rank > 0:
-        _follow(config, Path(run_dir), resume, layout)
-        return
-    resolved = OmegaConf.to_container(composed, resolve=True)
+    run = checkpoint = tracker = None  # the run directory and MLflow are rank 0's
+    outcome, reason = "failed", None
     with contextlib.ExitStack() as opened:
-        with losing_ranks(layout, config.parallelism.timeout_seconds), failing_together(layout):
-            run = opened.enter_context(RunDirectory(run_dir, new=not resume))
-            opened.enter_context(_logging_to(run.path / "run.log"))
-            checkpoint, recorder = _prepare(config, run, resume, resolved, list(overrides))
-        run.set_status("running", recorder.step, sweep=sweep)
+        with losing_ranks(layout, config.parallelism.timeout_seconds):
+            with failing_together(layout):
+                if layout.rank == 0:
+                    run = opened.enter_context(RunDirectory(run_dir, new=not resume))
+                    opened.enter_context(_logging_to(run.path / "run.log"))
+                    resolved = OmegaConf.to_container(composed, resolve=True)
+                    checkpoint = _prepare(config, run, resume, resolved, list(overrides))
+                else:
+                    log.handlers, log.propagate = [logging.NullHandler()], False
+                    quieten()
+            path = gather(checkpoint and checkpoint["path"], layout.world_group)[0]
+            if layout.rank > 0 and path is not None:
+                checkpoint = read_checkpoint(path, check=False)
+        folder = Path(run_dir) if run is None else run.path
+        recorder = Recorder(run, folder, config.trainer, checkpoint)
+        if run is not None:
+            run.set_status("running", recorder.step, sweep=sweep)
         if layout.world_size > 1:
             sizes = ", ".join(f"{axis}={layout.size(axis)}" for axis in AXES if layout.size(axis) > 1)
             log.info(f"{layout.world_size} processes: {sizes}")
-        outcome, reason, tracker = "failed", None, None
         try:
             with losing_ranks(layout, config.parallelism.timeout_seconds):
-                gather(checkpoint and checkpoint["path"], layout.world_group)
                 module, loader = build(config, resume, layout)
                 if checkpoint is not None:
                     restore_data(loader, checkpoint)
-                tracker = _start_tracker(config, run)
+                if run is not None:
+                    tracker = _start_tracker(config, run)
                 if recorder.step < config.trainer.max_steps:
                     fit(module, loader, config, recorder)
                 recorder.check_trained()
@@ -80,76 +89,50 @@ def train(
             reason = f"{type(error).__name__}: {error}"
             raise
         finally:
-            with _undisturbed(layout):
-                _finish(run, tracker, outcome, recorder.step, reason)
+            if run is not None:
+                with _sigterm_ignored(layout):
+                    _finish(run, tracker, outcome, recorder.step, reason)
     if outcome == "interrupted":
-        raise _interrupted(recorder, reason, run.path)
+        raise Interrupted(
+            f"stopped by {reason} after step {recorder.step}; saved up to step {recorder.saved_step}. "
+            f"Continue with: {resume_command(folder)}"
+        )
 
 
-def _prepare(
-    config: Config, run: RunDirectory, resume: bool, resolved: dict, overrides: list[str]
-) -> tuple[dict | None, Recorder]:
-    """Write down what begins, or goes on: the checkpoint to continue from, if any, and the recorder."""
+def _prepare(config: Config, run: RunDirectory, resume: bool, resolved: dict, overrides: list[str]) -> dict | None:
+    """Write down what starts, or is continued, and from which data; returns the checkpoint to continue from, if any."""
     checkpoint = load_newest(run.path / "checkpoints") if resume else None
     if resume and checkpoint is None:
         log.info("no checkpoint was written yet: starting again from the first step")
-    recorder = Recorder(run, run.path, config.trainer, checkpoint)
-    if recorder.step > config.trainer.max_steps:
+    step = 0 if checkpoint is None else checkpoint["step"]
+    if step > config.trainer.max_steps:
         raise ConfigError(
-            f"trainer.max_steps={config.trainer.max_steps} needs at least the steps already made (got "
-            f"{recorder.step} of them). A checkpoint is continued, not cut. Use trainer.max_steps={recorder.step}."
+            f"trainer.max_steps={config.trainer.max_steps} needs at least the steps already made (got {step} of "
+            f"them). A checkpoint is continued, not cut. Use trainer.max_steps={step}."
         )
-    for read in (read_status, read_provenance):  # what is damaged is said before anything is changed
+    for read in (read_status, read_provenance):  # damaged files are reported before anything is changed
         read(run.path)
     run.read_metrics()
-    record_data(run.path, config, None if checkpoint is None else recorder.step)
-    run.write_config(resolved, overrides, recorder.step)
+    record_data(run.path, config, None if checkpoint is None else step)
+    run.write_config(resolved, overrides, step)
     run.write_provenance(collect(sys.argv))
-    run.drop_metrics_after(recorder.step)
-    if len(run.read_metrics()) < recorder.step:
+    run.drop_metrics_after(step)
+    if len(run.read_metrics()) < step:
         log.warning(f"{run.metrics_path} lacks steps before the checkpoint's: summary and curves begin later")
-    return checkpoint, recorder
+    return checkpoint
 
 
 @contextlib.contextmanager
-def _undisturbed(layout: Layout):
-    """A launcher such as torchrun ends every process by SIGTERM when one has failed; the books are closed first."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN) if layout.world_size > 1 else None
+def _sigterm_ignored(layout: Layout):
+    """While the last files are written: a launcher such as torchrun sends SIGTERM to all once a process has failed."""
+    if layout.world_size == 1:
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         yield
     finally:
-        if layout.world_size > 1:
-            signal.signal(signal.SIGTERM, before)
-
-
-def _follow(config: Config, run_dir: Path, resume: bool, layout: Layout) -> None:
-    """The part of a rank other than 0: the same steps, from the same checkpoint, without a word."""
-    log.handlers, log.propagate = [logging.NullHandler()], False
-    quieten()
-    with losing_ranks(layout, config.parallelism.timeout_seconds):
-        with failing_together(layout):
-            pass  # what rank 0 may find in its way
-        path = gather(None, layout.world_group)[0]
-        checkpoint = None if path is None else read_checkpoint(path, check=False)
-        recorder = Recorder(None, run_dir, config.trainer, checkpoint)
-        module, loader = build(config, resume, layout)
-        if checkpoint is not None:
-            restore_data(loader, checkpoint)
-        try:
-            if recorder.step < config.trainer.max_steps:
-                fit(module, loader, config, recorder)
-            recorder.check_trained()
-        except (KeyboardInterrupt, SystemExit):
-            raise _interrupted(recorder, "a second SIGINT", run_dir) from None
-    if recorder.interrupted_by:
-        raise _interrupted(recorder, recorder.interrupted_by, run_dir)
-
-
-def _interrupted(recorder: Recorder, reason: str, run_dir: Path) -> Interrupted:
-    return Interrupted(
-        f"stopped by {reason} after step {recorder.step}; saved up to step {recorder.saved_step}. "
-        f"Continue with: {resume_command(run_dir)}"
-    )
+        signal.signal(signal.SIGTERM, before)
 
 
 def _start_tracker(config: Config, run: RunDirectory) -> MlflowTracker | None:
@@ -166,7 +149,7 @@ def _start_tracker(config: Config, run: RunDirectory) -> MlflowTracker | None:
 
 
 def _finish(run: RunDirectory, tracker: MlflowTracker | None, outcome: str, step: int, reason: str | None) -> None:
-    """Close the books; what fails here is said, and hides neither the outcome nor the error that led to it."""
+    """Write the final status, curves and summary; what fails here is logged and never hides the run's own error."""
     rows = []
     try:
         run.set_status(outcome, step, reason)

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from builders import processes
 from builders.models import build
-from pgtoolkit.batch import Document, MicroBatch, StepTotals
-from pgtoolkit.kernels.losses import Computation, loss_of_hidden
+from pgtoolkit.batch import Document, MicroBatch, Step, StepTotals
+from pgtoolkit.kernels.losses import Computation
 from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.families import family_of
 from pgtoolkit.losses.objective import Loss
-from pgtoolkit.model.norms import clip_gradients, gradient_groups
 from pgtoolkit.model.policy import Policy
-from pgtoolkit.model.sequence_data import local_tokens
 from pgtoolkit.model.spread import parallelize
-from pgtoolkit.ranks.layout import Layout
+from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.packing import pack
+from pgtoolkit.training.accumulation import DynamicAccumulation
+from pgtoolkit.training.module import PolicyGradientModule
 
 LENGTHS = (9, 1, 4, 21, 2, 6, 3, 11)
 GROUPS = (0, 0, 1, 0, 2, 2, 2, 1)
@@ -65,55 +63,43 @@ def dealt(documents: list[Document], data_rank: int, data_size: int) -> list[Mic
     return [packed(cut) for cut in (own[:1], own[1:4], [], own[4:])]
 
 
-def loss_of(mine: MicroBatch, inputs: tuple, totals: StepTotals, objective: dict):
-    """objective: loss, aggregation and, where they are not the defaults, divisor and metrics."""
-    hidden, head, ranks = inputs
-    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    mine = replace(mine, old_log_probs=mine.old_log_probs.to(dtype), advantages=mine.advantages.to(dtype))
-    family = family_of(objective["loss"], epsilon_low=0.3, epsilon_high=0.4)
-    aggregation = aggregation_of(objective["aggregation"], objective.get("divisor"))
-    what = Loss(family, aggregation, metrics=objective.get("metrics", "none"))
-    return loss_of_hidden(hidden, head, mine, totals, what, ranks, Computation(check_finite=False))
+class Module(PolicyGradientModule):
+    """A policy under an objective (loss, aggregation, metrics and, where it is not the default, divisor)."""
+
+    def __init__(self, policy: Policy, layout: Layout, objective: dict):
+        DynamicAccumulation.__init__(self, layout, max_grad_norm=0.5)
+        self.policy, self.model = policy, policy.model
+        family = family_of(objective["loss"], epsilon_low=0.3, epsilon_high=0.4)
+        aggregation = aggregation_of(objective["aggregation"], objective.get("divisor"))
+        self.loss = Loss(family, aggregation, metrics=objective.get("metrics", "none"))
+        self.computation = Computation(check_finite=False)
+        shard = getattr(policy, "sharded", False)
+        self.config = SimpleNamespace(
+            model=SimpleNamespace(fp32_lm_head=False), parallelism=SimpleNamespace(shard=shard)
+        )
+
+    def before_update(self):
+        return {}
 
 
 def step(policy: Policy, layout: Layout, scale: int = 1, **objective) -> dict[str, torch.Tensor]:
     """Loss, norm of the gradient, metrics, and the gradient of each parameter, whole, of the fixed step."""
-    policy.model.zero_grad()
-    device = next(policy.model.parameters()).device
+    module = Module(policy, layout, objective).to(next(policy.model.parameters()).device)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    module.optimizers = lambda use_pl_optimizer=True: optimizer
+    module.manual_backward = lambda loss: loss.backward()
     whole = documents(policy.vocabulary_size, scale)
-    count = totals(whole)
     if layout.world_size == 1:
         micro_batches = [packed(whole)]
     else:
         micro_batches = dealt(whole, layout.rank_in("data_parallel"), layout.size("data_parallel"))
-    micro_batches = [local_tokens(micro_batch, layout) for micro_batch in micro_batches]
-    if getattr(policy, "pipeline", None) is not None:
-        outputs = policy.pipeline.run(
-            micro_batches, lambda mine, hidden: loss_of(mine, policy.with_head(hidden), count, objective)
-        )
-    else:
-        outputs = []
-        for number, mine in enumerate(micro_batches):
-            mine = mine.to(device)
-            if layout.world_size > 1:
-                policy.synchronise_gradients(number == len(micro_batches) - 1)
-            outputs.append(loss_of(mine, policy.loss_inputs(mine), count, objective))
-            outputs[-1].loss.backward()
-    metrics = {}
-    if outputs:  # a pipeline's stages but the last have none
-        sums = functools.reduce(lambda a, b: a.merge(b), [out.metric_sums for out in outputs])
-        loss = torch.stack([out.loss.detach() for out in outputs]).sum()
-        loss, sums = sums.all_reduce(loss, layout.loss_group)
-        metrics = {"loss": loss} | sums.finalize(count)
-    for group, parameters in gradient_groups(policy, layout):
-        for parameter in parameters:
-            dist.all_reduce(local_part(parameter.grad), group=group)
-    norm = clip_gradients(policy.model.parameters(), layout, 0.5)
-    return {"norm": norm} | metrics | gradients(policy)
-
-
-def local_part(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    metrics = module.training_step(Step(micro_batches, totals(whole), whole, {}), 0)["metrics"]
+    metrics["norm"] = metrics.pop("grad_norm")
+    for name in ("num_micro_batches", "tokens_per_second"):
+        del metrics[name]
+    assert module.num_updates == 1
+    numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
+    return numbers | gradients(policy)
 
 
 def gradients(policy: Policy) -> dict[str, torch.Tensor]:
@@ -133,7 +119,7 @@ def spread(kind: str, cut: tuple, shard: bool, sequence_parallel: bool) -> tuple
 
 
 def whole_step(kind: str, **objective) -> dict[str, torch.Tensor]:
-    return step(build(kind), Layout.single(), **objective)
+    return step(build(kind), ONE_PROCESS, **objective)
 
 
 def spread_steps(cases: list[tuple], cut: tuple, shard: bool, sequence_parallel: bool) -> list[dict]:

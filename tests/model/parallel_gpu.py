@@ -16,7 +16,7 @@ from builders.spread import configuration, step
 from pgtoolkit.model import attention
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.model.spread import parallelize
-from pgtoolkit.ranks.layout import Layout
+from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 
 SCALE = 20
 OBJECTIVE = {"loss": "gspo", "aggregation": "sample_mean", "metrics": "basic"}
@@ -59,8 +59,8 @@ def main() -> None:
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
-    whole = step(build(device, torch.bfloat16), Layout.single(), SCALE, **OBJECTIVE)
-    exact = step(build(device, torch.float32), Layout.single(), SCALE, **OBJECTIVE)
+    whole = step(build(device, torch.bfloat16), ONE_PROCESS, SCALE, **OBJECTIVE)
+    exact = step(build(device, torch.float32), ONE_PROCESS, SCALE, **OBJECTIVE)
     rows = {"one process, from float32": distances(whole, exact)}
     for name, (sizes, how) in CUTS[dist.get_world_size()].items():
         layout = Layout.of_world(device.type, **sizes)

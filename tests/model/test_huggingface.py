@@ -70,7 +70,7 @@ def test_gradient_checkpointing_computes_the_layers_again(folder, checkpointing)
     calls = []
     module.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     micro_batch = make_step([short_document()], 99, {}).micro_batches[0]
-    module._loss(micro_batch, make_step([short_document()], 99, {}).totals).loss.backward()
+    module.micro_batch_loss(micro_batch, make_step([short_document()], 99, {}).totals).loss.backward()
     assert len(calls) == (2 if checkpointing else 1)
 
 

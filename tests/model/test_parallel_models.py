@@ -15,7 +15,7 @@ from builders.processes import world
 
 from pgtoolkit.batch import MicroBatch
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.model.pipeline import cut as cut_into_stages
+from pgtoolkit.model.pipeline import keep_stage
 from pgtoolkit.model.sequence_data import local_tokens
 from pgtoolkit.model.tensor import shard_tensors
 
@@ -141,7 +141,7 @@ def test_heads_that_do_not_divide_are_refused(kind, size, message):
 )
 def test_a_pipeline_that_the_model_cannot_be_cut_into_is_refused(kind, stages, message):
     with pytest.raises(ConfigError, match=message):
-        cut_into_stages(models.build(kind).model, 0, stages)
+        keep_stage(models.build(kind).model, 0, stages)
 
 
 def test_an_unknown_kind_of_model_is_refused():

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from builders.processes import layout, world
 
-from pgtoolkit.ranks.layout import AXES, Layout
+from pgtoolkit.ranks.layout import AXES, ONE_PROCESS, Layout
 
 
 def place():
@@ -33,10 +33,9 @@ def test_neighbours_are_neighbours_in_the_last_axis():
 
 
 def test_one_process_has_no_group():
-    single = Layout.single()
-    assert [single.size(axis) for axis in AXES] == [1, 1, 1, 1]
-    assert [single.group(axis) for axis in AXES] == [None] * 4
-    assert single.loss_group is None
+    assert [ONE_PROCESS.size(axis) for axis in AXES] == [1, 1, 1, 1]
+    assert [ONE_PROCESS.group(axis) for axis in AXES] == [None] * 4
+    assert ONE_PROCESS.loss_group is None
     assert not dist.is_initialized()
 
 

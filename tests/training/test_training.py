@@ -49,7 +49,7 @@ def gradient_and_metrics(module, documents, max_tokens):
     module.zero_grad()
     outputs = []
     for micro_batch in step.micro_batches:
-        out = module._loss(micro_batch, step.totals)
+        out = module.micro_batch_loss(micro_batch, step.totals)
         out.loss.backward()
         outputs.append(out)
     sums = outputs[0].metric_sums
@@ -91,7 +91,7 @@ def test_the_fused_head_adds_its_gradient_to_that_of_the_weight(tied):
     torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-14)
     step = make_step(some_documents(), 24, {})
     module.zero_grad()
-    module._loss(step.micro_batches[0], step.totals)
+    module.micro_batch_loss(step.micro_batches[0], step.totals)
     assert module.policy.head.weight.grad.abs().max() > 0
 
 
@@ -234,7 +234,7 @@ def test_a_step_that_is_not_finite_changes_no_weight_and_names_the_documents():
 def module_with_optimizer(*overrides):
     module = module_of(*overrides)
     optimizer = module.configure_optimizers()
-    module.optimizers = lambda use_pl_optimizer: optimizer
+    module.optimizers = lambda use_pl_optimizer=True: optimizer
     module.manual_backward = lambda loss: loss.backward()
     return module
 
@@ -322,7 +322,7 @@ def test_a_run_without_an_update_is_not_done(tmp_path):
 def test_a_run_whose_steps_were_not_finite_is_not_done(tmp_path):
     module = module_of("trainer.checkpoint_every=99")
     optimizer = module.configure_optimizers()
-    module.optimizers = lambda use_pl_optimizer: optimizer
+    module.optimizers = lambda use_pl_optimizer=True: optimizer
     module.manual_backward = lambda loss: loss.backward()
     recorder = Recorder(None, tmp_path, module.config.trainer, None)
     documents = some_documents()

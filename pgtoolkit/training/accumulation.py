@@ -1,0 +1,186 @@
+"""Dynamic accumulation: one optimizer update over as many micro-batches as the documents of a step need."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import time
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from pgtoolkit.batch import MicroBatch, Step, StepTotals
+from pgtoolkit.errors import NumericalError
+from pgtoolkit.kernels.losses import PolicyLoss
+from pgtoolkit.losses.metrics import MetricSums
+from pgtoolkit.model.sequence_data import local_tokens
+from pgtoolkit.ranks.agreement import gather
+from pgtoolkit.ranks.gradients import clip_gradients, sum_gradients
+from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
+from pgtoolkit.rollouts.data_metrics import data_metrics
+from pgtoolkit.training.frameworks import lightning
+
+log = logging.getLogger("pgtoolkit")
+
+
+class DynamicAccumulation(lightning.LightningModule):
+    """A LightningModule whose batch is a whole Step: each `training_step` is one update of its single optimizer.
+
+    A subclass says what a micro-batch's share of the loss is (`micro_batch_loss`) and which optimizer takes it
+    (`configure_optimizers`). The rest is here: forward and backward of every micro-batch, the sum of gradients and
+    metrics over ranks, clipping, and the update, which is left out where nothing is trained or a number is not finite.
+    Steps come with their totals: from `rollouts.steps.StepLoader`, which gathers documents until `docs_per_step`, or
+    from a DataLoader that collates with `rollouts.steps.make_step`.
+
+    layout: the ranks that share each step. To Lightning each of them trains alone, on one device.
+    max_grad_norm: the gradient is scaled down to this norm; None: never. max_bad_steps: so many steps in a row whose
+        loss or gradient is not finite raise NumericalError.
+    num_updates counts the updates made; documents_seen all documents delivered, also those of a step that was skipped.
+    """
+
+    def __init__(self, layout: Layout = ONE_PROCESS, max_grad_norm: float | None = None, max_bad_steps: int = 3):
+        super().__init__()
+        self.automatic_optimization = False
+        self.layout = layout
+        self.max_grad_norm = max_grad_norm
+        self.max_bad_steps = max_bad_steps
+        self.num_updates = 0
+        self.documents_seen = 0
+        self.num_skipped_steps = 0
+        self._bad_steps_in_a_row = 0
+
+    def micro_batch_loss(self, micro_batch: MicroBatch, totals: StepTotals) -> PolicyLoss:
+        """This micro-batch's share of the step's loss, as `pgtoolkit.policy_loss(..., totals=totals)` gives it.
+
+        micro_batch: on the module's device; without any token where other ranks have more micro-batches.
+        """
+        raise NotImplementedError
+
+    def before_update(self) -> dict[str, float]:
+        """May set the learning rate of the update that follows; what it returns is among the step's metrics."""
+        return {}
+
+    def synchronise_gradients(self, last: bool) -> None:
+        """Called before each micro-batch; last: of the step. For wrappers that exchange gradients in the backward."""
+
+    def gradient_groups(self) -> list[tuple[ProcessGroup, list[nn.Parameter]]]:
+        """After a step's last backward: (group, parameters whose gradients here are to be summed over it), in order."""
+        if self.layout.loss_group is None:
+            return []
+        return [(self.layout.loss_group, [p for p in self.parameters() if p.requires_grad])]
+
+    def backward_of_all(self, micro_batches: list[MicroBatch], totals: StepTotals) -> list[PolicyLoss]:
+        """Forward and backward of each micro-batch; gradients add up in the parameters."""
+        outputs = []
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            self.synchronise_gradients(last=number == len(micro_batches))
+            out = self.micro_batch_loss(micro_batch.counted().to(self.device), totals)
+            self.manual_backward(out.loss)
+            outputs.append(out)
+        return outputs
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        # Lightning's wrapper holds copies of its fields, which a loaded state would not reach.
+        return self.optimizers(use_pl_optimizer=False)
+
+    def on_fit_start(self) -> None:
+        """Refuses what would silently give other gradients."""
+        if self.trainer.world_size > 1:
+            raise ValueError(
+                f"DynamicAccumulation needs a Trainer of one device in each process (got {self.trainer.world_size} "
+                "devices). Lightning would average gradients that are shares of one sum. Use devices=1, and a layout "
+                "for several processes."
+            )
+
+    def transfer_batch_to_device(self, batch: Step, device: torch.device, dataloader_idx: int) -> Step:
+        return batch  # the micro-batches are moved one at a time
+
+    def training_step(self, step: Step, batch_index: int) -> dict[str, dict[str, float]]:
+        """One optimizer update, or none; the step's metrics by name, for `on_train_batch_end`, under "metrics"."""
+        started = time.perf_counter()
+        self.documents_seen += step.totals.num_documents
+        metrics = data_metrics(step.documents, self.num_updates)
+        if step.totals.num_tokens == 0:
+            self.num_skipped_steps += 1
+        else:
+            metrics |= self._update(step)
+        metrics |= {
+            "documents_seen": self.documents_seen,
+            "num_skipped_steps": self.num_skipped_steps,
+            "tokens_per_second": step.totals.num_tokens / (time.perf_counter() - started),
+        }
+        return {"metrics": metrics}  # Lightning keeps the key "loss" at the top level for a tensor
+
+    def _update(self, step: Step) -> dict[str, float]:
+        self.optimizer.zero_grad()
+        micro_batches = [local_tokens(micro_batch, self.layout) for micro_batch in step.micro_batches]
+        outputs = self.backward_of_all(micro_batches, step.totals)
+        for group, parameters in self.gradient_groups():
+            sum_gradients(parameters, group)
+        metrics = self._step_metrics(outputs, step.totals)
+        metrics |= {"num_micro_batches": len(micro_batches)} | self.before_update()
+        if math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"]):
+            self.optimizers().step()  # Lightning's, which counts it in trainer.global_step
+            self.num_updates += 1
+            self._bad_steps_in_a_row = 0
+        else:
+            self._skip_bad_step(step, _not_finite(micro_batches, outputs), metrics)
+        return metrics
+
+    def _step_metrics(self, outputs: list[PolicyLoss], totals: StepTotals) -> dict[str, float]:
+        """Clips the gradient and reads all numbers of the step, those of all ranks, in one transfer to the host."""
+        loss, sums = self._over_ranks(outputs)
+        limit = self.max_grad_norm
+        metrics = {
+            "loss": loss,
+            "grad_norm": clip_gradients(self.parameters(), self.layout, math.inf if limit is None else limit),
+            **sums.finalize(totals),
+        }
+        values = torch.stack([value.to(self.device, torch.float64) for value in metrics.values()]).tolist()
+        counts = {name for name, value in metrics.items() if not value.is_floating_point()}
+        return {name: int(x) if name in counts else x for name, x in zip(metrics, values, strict=True)}
+
+    def _over_ranks(self, outputs: list[PolicyLoss]) -> tuple[Tensor, MetricSums]:
+        """The step's loss and metrics, from the shares of every rank that has one."""
+        if outputs:
+            loss = torch.stack([out.loss.detach().double() for out in outputs]).sum()
+            sums = functools.reduce(MetricSums.merge, [out.metric_sums for out in outputs])
+        else:  # a pipeline stage before the last; there are several at level none only: one sum, no extrema
+            loss = torch.zeros((), dtype=torch.float64, device=self.device)
+            sums = MetricSums("none", loss.new_zeros(1), loss.new_empty(0))
+        for group in (self.layout.loss_group, self.layout.group("pipeline_parallel")):
+            loss, sums = sums.all_reduce(loss, group)
+        return loss, sums
+
+    def _skip_bad_step(self, step: Step, bad_documents: list[str], metrics: dict[str, float]) -> None:
+        """Leaves the weights as they are; raises NumericalError after `max_bad_steps` in a row."""
+        self.num_skipped_steps += 1
+        self._bad_steps_in_a_row += 1
+        names = [name for found in gather(bad_documents, self.layout.world_group) for name in found]
+        where, names = "Not finite already in the log-probs of", list(dict.fromkeys(names))
+        if not names:
+            where = "Every log-prob is finite; the step's documents are"
+            names = [document.name for document in step.documents]
+        message = (
+            f"loss={metrics['loss']:g}, grad_norm={metrics['grad_norm']:g}: no update was made. {where}: "
+            f"{'; '.join(names[:8])}{f'; and {len(names) - 8} more' if len(names) > 8 else ''}."
+        )
+        if self._bad_steps_in_a_row >= self.max_bad_steps:
+            raise NumericalError(
+                f"{self._bad_steps_in_a_row} steps in a row were not finite (trainer.max_bad_steps="
+                f"{self.max_bad_steps}). The last: {message}"
+            )
+        log.warning(message)
+
+
+def _not_finite(micro_batches: list[MicroBatch], outputs: list[PolicyLoss]) -> list[str]:
+    """Names of this rank's documents that have a number which is not finite before any gradient."""
+    names = []
+    for micro_batch, out in zip(micro_batches, outputs, strict=False):  # no output on early pipeline stages
+        bad = ~torch.isfinite(out.log_probs.cpu() + micro_batch.old_log_probs + micro_batch.advantages)
+        bad &= micro_batch.labels >= 0
+        names += [micro_batch.names[i] for i in micro_batch.document_index[bad].unique().tolist()]
+    return names
