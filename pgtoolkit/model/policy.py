@@ -20,7 +20,6 @@ from pgtoolkit.kernels.products import linear
 from pgtoolkit.losses.exchange import ALONE, Ranks
 from pgtoolkit.model import attention
 from pgtoolkit.model.attention import Documents
-from pgtoolkit.rollouts.generation import own_settings
 from pgtoolkit.rollouts.prompts import END, characters
 from pgtoolkit.system import model_folder
 
@@ -206,7 +205,7 @@ def _random(path: str, model_config) -> nn.Module:
 
     with model_folder.refused(path, "a config.json of a causal language model", "It says what to make."):
         model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32, trust_remote_code=False)
-        model.generation_config = own_settings(path)
+        model.generation_config = model_folder.load_generation_config(path)
     return model
 
 

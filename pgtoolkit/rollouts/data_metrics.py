@@ -35,7 +35,7 @@ def misfit(documents: list[Document], new_logprobs: float, config: PolicyRollout
     new_logprobs: the metric, before any update. It is compared with the mean of the old log-probs, for the mean of the
     ratio itself says little: over tokens that any other policy sampled it is expected to be 1, too.
     """
-    means = [float(d.old_log_probs[d.loss_mask].double().mean()) for d in documents if d.num_trained]
+    means = [float(d.old_log_probs.double().mean()) for d in documents if d.num_trained]
     difference = new_logprobs - sum(means) / len(documents)
     if abs(difference) <= FAR:
         return ""
@@ -53,7 +53,7 @@ def misfit(documents: list[Document], new_logprobs: float, config: PolicyRollout
 def _groups_without_signal(documents: list[Document]) -> Iterable[bool]:
     silent: dict[int, bool] = {}
     for document in documents:
-        has_signal = bool((document.advantages[document.loss_mask] != 0).any())
+        has_signal = bool((document.advantages != 0).any())
         silent[document.group] = silent.get(document.group, True) and not has_signal
     return silent.values()
 

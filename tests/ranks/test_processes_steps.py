@@ -20,7 +20,7 @@ from pgtoolkit.rollouts.steps import deal, make_step
 
 
 def document(number: int, length: int) -> Document:
-    values = torch.full((length,), float(number))
+    values = torch.full((length - 1,), float(number))
     mask = torch.arange(length) > 0
     return Document(torch.full((length,), number), mask, values, values, number // 2, f"document {number}")
 
