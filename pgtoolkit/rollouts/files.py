@@ -88,7 +88,8 @@ class RowFile:
 
     Not its inode, which some network file systems number anew, and not its contents: `RecordedRollouts` compares those.
     names: all its columns, where the file has columns. digest: CRC-32 of the rows as they were written, if known.
-    Raises DataError for a file that cannot be read, is damaged, or was changed, replaced or removed meanwhile.
+    rows(): number from 1, place, and fields of every row, or the reason why a line is no row; row(place): one of them.
+    Raise DataError for a file that cannot be read, is damaged, or was changed, replaced or removed meanwhile.
     """
 
     names: list[str] | None = None
@@ -99,14 +100,6 @@ class RowFile:
         self.label = label
         self._columns = columns
         self._stamp = self._stamp_now()
-
-    def rows(self) -> Iterator[tuple[int, int, dict | str]]:
-        """Number from 1, place, and fields of every row; in place of the fields, the reason why a line is no row."""
-        raise NotImplementedError
-
-    def row(self, place: int) -> dict | str:
-        """The fields of the row at a place that `rows` has told."""
-        raise NotImplementedError
 
     def changed(self) -> DataError:
         return DataError(

@@ -129,7 +129,7 @@ class RecordedRollouts:
         """The first pass: check every row, number the groups, compute the advantages."""
         problems = Problems("the recorded rollouts cannot be trained on")
         groups: dict[int | str, int] = {}
-        ids = array("q")
+        ids: dict[str, int] = {}
         num_trained = 0
         for number, file in enumerate(self._files):
             _check_columns(file, self._rules, problems)
@@ -143,14 +143,13 @@ class RecordedRollouts:
                 f"rollout.path={self._config.path} needs a trained token (got {len(self._file)} documents whose "
                 "loss_mask is false everywhere). Nothing would be learned. Mark the tokens of the completions as true."
             )
-        self._check_ids(ids, problems)
         self._number_groups(groups, problems)
         if not self._given:
             self._compute_advantages(problems)
         problems.raise_if_any()
 
-    def _read_file(self, number: int, file: RowFile, groups: dict, ids: array, problems: Problems) -> int:
-        """Note each row's place, reward, group and hash of its id; returns the number of trained tokens."""
+    def _read_file(self, number: int, file: RowFile, groups: dict, ids: dict, problems: Problems) -> int:
+        """Note each row's place, reward, group and id; returns the number of trained tokens."""
         digest, start, num_trained = 0, len(self._file), 0
         has_problem = False
         for row_number, place, raw in file.rows():
@@ -170,23 +169,14 @@ class RecordedRollouts:
             self._place.append(place)
             self._reward.append(np.nan if row.reward is None else row.reward)
             self._group.append(-1 if row.group_id is None else groups.setdefault(row.group_id, len(groups)))
-            ids.append(0 if row.id is None else hash(row.id) or 1)
+            index = len(self._file) - 1
+            if row.id is not None and (first := ids.setdefault(row.id, index)) != index:
+                problems.add(f"{self._label(index)}:id", f"is {row.id!r} like that of {self._label(first)}")
         if file.digest not in (None, digest) and not has_problem:
             raise DataError(f"{file.label} is damaged: its rows are not those that were written. Copy it again.")
         summary = [file.label, file.path.stat().st_size, len(self._file) - start, digest]
         self._fingerprint.update(json.dumps(summary).encode())
         return num_trained
-
-    def _check_ids(self, ids: array, problems: Problems) -> None:
-        """Ids are unique. They are compared by 64-bit hashes, and those that seem equal are read again to be sure."""
-        hashes = np.asarray(ids)
-        order = np.argsort(hashes, kind="stable")
-        ordered = hashes[order]
-        for place in np.flatnonzero((ordered[1:] == ordered[:-1]) & (ordered[1:] != 0)):
-            first, second = int(order[place]), int(order[place + 1])
-            name = self._read(second).id
-            if self._read(first).id == name:
-                problems.add(f"{self._label(second)}:id", f"is {name!r} like that of {self._label(first)}")
 
     def _number_groups(self, groups: dict[int | str, int], problems: Problems) -> None:
         """Number every document's group, where the data says which it is or `group_size` does."""

@@ -111,7 +111,14 @@ class StepLoader:
         while end is None or position < end:
             if documents and self._closes_before(position, documents):
                 break
-            documents.append(self._document(position))
+            document = self._source.document(position)
+            if document.num_tokens > self._max_document_tokens:
+                raise DataError(
+                    f"{document.name} has {document.num_tokens} tokens, but the model and a micro-batch have room for "
+                    f"{self._max_document_tokens}. Raise accumulation.max_tokens (and model.max_positions with "
+                    "model=tiny)."
+                )
+            documents.append(document)
             position += 1
         return documents, position
 
@@ -124,24 +131,12 @@ class StepLoader:
         if len(documents) < self._accumulation.docs_per_step:
             return False
         at_batch_end = position == self._source.batch_end(position - 1)
-        if self._close_on_groups and not at_batch_end and self._in_group_of(documents[-1], position):
+        if self._close_on_groups and not at_batch_end and self._source.document(position).group == documents[-1].group:
             return False
         if self._accumulation.docs_per_step > 0:
             return True
         with_next = cut([*documents, self._source.document(position)], self._accumulation.max_tokens)
         return len(with_next) > self._accumulation.micro_batches_per_step
-
-    def _document(self, position: int) -> Document:
-        document = self._source.document(position)
-        if document.num_tokens > self._max_document_tokens:
-            raise DataError(
-                f"{document.name} has {document.num_tokens} tokens, but the model and a micro-batch have room for "
-                f"{self._max_document_tokens}. Raise accumulation.max_tokens (and model.max_positions with model=tiny)."
-            )
-        return document
-
-    def _in_group_of(self, document: Document, position: int) -> bool:
-        return self._source.document(position).group == document.group
 
     def _is_full(self, documents: list[Document]) -> bool:
         if self._accumulation.docs_per_step > 0:
