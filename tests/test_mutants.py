@@ -182,6 +182,24 @@ MUTANTS = [
         ("tests/rollouts/test_samplers.py::test_what_the_folder_suggests_does_not_act[repetition_penalty]",),
     ),
     Mutant(
+        "the sampler is not told which weights it samples from after an update",
+        "rollouts/policy.py",
+        {"publish(self._trained.policy, self._trained.num_updates)": "publish(self._trained.policy, 0)"},
+        ("tests/rollouts/test_policy.py::test_every_prompt_is_sampled_with_the_weights_of_now",),
+    ),
+    Mutant(
+        "the old log-probs of training are one token off",
+        "rollouts/policy.py",
+        {".cpu()[micro_batch.labels >= 0]": ".cpu().roll(1)[micro_batch.labels >= 0]"},
+        ("tests/rollouts/test_policy.py::test_old_log_probs_are_those_of_the_sampler_or_of_training[training]",),
+    ),
+    Mutant(
+        "the scores of every sampled token are kept",
+        "rollouts/samplers.py",
+        {"self._scores = scores": "self._scores = scores; self.__dict__.setdefault('all', []).append(scores)"},
+        ("tests/rollouts/test_samplers.py::test_memory_does_not_grow_with_the_vocabulary_times_the_completion",),
+    ),
+    Mutant(
         "the sampler rounds its logits to bfloat16 where training computes them in float32",
         "model/policy.py",
         {"self._float32_head(fp32_lm_head)": "self._float32_head(False)"},
