@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from pgtoolkit.batch import Document
 from pgtoolkit.config.schema import PolicyRolloutConfig, RecordedRolloutConfig
 
@@ -26,7 +24,8 @@ def data_metrics(documents: list[Document], num_updates: int) -> dict[str, float
         "completion_length": [d.num_trained for d in documents],
         "zero_advantage_group_fraction": _groups_without_signal(documents),
     }
-    return {name: sum(known) / len(known) for name, values in columns.items() if (known := _known(values))}
+    known = {name: [float(value) for value in values if value is not None] for name, values in columns.items()}
+    return {name: sum(values) / len(values) for name, values in known.items() if values}
 
 
 def misfit(documents: list[Document], new_logprobs: float, config: PolicyRolloutConfig | RecordedRolloutConfig) -> str:
@@ -50,13 +49,8 @@ def misfit(documents: list[Document], new_logprobs: float, config: PolicyRollout
     )
 
 
-def _groups_without_signal(documents: list[Document]) -> Iterable[bool]:
-    silent: dict[int, bool] = {}
+def _groups_without_signal(documents: list[Document]) -> list[bool]:
+    has_signal: dict[int, bool] = {}
     for document in documents:
-        has_signal = bool((document.advantages != 0).any())
-        silent[document.group] = silent.get(document.group, True) and not has_signal
-    return silent.values()
-
-
-def _known(values: Iterable) -> list[float]:
-    return [float(value) for value in values if value is not None]
+        has_signal[document.group] = has_signal.get(document.group, False) or bool((document.advantages != 0).any())
+    return [not found for found in has_signal.values()]

@@ -78,25 +78,24 @@ class TokenizedTask:
             reason = f"The model's positions or accumulation.max_tokens allow a document of {tokens}, prompt included."
             use = f"rollout.max_completion_length={longest_document // 2}"
             raise ConfigError(f"{setting} needs less than {tokens} (got {longest_completion}). {reason} Use {use}.")
-        task, total, bad = self._task, 0, {}
+        task, total, bad = self._task, 0, []
         rows = task.rows()
         while prompts := list(itertools.islice(rows, _CHUNK)):
             total += len(prompts)
-            for prompt, tokens in zip(prompts, self.encode(prompts), strict=True):
-                if not 0 < len(tokens) <= room:
-                    bad[prompt.index] = f"{prompt.place} has {len(tokens)}", len(tokens)
+            lengths = map(len, self.encode(prompts))
+            bad += [(p, length) for p, length in zip(prompts, lengths, strict=True) if not 0 < length <= room]
         if not bad:
             return
         several = f"{len(bad)} of {'the first ' if task.num_prompts is None else ''}{total} prompts"
-        listed = ", ".join(said for said, _ in itertools.islice(bad.values(), _SHOWN))
+        listed = ", ".join(f"{prompt.place} has {length}" for prompt, length in bad[:_SHOWN])
         listed += f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
         needed = f"do not have 1 to {room} tokens: {listed}"
         skippable = task.num_prompts is not None and len(bad) < total
         if skip and skippable:
             log.warning(f"note: task.too_long=skip leaves out {several}, which {needed}.")
-            task.drop(set(bad))
+            task.drop({prompt.index for prompt, _ in bad})
             return
-        longest = max(length for _, length in bad.values())
+        longest = max(length for _, length in bad)
         ways = ["task.too_long=skip"] if skippable else []
         if longest > room:
             document = longest + longest_completion

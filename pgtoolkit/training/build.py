@@ -46,7 +46,7 @@ def build(
     close_on_groups = config.aggregation.mode == AggregationMode.prompt_mean
     source = _source(config, task, module, room, resume)
     seed_rank(config.seed, layout.rank)
-    return module, StepLoader(source, config.accumulation, close_on_groups, config.trainer.max_steps, room, layout)
+    return module, StepLoader(source, config.accumulation, close_on_groups, config.trainer.max_steps, layout)
 
 
 def seed_rank(seed: int, rank: int, step: int = 0) -> None:
