@@ -5,7 +5,7 @@ from __future__ import annotations
 from pgtoolkit.batch import Document
 from pgtoolkit.config.schema import PolicyRolloutConfig, RecordedRolloutConfig
 
-FAR = 0.05
+LARGE_DIFFERENCE = 0.05
 """A larger mean difference of log-probs is noted. Rounding stays far below it (bfloat16 logits move a document of 16
 tokens by 0.004), and so do a few updates of age; another model, or log-probs one token off, go to 1 and beyond."""
 
@@ -28,7 +28,9 @@ def data_metrics(documents: list[Document], num_updates: int) -> dict[str, float
     return {name: sum(values) / len(values) for name, values in known.items() if values}
 
 
-def misfit(documents: list[Document], new_logprobs: float, config: PolicyRolloutConfig | RecordedRolloutConfig) -> str:
+def mismatch_note(
+    documents: list[Document], new_logprobs: float, config: PolicyRolloutConfig | RecordedRolloutConfig
+) -> str:
     """Why the documents of a run's first step do not seem to come from its policy; nothing if they fit.
 
     new_logprobs: the metric, before any update. It is compared with the mean of the old log-probs, for the mean of the
@@ -36,7 +38,7 @@ def misfit(documents: list[Document], new_logprobs: float, config: PolicyRollout
     """
     means = [float(d.old_log_probs.double().mean()) for d in documents if d.num_trained]
     difference = new_logprobs - sum(means) / len(documents)
-    if abs(difference) <= FAR:
+    if abs(difference) <= LARGE_DIFFERENCE:
         return ""
     causes = {
         "recorded": f"the rollouts may be of another model, of another temperature than rollout.temperature="

@@ -27,7 +27,7 @@ END = "<end>"
 _PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
 
 
-def characters(alphabet: str | None):
+def tiny_tokenizer(alphabet: str | None):
     """The tiny model's tokenizer, of the tokenizers library: a token per character (None: printable ASCII), and END."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -141,7 +141,7 @@ def preview(model: TinyModelConfig | HuggingFaceModelConfig, task: TaskConfig, s
     text = repr(prompt.text)
     lines = [f"{prompt.place}: {text[:200]}{'...' if len(text) > 200 else ''}"]
     if isinstance(model, TinyModelConfig):
-        tokenizer = characters(found.alphabet)
+        tokenizer = tiny_tokenizer(found.alphabet)
         (tokens,) = encode_prompts([prompt], lambda texts: [one.ids for one in tokenizer.encode_batch(texts)], ends=[])
         names = map(tokenizer.id_to_token, tokens)
     elif Path(model.path).expanduser().is_dir():

@@ -163,13 +163,13 @@ def make_step(
         num_groups=len(numbers),
         tokens_per_group=torch.tensor(tokens_per_group, dtype=torch.int64),
     )
-    shares = [cut(share, max_tokens) for share in deal(documents, data_size)]
+    shares = [cut(share, max_tokens) for share in divide_among_ranks(documents, data_size)]
     parts = shares[data_rank] + [[]] * (max(map(len, shares)) - len(shares[data_rank]))
     micro_batches = [pack(part, [numbers[document.group] for document in part]) for part in parts]
     return Step(micro_batches, totals, documents, state_after)
 
 
-def deal(documents: list[Document], num_ranks: int) -> list[list[Document]]:
+def divide_among_ranks(documents: list[Document], num_ranks: int) -> list[list[Document]]:
     """Each rank's documents, in their order, with about as many tokens: the longest first, to whom has the fewest."""
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     tokens = [0] * num_ranks

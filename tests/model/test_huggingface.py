@@ -24,7 +24,7 @@ from pgtoolkit.config.schema import HuggingFaceModelConfig, NumberType
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.launch.check import check, problems
 from pgtoolkit.model.policy import build_policy, character_tokenizer
-from pgtoolkit.rollouts.prompts import characters
+from pgtoolkit.rollouts.prompts import tiny_tokenizer
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.training.train import build, train
 
@@ -176,7 +176,7 @@ def test_a_head_with_a_bias_is_trained_with_it(tmp_path):
 def test_prompts_are_tokens_as_the_tokenizer_makes_them(folder, tmp_path, capsys):
     """With its token of the beginning, here `=`, and without the end that it adds; `pgtk check` shows them."""
     shutil.copytree(folder, tmp_path / "model")
-    backend = characters("0123456789=")
+    backend = tiny_tokenizer("0123456789=")
     special = [("=", 10), ("<end>", 11)]
     backend.post_processor = processors.TemplateProcessing(single="= $A <end>", special_tokens=special)
     options = {"bos_token": "=", "eos_token": "<end>", "pad_token": "<end>"}
