@@ -208,7 +208,7 @@ MUTANTS = [
     Mutant(
         "prompts without the token of the beginning that the model's tokenizer adds",
         "rollouts/prompts.py",
-        {'_tokenizer(texts)["input_ids"]': '_tokenizer(texts, add_special_tokens=False)["input_ids"]'},
+        {'for prompt in prompts])["input_ids"]': 'for prompt in prompts], add_special_tokens=False)["input_ids"]'},
         ("tests/model/test_huggingface.py::test_prompts_are_tokens_as_the_tokenizer_makes_them",),
     ),
     Mutant(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,7 +48,7 @@ def end_tokens(generation_config, tokenizer) -> list[int]:
 class TokenizedTask:
     """A task as a model's tokenizer, of transformers, sees it. ends: ids of the end-of-sequence tokens."""
 
-    def __init__(self, task: Task, tokenizer, ends: Sequence[int]):
+    def __init__(self, task: Task, tokenizer, ends: Sequence[int] = ()):
         self._task = task
         self._tokenizer = tokenizer
         self._ends = ends
@@ -57,8 +57,24 @@ class TokenizedTask:
         return self._task.prompt(index)
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """The tokens of each prompt, with the special tokens that the tokenizer adds by default, such as the first."""
-        return encode_prompts(prompts, lambda texts: self._tokenizer(texts)["input_ids"], self._ends)
+        """The tokens of each prompt, with the special tokens that the tokenizer adds by default, such as the first.
+
+        An end-of-sequence token at the end is left out, after which a model begins another text. Raises DataError that
+        names a prompt that the tokenizer has no tokens for.
+        """
+        try:
+            tokens = self._tokenizer([prompt.text for prompt in prompts])["input_ids"]
+        except Exception as error:  # what the tokenizers library raises for a character it has no token for
+            if len(prompts) > 1:
+                return [self.encode([prompt])[0] for prompt in prompts]
+            raise DataError(
+                f"the prompt {prompts[0].text[:60]!r} at {prompts[0].place} cannot be encoded by the model's "
+                f"tokenizer: {first_line(error)}"
+            ) from error
+        for row in tokens:
+            while row and row[-1] in self._ends:
+                row.pop()
+        return tokens
 
     def score(self, prompt: Prompt, completion: Completion) -> Score:
         """The end is no part of the text, whether or not the tokenizer holds it for a special token."""
@@ -106,29 +122,6 @@ class TokenizedTask:
         )
 
 
-def encode_prompts(
-    prompts: Sequence[Prompt], encode: Callable[[list[str]], list[list[int]]], ends: Sequence[int]
-) -> list[list[int]]:
-    """The tokens of each prompt; an end-of-sequence token (`ends`) at the end of one is left out.
-
-    Some tokenizers add one, after which a model begins another text. Raises DataError that names a prompt that the
-    tokenizer has no tokens for.
-    """
-    try:
-        tokens = encode([prompt.text for prompt in prompts])
-    except Exception as error:  # what the tokenizers library raises for a character it has no token for
-        if len(prompts) > 1:
-            return [encode_prompts([prompt], encode, ends)[0] for prompt in prompts]
-        raise DataError(
-            f"the prompt {prompts[0].text[:60]!r} at {prompts[0].place} cannot be encoded by the model's tokenizer: "
-            f"{first_line(error)}"
-        ) from error
-    for row in tokens:
-        while row and row[-1] in ends:
-            row.pop()
-    return tokens
-
-
 def preview(model: TinyModelConfig | HuggingFaceModelConfig, task: TaskConfig, seed: int) -> list[str]:
     """Lines that show the first prompt and its tokens; without them for a model that is not here. Asks no hub.
 
@@ -141,8 +134,12 @@ def preview(model: TinyModelConfig | HuggingFaceModelConfig, task: TaskConfig, s
     text = repr(prompt.text)
     lines = [f"{prompt.place}: {text[:200]}{'...' if len(text) > 200 else ''}"]
     if isinstance(model, TinyModelConfig):
-        tokenizer = tiny_tokenizer(found.alphabet)
-        (tokens,) = encode_prompts([prompt], lambda texts: [one.ids for one in tokenizer.encode_batch(texts)], ends=[])
+        tokenizer = tiny_tokenizer(found.alphabet)  # that of transformers around it takes a second to import
+
+        def tokenize(texts: list[str]) -> dict:
+            return {"input_ids": [one.ids for one in tokenizer.encode_batch(texts)]}
+
+        (tokens,) = TokenizedTask(found, tokenize).encode([prompt])
         names = map(tokenizer.id_to_token, tokens)
     elif Path(model.path).expanduser().is_dir():
         loaded = load_tokenizer(model.path)

@@ -9,7 +9,7 @@ import pytest
 
 from pgtoolkit.config.schema import PromptsTaskConfig, ReasoningGymTaskConfig, ReverseTaskConfig, TooLong
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.rollouts.prompts import TokenizedTask, encode_prompts
+from pgtoolkit.rollouts.prompts import TokenizedTask
 from pgtoolkit.rollouts.tasks import Prompt, make_task
 
 
@@ -256,13 +256,17 @@ def test_skipped_questions_of_reasoning_gym_keep_their_answers():
     assert task.score(last, kept[-1].answer, finished=True).exact_match
 
 
+def encoded(prompts, encode, ends=()):
+    return TokenizedTask(None, lambda texts: {"input_ids": [*map(encode, texts)]}, ends).encode(prompts)
+
+
 def test_prompts_do_not_end_in_an_end_of_sequence():
     prompts = [Prompt(text, "", 0, "p") for text in ("a", "ab")]
-    added = encode_prompts(prompts, lambda texts: [[1, *map(ord, text), 2] for text in texts], ends=[2, 3])
+    added = encoded(prompts, lambda text: [1, *map(ord, text), 2], ends=[2, 3])
     assert added == [[1, 97], [1, 97, 98]]
 
 
 def test_a_prompt_that_cannot_be_encoded_is_named(tmp_path):
     prompts = [Prompt("a", "", 0, "p.jsonl:1"), Prompt("é", "", 1, "p.jsonl:2")]
     with pytest.raises(DataError, match=r"the prompt 'é' at p\.jsonl:2 cannot be encoded .*: 'ascii' codec"):
-        encode_prompts(prompts, lambda texts: [list(text.encode("ascii")) for text in texts], ends=[])
+        encoded(prompts, lambda text: list(text.encode("ascii")))
