@@ -16,11 +16,13 @@ class Document:
     tokens: (S,) int64, prompt followed by completion.
     loss_mask: (S,) bool, True where the token is trained, that is, predicted from the tokens before it.
         The first token has nothing before it and is never trained.
-    old_log_probs: (S,) float32, log-prob of each token under the policy that generated it; read only where loss_mask.
-    advantages: (S,) float32; read only where loss_mask.
+    old_log_probs: (N,) float32, log-prob of each trained token, in order, under the policy that generated it.
+    advantages: (N,) float32, of each trained token.
     group: number of the document's prompt group, unique within the run's data.
     name: how messages call the document, such as `rollouts.jsonl:12`.
     reward, exact_match, truncated, model_version: what the source knows, or None.
+
+    Raises ValueError where the numbers do not belong to these tokens.
     """
 
     tokens: Tensor
@@ -34,6 +36,14 @@ class Document:
     truncated: bool | None = None
     model_version: int | None = None
 
+    def __post_init__(self):
+        trained = int(self.loss_mask.sum())
+        lengths = {name: len(getattr(self, name)) for name in ("loss_mask", "old_log_probs", "advantages")}
+        if lengths != {"loss_mask": len(self.tokens), "old_log_probs": trained, "advantages": trained}:
+            raise ValueError(f"{self.name} has {len(self.tokens)} tokens, {trained} of them trained, and {lengths}")
+        if trained and self.loss_mask[0]:
+            raise ValueError(f"{self.name} trains its first token, which nothing stands before")
+
     @property
     def num_tokens(self) -> int:
         """Number of tokens the document takes in a micro-batch, trained or not."""
@@ -42,7 +52,7 @@ class Document:
     @property
     def num_trained(self) -> int:
         """N_d: number of trained tokens."""
-        return int(self.loss_mask.sum())
+        return len(self.old_log_probs)
 
 
 @dataclass(frozen=True)

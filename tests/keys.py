@@ -70,8 +70,8 @@ def some_documents() -> list[Document]:
             Document(
                 tokens=torch.randint(0, 11, (length,), generator=generator),
                 loss_mask=torch.arange(length) >= length // 2,
-                old_log_probs=-2.5 + 0.7 * torch.randn(length, generator=generator),
-                advantages=torch.full((length,), advantage),
+                old_log_probs=(-2.5 + 0.7 * torch.randn(length, generator=generator))[length // 2 :],
+                advantages=torch.full((length - length // 2,), advantage),
                 group=i // 2,
                 name=f"document {i}",
             )
@@ -93,11 +93,16 @@ def specified(module, documents: list[Document], **choices) -> tuple[reference.R
     options = {"loss": "grpo", "epsilon_low": 0.2, "epsilon_high": 0.2, "aggregation": "constant", "divisor": 4}
     logits = torch.cat([logits_of(module, document)[:-1] for document in documents])
     labels = torch.cat([torch.where(document.loss_mask, document.tokens, -1)[1:] for document in documents])
+
+    def per_label(values) -> Tensor:
+        trained = torch.cat([*values])
+        return trained.new_zeros(len(labels)).masked_scatter(labels >= 0, trained)
+
     found = reference.policy_loss(
         logits.detach(),
         labels,
-        torch.cat([document.old_log_probs[1:] for document in documents]),
-        torch.cat([document.advantages[1:] for document in documents]),
+        per_label(document.old_log_probs for document in documents),
+        per_label(document.advantages for document in documents),
         torch.cat([torch.full((document.num_tokens - 1,), i) for i, document in enumerate(documents)]),
         group_index=torch.tensor([document.group for document in documents]),
         num_documents=len(documents),

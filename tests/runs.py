@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.validate import validate
+from pgtoolkit.rollouts.samplers import TransformersSampler
 from pgtoolkit.rollouts.steps import StepLoader
 from pgtoolkit.training.build import build
 from pgtoolkit.training.module import PolicyGradientModule
@@ -64,6 +65,11 @@ def built(*overrides: str) -> tuple[PolicyGradientModule, StepLoader]:
     module.optimizers = lambda use_pl_optimizer=True: optimizer
     module.manual_backward = lambda loss: loss.backward()
     return module, loader
+
+
+def sampler_of(loader: StepLoader) -> TransformersSampler:
+    """Who writes the completions of these steps."""
+    return loader._source._sampler
 
 
 def metrics_of(folder: Path) -> list[dict]:

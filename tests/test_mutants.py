@@ -154,59 +154,74 @@ MUTANTS = [
     ),
     Mutant(
         "sampling ignores the temperature",
-        "rollouts/generation.py",
+        "rollouts/samplers.py",
         {"temperature=float(temperature)": "temperature=1.0"},
         (
-            "tests/rollouts/test_generation.py::test_log_probs_are_those_of_the_distribution_sampled_from[0.5-None]",
-            "tests/rollouts/test_generation.py::test_tokens_are_as_frequent_as_the_distribution_says[2.0-None]",
+            "tests/rollouts/test_samplers.py::test_log_probs_are_those_of_the_distribution_sampled_from[0.5-None]",
+            "tests/rollouts/test_samplers.py::test_tokens_are_as_frequent_as_the_distribution_says[2.0-None]",
         ),
     ),
     Mutant(
         "sampling ignores top_p",
-        "rollouts/generation.py",
+        "rollouts/samplers.py",
         {"top_p=1.0 if top_p is None else top_p": "top_p=1.0"},
         (
-            "tests/rollouts/test_generation.py::test_log_probs_are_those_of_the_distribution_sampled_from[1.0-0.7]",
-            "tests/rollouts/test_generation.py::test_tokens_are_as_frequent_as_the_distribution_says[0.6-0.8]",
+            "tests/rollouts/test_samplers.py::test_log_probs_are_those_of_the_distribution_sampled_from[1.0-0.7]",
+            "tests/rollouts/test_samplers.py::test_tokens_are_as_frequent_as_the_distribution_says[0.6-0.8]",
         ),
     ),
     Mutant(
         "sampled log-probs not renormalised after top_p has cut the distribution",
-        "rollouts/generation.py",
-        {"output_scores=True": "output_logits=True", "enumerate(out.scores)": "enumerate(out.logits)"},
-        ("tests/rollouts/test_generation.py::test_log_probs_are_those_of_the_distribution_sampled_from[1.0-0.7]",),
+        "rollouts/samplers.py",
+        {"[*_temperature_and_top_p(self.settings), log_probs]": "[log_probs, *_temperature_and_top_p(self.settings)]"},
+        ("tests/rollouts/test_samplers.py::test_log_probs_are_those_of_the_distribution_sampled_from[1.0-0.7]",),
     ),
     Mutant(
         "the model folder's generation_config.json acts on what is sampled",
-        "rollouts/generation.py",
+        "rollouts/samplers.py",
         {"own, model.generation_config = model.generation_config, GenerationConfig()": "own = model.generation_config"},
-        ("tests/rollouts/test_generation.py::test_what_the_folder_suggests_does_not_act[repetition_penalty]",),
+        ("tests/rollouts/test_samplers.py::test_what_the_folder_suggests_does_not_act[repetition_penalty]",),
+    ),
+    Mutant(
+        "the sampler is not told which weights it samples from after an update",
+        "rollouts/policy.py",
+        {"publish(self._trained.policy, self._trained.num_updates)": "publish(self._trained.policy, 0)"},
+        ("tests/rollouts/test_policy.py::test_every_prompt_is_sampled_with_the_weights_of_now",),
+    ),
+    Mutant(
+        "the old log-probs of training are one token off",
+        "rollouts/policy.py",
+        {".cpu()[micro_batch.labels >= 0]": ".cpu().roll(1)[micro_batch.labels >= 0]"},
+        ("tests/rollouts/test_policy.py::test_old_log_probs_are_those_of_the_sampler_or_of_training[training]",),
+    ),
+    Mutant(
+        "the scores of every sampled token are kept",
+        "rollouts/samplers.py",
+        {"self._scores = scores": "self._scores = scores; self.__dict__.setdefault('all', []).append(scores)"},
+        ("tests/rollouts/test_samplers.py::test_memory_does_not_grow_with_the_vocabulary_times_the_completion",),
     ),
     Mutant(
         "the sampler rounds its logits to bfloat16 where training computes them in float32",
         "model/policy.py",
         {"self._float32_head(fp32_lm_head)": "self._float32_head(False)"},
-        ("tests/rollouts/test_generation.py::test_sampling_has_the_head_of_training[True]",),
+        ("tests/rollouts/test_samplers.py::test_sampling_has_the_head_of_training[True]",),
     ),
     Mutant(
         "prompts without the token of the beginning that the model's tokenizer adds",
         "rollouts/prompts.py",
-        {'tokenizer(texts)["input_ids"]': 'tokenizer(texts, add_special_tokens=False)["input_ids"]'},
+        {'for prompt in prompts])["input_ids"]': 'for prompt in prompts], add_special_tokens=False)["input_ids"]'},
         ("tests/model/test_huggingface.py::test_prompts_are_tokens_as_the_tokenizer_makes_them",),
     ),
     Mutant(
         "labels that are not shifted: each position predicts its own token",
         "rollouts/packing.py",
-        {
-            "_next(torch.where(document.loss_mask, document.tokens, -1), -1)": "torch.where("
-            "document.loss_mask, document.tokens, -1)"
-        },
+        {"labels=labelled(tokens[trained], -1)": "labels=torch.where(labelled(tokens[trained], -1) < 0, -1, tokens)"},
         ("tests/rollouts/test_packing.py::test_a_document_without_a_trained_token_stays",),
     ),
     Mutant(
         "old log-probs that are not shifted with their labels",
         "rollouts/packing.py",
-        {"_next(document.old_log_probs, 0.0)": "document.old_log_probs"},
+        {"old_log_probs=labelled(old_log_probs, 0.0)": "old_log_probs=labelled(old_log_probs, 0.0).roll(1)"},
         ("tests/losses/test_peers.py::test_old_log_probs_and_advantages_are_shifted_with_their_labels",),
     ),
     Mutant(

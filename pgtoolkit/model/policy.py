@@ -21,8 +21,7 @@ from pgtoolkit.kernels.products import linear
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.model import attention
 from pgtoolkit.model.attention import Documents
-from pgtoolkit.rollouts.generation import own_settings
-from pgtoolkit.rollouts.prompts import END, characters
+from pgtoolkit.rollouts.prompts import END, tiny_tokenizer
 from pgtoolkit.system import model_folder
 
 log = logging.getLogger("pgtoolkit")
@@ -142,7 +141,7 @@ class Policy:
 def build_policy(config, alphabet: str | None, on_gpu: bool) -> Policy:
     """The model of `config.model` with its tokenizer.
 
-    alphabet: characters that the tiny model's tokenizer knows; None: see `characters`.
+    alphabet: characters that the tiny model's tokenizer knows; None: see `tiny_tokenizer`.
     on_gpu: what `model.dtype=auto` goes by: bfloat16 on a GPU, float32 elsewhere.
     Raises ConfigError if the model cannot be loaded or its head is not a plain linear layer.
     """
@@ -176,14 +175,14 @@ def _tiny(config: TinyModelConfig, alphabet: str | None) -> Policy:
 
 
 def character_tokenizer(alphabet: str | None):
-    """`characters` for transformers; the end also pads.
+    """`tiny_tokenizer` for transformers; the end also pads.
 
     A padding token of its own could be sampled, and would leave no trace in the decoded text that is scored.
     """
     from transformers import PreTrainedTokenizerFast
 
     options = {"eos_token": END, "pad_token": END, "padding_side": "left"}
-    return PreTrainedTokenizerFast(tokenizer_object=characters(alphabet), **options)
+    return PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer(alphabet), **options)
 
 
 def _hugging_face(config: HuggingFaceModelConfig, on_gpu: bool) -> Policy:
@@ -211,7 +210,7 @@ def _random(path: str, model_config) -> nn.Module:
 
     with model_folder.refused(path, "a config.json of a causal language model", "It says what to make."):
         model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32, trust_remote_code=False)
-        model.generation_config = own_settings(path)
+        model.generation_config = model_folder.load_generation_config(path)
     return model
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from pgtoolkit.batch import Document
 from pgtoolkit.config.schema import PolicyRolloutConfig, RecordedRolloutConfig
 
-FAR = 0.05
+LARGE_DIFFERENCE = 0.05
 """A larger mean difference of log-probs is noted. Rounding stays far below it (bfloat16 logits move a document of 16
 tokens by 0.004), and so do a few updates of age; another model, or log-probs one token off, go to 1 and beyond."""
 
@@ -26,18 +24,21 @@ def data_metrics(documents: list[Document], num_updates: int) -> dict[str, float
         "completion_length": [d.num_trained for d in documents],
         "zero_advantage_group_fraction": _groups_without_signal(documents),
     }
-    return {name: sum(known) / len(known) for name, values in columns.items() if (known := _known(values))}
+    known = {name: [float(value) for value in values if value is not None] for name, values in columns.items()}
+    return {name: sum(values) / len(values) for name, values in known.items() if values}
 
 
-def misfit(documents: list[Document], new_logprobs: float, config: PolicyRolloutConfig | RecordedRolloutConfig) -> str:
+def mismatch_note(
+    documents: list[Document], new_logprobs: float, config: PolicyRolloutConfig | RecordedRolloutConfig
+) -> str:
     """Why the documents of a run's first step do not seem to come from its policy; nothing if they fit.
 
     new_logprobs: the metric, before any update. It is compared with the mean of the old log-probs, for the mean of the
     ratio itself says little: over tokens that any other policy sampled it is expected to be 1, too.
     """
-    means = [float(d.old_log_probs[d.loss_mask].double().mean()) for d in documents if d.num_trained]
+    means = [float(d.old_log_probs.double().mean()) for d in documents if d.num_trained]
     difference = new_logprobs - sum(means) / len(documents)
-    if abs(difference) <= FAR:
+    if abs(difference) <= LARGE_DIFFERENCE:
         return ""
     causes = {
         "recorded": f"the rollouts may be of another model, of another temperature than rollout.temperature="
@@ -50,13 +51,8 @@ def misfit(documents: list[Document], new_logprobs: float, config: PolicyRollout
     )
 
 
-def _groups_without_signal(documents: list[Document]) -> Iterable[bool]:
-    silent: dict[int, bool] = {}
+def _groups_without_signal(documents: list[Document]) -> list[bool]:
+    has_signal: dict[int, bool] = {}
     for document in documents:
-        has_signal = bool((document.advantages[document.loss_mask] != 0).any())
-        silent[document.group] = silent.get(document.group, True) and not has_signal
-    return silent.values()
-
-
-def _known(values: Iterable) -> list[float]:
-    return [float(value) for value in values if value is not None]
+        has_signal[document.group] = has_signal.get(document.group, False) or bool((document.advantages != 0).any())
+    return [not found for found in has_signal.values()]

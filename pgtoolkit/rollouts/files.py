@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
+import contextlib
+import functools
 import glob
 import json
 import os
 import re
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,12 +23,6 @@ MAX_ROW_BYTES = 256 * 2**20
 MAX_ROW_GROUP_BYTES = 512 * 2**20
 MAX_PROBLEMS = 10
 DIGEST_KEY = b"pgtoolkit_rows_crc32"
-
-UNREADABLE = (pa.ArrowException, OSError, ValueError)
-"""What pyarrow raises for a damaged file."""
-
-Key = tuple[int, int]
-"""Where a file has a row: (0, byte offset) in JSONL, (row group, row within it) in Parquet."""
 
 
 class Problems:
@@ -74,7 +70,12 @@ def find_files(path: str, key: str) -> list[Path]:
     return sorted(files, key=lambda file: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", str(file))])
 
 
-def open_files(path: str, key: str, columns: Sequence[str]) -> list[JsonlFile | ParquetFile]:
+def _listing(folder: Path) -> str:
+    names = sorted(file.name for file in folder.iterdir())
+    return ", ".join(names[:8]) + (", …" if len(names) > 8 else "") if names else "nothing"
+
+
+def open_files(path: str, key: str, columns: Sequence[str]) -> list[RowFile]:
     """The found files, ready to read `columns`; labelled by their paths below the folder that holds them all."""
     paths = find_files(path, key)
     common = os.path.commonpath([file.absolute().parent for file in paths])
@@ -82,27 +83,33 @@ def open_files(path: str, key: str, columns: Sequence[str]) -> list[JsonlFile | 
     return [kinds[file.suffix](file, os.path.relpath(file.absolute(), common), columns) for file in paths]
 
 
-class Watched:
-    """A file that must stay as it was opened: its size and time are looked at whenever it is read.
+class RowFile:
+    """A file of rows, which must stay as it was opened: size and time are looked at whenever it is read.
 
     Not its inode, which some network file systems number anew, and not its contents: `RecordedRollouts` compares those.
+    names: all its columns, where the file has columns. digest: CRC-32 of the rows as they were written, if known.
+    rows(): number from 1, place, and fields of every row, or the reason why a line is no row; row(place): one of them.
+    Raise DataError for a file that cannot be read, is damaged, or was changed, replaced or removed meanwhile.
     """
 
-    def __init__(self, path: Path, label: str):
+    names: list[str] | None = None
+    digest: int | None = None
+
+    def __init__(self, path: Path, label: str, columns: Sequence[str] = ()):
         self.path = path
         self.label = label
+        self._columns = columns
         self._stamp = self._stamp_now()
-
-    def check_unchanged(self) -> None:
-        """Raises DataError if the file was changed, replaced or removed."""
-        if self._stamp_now() != self._stamp:
-            raise self.changed()
 
     def changed(self) -> DataError:
         return DataError(
             f"{self.label} was changed while it was in use. A run reads its files again and again, and the rows were "
             "checked as they were at its start. Keep them as they are until the run has ended."
         )
+
+    def _check_unchanged(self) -> None:
+        if self._stamp_now() != self._stamp:
+            raise self.changed()
 
     def _stamp_now(self) -> tuple[int, int]:
         try:
@@ -112,111 +119,85 @@ class Watched:
         return found.st_size, found.st_mtime_ns
 
 
-class JsonlFile(Watched):
-    """Rows of a JSONL file, one object per line."""
+class JsonlFile(RowFile):
+    """A JSONL file, one object per line; the place of a row is its byte offset."""
 
-    names = None
-    digest = None
-    has_checksums = True
-
-    def __init__(self, path: Path, label: str, columns: Sequence[str] = ()):
-        super().__init__(path, label)
-
-    def rows(self) -> Iterator[tuple[int, Key, dict | str]]:
-        """Line number, key, and fields of every row; in place of the fields, the reason why a line is no row."""
+    def rows(self) -> Iterator[tuple[int, int, dict | str]]:
         try:
             with open(self.path, "rb") as file:
                 number = offset = 0
                 while line := file.readline(MAX_ROW_BYTES):
                     number += 1
                     if line.strip():
-                        yield number, (0, offset), _parse_line(line)
+                        yield number, offset, _parse_line(line)
                     offset += len(line)
         except OSError as error:
             raise DataError(f"{self.label} cannot be read: {error.strerror}") from error
-        self.check_unchanged()
+        self._check_unchanged()
 
-    def row(self, key: Key) -> dict | str:
-        self.check_unchanged()
+    def row(self, place: int) -> dict | str:
+        self._check_unchanged()
         with open(self.path, "rb") as file:
-            file.seek(key[1])
+            file.seek(place)
             return _parse_line(file.readline(MAX_ROW_BYTES))
 
 
-class ParquetFile(Watched):
-    """Rows of a Parquet file, with page checksums verified; single rows come from a cache of two row groups.
+class ParquetFile(RowFile):
+    """A Parquet file; the place of a row is its number from 0. Page checksums are verified where there are some.
 
-    names: all its columns. digest: CRC-32 of the rows, which `RolloutWriter` leaves in its files because page
-    checksums do not cover the footer with the types of the columns. has_checksums: whether the first page has one;
-    known once the rows have been read.
+    `RolloutWriter` leaves a digest in its files, because page checksums do not cover the types of the columns.
     """
 
     def __init__(self, path: Path, label: str, columns: Sequence[str]):
-        super().__init__(path, label)
-        self.has_checksums = True
-        self._cache: OrderedDict[int, pa.Table] = OrderedDict()
+        super().__init__(path, label, columns)
+        with self._opened() as file:
+            self.names = file.schema_arrow.names
+            self._columns = [name for name in self.names if name in columns]
+            self._starts = [0]  # the first row of each row group, and the end
+            for number in range(file.num_row_groups):
+                group = file.metadata.row_group(number)
+                self._starts.append(self._starts[-1] + group.num_rows)
+                if group.total_byte_size > MAX_ROW_GROUP_BYTES:
+                    raise DataError(
+                        f"{label} has a row group of {group.total_byte_size / 2**20:.0f} MiB; the limit is "
+                        f"{MAX_ROW_GROUP_BYTES // 2**20} MiB. Row groups are read whole. "
+                        "Write the file again with a smaller row_group_size."
+                    )
+            digest = (file.schema_arrow.metadata or {}).get(DIGEST_KEY)
+            self.digest = None if digest is None else int(digest)
+        self._row_group = functools.lru_cache(maxsize=2)(self._read_row_group)
+
+    def rows(self) -> Iterator[tuple[int, int, dict | str]]:
+        with self._opened() as file:
+            place = 0
+            for group in range(file.num_row_groups):
+                for batch in file.iter_batches(64, [group], self._columns, use_threads=False):
+                    for i in range(batch.num_rows):
+                        yield place + 1, place, _fields(batch, i)
+                        place += 1
+        self._check_unchanged()
+
+    def row(self, place: int) -> dict | str:
+        self._check_unchanged()
+        group = bisect.bisect_right(self._starts, place) - 1
+        return _fields(self._row_group(group), place - self._starts[group])
+
+    def _read_row_group(self, group: int) -> pa.Table:
+        with self._opened() as file:
+            return file.read_row_group(group, self._columns, use_threads=False)
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[pq.ParquetFile]:
+        options = {"page_checksum_verification": True, "pre_buffer": False, "buffer_size": 2**20}
         try:
-            with self._open() as file:
-                self._columns = [name for name in file.schema_arrow.names if name in columns]
-                self.names = file.schema_arrow.names
-                self._starts = [0]
-                for number in range(file.num_row_groups):
-                    group = file.metadata.row_group(number)
-                    self._starts.append(self._starts[-1] + group.num_rows)
-                    if group.total_byte_size > MAX_ROW_GROUP_BYTES:
-                        raise DataError(
-                            f"{label} has a row group of {group.total_byte_size / 2**20:.0f} MiB; the limit is "
-                            f"{MAX_ROW_GROUP_BYTES // 2**20} MiB. Row groups are read whole. "
-                            "Write the file again with a smaller row_group_size."
-                        )
-                digest = (file.schema_arrow.metadata or {}).get(DIGEST_KEY)
-                self.digest = None if digest is None else int(digest)
-        except UNREADABLE as error:
-            raise self._damaged(error) from error
-
-    def rows(self) -> Iterator[tuple[int, Key, dict | str]]:
-        """Row number from 1, key, and fields of every row."""
-        try:
-            with self._open() as file:
-                for group in range(file.num_row_groups):
-                    place = 0
-                    for batch in file.iter_batches(64, [group], self._columns, use_threads=False):
-                        for i in range(batch.num_rows):
-                            yield self._starts[group] + place + 1, (group, place), _fields(batch, i)
-                            place += 1
-                # Only now: pyarrow ends the process when asked for a column whose metadata are damaged, where
-                # reading that column raises.
-                if file.num_row_groups and self._columns:
-                    leaves = [file.schema.column(i).path for i in range(file.metadata.num_columns)]
-                    first = next(i for i, leaf in enumerate(leaves) if leaf.split(".")[0] == self._columns[0])
-                    self.has_checksums = _first_page_has_checksum(self.path, file.metadata.row_group(0).column(first))
-        except UNREADABLE as error:
-            raise self._damaged(error) from error
-        self.check_unchanged()
-
-    def row(self, key: Key) -> dict | str:
-        group, place = key
-        self.check_unchanged()
-        try:
-            if group not in self._cache:
-                with self._open() as file:
-                    self._cache[group] = file.read_row_group(group, self._columns, use_threads=False)
-            self._cache.move_to_end(group)
-            if len(self._cache) > 2:
-                self._cache.popitem(last=False)
-            return _fields(self._cache[group], place)
-        except UNREADABLE as error:
-            raise self._damaged(error) from error
-
-    def _open(self) -> pq.ParquetFile:
-        return pq.ParquetFile(self.path, page_checksum_verification=True, pre_buffer=False, buffer_size=2**20)
-
-    def _damaged(self, error: Exception) -> DataError:
-        if isinstance(error, DataError):
-            return error
-        return DataError(
-            f"{self.label} is not a whole Parquet file, truncated or damaged: {error}. Copy or write it again."
-        )
+            with pq.ParquetFile(self.path, **options) as file:
+                yield file
+        except DataError:
+            raise
+        except (pa.ArrowException, OSError, ValueError) as error:  # what pyarrow raises for a damaged file
+            raise DataError(
+                f"{self.label} is not a whole Parquet file, truncated or damaged: {error}. Copy or write it again."
+            ) from error
 
 
 def _fields(table: pa.Table | pa.RecordBatch, row: int) -> dict[str, Any]:
@@ -231,7 +212,7 @@ def _fields(table: pa.Table | pa.RecordBatch, row: int) -> dict[str, Any]:
 
 def _parse_line(line: bytes) -> dict | str:
     try:
-        row = json.loads(line, object_pairs_hook=_unique)
+        row = json.loads(line, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
         if len(line) == MAX_ROW_BYTES:
             return f"the line is longer than {MAX_ROW_BYTES // 2**20} MiB; JSONL has one object per line"
@@ -241,28 +222,9 @@ def _parse_line(line: bytes) -> dict | str:
     return row if isinstance(row, dict) else f"not a JSON object (got {type(row).__name__}); JSONL has one per line"
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     row = dict(pairs)
     if len(row) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} appears twice")
     return row
-
-
-def _first_page_has_checksum(path: Path, column: pq.ColumnChunkMetaData) -> bool:
-    """Whether field 4, `crc`, is in the first page's header: a Thrift compact struct of i32 fields 1, 2, 3, [4], ..."""
-    with open(path, "rb") as file:
-        file.seek(column.dictionary_page_offset or column.data_page_offset)
-        header = file.read(64)
-    place = 0
-    for _ in range(3):
-        place += 1  # the byte 0x15: the next field, of type i32
-        while header[place] & 0x80:
-            place += 1
-        place += 1
-    return header[place] == 0x15
-
-
-def _listing(folder: Path) -> str:
-    names = sorted(file.name for file in folder.iterdir())
-    return ", ".join(names[:8]) + (", …" if len(names) > 8 else "") if names else "nothing"

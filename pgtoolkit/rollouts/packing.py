@@ -12,19 +12,28 @@ from pgtoolkit.errors import DataError
 def pack(documents: list[Document], group_numbers: list[int]) -> MicroBatch:
     """One micro-batch of the documents in their order; group_numbers: each one's group as numbered within the step.
 
-    Position t of a document predicts its token t + 1, so labels, old log-probs and advantages are those of the next
-    token; the last position of a document predicts nothing. No documents give a micro-batch of length 0.
+    Here alone tokens become labels: position t predicts token t + 1 of its document, with that token's old log-prob
+    and advantage; the last position of a document predicts nothing. No documents give a micro-batch of length 0.
     """
     if len(documents) != len(group_numbers):
         raise ValueError(f"needs one group number per document (got {len(group_numbers)} for {len(documents)})")
     lengths = [document.num_tokens for document in documents]
+    tokens = _concatenate([document.tokens for document in documents], torch.int64)
+    trained = _concatenate([document.loss_mask for document in documents], torch.bool).nonzero().squeeze(1)
+
+    def labelled(values: Tensor, elsewhere: float) -> Tensor:
+        """(T,) from the values of the trained tokens: each stands where its token is predicted, one place earlier."""
+        return values.new_full((len(tokens),), elsewhere).index_copy(0, trained - 1, values)
+
+    old_log_probs = _concatenate([document.old_log_probs for document in documents], torch.float32)
+    advantages = _concatenate([document.advantages for document in documents], torch.float32)
     return MicroBatch(
-        tokens=_concatenate([document.tokens for document in documents], torch.int64),
+        tokens=tokens,
         position_ids=_concatenate([torch.arange(length) for length in lengths], torch.int64),
-        labels=_concatenate([_labels(document) for document in documents], torch.int64),
+        labels=labelled(tokens[trained], -1),
         document_index=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64)),
-        old_log_probs=_concatenate([_next(document.old_log_probs, 0.0) for document in documents], torch.float32),
-        advantages=_concatenate([_next(document.advantages, 0.0) for document in documents], torch.float32),
+        old_log_probs=labelled(old_log_probs, 0.0),
+        advantages=labelled(advantages, 0.0),
         num_documents=len(documents),
         group_index=torch.tensor(group_numbers, dtype=torch.int64),
         names=tuple(document.name for document in documents),
@@ -51,14 +60,6 @@ def cut(documents: list[Document], max_tokens: int) -> list[list[Document]]:
         parts[-1].append(document)
         free -= document.num_tokens
     return parts
-
-
-def _labels(document: Document) -> Tensor:
-    return _next(torch.where(document.loss_mask, document.tokens, -1), -1)
-
-
-def _next(values: Tensor, last: float) -> Tensor:
-    return torch.cat([values[1:], values.new_full((min(len(values), 1),), last)])
 
 
 def _concatenate(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:

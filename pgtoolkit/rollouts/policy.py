@@ -3,67 +3,67 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from pgtoolkit.batch import Document, MicroBatch
-from pgtoolkit.config.schema import OldLogProbs, PolicyRolloutConfig
+from pgtoolkit.config.schema import Config, OldLogProbs
 from pgtoolkit.errors import DataError
 from pgtoolkit.ranks.agreement import failing_together, gather
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.advantages import group_advantages
-from pgtoolkit.rollouts.generation import Completion
 from pgtoolkit.rollouts.packing import cut, pack
+from pgtoolkit.rollouts.prompts import TokenizedTask
+from pgtoolkit.rollouts.samplers import Completion, Sampler
 from pgtoolkit.rollouts.tasks import Prompt
+from pgtoolkit.rollouts.writer import RolloutWriter
 
 
-class Trainee(Protocol):
-    """What rollouts ask of the policy in training."""
+class PolicyInTraining(Protocol):
+    """What rollouts ask of training.
 
+    policy: whose weights the sampler gets. num_updates: how many optimizer updates they have had.
+    """
+
+    policy: Any
     num_updates: int
 
-    def generate(self, prompts: list[list[int]]) -> list[Completion]: ...
-
-    def log_probs(self, micro_batch: MicroBatch) -> Tensor: ...
+    def log_probs(self, micro_batch: MicroBatch) -> Tensor:
+        """(T,) log-prob of each label, by the forward pass that training uses."""
+        ...
 
 
 class PolicyRollouts:
     """The endless source of a reinforcement-learning run: `prompts_per_batch` groups of `group_size` at a time.
 
-    A batch is generated when its first document is asked for. While a batch is in use it is part of the state, since
-    the policy that made it is gone.
-    tokens_of: the tokens of prompts, as the model's tokenizer sees them; see prompts.py.
-    max_tokens: of a micro-batch in the forward pass for old log-probs.
+    A batch is generated when its first document is asked for, by the policy as it is then. While a batch is in use it
+    is part of the state, since the policy that made it is gone.
     layout: data-parallel ranks generate for every so many-th prompt each, and all hold the whole batch afterwards.
+    writer: records each batch.
     """
 
     num_documents = None
 
     def __init__(
         self,
-        config: PolicyRolloutConfig,
-        estimator: str,
-        task,
-        tokenizer,
-        tokens_of: Callable[[list[Prompt]], list[list[int]]],
-        policy: Trainee,
-        max_tokens: int,
+        config: Config,
+        task: TokenizedTask,
+        sampler: Sampler,
+        trained: PolicyInTraining,
         layout: Layout,
-        writer=None,
+        writer: RolloutWriter | None = None,
     ):
-        self._config = config
-        self._estimator = estimator
+        self._config = config.rollout
+        self._estimator = config.advantage.estimator.value
+        self._max_tokens = config.accumulation.max_tokens
         self._task = task
-        self._tokenizer = tokenizer
-        self._tokens_of = tokens_of
-        self._policy = policy
-        self._max_tokens = max_tokens
+        self._sampler = sampler
+        self._trained = trained
         self._layout = layout
         self._writer = writer
-        self._batch_size = config.prompts_per_batch * config.group_size
+        self._batch_size = self._config.prompts_per_batch * self._config.group_size
         self._number = -1
         self._documents: list[Document] = []
 
@@ -89,57 +89,49 @@ class PolicyRollouts:
     def _generate(self, number: int) -> list[Document]:
         """The documents of all ranks, by prompt."""
         rank, size = self._layout.rank_in("data_parallel"), self._layout.size("data_parallel")
+        first, count = number * self._config.prompts_per_batch, self._config.prompts_per_batch
         with failing_together(self._layout):
-            own = self._generate_share(number, range(rank, self._config.prompts_per_batch, size))
+            own = self._generate_groups(range(first + rank, first + count, size))
         shares = gather(own, self._layout.group("data_parallel"))
-        group_size = self._config.group_size
-        documents = []
-        for i in range(self._config.prompts_per_batch):
-            place = i // size * group_size
-            documents += shares[i % size][place : place + group_size]
-        return documents
+        return [document for i in range(count) for document in shares[i % size][i // size]]
 
-    def _generate_share(self, number: int, places: range) -> list[Document]:
-        """The documents of some of the batch's prompts, given by their places in it."""
-        if not places:
+    def _generate_groups(self, numbers: range) -> list[list[Document]]:
+        """The documents of the prompts of these numbers."""
+        if not numbers:
             return []
-        numbers = [number * self._config.prompts_per_batch + place for place in places]
-        prompts = [self._task.prompt(n) for n in numbers]
-        prompt_tokens = self._tokens_of(prompts)
-        repeated = [tokens for tokens in prompt_tokens for _ in range(self._config.group_size)]
-        completions = self._policy.generate(repeated)
+        size = self._config.group_size
+        prompts = [self._task.prompt(number) for number in numbers]
+        tokens = self._task.encode(prompts)
+        self._sampler.publish(self._trained.policy, self._trained.num_updates)
+        completions = self._sampler.complete([one for one in tokens for _ in range(size)])
         documents = []
         for i, prompt in enumerate(prompts):
-            group = completions[i * self._config.group_size : (i + 1) * self._config.group_size]
-            documents += self._documents_of_group(numbers[i], prompt, prompt_tokens[i], group)
+            documents += self._group(prompt, tokens[i], completions[i * size : (i + 1) * size])
         if self._config.old_log_probs == OldLogProbs.training:
             documents = self._with_training_log_probs(documents)
-        return documents
+        return [documents[i : i + size] for i in range(0, len(documents), size)]
 
-    def _documents_of_group(self, number, prompt, prompt_tokens, completions) -> list[Document]:
-        # The end is no part of the text, whether or not the tokenizer holds it for a special token.
-        bodies = [c.tokens[:-1] if c.finished else c.tokens for c in completions]
-        texts = [self._tokenizer.decode(tokens, skip_special_tokens=True) for tokens in bodies]
-        scores = [self._task.score(prompt, t, c.finished) for t, c in zip(texts, completions, strict=True)]
+    def _group(self, prompt: Prompt, prompt_tokens: list[int], completions: list[Completion]) -> list[Document]:
+        scores = [self._task.score(prompt, completion) for completion in completions]
         try:
             advantages = group_advantages(self._estimator, [score.reward for score in scores])
         except DataError as error:
-            raise DataError(f"prompt {number}, {prompt.text[:60]!r}: {error}") from error
+            raise DataError(f"prompt {prompt.index}, {prompt.text[:60]!r}: {error}") from error
         documents = []
         for i, (completion, score, advantage) in enumerate(zip(completions, scores, advantages, strict=True)):
-            length, trained = len(prompt_tokens), len(completion.tokens)
+            tokens = torch.cat([torch.tensor(prompt_tokens), completion.tokens])
             documents.append(
                 Document(
-                    tokens=torch.cat([torch.tensor(prompt_tokens), completion.tokens]),
-                    loss_mask=torch.arange(length + trained) >= length,
-                    old_log_probs=torch.cat([torch.zeros(length), completion.log_probs]),
-                    advantages=torch.full((length + trained,), advantage),
-                    group=number,
-                    name=f"prompt {number}, completion {i}",
+                    tokens=tokens,
+                    loss_mask=torch.arange(len(tokens)) >= len(prompt_tokens),
+                    old_log_probs=completion.log_probs,
+                    advantages=torch.full((len(completion.tokens),), advantage),
+                    group=prompt.index,
+                    name=f"prompt {prompt.index}, completion {i}",
                     reward=score.reward,
                     exact_match=score.exact_match,
-                    truncated=not completion.finished,
-                    model_version=self._policy.num_updates,
+                    truncated=completion.finish_reason == "length",
+                    model_version=completion.model_version,
                 )
             )
         return documents
@@ -148,12 +140,8 @@ class PolicyRollouts:
         """The documents with old log-probs from the forward pass that training uses, so that the first ratio is 1."""
         result = []
         for part in cut(documents, self._max_tokens):
-            log_probs = self._policy.log_probs(pack(part, [0] * len(part))).cpu()
-            start = 0
-            for document in part:
-                # Position t predicts token t + 1, so the log-prob of a document's token t stands one place earlier.
-                stop = start + document.num_tokens
-                shifted = torch.cat([torch.zeros(1), log_probs[start : stop - 1]])
-                result.append(dataclasses.replace(document, old_log_probs=shifted))
-                start = stop
+            micro_batch = pack(part, [0] * len(part))
+            log_probs = self._trained.log_probs(micro_batch).cpu()[micro_batch.labels >= 0]
+            own = log_probs.split([document.num_trained for document in part])
+            result += [dataclasses.replace(d, old_log_probs=o.clone()) for d, o in zip(part, own, strict=True)]
         return result

@@ -5,22 +5,21 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pgtoolkit.config.schema import HuggingFaceModelConfig, PromptsTaskConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError, DataError, first_line
-from pgtoolkit.rollouts.tasks import Prompt, Task, TaskConfig, make_task
-from pgtoolkit.system.model_folder import load_tokenizer
+from pgtoolkit.rollouts.tasks import Prompt, Score, Task, TaskConfig, make_task
+from pgtoolkit.system.model_folder import load_generation_config, load_tokenizer
+
+if TYPE_CHECKING:
+    from pgtoolkit.rollouts.samplers import Completion
 
 log = logging.getLogger("pgtoolkit")
 
-Encode = Callable[[list[str]], list[list[int]]]
-"""What the tokenizer makes of texts by default, special tokens such as that of the beginning included."""
-
-TokensOf = Callable[[Sequence[Prompt]], list[list[int]]]
-
-_AT_ONCE = 1000
+_CHUNK = 1000
 """Prompts given to a tokenizer in one call; it encodes them in parallel."""
 _SHOWN = 5
 
@@ -28,7 +27,7 @@ END = "<end>"
 _PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
 
 
-def characters(alphabet: str | None):
+def tiny_tokenizer(alphabet: str | None):
     """The tiny model's tokenizer, of the tokenizers library: a token per character (None: printable ASCII), and END."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -39,71 +38,88 @@ def characters(alphabet: str | None):
     return tokenizer
 
 
-def by_default(tokenizer) -> Encode:
-    """What a tokenizer of transformers does where it is not told otherwise."""
-    return lambda texts: tokenizer(texts)["input_ids"]
+def end_tokens(generation_config, tokenizer) -> list[int]:
+    """The ids that end a completion: the tokenizer's end-of-sequence token and all of the model's own settings."""
+    own = generation_config.eos_token_id
+    ids = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
+    return list(dict.fromkeys(token for token in ids if token is not None))
 
 
-def encoded(prompts: Sequence[Prompt], encode: Encode, ends: Sequence[int]) -> list[list[int]]:
-    """The tokens of each prompt; an end-of-sequence token (`ends`) at the end of one is left out.
+class TokenizedTask:
+    """A task as a model's tokenizer, of transformers, sees it. ends: ids of the end-of-sequence tokens."""
 
-    Some tokenizers add one, after which a model begins another text. Raises DataError that names a prompt that the
-    tokenizer has no tokens for.
-    """
-    try:
-        tokens = encode([prompt.text for prompt in prompts])
-    except Exception as error:  # what the tokenizers library raises for a character it has no token for
-        if len(prompts) > 1:
-            return [encoded([prompt], encode, ends)[0] for prompt in prompts]
+    def __init__(self, task: Task, tokenizer, ends: Sequence[int] = ()):
+        self._task = task
+        self._tokenizer = tokenizer
+        self._ends = ends
+
+    def prompt(self, index: int) -> Prompt:
+        return self._task.prompt(index)
+
+    def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """The tokens of each prompt, with the special tokens that the tokenizer adds by default, such as the first.
+
+        An end-of-sequence token at the end is left out, after which a model begins another text. Raises DataError that
+        names a prompt that the tokenizer has no tokens for.
+        """
+        try:
+            tokens = self._tokenizer([prompt.text for prompt in prompts])["input_ids"]
+        except Exception as error:  # what the tokenizers library raises for a character it has no token for
+            if len(prompts) > 1:
+                return [self.encode([prompt])[0] for prompt in prompts]
+            raise DataError(
+                f"the prompt {prompts[0].text[:60]!r} at {prompts[0].place} cannot be encoded by the model's "
+                f"tokenizer: {first_line(error)}"
+            ) from error
+        for row in tokens:
+            while row and row[-1] in self._ends:
+                row.pop()
+        return tokens
+
+    def score(self, prompt: Prompt, completion: Completion) -> Score:
+        """The end is no part of the text, whether or not the tokenizer holds it for a special token."""
+        finished = completion.finish_reason == "stop"
+        tokens = completion.tokens[:-1] if finished else completion.tokens
+        return self._task.score(prompt, self._tokenizer.decode(tokens, skip_special_tokens=True), finished)
+
+    def check_lengths(self, longest_document: int, longest_completion: int, skip: bool) -> None:
+        """Measure all prompts: refuse those without a token or without room for a completion, or drop them.
+
+        All lengths in tokens. A task without end has prompts of one length in characters, so a few of them tell.
+        Raises DataError; ConfigError where not even an empty prompt has room.
+        """
+        room = longest_document - longest_completion
+        if room < 1:
+            setting, tokens = f"rollout.max_completion_length={longest_completion}", f"{longest_document} tokens"
+            reason = f"The model's positions or accumulation.max_tokens allow a document of {tokens}, prompt included."
+            use = f"rollout.max_completion_length={longest_document // 2}"
+            raise ConfigError(f"{setting} needs less than {tokens} (got {longest_completion}). {reason} Use {use}.")
+        task, total, bad = self._task, 0, []
+        rows = task.rows()
+        while prompts := list(itertools.islice(rows, _CHUNK)):
+            total += len(prompts)
+            lengths = map(len, self.encode(prompts))
+            bad += [(p, length) for p, length in zip(prompts, lengths, strict=True) if not 0 < length <= room]
+        if not bad:
+            return
+        several = f"{len(bad)} of {'the first ' if task.num_prompts is None else ''}{total} prompts"
+        listed = ", ".join(f"{prompt.place} has {length}" for prompt, length in bad[:_SHOWN])
+        listed += f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+        needed = f"do not have 1 to {room} tokens: {listed}"
+        skippable = task.num_prompts is not None and len(bad) < total
+        if skip and skippable:
+            log.warning(f"note: task.too_long=skip leaves out {several}, which {needed}.")
+            task.drop({prompt.index for prompt, _ in bad})
+            return
+        longest = max(length for _, length in bad)
+        ways = ["task.too_long=skip"] if skippable else []
+        if longest > room:
+            document = longest + longest_completion
+            ways.append(f"accumulation.max_tokens={document} with a model of as many positions, or shorter prompts")
         raise DataError(
-            f"the prompt {prompts[0].text[:60]!r} at {prompts[0].place} cannot be encoded by the model's tokenizer: "
-            f"{first_line(error)}"
-        ) from error
-    for row in tokens:
-        while row and row[-1] in ends:
-            row.pop()
-    return tokens
-
-
-def make_room(task: Task, tokens_of: TokensOf, longest_document: int, longest_completion: int, skip: bool) -> None:
-    """Measure all prompts of the task: refuse those without a token or without room for a completion, or drop them.
-
-    All lengths in tokens. A task without end has prompts of one length in characters, so a few of them tell.
-    Raises DataError; ConfigError where not even an empty prompt has room.
-    """
-    room = longest_document - longest_completion
-    if room < 1:
-        setting, tokens = f"rollout.max_completion_length={longest_completion}", f"{longest_document} tokens"
-        reason = f"The model's positions or accumulation.max_tokens allow a document of {tokens}, prompt included."
-        use = f"rollout.max_completion_length={longest_document // 2}"
-        raise ConfigError(f"{setting} needs less than {tokens} (got {longest_completion}). {reason} Use {use}.")
-    total, bad = 0, {}
-    rows = task.rows()
-    while prompts := list(itertools.islice(rows, _AT_ONCE)):
-        total += len(prompts)
-        for prompt, tokens in zip(prompts, tokens_of(prompts), strict=True):
-            if not 0 < len(tokens) <= room:
-                bad[prompt.index] = f"{prompt.place} has {len(tokens)}", len(tokens)
-    if not bad:
-        return
-    several = f"{len(bad)} of {'the first ' if task.num_prompts is None else ''}{total} prompts"
-    listed = ", ".join(said for said, _ in itertools.islice(bad.values(), _SHOWN))
-    listed += f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
-    needed = f"do not have 1 to {room} tokens: {listed}"
-    skippable = task.num_prompts is not None and len(bad) < total
-    if skip and skippable:
-        log.warning(f"note: task.too_long=skip leaves out {several}, which {needed}.")
-        task.drop(set(bad))
-        return
-    longest = max(length for _, length in bad.values())
-    ways = ["task.too_long=skip"] if skippable else []
-    if longest > room:
-        document = longest + longest_completion
-        ways.append(f"accumulation.max_tokens={document} with a model of as many positions, or shorter prompts")
-    raise DataError(
-        f"{several} {needed}. A document of at most {longest_document} tokens holds a prompt and a completion of up to "
-        f"rollout.max_completion_length={longest_completion}. Use {', or '.join(ways) or 'other prompts'}."
-    )
+            f"{several} {needed}. A document of at most {longest_document} tokens holds a prompt and a completion of "
+            f"up to rollout.max_completion_length={longest_completion}. Use {', or '.join(ways) or 'other prompts'}."
+        )
 
 
 def preview(model: TinyModelConfig | HuggingFaceModelConfig, task: TaskConfig, seed: int) -> list[str]:
@@ -115,23 +131,23 @@ def preview(model: TinyModelConfig | HuggingFaceModelConfig, task: TaskConfig, s
         task = dataclasses.replace(task, verifier="exact_match", pattern=None)  # nothing is scored here
     found = make_task(task, seed)
     prompt = found.prompt(0)
-    lines = [f"{prompt.place}: {_shortened(repr(prompt.text), 200)}"]
+    text = repr(prompt.text)
+    lines = [f"{prompt.place}: {text[:200]}{'...' if len(text) > 200 else ''}"]
     if isinstance(model, TinyModelConfig):
-        tokenizer = characters(found.alphabet)
-        (tokens,) = encoded([prompt], lambda texts: [one.ids for one in tokenizer.encode_batch(texts)], ends=[])
+        tokenizer = tiny_tokenizer(found.alphabet)  # that of transformers around it takes a second to import
+
+        def tokenize(texts: list[str]) -> dict:
+            return {"input_ids": [one.ids for one in tokenizer.encode_batch(texts)]}
+
+        (tokens,) = TokenizedTask(found, tokenize).encode([prompt])
         names = map(tokenizer.id_to_token, tokens)
     elif Path(model.path).expanduser().is_dir():
-        from pgtoolkit.rollouts.generation import end_tokens, own_settings
-
         loaded = load_tokenizer(model.path)
-        (tokens,) = encoded([prompt], by_default(loaded), end_tokens(own_settings(model.path), loaded))
+        ends = end_tokens(load_generation_config(model.path), loaded)
+        (tokens,) = TokenizedTask(found, loaded, ends).encode([prompt])
         names = loaded.convert_ids_to_tokens(tokens)
     else:
         return [*lines, f"its tokens are known where model.path={model.path} is a folder"]
     shown = " ".join(f"{name!r}={token}" for name, token in itertools.islice(zip(names, tokens, strict=True), 20))
     more = f" and {len(tokens) - 20} more" if len(tokens) > 20 else ""
     return [*lines, f"{len(tokens)} tokens: {shown}{more}"]
-
-
-def _shortened(text: str, length: int) -> str:
-    return text if len(text) <= length else f"{text[:length]}..."

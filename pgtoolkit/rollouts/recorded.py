@@ -13,7 +13,7 @@ from pgtoolkit.batch import Document
 from pgtoolkit.config.schema import AdvantageEstimator, RecordedRolloutConfig
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.rollouts.advantages import group_advantages
-from pgtoolkit.rollouts.files import JsonlFile, ParquetFile, Problems, open_files
+from pgtoolkit.rollouts.files import Problems, RowFile, open_files
 from pgtoolkit.rollouts.rows import FIELDS, Row, Rules, parse_row
 from pgtoolkit.rollouts.shuffle import shuffled
 
@@ -29,7 +29,7 @@ class RecordedRollouts:
     saved state of other data is taken over.
 
     The constructor reads every row once and raises DataError for what cannot be trained on, the first ten problems as
-    file:row:field. It keeps about 70 bytes per document, among them a checksum by which a row that was changed is
+    file:row:field. It keeps about 60 bytes per document, among them a checksum by which a row that was changed is
     noticed when it is read again (DataError). The documents of a group have consecutive positions wherever they stand
     in the files; groups come in the order of their first document or, with shuffle, in another one every epoch.
     batch_end is the end of the epoch. has_groups: whether the data says which documents share a prompt.
@@ -54,13 +54,12 @@ class RecordedRollouts:
         self._rules = Rules(vocabulary_size, not self._given, self._given, max_tokens, config.max_completion_length)
         self._files = open_files(config.path, "rollout.path", FIELDS)
         # One entry per document, in the order of the files. Arrays of machine words: lists would take ten times more.
-        self._file, self._number, self._block, self._place = array("l"), array("q"), array("q"), array("q")
+        self._file, self._number, self._place = array("l"), array("q"), array("q")
         self._checksum = array("I")
         self._reward = array("d")
         self._group = array("q")
         self._advantage = np.empty(0)
         self._fingerprint = hashlib.sha256()
-        self._num_trained = 0
         self._epoch_order: tuple[int, np.ndarray] = (-1, np.empty(0))
         self._read_all()
 
@@ -75,13 +74,10 @@ class RecordedRollouts:
         epoch, place = divmod(position, len(self._file))
         index = int(self._order(epoch)[place])
         row = self._read(index)
-        advantages = row.advantages if self._given else np.where(row.loss_mask, self._advantage[index], 0)
+        advantage = None if self._given else self._advantage[index]
         name = row.id or self._label(index)
-        return row.document(
-            advantages.astype(np.float32),
-            group=epoch * self._num_groups + int(self._group[index]),
-            name=name if epoch == 0 else f"{name} (epoch {epoch + 1})",
-        )
+        group = epoch * self._num_groups + int(self._group[index])
+        return row.document(advantage, group, name if epoch == 0 else f"{name} (epoch {epoch + 1})")
 
     def batch_end(self, position: int) -> int:
         return (position // len(self._file) + 1) * len(self._file)
@@ -115,12 +111,12 @@ class RecordedRollouts:
             ranks = np.arange(self._num_groups)
             if self._config.shuffle:
                 ranks = shuffled(self._num_groups, self._seed, epoch)
-            self._epoch_order = (epoch, np.argsort(ranks[np.asarray(self._group)], kind="stable"))
+            self._epoch_order = (epoch, np.argsort(ranks[self._group], kind="stable"))
         return self._epoch_order[1]
 
     def _read(self, index: int) -> Row:
         file = self._files[self._file[index]]
-        raw = file.row((self._block[index], self._place[index]))
+        raw = file.row(self._place[index])
         row = parse_row(raw, self._rules) if isinstance(raw, dict) else raw
         if not isinstance(row, Row) or row.digest(0) != self._checksum[index]:
             raise file.changed()
@@ -133,34 +129,30 @@ class RecordedRollouts:
         """The first pass: check every row, number the groups, compute the advantages."""
         problems = Problems("the recorded rollouts cannot be trained on")
         groups: dict[int | str, int] = {}
-        ids = array("q")
+        ids: dict[str, int] = {}
+        num_trained = 0
         for number, file in enumerate(self._files):
             _check_columns(file, self._rules, problems)
-            self._read_file(number, file, groups, ids, problems)
+            num_trained += self._read_file(number, file, groups, ids, problems)
         problems.raise_if_any()
         if not self._file:
             names = ", ".join(file.label for file in self._files)
             raise DataError(f"rollout.path={self._config.path} needs at least one row (got none in {names}).")
-        if self._num_trained == 0:
+        if num_trained == 0:
             raise DataError(
                 f"rollout.path={self._config.path} needs a trained token (got {len(self._file)} documents whose "
                 "loss_mask is false everywhere). Nothing would be learned. Mark the tokens of the completions as true."
             )
-        self._check_ids(ids, problems)
         self._number_groups(groups, problems)
+        if not self._given:
+            self._compute_advantages(problems)
         problems.raise_if_any()
-        unprotected = [file.label for file in self._files if not file.has_checksums]
-        if unprotected:
-            log.warning(
-                "note: %s has no page checksums, so a damaged byte may go unnoticed. "
-                "Write Parquet with write_page_checksum=True.",
-                ", ".join(unprotected[:3]) + (", …" if len(unprotected) > 3 else ""),
-            )
 
-    def _read_file(self, number, file: JsonlFile | ParquetFile, groups: dict, ids: array, problems: Problems) -> None:
-        digest, start = 0, len(self._file)
+    def _read_file(self, number: int, file: RowFile, groups: dict, ids: dict, problems: Problems) -> int:
+        """Note each row's place, reward, group and id; returns the number of trained tokens."""
+        digest, start, num_trained = 0, len(self._file), 0
         has_problem = False
-        for row_number, (block, place), raw in file.rows():
+        for row_number, place, raw in file.rows():
             row = raw if isinstance(raw, str) else parse_row(raw, self._rules)
             if not isinstance(row, Row):
                 has_problem = True
@@ -170,78 +162,59 @@ class RecordedRollouts:
                     problems.add(f"{file.label}:{row_number}" + (f":{field}" if field else ""), reason)
                 continue
             digest = row.digest(digest)
-            self._num_trained += int(row.loss_mask.sum())
+            num_trained += int(row.loss_mask.sum())
             self._checksum.append(row.digest(0))
             self._file.append(number)
             self._number.append(row_number)
-            self._block.append(block)
             self._place.append(place)
             self._reward.append(np.nan if row.reward is None else row.reward)
             self._group.append(-1 if row.group_id is None else groups.setdefault(row.group_id, len(groups)))
-            ids.append(0 if row.id is None else hash(row.id) or 1)
+            index = len(self._file) - 1
+            if row.id is not None and (first := ids.setdefault(row.id, index)) != index:
+                problems.add(f"{self._label(index)}:id", f"is {row.id!r} like that of {self._label(first)}")
         if file.digest not in (None, digest) and not has_problem:
             raise DataError(f"{file.label} is damaged: its rows are not those that were written. Copy it again.")
         summary = [file.label, file.path.stat().st_size, len(self._file) - start, digest]
         self._fingerprint.update(json.dumps(summary).encode())
-
-    def _check_ids(self, ids: array, problems: Problems) -> None:
-        """Ids are unique. They are compared by 64-bit hashes, and those that seem equal are read again to be sure."""
-        hashes = np.asarray(ids)
-        order = np.argsort(hashes, kind="stable")
-        ordered = hashes[order]
-        for place in np.flatnonzero((ordered[1:] == ordered[:-1]) & (ordered[1:] != 0)):
-            first, second = int(order[place]), int(order[place + 1])
-            name = self._read(second).id
-            if self._read(first).id == name:
-                problems.add(f"{self._label(second)}:id", f"is {name!r} like that of {self._label(first)}")
+        return num_trained
 
     def _number_groups(self, groups: dict[int | str, int], problems: Problems) -> None:
-        size = self._config.group_size
-        group = np.asarray(self._group)
-        missing = np.flatnonzero(group < 0)
+        """Number every document's group, where the data says which it is or `group_size` does."""
+        size, self._group = self._config.group_size, np.asarray(self._group)
+        missing = np.flatnonzero(self._group < 0)
         self.has_groups = len(missing) == 0
-        if 0 < len(missing) < len(group) or (len(missing) and self._needs_groups and size is None):
-            others = "; other rows have one" if len(missing) < len(group) else ""
+        if self.has_groups:
+            self._check_groups(list(groups), problems)
+        elif groups or (self._needs_groups and size is None):
+            others = "; other rows have one" if groups else ""
             for index in missing:
                 problems.add(
                     f"{self._label(index)}:group_id",
                     f"is missing{others}. Documents of one prompt share it. Without any, set rollout.group_size",
                 )
-        elif len(missing) and size is not None:
-            group = self._consecutive_groups(size, problems)
+        elif size is not None:
+            self._group = np.arange(len(self._group)) // size
             self.has_groups = True
-        elif len(missing):
-            group = np.arange(len(group))  # each alone: nothing asks which documents share a prompt
+            for file, count in zip(self._files, np.bincount(self._file, minlength=len(self._files)), strict=True):
+                if count % size:
+                    reason = f"has no group_id and {count} rows, which is no multiple of rollout.group_size={size}"
+                    problems.add(file.label, reason)
+        else:
+            self._group = np.arange(len(self._group))  # each alone: nothing asks which documents share a prompt
         problems.raise_if_any()
-        self._group = group
-        self._num_groups = int(group.max()) + 1
-        self._check_groups(size if groups else None, list(groups), problems)
-        if not self._given:
-            self._compute_advantages(problems)
+        self._num_groups = int(self._group.max()) + 1
+        if self.has_groups and self._num_groups == len(self._group) and not self._given:
+            log.warning("note: every group has one document, so every advantage is 0. Is group_id that of the prompt?")
 
-    def _consecutive_groups(self, size: int, problems: Problems) -> np.ndarray:
-        """Groups of `size` rows that follow each other, none of them across files."""
-        files = np.asarray(self._file)
-        for number in range(len(self._files)):
-            count = int((files == number).sum())
-            if count % size:
-                problems.add(
-                    self._files[number].label,
-                    f"has no group_id and {count} rows, which is no multiple of rollout.group_size={size}",
-                )
-        return np.arange(len(files)) // size
-
-    def _check_groups(self, size: int | None, ids: list, problems: Problems) -> None:
-        counts = np.bincount(self._group)
+    def _check_groups(self, ids: list[int | str], problems: Problems) -> None:
+        """Groups that the rows name: all of `group_size`, if that is given, and each in one file."""
+        counts, size = np.bincount(self._group), self._config.group_size
         first = np.unique(self._group, return_index=True)[1]
-        if size is not None:
-            for number in np.flatnonzero(counts != size):
-                problems.add(
-                    f"{self._label(first[number])}:group_id",
-                    f"is {ids[number]!r}, a group of {counts[number]} documents; rollout.group_size={size}",
-                )
-        if not self.has_groups:
-            return
+        for number in np.flatnonzero(counts != size) if size is not None else ():
+            problems.add(
+                f"{self._label(first[number])}:group_id",
+                f"is {ids[number]!r}, a group of {counts[number]} documents; rollout.group_size={size}",
+            )
         spread = np.unique(self._group * len(self._files) + np.asarray(self._file)).size - len(counts)
         if spread:
             log.warning(
@@ -249,8 +222,6 @@ class RecordedRollouts:
                 "if the files count anew, read them one by one or make the ids differ.",
                 spread,
             )
-        if counts.max() == 1 and not self._given:
-            log.warning("note: every group has one document, so every advantage is 0. Is group_id that of the prompt?")
 
     def _compute_advantages(self, problems: Problems) -> None:
         order = np.argsort(self._group, kind="stable")
@@ -264,14 +235,12 @@ class RecordedRollouts:
                 problems.add(f"{self._label(order[start])}:group_id", str(error))
 
 
-def _check_columns(file: JsonlFile | ParquetFile, rules: Rules, problems: Problems) -> None:
+def _check_columns(file: RowFile, rules: Rules, problems: Problems) -> None:
     if file.names is None:
         return
     _refuse_text_only(file.label, file.names)
-    required = ["token_ids", "loss_mask", "old_log_probs"]
-    required += ["reward"] if rules.needs_reward else ["advantage"]
-    for name in required:
-        if name not in file.names:
+    for name in FIELDS:
+        if name in rules.required and name not in file.names:
             problems.add(file.label, f"has no column {name}; its columns are {', '.join(file.names)}")
     problems.raise_if_any()
 

@@ -6,7 +6,7 @@ import difflib
 import functools
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -100,7 +100,27 @@ class ReverseTask:
         return int.from_bytes(hashlib.sha256(f"{self._seed} {index} {place}".encode()).digest()[:8], "little") % 10
 
 
-class ReasoningGymTask:
+class _NumberedRows:
+    """What tasks of a finite number of rows share."""
+
+    def __init__(self, num_rows: int):
+        self._kept: Sequence[int] = range(num_rows)
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self._kept)
+
+    def rows(self) -> Iterator[Prompt]:
+        return (self._prompt_of(row, row) for row in self._kept)
+
+    def drop(self, rows: set[int]) -> None:
+        self._kept = [row for row in self._kept if row not in rows]
+
+    def prompt(self, index: int) -> Prompt:
+        return self._prompt_of(self._row(index), index)
+
+
+class ReasoningGymTask(_NumberedRows):
     """A data set of the reasoning-gym package, which writes its questions from a seed and scores answers itself.
 
     The package's score, 0 to 1, is the reward; the completion is stripped of white space around it first.
@@ -116,35 +136,25 @@ class ReasoningGymTask:
             raise ConfigError(
                 f"task.options.seed={options['seed']} needs to be left out. The run's seed is used. Use seed=NUMBER."
             )
-        self._kept = range(options.setdefault("size", self.default_size))
-        self._dataset = config.dataset
+        options.setdefault("size", self.default_size)
         data = _reasoning_gym_data(config.dataset, seed, options)
+        super().__init__(options["size"])
+        self._dataset = config.dataset
         self._score_answer = data.score_answer
         # A question is asked for again for each completion that is scored.
         self._entry = functools.lru_cache(maxsize=1024)(data.__getitem__)
 
-    @property
-    def num_prompts(self) -> int:
-        return len(self._kept)
-
-    def prompt(self, index: int) -> Prompt:
-        return self._question(self._kept[index % self.num_prompts], index)
-
-    def rows(self) -> Iterator[Prompt]:
-        return (self._question(row, row) for row in self._kept)
-
-    def drop(self, rows: set[int]) -> None:
-        self._kept = [row for row in self._kept if row not in rows]
-
     def score(self, prompt: Prompt, completion: str, finished: bool) -> Score:
-        row = self._kept[prompt.index % self.num_prompts]
-        with blaming(f"the scorer of {self._dataset} of reasoning-gym", DataError, _said(completion, prompt)):
-            reward = float(self._score_answer(completion.strip(), self._entry(row)))
+        with blaming(f"the scorer of {self._dataset} of reasoning-gym", DataError, _called_on(completion, prompt)):
+            reward = float(self._score_answer(completion.strip(), self._entry(self._row(prompt.index))))
         if not math.isfinite(reward):
             raise DataError(f"reasoning-gym scored {completion[:60]!r} with {reward}; a reward must be finite")
         return Score(reward, reward >= 1)
 
-    def _question(self, row: int, index: int) -> Prompt:
+    def _row(self, index: int) -> int:
+        return self._kept[index % self.num_prompts]
+
+    def _prompt_of(self, row: int, index: int) -> Prompt:
         entry = self._entry(row)
         return Prompt(entry["question"], entry["answer"] or "", index, f"{self._dataset}:{row}")
 
@@ -159,10 +169,10 @@ def _reasoning_gym_data(name: str, seed: int, options: dict):
             'Some of its dependencies need a compiler. Use pip install "pgtoolkit[reasoning-gym]".'
         ) from error
     if name not in DATASETS:
-        near = difflib.get_close_matches(name, DATASETS, n=3, cutoff=0.5)
+        near = difflib.get_close_matches(name, DATASETS, n=3, cutoff=0.5) or ["chain_sum"]
         raise ConfigError(
             f"task.dataset={name} needs one of the {len(DATASETS)} data sets of reasoning-gym (got {name}). "
-            f"Use {' or '.join(f'task.dataset={n}' for n in near) or 'task.dataset=chain_sum'}."
+            f"Use {' or '.join(f'task.dataset={n}' for n in near)}."
         )
     try:
         return create_dataset(name, seed=seed, **options)
@@ -172,7 +182,7 @@ def _reasoning_gym_data(name: str, seed: int, options: dict):
         ) from error
 
 
-class PromptsTask:
+class PromptsTask(_NumberedRows):
     """Prompts with reference answers from JSONL or Parquet files, scored by a verifier.
 
     All prompts are read at the start. They come in another seeded order in every pass. The verifier sees the text of a
@@ -184,65 +194,52 @@ class PromptsTask:
 
         self._verifier = config.verifier
         self._verify = make_verifier(config.verifier, config.pattern)
-        self._seed = seed
-        self._rows = read_prompts(config.path, config.prompt_field, config.answer_field)
-        self.alphabet = "".join(sorted({character for *texts, _ in self._rows for text in texts for character in text}))
-        self._order = functools.lru_cache(maxsize=2)(lambda number: shuffled(self.num_prompts, self._seed, number))
-
-    @property
-    def num_prompts(self) -> int:
-        return len(self._rows)
-
-    def prompt(self, index: int) -> Prompt:
-        number, place = divmod(index, self.num_prompts)
-        return self._prompt(self._order(number)[place], index)
-
-    def rows(self) -> Iterator[Prompt]:
-        return (self._prompt(row, row) for row in range(self.num_prompts))
-
-    def drop(self, rows: set[int]) -> None:
-        self._rows = [row for number, row in enumerate(self._rows) if number not in rows]
-        self._order.cache_clear()
+        self._read = read_prompts(config.path, config.prompt_field, config.answer_field)
+        super().__init__(len(self._read))
+        self.alphabet = "".join(sorted({character for *texts, _ in self._read for text in texts for character in text}))
+        # The number of prompts is among the arguments since some may be dropped.
+        self._order = functools.lru_cache(maxsize=2)(lambda number, count: shuffled(count, seed, number))
 
     def score(self, prompt: Prompt, completion: str, finished: bool) -> Score:
-        with blaming(f"task.verifier={self._verifier}", DataError, _said(completion, prompt)):
+        with blaming(f"task.verifier={self._verifier}", DataError, _called_on(completion, prompt)):
             reward = self._verify(completion, prompt.answer)
         return Score(reward, reward >= 1)
 
-    def _prompt(self, row: int, index: int) -> Prompt:
-        text, answer, (label, number) = self._rows[row]
-        return Prompt(text, answer, index, f"{label}:{number}")
+    def _row(self, index: int) -> int:
+        number, place = divmod(index, self.num_prompts)
+        return self._kept[self._order(number, self.num_prompts)[place]]
+
+    def _prompt_of(self, row: int, index: int) -> Prompt:
+        return Prompt(*self._read[row][:2], index, self._read[row][2])
 
 
-def _said(completion: str, prompt: Prompt) -> str:
+def _called_on(completion: str, prompt: Prompt) -> str:
     return (
         f"the completion {completion[:200]!r} of the prompt at {prompt.place}, whose answer is {prompt.answer[:60]!r}"
     )
 
 
-def read_prompts(path: str, prompt_field: str, answer_field: str) -> list[tuple[str, str, tuple[str, int]]]:
-    """Of each row the prompt, its answer, and its file with its number there.
+def read_prompts(path: str, prompt_field: str, answer_field: str) -> list[tuple[str, str, str]]:
+    """Of each row the prompt, its answer, and its place, such as `a.jsonl:12`.
 
     Raises DataError with all that is wrong with the files.
     """
     from pgtoolkit.rollouts.files import Problems, open_files
 
-    fields = (prompt_field, answer_field)
     problems = Problems(f"the prompts of task.path={path} cannot be used")
     prompts = []
-    for file in open_files(path, "task.path", fields):
+    for file in open_files(path, "task.path", (prompt_field, answer_field)):
         for number, _, row in file.rows():
             place = f"{file.label}:{number}"
             if isinstance(row, str):
                 problems.add(place, row)
                 continue
-            texts = [_text(row.get(field), field == answer_field) for field in fields]
-            for field, text in zip(fields, texts, strict=True):
-                if text is None:
-                    there = ", ".join(file.names or row) or "no fields"
-                    problem = "is missing" if row.get(field) is None else f"needs a text (got {row[field]!r:.40})"
-                    problems.add(f"{place}:{field}", f"{problem}; the row has {there}")
-            prompts.append((*texts, (file.label, number)))
+            texts = {field: _text(row.get(field), field == answer_field) for field in (prompt_field, answer_field)}
+            for field in (field for field, text in texts.items() if text is None):
+                there = ", ".join(file.names or row) or "no fields"
+                problem = "is missing" if row.get(field) is None else f"needs a text (got {row[field]!r:.40})"
+                problems.add(f"{place}:{field}", f"{problem}; the row has {there}")
+            prompts.append((texts[prompt_field], texts[answer_field], place))
     problems.raise_if_any()
     if not prompts:
         raise DataError(f"task.path={path} needs at least one prompt (got none).")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -65,23 +65,17 @@ _SCHEMA = pa.schema(
 )
 
 
-def _column(rows: list[Row], field: str) -> list:
-    name = {"token_ids": "tokens", "advantage": "advantages"}.get(field, field)
-    return [getattr(row, name) for row in rows]
-
-
-def _write_parquet(file: Any, rows: list[Row]) -> None:
+def _write_parquet(file: BinaryIO, rows: list[Row]) -> None:
     digest = 0
     for row in rows:
         digest = row.digest(digest)
-    table = pa.table([_column(rows, field) for field in _SCHEMA.names], schema=_SCHEMA)
+    table = pa.table([[getattr(row, field) for row in rows] for field in _SCHEMA.names], schema=_SCHEMA)
     table = table.replace_schema_metadata({DIGEST_KEY: str(digest)})
-    rows_per_group = max(1, ROW_GROUP_TOKENS * len(rows) // max(1, sum(len(row.tokens) for row in rows)))
+    rows_per_group = max(1, ROW_GROUP_TOKENS * len(rows) // max(1, sum(len(row.token_ids) for row in rows)))
     pq.write_table(table, file, row_group_size=rows_per_group, write_page_checksum=True)
 
 
-def _write_jsonl(file: Any, rows: list[Row]) -> None:
+def _write_jsonl(file: BinaryIO, rows: list[Row]) -> None:
     for row in rows:
-        fields = {field: _column([row], field)[0] for field in _SCHEMA.names}
-        plain = {key: value.tolist() if hasattr(value, "tolist") else value for key, value in fields.items()}
+        plain = {key: value.tolist() if hasattr(value, "tolist") else value for key, value in vars(row).items()}
         file.write(json.dumps({key: value for key, value in plain.items() if value is not None}).encode() + b"\n")

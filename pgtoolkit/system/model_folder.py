@@ -72,6 +72,18 @@ def load_tokenizer(path: str) -> Any:
         return AutoTokenizer.from_pretrained(os.path.expanduser(path), padding_side="left", **how_to_load(path))
 
 
+def load_generation_config(path: str) -> Any:
+    """What its generation_config.json says of sampling or, as transformers does, its config.json. Raises OSError."""
+    from transformers import GenerationConfig
+
+    place, only_here = os.path.expanduser(path), {"local_files_only": how_to_load(path)["local_files_only"]}
+    try:
+        return GenerationConfig.from_pretrained(place, **only_here)
+    except OSError:
+        others = {"config_file_name": "config.json", "_from_model_config": True}
+        return GenerationConfig.from_pretrained(place, **others, **only_here)
+
+
 def how_to_load(path: str) -> dict[str, bool]:
     """Arguments of every `from_pretrained`: no code of a model is run, and for a folder the hub is not asked."""
     return {"trust_remote_code": False, "local_files_only": os.path.isdir(os.path.expanduser(path))}

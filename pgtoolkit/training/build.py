@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 
 import torch
@@ -13,10 +12,10 @@ from pgtoolkit.model.policy import build_policy
 from pgtoolkit.model.spread import parallelize
 from pgtoolkit.ranks.agreement import failing_together
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
-from pgtoolkit.rollouts.generation import end_tokens, ignored_settings
 from pgtoolkit.rollouts.policy import PolicyRollouts
-from pgtoolkit.rollouts.prompts import by_default, encoded, make_room
+from pgtoolkit.rollouts.prompts import TokenizedTask, end_tokens
 from pgtoolkit.rollouts.recorded import RecordedRollouts
+from pgtoolkit.rollouts.samplers import TransformersSampler
 from pgtoolkit.rollouts.steps import Source, StepLoader
 from pgtoolkit.rollouts.tasks import make_task
 from pgtoolkit.rollouts.writer import RolloutWriter
@@ -47,7 +46,7 @@ def build(
     close_on_groups = config.aggregation.mode == AggregationMode.prompt_mean
     source = _source(config, task, module, room, resume)
     seed_rank(config.seed, layout.rank)
-    return module, StepLoader(source, config.accumulation, close_on_groups, config.trainer.max_steps, room, layout)
+    return module, StepLoader(source, config.accumulation, close_on_groups, config.trainer.max_steps, layout)
 
 
 def seed_rank(seed: int, rank: int, step: int = 0) -> None:
@@ -89,22 +88,21 @@ def _source(config: Config, task, module: PolicyGradientModule, room: int, resum
     if isinstance(rollout, PolicyRolloutConfig):
         writes = rollout.save_path and module.layout.rank == 0
         writer = RolloutWriter(rollout.save_path, resume) if writes else None
-        _note_ignored(config, module)
-        tokenizer, max_tokens = module.policy.tokenizer, config.accumulation.max_tokens
-        ends = end_tokens(module.model.generation_config, tokenizer)
-        tokens_of = functools.partial(encoded, encode=by_default(tokenizer), ends=ends)
+        sampler = TransformersSampler(module.policy, rollout, config.model.fp32_lm_head)
+        _note_ignored(config, sampler)
+        tokenizer = module.policy.tokenizer
+        tokenized = TokenizedTask(task, tokenizer, end_tokens(module.model.generation_config, tokenizer))
         skip = getattr(config.task, "too_long", None) == TooLong.skip
         with failing_together(module.layout):
-            make_room(task, tokens_of, room, rollout.max_completion_length, skip)
-        return PolicyRollouts(rollout, estimator, task, tokenizer, tokens_of, module, max_tokens, module.layout, writer)
+            tokenized.check_lengths(room, rollout.max_completion_length, skip)
+        return PolicyRollouts(config, tokenized, sampler, module, module.layout, writer)
     needs_groups = config.aggregation.mode == AggregationMode.prompt_mean
     vocabulary_size, accept_changed = module.policy.vocabulary_size, config.trainer.accept_changed_data
     return RecordedRollouts(rollout, estimator, vocabulary_size, config.seed, needs_groups, room, accept_changed)
 
 
-def _note_ignored(config: Config, module: PolicyGradientModule) -> None:
-    ignored = ignored_settings(module.model, module.sampling_settings)
-    if ignored:
+def _note_ignored(config: Config, sampler: TransformersSampler) -> None:
+    if ignored := sampler.ignored_settings():
         values = ", ".join(f"{name}={value}" for name, value in ignored.items())
         log.warning(
             f"note: {config.model.path}/generation_config.json suggests {values}, which is ignored: completions are "

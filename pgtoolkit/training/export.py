@@ -26,7 +26,7 @@ from pgtoolkit.config.schema import (
 from pgtoolkit.errors import ConfigError, StorageError, first_line
 from pgtoolkit.model.policy import Policy, build_policy
 from pgtoolkit.ranks.layout import ONE_PROCESS
-from pgtoolkit.rollouts.generation import sampling_settings
+from pgtoolkit.rollouts.samplers import sampling_settings
 from pgtoolkit.rollouts.tasks import make_task
 from pgtoolkit.runs.directory import read_config, read_metrics, read_status
 from pgtoolkit.runs.series import best, final

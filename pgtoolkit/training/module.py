@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from dataclasses import replace
 
@@ -15,7 +14,6 @@ from pgtoolkit.kernels.losses import LMHead, PolicyLoss, log_probs_of_hidden, lo
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.ranks.layout import Layout
-from pgtoolkit.rollouts.generation import Completion, generate, sampling_settings
 from pgtoolkit.training.accumulation import DynamicAccumulation
 from pgtoolkit.training.loss import computation_of, loss_of
 from pgtoolkit.training.optimizer import learning_rate, make_optimizer
@@ -100,15 +98,3 @@ class PolicyGradientModule(DynamicAccumulation):
         """Whether the loss may add the head's gradient to `weight.grad` itself, which saves a second one's memory."""
         whole = self.layout.world_size == self.layout.size("data_parallel") and not self.config.parallelism.shard
         return self.computation.fused and whole and self.policy.head.weight.requires_grad
-
-    def generate(self, prompts: list[list[int]]) -> list[Completion]:
-        """One sampled completion per prompt, as `config.rollout` says."""
-        with self.policy.generating(self.config.model.fp32_lm_head):
-            return generate(self.model, self.sampling_settings, prompts)
-
-    @functools.cached_property
-    def sampling_settings(self):
-        """How `generate` samples, a GenerationConfig of transformers."""
-        rollout = self.config.rollout
-        sizes = rollout.temperature, rollout.top_p, rollout.max_completion_length
-        return sampling_settings(self.model, self.policy.tokenizer, *sizes)

@@ -14,7 +14,7 @@ from pgtoolkit.batch import Document, Step
 from pgtoolkit.config.schema import TrainerConfig
 from pgtoolkit.errors import DataError, NumericalError
 from pgtoolkit.ranks.agreement import largest
-from pgtoolkit.rollouts.data_metrics import misfit
+from pgtoolkit.rollouts.data_metrics import mismatch_note
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.tracking.progress import ProgressLine
 from pgtoolkit.training.checkpoint import save_checkpoint
@@ -94,7 +94,9 @@ class Recorder(lightning.Callback):
     def _before_the_first_update(self, module, metrics: dict, documents: list[Document]) -> None:
         self._num_updates = module.num_updates
         self._not_finite |= "loss" in metrics
-        if "new_logprobs" in metrics and (note := misfit(documents, metrics["new_logprobs"], module.config.rollout)):
+        if "new_logprobs" in metrics and (
+            note := mismatch_note(documents, metrics["new_logprobs"], module.config.rollout)
+        ):
             log.warning(f"note: {note}")
 
     def _save(self, module) -> None:

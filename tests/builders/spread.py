@@ -38,8 +38,8 @@ def documents(vocabulary: int, scale: int) -> list[Document]:
             Document(
                 tokens=torch.randint(0, vocabulary, (length,), generator=draw),
                 loss_mask=trained,
-                old_log_probs=-3.0 + 0.2 * torch.randn(length, generator=draw),
-                advantages=torch.randn((), generator=draw).expand(length),
+                old_log_probs=(-3.0 + 0.2 * torch.randn(length, generator=draw))[trained],
+                advantages=torch.randn((), generator=draw).expand(int(trained.sum())),
                 group=group,
                 name=f"document {number}",
             )

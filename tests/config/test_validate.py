@@ -64,6 +64,11 @@ RULES = [
         "task.pattern with one group",
         "task=prompts task.path=FILE task.verifier=regular_expression task.pattern='a(.*)'",
     ),
+    (
+        "task=prompts task.path=FILE task.verifier=regular_expression task.pattern='a(b'",
+        "one group (got a(b: missing",
+        "task=prompts task.path=FILE task.verifier=regular_expression task.pattern='a(b)'",
+    ),
     ("task=prompts task.path=FILE task.pattern='(.*)'", "would be ignored", "task=prompts task.path=FILE"),
     ("model.hidden_size=130", "model.hidden_size=132", "model.hidden_size=132"),
     ("model.max_positions=13", "model.max_positions=14", "model.max_positions=14"),

@@ -71,8 +71,8 @@ def documents_of(lengths=(9, 5, 12, 7, 3, 6)):
         Document(
             tokens=torch.randint(0, 11, (length,), generator=generator),
             loss_mask=torch.arange(length) >= length // 2,
-            old_log_probs=-2.5 + 0.2 * torch.randn(length, generator=generator),
-            advantages=torch.randn(1, generator=generator).expand(length),
+            old_log_probs=(-2.5 + 0.2 * torch.randn(length, generator=generator))[length // 2 :],
+            advantages=torch.randn(1, generator=generator).expand(length - length // 2),
             group=i // 2,
             name=f"document {i}",
         )
@@ -288,7 +288,7 @@ def test_the_clip_does_not_act_at_its_bounds(loss, impl, advantage, bound):
 
 def test_old_log_probs_and_advantages_are_shifted_with_their_labels():
     tokens, mask = torch.tensor([5, 6, 7, 8]), torch.tensor([False, True, False, True])
-    numbers = torch.tensor([0.0, 0.25, 0.5, 0.75])
+    numbers = torch.tensor([0.25, 0.75])
     batch = pack([Document(tokens, mask, -numbers, 1 + numbers, 0, "a")], [0])
     trained = batch.labels >= 0
     assert batch.labels[trained].tolist() == [6, 8]

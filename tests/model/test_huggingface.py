@@ -23,7 +23,7 @@ from pgtoolkit.cli import main
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.launch.check import check, problems
 from pgtoolkit.model.policy import build_policy
-from pgtoolkit.rollouts.prompts import characters
+from pgtoolkit.rollouts.prompts import tiny_tokenizer
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.training.train import build, train
 
@@ -76,7 +76,7 @@ def test_gradient_checkpointing_computes_the_layers_again(folder, checkpointing)
 
 def short_document():
     mask = torch.tensor([False, False, True, True])
-    return Document(torch.tensor([1, 2, 3, 4]), mask, torch.zeros(4), torch.ones(4), 0, "a document")
+    return Document(torch.tensor([1, 2, 3, 4]), mask, torch.zeros(2), torch.ones(2), 0, "a document")
 
 
 def test_gradient_checkpointing_changes_no_number(folder, tmp_path):
@@ -148,7 +148,7 @@ def test_a_head_with_a_bias_is_trained_with_it(tmp_path):
 def test_prompts_are_tokens_as_the_tokenizer_makes_them(folder, tmp_path, capsys):
     """With its token of the beginning, here `=`, and without the end that it adds; `pgtk check` shows them."""
     shutil.copytree(folder, tmp_path / "model")
-    backend = characters("0123456789=")
+    backend = tiny_tokenizer("0123456789=")
     special = [("=", 10), ("<end>", 11)]
     backend.post_processor = processors.TemplateProcessing(single="= $A <end>", special_tokens=special)
     options = {"bos_token": "=", "eos_token": "<end>", "pad_token": "<end>"}

@@ -8,7 +8,7 @@ from builders.models import attend_by_document
 from builders.models import build as small_model
 from builders.spread import documents, packed
 from omegaconf import OmegaConf
-from runs import SHORT, config_of
+from runs import SHORT, config_of, sampler_of
 
 from pgtoolkit.model import attention
 from pgtoolkit.model.attention import Documents, by_document
@@ -84,7 +84,7 @@ def test_a_model_sees_each_document_alone(kind):
 
 def test_sampling_needs_no_documents():
     """Left-padded prompts and a cache, in between of two passes by document."""
-    module, _ = build(OmegaConf.to_object(config_of(*SHORT)))
+    module, loader = build(OmegaConf.to_object(config_of(*SHORT)))
     prompts = [[1, 2, 3, 4], [5, 6], [7]]
     micro_batch = packed(documents(11, 1)[:3])
     completions, hidden = [], []
@@ -93,7 +93,7 @@ def test_sampling_needs_no_documents():
             attend_by_document(module.model)
         for _ in range(2):
             torch.manual_seed(5)
-            completions.append(module.generate(prompts))
+            completions.append(sampler_of(loader).complete(prompts))
             assert module.policy.by_document is (number == 1)
             hidden.append(module.policy.hidden_states(micro_batch))
     for found in completions[1:]:

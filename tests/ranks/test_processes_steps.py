@@ -16,11 +16,11 @@ from pgtoolkit.ranks import gradients
 from pgtoolkit.ranks.agreement import failing_together, largest, losing_ranks
 from pgtoolkit.ranks.gradients import sum_gradients
 from pgtoolkit.ranks.layout import Layout
-from pgtoolkit.rollouts.steps import deal, make_step
+from pgtoolkit.rollouts.steps import divide_among_ranks, make_step
 
 
 def document(number: int, length: int) -> Document:
-    values = torch.full((length,), float(number))
+    values = torch.full((length - 1,), float(number))
     mask = torch.arange(length) > 0
     return Document(torch.full((length,), number), mask, values, values, number // 2, f"document {number}")
 
@@ -43,7 +43,7 @@ def test_every_rank_gets_as_many_micro_batches_and_together_they_hold_the_step_o
         for micro_batch in step.micro_batches:
             groups = [int(name.split()[1]) // 2 for name in micro_batch.names]
             assert micro_batch.group_index.tolist() == groups  # numbered within the whole step
-    tokens = [sum(document.num_tokens for document in share) for share in deal(documents, ranks)]
+    tokens = [sum(document.num_tokens for document in share) for share in divide_among_ranks(documents, ranks)]
     assert max(tokens) - min(tokens) <= max(lengths)
 
 

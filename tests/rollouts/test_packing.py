@@ -11,12 +11,12 @@ from pgtoolkit.rollouts.packing import cut, pack
 
 
 def document(tokens, mask, name="d", first=0.0):
-    length = len(tokens)
+    places = torch.tensor(mask, dtype=torch.bool).nonzero().squeeze(1).float()
     return Document(
         tokens=torch.tensor(tokens, dtype=torch.int64),
         loss_mask=torch.tensor(mask, dtype=torch.bool),
-        old_log_probs=-(first + torch.arange(length, dtype=torch.float32)) / 8,
-        advantages=first + torch.arange(length, dtype=torch.float32),
+        old_log_probs=-(first + places) / 8,
+        advantages=first + places,
         group=0,
         name=name,
     )
@@ -43,8 +43,9 @@ def test_every_position_predicts_the_next_token_of_its_document(documents):
             assert batch.document_index[place] == number
             assert batch.labels[place] == (d.tokens[t + 1] if trained else -1)
             if trained:
-                assert batch.old_log_probs[place] == d.old_log_probs[t + 1]
-                assert batch.advantages[place] == d.advantages[t + 1]
+                number_of_trained = int(d.loss_mask[: t + 1].sum())
+                assert batch.old_log_probs[place] == d.old_log_probs[number_of_trained]
+                assert batch.advantages[place] == d.advantages[number_of_trained]
             place += 1
     assert batch.num_documents == len(documents)
     assert batch.group_index.tolist() == groups

@@ -45,11 +45,12 @@ def test_groups_stand_together_with_advantages_from_all_their_rewards(tmp_path, 
     for document, index in zip(read, order, strict=True):
         members = [i for i, other in enumerate(SCATTERED) if other == SCATTERED[index]]
         advantages = group_advantages(estimator, [rows[i]["reward"] for i in members])
+        mask = torch.tensor(rows[index]["loss_mask"])
         expected = Document(
             tokens=torch.tensor(rows[index]["token_ids"]),
-            loss_mask=torch.tensor(rows[index]["loss_mask"]),
-            old_log_probs=torch.tensor(rows[index]["old_log_probs"]),
-            advantages=torch.full((len(rows[index]["token_ids"]),), advantages[members.index(index)]),
+            loss_mask=mask,
+            old_log_probs=torch.tensor(rows[index]["old_log_probs"])[mask],
+            advantages=torch.full((int(mask.sum()),), advantages[members.index(index)]),
             group=SCATTERED[index],
             name=f"{path.name}:{index + 1}",
             reward=rows[index]["reward"],

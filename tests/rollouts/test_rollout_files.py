@@ -2,6 +2,7 @@
 
 import json
 import math
+import struct
 import subprocess
 import sys
 import textwrap
@@ -100,8 +101,8 @@ def test_good_rows_are_not_refused(tmp_path):
     odd |= {"id": 7, "model_version": 3, "truncated": False, "exact_match": None, "text": "is ignored"}
     source = load(write_jsonl(tmp_path / "r.jsonl", [odd, "", good_row(2, group="a", reward=0)]))
     first = source.document(0)
-    assert first.old_log_probs.tolist() == pytest.approx([0, 0, -1, -1e-30, 1e-3])
-    assert first.advantages.tolist() == [0, 0, 0.5, 0.5, 0.5]
+    assert first.old_log_probs.tolist() == pytest.approx([-1, -1e-30, 1e-3])
+    assert first.advantages.tolist() == [0.5, 0.5, 0.5]
     assert (first.name, first.reward, first.model_version, first.truncated) == ("7", 1.0, 3, False)
     assert (first.exact_match, source.document(1).name) == (None, "r.jsonl:3")
 
@@ -156,8 +157,8 @@ def test_given_advantages_are_needed_and_checked(tmp_path):
     rows = [good_row(advantage=0.5, reward=...), good_row(advantage=[None, NAN, 1, -2, 3], group_id=...)]
     assert "r.jsonl:2:group_id: is missing; other rows have one" in refused(write_jsonl(path, rows), "given")
     source = load(write_jsonl(path, [row | {"group_id": 4} for row in rows]), "given", needs_groups=True)
-    assert source.document(0).advantages.tolist() == [0, 0, 0.5, 0.5, 0.5]
-    assert source.document(1).advantages.tolist() == [0, 0, 1, -2, 3]
+    assert source.document(0).advantages.tolist() == [0.5, 0.5, 0.5]
+    assert source.document(1).advantages.tolist() == [1, -2, 3]
 
 
 def test_ids_are_unique(tmp_path):
@@ -202,14 +203,21 @@ def test_truncation_at_every_byte(tmp_path):
         assert "not a whole Parquet file" in refused(tmp_path / "r.parquet")
 
 
-def test_missing_page_checksums_are_noted(tmp_path, caplog):
-    load(write_parquet(tmp_path / "a.parquet", [good_row()]))
-    load(write_parquet(tmp_path / "b.parquet", [good_row()], use_dictionary=False, compression="none"))
-    assert "checksum" not in caplog.text
-    for options in ({}, {"use_dictionary": False, "compression": "none"}, {"data_page_version": "2.0"}):
-        caplog.clear()
-        load(write_parquet(tmp_path / "c.parquet", [good_row()] * 3, checksums=False, **options))
-        assert "c.parquet has no page checksums" in caplog.text
+def test_page_checksums_are_verified_where_a_file_has_them(tmp_path):
+    """Without them the file is read all the same, and a flipped bit of a number is another number."""
+    rows = [good_row(i, old_log_probs=[0, 0, -0.5, -0.5, -0.5]) for i in range(2)]
+    for checksums in (True, False):
+        path = write_parquet(
+            tmp_path / "r.parquet", rows, checksums=checksums, use_dictionary=False, compression="none"
+        )
+        assert load(path).document(0).old_log_probs.tolist() == [-0.5] * 3
+        whole, number = bytearray(path.read_bytes()), struct.pack("<3d", -0.5, -0.5, -0.5)
+        whole[whole.index(number) + 6] ^= 0x10
+        path.write_bytes(whole)
+        if checksums:
+            assert "r.parquet is not a whole Parquet file, truncated or damaged" in refused(path)
+        else:
+            assert load(path).document(0).old_log_probs.tolist() == [-1.0, -0.5, -0.5]
 
 
 def test_huge_rows_and_row_groups_are_refused(tmp_path, monkeypatch):
@@ -274,8 +282,8 @@ def test_the_recipe_for_slime_dumps(tmp_path):
     first, second = source.document(0), source.document(1)
     assert first.loss_mask.tolist() == [False, False, True, True, True]
     assert second.loss_mask.tolist() == [False, False, True, False, True]
-    assert first.old_log_probs.tolist() == [0, 0, -0.5, -0.25, -0.125]
-    assert (first.advantages[2], second.advantages[2], first.group, second.group) == (0.5, -0.5, 0, 0)
+    assert first.old_log_probs.tolist() == [-0.5, -0.25, -0.125]
+    assert (first.advantages[0], second.advantages[0], first.group, second.group) == (0.5, -0.5, 0, 0)
     assert (first.truncated, second.truncated) == (True, False)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from pgtoolkit.config.schema import PromptsTaskConfig, ReasoningGymTaskConfig, ReverseTaskConfig, TooLong
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.rollouts.prompts import encoded, make_room
+from pgtoolkit.rollouts.prompts import TokenizedTask
 from pgtoolkit.rollouts.tasks import Prompt, make_task
 
 
@@ -179,9 +179,10 @@ def test_reasoning_gym_not_installed(monkeypatch):
         make_task(gym_config(), 0)
 
 
-def tokens_of(prompts):
-    """A token per character, with one for the beginning."""
-    return encoded(prompts, lambda texts: [[99, *map(ord, text)] for text in texts], ends=[])
+def check_lengths(task, *lengths, skip):
+    """By a tokenizer with a token per character, and one for the beginning."""
+    tokenized = TokenizedTask(task, lambda texts: {"input_ids": [[99, *map(ord, text)] for text in texts]}, ends=[])
+    tokenized.check_lengths(*lengths, skip)
 
 
 def write_prompts(path, lengths):
@@ -192,9 +193,9 @@ def write_prompts(path, lengths):
 
 def test_all_prompts_are_measured_before_one_is_sampled_from(tmp_path):
     task = write_prompts(tmp_path / "p.jsonl", [3] * 1500 + [9, 3, 12, 3, 8])
-    make_room(task, tokens_of, 20, 7, skip=False)  # 13 tokens, that of the beginning included
+    check_lengths(task, 20, 7, skip=False)  # 13 tokens, that of the beginning included
     with pytest.raises(DataError) as error:
-        make_room(task, tokens_of, 17, 8, skip=False)
+        check_lengths(task, 17, 8, skip=False)
     assert str(error.value) == (
         "2 of 1505 prompts do not have 1 to 9 tokens: p.jsonl:1501 has 10, p.jsonl:1503 has 13. A document of at most "
         "17 tokens holds a prompt and a completion of up to rollout.max_completion_length=8. Use task.too_long=skip, "
@@ -206,7 +207,7 @@ def test_all_prompts_are_measured_before_one_is_sampled_from(tmp_path):
 def test_prompts_that_are_too_long_are_skipped_with_their_count(tmp_path, caplog):
     lengths = [3, 9, 4, 9, 5, 9, 9, 9, 9, 6]
     task = write_prompts(tmp_path / "p.jsonl", lengths)
-    make_room(task, tokens_of, 17, 8, skip=True)
+    check_lengths(task, 17, 8, skip=True)
     assert caplog.messages == [
         "note: task.too_long=skip leaves out 6 of 10 prompts, which do not have 1 to 9 tokens: p.jsonl:2 has 10, "
         "p.jsonl:4 has 10, p.jsonl:6 has 10, p.jsonl:7 has 10, p.jsonl:8 has 10 and 1 more."
@@ -221,21 +222,21 @@ def test_prompts_that_are_too_long_are_skipped_with_their_count(tmp_path, caplog
             (6, "p.jsonl:10"),
         ]
     with pytest.raises(DataError, match=r"4 of 4 prompts do not have 1 to 1 tokens.* Use accumulation.max_tokens=15"):
-        make_room(task, tokens_of, 9, 8, skip=True)
+        check_lengths(task, 9, 8, skip=True)
 
 
 def test_the_endless_task_is_measured_by_its_digits():
-    make_room(reverse(num_digits=6), tokens_of, 16, 8, skip=False)
+    check_lengths(reverse(num_digits=6), 16, 8, skip=False)
     with pytest.raises(
         DataError, match=r"64 of the first 64 prompts do not have 1 to 7 tokens: prompt 0 has 8"
     ) as error:
-        make_room(reverse(num_digits=6), tokens_of, 15, 8, skip=False)
+        check_lengths(reverse(num_digits=6), 15, 8, skip=False)
     assert "too_long" not in str(error.value)
 
 
 def test_completions_that_leave_no_room_for_any_prompt():
     with pytest.raises(ConfigError) as error:
-        make_room(reverse(num_digits=6), tokens_of, 128, 256, skip=True)
+        check_lengths(reverse(num_digits=6), 128, 256, skip=True)
     assert str(error.value) == (
         "rollout.max_completion_length=256 needs less than 128 tokens (got 256). The model's positions or "
         "accumulation.max_tokens allow a document of 128 tokens, prompt included. Use rollout.max_completion_length=64."
@@ -246,7 +247,7 @@ def test_skipped_questions_of_reasoning_gym_keep_their_answers():
     pytest.importorskip("reasoning_gym")
     task = make_task(gym_config(min_terms=2, max_terms=6, size=40), seed=5)
     every = list(task.rows())
-    make_room(task, tokens_of, 60, 8, skip=True)
+    check_lengths(task, 60, 8, skip=True)
     kept = [prompt for prompt in every if len(prompt.text) < 52]
     assert 0 < len(kept) < 40
     assert [task.prompt(i).text for i in range(task.num_prompts)] == [prompt.text for prompt in kept]
@@ -255,13 +256,17 @@ def test_skipped_questions_of_reasoning_gym_keep_their_answers():
     assert task.score(last, kept[-1].answer, finished=True).exact_match
 
 
+def encoded(prompts, encode, ends=()):
+    return TokenizedTask(None, lambda texts: {"input_ids": [*map(encode, texts)]}, ends).encode(prompts)
+
+
 def test_prompts_do_not_end_in_an_end_of_sequence():
     prompts = [Prompt(text, "", 0, "p") for text in ("a", "ab")]
-    added = encoded(prompts, lambda texts: [[1, *map(ord, text), 2] for text in texts], ends=[2, 3])
+    added = encoded(prompts, lambda text: [1, *map(ord, text), 2], ends=[2, 3])
     assert added == [[1, 97], [1, 97, 98]]
 
 
 def test_a_prompt_that_cannot_be_encoded_is_named(tmp_path):
     prompts = [Prompt("a", "", 0, "p.jsonl:1"), Prompt("é", "", 1, "p.jsonl:2")]
     with pytest.raises(DataError, match=r"the prompt 'é' at p\.jsonl:2 cannot be encoded .*: 'ascii' codec"):
-        encoded(prompts, lambda texts: [list(text.encode("ascii")) for text in texts], ends=[])
+        encoded(prompts, lambda text: list(text.encode("ascii")))

@@ -38,12 +38,13 @@ def some_documents(seed=0, count=12):
         length = int(torch.randint(2, 9, (1,), generator=generator))
         mask = torch.rand(length, generator=generator) < 0.6
         mask[0] = False
+        mask &= i > 0
         result.append(
             Document(
                 tokens=torch.randint(0, VOCABULARY_SIZE, (length,), generator=generator),
-                loss_mask=mask if i else torch.zeros(length, dtype=torch.bool),
-                old_log_probs=-torch.rand(length, generator=generator),
-                advantages=torch.randn(length, generator=generator),
+                loss_mask=mask,
+                old_log_probs=-torch.rand(length, generator=generator)[mask],
+                advantages=torch.randn(length, generator=generator)[mask],
                 group=i // 4,
                 name=f"prompt {i // 4}, completion {i % 4}",
                 reward=[None, 0.1, 1 / 3][i % 3],

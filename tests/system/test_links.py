@@ -174,7 +174,7 @@ def test_the_lock_beside_a_store_follows_no_link(tmp_path, outside):
 
 def test_recorded_rollouts_are_written_through_no_link(tmp_path, outside):
     writer = RolloutWriter(tmp_path / "rollouts.jsonl")
-    document = Document(torch.arange(3), torch.arange(3) > 0, torch.zeros(3), torch.zeros(3), 0, "one")
+    document = Document(torch.arange(3), torch.arange(3) > 0, torch.zeros(2), torch.zeros(2), 0, "one")
     (tmp_path / "rollouts.jsonl" / ".batch-000000.jsonl.tmp").symlink_to(outside)
     assert writer.write(0, [document]).is_file()
     (tmp_path / "rollouts.jsonl" / "batch-000001.jsonl").symlink_to(outside)

@@ -30,7 +30,7 @@ def logits_in_training(folder, config, step, tokens):
     policy = build_policy(config.model, "0123456789=", on_gpu=False)
     policy.model.load_state_dict(checkpoint_of(folder, step)["model"])
     count = len(tokens)
-    document = Document(tokens, torch.arange(count) > 0, torch.zeros(count), torch.zeros(count), 0, "one")
+    document = Document(tokens, torch.arange(count) > 0, torch.zeros(count - 1), torch.zeros(count - 1), 0, "one")
     (micro_batch,) = make_step([document], 99, {}).micro_batches
     return policy.head(policy.hidden_states(micro_batch))
 

@@ -35,8 +35,8 @@ def some_documents(seed=0, lengths=(9, 5, 12, 7, 2, 6, 8)):
             Document(
                 tokens=torch.randint(0, 11, (length,), generator=generator),
                 loss_mask=mask,
-                old_log_probs=-2.5 + 0.2 * torch.randn(length, generator=generator),
-                advantages=torch.randn(1, generator=generator).expand(length),
+                old_log_probs=(-2.5 + 0.2 * torch.randn(length, generator=generator))[mask],
+                advantages=torch.randn(1, generator=generator).expand(int(mask.sum())),
                 group=[3, 3, 8, 8, 8, 5, 5][i],
                 name=f"document {i}",
             )
@@ -268,7 +268,8 @@ def test_bad_steps_count_only_in_a_row():
 
 def test_a_step_without_trained_tokens_is_skipped_and_counted():
     module = module_of()
-    documents = [dataclasses.replace(d, loss_mask=torch.zeros_like(d.loss_mask)) for d in some_documents()]
+    nothing = {"old_log_probs": torch.empty(0), "advantages": torch.empty(0)}
+    documents = [dataclasses.replace(d, loss_mask=torch.zeros_like(d.loss_mask), **nothing) for d in some_documents()]
     metrics = module.training_step(make_step(documents, 24, {}), 0)["metrics"]
     assert metrics["num_skipped_steps"] == 1
     assert module.num_updates == 0

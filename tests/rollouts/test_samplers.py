@@ -1,12 +1,13 @@
 """Sampling is from the distribution that the configuration says, whatever the model's folder suggests."""
 
+import gc
 import json
 import math
 
 import pytest
 import torch
 from omegaconf import OmegaConf
-from runs import SHORT, config_of, metrics_of
+from runs import SHORT, config_of, metrics_of, sampler_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pgtoolkit.model.policy import character_tokenizer
@@ -75,26 +76,28 @@ def settings(folder, *overrides):
     return config_of(*own, "model=huggingface", f"model.path={folder}", *overrides)
 
 
-def module_of(folder, *overrides):
-    return build(OmegaConf.to_object(settings(folder, *overrides)))[0]
+def built(folder, *overrides):
+    """The model, and the sampler that a run of these settings has."""
+    module, loader = build(OmegaConf.to_object(settings(folder, *overrides)))
+    return module.model, sampler_of(loader)
 
 
-def sampled(module, prompts, seed=0):
+def sampled(sampler, prompts, seed=0):
     torch.manual_seed(seed)
-    return [(c.tokens.tolist(), c.log_probs.tolist(), c.finished) for c in module.generate(prompts)]
+    return [(c.tokens.tolist(), c.log_probs.tolist(), c.finish_reason) for c in sampler.complete(prompts)]
 
 
 @pytest.fixture(scope="module")
 def unadvised(folder):
     """What is sampled where the folder suggests nothing."""
-    return sampled(module_of(suggesting(folder, eos_token_id=END)), [PROMPT, OTHER] * 8)
+    return sampled(built(suggesting(folder, eos_token_id=END))[1], [PROMPT, OTHER] * 8)
 
 
 @pytest.mark.parametrize("name", SUGGESTED)
 def test_what_the_folder_suggests_does_not_act(folder, unadvised, name):
-    module = module_of(suggesting(folder, eos_token_id=END, do_sample=True, **{name: SUGGESTED[name]}))
-    assert getattr(module.model.generation_config, name) is not None  # transformers has read it
-    assert sampled(module, [PROMPT, OTHER] * 8) == unadvised
+    model, sampler = built(suggesting(folder, eos_token_id=END, do_sample=True, **{name: SUGGESTED[name]}))
+    assert getattr(model.generation_config, name) is not None  # transformers has read it
+    assert sampled(sampler, [PROMPT, OTHER] * 8) == unadvised
 
 
 def test_what_is_ignored_is_said_once(folder, tmp_path, capsys):
@@ -108,14 +111,15 @@ def test_what_is_ignored_is_said_once(folder, tmp_path, capsys):
 
 
 def test_every_end_of_the_folder_and_the_tokenizer_ends_a_completion(folder):
-    module = module_of(suggesting(folder, eos_token_id=[3, 7]), "rollout.max_completion_length=12")
-    completions = module.generate([PROMPT] * 64)
+    _, sampler = built(suggesting(folder, eos_token_id=[3, 7]), "rollout.max_completion_length=12")
+    completions = sampler.complete([PROMPT] * 64)
     ends = {3, 7, END}
-    assert {c.tokens[-1].item() for c in completions if c.finished} == ends
+    assert {c.tokens[-1].item() for c in completions if c.finish_reason == "stop"} == ends
     for completion in completions:
-        inner = completion.tokens if not completion.finished else completion.tokens[:-1]
+        finished = completion.finish_reason == "stop"
+        inner = completion.tokens[:-1] if finished else completion.tokens
         assert not ends & set(inner.tolist())
-        assert completion.finished or len(inner) == 12
+        assert finished or (len(inner) == 12 and completion.finish_reason == "length")
         assert len(completion.log_probs) == len(completion.tokens)
 
 
@@ -141,29 +145,60 @@ CUTS = [(1.0, None), (0.5, None), (2.0, None), (1.0, 0.7), (0.6, 0.8)]
 @pytest.mark.parametrize(("temperature", "top_p"), CUTS)
 def test_log_probs_are_those_of_the_distribution_sampled_from(folder, temperature, top_p):
     overrides = [f"rollout.temperature={temperature}", f"rollout.top_p={'null' if top_p is None else top_p}"]
-    module = module_of(suggesting(folder), *overrides)
-    module.model.eval()
+    model, sampler = built(suggesting(folder), *overrides)
+    model.eval()
     for prompt in (PROMPT, OTHER):
-        for completion in module.generate([PROMPT, prompt] * 4)[1::2]:
+        for completion in sampler.complete([PROMPT, prompt] * 4)[1::2]:
             tokens = completion.tokens.tolist()
             for place, token in enumerate(tokens):
-                expected = distribution(module.model, prompt + tokens[:place], temperature, top_p or 1.0)
+                expected = distribution(model, prompt + tokens[:place], temperature, top_p or 1.0)
                 assert completion.log_probs[place].item() == pytest.approx(math.log(expected[token]), abs=1e-5)
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), CUTS)
 def test_tokens_are_as_frequent_as_the_distribution_says(folder, temperature, top_p):
     overrides = [f"rollout.temperature={temperature}", f"rollout.top_p={'null' if top_p is None else top_p}"]
-    module = module_of(suggesting(folder), "rollout.max_completion_length=4", *overrides)
+    model, sampler = built(suggesting(folder), "rollout.max_completion_length=4", *overrides)
     count = 4000
     torch.manual_seed(0)
-    first = torch.tensor([completion.tokens[0] for completion in module.generate([PROMPT] * count)])
-    module.model.eval()
-    expected = distribution(module.model, PROMPT, temperature, top_p or 1.0)
+    first = torch.tensor([completion.tokens[0] for completion in sampler.complete([PROMPT] * count)])
+    model.eval()
+    expected = distribution(model, PROMPT, temperature, top_p or 1.0)
     assert max(expected) > 1.5 / 12  # there is something to tell apart
     for token, probability in enumerate(expected):
         share = (first == token).double().mean().item()
         assert abs(share - probability) <= 5 * math.sqrt(probability * (1 - probability) / count), token
+
+
+def test_memory_does_not_grow_with_the_vocabulary_times_the_completion(folder):
+    """Of all that is as wide as the vocabulary, no more than a few steps' is there at a time."""
+    model, sampler = built(suggesting(folder), "rollout.max_completion_length=20", "rollout.top_p=0.9")
+    model.generation_config.eos_token_id = sampler.settings.eos_token_id = None
+    most = []
+
+    def count(*_):
+        alive = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.shape[-1:] == (12,) and len(x) == 5]
+        most.append(len(alive))
+
+    model.lm_head.register_forward_hook(count)
+    assert [len(completion.log_probs) for completion in sampler.complete([PROMPT] * 5)] == [20] * 5
+    assert len(most) == 20
+    assert max(most) <= 8
+
+
+def test_a_completion_says_which_weights_wrote_it(folder):
+    """Those published last; the policy itself, whose updates show at once, is sampled from, not a copy."""
+    module, loader = build(OmegaConf.to_object(settings(suggesting(folder))))
+    sampler, before = sampler_of(loader), sampled(sampler_of(loader), [PROMPT] * 8)
+    assert {completion.model_version for completion in sampler.complete([PROMPT])} == {0}
+    with torch.no_grad():
+        module.policy.head.weight.neg_()
+    sampler.publish(module.policy, 7)
+    assert {completion.model_version for completion in sampler.complete([PROMPT])} == {7}
+    assert sampled(sampler, [PROMPT] * 8) != before
+    other, _ = build(OmegaConf.to_object(settings(folder)))
+    sampler.publish(other.policy, 8)
+    assert sampled(sampler, [PROMPT] * 8) == before
 
 
 @pytest.mark.parametrize("fp32_lm_head", [True, False])
