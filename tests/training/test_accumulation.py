@@ -40,8 +40,8 @@ def documents() -> list[Document]:
             Document(
                 tokens=torch.randint(0, VOCABULARY, (length,), generator=draw),
                 loss_mask=mask,
-                old_log_probs=-2.0 + 0.3 * torch.randn(length, generator=draw),
-                advantages=2.0 * torch.randn(1, generator=draw).expand(length),
+                old_log_probs=(-2.0 + 0.3 * torch.randn(length, generator=draw))[mask],
+                advantages=2.0 * torch.randn(1, generator=draw).expand(int(mask.sum())),
                 group=number // 3,
                 name=f"document {number}",
             )
