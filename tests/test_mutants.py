@@ -346,7 +346,7 @@ MUTANTS = [
     Mutant(
         "an MLflow run takes rows of whatever run names it",
         "tracking/mlflow_run.py",
-        {'if run.data.tags.get("pgtk.id") != described.identity:': "if False:"},
+        {'own = f"tags.`pgtk.id` = {search_literal(str(described.identity))}"': 'own = ""'},
         ("tests/tracking/test_sync.py::test_an_mlflow_run_takes_rows_of_its_own_run_only",),
     ),
     Mutant(

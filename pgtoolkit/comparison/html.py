@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from html import escape
-from pathlib import Path
 
 from pgtoolkit.comparison import terminal
 from pgtoolkit.comparison.charts import AXES, label_of, line_style, svg
@@ -22,7 +21,7 @@ svg { width: 100%; height: auto; } svg text { fill: currentColor; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: .28rem .9rem .28rem 0; border-bottom: 1px solid rgb(128 128 128 / .3); }
 th { font-weight: 600; } th, td { white-space: nowrap; }
-.numbers-4 :is(th, td):nth-last-child(-n+4), .numbers-5 :is(th, td):nth-last-child(-n+5) { text-align: right; }
+.numbers-3 :is(th, td):nth-last-child(-n+3), .numbers-5 :is(th, td):nth-last-child(-n+5) { text-align: right; }
 .legend { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .2rem 1.4rem; }
 .line { display: inline-block; width: 30px; margin-right: .5rem; vertical-align: middle; border-top: 3px solid; }
 summary { cursor: pointer; font-weight: 600; margin: 1.4rem 0 .5rem; } code { font-size: .92em; }
@@ -87,16 +86,11 @@ def _line(place):
 
 
 def _groups(compared):
-    write, word = terminal.number_format(compared), terminal.best_word(compared.metric)
-    rows = [
-        {key: text(value) for key, value in group.values.items()}
-        | {"seeds": str(len(group.counted))}
-        | {"final mean": write(group.final[0]), "final std": write(group.final[1])}
-        | {f"{word} mean": write(group.best[0]), f"{word} std": write(group.best[1])}
-        for group in compared.groups
-    ]
+    header, *rows = terminal.group_rows(compared)
+    word = terminal.best_word(compared.metric)
     return (
-        f"<h2>Final and {word} {escape(compared.metric)}</h2>\n{_table(rows, 5, range(len(rows)))}\n"
+        f"<h2>Final and {word} {escape(compared.metric)}</h2>\n"
+        f"{_table([dict(zip(header, row, strict=True)) for row in rows], 3, range(len(rows)))}\n"
         f'<p class="quiet">{escape(terminal.definitions(compared))}</p>'
     )
 
@@ -131,11 +125,11 @@ def _left_out(compared):
 def _runs(compared):
     write, places = terminal.number_format(compared), [p for p, group in enumerate(compared.groups) for _ in group.runs]
     table = runs_table(compared).iloc[: len(places)].copy()  # without what could not be read
-    final, best = table.columns[-4:-2]
-    table["run"] = [Path(run).name for run in table["run"]]
-    table["final"], table["best"] = (table[column].map(write) for column in (final, best))
-    rows = table[["run", *compared.keys, "state", "seed", "step", "final", "best"]].astype(str).to_dict("records")
-    return f"<details><summary>Every run ({len(rows)})</summary>\n{_table(rows, 4, places)}</details>"
+    table["run"] = [run.name for group in compared.groups for run in group.runs]
+    for column in table.columns[-4:-2]:  # the final value and the best one
+        table[column] = table[column].map(write)
+    rows = table.fillna("-").astype(str).to_dict("records")
+    return f"<details><summary>Every run ({len(rows)})</summary>\n{_table(rows, 5, places)}</details>"
 
 
 def _table(rows: list[dict[str, str]], numbers: int = 0, places=()):

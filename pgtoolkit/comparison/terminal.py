@@ -118,14 +118,19 @@ def _cut(field, width):
     return shown.ljust(width)
 
 
-def _table(compared):
+def group_rows(compared: Compared) -> list[list[str]]:
+    """The header and a row per group: values of the keys, number of seeds, final and best mean."""
     write = number_format(compared)
     rows = [[*compared.keys, "seeds", f"final {compared.metric}", best_word(compared.metric)]]
     for group in compared.groups:
         means = (spread(pair, write) for pair in (group.final, group.best))
         rows.append([*map(text, group.values.values()), str(len(group.counted)), *means])
+    return rows
+
+
+def _table(compared):
     # Only names and values of keys may be long; they give way to the numbers and the curve.
-    lines = aligned(rows, WIDTH - _NARROWEST_CURVE - 2, len(compared.keys))
+    lines = aligned(group_rows(compared), WIDTH - _NARROWEST_CURVE - 2, len(compared.keys))
     width = max(map(len, lines))
     room = min(_WIDEST_CURVE, max(0, WIDTH - width - 2))
     means = [list(mean_curve(group.counted, compared.metric, "documents_seen")[1]) for group in compared.groups]

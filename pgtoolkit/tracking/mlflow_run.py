@@ -129,37 +129,26 @@ class MlflowTracker:
         thread.join(6 * request_seconds() if limited else None)
         return list(self._missing)
 
-    def _known_run(self, described: Description, experiment_id, rows: list[dict]):
-        """The MLflow run that this directory has in this store, or None; its rows; runs it had with other values."""
-        from mlflow.exceptions import MlflowException
+    def _known_run(self, described: Description, experiment_id: str, rows: list[dict]):
+        """The MLflow run that this directory has in this store, or None; its rows; runs it had with other values.
 
-        store, found = redact(self.uri), []
-        if described.run_id:  # also under another address, which may lead to the same store
-            try:
-                found = [self._client.get_run(described.run_id)]
-            except MlflowException as error:
-                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                    raise
-            if described.store in (None, store) and not (found and found[0].info.lifecycle_stage == "active"):
-                _log.warning(
-                    "MLflow run %s is not in %s any more; another one gets all metrics", described.run_id, store
-                )
-        if described.identity:
-            # Made by a process that was killed before it could write the id down, or delivered here later on.
-            own = f"tags.`pgtk.id` = {search_literal(described.identity)}"
-            found += self._client.search_runs([experiment_id], own, max_results=100)
-        superseded = []
-        for run in {run.info.run_id: run for run in found if run.info.lifecycle_stage == "active"}.values():
-            if run.data.tags.get("pgtk.id") != described.identity:
-                _log.warning("MLflow run %s belongs to another run; this one gets its own", run.info.run_id)
-                continue
+        It is found by its tag `pgtk.id`, also one of a process that was killed before it could write the id down.
+        """
+        everywhere = [experiment_id, *(one.experiment_id for one in self._client.search_experiments())]
+        own = f"tags.`pgtk.id` = {search_literal(str(described.identity))}"
+        found = self._client.search_runs(list(dict.fromkeys(everywhere)), own, max_results=100)
+        found = sorted(found, key=lambda run: run.info.run_id != described.run_id)
+        is_found = described.run_id in (None, *(run.info.run_id for run in found))
+        if not is_found and described.store in (None, redact(self.uri)):
+            message = "MLflow run %s is not in %s any more, or belongs to another run; another one gets all metrics"
+            _log.warning(message, described.run_id, redact(self.uri))
+        for run in found:
             delivered = self._delivered_rows(run)
             if not (steps := _differing(rows, delivered)):
                 return run, delivered, []
-            superseded.append(run)
-            why = "MLflow run %s has other values than %s for %s; another one gets all metrics"
-            _log.warning(why, run.info.run_id, self._run_dir / "metrics.jsonl", _name_of(steps))
-        return None, {}, superseded
+            message = "MLflow run %s has other values than %s for %s; another one gets all metrics"
+            _log.warning(message, run.info.run_id, self._run_dir / "metrics.jsonl", _name_of(steps))
+        return None, {}, found
 
     def _delivered_rows(self, run) -> dict[int, set]:
         """The steps whose row an MLflow run holds, each with its (name, value) pairs of _COMPARED."""

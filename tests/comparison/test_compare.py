@@ -283,7 +283,7 @@ def test_the_report_is_one_page_that_needs_nothing_else(sweep, capsys):
     shown = " ".join(found.text)
     assert "loss=gspo (n = 3)" in shown
     assert "7-<b>&: interrupted at step 9 of 20" in shown
-    assert {"0.940", "0.040", "0.400", "0.200", "+0.540", "0.038"} <= set(found.text)
+    assert {"0.940 ± 0.040", "0.400 ± 0.200", "+0.540", "0.038"} <= set(found.text)
     assert (sweep / "r.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
