@@ -12,8 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
-from pgtoolkit.runs.directory import is_held, leaves, read_config, read_metrics, read_status
-from pgtoolkit.runs.files import TIME, known_provenance, read_sweep
+from pgtoolkit.runs.directory import is_held
+from pgtoolkit.runs.files import TIME, known_provenance, leaves, read_metrics, read_resolved, read_status, read_sweep
 from pgtoolkit.runs.provenance import code_of
 from pgtoolkit.tracking.next_commands import shell_path
 
@@ -131,7 +131,7 @@ def read_run(path: Path) -> Run:
     if not is_run(path):
         return Run(path, path.name, "failed", "it ended before its config.yaml was written")
     try:
-        config = dict(leaves(read_config(path)[0]))
+        config = dict(leaves(read_resolved(path)))
         if missing := [key for key in _IN_EVERY_RUN if key not in config]:
             raise StorageError(f"{path / 'config.yaml'} is damaged (it lacks {', '.join(missing)})")
         status = read_status(path)

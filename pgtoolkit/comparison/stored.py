@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pgtoolkit.comparison.runs import Run, is_run, read_run
@@ -14,8 +15,8 @@ from pgtoolkit.system.redaction import redact
 from pgtoolkit.tracking.mlflow_run import SUPERSEDED
 from pgtoolkit.tracking.store import client_of, raising_storage_errors, require_store, search_literal
 
-_FILES = ("config.yaml", "overrides.yaml", "provenance.json", "status.json", "metrics.jsonl")
-_RUNS_PER_CALL = 1000
+_FILES = ("config.yaml", "provenance.json", "status.json", "metrics.jsonl")
+_MOST_RUNS = 50_000  # as many as MLflow gives at once
 
 
 def stored_runs(uri: str, names: Sequence[str]) -> list[Run]:
@@ -35,31 +36,19 @@ def stored_runs(uri: str, names: Sequence[str]) -> list[Run]:
                 raise _nothing(client, experiments, store, name)
             found |= {run.info.run_id: run for run in runs}
         ordered = sorted(found.values(), key=lambda run: (run.info.start_time, run.info.run_name))
-        with tempfile.TemporaryDirectory() as folder:
-            return [_read(client, run, Path(folder)) for run in ordered]
+        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
+            return list(pool.map(lambda run: _read(client, run, Path(folder)), ordered))
 
 
 def _found(client, experiments, name):
-    if name in experiments:
-        runs = _search(client, [experiments[name]])
-    else:
-        runs = _search(client, list(experiments.values()), f"tags.sweep = {search_literal(name)}")
+    ids = [experiments[name]] if name in experiments else list(experiments.values())
+    condition = "" if name in experiments else f"tags.sweep = {search_literal(name)}"
+    runs = client.search_runs(ids, condition, max_results=_MOST_RUNS)
     return [run for run in runs if not {"sweep_summary", SUPERSEDED} & run.data.tags.keys()]
 
 
-def _search(client, ids, condition=""):
-    found, token = [], None
-    while ids:
-        page = client.search_runs(ids, condition, max_results=_RUNS_PER_CALL, page_token=token)
-        found += page
-        token = page.token
-        if not token:
-            break
-    return found
-
-
 def _nothing(client, experiments, store, name):
-    runs = _search(client, list(experiments.values()))
+    runs = client.search_runs(list(experiments.values()), max_results=_MOST_RUNS)
     sweeps = dict.fromkeys(run.data.tags["sweep"] for run in runs if "sweep" in run.data.tags)
     known = [
         f"{what} {', '.join(names)}" for what, names in (("sweeps", sweeps), ("experiments", experiments)) if names

@@ -31,7 +31,9 @@ def serve(uri: str | None, port: str) -> int:
     environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"} | os.environ
     # One worker and no job runner: ready in 7 s instead of 37 s.
     command = [sys.executable, "-m", "mlflow", "server", "--workers", "1", "--host", _HOST, "--port", str(number)]
-    with tempfile.TemporaryFile() as log, _signals_as_interrupts():
+    for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the latter of a terminal that is closed
+        signal.signal(ending, signal.default_int_handler)
+    with tempfile.TemporaryFile() as log:
         # A session of its own: what the server starts ends with it, and only once, by `_stop`.
         server = subprocess.Popen(
             [*command, "--backend-store-uri", store],
@@ -142,18 +144,3 @@ def _stop(server):
             os.killpg(server.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(_SECONDS_TO_STOP)
-
-
-@contextlib.contextmanager
-def _signals_as_interrupts():
-    """SIGTERM and a closed terminal end the server as Ctrl-C does."""
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
