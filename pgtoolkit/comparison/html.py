@@ -123,12 +123,14 @@ def _left_out(compared):
 
 
 def _runs(compared):
+    from pandas import isna
+
     write, places = terminal.number_format(compared), [p for p, group in enumerate(compared.groups) for _ in group.runs]
     table = runs_table(compared).iloc[: len(places)].copy()  # without what could not be read
     table["run"] = [run.name for group in compared.groups for run in group.runs]
     for column in table.columns[-4:-2]:  # the final value and the best one
         table[column] = table[column].map(write)
-    rows = table.fillna("-").astype(str).to_dict("records")
+    rows = table.map(lambda value: "-" if isna(value) else str(value)).to_dict("records")
     return f"<details><summary>Every run ({len(rows)})</summary>\n{_table(rows, 5, places)}</details>"
 
 

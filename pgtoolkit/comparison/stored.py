@@ -64,7 +64,7 @@ def _read(client, run, top: Path) -> Run:
     info, goes_on = run.info, run.info.status == "RUNNING"
     folder = top / info.run_id
     folder.mkdir()
-    # In its first half a resumed run has the files of its end before.
+    # A resumed run that goes on still has the files of the stop before.
     wanted = set(_FILES) - ({"status.json", "metrics.jsonl"} if goes_on else set())
     for name in wanted & {file.path for file in client.list_artifacts(info.run_id)}:
         client.download_artifacts(info.run_id, name, str(folder))

@@ -128,10 +128,16 @@ def _content(path: Path) -> bytes | None:
             return None
 
 
-def _parsed(path: Path, advice: str, parse: Callable[[bytes], Any]) -> Any:
-    """What `parse` makes of a file that must be there; advice: what is whole and how to go on where it is damaged."""
-    if (data := _content(path)) is None:
+def _parsed(path: Path, advice: str, parse: Callable[[bytes], Any], default: Any = None) -> Any:
+    """What `parse` makes of a file; advice: what is whole and how to go on where it is damaged.
+
+    default: for where there is no file; without one that is an error.
+    """
+    data = _content(path)
+    if data is None and default is None:
         raise StorageError(f"{path} is missing. {advice}")
+    if data is None:
+        return default
     try:
         return parse(data)
     except _UNPARSED as error:
@@ -140,7 +146,7 @@ def _parsed(path: Path, advice: str, parse: Callable[[bytes], Any]) -> Any:
 
 def _object_of(path: Path, advice: str, check: Callable[[dict], None]) -> dict:
     """The JSON object in a file, checked; {} where there is no file."""
-    return {} if _content(path) is None else _parsed(path, advice, lambda data: _object(data, check))
+    return _parsed(path, advice, lambda data: _object(data, check), default={})
 
 
 def _objects_of(path: Path, check: Callable[[dict], None]) -> list[dict]:

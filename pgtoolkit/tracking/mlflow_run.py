@@ -175,13 +175,13 @@ class MlflowTracker:
                 self._client.log_artifact(self._run_id, str(self._run_dir / name))
 
     def _deliver_until_stopped(self):
-        pause, failed, begun = _SECONDS_BETWEEN_DELIVERIES, False, False
+        pause, failed, has_configuration = _SECONDS_BETWEEN_DELIVERIES, False, False
         while True:
             last = self._end is not None
             try:
-                if not begun:  # a run that is killed has its configuration there, too
+                if not has_configuration:  # now, so that a run that is killed has it there, too
                     self._log_artifacts(_AT_THE_START)
-                    begun = True
+                    has_configuration = True
                 self._deliver()
                 if failed:
                     _log.info("MLflow answers again: metrics are complete")
@@ -211,11 +211,11 @@ class MlflowTracker:
                 file.offset = offset
 
     def _close(self):
-        with self._arriving("artifacts"):
+        with self._delivering("artifacts"):
             self._log_artifacts(ARTIFACTS)
         if steps := _differing(read_metrics(self._run_dir / "metrics.jsonl"), self._metrics.delivered):
             self._missing.append(f"the new values of {_name_of(steps)}")
-        with self._arriving("the end of the run"):
+        with self._delivering("the end of the run"):
             if reason := read_status(self._run_dir).get("reason"):
                 self._client.set_tag(self._run_id, "reason", text_of("reason", reason))
             # A delivery after the fact leaves the run as long as it was.
@@ -223,7 +223,8 @@ class MlflowTracker:
             self._client.set_terminated(self._run_id, status=_END_STATUS[self._end], end_time=end_time)
 
     @contextlib.contextmanager
-    def _arriving(self, what):
+    def _delivering(self, what):
+        """What fails in the block stays among what is missing, and stops nothing else."""
         try:
             yield
             self._missing.remove(what)

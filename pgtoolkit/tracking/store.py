@@ -1,4 +1,4 @@
-"""MLflow stores: how one is opened, and what is said where that fails; names and values as MLflow takes them."""
+"""MLflow stores: how one is opened, the error where that fails, and names and values as MLflow takes them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def client_of(uri: str):
         # It logs each failure with its whole traceback; `failure` says it in one line.
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
         client = MlflowClient(uri)
-    return _Limited(client)
+    return _ClientWithTimeouts(client)
 
 
 def request_seconds() -> float:
@@ -49,7 +49,7 @@ def request_seconds() -> float:
     return float(os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"])
 
 
-class _Limited:
+class _ClientWithTimeouts:
     """A client whose calls run in threads of their own, which are given up when their time is over."""
 
     def __init__(self, client):
@@ -57,10 +57,10 @@ class _Limited:
 
     def __getattr__(self, name):
         found = getattr(self._client, name)
-        return functools.partial(_within, 4 * request_seconds(), found) if callable(found) else found
+        return functools.partial(_call_within, 4 * request_seconds(), found) if callable(found) else found
 
 
-def _within(seconds, function, *arguments, **keywords):
+def _call_within(seconds, function, *arguments, **keywords):
     outcome = {}
 
     def call():

@@ -280,6 +280,9 @@ def test_the_report_is_one_page_that_needs_nothing_else(sweep, capsys):
     drawn = [attributes.get("class") for tag, attributes in found.seen if tag == "path"]
     assert (drawn.count("mean"), drawn.count("run")) == (4, 2)
     assert text.partition("</figure>")[0].count('class="band"') == 2
+    assert text.count("<title>gspo</title>") == 2 * 3  # mean, band and the unfinished run say whose they are
+    assert "currentColor" in text  # readable on light and dark pages
+    assert "#000000" not in text
     shown = " ".join(found.text)
     assert "loss=gspo (n = 3)" in shown
     assert "7-<b>&: interrupted at step 9 of 20" in shown
