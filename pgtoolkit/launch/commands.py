@@ -33,6 +33,7 @@ def _compare(argv):
     for name, path in files.items():
         _refuse_unwritable(name, path)
 
+    from pgtoolkit.comparison.files import write
     from pgtoolkit.comparison.groups import compare
     from pgtoolkit.comparison.runs import find_runs
     from pgtoolkit.comparison.terminal import page
@@ -46,8 +47,6 @@ def _compare(argv):
     compared = compare(runs, args.metric)
     print(page(compared), flush=True)
     for name, path in files.items():
-        from pgtoolkit.comparison.files import write
-
         try:
             write(compared, name, path, redact(shlex.join(["pgtk", "compare", *argv])))
         except OSError as error:
