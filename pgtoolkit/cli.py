@@ -251,9 +251,9 @@ def _train_one(config) -> None:
 
 def _launch(config, run_dir: Path, overrides: list[str], resume: bool = False) -> None:
     """Train; signals are answered in an orderly way from here on, also while torch is loaded."""
-    from pgtoolkit.tracking.signals import stoppable
+    from pgtoolkit.tracking.signals import stop_signals_recorded
 
-    with stoppable(config, run_dir, overrides) if joined() is None else contextlib.nullcontext():
+    with stop_signals_recorded(config, run_dir, overrides) if joined() is None else contextlib.nullcontext():
         from pgtoolkit.launch.processes import launch
 
         launch(config, run_dir, resume=resume, overrides=overrides)

@@ -390,14 +390,14 @@ MUTANTS = [
     ),
     Mutant(
         "MLflow's rows are told by their step alone",
-        "tracking/delivered.py",
-        {"return any(there.get": "return False and any(there.get"},
+        "tracking/mlflow_run.py",
+        {"for row in rows if delivered.get(": "for row in rows if False and delivered.get("},
         ("tests/tracking/test_sync.py::test_sync_compares_values_and_not_only_steps[loss]",),
     ),
     Mutant(
         "an MLflow run takes rows of whatever run names it",
         "tracking/mlflow_run.py",
-        {'if run.data.tags.get("pgtk.id") != described.identity:': "if False:"},
+        {'own = f"tags.`pgtk.id` = {search_literal(str(described.identity))}"': 'own = ""'},
         ("tests/tracking/test_sync.py::test_an_mlflow_run_takes_rows_of_its_own_run_only",),
     ),
     Mutant(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import zip_longest
 from pathlib import Path
 
-from pgtoolkit.comparison.groups import text
 from pgtoolkit.comparison.runs import is_run, not_a_run
+from pgtoolkit.comparison.terminal import aligned
 from pgtoolkit.runs.directory import config_drift
 from pgtoolkit.runs.files import known_provenance, read_config
-from pgtoolkit.tracking.description import last_start
+from pgtoolkit.runs.provenance import last_start
+from pgtoolkit.system.report import text
 from pgtoolkit.tracking.next_commands import shell_path
 
 _HARDWARE = ("host", "platform", "cpus", "memory", "gpus")
@@ -41,7 +43,8 @@ def page(first: Path, second: Path) -> str:
     lines = [f"A  {shell_path(first)}", f"B  {shell_path(second)}"]
     for title, changes in sections.items():
         if changes:
-            lines += ["", title, *_table(changes)]
+            rows = [[key, text(before), "->", text(after)] for key, (before, after) in changes.items()]
+            lines += ["", title, *(f"  {line}" for line in aligned(rows, sys.maxsize))]
     same = [title for title, changes in sections.items() if not changes]
     if same:
         notes.insert(0, f"No difference in {', '.join(same)}.")
@@ -93,9 +96,3 @@ def _hardware(start):
     gpus = [" ".join(map(str, gpu.values())) for gpu in start.get("gpus", [])]
     known["gpus"] = ", ".join(f"{gpus.count(gpu)} x {gpu}" for gpu in dict.fromkeys(gpus)) or "none"
     return known
-
-
-def _table(changes):
-    rows = [(key, *(text(value) for value in values)) for key, values in changes.items()]
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    return [f"  {key:<{widths[0]}}  {before:<{widths[1]}}  ->  {after}" for key, before, after in rows]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 from dataclasses import dataclass, field
 
 from pgtoolkit.comparison.runs import Run
@@ -11,6 +10,7 @@ from pgtoolkit.comparison.statistics import Comparison, compare_all, mean_and_st
 from pgtoolkit.config.names import NOT_COMPARED
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.series import best, final
+from pgtoolkit.system.report import text
 
 _NOT_COMPARED = ("seed", *NOT_COMPARED)
 """The seed makes the runs of a group."""
@@ -95,11 +95,6 @@ def compare(runs: list[Run], metric: str) -> Compared:
     )
 
 
-def text(value: object) -> str:
-    """A value as overrides have it."""
-    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
-
-
 def _shown(key):
     for end in _SHORT:
         if key.count(".") == 1 and key.endswith(end):
@@ -133,7 +128,7 @@ def _count(group, metric):
         if run.state != "done" or not run.values(metric):
             others.append((run, _why(run, metric)))
             continue
-        seed = run.config.get("seed")
+        seed = run.config["seed"]
         if seed in by_seed:
             older, run = sorted((by_seed[seed], run), key=lambda run: run.rows[-1].get("time", 0))
             others.append((older, f"same configuration and seed as {run.name}, which is newer"))
@@ -151,15 +146,16 @@ def _why(run, metric=None):
         return "has not begun"
     if run.state == "unreadable":
         return f"unreadable: {run.reason}"
-    planned = run.config.get("trainer.max_steps")  # what a store has of a run may lack it
-    why = f"{run.state} at step {run.step}" + (f" of {planned}" if planned is not None else "")
+    why = f"{run.state} at step {run.step}"
+    if "trainer.max_steps" in run.config:
+        why += f" of {run.config['trainer.max_steps']}"
     so_far = run.values(metric) if metric else []
     why += f", {metric} {final(so_far):.3f} so far" if so_far else ""
     return why + (f": {' '.join(run.reason.split())}" if run.reason else "")
 
 
 def _refuse_unknown(runs, metric):
-    known = sorted({name for run in runs for name in run.metrics} - {"step", "time", "seconds"})
+    known = sorted({name for run in runs for row in run.rows[-1:] for name in row} - {"step", "time", "seconds"})
     if metric not in known:
         nearest = (difflib.get_close_matches(metric, known, n=1) or known[:1] or [None])[0]
         got = f"one of {', '.join(known)}" if known else "runs with metrics; these have finished no step yet"

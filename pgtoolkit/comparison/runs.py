@@ -1,4 +1,4 @@
-"""Finished, unfinished and broken runs as they lie on the disk."""
+"""Finished, unfinished and broken runs, read from their directories."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
-from pgtoolkit.runs.directory import is_held, leaves, read_config, read_metrics, read_status
-from pgtoolkit.runs.files import TIME, known_provenance, read_sweep
-from pgtoolkit.tracking.description import code_of
+from pgtoolkit.runs.directory import is_held
+from pgtoolkit.runs.files import TIME, known_provenance, leaves, read_metrics, read_resolved, read_status, read_sweep
+from pgtoolkit.runs.provenance import code_of
 from pgtoolkit.tracking.next_commands import shell_path
 
 SWEEPS = Path("outputs/sweeps")
@@ -29,12 +29,12 @@ _IN_EVERY_RUN = ("seed", "trainer.max_steps")
 
 @dataclass
 class Run:
-    """One run: its directory, or what an MLflow store has of it.
+    """One run.
 
     path: where it lies. state: done, running, interrupted, failed, killed (it says `running`, but no process holds
     it), pending (a sweep's job that has not begun), or unreadable. reason: why it is in that state, or None. config:
-    dotted key to value. rows: of metrics.jsonl, each with `seconds` since the first, the time between a stop and its
-    resume left out. code: commits and uncommitted changes. metrics: names of those recorded.
+    dotted key to value; empty for a run that cannot be read. rows: of metrics.jsonl, each with `seconds` since the
+    first, the time between a stop and its resume left out. code: commits and uncommitted changes.
     """
 
     path: Path | str
@@ -45,7 +45,6 @@ class Run:
     config: dict[str, object] = field(default_factory=dict)
     rows: list[dict[str, float]] = field(default_factory=list)
     code: tuple = ()
-    metrics: tuple[str, ...] = ()
 
     def values(self, metric: str) -> list[float]:
         """The metric at every step that has it."""
@@ -57,7 +56,7 @@ def find_runs(paths: Sequence[str]) -> list[Run]:
 
     Raises ConfigError for a folder without any.
     """
-    found = [_read(path) for path in run_directories("pgtk compare", paths)]
+    found = [read_run(path) for path in run_directories("pgtk compare", paths)]
     known = {run.path for run in found}
     return found + [job for text in paths for job in _jobs_without_run(sweep_folder(text)) if job.path not in known]
 
@@ -110,7 +109,7 @@ def _run_directories(top: Path) -> Iterator[Path]:
         path = Path(folder)
         # A job of a sweep that ended before its run began has Hydra's folder only. It is to be named, too.
         begun = path != top and (is_run(path) or ".hydra" in names)
-        names[:] = [] if begun else sorted((n for n in names if _may_hold_runs(n)), key=_natural)
+        names[:] = [] if begun else sorted(n for n in names if not n.startswith(".") and n not in _PASSED_OVER)
         if begun:
             yield path
 
@@ -127,27 +126,18 @@ def _jobs_without_run(folder):
             yield Run(path, path.name, job["status"], job.get("reason"))
 
 
-def _may_hold_runs(name):
-    return not name.startswith(".") and name not in _PASSED_OVER
-
-
-def _natural(name):
-    # The jobs of a sweep are numbered: 10 comes after 9.
-    number = name.partition("-")[0]
-    return (0, int(number), name) if number.isdecimal() else (1, 0, name)
-
-
-def _read(path: Path) -> Run:
+def read_run(path: Path) -> Run:
+    """The run of this directory, whatever state it is in; never an exception for what is damaged."""
     if not is_run(path):
-        return Run(path, path.name, "failed", "it ended before it wrote its configuration")
+        return Run(path, path.name, "failed", "it ended before its config.yaml was written")
     try:
-        config = dict(leaves(read_config(path)[0]))
+        config = dict(leaves(read_resolved(path)))
         if missing := [key for key in _IN_EVERY_RUN if key not in config]:
             raise StorageError(f"{path / 'config.yaml'} is damaged (it lacks {', '.join(missing)})")
         status = read_status(path)
         provenance = known_provenance(path)
         rows = read_metrics(path / "metrics.jsonl")
-        add_seconds(rows, [start["time"] for start in provenance.get("resumed", [])])
+        _add_seconds(rows, [start["time"] for start in provenance.get("resumed", [])])
         state = status.get("state", "running")
         if state == "running" and not is_held(path):
             state = "killed"
@@ -160,13 +150,12 @@ def _read(path: Path) -> Run:
             config,
             rows,
             code_of(provenance),
-            tuple(dict.fromkeys(name for row in rows[-1:] for name in row)),
         )
     except PgtoolkitError as error:
         return Run(path, path.name, "unreadable", first_line(error).rstrip("."))
 
 
-def add_seconds(rows: list[dict[str, float]], resumes: list[str]) -> None:
+def _add_seconds(rows: list[dict[str, float]], resumes: list[str]) -> None:
     """Give each row `seconds` since the first; resumes: when the run was resumed, as provenance.json has it."""
     if not rows or any("time" not in row for row in rows):
         return

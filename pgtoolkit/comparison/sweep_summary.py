@@ -9,7 +9,7 @@ from pgtoolkit.config.paths import absolute_uri
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.files import read_sweep
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.tracking.store import open_store, quoted, refusals
+from pgtoolkit.tracking.store import open_store, raising_storage_errors, search_literal
 
 METRIC = "reward"
 """What the report compares; `pgtk compare` makes others."""
@@ -25,15 +25,14 @@ def publish(sweep_folder: Path, uri: str | None, experiment: str) -> dict[str, s
     """
     if not (sweep := read_sweep(sweep_folder)):
         raise StorageError(f"{sweep_folder}/sweep.json cannot be read: there is none")
-    name, states = sweep["name"], [job["status"] for job in sweep["jobs"]]
-    store = absolute_uri(uri)
+    name, store = sweep["name"], absolute_uri(uri)
     with (
         tempfile.TemporaryDirectory() as temporary,
-        refusals(store, f"Sweep {name} has no summary there; its folder has it all."),
+        raising_storage_errors(store, f"Sweep {name} has no summary there; its folder has it all."),
     ):
         note = _write_report(sweep_folder, name, Path(temporary))
         client, experiment_id = open_store(store, experiment)
-        known = f"tags.sweep = {quoted(name)} and tags.sweep_summary = 'true'"
+        known = f"tags.sweep = {search_literal(name)} and tags.sweep_summary = 'true'"
         run = next(iter(client.search_runs([experiment_id], known, max_results=1)), None)
         if run is None:
             tags = {"sweep": name, "sweep_summary": "true"}
@@ -41,16 +40,15 @@ def publish(sweep_folder: Path, uri: str | None, experiment: str) -> dict[str, s
         client.set_tag(run.info.run_id, "mlflow.note.content", note)
         for file in (sweep_folder / "sweep.json", *sorted(Path(temporary).iterdir())):
             client.log_artifact(run.info.run_id, str(file))
-        finished = all(state == "done" for state in states)
+        finished = all(job["status"] == "done" for job in sweep["jobs"])
         client.set_terminated(run.info.run_id, status="FINISHED" if finished else "FAILED")
     return {"uri": redact(store), "experiment_id": experiment_id, "run_id": run.info.run_id}
 
 
 def _write_report(sweep_folder: Path, name: str, folder: Path) -> str:
     """The comparison as files; returns it in Markdown."""
-    from pgtoolkit.comparison.files import csv_text, write_png
+    from pgtoolkit.comparison.files import write
     from pgtoolkit.comparison.groups import compare
-    from pgtoolkit.comparison.html import html
     from pgtoolkit.comparison.runs import find_runs
     from pgtoolkit.comparison.terminal import page
 
@@ -60,7 +58,6 @@ def _write_report(sweep_folder: Path, name: str, folder: Path) -> str:
         return f"No comparison yet: {error}"
     text = page(compared)
     (folder / "comparison.txt").write_text(text + "\n", encoding="utf-8")
-    (folder / "comparison.html").write_text(html(compared, f"pgtk compare {name}"), encoding="utf-8")
-    (folder / "runs.csv").write_text(csv_text(compared), encoding="utf-8")
-    write_png(compared, folder / "comparison.png")
+    for file in ("comparison.html", "comparison.png", "runs.csv"):
+        write(compared, file[-4:].strip("."), folder / file, f"pgtk compare {name}")
     return f"```\n{text}\n```"

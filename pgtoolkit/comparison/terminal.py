@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 
-from pgtoolkit.comparison.groups import Compared, Group, text
-from pgtoolkit.comparison.mean_curves import mean_curve
+from pgtoolkit.comparison.charts import mean_curve
+from pgtoolkit.comparison.groups import Compared
 from pgtoolkit.comparison.statistics import LEVEL, Comparison
+from pgtoolkit.system.report import text
 from pgtoolkit.tracking.progress import WIDTH, sparkline
 
 _SCORES = ("reward", "exact_match")
@@ -19,7 +21,7 @@ _NARROWEST_CURVE = 8
 def page(compared: Compared) -> str:
     """The comparison for the terminal, at most WIDTH columns wide."""
     lines = [*_folded(heading(compared)), "", *_table(compared), *_folded(definitions(compared)), ""]
-    lines += _verdicts(compared)
+    lines += _differences(compared)
     if compared.left_out:
         lines += ["", "In no mean:"]
         lines += [line for left in left_out(compared) for line in _folded(left, "  ", "      ")]
@@ -80,15 +82,15 @@ def left_out(compared: Compared) -> list[str]:
     return [f"{run.name}: {why}" for run, why in compared.left_out]
 
 
-def writer(compared: Compared) -> Callable[[float | None], str]:
-    """How values of the metric are written: all alike, by the size of the largest final."""
+def number_format(compared: Compared) -> Callable[[float | None], str]:
+    """How values of the metric are written: all alike, by the size of the largest final; a dash for none."""
     largest = max((abs(value) for group in compared.groups for value in group.finals), default=0)
     fixed = largest >= 0.1 or largest == 0 or compared.metric in _SCORES
     form = ".1f" if largest >= 1000 else ".3f" if fixed else ".2e"
-    return lambda value: "-" if value is None else f"{value:{form}}"
+    return lambda value: "-" if value is None or value != value else f"{value:{form}}"
 
 
-def spread(pair: tuple[float | None, float | None], write) -> str:
+def spread(pair: tuple[float | None, float | None], write: Callable[[float | None], str]) -> str:
     """mean ± standard deviation, as far as there are."""
     mean, std = pair
     return write(mean) if std is None else f"{write(mean)} ± {write(std)}"
@@ -99,70 +101,65 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
-def _table(compared):
-    write = writer(compared)
-    header = [*compared.keys, "seeds", f"final {compared.metric}", best_word(compared.metric)]
-    rows = [
-        [*(text(value) for value in group.values.values()), str(len(group.counted)), *_means(group, write)]
-        for group in compared.groups
-    ]
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    keys = len(compared.keys)
-    # Only names and values of keys may be long; they give way to the numbers and the curve.
-    while keys and sum(widths) + 2 * len(widths) + _NARROWEST_CURVE > WIDTH and max(widths[:keys]) > 4:
-        widths[widths.index(max(widths[:keys]))] -= 1
-    room = min(_WIDEST_CURVE, WIDTH - sum(widths) - 2 * len(widths))
-    curves = [mean_curve(group.counted, compared.metric, "documents_seen") for group in compared.groups]
-    span = [mean for curve in curves for _, mean, *_ in curve]
-    bars = [sparkline([mean for _, mean, *_ in curve], max(0, room), _span(span)) for curve in curves]
-    lines = []
-    for row, bar in zip([header, *rows], ["over documents seen"[: max(0, room)], *bars], strict=True):
-        fields = [_cut(field, width).ljust(width) for field, width in zip(row, widths, strict=True)]
-        lines.append("  ".join([*fields, bar]).rstrip()[:WIDTH])
-    return lines
+def aligned(rows: list[list[str]], room: int, shrinking: int = 1) -> list[str]:
+    """Each row as a line, in columns; where they take more than `room`, the longest of the first `shrinking` are cut.
 
-
-def _means(group: Group, write):
-    return spread(group.final, write), spread(group.best, write)
-
-
-def _span(values):
-    return (min(values), max(values)) if values else None
+    They are cut in their middle: paths, and lists of values, often differ at their end.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    while sum(widths) + 2 * (len(widths) - 1) > room and max(widths[:shrinking], default=0) > 4:
+        widths[widths.index(max(widths[:shrinking]))] -= 1
+    return ["  ".join(map(_cut, row, widths)).rstrip() for row in rows]
 
 
 def _cut(field, width):
-    # In the middle: paths, and lists of values, often differ at their end.
     end = (width - 1) // 2
-    return field if len(field) <= width else f"{field[: width - 1 - end]}…{field[len(field) - end :]}"
+    shown = field if len(field) <= width else f"{field[: width - 1 - end]}…{field[len(field) - end :]}"
+    return shown.ljust(width)
 
 
-def _verdicts(compared):
-    against = [c for c in compared.comparisons if c.first == 0]
-    if not against:
+def group_rows(compared: Compared) -> list[list[str]]:
+    """The header and a row per group: values of the keys, number of seeds, final and best mean."""
+    write = number_format(compared)
+    rows = [[*compared.keys, "seeds", f"final {compared.metric}", best_word(compared.metric)]]
+    for group in compared.groups:
+        means = (spread(pair, write) for pair in (group.final, group.best))
+        rows.append([*map(text, group.values.values()), str(len(group.counted)), *means])
+    return rows
+
+
+def _table(compared):
+    # Only names and values of keys may be long; they give way to the numbers and the curve.
+    lines = aligned(group_rows(compared), WIDTH - _NARROWEST_CURVE - 2, len(compared.keys))
+    width = max(map(len, lines))
+    room = min(_WIDEST_CURVE, max(0, WIDTH - width - 2))
+    means = [list(mean_curve(group.counted, compared.metric, "documents_seen")[1]) for group in compared.groups]
+    span = (min(map(min, filter(None, means)), default=0), max(map(max, filter(None, means)), default=0))
+    bars = ["over documents seen"[:room], *(sparkline(mean, room, span) for mean in means)]
+    return [f"{line:<{width}}  {bar}".rstrip()[:WIDTH] for line, bar in zip(lines, bars, strict=True)]
+
+
+def _differences(compared):
+    against_first = [one for one in compared.comparisons if one.first == 0]
+    if not against_first:
         return _folded("Nothing to compare: one configuration has finished runs. Name more runs to compare it with.")
-    write = writer(compared)
-    lines = _folded(question(compared))
-    lines += _folded(f"{compared.groups[0].label} (n = {against[0].counts[0]}) against", "  ", "    ")
+    write, groups = number_format(compared), compared.groups
     rows = [
         [
-            f"{compared.groups[c.second].label} (n = {c.counts[1]})",
-            f"+{write(c.difference)}",
-            f"p {p_value(c)}",
-            verdict(c),
+            f"{groups[one.second].label} (n = {one.counts[1]})",
+            f"+{write(one.difference)}",
+            f"p {p_value(one)}",
+            verdict(one),
         ]
-        for c in against
+        for one in against_first
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    if 4 + sum(widths) + 2 * 3 > WIDTH:
-        widths[0] = max(10, WIDTH - 4 - 2 * 3 - sum(widths[1:]))
-    for row in rows:
-        fields = [_cut(field, width).ljust(width) for field, width in zip(row, widths, strict=True)]
-        lines.append(("    " + "  ".join(fields)).rstrip()[:WIDTH])
-    return lines
+    return [
+        *_folded(question(compared)),
+        *_folded(f"{groups[0].label} (n = {against_first[0].counts[0]}) against", "  ", "    "),
+        *(f"    {line}"[:WIDTH] for line in aligned(rows, WIDTH - 4)),
+    ]
 
 
-def _folded(sentence, indent="", further="  "):
+def _folded(sentence, indent="", further=""):
     """The sentence on lines of at most WIDTH columns."""
-    import textwrap
-
-    return textwrap.wrap(sentence, WIDTH, initial_indent=indent, subsequent_indent=indent and further)
+    return textwrap.wrap(sentence, WIDTH, initial_indent=indent, subsequent_indent=further)

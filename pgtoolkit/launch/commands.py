@@ -33,6 +33,7 @@ def _compare(argv):
     for name, path in files.items():
         _refuse_unwritable(name, path)
 
+    from pgtoolkit.comparison.files import write
     from pgtoolkit.comparison.groups import compare
     from pgtoolkit.comparison.runs import find_runs
     from pgtoolkit.comparison.terminal import page
@@ -40,28 +41,18 @@ def _compare(argv):
     if args.uri:
         from pgtoolkit.comparison.stored import stored_runs
 
-        runs = stored_runs(args.uri, args.runs, args.metric)
+        runs = stored_runs(args.uri, args.runs)
     else:
         runs = find_runs(args.runs)
     compared = compare(runs, args.metric)
     print(page(compared), flush=True)
     for name, path in files.items():
         try:
-            _write(name, path, compared, redact(shlex.join(["pgtk", "compare", *argv])))
+            write(compared, name, path, redact(shlex.join(["pgtk", "compare", *argv])))
         except OSError as error:
             raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
         print(f"{name:<5}{shell_path(path)}", flush=True)
     return 0
-
-
-def _write(name, path, compared, command):
-    from pgtoolkit.comparison.files import csv_text, write_png
-    from pgtoolkit.comparison.html import html
-
-    if name == "png":
-        write_png(compared, path)
-    else:
-        path.write_text(html(compared, command) if name == "html" else csv_text(compared), encoding="utf-8")
 
 
 def _refuse_unwritable(name, path):
@@ -110,7 +101,7 @@ def _sync(argv):
     failed = []
     for directory in run_directories("pgtk sync", args.runs):
         if not is_run(directory):
-            print(f"{shell_path(directory)}: ended before it wrote its configuration", flush=True)
+            print(f"{shell_path(directory)}: it ended before its config.yaml was written", flush=True)
             continue
         try:
             print(sync(directory, args.uri, args.experiment), flush=True)

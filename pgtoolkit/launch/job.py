@@ -18,7 +18,7 @@ from pgtoolkit.errors import Interrupted, PgtoolkitError, unusable
 from pgtoolkit.launch.sweep import refuse_another
 from pgtoolkit.runs.directory import read_status
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.tracking.signals import stoppable
+from pgtoolkit.tracking.signals import stop_signals_recorded
 
 
 def run(config: DictConfig, directory: Path, overrides: list[str], sweep: str) -> None:
@@ -27,7 +27,7 @@ def run(config: DictConfig, directory: Path, overrides: list[str], sweep: str) -
         refuse_another(directory, learned(config))
     if begun and read_status(directory).get("state") == "done":
         return
-    with stoppable(config, directory, overrides, sweep):
+    with stop_signals_recorded(config, directory, overrides, sweep):
         from pgtoolkit.launch.processes import launch
 
         launch(config, directory, resume=begun, overrides=overrides, sweep=sweep)

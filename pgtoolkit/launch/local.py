@@ -26,7 +26,7 @@ from pgtoolkit import errors
 from pgtoolkit.errors import Interrupted, PgtoolkitError, RankLost
 from pgtoolkit.runs.directory import RunDirectory, read_status
 from pgtoolkit.tracking.next_commands import resume_command
-from pgtoolkit.tracking.signals import Stopped
+from pgtoolkit.tracking.signals import StopSignal
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 GRACE_SECONDS = 30
@@ -36,8 +36,8 @@ GRACE_SECONDS = 30
 def run_workers(folder: Path, world_size: int, run_dir: Path, timeout_seconds: float) -> None:
     """Run the job in `folder` on world_size local processes until all have ended; raises what ended them.
 
-    SIGINT and SIGTERM go on to the workers, who finish their step; Stopped if they had not begun. A worker that fails
-    takes the others with it.
+    SIGINT and SIGTERM go on to the workers, who finish their step; StopSignal if they had not begun. A worker that
+    fails takes the others with it.
     """
     # Workers start with SIGINT blocked, which they undo: until then their interpreter would show where it was. Here it
     # waits until it can be forwarded; the store's threads, which come next, must not have it either.
@@ -154,7 +154,7 @@ def _conclude(folder, processes, signals, unanswering, timeout_seconds, stderrs,
     if signals:
         name = signal.Signals(signals[-1]).name
         _record(run_dir, "interrupted", name)
-        raise Stopped(name)
+        raise StopSignal(name)
     if dead := {rank: -code for rank, code in codes.items() if code < 0 and rank not in unanswering}:
         rank, number = next(iter(dead.items()))
         name = signal.Signals(number).name

@@ -26,13 +26,13 @@ from pgtoolkit.runs.files import (
     read_provenance,
     read_status,
     storage,
+    write_metrics,
 )
 from pgtoolkit.system.plain_files import open_to_append, open_to_read, refuse_other, write_atomically
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import key_of
 
 _log = logging.getLogger(__name__)
-
 
 BELONGS_TO_A_RUN = ("config.yaml", "status.json", "metrics.jsonl", "checkpoints")
 """What lies in a directory only once a run has begun there."""
@@ -106,7 +106,8 @@ class RunDirectory:
                 old_config, old_overrides = read_config(self.path)
                 drift = config_drift(old_config, resolved)
                 given = {key_of(override) for override in overrides}
-                overrides = [*(old for old in old_overrides if not _replaced(old, given)), *overrides]
+                kept = (old for old in old_overrides if not {key_of(old), key_of(old).partition(".")[0]} & given)
+                overrides = [*kept, *overrides]
             if drift:
                 with open_to_append(self.path / "drift.jsonl") as file:
                     file.write(json.dumps({"time": _now(), "step": step, "changes": drift}) + "\n")
@@ -128,9 +129,8 @@ class RunDirectory:
     ) -> None:
         """Replace status.json in one piece; metrics appended before are on the disk when it says so.
 
-        state: one of STATES. step: optimizer steps done. mlflow: `MlflowTracker.info`, and sweep: the name of
-        the sweep that the run belongs to, are kept once given, as is `id`, which tells this
-        run from all others wherever it is copied.
+        state: one of STATES. step: optimizer steps done. mlflow: `MlflowTracker.info`, and sweep: the name of the
+        sweep that the run belongs to, are kept once given, as is `id`, which a run shares with its copies alone.
         """
         if state not in STATES:
             raise ValueError(f"state {state!r} is not one of {', '.join(STATES)}")
@@ -155,19 +155,22 @@ class RunDirectory:
 
     def append_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Add one line to metrics.jsonl: `step`, `time` (seconds since 1970) and the finite values; ints stay ints."""
-        row = {"step": step, "time": round(time.time(), 3), **_finite(metrics)}
+        row: dict[str, float] = {"step": step, "time": round(time.time(), 3)}
+        for name, value in metrics.items():
+            if math.isfinite(value):
+                row[name] = int(value) if isinstance(value, numbers.Integral) else float(value)
         with storage(self.metrics_path):
             if not self._metrics_file:
-                self._mend_metrics()
+                refuse_other(self.metrics_path)
+                # A torn last line would swallow the row appended after it.
+                if self.metrics_path.exists() and not self.metrics_path.read_bytes().endswith(b"\n"):
+                    write_metrics(self.metrics_path, self.read_metrics())
                 self._metrics_file = open_to_append(self.metrics_path)
             self._metrics_file.write(json.dumps(row) + "\n")
             self._metrics_file.flush()
 
     def read_metrics(self) -> list[dict[str, float]]:
-        """Every row of metrics.jsonl, oldest first. A torn last line, left by a kill, is passed over.
-
-        Raises StorageError for a broken line anywhere else.
-        """
+        """Every row of metrics.jsonl, oldest first; see `files.read_metrics`."""
         return read_metrics(self.metrics_path)
 
     def drop_metrics_after(self, step: int) -> None:
@@ -175,16 +178,7 @@ class RunDirectory:
         self._close_metrics()
         with storage(self.metrics_path):
             if self.metrics_path.exists():
-                self._write_metrics([row for row in self.read_metrics() if row["step"] <= step])
-
-    def _mend_metrics(self) -> None:
-        # A torn last line would swallow the row appended after it.
-        refuse_other(self.metrics_path)
-        if self.metrics_path.exists() and not self.metrics_path.read_bytes().endswith(b"\n"):
-            self._write_metrics(self.read_metrics())
-
-    def _write_metrics(self, rows: list[dict]) -> None:
-        write_atomically(self.metrics_path, "".join(json.dumps(row) + "\n" for row in rows))
+                write_metrics(self.metrics_path, [row for row in self.read_metrics() if row["step"] <= step])
 
     def _close_metrics(self) -> None:
         if self._metrics_file:
@@ -194,21 +188,9 @@ class RunDirectory:
 
 def config_drift(old: dict, new: dict) -> dict[str, list]:
     """The keys whose values differ, dotted: {key: [old value, new value]}, None where a key is missing."""
-    old_leaves, new_leaves = dict(leaves(old)), dict(leaves(new))
-    return {
-        key: [old_leaves.get(key), new_leaves.get(key)]
-        for key in [*old_leaves, *(key for key in new_leaves if key not in old_leaves)]
-        if old_leaves.get(key) != new_leaves.get(key)
-    }
-
-
-def _finite(metrics):
-    row = {}
-    for name, value in metrics.items():
-        value = int(value) if isinstance(value, numbers.Integral) else float(value)
-        if math.isfinite(value):
-            row[name] = value
-    return row
+    before, after = dict(leaves(old)), dict(leaves(new))
+    pairs = {key: [before.get(key), after.get(key)] for key in before | after}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def is_held(run_dir: Path) -> bool:
@@ -242,11 +224,6 @@ def _lock(path):
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
     return file
-
-
-def _replaced(override, given):
-    key = key_of(override)
-    return key in given or key.partition(".")[0] in given
 
 
 def _to_yaml(value):

@@ -14,35 +14,58 @@ from typing import Any
 
 from pgtoolkit.errors import StorageError, first_line
 from pgtoolkit.losses.checks import is_whole
-from pgtoolkit.system.plain_files import open_to_read
+from pgtoolkit.system.plain_files import open_to_read, write_atomically
 
 STATES = ("running", "done", "failed", "interrupted")
 TIME = "%Y-%m-%dT%H:%M:%S%z"
 """How times are written, but for those of metrics, which are seconds since 1970."""
 
-UNPARSED = (ValueError, RecursionError, UnicodeError)
-"""What a text that is no JSON raises."""
+_UNPARSED = (ValueError, RecursionError, OverflowError)
+"""What a text that is no JSON, or not what the file is for, raises."""
 
 
 def read_config(run_dir: str | Path) -> tuple[dict, list[str]]:
     """(configuration, overrides) of a run, from config.yaml and overrides.yaml."""
-    path = Path(run_dir) / "overrides.yaml"
-    use = "It repeats what was typed; config.yaml has the whole configuration. Write [] into it to go on."
+    advice = "It repeats what was typed; config.yaml has the whole configuration. Write [] into it to go on."
     config = read_resolved(run_dir)
-    return config, _checked(path, use, lambda data: _texts(_yaml(data, list, "not a list of overrides")))
+    return config, _parsed(Path(run_dir) / "overrides.yaml", advice, _overrides)
 
 
 def read_resolved(run_dir: str | Path) -> dict:
     """The configuration of a run, from config.yaml alone."""
-    use = "Metrics and checkpoints are in other files. Put back a copy of it, such as the one in MLflow."
-    return _checked(Path(run_dir) / "config.yaml", use, lambda data: _keys(_yaml(data, dict, "not keys with values")))
+    advice = "Metrics and checkpoints are in other files. Put back a copy of it, such as the one in MLflow."
+    return _parsed(Path(run_dir) / "config.yaml", advice, _config)
 
 
 def read_status(run_dir: str | Path) -> dict[str, Any]:
     """A run's status.json, or {} before its first. A killed run still says `running`, though its lock is free."""
-    path = Path(run_dir) / "status.json"
-    use = "Configuration, metrics and checkpoints are in other files; delete it to go on."
-    return _checked(path, use, lambda data: _status(_object(data)), missing={})
+    advice = "Configuration, metrics and checkpoints are in other files; delete it to go on."
+    return _object_of(Path(run_dir) / "status.json", advice, _check_status)
+
+
+def read_provenance(run_dir: Path) -> dict:
+    """provenance.json; {} where there is none. Raises StorageError if it is damaged."""
+    advice = "It says where the run came from, and nothing else depends on it; delete it to go on."
+    return _object_of(run_dir / "provenance.json", advice, _check_provenance)
+
+
+def known_provenance(run_dir: Path) -> dict:
+    """The same for those who can do without: {} also where it is damaged."""
+    try:
+        return read_provenance(run_dir)
+    except StorageError:
+        return {}
+
+
+def read_data(run_dir: Path) -> dict:
+    """data.json, the digests of the data that a run reads; {} where there is none, as in older runs."""
+    return _object_of(run_dir / "data.json", "Delete it to go on without its comparison.", _check_data)
+
+
+def read_sweep(folder: Path) -> dict:
+    """sweep.json of a sweep's folder: `name`, `command` and `jobs`; {} where there is none."""
+    advice = "Delete it to go on; the runs are known by their directories."
+    return _object_of(folder / "sweep.json", advice, _check_sweep)
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
@@ -50,18 +73,27 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
     A torn last line, left by a kill, is passed over. Raises StorageError for a broken line anywhere else.
     """
-    return _lines(path, _row)
+    rows = _objects_of(path, _check_row)
+    return [{name: value for name, value in row.items() if math.isfinite(value)} for row in rows]
+
+
+def write_metrics(path: Path, rows: list[dict[str, float]]) -> None:
+    """Replace a metrics.jsonl, in one piece."""
+    write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def read_drift(run_dir: Path) -> list[dict[str, Any]]:
     """The changes that resumes made to the configuration: `step` and `changes`, {key: [old, new]}, of each."""
-    return _lines(run_dir / "drift.jsonl", _drift)
+    return _objects_of(run_dir / "drift.jsonl", _check_drift)
 
 
-def read_provenance(run_dir: Path) -> dict:
-    """provenance.json; {} where there is none. Raises StorageError if it is damaged."""
-    use = "It says where the run came from, and nothing else depends on it; delete it to go on."
-    return _checked(run_dir / "provenance.json", use, lambda data: _provenance(_object(data)), missing={})
+@contextlib.contextmanager
+def storage(path: Path) -> Iterator[None]:
+    """What the operating system refuses, as StorageError."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read or written: {error.strerror or error}") from error
 
 
 def leaves(config: dict, prefix: str = "") -> list[tuple[str, Any]]:
@@ -86,179 +118,149 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def known_provenance(run_dir: Path) -> dict:
-    """The same for those who can do without: {} also where it is damaged."""
+def _content(path: Path) -> bytes | None:
+    """The content of a plain file; None where there is none."""
+    with storage(path):
+        try:
+            with open_to_read(path) as file:
+                return file.read()
+        except FileNotFoundError:
+            return None
+
+
+def _parsed(path: Path, advice: str, parse: Callable[[bytes], Any], default: Any = None) -> Any:
+    """What `parse` makes of a file; advice: what is whole and how to go on where it is damaged.
+
+    default: for where there is no file; without one that is an error.
+    """
+    data = _content(path)
+    if data is None and default is None:
+        raise StorageError(f"{path} is missing. {advice}")
+    if data is None:
+        return default
     try:
-        return read_provenance(run_dir)
-    except StorageError:
-        return {}
+        return parse(data)
+    except _UNPARSED as error:
+        raise StorageError(f"{path} is damaged ({first_line(error)}). {advice}") from error
 
 
-def read_data(run_dir: Path) -> dict:
-    """data.json, the digests of the data that a run reads; {} where there is none, as in older runs."""
-    use = "Delete it to go on without its comparison."
-    return _checked(run_dir / "data.json", use, lambda data: _data(_object(data)), missing={})
+def _object_of(path: Path, advice: str, check: Callable[[dict], None]) -> dict:
+    """The JSON object in a file, checked; {} where there is no file."""
+    return _parsed(path, advice, lambda data: _object(data, check), default={})
 
 
-def read_sweep(folder: Path) -> dict:
-    """sweep.json of a sweep's folder: `name`, `command` and `jobs`; {} where there is none."""
-    use = "Delete it to go on; the runs are known by their directories."
-    return _checked(folder / "sweep.json", use, lambda data: _sweep(_object(data)), missing={})
+def _objects_of(path: Path, check: Callable[[dict], None]) -> list[dict]:
+    """The JSON objects in the lines of a file, checked, but for a torn last one; none where there is no file."""
+    data = _content(path) or b""
+    objects, lines = [], data.splitlines()
+    torn = len(lines) if not data.endswith(b"\n") else None
+    for number, line in enumerate(lines, start=1):
+        try:
+            objects.append(_object(line, check))
+        except _UNPARSED as error:
+            if number != torn:
+                why = f"{path}:{number} is damaged ({first_line(error)}); delete the line to go on"
+                raise StorageError(why) from error
+    return objects
 
 
-@contextlib.contextmanager
-def storage(path: Path) -> Iterator[None]:
-    """What the operating system refuses, as StorageError."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(f"{path} cannot be read or written: {error.strerror or error}") from error
-
-
-def _checked(path: Path, use: str, parse: Callable[[bytes], Any], missing: Any = None) -> Any:
-    """What `parse` makes of the file; `use` says what is whole and how to go on where it is damaged."""
-    try:
-        with storage(path), open_to_read(path) as file:
-            return parse(file.read())
-    except StorageError as error:
-        if not isinstance(error.__cause__, FileNotFoundError):
-            raise
-        if missing is None:
-            raise StorageError(f"{path} is missing. {use}") from error
-        return missing
-    except (*UNPARSED, _NotSo) as error:
-        raise StorageError(f"{path} is damaged ({first_line(error)}). {use}") from error
-
-
-class _NotSo(Exception):
-    """The content is not what the file is for; str() says why."""
-
-
-def _object(data: bytes) -> dict:
+def _object(data: bytes, check: Callable[[dict], None]) -> dict:
     found = json.loads(data)
-    if not isinstance(found, dict):
-        raise _NotSo("not a JSON object")
+    _require(isinstance(found, dict), "not a JSON object")
+    check(found)
     return found
 
 
-def _yaml(data: bytes, kind: type, reason: str) -> Any:
+def _yaml(data: bytes) -> Any:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
     try:
-        text = data.decode()
-        found = OmegaConf.to_container(OmegaConf.create(text))
+        return OmegaConf.to_container(OmegaConf.create(data.decode()))
     except (OmegaConfBaseException, YAMLError, OSError, AssertionError, AttributeError, TypeError) as error:
-        raise _NotSo(first_line(error)) from error
-    # OmegaConf takes nothing, and null, for no keys.
-    _need(isinstance(found, kind) and (bool(found) or text.strip() in ("{}", "[]")), reason)
-    return found
+        raise ValueError(first_line(error)) from error
 
 
-def _keys(config: dict) -> dict:
-    _need(not config or any(value is not None for value in config.values()), "not keys with values")  # but a text
+def _config(data: bytes) -> dict:
+    config = _yaml(data)
+    # OmegaConf takes nothing, and null, for no keys, and a text for keys without values.
+    holds = isinstance(config, dict) and (any(v is not None for v in config.values()) or data.strip() == b"{}")
+    _require(holds, "not keys with values")
     return config
 
 
-def _texts(values: list) -> list[str]:
-    _need(all(isinstance(value, str) for value in values), "not a list of overrides")
-    return values
+def _overrides(data: bytes) -> list[str]:
+    overrides = _yaml(data)
+    holds = isinstance(overrides, list) and all(isinstance(one, str) for one in overrides)
+    _require(holds and (overrides or data.strip() == b"[]"), "not a list of overrides")
+    return overrides
 
 
-def _status(status: dict) -> dict:
-    if status:
-        _need(status.get("state") in STATES, f"its state is not one of {', '.join(STATES)}")
-        _need(_is_count(status.get("step")), "its step is not a whole number")
-        for key in ("id", "reason", "started", "sweep"):
-            _need(isinstance(status.get(key), str | None), f"its {key} is not a text")
-        mlflow = status.get("mlflow") or {}
-        _need(_is_map(mlflow, str), "its mlflow is not made of texts")
-        if started := status.get("started"):
-            datetime.strptime(started, TIME)
-    return status
+def _check_status(status: dict) -> None:
+    _require(status.get("state") in STATES, f"its state is not one of {', '.join(STATES)}")
+    _require(_is_count(status.get("step")), "its step is not a whole number")
+    for key in ("id", "reason", "started", "sweep"):
+        _require(isinstance(status.get(key), str | None), f"its {key} is not a text")
+    _require(_is_dict_of(status.get("mlflow") or {}, str), "its mlflow is not made of texts")
+    if started := status.get("started"):
+        datetime.strptime(started, TIME)
 
 
-def _lines(path: Path, check: Callable[[dict], dict]) -> list[dict]:
-    try:
-        with storage(path), open_to_read(path) as file:
-            data = file.read()
-    except StorageError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
-            return []
-        raise
-    rows, lines = [], data.splitlines()
-    torn = len(lines) if not data.endswith(b"\n") else None
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(check(_object(line)))
-        except (*UNPARSED, OverflowError, _NotSo) as error:
-            if number != torn:
-                raise StorageError(
-                    f"{path}:{number} is damaged ({first_line(error)}); delete the line to go on"
-                ) from error
-    return rows
-
-
-def _row(row: dict) -> dict:
-    _need(_is_count(row.get("step")), "its step is not a whole number")
+def _check_row(row: dict) -> None:
+    _require(_is_count(row.get("step")), "its step is not a whole number")
     for name, value in row.items():
-        _need(isinstance(value, numbers.Real) and not isinstance(value, bool), f"its {name} is not a number")
-    return {name: value for name, value in row.items() if math.isfinite(value)}
+        _require(isinstance(value, numbers.Real) and not isinstance(value, bool), f"its {name} is not a number")
+        math.isfinite(value)  # OverflowError for a whole number that no float can hold
 
 
-def _drift(entry: dict) -> dict:
-    _need(_is_count(entry.get("step")), "its step is not a whole number")
+def _check_drift(entry: dict) -> None:
+    _require(_is_count(entry.get("step")), "its step is not a whole number")
     changes = entry.get("changes")
-    _need(_is_map(changes, list) and all(len(pair) == 2 for pair in changes.values()), "not keys with two values each")
-    return entry
+    holds = _is_dict_of(changes, list) and all(len(pair) == 2 for pair in changes.values())
+    _require(holds, "not keys with two values each")
 
 
-def _provenance(first: dict) -> dict:
+def _check_provenance(first: dict) -> None:
     resumed = first.get("resumed", [])
-    _need(isinstance(resumed, list) and all(isinstance(one, dict) for one in resumed), "its resumes are not objects")
+    _require(_is_list_of(resumed, dict), "its resumes are not objects")
     for one in resumed:
         datetime.strptime(str(one.get("time")), TIME)
     for one in (first, *resumed):
         for key in ("git", "gpus"):
-            listed = one.get(key, [])
-            _need(isinstance(listed, list) and all(isinstance(item, dict) for item in listed), f"its {key} is no list")
+            _require(_is_list_of(one.get(key, []), dict), f"its {key} is no list")
         for repository in one.get("git", []):
-            _need(isinstance(repository.get("commit"), str | None), "a commit is not a text")
-            _need(isinstance(repository.get("diff"), str), "a repository has no diff")
-        _need(_is_map(one.get("packages", {}), str), "its packages are not texts")
-        _need(isinstance(one.get("memory_bytes", 0), int), "its memory is not a number")
-    return first
+            _require(isinstance(repository.get("commit"), str | None), "a commit is not a text")
+            _require(isinstance(repository.get("diff"), str), "a repository has no diff")
+        _require(_is_dict_of(one.get("packages", {}), str), "its packages are not texts")
+        _require(isinstance(one.get("memory_bytes", 0), int), "its memory is not a number")
 
 
-def _data(recorded: dict) -> dict:
+def _check_data(recorded: dict) -> None:
     for key, files in recorded.items():
-        _need(
-            isinstance(files, list) if key == "accepted" else _is_map(files, dict), f"its {key} is not made of digests"
-        )
-    return recorded
+        holds = isinstance(files, list) if key == "accepted" else _is_dict_of(files, dict)
+        _require(holds, f"its {key} is not made of digests")
 
 
-def _sweep(sweep: dict) -> dict:
-    jobs = sweep.get("jobs")
-    known = isinstance(sweep.get("name"), str) and isinstance(sweep.get("command"), list) and isinstance(jobs, list)
-    _need(known and all(_is_job(job) for job in jobs), "not the name, command and jobs of a sweep")
-    return sweep
-
-
-def _is_job(job: Any) -> bool:
-    names = ("name", "directory", "status")
-    return isinstance(job, dict) and all(isinstance(job.get(key), str) for key in names)
+def _check_sweep(sweep: dict) -> None:
+    holds = isinstance(sweep.get("name"), str) and isinstance(sweep.get("command"), list)
+    holds = holds and _is_list_of(jobs := sweep.get("jobs"), dict)
+    texts = [job.get(key) for job in jobs for key in ("name", "directory", "status")] if holds else [None]
+    _require(_is_list_of(texts, str), "not the name, command and jobs of a sweep")
 
 
 def _is_count(value: Any) -> bool:
     return is_whole(value) and value >= 0
 
 
-def _is_map(value: Any, kind: type) -> bool:
-    return isinstance(value, dict) and all(isinstance(item, kind) for item in value.values())
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
 
 
-def _need(holds: bool, reason: str) -> None:
+def _is_dict_of(value: Any, kind: type) -> bool:
+    return isinstance(value, dict) and _is_list_of(list(value.values()), kind)
+
+
+def _require(holds: object, reason: str) -> None:
     if not holds:
-        raise _NotSo(reason)
+        raise ValueError(reason)

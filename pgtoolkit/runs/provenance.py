@@ -54,6 +54,16 @@ def collect(argv: list[str]) -> dict[str, Any]:
     }
 
 
+def last_start(provenance: dict) -> dict:
+    """What provenance.json says of a run's last start."""
+    return (provenance.get("resumed") or [provenance])[-1]
+
+
+def code_of(provenance: dict) -> tuple:
+    """(commit, uncommitted changes) of each repository behind the last start of a run."""
+    return tuple((repository["commit"], repository["diff"]) for repository in last_start(provenance).get("git", []))
+
+
 def _packages():
     # Each access to `metadata` parses the file again.
     found = [dist.metadata for dist in importlib.metadata.distributions()]

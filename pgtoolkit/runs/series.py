@@ -26,15 +26,17 @@ def best(values: list[float]) -> float:
 
 
 def smooth(values: list[float], half: int) -> list[float]:
-    """The moving mean over each value and `half` of them on either side, twice.
+    """The moving mean over each value and `half` of them on either side, twice; half: less than half of the values.
 
     One pass leaves teeth where the metric has a period, such as the steps of one batch of rollouts.
     """
+    import numpy as np
+
+    window = np.ones(2 * half + 1)
+    counts = np.convolve(np.ones(len(values)), window, "same")
     for _ in range(2):
-        sums = [0.0, *accumulate(values)]
-        ends = [(max(0, i - half), min(len(values), i + half + 1)) for i in range(len(values))]
-        values = [(sums[end] - sums[begin]) / (end - begin) for begin, end in ends]
-    return values
+        values = np.convolve(values, window, "same") / counts
+    return values.tolist()
 
 
 def _tenth(values: list[float]) -> int:

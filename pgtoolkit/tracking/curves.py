@@ -29,12 +29,10 @@ _NEVER_CUT = 8
 def plot_curves(rows: list[dict[str, float]], path_png: Path, title: str) -> None:
     """Draw the rows of metrics.jsonl; a panel without data says so. Raises StorageError if it cannot be written."""
     with without():
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.ticker import EngFormatter, MaxNLocator
 
     figure = Figure(figsize=(12, 6.2), dpi=110)
-    FigureCanvasAgg(figure)
     # Room for labels on both sides of a panel; a layout engine would draw the picture three times to measure them.
     figure.subplots_adjust(left=0.055, right=0.93, bottom=0.075, top=0.9, wspace=0.34, hspace=0.3)
     figure.suptitle(title, fontsize=11)

@@ -9,7 +9,8 @@ from datetime import datetime
 from pathlib import Path
 
 from pgtoolkit.runs import files
-from pgtoolkit.runs.directory import leaves, read_config, read_status
+from pgtoolkit.runs.files import leaves
+from pgtoolkit.runs.provenance import code_of
 from pgtoolkit.tracking.store import flatten, text_of
 
 _LONGEST_TAG = 4000
@@ -34,40 +35,34 @@ class Description:
 
 def describe(run_dir: Path) -> Description:
     """The description of a run that has written its configuration."""
-    config, _ = read_config(run_dir)
-    status = read_status(run_dir)
+    config, _ = files.read_config(run_dir)
+    status = files.read_status(run_dir)
     provenance = files.known_provenance(run_dir)
-    flat = dict(leaves(config))
+    settings, code = dict(leaves(config)), code_of(provenance)
     tags = {
-        "family": flat.get("loss.name"),
-        "aggregation": flat.get("aggregation.reducer") or flat.get("aggregation.mode"),
-        "seed": flat.get("seed"),
+        "family": settings.get("loss.name"),
+        "aggregation": settings.get("aggregation.reducer") or settings.get("aggregation.mode"),
+        "seed": settings.get("seed"),
         "sweep": status.get("sweep"),
         "run_directory": str(run_dir),
         "pgtk.id": status.get("id"),
-        "git_commit": " ".join(_commit(*pair) for pair in code_of(provenance)) or None,
+        "git_commit": " ".join(_commit(*pair) for pair in code) or None,
+        "mlflow.source.git.commit": code[0][0] if code else None,  # the column "Version" of MLflow's table
         "resumed": " ".join(start["time"] for start in provenance.get("resumed", [])) or None,
         **_drift(run_dir),
     }
-    if code := code_of(provenance):
-        tags["mlflow.source.git.commit"] = code[0][0]  # what the column "Version" of MLflow's table shows
-    texts = {key: text_of(key, value, _LONGEST_TAG) for key, value in tags.items() if value is not None}
     # In a sweep the folder's name ends with digits that stand for the configuration; here the parameters say it.
     folder = re.sub("-[0-9a-f]{8}$", "", run_dir.name) if status.get("sweep") else run_dir.name
-    name = flat.get("tracking.run_name") or folder
-    own = status.get("mlflow") or {}
-    began = _milliseconds(status.get("started"))
-    return Description(name, flatten(config), texts, status.get("id"), own.get("run_id"), own.get("uri"), began)
-
-
-def code_of(provenance: dict) -> tuple:
-    """(commit, uncommitted changes) of each repository behind the last start of a run."""
-    return tuple((repository["commit"], repository["diff"]) for repository in last_start(provenance).get("git", []))
-
-
-def last_start(provenance: dict) -> dict:
-    """What provenance.json says of a run's last start."""
-    return (provenance.get("resumed") or [provenance])[-1]
+    started, mlflow = status.get("started"), status.get("mlflow") or {}
+    return Description(
+        run_name=settings.get("tracking.run_name") or folder,
+        params=flatten(config),
+        tags={key: text_of(key, value, _LONGEST_TAG) for key, value in tags.items() if value is not None},
+        identity=status.get("id"),
+        run_id=mlflow.get("run_id"),
+        store=mlflow.get("uri"),
+        start_time=int(datetime.strptime(started, files.TIME).timestamp() * 1000) if started else None,
+    )
 
 
 def _commit(commit, changes):
@@ -84,7 +79,3 @@ def _drift(run_dir):
             lines.append(f"{key}: {text_of(key, old)} -> {text_of(key, new)} (step {entry['step']})")
             tags[f"now.{key}"] = text_of(key, new)
     return {"drift": ", ".join(lines), **tags} if lines else {}
-
-
-def _milliseconds(started):
-    return int(datetime.strptime(started, files.TIME).timestamp() * 1000) if started else None

@@ -18,7 +18,7 @@ from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.runs.files import known_provenance, leaves, read_config
 from pgtoolkit.system.functions import FUNCTIONS
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.tracking.store import quoted
+from pgtoolkit.tracking.store import search_literal
 
 UI_ADDRESS = "http://127.0.0.1:5000"
 """Where `mlflow server` listens unless told otherwise."""
@@ -26,7 +26,12 @@ UI_ADDRESS = "http://127.0.0.1:5000"
 
 def shell_path(path: str | Path) -> str:
     """The path quoted for a shell; relative to the current directory where that is shorter."""
-    return shlex.quote(_shorter(path))
+    return shlex.quote(_shortest(path))
+
+
+def _shortest(path):
+    absolute = os.path.abspath(path)
+    return min(os.path.relpath(absolute), absolute, key=len)
 
 
 def program(name: str) -> str:
@@ -38,16 +43,21 @@ def program(name: str) -> str:
     return shell_path(own) if own.exists() else name
 
 
+def _pgtk(*arguments: str) -> str:
+    """A line for the shell."""
+    return " ".join([program("pgtk"), *map(shlex.quote, arguments)])
+
+
 def ui_command(uri: str | None) -> str | None:
     """The shell command that shows a local store on UI_ADDRESS; None for a server, which shows itself."""
     uri = absolute_uri(uri)
     if uri.startswith("http"):
         return None
     if uri == absolute_uri(None):
-        return f"{program('pgtk')} ui"
+        return _pgtk("ui")
     path = uri.removeprefix("sqlite:///")
-    store = redact(uri) if path == uri else f"sqlite:///{_shorter(path)}"
-    return f"{program('pgtk')} ui {shlex.quote(f'--uri={store}')}"
+    store = redact(uri) if path == uri else f"sqlite:///{_shortest(path)}"
+    return _pgtk("ui", f"--uri={store}")
 
 
 def ui_url(uri: str | None, experiment_id: str, run_id: str | None = None, sweep: str | None = None) -> str:
@@ -55,7 +65,7 @@ def ui_url(uri: str | None, experiment_id: str, run_id: str | None = None, sweep
     page = f"/{run_id}" if run_id else "?compareRunsMode=CHART"
     if sweep:
         # The summary run has no seed: it has no curves, and MLflow draws ten runs unless told otherwise.
-        found = f"tags.sweep = {quoted(sweep)} and tags.seed LIKE '%'"
+        found = f"tags.sweep = {search_literal(sweep)} and tags.seed LIKE '%'"
         page += f"&searchFilter={quote(found, safe='')}"
     return f"{_server(uri)}/#/experiments/{experiment_id}/runs{page}"
 
@@ -73,25 +83,24 @@ def _server(uri):
 
 def resume_command(run_dir: str | Path, overrides: Sequence[str] = ()) -> str:
     """The command that continues a run, with overrides if any; what no file may say is typed again."""
-    words = [*_only_typed(run_dir), *overrides]
-    return " ".join([program("pgtk"), "resume", shell_path(run_dir), *map(shlex.quote, words)])
-
-
-def _only_typed(run_dir):
-    """Functions of the user's own, and a server that gets credentials."""
-    try:
-        settings = dict(leaves(read_config(run_dir)[0]))
-    except Exception:  # before the configuration is written, or where it is damaged
-        return []
-    words = [f"{key}={settings[key]}" for key in FUNCTIONS if "." in str(settings.get(key))]
-    uri = settings.get("tracking.uri")
-    return words + ([f"tracking.uri={uri}"] if of_address(uri, "") else [])
+    return _pgtk("resume", _shortest(run_dir), *_only_typed(run_dir), *overrides)
 
 
 def sync_command(run_dir: str | Path) -> str:
     """The command that delivers to MLflow what it lacks of a run."""
-    server = [word.removeprefix("tracking.") for word in _only_typed(run_dir) if word.startswith("tracking.uri=")]
-    return " ".join([program("pgtk"), "sync", shell_path(run_dir), *(shlex.quote(f"--{word}") for word in server)])
+    server = [f"--{one.removeprefix('tracking.')}" for one in _only_typed(run_dir) if one.startswith("tracking.uri=")]
+    return _pgtk("sync", _shortest(run_dir), *server)
+
+
+def _only_typed(run_dir):
+    """Overrides with functions of the user's own, and with a server that gets credentials."""
+    try:
+        settings = dict(leaves(read_config(run_dir)[0]))
+    except Exception:  # before the configuration is written, or where it is damaged
+        return []
+    typed = [f"{key}={settings[key]}" for key in FUNCTIONS if "." in str(settings.get(key))]
+    uri = settings.get("tracking.uri")
+    return typed + ([f"tracking.uri={uri}"] if of_address(uri, "") else [])
 
 
 def counterpart_command(run_dir: str | Path) -> str:
@@ -100,8 +109,7 @@ def counterpart_command(run_dir: str | Path) -> str:
     So is the folder of its recorded rollouts, which is occupied now.
     """
     folder = _config_dir(run_dir)
-    own = [f"--config-dir={_shorter(folder)}"] if folder else []
-    return " ".join([program("pgtk"), *map(shlex.quote, [*own, *_counterpart(run_dir)])])
+    return _pgtk(*([f"--config-dir={_shortest(folder)}"] if folder else []), *_counterpart(run_dir))
 
 
 def compare_command(run_dir: str | Path) -> str:
@@ -110,13 +118,13 @@ def compare_command(run_dir: str | Path) -> str:
 
     path = Path(run_dir).absolute()
     if (path.parent / "sweep.json").exists():
-        return f"{program('pgtk')} compare {shell_path(path.parent)}"
+        return _pgtk("compare", _shortest(path.parent))
     chosen = read_config(run_dir)[0].get("tracking", {}).get("run_name")
     other = _counterpart(run_dir)
     keeps_name = any(one.key_or_group == "tracking.run_name" and one.value() is not None for one in parse(other)[0])
     name = name_of(chosen if keeps_name else None, other)
     # When the counterpart will start is not known: the shell finds its directory by its name.
-    return f"{program('pgtk')} compare {shell_path(path)} outputs/*/??-??-??-??????-{name}"
+    return f"{_pgtk('compare', _shortest(path))} outputs/*/??-??-??-??????-{name}"
 
 
 def _counterpart(run_dir):
@@ -129,14 +137,8 @@ def _counterpart(run_dir):
 def _config_dir(run_dir):
     """The folder with options of the user's own that the run was started with, or None."""
     provenance, folder = known_provenance(Path(run_dir)), None
-    words = provenance.get("command", [])[1:]
-    for word, following in pairwise([*words, None]):
-        flag, is_given, value = word.partition("=")
+    for argument, following in pairwise([*provenance.get("command", [])[1:], None]):
+        flag, is_given, value = argument.partition("=")
         if flag in ("--config-dir", "-cd"):
             folder = value if is_given else following
     return folder and Path(provenance["directory"], folder)
-
-
-def _shorter(path):
-    absolute = os.path.abspath(path)
-    return min(os.path.relpath(absolute), absolute, key=len)

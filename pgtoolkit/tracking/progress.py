@@ -34,8 +34,8 @@ _FIELDS = {
     "exact_match": "exact {:4.0%}",
     "tokens_per_second": "{} tok/s",
 }
-# What goes first where the line is too long.
-_DISPENSABLE = ("tokens_per_second", "clipped_ratio_fraction")
+# What is left out where the line is too long.
+_LEFT_OUT_FIRST = ("tokens_per_second", "clipped_ratio_fraction")
 
 
 class Terminal(logging.StreamHandler):
@@ -71,8 +71,8 @@ class ProgressLine:
                 value = _count(metrics[name]) if name == "tokens_per_second" else metrics[name]
                 fields[name] = form.format(value)
         fields["left"] = f"ETA {left:>5}"
-        for dispensable in (None, *_DISPENSABLE):
-            fields.pop(dispensable, None)
+        for left_out in (None, *_LEFT_OUT_FIRST):
+            fields.pop(left_out, None)
             for space in ("  ", " "):
                 line = space.join(fields.values())
                 if len(line) <= WIDTH:
@@ -80,21 +80,14 @@ class ProgressLine:
         return line[:WIDTH]
 
 
-def summary(
-    rows: list[dict[str, float]],
-    run_dir: Path,
-    mlflow: dict[str, str] | None,
-) -> str:
+def summary(rows: list[dict[str, float]], run_dir: Path, mlflow: dict[str, str] | None) -> str:
     """The end of a run in a few lines: the reward's rise, where everything lies, and what to type next.
 
-    rows: of metrics.jsonl. run_dir: holds overrides.yaml and config.yaml. mlflow: `MlflowTracker.info`, or None
-    without MLflow.
+    rows: of metrics.jsonl. mlflow: `MlflowTracker.info`, or None without MLflow.
     """
-    lines = [_rise(label, name, rows) for label, name in (("reward", "reward"), ("exact match", "exact_match"))]
-    lines = [line for line in lines if line] or [_rise("loss", "loss", rows)]
+    lines = list(filter(None, (_rise(name, rows) for name in ("reward", "exact_match")))) or [_rise("loss", rows)]
     entries = [("run", shell_path(run_dir))]
-    curves = Path(run_dir) / "curves.png"
-    if curves.exists():
+    if (curves := Path(run_dir) / "curves.png").exists():
         entries.append(("curves", shell_path(curves)))
     if mlflow:
         uri, experiment_id, run_id = mlflow["uri"], mlflow["experiment_id"], mlflow["run_id"]
@@ -118,15 +111,14 @@ def sparkline(values: list[float], width: int = 40, span: tuple[float, float] | 
     return "".join(_BARS[round((len(_BARS) - 1) * (height - low) / ((high - low) or 1))] for height in means)
 
 
-def _rise(label, name, rows):
+def _rise(name, rows):
     values = [row[name] for row in rows if name in row]
     if not values:
         return ""
     # A fraction is drawn against 0 and 1: one success in a thousand is not a peak.
     bars = sparkline(values, span=(0, 1) if name == "exact_match" else None)
-    return (
-        f"{label:<12} {first(values):.3f} -> {final(values):.3f}  {bars}  (first and last tenth of {len(values)} steps)"
-    )
+    ends, label = f"{first(values):.3f} -> {final(values):.3f}", name.replace("_", " ")
+    return f"{label:<12} {ends}  {bars}  (first and last tenth of {len(values)} steps)"
 
 
 def _count(value):

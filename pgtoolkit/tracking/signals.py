@@ -17,24 +17,27 @@ from pgtoolkit.runs.provenance import collect
 from pgtoolkit.tracking.next_commands import resume_command
 
 
-class Stopped(KeyboardInterrupt):
+class StopSignal(KeyboardInterrupt):
     """A first SIGINT or SIGTERM; str() is its name."""
 
 
 @contextlib.contextmanager
-def stoppable(config: DictConfig, run_dir: Path, overrides: list[str], sweep: str | None = None) -> Iterator[None]:
+def stop_signals_recorded(
+    config: DictConfig, run_dir: Path, overrides: list[str], sweep: str | None = None
+) -> Iterator[None]:
     """Around the imports of training, which take seconds, and the training itself.
 
-    A first signal raises Stopped where the program is, unless training has set handlers of its own; if it ends the
-    program, Interrupted comes out with the command that resumes the run. A second one acts at once.
+    A first signal raises StopSignal where the program is, unless training has set handlers of its own; if it ends the
+    program, the run directory records it and Interrupted is raised with the command that resumes the run. A second
+    signal ends the process at once.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, _stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, _raise) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
-    except Stopped as stop:
+    except StopSignal as stop:
         if not read_status(run_dir):
             with RunDirectory(run_dir) as run:
                 run.write_config(OmegaConf.to_container(config, resolve=True), list(overrides))
@@ -53,7 +56,7 @@ def stoppable(config: DictConfig, run_dir: Path, overrides: list[str], sweep: st
             signal.signal(number, handler)
 
 
-def _stop(number, _frame):
+def _raise(number, _frame):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    raise Stopped(signal.Signals(number).name)
+    raise StopSignal(signal.Signals(number).name)

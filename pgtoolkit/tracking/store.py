@@ -1,4 +1,4 @@
-"""MLflow stores: their addresses, how one is opened, and what is said where that fails."""
+"""MLflow stores: how one is opened, the error where that fails, and names and values as MLflow takes them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from pathlib import Path
 from pgtoolkit.config.names import NOT_COMPARED
 from pgtoolkit.config.paths import sqlite_path
 from pgtoolkit.errors import ConfigError, StorageError
-from pgtoolkit.runs.directory import leaves
+from pgtoolkit.runs.files import leaves
 from pgtoolkit.system.imports import without
 from pgtoolkit.system.plain_files import open_to_append
 from pgtoolkit.system.redaction import redact
-
-_LONGEST_TEXT = 500
+from pgtoolkit.system.report import text
 
 
 def client_of(uri: str):
@@ -39,10 +38,10 @@ def client_of(uri: str):
         from mlflow import MlflowClient
 
         logging.getLogger("alembic").setLevel(logging.WARNING)
-        # It logs each failure with its whole traceback; `reason` says it in one line.
+        # It logs each failure with its whole traceback; `failure` says it in one line.
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
         client = MlflowClient(uri)
-    return _Limited(client)
+    return _ClientWithTimeouts(client)
 
 
 def request_seconds() -> float:
@@ -50,7 +49,7 @@ def request_seconds() -> float:
     return float(os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"])
 
 
-class _Limited:
+class _ClientWithTimeouts:
     """A client whose calls run in threads of their own, which are given up when their time is over."""
 
     def __init__(self, client):
@@ -58,10 +57,10 @@ class _Limited:
 
     def __getattr__(self, name):
         found = getattr(self._client, name)
-        return functools.partial(_within, 4 * request_seconds(), found) if callable(found) else found
+        return functools.partial(_call_within, 4 * request_seconds(), found) if callable(found) else found
 
 
-def _within(seconds, function, *arguments, **keywords):
+def _call_within(seconds, function, *arguments, **keywords):
     outcome = {}
 
     def call():
@@ -97,7 +96,19 @@ def open_store(uri: str, experiment: str):
         return client, client.create_experiment(experiment, artifact_location=artifacts and artifacts.as_uri())
 
 
-def refuse_missing(uri: str, setting: str, use: str) -> None:
+@contextlib.contextmanager
+def _creation_lock(database):
+    # Two processes that create the database at once leave it damaged for good.
+    if not database:
+        yield
+        return
+    database.parent.mkdir(parents=True, exist_ok=True)
+    with open_to_append(database.with_name(f".{database.name}.lock")) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def require_store(uri: str, setting: str, use: str) -> None:
     """Raise ConfigError if an absolute sqlite URI names no MLflow store; MLflow itself would make an empty one.
 
     setting: what the user typed. use: the end of the message.
@@ -113,31 +124,31 @@ def refuse_missing(uri: str, setting: str, use: str) -> None:
             return
         except sqlite3.Error as error:
             got = str(error)
-    shown = min(os.path.relpath(path), str(path), key=len)
+    shortest = min(os.path.relpath(path), str(path), key=len)
     raise ConfigError(
-        f"{setting} needs an MLflow store (got {shown}: {got}). Runs with tracking=mlflow make outputs/mlflow.db "
+        f"{setting} needs an MLflow store (got {shortest}: {got}). Runs with tracking=mlflow make outputs/mlflow.db "
         f"where they are started. Use {use}."
     )
 
 
 @contextlib.contextmanager
-def refusals(uri: str, consequence: str):
-    """What MLflow raises becomes a StorageError that ends with `consequence`."""
+def raising_storage_errors(uri: str, consequence: str):
+    """Whatever MLflow raises in the block becomes a StorageError that ends with `consequence`."""
     try:
         yield
     except (StorageError, ConfigError):
         raise
     except Exception as error:  # MLflow, its HTTP client and its database each raise their own
-        raise StorageError(f"{reason(uri, error)}. {consequence}") from error
+        raise StorageError(f"{failure(uri, error)}. {consequence}") from error
 
 
-def reason(uri: str, error: BaseException) -> str:
+def failure(uri: str, error: BaseException) -> str:
     """What failed, on one line and without credentials."""
-    text = " ".join(redact(str(error)).split())
+    message = " ".join(redact(str(error)).split())
     # What the HTTP client says of a server that is down: the address twice, and the cause at the very end.
-    if cause := re.search(r"Caused by \w+\((.*?)\)*$", text):
-        text = cause[1].strip("\"'")
-    return f"MLflow at tracking.uri={redact(uri)} failed: {text[:300]}"
+    if cause := re.search(r"Caused by \w+\((.*?)\)*$", message):
+        message = cause[1].strip("\"'")
+    return f"MLflow at tracking.uri={redact(uri)} failed: {message[:300]}"
 
 
 def flatten(config: dict) -> dict[str, str]:
@@ -145,9 +156,8 @@ def flatten(config: dict) -> dict[str, str]:
 
     What tells no runs apart is left out; the artifact config.yaml has it all.
     """
-    return {
-        parameter_name(key): text_of(key, value) for key, value in leaves(config) if not key.startswith(NOT_COMPARED)
-    }
+    pairs = ((key, value) for key, value in leaves(config) if not key.startswith(NOT_COMPARED))
+    return {parameter_name(key): text_of(key, value) for key, value in pairs}
 
 
 def parameter_name(key: str) -> str:
@@ -155,26 +165,13 @@ def parameter_name(key: str) -> str:
     return re.sub(r"[^\w\-. /:]", "_", key)[:250]
 
 
-def text_of(key: str, value: object, longest: int = _LONGEST_TEXT) -> str:
+def text_of(key: str, value: object, longest: int = 500) -> str:
     """The value as overrides have it, secrets hidden, at most `longest` characters."""
-    if value is None or isinstance(value, bool):
-        value = {None: "null", True: "true", False: "false"}[value]
-    return redact(f"{key}={value}").removeprefix(f"{key}=")[:longest]
+    written = value if isinstance(value, float) else text(value)
+    return redact(f"{key}={written}").removeprefix(f"{key}=")[:longest]
 
 
-def quoted(value: str) -> str:
+def search_literal(value: str) -> str:
     """A text as a literal of MLflow's search filters."""
     mark = '"' if "'" in value else "'"
     return f"{mark}{value}{mark}"
-
-
-@contextlib.contextmanager
-def _creation_lock(database):
-    # Two processes that create the database at once leave it damaged for good.
-    if not database:
-        yield
-        return
-    database.parent.mkdir(parents=True, exist_ok=True)
-    with open_to_append(database.with_name(f".{database.name}.lock")) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

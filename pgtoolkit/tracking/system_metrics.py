@@ -8,8 +8,8 @@ import threading
 import time
 from pathlib import Path
 
-from pgtoolkit.runs.directory import read_metrics
-from pgtoolkit.system.plain_files import open_to_append, write_atomically
+from pgtoolkit.runs.files import read_metrics, write_metrics
+from pgtoolkit.system.plain_files import open_to_append
 
 _SECONDS_BETWEEN_SAMPLES = 10.0
 
@@ -26,7 +26,7 @@ class SystemMetrics:
     def __init__(self, path: Path):
         # A row torn by a kill would swallow the next one.
         rows = read_metrics(path)
-        write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+        write_metrics(path, rows)
         self._path, self._step = path, rows[-1]["step"] + 1 if rows else 0
         self._monitors = _monitors()
         self._stopped = threading.Event()

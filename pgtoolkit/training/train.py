@@ -23,7 +23,7 @@ from pgtoolkit.tracking.curves import plot_curves
 from pgtoolkit.tracking.mlflow_run import MlflowTracker
 from pgtoolkit.tracking.next_commands import resume_command, sync_command
 from pgtoolkit.tracking.progress import Terminal, summary
-from pgtoolkit.tracking.signals import Stopped
+from pgtoolkit.tracking.signals import StopSignal
 from pgtoolkit.training.build import build, fit
 from pgtoolkit.training.checkpoint import load_newest, read_checkpoint
 from pgtoolkit.training.data import record_data
@@ -83,7 +83,7 @@ def train(
                 recorder.check_trained()
             outcome, reason = ("interrupted", recorder.interrupted_by) if recorder.interrupted_by else ("done", None)
         except (KeyboardInterrupt, SystemExit) as stop:  # Lightning turns the one into the other
-            first = str(stop) if isinstance(stop, Stopped) else "SIGINT"
+            first = str(stop) if isinstance(stop, StopSignal) else "SIGINT"
             outcome, reason = "interrupted", "a second SIGINT" if recorder.interrupted_by else first
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"

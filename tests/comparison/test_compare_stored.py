@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
@@ -41,7 +42,7 @@ def sweep(uri, tmp_path_factory):
     return folder
 
 
-def _save(folder, uri, loss, seed, end, state, reason):
+def _save(folder, uri, loss, seed, end, state, reason, experiment="experiment of one"):
     config = {
         "seed": seed,
         "loss": {"name": loss, "epsilon_low": 0.2 if loss == "grpo" else 3e-4, "epsilon_high": 0.3},
@@ -52,9 +53,10 @@ def _save(folder, uri, loss, seed, end, state, reason):
     with RunDirectory(folder) as run:
         run.write_config(config, [])
         run.write_provenance({"git": [{"commit": "c" * 40, "diff": ""}]})
-        run.set_status("running", 0, sweep="by_loss")
-        tracker = MlflowTracker(uri, "experiment of one")
+        run.set_status("running", 0, sweep=None if experiment == "going on" else "by_loss")
+        tracker = MlflowTracker(uri, experiment)
         tracker.start(run.path)
+        run.set_status("running", 0, mlflow=tracker.info)
         for step in range(1, STEPS + 1):
             run.append_metrics(
                 step, {"reward": end if step > STEPS - 2 else 0.0, "documents_seen": 8 * step, "kl": 0.1}
@@ -88,6 +90,22 @@ def test_a_store_gives_the_tables_of_the_directories(sweep, uri, capsys, tmp_pat
     assert [chart.partition("</svg>")[0] for chart in charts[0]] == [
         chart.partition("</svg>")[0] for chart in charts[1]
     ]
+
+
+def test_of_a_run_that_goes_on_the_latest_values_are_listed_and_one_without_its_files_is_named(uri, tmp_path, capsys):
+    client = MlflowClient(uri)
+    runs = []
+    for seed, state in enumerate(("RUNNING", "FINISHED", "FINISHED")):
+        folder = tmp_path / f"{state}{seed}"
+        _save(folder, uri, "grpo", seed, 0.5, "done", None, experiment="going on")
+        runs.append(json.loads((folder / "status.json").read_text())["mlflow"]["run_id"])
+    client.update_run(runs[0], status="RUNNING")
+    for file in client.list_artifacts(runs[2]):
+        (Path(client.get_run(runs[2]).info.artifact_uri.removeprefix("file://")) / file.path).unlink()
+    said = page(capsys, "going on", "--uri", uri)
+    assert said.startswith("2 runs (1 counted) of 1 configuration")
+    assert "RUNNING0: running at step 20 of 20, reward 0.500 so far\n" in said
+    assert "FINISHED2: unreadable: its config.yaml is not in the store; pgtk sync delivers it" in said
 
 
 def test_a_sweep_is_found_by_its_name_and_its_jobs_are_complete(sweep, capsys, monkeypatch):

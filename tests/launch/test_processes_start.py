@@ -17,7 +17,7 @@ from pgtoolkit.launch import worker
 from pgtoolkit.launch.local import _conclude, loopback_store
 from pgtoolkit.ranks.environment import Rank, first_host, joined
 from pgtoolkit.runs.directory import read_status
-from pgtoolkit.tracking.signals import stoppable
+from pgtoolkit.tracking.signals import stop_signals_recorded
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 
@@ -87,7 +87,7 @@ def test_an_interruption_while_workers_start_is_no_defect(environment, monkeypat
     run = tmp_path / "run"
     processes = {0: SimpleNamespace(returncode=130), 1: SimpleNamespace(returncode=-signal.SIGINT)}
     said = r"stopped by SIGINT; the run is interrupted at step 0. Continue with:"
-    with pytest.raises(Interrupted, match=said), stoppable(OmegaConf.create({"seed": 1}), run, []):
+    with pytest.raises(Interrupted, match=said), stop_signals_recorded(OmegaConf.create({"seed": 1}), run, []):
         _conclude(tmp_path, processes, [signal.SIGINT], [], 300, {}, run)
     assert read_status(run)["reason"] == "SIGINT"
 

@@ -13,7 +13,7 @@ from pgtoolkit.cli import main
 STEP = "step-000002.ckpt"
 READ_BY = {
     "config.yaml": ("compare", "diff", "sync", "export", "resume"),
-    "overrides.yaml": ("compare", "diff", "sync", "resume"),
+    "overrides.yaml": ("diff", "sync", "resume"),
     "status.json": ("compare", "sync", "resume"),
     "provenance.json": ("compare", "diff", "resume"),
     "metrics.jsonl": ("compare", "sync", "resume"),

@@ -125,7 +125,7 @@ def test_a_row_sent_twice_is_one_row(uri, run):
     tracker = start(uri, run)
     tracker.finish("done")
     # As if the server had stored the batch and died before it answered.
-    tracker._feeds[0].offset = 0
+    tracker._metrics.offset = 0
     tracker._deliver()
     assert len(history(uri, tracker.info["run_id"])) == 5
 
@@ -134,8 +134,8 @@ def test_a_call_holds_whole_rows_within_the_limit_of_mlflow(uri, run):
     train(run, 1, 500)
     tracker = start(uri, run)
     tracker.finish("done")
-    tracker._feeds[0].offset = 0
-    rows, metrics, offset = tracker._feeds[0].next_batch()
+    tracker._metrics.offset = 0
+    rows, metrics, offset = tracker._metrics.next_batch()
     assert rows == 1000 // 6  # four metrics a row, two of them also by documents
     assert len(metrics) == rows * 6
     assert offset < run.metrics_path.stat().st_size

@@ -15,7 +15,7 @@ from pgtoolkit.errors import Interrupted
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.tracking.next_commands import compare_command, counterpart_command, program, shell_path
 from pgtoolkit.tracking.progress import WIDTH, ProgressLine, sparkline, summary
-from pgtoolkit.tracking.signals import stoppable
+from pgtoolkit.tracking.signals import stop_signals_recorded
 
 METRICS = {
     "loss": -0.00123,
@@ -182,7 +182,7 @@ def test_a_reader_that_has_gone_does_not_disturb_the_run():
 
 
 def test_a_signal_after_the_end_leaves_a_run_done(tmp_path, capsys):
-    with stoppable(OmegaConf.create(), tmp_path, []):
+    with stop_signals_recorded(OmegaConf.create(), tmp_path, []):
         with RunDirectory(tmp_path) as run:
             run.write_config({}, [])
             run.set_status("done", 3)
@@ -190,5 +190,8 @@ def test_a_signal_after_the_end_leaves_a_run_done(tmp_path, capsys):
     assert capsys.readouterr().out == "stopped by SIGTERM after the run was done\n"
     with RunDirectory(tmp_path) as run:
         run.set_status("running", 3)
-    with pytest.raises(Interrupted, match="is running at step 3"), stoppable(OmegaConf.create(), tmp_path, []):
+    with (
+        pytest.raises(Interrupted, match="is running at step 3"),
+        stop_signals_recorded(OmegaConf.create(), tmp_path, []),
+    ):
         signal.raise_signal(signal.SIGTERM)
