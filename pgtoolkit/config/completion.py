@@ -34,7 +34,7 @@ def complete(argv: list[str], commands: list[str], hydra: Callable[[list[str]], 
             quiet,
         ):
             hydra(argv)
-        # Hydra takes the types of the keys for options, which `refusals` knows better.
+        # Hydra takes the types of the keys for options, which nobody means.
         print(" ".join(word for word in found.getvalue().split() if "=schema" not in word), flush=True)
     return 0
 

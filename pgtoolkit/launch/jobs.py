@@ -31,11 +31,11 @@ def launch(master: DictConfig, configs: list[DictConfig], first: int, n_jobs: in
     master: the sweep's own configuration. first: number of the first job. Raises Interrupted after SIGINT or SIGTERM,
     once the running jobs have saved and stopped.
     """
-    folder = Path(master.hydra.sweep.dir)
+    folder, unnamed = Path(master.hydra.sweep.dir), master.hydra.job.config.override_dirname.exclude_keys
     sweep = Sweep.load(folder)
     planned = []
     for number, config in enumerate(configs, start=first):
-        job = plan(config, list(config.hydra.overrides.task), number, folder)
+        job = plan(config, list(config.hydra.overrides.task), number, folder, unnamed)
         job.update_from(folder)
         if (before := sweep.jobs.get(job.directory)) is not None:
             job.seconds = before.seconds

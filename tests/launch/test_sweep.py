@@ -13,7 +13,7 @@ from runs import run as train_short
 from pgtoolkit.cli import main
 from pgtoolkit.config.compose import compose, jobs
 from pgtoolkit.config.files import config_directory, sweep_file, sweep_files
-from pgtoolkit.config.names import digest, learned
+from pgtoolkit.config.names import digest, plain_config
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.launch import job as one_job
 from pgtoolkit.launch.check import check, page, problems
@@ -33,7 +33,7 @@ def refused(capsys, *arguments):
 
 def test_a_job_is_known_by_what_it_learns():
     digests = {
-        override: digest(learned(compose(["aggregation=constant", *([override] if override else [])]).config))
+        override: digest(plain_config(compose(["aggregation=constant", *([override] if override else [])]).config))
         for override in (
             "",
             "tracking=none",
@@ -58,12 +58,12 @@ def test_the_digest_is_that_of_the_saved_configuration(tmp_path):
     resolved = OmegaConf.to_container(config, resolve=True)
     with RunDirectory(tmp_path) as run:
         run.write_config(resolved, [])
-    assert digest(OmegaConf.to_container(OmegaConf.load(tmp_path / "config.yaml"))) == digest(learned(config))
+    assert digest(OmegaConf.to_container(OmegaConf.load(tmp_path / "config.yaml"))) == digest(plain_config(config))
 
 
 def planned(*overrides):
     config = compose(list(overrides)).config
-    return Job("job", "job", list(overrides), log="job/output.log", config=learned(config))
+    return Job("job", "job", list(overrides), log="job/output.log", config=plain_config(config))
 
 
 def test_what_became_of_a_job_is_read_from_its_directory(tmp_path):
@@ -245,7 +245,7 @@ SIZES = {"loss_by_aggregation": 24, "clip_range": 8, "docs_per_step": 8, "metric
 @pytest.mark.parametrize("name", sweep_files())
 def test_every_sweep_is_valid(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pgtoolkit.config.rules.launcher._is_installed", lambda plugin: True)
+    monkeypatch.setattr("pgtoolkit.config.rules.run._is_installed", lambda plugin: True)
     checked = check([], True, sweep_file=sweep_file(name))
     assert problems(checked) == []
     assert len(checked.runs) == SIZES[name]
@@ -298,7 +298,7 @@ def test_other_plug_ins_compose_and_say_what_installs_them(capsys, monkeypatch, 
     assert composed.problems == []
     kind = choice.partition("=")[0].partition("/")[2]
     assert composed.config.hydra[kind]._target_ == f"hydra_plugins.{plugin}"
-    monkeypatch.setattr("pgtoolkit.config.rules.launcher._is_installed", lambda plugin: False)
+    monkeypatch.setattr("pgtoolkit.config.rules.run._is_installed", lambda plugin: False)
     said = refused(capsys, "check", "-m", choice, "seed=1,2")
     assert f"{choice} needs the package" in said
     assert f"Use pip install 'pgtoolkit[{extra}]'." in said
