@@ -47,6 +47,7 @@ def refused(capsys, *arguments):
         ("loss.zzz=1", "Use one of loss.epsilon_low, loss.epsilon_high, loss.num_splits."),
         ("zzz=1", "Use `pgtk --help`"),
         ("task.dataset=x", "Use task=reasoning_gym task.dataset=x."),
+        ("task.path=x", "task.path=x needs task=prompts (got task=reverse). task=reverse does not have the key."),
         ("loss.name=grpo", "Use loss=grpo."),
         ("accumulation.last_step=carri", "Use accumulation.last_step=carry."),
         ("seed=one", "Use seed=0."),
@@ -55,6 +56,7 @@ def refused(capsys, *arguments):
         ("parallelism.sequence_parallel=3.5", "needs true or false"),
         ("loss=[grpo]x", "Use quotes"),
         ("seed=1,2", "Use pgtk -m seed=1,2."),
+        ("loss=glob(*)", "Options are chosen by their names, not by a pattern"),
         ("~tracking", "Use tracking=none."),
         ("loss={epsilon_low:x}", "loss.epsilon_low=x needs a number"),
         ("hydra.run.dri=x", "Use hydra.run.dir."),
@@ -123,7 +125,9 @@ def test_what_a_file_says_may_be_changed(capsys):
         ("chek", "Use pgtk check."),
         ("resum", "Use pgtk resume."),
         ("agregation", "Use pgtk aggregation=OPTION."),
-        ("train", "Use pgtk [OVERRIDES]"),
+        ("train", "Use pgtk [OVERRIDES], without a word, to train."),
+        ("trian", "Use pgtk [OVERRIDES], without a word, to train."),
+        ("bench", "Use python -m benchmarks.kernels"),
         ("zzz", "Use pgtk --help."),
     ],
 )
@@ -183,6 +187,12 @@ def test_check_prints_the_plan(capsys):
         "7 tokens: '3'=3 '7'=7 '6'=6 '3'=3 '7'=7 '3'=3 '='=10",
     ):
         assert expected in page
+
+
+def test_the_equation_of_a_family_of_ones_own_names_it(capsys):
+    for typed, shown in (([], "the class that loss.path names"), (["loss.path=json.JSONDecoder"], "json.JSONDecoder")):
+        main(["check", "loss=custom", *typed])
+        assert f"  l_t = as {shown} computes it\n" in capsys.readouterr().out
 
 
 def test_the_vocabulary_of_a_local_model_is_read(tmp_path, capsys):

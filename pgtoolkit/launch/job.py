@@ -38,16 +38,22 @@ def run(config: DictConfig, directory: Path, overrides: list[str], sweep: str) -
 
 def run_elsewhere(config: DictConfig) -> None:
     """The job that a launcher other than ours runs, such as SLURM's; its run directory says what became of it."""
-    hydra = HydraConfig.get()
-    config.tracking.run_name = name_in(hydra, config.tracking.run_name)
-    make_absolute(config)
+    run_dir, overrides = named_by_hydra(config)
     try:
-        run(config, Path(hydra.runtime.output_dir), list(hydra.overrides.task), Path(hydra.sweep.dir).name)
+        run(config, run_dir, overrides, Path(HydraConfig.get().sweep.dir).name)
     except Interrupted as stop:
         # Ends a sweep too, whose launcher goes on after any other exception.
         raise SystemExit(print_error(stop)) from None
     except PgtoolkitError as error:
         print_error(error)
+
+
+def named_by_hydra(config: DictConfig) -> tuple[Path, list[str]]:
+    """Give the run that Hydra has begun its name and absolute paths; returns its directory and overrides."""
+    hydra = HydraConfig.get()
+    config.tracking.run_name = name_in(hydra, config.tracking.run_name)
+    make_absolute(config)
+    return Path(hydra.runtime.output_dir), list(hydra.overrides.task)
 
 
 def main(argv: list[str]) -> int:

@@ -46,13 +46,13 @@ def launch(job: Job) -> None:
     else:
         from pgtoolkit.launch.local import run_workers
 
-        _check_machine(config.trainer.device, world_size)
+        _refuse_too_many(config.trainer.device, world_size)
         with tempfile.TemporaryDirectory(prefix="pgtk-") as folder:
             (Path(folder) / "job").write_bytes(pickle.dumps(job))
             run_workers(Path(folder), world_size, job.run_dir, config.parallelism.timeout_seconds)
 
 
-def _check_machine(device: str, world_size: int) -> None:
+def _refuse_too_many(device: str, world_size: int) -> None:
     """Whether so many processes can run here, before any is started."""
     import torch
 

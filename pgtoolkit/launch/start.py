@@ -10,17 +10,16 @@ from pathlib import Path
 
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.utils import get_args_parser
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import run_job
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, open_dict
 
 from pgtoolkit.config.compose import NO_CHOICE, compose, hydra_form, register
 from pgtoolkit.config.files import config_directory
-from pgtoolkit.config.names import name_in
 from pgtoolkit.config.paths import make_absolute
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, StorageError
 from pgtoolkit.launch.check import Run, check, check_resumed, check_run, notes, problems
+from pgtoolkit.launch.job import named_by_hydra
 from pgtoolkit.launch.multirun import run_sweep
 from pgtoolkit.ranks.environment import joined
 from pgtoolkit.tracking.signals import stoppable
@@ -123,11 +122,8 @@ def _run(run: Run) -> None:
 
 def _train(config: DictConfig) -> PgtoolkitError | None:
     """The job that Hydra runs; returns an error of the user's, of which Hydra would print something of its own."""
-    hydra = HydraConfig.get()
-    config.tracking.run_name = name_in(hydra, config.tracking.run_name)
-    make_absolute(config)
     try:
-        _launch(config, Path(hydra.runtime.output_dir), list(hydra.overrides.task))
+        _launch(config, *named_by_hydra(config))
     except PgtoolkitError as error:
         return error
     return None

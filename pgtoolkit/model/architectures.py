@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from pgtoolkit.errors import ConfigError
+from pgtoolkit.config.rules.parallelism import MODEL_TYPES
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ _GPT2 = Family(
     positions="wpe",
     fused=("attn.c_attn",),
 )
-_FAMILIES = {"gpt2": _GPT2} | dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA_LIKE)
+_FAMILIES = {kind: _GPT2 if kind == "gpt2" else _LLAMA_LIKE for kind in MODEL_TYPES}
 
 
 def is_known(model: nn.Module) -> bool:
@@ -61,12 +61,6 @@ def is_known(model: nn.Module) -> bool:
     return model.config.model_type in _FAMILIES
 
 
-def family_of(model: nn.Module, key: str) -> Family:
-    """The family of a transformers model; key: the setting that needs it. Raises ConfigError for any other."""
-    kind = model.config.model_type
-    if not is_known(model):
-        raise ConfigError(
-            f"{key} needs a model of type {', '.join(sorted(_FAMILIES))} (got {kind}). Where the matrices and layers "
-            "are is known for these. Use parallelism=ddp."
-        )
-    return _FAMILIES[kind]
+def family_of(model: nn.Module) -> Family:
+    """The family of a transformers model that is known."""
+    return _FAMILIES[model.config.model_type]

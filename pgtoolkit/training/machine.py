@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pgtoolkit.config.rules.run import occupied_by_rollouts
+from pgtoolkit.config.rules.run import needs_gpu, occupied_by_rollouts, refuse_triton
 from pgtoolkit.errors import ConfigError, DataError, first_line
 from pgtoolkit.system import model_folder
 from pgtoolkit.system.functions import REDUCER_KEYWORDS, import_function
@@ -39,16 +39,13 @@ def check_machine(c: Any, report: Report, typed: bool = True, begins: bool = Tru
 
 def devices(c: Any, report: Report) -> None:
     """A GPU where one is asked for."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    on_triton = c.kernel.implementation == "triton" and not interpreted
-    if not (c.trainer.device == "cuda" or on_triton) or _has_gpu():
+    if not (c.trainer.device == "cuda" or needs_gpu(c)) or _has_gpu():
         return
     if c.trainer.device == "cuda":
         reason = "Its driver or torch's CUDA build is missing."
         report.refuse("trainer.device=cuda", "a GPU that torch can use", "none", reason, "trainer.device=auto")
-    if on_triton and c.trainer.device != "cpu":  # which the rule on kernels has refused
-        reason = "Triton compiles for GPUs; TRITON_INTERPRET=1 runs its kernels slowly on a CPU."
-        report.refuse("kernel=triton", "a GPU", "none", reason, "kernel=torch")
+    if needs_gpu(c) and c.trainer.device != "cpu":  # which the rule on kernels has refused
+        refuse_triton("none", report)
 
 
 def _has_gpu() -> bool:

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import pickle
 import re
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from pgtoolkit.config.files import config_directory, sweep_file, sweep_files
 from pgtoolkit.config.names import digest, plain_config
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.launch import job as one_job
-from pgtoolkit.launch.check import check, page, problems
+from pgtoolkit.launch.check import check, notes, page, problems
+from pgtoolkit.launch.multirun import _CheckedJobs
 from pgtoolkit.launch.sweep import Job, Sweep
 from pgtoolkit.runs.directory import RunDirectory, read_status
 
@@ -40,6 +42,7 @@ def test_a_job_is_known_by_what_it_learns():
             "tracking.run_name=a",
             "trainer.checkpoint_every=7",
             "trainer.keep_checkpoints=9",
+            "rollout.save_path=recorded",
             "aggregation.divisor=7",  # what it is by default
             "seed=1",
             "aggregation.divisor=8",
@@ -47,7 +50,7 @@ def test_a_job_is_known_by_what_it_learns():
             "trainer.max_steps=299",
         )
     }
-    same, other = list(digests.values())[:6], list(digests.values())[6:]
+    same, other = list(digests.values())[:7], list(digests.values())[7:]
     assert len(set(same)) == 1
     assert len({same[0], *other}) == 5
     assert all(re.fullmatch("[0-9a-f]{8}", one) for one in digests.values())
@@ -221,6 +224,40 @@ def test_the_page_shows_what_varies_and_what_is_done(tmp_path, capsys, monkeypat
         "documents: at most 2560 in all, 1920 of them in jobs that are not done",
     ):
         assert expected in shown
+
+
+def test_jobs_that_began_without_recording_are_counted_in_a_note(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def noted(*overrides):
+        checked = check(["seed=1,2,3", "trainer.max_steps=20", "hydra.sweep.dir=s", *overrides], True)
+        assert problems(checked) == []
+        said = [note for note in notes(checked) if "rollout.save_path" in note]
+        return [job.status for job in checked.sweep.jobs.values()], said
+
+    first, second, _ = check(["seed=1,2,3", "trainer.max_steps=20", "hydra.sweep.dir=s"], True).sweep.jobs.values()
+    for job, state in ((first, "done"), (second, "interrupted")):
+        with RunDirectory(tmp_path / "s" / job.directory) as run:
+            run.write_config(job.config, [])
+            run.set_status(state, 5)
+    assert noted() == (["done", "interrupted", "pending"], [])
+    states, (note,) = noted("rollout.save_path='recorded/${seed}'")
+    assert states == ["done", "interrupted", "pending"]
+    assert note.startswith("2 of 3 jobs began without this rollout.save_path: what they have sampled is not recorded")
+    assert "use another hydra.sweep.dir or remove the folders of these jobs" in note
+    assert noted("rollout.save_path='recorded/${seed}'", "hydra.sweep.dir=t")[1] == []
+
+
+def test_launchers_get_the_configurations_that_were_checked():
+    checked = check(["seed=1,2", "loss=grpo", "hydra.sweep.subdir=x/${hydra.job.override_dirname}"], True)
+    jobs_of = pickle.loads(pickle.dumps(_CheckedJobs(checked)))  # as a launcher sends it to another machine
+    found = [jobs_of.load_sweep_config(None, [f"seed={seed}", "loss=grpo"]) for seed in (1, 2)]
+    assert found == [run.config for run in checked.runs]
+    assert [config.hydra.sweep.subdir for config in found] == list(checked.sweep.jobs) == ["x/seed=1", "x/seed=2"]
+    drawn = jobs_of.load_sweep_config(None, ["seed=7", "loss=grpo"])  # as by a sweeper that searches
+    assert (drawn.seed, drawn.loss.name, drawn.hydra.sweep.subdir) == (7, "grpo", "x/seed=7")
+    with pytest.raises(ConfigError, match="seed=x needs a whole number"):
+        jobs_of.load_sweep_config(None, ["seed=x"])
 
 
 def test_an_override_on_a_swept_key_replaces_its_values():

@@ -18,7 +18,7 @@ def parallelism(c: Any, report: Report) -> None:
     _world(c.parallelism, report)
     _keys(c, report)
     _rollouts(c, report)
-    _model(c.parallelism, _known(c), vocabulary_size(c.model, c.task), report)
+    fits(c.parallelism, _known(c), vocabulary_size(c.model, c.task), report)
 
 
 def _world(p: Any, report: Report) -> None:
@@ -67,27 +67,31 @@ def _rollouts(c: Any, report: Report) -> None:
         report.refuse(setting, "rollout=recorded", "rollout=policy", reason, use)
 
 
-def _model(p: Any, known: dict[str, Any], vocabulary: int | None, report: Report) -> None:
-    """known: what of the model's shape is known, by the names of `_known`."""
+def fits(p: Any, known: dict[str, Any], vocabulary: int | None, report: Report) -> None:
+    """Whether a model can be spread so: as far as it is known by `check`, and as it is loaded by `model/spread.py`.
+
+    p: parallelism. known: type, attention heads, key-value heads, layers, tied; what is not known is missing or None.
+    """
     tensor, stages = p.tensor_parallel, p.pipeline_parallel
     spread = [f"{name}={getattr(p, name)}" for name in SIZES if name != "data_parallel" and getattr(p, name) > 1]
     spread += ["shard=true"] if p.shard else []
-    if spread and known.get("type", MODEL_TYPES[0]) not in MODEL_TYPES:
+    if spread and known.get("type") not in (None, *MODEL_TYPES):
         needs, reason = f"a model of type {', '.join(MODEL_TYPES)}", "pgtoolkit knows where the matrices of these are."
         report.refuse(f"parallelism.{spread[0]}", needs, known["type"], reason, "parallelism=ddp")
     setting = f"parallelism.tensor_parallel={tensor}"
     heads = {what: known.get(what) for what in ("attention heads", "key-value heads")}
-    uneven = [what for what, number in heads.items() if is_whole(number) and number >= 1 and number % tensor]
-    if uneven:
+    heads = {what: number for what, number in heads.items() if is_whole(number) and number >= 1}
+    if uneven := [what for what, number in heads.items() if number % tensor]:
+        fitting = max(size for size in range(1, tensor) if not any(number % size for number in heads.values()))
         needs = f"a divisor of the model's {heads[uneven[0]]} {uneven[0]}"
-        use = f"parallelism.tensor_parallel={math.gcd(heads[uneven[0]], tensor)}"
+        use = f"parallelism.tensor_parallel={fitting}"
         report.refuse(setting, needs, tensor, "Attention heads are dealt out whole.", use)
     if vocabulary is not None and -(-vocabulary // tensor) * (tensor - 1) >= vocabulary:
         reason, use = "One rank would hold none of the vocabulary.", "parallelism.tensor_parallel=1"
         report.refuse(setting, f"fewer shards of {vocabulary} tokens", tensor, reason, use)
     setting, layers = f"parallelism.pipeline_parallel={stages}", known.get("layers")
     if known.get("tied") and stages > 1:
-        needs, got = "a model whose embedding and LM head are two matrices", "tie_word_embeddings=true"
+        needs, got = "a model whose embedding and LM head are two matrices", "one for both"
         report.refuse(setting, needs, got, "They lie on different stages.", "parallelism=fsdp")
     if is_whole(layers) and 1 <= layers < stages:
         reason, use = "A stage holds whole layers, at least one.", f"parallelism.pipeline_parallel={layers}"

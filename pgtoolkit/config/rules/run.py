@@ -123,10 +123,18 @@ def kernel(c: Any, report: Report) -> None:
         use = "kernel.logits_memory_mb=null" if splits else "kernel=fused_linear or kernel.logits_memory_mb=null"
         needs = "loss.num_splits=1" if splits else "kernel=auto or kernel=fused_linear"
         report.refuse(setting, needs, c.loss.num_splits if splits else chosen, reason, use)
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if chosen == "triton" and c.trainer.device == "cpu" and not interpreted:
-        reason = "Triton compiles for GPUs; TRITON_INTERPRET=1 runs its kernels slowly on a CPU."
-        report.refuse("kernel=triton", "a GPU", "trainer.device=cpu", reason, "kernel=torch")
+    if needs_gpu(c) and c.trainer.device == "cpu":
+        refuse_triton("trainer.device=cpu", report)
+
+
+def needs_gpu(c: Any) -> bool:
+    """Whether Triton is to compile its kernels."""
+    return c.kernel.implementation == "triton" and os.environ.get("TRITON_INTERPRET") != "1"
+
+
+def refuse_triton(got: str, report: Report) -> None:
+    reason = "Triton compiles for GPUs; TRITON_INTERPRET=1 runs its kernels slowly on a CPU."
+    report.refuse("kernel=triton", "a GPU", got, reason, "kernel=torch")
 
 
 def optimizer(c: Any, usual_rate: float | None, report: Report) -> None:
