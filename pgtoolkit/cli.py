@@ -1,44 +1,32 @@
-"""The command `pgtk`: trains, checks or resumes what the overrides describe."""
+"""The command `pgtk`: its sub-commands, their arguments, and how their errors end."""
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import difflib
 import os
+import shlex
 import sys
 from pathlib import Path
 
 from pgtoolkit import __version__
-from pgtoolkit.config.files import config_directory, default_options, options, sweep_file, sweep_files
-from pgtoolkit.errors import ConfigError, DataError, Interrupted, PgtoolkitError, StorageError, unusable
-from pgtoolkit.launch import torchrun
-from pgtoolkit.ranks.environment import joined
+from pgtoolkit.config.files import default_options, options, sweep_file, sweep_files
+from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, unusable
 from pgtoolkit.system.redaction import redact
-
-COMMANDS = {
-    "[OVERRIDES]": "train, results in outputs/; -m a=1,2 b=3,4 runs all four",
-    "sweep NAME [OVERRIDES]": "train what a file in sweeps/ describes; again: go on with it",
-    "check ...": "of any of these: print the plan and every problem, start nothing",
-    "resume RUN_DIR [OVERRIDES]": "continue a run from its newest checkpoint",
-    "compare RUN_DIR...": "what varies, what was reached over seeds, seed noise; --html FILE",
-    "diff RUN_A RUN_B": "what changed: configuration, code, packages, hardware",
-    "export RUN_DIR DIR": "the newest checkpoint as a Hugging Face folder",
-    "sync RUN_DIR...": "deliver to MLflow what it lacks of runs, such as after an outage",
-    "ui": "MLflow's pages of the runs tracked from this directory; --port N",
-}
-
-
-FAIL_FAST = "hydra.launcher.fail_fast=true"
-"""What --fail-fast stands for."""
+from pgtoolkit.system.report import print_error
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status. Errors of the user end in one message, others in a traceback."""
-    argv = sys.argv[1:] if argv is None else argv
+    before = sys.argv
+    if argv is not None:
+        sys.argv = [sys.argv[0], *argv]  # which provenance.json names
     try:
-        return _dispatch(argv)
+        status = _dispatch(sys.argv[1:])
+        sys.stdout.flush()
+        return status
     except PgtoolkitError as error:
-        return _say(error)
+        return print_error(error)
     except KeyboardInterrupt:
         print("pgtk: stopped by a keyboard interrupt", file=sys.stderr)
         return 130
@@ -47,37 +35,33 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
-        return _say(unusable(error))
+        return print_error(unusable(error))
+    finally:
+        sys.argv = before
 
 
 def _dispatch(argv: list[str]) -> int:
     command = argv[0] if argv and argv[0][:1].isalpha() and "=" not in argv[0] else None
-    if command in ("compare", "diff", "export", "sync", "ui"):
-        from pgtoolkit.launch.commands import main as run_command
-
-        return run_command(command, argv[1:])
+    if command in ("compare", "diff", "export", "sync", "ui"):  # whose parsers know --help
+        return COMMANDS[command][2](argv[1:])
     if "--help" in argv or "-h" in argv:
         print(help_page())
-    elif "--version" in argv:
+        return 0
+    if "--version" in argv:
         print(f"pgtk {__version__}")
-    elif command is None:
+        return 0
+    if command is None:
         return _train(argv)
-    elif command == "sweep":
-        return _train(argv[1:], _sweep_file(argv[1:]))
-    elif command == "check":
-        return _check(argv[1:])
-    elif command == "resume":
-        return _resume(argv[1:])
-    else:
+    if command not in COMMANDS:
         raise _unknown_command(command)
-    sys.stdout.flush()
-    return 0
+    return COMMANDS[command][2](argv[1:])
 
 
 def help_page() -> str:
     """Commands, groups with their options, examples: one screen of 24 lines."""
     lines = ["Policy-gradient losses for language models, compared by declarative configuration. Commands:"]
-    lines += [f"  pgtk {use:<28}{text}" for use, text in COMMANDS.items()]
+    lines.append(f"  pgtk {'[OVERRIDES]':<28}train, results in outputs/; -m a=1,2 b=3,4 runs all four")
+    lines += [f"  pgtk {f'{name} {words}':<28}{says}" for name, (words, says, _) in COMMANDS.items()]
     lines.append("Groups (GROUP=OPTION; * is the default):")
     defaults, single, columns = default_options(), [], []
     for group, names in sorted(options().items(), key=lambda item: [*defaults, item[0]].index(item[0])):
@@ -104,171 +88,55 @@ def _side_by_side(lines: list[str], width: int = 52) -> list[str]:
     return joined
 
 
-def _train(argv: list[str], sweep_file: Path | None = None) -> int:
-    """Refuse a bad configuration before anything is created, then hand over to Hydra.
+def _unknown_command(word: str) -> ConfigError:
+    known = [*COMMANDS, "train", "run", "bench", *options()]
+    near = next(iter(difflib.get_close_matches(word, known, n=1)), None)
+    if near in ("train", "run"):
+        use = "pgtk [OVERRIDES], without a word, to train"
+    elif near == "bench":
+        use = "python -m benchmarks.kernels, in a checkout of pgtoolkit"
+    elif near is None:
+        use = "pgtk --help"
+    else:
+        use = f"pgtk {near}" + ("" if near in COMMANDS else "=OPTION")
+    reason = f"The commands are {', '.join(COMMANDS)}."
+    return ConfigError(f"{word} needs to be a command or key=value (got neither). {reason} Use {use}.")
 
-    sweep_file: the primary configuration of `pgtk sweep`.
-    """
-    from pgtoolkit.config.compose import NO_CHOICE, hydra_form, search_path
-    from pgtoolkit.launch.check import check, notes, problems
 
-    typed = argv if sweep_file is None else ["sweep", *argv]
-    argv, fail_fast = [arg for arg in argv if arg != "--fail-fast"], "--fail-fast" in argv
-    if sweep_file is not None:
-        argv = ["--multirun", *argv[1:]]
-    args = _hydra_arguments(argv)
-    if args.shell_completion:
+def _train(argv: list[str], file: Path | None = None, typed: list[str] | None = None) -> int:
+    """file: of a sweep. typed: the words after pgtk, where they are others than argv."""
+    from pgtoolkit.launch.start import hydra_answers, train
+
+    if "-sc" in argv or "--shell-completion" in argv:
         from pgtoolkit.config.completion import complete
 
-        return complete(argv, _commands(), _run_hydra)
-    if args.cfg and args.multirun:
-        raise ConfigError("--cfg needs one run (got -m). It prints one configuration. Use pgtk check -m for a sweep.")
-    if fail_fast and FAIL_FAST not in args.overrides:
-        argv, args.overrides = [*argv, FAIL_FAST], [*args.overrides, FAIL_FAST]
-    starts = not (args.cfg or args.info or args.hydra_help)
-    if starts and (rank := joined()) is not None:
-        if args.multirun:
-            reason, use = "The runs of a sweep start their own processes.", "pgtk -m without torchrun or srun"
-            raise ConfigError(f"-m needs one process (got WORLD_SIZE={rank.world_size}). {reason} Use {use}.")
-        if rank.number > 0:
-            return torchrun.follow(args.overrides, args.config_dir)
-    sweep = None
-    if starts or args.cfg:
-        checked = check(args.overrides, args.multirun, args.config_dir, starts, sweep_file, ["pgtk", *typed])
-        if found := problems(checked):
-            raise torchrun.told(_refusal(found), args.overrides, args.config_dir, starts)
-        for note in notes(checked):
-            print(f"pgtk: note: {note}", file=sys.stderr)
-        sweep = checked.sweep
-    rest = [hydra_form(arg) if arg in args.overrides else arg for arg in argv if arg not in NO_CHOICE]
-    if sweep is None:
-        try:
-            return _run_hydra(rest, checked=checked.runs[0].config if starts else None)
-        except StorageError as error:  # from before it began
-            raise torchrun.told(error, args.overrides, args.config_dir) from error
-
-    from pgtoolkit.launch.multirun import start
-
-    if checked.searches:
-        sweep.jobs = {}
-    folder = str(sweep.folder).replace("'", "\\'")
-    rest += [f"hydra.sweep.dir='{folder}'", *([search_path(config_directory())] if sweep_file else [])]
-    rest.append(f"hydra.job.config.override_dirname.exclude_keys=[{','.join(checked.unnamed)}]")
-    return start(sweep, lambda: _run_hydra(rest, sweep_file), checked.runs[0].config)
+        return complete(argv, list(COMMANDS), hydra_answers)
+    return train(_for_hydra(argv), file, ["pgtk", *(typed or argv)])
 
 
-def _hydra_arguments(argv: list[str]):
-    """The arguments as Hydra reads them, without its flags that would go past what is checked."""
-    from hydra._internal.utils import get_args_parser
-
-    args = get_args_parser().parse_args(argv)
-    for flag in ("config_path", "config_name", "experimental_rerun"):
-        if (value := getattr(args, flag)) is not None:
-            name = f"--{flag.replace('_', '-')}={value}"
-            reason = "pgtk begins with its own conf/config.yaml: another would not be checked, and could run code."
-            use = "pgtk sweep FILE.yaml, or --config-dir=FOLDER for options of your own"
-            raise ConfigError(f"{name} needs to be left out (got one). {reason} Use {use}.")
-    if args.config_dir is not None and not Path(args.config_dir).is_dir():
-        reason = "It holds options of your own, such as experiment/mine.yaml."
-        got = f"--config-dir={args.config_dir} needs a folder (got {args.config_dir})"
-        raise ConfigError(f"{got}. {reason} Use --config-dir=FOLDER.")
-    return args
-
-
-def _run_hydra(argv: list[str], primary: Path | None = None, checked=None) -> int:
-    """What Hydra does with these arguments. checked: the configuration of a single run, which is not composed again."""
-    import hydra
-
-    from pgtoolkit.config.compose import register
-
-    statuses: list[int] = []
-    started = False
-
-    def task(config) -> None:
-        nonlocal started
-        started = True
-        try:
-            _train_one(config)
-        except Interrupted as stop:
-            # Ends a sweep too, whose launcher goes on after any other exception.
-            raise SystemExit(_say(stop)) from None
-        except PgtoolkitError as error:
-            statuses.append(_say(error))
-
-    register()
-    primary = primary or config_directory() / "config.yaml"
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # otherwise Hydra shortens the traceback of a defect
-    before, sys.argv = sys.argv, [sys.argv[0], *argv]
-    try:
-        if checked is None:
-            hydra.main(version_base="1.3", config_path=str(primary.parent), config_name=primary.stem)(task)()
-        else:
-            _run_job(checked, task)
-    except OSError as error:
-        if started:
-            raise
-        raise StorageError(
-            f"the run directory cannot be made: {error}. Choose another with hydra.run.dir=..."
-        ) from error
-    finally:
-        sys.argv = before
-    return statuses[0] if statuses else 0
-
-
-def _run_job(config, task) -> None:
-    """Hydra's way to run a single configuration: its directory, logging and callbacks."""
-    from hydra._internal.callbacks import Callbacks
-    from hydra.core.utils import run_job
-    from hydra.types import HydraContext, RunMode
-
-    config.hydra.mode = RunMode.RUN
-    callbacks = Callbacks(config)
-    callbacks.on_run_start(config=config, config_name=config.hydra.job.config_name)
-    done = run_job(task, config, "hydra.run.dir", None, HydraContext(None, callbacks))
-    callbacks.on_run_end(config=config, config_name=config.hydra.job.config_name, job_return=done)
-    _ = done.return_value  # raises what the task has raised
-
-
-def _train_one(config) -> None:
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
-
-    from pgtoolkit.config.compose import name_in
-    from pgtoolkit.config.paths import make_absolute
-
-    own = HydraConfig.get()
-    overrides = list(own.overrides.task)
-    in_sweep = own.mode == RunMode.MULTIRUN
-    config.tracking.run_name = name_in(own, config.tracking.run_name)
-    make_absolute(config)
-    if in_sweep:  # another launcher than ours, such as SLURM's
-        from pgtoolkit.launch.job import run
-
-        run(config, Path(own.runtime.output_dir), overrides, Path(own.sweep.dir).name)
-    else:
-        _launch(config, Path(own.runtime.output_dir), overrides)
-
-
-def _launch(config, run_dir: Path, overrides: list[str], resume: bool = False) -> None:
-    """Train; signals are answered in an orderly way from here on, also while torch is loaded."""
-    from pgtoolkit.tracking.signals import stop_signals_recorded
-
-    with stop_signals_recorded(config, run_dir, overrides) if joined() is None else contextlib.nullcontext():
-        from pgtoolkit.launch.processes import launch
-
-        launch(config, run_dir, resume=resume, overrides=overrides)
+def _sweep(argv: list[str]) -> int:
+    return _train(["--multirun", *argv[1:]], _sweep_file(argv), ["sweep", *argv])
 
 
 def _check(argv: list[str]) -> int:
     from pgtoolkit.launch.check import check, page, problems
+    from pgtoolkit.launch.start import hydra_arguments
 
     file = None
     if argv and argv[0] == "sweep":
         file, argv = _sweep_file(argv[1:]), ["--multirun", *argv[2:]]
-    args = _hydra_arguments(argv)
+    args = hydra_arguments(_for_hydra(argv))
     checked = check(args.overrides, args.multirun, args.config_dir, sweep_file=file)
     print(redact(page(checked)), flush=True)
     return ConfigError.exit_status if problems(checked) else 0
+
+
+def _resume(argv: list[str]) -> int:
+    if not argv or (not Path(argv[0]).is_dir() and (argv[0].startswith("-") or "=" in argv[0])):
+        raise ConfigError("pgtk resume needs a run directory (got none). Use pgtk resume outputs/DATE/TIME-NAME.")
+    from pgtoolkit.launch.start import resume
+
+    return resume(Path(argv[0]), argv[1:])
 
 
 def _sweep_file(argv: list[str]) -> Path:
@@ -279,59 +147,134 @@ def _sweep_file(argv: list[str]) -> Path:
     return sweep_file(argv[0])
 
 
-def _resume(argv: list[str]) -> int:
-    if not argv or (not Path(argv[0]).is_dir() and (argv[0].startswith("-") or "=" in argv[0])):
-        raise ConfigError("pgtk resume needs a run directory (got none). Use pgtk resume outputs/DATE/TIME-NAME.")
-    from pgtoolkit.config.resume import compose_resumed
-    from pgtoolkit.config.validate import resolve, validate
-    from pgtoolkit.system.report import Report
-    from pgtoolkit.training.machine import look
+def _for_hydra(argv: list[str]) -> list[str]:
+    return ["hydra.launcher.fail_fast=true" if word == "--fail-fast" else word for word in argv]
 
-    run_dir, overrides = Path(argv[0]), argv[1:]
-    composed = compose_resumed(run_dir, overrides)
-    report = validate(composed.config)
-    look(resolve(composed.config, Report()), report, typed=False, begins=False)
-    if problems := composed.problems + report.problems:
-        raise _refusal(problems)
-    _launch(composed.config, run_dir, overrides, resume=True)
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise ConfigError(f"{self.prog}: {message}. Use {' '.join(self.format_usage().split()[1:])}.")
+
+
+def _compare(argv: list[str]) -> int:
+    parser = _Parser("pgtk compare", description="Compare runs: which keys vary, what they reached, seed noise.")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, folder with runs, or a sweep's name")
+    parser.add_argument("--uri", metavar="URI", help="read this MLflow store; RUN is then an experiment or a sweep")
+    parser.add_argument("--metric", default="reward", metavar="NAME", help="what is compared (default: reward)")
+    for suffix, what in (("html", "report in one page"), ("csv", "row per run"), ("png", "picture of the curves")):
+        parser.add_argument(f"--{suffix}", type=Path, metavar="FILE", help=f"write a {what}")
+    args = parser.parse_args(argv)
+    files = {name: getattr(args, name) for name in ("html", "csv", "png") if getattr(args, name)}
+    for name, path in files.items():
+        _refuse_unwritable(name, path)
+
+    from pgtoolkit.comparison.files import write
+    from pgtoolkit.comparison.groups import compare
+    from pgtoolkit.comparison.runs import find_runs
+    from pgtoolkit.comparison.terminal import page
+    from pgtoolkit.tracking.next_commands import shell_path
+
+    if args.uri:
+        from pgtoolkit.comparison.stored import stored_runs
+
+        runs = stored_runs(args.uri, args.runs)
+    else:
+        runs = find_runs(args.runs)
+    compared = compare(runs, args.metric)
+    print(page(compared), flush=True)
+    for name, path in files.items():
+        try:
+            write(compared, name, path, redact(shlex.join(["pgtk", "compare", *argv])))
+        except OSError as error:
+            raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
+        print(f"{name:<5}{shell_path(path)}", flush=True)
     return 0
 
 
-def _refusal(problems: list[str]) -> PgtoolkitError:
-    from pgtoolkit.training.machine import DataProblem
-
-    kind = DataError if all(isinstance(problem, DataProblem) for problem in problems) else ConfigError
-    if len(problems) == 1:
-        return kind(problems[0])
-    return kind(f"{len(problems)} problems in the configuration:\n" + "\n".join(f"  {p}" for p in problems))
-
-
-def _unknown_command(word: str) -> ConfigError:
-    commands = _commands()
-    nearest = difflib.get_close_matches(word, [*commands, *options()], n=1)
-    if word in ("train", "run"):
-        use = "pgtk [OVERRIDES], without a word, to train"
-    elif word == "bench":
-        use = "python -m benchmarks.kernels, in a checkout of pgtoolkit"
-    elif not nearest:
-        use = "pgtk --help"
-    else:
-        use = f"pgtk {nearest[0]}" + ("" if nearest[0] in commands else "=OPTION")
-    reason = f"The commands are {', '.join(commands)}."
-    return ConfigError(f"{word} needs to be a command or key=value (got neither). {reason} Use {use}.")
+def _refuse_unwritable(name, path):
+    if path.is_dir() or not path.parent.is_dir():
+        got = "a folder" if path.is_dir() else f"no folder {path.parent}"
+        reason = "The report is one file." if path.is_dir() else "Folders are not made."
+        raise ConfigError(
+            f"--{name}={path} needs the name of a file in a folder that exists (got {got}). {reason} "
+            f"Use --{name}=comparison.{name}."
+        )
 
 
-def _commands() -> list[str]:
-    return [word for word in (use.split()[0] for use in COMMANDS) if word.isalpha()]
+def _diff(argv: list[str]) -> int:
+    parser = _Parser("pgtk diff", description="What changed between two runs: configuration, code, packages, hardware.")
+    parser.add_argument("first", metavar="RUN_A", type=Path)
+    parser.add_argument("second", metavar="RUN_B", type=Path)
+    args = parser.parse_args(argv)
+
+    from pgtoolkit.comparison.diff import page
+
+    print(page(args.first, args.second), flush=True)
+    return 0
 
 
-def _say(error: PgtoolkitError) -> int:
-    rank, said = joined(), redact(str(error))
-    if rank is None or rank.number == 0:
-        print(f"pgtk: error: {said}", file=sys.stderr)
-    elif not error.on_all_ranks:
-        print(f"pgtk: error: rank {rank.number}: {said}", file=sys.stderr)
-    return error.exit_status
+def _ui(argv: list[str]) -> int:
+    parser = _Parser("pgtk ui", description="Show MLflow's pages of the runs tracked from this directory.")
+    parser.add_argument("--port", default="5000", metavar="N", help="port on 127.0.0.1 (default: 5000)")
+    parser.add_argument("--uri", metavar="URI", help="another store (default: sqlite:///outputs/mlflow.db)")
+    args = parser.parse_args(argv)
+
+    from pgtoolkit.comparison.ui import serve
+
+    return serve(args.uri, args.port)
+
+
+def _sync(argv: list[str]) -> int:
+    parser = _Parser("pgtk sync", description="Deliver to MLflow what run directories hold and the store lacks.")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, or a folder with runs such as a sweep")
+    parser.add_argument("--uri", metavar="URI", help="another store than the run's own")
+    parser.add_argument("--experiment", metavar="NAME", help="another experiment than the run's own")
+    args = parser.parse_args(argv)
+
+    from pgtoolkit.comparison.runs import is_run, run_directories
+    from pgtoolkit.tracking.next_commands import shell_path
+    from pgtoolkit.tracking.sync import sync
+
+    failed = []
+    for directory in run_directories("pgtk sync", args.runs):
+        if not is_run(directory):
+            print(f"{shell_path(directory)}: it ended before its config.yaml was written", flush=True)
+            continue
+        try:
+            print(sync(directory, args.uri, args.experiment), flush=True)
+        except PgtoolkitError as error:  # such as of a run that is damaged, or still going on: the others do not wait
+            failed.append(error)
+    if failed:
+        worst = max(failed, key=lambda error: error.exit_status)
+        raise type(worst)("\n".join(dict.fromkeys(map(str, failed)))) from worst
+    return 0
+
+
+def _export(argv: list[str]) -> int:
+    parser = _Parser("pgtk export", description="Write a run's newest checkpoint as a Hugging Face folder.")
+    parser.add_argument("run", metavar="RUN", type=Path, help="run directory")
+    parser.add_argument("folder", metavar="DIR", type=Path, help="new or empty folder")
+    args = parser.parse_args(argv)
+
+    from pgtoolkit.tracking.next_commands import shell_path
+    from pgtoolkit.training.export import export
+
+    step = export(args.run, args.folder)
+    print(f"step {step} of {shell_path(args.run)} is in {shell_path(args.folder)}; its README.md says how to load it")
+    return 0
+
+
+COMMANDS = {
+    "sweep": ("NAME [OVERRIDES]", "train what a file in sweeps/ describes; again: what is missing", _sweep),
+    "check": ("...", "of any of these: print the plan and every problem, start nothing", _check),
+    "resume": ("RUN_DIR [OVERRIDES]", "continue a run from its newest checkpoint", _resume),
+    "compare": ("RUN_DIR...", "what varies, what was reached over seeds, seed noise; --html FILE", _compare),
+    "diff": ("RUN_A RUN_B", "what changed: configuration, code, packages, hardware", _diff),
+    "export": ("RUN_DIR DIR", "the newest checkpoint as a Hugging Face folder", _export),
+    "sync": ("RUN_DIR...", "deliver to MLflow what it lacks of runs, such as after an outage", _sync),
+    "ui": ("", "MLflow's pages of the runs tracked from this directory; --port N", _ui),
+}
+"""Name -> what follows it, what it does, and the function that does it with the words after its name."""
 
 
 if __name__ == "__main__":

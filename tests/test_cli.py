@@ -11,10 +11,10 @@ import pytest
 from omegaconf import OmegaConf, open_dict
 
 from pgtoolkit.cli import help_page, main
-from pgtoolkit.config.compose import compose, hydra_form, name_of
+from pgtoolkit.config.compose import compose, hydra_form
 from pgtoolkit.config.files import options
-from pgtoolkit.config.plan import run_name, vocabulary_size
-from pgtoolkit.config.resume import compose_resumed
+from pgtoolkit.config.names import name_from, name_of
+from pgtoolkit.config.plan import vocabulary_size
 
 
 def pgtk(*arguments, cwd, **more):
@@ -47,6 +47,7 @@ def refused(capsys, *arguments):
         ("loss.zzz=1", "Use one of loss.epsilon_low, loss.epsilon_high, loss.num_splits."),
         ("zzz=1", "Use `pgtk --help`"),
         ("task.dataset=x", "Use task=reasoning_gym task.dataset=x."),
+        ("task.path=x", "task.path=x needs task=prompts (got task=reverse). task=reverse does not have the key."),
         ("loss.name=grpo", "Use loss=grpo."),
         ("accumulation.last_step=carri", "Use accumulation.last_step=carry."),
         ("seed=one", "Use seed=0."),
@@ -55,6 +56,7 @@ def refused(capsys, *arguments):
         ("parallelism.sequence_parallel=3.5", "needs true or false"),
         ("loss=[grpo]x", "Use quotes"),
         ("seed=1,2", "Use pgtk -m seed=1,2."),
+        ("loss=glob(*)", "Options are chosen by their names, not by a pattern"),
         ("~tracking", "Use tracking=none."),
         ("loss={epsilon_low:x}", "loss.epsilon_low=x needs a number"),
         ("hydra.run.dri=x", "Use hydra.run.dir."),
@@ -123,7 +125,9 @@ def test_what_a_file_says_may_be_changed(capsys):
         ("chek", "Use pgtk check."),
         ("resum", "Use pgtk resume."),
         ("agregation", "Use pgtk aggregation=OPTION."),
-        ("train", "Use pgtk [OVERRIDES]"),
+        ("train", "Use pgtk [OVERRIDES], without a word, to train."),
+        ("trian", "Use pgtk [OVERRIDES], without a word, to train."),
+        ("bench", "Use python -m benchmarks.kernels"),
         ("zzz", "Use pgtk --help."),
     ],
 )
@@ -183,6 +187,12 @@ def test_check_prints_the_plan(capsys):
         "7 tokens: '3'=3 '7'=7 '6'=6 '3'=3 '7'=7 '3'=3 '='=10",
     ):
         assert expected in page
+
+
+def test_the_equation_of_a_family_of_ones_own_names_it(capsys):
+    for typed, shown in (([], "the class that loss.path names"), (["loss.path=json.JSONDecoder"], "json.JSONDecoder")):
+        main(["check", "loss=custom", *typed])
+        assert f"  l_t = as {shown} computes it\n" in capsys.readouterr().out
 
 
 def test_the_vocabulary_of_a_local_model_is_read(tmp_path, capsys):
@@ -262,23 +272,23 @@ def test_a_closed_pipe_is_not_an_error_message(tmp_path):
 
 def test_run_names():
     defaults = {"loss": "gspo", "aggregation": "sample_mean"}
-    assert run_name([], defaults) == "default"
-    assert run_name(["loss=gspo", "aggregation=constant"], defaults) == "aggregation-constant"
-    assert run_name(["loss=gspo", "experiment=dapo"], defaults) == "loss-gspo_dapo"
-    assert run_name(["optimizer.learning_rate=3e-4", "seed=1"], defaults) == "learning-rate-3e-4_seed-1"
-    assert run_name(["tracking=none", "hydra.run.dir=x", "hydra/launcher=joblib"], defaults) == "default"
-    assert run_name(["model.path=/home/me/../some model"], defaults) == "some-model"
+    assert name_from([], defaults) == "default"
+    assert name_from(["loss=gspo", "aggregation=constant"], defaults) == "aggregation-constant"
+    assert name_from(["loss=gspo", "experiment=dapo"], defaults) == "loss-gspo_dapo"
+    assert name_from(["optimizer.learning_rate=3e-4", "seed=1"], defaults) == "learning-rate-3e-4_seed-1"
+    assert name_from(["tracking=none", "hydra.run.dir=x", "hydra/launcher=joblib"], defaults) == "default"
+    assert name_from(["model.path=/home/me/../some model"], defaults) == "some-model"
     on_the_hub = ["model=huggingface", "model.path=Qwen/Qwen3-0.6B", "task=prompts", "task.path=~/data/gsm8k.jsonl"]
-    assert run_name([*on_the_hub, "loss=grpo"], defaults) == "Qwen3-0.6B_gsm8k.jsonl_loss-grpo"
+    assert name_from([*on_the_hub, "loss=grpo"], defaults) == "Qwen3-0.6B_gsm8k.jsonl_loss-grpo"
     answers = ["task.verifier=math_verify", "rollout.max_completion_length=1024", "trainer.max_steps=2000"]
-    both = [run_name([*on_the_hub, *answers, "loss=grpo", f"seed={seed}"], defaults) for seed in (3, 4)]
+    both = [name_from([*on_the_hub, *answers, "loss=grpo", f"seed={seed}"], defaults) for seed in (3, 4)]
     assert both[0].startswith("max-steps-2000_loss-grpo_seed-3_Qwen3-0.6B_gsm8k.jsonl_verifier-math-veri")
     assert [len(name) for name in both] == [80, 80]
     assert "seed-4" in both[1]
     long = [f"task.options.key{i}={i}" for i in range(40)]
-    names = {run_name(long), run_name([*long, "seed=1"])}
+    names = {name_from(long, {}), name_from([*long, "seed=1"], {})}
     assert len(names) == 2
-    for name in [*names, run_name(["experiment=../../.x"]), run_name(["a=.."])]:
+    for name in [*names, name_from(["experiment=../../.x"], {}), name_from(["a=.."], {})]:
         assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", name)
     assert name_of("chosen", ["seed=1"]) == "chosen"
 
@@ -307,7 +317,7 @@ def run_dir(tmp_path):
 
 
 def test_resume_takes_the_saved_configuration_and_overrides(run_dir):
-    composed = compose_resumed(run_dir, ["trainer.max_steps=900", "tracking=none"])
+    composed = compose(["trainer.max_steps=900", "tracking=none"], run_dir=run_dir)
     assert composed.problems == []
     config = composed.config
     assert (config.loss.name, config.seed, config.trainer.max_steps, config.tracking.name) == ("grpo", 5, 900, "none")
@@ -320,7 +330,7 @@ def test_resume_knows_what_older_runs_were_saved_without(run_dir):
         group, name = key.split(".")
         del saved[group][name]
     OmegaConf.save(saved, run_dir / "config.yaml")
-    composed = compose_resumed(run_dir, ["parallelism.shard=true"])
+    composed = compose(["parallelism.shard=true"], run_dir=run_dir)
     assert composed.problems == []
     config = composed.config
     assert (config.parallelism.shard, config.parallelism.timeout_seconds) == (True, 300)

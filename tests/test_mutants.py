@@ -382,7 +382,7 @@ MUTANTS = [
     ),
     Mutant(
         "a second run goes into the directory of another",
-        "config/paths.py",
+        "config/rules/places.py",
         {"if by else []": "if False else []"},
         (
             "tests/runs/test_run_directory.py::test_the_refusal_of_a_second_run_names_resume_and_a_free_directory_is_accepted",

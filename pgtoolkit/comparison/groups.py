@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 from pgtoolkit.comparison.runs import Run
 from pgtoolkit.comparison.statistics import Comparison, compare_all, mean_and_std
-from pgtoolkit.config.names import NOT_COMPARED
+from pgtoolkit.config.names import NO_EFFECT_ON_LEARNING
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.series import best, final
 from pgtoolkit.system.report import text
 
-_NOT_COMPARED = ("seed", *NOT_COMPARED)
+_NOT_COMPARED = ("seed", *NO_EFFECT_ON_LEARNING)
 """The seed makes the runs of a group."""
 
 _SHORT = (".name", ".mode", ".implementation", ".estimator")

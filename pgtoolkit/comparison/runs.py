@@ -83,7 +83,7 @@ def run_directories(command: str, paths: Sequence[str]) -> list[Path]:
         needs = "a run directory, a folder that holds runs, or a sweep's name"
         raise not_a_run(f"{command} {missing[0]}", sweep_folder(missing[0]), needs)
     if without:
-        print(f"pgtk: note: passed over, there is no run: {' '.join(map(shell_path, without))}", file=sys.stderr)
+        print(f"note: passed over, there is no run: {' '.join(map(shell_path, without))}", file=sys.stderr)
     return list(found)
 
 

@@ -25,16 +25,10 @@ def complete(argv: list[str], commands: list[str], hydra: Callable[[list[str]], 
     print("\n".join(words), flush=True)
     if line is not None:
         os.environ["COMP_LINE"] = line
-        quiet = contextlib.suppress(Exception, SystemExit)
-        found = io.StringIO()
-        with (
-            open(os.devnull, "w") as nowhere,
-            contextlib.redirect_stderr(nowhere),
-            contextlib.redirect_stdout(found),
-            quiet,
-        ):
+        found, quiet = io.StringIO(), contextlib.suppress(Exception, SystemExit)
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(found), quiet:
             hydra(argv)
-        # Hydra takes the types of the keys for options, which `refusals` knows better.
+        # Hydra takes the types of the keys for options, which nobody means.
         print(" ".join(word for word in found.getvalue().split() if "=schema" not in word), flush=True)
     return 0
 

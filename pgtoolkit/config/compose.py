@@ -1,4 +1,4 @@
-"""Composes the configuration from overrides, and says every refusal in its own words, all of them together."""
+"""The one way into a configuration: overrides on the files in conf/ or on a saved run, with every problem of theirs."""
 
 from __future__ import annotations
 
@@ -14,43 +14,34 @@ import hydra
 from hydra._internal.config_loader_impl import get_overrides_dirname
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.config import override_problems
-from pgtoolkit.config.files import config_directory, default_options, options, plugins
-from pgtoolkit.config.names import digest, learned
-from pgtoolkit.config.plan import run_name
+from pgtoolkit.config.files import config_directory, options, plugins
+from pgtoolkit.config.names import digest, name_from, name_in, plain_config
+from pgtoolkit.config.paths import make_absolute
 from pgtoolkit.config.rules import credentials, executed
-from pgtoolkit.config.schema import register_schemas
+from pgtoolkit.config.saved import cannot_change, saved_config
+from pgtoolkit.config.schema import FREE_FORM, register_schemas
+from pgtoolkit.runs.files import read_data
 from pgtoolkit.system.report import key_of
 
-FREE_FORM = {"task.options": "reasoning_gym", "loss.options": "custom"}
-"""Where keys are not in the schema, and with which option: they belong to the data set, or to the user's family."""
+NO_CHOICE = ("experiment=null", "debug=null")
+"""What the optional groups are by default; Hydra accepts it in its files but not as an override."""
 
 
 @dataclass
 class Composed:
     """One run's configuration with the problems of its overrides; those refused are left out of it.
 
-    config: None if nothing could be composed; it still holds the `hydra` node.
+    config: None if nothing could be composed; it holds the `hydra` node, but for that of a saved run.
     """
 
     config: DictConfig | None
     problems: list[str]
-
-
-def register() -> None:
-    """Make the schemas and the resolvers of conf/ known; may be called again."""
-    register_schemas()
-    for resolver in (_run_name, _sweep_name, _digest, _divide, _by_weights):
-        OmegaConf.register_new_resolver(f"pgtk.{resolver.__name__[1:]}", resolver, replace=True)
-
-
-NO_CHOICE = ("experiment=null", "debug=null")
-"""What the optional groups are by default; Hydra accepts it in its files but not as an override."""
 
 
 def compose(
@@ -58,11 +49,13 @@ def compose(
     config_dir: Path | None = None,
     sweep_file: Path | None = None,
     typed: list[str] | None = None,
+    run_dir: Path | None = None,
 ) -> Composed:
-    """The configuration of one run, with every problem of its overrides; those refused are left out of it.
+    """The configuration of one run.
 
     config_dir: a folder of the user's with more options. sweep_file: the primary configuration instead of conf/'s.
-    typed: those of the overrides that come from the command line, where not all do.
+    typed: those of the overrides that come from the command line, where not all do. run_dir: a run to be continued or
+    exported, whose saved configuration takes the place of the files. Raises ConfigError if it has none.
     """
     parsed, problems = parse(overrides)
     if found := executed.search_path(parsed, sweep_file):
@@ -70,12 +63,15 @@ def compose(
     problems += override_problems.given_twice(parsed)
     parsed = [override for override in parsed if override.input_line not in NO_CHOICE]
     groups = options(config_dir)
+    saved = saved_config(run_dir) if run_dir else None
+    movable = set(read_data(run_dir)) if run_dir else set()  # keys whose contents are known
     choices, values, accepted = [], [], []
     for override in parsed:
         key = override.key_or_group
-        if problem := override_problems.wrong_form(override, groups):
+        problem = override_problems.wrong_form(override, groups)
+        if problem or (saved and (problem := cannot_change(saved, override, movable))):
             problems.append(problem)
-        elif key.split(".")[0].split("/")[0] == "hydra":
+        elif key.split(".")[0].split("/")[0] == "hydra" and not saved:
             choices.append(override.input_line)
         elif key in groups and not isinstance(override.value(), dict):
             if problem := override_problems.unknown_option(override, groups[key]):
@@ -85,34 +81,56 @@ def compose(
                 accepted.append(override)
         else:
             values.append(override)
-    try:
-        config = compose_choices(choices, config_dir, sweep_file)
-    except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
-            raise  # a file that is there and cannot be read
-        return Composed(None, [*problems, override_problems.composition_problem(error)])
-    except Exception as error:  # Hydra refuses odd values of its own keys by many types of exception
-        return Composed(None, [*problems, override_problems.composition_problem(error)])
-    if config_dir or sweep_file:
-        problems += _set_by_files(config, [one for one in choices if key_of(one).startswith("hydra")])
-    problems += executed.targets(config.hydra)
-    if found := override_problems.incomplete(config):
-        return Composed(None, [*problems, *found])
+    if saved:
+        register()
+        for choice in choices:
+            saved[key_of(choice)] = compose_choices([choice])[key_of(choice)]
+        config = saved
+    else:
+        config, found = _of_files(choices, config_dir, sweep_file)
+        problems += found
+        if config is None:
+            return Composed(None, problems)
     # What stands for the value of another key comes after it.
     for override in sorted(values, key=lambda one: "${" in one.input_line):
-        if found := apply(config, override.key_or_group, override.value(), groups):
+        if found := _set(config, override.key_or_group, override.value(), groups):
             problems += found
         else:
             accepted.append(override)
-    own = parsed if typed is None else parse(typed)[0]
-    problems += executed.functions(config, own)
-    problems += credentials.of_configuration(config, executed.words_of(own))
-    # Hydra has seen the choices alone; the names of directories come from everything that was typed.
-    task = [hydra_form(one.input_line) for one in parsed if one in accepted]
-    form = config.hydra.job.config.override_dirname
-    dirname = get_overrides_dirname(parse(task)[0], form.exclude_keys, form.item_sep, form.kv_sep)
-    config.hydra.overrides.task, config.hydra.job.override_dirname = task, dirname
+    by_user = parsed if typed is None else parse(typed)[0]
+    problems += executed.functions(config, by_user)
+    problems += credentials.of_configuration(config, executed.typed_values(by_user))
+    if saved:
+        make_absolute(config)
+    else:  # Hydra has seen the choices alone; the names of directories come from everything that was typed
+        config.hydra.overrides.task = [hydra_form(one.input_line) for one in parsed if one in accepted]
+        name_directories(config.hydra, config.hydra.job.config.override_dirname.exclude_keys)
     return Composed(config, list(dict.fromkeys(problems)))
+
+
+def name_directories(hydra: DictConfig, unnamed: list[str]) -> None:
+    """Set what names of directories are made of; unnamed: keys that are left out of them."""
+    hydra.job.config.override_dirname.exclude_keys = list(unnamed)
+    form, overrides = hydra.job.config.override_dirname, parse(list(hydra.overrides.task))[0]
+    hydra.job.override_dirname = get_overrides_dirname(overrides, form.exclude_keys, form.item_sep, form.kv_sep)
+
+
+def _of_files(
+    choices: list[str], config_dir: Path | None, sweep_file: Path | None
+) -> tuple[DictConfig | None, list[str]]:
+    """The configuration of the chosen options, and the problems with what files of the user's set."""
+    try:
+        config = compose_choices(choices, config_dir, sweep_file)
+    except Exception as error:  # Hydra refuses odd values of its own keys by many types of exception
+        if isinstance(error, OSError) and error.errno != errno.ENAMETOOLONG:
+            raise  # a file that is there and cannot be read
+        return None, [override_problems.composition_problem(error)]
+    problems = executed.targets(config.hydra)
+    if config_dir or sweep_file:
+        problems = _set_by_files(config, [one for one in choices if key_of(one).startswith("hydra")]) + problems
+    if found := override_problems.incomplete(config):
+        return None, [*problems, *found]
+    return config, problems
 
 
 def _set_by_files(config: DictConfig, typed: list[str]) -> list[str]:
@@ -129,35 +147,7 @@ def _set_by_files(config: DictConfig, typed: list[str]) -> list[str]:
     return executed.set_by_files(config.hydra, own.hydra)
 
 
-def jobs(overrides: list[str]) -> list[list[str]]:
-    """The overrides of each run of a sweep: all combinations of the values separated by commas, of two overrides of
-    one key the later: a sweep's file comes before what is typed. Of an interval, which a searching sweeper draws from,
-    the two ends."""
-    parsed, problems = parse([override for override in overrides if override not in NO_CHOICE])
-    if problems:  # `compose` says them
-        return [overrides]
-    last = {override.key_or_group: override for override in parsed if not override.is_hydra_override()}
-    discrete = [_ends(override) if override.is_interval_sweep() else override for override in last.values()]
-    return BasicSweeper.split_arguments(discrete, None)[0]
-
-
-def _ends(override: Override) -> Override:
-    interval = override.value()
-    return OverridesParser.create().parse_override(f"{override.get_key_element()}={interval.start},{interval.end}")
-
-
-def parse(overrides: list[str]) -> tuple[list[Override], list[str]]:
-    """The overrides in Hydra's grammar, and a problem for each that is not one."""
-    parsed, problems = [], []
-    for text in overrides:
-        try:
-            parsed.append(OverridesParser.create().parse_override(text))
-        except (HydraException, ValueError, RecursionError) as error:  # of thousands of digits, of lists in lists
-            problems.append(override_problems.unreadable(text, error, options()))
-    return parsed, problems
-
-
-def apply(config: DictConfig, key: str, value: Any, groups: dict[str, list[str]]) -> list[str]:
+def _set(config: DictConfig, key: str, value: Any, groups: dict[str, list[str]]) -> list[str]:
     """Set one key, or several given as a dictionary; returns the problems, with which nothing is set."""
     free = next((place for place in FREE_FORM if f"{key}.".startswith(f"{place}.")), None)
     if free and config[group := free.partition(".")[0]].name == FREE_FORM[free]:
@@ -170,7 +160,7 @@ def apply(config: DictConfig, key: str, value: Any, groups: dict[str, list[str]]
             return [override_problems.unresolvable(key, value, error)]
         return []
     if isinstance(value, dict) and value:
-        return [problem for name in value for problem in apply(config, f"{key}.{name}", value[name], groups)]
+        return [problem for name in value for problem in _set(config, f"{key}.{name}", value[name], groups)]
     group, _, leaf = key.partition(".")
     if leaf == "name" and group in groups:
         reason = f"The other keys of {group} come with their option."
@@ -198,6 +188,43 @@ def apply(config: DictConfig, key: str, value: Any, groups: dict[str, list[str]]
     return []
 
 
+def parse(overrides: list[str]) -> tuple[list[Override], list[str]]:
+    """The overrides in Hydra's grammar, and a problem for each that is not one."""
+    parsed, problems = [], []
+    for text in overrides:
+        try:
+            override = OverridesParser.create().parse_override(text)
+            if override.value_type == ValueType.GLOB_CHOICE_SWEEP:
+                raise ValueError("Options are chosen by their names, not by a pattern")
+            parsed.append(override)
+        except (HydraException, ValueError, RecursionError) as error:  # of thousands of digits, of lists in lists
+            problems.append(override_problems.unreadable(text, error, options()))
+    return parsed, problems
+
+
+def jobs(overrides: list[str]) -> list[list[str]]:
+    """The overrides of each run of a sweep: all combinations of the values separated by commas, of two overrides of
+    one key the later: a sweep's file comes before what is typed. Of an interval, which a searching sweeper draws from,
+    the two ends."""
+    parsed, problems = parse([override for override in overrides if override not in NO_CHOICE])
+    if problems:  # `compose` says them
+        return [overrides]
+    last = {override.key_or_group: override for override in parsed if not override.is_hydra_override()}
+    discrete = [_ends(override) if override.is_interval_sweep() else override for override in last.values()]
+    return BasicSweeper.split_arguments(discrete, None)[0]
+
+
+def _ends(override: Override) -> Override:
+    interval = override.value()
+    return OverridesParser.create().parse_override(f"{override.get_key_element()}={interval.start},{interval.end}")
+
+
+def is_swept(override: str) -> bool:
+    """Whether an override stands for several values."""
+    parsed, _ = parse([override])
+    return bool(parsed) and parsed[0].is_sweep_override()
+
+
 def compose_choices(choices: list[str], config_dir: Path | None = None, sweep_file: Path | None = None) -> DictConfig:
     """The files of the chosen options, put together by Hydra; raises its exceptions."""
     return copy.deepcopy(_compose_cached(tuple(choices), config_dir, sweep_file))
@@ -208,16 +235,12 @@ def _compose_cached(choices: tuple[str, ...], config_dir: Path | None, sweep_fil
     # The runs of a sweep often choose the same files and differ only in single keys.
     register()
     primary = sweep_file or config_directory() / "config.yaml"
-    # In the order of the run itself, where --config-dir comes before hydra.searchpath.
+    # Hydra looks beside the primary file first, in --config-dir next, and in conf/ last.
     if places := [place for place in (config_dir, sweep_file and config_directory()) if place]:
-        choices = [search_path(*places), *choices]
+        folders = ",".join(f"'file://{Path(place).resolve()}'" for place in places)
+        choices = [f"hydra.searchpath=[{folders}]", *choices]
     with hydra.initialize_config_dir(str(primary.parent), version_base="1.3"):
         return hydra.compose(primary.stem, overrides=list(choices), return_hydra_config=True)
-
-
-def search_path(*places: Path) -> str:
-    """The override that lets Hydra look for options in these folders too."""
-    return "hydra.searchpath=[" + ",".join(f"'file://{Path(place).resolve()}'" for place in places) + "]"
 
 
 def hydra_form(override: str) -> str:
@@ -226,21 +249,11 @@ def hydra_form(override: str) -> str:
     return f"++{plain}" if plain.startswith(tuple(FREE_FORM)) else plain
 
 
-def name_of(chosen: str | None, overrides: list[str], in_sweep: bool = False) -> str:
-    """A run's name: `chosen`, or what differs from the defaults; in a sweep also what does not, for comparison."""
-    return chosen or run_name(overrides, {} if in_sweep else default_options())
-
-
-def name_in(own: DictConfig, chosen: str | None) -> str:
-    """A run's name by the node `hydra` of its configuration: in a sweep, of what varies there. See `name_of`."""
-    overrides = [one for one in own.overrides.task if key_of(one) not in own.job.config.override_dirname.exclude_keys]
-    return name_of(chosen, overrides, in_sweep=not OmegaConf.is_missing(own.job, "num"))
-
-
-def is_swept(override: str) -> bool:
-    """Whether an override stands for several values."""
-    parsed, _ = parse([override])
-    return bool(parsed) and parsed[0].is_sweep_override()
+def register() -> None:
+    """Make the schemas and the resolvers of conf/ known; may be called again."""
+    register_schemas()
+    for resolver in (_run_name, _sweep_name, _digest, _divide, _by_weights):
+        OmegaConf.register_new_resolver(f"pgtk.{resolver.__name__[1:]}", resolver, replace=True)
 
 
 def _run_name(_overrides=None, *, _root_: DictConfig) -> str:
@@ -255,8 +268,12 @@ def _sweep_name(overrides, *, _root_: DictConfig) -> str:
     # What varies comes first: a long name is cut at its end.
     typed = sorted((one for one in overrides if one not in NO_CHOICE), key=lambda one: not is_swept(one))
     file = _root_.hydra.job.config_name
-    changed = run_name(typed, {}) if typed else "default"
+    changed = name_from(typed, {}) if typed else "default"
     return "_".join(name for name in (file, changed) if name not in ("config", "default")) or "default"
+
+
+def _digest(*, _root_: DictConfig) -> str:
+    return digest(plain_config(_root_))
 
 
 def _divide(dividend: float, divisor: float) -> float:
@@ -268,7 +285,3 @@ def _by_weights(random: Any, trained: Any, *, _root_: DictConfig) -> Any:
     """A default for models that learn from random weights, and one for those that were trained before."""
     is_trained = OmegaConf.select(_root_, "model.name") == "huggingface"
     return trained if is_trained and not OmegaConf.select(_root_, "model.random_weights") else random
-
-
-def _digest(*, _root_: DictConfig) -> str:
-    return digest(learned(_root_))

@@ -1,23 +1,27 @@
-"""Which job of a sweep is which: by its configuration, not by its place in the sweep."""
+"""The name of a run, the digest of a job, and the one list of keys that do not change what is learned."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
+from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from pgtoolkit.config.files import default_options
 from pgtoolkit.runs.directory import config_drift
 from pgtoolkit.runs.files import leaves, plain
+from pgtoolkit.system.report import key_of
 
-VOLATILE = ("tracking.", "trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.accept_changed_data")
-"""What begins thus changes nothing in what is learned: a finished job with other values of it is finished."""
+NO_EFFECT_ON_LEARNING = (
+    *("tracking.", "trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.accept_changed_data"),
+    "rollout.save_path",
+)
+"""Beginnings of keys: a finished job with other values of them is finished, and they tell no two runs apart."""
 
-NOT_COMPARED = (*VOLATILE, "rollout.save_path")
-"""What tells no two runs apart. A job that shall record its rollouts is another job, though it learns the same."""
 
-
-def learned(config: DictConfig) -> dict:
+def plain_config(config: DictConfig) -> dict:
     """The resolved configuration in plain types, without Hydra's own node."""
     return {
         str(group): plain(OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value)
@@ -26,12 +30,56 @@ def learned(config: DictConfig) -> dict:
     }
 
 
-def digest(resolved: dict) -> str:
-    """Eight hexadecimal digits that tell configurations apart; the same on every machine."""
-    pairs = sorted((key, value) for key, value in leaves(resolved) if not key.startswith(VOLATILE))
-    return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()[:8]
+def digest(config: dict) -> str:
+    """Eight hexadecimal digits that tell plain configurations apart by what they learn; the same on every machine."""
+    pairs = [(key, value) for key, value in leaves(config) if not key.startswith(NO_EFFECT_ON_LEARNING)]
+    if "save_path" in config["rollout"]:
+        pairs.append(("rollout.save_path", None))  # as the digests in the names of earlier sweeps' jobs have it
+    return hashlib.sha256(json.dumps(sorted(pairs)).encode()).hexdigest()[:8]
 
 
 def changed(before: dict, now: dict) -> dict[str, list]:
     """The keys on which two configurations learn differently: {key: [value before, value now]}."""
-    return {key: values for key, values in config_drift(before, now).items() if not key.startswith(VOLATILE)}
+    drift = config_drift(before, now)
+    return {key: values for key, values in drift.items() if not key.startswith(NO_EFFECT_ON_LEARNING)}
+
+
+def name_of(chosen: str | None, overrides: list[str], in_sweep: bool = False) -> str:
+    """A run's name: `chosen`, or what differs from the defaults; in a sweep also what does not, for comparison."""
+    return chosen or name_from(overrides, {} if in_sweep else default_options())
+
+
+def name_in(hydra: DictConfig, chosen: str | None) -> str:
+    """A run's name by the node `hydra` of its configuration: in a sweep, of what varies there. See `name_of`."""
+    unnamed = hydra.job.config.override_dirname.exclude_keys
+    overrides = [override for override in hydra.overrides.task if key_of(override) not in unnamed]
+    return name_of(chosen, overrides, in_sweep=not OmegaConf.is_missing(hydra.job, "num"))
+
+
+def name_from(overrides: list[str], defaults: dict[str, str]) -> str:
+    """What overrides change, as the name of a directory: letters, digits, '.', '_', '-', at most 80.
+
+    defaults: group -> its default option, to be left out of the name.
+    """
+    pairs = [override.lstrip("+~").partition("=")[::2] for override in overrides]
+    chosen = {key for key, _ in pairs}
+    parts = {}
+    for key, value in pairs:
+        if key.split(".")[0].split("/")[0] in ("hydra", "tracking"):
+            continue
+        if defaults.get(key) == value and not chosen & {"experiment", "debug"}:
+            continue
+        if f"{key}.path" in chosen:  # the path says it: model=huggingface model.path=Qwen/Qwen3-0.6B
+            continue
+        leaf = key if key.endswith(".options") else key.rpartition(".")[2]
+        if leaf.endswith("path"):  # of a sweep, several
+            value = "-".join(Path(path).name for path in value.strip("'\"").split(","))
+        part = value if key == "experiment" or leaf == "path" else f"{leaf}-{value}"
+        parts[key] = re.sub(r"[^A-Za-z0-9.]+", "-", part).strip("-.")
+    name = "_".join(filter(None, parts.values())) or "default"
+    if len(name) > 80:
+        # Cut at the end, which is then what it is trained on: runs more often differ in how.
+        ordered = sorted(parts, key=lambda key: key.split(".")[0] in ("model", "task", "rollout"))
+        whole = hashlib.sha256(name.encode()).hexdigest()[:6]
+        name = f"{'_'.join(filter(None, map(parts.get, ordered)))[:73]}-{whole}"
+    return name

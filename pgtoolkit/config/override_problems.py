@@ -112,11 +112,10 @@ def _entry(node: Any, name: str) -> Any:
 def unknown_key(config: DictConfig, key: str, value: Any, groups: Iterable[str]) -> str:
     """A key that the schema of the chosen options does not have."""
     group, _, leaf = key.partition(".")
-    for schema, types in SCHEMAS.items():
-        home, _, option = schema.partition("/")
-        if option and home == group and leaf in {field.name for field in fields(types)}:
-            got, use = f"{group}={config[group].name}", f"{group}={option} {key}={text(value)}"
-            return f"{key}={text(value)} needs {group}={option} (got {got}). Only it has the key. Use {use}."
+    if having := _options_with(group, leaf):
+        got = f"{group}={config[group].name}"
+        reason, use = f"{got} does not have the key.", f"{having[0]} {key}={text(value)}"
+        return f"{key}={text(value)} needs {' or '.join(having)} (got {got}). {reason} Use {use}."
     near = _nearest_key(config, key, groups)
     if near:
         use = f"{near}={text(value)}"
@@ -172,15 +171,19 @@ def _key_of_another_option(said: str) -> str | None:
         return None
     (group, _, got) = of_type[found[3]]
     chosen = found[1].replace("/", "=") if "/" in found[1] else f"{found[1]}.yaml"
-    having = [
-        f"{group}={schema.partition('/')[2]}"
-        for schema, types in SCHEMAS.items()
-        if schema.startswith(f"{group}/") and found[2] in {field.name for field in fields(types)}
-    ]
-    if not having:
+    if not (having := _options_with(group, found[2])):
         return None
     needs, reason = " or ".join(having), f"It sets {group}.{found[2]}, which {group}={got} does not have."
     return f"{chosen} needs {needs} (got {group}={got}). {reason} Use {needs}, or leave {chosen} out."
+
+
+def _options_with(group: str, leaf: str) -> list[str]:
+    """`GROUP=OPTION` for each option of a group of several shapes that has this key."""
+    return [
+        schema.replace("/", "=")
+        for schema, types in SCHEMAS.items()
+        if schema.startswith(f"{group}/") and leaf in {field.name for field in fields(types)}
+    ]
 
 
 def nearest(word: str, names: list[str], at_least: float = 0.5) -> str | None:

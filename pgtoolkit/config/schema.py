@@ -19,59 +19,15 @@ def between(least: float, most: float) -> Any:
     return field(metadata={"range": (least, most)})
 
 
-class AggregationMode(StrEnum):
-    sample_mean = "sample_mean"
-    prompt_mean = "prompt_mean"
-    token_mean = "token_mean"
-    constant = "constant"
-
-
-class MetricsLevel(StrEnum):
-    none = "none"
-    basic = "basic"
-    with_entropy = "with_entropy"
-
-
-class AdvantageEstimator(StrEnum):
-    grpo = "grpo"
-    dr_grpo = "dr_grpo"
-    rloo = "rloo"
-    given = "given"
-
-
-class KernelImplementation(StrEnum):
-    auto = "auto"
-    torch = "torch"
-    triton = "triton"
-    fused_linear = "fused_linear"
-
-
-class OldLogProbs(StrEnum):
-    training = "training"
-    sampling = "sampling"
-
-
-class TooLong(StrEnum):
-    refuse = "refuse"
-    skip = "skip"
-
-
-class LastStep(StrEnum):
-    short = "short"
-    drop = "drop"
-    carry = "carry"
-
-
-class NumberType(StrEnum):
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
-class Schedule(StrEnum):
-    constant = "constant"
-    linear = "linear"
-    cosine = "cosine"
+AggregationMode = StrEnum("AggregationMode", ["sample_mean", "prompt_mean", "token_mean", "constant"])
+MetricsLevel = StrEnum("MetricsLevel", ["none", "basic", "with_entropy"])
+AdvantageEstimator = StrEnum("AdvantageEstimator", ["grpo", "dr_grpo", "rloo", "given"])
+KernelImplementation = StrEnum("KernelImplementation", ["auto", "torch", "triton", "fused_linear"])
+OldLogProbs = StrEnum("OldLogProbs", ["training", "sampling"])
+TooLong = StrEnum("TooLong", ["refuse", "skip"])
+LastStep = StrEnum("LastStep", ["short", "drop", "carry"])
+NumberType = StrEnum("NumberType", ["auto", "float32", "bfloat16"])
+Schedule = StrEnum("Schedule", ["constant", "linear", "cosine"])
 
 
 def _loss_config(family: type) -> type:
@@ -273,6 +229,10 @@ SCHEMAS = {
     "trainer": TrainerConfig,
     "tracking": TrackingConfig,
 }
+
+
+FREE_FORM = {"task.options": "reasoning_gym", "loss.options": "custom"}
+"""Where keys are not in the schema, and with which option: they belong to the data set, or to the user's family."""
 
 
 def register_schemas() -> None:

@@ -21,14 +21,21 @@ from pgtoolkit.system.report import Report, text
 
 def validate(config: DictConfig) -> Report:
     """Check a composed configuration; imports no torch and starts nothing. It reads only whether named files exist."""
+    return resolve_and_validate(config)[1]
+
+
+def resolve_and_validate(config: DictConfig) -> tuple[Any, Report]:
+    """The configuration as plain objects, see `resolve`, with all problems and notes."""
     report = Report()
     plain = resolve(config, report)
-    for rule in (step.loss, step.aggregation, step.advantage, step.accumulation, run.rollout, run.model, run.task):
+    typed = OmegaConf.select(config, "hydra.overrides.task") or []
+    for rule in (step.loss, step.aggregation, step.advantage, step.accumulation, run.rollout, run.model):
         rule(plain, report)
-    for rule in (run.kernel, parallelism.parallelism, run.optimizer, run.trainer, run.tracking):
+    run.task(plain, list(typed), report)
+    for rule in (run.kernel, parallelism.parallelism, run.trainer, run.tracking):
         rule(plain, report)
-    run.learning_rate(plain, default(config, "optimizer.learning_rate"), report)
-    return report
+    run.optimizer(plain, default(config, "optimizer.learning_rate"), report)
+    return plain, report
 
 
 def namespace(value: Any) -> Any:

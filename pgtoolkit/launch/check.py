@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,38 +13,51 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pgtoolkit.config import override_problems, paths
-from pgtoolkit.config.compose import compose, is_swept, jobs, name_in, name_of, parse
-from pgtoolkit.config.plan import describe, documents
-from pgtoolkit.config.rules.launcher import launcher
-from pgtoolkit.config.validate import resolve, validate
+from pgtoolkit.config import override_problems
+from pgtoolkit.config.compose import NO_CHOICE, Composed, compose, is_swept, jobs, parse
+from pgtoolkit.config.names import name_in, name_of
+from pgtoolkit.config.plan import describe, documents_per_step
+from pgtoolkit.config.rules import places
+from pgtoolkit.config.rules.run import launcher
+from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import PgtoolkitError, first_line
 from pgtoolkit.launch.sweep import Sweep, plan
 from pgtoolkit.system.report import Report, key_of
-from pgtoolkit.training import machine
+from pgtoolkit.training.machine import check_machine
 
 
 @dataclass
 class Run:
-    """One run: config is None if nothing could be composed. directory: of a job in its sweep's folder."""
+    """One run. config: None if nothing could be composed. values: the same, resolved, as the rules have seen it.
+
+    directory: of a job in its sweep's folder. refused_anywhere: whether the problems are not those of this machine.
+    """
 
     overrides: list[str]
     config: DictConfig | None
-    report: Report = field(default_factory=Report)
+    report: Report
+    values: Any = None
     directory: str | None = None
+    refused_anywhere: bool = False
 
 
 @dataclass
 class Checked:
-    """runs: what would be trained. sweep: where, for several; None if its folder is not known for all the problems.
+    """runs: what would be trained. report: on all of them together.
 
-    searches: the sweeper chooses the values as it goes, and `runs` are the ends of their intervals.
-    unnamed: keys that are the same in all runs of a sweep, and therefore in no run's name.
+    Of several: master: the sweep's own configuration. arguments: what its sweeper is given. compose_job: composes
+    another job from its overrides. sweep: where they lie; None if its folder is not known for all the problems.
+    searches: the sweeper chooses the values as it goes, and `runs` are the ends of their intervals. unnamed: keys that
+    are the same in all runs of a sweep, and therefore in no run's name.
     """
 
     runs: list[Run]
-    sweep: Sweep | None = None
+    report: Report = field(default_factory=Report)
     is_sweep: bool = False
+    master: DictConfig | None = None
+    arguments: list[str] = field(default_factory=list)
+    compose_job: Callable[[list[str]], Composed] | None = None
+    sweep: Sweep | None = None
     searches: bool = False
     unnamed: list[str] = field(default_factory=list)
 
@@ -61,96 +76,107 @@ def check(
     """
     folder = Path(config_dir) if config_dir else None
     if not multirun:
-        first = _check_one(overrides, folder, rules)
-        if first.config is None or first.config.hydra.mode != RunMode.MULTIRUN:
-            if first.config is not None and rules:
-                first.report.problems += paths.of_run(first.config)
-                machine.look(_plain(first.config), first.report)
-            return Checked([first])
+        run = check_run(compose(overrides, folder), overrides, rules)
+        if run.config is None or run.config.hydra.mode != RunMode.MULTIRUN:
+            if run.config is not None and rules:
+                run.report.problems += places.of_run(run.config)
+                check_machine(run.values, run.report)
+            return Checked([run])
     # What concerns the sweep as a whole is said without a value for each key.
     of_hydra = [override for override in overrides if override.startswith(("hydra.", "hydra/"))]
-    fixed = [override for override in overrides if override not in of_hydra and not is_swept(override)]
-    whole = compose([*of_hydra, *fixed], folder, sweep_file)
+    of_jobs = [override for override in overrides if override not in of_hydra]
+    whole = compose([*of_hydra, *(one for one in of_jobs if not is_swept(one))], folder, sweep_file)
     of_hydra_itself = [problem for problem in whole.problems if problem.startswith("hydra.")]
     if whole.config is None or of_hydra_itself:  # nothing of such a file is looked at any further
         return Checked([Run(of_hydra, None, Report(of_hydra_itself or whole.problems))], is_sweep=True)
-    sweeper = whole.config.hydra.sweeper
-    given = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
-    runs = [_check_one([*of_hydra, *job], folder, rules, sweep_file, overrides) for job in jobs([*given, *overrides])]
-    twice = override_problems.given_twice(parse(overrides)[0])
-    for run in runs:
-        run.report.problems[:0] = twice
-        run.overrides = [override for override in run.overrides if override not in of_hydra]
-    checked = Checked(runs, is_sweep=True, searches=not sweeper._target_.endswith(".BasicSweeper"))
+    master = whole.config
+    given = [f"{key}={value}" for key, value in (master.hydra.sweeper.get("params") or {}).items()]
+    compose_job = partial(_compose_job, of_hydra, config_dir=folder, sweep_file=sweep_file, typed=overrides)
+    runs = [check_run(compose_job(job), job, rules) for job in jobs([*given, *of_jobs])]
+    checked = Checked(runs, is_sweep=True, master=master, compose_job=compose_job)
+    checked.arguments = [override for override in of_jobs if override not in NO_CHOICE]
+    checked.searches = not master.hydra.sweeper._target_.endswith(".BasicSweeper")
+    checked.report.problems += override_problems.given_twice(parse(overrides)[0])
     if rules:
+        launcher(master.hydra, checked.report)
         for run in runs:
-            launcher(whole.config.hydra, run.report)
-            if run.config is not None and "fail_fast" in whole.config.hydra.launcher:  # ours: the jobs run here
-                machine.look(_plain(run.config), run.report, begins=False)
+            if run.config is not None and "fail_fast" in master.hydra.launcher:  # ours: the jobs run here
+                check_machine(run.values, run.report, begins=False)
         try:
-            whole.config.hydra.overrides.task = [override for override in overrides if override not in of_hydra]
+            master.hydra.overrides.task = of_jobs
         except OmegaConfBaseException:
             return checked  # no folder has a name of what does not resolve; the runs have said so
-        if found := paths.of_sweep(whole.config):
-            runs[0].report.problems += found
+        if found := places.of_sweep(master):
+            checked.report.problems += found
         else:
-            _plan(checked, Path(whole.config.hydra.sweep.dir), list(command))
+            _plan(checked, Path(master.hydra.sweep.dir), list(command))
     return checked
 
 
-def _check_one(
-    overrides: list[str],
-    config_dir: Path | None,
-    rules: bool,
-    sweep_file: Path | None = None,
-    typed: list[str] | None = None,
-) -> Run:
-    composed = compose(overrides, config_dir, sweep_file, typed)
-    run = Run(overrides, composed.config)
+def check_resumed(run_dir: Path, overrides: list[str]) -> Checked:
+    """The same for a run that is continued; functions that it names have been typed, and are imported as it starts."""
+    run = check_run(compose(overrides, run_dir=run_dir), overrides)
+    check_machine(run.values, run.report, typed=False, begins=False)
+    return Checked([run])
+
+
+def check_run(composed: Composed, overrides: list[str], rules: bool = True) -> Run:
+    """One composed configuration under the rules that hold on every machine."""
+    run = Run(overrides, composed.config, Report())
     if rules and composed.config is not None:
-        run.report = validate(composed.config)
+        run.values, run.report = resolve_and_validate(composed.config)
     run.report.problems[:0] = composed.problems
+    run.refused_anywhere = bool(run.report.problems)
     return run
+
+
+def _compose_job(of_hydra: list[str], overrides: list[str], **more: Any) -> Composed:
+    return compose([*of_hydra, *overrides], **more)
 
 
 def _plan(checked: Checked, folder: Path, command: list[str]) -> None:
     """Find the place of each job in the sweep's folder and what became of it before."""
-    sweep = Sweep(folder, folder.name, command)
+    sweep = checked.sweep = Sweep(folder, folder.name, command)
     varying = varying_keys(checked.runs)
-    keys = list(dict.fromkeys(key_of(one) for run in checked.runs for one in run.overrides))
+    keys = list(dict.fromkeys(key_of(override) for run in checked.runs for override in run.overrides))
     checked.unnamed = [key for key in keys if key not in varying] if varying else []
+    not_recorded = 0
     for number, run in enumerate(checked.runs):
         if run.config is None or run.report.problems:
             continue
-        run.config.hydra.job.config.override_dirname.exclude_keys = checked.unnamed
-        job = plan(run.config, run.overrides, number, folder)
-        own = run.config.hydra
-        run.report.problems += paths.of_job(
-            folder, job.directory, None if "fail_fast" in own.launcher else own.output_subdir
-        )
+        job = plan(run.config, run.overrides, number, folder, checked.unnamed)
+        hydra = run.config.hydra
+        inside = None if "fail_fast" in hydra.launcher else hydra.output_subdir
+        run.report.problems += places.of_job(folder, job.directory, inside)
+        run.directory = job.directory
         first = sweep.jobs.setdefault(job.directory, job)
         if first is not job and first.config != job.config:
             needs, reason = "a name of its own for each job", "Two jobs would write to one directory."
             run.report.refuse("hydra.sweep.subdir", needs, job.directory, reason, "the default")
         elif first is not job:
             run.report.note("the configuration of another job; it is run once")
-        if first is job and not run.report.problems:
+        elif not run.report.problems:
             try:
                 job.update_from(folder)
+                not_recorded += job.began_without_recording(folder)
             except PgtoolkitError as error:
                 run.report.problems.append(str(error))
-        run.directory = job.directory
-    checked.sweep = sweep
+    if not_recorded:
+        checked.report.note(
+            f"{not_recorded} of {len(sweep.jobs)} jobs began without this rollout.save_path: what they have sampled is "
+            "not recorded, and a job that is done is not trained again. To record them, use another hydra.sweep.dir or "
+            "remove the folders of these jobs."
+        )
 
 
 def problems(checked: Checked) -> list[str]:
     """Each problem once; in a sweep with the overrides of the first run that has it, unless all have it."""
-    return _once(checked.runs, "problems")
+    return list(dict.fromkeys([*checked.report.problems, *_once(checked.runs, "problems")]))
 
 
 def notes(checked: Checked) -> list[str]:
     """The same for notes."""
-    return _once(checked.runs, "notes")
+    return [*checked.report.notes, *_once(checked.runs, "notes")]
 
 
 def _once(runs: list[Run], which: str) -> list[str]:
@@ -171,10 +197,9 @@ def page(checked: Checked) -> str:
     if checked.is_sweep:
         sections += _sweep_sections(checked)
     if first.config is not None:
-        plain = _plain(first.config)
-        sections += describe(plain, _plain(compose([]).config))
-        chosen, own = plain.tracking.run_name, first.config.hydra
-        name = name_in(own, chosen) if checked.is_sweep else name_of(chosen, first.overrides)
+        sections += describe(first.values, resolve_and_validate(compose([]).config)[0])
+        chosen, hydra = first.values.tracking.run_name, first.config.hydra
+        name = name_in(hydra, chosen) if checked.is_sweep else name_of(chosen, first.overrides)
         sections.append(("Run name", [name]))
         if first.config.rollout.name == "policy" and not first.report.problems:
             sections.append(("First prompt", _first_prompt(first.config)))
@@ -213,8 +238,8 @@ def _sweep_sections(checked: Checked) -> list[tuple[str, list[str]]]:
     whole += ["in all: " + " ".join(fixed)] if fixed else []
     if not checked.searches:
         whole.append("jobs: " + ", ".join(f"{count} {state}" for state, count in Counter(states).items()))
-    counts = [documents(_plain(run.config)) if run.config is not None else None for run in runs]
-    if None not in counts and not checked.searches:
+    counts = [_documents(run.values) if run.config is not None else 0 for run in runs]
+    if 0 not in counts and not checked.searches:
         rest = sum(count for count, state in zip(counts, states, strict=True) if state != "done")
         line = f"documents: at most {sum(counts)} in all"
         whole.append(line + (f", {rest} of them in jobs that are not done" if rest < sum(counts) else ""))
@@ -242,5 +267,6 @@ def _trials(runs: list[Run]) -> Any:
     return runs[0].config.hydra.sweeper.get("n_trials") if runs[0].config is not None else "?"
 
 
-def _plain(config: DictConfig) -> Any:
-    return resolve(config, Report())
+def _documents(values: Any) -> int:
+    """Documents that a run trains on at most; 0 where its steps count micro-batches."""
+    return values.trainer.max_steps * documents_per_step(values)

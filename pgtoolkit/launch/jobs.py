@@ -31,11 +31,11 @@ def launch(master: DictConfig, configs: list[DictConfig], first: int, n_jobs: in
     master: the sweep's own configuration. first: number of the first job. Raises Interrupted after SIGINT or SIGTERM,
     once the running jobs have saved and stopped.
     """
-    folder = Path(master.hydra.sweep.dir)
+    folder, unnamed = Path(master.hydra.sweep.dir), master.hydra.job.config.override_dirname.exclude_keys
     sweep = Sweep.load(folder)
     planned = []
     for number, config in enumerate(configs, start=first):
-        job = plan(config, list(config.hydra.overrides.task), number, folder)
+        job = plan(config, list(config.hydra.overrides.task), number, folder, unnamed)
         job.update_from(folder)
         if (before := sweep.jobs.get(job.directory)) is not None:
             job.seconds = before.seconds
@@ -71,7 +71,7 @@ class _Jobs:
         self._waiting = [job for job in jobs if job.status != "done"]
         self._running: list[_Running] = []
         self._stopped_by: str | None = None
-        self._told_of: set[str] = set()
+        self._announced: set[str] = set()
         self._ended = len(jobs) - len(self._waiting)
 
     def run(self) -> None:
@@ -102,8 +102,8 @@ class _Jobs:
                 self._waiting.remove(job)
                 return job
         name = self._waiting[0].name
-        if not self._running and name not in self._told_of:
-            self._told_of.add(name)
+        if not self._running and name not in self._announced:
+            self._announced.add(name)
             print(f"waiting for another process that still runs {name}", flush=True)
         return None
 

@@ -30,11 +30,11 @@ from pgtoolkit.tracking.signals import StopSignal
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 GRACE_SECONDS = 30
-"""For rank 0 to close the run's books once another has failed; 2 for the others, who have none."""
+"""For rank 0 to write final status and curves once another has failed; 2 for the others, who have none to write."""
 
 
 def run_workers(folder: Path, world_size: int, run_dir: Path, timeout_seconds: float) -> None:
-    """Run the job in `folder` on world_size local processes until all have ended; raises what ended them.
+    """Run the job in `folder` on world_size local processes until all have ended; raises the error that ended them.
 
     SIGINT and SIGTERM go on to the workers, who finish their step; StopSignal if they had not begun. A worker that
     fails takes the others with it.

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
+from hydra._internal.callbacks import Callbacks
+from hydra.core.plugins import Plugins
+from hydra.core.utils import configure_log
+from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig
 
-from pgtoolkit.errors import Interrupted, PgtoolkitError
+from pgtoolkit.config.compose import name_directories, register
+from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError
 from pgtoolkit.launch import sweep_report
-from pgtoolkit.launch.sweep import LOCAL, Sweep
+from pgtoolkit.launch.check import Checked
+from pgtoolkit.launch.job import run_elsewhere
+from pgtoolkit.launch.sweep import LOCAL, Sweep, plan
 
 
-def start(sweep: Sweep, run_hydra: Callable[[], object], config: DictConfig) -> int:
-    """Run a planned sweep through Hydra; returns the exit status: 1 if a job failed.
+def run_sweep(checked: Checked) -> int:
+    """Run the checked jobs, each if it is not done; returns the exit status: 1 if a job failed.
 
-    config: of one of the jobs, with the node `hydra`. Where our own launcher does not run the jobs, the run
-    directories alone say what became of them.
+    Where our own launcher does not run the jobs, the run directories alone say what became of them.
     Raises Interrupted after a signal.
     """
+    sweep, config = checked.sweep, checked.runs[0].config
+    if checked.searches:
+        sweep.jobs = {}
     with sweep.held():
         earlier = Sweep.load(sweep.folder)
         for directory, job in earlier.jobs.items():
@@ -35,7 +44,7 @@ def start(sweep: Sweep, run_hydra: Callable[[], object], config: DictConfig) -> 
         )
         begun, interrupted = time.monotonic(), None
         try:
-            run_hydra()
+            _run_hydra(checked)
         except Interrupted as stop:
             interrupted = stop
         ended = Sweep.load(sweep.folder)
@@ -53,6 +62,37 @@ def start(sweep: Sweep, run_hydra: Callable[[], object], config: DictConfig) -> 
         if interrupted:
             raise Interrupted(f"{interrupted} Continue with: {sweep_report.command_of(ended)}")
     return 0 if all(job.status == "done" for job in jobs) else PgtoolkitError.exit_status
+
+
+def _run_hydra(checked: Checked) -> None:
+    """Let Hydra's sweeper choose the jobs and its launcher run them, as Hydra does; callbacks of a user are refused."""
+    master = checked.master
+    master.hydra.mode, master.hydra.sweep.dir = RunMode.MULTIRUN, str(checked.sweep.folder)
+    name_directories(master.hydra, checked.unnamed)
+    configure_log(master.hydra.hydra_logging, master.hydra.verbose)
+    context = HydraContext(_CheckedJobs(checked), Callbacks(master))
+    sweeper = Plugins.instance().instantiate_sweeper(config=master, hydra_context=context, task_function=run_elsewhere)
+    sweeper.sweep(arguments=checked.arguments)
+
+
+class _CheckedJobs:
+    """Gives launchers the configurations of jobs as they were checked; Hydra's loader would compose them again."""
+
+    def __init__(self, checked: Checked):
+        self._configs = {tuple(run.overrides): run.config for run in checked.runs}
+        self._compose, self._unnamed, self._folder = checked.compose_job, checked.unnamed, checked.sweep.folder
+
+    def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
+        """The configuration of one job, with the node `hydra`."""
+        register()  # a launcher may have sent this object to another machine
+        if (config := self._configs.get(tuple(sweep_overrides))) is not None:
+            return copy.deepcopy(config)
+        # Of values that a searching sweeper has drawn.
+        composed = self._compose(list(sweep_overrides))
+        if composed.problems:
+            raise ConfigError("\n".join(composed.problems))
+        plan(composed.config, list(sweep_overrides), 0, self._folder, self._unnamed)
+        return composed.config
 
 
 def _publish(folder: Path, tracking: DictConfig) -> None:

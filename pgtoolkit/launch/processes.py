@@ -8,14 +8,14 @@ import gc
 import math
 import os
 import pickle
-import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from pgtoolkit.config.rules.parallelism import SIZES
-from pgtoolkit.errors import ConfigError, PgtoolkitError
+from pgtoolkit.errors import ConfigError
 from pgtoolkit.launch.worker import Job, take_part
 from pgtoolkit.ranks.environment import joined
 from pgtoolkit.system.imports import without
@@ -24,42 +24,35 @@ _PROCESSES_PER_CORE = 16
 """More are a mistake in writing, and would take the machine's memory before anybody could say so."""
 
 
-def launch(
-    config: DictConfig,
-    run_dir: Path,
-    resume: bool = False,
-    overrides: list[str] = (),
-    sweep: str | None = None,
-    refused: PgtoolkitError | None = None,
-) -> None:
+def launch(job: Job) -> None:
     """`train` of the validated configuration, with every kind of parallelism; its errors come out here, once.
 
     Where a launcher such as torchrun has started this process, the run directory is that of rank 0, and the other
-    ranks may give any. refused: an error that this one alone has met: the others end with it, too.
+    ranks may give any.
     """
     # The end of the process frees all its memory; to look for garbage in it first would take seconds.
     atexit.register(gc.freeze)
-    config = copy.deepcopy(config)
+    config = copy.deepcopy(job.config)
     OmegaConf.resolve(config)  # the workers know no resolvers
+    job = replace(job, config=config)
     world_size = math.prod(getattr(config.parallelism, name) for name in SIZES)
-    job = Job(config, Path(run_dir), resume, list(overrides), sweep, list(sys.argv), refused)
     if (rank := joined()) is not None:
         take_part(job, rank)
     elif world_size == 1:
         with without():
             from pgtoolkit.training.train import train
 
-        train(config, run_dir, resume=resume, overrides=list(overrides), sweep=sweep)
+        train(config, job.run_dir, job.resume, job.overrides, job.sweep)
     else:
         from pgtoolkit.launch.local import run_workers
 
-        _check_machine(config.trainer.device, world_size)
+        _refuse_too_many(config.trainer.device, world_size)
         with tempfile.TemporaryDirectory(prefix="pgtk-") as folder:
             (Path(folder) / "job").write_bytes(pickle.dumps(job))
             run_workers(Path(folder), world_size, job.run_dir, config.parallelism.timeout_seconds)
 
 
-def _check_machine(device: str, world_size: int) -> None:
+def _refuse_too_many(device: str, world_size: int) -> None:
     """Whether so many processes can run here, before any is started."""
     import torch
 

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
+from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict
 
-from pgtoolkit.config.compose import name_in
-from pgtoolkit.config.names import changed, digest, learned
+from pgtoolkit.config.compose import name_directories
+from pgtoolkit.config.names import changed, digest, name_in, plain_config
 from pgtoolkit.config.paths import make_absolute
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.directory import is_held
@@ -63,6 +64,13 @@ class Job:
         elif self.status == "running":
             self.status, self.reason = "interrupted", "its process was killed"
 
+    def began_without_recording(self, folder: Path) -> bool:
+        """Whether it has begun, and its rollouts are not recorded where they should be by now."""
+        path = self.config["rollout"].get("save_path")
+        if path is None or not (folder / self.directory / "config.yaml").is_file():
+            return False
+        return path != read_config(folder / self.directory)[0]["rollout"].get("save_path")
+
 
 def refuse_another(directory: Path, config: dict) -> None:
     """ConfigError if a run of another configuration has begun in the directory of a job."""
@@ -76,17 +84,22 @@ def refuse_another(directory: Path, config: dict) -> None:
         )
 
 
-def plan(config: DictConfig, overrides: list[str], number: int, folder: Path) -> Job:
-    """The job that a composed configuration (with its node `hydra`) makes in the sweep of this folder."""
-    with open_dict(config):
-        config.hydra.job.num = number
-        config.hydra.job.id = str(number)
-    directory, resolved = os.path.normpath(str(config.hydra.sweep.subdir)), learned(config)
-    if config.hydra.launcher._target_ == LOCAL and not (folder / directory).exists():
+def plan(config: DictConfig, overrides: list[str], number: int, folder: Path, unnamed: list[str]) -> Job:
+    """The job that a composed configuration (with its node `hydra`) makes in the sweep of this folder.
+
+    unnamed: keys that do not tell it from the others.
+    """
+    hydra = config.hydra
+    with open_dict(hydra):
+        hydra.job.num, hydra.job.id = number, str(number)
+    hydra.mode, hydra.sweep.dir = RunMode.MULTIRUN, str(folder)
+    name_directories(hydra, unnamed)
+    directory, resolved = os.path.normpath(str(hydra.sweep.subdir)), plain_config(config)
+    if hydra.launcher._target_ == LOCAL and not (folder / directory).exists():
         # Where something else varied, the same configuration had another name.
         same = sorted(folder.glob(f"*-{digest(resolved)}"))
         directory = same[0].name if same else directory
-    resolved["tracking"]["run_name"] = name_in(config.hydra, config.tracking.run_name)
+    resolved["tracking"]["run_name"] = name_in(hydra, config.tracking.run_name)
     make_absolute(resolved)  # after the digest, which is the same on every machine
     return Job(directory, directory, list(overrides), log=f"{directory}/{OUTPUT}", config=resolved)
 

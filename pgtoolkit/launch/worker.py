@@ -1,4 +1,4 @@
-"""One process of several: joins the others, trains with them, and leaves word of how it ended."""
+"""One process of several: joins the others, trains with them, and writes down how it ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,15 +26,15 @@ from pgtoolkit.system.imports import without
 class Job:
     """What `train` is called with, and the command line for the record.
 
-    refused: why this process cannot take part, which none of the others may know.
+    refused: an error that this process alone has met; the others end with it, too.
     """
 
     config: DictConfig
     run_dir: Path
-    resume: bool
-    overrides: list[str]
-    sweep: str | None
-    argv: list[str]
+    resume: bool = False
+    overrides: list[str] = field(default_factory=list)
+    sweep: str | None = None
+    argv: list[str] = field(default_factory=lambda: list(sys.argv))
     refused: PgtoolkitError | None = None
 
 

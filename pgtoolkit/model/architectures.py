@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from pgtoolkit.errors import ConfigError
+from pgtoolkit.config.rules.parallelism import MODEL_TYPES
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ _GPT2 = Architecture(
     positions="wpe",
     fused=("attn.c_attn",),
 )
-_ARCHITECTURES = {"gpt2": _GPT2} | dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA_LIKE)
+_ARCHITECTURES = {kind: _GPT2 if kind == "gpt2" else _LLAMA_LIKE for kind in MODEL_TYPES}
 
 
 def is_known(model: nn.Module) -> bool:
@@ -61,11 +61,6 @@ def is_known(model: nn.Module) -> bool:
     return model.config.model_type in _ARCHITECTURES
 
 
-def architecture_of(model: nn.Module, key: str) -> Architecture:
-    """Where the parts of a transformers model are; ConfigError, naming the setting `key` that needs it, if unknown."""
-    if not is_known(model):
-        raise ConfigError(
-            f"{key} needs a model of type {', '.join(sorted(_ARCHITECTURES))} (got {model.config.model_type}). Where "
-            "the matrices and layers are is known for these. Use parallelism=ddp."
-        )
+def architecture_of(model: nn.Module) -> Architecture:
+    """Where the parts of a transformers model are, for one that is known."""
     return _ARCHITECTURES[model.config.model_type]

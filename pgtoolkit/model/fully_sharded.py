@@ -21,7 +21,7 @@ def shard_fully(model: nn.Module, mesh: DeviceMesh) -> None:
 
     Afterwards the hidden states come from `model.transformer_states(**inputs)`.
     """
-    for layer in architecture_of(model, "parallelism.shard=true").layers_of(model):
+    for layer in architecture_of(model).layers_of(model):
         if next(layer.parameters(), None) is not None:  # a pipeline's stage has passed others on
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)

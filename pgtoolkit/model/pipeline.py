@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from pgtoolkit.batch import MicroBatch
-from pgtoolkit.errors import ConfigError
 from pgtoolkit.model.architectures import architecture_of
 from pgtoolkit.ranks.layout import Layout
 
@@ -21,21 +20,10 @@ from pgtoolkit.ranks.layout import Layout
 def keep_stage(model: nn.Module, stage: int, num_stages: int) -> None:
     """Take out of a transformers causal LM what other stages compute, in place.
 
-    Raises ConfigError for a model with fewer layers than stages, or whose embedding and head are one matrix.
+    It has at least as many layers as there are stages, and its embedding and head are two matrices.
     """
-    key = f"parallelism.pipeline_parallel={num_stages}"
-    parts = architecture_of(model, key)
+    parts = architecture_of(model)
     layers, base = parts.layers_of(model), model.base_model
-    if len(layers) < num_stages:
-        raise ConfigError(
-            f"{key} needs at least as many layers (got {len(layers)}). Each rank holds whole layers. "
-            f"Use parallelism.pipeline_parallel={len(layers)}."
-        )
-    if model.get_output_embeddings().weight is getattr(base, parts.embedding).weight:
-        raise ConfigError(
-            f"{key} needs a model whose embedding and LM head are two matrices (got one for both). The first stage "
-            "holds the one, the last the other. Use parallelism=fsdp."
-        )
     first, last = (len(layers) * number // num_stages for number in (stage, stage + 1))
     for number in range(len(layers)):
         if not first <= number < last:

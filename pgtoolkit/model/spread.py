@@ -12,10 +12,11 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from pgtoolkit.batch import MicroBatch
-from pgtoolkit.config.schema import Config
+from pgtoolkit.config.rules.parallelism import fits
+from pgtoolkit.config.schema import Config, ParallelismConfig
+from pgtoolkit.errors import ConfigError
 from pgtoolkit.kernels.losses import LMHead
 from pgtoolkit.losses.exchange import Ranks
-from pgtoolkit.model.architectures import architecture_of
 from pgtoolkit.model.attention import Documents, use_packed_attention
 from pgtoolkit.model.fully_sharded import shard_fully
 from pgtoolkit.model.pipeline import Pipeline, keep_stage
@@ -24,6 +25,7 @@ from pgtoolkit.model.sequence_data import documents_here
 from pgtoolkit.model.tensor import divide_further, shard_tensors, vocabulary_start
 from pgtoolkit.ranks.collectives import local
 from pgtoolkit.ranks.layout import Layout
+from pgtoolkit.system.report import Report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +115,19 @@ class ParallelPolicy(Policy):
         return self.model.transformer_states(**inputs) if self.sharded else super()._transformer(**inputs)
 
 
+def refuse_misfit(model: nn.Module, parallelism: ParallelismConfig) -> None:
+    """ConfigError where a transformers causal LM cannot be spread so, which `check` may not have known."""
+    config, head = model.config, model.get_output_embeddings().weight
+    names = ("num_attention_heads", "num_key_value_heads", "num_hidden_layers")
+    heads, key_value_heads, layers = (getattr(config, name, None) for name in names)
+    known = {"type": config.model_type, "attention heads": heads, "key-value heads": key_value_heads, "layers": layers}
+    known["tied"] = head is model.get_input_embeddings().weight
+    report = Report()
+    fits(parallelism, known, len(head), report)
+    if report.problems:
+        raise ConfigError(report.problems[0])
+
+
 def parallelize(policy: Policy, layout: Layout, config: Config) -> Policy:
     """The policy with its model spread over the ranks of `layout`, in place; all ranks hold the same weights before.
 
@@ -121,11 +136,11 @@ def parallelize(policy: Policy, layout: Layout, config: Config) -> Policy:
     if layout.world_size == 1:
         return policy
     model, parallelism, partial = policy.model, config.parallelism, set()
+    refuse_misfit(model, parallelism)
     vocabulary = policy.vocabulary_size
     if layout.size("tensor_parallel") > 1:
         partial = shard_tensors(model, layout.mesh["tensor_parallel"], parallelism.sequence_parallel)
-    if (size := layout.size("sequence_data_parallel")) > 1:
-        architecture_of(model, f"parallelism.sequence_data_parallel={size}")
+    if layout.size("sequence_data_parallel") > 1:
         use_packed_attention(model)
     if (size := layout.size("pipeline_parallel")) > 1:
         keep_stage(model, layout.rank_in("pipeline_parallel"), size)

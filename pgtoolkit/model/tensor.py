@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional
 
-from pgtoolkit.errors import ConfigError
 from pgtoolkit.model.architectures import Architecture, architecture_of
 from pgtoolkit.ranks import collectives
 from pgtoolkit.ranks.collectives import local
@@ -26,13 +25,9 @@ def shard_tensors(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -
 
     Returns the parameters whose gradients are partial: each rank's backward gives its tokens' or its heads' part.
     The model's output is complete on each rank, and so must be the gradient that it gets. With sequence_parallel the
-    number of positions must divide by the number of ranks.
-    Raises ConfigError where the model does not divide.
+    number of positions must divide by the number of ranks, and the model's heads always.
     """
-    group, size = mesh.get_group(), mesh.size()
-    key = f"parallelism.tensor_parallel={size}"
-    parts = architecture_of(model, key)
-    _check(model, parts, size, key)
+    group, parts = mesh.get_group(), architecture_of(model)
     layers, base = parts.layers_of(model), model.base_model
     partial = set()
     for layer in layers:
@@ -57,26 +52,6 @@ def divide_further(model: nn.Module) -> None:
 def vocabulary_start(vocabulary: int, mesh: DeviceMesh) -> int:
     """The first token id of this rank's shard of the embedding and the head, which are cut as torch.chunk cuts."""
     return min(vocabulary, -(-vocabulary // mesh.size()) * mesh.get_local_rank())
-
-
-def _check(model: nn.Module, parts: Architecture, size: int, key: str) -> None:
-    config = model.config
-    heads = {"attention heads": config.num_attention_heads}
-    if not parts.fused:
-        heads["key-value heads"] = config.num_key_value_heads
-    for what, number in heads.items():
-        if number % size:
-            best = max(n for n in range(1, size) if all(number % n == 0 for number in heads.values()))
-            raise ConfigError(
-                f"{key} needs a model whose {what} divide by it (got {number}). Each rank computes whole heads. "
-                f"Use parallelism.tensor_parallel={best}."
-            )
-    vocabulary = model.get_output_embeddings().weight.shape[0]
-    if -(-vocabulary // size) * (size - 1) >= vocabulary:
-        raise ConfigError(
-            f"{key} needs a larger vocabulary (got {vocabulary} tokens). One rank would hold none of it. "
-            f"Use parallelism.tensor_parallel=1."
-        )
 
 
 def _shard_layer(layer: nn.Module, parts: Architecture, mesh: DeviceMesh, sequence_parallel: bool) -> set[nn.Parameter]:

@@ -1,4 +1,4 @@
-"""Functions of the user's own, by their dotted path in the configuration."""
+"""Functions and classes of the user's own, by their dotted path in the configuration."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from pgtoolkit.errors import ConfigError, PgtoolkitError
 _PACKAGE = Path(__file__).parents[1]
 
 FUNCTIONS = ("task.verifier", "aggregation.reducer", "loss.path")
-"""Keys whose value may be the dotted path of a function. It is imported where the user has typed it, and never for
-the word of a file, such as a run's config.yaml: `config/rules/executed.py`."""
+"""Keys whose value may be a dotted path. It is imported where the user has typed it, and never because a file names it,
+such as a run's config.yaml: `config/rules/executed.py`."""
 
 REDUCER_KEYWORDS = ("mask", "document_index", "tokens_per_document", "group_index")
 """What a reducer is called with, after the step's totals."""
 
 
 def import_function(key: str, path: str, *arguments: Any, **keywords: Any) -> Callable:
-    """The function at `package.module.function`, seen also from the current directory; arguments: an example call.
+    """The function or class at `package.module.name`, seen also from the current directory; arguments: an example call.
 
-    key: the configuration key that holds the path. Raises ConfigError if there is no such function, or if it could
-    not be called with these arguments.
+    key: the configuration key that holds the path. Raises ConfigError if there is nothing such, or if
+    it could not be called with these arguments.
     """
     module, _, name = path.rpartition(".")
     if os.getcwd() not in sys.path:
@@ -40,10 +40,15 @@ def import_function(key: str, path: str, *arguments: Any, **keywords: Any) -> Ca
             inspect.signature(function).bind(*arguments, **keywords)
     except Exception as error:  # importing runs the user's code
         raise ConfigError(
-            f"{key}={path} needs a function that can be imported and called "
-            f"(got {type(error).__name__}: {error}). Use {key}=package.module.function."
+            f"{key}={path} needs a {kind_of(key)} that can be imported and called "
+            f"(got {type(error).__name__}: {error}). Use {key}=package.module.{kind_of(key)}."
         ) from error
     return function
+
+
+def kind_of(key: str) -> str:
+    """What the dotted path in this key leads to."""
+    return "class" if key == "loss.path" else "function"
 
 
 @contextlib.contextmanager

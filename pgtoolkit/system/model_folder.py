@@ -21,8 +21,8 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _INDEXES = tuple(f"{name}.index.json" for name in _WEIGHTS)
 _EMBEDDINGS = (".embed_tokens.weight", "wte.weight")
 """What the usual models call the matrix with a row for each entry of the vocabulary."""
-_UNREADABLE = (OSError, ValueError, RecursionError)
-"""What a file raises that is no JSON."""
+_UNREADABLE = (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError, struct.error)
+"""What a file raises that is no JSON, or not the JSON or header that it should be."""
 _CUT_OFF = "A copy or download that was cut off looks so, or one of another model."
 _KIND = "It says what kind of model it is."
 
@@ -107,31 +107,25 @@ def _special(folder: Path) -> Iterator[tuple[str, str]]:
         try:
             mode = entry.stat().st_mode
         except OSError as error:
-            yield (
-                entry.name,
-                f"a link to {os.readlink(entry)}: {_words(error)}" if entry.is_symlink() else _words(error),
-            )
-            continue
-        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-            yield entry.name, "a pipe" if stat.S_ISFIFO(mode) else "a special file"
+            yield entry.name, (f"a link to {os.readlink(entry)}: " if entry.is_symlink() else "") + _reason(error)
+        else:
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                yield entry.name, "a pipe" if stat.S_ISFIFO(mode) else "a special file"
 
 
 def _settings(folder: Path) -> Iterator[tuple[str, str, str]]:
     """(needs, got, reason) of each file of settings that is none."""
-    try:
-        if not isinstance(_object(folder / "config.json").get("model_type"), str):
-            yield "a folder with a config.json", "config.json: it has no model_type", _KIND
-    except FileNotFoundError:
-        yield "a folder with a config.json", "no config.json", _KIND
-    except _UNREADABLE as error:
-        yield "a folder with a config.json", f"config.json: {_words(error)}", _KIND
-    for name in _OBJECTS:
+    for name in ("config.json", *_OBJECTS):
+        is_config = name == "config.json"
+        needs, reason = ("a folder with a config.json", _KIND) if is_config else (f"a {name} that is whole", _CUT_OFF)
         try:
-            _object(folder / name)
+            if not isinstance(_object(folder / name).get("model_type"), str) and is_config:
+                yield needs, f"{name}: it has no model_type", reason
         except FileNotFoundError:
-            pass
+            if is_config:
+                yield needs, f"no {name}", reason
         except _UNREADABLE as error:
-            yield f"a {name} that is whole, or none", f"{name}: {_words(error)}", _CUT_OFF
+            yield needs, f"{name}: {_reason(error)}", reason
 
 
 def _object(file: Path) -> dict:
@@ -150,8 +144,8 @@ def _weights(folder: Path) -> list[tuple[str, str, str]]:
         names = [name for name in _WEIGHTS if (folder / name).exists()][:1]
         if not names and index is not None:
             names = sorted({str(name) for name in _object(index)["weight_map"].values()})
-    except (*_UNREADABLE, KeyError, AttributeError, TypeError) as error:
-        return [("a folder with weights", f"{index.name}: {_words(error)}", "It names the files of the weights.")]
+    except _UNREADABLE as error:
+        return [("a folder with weights", f"{index.name}: {_reason(error)}", "It names the files of the weights.")]
     if not names:
         reason = "Without them training would start from nothing; model.random_weights=true says so."
         return [("a folder with weights", f"no {' or '.join(_WEIGHTS)}", reason)]
@@ -176,17 +170,8 @@ def _damage(file: Path, settings: dict) -> str | None:
             ends = [entry["data_offsets"][1] for entry in entries.values()]
     except FileNotFoundError:
         return "missing"
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        IndexError,
-        RecursionError,
-        struct.error,
-    ) as error:
-        return _words(error)
+    except _UNREADABLE as error:
+        return _reason(error)
     whole = 8 + length + max(ends, default=0)
     if status.st_size != whole:
         return f"{status.st_size} bytes instead of {whole}"
@@ -200,5 +185,5 @@ def _damage(file: Path, settings: dict) -> str | None:
     return None
 
 
-def _words(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or first_line(error)

@@ -1,12 +1,16 @@
-"""What the rules of the configuration report: problems in one sentence form, and notes."""
+"""Problems in one sentence form, notes, and how an error is printed."""
 
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+from pgtoolkit.errors import PgtoolkitError
 from pgtoolkit.losses.checks import is_whole
+from pgtoolkit.ranks.environment import joined
+from pgtoolkit.system.redaction import redact
 
 
 @dataclass
@@ -27,6 +31,16 @@ class Report:
 def refusal(setting: str, needs: str, got: Any, reason: str, use: str) -> str:
     """The sentence form of every problem."""
     return f"{setting} needs {needs} (got {text(got)}). {reason} Use {use}."
+
+
+def print_error(error: PgtoolkitError) -> int:
+    """Say it, of several processes once; returns its exit status."""
+    rank, said = joined(), redact(str(error))
+    if rank is None or rank.number == 0:
+        print(f"pgtk: error: {said}", file=sys.stderr)
+    elif not error.on_all_ranks:
+        print(f"pgtk: error: rank {rank.number}: {said}", file=sys.stderr)
+    return error.exit_status
 
 
 def key_of(override: str) -> str:

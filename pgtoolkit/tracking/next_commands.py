@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from urllib.parse import quote
 
+from pgtoolkit.config.names import name_of
 from pgtoolkit.config.paths import absolute_uri
 from pgtoolkit.config.rules.credentials import of_address
 from pgtoolkit.losses.families import FAMILIES
@@ -114,7 +115,7 @@ def counterpart_command(run_dir: str | Path) -> str:
 
 def compare_command(run_dir: str | Path) -> str:
     """The command that compares a run with its counterpart, once that has run; of a sweep's run, the whole sweep."""
-    from pgtoolkit.config.compose import name_of, parse  # loads hydra, which nothing else of tracking needs
+    from pgtoolkit.config.compose import parse  # loads hydra, which nothing else of tracking needs
 
     path = Path(run_dir).absolute()
     if (path.parent / "sweep.json").exists():

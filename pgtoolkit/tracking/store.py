@@ -12,7 +12,7 @@ import sqlite3
 import threading
 from pathlib import Path
 
-from pgtoolkit.config.names import NOT_COMPARED
+from pgtoolkit.config.names import NO_EFFECT_ON_LEARNING
 from pgtoolkit.config.paths import sqlite_path
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.files import leaves
@@ -156,7 +156,7 @@ def flatten(config: dict) -> dict[str, str]:
 
     What tells no runs apart is left out; the artifact config.yaml has it all.
     """
-    pairs = ((key, value) for key, value in leaves(config) if not key.startswith(NOT_COMPARED))
+    pairs = ((key, value) for key, value in leaves(config) if not key.startswith(NO_EFFECT_ON_LEARNING))
     return {parameter_name(key): text_of(key, value) for key, value in pairs}
 
 

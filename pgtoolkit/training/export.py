@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.comparison.runs import is_run, not_a_run
-from pgtoolkit.config.resume import compose_resumed
+from pgtoolkit.config.compose import compose
 from pgtoolkit.config.schema import (
     Config,
     HuggingFaceModelConfig,
@@ -92,7 +92,7 @@ def _refuse_occupied(use, folder):
 
 def _config(run_dir: Path) -> Config:
     try:
-        config = OmegaConf.to_object(compose_resumed(run_dir, []).config)
+        config = OmegaConf.to_object(compose([], run_dir=run_dir).config)
     except OmegaConfBaseException as error:  # a key that this version has and the run's had not
         raise ConfigError(
             f"{run_dir}/config.yaml does not fit this version of pgtoolkit: {first_line(error)}. Use the version that "

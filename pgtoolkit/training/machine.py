@@ -1,18 +1,19 @@
-"""What a configuration needs of the machine it is typed on: a GPU, functions, a model, prompts, a free folder.
+"""What a configuration needs of this machine: a GPU, functions, a model, prompts, a free folder.
 
-Asked by `check` and by the start alike, before anything is made. Large libraries are imported where the configuration
-asks for what they alone know.
+Checked before anything is made. Large libraries are imported only where the configuration needs what they alone know.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import glob
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pgtoolkit.config.rules.run import occupied_by_rollouts
+from pgtoolkit.config.rules.run import needs_gpu, occupied_by_rollouts, refuse_triton
 from pgtoolkit.errors import ConfigError, DataError, first_line
 from pgtoolkit.system import model_folder
 from pgtoolkit.system.functions import REDUCER_KEYWORDS, import_function
@@ -21,11 +22,11 @@ from pgtoolkit.system.report import Report, is_whole, refusal
 _SECONDS_FOR_THE_HUB = 10
 
 
-def look(c: Any, report: Report, typed: bool = True, begins: bool = True) -> None:
+def check_machine(c: Any, report: Report, typed: bool = True, begins: bool = True) -> None:
     """Add what is missing to the problems of the resolved configuration `c`.
 
-    typed: False for one out of a file, whose functions are not imported. begins: False for what may have begun before,
-    such as the job of a sweep.
+    typed: False for that of a saved run, whose functions are not imported. begins: False for what may have begun
+    before, such as the job of a sweep.
     """
     devices(c, report)
     _model(c, report)
@@ -38,16 +39,13 @@ def look(c: Any, report: Report, typed: bool = True, begins: bool = True) -> Non
 
 def devices(c: Any, report: Report) -> None:
     """A GPU where one is asked for."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    on_triton = c.kernel.implementation == "triton" and not interpreted
-    if not (c.trainer.device == "cuda" or on_triton) or _has_gpu():
+    if not (c.trainer.device == "cuda" or needs_gpu(c)) or _has_gpu():
         return
     if c.trainer.device == "cuda":
         reason = "Its driver or torch's CUDA build is missing."
         report.refuse("trainer.device=cuda", "a GPU that torch can use", "none", reason, "trainer.device=auto")
-    if on_triton and c.trainer.device != "cpu":  # which the rule on kernels has refused
-        reason = "Triton compiles for GPUs; TRITON_INTERPRET=1 runs its kernels slowly on a CPU."
-        report.refuse("kernel=triton", "a GPU", "none", reason, "kernel=torch")
+    if needs_gpu(c) and c.trainer.device != "cpu":  # which the rule on kernels has refused
+        refuse_triton("none", report)
 
 
 def _has_gpu() -> bool:
@@ -64,39 +62,47 @@ def _functions(c: Any, report: Report) -> None:
     if c.aggregation.reducer is not None:
         wanted.append(("aggregation.reducer", c.aggregation.reducer, (None,), REDUCER_KEYWORDS))
     for key, path, arguments, keywords in wanted:
-        if any(problem.startswith(f"{key}=") for problem in report.problems):
-            continue
-        try:
-            import_function(key, str(path), *arguments, **dict.fromkeys(keywords))
-        except ConfigError as error:
-            report.problems.append(str(error))
-    if c.loss.name == "custom" and not any(problem.startswith("loss.") for problem in report.problems):
+        if not _has_problem(f"{key}=", report):
+            with _added_to(report):
+                import_function(key, str(path), *arguments, **dict.fromkeys(keywords))
+    if c.loss.name == "custom" and not _has_problem("loss.", report):
         from pgtoolkit.training.loss import own_family
 
-        try:
+        with _added_to(report):
             own_family(c.loss.path, vars(c.loss.options), c.loss.num_splits)
-        except ConfigError as error:
-            report.problems.append(str(error))
+
+
+def _has_problem(beginning: str, report: Report) -> bool:
+    return any(problem.startswith(beginning) for problem in report.problems)
+
+
+@contextlib.contextmanager
+def _added_to(report: Report) -> Iterator[None]:
+    """A ConfigError of the block becomes one problem of the report."""
+    try:
+        yield
+    except ConfigError as error:
+        report.problems.append(str(error))
 
 
 def _prompts(c: Any, report: Report) -> None:
     """The prompts can be read, and there is one."""
     if c.rollout.name != "policy" or c.task.name != "prompts" or c.task.path is None:
         return
-    if any(problem.startswith("task.path=") for problem in report.problems):
+    if _has_problem("task.path=", report):
         return
     if problem := _unreadable_prompts(os.getcwd(), c.task.path, c.task.prompt_field, c.task.answer_field):
-        report.problems.append(DataProblem(problem))
+        report.problems.append(problem)
 
 
 @functools.cache  # the jobs of a sweep share them
-def _unreadable_prompts(_directory: str, path: str, prompt_field: str, answer_field: str) -> str | None:
+def _unreadable_prompts(_directory: str, path: str, prompt_field: str, answer_field: str) -> DataProblem | None:
     from pgtoolkit.rollouts.tasks import read_prompts
 
     try:
         read_prompts(path, prompt_field, answer_field)
     except DataError as error:
-        return str(error)
+        return DataProblem(error)
     return None
 
 
@@ -133,12 +139,11 @@ def _positions(c: Any, report: Report) -> None:
 @functools.cache  # the jobs of a sweep share it
 def _unloadable(_directory: str, path: str) -> list[str]:
     """The problem with what transformers makes of a folder's small files."""
-    try:
+    report = Report()
+    with _added_to(report):
         model_folder.load_config(path)
         model_folder.load_tokenizer(path)
-    except ConfigError as error:
-        return [str(error)]
-    return []
+    return report.problems
 
 
 @functools.cache

@@ -10,8 +10,7 @@ from omegaconf import OmegaConf, open_dict
 from pgtoolkit.cli import main
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.files import config_directory, default_options, options
-from pgtoolkit.config.names import learned
-from pgtoolkit.config.resume import compose_resumed
+from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.config.validate import validate
 from pgtoolkit.launch.check import check
@@ -67,14 +66,14 @@ def test_the_resolved_default_is_shown_and_recorded(tmp_path, capsys):
     main(["check", "model=huggingface", "model.path=hub/name"])  # which refuses a name that no hub is asked for
     assert "  optimizer.learning_rate = 1e-06 (default 0.001)\n" in capsys.readouterr().out
     config = compose(["model=huggingface", "model.path=hub/name"]).config
-    assert learned(config)["optimizer"]["learning_rate"] == 1e-6
+    assert plain_config(config)["optimizer"]["learning_rate"] == 1e-6
 
 
 def test_an_older_run_is_continued_at_its_own_rate(tmp_path):
-    old = learned(compose(["model=huggingface", "model.path=hub/name", "optimizer.learning_rate=1e-3"]).config)
+    old = plain_config(compose(["model=huggingface", "model.path=hub/name", "optimizer.learning_rate=1e-3"]).config)
     OmegaConf.save(OmegaConf.create(old), tmp_path / "config.yaml")
-    assert compose_resumed(tmp_path, []).config.optimizer.learning_rate == 1e-3
-    assert compose_resumed(tmp_path, ["optimizer=adamw"]).config.optimizer.learning_rate == 1e-6
+    assert compose([], run_dir=tmp_path).config.optimizer.learning_rate == 1e-3
+    assert compose(["optimizer=adamw"], run_dir=tmp_path).config.optimizer.learning_rate == 1e-6
 
 
 def test_the_headline_command_takes_its_divisor_from_the_completion_length():

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from runs import SHORT, config_of
 
 from pgtoolkit.cli import main
-from pgtoolkit.config.resume import compose_resumed
+from pgtoolkit.config.compose import compose
 from pgtoolkit.launch.check import check, problems
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.tracking.next_commands import resume_command, sync_command
@@ -68,21 +68,21 @@ def test_a_run_of_somebodys_gets_no_credentials(server, theirs, monkeypatch, cap
     assert shown == []
     assert main(["sync", "run", f"--uri={uri}"]) == 6
     assert set(shown) == {"Bearer secret"}
-    assert compose_resumed(theirs, [f"tracking.uri={uri}"]).problems == []
-    assert compose_resumed(theirs, ["tracking=none"]).problems == []
+    assert compose([f"tracking.uri={uri}"], run_dir=theirs).problems == []
+    assert compose(["tracking=none"], run_dir=theirs).problems == []
     assert shlex.split(sync_command(theirs))[1:] == ["sync", "run", f"--uri={uri}"]
     assert shlex.split(resume_command(theirs))[1:] == ["resume", "run", f"tracking.uri={uri}"]
 
 
 def test_without_credentials_or_at_ones_own_server_nothing_is_typed_again(server, theirs, monkeypatch, tmp_path):
     uri, _ = server
-    assert compose_resumed(theirs, []).problems == []
+    assert compose([], run_dir=theirs).problems == []
     assert shlex.split(sync_command(theirs))[1:] == ["sync", "run"]
     (tmp_path / ".mlflow").mkdir()
     (tmp_path / ".mlflow" / "credentials").write_text("[mlflow]\nmlflow_tracking_username = me\n")
-    assert compose_resumed(theirs, []).problems == [said(uri, "tracking.uri", "~/.mlflow/credentials")]
+    assert compose([], run_dir=theirs).problems == [said(uri, "tracking.uri", "~/.mlflow/credentials")]
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    assert compose_resumed(theirs, []).problems == []
+    assert compose([], run_dir=theirs).problems == []
 
 
 def test_a_file_of_a_sweep_gets_no_credentials(server, monkeypatch, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from runs import SHORT, config_of
 
 from pgtoolkit.cli import main
-from pgtoolkit.config.resume import compose_resumed
+from pgtoolkit.config.compose import compose
 from pgtoolkit.launch.check import check, problems
 from pgtoolkit.tracking.next_commands import resume_command
 from pgtoolkit.training.train import train
@@ -114,7 +114,7 @@ def test_a_pickle_or_a_configuration_that_is_not_checked_is_refused(evil, capsys
 
 
 def test_places_numbers_of_jobs_and_launchers_of_ours_may_stand_in_a_file(evil, monkeypatch):
-    monkeypatch.setattr("pgtoolkit.config.rules.launcher._is_installed", lambda plugin: True)
+    monkeypatch.setattr("pgtoolkit.config.rules.run._is_installed", lambda plugin: True)
     file = evil / "mine.yaml"
     file.write_text(
         "defaults: [config, override hydra/launcher: slurm, _self_]\n"
@@ -198,4 +198,4 @@ def test_looking_at_a_run_imports_nothing_of_it(theirs, capsys):
         assert f"{word} needs to be typed (got it from a file)" in said
     words = ["task.verifier=evil.score", "aggregation.reducer=evil.weights"]
     assert resume_command(theirs).endswith(f"resume run {' '.join(words)}")
-    assert compose_resumed(theirs, words).problems == []
+    assert compose(words, run_dir=theirs).problems == []

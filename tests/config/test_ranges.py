@@ -7,8 +7,8 @@ import pytest
 
 from pgtoolkit.config.compose import compose, compose_choices
 from pgtoolkit.config.files import config_directory
-from pgtoolkit.config.resume import typed
 from pgtoolkit.config.rules.ranges import describe, within
+from pgtoolkit.config.saved import typed
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.config.validate import validate
 

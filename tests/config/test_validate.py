@@ -22,7 +22,8 @@ RULES = [
     ("loss.epsilon_high=inf", "loss.epsilon_high=inf", "loss.epsilon_high=5"),
     ("aggregation.divisor=7", "aggregation=constant", "aggregation=constant aggregation.divisor=7"),
     ("aggregation=token_mean aggregation.divisor=1", "would be ignored", "aggregation=token_mean"),
-    ("aggregation.reducer=mine", "dotted path", "aggregation.reducer=json.dumps"),
+    ("aggregation.reducer=mine", "a dotted path to a function", "aggregation.reducer=json.dumps"),
+    ("loss=custom loss.path=mine", "a dotted path to a class", "loss=custom loss.path=json.JSONDecoder"),
     ("aggregation.reducer=nowhere.mine", "no module nowhere", "aggregation.reducer=json.dumps"),
     ("aggregation=prompt_mean accumulation.docs_per_step=60", "docs_per_step=64", "aggregation=prompt_mean"),
     ("aggregation=prompt_mean accumulation=fixed", "docs_per_step > 0", "aggregation=token_mean accumulation=fixed"),
@@ -306,6 +307,16 @@ NOTES = [
     ),
     ("aggregation.reducer=json.dumps", "takes the place", ""),
     ("task=reasoning_gym task.dataset=x", "longer answers", "task=reverse"),
+    (
+        "rollout=recorded rollout.path=x task.num_digits=3",
+        "task.num_digits=3 only gives model=tiny its characters: with rollout=recorded prompts and rewards come from",
+        "rollout=recorded rollout.path=x",
+    ),
+    (
+        "rollout=recorded rollout.path=x task.num_digits=3 model=huggingface model.path=x/y",
+        "task.num_digits=3 changes nothing: with rollout=recorded",
+        "task.num_digits=3",
+    ),
 ]
 
 

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import pickle
 import re
 from pathlib import Path
 
@@ -13,10 +14,11 @@ from runs import run as train_short
 from pgtoolkit.cli import main
 from pgtoolkit.config.compose import compose, jobs
 from pgtoolkit.config.files import config_directory, sweep_file, sweep_files
-from pgtoolkit.config.names import digest, learned
+from pgtoolkit.config.names import digest, plain_config
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.launch import job as one_job
-from pgtoolkit.launch.check import check, page, problems
+from pgtoolkit.launch.check import check, notes, page, problems
+from pgtoolkit.launch.multirun import _CheckedJobs
 from pgtoolkit.launch.sweep import Job, Sweep
 from pgtoolkit.runs.directory import RunDirectory, read_status
 
@@ -33,13 +35,14 @@ def refused(capsys, *arguments):
 
 def test_a_job_is_known_by_what_it_learns():
     digests = {
-        override: digest(learned(compose(["aggregation=constant", *([override] if override else [])]).config))
+        override: digest(plain_config(compose(["aggregation=constant", *([override] if override else [])]).config))
         for override in (
             "",
             "tracking=none",
             "tracking.run_name=a",
             "trainer.checkpoint_every=7",
             "trainer.keep_checkpoints=9",
+            "rollout.save_path=recorded",
             "aggregation.divisor=7",  # what it is by default
             "seed=1",
             "aggregation.divisor=8",
@@ -47,7 +50,7 @@ def test_a_job_is_known_by_what_it_learns():
             "trainer.max_steps=299",
         )
     }
-    same, other = list(digests.values())[:6], list(digests.values())[6:]
+    same, other = list(digests.values())[:7], list(digests.values())[7:]
     assert len(set(same)) == 1
     assert len({same[0], *other}) == 5
     assert all(re.fullmatch("[0-9a-f]{8}", one) for one in digests.values())
@@ -58,12 +61,12 @@ def test_the_digest_is_that_of_the_saved_configuration(tmp_path):
     resolved = OmegaConf.to_container(config, resolve=True)
     with RunDirectory(tmp_path) as run:
         run.write_config(resolved, [])
-    assert digest(OmegaConf.to_container(OmegaConf.load(tmp_path / "config.yaml"))) == digest(learned(config))
+    assert digest(OmegaConf.to_container(OmegaConf.load(tmp_path / "config.yaml"))) == digest(plain_config(config))
 
 
 def planned(*overrides):
     config = compose(list(overrides)).config
-    return Job("job", "job", list(overrides), log="job/output.log", config=learned(config))
+    return Job("job", "job", list(overrides), log="job/output.log", config=plain_config(config))
 
 
 def test_what_became_of_a_job_is_read_from_its_directory(tmp_path):
@@ -223,6 +226,40 @@ def test_the_page_shows_what_varies_and_what_is_done(tmp_path, capsys, monkeypat
         assert expected in shown
 
 
+def test_jobs_that_began_without_recording_are_counted_in_a_note(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def noted(*overrides):
+        checked = check(["seed=1,2,3", "trainer.max_steps=20", "hydra.sweep.dir=s", *overrides], True)
+        assert problems(checked) == []
+        said = [note for note in notes(checked) if "rollout.save_path" in note]
+        return [job.status for job in checked.sweep.jobs.values()], said
+
+    first, second, _ = check(["seed=1,2,3", "trainer.max_steps=20", "hydra.sweep.dir=s"], True).sweep.jobs.values()
+    for job, state in ((first, "done"), (second, "interrupted")):
+        with RunDirectory(tmp_path / "s" / job.directory) as run:
+            run.write_config(job.config, [])
+            run.set_status(state, 5)
+    assert noted() == (["done", "interrupted", "pending"], [])
+    states, (note,) = noted("rollout.save_path='recorded/${seed}'")
+    assert states == ["done", "interrupted", "pending"]
+    assert note.startswith("2 of 3 jobs began without this rollout.save_path: what they have sampled is not recorded")
+    assert "use another hydra.sweep.dir or remove the folders of these jobs" in note
+    assert noted("rollout.save_path='recorded/${seed}'", "hydra.sweep.dir=t")[1] == []
+
+
+def test_launchers_get_the_configurations_that_were_checked():
+    checked = check(["seed=1,2", "loss=grpo", "hydra.sweep.subdir=x/${hydra.job.override_dirname}"], True)
+    jobs_of = pickle.loads(pickle.dumps(_CheckedJobs(checked)))  # as a launcher sends it to another machine
+    found = [jobs_of.load_sweep_config(None, [f"seed={seed}", "loss=grpo"]) for seed in (1, 2)]
+    assert found == [run.config for run in checked.runs]
+    assert [config.hydra.sweep.subdir for config in found] == list(checked.sweep.jobs) == ["x/seed=1", "x/seed=2"]
+    drawn = jobs_of.load_sweep_config(None, ["seed=7", "loss=grpo"])  # as by a sweeper that searches
+    assert (drawn.seed, drawn.loss.name, drawn.hydra.sweep.subdir) == (7, "grpo", "x/seed=7")
+    with pytest.raises(ConfigError, match="seed=x needs a whole number"):
+        jobs_of.load_sweep_config(None, ["seed=x"])
+
+
 def test_an_override_on_a_swept_key_replaces_its_values():
     file = sweep_file("loss_by_aggregation")
     assert len(check(["aggregation=constant", "seed=0,1"], True, sweep_file=file).runs) == 4
@@ -245,7 +282,7 @@ SIZES = {"loss_by_aggregation": 24, "clip_range": 8, "docs_per_step": 8, "metric
 @pytest.mark.parametrize("name", sweep_files())
 def test_every_sweep_is_valid(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pgtoolkit.config.rules.launcher._is_installed", lambda plugin: True)
+    monkeypatch.setattr("pgtoolkit.config.rules.run._is_installed", lambda plugin: True)
     checked = check([], True, sweep_file=sweep_file(name))
     assert problems(checked) == []
     assert len(checked.runs) == SIZES[name]
@@ -298,7 +335,7 @@ def test_other_plug_ins_compose_and_say_what_installs_them(capsys, monkeypatch, 
     assert composed.problems == []
     kind = choice.partition("=")[0].partition("/")[2]
     assert composed.config.hydra[kind]._target_ == f"hydra_plugins.{plugin}"
-    monkeypatch.setattr("pgtoolkit.config.rules.launcher._is_installed", lambda plugin: False)
+    monkeypatch.setattr("pgtoolkit.config.rules.run._is_installed", lambda plugin: False)
     said = refused(capsys, "check", "-m", choice, "seed=1,2")
     assert f"{choice} needs the package" in said
     assert f"Use pip install 'pgtoolkit[{extra}]'." in said

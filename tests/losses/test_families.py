@@ -7,7 +7,7 @@ from builders.losses import AGGREGATIONS, EPSILONS, LOSSES, make_case, totals_of
 from runs import metrics_of, run
 
 from pgtoolkit import families, log_prob_loss, policy_loss
-from pgtoolkit.config.resume import compose_resumed
+from pgtoolkit.config.compose import compose
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.launch.check import check, problems
 from pgtoolkit.losses import reference
@@ -223,9 +223,9 @@ def test_a_family_of_ones_own_that_fails_while_training_is_named(sums, last, tmp
 def test_a_run_with_options_of_its_family_is_continued_with_them(tmp_path):
     own = ["loss=custom", "loss.path=builders.families.Squared", "loss.options.tau=0.3"]
     run(tmp_path, *own, "trainer.max_steps=1")
-    resumed = compose_resumed(tmp_path, ["loss.path=builders.families.Squared"])
+    resumed = compose(["loss.path=builders.families.Squared"], run_dir=tmp_path)
     assert resumed.problems == []
     assert dict(resumed.config.loss.options) == {"tau": 0.3}
-    changed = compose_resumed(tmp_path, ["loss.path=builders.families.Squared", "loss.options.tau=0.5", "seed=1"])
+    changed = compose(["loss.path=builders.families.Squared", "loss.options.tau=0.5", "seed=1"], run_dir=tmp_path)
     assert dict(changed.config.loss.options) == {"tau": 0.5}
     assert len(changed.problems) == 1

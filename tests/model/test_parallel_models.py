@@ -15,9 +15,8 @@ from builders.processes import world
 
 from pgtoolkit.batch import MicroBatch
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.model.pipeline import keep_stage
 from pgtoolkit.model.sequence_data import local_tokens
-from pgtoolkit.model.tensor import shard_tensors
+from pgtoolkit.model.spread import refuse_misfit
 
 TOLERANCE = 1e-12
 GSPO = {"loss": "gspo", "aggregation": "sample_mean", "metrics": "with_entropy"}
@@ -119,32 +118,30 @@ def test_a_rank_gets_its_piece_of_the_packed_axis():
     assert all(piece.names == ("a", "b") and piece.group_index.tolist() == [0, 0] for piece in pieces)
 
 
-@pytest.mark.parametrize(
-    ("kind", "size", "message"),
-    [
-        ("gpt2", 3, "tensor_parallel=3 needs a model whose attention heads divide by it .got 4.*tensor_parallel=2"),
-        ("qwen2", 8, "tensor_parallel=8 needs a model whose key-value heads divide by it .got 4.*tensor_parallel=4"),
-    ],
-)
-def test_heads_that_do_not_divide_are_refused(kind, size, message):
-    mesh = SimpleNamespace(size=lambda: size, get_group=lambda: None)
-    with pytest.raises(ConfigError, match=message):
-        shard_tensors(models.build(kind).model, mesh, False)
+def spread_as(**sizes):
+    whole = dict.fromkeys((TP, SDP, DP, PP), 1) | {"shard": False}
+    return SimpleNamespace(**(whole | sizes))
 
 
 @pytest.mark.parametrize(
-    ("kind", "stages", "message"),
+    ("kind", "sizes", "message"),
     [
-        ("gpt2", 3, "pipeline_parallel=3 needs at least as many layers .got 2.*pipeline_parallel=2"),
-        ("gpt2_tied", 2, "pipeline_parallel=2 needs a model whose embedding and LM head are two matrices"),
+        ("gpt2", {TP: 3}, "tensor_parallel=3 needs a divisor of the model's 4 attention heads .*tensor_parallel=2"),
+        ("qwen2", {TP: 8}, "tensor_parallel=8 needs a divisor of the model's 4 key-value heads .*tensor_parallel=4"),
+        ("gpt2", {PP: 3}, "pipeline_parallel=3 needs at most the model's 2 layers .*pipeline_parallel=2"),
+        ("gpt2_tied", {PP: 2}, "pipeline_parallel=2 needs a model whose embedding and LM head are two matrices"),
     ],
 )
-def test_a_pipeline_that_the_model_cannot_be_cut_into_is_refused(kind, stages, message):
+def test_a_model_that_cannot_be_spread_so_is_refused(kind, sizes, message):
+    model = models.build(kind).model
     with pytest.raises(ConfigError, match=message):
-        keep_stage(models.build(kind).model, 0, stages)
+        refuse_misfit(model, spread_as(**sizes))
+    refuse_misfit(model, spread_as(**{TP: 4}))
 
 
 def test_an_unknown_kind_of_model_is_refused():
-    model = SimpleNamespace(config=SimpleNamespace(model_type="mamba"))
+    model = models.build("gpt2").model
+    model.config.model_type = "mamba"
     with pytest.raises(ConfigError, match=r"tensor_parallel=2 needs a model of type gpt2, llama, .* .got mamba"):
-        shard_tensors(model, SimpleNamespace(size=lambda: 2, get_group=lambda: None), False)
+        refuse_misfit(model, spread_as(**{TP: 2}))
+    refuse_misfit(model, spread_as(**{DP: 2}))

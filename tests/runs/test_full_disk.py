@@ -30,7 +30,7 @@ def test_a_full_disk_is_one_message(tmp_path, monkeypatch, capsys, length, more,
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     said = capsys.readouterr()
     assert status == 6, said.err
-    (line,) = [line for line in said.err.splitlines() if not line.startswith("pgtk: note: ")]
+    (line,) = [line for line in said.err.splitlines() if not line.startswith("note: ")]
     assert line.startswith("pgtk: error: ")
     assert "File too large" in line
     assert "Traceback" not in said.out

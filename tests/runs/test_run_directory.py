@@ -14,7 +14,7 @@ import pytest
 from runs import SHORT, config_of
 
 from pgtoolkit.cli import main
-from pgtoolkit.config.names import learned
+from pgtoolkit.config.names import plain_config
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.launch import job
 from pgtoolkit.runs.directory import RunDirectory, config_drift, plain, read_metrics, read_status
@@ -215,7 +215,7 @@ def test_training_anew_in_a_directory_with_a_run_is_refused_whoever_starts_it(tm
 def test_a_job_of_another_launcher_does_not_continue_another_run(tmp_path):
     config = config_of(*SHORT)
     with RunDirectory(tmp_path) as run:
-        run.write_config(learned(config) | {"seed": 1}, [])
+        run.write_config(plain_config(config) | {"seed": 1}, [])
         run.set_status("interrupted", 3)
     with pytest.raises(ConfigError, match=r"got a run with seed=1, not 0\)"):
         job.run(config, tmp_path, [], "sweep")

@@ -73,7 +73,7 @@ def test_compare_takes_all_that_a_shell_finds_in_a_sweep(tmp_path, shell):
     (tmp_path / "sweep" / "a.log").touch()
     done = shell("pgtk compare sweep/*")
     assert done.returncode == 0, done.stderr
-    assert done.stderr == "pgtk: note: passed over, there is no run: sweep/a.log sweep/sweep.json\n"
+    assert done.stderr == "note: passed over, there is no run: sweep/a.log sweep/sweep.json\n"
     done = shell("pgtk compare sweep/*.log")
     assert done.returncode == 2
     assert "pgtk compare sweep/a.log needs a run directory, a folder that holds runs, or a sweep's name" in done.stderr

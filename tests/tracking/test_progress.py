@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from pgtoolkit.config.compose import compose, name_in
+from pgtoolkit.config.compose import compose
+from pgtoolkit.config.names import name_in
 from pgtoolkit.errors import Interrupted
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.tracking.next_commands import compare_command, counterpart_command, program, shell_path

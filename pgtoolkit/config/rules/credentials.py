@@ -1,4 +1,4 @@
-"""Whom credentials of the user's are sent to: a server that was typed, not one that a file names."""
+"""The rule on the user's credentials: they go to a server that was typed, not to one that a file names."""
 
 from __future__ import annotations
 

@@ -71,23 +71,23 @@ def search_path(typed: list[Override], sweep_file: Path | None) -> list[str]:
 
 
 def functions(config: DictConfig, typed: list[Override]) -> list[str]:
-    """Problems with functions that the configuration names, but nobody has typed: a file's word imports nothing."""
-    problems, words = [], words_of(typed)
+    """Problems with functions that the configuration names and nobody has typed: no file makes pgtk import one."""
+    problems, values = [], typed_values(typed)
     for key in FUNCTIONS:
         try:
             value = OmegaConf.select(config, key)
         except OmegaConfBaseException:  # `validate` says so
             continue
-        if isinstance(value, str) and "." in value and "${" in str(words.get(key, "${")):
+        if isinstance(value, str) and "." in value and "${" in str(values.get(key, "${")):
             setting, reason = f"{key}={value}", "To import it runs its code, which only the command line asks for."
             use = f"{setting} on the command line"
             problems.append(refusal(setting, "to be typed", "it from a file", reason, use))
     return problems
 
 
-def words_of(typed: list[Override]) -> dict[str, Any]:
+def typed_values(typed: list[Override]) -> dict[str, Any]:
     """Key to value of all that was typed, also in dictionaries."""
-    return dict(word for override in typed for word in leaves({override.key_or_group: override.value()}))
+    return dict(pair for override in typed for pair in leaves({override.key_or_group: override.value()}))
 
 
 def _is_foreign(path: tuple, value: Any) -> bool:

@@ -11,28 +11,25 @@ from pgtoolkit.system.model_folder import model_settings
 from pgtoolkit.system.report import Report, is_whole, text
 
 SIZES = ("pipeline_parallel", "data_parallel", "sequence_data_parallel", "tensor_parallel")
-FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+MODEL_TYPES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 
 
 def parallelism(c: Any, report: Report) -> None:
-    p = c.parallelism
-    sizes = {name: getattr(p, name) for name in SIZES}
-    _world(sizes, report)
+    _world(c.parallelism, report)
     _keys(c, report)
     _rollouts(c, report)
-    _model(c, report)
+    fits(c.parallelism, _known(c), vocabulary_size(c.model, c.task), report)
 
 
-def _world(sizes: dict[str, int], report: Report) -> None:
+def _world(p: Any, report: Report) -> None:
+    sizes = {name: getattr(p, name) for name in SIZES}
     rank, product = joined(), math.prod(sizes.values())
     if rank is not None and rank.world_size != product:
-        setting = f"WORLD_SIZE={rank.world_size}"
         factors = " x ".join(f"{name}={size}" for name, size in sizes.items())
+        needs = f"the product of the parallel sizes, {product} = {factors}"
         reason = "Every process has one place in the layout."
         use = f"as many processes, or without a launcher such as torchrun pgtk starts {product} itself"
-        report.refuse(
-            setting, f"the product of the parallel sizes, {product} = {factors}", rank.world_size, reason, use
-        )
+        report.refuse(f"WORLD_SIZE={rank.world_size}", needs, rank.world_size, reason, use)
 
 
 def _keys(c: Any, report: Report) -> None:
@@ -47,20 +44,16 @@ def _keys(c: Any, report: Report) -> None:
         setting, needs = "parallelism.shard=true", "parallelism.data_parallel > 1"
         use = "parallelism.data_parallel=2, or parallelism.shard=false"
         report.refuse(setting, needs, p.data_parallel, reason, use)
-    if c.metrics.level != "none" and p.pipeline_parallel > 1:
-        setting, needs = f"metrics={c.metrics.level}", "parallelism.pipeline_parallel=1"
+    if p.pipeline_parallel == 1:
+        return
+    needs, got = "parallelism.pipeline_parallel=1", p.pipeline_parallel
+    if c.metrics.level != "none":
         reason = "Stages without the loss have no advantage extrema to give."
-        report.refuse(setting, needs, p.pipeline_parallel, reason, "metrics=none or parallelism.pipeline_parallel=1")
-    if p.pipeline_parallel > 1:
-        _stages(p, report)
-
-
-def _stages(p: Any, report: Report) -> None:
+        report.refuse(f"metrics={c.metrics.level}", needs, got, reason, f"metrics=none or {needs}")
     for name, whole in (("sequence_data_parallel", 1), ("sequence_parallel", False)):
         if (value := getattr(p, name)) != whole:
-            setting, needs = f"parallelism.{name}={text(value)}", "parallelism.pipeline_parallel=1"
             reason, use = "Stages hand over whole micro-batches.", f"parallelism.{name}={text(whole)}"
-            report.refuse(setting, needs, p.pipeline_parallel, reason, use)
+            report.refuse(f"parallelism.{name}={text(value)}", needs, got, reason, use)
 
 
 def _rollouts(c: Any, report: Report) -> None:
@@ -74,38 +67,35 @@ def _rollouts(c: Any, report: Report) -> None:
         report.refuse(setting, "rollout=recorded", "rollout=policy", reason, use)
 
 
-def _model(c: Any, report: Report) -> None:
-    p, known = c.parallelism, _known(c)
-    spread = [f"{name}={text(getattr(p, name))}" for name in SIZES if name != "data_parallel" and getattr(p, name) > 1]
+def fits(p: Any, known: dict[str, Any], vocabulary: int | None, report: Report) -> None:
+    """Whether a model can be spread so: as far as it is known by `check`, and as it is loaded by `model/spread.py`.
+
+    p: parallelism. known: type, attention heads, key-value heads, layers, tied; what is not known is missing or None.
+    """
+    tensor, stages = p.tensor_parallel, p.pipeline_parallel
+    spread = [f"{name}={getattr(p, name)}" for name in SIZES if name != "data_parallel" and getattr(p, name) > 1]
     spread += ["shard=true"] if p.shard else []
-    if spread and known.get("type", FAMILIES[0]) not in FAMILIES:
-        needs, reason = (
-            f"a model of type {', '.join(FAMILIES)}",
-            "Where the matrices and layers are is known for these.",
-        )
+    if spread and known.get("type") not in (None, *MODEL_TYPES):
+        needs, reason = f"a model of type {', '.join(MODEL_TYPES)}", "pgtoolkit knows where the matrices of these are."
         report.refuse(f"parallelism.{spread[0]}", needs, known["type"], reason, "parallelism=ddp")
-    for what in ("attention heads", "key-value heads"):
-        number, size = known.get(what), p.tensor_parallel
-        if is_whole(number) and number >= 1 and number % size:
-            needs = f"a divisor of the model's {number} {what}"
-            use = f"parallelism.tensor_parallel={math.gcd(number, size)}"
-            setting, reason = f"parallelism.tensor_parallel={size}", "Attention heads are dealt out whole."
-            report.refuse(setting, needs, size, reason, use)
-            break
-    vocabulary = vocabulary_size(c.model, c.task)
-    if is_whole(vocabulary) and -(-vocabulary // p.tensor_parallel) * (p.tensor_parallel - 1) >= vocabulary:
-        setting, needs = f"parallelism.tensor_parallel={p.tensor_parallel}", f"fewer shards of {vocabulary} tokens"
+    setting = f"parallelism.tensor_parallel={tensor}"
+    heads = {what: known.get(what) for what in ("attention heads", "key-value heads")}
+    heads = {what: number for what, number in heads.items() if is_whole(number) and number >= 1}
+    if uneven := [what for what, number in heads.items() if number % tensor]:
+        fitting = max(size for size in range(1, tensor) if not any(number % size for number in heads.values()))
+        needs = f"a divisor of the model's {heads[uneven[0]]} {uneven[0]}"
+        use = f"parallelism.tensor_parallel={fitting}"
+        report.refuse(setting, needs, tensor, "Attention heads are dealt out whole.", use)
+    if vocabulary is not None and -(-vocabulary // tensor) * (tensor - 1) >= vocabulary:
         reason, use = "One rank would hold none of the vocabulary.", "parallelism.tensor_parallel=1"
-        report.refuse(setting, needs, p.tensor_parallel, reason, use)
-    if known.get("tied") and p.pipeline_parallel > 1:
-        setting, reason = f"parallelism.pipeline_parallel={p.pipeline_parallel}", "They lie on different stages."
-        needs, got = "a model whose embedding and LM head are two matrices", "tie_word_embeddings=true"
-        report.refuse(setting, needs, got, reason, "parallelism=fsdp")
-    layers = known.get("layers")
-    if is_whole(layers) and 1 <= layers < p.pipeline_parallel:
-        setting, needs = f"parallelism.pipeline_parallel={p.pipeline_parallel}", f"at most the model's {layers} layers"
+        report.refuse(setting, f"fewer shards of {vocabulary} tokens", tensor, reason, use)
+    setting, layers = f"parallelism.pipeline_parallel={stages}", known.get("layers")
+    if known.get("tied") and stages > 1:
+        needs, got = "a model whose embedding and LM head are two matrices", "one for both"
+        report.refuse(setting, needs, got, "They lie on different stages.", "parallelism=fsdp")
+    if is_whole(layers) and 1 <= layers < stages:
         reason, use = "A stage holds whole layers, at least one.", f"parallelism.pipeline_parallel={layers}"
-        report.refuse(setting, needs, p.pipeline_parallel, reason, use)
+        report.refuse(setting, f"at most the model's {layers} layers", stages, reason, use)
 
 
 def _known(c: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The rule on every number of the configuration: it lies in the range that the schema gives its key."""
+"""The rule on every number: it lies in the range that the schema gives its key, and rules between keys rely on it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ def ranges(config: DictConfig, plain: Any, report: Report) -> None:
     config: as composed; plain: the same, resolved, which is changed.
     """
     for key, place, field in _numbers(plain):
-        value = getattr(place, field.name, None)
-        if value is None or within(field, value):
+        value, may_be_none = getattr(place, field.name, None), field.type.endswith("None")
+        if within(field, value) or (value is None and may_be_none):
             continue
         mend = default(config, key)
-        reason = comment(config, key) or "Every number has a range."
-        report.refuse(f"{key}={text(value)}", describe(field), value, reason, f"{key}={text(mend)}")
+        if mend is None and not may_be_none:
+            mend = field.metadata["range"][0]
+        if value is not None:  # else `resolve` has said why
+            reason = comment(config, key) or "Every number has a range."
+            report.refuse(f"{key}={text(value)}", describe(field), value, reason, f"{key}={text(mend)}")
         setattr(place, field.name, mend)
 
 

@@ -1,4 +1,4 @@
-"""The rules on what a run runs on: rollouts, model, task, kernels, optimizer, trainer, tracking."""
+"""The rules on what a run runs on: rollouts, model, task, kernels, optimizer, trainer, tracking, a sweep's launcher."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import re
 from typing import Any
 from urllib.parse import urlsplit
 
-from pgtoolkit.config.rules.step import family_of_config, importable, longest_document
+from pgtoolkit.config.rules.step import family_of_config, importable, tokens_at_least
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.system.report import Report, is_number, is_whole, refusal, text
+from pgtoolkit.system.report import Report, is_whole, refusal, text
 
 VERIFIERS = ("exact_match", "regular_expression", "math_verify")
 """Those that come with pgtoolkit; others are functions of the user's."""
@@ -39,29 +39,24 @@ def _policy(c: Any, report: Report) -> None:
         }
         old = rollout.old_log_probs
         report.note(f"rollout.top_p={top_p} with rollout.old_log_probs={old}: {effect.get(old, 'ratios are off')}.")
-    if c.task.name == "reverse" and is_whole(c.task.num_digits):
-        needed = c.task.num_digits + 1
-        if is_whole(rollout.max_completion_length) and 1 <= rollout.max_completion_length < needed:
-            setting, needs = f"task.num_digits={c.task.num_digits}", f"rollout.max_completion_length >= {needed}"
-            reason = "The answer is the digits and the end of the sequence; a shorter completion is never right."
-            use = f"rollout.max_completion_length={needed}"
-            report.refuse(setting, needs, rollout.max_completion_length, reason, use)
-    elif is_whole(rollout.max_completion_length) and rollout.max_completion_length < 16:
-        report.note(
-            f"rollout.max_completion_length={rollout.max_completion_length} is made for task=reverse; other tasks "
-            "usually need longer answers."
-        )
+    length = rollout.max_completion_length
+    if c.task.name == "reverse" and length < (needed := c.task.num_digits + 1):
+        setting, needs = f"task.num_digits={c.task.num_digits}", f"rollout.max_completion_length >= {needed}"
+        reason = "The answer is the digits and the end of the sequence; a shorter completion is never right."
+        report.refuse(setting, needs, length, reason, f"rollout.max_completion_length={needed}")
+    elif c.task.name != "reverse" and length < 16:
+        what = f"rollout.max_completion_length={length}"
+        report.note(f"{what} is made for task=reverse; other tasks usually need longer answers.")
 
 
 def model(c: Any, report: Report) -> None:
     model = c.model
     if model.name == "tiny":
         width, heads = model.hidden_size, model.num_heads
-        if is_whole(width) and is_whole(heads) and heads >= 1 and width >= 1 and width % heads:
+        if width % heads:
             reason, use = "Every head takes an equal share of the width.", f"model.hidden_size={width + -width % heads}"
             report.refuse(f"model.hidden_size={width}", f"a multiple of model.num_heads={heads}", width, reason, use)
-        prompt, completion = longest_document(c)
-        if is_whole(model.max_positions) and (longest := (prompt or 1) + (completion or 1)) > model.max_positions >= 1:
+        if (longest := tokens_at_least(c)) > model.max_positions:
             setting, needs = f"model.max_positions={model.max_positions}", f"the longest document, {longest} tokens"
             reason = "The model has a position for every token of a document."
             report.refuse(setting, needs, model.max_positions, reason, f"model.max_positions={longest}")
@@ -81,10 +76,14 @@ def model(c: Any, report: Report) -> None:
         )
 
 
-def task(c: Any, report: Report) -> None:
-    if c.rollout.name == "recorded":
-        return
+def task(c: Any, typed: list[str], report: Report) -> None:
+    """typed: the overrides that were typed, as far as they are known."""
     task = c.task
+    if c.rollout.name == "recorded":
+        if own := [override for override in typed if override.partition("=")[0].partition(".")[0] == "task"]:
+            uses = "only gives model=tiny its characters" if c.model.name == "tiny" else "changes nothing"
+            report.note(f"{' '.join(own)} {uses}: with rollout=recorded prompts and rewards come from rollout.path.")
+        return
     if task.name == "reasoning_gym":
         _installed(report, "task=reasoning_gym", "reasoning_gym", "reasoning-gym")
     elif task.name == "prompts":
@@ -124,28 +123,30 @@ def kernel(c: Any, report: Report) -> None:
         use = "kernel.logits_memory_mb=null" if splits else "kernel=fused_linear or kernel.logits_memory_mb=null"
         needs = "loss.num_splits=1" if splits else "kernel=auto or kernel=fused_linear"
         report.refuse(setting, needs, c.loss.num_splits if splits else chosen, reason, use)
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if chosen == "triton" and c.trainer.device == "cpu" and not interpreted:
-        reason = "Triton compiles for GPUs; TRITON_INTERPRET=1 runs its kernels slowly on a CPU."
-        report.refuse("kernel=triton", "a GPU", "trainer.device=cpu", reason, "kernel=torch")
+    if needs_gpu(c) and c.trainer.device == "cpu":
+        refuse_triton("trainer.device=cpu", report)
 
 
-def optimizer(c: Any, report: Report) -> None:
-    o = c.optimizer
-    if is_whole(o.warmup_steps) and is_whole(c.trainer.max_steps) and o.warmup_steps >= c.trainer.max_steps >= 1:
+def needs_gpu(c: Any) -> bool:
+    """Whether Triton is to compile its kernels."""
+    return c.kernel.implementation == "triton" and os.environ.get("TRITON_INTERPRET") != "1"
+
+
+def refuse_triton(got: str, report: Report) -> None:
+    reason = "Triton compiles for GPUs; TRITON_INTERPRET=1 runs its kernels slowly on a CPU."
+    report.refuse("kernel=triton", "a GPU", got, reason, "kernel=torch")
+
+
+def optimizer(c: Any, usual_rate: float | None, report: Report) -> None:
+    """usual_rate: the default learning rate for models of this kind."""
+    warmup, steps, rate = c.optimizer.warmup_steps, c.trainer.max_steps, c.optimizer.learning_rate
+    if warmup >= steps:
+        settings = f"optimizer.warmup_steps={warmup} with trainer.max_steps={steps}"
+        report.note(f"{settings}: the learning rate never reaches its value.")
+    if usual_rate is not None and rate >= 100 * usual_rate:
         report.note(
-            f"optimizer.warmup_steps={o.warmup_steps} with trainer.max_steps={c.trainer.max_steps}: the learning rate "
-            "never reaches its value."
-        )
-
-
-def learning_rate(c: Any, usual: Any, report: Report) -> None:
-    """usual: the default for models of this kind."""
-    rate = c.optimizer.learning_rate
-    if is_number(rate) and is_number(usual) and rate >= 100 * usual:
-        report.note(
-            f"optimizer.learning_rate={text(rate)} is {rate / usual:.3g} times the {text(usual)} that models such as "
-            "this one usually take: the policy may leave its clip, or break, within a few steps."
+            f"optimizer.learning_rate={text(rate)} is {rate / usual_rate:.3g} times the {text(usual_rate)} that models "
+            "such as this one usually take: the policy may leave its clip, or break, within a few steps."
         )
 
 
@@ -163,14 +164,11 @@ def tracking(c: Any, report: Report) -> None:
         safe = re.sub(r"[^A-Za-z0-9._-]+", "-", str(t.run_name)).strip("-._")[:80] or "run"
         reason = "It is also the name of the run directory."
         report.refuse(f"tracking.run_name={t.run_name}", needs, t.run_name, reason, f"tracking.run_name={safe}")
-    for key in ("uri", "experiment"):
+    for key, off in (("uri", None), ("experiment", None), ("system_metrics", False)):
         value = getattr(t, key)
-        if t.name == "none" and value is not None:
-            setting, use = f"tracking.{key}={value}", f"tracking=mlflow or tracking.{key}=null"
+        if t.name == "none" and value != off:
+            setting, use = f"tracking.{key}={text(value)}", f"tracking=mlflow or tracking.{key}={text(off)}"
             report.refuse(setting, "tracking=mlflow", "tracking=none", "It would be ignored.", use)
-    if t.name == "none" and t.system_metrics:
-        setting, use = "tracking.system_metrics=true", "tracking=mlflow or tracking.system_metrics=false"
-        report.refuse(setting, "tracking=mlflow", "tracking=none", "It would be ignored.", use)
     if t.name == "mlflow" and not t.experiment:
         reason = "MLflow keeps runs in experiments."
         report.refuse("tracking=mlflow", "tracking.experiment", t.experiment, reason, "tracking.experiment=pgtoolkit")
@@ -226,7 +224,36 @@ def _existing(report: Report, path: str, value: Any) -> None:
         report.refuse(f"{path}={value}", "an existing file, folder or glob", value, reason, f"{path}=PATH")
 
 
+def launcher(hydra: Any, report: Report) -> None:
+    """The plug-ins that run a sweep are there, and our own has sensible settings; hydra: Hydra's own node."""
+    for kind in ("launcher", "sweeper"):
+        plugin = ".".join(str(hydra[kind].get("_target_")).split(".")[:2])
+        if plugin in _EXTRAS:
+            setting = f"hydra/{kind}={hydra.runtime.choices.get(f'hydra/{kind}')}"
+            _installed(report, setting, plugin, _EXTRAS[plugin])
+    if "n_jobs" in hydra.launcher and "fail_fast" in hydra.launcher:
+        n_jobs, key = hydra.launcher.n_jobs, "hydra.launcher.n_jobs"
+        if not (is_whole(n_jobs) and n_jobs >= 1):
+            setting, reason = f"{key}={text(n_jobs)}", "It counts jobs at a time."
+            report.refuse(setting, "a whole number >= 1", n_jobs, reason, f"{key}=1")
+
+
+_EXTRAS = {
+    "hydra_plugins.hydra_submitit_launcher": "submitit",
+    "hydra_plugins.hydra_ray_launcher": "ray",
+    "hydra_plugins.hydra_optuna_sweeper": "optuna",
+}
+"""Plug-in of Hydra -> the extra of pgtoolkit that installs it."""
+
+
 def _installed(report: Report, setting: str, module: str, extra: str) -> None:
-    if importlib.util.find_spec(module) is None:
-        reason = "The package is an extra, not installed by default."
-        report.refuse(setting, f"the package {extra}", "not installed", reason, f"pip install 'pgtoolkit[{extra}]'")
+    if not _is_installed(module):
+        needs, reason = f"the package {module.rpartition('.')[2]}", "The package is an extra, not installed by default."
+        report.refuse(setting, needs, "not installed", reason, f"pip install 'pgtoolkit[{extra}]'")
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False

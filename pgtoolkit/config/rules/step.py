@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 from pgtoolkit.losses.families import Family, configured
-from pgtoolkit.system.functions import is_findable
-from pgtoolkit.system.report import Report, is_whole, text
+from pgtoolkit.system.functions import is_findable, kind_of
+from pgtoolkit.system.report import Report, text
 
 
 def loss(c: Any, report: Report) -> None:
@@ -20,7 +20,7 @@ def loss(c: Any, report: Report) -> None:
     if family is not None and family.by_document and splits != 1:
         reason = "The sequence ratio is exp of a mean over the whole document, and pieces do not recombine."
         report.refuse(f"loss={c.loss.name}", "loss.num_splits=1", splits, reason, "loss.num_splits=1")
-    elif is_whole(splits) and splits > 1 and c.kernel.implementation == "fused_linear":
+    elif splits > 1 and c.kernel.implementation == "fused_linear":
         setting, needs = f"loss.num_splits={splits}", "materialised logits"
         reason = "The fused head cuts its own pieces, as large as kernel.logits_memory_mb allows."
         report.refuse(setting, needs, "kernel=fused_linear", reason, "kernel=torch or loss.num_splits=1")
@@ -50,8 +50,8 @@ def aggregation(c: Any, report: Report) -> None:
 
 
 def importable(report: Report, key: str, path: str, reason: str, alternatives: str = "") -> None:
-    """Refuse what cannot be the dotted path of a function, as far as can be told without importing anything."""
-    needs, use = f"{alternatives}a dotted path to a function", f"{key}=package.module.function"
+    """Refuse what cannot be the dotted path of a function or class, as far as can be told without importing it."""
+    needs, use = f"{alternatives}a dotted path to a {kind_of(key)}", f"{key}=package.module.{kind_of(key)}"
     if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", path):
         report.refuse(f"{key}={path}", needs, path, reason, use)
     elif not is_findable(path):
@@ -75,21 +75,19 @@ def accumulation(c: Any, report: Report) -> None:
         reason = "With docs_per_step=0 a step is a fixed number of micro-batches."
         needs, use = "accumulation.micro_batches_per_step >= 1", "accumulation=fixed"
         report.refuse("accumulation.docs_per_step=0", needs, fixed, reason, use)
-    if is_whole(docs) and docs > 0 and fixed is not None:
+    if docs > 0 and fixed is not None:
         reason = "It would be ignored: documents are counted, not micro-batches."
         setting, use = f"accumulation.micro_batches_per_step={fixed}", "accumulation.micro_batches_per_step=null"
         report.refuse(setting, "accumulation.docs_per_step=0", docs, reason, use)
-    prompt, completion = longest_document(c)
-    longest = (prompt or 1) + (completion or 1)
-    if is_whole(tokens) and longest > tokens > 0:
+    if (longest := tokens_at_least(c)) > tokens:
         setting = f"accumulation.max_tokens={tokens}"
         reason = "A document is never split over micro-batches, so the longest must fit into one."
         needs = f"at least the longest document, {longest} tokens"
         report.refuse(setting, needs, tokens, reason, f"accumulation.max_tokens={longest}")
-    if c.aggregation.mode == "prompt_mean" and is_whole(docs):
+    if c.aggregation.mode == "prompt_mean":
         _prompt_mean(c, docs, report)
-    if c.rollout.name == "policy" and is_whole(docs) and docs > 0:
-        _steps_per_batch(docs, (c.rollout.prompts_per_batch or 0) * (c.rollout.group_size or 0), last, report)
+    if c.rollout.name == "policy" and docs > 0:
+        _steps_per_batch(docs, c.rollout.prompts_per_batch * c.rollout.group_size, last, report)
 
 
 def _prompt_mean(c: Any, docs: int, report: Report) -> None:
@@ -129,5 +127,10 @@ def longest_document(config: Any) -> tuple[int | None, int | None]:
     """(prompt, completion) tokens of the longest document, each None where only the data knows."""
     prompt = None
     if config.task.name == "reverse" and config.model.name == "tiny" and config.rollout.name == "policy":
-        prompt = (config.task.num_digits or 0) + 1
+        prompt = config.task.num_digits + 1
     return prompt, config.rollout.max_completion_length
+
+
+def tokens_at_least(config: Any) -> int:
+    """Tokens that the longest document has at least."""
+    return sum(tokens or 1 for tokens in longest_document(config))

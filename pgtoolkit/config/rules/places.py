@@ -1,0 +1,106 @@
+"""The rules on where runs may write: no name and no value of a sweep leads out of the output folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path, PurePath
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from pgtoolkit.errors import StorageError, first_line
+from pgtoolkit.runs.directory import occupied, occupied_by
+from pgtoolkit.system.plain_files import refuse_other, refuse_other_than_folder
+from pgtoolkit.system.report import refusal
+
+_REASON = "A value or a name in it could otherwise write anywhere."
+_NAMED = "It names a folder."
+_OF_HYDRA = ("config.yaml", "hydra.yaml", "overrides.yaml")
+"""What Hydra writes of a job that it runs itself."""
+
+
+def of_run(config: DictConfig) -> list[str]:
+    """Problems with the place of a single run; config: with its node `hydra`."""
+    if problems := _contained(config, "hydra.run.dir") + _inside(config):
+        return problems
+    inside = config.hydra.output_subdir  # Hydra writes there before the run itself looks
+    return _free("hydra.run.dir", config.hydra.run.dir, ("sweep.json", *([] if inside is None else [str(inside)])))
+
+
+def of_sweep(config: DictConfig) -> list[str]:
+    """Problems with the folder of a sweep."""
+    if problems := _contained(config, "hydra.sweep.dir") + _inside(config):
+        return problems
+    folder = config.hydra.sweep.dir
+    # Hydra writes the second itself.
+    return [*_free("hydra.sweep.dir", folder), *_links(refuse_other, Path(folder, "multirun.yaml"))]
+
+
+def of_job(folder: Path, directory: str, inside: str | None = None) -> list[str]:
+    """Problems with the place of a job in its sweep's folder; inside: hydra.output_subdir, where Hydra runs the job."""
+    whole, setting = (folder / directory).resolve(), f"hydra.sweep.subdir={directory}"
+    if not _is_possible(str(whole)):
+        return [refusal(setting, "a path that a file system can hold", directory, _NAMED, "the default")]
+    if _leads_out(directory) or whole == folder.resolve() or not whole.is_relative_to(folder.resolve()):
+        return [refusal(setting, "a folder inside hydra.sweep.dir", whole, _REASON, "the default")]
+    if inside is None:
+        return []
+    return _links(refuse_other_than_folder, whole / inside) or _links(
+        refuse_other, *(whole / inside / name for name in _OF_HYDRA)
+    )
+
+
+def _inside(config: DictConfig) -> list[str]:
+    inside, use = config.hydra.output_subdir, "hydra.output_subdir=.hydra"
+    if inside is None or not _leads_out(str(inside)):
+        return []
+    return [refusal(f"hydra.output_subdir={inside}", "a folder in the run directory", inside, _REASON, use)]
+
+
+def _links(refuse: Callable[[Path], None], *places: Path) -> list[str]:
+    """Hydra would follow a link that lies where it writes."""
+    try:
+        for place in places:
+            refuse(place)
+    except StorageError as error:
+        return [str(error)]
+    return []
+
+
+def _free(key: str, path: str, more: tuple[str, ...] = ()) -> list[str]:
+    """Without a run, or `more`, in it."""
+    by = occupied_by(Path(path), more)
+    return [occupied(f"{key}={path}", Path(path), by)] if by else []
+
+
+def _contained(config: DictConfig, key: str) -> list[str]:
+    """Without dots that lead upwards, and below the part that was typed before the first interpolation."""
+    node, use = OmegaConf.select(config, key.rpartition(".")[0]), f"{key}=FOLDER"
+    raw = str(OmegaConf.to_container(node, resolve=False)["dir"])
+    try:
+        path = str(OmegaConf.select(config, key))
+    except OmegaConfBaseException as error:
+        return [refusal(f"{key}={raw}", "a value that resolves", first_line(error), _NAMED, use)]
+    if OmegaConf.is_missing(node, "dir") or not _is_possible(path):
+        needs = "a path that a file system can hold"
+        return [refusal(f"{key}={raw}", needs, raw, _NAMED, f"{key}=outputs/FOLDER")]
+    fixed = raw.partition("${")[0].rpartition("/")
+    root = Path(fixed[0] + fixed[1] or ".").resolve()
+    if ".." in PurePath(path).parts:
+        return [refusal(f"{key}={path}", "a path without '..'", path, _REASON, f"{key}={os.path.abspath(path)}")]
+    if not path.isprintable():  # it also stands in the scripts of SLURM's jobs
+        return [refusal(f"{key}={path!r}", "a path of printable characters", repr(path), _REASON, use)]
+    if "${" in raw and not Path(path).resolve().is_relative_to(root):
+        return [refusal(f"{key}={raw}", f"a path below {root}", path, _REASON, use)]
+    return []
+
+
+def _is_possible(path: str) -> bool:
+    """Whether no part is longer than the 255 bytes that file systems allow, nor the whole than 4095."""
+    parts = [*PurePath(path).parts, ""]
+    return "\0" not in path and len(os.fsencode(path)) < 4096 and max(len(os.fsencode(part)) for part in parts) < 256
+
+
+def _leads_out(path: str) -> bool:
+    return PurePath(path).is_absolute() or ".." in PurePath(path).parts

@@ -1,0 +1,86 @@
+"""A configuration that was saved before: with its types again, and what of it a resumed run cannot change."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from pgtoolkit.config.paths import DATA, absolute, make_absolute
+from pgtoolkit.config.schema import FREE_FORM, SCHEMAS, Config
+from pgtoolkit.errors import ConfigError, first_line
+from pgtoolkit.runs.files import read_resolved
+
+_SHAPE = ("", ".num_layers", ".hidden_size", ".max_positions", ".num_heads", ".path", ".random_weights")
+_BATCH = "the position in the data is counted in batches of this size"
+FIXED = {
+    **{f"model{key}": "the checkpoint holds the weights of this model" for key in _SHAPE},
+    "seed": "prompts and the order of the data come from this seed",
+    "task": "the position in the data belongs to this task",
+    "rollout": "the position in the data belongs to this source",
+    "rollout.path": "the position in the data belongs to these files",
+    "rollout.shuffle": "the position in the data belongs to this order",
+    "rollout.prompts_per_batch": _BATCH,
+    "rollout.group_size": _BATCH,
+    "experiment": "an experiment is chosen when a run starts",
+    "debug": "a debugging run is chosen when a run starts",
+}
+"""What a checkpoint cannot be continued without, and why; with a task, all of its keys."""
+
+ADDED_LATER = {
+    "parallelism": {"shard": False, "timeout_seconds": 300},
+    "tracking": {"system_metrics": False},
+    "trainer": {"accept_changed_data": False},
+}
+"""Keys that older runs were saved without, with the values that continue them as they were."""
+
+
+def saved_config(run_dir: Path) -> DictConfig:
+    """The configuration that a run was started with. Raises ConfigError where there is none, or an unknown one."""
+    if not os.path.lexists(run_dir / "config.yaml"):
+        got = "no such directory" if not run_dir.is_dir() else "a directory without config.yaml"
+        raise ConfigError(
+            f"pgtk resume {run_dir} needs a run directory (got {got}). A run writes its configuration there when it "
+            "starts. Use a directory below outputs/."
+        )
+    config = typed(read_resolved(run_dir), f"{run_dir}/config.yaml")
+    make_absolute(config)  # as older runs did not
+    config.trainer.accept_changed_data = False
+    return config
+
+
+def typed(values: dict, file: str) -> DictConfig:
+    """The values saved in a file, in the schema of their options, so that they are checked as at the start."""
+    config = OmegaConf.structured(Config)
+    try:
+        for group in {schema.partition("/")[0] for schema in SCHEMAS if "/" in schema}:
+            config[group] = OmegaConf.structured(SCHEMAS[f"{group}/{values[group]['name']}"])
+        OmegaConf.set_struct(config, True)
+        for key, option in FREE_FORM.items():
+            if values[key.partition(".")[0]]["name"] == option:
+                OmegaConf.update(config, key, {})
+                OmegaConf.set_struct(OmegaConf.select(config, key), False)
+        return OmegaConf.merge(config, ADDED_LATER, values)
+    except (KeyError, TypeError, OmegaConfBaseException) as error:
+        reason = first_line(error) if isinstance(error, OmegaConfBaseException) else f"it has no {error}"
+        raise ConfigError(
+            f"{file} does not fit this version of pgtoolkit: {reason}. Use the version that "
+            "provenance.json names, or start a new run."
+        ) from error
+
+
+def cannot_change(config: DictConfig, override: Override, movable: set[str]) -> str | None:
+    """The problem with an override of what must stay as it is; movable: keys whose files may lie elsewhere now."""
+    key, value = override.key_or_group, override.value()
+    if key in DATA and isinstance(value, str):
+        value = absolute(key, value)
+    why = FIXED.get("task" if key.startswith("task.") else key)
+    option = OmegaConf.select(config, f"{key}.name")
+    if why is None or key in movable or value == OmegaConf.select(config, key) or (option and value == option):
+        return None
+    before = option or OmegaConf.select(config, key, default="none")
+    needs = f"needs to stay as the run began (got {value!r}, was {before})"
+    return f"{override.input_line} {needs}. A run is continued as it was: {why}. Use a new run."

@@ -1,0 +1,163 @@
+"""Starts what the command line describes, once it is checked: a run, a rank of one, a sweep, or a resumed run."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from hydra._internal.callbacks import Callbacks
+from hydra._internal.utils import get_args_parser
+from hydra.core.utils import run_job
+from hydra.types import HydraContext, RunMode
+from omegaconf import DictConfig, open_dict
+
+from pgtoolkit.config.compose import NO_CHOICE, compose, hydra_form, register
+from pgtoolkit.config.files import config_directory
+from pgtoolkit.config.paths import make_absolute
+from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, StorageError
+from pgtoolkit.launch.check import Run, check, check_resumed, check_run, notes, problems
+from pgtoolkit.launch.job import named_by_hydra
+from pgtoolkit.launch.multirun import run_sweep
+from pgtoolkit.ranks.environment import joined
+from pgtoolkit.tracking.signals import stop_signals_recorded
+from pgtoolkit.training.machine import DataProblem
+
+
+def hydra_arguments(argv: list[str]) -> Namespace:
+    """The arguments as Hydra reads them. ConfigError for those of its flags that would go past what is checked."""
+    args = get_args_parser().parse_args(argv)
+    for flag in ("config_path", "config_name", "experimental_rerun"):
+        if (value := getattr(args, flag)) is not None:
+            name = f"--{flag.replace('_', '-')}={value}"
+            reason = "pgtk begins with its own conf/config.yaml: another would not be checked, and could run code."
+            use = "pgtk sweep FILE.yaml, or --config-dir=FOLDER for options of your own"
+            raise ConfigError(f"{name} needs to be left out (got one). {reason} Use {use}.")
+    if args.config_dir is not None and not Path(args.config_dir).is_dir():
+        reason = "It holds options of your own, such as experiment/mine.yaml."
+        got = f"--config-dir={args.config_dir} needs a folder (got {args.config_dir})"
+        raise ConfigError(f"{got}. {reason} Use --config-dir=FOLDER.")
+    return args
+
+
+def train(argv: list[str], sweep_file: Path | None, command: list[str]) -> int:
+    """Check everything, then train; or print what Hydra's own flags ask for. Returns the exit status.
+
+    argv: overrides and flags. sweep_file: of `pgtk sweep`. command: what was typed. Raises PgtoolkitError, before
+    anything is created if it can be known then.
+    """
+    args = hydra_arguments(argv)
+    if args.cfg and args.multirun:
+        raise ConfigError("--cfg needs one run (got -m). It prints one configuration. Use pgtk check -m for a sweep.")
+    for_hydra = [hydra_form(arg) if arg in args.overrides else arg for arg in argv if arg not in NO_CHOICE]
+    if args.info or args.hydra_help:
+        return hydra_answers(for_hydra)
+    rank = None if args.cfg else joined()
+    if rank is not None and args.multirun:
+        reason, use = "The runs of a sweep start their own processes.", "pgtk -m without torchrun or srun"
+        raise ConfigError(f"-m needs one process (got WORLD_SIZE={rank.world_size}). {reason} Use {use}.")
+    if rank is not None and rank.number > 0:
+        return _train_as_other_rank(args.overrides, args.config_dir)
+    checked = check(args.overrides, args.multirun, args.config_dir, not args.cfg, sweep_file, command)
+    if found := problems(checked):
+        error = refusal(found)
+        if not args.cfg:
+            _end_other_ranks(error, checked.runs[0])
+        raise error
+    for note in notes(checked):
+        print(f"note: {note}", file=sys.stderr)
+    if args.cfg:
+        return hydra_answers(for_hydra)
+    if checked.sweep is not None:
+        return run_sweep(checked)
+    _run(checked.runs[0])
+    return 0
+
+
+def resume(run_dir: Path, overrides: list[str]) -> int:
+    """Continue a run from its newest checkpoint; returns the exit status. Raises PgtoolkitError."""
+    checked = check_resumed(run_dir, overrides)
+    if found := problems(checked):
+        raise refusal(found)
+    _launch(checked.runs[0].config, run_dir, overrides, resume=True)
+    return 0
+
+
+def refusal(problems: list[str]) -> PgtoolkitError:
+    """All problems in one error, which has an exit status of its own if it is the data alone."""
+    kind = DataError if all(isinstance(problem, DataProblem) for problem in problems) else ConfigError
+    if len(problems) == 1:
+        return kind(problems[0])
+    return kind(f"{len(problems)} problems in the configuration:\n" + "\n".join(f"  {p}" for p in problems))
+
+
+def hydra_answers(argv: list[str]) -> int:
+    """What Hydra prints of its own accord, for --cfg, --info and the Tab key; returns the exit status."""
+    import hydra
+
+    register()
+    before, sys.argv = sys.argv, [sys.argv[0], *argv]
+    try:
+        hydra.main(version_base="1.3", config_path=str(config_directory()), config_name="config")(lambda config: None)()
+    finally:
+        sys.argv = before
+    return 0
+
+
+def _run(run: Run) -> None:
+    """A single run, in a directory that Hydra makes; callbacks of a user are refused."""
+    config = run.config
+    config.hydra.mode = RunMode.RUN
+    try:
+        done = run_job(_train, config, "hydra.run.dir", None, HydraContext(None, Callbacks(config)))
+    except OSError as error:
+        failed = StorageError(f"the run directory cannot be made: {error}. Choose another with hydra.run.dir=...")
+        _end_other_ranks(failed, run)
+        raise failed from error
+    if error := done.return_value:
+        raise error
+
+
+def _train(config: DictConfig) -> PgtoolkitError | None:
+    """The job that Hydra runs; returns an error of the user's, of which Hydra would print something of its own."""
+    try:
+        _launch(config, *named_by_hydra(config))
+    except PgtoolkitError as error:
+        return error
+    return None
+
+
+def _launch(config: DictConfig, run_dir: Path, overrides: list[str], resume: bool = False) -> None:
+    """Train; signals are answered in an orderly way from here on, also while torch is loaded."""
+    with stop_signals_recorded(config, run_dir, overrides) if joined() is None else contextlib.nullcontext():
+        from pgtoolkit.launch.processes import Job, launch
+
+        launch(Job(config, run_dir, resume, overrides))
+
+
+def _train_as_other_rank(overrides: list[str], config_dir: str | None) -> int:
+    """A rank other than 0 of torchrun or srun: the same run, whose directory rank 0 chooses."""
+    run = check_run(compose(overrides, config_dir and Path(config_dir)), overrides)
+    if run.refused_anywhere:
+        return ConfigError.exit_status  # rank 0 says why
+    _launch(_without_hydra(run.config), Path(), overrides)
+    return 0
+
+
+def _end_other_ranks(error: PgtoolkitError, run: Run) -> None:
+    """Where rank 0 alone has met an error, the ranks that wait for it end with it, too."""
+    if joined() is not None and not run.refused_anywhere:
+        from pgtoolkit.launch.processes import Job, launch
+
+        with contextlib.suppress(PgtoolkitError):
+            launch(Job(_without_hydra(run.config), Path(), refused=error))
+
+
+def _without_hydra(config: DictConfig) -> DictConfig:
+    config = copy.deepcopy(config)
+    with open_dict(config):
+        config.pop("hydra")
+    make_absolute(config)
+    return config
