@@ -274,15 +274,11 @@ def _manifest(path: Path) -> dict[str, dict]:
 
 
 def _check_state(state: dict) -> None:
-    """What every checkpoint has, whatever is trained; ValueError where something is missing or of another type."""
-    if not isinstance(state, dict):
-        raise ValueError("it holds no state")
-    for key in ("step", "num_updates", "num_skipped_steps", "documents_seen"):
-        if not isinstance(state.get(key), int):
-            raise ValueError(f"its {key} is {'not a whole number' if key in state else 'missing'}")
-    for key, kind, called in (("data", dict, "an object"), ("random", list, "a list")):
+    """ValueError where something is missing, or of another type, that every checkpoint has."""
+    counts = ("step", "num_updates", "num_skipped_steps", "documents_seen")
+    for key, kind in (dict.fromkeys(counts, int) | {"data": dict, "random": list}).items():
         if not isinstance(state.get(key), kind):
-            raise ValueError(f"its {key} is {f'not {called}' if key in state else 'missing'}")
+            raise ValueError(f"its {key} is missing or of another type")
 
 
 @contextlib.contextmanager

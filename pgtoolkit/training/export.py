@@ -121,7 +121,7 @@ def card(config: Config, run_dir: Path, step: int) -> str:
     rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] <= step]
     aggregation = config.aggregation.reducer or config.aggregation.mode.value
     header = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
-    if isinstance(config.model, HuggingFaceModelConfig) and not Path(config.model.path).exists():
+    if isinstance(config.model, HuggingFaceModelConfig) and not Path(config.model.path).is_absolute():
         header.append(f"base_model: {config.model.path}")
     header += ["tags:", "- pgtoolkit", "- policy-gradient", f"- {config.loss.name}", "---"]
     seen = f", {rows[-1]['documents_seen']:,} documents" if rows and "documents_seen" in rows[-1] else ""
