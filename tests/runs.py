@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zlib
 from pathlib import Path
 
 import torch
@@ -14,6 +15,14 @@ from pgtoolkit.config.validate import validate
 from pgtoolkit.rollouts.samplers import TransformersSampler
 from pgtoolkit.rollouts.steps import StepLoader
 from pgtoolkit.training.build import build
+from pgtoolkit.training.checkpoint import (
+    MOMENTS,
+    WEIGHTS,
+    list_checkpoints,
+    open_tensors,
+    read_checkpoint,
+    save_checkpoint,
+)
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.train import train
 
@@ -79,21 +88,50 @@ def metrics_of(folder: Path) -> list[dict]:
 
 
 def checkpoint_of(folder: Path, step: int) -> dict:
-    return torch.load(folder / "checkpoints" / f"step-{step:06d}.ckpt", weights_only=True)
+    return contents_of(folder / "checkpoints" / f"step-{step:06d}")
+
+
+def contents_of(path: Path) -> dict:
+    """All that a checkpoint holds; weights and moments by name, under `model` and `optimizer`."""
+    state = read_checkpoint(path)
+    del state["path"]
+    for key, kind in (("model", WEIGHTS), ("optimizer", MOMENTS)):
+        with open_tensors(path, kind) as files:
+            state[key] = {name: file.get_tensor(name).clone() for name, file in files.items()}
+    return state
 
 
 def state(step, **more):
-    """What a checkpoint of that step holds beside weights, with `more`."""
+    """What a checkpoint of that step holds beside weights and moments, with `more`."""
     counts = dict.fromkeys(("num_updates", "num_skipped_steps", "documents_seen"), step)
-    return {"format": 1, "step": step, **counts, "data": {}, "random": {}, **more}
+    return {"step": step, **counts, "data": {}, "random": [], **more}
+
+
+def save_state(folder: Path, state: dict, keep: int = 99, weights: dict | None = None) -> Path:
+    """A checkpoint without a model's configuration."""
+    return save_checkpoint(folder, state, {WEIGHTS: weights or {}}, lambda folder: None, keep)
+
+
+def replace_file(checkpoint: Path, name: str, data: bytes) -> None:
+    """Put other bytes into a file of a checkpoint, with a manifest that fits them."""
+    (checkpoint / name).write_bytes(data)
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"][name] = {"bytes": len(data), "crc32": zlib.crc32(data)}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+def change_state(checkpoint: Path, **changes) -> None:
+    """Other values in a checkpoint's state; a manifest that fits them."""
+    found = json.loads((checkpoint / "training" / "state.json").read_text())
+    replace_file(checkpoint, "training/state.json", json.dumps(found | changes).encode())
 
 
 def copy_as_of(folder: Path, step: int, to: Path) -> Path:
     """A copy of a run directory as a kill after `step` (and before the next checkpoint) would leave it."""
     shutil.copytree(folder, to)
-    for path in (to / "checkpoints").iterdir():
-        if path.name > f"step-{step:06d}.ckpt":
-            path.unlink()
+    for path in list_checkpoints(to / "checkpoints"):
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
     return to
 
 

@@ -342,21 +342,57 @@ MUTANTS = [
         ),
     ),
     Mutant(
-        "a checkpoint written in place",
+        "files of a run written in place",
         "system/plain_files.py",
         {'temporary = path.with_name(f".{path.name}.tmp")\n': "temporary = path\n"},
+        ("tests/system/test_links.py::test_replacing_keeps_what_was_there_when_it_fails",),
+    ),
+    Mutant(
+        "a checkpoint written in place",
+        "training/checkpoint.py",
+        {'temporary = folder / f".{path.name}.tmp"\n': "temporary = path\n"},
         ("tests/training/test_checkpoint.py::test_killed_in_the_middle_of_saving",),
     ),
     Mutant(
+        "an older checkpoint is passed over as if it were damaged",
+        "training/checkpoint.py",
+        {"        except _OtherFormat:\n            raise\n": ""},
+        (
+            "tests/training/test_checkpoint.py::"
+            "test_a_run_with_checkpoints_of_an_earlier_version_is_refused_and_not_started_again[of one process]",
+        ),
+    ),
+    Mutant(
+        "older checkpoints are not seen, so that their run starts again",
+        "training/checkpoint.py",
+        {r'r"step-\d+(\.ckpt)?"': r'r"step-\d+"'},
+        (
+            "tests/training/test_checkpoint.py::"
+            "test_a_run_with_checkpoints_of_an_earlier_version_is_refused_and_not_started_again[of one process]",
+        ),
+    ),
+    Mutant(
+        "a rank whose disk is full leaves the others waiting for its parts",
+        "training/checkpoint.py",
+        {"failure = error  # only now": "raise  # only now"},
+        ("tests/training/test_processes_checkpoint.py::test_a_full_disk_of_one_rank_is_an_error_on_all",),
+    ),
+    Mutant(
+        "the names in a manifest lead anywhere",
+        "training/checkpoint.py",
+        {'if not re.fullmatch(r"(\\w[\\w.-]*/)?\\w[\\w.-]*", name):': "if False:"},
+        ("tests/training/test_checkpoint.py::test_what_a_manifest_names_lies_in_the_checkpoint",),
+    ),
+    Mutant(
         "checkpoints sorted by their names as texts",
-        "training/disk.py",
-        {"return sorted(found, key=step_of)": "return sorted(found)"},
+        "training/checkpoint.py",
+        {"return sorted(found, key=_step_of)": "return sorted(found)"},
         ("tests/training/test_checkpoint.py::test_steps_beyond_a_million_are_newer_than_those_before",),
     ),
     Mutant(
         "a damaged newest checkpoint counts among those that are kept",
-        "training/disk.py",
-        {"if step_of(path) < step]": "if path != newest]"},
+        "training/checkpoint.py",
+        {"if _step_of(path) < step]": "if path != newest]"},
         ("tests/training/test_checkpoint.py::test_a_damaged_newest_one_takes_no_place_of_those_that_are_kept[2]",),
     ),
     Mutant(
@@ -403,7 +439,7 @@ MUTANTS = [
     Mutant(
         "the optimizer starts anew on resume",
         "training/state.py",
-        {'module.optimizer.state_dict() | {"state": state["optimizer"]}': "module.optimizer.state_dict()"},
+        {"module.optimizer.state[parameter] = rooms": "pass"},
         (
             "tests/losses/test_peers.py::test_resume_takes_moments_from_the_checkpoint_and_settings_from_the_configuration",
         ),
@@ -412,9 +448,11 @@ MUTANTS = [
         "the optimizer's settings taken from the checkpoint on resume, whatever the user asks for",
         "training/state.py",
         {
-            'module.optimizer.state_dict()["state"],': 'module.optimizer.state_dict()["state"], '
-            '"groups": module.optimizer.state_dict()["param_groups"],',
-            '{"state": state["optimizer"]}': '{"state": state["optimizer"], "param_groups": state["groups"]}',
+            '"data": data_state,': '"data": data_state, '
+            '"settings": [{**g, "params": 0} for g in module.optimizer.param_groups],',
+            'module.num_updates = state["num_updates"]': 'module.num_updates = state["num_updates"]; '
+            '[g.update(found, params=g["params"]) '
+            'for g, found in zip(module.optimizer.param_groups, state["settings"], strict=True)]',
         },
         (
             "tests/losses/test_peers.py::test_resume_takes_moments_from_the_checkpoint_and_settings_from_the_configuration",

@@ -1,53 +1,92 @@
-"""Checkpoints that are either whole or not there: how one process writes them, and how any are read."""
+"""Checkpoints: folders that are whole or not there, written by any number of processes and read by any other.
+
+`step-NNNNNN/` is a Hugging Face folder, which transformers loads as it lies. Its subfolder `training/` holds what else
+the next step depends on: the optimizer's moments by the names of their parameters, and state.json, whose tensors are in
+state.safetensors. manifest.json names the format, and the size and CRC-32 of each file. Nothing is pickled: reading a
+checkpoint runs no code.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
-import random
-import zipfile
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy
-import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from pgtoolkit.errors import StorageError, first_line
-from pgtoolkit.system.plain_files import open_to_read, refuse_other_than_folder, replacing
-from pgtoolkit.training.disk import list_checkpoints, prune
-from pgtoolkit.training.sharded_checkpoint import load_rest
+from pgtoolkit.ranks.agreement import failing_together, gather
+from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
+from pgtoolkit.system.plain_files import open_to_read, refuse_other_than_folder, remove, sync_folder
 
 log = logging.getLogger("pgtoolkit")
 
+FORMAT = 2
+"""Of checkpoints; format 1 was pickled: a file `step-NNNNNN.ckpt`, or a folder where several processes wrote it."""
 
-FORMAT = 1
-"""Of checkpoints; written into each, and read before anything else in it."""
+WEIGHTS, MOMENTS = "model", "training/optimizer"
+"""Kinds of tensors, as their files' names begin."""
+
+_MANIFEST, _STATE = "manifest.json", "training/state"
+_SHARD_BYTES = 2**30
+"""A rank writes its tensors as soon as it holds so many bytes of them."""
 
 
-def save_checkpoint(folder: Path, step: int, state: dict, keep: int) -> Path:
-    """Write `step-NNNNNN.ckpt` and delete all but the newest `keep`.
+def save_checkpoint(
+    folder: Path,
+    state: dict,
+    tensors: dict[str, dict[str, Tensor]],
+    write_settings: Callable[[Path], None],
+    keep: int,
+    layout: Layout = ONE_PROCESS,
+) -> Path:
+    """Write `step-NNNNNN/` and delete all but the newest `keep` checkpoints; called by every rank.
 
-    The file is written under a temporary name in the same folder, flushed to disk, and renamed: killed at any moment,
-    the folder holds only whole checkpoints beside at most one `.tmp`. Raises StorageError if the disk refuses.
+    state: what is the same on all ranks, `step` included: values that JSON has, and tensors. tensors: of WEIGHTS and of
+    MOMENTS, by name; DTensors are written whole. write_settings: puts the other files into a folder; called by rank 0.
+    All is written under a temporary name, flushed to disk, and renamed: killed at any moment, `folder` holds only whole
+    checkpoints beside at most one `.tmp`. Raises StorageError on all ranks if the disk refuses any of them.
     """
-    path = folder / f"step-{step:06d}.ckpt"
+    path = folder / f"step-{state['step']:06d}"
+    temporary = folder / f".{path.name}.tmp"
     try:
-        refuse_other_than_folder(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as file:
-            torch.save(state, file)
-    except (OSError, RuntimeError) as error:  # torch says RuntimeError when its archive cannot be finished
-        while not isinstance(error, OSError) and error.__context__ is not None:
-            error = error.__context__
-        raise StorageError(f"the checkpoint {path} cannot be written: {error}. Earlier ones are intact.") from error
-    prune(path, keep)
+        with failing_together(layout), _storage(path):
+            if layout.rank == 0:
+                refuse_other_than_folder(folder)
+                remove(temporary)
+                (temporary / "training").mkdir(parents=True)
+        with failing_together(layout), _storage(path):
+            written = _write_tensors(temporary, tensors, layout)
+        written = [file for part in gather(written, layout.world_group) for file in part]
+        with failing_together(layout), _storage(path):
+            if layout.rank == 0:
+                write_settings(temporary)
+                _write_rest(temporary, state, written)
+                remove(path)  # written before the run was set back to an earlier step
+                temporary.rename(path)
+                sync_folder(folder)
+                _prune(path, keep)
+    except StorageError:
+        if layout.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
     return path
 
 
 def load_newest(folder: Path) -> dict | None:
-    """The state of the newest checkpoint that can be read, on the CPU; a damaged one is passed over with a warning.
+    """The state of the newest checkpoint that can be read; a damaged one is passed over with a warning.
 
-    Of a checkpoint of several ranks, weights and moments stay in its folder. `path` is added to the state.
-    None where none was written yet. Tensors and plain containers only: no code in a file is run. Raises StorageError
-    if there are checkpoints but none can be read, or the newest is of another version.
+    `path` is added to the state; weights and moments stay in its folder. None where no checkpoint was written yet.
+    Raises StorageError if there are checkpoints but none can be read, or the newest is of another format.
     """
     paths = list_checkpoints(folder)
     for path in reversed(paths):
@@ -55,7 +94,7 @@ def load_newest(folder: Path) -> dict | None:
             return read_checkpoint(path)
         except _OtherFormat:
             raise
-        except Exception as error:  # torch reports damage by many types of exception
+        except Exception as error:  # a damaged file of any kind, each with errors of its own
             log.warning(f"the checkpoint {path} cannot be read and is passed over: {first_line(error)}")
     if paths:
         raise StorageError(
@@ -66,60 +105,186 @@ def load_newest(folder: Path) -> dict | None:
 
 
 def read_checkpoint(path: Path, check: bool = True) -> dict:
-    """The state in one checkpoint, as `load_newest` gives it; without `check` it is taken for undamaged."""
-    if path.is_dir() and not path.is_symlink():
-        state = load_rest(path, check)
-    else:
-        with open_to_read(path) as file:
-            with zipfile.ZipFile(file) as archive:  # torch does not look at the checksums in its own files
-                if check and (damaged := archive.testzip()):
-                    raise OSError(f"the checksum of {damaged} is wrong")
-            file.seek(0)
-            state = torch.load(file, map_location="cpu", weights_only=True)
-    _check(path, state)
+    """The state in one checkpoint, as `load_newest` gives it; without `check` its files are taken for undamaged."""
+    files = _manifest(path)
+    for name in files if check else ():
+        if _fingerprint(path / name) != files[name]:
+            raise OSError(f"{name} is not as {_MANIFEST} says")
+        if name.endswith(".json"):
+            json.loads(_read(path / name))
+        elif name.endswith(".safetensors"):
+            with safe_open(path / name, "pt"):
+                pass  # its header has been read
+    tensors = load(_read(path / f"{_STATE}.safetensors"))
+    state = json.loads(
+        _read(path / f"{_STATE}.json"),
+        object_hook=lambda found: tensors[found["tensor"]] if found.keys() == {"tensor"} else found,
+    )
+    _check_state(state)
     return state | {"path": path}
+
+
+@contextlib.contextmanager
+def open_tensors(path: Path, kind: str) -> Iterator[dict[str, safe_open]]:
+    """The tensors of one kind in a checkpoint: the open file of each, by the tensor's name."""
+    with contextlib.ExitStack() as opened:
+        names = [name for name in _manifest(path) if name.startswith(kind) and name.endswith(".safetensors")]
+        files = [opened.enter_context(safe_open(path / name, "pt")) for name in names]
+        yield {name: file for file in files for name in file.keys()}  # noqa: SIM118 (no dictionary)
+
+
+def settings_of(path: Path) -> dict[str, bytes]:
+    """The files of a checkpoint's Hugging Face folder but for the weights, by name."""
+    return {name: _read(path / name) for name in _manifest(path) if not name.startswith((WEIGHTS, "training/"))}
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """All checkpoints, those of format 1 included, oldest first; StorageError if `folder` is something else."""
+    refuse_other_than_folder(folder)
+    found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+(\.ckpt)?", path.name)]
+    return sorted(found, key=_step_of)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.stem.removeprefix("step-"))
+
+
+def _prune(newest: Path, keep: int) -> None:
+    """Delete all checkpoints beside `newest`, which was just written, but for the keep - 1 before it.
+
+    One of a later step goes, too: the run was continued from before it, since it was damaged. What a kill left half
+    written or half deleted goes as well. That one cannot be deleted is a warning.
+    """
+    step = _step_of(newest)
+    before = [path for path in list_checkpoints(newest.parent) if _step_of(path) < step]
+    kept = {newest, *(before[-(keep - 1) :] if keep > 1 else [])}
+    for old in (*list_checkpoints(newest.parent), *newest.parent.glob(".step-*")):
+        if old not in kept:
+            try:
+                remove(old)
+            except OSError as error:
+                log.warning(f"the old checkpoint {old} cannot be deleted: {error.strerror or error}")
+
+
+def _write_tensors(folder: Path, tensors: dict[str, dict[str, Tensor]], layout: Layout) -> list[tuple]:
+    """Write this rank's share of the tensors: (name, fingerprint, names of the tensors) of each file."""
+    files, failure = [], None
+    for kind, named in tensors.items():
+        for number, shard in enumerate(_shards(named, layout), start=1):
+            name = f"{kind}-{layout.rank + 1:05d}-{number:05d}.safetensors"
+            try:
+                save_file(shard, folder / name, {"format": "pt"})
+                files.append((name, _on_disk(folder / name), list(shard)))
+            except (OSError, SafetensorError) as error:
+                failure = error  # only now: other ranks need this one's parts of the tensors that they write
+    if failure is not None:
+        raise failure
+    return files
+
+
+def _shards(tensors: dict[str, Tensor], layout: Layout) -> Iterator[dict[str, Tensor]]:
+    """The tensors that this rank is to write, whole and on the CPU, for each of its files.
+
+    Ranks that hold parts of the same tensors, those of a pipeline stage, bring them together one at a time and share
+    them out evenly by size.
+    """
+    count = layout.world_size // layout.size("pipeline_parallel")
+    shares, own, size = [0] * count, {}, 0
+    for name, tensor in tensors.items():
+        whole = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        writer = shares.index(min(shares))
+        shares[writer] += whole.nbytes
+        if writer == layout.rank % count:
+            own[name], size = whole.cpu().contiguous(), size + whole.nbytes
+            if size >= _SHARD_BYTES:
+                yield own
+                own, size = {}, 0
+    if own:
+        yield own
+
+
+def _write_rest(folder: Path, state: dict, written: list[tuple]) -> None:
+    """State, index of the weights and, at last, the manifest; `written`: what `_write_tensors` gave on every rank."""
+    files = {name: fingerprint for name, fingerprint, _ in written}
+    weights = {name: names for name, _, names in written if name.startswith(WEIGHTS)}
+    if len(weights) == 1:
+        files["model.safetensors"] = files.pop(*weights)
+        (folder / next(iter(weights))).rename(folder / "model.safetensors")
+    else:
+        index = {"metadata": {}, "weight_map": {tensor: name for name in weights for tensor in weights[name]}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    stored = {}
+
+    def put_aside(tensor: Tensor) -> dict[str, str]:
+        stored[name := str(len(stored))] = tensor.clone()
+        return {"tensor": name}
+
+    (folder / f"{_STATE}.json").write_text(json.dumps(state, default=put_aside))
+    save_file(stored, folder / f"{_STATE}.safetensors")
+    paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    files |= {name: _on_disk(path) for name, path in paths.items() if name not in files}
+    (folder / _MANIFEST).write_text(json.dumps({"format": FORMAT, "files": files}, indent=1))
+    _on_disk(folder / _MANIFEST)
+    for part in {path.parent for path in paths.values()}:
+        sync_folder(part)
+
+
+def _on_disk(path: Path) -> dict[str, int]:
+    """Flush a new file to the disk; its size and CRC-32."""
+    path.chmod(0o644)  # safetensors writes for the owner alone
+    with open_to_read(path) as file:
+        os.fsync(file.fileno())
+    return _fingerprint(path)
+
+
+def _read(path: Path) -> bytes:
+    with open_to_read(path) as file:
+        return file.read()
+
+
+def _fingerprint(path: Path) -> dict[str, int]:
+    checksum, size = 0, 0
+    with open_to_read(path) as file:
+        while block := file.read(2**22):
+            checksum, size = zlib.crc32(block, checksum), size + len(block)
+    return {"bytes": size, "crc32": checksum}
 
 
 class _OtherFormat(StorageError):
     """Undamaged, but of a version of pgtoolkit that writes checkpoints in another way."""
 
 
-def _check(path: Path, state: dict) -> None:
-    """What every checkpoint has, whatever is trained; ValueError where something is missing or of another type."""
-    if not isinstance(state, dict):
-        raise ValueError("it holds no state")
-    if (found := state.get("format", FORMAT)) != FORMAT:
+def _manifest(path: Path) -> dict[str, dict]:
+    """Size and CRC-32 of each file of a checkpoint, by its name, which leads nowhere else."""
+    found = {"format": 1}
+    if path.suffix != ".ckpt":
+        refuse_other_than_folder(path)
+        found = json.loads(_read(path / _MANIFEST))
+    if found["format"] != FORMAT:
         raise _OtherFormat(
-            f"the checkpoint {path} is of format {found}, of which this version of pgtoolkit, which reads format "
-            f"{FORMAT}, knows nothing. Nothing is damaged. Use the version that provenance.json names."
+            f"the checkpoint {path} is of format {found['format']}, and this version of pgtoolkit reads format "
+            f"{FORMAT} alone. Nothing is damaged. Finish the run with the version that provenance.json names, or train "
+            "again in another directory."
         )
-    for key in ("format", "step", "num_updates", "num_skipped_steps", "documents_seen"):
-        if not isinstance(state.get(key), int):
-            raise ValueError(f"its {key} is {'not a whole number' if key in state else 'missing'}")
-    for key in ("data", "random"):
-        if not isinstance(state.get(key), dict):
-            raise ValueError(f"its {key} is {'not an object' if key in state else 'missing'}")
+    for name in found["files"]:
+        if not re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name):
+            raise ValueError(f"{_MANIFEST} names {name!r}, which is no file of a checkpoint")
+        refuse_other_than_folder((path / name).parent)
+    return found["files"]
 
 
-def random_state() -> dict:
-    """State of every random number generator that a step or a rollout may draw from."""
-    kind, keys, position, has_gauss, cached = numpy.random.get_state()
-    version, internal, gauss = random.getstate()
-    state = {
-        "torch": torch.get_rng_state(),
-        "numpy": [kind, torch.from_numpy(keys.astype("int64")), position, has_gauss, cached],
-        "python": [version, list(internal), gauss],
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+def _check_state(state: dict) -> None:
+    """ValueError where something is missing, or of another type, that every checkpoint has."""
+    counts = ("step", "num_updates", "num_skipped_steps", "documents_seen")
+    for key, kind in (dict.fromkeys(counts, int) | {"data": dict, "random": list}).items():
+        if not isinstance(state.get(key), kind):
+            raise ValueError(f"its {key} is missing or of another type")
 
 
-def set_random_state(state: dict) -> None:
-    torch.set_rng_state(state["torch"])
-    kind, keys, *rest = state["numpy"]
-    numpy.random.set_state((kind, keys.numpy().astype("uint32"), *rest))
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+@contextlib.contextmanager
+def _storage(path: Path) -> Iterator[None]:
+    """What the disk refuses, as StorageError."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"the checkpoint {path} cannot be written: {error}. Earlier ones are intact.") from error

@@ -3,40 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import shutil
 import tempfile
 from pathlib import Path
 
-import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.comparison.runs import is_run, not_a_run
 from pgtoolkit.config.compose import compose
-from pgtoolkit.config.schema import (
-    Config,
-    HuggingFaceModelConfig,
-    PolicyRolloutConfig,
-    PromptsTaskConfig,
-    TinyModelConfig,
-)
+from pgtoolkit.config.schema import Config, HuggingFaceModelConfig, PromptsTaskConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError, StorageError, first_line
-from pgtoolkit.model.policy import Policy, build_policy
-from pgtoolkit.ranks.layout import ONE_PROCESS
-from pgtoolkit.rollouts.samplers import sampling_settings
 from pgtoolkit.rollouts.tasks import make_task
 from pgtoolkit.runs.directory import read_config, read_metrics, read_status
 from pgtoolkit.runs.series import best, final
-from pgtoolkit.system.model_folder import load_config
 from pgtoolkit.system.plain_files import open_to_read
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.tracking.description import describe
 from pgtoolkit.tracking.next_commands import shell_path
-from pgtoolkit.training.checkpoint import load_newest
-from pgtoolkit.training.sharded_checkpoint import read_tensors
+from pgtoolkit.training.checkpoint import load_newest, settings_of
 
 _SHOWN = ("reward", "exact_match", "loss", "kl_new_old", "completion_length")
 """Metrics that the card lists, as far as the run has them."""
@@ -45,9 +32,8 @@ _SHOWN = ("reward", "exact_match", "loss", "kl_new_old", "completion_length")
 def export(run_dir: Path, folder: Path) -> int:
     """Write the run's newest checkpoint to `folder`, all of it or nothing; returns the checkpoint's step.
 
-    The folder holds the weights as safetensors, in the number type that they were trained from, the tokenizer, the
-    sampling settings as generation config, README.md and, if there is one, the run's curves.png; transformers loads it
-    to the same logits (in bfloat16: rounded).
+    The folder holds the checkpoint's model, its weights in the number type that training began with, README.md and, if
+    there is one, the run's curves.png; transformers loads it to the same logits (in bfloat16: rounded).
     Raises ConfigError if there is no checkpoint or the folder has files, StorageError if it cannot be written.
     """
     use = f"pgtk export {run_dir} {folder}"
@@ -61,13 +47,14 @@ def export(run_dir: Path, folder: Path) -> int:
             f"end. Use pgtk resume {shell_path(run_dir)}."
         )
     config = _config(run_dir)
-    policy = _policy(config)
-    _load(policy.model, state)
     temporary = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        _write(policy, config, run_dir, state["step"], temporary)
+        _write_model(state["path"], temporary)
+        with contextlib.suppress(FileNotFoundError), open_to_read(run_dir / "curves.png") as picture:
+            (temporary / "curves.png").write_bytes(picture.read())
+        (temporary / "README.md").write_text(card(config, run_dir, state["step"]), encoding="utf-8")
         temporary.chmod(0o755)  # temporary folders, and what safetensors writes, are their owner's alone
         for file in temporary.iterdir():
             file.chmod(0o644)
@@ -104,52 +91,27 @@ def _config(run_dir: Path) -> Config:
     return config
 
 
-def _policy(config: Config) -> Policy:
-    model = config.model
-    if isinstance(model, HuggingFaceModelConfig):
-        # The weights come from the checkpoint; of the folder or hub only configuration and tokenizer are needed.
-        model = dataclasses.replace(model, random_weights=True, gradient_checkpointing=False)
-    alphabet = make_task(config.task, config.seed).alphabet if isinstance(model, TinyModelConfig) else None
-    return build_policy(model, alphabet, on_gpu=False)
-
-
-def _load(model, state: dict) -> None:
-    """Put the weights of a checkpoint, of one process or of several, into a whole model."""
-    try:
-        if "model" in state:
-            model.load_state_dict(state["model"])
-        else:
-            targets = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-            read_tensors(state["path"], lambda _: targets, ONE_PROCESS)
-    except (RuntimeError, TypeError, AttributeError) as error:
-        reason = str(error).strip().splitlines()[-1].strip()
-        raise StorageError(
-            f"the checkpoint {state['path']} does not fit the model of config.yaml: {reason}. One of the two is not as "
-            "the run wrote it. Remove the checkpoint to export the one before, or put back the run's config.yaml."
-        ) from error
-
-
-def _write(policy: Policy, config: Config, run_dir: Path, step: int, folder: Path) -> None:
+def _write_model(checkpoint: Path, folder: Path) -> None:
+    """The checkpoint's Hugging Face folder, its weights in the number type that its configuration names."""
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model, tokenizer, rollout = policy.model, policy.tokenizer, config.rollout
-    sizes = (rollout.top_p, rollout.max_completion_length) if isinstance(rollout, PolicyRolloutConfig) else ()
-    model.generation_config = sampling_settings(model, tokenizer, rollout.temperature, *sizes)
-    model.config.use_cache = True
-    model.to(_number_type(config)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    with contextlib.suppress(FileNotFoundError), open_to_read(run_dir / "curves.png") as picture:
-        (folder / "curves.png").write_bytes(picture.read())
-    (folder / "README.md").write_text(card(config, run_dir, step), encoding="utf-8")
-
-
-def _number_type(config: Config) -> torch.dtype:
-    """That of the weights which training began with: it keeps them in float32, whatever they came in."""
-    model = config.model
-    if not isinstance(model, HuggingFaceModelConfig) or model.random_weights:
-        return torch.float32
-    return load_config(model.path).dtype or torch.float32
+    how = {"trust_remote_code": False, "local_files_only": True, "use_safetensors": True}
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto", output_loading_info=True, **how)
+        if lacks := sorted(report["missing_keys"]):
+            raise ValueError(f"{lacks[0]} is missing")
+    except Exception as error:  # of damaged files its many parsers each raise their own
+        raise StorageError(
+            f"the checkpoint {checkpoint} is damaged: transformers cannot load it ({first_line(error)}). Remove it to "
+            "export the one before."
+        ) from error
+    model.save_pretrained(folder)
+    for name, data in settings_of(checkpoint).items():
+        if not (folder / name).exists():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(data)
 
 
 def card(config: Config, run_dir: Path, step: int) -> str:
@@ -159,7 +121,7 @@ def card(config: Config, run_dir: Path, step: int) -> str:
     rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] <= step]
     aggregation = config.aggregation.reducer or config.aggregation.mode.value
     header = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
-    if isinstance(config.model, HuggingFaceModelConfig) and not Path(config.model.path).exists():
+    if isinstance(config.model, HuggingFaceModelConfig) and not Path(config.model.path).is_absolute():
         header.append(f"base_model: {config.model.path}")
     header += ["tags:", "- pgtoolkit", "- policy-gradient", f"- {config.loss.name}", "---"]
     seen = f", {rows[-1]['documents_seen']:,} documents" if rows and "documents_seen" in rows[-1] else ""

@@ -5,6 +5,7 @@ Every rank has one: they stop after the same step and save together, but only th
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
@@ -19,8 +20,7 @@ from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.tracking.progress import ProgressLine
 from pgtoolkit.training.checkpoint import save_checkpoint
 from pgtoolkit.training.frameworks import lightning
-from pgtoolkit.training.sharded_checkpoint import save_shards
-from pgtoolkit.training.state import restore, shared_snapshot, snapshot
+from pgtoolkit.training.state import restore, snapshot, write_settings
 
 log = logging.getLogger("pgtoolkit")
 
@@ -100,11 +100,9 @@ class Recorder(lightning.Callback):
             log.warning(f"note: {note}")
 
     def _save(self, module) -> None:
-        if module.layout.world_size == 1:
-            save_checkpoint(self._folder, self.step, snapshot(module, self._unsaved), self._config.keep_checkpoints)
-        else:
-            state, tensors = shared_snapshot(module, self._unsaved)
-            save_shards(self._folder, self.step, state, tensors, self._config.keep_checkpoints, module.layout)
+        state, tensors = snapshot(module, self._unsaved)
+        settings, keep = functools.partial(write_settings, module), self._config.keep_checkpoints
+        save_checkpoint(self._folder, state, tensors, settings, keep, module.layout)
         self._unsaved, self.saved_step = None, self.step
         if self._run is not None:
             self._run.set_status("running", self.step)

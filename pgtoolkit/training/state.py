@@ -3,104 +3,149 @@
 from __future__ import annotations
 
 import contextlib
-import logging
+import copy
+import random
+from collections.abc import Iterator
+from pathlib import Path
 
+import numpy
 import torch
-from torch import Tensor
+from safetensors import SafetensorError
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from pgtoolkit.config.schema import HuggingFaceModelConfig
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
-from pgtoolkit.ranks.agreement import gather
+from pgtoolkit.ranks.agreement import failing_together, gather
+from pgtoolkit.rollouts.samplers import sampling_settings
+from pgtoolkit.system.model_folder import load_config
 from pgtoolkit.training.build import seed_rank
-from pgtoolkit.training.checkpoint import FORMAT, random_state, set_random_state
-from pgtoolkit.training.sharded_checkpoint import read_tensors
+from pgtoolkit.training.checkpoint import MOMENTS, WEIGHTS, open_tensors
 
-log = logging.getLogger("pgtoolkit")
+_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+"""What AdamW keeps of each parameter."""
 
-
-def snapshot(module, data_state: dict) -> dict:
-    """All that the next step of one process depends on, in tensors and plain containers."""
-    return progress(module, data_state) | {
-        "model": module.model.state_dict(),
-        "optimizer": module.optimizer.state_dict()["state"],
-        "random": random_state(),
-    }
+_UNREADABLE = (RuntimeError, SafetensorError, KeyError, IndexError, TypeError, ValueError, AttributeError)
+"""What containers and tensors raise that do not hold what is looked for in them."""
 
 
-def progress(module, data_state: dict) -> dict:
-    """What is the same on all ranks, but for weights and moments."""
-    return {
-        "format": FORMAT,
+def snapshot(module, data_state: dict) -> tuple[dict, dict[str, dict[str, Tensor]]]:
+    """All that the next step depends on, for `save_checkpoint`: the state, and weights and moments themselves."""
+    state = {
         "step": data_state["num_steps"],
         "num_updates": module.num_updates,
         "num_skipped_steps": module.num_skipped_steps,
         "documents_seen": module.documents_seen,
         "data": data_state,
+        "random": gather(random_state(), module.layout.world_group),
     }
+    moments = {
+        f"{name}.{field}": value
+        for name, parameter in module.model.named_parameters()
+        for field, value in module.optimizer.state.get(parameter, {}).items()
+    }
+    return state, {WEIGHTS: _weights(module.model), MOMENTS: moments}
 
 
-def shared_snapshot(module, data_state: dict) -> tuple[dict, dict[str, Tensor]]:
-    """The same of several ranks: what one of them writes, and the tensors, of which each writes its part."""
-    states = gather(random_state(), module.layout.world_group)
-    return progress(module, data_state) | {"random": {"ranks": states}}, tensors_of(module)
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers; one that has several names, as that of a tied head, by the first."""
+    named = model.state_dict(keep_vars=True).items()
+    first = {id(tensor): name for name, tensor in reversed(named)}
+    return {name: tensor for name, tensor in named if first[id(tensor)] == name}
 
 
-def tensors_of(module) -> dict[str, Tensor]:
-    """Weights and moments by name, those of this rank; the tensors themselves, not copies."""
-    tensors = {f"model.{name}": tensor for name, tensor in module.model.state_dict().items()}
-    for name, parameter in module.model.named_parameters():
-        for field, value in module.optimizer.state.get(parameter, {}).items():
-            tensors[f"optimizer.{name}.{field}"] = value
-    return tensors
+def write_settings(module, folder: Path) -> None:
+    """Write what transformers needs beside the weights; OSError if that fails.
+
+    These are the configuration, whose `dtype` is the number type of the weights that training began with (it keeps them
+    in float32 whatever they came in), how completions are sampled, and the tokenizer.
+    """
+    chosen, rollout = module.config.model, module.config.rollout
+    config = copy.deepcopy(module.model.config)
+    config.architectures = [type(module.model).__name__.removeprefix("FSDP")]
+    config.use_cache, config.dtype = True, torch.float32
+    if isinstance(chosen, HuggingFaceModelConfig) and not chosen.random_weights:
+        config.dtype = load_config(chosen.path).dtype or torch.float32
+    sizes = [getattr(rollout, name, None) for name in ("top_p", "max_completion_length")]
+    sampling = sampling_settings(module.model, module.policy.tokenizer, rollout.temperature, *sizes)
+    try:
+        for part in (config, sampling, module.policy.tokenizer):
+            part.save_pretrained(folder)
+    except Exception as error:  # tokenizers raises no other type, whatever the disk says
+        raise OSError(first_line(error)) from error
 
 
 def restore(module, state: dict) -> None:
-    """Continue from a checkpoint of this or another number of ranks, but for the data, which the step loader restores.
+    """Continue from a checkpoint of any number of ranks, but for the data, which the step loader restores.
 
-    state: as `load_newest` gives it. Of the optimizer only its moments are taken over: its settings are the
-    configuration's, which a resume may change.
+    state: as `load_newest` gives it; called by every rank. Of the optimizer only its moments are taken over: its
+    settings are the configuration's, which a resume may change.
     """
-    try:
-        if "model" not in state:
-            _restore_shards(module, state["path"])
-        elif module.layout.world_size > 1:
-            _distribute(module, state)
-        else:
-            module.model.load_state_dict(state["model"])
-            _check_moments(module, state)
-            module.optimizer.load_state_dict(module.optimizer.state_dict() | {"state": state["optimizer"]})
-    except (RuntimeError, *_OF_OTHER_SHAPE) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
-        raise ConfigError(f"the checkpoint does not fit the configured model: {reason}") from error
-    module.num_updates = state["num_updates"]
-    module.num_skipped_steps = state["num_skipped_steps"]
-    module.documents_seen = state["documents_seen"]
-    rank = module.layout.rank
-    with _whole(state, "random numbers"):
-        states = state["random"].get("ranks", [state["random"]])
-        if rank < len(states):
-            set_random_state(states[rank])
-        else:
-            seed_rank(module.config.seed, rank, state["step"])
+    names = set().union(*gather(set(_weights(module.model)), module.layout.world_group))
+    with failing_together(module.layout):
+        try:
+            _restore_tensors(module, state, names)
+        except _UNREADABLE as error:
+            raise ConfigError(f"the checkpoint does not fit the configured model: {first_line(error)}") from error
+        module.num_updates = state["num_updates"]
+        module.num_skipped_steps = state["num_skipped_steps"]
+        module.documents_seen = state["documents_seen"]
+        with _damaged(state, "random numbers"):
+            if module.layout.rank < len(state["random"]):
+                set_random_state(state["random"][module.layout.rank])
+            else:
+                seed_rank(module.config.seed, module.layout.rank, state["step"])
+
+
+@torch.no_grad()
+def _restore_tensors(module, state: dict, names: set[str]) -> None:
+    """This rank's part of weights and moments. names: of the whole model's weights."""
+    with open_tensors(state["path"], WEIGHTS) as files:
+        for name in sorted(names ^ files.keys()):
+            raise ValueError(f"{name} is {'missing' if name in names else 'none of its weights'}")
+        for name, tensor in _weights(module.model).items():
+            _fill(tensor, name, files)
+    with open_tensors(state["path"], MOMENTS) as files:
+        if state["num_updates"] and not files:
+            raise ValueError("the optimizer's moments are missing")
+        for name in sorted(files.keys() - {f"{name}.{field}" for name in names for field in _MOMENTS}):
+            raise ValueError(f"{name} is none of the optimizer's moments")
+        for name, parameter in module.model.named_parameters():
+            if f"{name}.step" in files:
+                count = torch.zeros((), device=parameter.device)  # beside the parameter, as fused AdamW has it
+                rooms = {field: count if field == "step" else torch.zeros_like(parameter) for field in _MOMENTS}
+                module.optimizer.state[parameter] = rooms
+                for field, room in rooms.items():
+                    _fill(room, f"{name}.{field}", files)
+
+
+def _fill(target: Tensor, name: str, files: dict) -> None:
+    """Copy a stored tensor, or this rank's part of it, into `target`."""
+    if name not in files:
+        raise ValueError(f"{name} is missing")
+    whole = files[name].get_tensor(name)
+    if (whole.shape, whole.dtype) != (target.shape, target.dtype):
+        found, needed = ([*tensor.shape, tensor.dtype] for tensor in (whole, target))
+        raise ValueError(f"{name} is of {found}, not of {needed}")
+    if isinstance(target, DTensor):  # every rank reads the file, so that none needs to send
+        whole = whole.to(target.device)
+        whole = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+    target.copy_(whole)
 
 
 def restore_data(loader, state: dict) -> None:
     """Continue at the place in the data where a checkpoint stands."""
-    with _whole(state, "place in the data"):
+    with _damaged(state, "place in the data"):
         loader.load_state_dict(state["data"])
 
 
-_OF_OTHER_SHAPE = (KeyError, IndexError, TypeError, ValueError, AttributeError)
-"""What plain containers raise that do not hold what is looked for in them."""
-
-
 @contextlib.contextmanager
-def _whole(state: dict, what: str):
+def _damaged(state: dict, what: str) -> Iterator[None]:
     try:
         yield
     except PgtoolkitError:
         raise
-    except (RuntimeError, *_OF_OTHER_SHAPE) as error:
+    except _UNREADABLE as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise StorageError(
             f"the checkpoint {state['path']} is damaged: its {what} cannot be read ({reason}). The run's other files "
@@ -108,49 +153,25 @@ def _whole(state: dict, what: str):
         ) from error
 
 
-def _check_moments(module, state: dict) -> None:
-    """torch takes over any moments, also none; KeyError or TypeError for those that belong to no parameter."""
-    parameters = [parameter for group in module.optimizer.param_groups for parameter in group["params"]]
-    if state["num_updates"] and not state["optimizer"]:
-        raise KeyError("the optimizer's moments are missing")
-    for number, fields in state["optimizer"].items():
-        if fields["exp_avg"].shape != dict(enumerate(parameters))[number].shape:
-            raise KeyError(f"the optimizer's moments of parameter {number} have shape {tuple(fields['exp_avg'].shape)}")
+def random_state() -> dict:
+    """State of every random number generator that a step or a rollout may draw from."""
+    kind, keys, position, has_gauss, cached = numpy.random.get_state()
+    version, internal, gauss = random.getstate()
+    state = {
+        "torch": torch.get_rng_state(),
+        "numpy": [kind, keys.tolist(), position, has_gauss, cached],
+        "python": [version, internal, gauss],
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
 
 
-def _restore_shards(module, folder) -> None:
-    """Read this rank's part of weights and moments, however they were divided when they were written."""
-    read_tensors(folder, lambda names: _targets(module, names), module.layout)
-
-
-def _targets(module, names: set[str]) -> dict[str, Tensor]:
-    """Where the tensors of a checkpoint go; moments get room where the checkpoint has some."""
-    for name, parameter in module.model.named_parameters():
-        prefix = f"optimizer.{name}."
-        fields = {found.removeprefix(prefix) for found in names if found.startswith(prefix)}
-        if fields:
-            module.optimizer.state[parameter] = {field: _room(field, parameter) for field in sorted(fields)}
-    return tensors_of(module)
-
-
-def _room(field: str, parameter: Tensor) -> Tensor:
-    # Where AdamW has the number of its updates: on a GPU, where it is fused, beside the parameter.
-    return torch.zeros((), device=parameter.device) if field == "step" else torch.zeros_like(parameter.detach())
-
-
-@torch.no_grad()
-def _distribute(module, state: dict) -> None:
-    """Put the checkpoint of one process into this rank's part of the model."""
-    names = module.names_in_optimizer
-    moments = {names[number]: fields for number, fields in state["optimizer"].items()}
-    whole = {f"model.{name}": tensor for name, tensor in state["model"].items()}
-    whole |= {f"optimizer.{name}.{field}": value for name in moments for field, value in moments[name].items()}
-    for name, target in _targets(module, set(whole)).items():
-        found = whole[name]
-        if target.shape != found.shape:
-            raise RuntimeError(f"{name} has shape {tuple(found.shape)}, not {tuple(target.shape)}")
-        if isinstance(target, DTensor):
-            # Every rank has read the file, so none needs to send.
-            found = found.to(target.device)
-            found = distribute_tensor(found, target.device_mesh, target.placements, src_data_rank=None)
-        target.copy_(found)
+def set_random_state(state: dict) -> None:
+    torch.set_rng_state(state["torch"])
+    kind, keys, *rest = state["numpy"]
+    numpy.random.set_state((kind, numpy.array(keys, "uint32"), *rest))
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from omegaconf import OmegaConf
 from runs import SHORT, config_of, metrics_of
 
 from builders.processes import layout, world
 from pgtoolkit.config.validate import validate
+from pgtoolkit.training.build import build
+from pgtoolkit.training.checkpoint import load_newest, save_checkpoint
+from pgtoolkit.training.state import restore, restore_data, snapshot, write_settings
 from pgtoolkit.training.train import train
 
 RECORDED = [setting for setting in SHORT if not setting.startswith(("rollout.", "aggregation="))]
@@ -42,3 +47,16 @@ def assert_close(found: Path, expected: Path, tolerance: float = 1e-5) -> None:
         assert row.keys() == other.keys()
         for name in row.keys() - set(CUT):
             assert row[name] == pytest.approx(other[name], rel=tolerance, abs=tolerance), (row["step"], name)
+
+
+def saved_again(config, folder: Path, sizes: dict[str, int]) -> None:
+    """Load the newest checkpoint of a run and save it, without a step between."""
+    ranks = layout(**sizes)
+    module, loader = build(OmegaConf.to_object(config), resume=True, layout=ranks)
+    module.optimizers = functools.cache(lambda use_pl_optimizer: module.configure_optimizers())
+    state = load_newest(folder / "checkpoints")
+    restore_data(loader, state)
+    restore(module, state)
+    dist.barrier()  # before it is replaced, all have read it
+    settings = functools.partial(write_settings, module)
+    save_checkpoint(folder / "checkpoints", *snapshot(module, state["data"]), settings, 99, ranks)

@@ -53,6 +53,7 @@ from pgtoolkit.losses import reference
 from pgtoolkit.rollouts.data_metrics import data_metrics
 from pgtoolkit.rollouts.packing import pack
 from pgtoolkit.rollouts.steps import make_step
+from pgtoolkit.training.checkpoint import load_newest, save_checkpoint
 from pgtoolkit.training.state import restore, snapshot
 
 
@@ -245,11 +246,12 @@ def test_an_update_is_made_at_the_reported_learning_rate():
     assert moved == pytest.approx(0.01 / 4, rel=1e-3)
 
 
-def test_resume_takes_moments_from_the_checkpoint_and_settings_from_the_configuration():
+def test_resume_takes_moments_from_the_checkpoint_and_settings_from_the_configuration(tmp_path):
     before = module_of("optimizer.weight_decay=0.25", "optimizer.beta2=0.9")
     before.training_step(make_step(documents_of(), 1000, {}), 0)
     after = module_of("optimizer.weight_decay=0.125", "optimizer.beta2=0.95", "seed=5")
-    restore(after, snapshot(before, {"num_steps": 1}))
+    save_checkpoint(tmp_path, *snapshot(before, {"num_steps": 1}), lambda folder: None, keep=1)
+    restore(after, load_newest(tmp_path))
     assert_equal(after.optimizer.state_dict()["state"], before.optimizer.state_dict()["state"])
     assert len(after.optimizer.state_dict()["state"]) == len(list(after.parameters()))
     assert_equal([p.detach() for p in after.parameters()], [p.detach() for p in before.parameters()])

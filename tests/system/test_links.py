@@ -7,7 +7,7 @@ import pytest
 import torch
 from mlflow import MlflowClient
 from omegaconf import OmegaConf
-from runs import SHORT, config_of, state
+from runs import SHORT, config_of, save_state, state
 from runs import run as train_short
 from stores import CONFIG, start, train
 
@@ -23,7 +23,7 @@ from pgtoolkit.tracking.curves import plot_curves
 from pgtoolkit.tracking.mlflow_run import ARTIFACTS
 from pgtoolkit.tracking.store import open_store
 from pgtoolkit.tracking.system_metrics import SystemMetrics
-from pgtoolkit.training.checkpoint import load_newest, save_checkpoint
+from pgtoolkit.training.checkpoint import load_newest
 from pgtoolkit.training.data import record_data
 from pgtoolkit.training.train import _logging_to
 
@@ -52,20 +52,21 @@ def everything(folder):
         run.append_metrics(1, {"loss": 0.5})
         run.drop_metrics_after(1)
         run.append_metrics(2, {"loss": 0.5})
-        save_checkpoint(folder / "checkpoints", 1, state(1), keep=1)
+        save_state(folder / "checkpoints", state(1))
         plot_curves(run.read_metrics(), folder / "curves.png", "run")
         SystemMetrics(folder / "system_metrics.jsonl").stop()
 
 
 WRITTEN = (
     *(".lock", "config.yaml", "overrides.yaml", "provenance.json", "status.json", "metrics.jsonl", "drift.jsonl"),
-    *("run.log", "data.json", "curves.png", "system_metrics.jsonl", "checkpoints/step-000001.ckpt"),
+    *("run.log", "data.json", "curves.png", "system_metrics.jsonl"),
 )
 
 
 def test_the_list_of_files_is_complete(tmp_path):
     everything(tmp_path)
-    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == set(WRITTEN)
+    found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert {name for name in found if not name.startswith("checkpoints/step-000001/")} == set(WRITTEN)
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -98,26 +99,43 @@ def test_a_pipe_keeps_nobody_waiting(tmp_path, name):
         everything(tmp_path / "run")
 
 
-@pytest.mark.parametrize("read", [load_newest, lambda folder: save_checkpoint(folder, 1, state(1), keep=1)])
+@pytest.mark.parametrize("read", [load_newest, lambda folder: save_state(folder, state(1))])
 def test_a_link_in_the_place_of_the_folder_of_checkpoints_is_refused(tmp_path, read):
     elsewhere = tmp_path / "elsewhere"
-    save_checkpoint(elsewhere, 1, state(1, x=torch.zeros(3)), keep=1)
-    before = (elsewhere / "step-000001.ckpt").read_bytes()
+    whole = save_state(elsewhere, state(1, x=torch.zeros(3)))
+    before = {file: file.read_bytes() for file in whole.rglob("*.*")}
     (tmp_path / "checkpoints").symlink_to(elsewhere)
     with pytest.raises(StorageError, match=r"checkpoints needs to be a folder \(got a link to .*elsewhere\)"):
         read(tmp_path / "checkpoints")
-    assert [path.read_bytes() for path in elsewhere.iterdir()] == [before]
+    assert {file: file.read_bytes() for file in elsewhere.rglob("*.*") if file.is_file()} == before
 
 
-@pytest.mark.parametrize("name", ["step-000001", "step-000001.ckpt", ".step-000001.tmp", ".step-000001.old"])
+@pytest.mark.parametrize("name", ["", "training", "manifest.json", "model.safetensors", "training/state.json"])
+def test_no_link_in_a_checkpoint_is_followed(tmp_path, caplog, name):
+    """It is damage when it is read, and is gone when the step is saved again."""
+    folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    save_state(folder, state(1))
+    path = save_state(folder, state(2), weights={"x": torch.zeros(3)})
+    (path / name).rename(elsewhere)
+    before = {file: file.read_bytes() for file in (elsewhere, *elsewhere.rglob("*")) if file.is_file()}
+    (path / name).symlink_to(elsewhere)
+    assert load_newest(folder)["step"] == 1
+    assert "(got a link to " in caplog.text
+    save_state(folder, state(2))
+    assert load_newest(folder)["step"] == 2
+    assert not (path / name).is_symlink()
+    assert {file: file.read_bytes() for file in (elsewhere, *elsewhere.rglob("*")) if file.is_file()} == before
+
+
+@pytest.mark.parametrize("name", ["step-000001", "step-000001.ckpt", ".step-000002.tmp", ".step-000001.old"])
 def test_deleting_old_checkpoints_follows_no_link(tmp_path, outside, name):
     folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "kept").write_text("")
     folder.mkdir()
     (folder / name).symlink_to(outside if name.endswith("ckpt") else elsewhere)
-    save_checkpoint(folder, 2, state(2), keep=1)
-    assert [path.name for path in folder.iterdir()] == ["step-000002.ckpt"]
+    save_state(folder, state(2), keep=1)
+    assert [path.name for path in folder.iterdir()] == ["step-000002"]
     assert (elsewhere / "kept").exists()
     (folder / ".x.old").symlink_to(elsewhere)
     (folder / "x").mkdir()

@@ -1,8 +1,10 @@
 """Checkpoints: whole or absent, newest readable first, nothing executed on loading."""
 
+import json
 import os
 import pickle
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,11 +12,15 @@ import sys
 import numpy
 import pytest
 import torch
-from runs import state
+from runs import contents_of, copy_as_of, replace_file, run, save_state, state
+from safetensors.torch import save
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from pgtoolkit.cli import main
 from pgtoolkit.errors import StorageError
-from pgtoolkit.training.checkpoint import load_newest, random_state, save_checkpoint, set_random_state
-from pgtoolkit.training.disk import list_checkpoints
+from pgtoolkit.training import checkpoint
+from pgtoolkit.training.checkpoint import list_checkpoints, load_newest
+from pgtoolkit.training.state import random_state, set_random_state
 
 
 def names(folder):
@@ -23,133 +29,288 @@ def names(folder):
 
 def test_the_newest_are_kept(tmp_path):
     for step in (1, 2, 10, 100):
-        save_checkpoint(tmp_path, step, state(step), keep=2)
-    assert names(tmp_path) == ["step-000010.ckpt", "step-000100.ckpt"]
-    assert load_newest(tmp_path) == state(100) | {"path": tmp_path / "step-000100.ckpt"}
+        save_state(tmp_path, state(step), keep=2)
+    assert names(tmp_path) == ["step-000010", "step-000100"]
+    assert load_newest(tmp_path) == state(100) | {"path": tmp_path / "step-000100"}
 
 
 def test_steps_beyond_a_million_are_newer_than_those_before(tmp_path):
     for step in (999_998, 999_999, 1_000_000, 1_000_001):
-        save_checkpoint(tmp_path, step, state(step), keep=2)
+        save_state(tmp_path, state(step), keep=2)
         assert load_newest(tmp_path)["step"] == step
-    assert names(tmp_path) == ["step-1000000.ckpt", "step-1000001.ckpt"]
+    assert names(tmp_path) == ["step-1000000", "step-1000001"]
 
 
 @pytest.mark.parametrize("keep", [1, 2])
 def test_a_damaged_newest_one_takes_no_place_of_those_that_are_kept(tmp_path, keep, caplog):
     for step in (4, 5):
-        save_checkpoint(tmp_path, step, state(step), keep=2)
-    for path in (tmp_path / "step-000006.ckpt", tmp_path / "step-000010.ckpt", tmp_path / ".step-000007.ckpt.tmp"):
+        save_state(tmp_path, state(step), keep=2)
+    for path in (tmp_path / "step-000006", tmp_path / "step-000010", tmp_path / ".step-000007.tmp"):
         path.write_bytes(b"PK")
     (tmp_path / "step-000011").mkdir()
     assert load_newest(tmp_path)["step"] == 5
-    save_checkpoint(tmp_path, 6, state(6), keep)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000005.ckpt", "step-000006.ckpt"][-keep:]
+    save_state(tmp_path, state(6), keep)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000005", "step-000006"][-keep:]
     assert load_newest(tmp_path)["step"] == 6
 
 
 @pytest.mark.parametrize("key", ["step", "num_updates", "num_skipped_steps", "documents_seen", "data", "random"])
 @pytest.mark.parametrize("damage", ["missing", "of another type"])
 def test_a_checkpoint_without_what_each_has_is_passed_over(tmp_path, key, damage, caplog):
-    save_checkpoint(tmp_path, 1, state(1), keep=2)
+    save_state(tmp_path, state(1))
+    newest = save_state(tmp_path, state(2))
     changed = state(2) | {key: "text"}
     if damage == "missing":
         del changed[key]
-    save_checkpoint(tmp_path, 2, changed, keep=2)
+    replace_file(newest, "training/state.json", json.dumps(changed).encode())
     assert load_newest(tmp_path)["step"] == 1
-    assert f"step-000002.ckpt cannot be read and is passed over: its {key} is " in caplog.text
+    assert f"step-000002 cannot be read and is passed over: its {key} is " in caplog.text
 
 
-def test_a_checkpoint_of_another_format_is_refused_and_not_passed_over(tmp_path):
-    save_checkpoint(tmp_path, 1, state(1), keep=2)
-    save_checkpoint(tmp_path, 2, state(2, format=2), keep=2)
-    with pytest.raises(StorageError, match=r"step-000002.ckpt is of format 2, .* Nothing is damaged. Use the version"):
+def test_a_checkpoint_of_a_later_format_is_refused_and_not_passed_over(tmp_path):
+    save_state(tmp_path, state(1))
+    (tmp_path / "step-000002").mkdir()
+    (tmp_path / "step-000002" / "manifest.json").write_text('{"format": 3}')
+    with pytest.raises(StorageError, match=r"step-000002 is of format 3, .* Nothing is damaged. Finish the run with"):
         load_newest(tmp_path)
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("trained") / "run", "trainer.max_steps=2")
+
+
+@pytest.mark.parametrize("kind", ["of one process", "of several"])
+def test_a_run_with_checkpoints_of_an_earlier_version_is_refused_and_not_started_again(trained, tmp_path, capsys, kind):
+    folder = copy_as_of(trained, 0, tmp_path / "run")
+    old = folder / "checkpoints" / ("step-000002.ckpt" if kind == "of one process" else "step-000002")
+    if kind == "of one process":
+        torch.save({"format": 1, "step": 2}, old)
+    else:
+        old.mkdir()
+        (old / "manifest.json").write_text('{"format": 1, "step": 2, "world_size": 2, "files": {}}')
+    before = (folder / "metrics.jsonl").read_bytes()
+    for command in (["resume", folder, "trainer.max_steps=3"], ["export", folder, tmp_path / "model"]):
+        assert main([str(word) for word in command]) == 6
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+        assert f"{old.name} is of format 1, and this version of pgtoolkit reads format 2 alone." in line
+        assert (
+            "Finish the run with the version that provenance.json names, or train again in another directory." in line
+        )
+    assert old.exists()
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_transformers_loads_a_checkpoint_as_it_lies(trained):
+    """The names and numbers of the weights, every prompt's tokens, and how completions are sampled."""
+    path = trained / "checkpoints" / "step-000002"
+    model, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not any(report.values())
+    assert (model.dtype, model.generation_config.max_new_tokens) == (torch.float32, 4)
+    assert json.loads((path / "config.json").read_text())["architectures"] == ["GPT2LMHeadModel"]
+    weights = contents_of(path)["model"]
+    assert model.state_dict().keys() == weights.keys()
+    assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
+    assert AutoTokenizer.from_pretrained(path)("123=").input_ids == [1, 2, 3, 10]
+    found = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
+    tokenizer = {"tokenizer.json", "tokenizer_config.json"}
+    training = {"training/optimizer-00001-00001.safetensors", "training/state.json", "training/state.safetensors"}
+    assert (
+        found == {"config.json", "generation_config.json", "manifest.json", "model.safetensors"} | tokenizer | training
+    )
+    assert {oct(file.stat().st_mode)[-3:] for file in path.rglob("*") if file.is_file()} == {"644"}
+
+
+def test_large_models_are_written_in_several_files(trained, tmp_path, monkeypatch):
+    expected = contents_of(trained / "checkpoints" / "step-000001")
+    monkeypatch.setattr(checkpoint, "_SHARD_BYTES", 20_000)
+    path = run(tmp_path / "run", "trainer.max_steps=1") / "checkpoints" / "step-000001"
+    files = sorted(file.name for file in path.glob("*.safetensors"))
+    assert len(files) > 3
+    assert files[:2] == ["model-00001-00001.safetensors", "model-00001-00002.safetensors"]
+    found = contents_of(path)
+    for kind in ("model", "optimizer"):
+        assert found[kind].keys() == expected[kind].keys()
+        assert all(torch.equal(found[kind][name], expected[kind][name]) for name in expected[kind])
+    model = AutoModelForCausalLM.from_pretrained(path)
+    assert all(torch.equal(weight, expected["model"][name]) for name, weight in model.state_dict().items())
+
+
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, caplog):
-    save_checkpoint(tmp_path, 1, state(1), keep=5)
-    newest = save_checkpoint(tmp_path, 2, state(2, x=torch.zeros(1000)), keep=5)
-    newest.write_bytes(newest.read_bytes()[:700])
+    save_state(tmp_path, state(1))
+    newest = save_state(tmp_path, state(2), weights={"x": torch.zeros(1000)})
+    file = newest / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:700])
     assert load_newest(tmp_path)["step"] == 1
-    assert "step-000002.ckpt" in caplog.text
+    assert "step-000002 cannot be read and is passed over: model.safetensors is not as manifest.json" in caplog.text
 
 
-@pytest.mark.parametrize("damage", ["empty", "one byte"])
-def test_no_damage_passes_for_a_checkpoint(tmp_path, damage, caplog):
-    save_checkpoint(tmp_path, 1, state(1), keep=5)
-    newest = save_checkpoint(tmp_path, 2, state(2, x=torch.arange(1000)), keep=5)
-    data = bytearray(newest.read_bytes())
-    place = data.find(torch.arange(500, 510).numpy().tobytes())
-    assert place > 0
-    data[place] ^= 1
-    newest.write_bytes(b"" if damage == "empty" else bytes(data))
+@pytest.mark.parametrize("damage", ["empty", "one byte", "missing"])
+@pytest.mark.parametrize("name", ["model.safetensors", "training/state.safetensors", "training/state.json"])
+def test_no_damage_passes_for_a_checkpoint(tmp_path, name, damage, caplog):
+    save_state(tmp_path, state(1))
+    newest = save_state(tmp_path, state(2, x=torch.arange(1000)), weights={"y": torch.arange(1000)})
+    data = bytearray((newest / name).read_bytes())
+    data[data.find(b"1" if name.endswith("json") else torch.arange(500, 510).numpy().tobytes())] ^= 1
+    (newest / name).write_bytes(b"" if damage == "empty" else bytes(data))
+    if damage == "missing":
+        (newest / name).unlink()
     assert load_newest(tmp_path)["step"] == 1
-    assert "step-000002.ckpt" in caplog.text
+    assert "step-000002" in caplog.text
 
 
 def test_no_checkpoint_is_none_and_nothing_but_damaged_ones_is_an_error(tmp_path):
     assert load_newest(tmp_path) is None
-    (tmp_path / "step-000001.ckpt").write_bytes(b"PK")
+    (tmp_path / "step-000001").write_bytes(b"PK")
     with pytest.raises(StorageError, match="none of the 1"):
         load_newest(tmp_path)
 
 
-def test_code_in_a_checkpoint_is_not_run(tmp_path):
-    class Malicious:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "executed"),)
+class Malicious:
+    def __init__(self, folder):
+        self.folder = folder
 
-    with (tmp_path / "step-000001.ckpt").open("wb") as file:
-        torch.save(state(1, x=Malicious()), file, pickle_module=pickle)
-    with pytest.raises(StorageError):
-        load_newest(tmp_path)
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder / "executed"),)
+
+
+def test_code_in_the_place_of_any_file_is_refused_and_not_run(trained, tmp_path, capsys):
+    """As one pickle, and as torch writes it; with a manifest that is as before, and with one that fits."""
+    path = trained / "checkpoints" / "step-000002"
+    files = [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()]
+    assert len(files) == 9
+    torch.save({"x": Malicious(tmp_path)}, tmp_path / "payload", pickle_module=pickle)
+    payloads = pickle.dumps(Malicious(tmp_path)), (tmp_path / "payload").read_bytes()
+    for number, name in enumerate(files):
+        for fits in (False, True):
+            folder = tmp_path / "run"
+            shutil.copytree(trained, folder)
+            shutil.rmtree(folder / "checkpoints" / "step-000001")
+            planted = folder / "checkpoints" / "step-000002"
+            if fits and name != "manifest.json":
+                replace_file(planted, name, payloads[number % 2])
+            else:
+                (planted / name).write_bytes(payloads[number % 2])
+            for command in (["resume", folder, "trainer.max_steps=3"], ["export", folder, tmp_path / "model"]):
+                assert main([str(word) for word in command]) == 6, (name, fits)
+                (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+                assert "none of the 1 checkpoints" in line
+            shutil.rmtree(folder)
     assert not (tmp_path / "executed").exists()
+    pickle.loads(payloads[0])  # it would have been seen
+    assert (tmp_path / "executed").exists()
+
+
+def test_what_a_manifest_names_lies_in_the_checkpoint(tmp_path, caplog):
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "x.json").write_text("{}")
+    folder = tmp_path / "checkpoints"
+    for step, name in enumerate(("../../outside/x.json", "/etc/hostname", "training/../../x", "a/b/c.json"), start=1):
+        path = save_state(folder, state(step))
+        replace_file(path, "x.json", b"{}")
+        text = (path / "manifest.json").read_text()
+        (path / "manifest.json").write_text(text.replace('"x.json"', json.dumps(name)))
+    save_state(folder, state(5))
+    shutil.move(folder / "step-000005" / "training", tmp_path / "moved")
+    (folder / "step-000005" / "training").symlink_to(tmp_path / "moved")
+    with pytest.raises(StorageError, match="none of the 5"):
+        load_newest(folder)
+    assert caplog.text.count("which is no file of a checkpoint") == 4
+    assert "training needs to be a folder (got a link to " in caplog.text
+
+
+SAVE = (
+    "import pathlib, resource, signal, sys, torch\n"
+    "from pgtoolkit.errors import StorageError\n"
+    "from pgtoolkit.training.checkpoint import save_checkpoint\n"
+    "signal.signal(signal.SIGXFSZ, getattr(signal, sys.argv[3]))\n"
+    "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
+    "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+    "weights = {'model': {'x': torch.zeros(10**6)}}\n"
+    "try:\n"
+    "    state = {'step': int(sys.argv[2])}\n"
+    "    save_checkpoint(pathlib.Path(sys.argv[1]), state, weights, lambda folder: None, keep=1)\n"
+    "except StorageError as error:\n"
+    "    print(error)\n"
+)
+
+
+def save_in_a_process(folder, step, on_the_signal):
+    """A checkpoint of 4 MB where a file may have 100 000 bytes."""
+    command = [sys.executable, "-c", SAVE, str(folder), str(step), on_the_signal]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def test_killed_in_the_middle_of_saving(tmp_path):
     """The kernel kills the process at byte 100 000 of a checkpoint, once a new one and once the newest again."""
-    script = (
-        "import pathlib, resource, signal, sys, torch\n"
-        "from pgtoolkit.training.checkpoint import save_checkpoint\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_DFL)\n"
-        "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
-        "save_checkpoint(pathlib.Path(sys.argv[1]), int(sys.argv[2]), {'x': torch.zeros(10**6)}, keep=1)\n"
-    )
-    whole = save_checkpoint(tmp_path, 1, state(1, x=torch.arange(9)), keep=1).read_bytes()
-    for step in ("1", "2"):
-        killed = subprocess.run([sys.executable, "-c", script, str(tmp_path), step], timeout=120)
-        assert killed.returncode == -signal.SIGXFSZ
-        assert [(path.name, path.read_bytes()) for path in list_checkpoints(tmp_path)] == [("step-000001.ckpt", whole)]
+    whole = save_state(tmp_path, state(1, x=torch.arange(9)))
+    before = {file: file.read_bytes() for file in whole.rglob("*") if file.is_file()}
+    for step in (1, 2):
+        assert save_in_a_process(tmp_path, step, "SIG_DFL").returncode == -signal.SIGXFSZ
+        assert names(tmp_path) == ["step-000001"]
+        assert {file: file.read_bytes() for file in whole.rglob("*") if file.is_file()} == before
+    save_state(tmp_path, state(2), keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(tmp_path):
     """The file size limit makes the write fail half way, as a full disk does."""
-    script = (
-        "import resource, signal, sys, torch, pathlib\n"
-        "from pgtoolkit.training.checkpoint import save_checkpoint\n"
-        "from pgtoolkit.errors import StorageError\n"
-        "folder = pathlib.Path(sys.argv[1])\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
-        "try:\n"
-        "    save_checkpoint(folder, 2, {'step': 2, 'x': torch.zeros(10**6)}, keep=1)\n"
-        "except StorageError as error:\n"
-        "    print(error)\n"
-    )
-    save_checkpoint(tmp_path, 1, state(1), keep=1)
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120)
-    assert "cannot be written: [Errno 27]" in done.stdout, done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000001.ckpt"]
+    save_state(tmp_path, state(1))
+    done = save_in_a_process(tmp_path, 2, "SIG_IGN")
+    assert "step-000002 cannot be written: " in done.stdout, done.stderr
+    assert "(os error 27). Earlier ones are intact." in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
     assert load_newest(tmp_path)["step"] == 1
 
 
 def test_random_state_round_trip(tmp_path):
-    save_checkpoint(tmp_path, 1, state(1, random=random_state()), keep=1)
+    save_state(tmp_path, state(1, random=[random_state()]))
     first = torch.rand(3), numpy.random.rand(3), random.random()
-    set_random_state(load_newest(tmp_path)["random"])
+    set_random_state(load_newest(tmp_path)["random"][0])
     again = torch.rand(3), numpy.random.rand(3), random.random()
     assert torch.equal(first[0], again[0])
     assert (first[1] == again[1]).all()
     assert first[2] == again[2]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"more": torch.zeros(1)}, "more is none of its weights"),
+        ({"lm_head.weight": None}, "lm_head.weight is missing"),
+        (
+            {"lm_head.weight": torch.zeros(2, 2)},
+            "lm_head.weight is of [2, 2, torch.float32], not of [12, 32, ",
+        ),
+        ({"lm_head.weight": torch.zeros(12, 32).double()}, "lm_head.weight is of [12, 32, torch.float64], not of"),
+    ],
+)
+def test_weights_of_another_model_are_refused(trained, tmp_path, capsys, change, says):
+    folder = copy_as_of(trained, 2, tmp_path / "run")
+    path = folder / "checkpoints" / "step-000002"
+    weights = contents_of(path)["model"] | change
+    replace_file(path, "model.safetensors", save({name: x for name, x in weights.items() if x is not None}))
+    assert main(["resume", str(folder), "trainer.max_steps=3"]) == 2
+    assert f"the checkpoint does not fit the configured model: {says}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (None, "the optimizer's moments are missing"),
+        ({"more.step": torch.zeros(())}, "more.step is none of the optimizer's moments"),
+        ({"lm_head.weight.exp_avg": None}, "lm_head.weight.exp_avg is missing"),
+        (
+            {"lm_head.weight.exp_avg": torch.zeros(12)},
+            "lm_head.weight.exp_avg is of [12, torch.float32], not of [12, ",
+        ),
+    ],
+)
+def test_moments_of_another_model_are_refused(trained, tmp_path, capsys, change, says):
+    folder = copy_as_of(trained, 2, tmp_path / "run")
+    path = folder / "checkpoints" / "step-000002"
+    moments = {} if change is None else contents_of(path)["optimizer"] | change
+    data = save({name: x for name, x in moments.items() if x is not None})
+    replace_file(path, "training/optimizer-00001-00001.safetensors", data)
+    assert main(["resume", str(folder), "trainer.max_steps=3"]) == 2
+    assert f"the checkpoint does not fit the configured model: {says}" in capsys.readouterr().err

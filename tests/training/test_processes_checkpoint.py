@@ -1,45 +1,25 @@
-"""Checkpoints of several ranks: whole or absent, readable by any number of ranks, nothing executed on loading."""
+"""Checkpoints of several ranks: whole or absent, readable by any number of ranks."""
 
 from __future__ import annotations
 
-import os
-import pickle
-import shutil
+import math
 import signal
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from builders.parallel_runs import assert_close, run_on_ranks
+from builders.parallel_runs import assert_close, run_on_ranks, saved_again
 from builders.processes import layout, world
-from runs import SHORT, assert_equal, metrics_of, state
-from torch.distributed.checkpoint.metadata import Metadata
+from omegaconf import OmegaConf
+from runs import SHORT, assert_equal, checkpoint_of, config_of, contents_of, copy_as_of, metrics_of, state
+from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from pgtoolkit.errors import ConfigError, StorageError
-from pgtoolkit.ranks.layout import ONE_PROCESS
-from pgtoolkit.training.checkpoint import load_newest
-from pgtoolkit.training.disk import list_checkpoints
-from pgtoolkit.training.sharded_checkpoint import read_tensors, save_shards
+from pgtoolkit.model.policy import character_tokenizer
+from pgtoolkit.training.checkpoint import MOMENTS, WEIGHTS, list_checkpoints, load_newest, save_checkpoint
 
 SETTINGS = ["aggregation=constant", "aggregation.divisor=4"]
-
-
-def as_of(step: int, folder: Path, to: Path) -> Path:
-    """A copy of a run as a kill after `step` would leave it."""
-    shutil.copytree(folder, to)
-    for path in list_checkpoints(to / "checkpoints"):
-        if int(path.stem.partition("-")[2]) > step:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    return to
-
-
-def tensors_in(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint of several ranks, whole."""
-    sizes = {name: found.size for name, found in dcp.FileSystemReader(path).read_metadata().state_dict_metadata.items()}
-    tensors = {name: torch.zeros(size) for name, size in sizes.items()}
-    read_tensors(path, lambda _: tensors, ONE_PROCESS)
-    return tensors
 
 
 @pytest.fixture(scope="module")
@@ -48,24 +28,20 @@ def two_ranks(tmp_path_factory, recorded):
 
 
 def test_as_many_ranks_continue_bitwise(tmp_path, recorded, two_ranks):
-    again = as_of(1, two_ranks, tmp_path / "again")
+    again = copy_as_of(two_ranks, 1, tmp_path / "again")
     run_on_ranks(again, [*recorded, *SETTINGS], resume=True, data_parallel=2)
     assert metrics_of(again) == metrics_of(two_ranks)
-    found, expected = (load_newest(folder / "checkpoints") for folder in (again, two_ranks))
-    assert_equal(found | {"path": None}, expected | {"path": None})
-    assert_equal(tensors_in(found["path"]), tensors_in(expected["path"]))
-    assert found["step"] == 3
+    assert_equal(checkpoint_of(again, 3), checkpoint_of(two_ranks, 3))
 
 
 def test_rollouts_of_as_many_ranks_continue_bitwise(tmp_path):
     """The batch in use goes on, and the next is drawn with each rank's own random numbers."""
     policy = [*SHORT, "aggregation.divisor=4", "trainer.max_steps=3"]
     whole = run_on_ranks(tmp_path / "whole", policy, data_parallel=2)
-    again = as_of(1, whole, tmp_path / "again")
+    again = copy_as_of(whole, 1, tmp_path / "again")
     run_on_ranks(again, policy, resume=True, data_parallel=2)
     assert metrics_of(again) == metrics_of(whole)
-    found, expected = (load_newest(folder / "checkpoints") for folder in (again, whole))
-    assert_equal(found | {"path": None}, expected | {"path": None})
+    assert_equal(checkpoint_of(again, 3), checkpoint_of(whole, 3))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +49,7 @@ def test_rollouts_of_as_many_ranks_continue_bitwise(tmp_path):
 )
 def test_another_number_of_ranks_continues(tmp_path, recorded, two_ranks, sizes):
     """Weights, moments, documents_seen and the place in the data go on, whatever the model is cut into."""
-    again = as_of(1, two_ranks, tmp_path / "again")
+    again = copy_as_of(two_ranks, 1, tmp_path / "again")
     metrics = ["metrics=none"] if "pipeline_parallel" in sizes else []
     run_on_ranks(again, [*recorded, *SETTINGS, *metrics], resume=True, **sizes)
     rows, others = metrics_of(again), metrics_of(two_ranks)
@@ -90,33 +66,87 @@ def test_the_checkpoint_of_one_process_and_of_shards_is_continued(tmp_path, reco
     settings = [*recorded, *SETTINGS, f"parallelism.shard={shard}", "trainer.max_steps=2"]
     run_on_ranks(run, settings, resume=True, data_parallel=2)
     run_on_ranks(run, [*recorded, *SETTINGS], resume=True)
-    assert [path.name for path in list_checkpoints(run / "checkpoints")] == [
-        "step-000001.ckpt",
-        "step-000002",
-        "step-000003.ckpt",
-    ]
+    assert [len(checkpoint_of(run, step)["random"]) for step in (1, 2, 3)] == [1, 2, 1]
     assert_close(run, run_on_ranks(tmp_path / "one", [*recorded, *SETTINGS]))
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path, recorded, two_ranks):
-    again = as_of(1, two_ranks, tmp_path / "again")
+    again = copy_as_of(two_ranks, 1, tmp_path / "again")
     with pytest.raises(ConfigError, match="does not fit the configured model"):
         run_on_ranks(again, [*recorded, *SETTINGS, "model.hidden_size=64"], resume=True)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "settings"),
+    [
+        ({"data_parallel": 2}, ["parallelism.shard=false"]),
+        ({"data_parallel": 4}, ["parallelism.shard=true"]),
+        ({"tensor_parallel": 2}, ["parallelism.sequence_parallel=true"]),
+        ({"sequence_data_parallel": 2}, []),
+        ({"pipeline_parallel": 2}, ["metrics=none"]),
+        ({"data_parallel": 2, "tensor_parallel": 2}, ["parallelism.shard=true"]),
+        ({"data_parallel": 2, "pipeline_parallel": 2}, ["parallelism.shard=true", "metrics=none"]),
+    ],
+    ids=["data", "fsdp", "sequence", "sequence_data", "pipeline", "fsdp of tensor", "fsdp of pipeline"],
+)
+def test_every_kind_of_parallelism_loads_and_saves_a_checkpoint_bitwise(tmp_path, recorded, sizes, settings):
+    """That of one process, by however many ranks: weights, moments, and what transformers reads of them."""
+    run = run_on_ranks(tmp_path / "run", [*recorded, *SETTINGS, "trainer.max_steps=2"])
+    before = checkpoint_of(run, 2)
+    path = run / "checkpoints" / "step-000002"
+    model = AutoModelForCausalLM.from_pretrained(path).state_dict()
+    config = (path / "config.json").read_text()
+    given = [f"parallelism.{axis}={size}" for axis, size in sizes.items()]
+    spread = config_of(*recorded, *SETTINGS, *settings, *given)
+    OmegaConf.resolve(spread)
+    size = math.prod(sizes.values())
+    world(size).run(saved_again, spread, run, sizes)
+    files = {file.name.removesuffix("-00001.safetensors") for file in path.glob("model*.safetensors")}
+    assert files == {f"model-{rank + 1:05d}" for rank in range(size)}  # each of them wrote some
+    found = checkpoint_of(run, 2)
+    for kind in ("model", "optimizer"):
+        assert_equal(found[kind], before[kind])
+        assert len(found[kind]) == (1 if kind == "model" else 3) * len(model)
+    assert_equal(AutoModelForCausalLM.from_pretrained(path).state_dict(), model)
+    assert (path / "config.json").read_text() == config
+    assert_equal(found["random"][0], before["random"][0])
+    assert len(found["random"]) == size
+
+
+def test_a_tied_head_is_one_matrix_on_any_number_of_ranks(tmp_path, recorded):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    tied = LlamaConfig(vocab_size=12, tie_word_embeddings=True, bos_token_id=None, eos_token_id=11, **sizes)
+    LlamaForCausalLM(tied).save_pretrained(tmp_path / "base")
+    character_tokenizer("0123456789=").save_pretrained(tmp_path / "base")
+    own = [setting for setting in recorded if not setting.startswith("model.")]
+    own += [*SETTINGS, "model=huggingface", f"model.path={tmp_path / 'base'}"]
+    run = run_on_ranks(tmp_path / "run", [*own, "trainer.max_steps=1"])
+    before = checkpoint_of(run, 1)
+    assert [name for name in before["model"] if "embed" in name or "head" in name] == ["model.embed_tokens.weight"]
+    for sizes, shard in (({"data_parallel": 2, "tensor_parallel": 2}, "true"), ({"tensor_parallel": 2}, "false")):
+        given = [f"parallelism.{axis}={size}" for axis, size in sizes.items()]
+        config = config_of(*own, *given, f"parallelism.shard={shard}")
+        OmegaConf.resolve(config)
+        world(math.prod(sizes.values())).run(saved_again, config, run, sizes)
+        found = checkpoint_of(run, 1)
+        assert_equal([found["model"], found["optimizer"]], [before["model"], before["optimizer"]])
+        model = AutoModelForCausalLM.from_pretrained(run / "checkpoints" / "step-000001")
+        assert torch.equal(model.lm_head.weight, before["model"]["model.embed_tokens.weight"])
 
 
 def save_steps(folder: Path, steps: list[int], keep: int) -> None:
     ranks = layout(data_parallel=2)
     for step in steps:
         tensors = {"x": torch.full((1000,), float(step)), "y": torch.arange(3.0)}
-        save_shards(folder, step, state(step), tensors, keep, ranks)
+        save_checkpoint(folder, state(step), {WEIGHTS: tensors}, lambda folder: None, keep, ranks)
 
 
 def test_the_newest_are_kept_and_a_damaged_one_is_passed_over(tmp_path, caplog):
     world(2).run(save_steps, tmp_path, [1, 2, 10, 100], 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000010", "step-000100"]
     assert load_newest(tmp_path)["step"] == 100
-    assert tensors_in(tmp_path / "step-000100")["x"].unique().tolist() == [100.0]
-    largest = max((tmp_path / "step-000100").glob("*.distcp"), key=lambda file: file.stat().st_size)
+    assert contents_of(tmp_path / "step-000100")["model"]["x"].unique().tolist() == [100.0]
+    largest = max((tmp_path / "step-000100").glob("*.safetensors"), key=lambda file: file.stat().st_size)
     data = bytearray(largest.read_bytes())
     data[len(data) // 2] ^= 1
     largest.write_bytes(data)
@@ -127,17 +157,22 @@ def test_the_newest_are_kept_and_a_damaged_one_is_passed_over(tmp_path, caplog):
         load_newest(tmp_path)
 
 
+def save_large(folder: Path) -> None:
+    """Of one tensor for each rank, so that both write, and of parts, so that both are needed to the end."""
+    ranks = layout(data_parallel=2)
+    mesh = ranks.mesh["data_parallel"]
+    tensors = {f"x{number}": distribute_tensor(torch.zeros(10**6), mesh, [Shard(0)]) for number in range(2)}
+    save_checkpoint(folder, state(2), {WEIGHTS: tensors, MOMENTS: tensors}, lambda folder: None, 1, ranks)
+
+
 def die_while_saving(folder: Path, rank: int) -> None:
     import resource
 
-    ranks = layout(data_parallel=2)
-    if ranks.rank == rank:
+    if layout(data_parallel=2).rank == rank:
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-    # Of one tensor for each rank, so that both write.
-    tensors = {f"x{number}": torch.zeros(10**6) for number in range(2)}
-    save_shards(folder, 2, {"step": 2}, tensors, 1, ranks)
+    save_large(folder)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -155,12 +190,11 @@ def test_killed_in_the_middle_of_saving(tmp_path, rank):
 def full_disk(folder: Path) -> str:
     import resource
 
-    ranks = layout(data_parallel=2)
-    if ranks.rank == 1:
+    if layout(data_parallel=2).rank == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
     try:
-        save_shards(folder, 2, {"step": 2}, {f"x{number}": torch.zeros(10**6) for number in range(2)}, 1, ranks)
+        save_large(folder)
     except StorageError as error:
         return str(error)
     finally:
@@ -170,26 +204,7 @@ def full_disk(folder: Path) -> str:
 def test_a_full_disk_of_one_rank_is_an_error_on_all(tmp_path):
     world(2).run(save_steps, tmp_path, [1], 1)
     for message in world(2).run(full_disk, tmp_path):
+        assert "rank 1: the checkpoint" in message
         assert "step-000002 cannot be written" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
     assert load_newest(tmp_path)["step"] == 1
-
-
-class Malicious:
-    def __init__(self, folder: Path):
-        self.folder = folder
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.folder / "executed"),)
-
-
-def test_code_in_a_checkpoint_is_not_run(tmp_path):
-    world(2).run(save_steps, tmp_path, [1], 1)
-    path = tmp_path / "step-000001"
-    metadata = dcp.FileSystemReader(path).read_metadata()
-    assert isinstance(metadata, Metadata)
-    for planted in (Malicious(tmp_path), torch.nn.Linear):
-        metadata.planner_data = planted
-        (path / ".metadata").write_bytes(pickle.dumps(metadata))
-        with pytest.raises(pickle.UnpicklingError, match="has no place in a checkpoint"):
-            read_tensors(path, lambda _: {}, ONE_PROCESS)
-    assert not (tmp_path / "executed").exists()

@@ -9,7 +9,7 @@ import torch
 from builders.losses import LOSSES, OBJECTIVES
 from omegaconf import OmegaConf
 from rollout_rows import good_row, write_jsonl
-from runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, run
+from runs import SHORT, assert_equal, change_state, checkpoint_of, config_of, copy_as_of, metrics_of, run
 
 from pgtoolkit.batch import Document
 from pgtoolkit.errors import ConfigError, DataError, NumericalError
@@ -194,9 +194,8 @@ def test_a_checkpoint_beyond_max_steps_is_refused_and_nothing_is_changed(tmp_pat
 
 def test_the_count_of_skipped_steps_goes_on_after_a_resume(tmp_path):
     folder = run(tmp_path / "run", "trainer.max_steps=1")
-    saved = checkpoint_of(folder, 1)
-    assert saved["num_skipped_steps"] == 0
-    torch.save(saved | {"num_skipped_steps": 7}, folder / "checkpoints" / "step-000001.ckpt")
+    assert checkpoint_of(folder, 1)["num_skipped_steps"] == 0
+    change_state(folder / "checkpoints" / "step-000001", num_skipped_steps=7)
     run(folder, "trainer.max_steps=2", resume=True)
     assert metrics_of(folder)[-1]["num_skipped_steps"] == 7
     assert checkpoint_of(folder, 2)["num_skipped_steps"] == 7
