@@ -32,8 +32,6 @@ def policy_loss(
     document_index: Tensor,
     *,
     loss: str | Family = "gspo",
-    epsilon_low: float | None = None,
-    epsilon_high: float | None = None,
     aggregation: str = "sample_mean",
     divisor: float | None = None,
     reducer: Reducer | None = None,
@@ -49,14 +47,15 @@ def policy_loss(
     vocabulary_start: int | None = None,
     sequence_group: ProcessGroup | None = None,
     data_group: ProcessGroup | None = None,
+    **parameters: float | None,
 ) -> PolicyLoss:
     """Policy-gradient loss of packed documents, from their logits.
 
     logits: (T, V) floating. labels: (T,) int64, the token to predict at each position, negative where not trained.
     old_log_probs, advantages: (T,) floating, read only where trained. document_index: (T,) int64, 0-based.
-    loss: the name of a family ("grpo", "gspo", "cispo") with the values of its paper, or a family object, such as
-        pgtoolkit.families.Cispo(epsilon_high=2.0).
-    epsilon_low, epsilon_high: other values than the paper's for the clip of a family given by name.
+    loss: the name of a family (the keys of pgtoolkit.families.FAMILIES) with the values of its paper, or a family
+        object, such as pgtoolkit.families.Cispo(epsilon_high=2.0).
+    parameters: other values than the paper's for a family given by name, such as epsilon_low and epsilon_high.
     aggregation: "sample_mean", "prompt_mean" (needs group_index, (documents,) int64), "token_mean", or
         "constant" (needs divisor, Dr. GRPO's L, 2503.20783 eq. 2); a reducer takes the place of all of them.
     totals: the step's totals when this call is a piece of a step; then group_index counts as totals.tokens_per_group
@@ -80,7 +79,7 @@ def policy_loss(
 
     Raises ValueError for arguments that cannot be right and DataError for non-finite data, naming the document.
     """
-    family = _family(loss, epsilon_low, epsilon_high)
+    family = _family(loss, parameters)
     what = Loss(family, aggregation_of(aggregation, divisor, reducer), temperature, metrics)
     ranks = Ranks(vocabulary_group, vocabulary_start, sequence_group, data_group)
     check_switches(check_finite=check_finite, overwrite_logits=overwrite_logits)
@@ -103,8 +102,6 @@ def linear_policy_loss(
     *,
     bias: Tensor | None = None,
     loss: str | Family = "gspo",
-    epsilon_low: float | None = None,
-    epsilon_high: float | None = None,
     aggregation: str = "sample_mean",
     divisor: float | None = None,
     reducer: Reducer | None = None,
@@ -124,6 +121,7 @@ def linear_policy_loss(
     vocabulary_start: int | None = None,
     sequence_group: ProcessGroup | None = None,
     data_group: ProcessGroup | None = None,
+    **parameters: float | None,
 ) -> PolicyLoss:
     """`policy_loss` of the logits hidden @ lm_head_weight.T + bias, which need never exist in full.
 
@@ -147,7 +145,7 @@ def linear_policy_loss(
 
     The gradients are computed in the forward call, where grad mode is on, and handed out by the first backward.
     """
-    family = _family(loss, epsilon_low, epsilon_high)
+    family = _family(loss, parameters)
     what = Loss(family, aggregation_of(aggregation, divisor, reducer), temperature, metrics)
     ranks = Ranks(vocabulary_group, vocabulary_start, sequence_group, data_group)
     check_switches(check_finite=check_finite)
@@ -170,8 +168,6 @@ def log_prob_loss(
     mask: Tensor,
     *,
     loss: str | Family = "gspo",
-    epsilon_low: float | None = None,
-    epsilon_high: float | None = None,
     aggregation: str = "sample_mean",
     divisor: float | None = None,
     reducer: Reducer | None = None,
@@ -180,6 +176,7 @@ def log_prob_loss(
     totals: StepTotals | None = None,
     metrics: str = "none",
     check_finite: bool = True,
+    **parameters: float | None,
 ) -> PolicyLoss:
     """`policy_loss` for trainers that hand over log-probs: differentiable with respect to log_probs.
 
@@ -193,7 +190,7 @@ def log_prob_loss(
         raise ValueError(f"log_probs needs one floating number per token (got {shown(log_probs)})")
     if not isinstance(mask, Tensor) or mask.shape != log_probs.shape or mask.dtype != torch.bool:
         raise ValueError(f"mask needs one bool per token, {len(log_probs)} (got {shown(mask)})")
-    family = _family(loss, epsilon_low, epsilon_high)
+    family = _family(loss, parameters)
     what = Loss(family, aggregation_of(aggregation, divisor, reducer), metrics=metrics)
     check_switches(check_finite=check_finite)
     vectors = _vectors(mask.long() - 1, old_log_probs, advantages, document_index)
@@ -201,9 +198,8 @@ def log_prob_loss(
     return loss_of_log_probs(log_probs, tokens, totals, what, ALONE, check_finite)
 
 
-def _family(loss: str | Family, epsilon_low: float | None, epsilon_high: float | None) -> Family:
-    given = {"epsilon_low": epsilon_low, "epsilon_high": epsilon_high}
-    return family_of(loss, **{name: value for name, value in given.items() if value is not None})
+def _family(loss: str | Family, parameters: dict[str, float | None]) -> Family:
+    return family_of(loss, **{name: value for name, value in parameters.items() if value is not None})
 
 
 def _vectors(labels: Tensor, old_log_probs: Tensor, advantages: Tensor, document_index: Tensor) -> dict[str, Tensor]:

@@ -13,9 +13,11 @@ from pgtoolkit.losses.exchange import ALONE
 from pgtoolkit.losses.families import family_of
 from pgtoolkit.losses.objective import Loss, Objective, make_objective
 
-LOSSES = ("grpo", "gspo", "cispo")
-SMOOTH = ("grpo", "gspo")
+LOSSES = ("grpo", "gspo", "cispo", "sapo", "gmpo", "dppo", "vespo", "kimi", "reinforce")
+SMOOTH = ("grpo", "gspo", "sapo", "gmpo", "kimi")
 """Those whose gradient is the derivative of the loss, without a stop-gradient."""
+CLIPPED = ("grpo", "gspo", "cispo", "gmpo", "dppo")
+"""Those with bounds beyond which a token counts as clipped."""
 AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
 PAIRS = (
     *((loss, "sample_mean") for loss in LOSSES),
@@ -27,6 +29,12 @@ EPSILONS = {
     "grpo": {"epsilon_low": 0.2, "epsilon_high": 0.25},
     "gspo": {"epsilon_low": 0.02, "epsilon_high": 0.03},
     "cispo": {"epsilon_low": 0.15, "epsilon_high": 0.2},
+    "sapo": {"temperature_positive": 1.5, "temperature_negative": 2.0},
+    "gmpo": {"epsilon_low": 0.1, "epsilon_high": 0.12},
+    "dppo": {"delta_low": 0.01, "delta_high": 0.008, "ratio_cap": 1.1},
+    "vespo": {"power_positive": 2.0, "decay_positive": 3.0, "power_negative": 3.0, "decay_negative": 2.0},
+    "kimi": {"tau": 0.1},
+    "reinforce": {},
 }
 
 

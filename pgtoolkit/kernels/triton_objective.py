@@ -23,7 +23,9 @@ _MODES = {SampleMean: "sample_mean", PromptMean: "prompt_mean", TokenMean: "toke
 
 
 def surrogate_of(family: Family):
-    """The family's function in `triton_vectors`, or None if it has none."""
+    """The family's function in `triton_tokens`, or None if it has none."""
+    if getattr(family, "dual_clip", None) is not None:
+        return None
     return _SURROGATES.get(type(family))
 
 

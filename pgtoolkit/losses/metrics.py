@@ -98,15 +98,15 @@ def metric_sums(level: str, objective: Objective, log_probs: Tensor, entropy: Te
 
     family, judged = objective.family, objective.judged(log_probs)
     ratio, log_ratio = judged.ratio.double(), judged.log_ratio.double()
-    lower, upper = family.bounds
+    low, high = family.outside(judged.ratio, judged.token_log_ratio, log_probs)
     values = [
         log_probs,
         objective.old_log_probs,
         ratio,
         advantages,
         log_ratio.expm1() - log_ratio,
-        (judged.ratio < lower) | (judged.ratio > upper),
-        *family.cuts(judged.ratio, objective.judged_advantages),
+        low | high,
+        *family.cuts(low, high, judged.ratio, objective.judged_advantages),
         judged.clamped,
     ]
     if level == "with_entropy":

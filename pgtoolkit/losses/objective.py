@@ -14,7 +14,7 @@ from pgtoolkit.losses.aggregation import Aggregation
 from pgtoolkit.losses.checks import check_name, check_positive
 from pgtoolkit.losses.documents import Segments
 from pgtoolkit.losses.exchange import Ranks
-from pgtoolkit.losses.families import Family
+from pgtoolkit.losses.family import Family
 from pgtoolkit.losses.metrics import LEVELS, MetricSums, metric_sums
 from pgtoolkit.losses.totals import whole_step_totals
 
@@ -45,7 +45,7 @@ class Judged:
     """T-vectors of what each token is judged by, 0 (ratio: 1) where nothing is trained.
 
     losses: the surrogate l_t. slope: of the surrogate, by the family's `slope_of`, times the token's own derivative.
-    ratio, log_ratio: after the clamp. clamped: bool, True where the clamp acted.
+    ratio, log_ratio: after the clamp. clamped: bool, True where the clamp acted. token_log_ratio: each token's own.
     """
 
     losses: Tensor
@@ -53,6 +53,7 @@ class Judged:
     ratio: Tensor
     log_ratio: Tensor
     clamped: Tensor
+    token_log_ratio: Tensor
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Objective:
     """The objective of one piece of a step: log-probs in, loss and metrics out.
 
     mask: (T,) bool. The others of (T,) are in the dtype the log-probs come in. gradient_weights: what a token's slope
-    is weighted by: w_t, or its mean over the document where the family's slope is the document's.
+    is weighted by: w_t, or its mean or sum over the document where the family's slope is the document's.
     known_advantages: see `judged_advantages`. Where documents are spread over ranks, segments know the group.
     """
 
@@ -152,24 +153,35 @@ class Objective:
             return self._last[1]
         family, advantages = self.family, self.judged_advantages
         # Dropped by selection before any arithmetic: what is not trained may hold NaN or infinity.
-        own, derivative = family.token(torch.where(self.mask, log_probs - self.old_log_probs, 0.0), advantages)
-        unclamped = in_scope(family, own, self.segments)
+        token_log_ratio = torch.where(self.mask, log_probs - self.old_log_probs, 0.0)
+        own, derivative = family.token(token_log_ratio, advantages)
+        if derivative is not None:  # which would make a number of an infinite log-ratio, as the clamp would
+            own = torch.where(torch.isfinite(token_log_ratio), own, torch.nan)
+        unclamped = over_scope(family, own, self.segments)
         clamped, log_ratio = unclamped.abs() > LOG_RATIO_LIMIT, unclamped.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        # The clamp would make a number of an infinite log-ratio.
-        log_ratio = torch.where(torch.isfinite(unclamped) & torch.isfinite(advantages), log_ratio, torch.nan)
+        finite = torch.isfinite(unclamped) & torch.isfinite(advantages)
+        log_ratio = torch.where(finite, log_ratio, torch.nan)
         losses, slope = family.surrogate(log_ratio, advantages, torch.where(self.mask, log_probs, 0.0))
+        losses = torch.where(finite, losses, torch.nan)
         if family.slope_of == "log_ratio":
             slope = torch.where(clamped, 0.0, slope)
             slope = slope if derivative is None else slope * derivative
-        judged = Judged(losses, slope, log_ratio.exp(), log_ratio, clamped)
+        judged = Judged(losses, slope, log_ratio.exp(), log_ratio, clamped, token_log_ratio)
         if kept:
             self._last[:] = log_probs, judged
         return judged
 
 
 def in_scope(family: Family, values: Tensor, segments: Segments | None) -> Tensor:
-    """(T,) the values themselves, or the mean of each one's document where that is the family's scope."""
+    """(T,) the values themselves, or the mean of each one's document for a family by document."""
     return segments.broadcast(segments.mean(values)) if family.by_document else values
+
+
+def over_scope(family: Family, values: Tensor, segments: Segments | None) -> Tensor:
+    """(T,) the values themselves, or the mean or the sum of each one's document, as the family's scope is."""
+    if family.scope == "document_sum":
+        return segments.broadcast(segments.sum(values))
+    return in_scope(family, values, segments)
 
 
 def make_objective(
@@ -201,8 +213,8 @@ def make_objective(
         totals, group_index = whole_step_totals(segments, group_index, ranks.data)
     weights = aggregation.weights(totals, segments, mask, group_index)
     weights = torch.where(misplaced, torch.nan, weights).to(dtype)  # no document, no result
-    own_slope = aggregation.alike or family.slope_of == "log_prob"
-    gradient_weights = weights if own_slope else in_scope(family, weights, segments)
+    own_slope = family.slope_of != "log_ratio" or (aggregation.alike and family.scope != "document_sum")
+    gradient_weights = weights if own_slope else over_scope(family, weights, segments)
     return Objective(
         family, mask, old_log_probs, advantages, weights, gradient_weights, segments, totals, known_advantages
     )

@@ -62,7 +62,7 @@ class Elsewhere(Squared):
         (NotSilent, "silent_without_advantage needs a slope of 0"),
         (OneNumber, r"one number per token, shape \(183,\) \(got \(\)\)"),
         (WrongToken, "WrongToken.token needs a slope"),
-        (Elsewhere, "scope needs to be 'token' or 'document' .got 'prompt'"),
+        (Elsewhere, "scope needs to be 'token', 'document' or 'document_sum' .got 'prompt'"),
     ],
 )
 def test_a_family_that_contradicts_itself_is_refused(family, message):
@@ -157,7 +157,7 @@ def test_pieces_of_a_step_by_log_probs_add_up():
         ({"mask": torch.ones(32)}, "mask needs one bool per token"),
         ({"log_probs": torch.zeros(32, 2)}, "one floating number per token"),
         ({"loss": "ppo"}, "unknown"),
-        ({"loss": families.Cispo(), "epsilon_high": 3.0}, "belong to the family object"),
+        ({"loss": families.Cispo(), "epsilon_high": 3.0}, "its parameters belong to it, Cispo"),
         ({"loss": "cispo", "epsilon_low": 1.5}, "epsilon_low needs a number < 1"),
     ],
 )

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from runs import assert_equal
-from steps import AGGREGATIONS, EPSILONS, LEVELS, LOSSES, SMOOTH, make_case
+from steps import AGGREGATIONS, CLIPPED, EPSILONS, LEVELS, LOSSES, SMOOTH, make_case
 
 from pgtoolkit import policy_loss
 from pgtoolkit.batch import StepTotals
@@ -46,7 +46,7 @@ def test_matches_reference(loss, aggregation, level, temperature):
 
 def test_the_case_clips_on_both_sides_but_not_mostly():
     """Guards the other tests: without clipped tokens they would not see the clip at all."""
-    for loss in LOSSES:
+    for loss in CLIPPED:
         case = make_case(seed=12)
         found = policy_loss(*case.tensors, loss=loss, metrics="basic", **EPSILONS[loss]).metrics
         assert found["clipped_low_fraction"] > 0
@@ -78,8 +78,9 @@ def test_worked_example(loss, aggregation, expected):
         divisor=divisor_of(aggregation),
         group_index=torch.tensor([1, 1, 2, 2]),
     )
-    # cispo's surrogate is -A times the log-prob, here log(1/4), where those of the others are -A times the ratio, 1.
-    assert float(out.loss) == pytest.approx(expected * (math.log(1 / 4) if loss == "cispo" else 1), rel=1e-14)
+    # Some surrogates are -A times the log-prob, here log(1/4), sapo's is -2 A / tau; the others' -A times the ratio, 1.
+    factor = {"sapo": 2 / 1.05} | dict.fromkeys(("cispo", "dppo", "vespo", "kimi", "reinforce"), math.log(1 / 4))
+    assert float(out.loss) == pytest.approx(expected * factor.get(loss, 1), rel=1e-14)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -102,7 +103,7 @@ def test_on_policy_numbers(loss):
     assert float(out.metrics["ratio_new_old"]) == pytest.approx(len(trained) / case.num_documents)
     assert float(out.metrics["kl_new_old"]) == 0
     assert float(out.metrics["clipped_ratio_fraction"]) == 0
-    if loss != "cispo":
+    if loss in ("grpo", "gspo", "gmpo"):
         assert float(out.loss) == pytest.approx(0, abs=1e-15)
 
 
