@@ -35,7 +35,7 @@ PARTS = {
         "forward_kernel",
         "backward_kernel",
         "surrogate_kernel",
-        "settle_kernel",
+        "weights_kernel",
         "scale_rows",
         "scale_kernel",
     ),

@@ -1,4 +1,4 @@
-"""The front door of the library: keywords in, objects out."""
+"""The public functions of the library: keyword arguments, checked and passed on as objects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pgtoolkit.kernels.losses import (
 )
 from pgtoolkit.losses.aggregation import Reducer, aggregation_of
 from pgtoolkit.losses.checks import check_name, check_switches, shown
-from pgtoolkit.losses.exchange import ALONE, Ranks
+from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.families import Family, family_of
 from pgtoolkit.losses.objective import Loss
 
@@ -49,7 +49,7 @@ def policy_loss(
     data_group: ProcessGroup | None = None,
     **parameters: float | None,
 ) -> PolicyLoss:
-    """Policy-gradient loss of packed documents, from their logits.
+    """Policy-gradient loss of packed documents, differentiable with respect to their logits.
 
     logits: (T, V) floating. labels: (T,) int64, the token to predict at each position, negative where not trained.
     old_log_probs, advantages: (T,) floating, read only where trained. document_index: (T,) int64, 0-based.
@@ -57,39 +57,39 @@ def policy_loss(
         object, such as pgtoolkit.families.Cispo(epsilon_high=2.0).
     parameters: other values than the paper's for a family given by name, such as epsilon_low and epsilon_high.
     aggregation: "sample_mean", "prompt_mean" (needs group_index, (documents,) int64), "token_mean", or
-        "constant" (needs divisor, Dr. GRPO's L, 2503.20783 eq. 2); a reducer takes the place of all of them.
-    totals: the step's totals when this call is a piece of a step; then group_index counts as totals.tokens_per_group
-        does. Without totals the call is a whole step of num_documents documents (default: largest index + 1, padding
-        included; give num_documents where padding carries a number of its own, or a document has no token: without
-        it a number that is left out is refused).
+        "constant" (needs divisor, Dr. GRPO's L, 2503.20783 eq. 2). reducer: a function of your own in its place.
+    totals: the step's totals when this call is a piece of a step; group_index then numbers the entries of
+        totals.tokens_per_group. Without totals the call is a whole step of num_documents documents. By default that is
+        the largest index + 1, and each number up to it must occur: give num_documents where padding carries a number
+        of its own, or a document has no token.
     temperature: log-probs are log_softmax(logits / temperature).
     metrics: "none", "basic" or "with_entropy". impl: "torch", "triton" (a GPU, or a CPU under Triton's interpreter),
         "auto" (by device) or "reference" (plain float64 loops, for tests).
-    check_finite: look for non-finite numbers, and documents outside num_documents, at trained positions; costs one
-        synchronisation on a GPU. Without it they make the loss NaN, infinities included.
-    overwrite_logits: write the gradient over the logits, which saves its memory; they hold no logits afterwards, and
-        the loss can be backpropagated once.
+    check_finite: refuse non-finite numbers, and documents outside num_documents, at trained positions; costs one
+        synchronisation on a GPU. With False they make the loss NaN, infinities included.
+    overwrite_logits: write the gradient over the logits, which saves its memory; the loss can then be backpropagated
+        once, and the logits are lost.
 
     On several ranks, each of which makes the same calls (see "Pieces and ranks" in docs/losses.md):
-    vocabulary_group: logits hold this rank's columns, from vocabulary_start on (by default rank times columns, all
-        ranks having as many); labels are numbers of the whole vocabulary, and the rest is the same on every rank.
+    vocabulary_group: logits hold this rank's columns, from vocabulary_start on (by default rank times columns, if all
+        ranks have equally many); labels number the whole vocabulary, and all else is the same on every rank.
     sequence_group: the tokens of a document may lie on several ranks. document_index, num_documents (which must be
         given) and group_index are common to them; T may differ between ranks, and be 0.
-    data_group: ranks with other documents of the step; only asked for its totals where these are not given.
+    data_group: ranks with other documents of the step, used for its totals where these are not given.
 
     Raises ValueError for arguments that cannot be right and DataError for non-finite data, naming the document.
     """
     family = _family(loss, parameters)
-    what = Loss(family, aggregation_of(aggregation, divisor, reducer), temperature, metrics)
+    definition = Loss(family, aggregation_of(aggregation, divisor, reducer), temperature, metrics)
     ranks = Ranks(vocabulary_group, vocabulary_start, sequence_group, data_group)
     check_switches(check_finite=check_finite, overwrite_logits=overwrite_logits)
     check_name("impl", impl, ("auto", *IMPLEMENTATIONS, "reference"))
     arguments.check_rows("logits", logits)
     arguments.check_ranks(ranks, impl, num_documents)
-    vectors = _vectors(labels, old_log_probs, advantages, document_index)
+    vectors = labels, old_log_probs, advantages, document_index
     tokens = arguments.tokens_of("logits", logits, vectors, num_documents, group_index, totals)
     how = Computation(impl, check_finite, overwrite_logits=overwrite_logits)
-    return loss_of_logits(logits, tokens, totals, what, ranks, how)
+    return loss_of_logits(logits, tokens, totals, definition, ranks, how)
 
 
 def linear_policy_loss(
@@ -126,38 +126,38 @@ def linear_policy_loss(
     """`policy_loss` of the logits hidden @ lm_head_weight.T + bias, which need never exist in full.
 
     hidden: (T, H). lm_head_weight: (V, H), cast to hidden's dtype if it has another. bias: (V,) or None. The other
-    tensors and keywords are those of `policy_loss`; what follows is what is different.
+    tensors and keywords are those of `policy_loss`, but for:
 
     impl: "fused_linear" takes the trained tokens in chunks of whole documents whose logits fit logits_memory_mb (MiB;
         by default a sixty-fourth of the GPU's memory and at least 512, on a CPU 512) and computes loss and gradients
         in one pass; a document longer than a chunk takes a second product for its logits. Rows that are not trained
         are not multiplied, and rows of zero advantage only forward. "torch", "triton" and "reference" materialise all
-        logits; with num_splits > 1, for families that judge by token, those of one of num_splits contiguous cuts at a
-        time. "auto" is "fused_linear", or by device where num_splits > 1.
+        logits; with num_splits > 1, which needs a family whose scope is the token, one of num_splits contiguous cuts
+        at a time. "auto" is "fused_linear", or by device where num_splits > 1.
     fp32_logits: logits in float32 from hidden and weight in half precision (the fp32 LM head).
     weight_gradient: (V, H) float32 (float64 for float64 hidden), to which the weight's gradient is added during the
-        call itself, so that it adds up in float32 over micro-batches; autograd then sees the weight as a constant,
-        and the loss must be backpropagated as it is: a backward of a scaled loss is an error. "fused_linear" only.
+        call itself, so that it adds up in float32 over micro-batches. Autograd then sees the weight as a constant, and
+        backward of a scaled loss is an error. "fused_linear" only.
     counts: the documents' numbers of tokens, where the caller knows them on the host: with check_finite=False,
         "fused_linear" then reads nothing from a GPU before its last product.
-    vocabulary_group: lm_head_weight, bias and weight_gradient hold this rank's rows, hidden is the same on every rank;
-        so is its gradient, summed over the group, while those of weight and bias are of the rows here.
+    vocabulary_group: lm_head_weight, bias and weight_gradient hold this rank's rows, and so do their gradients; hidden
+        and its gradient, which is summed over the group, are the same on every rank.
 
-    The gradients are computed in the forward call, where grad mode is on, and handed out by the first backward.
+    With "fused_linear" the gradients are computed in the forward call, and handed out by the first backward.
     """
     family = _family(loss, parameters)
-    what = Loss(family, aggregation_of(aggregation, divisor, reducer), temperature, metrics)
+    definition = Loss(family, aggregation_of(aggregation, divisor, reducer), temperature, metrics)
     ranks = Ranks(vocabulary_group, vocabulary_start, sequence_group, data_group)
     check_switches(check_finite=check_finite)
     check_name("impl", impl, ("auto", "fused_linear", *IMPLEMENTATIONS, "reference"))
     head = LMHead(lm_head_weight, bias, weight_gradient, fp32_logits)
     how = Computation(impl, check_finite, num_splits, logits_memory_mb)
     arguments.check_rows("hidden", hidden)
-    arguments.check_head(hidden, head, what.family, how)
+    arguments.check_head(hidden, head, family, how)
     arguments.check_ranks(ranks, impl, num_documents)
-    vectors = _vectors(labels, old_log_probs, advantages, document_index)
+    vectors = labels, old_log_probs, advantages, document_index
     tokens = arguments.tokens_of("hidden", hidden, vectors, num_documents, group_index, totals, counts)
-    return loss_of_hidden(hidden, head, tokens, totals, what, ranks, how)
+    return loss_of_hidden(hidden, head, tokens, totals, definition, ranks, how)
 
 
 def log_prob_loss(
@@ -178,10 +178,10 @@ def log_prob_loss(
     check_finite: bool = True,
     **parameters: float | None,
 ) -> PolicyLoss:
-    """`policy_loss` for trainers that hand over log-probs: differentiable with respect to log_probs.
+    """`policy_loss` of log-probs that the caller has computed, differentiable with respect to them.
 
     log_probs: (T,) floating, of each token under the policy in training; any layout flattened to one axis, padding
-    included. mask: (T,) bool, True where a token is trained; what is elsewhere is not looked at. metrics: "none" or
+    included. mask: (T,) bool, True where a token is trained; other positions are not read. metrics: "none" or
     "basic", as entropy needs the logits. The other tensors and keywords are those of `policy_loss`.
     """
     if metrics == "with_entropy":
@@ -191,21 +191,12 @@ def log_prob_loss(
     if not isinstance(mask, Tensor) or mask.shape != log_probs.shape or mask.dtype != torch.bool:
         raise ValueError(f"mask needs one bool per token, {len(log_probs)} (got {shown(mask)})")
     family = _family(loss, parameters)
-    what = Loss(family, aggregation_of(aggregation, divisor, reducer), metrics=metrics)
+    definition = Loss(family, aggregation_of(aggregation, divisor, reducer), metrics=metrics)
     check_switches(check_finite=check_finite)
-    vectors = _vectors(mask.long() - 1, old_log_probs, advantages, document_index)
+    vectors = mask.long() - 1, old_log_probs, advantages, document_index
     tokens = arguments.tokens_of("log_probs", log_probs, vectors, num_documents, group_index, totals)
-    return loss_of_log_probs(log_probs, tokens, totals, what, ALONE, check_finite)
+    return loss_of_log_probs(log_probs, tokens, totals, definition, Ranks(), check_finite)
 
 
 def _family(loss: str | Family, parameters: dict[str, float | None]) -> Family:
     return family_of(loss, **{name: value for name, value in parameters.items() if value is not None})
-
-
-def _vectors(labels: Tensor, old_log_probs: Tensor, advantages: Tensor, document_index: Tensor) -> dict[str, Tensor]:
-    return {
-        "labels": labels,
-        "old_log_probs": old_log_probs,
-        "advantages": advantages,
-        "document_index": document_index,
-    }

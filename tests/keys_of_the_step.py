@@ -177,9 +177,9 @@ def implementation():
         kept[name] = (out.loss.grad_fn.name().removesuffix("Backward"), max(logits.rows), round(out.loss.item(), 5))
     num_tokens, loss = sum(document.num_tokens for document in some_documents()), kept["torch"][2]
     num_trained = sum(document.num_trained for document in some_documents())
-    assert kept["torch"] == ("_GradientToCome", num_tokens, loss)
-    assert kept["triton"] == ("_GradientAtHand", num_tokens, loss)
-    assert kept["fused_linear"] == kept["auto"] == ("_GradientsAtHand", num_trained, loss)
+    assert kept["torch"] == ("_GradientInBackward", num_tokens, loss)
+    assert kept["triton"] == ("GradientsFromForward", num_tokens, loss)
+    assert kept["fused_linear"] == kept["auto"] == ("GradientsFromForward", num_trained, loss)
 
 
 @key("advantage.estimator")

@@ -24,13 +24,13 @@ MUTANTS_OF_RANKS = [
     (
         "a document's tokens counted on one rank only",
         "losses/documents.py",
-        {"all_sum(self.local_counts, self.group)": "self.local_counts", "both[1].long()": "self.local_counts"},
+        {"all_sum(self.counts_here, self.group)": "self.counts_here", "both[1].long()": "self.counts_here"},
         (f"{RANKS}[sequence 2-grpo-sample_mean-none]", f"{RANKS}[{ALL_AXES}-gspo-token_mean-basic]"),
     ),
     (
         "automatic differentiation sees the document's tokens of one rank only",
         "losses/documents.py",
-        {"ctx.segments._total(gradient)": "ctx.segments._reduce(gradient)"},
+        {"(values, self._broadcast, self._sum)": "(values, self._broadcast, self._sum_here)"},
         (f"{OPTIONS}::test_automatic_differentiation_finds_the_coefficients[gspo]",),
     ),
     (
@@ -75,7 +75,7 @@ MUTANTS_OF_RANKS = [
     (
         "the gradient of the hidden states from one vocabulary shard",
         "kernels/fused_head.py",
-        {"all_sum_(self.hidden_gradient, self.head.vocabulary_group)": "pass"},
+        {"all_reduce_(self.hidden_gradient, options.vocabulary_group)": "pass"},
         (f"{HEAD}[vocabulary 2-grpo-sample_mean-100]", f"{HEAD}[{ALL_AXES}-gspo-token_mean-3]"),
     ),
     (
@@ -86,7 +86,7 @@ MUTANTS_OF_RANKS = [
     ),
     (
         "a rank without a token gives 0 to the extrema (Fast-LLM)",
-        "losses/metrics.py",
+        "losses/objective.py",
         {"new_full((len(extrema), 1), -torch.inf)": "new_full((len(extrema), 1), 0.0)"},
         (f"{RANKS}[sequence 4-grpo-sample_mean-basic]", f"{RANKS}[data 2-gspo-token_mean-basic]"),
     ),

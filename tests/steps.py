@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pgtoolkit.batch import StepTotals, Tokens
 from pgtoolkit.losses.aggregation import aggregation_of
-from pgtoolkit.losses.exchange import ALONE
+from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.families import family_of
 from pgtoolkit.losses.objective import Loss, Objective, make_objective
 
@@ -95,7 +95,7 @@ def objective_of(
     aggregation=("sample_mean",),
     num_documents=None,
     group_index=None,
-    ranks=ALONE,
+    ranks=None,
     dtype=torch.float64,
     **epsilons,
 ) -> Objective:
@@ -110,7 +110,7 @@ def objective_of(
         group_index=group_index,
     )
     what = Loss(family_of(loss, **EPSILONS[loss] | epsilons), aggregation_of(*aggregation))
-    return make_objective(tokens, None, what, dtype, ranks)
+    return make_objective(tokens, None, what, dtype, ranks or Ranks())
 
 
 def relative_error(found, expected) -> float:

@@ -97,7 +97,7 @@ MUTANTS = [
     Mutant(
         "GSPO's ratio by the sum of the log-ratios instead of their mean (TRL #5814, NeMo-RL #2269)",
         "losses/objective.py",
-        {"segments.mean(values)": "segments.sum(values)"},
+        {"documents.mean(values)": "documents.sum(values)"},
         ("tests/losses/test_losses.py::test_gspo_ratio_is_the_exp_of_the_mean_and_not_of_the_sum",),
     ),
     Mutant(
@@ -108,8 +108,8 @@ MUTANTS = [
     ),
     Mutant(
         "the clip acts already at its bounds, in the metrics",
-        "losses/metrics.py",
-        {"judged.ratio < lower": "judged.ratio <= lower"},
+        "losses/objective.py",
+        {"terms.ratio < lower": "terms.ratio <= lower"},
         ("tests/losses/test_peers.py::test_the_clip_does_not_act_at_its_bounds[-1.0-0.75-torch-gspo]",),
     ),
     Mutant(
@@ -120,8 +120,8 @@ MUTANTS = [
     ),
     Mutant(
         "extrema start from 0 (Fast-LLM #494)",
-        "losses/metrics.py",
-        {"torch.where(mask, extrema, -torch.inf)": "torch.where(mask, extrema, 0.0)"},
+        "losses/objective.py",
+        {"torch.where(self.mask, extrema, -torch.inf)": "torch.where(self.mask, extrema, 0.0)"},
         (
             "tests/losses/test_losses.py::test_matches_reference[1.0-grpo-sample_mean-basic]",
             "tests/losses/test_peers.py::test_a_piece_without_trained_tokens_does_not_touch_the_extrema",

@@ -289,7 +289,7 @@ def _head_errors(workload, hidden, weight, total, call, rounded_logits) -> tuple
     found = call()
     wide, wide_hidden = weight.detach().double(), hidden.detach().double()
     if rounded_logits:
-        # The head's product in its own dtype, as given; what is judged is all that follows.
+        # The head's product in its own dtype, as given; the errors are of all that follows.
         exact, blocks = exact_gradient(workload, lambda rows: hidden.detach()[rows] @ weight.detach().T)
     else:
         exact, blocks = exact_gradient(workload, lambda rows: wide_hidden[rows] @ wide.T)

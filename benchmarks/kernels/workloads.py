@@ -10,7 +10,7 @@ from torch import Tensor
 from pgtoolkit.batch import DocumentCounts, Tokens
 from pgtoolkit.kernels import torch_passes
 from pgtoolkit.losses.aggregation import SampleMean
-from pgtoolkit.losses.exchange import ALONE
+from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.families import family_of
 from pgtoolkit.losses.objective import Loss, Objective, make_objective
 
@@ -43,7 +43,7 @@ class Workload:
         return self._tokens().counted().counts
 
     def objective(self, dtype: torch.dtype = torch.float32) -> Objective:
-        return make_objective(self._tokens(), None, Loss(family_of(self.loss), SampleMean()), dtype, ALONE)
+        return make_objective(self._tokens(), None, Loss(family_of(self.loss), SampleMean()), dtype, Ranks())
 
     def _tokens(self) -> Tokens:
         return Tokens(**{key: value for key, value in vars(self).items() if key != "loss"})

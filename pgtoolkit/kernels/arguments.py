@@ -1,4 +1,4 @@
-"""What the entry points of the library refuse, before anything is computed; keywords in, objects out."""
+"""Checks of the arguments of the library's functions, before anything is computed."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from pgtoolkit.losses.family import Family
 def tokens_of(
     name: str,
     rows: Tensor,
-    vectors: dict[str, Tensor],
+    vectors: tuple[Tensor, Tensor, Tensor, Tensor],
     num_documents: int | None,
     group_index: Tensor | None,
     totals: StepTotals | None,
     counts: DocumentCounts | None = None,
 ) -> Tokens:
-    """The T-vectors of `rows`, the (T, ...) input that the caller calls `name`, with whole numbers as int64.
+    """What belongs to `rows`, the (T, ...) input whose keyword is `name`, with whole numbers as int64.
 
-    vectors: labels, old_log_probs, advantages and document_index. num_documents: None for the largest index + 1, read
-    on the host. ValueError for what does not fit.
+    vectors: labels, old_log_probs, advantages and document_index, (T,) each. num_documents: None for the largest
+    index + 1, read on the host. ValueError for what does not fit.
     """
     per_row = f"one entry per row of {name}, {len(rows)}"
+    vectors = dict(zip(("labels", "old_log_probs", "advantages", "document_index"), vectors, strict=True))
     for key, vector in vectors.items():
         check_tensor(key, vector, rows, (len(rows),), per_row, whole=key in ("labels", "document_index"))
     vectors = {key: x.contiguous() if x.is_floating_point() else x.long().contiguous() for key, x in vectors.items()}
@@ -45,13 +46,13 @@ def tokens_of(
 
 
 def check_rows(name: str, rows: Tensor) -> None:
-    """ValueError unless rows, which the caller calls `name`, is a matrix of floating point."""
+    """ValueError unless rows, whose keyword is `name`, is a matrix of floating point."""
     if not isinstance(rows, Tensor) or rows.dim() != 2 or not rows.is_floating_point():
         raise ValueError(f"{name} needs two dimensions of floating point (got {shown(rows)})")
 
 
 def check_head(hidden: Tensor, head: LMHead, family: Family, how: Computation) -> None:
-    """ValueError for a head that does not fit the hidden states, or for a way to compute it that makes no sense."""
+    """ValueError for a head that does not fit the hidden states, or options that exclude each other."""
     weight, wide = head.weight, accumulation_dtype(hidden)
     fits = isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[1] == hidden.shape[1]
     check_tensor("lm_head_weight", weight, hidden, weight.shape if fits else None, f"shape (V, {hidden.shape[1]})")
@@ -77,10 +78,10 @@ def check_head(hidden: Tensor, head: LMHead, family: Family, how: Computation) -
             raise ValueError(f"logits_memory_mb={how.logits_memory_mb!r} needs impl='fused_linear' (got {how.impl!r})")
 
 
-def check_tensor(key: str, value: Any, like: Tensor, shape, says: str, whole: bool = False) -> None:
-    """Refuse anything but a tensor of that shape (None: of no shape) on the device of `like`."""
+def check_tensor(key: str, value: Any, like: Tensor, shape, needed: str, whole: bool = False) -> None:
+    """Refuse anything but a tensor of that shape (None: refuse any), described by `needed`, on the device of `like`."""
     if not isinstance(value, Tensor) or value.shape != shape:
-        raise ValueError(f"{key} needs {says} (got {shown(value)})")
+        raise ValueError(f"{key} needs {needed} (got {shown(value)})")
     if whole and value.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{key} needs dtype int64 (got {shown(value)})")
     if not whole and not value.is_floating_point():
@@ -108,9 +109,9 @@ def check_ranks(ranks: Ranks, impl: str, num_documents: int | None) -> None:
 
 
 def count_documents(document_index: Tensor, is_whole_step: bool) -> int:
-    """Largest index + 1; ValueError where a whole step's documents leave numbers out, as 1-based ones leave out 0.
+    """Largest index + 1, read on the host; ValueError where a number up to it is missing in a whole step.
 
-    Each number counts as a document in the step's denominators. One read from a GPU.
+    Each number counts as a document in the step's denominators, so that 1-based numbers would count one too many.
     """
     if document_index.numel() == 0:
         return 0
@@ -134,8 +135,8 @@ def check_totals(totals: StepTotals | None, num_documents: int, group_index: Ten
     Reads the values of tensors on a CPU only: asking a GPU costs a synchronisation.
     """
     if group_index is not None:
-        says = f"one entry per document, {num_documents}"
-        check_tensor("group_index", group_index, like, (num_documents,), says, whole=True)
+        needed = f"one entry per document, {num_documents}"
+        check_tensor("group_index", group_index, like, (num_documents,), needed, whole=True)
     if totals is None:
         return
     if not isinstance(totals, StepTotals):
@@ -174,6 +175,6 @@ def check_counts(counts: Any, num_documents: int) -> None:
     if len(trained) != num_documents or len(informative) != num_documents:
         lengths = f"{len(trained)} and {len(informative)}"
         raise ValueError(f"counts needs {num_documents} documents, as num_documents (got {lengths})")
-    for all_of_it, part in zip(trained, informative, strict=True):
-        if not is_whole(all_of_it) or not is_whole(part) or not 0 <= part <= all_of_it:
-            raise ValueError(f"counts needs 0 <= informative <= trained of each document (got {part!r}, {all_of_it!r})")
+    for total, part in zip(trained, informative, strict=True):
+        if not is_whole(total) or not is_whole(part) or not 0 <= part <= total:
+            raise ValueError(f"counts needs 0 <= informative <= trained of each document (got {part!r}, {total!r})")

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pgtoolkit.batch import DocumentCounts
 from pgtoolkit.errors import DataError
-from pgtoolkit.losses.documents import Segments
-from pgtoolkit.losses.exchange import common_bins, gather
+from pgtoolkit.losses.documents import DocumentSums
+from pgtoolkit.losses.exchange import gather
 from pgtoolkit.losses.objective import Objective
 
 _TILE, _STEP = 128, 32
@@ -20,15 +20,16 @@ _TILE, _STEP = 128, 32
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows start:stop of the plan's order; segments are those of its documents, None where tokens stand alone.
+    """Rows start:stop of `Plan.rows`.
 
     needs_gradient: False for rows whose coefficient is known to be 0: they take no part in the backward products.
+    documents: those of the rows; None where the family's scope is the token, or no gradient is needed.
     """
 
     start: int
     stop: int
     needs_gradient: bool
-    segments: Segments | None
+    documents: DocumentSums | None
 
     def pieces(self, max_rows: int) -> list[slice]:
         """The chunk in slices that fit, all but the first of them full.
@@ -78,83 +79,74 @@ def make_plan(
     same documents, of the least of their max_rows, from one exchange of lengths.
     Raises DataError, if check_finite, for old log-probs or advantages that are not finite.
     """
-    by_document = with_gradient and objective.family.by_document
-    if known is not None and objective.segments.group is None and not check_finite:
-        return _plan_known(objective, known, max_rows, with_gradient, by_document)
-    informative = objective.informative() if with_gradient else torch.zeros_like(objective.mask)
-    num_bad = objective.not_finite().sum(0, keepdim=True)
+    family, documents, mask = objective.family, objective.documents, objective.mask
+    by_document = with_gradient and family.by_document
+    is_known = known is not None and documents.group is None and not check_finite
+    if not by_document or not is_known:
+        informative = objective.informative() if with_gradient else torch.zeros_like(mask)
     if not by_document:
-        rows = _informative_last(objective.mask, informative)
-        read = torch.cat([num_bad, informative.sum(0, keepdim=True), objective.mask.sum(0, keepdim=True)])
-        bad, num_informative, num_trained = read.tolist()
-    else:
-        segments = objective.segments
-        has_gradient = torch.zeros_like(segments._lengths).index_add_(0, segments.index, informative.long())
-        room = torch.full_like(num_bad, max_rows)
-        mine = torch.cat([num_bad, room, segments.local_counts, has_gradient[: segments.num_documents]])
-        bad, room, *table = gather(mine, segments.group).T.tolist()
-        bad, max_rows = sum(bad), min(room)
-    if bad and check_finite:
-        objective.check_finite()
-        raise DataError("non-finite old_log_probs or advantages at a trained position on another rank, which names it")
-    if by_document:
-        lengths, has_gradient = table[: segments.num_documents], table[segments.num_documents :]
-        return _plan_documents(segments, lengths, has_gradient, max_rows)
-    return _plan_tokens(rows, num_trained, num_informative, max_rows)
-
-
-def _plan_known(objective, known, max_rows, with_gradient, by_document) -> Plan:
-    with_slope = known.informative if objective.family.silent_without_advantage else known.trained
-    if by_document:
+        # All rows, those that need no gradient first, and the untrained ones after all others.
+        key = torch.where(mask, torch.where(informative, 1, 0), 2)
+        rows = torch.sort(key.int(), stable=True).indices
+    if is_known:
+        with_slope = known.informative if family.silent_without_advantage else known.trained
         lengths, has_gradient = ([[number] for number in numbers] for numbers in (known.trained, with_slope))
-        return _plan_documents(objective.segments, lengths, has_gradient, max_rows)
-    informative = objective.informative() if with_gradient else torch.zeros_like(objective.mask)
-    rows = _informative_last(objective.mask, informative)
-    return _plan_tokens(rows, sum(known.trained), sum(with_slope) if with_gradient else 0, max_rows)
-
-
-def _informative_last(mask: Tensor, informative: Tensor) -> Tensor:
-    """All rows, those that need no gradient first, and the untrained ones after all others."""
-    key = torch.where(mask, torch.where(informative, 1, 0), 2)
-    return torch.sort(key.int(), stable=True).indices
-
-
-def _plan_tokens(rows: Tensor, num_trained: int, num_informative: int, max_rows: int) -> Plan:
+        num_trained, num_informative = sum(known.trained), sum(with_slope) if with_gradient else 0
+    else:
+        num_bad = objective.not_finite().sum(0, keepdim=True)
+        if by_document:
+            here = documents.index.new_zeros(documents.num_documents + 1)
+            here = here.index_add_(0, documents.index, informative.long())[:-1]
+            room = torch.full_like(num_bad, max_rows)
+            table = gather(torch.cat([num_bad, room, documents.counts_here, here]), documents.group).T.tolist()
+            bad, max_rows = sum(table[0]), min(table[1])
+            lengths, has_gradient = table[2 : 2 + documents.num_documents], table[2 + documents.num_documents :]
+        else:
+            read = torch.cat([num_bad, informative.sum(0, keepdim=True), mask.sum(0, keepdim=True)])
+            bad, num_informative, num_trained = read.tolist()
+        if bad and check_finite:
+            objective.check_finite()
+            raise DataError(
+                "non-finite old_log_probs or advantages at a trained position on another rank, which names it"
+            )
+    if by_document:
+        return _plan_documents(documents, lengths, has_gradient, max_rows)
     start = num_trained - num_informative
-    chunks = _without_gradient(start)
-    chunks += [Chunk(low, high, True, None) for low, high in _cuts(start, num_trained, max_rows)]
-    return Plan(rows[:num_trained], chunks)
+    chunks = [Chunk(low, high, True, None) for low, high in _cuts(start, num_trained, max_rows)]
+    return Plan(rows[:num_trained], _without_gradient(start) + chunks)
 
 
-def _plan_documents(segments: Segments, lengths: list[list[int]], has_gradient: list[list[int]], max_rows: int) -> Plan:
+def _plan_documents(
+    documents: DocumentSums, lengths: list[list[int]], has_gradient: list[list[int]], max_rows: int
+) -> Plan:
     """lengths, has_gradient: for each document what each rank holds of it; one rank where there is no group."""
     useful = [document for document, numbers in enumerate(has_gradient) if any(numbers)]
-    if segments.group is None:
+    if documents.group is None:
         counts = [length for (length,) in lengths]
         bins = balanced_bins([counts[document] for document in useful], max_rows)
     else:
-        counts = [held[segments.group.rank()] for held in lengths]
+        counts = [held[documents.group.rank()] for held in lengths]
         bins = common_bins([tuple(lengths[document]) for document in useful], max_rows)
     order = [useful[item] for items in bins for item in items]
     start = sum(counts) - sum(counts[document] for document in order)
 
-    # rank: place of each document in the plan. Those without gradient come before all others, untrained rows last.
-    rank = [-1] * segments.num_documents + [len(order)]
+    # The place of each document in the plan: those without gradient before all others, untrained rows last.
+    places = [-1] * documents.num_documents + [len(order)]
     for place, document in enumerate(order):
-        rank[document] = place
-    device = segments.index.device
-    ranks = torch.tensor(rank, dtype=torch.int32).to(device, non_blocking=True)
-    key, rows = torch.sort(ranks[segments.index], stable=True)
+        places[document] = place
+    device = documents.index.device
+    by_document = torch.tensor(places, dtype=torch.int32).to(device, non_blocking=True)
+    key, rows = torch.sort(by_document[documents.index], stable=True)
     local = torch.tensor([counts[document] for document in order]).to(device, non_blocking=True)
     overall = local
-    if segments.group is not None:
+    if documents.group is not None:
         overall = torch.tensor([sum(lengths[document]) for document in order]).to(device, non_blocking=True)
 
     chunks, first = _without_gradient(start), 0
     for items in bins:
         stop, last = start + sum(counts[useful[item]] for item in items), first + len(items)
-        own = Segments.of_sorted(key[start:stop] - first, local[first:last], overall[first:last], segments.group)
-        chunks.append(Chunk(start, stop, True, own))
+        own = key[start:stop] - first, local[first:last], len(items), documents.group, overall[first:last]
+        chunks.append(Chunk(start, stop, True, DocumentSums(*own, is_sorted=True)))
         start, first = stop, last
     return Plan(rows[: sum(counts)], chunks)
 
@@ -178,6 +170,31 @@ def balanced_bins(lengths: list[int], capacity: int) -> list[list[int]]:
             heapq.heappush(heap, (load + lengths[item], number))
         if max(load for load, _ in heap) <= capacity:
             return alone + [sorted(items) for items in bins]
+        num_bins += 1
+    return alone
+
+
+def common_bins(lengths: list[tuple[int, ...]], capacity: int) -> list[list[int]]:
+    """Items in few bins, in none of which any rank holds more than capacity, or of one item that is longer.
+
+    lengths[item][rank]: how much of the item the rank holds. The same on every rank. For one rank
+    `balanced_bins` gives the same, and is quicker.
+    """
+    order = sorted(range(len(lengths)), key=lambda item: -max(lengths[item]))
+    alone = [[item] for item in order if max(lengths[item]) > capacity]
+    order = order[len(alone) :]
+    num_ranks = len(lengths[0]) if lengths else 0
+    held = [sum(lengths[item][rank] for item in order) for rank in range(num_ranks)]
+    num_bins = max((-(-total // capacity) for total in held), default=0)
+    while order:
+        loads, bins = [[0] * num_ranks for _ in range(num_bins)], [[] for _ in range(num_bins)]
+        for item in order:
+            after = [max(map(sum, zip(load, lengths[item], strict=True))) for load in loads]
+            number = after.index(min(after))
+            bins[number].append(item)
+            loads[number] = [sum(pair) for pair in zip(loads[number], lengths[item], strict=True)]
+        if max(map(max, loads)) <= capacity:
+            return alone + [sorted(items) for items in bins if items]
         num_bins += 1
     return alone
 

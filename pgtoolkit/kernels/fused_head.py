@@ -20,8 +20,9 @@ from torch.distributed import ProcessGroup
 
 from pgtoolkit.batch import DocumentCounts
 from pgtoolkit.kernels.chunks import Chunk, make_plan
+from pgtoolkit.kernels.given_logits import GradientsFromForward
 from pgtoolkit.kernels.products import BesideOthers, accumulate_matmul, accumulation_dtype, matmul
-from pgtoolkit.losses.exchange import all_sum_
+from pgtoolkit.losses.exchange import all_reduce_
 from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import Objective
 
@@ -31,12 +32,12 @@ _ROWS_PER_MOVE = 128
 
 
 @dataclass(frozen=True)
-class Head:
+class HeadOptions:
     """How the head is computed.
 
     implementation: the module with the vocabulary-sized passes. max_rows: rows of logits that may exist at once.
-    fp32_logits: logits in float32 from half-precision operands. check_finite: refuse data that is not.
-    level: of the metrics. weight_gradient: (V, H) float32 to which the weight's gradient is added at once, or None to
+    level: of the metrics. fp32_logits: logits in float32 from half-precision operands. check_finite: refuse numbers
+    that are not finite. weight_gradient: (V, H) float32 to which the weight's gradient is added at once, or None to
     return it to autograd. counts: the documents' counts if they are known on the host.
     vocabulary_group: ranks with the other rows of the weight; the implementation knows the group as well.
     """
@@ -53,45 +54,49 @@ class Head:
 
 
 def linear_loss(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, objective: Objective, head: Head
-) -> tuple[Tensor, Tensor, MetricSums, Verdict]:
-    """(loss, log_probs, metric sums, verdict) of hidden (T, H) @ weight (V, H).T; log_probs (T,), detached.
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, objective: Objective, options: HeadOptions
+) -> tuple[Tensor, Tensor, MetricSums, AnyOnHost]:
+    """(loss, log_probs, metric sums, whether any log-prob is not finite) of hidden (T, H) @ weight (V, H).T.
 
-    The verdict says whether any log-prob is not finite.
+    log_probs: (T,), detached.
     """
-    if head.weight_gradient is not None:
+    if options.weight_gradient is not None:
         weight = weight.detach()
     inputs = (hidden, weight, bias)
     wanted = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-        run = _Run(*(None if x is None else x.detach() for x in inputs), labels, head, wanted)
+        run = _FusedPass(*(None if x is None else x.detach() for x in inputs), labels, options, wanted)
         run.all_chunks(objective)
-        loss, _, sums = head.implementation.judge(objective, run.log_probs, run.entropy, head.level)
+        loss, _, sums = options.implementation.evaluate(objective, run.log_probs, run.entropy, options.level)
     if any(wanted):
-        loss = _GradientsAtHand.apply(*inputs, loss, run, head.weight_gradient is not None)
-    return loss, run.log_probs, sums, run.verdict
+        gradients = [run.hidden_gradient, run.weight_gradient, run.bias_gradient]
+        can_scale = options.weight_gradient is None
+        loss = GradientsFromForward.apply(loss, gradients, options.implementation.scale_, can_scale, *inputs)
+    return loss, run.log_probs, sums, run.any_not_finite
 
 
 @torch.no_grad()
-def linear_log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: Head) -> Tensor:
-    """(T,) log-prob of each label, 0 where labels < 0; head.counts saves the wait for a GPU."""
+def linear_log_probs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: HeadOptions
+) -> Tensor:
+    """(T,) log-prob of each label, 0 where labels < 0; options.counts saves the wait for a GPU."""
     with torch.autocast(hidden.device.type, enabled=False):
-        run = _Run(hidden, weight, bias, labels, head, [False] * 3)
+        run = _FusedPass(hidden, weight, bias, labels, options, [False] * 3)
         trained = labels >= 0
-        number = sum(head.counts.trained) if head.counts is not None else int(trained.sum())
+        number = sum(options.counts.trained) if options.counts is not None else int(trained.sum())
         rows = torch.sort((~trained).int(), stable=True).indices[:number]
         run.make_buffer(number)
-        for piece in Chunk(0, number, False, None).pieces(head.max_rows):
+        for piece in Chunk(0, number, False, None).pieces(options.max_rows):
             run.forward(rows[piece])
     return run.log_probs
 
 
-class Verdict:
-    """Whether any of (T,) bool is True, on its way to the host while the GPU goes on."""
+class AnyOnHost:
+    """Whether any of (T,) bool is True, copied to the host while the GPU goes on; bool() waits for the copy."""
 
-    def __init__(self, bad: Tensor):
-        self._answer, self._arrived = bad.any(), None
-        if bad.is_cuda:
+    def __init__(self, values: Tensor):
+        self._answer, self._arrived = values.any(), None
+        if values.is_cuda:
             on_device, self._answer = self._answer, torch.empty((), dtype=torch.bool, pin_memory=True)
             self._answer.copy_(on_device, non_blocking=True)
             self._arrived = torch.cuda.Event()
@@ -103,44 +108,18 @@ class Verdict:
         return bool(self._answer)
 
 
-class _GradientsAtHand(torch.autograd.Function):
-    """The loss, with the gradients by hidden, weight and bias that the run has computed already."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, loss, run, weight_is_done):
-        ctx.gradients = run.hidden_gradient, run.weight_gradient, run.bias_gradient
-        ctx.dtypes = tuple(None if x is None else x.dtype for x in (hidden, weight, bias))
-        ctx.weight_is_done, ctx.implementation = weight_is_done, run.head.implementation
-        return loss.clone()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, upstream):
-        if ctx.gradients is None:
-            raise RuntimeError("the fused head's gradients are freed by the first backward; call the loss again")
-        if ctx.weight_is_done:
-            torch._assert_async(upstream == 1, "weight_gradient holds the gradient of the loss as it was returned")
-        gradients = [
-            # In place: nothing else holds them, and the weight's is the largest tensor there is.
-            None if gradient is None else ctx.implementation.scale_(gradient, upstream).to(dtype)
-            for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
-        ]
-        ctx.gradients = None
-        return *gradients, None, None, None
-
-
-class _Run:
+class _FusedPass:
     """One evaluation of the head: buffers, results, and the steps that fill them."""
 
-    def __init__(self, hidden, weight, bias, labels, head, wanted):
-        self.hidden, self.labels, self.head = hidden, labels, head
+    def __init__(self, hidden, weight, bias, labels, options, wanted):
+        self.hidden, self.labels, self.options = hidden, labels, options
         # A float32 parameter under a half-precision model computes in the model's precision.
         self.weight = weight.to(hidden.dtype)
         wide = accumulation_dtype(hidden)
-        self.logits_dtype = wide if head.fp32_logits else hidden.dtype
+        self.logits_dtype = wide if options.fp32_logits else hidden.dtype
         self.bias = None if bias is None else bias.to(self.logits_dtype)
         self.log_probs = hidden.new_zeros(len(hidden), dtype=wide)
-        self.entropy = torch.zeros_like(self.log_probs) if head.level == "with_entropy" else None
+        self.entropy = torch.zeros_like(self.log_probs) if options.level == "with_entropy" else None
 
         self.with_gradient = any(wanted)
         # float16 cannot hold gradients of a loss that is a mean over a step; keep them wide until they are scaled.
@@ -149,20 +128,20 @@ class _Run:
         self.weight_gradient = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
         self.bias_gradient = torch.zeros_like(bias, dtype=wide) if wanted[2] else None
         self.weight_total = self.weight_gradient
-        if self.with_gradient and head.weight_gradient is not None:
-            self.weight_total = head.weight_gradient
+        if self.with_gradient and options.weight_gradient is not None:
+            self.weight_total = options.weight_gradient
 
     def all_chunks(self, objective: Objective) -> None:
-        head = self.head
-        plan = make_plan(objective, head.max_rows, self.with_gradient, head.check_finite, head.counts)
+        options = self.options
+        plan = make_plan(objective, options.max_rows, self.with_gradient, options.check_finite, options.counts)
         ordered = objective.take(plan.rows, None)
         # Coefficients are means over a step: this power of two brings them near 1, into float16's range.
         self.scale = float(2 ** len(plan.rows).bit_length())
-        self.scale_rows = head.implementation.scale_rows
+        self.scale_rows = options.implementation.scale_rows
         self.make_buffer(max((chunk.stop - chunk.start for chunk in plan.chunks), default=0))
-        self.verdict = Verdict(torch.zeros_like(objective.mask)) if not plan.chunks else None
+        self.any_not_finite = AnyOnHost(torch.zeros_like(objective.mask)) if not plan.chunks else None
         for chunk in plan.chunks:
-            pieces = [plan.rows[piece] for piece in chunk.pieces(head.max_rows)]
+            pieces = [plan.rows[piece] for piece in chunk.pieces(options.max_rows)]
             # Of a document with more rows than may exist at once, only the last piece's score is there when its
             # coefficients are known; the logits of the others come again. This rank may hold nothing of a chunk.
             kept = [pieces.pop()] if chunk.needs_gradient and pieces else []
@@ -172,10 +151,12 @@ class _Run:
                 parts.append(log_probs)
             if chunk is plan.chunks[-1]:
                 # All log-probs are known: the answer reaches the host while the last products run.
-                self.verdict = Verdict(objective.not_finite(self.log_probs))
+                self.any_not_finite = AnyOnHost(objective.not_finite(self.log_probs))
             if not chunk.needs_gradient:
                 continue
-            coefficients = self.coefficients(ordered, chunk, torch.cat([self.log_probs[:0], *parts]))
+            share = ordered.take(slice(chunk.start, chunk.stop), chunk.documents)
+            log_probs = torch.cat([self.log_probs[:0], *parts])
+            coefficients = options.implementation.coefficients(share, log_probs)
             *earlier, last = coefficients.split([len(part) for part in parts]) if parts else [None]
             for rows in kept:
                 self.products(rows, hidden, score, last, objective.family.by_document and not earlier)
@@ -184,29 +165,25 @@ class _Run:
                 self.products(rows, hidden, score, c, False)
         if self.hidden_gradient is not None:
             # Each rank's columns make a part of it.
-            all_sum_(self.hidden_gradient, self.head.vocabulary_group)
+            all_reduce_(self.hidden_gradient, options.vocabulary_group)
 
     def make_buffer(self, largest: int) -> None:
         """Room for the logits of a chunk of `largest` rows, or of as many as may exist at once."""
-        rows = min(self.head.max_rows, largest)
+        rows = min(self.options.max_rows, largest)
         self.numbers = torch.arange(rows, device=self.hidden.device)
         self.buffer = self.hidden.new_empty(rows, len(self.weight), dtype=self.logits_dtype)
-
-    def coefficients(self, ordered: Objective, chunk: Chunk, log_probs: Tensor) -> Tensor:
-        share = ordered.take(slice(chunk.start, chunk.stop), chunk.segments)
-        return self.head.implementation.coefficients(share, log_probs)
 
     def forward(self, rows: Tensor) -> Tensor:
         """Fill in log-probs and entropy of these rows, and return the log-probs."""
         logits = self.logits(self.hidden[rows])
-        log_probs, _, entropy = self.head.implementation.forward(logits, *self._options(rows))
+        log_probs, _, entropy = self.options.implementation.forward(logits, *self._arguments(rows))
         return self._record(rows, log_probs, entropy)
 
     def score(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(hidden, score, log_probs) of these rows, the score in the place of their logits."""
         hidden = self.hidden[rows]
-        log_probs, entropy, score = self.head.implementation.forward_score_(
-            self.logits(hidden), *self._options(rows), self.hidden.dtype
+        log_probs, entropy, score = self.options.implementation.forward_score_(
+            self.logits(hidden), *self._arguments(rows), self.hidden.dtype
         )
         return hidden, score, self._record(rows, log_probs, entropy)
 
@@ -218,7 +195,7 @@ class _Run:
         """The two backward products of these rows; overwrites hidden and score."""
         if compact:
             rows, hidden, score, coefficients = _without_zeros(rows, hidden, score, coefficients)
-        factor = coefficients * (1 / self.head.temperature)
+        factor = coefficients * (1 / self.options.temperature)
         if self.hidden_gradient is not None:
             by_hidden = BesideOthers(score, self.weight)
         scaled = factor * self.scale
@@ -231,8 +208,8 @@ class _Run:
         if self.hidden_gradient is not None:
             self.scale_rows(by_hidden.result(), factor, self.hidden_gradient, rows)
 
-    def _options(self, rows):
-        return self.labels[rows], self.head.temperature, self.head.level == "with_entropy"
+    def _arguments(self, rows):
+        return self.labels[rows], self.options.temperature, self.options.level == "with_entropy"
 
     def _record(self, rows, log_probs, entropy):
         self.log_probs[rows] = log_probs

@@ -1,8 +1,8 @@
 """The loss of given logits, differentiable with respect to them, by the chosen implementation.
 
-An implementation is a module with the passes over (T, V) logits: `forward`, `backward`, and the two in one. No loss
-family appears in them; Triton's single pass takes the family's surrogate along, since it needs each coefficient on the
-spot, and leaves alone what is judged by document or has no formula in Triton.
+An implementation is a module with the passes over (T, V) logits: `forward`, `backward`, and the two in one. They do
+not know the loss family, but for Triton's single pass: it computes each coefficient itself, for families whose scope is
+the token and that have a formula in Triton.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def choose_implementation(impl: str, like: Tensor, vocabulary: tuple[ProcessGrou
     """The module with the vocabulary-sized passes for logits like `like`; "auto" goes by device and dtype.
 
     impl: "auto" or one of IMPLEMENTATIONS.
-    vocabulary: the group over which the columns are spread, and the first that is here; it makes a stand-in for the
-    module.
+    vocabulary: the group over which the columns are spread, and the first column that is here; the result is then a
+    `VocabularyShard`, which has the functions of the module.
     """
     if vocabulary is not None:
         from pgtoolkit.kernels.shards import VocabularyShard
@@ -59,7 +59,7 @@ def logits_loss(
     """
     with_entropy = level == "with_entropy"
     wanted = torch.is_grad_enabled() and logits.requires_grad
-    values, gradient, results = logits.detach(), None, None
+    values, results = logits.detach(), None
     with torch.no_grad():
         if wanted and not objective.family.by_document and hasattr(implementation, "forward_gradient"):
             # A token's coefficient follows from its own log-prob: the gradient comes with the same read.
@@ -69,56 +69,61 @@ def logits_loss(
             log_probs, entropy = results
         else:
             log_probs, normalizer, entropy = implementation.forward(values, labels, temperature, with_entropy)
-        loss, coefficients, sums = implementation.judge(objective, log_probs, entropy, level)
+        loss, coefficients, sums = implementation.evaluate(objective, log_probs, entropy, level)
     if results is not None:
-        loss = _GradientAtHand.apply(logits, loss, gradient, implementation)
+        loss = GradientsFromForward.apply(loss, [gradient], implementation.scale_, True, logits)
     elif wanted:
-        backward = _Backward(values, labels, normalizer, coefficients, temperature, implementation, overwrite)
-        loss = _GradientToCome.apply(logits, loss, backward)
+        arguments = labels, normalizer, coefficients, temperature
+        loss = _GradientInBackward.apply(loss, implementation.backward, arguments, overwrite, logits)
     return loss, log_probs, sums
 
 
-class _Backward:
-    """What the backward pass needs; not saved by autograd, to which overwriting the logits must not look a mistake."""
+class _GradientInBackward(torch.autograd.Function):
+    """The loss, whose gradient by the logits is computed in the backward pass."""
 
-    def __init__(self, logits, labels, normalizer, coefficients, temperature, implementation, overwrite):
-        self.logits, self.labels, self.normalizer, self.coefficients = logits, labels, normalizer, coefficients
-        self.temperature, self.implementation, self.overwrite = temperature, implementation, overwrite
+    @staticmethod
+    def forward(ctx, loss, compute, arguments, overwrite, logits):
+        # Not saved by autograd, which would take overwriting the logits for a mistake.
+        ctx.logits, ctx.compute, ctx.arguments, ctx.overwrite = logits.detach(), compute, arguments, overwrite
+        return loss.clone()
 
-    def __call__(self, upstream: Tensor) -> Tensor:
-        if self.logits is None:
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, upstream):
+        if ctx.logits is None:
             raise RuntimeError("the logits were overwritten by the first backward; call the loss again")
-        logits, out = self.logits, None
-        if self.overwrite:
-            self.logits, out = None, logits
-        coefficients = self.coefficients * upstream
-        return self.implementation.backward(
-            logits, self.labels, self.normalizer, coefficients, self.temperature, out=out
-        )
+        logits, out = ctx.logits, None
+        if ctx.overwrite:
+            ctx.logits, out = None, logits
+        labels, normalizer, coefficients, temperature = ctx.arguments
+        gradient = ctx.compute(logits, labels, normalizer, coefficients * upstream, temperature, out=out)
+        return None, None, None, None, gradient
 
 
-class _GradientToCome(torch.autograd.Function):
+class GradientsFromForward(torch.autograd.Function):
+    """The loss, whose gradients by the inputs, or None for some, the forward pass has computed already.
+
+    scale_: multiplies a tensor by a 0-dim one in place. can_scale: False where a part of the gradients was added
+    elsewhere, so that the loss must be backpropagated as it is.
+    """
+
     @staticmethod
-    def forward(ctx, logits, loss, backward):
-        ctx.compute = backward
+    def forward(ctx, loss, gradients, scale_, can_scale, *inputs):
+        ctx.gradients, ctx.scale_, ctx.can_scale = gradients, scale_, can_scale
+        ctx.dtypes = [None if x is None else x.dtype for x in inputs]
         return loss.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, upstream):
-        return ctx.compute(upstream), None, None
-
-
-class _GradientAtHand(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits, loss, gradient, implementation):
-        ctx.gradient, ctx.implementation = gradient, implementation
-        return loss.clone()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, upstream):
-        if ctx.gradient is None:
-            raise RuntimeError("the gradient is handed out by the first backward; call the loss again")
-        gradient, ctx.gradient = ctx.implementation.scale_(ctx.gradient, upstream), None
-        return gradient, None, None, None
+        if ctx.gradients is None:
+            raise RuntimeError("the gradients are handed out by the first backward; call the loss again")
+        if not ctx.can_scale:
+            torch._assert_async(upstream == 1, "weight_gradient holds the gradient of the loss as it was returned")
+        # In place: nothing else holds them, and the weight's is the largest tensor there is.
+        pairs = zip(ctx.gradients, ctx.dtypes, strict=True)
+        gradients = [
+            None if gradient is None else ctx.scale_(gradient, upstream).to(dtype) for gradient, dtype in pairs
+        ]
+        ctx.gradients = None
+        return None, None, None, None, *gradients

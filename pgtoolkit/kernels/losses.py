@@ -10,11 +10,11 @@ from torch import Tensor
 
 from pgtoolkit.batch import StepTotals, Tokens
 from pgtoolkit.kernels.chunks import default_logits_memory_mb, rows_within
-from pgtoolkit.kernels.fused_head import Head, linear_log_probs, linear_loss
+from pgtoolkit.kernels.fused_head import HeadOptions, linear_log_probs, linear_loss
 from pgtoolkit.kernels.given_logits import choose_implementation, logits_loss
 from pgtoolkit.kernels.products import accumulation_dtype, linear
 from pgtoolkit.losses import reference
-from pgtoolkit.losses.exchange import ALONE, Ranks, SumGradient, largest
+from pgtoolkit.losses.exchange import Ranks, SumGradient, largest
 from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import Loss, make_objective
 
@@ -71,8 +71,8 @@ def loss_of_logits(
     """logits: (T, V) floating, or this rank's columns of them."""
     by_reference = how.impl == "reference"
     implementation = None if by_reference else choose_implementation(how.impl, logits, ranks.shard(logits.shape[1]))
-    settle = getattr(implementation, "settle", None)
-    objective = make_objective(tokens, totals, loss, accumulation_dtype(logits), ranks, settle)
+    make_weights = getattr(implementation, "make_weights", None)
+    objective = make_objective(tokens, totals, loss, accumulation_dtype(logits), ranks, make_weights)
     if by_reference:
         if totals is not None:
             raise ValueError("impl='reference' computes whole steps: no totals")
@@ -100,12 +100,11 @@ def loss_of_hidden(
     if not how.fused and how.num_splits == 1:
         how = Computation(how.impl, how.check_finite, overwrite_logits=True)
         return loss_of_logits(_logits(hidden, head, ranks), tokens, totals, loss, ranks, how)
-    run = _head_run(hidden, head, tokens, loss, ranks, how)
-    objective = make_objective(
-        tokens, totals, loss, accumulation_dtype(hidden), ranks, getattr(run.implementation, "settle", None)
-    )
-    value, log_probs, sums, is_bad = linear_loss(hidden, head.weight, head.bias, tokens.labels, objective, run)
-    if how.check_finite and is_bad:
+    options = _head_options(hidden, head, tokens, loss, ranks, how)
+    make_weights = getattr(options.implementation, "make_weights", None)
+    objective = make_objective(tokens, totals, loss, accumulation_dtype(hidden), ranks, make_weights)
+    value, log_probs, sums, not_finite = linear_loss(hidden, head.weight, head.bias, tokens.labels, objective, options)
+    if how.check_finite and not_finite:
         objective.check_finite(log_probs)
     return PolicyLoss(value, log_probs, sums, objective.totals)
 
@@ -114,10 +113,10 @@ def loss_of_hidden(
 def log_probs_of_hidden(hidden: Tensor, head: LMHead, tokens: Tokens, loss: Loss, how: Computation) -> Tensor:
     """(T,) log-prob of each label by the computation that the loss would use, 0 where labels < 0; of no loss."""
     if not how.fused and how.num_splits == 1:
-        logits = _logits(hidden, head, ALONE)
+        logits = _logits(hidden, head, Ranks())
         return choose_implementation(how.impl, logits).forward(logits, tokens.labels, loss.temperature, False)[0]
-    run = _head_run(hidden, head, tokens, loss, ALONE, how)
-    return linear_log_probs(hidden, head.weight, head.bias, tokens.labels, run)
+    options = _head_options(hidden, head, tokens, loss, Ranks(), how)
+    return linear_log_probs(hidden, head.weight, head.bias, tokens.labels, options)
 
 
 def loss_of_log_probs(
@@ -135,7 +134,7 @@ def loss_of_log_probs(
     return PolicyLoss(value, new, objective.metrics(loss.metrics, new, None), objective.totals)
 
 
-def _head_run(hidden, head: LMHead, tokens: Tokens, loss: Loss, ranks: Ranks, how: Computation) -> Head:
+def _head_options(hidden, head: LMHead, tokens: Tokens, loss: Loss, ranks: Ranks, how: Computation) -> HeadOptions:
     columns, rows = head.weight.shape[0], -(-len(hidden) // how.num_splits)
     implementation = choose_implementation("auto" if how.fused else how.impl, hidden, ranks.shard(columns))
     if how.fused:
@@ -145,7 +144,7 @@ def _head_run(hidden, head: LMHead, tokens: Tokens, loss: Loss, ranks: Ranks, ho
         if ranks.vocabulary_start is not None or how.logits_memory_mb is None:
             # Shards differ in size, and GPUs may: the same rows on every rank. Else all is the same already.
             rows = -largest(-rows, ranks.vocabulary, hidden.device)
-    return Head(
+    return HeadOptions(
         implementation=implementation,
         max_rows=max(1, rows),
         temperature=loss.temperature,

@@ -12,15 +12,15 @@ from pgtoolkit.losses.exchange import gather
 
 
 class VocabularyShard:
-    """The vocabulary-sized passes where each rank's logits are the columns from `start` on; labels are global.
+    """The passes where each rank's logits are the columns from `start` on; labels number the whole vocabulary.
 
-    Stands in for the implementation that it computes its own columns with. Shards may differ in size, or be empty.
-    There is no pass that reads the logits once: the gradient needs what the other ranks know.
+    It has the functions of an implementation, and uses `implementation` for the columns here. Shards may differ in
+    size, or be empty. There is no pass that reads the logits once: the gradient needs the other ranks' sums.
     """
 
     def __init__(self, implementation, group: ProcessGroup, start: int):
         self.implementation, self.group, self.start = implementation, group, start
-        self.judge, self.coefficients = implementation.judge, implementation.coefficients
+        self.evaluate, self.coefficients = implementation.evaluate, implementation.coefficients
         self.scale_rows, self.scale_ = implementation.scale_rows, implementation.scale_
 
     def forward(

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.kernels.products import accumulation_dtype
-from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import Objective
+
+evaluate, coefficients = Objective.evaluate, Objective.coefficients
 
 _ELEMENTS_PER_BLOCK = 2**24
 """Logits converted to float32 at once: 64 MiB, so that no second full copy of the logits exists."""
@@ -112,19 +113,6 @@ def backward(
         active = ((labels[rows] >= 0) & (coefficients[rows] != 0)).unsqueeze(-1)
         gradient[rows] = torch.where(active, block, 0.0).to(gradient.dtype)
     return gradient
-
-
-def judge(
-    objective: Objective, log_probs: Tensor, entropy: Tensor | None, level: str
-) -> tuple[Tensor, Tensor, MetricSums]:
-    """(loss, coefficients, metric sums) of a piece whose log-probs are known: loss 0-dim, coefficients (T,)."""
-    losses, found = objective.losses_and_coefficients(log_probs)
-    return losses.sum(), found, objective.metrics(level, log_probs, entropy)
-
-
-def coefficients(objective: Objective, log_probs: Tensor) -> Tensor:
-    """(T,) coefficients alone; the objective's segments may be None where the family judges tokens one by one."""
-    return objective.losses_and_coefficients(log_probs)[1]
 
 
 def scale_rows(source: Tensor, factors: Tensor, target: Tensor, rows: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
-"""The T-vectors of the loss on a GPU: launches of the kernels in `triton_vectors`.
+"""The loss on vectors of one number per token on a GPU: launches of the kernels in `triton_tokens`.
 
-Only for float32 and losses that no ranks share: each function returns None, and does nothing, for others.
+For float32, families and aggregations with a formula there, and losses that no ranks share; `losses.objective` computes
+all others.
 """
 
 from __future__ import annotations
@@ -11,22 +12,20 @@ from torch import Tensor
 from pgtoolkit.batch import StepTotals, Tokens
 from pgtoolkit.kernels import triton_tokens as kernels
 from pgtoolkit.losses.aggregation import Aggregation, Constant, PromptMean, SampleMean, TokenMean
-from pgtoolkit.losses.documents import Segments
+from pgtoolkit.losses.documents import DocumentSums
 from pgtoolkit.losses.families import Cispo, Family, Grpo, Gspo
 from pgtoolkit.losses.metrics import LEVELS, MetricSums
 from pgtoolkit.losses.objective import Objective
 
 _BLOCK = 1024
-# What the kernels have formulas for. Anything else takes the path of `losses.objective`.
+# What the kernels have formulas for.
 _SURROGATES = {Grpo: kernels.clipped, Gspo: kernels.clipped, Cispo: kernels.weighted}
 _MODES = {SampleMean: "sample_mean", PromptMean: "prompt_mean", TokenMean: "token_mean", Constant: "constant"}
 
 
 def surrogate_of(family: Family):
     """The family's function in `triton_tokens`, or None if it has none."""
-    if getattr(family, "dual_clip", None) is not None:
-        return None
-    return _SURROGATES.get(type(family))
+    return None if getattr(family, "dual_clip", None) is not None else _SURROGATES.get(type(family))
 
 
 def margins(family: Family) -> tuple[float, float]:
@@ -35,12 +34,12 @@ def margins(family: Family) -> tuple[float, float]:
     return 1 - lower, upper - 1
 
 
-def settle(
+def make_weights(
     tokens: Tokens, aggregation: Aggregation, totals: StepTotals | None
-) -> tuple[Tensor, Segments, StepTotals, Tensor] | None:
-    """(mask, segments, totals, weights in float32) of a piece, as `losses.objective.make_objective` has them.
+) -> tuple[Tensor, DocumentSums, StepTotals, Tensor] | None:
+    """(mask, documents, totals, weights in float32) of a piece, as `losses.objective.make_objective` has them.
 
-    None where the totals are not numbers on the host, or are wanted and count groups.
+    None where the aggregation has no formula, the totals are not numbers on the host, or are to be counted with groups.
     """
     if type(aggregation) not in _MODES:
         return None
@@ -62,7 +61,7 @@ def settle(
     weights = torch.empty_like(labels, dtype=torch.float32)
     # Tokens of each document and of none, then tokens and empty documents of the whole.
     counts = torch.zeros(num_documents + 3, dtype=torch.int64, device=labels.device)
-    kernels.settle_kernel[(num_documents + 1,)](
+    kernels.weights_kernel[(num_documents + 1,)](
         labels,
         document_index,
         labels if group_index is None else group_index.contiguous(),
@@ -84,47 +83,45 @@ def settle(
     )
     if totals is None:
         totals = StepTotals(num_documents, counts[-2], counts[-1])
-    return mask, Segments.of_index(index, counts[: num_documents + 1]), totals, weights
+    return mask, DocumentSums(index, counts[: num_documents + 1], num_documents), totals, weights
 
 
-def judge(
+def evaluate(
     objective: Objective, log_probs: Tensor, entropy: Tensor | None, level: str
-) -> tuple[Tensor, Tensor, MetricSums] | None:
-    """As `torch_passes.judge`."""
-    if not _is_ours(objective, log_probs):
-        return None
+) -> tuple[Tensor, Tensor, MetricSums]:
+    """As `Objective.evaluate`."""
+    if not _has_kernel(objective, log_probs):
+        return objective.evaluate(log_probs, entropy, level)
     number = LEVELS.index(level)
     # Loss and mean log-prob; eight means, entropy, three sums.
     width = (2, 13, 14)[number]
-    segments = objective.segments
-    columns = width + (4 if number else 0)  # the extrema
-    parts = torch.empty(segments.num_documents + 1, columns, dtype=torch.float64, device=log_probs.device)
-    coefficients = torch.empty_like(log_probs)
-    _launch(objective, log_probs, entropy, segments.index, segments.num_documents, coefficients, parts, number)
+    num_maxima = 4 if number else 0
+    result, parts = _launch(objective, log_probs, entropy, number, width + num_maxima)
     sums = parts[:, :width].sum(0)
     maxima = parts[:, width:].amax(0) if number else parts.new_empty(0)
-    return sums[0].to(log_probs.dtype), coefficients, MetricSums(level, sums[1:], maxima)
+    return sums[0].to(log_probs.dtype), result, MetricSums(level, sums[1:], maxima)
 
 
-def coefficients(objective: Objective, log_probs: Tensor) -> Tensor | None:
-    """As `torch_passes.coefficients`."""
-    if not _is_ours(objective, log_probs):
-        return None
-    segments, result = objective.segments, torch.empty_like(log_probs)
-    if segments is None:
-        index, num_documents = torch.zeros_like(objective.mask, dtype=torch.int64), 1
-    else:
-        index, num_documents = segments.index, segments.num_documents
-    _launch(objective, log_probs, None, index, num_documents, result, None, -1)
-    return result
+def coefficients(objective: Objective, log_probs: Tensor) -> Tensor:
+    """As `Objective.coefficients`."""
+    if not _has_kernel(objective, log_probs):
+        return objective.coefficients(log_probs)
+    return _launch(objective, log_probs, None, -1, 0)[0]
 
 
-def _is_ours(objective, log_probs):
-    shared = objective.segments is not None and objective.segments.group is not None
+def _has_kernel(objective: Objective, log_probs: Tensor) -> bool:
+    shared = objective.documents is not None and objective.documents.group is not None
     return log_probs.dtype == torch.float32 and not shared and surrogate_of(objective.family) is not None
 
 
-def _launch(objective, log_probs, entropy, index, num_documents, coefficients, parts, level):
+def _launch(objective: Objective, log_probs: Tensor, entropy: Tensor | None, level: int, columns: int):
+    """(coefficients, parts): (T,), and (D + 1, columns) float64, what each document adds; level -1: no parts."""
+    documents, result = objective.documents, torch.empty_like(log_probs)
+    if documents is None:
+        index, num_documents = torch.zeros_like(objective.mask, dtype=torch.int64), 1
+    else:
+        index, num_documents = documents.index, documents.num_documents
+    parts = torch.empty(num_documents + 1, columns, dtype=torch.float64, device=log_probs.device) if columns else result
     kernels.surrogate_kernel[(num_documents + 1,)](
         log_probs,
         log_probs if entropy is None else entropy,
@@ -132,8 +129,8 @@ def _launch(objective, log_probs, entropy, index, num_documents, coefficients, p
         objective.advantages,
         objective.weights,
         index,
-        coefficients,
-        coefficients if parts is None else parts,
+        result,
+        parts,
         len(log_probs),
         num_documents,
         *margins(objective.family),
@@ -144,6 +141,7 @@ def _launch(objective, log_probs, entropy, index, num_documents, coefficients, p
         BLOCK=_BLOCK,
         num_warps=8,
     )
+    return result, parts
 
 
 def scale_rows(source: Tensor, factors: Tensor, target: Tensor, rows: Tensor) -> Tensor:

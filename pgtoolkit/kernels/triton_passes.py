@@ -8,27 +8,13 @@ import os
 import torch
 from torch import Tensor
 
-from pgtoolkit.kernels import torch_passes
 from pgtoolkit.kernels import triton_objective as vectors
-from pgtoolkit.kernels.triton_objective import scale_, scale_rows, settle
 from pgtoolkit.kernels.triton_one_pass import one_pass_kernel
 from pgtoolkit.kernels.triton_two_pass import backward_kernel, forward_kernel
-from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import Objective
 
-__all__ = [
-    "backward",
-    "check_runs_on",
-    "coefficients",
-    "forward",
-    "forward_gradient",
-    "forward_score_",
-    "forward_shard",
-    "judge",
-    "scale_",
-    "scale_rows",
-    "settle",
-]
+evaluate, coefficients, make_weights = vectors.evaluate, vectors.coefficients, vectors.make_weights
+scale_, scale_rows = vectors.scale_, vectors.scale_rows
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -132,21 +118,6 @@ def forward_gradient(
     if vectors.surrogate_of(objective.family) is None:
         return None
     return _one_pass(logits, labels, temperature, with_entropy, objective, out)
-
-
-def judge(
-    objective: Objective, log_probs: Tensor, entropy: Tensor | None, level: str
-) -> tuple[Tensor, Tensor, MetricSums]:
-    """As `torch_passes.judge`."""
-    return vectors.judge(objective, log_probs, entropy, level) or torch_passes.judge(
-        objective, log_probs, entropy, level
-    )
-
-
-def coefficients(objective: Objective, log_probs: Tensor) -> Tensor:
-    """As `torch_passes.coefficients`."""
-    found = vectors.coefficients(objective, log_probs)
-    return torch_passes.coefficients(objective, log_probs) if found is None else found
 
 
 def _forward(logits, labels, temperature, with_entropy, vocabulary_start):

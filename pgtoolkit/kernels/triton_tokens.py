@@ -57,7 +57,7 @@ def weighted(log_ratio, advantage, log_prob, below, above):
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_documents", "over_documents", "over_tokens", "num_groups"])
-def settle_kernel(
+def weights_kernel(
     labels,
     document_index,
     group_index,
@@ -76,7 +76,7 @@ def settle_kernel(
     WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Mask, document and weight of each token, and the counts that `triton_objective.settle` names."""
+    """Mask, document and weight of each token, and the counts that `triton_objective.make_weights` names."""
     document = tl.program_id(0)
     count = tl.zeros([BLOCK], tl.int32)
     trained = tl.zeros([BLOCK], tl.int32)

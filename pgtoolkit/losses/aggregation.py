@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pgtoolkit.batch import StepTotals
-    from pgtoolkit.losses.documents import Segments
+    from pgtoolkit.losses.documents import DocumentSums
 
 Reducer = Callable[..., "Tensor"]
 """A custom reducer: `reducer(totals, mask=, document_index=, tokens_per_document=, group_index=)` returns w_t (T,)."""
@@ -28,21 +28,21 @@ class Aggregation:
 
     It returns (documents,) numbers; counts: N_d, (documents,) int64, group_index: (documents,) int64 or None.
     equation, where: what `pgtk check` prints. needs_groups: whether group_index must be known.
-    alike: whether the tokens of a document weigh alike, as they do in all but a custom reducer.
+    equal_within_documents: whether the tokens of a document have the same weight; False only for a custom reducer.
     """
 
     equation: ClassVar[str]
     where: ClassVar[str]
     needs_groups: ClassVar[bool] = False
-    alike: ClassVar[bool] = True
+    equal_within_documents: ClassVar[bool] = True
 
-    def weights(self, totals: StepTotals, segments: Segments, mask: Tensor, group_index: Tensor | None) -> Tensor:
+    def weights(self, totals: StepTotals, documents: DocumentSums, mask: Tensor, group_index: Tensor | None) -> Tensor:
         """w_t: (T,) float64, 0 where mask is False. group_index: as numbered in totals.tokens_per_group.
 
         Raises ValueError where groups are needed and not known.
         """
         self.check_groups(group_index is not None and totals.tokens_per_group is not None)
-        denominator = segments.broadcast(self.denominators(totals, segments.counts, group_index).double())
+        denominator = documents.broadcast(self.denominators(totals, documents.counts, group_index).double())
         return (1.0 / denominator.where(mask, 1.0)).where(mask, 0.0)
 
     def check_groups(self, known: bool) -> None:
@@ -109,16 +109,12 @@ class Custom(Aggregation):
 
     reducer: Reducer
 
-    alike: ClassVar[bool] = False
+    equal_within_documents: ClassVar[bool] = False
 
-    def weights(self, totals: StepTotals, segments: Segments, mask: Tensor, group_index: Tensor | None) -> Tensor:
-        found = self.reducer(
-            totals,
-            mask=mask,
-            document_index=segments.index,
-            tokens_per_document=segments.counts,
-            group_index=group_index,
-        )
+    def weights(self, totals: StepTotals, documents: DocumentSums, mask: Tensor, group_index: Tensor | None) -> Tensor:
+        index, counts = documents.index, documents.counts
+        options = {"document_index": index, "tokens_per_document": counts, "group_index": group_index}
+        found = self.reducer(totals, mask=mask, **options)
         if getattr(found, "shape", None) != mask.shape:
             got = tuple(found.shape) if hasattr(found, "shape") else type(found).__name__
             raise ValueError(f"the reducer must return one weight per token, shape {tuple(mask.shape)} (got {got})")
@@ -135,9 +131,9 @@ AGGREGATIONS: dict[str, type[Aggregation]] = {
 
 
 def aggregation_of(mode: str, divisor: float | None = None, reducer: Reducer | None = None) -> Aggregation:
-    """The aggregation of a name; a reducer takes the place of all of them.
+    """The aggregation of a name, or the reducer in its place.
 
-    Raises ValueError for an unknown mode, or a divisor that is not finite and positive (constant) or given in vain.
+    Raises ValueError for an unknown mode, or a divisor that is not finite and positive (constant) or has no effect.
     """
     check_name("aggregation", mode, AGGREGATIONS)
     if reducer is not None and not callable(reducer):

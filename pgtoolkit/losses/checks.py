@@ -1,4 +1,4 @@
-"""What a single argument must be: checks that end in one sentence. No torch is imported here."""
+"""Checks of a single argument, each of which raises one sentence. No torch is imported here."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def check_name(key: str, value: Any, known: Iterable[str]) -> None:
         raise ValueError(f"{key}={shown(value)} is unknown; choose one of {', '.join(known)}")
 
 
-def check_positive(key: str, value: Any, says: str = "") -> None:
-    """ValueError unless value is a finite number > 0; says: what is needed, in other words."""
+def check_positive(key: str, value: Any, needed: str = "") -> None:
+    """ValueError unless value is a finite number > 0; needed: the beginning of the message, if it is another."""
     if not (isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value) and value > 0):
-        raise ValueError(f"{says or f'{key} needs a finite number > 0'} (got {shown(value)})")
+        raise ValueError(f"{needed or f'{key} needs a finite number > 0'} (got {shown(value)})")
 
 
 def check_not_negative(key: str, value: Any) -> None:

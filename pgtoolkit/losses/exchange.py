@@ -36,22 +36,21 @@ class Ranks:
         return self.vocabulary, self.vocabulary.rank() * columns if start is None else start
 
 
-ALONE = Ranks()
-
-
 def all_sum(values: Tensor, group: ProcessGroup | None) -> Tensor:
     """The sum over the ranks, the same bits on each. Not differentiable."""
-    return values if group is None else _reduced_(values.clone(), dist.ReduceOp.SUM, group)
+    return values if group is None else all_reduce_(values.clone(), group)
 
 
-def all_sum_(values: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The same in the place of the values, which are contiguous."""
-    return values if group is None else _reduced_(values, dist.ReduceOp.SUM, group)
+def all_reduce_(values: Tensor, group: ProcessGroup | None, operation=dist.ReduceOp.SUM) -> Tensor:
+    """The sum, or another reduction, in the place of the values, which are contiguous."""
+    if group is not None:
+        dist.all_reduce(values, operation, group=group)
+    return values
 
 
 def all_max(values: Tensor, group: ProcessGroup | None) -> Tensor:
     """The maximum over the ranks."""
-    return values if group is None else _reduced_(values.clone(), dist.ReduceOp.MAX, group)
+    return values if group is None else all_reduce_(values.clone(), group, dist.ReduceOp.MAX)
 
 
 def gather(values: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -80,33 +79,3 @@ class SumGradient(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
         return all_sum(gradient.contiguous(), ctx.group), None
-
-
-def common_bins(lengths: list[tuple[int, ...]], capacity: int) -> list[list[int]]:
-    """Items in few bins, in none of which any rank holds more than capacity, or of one item that is longer.
-
-    lengths[item][rank]: how much of the item the rank holds. The same on every rank. As `plan.balanced_bins`, which is
-    this for one rank and quicker.
-    """
-    order = sorted(range(len(lengths)), key=lambda item: -max(lengths[item]))
-    alone = [[item] for item in order if max(lengths[item]) > capacity]
-    order = order[len(alone) :]
-    num_ranks = len(lengths[0]) if lengths else 0
-    held = [sum(lengths[item][rank] for item in order) for rank in range(num_ranks)]
-    num_bins = max((-(-total // capacity) for total in held), default=0)
-    while order:
-        loads, bins = [[0] * num_ranks for _ in range(num_bins)], [[] for _ in range(num_bins)]
-        for item in order:
-            after = [max(map(sum, zip(load, lengths[item], strict=True))) for load in loads]
-            number = after.index(min(after))
-            bins[number].append(item)
-            loads[number] = [sum(pair) for pair in zip(loads[number], lengths[item], strict=True)]
-        if max(map(max, loads)) <= capacity:
-            return alone + [sorted(items) for items in bins if items]
-        num_bins += 1
-    return alone
-
-
-def _reduced_(values: Tensor, operation, group: ProcessGroup) -> Tensor:
-    dist.all_reduce(values, operation, group=group)
-    return values

@@ -21,7 +21,7 @@ _RATIO = "r_t = exp(new - old log-prob of token t)"
 
 @dataclass(frozen=True)
 class _Clipped(Family):
-    """-min(ratio A, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) A), whatever the ratio is of."""
+    """-min(ratio A, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) A), of a token's or a document's ratio."""
 
     epsilon_low: float
     epsilon_high: float
@@ -39,7 +39,7 @@ class _Clipped(Family):
     def surrogate(self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
         ratio, (lower, upper) = log_ratio.exp(), self.bounds
         losses = -(ratio * advantages).minimum(ratio.clamp(lower, upper) * advantages)
-        # The bounds themselves pass, as autograd of minimum and clamp has it.
+        # A ratio equal to a bound keeps its gradient, as in autograd of minimum and clamp.
         passes = ((advantages > 0) & (ratio <= upper)) | (~(advantages > 0) & (ratio >= lower))
         return losses, (-ratio * advantages).where(passes, 0.0)
 

@@ -24,15 +24,17 @@ def parameter(default: Any, least: float, most: float) -> Any:
 
 @dataclass(frozen=True)
 class Family:
-    """What a family of one's own inherits: `surrogate`, and what differs of the rest. Fields are its parameters.
+    """The base class of a loss family. A subclass defines `surrogate` and overrides what is different; its dataclass
+    fields are its parameters.
 
-    scope: "token" if each token has its own log-ratio s_t; "document" or "document_sum" if s_t is the mean or the sum
-        over its document. The advantage then is the document's mean, and the document must be whole.
+    scope: "token" if s_t is the token's own, "document" or "document_sum" if it is the mean or the sum over the
+        document; the advantage is then the document's mean, and all tokens of the document must be in the same call.
     slope_of: what the slope of `surrogate` is a derivative by: the "log_ratio" s_t; the "log_prob" p_t where s_t is
         only a factor without gradient; "both" where s_t is the token's own log-ratio and the loss has both.
     silent_without_advantage: True if a token of advantage 0 has slope 0 whatever its log-ratio; its row then takes no
         part in the backward products.
-    clips_by_sign: True if the clip acts below only where A < 0 and above only where A > 0, False if on both.
+    clips_by_sign: True if the lower bound acts only where A < 0 and the upper one only where A > 0; False if both
+        act whatever the sign of A.
     """
 
     scope: ClassVar[str] = "token"
@@ -42,7 +44,7 @@ class Family:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The family's name in messages."""
         return type(self).__name__.lower()
 
     @property
@@ -61,7 +63,7 @@ class Family:
         return f"{type(self).__module__}.{type(self).__qualname__}"
 
     def notes(self) -> list[str]:
-        """What is legal and surprising about these numbers, in sentences."""
+        """Sentences on parameters that are allowed but may surprise, for `pgtk check`."""
         return []
 
     def token(self, log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -69,22 +71,22 @@ class Family:
         return log_ratio, None
 
     def surrogate(self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
-        """(l, slope), each (T,), of s clamped to plus or minus 20, A as the scope sees it, and the new log-probs.
+        """(l, slope), each (T,), of s clamped to plus or minus 20, the advantages over the scope, and new log-probs.
 
-        All are 0 where nothing is trained. l is written so that autograd differentiates it, with `detach` where the
-        paper has a stop-gradient: the slope is checked against that.
+        All are 0 where nothing is trained. The slope is compared with what autograd makes of l, so l needs `detach`
+        where the paper has a stop-gradient.
         """
         raise TypeError(f"{type(self).__name__} needs a method surrogate(log_ratio, advantages, log_probs)")
 
     def outside(self, ratio: Tensor, token_log_ratio: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
-        """(T,) bool each: what lies below the lower and above the upper bound; the bounds themselves do not.
+        """(T,) bool each: what lies below the lower and above the upper bound.
 
         ratio: exp(s). token_log_ratio: of each token alone, before `token`.
         """
         return ratio < self.bounds[0], ratio > self.bounds[1]
 
     def cuts(self, low: Tensor, high: Tensor, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        """(T,) bool each: where the lower and the upper bound change the coefficient. low, high: of `outside`."""
+        """(T,) bool each: where the lower and the upper bound change the coefficient. low, high: as of `outside`."""
         if self.clips_by_sign:
             return low & (advantages < 0), high & (advantages > 0)
         return low & (advantages != 0), high & (advantages != 0)

@@ -1,9 +1,8 @@
-"""What a step reports: sums and extrema travel between micro-batches and ranks, each mean is divided once."""
+"""The metrics that the loss gives: their names, and their sums and extrema over the pieces of a step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,12 +11,8 @@ from torch.distributed import ProcessGroup
 from pgtoolkit.batch import StepTotals
 from pgtoolkit.losses.exchange import all_max, all_sum
 
-if TYPE_CHECKING:
-    from pgtoolkit.losses.objective import Objective
-
-LEVELS = ("none", "basic", "with_entropy")
-
 _BASIC_MEANS = (
+    "new_logprobs",
     "old_logprobs",
     "ratio_new_old",
     "advantage",
@@ -27,11 +22,8 @@ _BASIC_MEANS = (
     "clipped_high_fraction",
     "clamped_log_ratio_fraction",
 )
-_MEANS = {
-    "none": ("new_logprobs",),
-    "basic": ("new_logprobs", *_BASIC_MEANS),
-    "with_entropy": ("new_logprobs", *_BASIC_MEANS, "entropy"),
-}
+_MEANS = {"none": ("new_logprobs",), "basic": _BASIC_MEANS, "with_entropy": (*_BASIC_MEANS, "entropy")}
+LEVELS = tuple(_MEANS)
 _MAXIMA = ("max_advantage", "max_ratio_new_old")
 _MINIMA = ("min_advantage", "min_ratio_new_old")
 
@@ -40,8 +32,8 @@ _MINIMA = ("min_advantage", "min_ratio_new_old")
 class MetricSums:
     """The additive part of a step's metrics: one vector to be summed and one to be maximised over pieces and ranks.
 
-    sums: (K,) float64 numerators. maxima: (M,) float64; minima travel negated, and a piece without a trained token
-    holds -inf, so that no placeholder can win.
+    sums: (K,) float64, numerators in the order of `_MEANS`, then three sums over ratios. maxima: (M,) float64; minima
+    travel negated, and a piece without a trained token holds -inf, so that no placeholder can win.
     """
 
     level: str
@@ -80,43 +72,3 @@ class MetricSums:
             if value is not None:
                 metrics[name] = torch.as_tensor(value)
         return metrics
-
-
-@torch.no_grad()
-def metric_sums(level: str, objective: Objective, log_probs: Tensor, entropy: Tensor | None) -> MetricSums:
-    """The contribution of one piece of a step. log_probs, entropy: (T,), the latter None unless the level has it."""
-    segments, mask, advantages = objective.segments, objective.mask, objective.advantages
-    # u: one over the document's length at its trained tokens, so that each document sums to one.
-    u = segments.broadcast(1.0 / segments.counts.clamp(min=1).double())
-
-    def document_sums(values: list[Tensor]) -> Tensor:
-        # All at once: on a GPU each operation on a vector costs the same, however little it does.
-        return (u * torch.where(mask, torch.stack([x.double() for x in values]), 0.0)).sum(1)
-
-    if level == "none":
-        return MetricSums(level, document_sums([log_probs]), u.new_empty(0))
-
-    family, judged = objective.family, objective.judged(log_probs)
-    ratio, log_ratio = judged.ratio.double(), judged.log_ratio.double()
-    low, high = family.outside(judged.ratio, judged.token_log_ratio, log_probs)
-    values = [
-        log_probs,
-        objective.old_log_probs,
-        ratio,
-        advantages,
-        log_ratio.expm1() - log_ratio,
-        low | high,
-        *family.cuts(low, high, judged.ratio, objective.judged_advantages),
-        judged.clamped,
-    ]
-    if level == "with_entropy":
-        values.append(entropy)
-    v = u if family.by_document else mask.double()
-    weighted = v * ratio
-    sums = torch.cat([document_sums(values), torch.stack([weighted, weighted * ratio, v]).sum(1)])
-
-    extrema = torch.stack([advantages.double(), ratio, -advantages.double(), -ratio])
-    # A piece without tokens has no maximum to take: -inf joins in.
-    lowest = extrema.new_full((len(extrema), 1), -torch.inf)
-    maxima = torch.cat([torch.where(mask, extrema, -torch.inf), lowest], 1).amax(1)
-    return MetricSums(level, sums, maxima)

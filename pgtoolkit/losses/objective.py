@@ -1,7 +1,8 @@
-"""The part of the loss that lives on vectors of length T, between the two vocabulary-sized kernels."""
+"""Loss, coefficients and metrics of a piece of a step, from its log-probs: all on vectors of one number per token."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -12,10 +13,10 @@ from pgtoolkit.batch import StepTotals, Tokens
 from pgtoolkit.errors import DataError
 from pgtoolkit.losses.aggregation import Aggregation
 from pgtoolkit.losses.checks import check_name, check_positive
-from pgtoolkit.losses.documents import Segments
+from pgtoolkit.losses.documents import DocumentSums
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.family import Family
-from pgtoolkit.losses.metrics import LEVELS, MetricSums, metric_sums
+from pgtoolkit.losses.metrics import LEVELS, MetricSums
 from pgtoolkit.losses.totals import whole_step_totals
 
 LOG_RATIO_LIMIT = 20.0
@@ -41,11 +42,12 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class Judged:
-    """T-vectors of what each token is judged by, 0 (ratio: 1) where nothing is trained.
+class TokenTerms:
+    """The terms of each token, (T,) each; 0 (ratio: 1) where nothing is trained.
 
     losses: the surrogate l_t. slope: of the surrogate, by the family's `slope_of`, times the token's own derivative.
-    ratio, log_ratio: after the clamp. clamped: bool, True where the clamp acted. token_log_ratio: each token's own.
+    ratio, log_ratio: the token's or its document's, after the clamp. clamped: bool, True where the clamp acted.
+    token_log_ratio: of the token alone, before the family's `token` and the clamp.
     """
 
     losses: Tensor
@@ -58,11 +60,11 @@ class Judged:
 
 @dataclass(frozen=True)
 class Objective:
-    """The objective of one piece of a step: log-probs in, loss and metrics out.
+    """The objective of one piece of a step: log-probs in, loss, coefficients and metrics out.
 
     mask: (T,) bool. The others of (T,) are in the dtype the log-probs come in. gradient_weights: what a token's slope
     is weighted by: w_t, or its mean or sum over the document where the family's slope is the document's.
-    known_advantages: see `judged_advantages`. Where documents are spread over ranks, segments know the group.
+    known_scope_advantages: see `scope_advantages`. Where documents are spread over ranks, `documents` knows the group.
     """
 
     family: Family
@@ -71,39 +73,87 @@ class Objective:
     advantages: Tensor
     weights: Tensor
     gradient_weights: Tensor
-    segments: Segments
+    documents: DocumentSums
     totals: StepTotals
-    known_advantages: Tensor | None = None
-    _last: list = field(default_factory=list, compare=False, repr=False)
+    known_scope_advantages: Tensor | None = None
+    _last_terms: list = field(default_factory=list, compare=False, repr=False)
 
     @cached_property
-    def judged_advantages(self) -> Tensor:
-        """(T,) the advantages as the family sees them, 0 where nothing is trained; made when first asked for."""
-        if self.known_advantages is not None:
-            return self.known_advantages
-        return in_scope(self.family, torch.where(self.mask, self.advantages, 0.0), self.segments)
+    def scope_advantages(self) -> Tensor:
+        """(T,) advantages of the tokens or of their documents, as the family has it; 0 where nothing is trained."""
+        if self.known_scope_advantages is not None:
+            return self.known_scope_advantages
+        return scope_mean(self.family, torch.where(self.mask, self.advantages, 0.0), self.documents)
 
     def value(self, log_probs: Tensor) -> Tensor:
         """This piece's share of the step's loss: the sum of w_t times the surrogate. Differentiable by autograd."""
-        return (self.weights * self.judged(log_probs).losses).sum()
+        return (self.weights * self.token_terms(log_probs).losses).sum()
 
     def losses_and_coefficients(self, log_probs: Tensor) -> tuple[Tensor, Tensor]:
         """(w_t times the surrogate, c_t), each (T,): c_t is the derivative of `value` by each log-prob.
 
-        Both are 0 where nothing is trained. c is what autograd would find, by formula, since it is wanted without a
+        Both are 0 where nothing is trained. c_t is what autograd would find, by formula, since it is wanted without a
         graph: a slope by the document's mean is the same for all its tokens.
         """
-        judged = self.judged(log_probs)
-        return self.weights * judged.losses, self.gradient_weights * judged.slope
+        terms = self.token_terms(log_probs)
+        return self.weights * terms.losses, self.gradient_weights * terms.slope
+
+    def coefficients(self, log_probs: Tensor) -> Tensor:
+        """(T,) c_t alone; `documents` may be None where the family's scope is the token."""
+        return self.losses_and_coefficients(log_probs)[1]
+
+    def evaluate(self, log_probs: Tensor, entropy: Tensor | None, level: str) -> tuple[Tensor, Tensor, MetricSums]:
+        """(loss, coefficients, metric sums): 0-dim, (T,), and those of the level; entropy: (T,), if it has it."""
+        losses, coefficients = self.losses_and_coefficients(log_probs)
+        return losses.sum(), coefficients, self.metrics(level, log_probs, entropy)
+
+    @torch.no_grad()
+    def metrics(self, level: str, log_probs: Tensor, entropy: Tensor | None) -> MetricSums:
+        """What this piece adds to the metrics of the step; entropy: (T,), at level with_entropy."""
+        # u: one over the document's length at its trained tokens, so that each document sums to one.
+        u = self.documents.broadcast(1.0 / self.documents.counts.clamp(min=1).double())
+
+        def document_sums(values: list[Tensor]) -> Tensor:
+            # All at once: on a GPU each operation on a vector costs the same, however little it does.
+            return (u * torch.where(self.mask, torch.stack([x.double() for x in values]), 0.0)).sum(1)
+
+        if level == "none":
+            return MetricSums(level, document_sums([log_probs]), u.new_empty(0))
+
+        family, terms = self.family, self.token_terms(log_probs)
+        ratio, log_ratio = terms.ratio.double(), terms.log_ratio.double()
+        low, high = family.outside(terms.ratio, terms.token_log_ratio, log_probs)
+        values = [
+            log_probs,
+            self.old_log_probs,
+            ratio,
+            self.advantages,
+            log_ratio.expm1() - log_ratio,
+            low | high,
+            *family.cuts(low, high, terms.ratio, self.scope_advantages),
+            terms.clamped,
+        ]
+        if level == "with_entropy":
+            values.append(entropy)
+        v = u if family.by_document else self.mask.double()
+        weighted = v * ratio
+        sums = torch.cat([document_sums(values), torch.stack([weighted, weighted * ratio, v]).sum(1)])
+
+        advantages = self.advantages.double()
+        extrema = torch.stack([advantages, ratio, -advantages, -ratio])
+        # A piece without tokens has no maximum to take: -inf joins in.
+        lowest = extrema.new_full((len(extrema), 1), -torch.inf)
+        maxima = torch.cat([torch.where(self.mask, extrema, -torch.inf), lowest], 1).amax(1)
+        return MetricSums(level, sums, maxima)
 
     def informative(self) -> Tensor:
         """(T,) bool: False where c_t is 0 whatever the log-probs turn out to be."""
-        return self.mask & (self.judged_advantages != 0) if self.family.silent_without_advantage else self.mask
+        return self.mask & (self.scope_advantages != 0) if self.family.silent_without_advantage else self.mask
 
-    def take(self, rows: Tensor | slice, segments: Segments | None) -> Objective:
+    def take(self, rows: Tensor | slice, documents: DocumentSums | None) -> Objective:
         """The share of some rows, in that order; documents that the family needs whole must be whole in it.
 
-        segments: the same rows' documents; None only for a family that judges tokens one by one.
+        documents: those of the same rows; None only for a family whose scope is the token.
         """
         return replace(
             self,
@@ -112,14 +162,10 @@ class Objective:
             advantages=self.advantages[rows],
             weights=self.weights[rows],
             gradient_weights=self.gradient_weights[rows],
-            segments=segments,
-            known_advantages=self.judged_advantages[rows],
-            _last=[],
+            documents=documents,
+            known_scope_advantages=self.scope_advantages[rows],
+            _last_terms=[],
         )
-
-    def metrics(self, level: str, log_probs: Tensor, entropy: Tensor | None) -> MetricSums:
-        """What this piece adds to the metrics of the step; entropy: (T,), at level with_entropy."""
-        return metric_sums(level, self, log_probs, entropy)
 
     def not_finite(self, log_probs: Tensor | None = None) -> Tensor:
         """(T,) bool: trained positions whose weight, old log-prob, advantage or, if given, log-prob is not finite."""
@@ -133,8 +179,8 @@ class Objective:
         """
         bad = self.not_finite(log_probs)
         if bad.any():
-            documents = self.segments.index[bad].unique().tolist()
-            if documents[-1] == self.segments.num_documents:
+            documents = self.documents.index[bad].unique().tolist()
+            if documents[-1] == self.documents.num_documents:
                 raise ValueError(
                     f"document_index at a trained position is negative or not below num_documents={documents[-1]}"
                 )
@@ -146,18 +192,18 @@ class Objective:
                 "label outside the vocabulary; mask the position (label -1) or drop the document"
             )
 
-    def judged(self, log_probs: Tensor) -> Judged:
-        """What each token is judged by; kept, since loss and metrics both ask for it."""
+    def token_terms(self, log_probs: Tensor) -> TokenTerms:
+        """The terms of each token, kept for the same log-probs, since loss and metrics both ask for them."""
         kept = not log_probs.requires_grad
-        if kept and self._last and self._last[0] is log_probs:
-            return self._last[1]
-        family, advantages = self.family, self.judged_advantages
+        if kept and self._last_terms and self._last_terms[0] is log_probs:
+            return self._last_terms[1]
+        family, advantages = self.family, self.scope_advantages
         # Dropped by selection before any arithmetic: what is not trained may hold NaN or infinity.
         token_log_ratio = torch.where(self.mask, log_probs - self.old_log_probs, 0.0)
         own, derivative = family.token(token_log_ratio, advantages)
-        if derivative is not None:  # which would make a number of an infinite log-ratio, as the clamp would
+        if derivative is not None:  # a clip, like the clamp below, would make a number of an infinite log-ratio
             own = torch.where(torch.isfinite(token_log_ratio), own, torch.nan)
-        unclamped = over_scope(family, own, self.segments)
+        unclamped = over_scope(family, own, self.documents)
         clamped, log_ratio = unclamped.abs() > LOG_RATIO_LIMIT, unclamped.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         finite = torch.isfinite(unclamped) & torch.isfinite(advantages)
         log_ratio = torch.where(finite, log_ratio, torch.nan)
@@ -166,55 +212,63 @@ class Objective:
         if family.slope_of == "log_ratio":
             slope = torch.where(clamped, 0.0, slope)
             slope = slope if derivative is None else slope * derivative
-        judged = Judged(losses, slope, log_ratio.exp(), log_ratio, clamped, token_log_ratio)
+        terms = TokenTerms(losses, slope, log_ratio.exp(), log_ratio, clamped, token_log_ratio)
         if kept:
-            self._last[:] = log_probs, judged
-        return judged
+            self._last_terms[:] = log_probs, terms
+        return terms
 
 
-def in_scope(family: Family, values: Tensor, segments: Segments | None) -> Tensor:
+def scope_mean(family: Family, values: Tensor, documents: DocumentSums | None) -> Tensor:
     """(T,) the values themselves, or the mean of each one's document for a family by document."""
-    return segments.broadcast(segments.mean(values)) if family.by_document else values
+    return documents.broadcast(documents.mean(values)) if family.by_document else values
 
 
-def over_scope(family: Family, values: Tensor, segments: Segments | None) -> Tensor:
-    """(T,) the values themselves, or the mean or the sum of each one's document, as the family's scope is."""
+def over_scope(family: Family, values: Tensor, documents: DocumentSums | None) -> Tensor:
+    """(T,) the values themselves, or the mean or the sum of each one's document, as the family's scope says."""
     if family.scope == "document_sum":
-        return segments.broadcast(segments.sum(values))
-    return in_scope(family, values, segments)
+        return documents.broadcast(documents.sum(values))
+    return scope_mean(family, values, documents)
 
 
 def make_objective(
-    tokens: Tokens, totals: StepTotals | None, loss: Loss, dtype: torch.dtype, ranks: Ranks, settle=None
+    tokens: Tokens,
+    totals: StepTotals | None,
+    loss: Loss,
+    dtype: torch.dtype,
+    ranks: Ranks,
+    make_weights: Callable | None = None,
 ) -> Objective:
-    """Masks, segments and weights of a piece; `dtype` is what the log-probs will come in.
+    """Masks, documents and weights of a piece; `dtype` is what the log-probs will come in.
 
-    settle: what makes them faster where it can (`kernels.triton_objective.settle`), or None. Without totals the piece
-    is the whole step, or the pieces of ranks.data are. Reads tensors on the host only where the caller left sizes open.
+    make_weights: `kernels.triton_objective.make_weights`, which is faster where it can be used, or None. Without
+    totals the piece, or the pieces of all of ranks.data, are the whole step. Reads tensors on the host only where the
+    caller left sizes open.
     """
     family, aggregation = loss.family, loss.aggregation
     old_log_probs, advantages = (x.to(dtype).contiguous() for x in (tokens.old_log_probs, tokens.advantages))
     has_groups = tokens.group_index is not None and (totals is None or totals.tokens_per_group is not None)
     aggregation.check_groups(has_groups)
-    if settle is not None and ranks.sequence is None and ranks.data is None:
-        settled = settle(tokens, aggregation, totals)
-        if settled is not None:
-            mask, segments, totals, weights = settled
-            return Objective(family, mask, old_log_probs, advantages, weights, weights, segments, totals)
+    if make_weights is not None and ranks.sequence is None and ranks.data is None:
+        made = make_weights(tokens, aggregation, totals)
+        if made is not None:
+            mask, documents, totals, weights = made
+            return Objective(family, mask, old_log_probs, advantages, weights, weights, documents, totals)
     mask = tokens.labels >= 0
     misplaced = mask & ((tokens.document_index < 0) | (tokens.document_index >= tokens.num_documents))
-    segments = Segments(tokens.document_index, mask & ~misplaced, tokens.num_documents, ranks.sequence)
-    known_advantages = None
+    documents = DocumentSums.of_tokens(tokens.document_index, mask & ~misplaced, tokens.num_documents, ranks.sequence)
+    scope_advantages = None
     if ranks.sequence is not None:
         # First, since the documents' lengths, which the rest needs, travel with it.
-        known_advantages = in_scope(family, torch.where(mask, advantages, 0.0), segments)
+        scope_advantages = scope_mean(family, torch.where(mask, advantages, 0.0), documents)
     group_index = tokens.group_index
     if totals is None:
-        totals, group_index = whole_step_totals(segments, group_index, ranks.data)
-    weights = aggregation.weights(totals, segments, mask, group_index)
+        totals, group_index = whole_step_totals(documents, group_index, ranks.data)
+    weights = aggregation.weights(totals, documents, mask, group_index)
     weights = torch.where(misplaced, torch.nan, weights).to(dtype)  # no document, no result
-    own_slope = family.slope_of != "log_ratio" or (aggregation.alike and family.scope != "document_sum")
-    gradient_weights = weights if own_slope else over_scope(family, weights, segments)
+    own_slope = family.slope_of != "log_ratio" or (
+        aggregation.equal_within_documents and family.scope != "document_sum"
+    )
+    gradient_weights = weights if own_slope else over_scope(family, weights, documents)
     return Objective(
-        family, mask, old_log_probs, advantages, weights, gradient_weights, segments, totals, known_advantages
+        family, mask, old_log_probs, advantages, weights, gradient_weights, documents, totals, scope_advantages
     )

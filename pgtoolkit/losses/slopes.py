@@ -1,4 +1,4 @@
-"""Whether a family is what it says: its slopes against automatic differentiation, on a few numbers."""
+"""Compares the slopes of a family with automatic differentiation, on a few numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pgtoolkit.losses.family import Family
 
 
 def check_family(family: Family) -> None:
-    """Raise ValueError, in a sentence that names the number, where a family contradicts itself.
+    """Raise ValueError, naming the number, where a family's slopes or attributes disagree with its functions.
 
     Looks at log-ratios between -3 and 3, advantages of both signs and 0, and log-probs between -6 and -0.01, in
     float64: shapes, the derivatives that `token` and `surrogate` return, `silent_without_advantage`, and the bounds.

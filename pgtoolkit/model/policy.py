@@ -17,7 +17,7 @@ from pgtoolkit.config.schema import HuggingFaceModelConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.kernels.losses import LMHead
 from pgtoolkit.kernels.products import linear
-from pgtoolkit.losses.exchange import ALONE, Ranks
+from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.model import attention
 from pgtoolkit.model.attention import Documents
 from pgtoolkit.rollouts.generation import own_settings
@@ -81,7 +81,7 @@ class Policy:
 
     def loss_inputs(self, micro_batch: MicroBatch) -> tuple[Tensor, LMHead, Ranks]:
         """What the loss needs of the model: hidden states, the head, and the ranks that share them."""
-        return self.hidden_states(micro_batch), LMHead(self.head.weight, self.head.bias), ALONE
+        return self.hidden_states(micro_batch), LMHead(self.head.weight, self.head.bias), Ranks()
 
     def _body(self, tokens: Tensor, position_ids: Tensor, lengths: Sequence[int] = (), **more) -> Tensor:
         """(rows, S, H) hidden states of tokens (rows, S); lengths: of the documents of one packed row."""

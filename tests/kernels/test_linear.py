@@ -12,7 +12,7 @@ from pgtoolkit.batch import DocumentCounts
 from pgtoolkit.errors import DataError
 from pgtoolkit.kernels import fused_head as linear_module
 from pgtoolkit.kernels import torch_passes, triton_passes
-from pgtoolkit.kernels.fused_head import Head, linear_loss
+from pgtoolkit.kernels.fused_head import HeadOptions, linear_loss
 from pgtoolkit.kernels.products import accumulate_matmul, matmul
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -69,8 +69,9 @@ class Problem:
         precise = torch.float64 if self.dtype == torch.float64 else torch.float32
         options = {"group_index": group_index, "dtype": precise} | epsilons
         objective = objective_of(self.tensors, loss, (aggregation, divisor), **options)
-        head = Head(IMPLEMENTATIONS[implementation], max_rows, TEMPERATURE, "with_entropy", fp32_logits, True, None)
-        value, log_probs, _, _ = linear_loss(*leaves, self.tensors[0], objective, head)
+        module = IMPLEMENTATIONS[implementation]
+        options = HeadOptions(module, max_rows, TEMPERATURE, "with_entropy", fp32_logits, True, None)
+        value, log_probs, _, _ = linear_loss(*leaves, self.tensors[0], objective, options)
         return value, log_probs, leaves
 
 

@@ -13,7 +13,8 @@ from threads import on_ranks
 from pgtoolkit import linear_policy_loss, policy_loss
 from pgtoolkit.errors import DataError
 from pgtoolkit.kernels import losses
-from pgtoolkit.losses.exchange import Ranks, common_bins
+from pgtoolkit.kernels.chunks import common_bins
+from pgtoolkit.losses.exchange import Ranks
 
 HEAD_CASE = make_head_case()
 TWO_BY_TWO = CUTS["sequence x vocabulary"]
