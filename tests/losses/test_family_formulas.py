@@ -94,6 +94,21 @@ def test_loss_and_coefficients_are_those_of_the_paper(formula, family):
     torch.testing.assert_close(gradient, new.grad, rtol=1e-13, atol=1e-16)
 
 
+@pytest.mark.parametrize("aggregation", ["sample_mean", "token_mean", "constant"])
+def test_all_families_have_the_same_gradient_on_policy(aggregation):
+    """Weighted by the log-prob or by the ratio: c_t = -w_t A_t."""
+    divisor = 5.0 if aggregation == "constant" else None
+    weights = {"token_mean": torch.full((8,), 1 / 8), "constant": torch.full((8,), 1 / 15)}
+    weights["sample_mean"] = 1 / (3 * torch.tensor([3.0, 3, 3, 3, 3, 3, 2, 2]))
+    for family in families.FAMILIES:
+        new = NEW.clone().requires_grad_()
+        mask = torch.ones(8, dtype=torch.bool)
+        options = {"loss": family, "aggregation": aggregation, "divisor": divisor}
+        log_prob_loss(new, NEW, ADVANTAGES, DOCUMENTS, mask, **options).loss.backward()
+        expected = -weights[aggregation].double() * ADVANTAGES
+        torch.testing.assert_close(new.grad, expected, rtol=1e-6, atol=1e-9)
+
+
 def test_a_dual_clip_acts_where_the_advantage_is_negative_and_the_ratio_large():
     """Of r A with A < 0 nothing else bounds the loss. The bound itself passes."""
     advantages = torch.tensor([-1.0, -1.0, -1.0, 1.0], dtype=torch.float64)
