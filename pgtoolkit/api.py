@@ -32,8 +32,6 @@ def policy_loss(
     document_index: Tensor,
     *,
     loss: str | Family = "gspo",
-    epsilon_low: float | None = None,
-    epsilon_high: float | None = None,
     aggregation: str = "sample_mean",
     divisor: float | None = None,
     reducer: Reducer | None = None,
@@ -49,14 +47,15 @@ def policy_loss(
     vocabulary_start: int | None = None,
     sequence_group: ProcessGroup | None = None,
     data_group: ProcessGroup | None = None,
+    **parameters: float | None,
 ) -> PolicyLoss:
     """Policy-gradient loss of packed documents, differentiable with respect to their logits.
 
     logits: (T, V) floating. labels: (T,) int64, the token to predict at each position, negative where not trained.
     old_log_probs, advantages: (T,) floating, read only where trained. document_index: (T,) int64, 0-based.
-    loss: the name of a family ("grpo", "gspo", "cispo") with the values of its paper, or a family object, such as
-        pgtoolkit.families.Cispo(epsilon_high=2.0).
-    epsilon_low, epsilon_high: other values than the paper's for the clip of a family given by name.
+    loss: the name of a family (the keys of pgtoolkit.families.FAMILIES) with the values of its paper, or a family
+        object, such as pgtoolkit.families.Cispo(epsilon_high=2.0).
+    parameters: other values than the paper's for a family given by name, such as epsilon_low and epsilon_high.
     aggregation: "sample_mean", "prompt_mean" (needs group_index, (documents,) int64), "token_mean", or
         "constant" (needs divisor, Dr. GRPO's L, 2503.20783 eq. 2). reducer: a function of your own in its place.
     totals: the step's totals when this call is a piece of a step; group_index then numbers the entries of
@@ -80,7 +79,7 @@ def policy_loss(
 
     Raises ValueError for arguments that cannot be right and DataError for non-finite data, naming the document.
     """
-    family = family_of(loss, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
+    family = family_of(loss, **parameters)
     definition = Loss(family, aggregation_of(aggregation, divisor, reducer), temperature, metrics)
     ranks = Ranks(vocabulary_group, vocabulary_start, sequence_group, data_group)
     check_switches(check_finite=check_finite, overwrite_logits=overwrite_logits)
@@ -103,8 +102,6 @@ def linear_policy_loss(
     *,
     bias: Tensor | None = None,
     loss: str | Family = "gspo",
-    epsilon_low: float | None = None,
-    epsilon_high: float | None = None,
     aggregation: str = "sample_mean",
     divisor: float | None = None,
     reducer: Reducer | None = None,
@@ -124,6 +121,7 @@ def linear_policy_loss(
     vocabulary_start: int | None = None,
     sequence_group: ProcessGroup | None = None,
     data_group: ProcessGroup | None = None,
+    **parameters: float | None,
 ) -> PolicyLoss:
     """`policy_loss` of the logits hidden @ lm_head_weight.T + bias, which need never exist in full.
 
@@ -147,7 +145,7 @@ def linear_policy_loss(
 
     With "fused_linear" the gradients are computed in the forward call, and handed out by the first backward.
     """
-    family = family_of(loss, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
+    family = family_of(loss, **parameters)
     definition = Loss(family, aggregation_of(aggregation, divisor, reducer), temperature, metrics)
     ranks = Ranks(vocabulary_group, vocabulary_start, sequence_group, data_group)
     check_switches(check_finite=check_finite)
@@ -170,8 +168,6 @@ def log_prob_loss(
     mask: Tensor,
     *,
     loss: str | Family = "gspo",
-    epsilon_low: float | None = None,
-    epsilon_high: float | None = None,
     aggregation: str = "sample_mean",
     divisor: float | None = None,
     reducer: Reducer | None = None,
@@ -180,6 +176,7 @@ def log_prob_loss(
     totals: StepTotals | None = None,
     metrics: str = "none",
     check_finite: bool = True,
+    **parameters: float | None,
 ) -> PolicyLoss:
     """`policy_loss` of log-probs that the caller has computed, differentiable with respect to them.
 
@@ -193,7 +190,7 @@ def log_prob_loss(
         raise ValueError(f"log_probs needs one floating number per token (got {shown(log_probs)})")
     if not isinstance(mask, Tensor) or mask.shape != log_probs.shape or mask.dtype != torch.bool:
         raise ValueError(f"mask needs one bool per token, {len(log_probs)} (got {shown(mask)})")
-    family = family_of(loss, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
+    family = family_of(loss, **parameters)
     definition = Loss(family, aggregation_of(aggregation, divisor, reducer), metrics=metrics)
     check_switches(check_finite=check_finite)
     vectors = mask.long() - 1, old_log_probs, advantages, document_index

@@ -90,7 +90,9 @@ def logits_of(module, document: Document) -> Tensor:
 
 def specified(module, documents: list[Document], **choices) -> tuple[reference.Reference, list[Tensor]]:
     """The step by the specification, and the gradient of every parameter."""
-    options = {"loss": "grpo", "epsilon_low": 0.2, "epsilon_high": 0.2, "aggregation": "constant", "divisor": 4}
+    options = {"aggregation": "constant", "divisor": 4}
+    if "loss" not in choices:
+        options |= {"loss": "grpo", "epsilon_low": 0.2, "epsilon_high": 0.2}
     logits = torch.cat([logits_of(module, document)[:-1] for document in documents])
     labels = torch.cat([torch.where(document.loss_mask, document.tokens, -1)[1:] for document in documents])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import pytest
 import torch
@@ -26,27 +26,36 @@ from pgtoolkit.config.validate import validate
 from pgtoolkit.losses.families import FAMILIES, Grpo
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOKEN_FAMILIES = [name for name, family in FAMILIES.items() if family.scope == "token"]
 V = 12  # the digits, "=" and the end
 
 
 @key(*(f"loss/{name}.name" for name in FAMILIES))
 def loss_name():
-    both = ["loss.epsilon_low=0.1", "loss.epsilon_high=0.1"]
-    losses = [loss_as_specified([f"loss={n}", *both], loss=n, epsilon_low=0.1, epsilon_high=0.1) for n in FAMILIES]
-    assert len({round(loss, 3) for loss in losses}) == len(losses)
+    losses = [loss_as_specified([f"loss={name}"], loss=name, **vars(FAMILIES[name]())) for name in FAMILIES]
+    assert len({round(loss, 4) for loss in losses}) == len(losses)
 
 
-@key(*(f"loss/{name}.epsilon_{side}" for name in FAMILIES for side in ("low", "high")))
-def clip(key):
+OTHERS = {
+    **{"epsilon_low": (0.05, 0.2, 0.7), "epsilon_high": (0.05, 0.2, 0.7), "dual_clip": (1.05, 1.2, 1.5)},
+    **{"delta_low": (0.01, 0.04, 0.1), "delta_high": (0.01, 0.04, 0.1), "ratio_cap": (0.8, 1.1, 1.5)},
+    **dict.fromkeys(("temperature_positive", "temperature_negative", "tau"), (0.2, 1.0, 3.0)),
+    **dict.fromkeys(("power_positive", "decay_positive", "power_negative", "decay_negative"), (0.5, 1.0, 4.0)),
+}
+
+
+@key(*(f"loss/{name}.{one.name}" for name, family in FAMILIES.items() for one in fields(family)))
+def parameter_of_a_family(key):
+    """Each of three values acts as the specification says, and they give three losses or gradients."""
     group, name = key.split(".")
-    family = group.split("/")[1]
-    losses = []
-    for value in (0.05, 0.2, 0.7):
-        given = {"epsilon_low": 0.3, "epsilon_high": 0.3} | {name: value}
-        losses.append(
-            loss_as_specified([f"loss={family}", *(f"loss.{n}={v}" for n, v in given.items())], loss=family, **given)
-        )
-    assert len({round(loss, 6) for loss in losses}) == 3
+    family, found = group.split("/")[1], set()
+    wide = {"epsilon_low": 0.3, "epsilon_high": 0.3, "dual_clip": None} if family in ("grpo", "gspo", "cispo") else {}
+    defaults = vars(FAMILIES[family]()) | {one: value for one, value in wide.items() if one in vars(FAMILIES[family]())}
+    for value in OTHERS[name]:
+        given = defaults | {name: value}
+        typed = [f"loss.{one}={'null' if number is None else number}" for one, number in given.items()]
+        found.add(round(loss_as_specified([f"loss={family}", *typed], loss=family, **given), 8))
+    assert len(found) == 3
 
 
 @dataclass(frozen=True)
@@ -125,7 +134,7 @@ def losses_and_logits(*choices: str, vocabulary: int = V):
         yield out, logits
 
 
-@key(*(f"loss/{name}.num_splits" for name in ("grpo", "cispo", "custom")))
+@key(*(f"loss/{name}.num_splits" for name in (*TOKEN_FAMILIES, "custom")))
 def splits(key):
     num_tokens = sum(document.num_tokens for document in some_documents())
     chosen = f"kernel=torch loss={key.split('.')[0].split('/')[1]}"
@@ -138,11 +147,12 @@ def splits(key):
     assert third[0].loss.item() == pytest.approx(whole[0].loss.item(), rel=1e-12)
 
 
-@key("loss/gspo.num_splits")
-def splits_of_whole_documents():
+@key(*(f"loss/{name}.num_splits" for name in FAMILIES if name not in TOKEN_FAMILIES))
+def splits_of_whole_documents(key):
     """A ratio needs its whole document: the key has one value."""
-    (problem,) = validate(config_of("loss=gspo", "loss.num_splits=2")).problems
-    assert problem.startswith("loss=gspo needs loss.num_splits=1 (got 2).")
+    name = key.split(".")[0].split("/")[1]
+    (problem,) = validate(config_of(f"loss={name}", "loss.num_splits=2")).problems
+    assert problem.startswith(f"loss={name} needs loss.num_splits=1 (got 2).")
 
 
 @key("kernel.logits_memory_mb")

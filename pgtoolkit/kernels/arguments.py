@@ -13,7 +13,7 @@ from pgtoolkit.kernels.losses import Computation, LMHead
 from pgtoolkit.kernels.products import accumulation_dtype
 from pgtoolkit.losses.checks import check_positive, check_switches, check_whole, is_whole, short, shown
 from pgtoolkit.losses.exchange import Ranks
-from pgtoolkit.losses.families import Family
+from pgtoolkit.losses.family import Family
 
 
 def tokens_of(

@@ -25,7 +25,7 @@ _AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
 
 def surrogate_of(family: Family):
     """The family's function in `triton_tokens`, or None if it has none."""
-    return _SURROGATES.get(type(family))
+    return None if getattr(family, "dual_clip", None) is not None else _SURROGATES.get(type(family))
 
 
 def margins(family: Family) -> tuple[float, float]:

@@ -21,6 +21,12 @@ def check_positive(key: str, value: Any, needed: str = "") -> None:
         raise ValueError(f"{needed or f'{key} needs a finite number > 0'} (got {shown(value)})")
 
 
+def check_not_negative(key: str, value: Any) -> None:
+    """ValueError unless value is a finite number >= 0."""
+    if not (isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value) and value >= 0):
+        raise ValueError(f"{key} needs a finite number >= 0 (got {shown(value)})")
+
+
 def check_whole(key: str, value: Any, least: int) -> None:
     """ValueError unless value is a whole number, and not below least."""
     if not is_whole(value) or value < least:

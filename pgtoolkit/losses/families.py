@@ -1,8 +1,4 @@
-"""The loss families: what a token contributes, whether its document is averaged, and the surrogate of the result.
-
-    x_t = token(log_ratio_t, A_t)                        what a token contributes
-    s_t = x_t, or the mean of x over its document        scope "token" or "document"
-    l_t = surrogate(s_t, A_t, log_prob_t)                with its slope
+"""The loss families that come with pgtoolkit, each with its parameters, equation, surrogate and slope.
 
 Nothing else in the package knows a family: objective, metrics, rules, `pgtk check` and Triton's kernels ask the object.
 No torch is imported here, so that `pgtk check` may read equations and defaults; tensors bring their methods.
@@ -10,83 +6,17 @@ No torch is imported here, so that `pgtk check` may read equations and defaults;
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pgtoolkit.losses.checks import check_name, check_positive
+from pgtoolkit.losses.checks import check_name, check_not_negative, check_positive
+from pgtoolkit.losses.family import Family, parameter
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def parameter(default: Any, least: float, most: float) -> Any:
-    """A field of a family, with the range that the configuration allows it, both ends included."""
-    return field(default=default, metadata={"range": (least, most)})
-
-
-@dataclass(frozen=True)
-class Family:
-    """The base class of a loss family. A subclass defines `surrogate` and overrides what is different; its dataclass
-    fields are its parameters.
-
-    scope: "token" if s_t is the token's own, "document" if it is the mean over the document; the advantage is then
-        the document's mean, too, and all tokens of the document must be in the same call.
-    slope_of: what `surrogate`'s slope is a derivative by: the "log_ratio" s_t, or, where s_t is only a factor without
-        gradient, the "log_prob" p_t.
-    silent_without_advantage: True if a token of advantage 0 has slope 0 whatever its log-ratio; its row then takes no
-        part in the backward products.
-    clips_by_sign: True if the lower bound acts only where A < 0 and the upper one only where A > 0; False if both
-        act whatever the sign of A.
-    """
-
-    scope: ClassVar[str] = "token"
-    slope_of: ClassVar[str] = "log_ratio"
-    silent_without_advantage: ClassVar[bool] = False
-    clips_by_sign: ClassVar[bool] = True
-
-    @property
-    def name(self) -> str:
-        """The family's name in messages."""
-        return type(self).__name__.lower()
-
-    @property
-    def by_document(self) -> bool:
-        """Whether a token's coefficient depends on the other tokens of its document."""
-        return self.scope == "document"
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """The ratios (low, high) between which nothing counts as clipped in the metrics."""
-        return 0.0, math.inf
-
-    @property
-    def equation(self) -> str:
-        """l_t with this object's numbers, for `pgtk check`."""
-        return f"{type(self).__module__}.{type(self).__qualname__}"
-
-    def notes(self) -> list[str]:
-        """Sentences on parameters that are allowed but may surprise, for `pgtk check`."""
-        return []
-
-    def token(self, log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(x, dx by log_ratio), each (T,); None stands for a derivative of 1."""
-        return log_ratio, None
-
-    def surrogate(self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
-        """(l, slope), each (T,), of s clamped to plus or minus 20, the advantages over the scope, and new log-probs.
-
-        All are 0 where nothing is trained. The slope is compared with what autograd makes of l, so l needs `detach`
-        where the paper has a stop-gradient.
-        """
-        raise TypeError(f"{type(self).__name__} needs a method surrogate(log_ratio, advantages, log_probs)")
-
-    def cuts(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        """(T,) bool each: where the ratio is below the lower, or above the upper bound, and the clip acts."""
-        below, above = ratio < self.bounds[0], ratio > self.bounds[1]
-        if self.clips_by_sign:
-            return below & (advantages < 0), above & (advantages > 0)
-        return below & (advantages != 0), above & (advantages != 0)
+_RATIO = "r_t = exp(new - old log-prob of token t)"
 
 
 @dataclass(frozen=True)
@@ -116,15 +46,38 @@ class _Clipped(Family):
 
 @dataclass(frozen=True)
 class Grpo(_Clipped):
-    """One ratio per token (arXiv 2402.03300, eq. 3; the asymmetric clip is 2503.14476's)."""
+    """One ratio per token (arXiv 2402.03300, eq. 3; the asymmetric clip is 2503.14476's).
+
+    dual_clip: c of 1912.09729: where A < 0 the loss is at most -c A, so that a ratio above c gets no gradient.
+    """
 
     epsilon_low: float = parameter(0.2, 1e-9, 0.999)
     epsilon_high: float = parameter(0.2, 1e-9, 1e9)
+    dual_clip: float | None = parameter(None, 1, 1e9)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.dual_clip is not None:
+            check_positive("dual_clip", self.dual_clip)
+            if self.dual_clip < 1:
+                raise ValueError(f"dual_clip needs a number >= 1 (got {self.dual_clip!r}); it bounds ratios above 1")
 
     @property
     def equation(self) -> str:
         clip = f"clip(r_t, 1 - {self.epsilon_low:g}, 1 + {self.epsilon_high:g})"
-        return f"-min(r_t A_t, {clip} A_t),  r_t = exp(new - old log-prob of token t)"
+        dual = "" if self.dual_clip is None else f", where A_t < 0 at most -{self.dual_clip:g} A_t"
+        return f"-min(r_t A_t, {clip} A_t){dual},  {_RATIO}"
+
+    def surrogate(self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        losses, slope = super().surrogate(log_ratio, advantages, log_probs)
+        if self.dual_clip is None:
+            return losses, slope
+        beyond = (advantages < 0) & (log_ratio.exp() > self.dual_clip)
+        return (-self.dual_clip * advantages).where(beyond, losses), slope.where(~beyond, 0.0)
+
+    def cuts(self, low: Tensor, high: Tensor, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        low, high = super().cuts(low, high, ratio, advantages)
+        return low, high if self.dual_clip is None else high | ((advantages < 0) & (ratio > self.dual_clip))
 
 
 @dataclass(frozen=True)
@@ -177,14 +130,193 @@ class Cispo(Family):
     def equation(self) -> str:
         low = "0" if self.epsilon_low is None else f"1 - {self.epsilon_low:g}"
         clip = f"clip(r_t, {low}, 1 + {self.epsilon_high:g})"
-        return f"-{clip} A_t p_t, no gradient through the clip,  r_t = exp(new - old log-prob of token t), p_t the new"
+        return f"-{clip} A_t p_t, no gradient through the clip,  {_RATIO}, p_t the new"
 
     def surrogate(self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
         slope = -log_ratio.detach().exp().clamp(*self.bounds) * advantages
         return slope * log_probs, slope
 
 
-FAMILIES: dict[str, type[Family]] = {"grpo": Grpo, "gspo": Gspo, "cispo": Cispo}
+@dataclass(frozen=True)
+class Sapo(Family):
+    """A soft gate in the place of the clip: its slope falls off smoothly beside a ratio of 1 (arXiv 2511.20347).
+
+    temperature_positive, temperature_negative: how fast, for tokens of positive and of negative advantage.
+    """
+
+    temperature_positive: float = parameter(1.0, 1e-6, 1e6)
+    temperature_negative: float = parameter(1.05, 1e-6, 1e6)
+
+    silent_without_advantage: ClassVar[bool] = True
+
+    def __post_init__(self):
+        check_positive("temperature_positive", self.temperature_positive)
+        check_positive("temperature_negative", self.temperature_negative)
+
+    @property
+    def equation(self) -> str:
+        by_sign = f"tau = {self.temperature_positive:g} where A_t > 0 and {self.temperature_negative:g} elsewhere"
+        return f"-(4 / tau) sigmoid(tau (r_t - 1)) A_t,  {by_sign},  {_RATIO}"
+
+    def surrogate(self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        ratio = log_ratio.exp()
+        tau = (0 * advantages + self.temperature_negative).where(~(advantages > 0), self.temperature_positive)
+        gate = (tau * (ratio - 1)).sigmoid()
+        return -4 / tau * gate * advantages, -4 * gate * (1 - gate) * ratio * advantages
+
+
+@dataclass(frozen=True)
+class Gmpo(Family):
+    """The geometric mean of a document's clipped ratios (arXiv 2507.20673).
+
+    epsilon_low, epsilon_high: of a token's log-ratio, which counts as -epsilon_low below it where A < 0, and as
+    epsilon_high above it where A > 0.
+    """
+
+    epsilon_low: float = parameter(0.4, 1e-9, 20)
+    epsilon_high: float = parameter(0.4, 1e-9, 20)
+
+    scope: ClassVar[str] = "document"
+    silent_without_advantage: ClassVar[bool] = True
+
+    def __post_init__(self):
+        check_positive("epsilon_low", self.epsilon_low)
+        check_positive("epsilon_high", self.epsilon_high)
+
+    @property
+    def equation(self) -> str:
+        clip = f"below -{self.epsilon_low:g} where A_d < 0 and above {self.epsilon_high:g} where A_d > 0"
+        return f"-S_d A_d,  S_d = exp(mean over the trained tokens of document d of log r_t, clipped {clip})"
+
+    def token(self, log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        low, high = self._beyond(log_ratio, advantages)
+        clipped = (0 * log_ratio - self.epsilon_low).where(low, log_ratio)
+        clipped = (0 * log_ratio + self.epsilon_high).where(high, clipped)
+        return clipped, 1.0 - (low | high).to(log_ratio.dtype)
+
+    def surrogate(self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        losses = -log_ratio.exp() * advantages
+        return losses, losses
+
+    def outside(self, ratio: Tensor, token_log_ratio: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        return token_log_ratio < -self.epsilon_low, token_log_ratio > self.epsilon_high
+
+    def _beyond(self, log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        return (log_ratio < -self.epsilon_low) & (advantages < 0), (log_ratio > self.epsilon_high) & (advantages > 0)
+
+
+@dataclass(frozen=True)
+class Dppo(Family):
+    """Tokens whose probability has moved too far on their advantage's side are left out (arXiv 2602.04879).
+
+    delta_low, delta_high: how far the probability itself may have fallen where A < 0, or risen where A > 0.
+    ratio_cap: the most that a ratio weighs.
+    """
+
+    delta_low: float = parameter(0.2, 1e-9, 1)
+    delta_high: float = parameter(0.2, 1e-9, 1)
+    ratio_cap: float = parameter(20.0, 1e-6, 1e9)
+
+    slope_of: ClassVar[str] = "log_prob"
+    silent_without_advantage: ClassVar[bool] = True
+
+    def __post_init__(self):
+        for name in ("delta_low", "delta_high", "ratio_cap"):
+            check_positive(name, getattr(self, name))
+
+    @property
+    def equation(self) -> str:
+        kept = f"0 where exp(p_t) - exp(o_t) < -{self.delta_low:g} and A_t < 0, or > {self.delta_high:g} and A_t > 0"
+        return f"-min(r_t, {self.ratio_cap:g}) A_t p_t, no gradient through the ratio; {kept},  {_RATIO}, p_t the new"
+
+    def surrogate(self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        log_ratio = log_ratio.detach()
+        low, high = self.outside(log_ratio.exp(), log_ratio, log_probs.detach())
+        left_out = (low & (advantages < 0)) | (high & (advantages > 0))
+        slope = (-log_ratio.exp().clamp(max=self.ratio_cap) * advantages).where(~left_out, 0.0)
+        return slope * log_probs, slope
+
+    def outside(self, ratio: Tensor, token_log_ratio: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        moved = log_probs.exp() * (1 - 1 / ratio)  # exp(p) - exp(o), with the log-ratio clamped as everywhere
+        return moved < -self.delta_low, moved > self.delta_high
+
+
+@dataclass(frozen=True)
+class Vespo(Family):
+    """REINFORCE weighted by a smooth function of the whole document's ratio (arXiv 2602.10693).
+
+    The weight is W^power exp(decay (1 - W)) with W the product of the document's ratios; it is 1 at W = 1, and has a
+    power and a decay of its own for documents of negative advantage.
+    """
+
+    power_positive: float = parameter(2.0, 0, 1e3)
+    decay_positive: float = parameter(3.0, 0, 1e3)
+    power_negative: float = parameter(3.0, 0, 1e3)
+    decay_negative: float = parameter(2.0, 0, 1e3)
+
+    scope: ClassVar[str] = "document_sum"
+    slope_of: ClassVar[str] = "log_prob"
+    silent_without_advantage: ClassVar[bool] = True
+
+    def __post_init__(self):
+        for name in (one.name for one in fields(self)):
+            check_not_negative(name, getattr(self, name))
+
+    @property
+    def equation(self) -> str:
+        positive = f"W^{self.power_positive:g} exp({self.decay_positive:g} (1 - W)) where A_d >= 0"
+        negative = f"W^{self.power_negative:g} exp({self.decay_negative:g} (1 - W)) where A_d < 0"
+        ratio = "W = exp(sum over the trained tokens of document d of new - old log-prob)"
+        return f"-phi A_d p_t, no gradient through phi;  phi = {positive}, {negative},  {ratio}"
+
+    def surrogate(self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        log_ratio = log_ratio.detach()
+        power = (0 * advantages + self.power_positive).where(advantages >= 0, self.power_negative)
+        decay = (0 * advantages + self.decay_positive).where(advantages >= 0, self.decay_negative)
+        slope = -(power * log_ratio - decay * log_ratio.expm1()).exp() * advantages
+        return slope * log_probs, slope
+
+
+@dataclass(frozen=True)
+class Kimi(Family):
+    """REINFORCE with a square pull back to the old log-probs (Kimi k1.5, arXiv 2501.12599).
+
+    tau: the strength of the pull, which also acts on tokens of advantage 0.
+    """
+
+    tau: float = parameter(0.1, 0, 1e6)
+
+    slope_of: ClassVar[str] = "both"
+
+    def __post_init__(self):
+        check_not_negative("tau", self.tau)
+
+    @property
+    def equation(self) -> str:
+        return f"-A_t p_t + {self.tau:g} / 2 (p_t - o_t)^2,  p_t the new and o_t the old log-prob of token t"
+
+    def surrogate(self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        return self.tau / 2 * log_ratio * log_ratio - advantages * log_probs, self.tau * log_ratio - advantages
+
+
+@dataclass(frozen=True)
+class Reinforce(Family):
+    """The log-prob weighted by the advantage (Williams 1992); with advantages of 1, supervised fine-tuning."""
+
+    slope_of: ClassVar[str] = "log_prob"
+    silent_without_advantage: ClassVar[bool] = True
+
+    @property
+    def equation(self) -> str:
+        return "-A_t p_t,  p_t the new log-prob of token t"
+
+    def surrogate(self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        return -advantages * log_probs, -advantages
+
+
+FAMILIES: dict[str, type[Family]] = {
+    family.__name__.lower(): family for family in (Grpo, Gspo, Cispo, Sapo, Gmpo, Dppo, Vespo, Kimi, Reinforce)
+}
 """Name -> family, as `loss=` has them."""
 
 
@@ -196,7 +328,8 @@ def family_of(loss: str | Family, **parameters: float | None) -> Family:
     parameters = {name: value for name, value in parameters.items() if value is not None}
     if isinstance(loss, Family):
         if parameters:
-            raise ValueError(f"{', '.join(parameters)} belong to the family object: {type(loss).__name__}(...)")
+            names = ", ".join(parameters)
+            raise ValueError(f"{names} beside a family object: its parameters belong to it, {type(loss).__name__}(...)")
         return loss
     check_name("loss", loss, FAMILIES)
     known = {field.name for field in fields(FAMILIES[loss])}

@@ -15,7 +15,7 @@ from pgtoolkit.losses.aggregation import Aggregation
 from pgtoolkit.losses.checks import check_name, check_positive
 from pgtoolkit.losses.documents import DocumentSums
 from pgtoolkit.losses.exchange import Ranks
-from pgtoolkit.losses.families import Family
+from pgtoolkit.losses.family import Family
 from pgtoolkit.losses.metrics import LEVELS, MetricSums
 from pgtoolkit.losses.totals import whole_step_totals
 
@@ -47,6 +47,7 @@ class TokenTerms:
 
     losses: the surrogate l_t. slope: of the surrogate, by the family's `slope_of`, times the token's own derivative.
     ratio, log_ratio: the token's or its document's, after the clamp. clamped: bool, True where the clamp acted.
+    token_log_ratio: of the token alone, before the family's `token` and the clamp.
     """
 
     losses: Tensor
@@ -54,6 +55,7 @@ class TokenTerms:
     ratio: Tensor
     log_ratio: Tensor
     clamped: Tensor
+    token_log_ratio: Tensor
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Objective:
     """The objective of one piece of a step: log-probs in, loss, coefficients and metrics out.
 
     mask: (T,) bool. The others of (T,) are in the dtype the log-probs come in. gradient_weights: what a token's slope
-    is weighted by: w_t, or its mean over the document where the family's slope is the document's.
+    is weighted by: w_t, or its mean or sum over the document where the family's slope is the document's.
     known_scope_advantages: see `scope_advantages`. Where documents are spread over ranks, `documents` knows the group.
     """
 
@@ -120,15 +122,15 @@ class Objective:
 
         family, terms = self.family, self.token_terms(log_probs)
         ratio, log_ratio = terms.ratio.double(), terms.log_ratio.double()
-        lower, upper = family.bounds
+        low, high = family.outside(terms.ratio, terms.token_log_ratio, log_probs)
         values = [
             log_probs,
             self.old_log_probs,
             ratio,
             self.advantages,
             log_ratio.expm1() - log_ratio,
-            (terms.ratio < lower) | (terms.ratio > upper),
-            *family.cuts(terms.ratio, self.scope_advantages),
+            low | high,
+            *family.cuts(low, high, terms.ratio, self.scope_advantages),
             terms.clamped,
         ]
         if level == "with_entropy":
@@ -197,24 +199,35 @@ class Objective:
             return self._last_terms[1]
         family, advantages = self.family, self.scope_advantages
         # Dropped by selection before any arithmetic: what is not trained may hold NaN or infinity.
-        own, derivative = family.token(torch.where(self.mask, log_probs - self.old_log_probs, 0.0), advantages)
-        unclamped = scope_mean(family, own, self.documents)
+        token_log_ratio = torch.where(self.mask, log_probs - self.old_log_probs, 0.0)
+        own, derivative = family.token(token_log_ratio, advantages)
+        if derivative is not None:  # a clip, like the clamp below, would make a number of an infinite log-ratio
+            own = torch.where(torch.isfinite(token_log_ratio), own, torch.nan)
+        unclamped = over_scope(family, own, self.documents)
         clamped, log_ratio = unclamped.abs() > LOG_RATIO_LIMIT, unclamped.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        # The clamp would make a number of an infinite log-ratio.
-        log_ratio = torch.where(torch.isfinite(unclamped) & torch.isfinite(advantages), log_ratio, torch.nan)
+        finite = torch.isfinite(unclamped) & torch.isfinite(advantages)
+        log_ratio = torch.where(finite, log_ratio, torch.nan)
         losses, slope = family.surrogate(log_ratio, advantages, torch.where(self.mask, log_probs, 0.0))
+        losses = torch.where(finite, losses, torch.nan)
         if family.slope_of == "log_ratio":
             slope = torch.where(clamped, 0.0, slope)
             slope = slope if derivative is None else slope * derivative
-        terms = TokenTerms(losses, slope, log_ratio.exp(), log_ratio, clamped)
+        terms = TokenTerms(losses, slope, log_ratio.exp(), log_ratio, clamped, token_log_ratio)
         if kept:
             self._last_terms[:] = log_probs, terms
         return terms
 
 
 def scope_mean(family: Family, values: Tensor, documents: DocumentSums | None) -> Tensor:
-    """(T,) the values themselves, or the mean of each one's document where that is the family's scope."""
+    """(T,) the values themselves, or the mean of each one's document for a family by document."""
     return documents.broadcast(documents.mean(values)) if family.by_document else values
+
+
+def over_scope(family: Family, values: Tensor, documents: DocumentSums | None) -> Tensor:
+    """(T,) the values themselves, or the mean or the sum of each one's document, as the family's scope says."""
+    if family.scope == "document_sum":
+        return documents.broadcast(documents.sum(values))
+    return scope_mean(family, values, documents)
 
 
 def make_objective(
@@ -252,8 +265,10 @@ def make_objective(
         totals, group_index = whole_step_totals(documents, group_index, ranks.data)
     weights = aggregation.weights(totals, documents, mask, group_index)
     weights = torch.where(misplaced, torch.nan, weights).to(dtype)  # no document, no result
-    own_slope = aggregation.equal_within_documents or family.slope_of == "log_prob"
-    gradient_weights = weights if own_slope else scope_mean(family, weights, documents)
+    own_slope = family.slope_of != "log_ratio" or (
+        aggregation.equal_within_documents and family.scope != "document_sum"
+    )
+    gradient_weights = weights if own_slope else over_scope(family, weights, documents)
     return Objective(
         family, mask, old_log_probs, advantages, weights, gradient_weights, documents, totals, scope_advantages
     )

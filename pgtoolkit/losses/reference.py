@@ -31,20 +31,21 @@ def policy_loss(
     document_index: Tensor,
     *,
     loss: str,
-    epsilon_low: float | None,
-    epsilon_high: float,
     aggregation: str,
     divisor: float | None = None,
     group_index: Tensor | None = None,
     num_documents: int | None = None,
     temperature: float = 1.0,
     metrics: str = "with_entropy",
+    **parameters: float | None,
 ) -> Reference:
-    """A whole step, by the equations: sum over t of w_t l_t. Arguments as in `pgtoolkit.policy_loss`."""
+    """A whole step, by the equations: sum over t of w_t l_t. Arguments as in `pgtoolkit.policy_loss`.
+
+    parameters: all those of the loss family, by their names.
+    """
     z = [[float(x) / temperature for x in row] for row in logits.double().tolist()]
     y, o, advantage = labels.tolist(), old_log_probs.double().tolist(), advantages.double().tolist()
     belongs_to = document_index.tolist()
-    lower, upper = 0.0 if epsilon_low is None else 1 - epsilon_low, 1 + epsilon_high
     D = num_documents if num_documents is not None else max(belongs_to) + 1
     trained = [[t for t in range(len(y)) if y[t] >= 0 and belongs_to[t] == d] for d in range(D)]
     N = sum(len(tokens) for tokens in trained)
@@ -62,32 +63,36 @@ def policy_loss(
             entropy[t] = log_z - math.fsum(q * x for q, x in zip(probs[t], z[t], strict=True) if q > 0)
 
     total, gradient = [], torch.zeros(logits.shape, dtype=torch.float64)
-    lam, rho, scope_advantage, was_clamped = {}, {}, {}, {}
+    lam, rho, was_clamped, clips = {}, {}, {}, {}
     for d in range(D):
         tokens = trained[d]
         if not tokens:
             continue
         n = len(tokens)
-        mean_log_ratio = math.fsum(p[t] - o[t] for t in tokens) / n
         mean_advantage = math.fsum(advantage[t] for t in tokens) / n
+        own = {t: p[t] - o[t] for t in tokens}
+        if loss == "gmpo":
+            own = {t: _one_sided(own[t], mean_advantage, **parameters) for t in tokens}
+        over_document = math.fsum(own.values()) if loss == "vespo" else math.fsum(own.values()) / n
         weight = {t: _weight(aggregation, D, n, G, N_g[groups[d]], N, divisor) for t in tokens}
+        slopes = {}
         for t in tokens:
-            raw = mean_log_ratio if loss == "gspo" else p[t] - o[t]
-            A = mean_advantage if loss == "gspo" else advantage[t]
+            raw = over_document if loss in BY_DOCUMENT else own[t]
+            A = mean_advantage if loss in BY_DOCUMENT else advantage[t]
             lam[t] = min(20.0, max(-20.0, raw))
             was_clamped[t] = abs(raw) > 20.0
-            scope_advantage[t] = A
             rho[t] = math.exp(lam[t])
-            clipped = min(upper, max(lower, rho[t]))
-            # cispo: the clipped ratio is a constant factor of the log-prob.
-            surrogate = -clipped * A * p[t] if loss == "cispo" else -min(rho[t] * A, clipped * A)
+            surrogate, slopes[t] = _SURROGATES[loss](rho[t], lam[t], A, p[t], **parameters)
+            clips[t] = _clips(loss, rho[t], p[t], p[t] - o[t], A, **parameters)
             total.append(weight[t] * surrogate)
         for t in tokens:
-            A = scope_advantage[t]
-            # 1 where neither clip nor clamp acts; a ratio equal to a bound keeps its gradient.
-            k = (rho[t] <= upper if A > 0 else rho[t] >= lower) and not was_clamped[t]
-            w = math.fsum(weight.values()) / n if loss == "gspo" else weight[t]
-            c = -w * A * (min(upper, max(lower, rho[t])) if loss == "cispo" else rho[t] * k)
+            c = weight[t] * slopes[t]
+            if loss in ("gspo", "gmpo"):  # the derivative goes through the mean of the document's log-ratios
+                c = math.fsum(weight[u] * slopes[u] for u in tokens) / n
+            if loss == "gmpo" and own[t] != p[t] - o[t]:
+                c = 0.0
+            if was_clamped[t] and loss in ("grpo", "gspo", "sapo", "gmpo"):  # the others' log-ratio has no gradient
+                c = 0.0
             for v, q in enumerate(probs[t]):
                 gradient[t, v] = c / temperature * ((v == y[t]) - q)
 
@@ -103,30 +108,7 @@ def policy_loss(
     if group_index is not None:
         results["num_groups"] = G
     if metrics != "none":
-        tokens = [t for document in trained for t in document]
-        v = {t: 1 / len(document) if loss == "gspo" else 1.0 for document in trained for t in document}
-        # The clip cuts the gradient on one side of A; the weight of cispo is clipped on both.
-        down = {t: scope_advantage[t] != 0 if loss == "cispo" else scope_advantage[t] < 0 for t in tokens}
-        up = {t: scope_advantage[t] != 0 if loss == "cispo" else scope_advantage[t] > 0 for t in tokens}
-        first = math.fsum(v[t] * rho[t] for t in tokens)
-        second = math.fsum(v[t] * rho[t] ** 2 for t in tokens)
-        results |= {
-            "old_logprobs": document_mean(lambda t: o[t]),
-            "ratio_new_old": document_mean(lambda t: rho[t]),
-            "advantage": document_mean(lambda t: advantage[t]),
-            "kl_new_old": document_mean(lambda t: rho[t] - lam[t] - 1),
-            "clipped_ratio_fraction": document_mean(lambda t: rho[t] < lower or rho[t] > upper),
-            "clipped_low_fraction": document_mean(lambda t: down[t] and rho[t] < lower),
-            "clipped_high_fraction": document_mean(lambda t: up[t] and rho[t] > upper),
-            "clamped_log_ratio_fraction": document_mean(lambda t: was_clamped[t]),
-            "ratio_new_old_sum": first,
-            "ratio_new_old_squared_sum": second,
-            "effective_sample_size": first**2 / (math.fsum(v.values()) * second),
-            "max_advantage": max(advantage[t] for t in tokens),
-            "min_advantage": min(advantage[t] for t in tokens),
-            "max_ratio_new_old": max(rho[t] for t in tokens),
-            "min_ratio_new_old": min(rho[t] for t in tokens),
-        }
+        results |= _basic_metrics(trained, document_mean, loss, lam, rho, was_clamped, clips, o, advantage)
     if metrics == "with_entropy":
         results["entropy"] = document_mean(lambda t: entropy[t])
     return Reference(math.fsum(total), p, entropy, results, gradient)
@@ -135,12 +117,12 @@ def policy_loss(
 def names(family, aggregation) -> dict:
     """The keywords above of a family and an aggregation as objects; ValueError for what is not specified here."""
     loss, mode = type(family).__name__.lower(), aggregation.name
-    if loss not in ("grpo", "gspo", "cispo") or mode not in ("sample_mean", "prompt_mean", "token_mean", "constant"):
+    own = not type(family).__module__.startswith("pgtoolkit.")
+    if own or loss not in _SURROGATES or mode not in ("sample_mean", "prompt_mean", "token_mean", "constant"):
         raise ValueError(
             "impl='reference' computes whole steps under the four aggregations and the families of pgtoolkit, no others"
         )
-    epsilons = {"epsilon_low": family.epsilon_low, "epsilon_high": family.epsilon_high}
-    return {"loss": loss, "aggregation": mode, "divisor": getattr(aggregation, "divisor", None), **epsilons}
+    return {"loss": loss, "aggregation": mode, "divisor": getattr(aggregation, "divisor", None), **vars(family)}
 
 
 def _weight(aggregation, D, N_d, G, N_g, N, divisor) -> float:
@@ -152,3 +134,106 @@ def _weight(aggregation, D, N_d, G, N_g, N, divisor) -> float:
         return 1 / N
     assert aggregation == "constant"
     return 1 / (D * divisor)
+
+
+BY_DOCUMENT = ("gspo", "gmpo", "vespo")
+"""Families whose ratio and advantage are a document's."""
+
+
+# The families: (l, its derivative by the log-ratio, or by the log-prob where the ratio is a factor without gradient) of
+# a ratio r, log-ratio x, advantage A and new log-prob p. The bounds themselves pass.
+
+
+def _clip(r, x, A, p, epsilon_low, epsilon_high, dual_clip=None):
+    """grpo, gspo: -min(r A, clip(r) A); with a dual clip at most -dual_clip A where A < 0."""
+    clipped = min(1 + epsilon_high, max(1 - epsilon_low, r))
+    if dual_clip is not None and A < 0 and r > dual_clip:
+        return -dual_clip * A, 0.0
+    passes = r <= 1 + epsilon_high if A > 0 else r >= 1 - epsilon_low
+    return -min(r * A, clipped * A), -r * A if passes else 0.0
+
+
+def _cispo(r, x, A, p, epsilon_low, epsilon_high):
+    clipped = min(1 + epsilon_high, max(0.0 if epsilon_low is None else 1 - epsilon_low, r))
+    return -clipped * A * p, -clipped * A
+
+
+def _sapo(r, x, A, p, temperature_positive, temperature_negative):
+    tau = temperature_positive if A > 0 else temperature_negative
+    gate = 1 / (1 + math.exp(-tau * (r - 1))) if r < 1e3 else 1.0
+    return -4 / tau * gate * A, -4 * r * gate * (1 - gate) * A
+
+
+def _gmpo(r, x, A, p, epsilon_low, epsilon_high):
+    return -r * A, -r * A
+
+
+def _dppo(r, x, A, p, delta_low, delta_high, ratio_cap):
+    moved = math.exp(p) - math.exp(p - x)
+    if (A > 0 and moved > delta_high) or (A < 0 and moved < -delta_low):
+        return 0.0, 0.0
+    return -min(r, ratio_cap) * A * p, -min(r, ratio_cap) * A
+
+
+def _vespo(r, x, A, p, power_positive, decay_positive, power_negative, decay_negative):
+    power, decay = (power_positive, decay_positive) if A >= 0 else (power_negative, decay_negative)
+    weight = r**power * math.exp(decay * (1 - r))
+    return -weight * A * p, -weight * A
+
+
+def _kimi(r, x, A, p, tau):
+    return -A * p + tau / 2 * x**2, -A + tau * x
+
+
+def _reinforce(r, x, A, p):
+    return -A * p, -A
+
+
+_SURROGATES = {
+    **{"grpo": _clip, "gspo": _clip, "cispo": _cispo, "sapo": _sapo, "gmpo": _gmpo, "dppo": _dppo},
+    **{"vespo": _vespo, "kimi": _kimi, "reinforce": _reinforce},
+}
+
+
+def _one_sided(x, A, epsilon_low, epsilon_high) -> float:
+    """gmpo: a token's log-ratio, clipped on the side to which the advantage pushes it."""
+    return min(x, epsilon_high) if A > 0 else max(x, -epsilon_low) if A < 0 else x
+
+
+def _clips(loss, r, p, x, A, epsilon_low=None, epsilon_high=None, delta_low=None, delta_high=None, dual_clip=None, **_):
+    """(outside the bounds, the lower bound changes the coefficient, the upper one does); x: of the token alone."""
+    below = above = False
+    if loss in ("grpo", "gspo", "cispo"):
+        below, above = r < (0.0 if epsilon_low is None else 1 - epsilon_low), r > 1 + epsilon_high
+    if loss == "gmpo":
+        below, above = x < -epsilon_low, x > epsilon_high
+    if loss == "dppo":
+        moved = math.exp(p) - math.exp(p - min(20.0, max(-20.0, x)))
+        below, above = moved < -delta_low, moved > delta_high
+    # The clip cuts the gradient on one side of A; the weight of cispo is clipped on both.
+    low, high = below and (A != 0 if loss == "cispo" else A < 0), above and (A != 0 if loss == "cispo" else A > 0)
+    return below or above, low, high or (dual_clip is not None and A < 0 and r > dual_clip)
+
+
+def _basic_metrics(trained, document_mean, loss, lam, rho, was_clamped, clips, o, advantage) -> dict[str, float]:
+    tokens = [t for document in trained for t in document]
+    v = {t: 1 / len(document) if loss in BY_DOCUMENT else 1.0 for document in trained for t in document}
+    first = math.fsum(v[t] * rho[t] for t in tokens)
+    second = math.fsum(v[t] * rho[t] ** 2 for t in tokens)
+    return {
+        "old_logprobs": document_mean(lambda t: o[t]),
+        "ratio_new_old": document_mean(lambda t: rho[t]),
+        "advantage": document_mean(lambda t: advantage[t]),
+        "kl_new_old": document_mean(lambda t: rho[t] - lam[t] - 1),
+        "clipped_ratio_fraction": document_mean(lambda t: clips[t][0]),
+        "clipped_low_fraction": document_mean(lambda t: clips[t][1]),
+        "clipped_high_fraction": document_mean(lambda t: clips[t][2]),
+        "clamped_log_ratio_fraction": document_mean(lambda t: was_clamped[t]),
+        "ratio_new_old_sum": first,
+        "ratio_new_old_squared_sum": second,
+        "effective_sample_size": first**2 / (math.fsum(v.values()) * second),
+        "max_advantage": max(advantage[t] for t in tokens),
+        "min_advantage": min(advantage[t] for t in tokens),
+        "max_ratio_new_old": max(rho[t] for t in tokens),
+        "min_ratio_new_old": min(rho[t] for t in tokens),
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pgtoolkit.losses.families import Family
+from pgtoolkit.losses.family import Family
 
 
 def check_family(family: Family) -> None:
@@ -15,25 +15,33 @@ def check_family(family: Family) -> None:
     float64: shapes, the derivatives that `token` and `surrogate` return, `silent_without_advantage`, and the bounds.
     """
     name = type(family).__name__
-    if family.scope not in ("token", "document"):
-        raise ValueError(f"{name}.scope needs to be 'token' or 'document' (got {family.scope!r})")
-    if family.slope_of not in ("log_ratio", "log_prob"):
-        raise ValueError(f"{name}.slope_of needs to be 'log_ratio' or 'log_prob' (got {family.slope_of!r})")
+    if family.scope not in ("token", "document", "document_sum"):
+        raise ValueError(f"{name}.scope needs to be 'token', 'document' or 'document_sum' (got {family.scope!r})")
+    if family.slope_of not in ("log_ratio", "log_prob", "both"):
+        raise ValueError(f"{name}.slope_of needs to be 'log_ratio', 'log_prob' or 'both' (got {family.slope_of!r})")
+    if family.slope_of == "both" and family.by_document:
+        raise ValueError(f"{name}.slope_of='both' needs scope='token' (got {family.scope!r})")
     log_ratio, advantages, log_probs = _grid()
     x, derivative = family.token(log_ratio, advantages)
     derivative = torch.ones_like(x) if derivative is None else derivative
     _check_derivative(f"{name}.token", "log_ratio", x, derivative, log_ratio, log_ratio)
     losses, slope = family.surrogate(log_ratio, advantages, log_probs)
     by = {"log_ratio": log_ratio, "log_prob": log_probs}
-    _check_derivative(f"{name}.surrogate", family.slope_of, losses, slope, by.pop(family.slope_of), log_ratio)
-    (other, leaf), *_ = by.items()
-    _check_derivative(f"{name}.surrogate", other, losses, torch.zeros_like(slope), leaf, log_ratio)
+    if family.slope_of == "both":
+        moved = torch.zeros_like(log_ratio).requires_grad_()  # log-prob and log-ratio move together
+        losses, slope = family.surrogate(log_ratio + moved, advantages, log_probs + moved)
+        _check_derivative(f"{name}.surrogate", "log_prob", losses, slope, moved, log_ratio)
+    else:
+        _check_derivative(f"{name}.surrogate", family.slope_of, losses, slope, by.pop(family.slope_of), log_ratio)
+        ((other, leaf),) = by.items()
+        _check_derivative(f"{name}.surrogate", other, losses, torch.zeros_like(slope), leaf, log_ratio)
     if family.silent_without_advantage and bool((slope[advantages == 0] != 0).any()):
         raise ValueError(f"{name}.silent_without_advantage needs a slope of 0 where the advantage is 0 (got another)")
     low, high = family.bounds
     if not low <= high:
         raise ValueError(f"{name}.bounds need to be two ratios, the lower one first (got {low!r}, {high!r})")
-    family.cuts(log_ratio.detach().exp(), advantages)
+    ratio = log_ratio.detach().exp()
+    family.cuts(*family.outside(ratio, log_ratio.detach(), log_probs.detach()), ratio, advantages)
 
 
 def _grid() -> tuple[Tensor, Tensor, Tensor]:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from builders.losses import EPSILONS, TEMPERATURE, HeadCase, totals_of
+from builders.losses import PARAMETERS, TEMPERATURE, HeadCase, totals_of
 from pgtoolkit import linear_policy_loss, policy_loss
 from pgtoolkit.losses import reference
 
@@ -77,7 +77,7 @@ def expected(head_case: HeadCase, fused: bool, loss: str, aggregation: str, metr
         num_documents=case.num_documents,
         temperature=TEMPERATURE,
         metrics=metrics,
-        **EPSILONS[loss],
+        **PARAMETERS[loss],
     )
     by_logits, gradients = found.gradient, [found.gradient]
     if fused:
@@ -147,7 +147,7 @@ def evaluate(
             vocabulary_start=columns.start if groups["vocabulary"] is not None else None,
             sequence_group=groups["sequence"],
             data_group=groups["data"],
-            **EPSILONS[loss],
+            **PARAMETERS[loss],
             **options,
         )
         out.loss.backward()

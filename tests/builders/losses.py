@@ -22,8 +22,12 @@ GRADIENT_ERROR = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TEMPERATURE = 0.7
 LOSSES = ("grpo", "gspo", "cispo")
-SMOOTH = ("grpo", "gspo")
+"""Those that Triton's kernels compute from beginning to end."""
+EVERY_LOSS = (*LOSSES, "sapo", "gmpo", "dppo", "vespo", "kimi", "reinforce")
+SMOOTH = ("grpo", "gspo", "sapo", "gmpo", "kimi")
 """Those whose gradient is the derivative of the loss, without a stop-gradient."""
+CLIPPED = ("grpo", "gspo", "cispo", "gmpo", "dppo")
+"""Those with bounds beyond which a token counts as clipped."""
 AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
 PAIRS = (
     *((loss, "sample_mean") for loss in LOSSES),
@@ -34,13 +38,21 @@ LEVELS = ("none", "basic", "with_entropy")
 OBJECTIVES = (
     *(("grpo", "sample_mean", "basic"), ("grpo", "constant", "none")),
     *(("gspo", "sample_mean", "none"), ("gspo", "prompt_mean", "with_entropy"), ("gspo", "token_mean", "basic")),
-    ("cispo", "sample_mean", "with_entropy"),
+    *(("cispo", "sample_mean", "with_entropy"), ("sapo", "token_mean", "none"), ("gmpo", "token_mean", "basic")),
+    *(("dppo", "constant", "basic"), ("vespo", "prompt_mean", "basic"), ("kimi", "sample_mean", "basic")),
+    ("reinforce", "token_mean", "none"),
 )
-"""The pairs, each at one level of the metrics. Each with each is for the comparison with the reference."""
-EPSILONS = {
+"""Every family, each pair at one level of the metrics. Each with each is for the comparison with the reference."""
+PARAMETERS = {
     "grpo": {"epsilon_low": 0.2, "epsilon_high": 0.25},
     "gspo": {"epsilon_low": 0.02, "epsilon_high": 0.03},
     "cispo": {"epsilon_low": 0.15, "epsilon_high": 0.2},
+    "sapo": {"temperature_positive": 1.5, "temperature_negative": 2.0},
+    "gmpo": {"epsilon_low": 0.1, "epsilon_high": 0.12},
+    "dppo": {"delta_low": 0.01, "delta_high": 0.008, "ratio_cap": 1.1},
+    "vespo": {"power_positive": 2.0, "decay_positive": 3.0, "power_negative": 3.0, "decay_negative": 2.0},
+    "kimi": {"tau": 0.1},
+    "reinforce": {},
 }
 
 
@@ -163,7 +175,7 @@ def objective_of(
     group_index=None,
     ranks=None,
     dtype=torch.float64,
-    **epsilons,
+    **parameters,
 ) -> Objective:
     """The objective of a piece that is a whole step; tensors: the last four of `Case.tensors`."""
     labels, old_log_probs, advantages, document_index = tensors
@@ -175,7 +187,7 @@ def objective_of(
         num_documents=int(document_index.max()) + 1 if num_documents is None else num_documents,
         group_index=group_index,
     )
-    what = Loss(family_of(loss, **EPSILONS[loss] | epsilons), aggregation_of(*aggregation))
+    what = Loss(family_of(loss, **PARAMETERS[loss] | parameters), aggregation_of(*aggregation))
     return make_objective(tokens, None, what, dtype, ranks or Ranks())
 
 

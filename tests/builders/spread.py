@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from builders import processes
+from builders.losses import PARAMETERS
 from builders.models import build
 from pgtoolkit.batch import Document, MicroBatch, Step, StepTotals
 from pgtoolkit.kernels.losses import Computation
@@ -69,7 +70,7 @@ class Module(PolicyGradientModule):
     def __init__(self, policy: Policy, layout: Layout, objective: dict):
         DynamicAccumulation.__init__(self, layout, max_grad_norm=0.5)
         self.policy, self.model = policy, policy.model
-        family = family_of(objective["loss"], epsilon_low=0.3, epsilon_high=0.4)
+        family = family_of(objective["loss"], **PARAMETERS[objective["loss"]])
         aggregation = aggregation_of(objective["aggregation"], objective.get("divisor"))
         self.loss = Loss(family, aggregation, metrics=objective.get("metrics", "none"))
         self.computation = Computation(check_finite=False)

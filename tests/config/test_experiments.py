@@ -23,11 +23,13 @@ CHOSEN = {
     "cispo": ("cispo", "token_mean"),
     "dapo": ("grpo", "token_mean"),
     "dr_grpo": ("grpo", "constant"),
+    "gmpo": ("gmpo", "sample_mean"),
     "grpo": ("grpo", "sample_mean"),
     "gspo_paper": ("gspo", "sample_mean"),
     "luspo": ("gspo", "constant"),
     "prompt_mean": ("grpo", "prompt_mean"),
     "rloo": ("grpo", "constant"),
+    "sapo": ("sapo", "sample_mean"),
     "on_policy": ("gspo", "sample_mean"),
     "short": ("gspo", "sample_mean"),
 }

@@ -128,8 +128,9 @@ def test_a_resumed_run_knows_the_defaults_without_the_choices():
 def test_the_ranges_are_in_the_documentation():
     text = (config_directory().parent / "docs" / "configuration.md").read_text()
     rows = {}
-    for _, key, field in NUMBERS:
+    for chosen, key, field in NUMBERS:
         group, _, name = key.rpartition(".")
+        group = chosen[0] if group == "loss" else group  # each family has parameters of its own
         rows.setdefault(group, {})[name] = f"`{name}` {describe(field).rpartition(' from ')[2]}"
     for group, entries in rows.items():
         row = f"| `{group}` | {', '.join(entries.values())} |" if group else f"| | {', '.join(entries.values())} |"

@@ -11,11 +11,11 @@ import pytest
 import torch
 from builders.losses import (
     DEVICE,
-    EPSILONS,
     GRADIENT_ERROR,
     IMPLEMENTATIONS,
     LOSSES,
     PAIRS,
+    PARAMETERS,
     SMOOTH,
     TEMPERATURE,
     make_case,
@@ -73,7 +73,7 @@ def check_loss(case, loss, aggregation, dtype, impl):
         "divisor": 8.0 if aggregation == "constant" else None,
         "temperature": TEMPERATURE,
         "metrics": "with_entropy",
-        **EPSILONS[loss],
+        **PARAMETERS[loss],
     }
     logits = case.logits.to(dtype)
     expected = reference.policy_loss(logits, *case.tensors[1:], group_index=case.group_index, **options)
@@ -233,7 +233,7 @@ def test_pieces_of_a_step_with_totals(loss, aggregation):
         "totals": totals,
         "temperature": TEMPERATURE,
         "metrics": "with_entropy",
-        **EPSILONS[loss],
+        **PARAMETERS[loss],
     }
     outs = []
     for impl in ("triton", "torch"):
@@ -258,7 +258,7 @@ def test_vectors_may_be_views(loss):
     results = []
     for tensors in ((labels, strided, one, index), (labels, old, one.clone(), index)):
         leaf = logits.clone().requires_grad_()
-        policy_loss(leaf, *tensors, loss=loss, impl="triton", **EPSILONS[loss]).loss.backward()
+        policy_loss(leaf, *tensors, loss=loss, impl="triton", **PARAMETERS[loss]).loss.backward()
         results.append(leaf.grad)
     assert torch.equal(*results)
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from builders.losses import (
     DEVICE,
-    EPSILONS,
     IMPLEMENTATIONS,
     LOSSES,
     PAIRS,
+    PARAMETERS,
     TEMPERATURE,
     make_head_case,
     objective_of,
@@ -53,7 +53,7 @@ def test_however_it_is_cut(loss, aggregation, max_rows):
     value, log_probs, leaves = fused(problem, max_rows, loss, **options)
     (3 * value).backward()
     options["group_index"] = problem.case.group_index
-    expected_value, gradients, _ = problem.expected(3.0, loss=loss, **EPSILONS[loss], **options)
+    expected_value, gradients, _ = problem.expected(3.0, loss=loss, **PARAMETERS[loss], **options)
     assert relative_error(value.detach(), expected_value) < 1e-12
     for leaf, gradient in zip(leaves, gradients, strict=True):
         assert relative_error(leaf.grad, gradient) < 1e-12
@@ -93,7 +93,7 @@ def test_precision(loss, implementation, dtype, fp32_logits):
 def test_front_door(loss, impl):
     """Large enough for the default cut to matter: one MiB holds the logits of three tokens."""
     problem = make_head_case(vocabulary=40000, hidden_size=32)
-    options = {"loss": loss, "metrics": "with_entropy", **EPSILONS[loss]}
+    options = {"loss": loss, "metrics": "with_entropy", **PARAMETERS[loss]}
     expected_value, gradients, metrics = problem.expected(**options)
     hidden, weight, bias = problem.leaves()
     out = linear_policy_loss(
@@ -117,7 +117,7 @@ def test_front_door(loss, impl):
 @pytest.mark.parametrize("num_splits", [1, 2, 5, 1000])
 def test_num_splits_do_not_matter(num_splits):
     problem = make_head_case()
-    expected_value, gradients, _ = problem.expected(loss="grpo", **EPSILONS["grpo"])
+    expected_value, gradients, _ = problem.expected(loss="grpo", **PARAMETERS["grpo"])
     for impl in ("auto", "torch"):
         hidden, weight, bias = problem.leaves()
         out = linear_policy_loss(
@@ -129,7 +129,7 @@ def test_num_splits_do_not_matter(num_splits):
             loss="grpo",
             num_splits=num_splits,
             impl=impl,
-            **EPSILONS["grpo"],
+            **PARAMETERS["grpo"],
         )
         out.loss.backward()
         assert relative_error(out.loss.detach(), expected_value) < 1e-12
@@ -141,7 +141,7 @@ def test_num_splits_do_not_matter(num_splits):
 def test_no_grad_gives_loss_and_metrics_only(loss):
     problem = make_head_case()
     hidden, weight, bias = problem.leaves()
-    options = {"loss": loss, "bias": bias, "metrics": "with_entropy", "impl": "fused_linear", **EPSILONS[loss]}
+    options = {"loss": loss, "bias": bias, "metrics": "with_entropy", "impl": "fused_linear", **PARAMETERS[loss]}
     with_gradient = linear_policy_loss(hidden, weight, *problem.tensors, **options)
     with torch.no_grad():
         without = linear_policy_loss(hidden, weight, *problem.tensors, **options)
@@ -155,12 +155,12 @@ def test_untrained_rows_are_not_multiplied():
     """Hidden states of NaN at untrained positions reach neither the loss nor any gradient."""
     problem = make_head_case()
     for loss in LOSSES:
-        expected_value, gradients, _ = problem.expected(loss=loss, **EPSILONS[loss])
+        expected_value, gradients, _ = problem.expected(loss=loss, **PARAMETERS[loss])
         hidden, weight, bias = problem.leaves()
         untrained = problem.tensors[0] < 0
         poisoned = torch.where(untrained[:, None], torch.nan, hidden.detach()).requires_grad_()
         out = linear_policy_loss(
-            poisoned, weight, *problem.tensors, bias=bias, loss=loss, temperature=TEMPERATURE, **EPSILONS[loss]
+            poisoned, weight, *problem.tensors, bias=bias, loss=loss, temperature=TEMPERATURE, **PARAMETERS[loss]
         )
         out.loss.backward()
         assert relative_error(out.loss.detach(), expected_value) < 1e-12
@@ -228,7 +228,7 @@ def test_counts_known_on_the_host(loss):
     results = []
     for counts in (None, DocumentCounts(trained, informative)):
         leaves = problem.leaves()
-        options = {"loss": loss, "logits_memory_mb": 1, "check_finite": False, "num_documents": 6, **EPSILONS[loss]}
+        options = {"loss": loss, "logits_memory_mb": 1, "check_finite": False, "num_documents": 6, **PARAMETERS[loss]}
         out = linear_policy_loss(*leaves[:2], *problem.tensors, bias=leaves[2], counts=counts, **options)
         out.loss.backward()
         results.append([out.loss.detach(), *(x.grad for x in leaves)])

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from builders.cuts import ALL, CUTS, Cut, assert_same, axis_groups, close, evaluate, expected
-from builders.losses import AGGREGATIONS, EPSILONS, LOSSES, TEMPERATURE, make_head_case, objective_of
+from builders.losses import AGGREGATIONS, LOSSES, PARAMETERS, TEMPERATURE, make_head_case, objective_of
 from builders.threads import on_ranks
 
 from pgtoolkit import linear_policy_loss, policy_loss
@@ -66,7 +66,7 @@ def test_equal_shards_need_no_start_and_the_weight_gradient_its_own_rows():
                 temperature=TEMPERATURE,
                 weight_gradient=total,
                 vocabulary_group=dist.group.WORLD,
-                **EPSILONS["gspo"],
+                **PARAMETERS["gspo"],
             )
             out.loss.backward()
         close(total, 2 * wanted.gradients[1][rows], 1e-12)
@@ -110,7 +110,7 @@ def test_without_totals_the_ranks_together_are_the_step(loss, aggregation):
             metrics="basic",
             sequence_group=groups["sequence"],
             data_group=groups["data"],
-            **EPSILONS[loss],
+            **PARAMETERS[loss],
         )
         out.loss.backward()
         gradient = torch.zeros_like(HEAD_CASE.logits)
@@ -141,7 +141,7 @@ def test_a_reducer_whose_weights_differ_within_a_document(loss, fused, monkeypat
             "temperature": TEMPERATURE,
             "num_documents": 6,
             "sequence_group": groups,
-            **EPSILONS[loss],
+            **PARAMETERS[loss],
         }
         tensors = [x[rows] for x in case.tensors[1:]]
         hidden = HEAD_CASE.hidden[rows].clone().requires_grad_()
@@ -336,7 +336,7 @@ def test_evaluation_without_gradients():
                 *tensors,
                 sequence_group=groups["sequence"],
                 **options,
-                **EPSILONS["gspo"],
+                **PARAMETERS["gspo"],
             )
             return out.loss
 

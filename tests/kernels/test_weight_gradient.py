@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from builders.losses import DEVICE, EPSILONS, LOSSES, TEMPERATURE, make_head_case, relative_error
+from builders.losses import DEVICE, LOSSES, PARAMETERS, TEMPERATURE, make_head_case, relative_error
 
 from pgtoolkit import linear_policy_loss, policy_loss
 from pgtoolkit.errors import DataError
@@ -19,12 +19,12 @@ def test_weight_gradient_adds_up_over_micro_batches(dtype):
     for _ in range(2):
         hidden, weight, _ = problem.leaves()
         out = linear_policy_loss(
-            hidden, weight, *problem.tensors, loss="grpo", weight_gradient=total, **EPSILONS["grpo"]
+            hidden, weight, *problem.tensors, loss="grpo", weight_gradient=total, **PARAMETERS["grpo"]
         )
         out.loss.backward()
         assert weight.grad is None
     other_hidden, other_weight, _ = problem.leaves()
-    linear_policy_loss(other_hidden, other_weight, *problem.tensors, loss="grpo", **EPSILONS["grpo"]).loss.backward()
+    linear_policy_loss(other_hidden, other_weight, *problem.tensors, loss="grpo", **PARAMETERS["grpo"]).loss.backward()
     tolerance = 1e-13 if dtype == torch.float64 else 5e-3
     assert relative_error(total, 2 * other_weight.grad.double()) < tolerance
     assert torch.equal(hidden.grad, other_hidden.grad)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from builders.families import Squared, SquaredByDocument, WrongSlope
-from builders.losses import AGGREGATIONS, EPSILONS, LOSSES, make_case, totals_of
+from builders.losses import AGGREGATIONS, EVERY_LOSS, PARAMETERS, make_case, totals_of
 from runs import metrics_of, run
 
 from pgtoolkit import families, log_prob_loss, policy_loss
@@ -15,10 +15,10 @@ from pgtoolkit.losses.families import FAMILIES, family_of
 from pgtoolkit.losses.slopes import check_family
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", EVERY_LOSS)
 def test_the_slopes_of_each_family_are_its_derivatives(loss):
     check_family(family_of(loss))
-    check_family(family_of(loss, **EPSILONS[loss]))
+    check_family(family_of(loss, **PARAMETERS[loss]))
 
 
 def test_a_family_of_ones_own_passes():
@@ -62,7 +62,7 @@ class Elsewhere(Squared):
         (NotSilent, "silent_without_advantage needs a slope of 0"),
         (OneNumber, r"one number per token, shape \(183,\) \(got \(\)\)"),
         (WrongToken, "WrongToken.token needs a slope"),
-        (Elsewhere, "scope needs to be 'token' or 'document' .got 'prompt'"),
+        (Elsewhere, "scope needs to be 'token', 'document' or 'document_sum' .got 'prompt'"),
     ],
 )
 def test_a_family_that_contradicts_itself_is_refused(family, message):
@@ -108,7 +108,7 @@ def test_a_family_of_ones_own_against_loops(family, impl):
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", EVERY_LOSS)
 def test_log_probs_of_a_trainer(loss, aggregation):
     """The same loss, metrics and coefficients as from logits, where a trainer hands over padded log-probs."""
     case = make_case(seed=12)
@@ -119,7 +119,7 @@ def test_log_probs_of_a_trainer(loss, aggregation):
         "group_index": case.group_index,
         "num_documents": case.num_documents,
         "metrics": "basic",
-        **EPSILONS[loss],
+        **PARAMETERS[loss],
     }
     logits = case.logits.clone().requires_grad_()
     expected = policy_loss(logits, *case.tensors[1:], **options)
@@ -157,7 +157,7 @@ def test_pieces_of_a_step_by_log_probs_add_up():
         ({"mask": torch.ones(32)}, "mask needs one bool per token"),
         ({"log_probs": torch.zeros(32, 2)}, "one floating number per token"),
         ({"loss": "ppo"}, "unknown"),
-        ({"loss": families.Cispo(), "epsilon_high": 3.0}, "belong to the family object"),
+        ({"loss": families.Cispo(), "epsilon_high": 3.0}, "its parameters belong to it, Cispo"),
         ({"loss": "cispo", "epsilon_low": 1.5}, "epsilon_low needs a number < 1"),
     ],
 )

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from builders.losses import AGGREGATIONS, EPSILONS, LOSSES, OBJECTIVES, Case, make_case, totals_of
+from builders.losses import AGGREGATIONS, EVERY_LOSS, OBJECTIVES, PARAMETERS, Case, make_case, totals_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,7 +32,7 @@ def in_pieces(case: Case, pieces: list[list[int]], padding: int, loss: str, aggr
             num_documents=len(documents),
             totals=totals,
             metrics=level,
-            **EPSILONS[loss],
+            **PARAMETERS[loss],
         )
         out.loss.backward()
         loss_sum += out.loss.item()
@@ -51,7 +51,7 @@ def whole(case: Case, loss: str, aggregation: str, level: str):
         divisor=8.0 if aggregation == "constant" else None,
         group_index=case.group_index,
         metrics=level,
-        **EPSILONS[loss],
+        **PARAMETERS[loss],
     )
     out.loss.backward()
     return out.loss.item(), logits.grad, {name: float(value) for name, value in out.metrics.items()}
@@ -96,7 +96,7 @@ def cut_steps(draw):
 
 
 @settings(max_examples=60, derandomize=True)
-@given(cut_steps(), st.sampled_from(LOSSES), st.sampled_from(AGGREGATIONS))
+@given(cut_steps(), st.sampled_from(EVERY_LOSS), st.sampled_from(AGGREGATIONS))
 def test_any_step_cut_anyhow(step, loss, aggregation):
     case, pieces, padding = step
     if int((case.labels >= 0).sum()) == 0:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from builders.losses import AGGREGATIONS, EPSILONS, LEVELS, LOSSES, PAIRS, SMOOTH, make_case
+from builders.losses import AGGREGATIONS, CLIPPED, EVERY_LOSS, LEVELS, PAIRS, PARAMETERS, SMOOTH, make_case
 from runs import assert_equal
 
 from pgtoolkit import policy_loss
@@ -20,7 +20,7 @@ def divisor_of(aggregation):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", EVERY_LOSS)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_matches_reference(loss, aggregation, level, temperature):
     case = make_case(seed=12, temperature=temperature)
@@ -31,7 +31,7 @@ def test_matches_reference(loss, aggregation, level, temperature):
         "group_index": case.group_index,
         "metrics": level,
         "temperature": temperature,
-        **EPSILONS[loss],
+        **PARAMETERS[loss],
     }
     logits = case.logits.clone().requires_grad_()
     out = policy_loss(logits, *case.tensors[1:], **options)
@@ -46,9 +46,9 @@ def test_matches_reference(loss, aggregation, level, temperature):
 
 def test_the_case_clips_on_both_sides_but_not_mostly():
     """Guards the other tests: without clipped tokens they would not see the clip at all."""
-    for loss in LOSSES:
+    for loss in CLIPPED:
         case = make_case(seed=12)
-        found = policy_loss(*case.tensors, loss=loss, metrics="basic", **EPSILONS[loss]).metrics
+        found = policy_loss(*case.tensors, loss=loss, metrics="basic", **PARAMETERS[loss]).metrics
         assert found["clipped_low_fraction"] > 0
         assert found["clipped_high_fraction"] > 0
         assert found["clipped_ratio_fraction"] < 0.8
@@ -58,7 +58,7 @@ def test_the_case_clips_on_both_sides_but_not_mostly():
     ("aggregation", "expected"),
     [("sample_mean", 0.875), ("prompt_mean", 1.3125), ("token_mean", 13 / 12), ("constant", 0.40625)],
 )
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", EVERY_LOSS)
 def test_worked_example(loss, aggregation, expected):
     """a: 2 tokens of loss 1, b: 6 of 0.5 (prompt 1); c: 4 of 2, d: 6 masked (prompt 2); L = 8. On policy, so l = -A."""
     lengths = [2, 6, 4, 6]
@@ -78,11 +78,12 @@ def test_worked_example(loss, aggregation, expected):
         divisor=divisor_of(aggregation),
         group_index=torch.tensor([1, 1, 2, 2]),
     )
-    # cispo's surrogate is -A times the log-prob, here log(1/4), where those of the others are -A times the ratio, 1.
-    assert float(out.loss) == pytest.approx(expected * (math.log(1 / 4) if loss == "cispo" else 1), rel=1e-14)
+    # Some surrogates are -A times the log-prob, here log(1/4), sapo's is -2 A / tau; the others' -A times the ratio, 1.
+    factor = {"sapo": 2 / 1.05} | dict.fromkeys(("cispo", "dppo", "vespo", "kimi", "reinforce"), math.log(1 / 4))
+    assert float(out.loss) == pytest.approx(expected * factor.get(loss, 1), rel=1e-14)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", EVERY_LOSS)
 def test_on_policy_numbers(loss):
     """The first step of a run: ratio 1, no divergence, nothing clipped; with centred advantages the loss is 0."""
     case = make_case()
@@ -102,7 +103,7 @@ def test_on_policy_numbers(loss):
     assert float(out.metrics["ratio_new_old"]) == pytest.approx(len(trained) / case.num_documents)
     assert float(out.metrics["kl_new_old"]) == 0
     assert float(out.metrics["clipped_ratio_fraction"]) == 0
-    if loss != "cispo":
+    if loss in ("grpo", "gspo", "gmpo"):
         assert float(out.loss) == pytest.approx(0, abs=1e-15)
 
 
@@ -115,7 +116,7 @@ def test_gspo_ratio_is_the_exp_of_the_mean_and_not_of_the_sum():
     assert float(out.loss) == pytest.approx(-math.exp(0.1), rel=1e-14)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", EVERY_LOSS)
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_masked_positions_may_hold_anything(loss, poison):
     case = make_case()
@@ -132,7 +133,7 @@ def test_masked_positions_may_hold_anything(loss, poison):
     assert torch.isfinite(logits.grad).all()
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", EVERY_LOSS)
 def test_padding_may_carry_any_document_number(loss):
     case = make_case()
     expected = policy_loss(*case.tensors, loss=loss)
@@ -159,7 +160,7 @@ def test_a_masked_document_counts_as_a_document_and_adds_no_phantom_token(aggreg
     assert float(with_it.loss) == pytest.approx(share * float(without.loss), rel=1e-14)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", EVERY_LOSS)
 def test_a_step_without_trained_tokens_is_zero(loss):
     case = make_case()
     logits = case.logits.clone().requires_grad_()
@@ -205,7 +206,7 @@ def test_gradcheck(loss, aggregation):
             aggregation=aggregation,
             divisor=divisor_of(aggregation),
             group_index=case.group_index,
-            **EPSILONS[loss],
+            **PARAMETERS[loss],
         ).loss
 
     assert torch.autograd.gradcheck(value, (case.logits.clone().requires_grad_(),))
@@ -214,7 +215,7 @@ def test_gradcheck(loss, aggregation):
 def test_documents_need_not_be_contiguous():
     case = make_case()
     order = torch.randperm(len(case.labels), generator=torch.Generator().manual_seed(1))
-    for loss in LOSSES:
+    for loss in EVERY_LOSS:
         straight = policy_loss(*case.tensors, loss=loss)
         scattered = policy_loss(*[x[order] for x in case.tensors], loss=loss)
         assert float(scattered.loss) == pytest.approx(float(straight.loss), rel=1e-13)
@@ -238,7 +239,7 @@ def test_non_finite_data_names_the_document(field):
         policy_loss(*tensors)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", EVERY_LOSS)
 def test_a_reducers_weights_outside_of_the_mask_are_dropped(loss):
     """Whatever it returns there: loss, gradient and metrics to the last bit those of a reducer that returns 0."""
     case = make_case(seed=12)
@@ -249,7 +250,7 @@ def test_a_reducers_weights_outside_of_the_mask_are_dropped(loss):
         def reducer(totals, *, mask, filler=filler, **_):
             return torch.where(mask, torch.linspace(0.5, 1, len(mask), dtype=torch.float64) / totals.num_tokens, filler)
 
-        out = policy_loss(logits, *case.tensors[1:], loss=loss, reducer=reducer, metrics="basic", **EPSILONS[loss])
+        out = policy_loss(logits, *case.tensors[1:], loss=loss, reducer=reducer, metrics="basic", **PARAMETERS[loss])
         out.loss.backward()
         results.append([out.loss.detach(), logits.grad, out.metric_sums.sums])
     assert results[0][0] != 0
@@ -345,7 +346,7 @@ def test_each_family_has_the_clip_of_its_paper():
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", EVERY_LOSS)
 def test_the_reference_is_an_implementation_too(loss, aggregation):
     case = make_case(seed=12)
     options = {
@@ -354,7 +355,7 @@ def test_the_reference_is_an_implementation_too(loss, aggregation):
         "divisor": divisor_of(aggregation),
         "group_index": case.group_index,
         "metrics": "with_entropy",
-        **EPSILONS[loss],
+        **PARAMETERS[loss],
     }
     results = {}
     for impl in ("reference", "torch"):

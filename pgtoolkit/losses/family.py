@@ -1,0 +1,92 @@
+"""What a loss family is: what a token contributes, whether its document is averaged, and the surrogate of the result.
+
+    x_t = token(log_ratio_t, A_t)                        what a token contributes
+    s_t = x_t, or the mean or sum of x over its document scope "token", "document" or "document_sum"
+    l_t = surrogate(s_t, A_t, log_prob_t)                with its slope
+
+No torch is imported here, so that `pgtk check` may read equations and defaults; tensors bring their methods.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def parameter(default: Any, least: float, most: float) -> Any:
+    """A field of a family, with the range that the configuration allows it, both ends included."""
+    return field(default=default, metadata={"range": (least, most)})
+
+
+@dataclass(frozen=True)
+class Family:
+    """The base class of a loss family. A subclass defines `surrogate` and overrides what is different; its dataclass
+    fields are its parameters.
+
+    scope: "token" if s_t is the token's own, "document" or "document_sum" if it is the mean or the sum over the
+        document; the advantage is then the document's mean, and all tokens of the document must be in the same call.
+    slope_of: what the slope of `surrogate` is a derivative by: the "log_ratio" s_t; the "log_prob" p_t where s_t is
+        only a factor without gradient; "both" where s_t is the token's own log-ratio and the loss has both.
+    silent_without_advantage: True if a token of advantage 0 has slope 0 whatever its log-ratio; its row then takes no
+        part in the backward products.
+    clips_by_sign: True if the lower bound acts only where A < 0 and the upper one only where A > 0; False if both
+        act whatever the sign of A.
+    """
+
+    scope: ClassVar[str] = "token"
+    slope_of: ClassVar[str] = "log_ratio"
+    silent_without_advantage: ClassVar[bool] = False
+    clips_by_sign: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        """The family's name in messages."""
+        return type(self).__name__.lower()
+
+    @property
+    def by_document(self) -> bool:
+        """Whether a token's coefficient depends on the other tokens of its document."""
+        return self.scope != "token"
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The ratios exp(s) (low, high) between which nothing counts as clipped in the metrics."""
+        return 0.0, math.inf
+
+    @property
+    def equation(self) -> str:
+        """l_t with this object's numbers, for `pgtk check`."""
+        return f"{type(self).__module__}.{type(self).__qualname__}"
+
+    def notes(self) -> list[str]:
+        """Sentences on parameters that are allowed but may surprise, for `pgtk check`."""
+        return []
+
+    def token(self, log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(x, dx by log_ratio), each (T,); None stands for a derivative of 1."""
+        return log_ratio, None
+
+    def surrogate(self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        """(l, slope), each (T,), of s clamped to plus or minus 20, the advantages over the scope, and new log-probs.
+
+        All are 0 where nothing is trained. The slope is compared with what autograd makes of l, so l needs `detach`
+        where the paper has a stop-gradient.
+        """
+        raise TypeError(f"{type(self).__name__} needs a method surrogate(log_ratio, advantages, log_probs)")
+
+    def outside(self, ratio: Tensor, token_log_ratio: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        """(T,) bool each: what lies below the lower and above the upper bound.
+
+        ratio: exp(s). token_log_ratio: of each token alone, before `token`.
+        """
+        return ratio < self.bounds[0], ratio > self.bounds[1]
+
+    def cuts(self, low: Tensor, high: Tensor, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        """(T,) bool each: where the lower and the upper bound change the coefficient. low, high: as of `outside`."""
+        if self.clips_by_sign:
+            return low & (advantages < 0), high & (advantages > 0)
+        return low & (advantages != 0), high & (advantages != 0)

@@ -1,0 +1,185 @@
+"""Each family against its paper's formula, written here once more and differentiated by autograd in float64."""
+
+import math
+
+import pytest
+import torch
+
+from pgtoolkit import families, log_prob_loss
+
+NEW = torch.tensor([-0.3, -1.1, -0.7, -2.0, -0.05, -1.6, -0.9, -0.4], dtype=torch.float64)
+LOG_RATIO = torch.tensor([0.5, -0.6, 0.02, 1.3, -0.03, -1.2, 0.3, -0.2], dtype=torch.float64)
+ADVANTAGES = torch.tensor([1.0, 1.0, 1.0, -0.5, -0.5, -0.5, 0.0, 0.0], dtype=torch.float64)
+DOCUMENTS = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2])
+
+
+def coefficients(family, new=NEW, log_ratio=LOG_RATIO, advantages=ADVANTAGES, **options):
+    """(loss, its derivative by each new log-prob, metrics) with token_mean."""
+    new = new.clone().requires_grad_()
+    mask = torch.ones(len(new), dtype=torch.bool)
+    documents = DOCUMENTS[: len(new)]
+    out = log_prob_loss(
+        new,
+        new.detach() - log_ratio,
+        advantages,
+        documents,
+        mask,
+        loss=family,
+        aggregation="token_mean",
+        metrics="basic",
+        **options,
+    )
+    out.loss.backward()
+    return float(out.loss.detach()), new.grad, {name: float(value) for name, value in out.metrics.items()}
+
+
+def grpo(p, x, A):
+    r = x.exp()
+    losses = -torch.minimum(r * A, r.clamp(0.8, 1.3) * A)
+    return torch.where(A < 0, torch.minimum(losses, -2.0 * A), losses)
+
+
+def sapo(p, x, A):
+    tau = torch.where(A > 0, 1.5, 2.5)
+    return -A * torch.sigmoid(tau * (x.exp() - 1)) * 4 / tau
+
+
+def by_document(values):
+    return torch.stack([values[d == DOCUMENTS].mean() for d in range(3)])[DOCUMENTS]
+
+
+def gmpo(p, x, A):
+    x = torch.where(A > 0, x.clamp(max=0.25), torch.where(A < 0, x.clamp(min=-0.4), x))
+    return -A * by_document(x).exp()
+
+
+def dppo(p, x, A):
+    p_new, p_old = p.detach().exp(), (p - x).detach().exp()
+    kept = torch.where(A > 0, p_new - p_old <= 0.1, torch.where(A < 0, p_new - p_old >= -0.2, True))
+    return -A * x.detach().exp().clamp(max=3.0) * p * kept
+
+
+def vespo(p, x, A):
+    W = (by_document(x) * torch.tensor([3.0, 3, 3, 3, 3, 3, 2, 2])).exp().detach()
+    positive, negative = W**2 * torch.exp(3 * (1 - W)), W**1.5 * torch.exp(2 * (1 - W))
+    return -torch.where(A >= 0, positive, negative) * A * p
+
+
+def kimi(p, x, A):
+    return -A * p + 0.7 / 2 * x**2
+
+
+def reinforce(p, x, A):
+    return -A * p
+
+
+FORMULAS = [
+    (grpo, families.Grpo(epsilon_low=0.2, epsilon_high=0.3, dual_clip=2.0)),
+    (sapo, families.Sapo(temperature_positive=1.5, temperature_negative=2.5)),
+    (gmpo, families.Gmpo(epsilon_low=0.4, epsilon_high=0.25)),
+    (dppo, families.Dppo(delta_low=0.2, delta_high=0.1, ratio_cap=3.0)),
+    (vespo, families.Vespo(power_negative=1.5)),
+    (kimi, families.Kimi(tau=0.7)),
+    (reinforce, families.Reinforce()),
+]
+
+
+@pytest.mark.parametrize(("formula", "family"), FORMULAS, ids=[formula.__name__ for formula, _ in FORMULAS])
+def test_loss_and_coefficients_are_those_of_the_paper(formula, family):
+    new = NEW.clone().requires_grad_()
+    expected = formula(new, new - (NEW - LOG_RATIO), ADVANTAGES).sum() / 8
+    expected.backward()
+    loss, gradient, _ = coefficients(family)
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-14)
+    torch.testing.assert_close(gradient, new.grad, rtol=1e-13, atol=1e-16)
+
+
+@pytest.mark.parametrize("aggregation", ["sample_mean", "token_mean", "constant"])
+def test_all_families_have_the_same_gradient_on_policy(aggregation):
+    """Weighted by the log-prob or by the ratio: c_t = -w_t A_t."""
+    divisor = 5.0 if aggregation == "constant" else None
+    weights = {"token_mean": torch.full((8,), 1 / 8), "constant": torch.full((8,), 1 / 15)}
+    weights["sample_mean"] = 1 / (3 * torch.tensor([3.0, 3, 3, 3, 3, 3, 2, 2]))
+    for family in families.FAMILIES:
+        new = NEW.clone().requires_grad_()
+        mask = torch.ones(8, dtype=torch.bool)
+        options = {"loss": family, "aggregation": aggregation, "divisor": divisor}
+        log_prob_loss(new, NEW, ADVANTAGES, DOCUMENTS, mask, **options).loss.backward()
+        expected = -weights[aggregation].double() * ADVANTAGES
+        torch.testing.assert_close(new.grad, expected, rtol=1e-6, atol=1e-9)
+
+
+def test_a_dual_clip_acts_where_the_advantage_is_negative_and_the_ratio_large():
+    """Of r A with A < 0 nothing else bounds the loss. The bound itself passes."""
+    advantages = torch.tensor([-1.0, -1.0, -1.0, 1.0], dtype=torch.float64)
+    ratios = torch.tensor([3.0, 2.0, 1.9, 3.0], dtype=torch.float64)
+    options = {"new": ratios.log() - 9, "log_ratio": ratios.log(), "advantages": advantages}
+    family = families.Grpo(dual_clip=2.0)
+    loss, gradient, metrics = coefficients(family, **options)
+    assert loss == pytest.approx((2.0 + 2.0 + 1.9 - 1.2) / 4, rel=1e-14)
+    torch.testing.assert_close(gradient * 4, torch.tensor([0.0, 2.0, 1.9, 0.0], dtype=torch.float64))
+    # Documents of three tokens and of one: the first token and the last.
+    assert metrics["clipped_high_fraction"] == pytest.approx((1 / 3 + 1) / 2)
+    without, gradient, _ = coefficients(families.Grpo(), **options)
+    assert without == pytest.approx((3.0 + 2.0 + 1.9 - 1.2) / 4, rel=1e-14)
+    assert float(gradient[0]) == pytest.approx(3 / 4)
+
+
+def test_gmpo_counts_the_tokens_that_it_clips():
+    """A document's ratio is not bounded: tokens count, on the side of their advantage, and where none is, on none."""
+    _, _, metrics = coefficients(families.Gmpo(epsilon_low=0.1, epsilon_high=0.1))
+    assert metrics["clipped_high_fraction"] == pytest.approx(1 / 3 / 3)
+    assert metrics["clipped_low_fraction"] == pytest.approx(1 / 3 / 3)
+    assert metrics["clipped_ratio_fraction"] == pytest.approx((2 / 3 + 2 / 3 + 2 / 2) / 3)
+
+
+def test_dppo_counts_the_tokens_that_it_leaves_out():
+    new, old = torch.tensor([0.9, 0.5, 0.2, 0.2], dtype=torch.float64), torch.tensor([0.6, 0.45, 0.6, 0.6]).double()
+    advantages = torch.tensor([1.0, 1.0, 1.0, -1.0], dtype=torch.float64)
+    options = {"new": new.log(), "log_ratio": new.log() - old.log(), "advantages": advantages}
+    _, gradient, metrics = coefficients(families.Dppo(delta_low=0.2, delta_high=0.2), **options)
+    expected = torch.tensor([0.0, -0.5 / 0.45, -0.2 / 0.6, 0.0], dtype=torch.float64) / 4
+    torch.testing.assert_close(gradient, expected, rtol=1e-7, atol=1e-12)
+    assert metrics["clipped_high_fraction"] == pytest.approx(1 / 3 / 2)
+    assert metrics["clipped_low_fraction"] == pytest.approx(1 / 2)
+    assert metrics["clipped_ratio_fraction"] == pytest.approx((2 / 3 + 1) / 2)
+
+
+@pytest.mark.parametrize("family", [family() for family in families.FAMILIES.values()], ids=lambda family: family.name)
+@pytest.mark.parametrize("log_ratio", [-700.0, -25.0, 25.0, 700.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_huge_log_ratios_stay_finite(family, log_ratio, dtype):
+    log_ratios = torch.full((4,), log_ratio, dtype=dtype)
+    for sign in (1, -1):
+        advantages = torch.full((4,), sign, dtype=dtype)
+        loss, gradient, metrics = coefficients(family, NEW[:4].to(dtype), log_ratios, advantages)
+        assert math.isfinite(loss)
+        assert bool(torch.isfinite(gradient).all())
+        assert all(math.isfinite(value) for value in metrics.values())
+
+
+@pytest.mark.parametrize("family", [family() for family in families.FAMILIES.values()], ids=lambda family: family.name)
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_without_the_check_a_number_that_is_not_finite_makes_the_loss_nan(family, broken):
+    for place in ("log_ratio", "advantages"):
+        given = {"log_ratio": LOG_RATIO, "advantages": ADVANTAGES}
+        given[place] = given[place].clone()
+        given[place][1] = broken
+        loss, _, _ = coefficients(family, check_finite=False, **given)
+        assert math.isnan(loss)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: families.Grpo(dual_clip=0.5), "dual_clip needs a number >= 1"),
+        (lambda: families.Sapo(temperature_negative=0), "temperature_negative needs a finite number > 0"),
+        (lambda: families.Gmpo(epsilon_high=-1), "epsilon_high needs a finite number > 0"),
+        (lambda: families.Dppo(ratio_cap=math.inf), "ratio_cap needs a finite number > 0"),
+        (lambda: families.Vespo(decay_negative=-1), "decay_negative needs a finite number >= 0"),
+        (lambda: families.Kimi(tau=math.nan), "tau needs a finite number >= 0"),
+    ],
+)
+def test_parameters_that_mean_nothing_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
