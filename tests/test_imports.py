@@ -21,7 +21,14 @@ TORCH = HEAVY - {"mlflow"}
 LIGHT = {"errors", "system", "runs", "config", "tracking", "cli"}
 """What loads none of the large libraries as it is imported: the command line starts fast."""
 
-ALSO_LIGHT = ("losses.aggregation", "losses.checks", "losses.families", "ranks.environment", "training.machine")
+ALSO_LIGHT = (
+    "losses.aggregation",
+    "losses.checks",
+    "losses.families",
+    "losses.family",
+    "ranks.environment",
+    "training.machine",
+)
 NOT_LIGHT = ("launch.local", "launch.worker", "launch.processes")
 FILES = sorted(PACKAGE.rglob("*.py"))
 
