@@ -126,7 +126,7 @@ def _passes_alone(leaf, workload, implementation) -> dict:
     """The kernels over the logits without the operations on vectors around them."""
     values, labels, objective = leaf.detach(), workload.labels, workload.objective()
     out = torch.empty_like(values)
-    name = implementation.__name__.rpartition(".")[2].removesuffix("_impl")
+    name = implementation.__name__.rpartition(".")[2].removesuffix("_passes")
     if workload.loss == "grpo" and hasattr(implementation, "forward_gradient"):
         return {
             (name, "passes alone"): lambda: implementation.forward_gradient(values, labels, 1.0, False, objective, out)
