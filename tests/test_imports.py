@@ -147,6 +147,13 @@ print(json.dumps([loaded, gc.isenabled(), looked_at < left_alone / 10, *found]))
     assert json.loads(done.stdout) == expected, done.stderr
 
 
+@pytest.mark.slow
+def test_transformers_may_be_imported_before():
+    script = "import transformers, pgtoolkit.training.train"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert done.returncode == 0, done.stderr
+
+
 def test_lightning_is_imported_in_one_place():
     users = [file.name for file in FILES if "lightning" in roots(imports(file))]
     assert users == ["frameworks.py"]

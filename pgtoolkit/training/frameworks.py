@@ -1,10 +1,17 @@
 """Lightning and the parts of transformers that every model needs, without what they bring along for other purposes."""
 
+import sys
+
 from pgtoolkit.system.imports import without
 
 # Lightning asks whether something logged is a metric object of torchmetrics; here nothing is logged through it.
-# transformers matches boxes in images by scipy.
-with without(torchmetrics=("Metric", "MetricCollection"), scipy=()):
+_STAND_INS = {"torchmetrics": ("Metric", "MetricCollection")}
+if (
+    "transformers" not in sys.modules
+):  # once imported, it has seen that scipy is there: it matches boxes in images by it
+    _STAND_INS["scipy"] = ()
+
+with without(**_STAND_INS):
     import lightning
     import lightning.pytorch.plugins.environments
     import transformers.modeling_utils

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import SHORT, assert_equal, checkpoint_of, metrics_of, once
+from runs import SHORT, assert_equal, checkpoint_of, metrics_of, once, run
+
+from pgtoolkit.cli import main
 
 PGTK = Path(sys.executable).with_name("pgtk")
 LONG = ("trainer.max_steps=400", "trainer.checkpoint_every=1000")
@@ -58,12 +60,9 @@ def test_a_signal_ends_the_step_saves_and_tells_how_to_resume(tmp_path, number, 
     done = subprocess.run(resume, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert status_of(tmp_path / "run")["state"] == "done"
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    process = start(whole, f"trainer.max_steps={last}")
-    assert process.wait(timeout=120) == 0
-    assert metrics_of(tmp_path / "run") == metrics_of(whole / "run")
-    assert_equal(checkpoint_of(tmp_path / "run", last), checkpoint_of(whole / "run", last))
+    whole = run(tmp_path / "whole", f"trainer.max_steps={last}")
+    assert metrics_of(tmp_path / "run") == metrics_of(whole)
+    assert_equal(checkpoint_of(tmp_path / "run", last), checkpoint_of(whole, last))
 
 
 @pytest.mark.slow
@@ -104,16 +103,15 @@ def test_a_second_interrupt_acts_at_once_and_leaves_a_run_that_resumes(tmp_path)
     assert status_of(tmp_path / "run")["state"] == "interrupted"
 
 
-def test_killed_and_resumed(tmp_path):
+def test_killed_and_resumed(tmp_path, monkeypatch):
     """SIGKILL leaves rows after the last checkpoint; the resumed run writes them again, once."""
     process = start(tmp_path, "trainer.max_steps=400", "trainer.checkpoint_every=4")
     wait_for_step(process, 6)
     process.kill()
     process.communicate()
     assert status_of(tmp_path / "run")["state"] == "running"
-    resume = [PGTK, "resume", tmp_path / "run", "trainer.max_steps=9"]
-    done = subprocess.run(resume, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    assert main(["resume", "run", "trainer.max_steps=9"]) == 0
     steps = [row["step"] for row in metrics_of(tmp_path / "run")]
     assert steps == list(range(1, 10))
 
