@@ -45,8 +45,8 @@ def group_advantages(estimator: str, rewards: list[float]) -> list[float]:
         raise DataError("rloo compares a completion with the others of its group; a group of one has no others")
     if estimator == "max_rl" and min(rewards, default=0) < 0:
         raise DataError(
-            f"max_rl divides by the group's mean reward, which needs rewards >= 0 (got {min(rewards):g}); with negative "
-            "ones the better completions could get the negative advantages"
+            f"max_rl divides by the group's mean reward, which needs rewards >= 0 (got {min(rewards):g}); with a "
+            "negative mean the better completions would get the negative advantages"
         )
     if len(set(rewards)) <= 1:
         return [0.0] * len(rewards)
