@@ -111,7 +111,8 @@ def compose(
 def name_directories(hydra: DictConfig, unnamed: list[str]) -> None:
     """Set what names of directories are made of; unnamed: keys that are left out of them."""
     hydra.job.config.override_dirname.exclude_keys = list(unnamed)
-    form, overrides = hydra.job.config.override_dirname, parse(list(hydra.overrides.task))[0]
+    form, task = hydra.job.config.override_dirname, OmegaConf.to_container(hydra.overrides.task)  # as it was typed
+    overrides = parse(task)[0]
     hydra.job.override_dirname = get_overrides_dirname(overrides, form.exclude_keys, form.item_sep, form.kv_sep)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from pgtoolkit.batch import MicroBatch
-from pgtoolkit.config.rules.parallelism import fits
-from pgtoolkit.config.schema import Config, ParallelismConfig
+from pgtoolkit.config.rules.parallelism import SIZES, fits
+from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.kernels.losses import LMHead
 from pgtoolkit.losses.exchange import Ranks
@@ -115,7 +116,7 @@ class ParallelPolicy(Policy):
         return self.model.transformer_states(**inputs) if self.sharded else super()._transformer(**inputs)
 
 
-def refuse_misfit(model: nn.Module, parallelism: ParallelismConfig) -> None:
+def refuse_misfit(model: nn.Module, sizes: dict[str, int], shard: bool) -> None:
     """ConfigError where a transformers causal LM cannot be spread so, which `check` may not have known."""
     config, head = model.config, model.get_output_embeddings().weight
     names = ("num_attention_heads", "num_key_value_heads", "num_hidden_layers")
@@ -123,7 +124,7 @@ def refuse_misfit(model: nn.Module, parallelism: ParallelismConfig) -> None:
     known = {"type": config.model_type, "attention heads": heads, "key-value heads": key_value_heads, "layers": layers}
     known["tied"] = head is model.get_input_embeddings().weight
     report = Report()
-    fits(parallelism, known, len(head), report)
+    fits(SimpleNamespace(**sizes, shard=shard), known, len(head), report)
     if report.problems:
         raise ConfigError(report.problems[0])
 
@@ -136,7 +137,7 @@ def parallelize(policy: Policy, layout: Layout, config: Config) -> Policy:
     if layout.world_size == 1:
         return policy
     model, parallelism, partial = policy.model, config.parallelism, set()
-    refuse_misfit(model, parallelism)
+    refuse_misfit(model, {name: layout.size(name) for name in SIZES}, parallelism.shard)
     vocabulary = policy.vocabulary_size
     if layout.size("tensor_parallel") > 1:
         partial = shard_tensors(model, layout.mesh["tensor_parallel"], parallelism.sequence_parallel)

@@ -229,8 +229,8 @@ def test_the_page_shows_what_varies_and_what_is_done(tmp_path, capsys, monkeypat
 def test_jobs_that_began_without_recording_are_counted_in_a_note(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
-    def noted(*overrides):
-        checked = check(["seed=1,2,3", "trainer.max_steps=20", "hydra.sweep.dir=s", *overrides], True)
+    def noted(*overrides, folder="s"):
+        checked = check(["seed=1,2,3", "trainer.max_steps=20", f"hydra.sweep.dir={folder}", *overrides], True)
         assert problems(checked) == []
         said = [note for note in notes(checked) if "rollout.save_path" in note]
         return [job.status for job in checked.sweep.jobs.values()], said
@@ -245,14 +245,16 @@ def test_jobs_that_began_without_recording_are_counted_in_a_note(tmp_path, monke
     assert states == ["done", "interrupted", "pending"]
     assert note.startswith("2 of 3 jobs began without this rollout.save_path: what they have sampled is not recorded")
     assert "use another hydra.sweep.dir or remove the folders of these jobs" in note
-    assert noted("rollout.save_path='recorded/${seed}'", "hydra.sweep.dir=t")[1] == []
+    assert noted("rollout.save_path='recorded/${seed}'", folder="t")[1] == []
 
 
 def test_launchers_get_the_configurations_that_were_checked():
     checked = check(["seed=1,2", "loss=grpo", "hydra.sweep.subdir=x/${hydra.job.override_dirname}"], True)
     jobs_of = pickle.loads(pickle.dumps(_CheckedJobs(checked)))  # as a launcher sends it to another machine
     found = [jobs_of.load_sweep_config(None, [f"seed={seed}", "loss=grpo"]) for seed in (1, 2)]
-    assert found == [run.config for run in checked.runs]
+    assert [OmegaConf.to_container(one) for one in found] == [
+        OmegaConf.to_container(run.config) for run in checked.runs
+    ]
     assert [config.hydra.sweep.subdir for config in found] == list(checked.sweep.jobs) == ["x/seed=1", "x/seed=2"]
     drawn = jobs_of.load_sweep_config(None, ["seed=7", "loss=grpo"])  # as by a sweeper that searches
     assert (drawn.seed, drawn.loss.name, drawn.hydra.sweep.subdir) == (7, "grpo", "x/seed=7")

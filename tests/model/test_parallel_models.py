@@ -118,11 +118,6 @@ def test_a_rank_gets_its_piece_of_the_packed_axis():
     assert all(piece.names == ("a", "b") and piece.group_index.tolist() == [0, 0] for piece in pieces)
 
 
-def spread_as(**sizes):
-    whole = dict.fromkeys((TP, SDP, DP, PP), 1) | {"shard": False}
-    return SimpleNamespace(**(whole | sizes))
-
-
 @pytest.mark.parametrize(
     ("kind", "sizes", "message"),
     [
@@ -135,13 +130,13 @@ def spread_as(**sizes):
 def test_a_model_that_cannot_be_spread_so_is_refused(kind, sizes, message):
     model = models.build(kind).model
     with pytest.raises(ConfigError, match=message):
-        refuse_misfit(model, spread_as(**sizes))
-    refuse_misfit(model, spread_as(**{TP: 4}))
+        refuse_misfit(model, dict.fromkeys((TP, SDP, DP, PP), 1) | sizes, False)
+    refuse_misfit(model, {TP: 4, SDP: 1, DP: 1, PP: 1}, False)
 
 
 def test_an_unknown_kind_of_model_is_refused():
     model = models.build("gpt2").model
     model.config.model_type = "mamba"
     with pytest.raises(ConfigError, match=r"tensor_parallel=2 needs a model of type gpt2, llama, .* .got mamba"):
-        refuse_misfit(model, spread_as(**{TP: 2}))
-    refuse_misfit(model, spread_as(**{DP: 2}))
+        refuse_misfit(model, {TP: 2, SDP: 1, DP: 1, PP: 1}, False)
+    refuse_misfit(model, {TP: 1, SDP: 1, DP: 2, PP: 1}, False)

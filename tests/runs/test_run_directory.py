@@ -195,7 +195,7 @@ def test_a_sweep_into_the_directory_of_a_run_is_refused(tmp_path, monkeypatch, c
     before = sorted(tmp_path.rglob("*"))
     assert main(["-m", "seed=1,2", "hydra.sweep.dir='my run'"]) == 2
     said = capsys.readouterr().err
-    assert "seed=1: hydra.sweep.dir=my run needs a directory without a run (got one with config.yaml)." in said
+    assert "pgtk: error: hydra.sweep.dir=my run needs a directory without a run (got one with config.yaml)." in said
     assert "Use pgtk resume 'my run' to continue that run, or another directory." in said
     assert sorted(tmp_path.rglob("*")) == before
 
