@@ -350,7 +350,11 @@ MUTANTS = [
     Mutant(
         "a checkpoint written in place",
         "training/checkpoint.py",
-        {'temporary = folder / f".{path.name}.tmp"\n': "temporary = path\n"},
+        {
+            'temporary = folder / f".{path.name}.tmp"\n': "temporary = path\n",
+            "remove(path)  # written before": "pass  # written before",
+            "temporary.rename(path)\n": "pass\n",
+        },
         ("tests/training/test_checkpoint.py::test_killed_in_the_middle_of_saving",),
     ),
     Mutant(

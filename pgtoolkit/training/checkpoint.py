@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -174,11 +174,12 @@ def _write_tensors(folder: Path, tensors: dict[str, dict[str, Tensor]], layout: 
             name = f"{kind}-{layout.rank + 1:05d}-{number:05d}.safetensors"
             try:
                 save_file(shard, folder / name, {"format": "pt"})
-                files.append((name, _on_disk(folder / name), list(shard)))
+                files.append((name, _fingerprint(folder / name), list(shard)))
             except (OSError, SafetensorError) as error:
                 failure = error  # only now: other ranks need this one's parts of the tensors that they write
     if failure is not None:
         raise failure
+    _flush(folder / name for name, _, _ in files)
     return files
 
 
@@ -222,19 +223,20 @@ def _write_rest(folder: Path, state: dict, written: list[tuple]) -> None:
     (folder / f"{_STATE}.json").write_text(json.dumps(state, default=put_aside))
     save_file(stored, folder / f"{_STATE}.safetensors")
     paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
-    files |= {name: _on_disk(path) for name, path in paths.items() if name not in files}
+    new = {name: path for name, path in paths.items() if name not in files}
+    files |= {name: _fingerprint(path) for name, path in new.items()}
     (folder / _MANIFEST).write_text(json.dumps({"format": FORMAT, "files": files}, indent=1))
-    _on_disk(folder / _MANIFEST)
+    _flush([*new.values(), folder / _MANIFEST])
     for part in {path.parent for path in paths.values()}:
         sync_folder(part)
 
 
-def _on_disk(path: Path) -> dict[str, int]:
-    """Flush a new file to the disk; its size and CRC-32."""
-    path.chmod(0o644)  # safetensors writes for the owner alone
-    with open_to_read(path) as file:
-        os.fsync(file.fileno())
-    return _fingerprint(path)
+def _flush(paths: Iterable[Path]) -> None:
+    """Bring new files to the disk, all at once, which takes a fraction of the time of one after the other's writing."""
+    for path in paths:
+        path.chmod(0o644)  # safetensors writes for the owner alone
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
 
 
 def _read(path: Path) -> bytes:
