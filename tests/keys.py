@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from runs import built, config_of
+from builders.runs import built, config_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from builders.runs import config_of
+from builders.stores import history, train
 from builders.threads import on_ranks
 from keys import SMALL, key, module_and_steps, module_of, recorded, rows_file, settings, some_documents, step_of
 from mlflow import MlflowClient
 from omegaconf import OmegaConf
-from runs import config_of
-from stores import history, train
 
 from pgtoolkit.errors import ConfigError, DataError, NumericalError
 from pgtoolkit.launch.worker import _process_group

@@ -9,6 +9,7 @@ import types
 
 import pytest
 import torch
+from builders.runs import assert_equal
 from keys import (
     key,
     logits_of,
@@ -18,7 +19,6 @@ from keys import (
     recorded,
     rows_file,
 )
-from runs import assert_equal
 
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.shuffle import shuffled

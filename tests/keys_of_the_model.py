@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from builders.models import save_with_tokenizer, small_llama
+from builders.runs import built, config_of
 from keys import LogitsMade, key, module_of, settings, some_documents, step_of
-from runs import built, config_of
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaForCausalLM
 

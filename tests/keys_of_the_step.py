@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 import pytest
 import torch
+from builders.runs import config_of
 from keys import (
     LogitsMade,
     key,
@@ -19,7 +20,6 @@ from keys import (
     some_documents,
     step_of,
 )
-from runs import config_of
 from torch import nn
 
 from pgtoolkit.config.validate import validate

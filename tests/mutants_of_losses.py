@@ -4,7 +4,115 @@ ARGUMENTS = "tests/kernels/test_arguments.py"
 KERNELS = "tests/kernels/test_kernels.py"
 OPTIONS = "tests/kernels/test_parallel_loss_options.py"
 
+CUT = "tests/losses/test_invariance.py::test_micro_batches_order_and_padding"
 MUTANTS_OF_LOSSES = [
+    (
+        "sample mean over the micro-batch's documents instead of the step's (TRL #3021, verl #5877)",
+        "losses/aggregation.py",
+        {"counts * totals.num_documents": "counts * len(counts)"},
+        (f"{CUT}[grpo-sample_mean-basic-halves-0]", f"{CUT}[gspo-sample_mean-none-shuffled-3]"),
+    ),
+    (
+        "token mean over the micro-batch's tokens instead of the step's (prime-rl #583, OpenRLHF #1249)",
+        "losses/aggregation.py",
+        {"counts * 0 + totals.num_tokens": "counts * 0 + counts.sum()"},
+        (f"{CUT}[gspo-token_mean-basic-halves-0]", f"{CUT}[gspo-token_mean-basic-shuffled-3]"),
+    ),
+    (
+        "Dr. GRPO without its 1/D (verl #3741)",
+        "losses/aggregation.py",
+        {"self.divisor) * totals.num_documents": "self.divisor)"},
+        ("tests/losses/test_losses.py::test_worked_example[grpo-constant-0.40625]",),
+    ),
+    (
+        "prompt mean over the groups of the micro-batch (TRL and SkyRL pull requests)",
+        "losses/aggregation.py",
+        {"* totals.num_groups": "* len(group_index.unique())"},
+        (f"{CUT}[gspo-prompt_mean-with_entropy-one per document-0]",),
+    ),
+    (
+        "a divisor of NaN passes a comparison that is always false",
+        "losses/checks.py",
+        {"math.isfinite(value) and value > 0": "not value <= 0"},
+        ("tests/losses/test_losses.py::test_constant_refuses_a_divisor_that_cannot_divide[nan]",),
+    ),
+    (
+        "a phantom token for each fully masked document, in a loss without given totals (slime)",
+        "losses/totals.py",
+        {"counts.sum(), (counts": "counts.clamp(min=1).sum(), (counts"},
+        (
+            "tests/losses/test_losses.py::test_a_masked_document_counts_as_a_document_and_adds_no_phantom_token[token_mean]",
+        ),
+    ),
+    (
+        "masked positions multiplied by 0 instead of left out: NaN * 0 is NaN (NeMo-RL #4120)",
+        "losses/objective.py",
+        {"torch.where(self.mask, log_probs - self.old_log_probs, 0.0)": "self.mask * (log_probs - self.old_log_probs)"},
+        ("tests/losses/test_losses.py::test_masked_positions_may_hold_anything[nan-grpo]",),
+    ),
+    (
+        "rows without a gradient multiplied by 0 instead of left out (prime-rl #2084)",
+        "kernels/torch_passes.py",
+        {"torch.where(active, block, 0.0)": "(active * block)"},
+        ("tests/losses/test_losses.py::test_masked_positions_may_hold_anything[nan-gspo]",),
+    ),
+    (
+        "GSPO's ratio by the sum of the log-ratios instead of their mean (TRL #5814, NeMo-RL #2269)",
+        "losses/objective.py",
+        {"documents.mean(values)": "documents.sum(values)"},
+        ("tests/losses/test_losses.py::test_gspo_ratio_is_the_exp_of_the_mean_and_not_of_the_sum",),
+    ),
+    (
+        "the clip acts already at its bounds, in the gradient by formula",
+        "losses/families.py",
+        {"ratio <= upper": "ratio < upper"},
+        ("tests/losses/test_peers.py::test_the_clip_does_not_act_at_its_bounds[1.0-1.25-fused_linear-grpo]",),
+    ),
+    (
+        "the clip acts already at its bounds, in the metrics",
+        "losses/objective.py",
+        {"terms.ratio < lower": "terms.ratio <= lower"},
+        ("tests/losses/test_peers.py::test_the_clip_does_not_act_at_its_bounds[-1.0-0.75-torch-gspo]",),
+    ),
+    (
+        "the log-ratio is not clamped before exp (OpenRLHF #1293: computed and never read)",
+        "losses/objective.py",
+        {"unclamped.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)": "unclamped"},
+        ("tests/kernels/test_kernels.py::test_huge_log_ratios_stay_finite[grpo-1.0-dtype0-torch]",),
+    ),
+    (
+        "extrema start from 0 (Fast-LLM #494)",
+        "losses/objective.py",
+        {"torch.where(self.mask, extrema, -torch.inf)": "torch.where(self.mask, extrema, 0.0)"},
+        (
+            "tests/losses/test_losses.py::test_matches_reference[1.0-grpo-sample_mean-basic]",
+            "tests/losses/test_peers.py::test_a_piece_without_trained_tokens_does_not_touch_the_extrema",
+        ),
+    ),
+    (
+        "metrics as the mean of the micro-batches' means (TRL #7047, verl #2259)",
+        "losses/metrics.py",
+        {"self.sums + other.sums": "(self.sums + other.sums) / 2"},
+        (f"{CUT}[grpo-sample_mean-basic-halves-0]",),
+    ),
+    (
+        "untrained positions counted as one more document (Fast-LLM: padding with an index of its own)",
+        "losses/documents.py",
+        {"num_documents, group)\n\n": "num_documents + 1, group)\n\n"},
+        ("tests/losses/test_losses.py::test_on_policy_numbers",),
+    ),
+    (
+        "the temperature left out of the gradient",
+        "kernels/torch_passes.py",
+        {"(coefficients[rows] / temperature)": "coefficients[rows]"},
+        ("tests/losses/test_losses.py::test_matches_reference[0.7-grpo-sample_mean-none]",),
+    ),
+    (
+        "entropy of vocabulary shards: a local sum under a global normalizer (Fast-LLM #494)",
+        "kernels/torch_passes.py",
+        {"dots[0] + shift.clamp(min=-1000.0) * sums": "dots[0]"},
+        ("tests/kernels/test_passes.py::test_vocabulary_shards_merge[torch-True]",),
+    ),
     (
         "gradients pass through the clamp of the log-ratio",
         "losses/objective.py",

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from omegaconf import OmegaConf
-from runs import SHORT, config_of, metrics_of
 
 from builders.processes import layout, world
+from builders.runs import SHORT, config_of, metrics_of
 from pgtoolkit.config.validate import validate
 from pgtoolkit.training.build import build
 from pgtoolkit.training.checkpoint import load_newest, save_checkpoint

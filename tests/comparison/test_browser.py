@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import SHORT
+from builders.runs import SHORT
+from builders.stores import free_port
 from selenium.common.exceptions import TimeoutException
 from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.support.ui import WebDriverWait
-from stores import free_port
 
 PROGRAMS = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
 pytestmark = [

@@ -9,7 +9,7 @@ import sys
 import urllib.request
 
 import pytest
-from stores import free_port
+from builders.stores import free_port
 
 from pgtoolkit.cli import main
 from pgtoolkit.runs.directory import RunDirectory

@@ -5,8 +5,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 
 import pytest
+from builders.runs import SHORT, config_of
 from omegaconf import OmegaConf
-from runs import SHORT, config_of
 
 from pgtoolkit.cli import main
 from pgtoolkit.config.compose import compose

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import SHORT, config_of
+from builders.runs import SHORT, config_of
 
 from pgtoolkit.cli import main
 from pgtoolkit.config.compose import compose

@@ -8,8 +8,8 @@ import shlex
 import pytest
 import torch
 import yaml
+from builders.runs import checkpoint_of, config_of
 from omegaconf import OmegaConf, open_dict
-from runs import checkpoint_of, config_of
 
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.files import config_directory

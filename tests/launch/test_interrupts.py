@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import SHORT, assert_equal, checkpoint_of, metrics_of, once, run
+from builders.runs import SHORT, assert_equal, checkpoint_of, metrics_of, once, run
 
 from pgtoolkit.cli import main
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from runs import SHORT, metrics_of, once
+from builders.runs import SHORT, metrics_of, once
 
 pytestmark = pytest.mark.slow
 PGTK = Path(sys.executable).with_name("pgtk")

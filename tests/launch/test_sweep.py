@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
+from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of
+from builders.runs import run as train_short
 from omegaconf import OmegaConf
-from runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of
-from runs import run as train_short
 
 from pgtoolkit.cli import main
 from pgtoolkit.config.compose import compose, jobs

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import SHORT, assert_equal, checkpoint_of, metrics_of, once
-from runs import run as train_short
+from builders.runs import SHORT, assert_equal, checkpoint_of, metrics_of, once
+from builders.runs import run as train_short
 
 pytestmark = pytest.mark.slow
 PGTK = Path(sys.executable).with_name("pgtk")

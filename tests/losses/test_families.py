@@ -4,7 +4,7 @@ import pytest
 import torch
 from builders.families import Squared, SquaredByDocument, WrongSlope
 from builders.losses import AGGREGATIONS, EVERY_LOSS, PARAMETERS, make_case, totals_of
-from runs import metrics_of, run
+from builders.runs import metrics_of, run
 
 from pgtoolkit import families, log_prob_loss, policy_loss
 from pgtoolkit.config.compose import compose

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from builders.losses import AGGREGATIONS, CLIPPED, EVERY_LOSS, LEVELS, PAIRS, PARAMETERS, SMOOTH, make_case
-from runs import assert_equal
+from builders.runs import assert_equal
 
 from pgtoolkit import policy_loss
 from pgtoolkit.batch import StepTotals

@@ -55,7 +55,7 @@ from builders.losses import (
     make_case,
     make_head_case,
 )
-from runs import SHORT, assert_equal, built
+from builders.runs import SHORT, assert_equal, built
 
 from pgtoolkit import linear_policy_loss, policy_loss
 from pgtoolkit.batch import Document, StepTotals

@@ -6,8 +6,8 @@ import shutil
 import pytest
 import torch
 from builders.models import model_config, save_with_tokenizer, small_llama
+from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of
 from omegaconf import OmegaConf
-from runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of
 from tokenizers import processors
 from transformers import (
     Gemma2Config,

@@ -6,9 +6,9 @@ import pytest
 import torch
 from builders.models import attend_by_document
 from builders.models import build as small_model
+from builders.runs import SHORT, config_of, sampler_of
 from builders.spread import documents, packed
 from omegaconf import OmegaConf
-from runs import SHORT, config_of, sampler_of
 
 from pgtoolkit.model import attention
 from pgtoolkit.model.attention import Documents, by_document

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import SHORT, metrics_of, once
+from builders.runs import SHORT, metrics_of, once
 
 LOSS, NORM, GRADIENT = 1e-3, 1e-2, 3e-2
 """The relative distances allowed; gradients are compared parameter by parameter."""

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from builders.runs import SHORT, config_of
 from omegaconf import OmegaConf
-from runs import SHORT, config_of
 
 from pgtoolkit.config.schema import Config
 from pgtoolkit.ranks.layout import ONE_PROCESS

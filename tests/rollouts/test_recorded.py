@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from rollout_rows import VOCABULARY_SIZE, assert_same, config, good_row, write_jsonl, write_parquet
+from builders.rollout_rows import VOCABULARY_SIZE, assert_same, config, good_row, write_jsonl, write_parquet
 
 from pgtoolkit.batch import Document
 from pgtoolkit.errors import ConfigError, DataError

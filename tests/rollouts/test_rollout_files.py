@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from rollout_rows import VOCABULARY_SIZE, config, good_row, write_jsonl, write_parquet
+from builders.rollout_rows import VOCABULARY_SIZE, config, good_row, write_jsonl, write_parquet
 
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.recorded import RecordedRollouts
@@ -249,7 +249,7 @@ def test_a_file_larger_than_memory(tmp_path, suffix):
         import pyarrow as pa
         pa.set_cpu_count(1)
         sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-        from rollout_rows import config
+        from builders.rollout_rows import config
         from pgtoolkit.rollouts.recorded import RecordedRollouts
         open_small = RecordedRollouts(config(sys.argv[2]), "dr_grpo", 100).document(0)
         size = 4096 * int(open("/proc/self/statm").read().split()[0])

@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
+from builders.runs import SHORT, config_of, metrics_of, sampler_of
 from omegaconf import OmegaConf
-from runs import SHORT, config_of, metrics_of, sampler_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pgtoolkit.model.policy import character_tokenizer

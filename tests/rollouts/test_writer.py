@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from builders.rollout_rows import VOCABULARY_SIZE, assert_same, config
 from hypothesis import given
 from hypothesis import strategies as st
-from rollout_rows import VOCABULARY_SIZE, assert_same, config
 
 from pgtoolkit.batch import Document
 from pgtoolkit.errors import ConfigError, DataError, StorageError

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from runs import change_state, checkpoint_of, replace_file, run
+from builders.runs import change_state, checkpoint_of, replace_file, run
 from safetensors.torch import save
 
 from pgtoolkit.cli import main

@@ -3,7 +3,7 @@
 import resource
 
 import pytest
-from runs import SHORT, once
+from builders.runs import SHORT, once
 
 from pgtoolkit.cli import main
 

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 import numpy as np
 import pytest
-from runs import SHORT, config_of
+from builders.runs import SHORT, config_of
 
 from pgtoolkit.cli import main
 from pgtoolkit.config.names import plain_config

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from builders.runs import SHORT, config_of, metrics_of, run
 from omegaconf import OmegaConf
-from runs import SHORT, config_of, metrics_of, run
 
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.system.functions import import_function, is_findable

@@ -5,11 +5,11 @@ import os
 
 import pytest
 import torch
+from builders.runs import SHORT, config_of, save_state, state
+from builders.runs import run as train_short
+from builders.stores import CONFIG, start, train
 from mlflow import MlflowClient
 from omegaconf import OmegaConf
-from runs import SHORT, config_of, save_state, state
-from runs import run as train_short
-from stores import CONFIG, start, train
 
 from pgtoolkit.batch import Document
 from pgtoolkit.cli import main

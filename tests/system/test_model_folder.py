@@ -8,8 +8,8 @@ import socket
 import pytest
 import torch
 from builders.models import model_config, save_with_tokenizer, small_llama
+from builders.runs import SHORT
 from huggingface_hub import constants
-from runs import SHORT
 from safetensors.torch import load_file, save_file
 
 from pgtoolkit.cli import main

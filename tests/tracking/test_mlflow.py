@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 
 import pytest
+from builders.stores import CONFIG, free_port, history, start, train
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
-from stores import CONFIG, free_port, history, start, train
 
 from pgtoolkit.cli import main
 from pgtoolkit.config.paths import absolute_uri

@@ -4,8 +4,8 @@ import json
 import time
 
 import pytest
+from builders.stores import CONFIG, history, start, train
 from mlflow import MlflowClient
-from stores import CONFIG, history, start, train
 
 from pgtoolkit.cli import main
 from pgtoolkit.comparison.stored import stored_runs

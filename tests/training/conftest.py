@@ -2,7 +2,7 @@
 
 import pytest
 from builders.parallel_runs import RECORDED
-from runs import run
+from builders.runs import run
 
 
 @pytest.fixture(scope="session")

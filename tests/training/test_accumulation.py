@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from builders.processes import layout, world
-from runs import SHORT, built
+from builders.runs import SHORT, built
 from torch import nn
 
 import pgtoolkit

@@ -12,7 +12,7 @@ import sys
 import numpy
 import pytest
 import torch
-from runs import contents_of, copy_as_of, replace_file, run, save_state, state
+from builders.runs import contents_of, copy_as_of, replace_file, run, save_state, state
 from safetensors.torch import save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

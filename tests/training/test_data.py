@@ -6,8 +6,8 @@ import shutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from builders.runs import SHORT, config_of, metrics_of
 from omegaconf import OmegaConf
-from runs import SHORT, config_of, metrics_of
 
 from pgtoolkit.cli import main
 from pgtoolkit.config.names import digest, plain_config

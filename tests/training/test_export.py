@@ -6,8 +6,8 @@ import pytest
 import torch
 from builders.parallel_runs import saved_again
 from builders.processes import world
+from builders.runs import SHORT, checkpoint_of, config_of, copy_as_of, run
 from omegaconf import OmegaConf
-from runs import SHORT, checkpoint_of, config_of, copy_as_of, run
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from builders.parallel_runs import assert_close, run_on_ranks, saved_again
 from builders.processes import layout, world
+from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, contents_of, copy_as_of, metrics_of, state
 from omegaconf import OmegaConf
-from runs import SHORT, assert_equal, checkpoint_of, config_of, contents_of, copy_as_of, metrics_of, state
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 

@@ -9,8 +9,8 @@ from time import monotonic
 import pytest
 from builders.parallel_runs import RECORDED, assert_close, run_on_ranks, train_on_rank
 from builders.processes import layout, world
+from builders.runs import SHORT, config_of
 from omegaconf import OmegaConf
-from runs import SHORT, config_of
 
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, RankLost
 from pgtoolkit.rollouts.recorded import RecordedRollouts

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 from builders.losses import EVERY_LOSS, LOSSES, OBJECTIVES, PARAMETERS
+from builders.rollout_rows import good_row, write_jsonl
+from builders.runs import SHORT, assert_equal, change_state, checkpoint_of, config_of, copy_as_of, metrics_of, run
 from omegaconf import OmegaConf
-from rollout_rows import good_row, write_jsonl
-from runs import SHORT, assert_equal, change_state, checkpoint_of, config_of, copy_as_of, metrics_of, run
 
 from pgtoolkit.batch import Document
 from pgtoolkit.errors import ConfigError, DataError, NumericalError

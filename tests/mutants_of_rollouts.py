@@ -1,0 +1,132 @@
+"""Mistakes of rollouts and models for `test_mutants.py`: (name, file, edits, what catches it)."""
+
+MUTANTS_OF_ROLLOUTS = [
+    (
+        "a phantom token for each fully masked document, in the step's totals (slime)",
+        "rollouts/steps.py",
+        {"num_tokens=sum(tokens_per_group)": "num_tokens=sum(max(1, document.num_trained) for document in documents)"},
+        ("tests/rollouts/test_steps.py::test_totals_count_what_is_masked_and_empty",),
+    ),
+    (
+        "sampling ignores the temperature",
+        "rollouts/samplers.py",
+        {"temperature=float(temperature)": "temperature=1.0"},
+        (
+            "tests/rollouts/test_samplers.py::test_log_probs_are_those_of_the_distribution_sampled_from[0.5-None]",
+            "tests/rollouts/test_samplers.py::test_tokens_are_as_frequent_as_the_distribution_says[2.0-None]",
+        ),
+    ),
+    (
+        "sampling ignores top_p",
+        "rollouts/samplers.py",
+        {"top_p=1.0 if top_p is None else top_p": "top_p=1.0"},
+        (
+            "tests/rollouts/test_samplers.py::test_log_probs_are_those_of_the_distribution_sampled_from[1.0-0.7]",
+            "tests/rollouts/test_samplers.py::test_tokens_are_as_frequent_as_the_distribution_says[0.6-0.8]",
+        ),
+    ),
+    (
+        "sampled log-probs not renormalised after top_p has cut the distribution",
+        "rollouts/samplers.py",
+        {"[*_temperature_and_top_p(self.settings), log_probs]": "[log_probs, *_temperature_and_top_p(self.settings)]"},
+        ("tests/rollouts/test_samplers.py::test_log_probs_are_those_of_the_distribution_sampled_from[1.0-0.7]",),
+    ),
+    (
+        "the model folder's generation_config.json acts on what is sampled",
+        "rollouts/samplers.py",
+        {"own, model.generation_config = model.generation_config, GenerationConfig()": "own = model.generation_config"},
+        ("tests/rollouts/test_samplers.py::test_what_the_folder_suggests_does_not_act[repetition_penalty]",),
+    ),
+    (
+        "the sampler is not told which weights it samples from after an update",
+        "rollouts/policy.py",
+        {"publish(self._trained.policy, self._trained.num_updates)": "publish(self._trained.policy, 0)"},
+        ("tests/rollouts/test_policy.py::test_every_prompt_is_sampled_with_the_weights_of_now",),
+    ),
+    (
+        "the old log-probs of training are one token off",
+        "rollouts/policy.py",
+        {".cpu()[micro_batch.labels >= 0]": ".cpu().roll(1)[micro_batch.labels >= 0]"},
+        ("tests/rollouts/test_policy.py::test_old_log_probs_are_those_of_the_sampler_or_of_training[training]",),
+    ),
+    (
+        "the scores of every sampled token are kept",
+        "rollouts/samplers.py",
+        {"self._scores = scores": "self._scores = scores; self.__dict__.setdefault('all', []).append(scores)"},
+        ("tests/rollouts/test_samplers.py::test_memory_does_not_grow_with_the_vocabulary_times_the_completion",),
+    ),
+    (
+        "the sampler rounds its logits to bfloat16 where training computes them in float32",
+        "model/policy.py",
+        {"self._float32_head(fp32_lm_head)": "self._float32_head(False)"},
+        ("tests/rollouts/test_samplers.py::test_sampling_has_the_head_of_training[True]",),
+    ),
+    (
+        "prompts without the token of the beginning that the model's tokenizer adds",
+        "rollouts/prompts.py",
+        {'for prompt in prompts])["input_ids"]': 'for prompt in prompts], add_special_tokens=False)["input_ids"]'},
+        ("tests/model/test_huggingface.py::test_prompts_are_tokens_as_the_tokenizer_makes_them",),
+    ),
+    (
+        "labels that are not shifted: each position predicts its own token",
+        "rollouts/packing.py",
+        {"labels=labelled(tokens[trained], -1)": "labels=torch.where(labelled(tokens[trained], -1) < 0, -1, tokens)"},
+        ("tests/rollouts/test_packing.py::test_a_document_without_a_trained_token_stays",),
+    ),
+    (
+        "old log-probs that are not shifted with their labels",
+        "rollouts/packing.py",
+        {"old_log_probs=labelled(old_log_probs, 0.0)": "old_log_probs=labelled(old_log_probs, 0.0).roll(1)"},
+        ("tests/losses/test_peers.py::test_old_log_probs_and_advantages_are_shifted_with_their_labels",),
+    ),
+    (
+        "advantages divided by the population's standard deviation instead of the sample's",
+        "rollouts/advantages.py",
+        {"for difference in centred) / others": "for difference in centred) / len(rewards)"},
+        ("tests/rollouts/test_advantages.py::test_worked_example",),
+    ),
+    (
+        "the next step's documents taken before this step's update is made",
+        "rollouts/steps.py",
+        {
+            "                documents = self._take()\n": "                documents = self._take()\n"
+            "                self._source.document(self._position)\n"
+        },
+        ("tests/rollouts/test_steps.py::test_the_next_batch_is_not_asked_for_before_it_is_needed[short-False]",),
+    ),
+    (
+        "a step that closes on a group asks for the next batch before its update",
+        "rollouts/steps.py",
+        {"self._close_on_groups and not at_batch_end and": "self._close_on_groups and"},
+        ("tests/rollouts/test_steps.py::test_the_next_batch_is_not_asked_for_before_it_is_needed[carry-True]",),
+    ),
+    (
+        "ranks compare their documents without the advantages",
+        "rollouts/steps.py",
+        {"document.old_log_probs, document.advantages):": "document.old_log_probs):"},
+        ("tests/rollouts/test_steps.py::test_ranks_that_hold_other_documents_are_told[advantages]",),
+    ),
+    (
+        "recorded rows that change while they are in use",
+        "rollouts/recorded.py",
+        {"or row.digest(0) != self._checksum[index]": ""},
+        (
+            "tests/rollouts/test_recorded.py::test_a_file_that_changes_while_it_is_in_use"
+            "[write_jsonl-in place, at the same time]",
+        ),
+    ),
+    (
+        "a position in the data one step ahead of the weights",
+        "rollouts/steps.py",
+        {'{"position": self._position,': '{"position": self._position + self._accumulation.docs_per_step,'},
+        ("tests/rollouts/test_steps.py::test_continuing_from_any_step[short-0]",),
+    ),
+    (
+        "a rank whose documents ran out makes fewer passes than the others (Fast-LLM: a bare next before a collective)",
+        "rollouts/steps.py",
+        {" + [[]] * (max(map(len, shares)) - len(shares[data_rank]))": ""},
+        (
+            "tests/ranks/test_processes_steps.py::test_every_rank_gets_as_many_micro_batches_and_together_they_hold_the_step_once",
+        ),
+    ),
+]
