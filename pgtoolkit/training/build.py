@@ -23,7 +23,6 @@ from pgtoolkit.system.report import Report
 from pgtoolkit.training.frameworks import lightning
 from pgtoolkit.training.machine import devices
 from pgtoolkit.training.module import PolicyGradientModule
-from pgtoolkit.training.optimizer import names_in_order
 
 log = logging.getLogger("pgtoolkit")
 
@@ -40,8 +39,7 @@ def build(
     torch.backends.cuda.enable_cudnn_sdp(False)
     task = make_task(config.task, config.seed)
     policy = build_policy(config.model, task.alphabet, accelerator(config) == "gpu")
-    names = names_in_order(policy.model)  # before the model is spread over ranks, which may hold a part of them
-    module = PolicyGradientModule(config, parallelize(policy, layout, config), layout, names)
+    module = PolicyGradientModule(config, parallelize(policy, layout, config), layout)
     room = min(policy.max_positions, config.accumulation.max_tokens)
     close_on_groups = config.aggregation.mode == AggregationMode.prompt_mean
     source = _source(config, task, module, room, resume)

@@ -22,16 +22,12 @@ log = logging.getLogger("pgtoolkit")
 
 
 class PolicyGradientModule(DynamicAccumulation):
-    """Trains `policy` by the loss that `config` describes, together with the other ranks of `layout`.
+    """Trains `policy` by the loss that `config` describes, together with the other ranks of `layout`."""
 
-    names_in_optimizer: of the whole model's parameters, in the order of one process's optimizer.
-    """
-
-    def __init__(self, config: Config, policy: Policy, layout: Layout, names_in_optimizer: list[str]):
+    def __init__(self, config: Config, policy: Policy, layout: Layout):
         super().__init__(layout, config.optimizer.max_grad_norm, config.trainer.max_bad_steps)
         self.config = config
         self.policy = policy
-        self.names_in_optimizer = names_in_optimizer
         self.model = policy.model  # registered here, so that Lightning moves it
         self.loss = loss_of(config)
         self.computation = computation_of(config)

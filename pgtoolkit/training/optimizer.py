@@ -36,12 +36,6 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
     return LocalAdamW(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, fused=fused)
 
 
-def names_in_order(model: nn.Module) -> list[str]:
-    """The names of the parameters as the optimizer numbers them."""
-    named = [(name, p.ndim >= 2) for name, p in model.named_parameters() if p.requires_grad]
-    return [name for name, decayed in named if decayed] + [name for name, decayed in named if not decayed]
-
-
 def learning_rate(config: OptimizerConfig, num_updates: int, max_steps: int) -> float:
     """The rate of update number `num_updates` (from 0): linear warm-up, then constant, or decay to 0 at max_steps."""
     if num_updates < config.warmup_steps:

@@ -24,8 +24,8 @@ TEMPERATURE = 0.7
 LOSSES = ("grpo", "gspo", "cispo")
 """Those that Triton's kernels compute from beginning to end."""
 EVERY_LOSS = (*LOSSES, "sapo", "gmpo", "dppo", "vespo", "kimi", "reinforce")
-SMOOTH = ("grpo", "gspo", "sapo", "gmpo", "kimi")
-"""Those whose gradient is the derivative of the loss, without a stop-gradient."""
+SMOOTH = ("grpo", "gspo")
+"""Those of them whose gradient is the derivative of the loss, without a stop-gradient."""
 CLIPPED = ("grpo", "gspo", "cispo", "gmpo", "dppo")
 """Those with bounds beyond which a token counts as clipped."""
 AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")

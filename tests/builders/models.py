@@ -66,5 +66,4 @@ def build(kind: str) -> Policy:
 
 def attend_by_document(model) -> None:
     """Give it the attention that it would have on a GPU, here through the loop over documents."""
-    attention.register(attention.NAME, attention.attention)
-    model.set_attn_implementation(attention.NAME)
+    attention.use_packed_attention(model)

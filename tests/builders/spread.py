@@ -18,7 +18,7 @@ from pgtoolkit.losses.families import family_of
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.model.spread import parallelize
-from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
+from pgtoolkit.ranks.layout import AXES, ONE_PROCESS, Layout
 from pgtoolkit.rollouts.packing import pack
 from pgtoolkit.training.accumulation import DynamicAccumulation
 from pgtoolkit.training.module import PolicyGradientModule
@@ -108,15 +108,17 @@ def gradients(policy: Policy) -> dict[str, torch.Tensor]:
     return {name: g.full_tensor() if isinstance(g, DTensor) else g.clone() for name, g in found.items()}
 
 
-def configuration(shard: bool, sequence_parallel: bool, scale: int = 1) -> SimpleNamespace:
-    parallelism = SimpleNamespace(shard=shard, sequence_parallel=sequence_parallel)
+def configuration(sizes: dict[str, int], shard: bool, sequence_parallel: bool, scale: int = 1) -> SimpleNamespace:
+    """What `parallelize` reads; sizes: of the axes that are not 1."""
+    parallelism = SimpleNamespace(shard=shard, sequence_parallel=sequence_parallel, **(dict.fromkeys(AXES, 1) | sizes))
     return SimpleNamespace(parallelism=parallelism, accumulation=SimpleNamespace(max_tokens=scale * sum(LENGTHS)))
 
 
 @functools.cache
 def spread(kind: str, cut: tuple, shard: bool, sequence_parallel: bool) -> tuple[Policy, Layout]:
-    layout = processes.layout(**dict(cut))
-    return parallelize(build(kind), layout, configuration(shard, sequence_parallel)), layout
+    sizes = dict(cut)
+    layout = processes.layout(**sizes)
+    return parallelize(build(kind), layout, configuration(sizes, shard, sequence_parallel)), layout
 
 
 def whole_step(kind: str, **objective) -> dict[str, torch.Tensor]:

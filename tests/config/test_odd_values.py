@@ -88,7 +88,10 @@ def test_hydras_own_keys():
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        ("loss=[]", "loss=[] needs one of cispo, custom, grpo, gspo (got '[]')"),
+        (
+            "loss=[]",
+            "loss=[] needs one of cispo, custom, dppo, gmpo, grpo, gspo, kimi, reinforce, sapo, vespo (got '[]')",
+        ),
         ("task=reasoning_gym task.options=abc", "task.options=abc needs a dictionary (got 'abc')"),
         ("aggregation.mode=???", "aggregation.mode needs a value (got none)"),
         ("tracking.run_name=${nope}", "tracking.run_name=${nope} needs a value that resolves (got ${nope})"),
@@ -114,8 +117,9 @@ def test_what_was_a_traceback_is_a_sentence(typed, said):
         ),
         (
             "experiment=dapo loss=custom",
-            "experiment=dapo needs loss=grpo or loss=gspo or loss=cispo (got loss=custom). It sets loss.epsilon_low, "
-            "which loss=custom does not have. Use loss=grpo or loss=gspo or loss=cispo, or leave experiment=dapo out.",
+            "experiment=dapo needs loss=grpo or loss=gspo or loss=cispo or loss=gmpo (got loss=custom). It sets "
+            "loss.epsilon_low, which loss=custom does not have. Use loss=grpo or loss=gspo or loss=cispo or loss=gmpo, or "
+            "leave experiment=dapo out.",
         ),
     ],
 )

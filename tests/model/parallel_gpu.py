@@ -66,7 +66,7 @@ def main() -> None:
         layout = Layout.of_world(device.type, **sizes)
         objective = OBJECTIVE | ({"metrics": "none"} if PP in sizes else {})
         policy = parallelize(
-            build(device, torch.bfloat16), layout, configuration("shard" in how, "sequence" in how, SCALE)
+            build(device, torch.bfloat16), layout, configuration(sizes, "shard" in how, "sequence" in how, SCALE)
         )
         rows[name] = distances(step(policy, layout, SCALE, **objective), whole)
     everyone = [None] * dist.get_world_size()
