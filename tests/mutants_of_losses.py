@@ -1,11 +1,52 @@
 """Mistakes of losses, kernels and of tests over seeds for `test_mutants.py`: (name, file, edits, what catches it)."""
 
 ARGUMENTS = "tests/kernels/test_arguments.py"
+FORMULAS = "tests/losses/test_family_formulas.py::test_loss_and_coefficients_are_those_of_the_paper"
 KERNELS = "tests/kernels/test_kernels.py"
 OPTIONS = "tests/kernels/test_parallel_loss_options.py"
 
 CUT = "tests/losses/test_invariance.py::test_micro_batches_order_and_padding"
 MUTANTS_OF_LOSSES = [
+    (
+        "GMPO's clipped tokens keep their gradient",
+        "losses/families.py",
+        {"return clipped, (clipped == log_ratio).to(log_ratio.dtype)": "return clipped, 1.0 + 0 * log_ratio"},
+        (f"{FORMULAS}[gmpo]",),
+    ),
+    (
+        "DPPO leaves tokens out on the wrong side of the advantage",
+        "losses/families.py",
+        {"left_out = (low & (advantages < 0))": "left_out = (high & (advantages < 0))"},
+        (f"{FORMULAS}[dppo]",),
+    ),
+    (
+        "VESPO's ratio by the mean of the log-ratios instead of their sum",
+        "losses/objective.py",
+        {"documents.broadcast(documents.sum(values))": "documents.broadcast(documents.mean(values))"},
+        (f"{FORMULAS}[vespo]", "tests/losses/test_losses.py::test_matches_reference[1.0-vespo-sample_mean-basic]"),
+    ),
+    (
+        "a dual clip that also acts where the advantage is positive",
+        "losses/families.py",
+        {"beyond = (advantages < 0) & (log_ratio.exp() > self.dual_clip)": "beyond = log_ratio.exp() > self.dual_clip"},
+        (
+            "tests/losses/test_family_formulas.py::test_a_dual_clip_acts_where_the_advantage_is_negative_and_the_ratio_large",
+        ),
+    ),
+    (
+        "SAPO's temperatures exchanged",
+        "losses/families.py",
+        {".where(~(advantages > 0), self.temperature_positive)": ".where(advantages > 0, self.temperature_positive)"},
+        (f"{FORMULAS}[sapo]",),
+    ),
+    (
+        "a clipped token that is not finite counts as a number",
+        "losses/objective.py",
+        {"own = torch.where(torch.isfinite(token_log_ratio), own, torch.nan)": "pass"},
+        (
+            "tests/losses/test_family_formulas.py::test_without_the_check_a_number_that_is_not_finite_makes_the_loss_nan[inf-gmpo]",
+        ),
+    ),
     (
         "sample mean over the micro-batch's documents instead of the step's (TRL #3021, verl #5877)",
         "losses/aggregation.py",

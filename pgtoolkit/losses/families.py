@@ -189,10 +189,9 @@ class Gmpo(Family):
         return f"-S_d A_d,  S_d = exp(mean over the trained tokens of document d of log r_t, clipped {clip})"
 
     def token(self, log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        low, high = self._beyond(log_ratio, advantages)
-        clipped = (0 * log_ratio - self.epsilon_low).where(low, log_ratio)
-        clipped = (0 * log_ratio + self.epsilon_high).where(high, clipped)
-        return clipped, 1.0 - (low | high).to(log_ratio.dtype)
+        above = log_ratio.clamp(max=self.epsilon_high).where(advantages > 0, log_ratio)
+        clipped = log_ratio.clamp(min=-self.epsilon_low).where(advantages < 0, above)
+        return clipped, (clipped == log_ratio).to(log_ratio.dtype)
 
     def surrogate(self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
         losses = -log_ratio.exp() * advantages
@@ -200,9 +199,6 @@ class Gmpo(Family):
 
     def outside(self, ratio: Tensor, token_log_ratio: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
         return token_log_ratio < -self.epsilon_low, token_log_ratio > self.epsilon_high
-
-    def _beyond(self, log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        return (log_ratio < -self.epsilon_low) & (advantages < 0), (log_ratio > self.epsilon_high) & (advantages > 0)
 
 
 @dataclass(frozen=True)
