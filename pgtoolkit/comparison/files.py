@@ -3,46 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from pgtoolkit.comparison import charts, terminal
+from pgtoolkit.comparison import charts
 from pgtoolkit.comparison.groups import Compared
-from pgtoolkit.runs.series import best, final
-from pgtoolkit.system.report import text
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
+from pgtoolkit.comparison.html import html
+from pgtoolkit.comparison.tables import runs_table
 
 
 def write(compared: Compared, kind: str, path: Path, command: str) -> None:
     """Write one file; kind: csv, html or png. command: what has made the page."""
-    from pgtoolkit.comparison.html import html
-
     if kind == "png":
         charts.write_png(compared, path)
     elif kind == "csv":
         runs_table(compared).to_csv(path, index=False, lineterminator="\n")
     else:
         path.write_text(html(compared, command), encoding="utf-8")
-
-
-def runs_table(compared: Compared) -> DataFrame:
-    """A row per run, unfinished ones too: what varies, seed, state, whether it is in the means, what it reached."""
-    from pandas import DataFrame
-
-    metric, rows = compared.metric, []
-    reached = [f"final_{metric}", f"{terminal.best_word(metric)}_{metric}"]
-    for group in compared.groups:
-        values = {key: text(value) for key, value in group.values.items()}
-        for run in group.runs:
-            last, counted = run.rows[-1] if run.rows else {}, "yes" if run in group.counted else "no"
-            row = {"run": run.path, **values, "seed": run.config["seed"], "state": run.state, "counted": counted}
-            if found := run.values(metric):
-                row |= zip(reached, (final(found), best(found)), strict=True)
-            if "seconds" in last:
-                row["seconds"] = round(last["seconds"], 3)
-            rows.append(row | {"step": run.step, "documents_seen": last.get("documents_seen")})
-    unread = [run for run, _ in compared.left_out if not run.config]
-    rows += [{"run": run.path, "state": run.state, "counted": "no"} for run in unread]
-    columns = ["run", *compared.keys, "seed", "state", "counted", "step", *reached, "documents_seen", "seconds"]
-    return DataFrame(rows, columns=columns, dtype=object)

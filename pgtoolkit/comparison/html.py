@@ -6,8 +6,8 @@ from html import escape
 
 from pgtoolkit.comparison import terminal
 from pgtoolkit.comparison.charts import AXES, label_of, line_style, svg
-from pgtoolkit.comparison.files import runs_table
 from pgtoolkit.comparison.groups import Compared
+from pgtoolkit.comparison.tables import runs_table
 from pgtoolkit.system.report import text
 
 _CSS = """

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pgtoolkit.config.schema import HuggingFaceModelConfig, PromptsTaskConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError, DataError, first_line
 from pgtoolkit.rollouts.tasks import Prompt, Score, Task, TaskConfig, make_task
-from pgtoolkit.system.model_folder import load_generation_config, load_tokenizer
+from pgtoolkit.system.model_folder import end_tokens, load_generation_config, load_tokenizer
 
 if TYPE_CHECKING:
     from pgtoolkit.rollouts.samplers import Completion
@@ -36,13 +36,6 @@ def tiny_tokenizer(alphabet: str | None):
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return tokenizer
-
-
-def end_tokens(generation_config, tokenizer) -> list[int]:
-    """The ids that end a completion: the tokenizer's end-of-sequence token and all of the model's own settings."""
-    own = generation_config.eos_token_id
-    ids = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
-    return list(dict.fromkeys(token for token in ids if token is not None))
 
 
 class TokenizedTask:

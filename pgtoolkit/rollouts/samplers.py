@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pgtoolkit.config.schema import PolicyRolloutConfig
 from pgtoolkit.errors import NumericalError
-from pgtoolkit.rollouts.prompts import end_tokens
+from pgtoolkit.system.model_folder import end_tokens
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig

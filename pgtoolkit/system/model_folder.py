@@ -187,3 +187,10 @@ def _damage(file: Path, settings: dict) -> str | None:
 
 def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or first_line(error)
+
+
+def end_tokens(generation_config, tokenizer) -> list[int]:
+    """The ids that end a completion: the tokenizer's end-of-sequence token and all of the model's own settings."""
+    own = generation_config.eos_token_id
+    ids = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
+    return list(dict.fromkeys(token for token in ids if token is not None))

@@ -13,12 +13,13 @@ from pgtoolkit.model.spread import parallelize
 from pgtoolkit.ranks.agreement import failing_together
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.policy import PolicyRollouts
-from pgtoolkit.rollouts.prompts import TokenizedTask, end_tokens
+from pgtoolkit.rollouts.prompts import TokenizedTask
 from pgtoolkit.rollouts.recorded import RecordedRollouts
 from pgtoolkit.rollouts.samplers import TransformersSampler
 from pgtoolkit.rollouts.steps import Source, StepLoader
 from pgtoolkit.rollouts.tasks import make_task
 from pgtoolkit.rollouts.writer import RolloutWriter
+from pgtoolkit.system.model_folder import end_tokens
 from pgtoolkit.system.report import Report
 from pgtoolkit.training.frameworks import lightning
 from pgtoolkit.training.machine import devices
