@@ -265,7 +265,7 @@ def _export(argv: list[str]) -> int:
 
 
 COMMANDS = {
-    "sweep": ("NAME [OVERRIDES]", "train what a file in sweeps/ describes; again: what is missing", _sweep),
+    "sweep": ("NAME [OVERRIDES]", "train what a file in sweeps/ describes; repeated, it continues", _sweep),
     "check": ("...", "of any of these: print the plan and every problem, start nothing", _check),
     "resume": ("RUN_DIR [OVERRIDES]", "continue a run from its newest checkpoint", _resume),
     "compare": ("RUN_DIR...", "what varies, what was reached over seeds, seed noise; --html FILE", _compare),

@@ -111,8 +111,8 @@ MUTANTS_OF_LOSSES = [
     ),
     (
         "the clip acts already at its bounds, in the metrics",
-        "losses/objective.py",
-        {"terms.ratio < lower": "terms.ratio <= lower"},
+        "losses/family.py",
+        {"return ratio < self.bounds[0], ratio": "return ratio <= self.bounds[0], ratio"},
         ("tests/losses/test_peers.py::test_the_clip_does_not_act_at_its_bounds[-1.0-0.75-torch-gspo]",),
     ),
     (
