@@ -13,7 +13,6 @@ from omegaconf import OmegaConf, open_dict
 from pgtoolkit.cli import help_page, main
 from pgtoolkit.config.compose import compose, hydra_form
 from pgtoolkit.config.files import options
-from pgtoolkit.config.names import name_from, name_of
 from pgtoolkit.config.plan import vocabulary_size
 
 
@@ -270,29 +269,6 @@ def test_a_closed_pipe_is_not_an_error_message(tmp_path):
     assert done.stderr == b""
 
 
-def test_run_names():
-    defaults = {"loss": "gspo", "aggregation": "sample_mean"}
-    assert name_from([], defaults) == "default"
-    assert name_from(["loss=gspo", "aggregation=constant"], defaults) == "aggregation-constant"
-    assert name_from(["loss=gspo", "experiment=dapo"], defaults) == "loss-gspo_dapo"
-    assert name_from(["optimizer.learning_rate=3e-4", "seed=1"], defaults) == "learning-rate-3e-4_seed-1"
-    assert name_from(["tracking=none", "hydra.run.dir=x", "hydra/launcher=joblib"], defaults) == "default"
-    assert name_from(["model.path=/home/me/../some model"], defaults) == "some-model"
-    on_the_hub = ["model=huggingface", "model.path=Qwen/Qwen3-0.6B", "task=prompts", "task.path=~/data/gsm8k.jsonl"]
-    assert name_from([*on_the_hub, "loss=grpo"], defaults) == "Qwen3-0.6B_gsm8k.jsonl_loss-grpo"
-    answers = ["task.verifier=math_verify", "rollout.max_completion_length=1024", "trainer.max_steps=2000"]
-    both = [name_from([*on_the_hub, *answers, "loss=grpo", f"seed={seed}"], defaults) for seed in (3, 4)]
-    assert both[0].startswith("max-steps-2000_loss-grpo_seed-3_Qwen3-0.6B_gsm8k.jsonl_verifier-math-veri")
-    assert [len(name) for name in both] == [80, 80]
-    assert "seed-4" in both[1]
-    long = [f"task.options.key{i}={i}" for i in range(40)]
-    names = {name_from(long, {}), name_from([*long, "seed=1"], {})}
-    assert len(names) == 2
-    for name in [*names, name_from(["experiment=../../.x"], {}), name_from(["a=.."], {})]:
-        assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", name)
-    assert name_of("chosen", ["seed=1"]) == "chosen"
-
-
 def test_the_run_directory_carries_the_name(tmp_path):
     done = pgtk("--cfg", "hydra", "--resolve", "--package", "hydra.run", "aggregation=constant", cwd=tmp_path)
     assert re.search(r"dir: outputs/\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d-\d{6}-aggregation-constant\n", done.stdout), done
@@ -408,38 +384,3 @@ def test_what_cannot_be_read_is_said_in_one_line(tmp_path, capsys):
     (tmp_path / "experiment" / "mine.yaml").symlink_to("/proc/self/mem")
     assert main(["check", f"--config-dir={tmp_path}", "experiment=mine"]) == 6
     assert capsys.readouterr().err == "pgtk: error: a file cannot be read or written: Input/output error\n"
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("pgtk ch", {"check"}),
-        ("pgtk check exp", {"experiment="}),
-        ("pgtk check loss=", {"loss=grpo", "loss=gspo"}),
-        ("pgtk check swe", {"sweep"}),
-        ("pgtk sweep loss", {"loss_by_aggregation"}),
-        ("pgtk sweep loss_by_aggregation metrics=b", {"metrics=basic"}),
-        ("pgtk resume ", set()),
-        ("pgtk resume outputs/x rollout=p", {"rollout=policy"}),
-        ("pgtk export ", set()),
-        ("pgtk check '(", set()),
-    ],
-)
-def test_tab_completion(capsys, monkeypatch, line, words):
-    monkeypatch.setenv("COMP_LINE", line)
-    assert main(["-sc", "query=bash"]) == 0
-    out = capsys.readouterr()
-    assert words <= set(out.out.split())
-    assert words or not out.out.split()
-    assert out.err == ""
-
-
-def test_tab_completion_offers_what_can_be_typed_alone(capsys, monkeypatch):
-    monkeypatch.setenv("COMP_LINE", "pgtk check loss=")
-    assert main(["-sc", "query=bash"]) == 0
-    assert capsys.readouterr().out.split() == [f"loss={name}" for name in options()["loss"]]
-
-
-def test_tab_completion_outside_of_a_shell(capsys, monkeypatch):
-    monkeypatch.delenv("COMP_LINE", raising=False)
-    assert "needs COMP_LINE in the environment (got none)" in refused(capsys, "-sc", "query=bash")

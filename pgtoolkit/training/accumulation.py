@@ -56,7 +56,7 @@ class DynamicAccumulation(lightning.LightningModule):
 
         micro_batch: on the module's device; without any token where other ranks have more micro-batches.
         """
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} needs a method micro_batch_loss(micro_batch, totals)")
 
     def before_update(self) -> dict[str, float]:
         """May set the learning rate of the update that follows; what it returns is among the step's metrics."""
