@@ -127,6 +127,8 @@ def _of_files(
             raise  # a file that is there and cannot be read
         return None, [override_problems.composition_problem(error)]
     problems = executed.targets(config.hydra)
+    if found := override_problems.without_main(config):
+        return None, [*problems, *found]
     if config_dir or sweep_file:
         problems = _set_by_files(config, [one for one in choices if key_of(one).startswith("hydra")]) + problems
     if found := override_problems.incomplete(config):

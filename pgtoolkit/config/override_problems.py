@@ -20,6 +20,8 @@ from pgtoolkit.runs.files import leaves
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import text
 
+_GROUPS = list(dict.fromkeys(schema.partition("/")[0] for schema in SCHEMAS))
+
 
 def unreadable(override: str, error: Exception, groups: Iterable[str]) -> str:
     """Not in Hydra's grammar."""
@@ -81,10 +83,19 @@ def unknown_option(override: Override, names: list[str]) -> str | None:
     return f"{override.input_line} needs one of {', '.join(names)} (got {text(wrong[0])!r}). {reason} Use {use}."
 
 
+def without_main(config: DictConfig) -> list[str]:
+    """The problem with a sweep's file that does not begin with the main configuration."""
+    if lacking := [group for group in _GROUPS if group not in config.keys()]:  # noqa: SIM118 (`in` needs a value)
+        reason = f"It lacks {', '.join(lacking)}: a sweep changes the main configuration."
+        needs = "the file of a sweep needs the main configuration among its defaults (got none)"
+        return [f"{needs}. {reason} Use defaults: [config, _self_]."]
+    return []
+
+
 def incomplete(config: DictConfig) -> list[str]:
     """Groups that have become something else than one of their options, by a file of the user's or by hydra.* keys."""
     problems, defaults = [], default_options()
-    for group in dict.fromkeys(schema.partition("/")[0] for schema in SCHEMAS):
+    for group in _GROUPS:
         name = _entry(config._get_node(group), "name")
         types = SCHEMAS.get(group) or SCHEMAS.get(f"{group}/{name}")
         if not _is_whole(node := config._get_node(group)) or types is not node._metadata.object_type:

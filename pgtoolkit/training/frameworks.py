@@ -6,9 +6,8 @@ from pgtoolkit.system.imports import without
 
 # Lightning asks whether something logged is a metric object of torchmetrics; here nothing is logged through it.
 _STAND_INS = {"torchmetrics": ("Metric", "MetricCollection")}
-if (
-    "transformers" not in sys.modules
-):  # once imported, it has seen that scipy is there: it matches boxes in images by it
+# transformers matches boxes in images by scipy; where it is imported already, it has seen that scipy is there.
+if "transformers" not in sys.modules:
     _STAND_INS["scipy"] = ()
 
 with without(**_STAND_INS):

@@ -321,6 +321,14 @@ def test_a_sweep_that_is_not_there(capsys, arguments, shows):
     assert shows in refused(capsys, *arguments)
 
 
+@pytest.mark.parametrize("start", ["", "defaults: [_self_]\n"])
+def test_a_file_without_the_main_configuration_is_refused(tmp_path, capsys, start):
+    (tmp_path / "mine.yaml").write_text(f"{start}seed: 3\n")
+    said = refused(capsys, "sweep", str(tmp_path / "mine.yaml"))
+    assert "the file of a sweep needs the main configuration among its defaults (got none). It lacks loss, " in said
+    assert said.endswith("Use defaults: [config, _self_].\n")
+
+
 # Other launchers
 
 
