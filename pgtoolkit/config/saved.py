@@ -32,7 +32,7 @@ FIXED = {
 
 ADDED_LATER = {
     "parallelism": {"shard": False, "timeout_seconds": 300},
-    "sampler": {"name": "transformers", "max_sequences": None},
+    "sampler": {"name": "transformers", "max_sequences": None, "static_cache": None},
     "tracking": {"system_metrics": False},
     "trainer": {"accept_changed_data": False},
 }
