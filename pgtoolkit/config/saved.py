@@ -39,7 +39,7 @@ STEPS = ("accumulation", "accumulation.docs_per_step", "accumulation.last_step")
 
 ADDED_LATER = {
     "parallelism": {"shard": False, "timeout_seconds": 300},
-    "sampler": {"name": "transformers", "max_sequences": None},
+    "sampler": {"name": "transformers", "max_sequences": None, "static_cache": None},
     "rollout/policy": {"lag": 0, "max_staleness": None},
     "tracking": {"system_metrics": False},
     "trainer": {"accept_changed_data": False},

@@ -6,9 +6,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+_END_SECONDS = 10
+
 
 class InBackground:
-    """Begins to call `function`, which takes nothing, at once. The process does not wait for it to end."""
+    """Begins to call `function`, which takes nothing, at once; the end of the process does not wait for it."""
 
     def __init__(self, function: Callable[[], Any]):
         self._value, self._error = None, None
@@ -21,6 +23,10 @@ class InBackground:
         if self._error is not None:
             raise self._error
         return self._value
+
+    def abandon(self) -> None:
+        """Waits a little for a call that was told to end."""
+        self._thread.join(_END_SECONDS)
 
     def _call(self, function: Callable[[], Any]) -> None:
         try:

@@ -87,6 +87,7 @@ class PolicyRollouts:
         self._number = -1
         self._batches: dict[int, list[Document]] = {}  # the one in use, of that number, and those that follow
         self._sampling: _Sampling | None = None
+        self._background: InBackground | None = None
 
     def before_step(self, position: int) -> None:
         """Generate, or begin to, what is due before the step that begins at this position."""
@@ -121,7 +122,10 @@ class PolicyRollouts:
         self._batches = {self._number + i: documents[start : start + size] for i, start in enumerate(starts)}
 
     def close(self) -> None:
+        """What is being sampled is given up."""
         self._sampler.close()
+        if self._background is not None:
+            self._background.abandon()
 
     def _use(self, number: int) -> None:
         """Make this the batch in use; those before it are used up."""
@@ -148,9 +152,10 @@ class PolicyRollouts:
             seeds = [seed_of(self._seed, number) for number in numbers]
             requests = [Request(o, self._config.group_size, seed) for o, seed in zip(tokens, seeds, strict=True)]
             self._sampler.publish(self._trained.policy.weights, self._trained.num_updates)
-            complete = partial(self._sampler.complete, requests) if requests else list
+            complete = partial(self._sampler.complete, requests)
             if self._config.max_staleness is not None:
-                complete = InBackground(complete).result
+                self._background = InBackground(complete)
+                complete = self._background.result
         self._sampling = _Sampling(number, prompts, tokens, complete)
 
     def _finish(self) -> None:
