@@ -81,12 +81,14 @@ class StepLoader:
             if not documents:
                 return
             self._num_steps += 1
-            # What the source is still sampling is for the checkpoint to wait for, not for the step.
-            state = {"position": self._position, "num_steps": self._num_steps, "source": self._source.state_dict}
-            yield make_step(documents, self._accumulation.max_tokens, state, rank, size)
+            yield make_step(documents, self._accumulation.max_tokens, self._state(), rank, size)
 
     def state_dict(self) -> dict:
-        return {"position": self._position, "num_steps": self._num_steps, "source": self._source.state_dict()}
+        return settled(self._state())
+
+    def _state(self) -> dict:
+        """For `settled`: the source may be sampling, which is for a checkpoint to wait for, not for each step."""
+        return {"position": self._position, "num_steps": self._num_steps, "source": self._source.state_dict}
 
     def load_state_dict(self, state: dict) -> None:
         self._position = state["position"]
