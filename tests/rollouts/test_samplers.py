@@ -57,7 +57,7 @@ def save_llama(path):
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     torch.manual_seed(0)
     model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=12, max_position_embeddings=32, bos_token_id=None, eos_token_id=END, **sizes)
+        LlamaConfig(vocab_size=12, max_position_embeddings=128, bos_token_id=None, eos_token_id=END, **sizes)
     )
     with torch.no_grad():
         model.lm_head.weight *= 15
@@ -174,6 +174,35 @@ def test_tokens_are_as_frequent_as_the_distribution_says(folder, temperature, to
     for token, probability in enumerate(expected):
         share = (first == token).double().mean().item()
         assert abs(share - probability) <= 5 * math.sqrt(probability * (1 - probability) / count), token
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("temperature", "top_p"), CUTS)
+def test_a_cache_of_fixed_size_gives_the_same_distribution(folder, device, temperature, top_p):
+    """Log-probs are of the distribution in plain loops, also past the end of other rows, which are dropped."""
+    overrides = [f"rollout.temperature={temperature}", f"rollout.top_p={'null' if top_p is None else top_p}"]
+    more = [
+        "sampler.static_cache=true",
+        "rollout.max_completion_length=100",
+        "accumulation.max_tokens=128",
+        "trainer.device=cpu",
+    ]
+    model, sampler = built(suggesting(folder), *overrides, *more)
+    model.to(device)
+    torch.manual_seed(1)
+    completions = sampler.complete(once([PROMPT, OTHER] * 16))
+    model.to("cpu").eval()
+    assert len({len(completion.tokens) for completion in completions}) > 5
+    for i, completion in enumerate(completions):
+        prompt, tokens = (PROMPT, OTHER)[i % 2], completion.tokens.tolist()
+        assert (tokens[-1] == END) == (completion.finish_reason == "stop")
+        assert END not in tokens[:-1]
+        for place, token in enumerate(tokens):
+            expected = distribution(model, prompt + tokens[:place], temperature, top_p or 1.0)
+            assert completion.log_probs[place].item() == pytest.approx(math.log(expected[token]), abs=2e-5)
 
 
 def test_memory_does_not_grow_with_the_vocabulary_times_the_completion(folder):
