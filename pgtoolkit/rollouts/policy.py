@@ -23,6 +23,7 @@ from pgtoolkit.rollouts.packing import cut, pack
 from pgtoolkit.rollouts.prompts import TokenizedTask
 from pgtoolkit.rollouts.samplers import Completion, Request, Sampler
 from pgtoolkit.rollouts.shuffle import seed_of
+from pgtoolkit.rollouts.stages import Stages
 from pgtoolkit.rollouts.tasks import Prompt
 from pgtoolkit.rollouts.writer import RolloutWriter
 
@@ -81,6 +82,7 @@ class PolicyRollouts:
         self._trained = trained
         self._layout = layout
         self._writer = writer
+        self._stages = Stages()
         self._batch_size = self._config.prompts_per_batch * self._config.group_size
         self._accumulation = config.accumulation
         self._ahead = steps_ahead(config.rollout, config.accumulation)
@@ -121,6 +123,9 @@ class PolicyRollouts:
         starts = range(0, len(documents), size)
         self._batches = {self._number + i: documents[start : start + size] for i, start in enumerate(starts)}
 
+    def seconds(self) -> dict[str, float]:
+        return self._stages.taken()
+
     def close(self) -> None:
         """What is being sampled is given up."""
         self._sampler.close()
@@ -151,7 +156,8 @@ class PolicyRollouts:
             tokens = self._task.encode(prompts) if prompts else []
             seeds = [seed_of(self._seed, number) for number in numbers]
             requests = [Request(o, self._config.group_size, seed) for o, seed in zip(tokens, seeds, strict=True)]
-            self._sampler.publish(self._trained.policy.weights, self._trained.num_updates)
+            with self._stages.timed("sampling"):
+                self._sampler.publish(self._trained.policy.weights, self._trained.num_updates)
             complete = partial(self._sampler.complete, requests)
             if self._config.max_staleness is not None:
                 self._background = InBackground(complete)
@@ -164,20 +170,22 @@ class PolicyRollouts:
             return
         sampling, self._sampling = self._sampling, None
         with failing_together(self._layout):
-            own = self._groups(sampling.prompts, sampling.tokens, sampling.completions())
+            own = self._groups(sampling)
         shares, size = gather(own, self._layout.group("data_parallel")), self._layout.size("data_parallel")
         count = self._config.prompts_per_batch
         self._batches[sampling.number] = [d for i in range(count) for d in shares[i % size][i // size]]
 
-    def _groups(
-        self, prompts: list[Prompt], tokens: list[list[int]], completions: list[Completion]
-    ) -> list[list[Document]]:
-        """The documents of each of these prompts."""
+    def _groups(self, sampling: _Sampling) -> list[list[Document]]:
+        """The documents of each of its prompts."""
         size, documents = self._config.group_size, []
-        for i, prompt in enumerate(prompts):
-            documents += self._group(prompt, tokens[i], completions[i * size : (i + 1) * size])
+        with self._stages.timed("sampling"):
+            completions = sampling.completions()
+        with self._stages.timed("scoring"):
+            for i, (prompt, tokens) in enumerate(zip(sampling.prompts, sampling.tokens, strict=True)):
+                documents += self._group(prompt, tokens, completions[i * size : (i + 1) * size])
         if self._config.old_log_probs == OldLogProbs.training:
-            documents = self._with_training_log_probs(documents)
+            with self._stages.timed("old_log_probs"):
+                documents = self._with_training_log_probs(documents)
         return [documents[i : i + size] for i in range(0, len(documents), size)]
 
     def _group(self, prompt: Prompt, prompt_tokens: list[int], completions: list[Completion]) -> list[Document]:

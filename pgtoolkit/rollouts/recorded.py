@@ -82,6 +82,9 @@ class RecordedRollouts:
     def before_step(self, position: int) -> None:
         """All documents are there."""
 
+    def seconds(self) -> dict[str, float]:
+        return {}
+
     def close(self) -> None:
         """Files are opened for each row anew."""
 

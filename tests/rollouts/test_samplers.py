@@ -57,7 +57,7 @@ def save_llama(path):
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     torch.manual_seed(0)
     model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=12, max_position_embeddings=32, bos_token_id=None, eos_token_id=END, **sizes)
+        LlamaConfig(vocab_size=12, max_position_embeddings=128, bos_token_id=None, eos_token_id=END, **sizes)
     )
     with torch.no_grad():
         model.lm_head.weight *= 15
@@ -176,6 +176,35 @@ def test_tokens_are_as_frequent_as_the_distribution_says(folder, temperature, to
         assert abs(share - probability) <= 5 * math.sqrt(probability * (1 - probability) / count), token
 
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("temperature", "top_p"), CUTS)
+def test_a_cache_of_fixed_size_gives_the_same_distribution(folder, device, temperature, top_p):
+    """Log-probs are of the distribution in plain loops, also past the end of other rows, which are dropped."""
+    overrides = [f"rollout.temperature={temperature}", f"rollout.top_p={'null' if top_p is None else top_p}"]
+    more = [
+        "sampler.static_cache=true",
+        "rollout.max_completion_length=100",
+        "accumulation.max_tokens=128",
+        "trainer.device=cpu",
+    ]
+    model, sampler = built(suggesting(folder), *overrides, *more)
+    model.to(device)
+    torch.manual_seed(1)
+    completions = sampler.complete(once([PROMPT, OTHER] * 16))
+    model.to("cpu").eval()
+    assert len({len(completion.tokens) for completion in completions}) > 5
+    for i, completion in enumerate(completions):
+        prompt, tokens = (PROMPT, OTHER)[i % 2], completion.tokens.tolist()
+        assert (tokens[-1] == END) == (completion.finish_reason == "stop")
+        assert END not in tokens[:-1]
+        for place, token in enumerate(tokens):
+            expected = distribution(model, prompt + tokens[:place], temperature, top_p or 1.0)
+            assert completion.log_probs[place].item() == pytest.approx(math.log(expected[token]), abs=2e-5)
+
+
 def test_memory_does_not_grow_with_the_vocabulary_times_the_completion(folder):
     """Of all that is as wide as the vocabulary, no more than a few steps' is there at a time."""
     model, sampler = built(suggesting(folder), "rollout.max_completion_length=20", "rollout.top_p=0.9")
@@ -225,6 +254,8 @@ def test_sampling_has_the_head_of_training(folder, tmp_path, fp32_lm_head):
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
+        embedding = model.get_input_embeddings().weight
+        embedding.copy_(embedding.bfloat16())  # the copy that is sampled from holds bfloat16
     model.save_pretrained(tmp_path / "model")
     character_tokenizer("0123456789=").save_pretrained(tmp_path / "model")
     own = ["model.dtype=bfloat16", f"model.fp32_lm_head={str(fp32_lm_head).lower()}", "trainer.max_steps=1"]
