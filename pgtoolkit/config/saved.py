@@ -17,7 +17,7 @@ from pgtoolkit.runs.files import read_resolved
 
 _SHAPE = ("", ".num_layers", ".hidden_size", ".max_positions", ".num_heads", ".path", ".random_weights")
 _BATCH = "the position in the data is counted in batches of this size"
-_AHEAD = "the batches to come were sampled so long ahead"
+_AHEAD = "the checkpoint holds batches that were sampled ahead by these numbers"
 FIXED = {
     **{f"model{key}": "the checkpoint holds the weights of this model" for key in _SHAPE},
     "seed": "prompts and the order of the data come from this seed",
@@ -73,7 +73,7 @@ def typed(values: dict, file: str) -> DictConfig:
             if values[key.partition(".")[0]]["name"] == option:
                 OmegaConf.update(config, key, {})
                 OmegaConf.set_struct(OmegaConf.select(config, key), False)
-        return OmegaConf.merge(config, dict(_chosen(ADDED_LATER, values)), values)
+        return OmegaConf.merge(config, *_chosen(ADDED_LATER, values), values)
     except (KeyError, TypeError, OmegaConfBaseException) as error:
         reason = first_line(error) if isinstance(error, OmegaConfBaseException) else f"it has no {error}"
         raise ConfigError(
@@ -82,12 +82,12 @@ def typed(values: dict, file: str) -> DictConfig:
         ) from error
 
 
-def _chosen(by_option: dict[str, dict], values: dict) -> Iterator[tuple[str, dict]]:
-    """(group, keys) of each group, and of each option that the saved values have chosen."""
+def _chosen(by_option: dict[str, dict], values: dict) -> Iterator[dict[str, dict]]:
+    """{group: keys} of each group, and of each option that the saved values have chosen."""
     for schema, keys in by_option.items():
         group, _, option = schema.partition("/")
-        if option in ("", values[group]["name"]):
-            yield group, keys
+        if not option or option == values[group]["name"]:
+            yield {group: keys}
 
 
 def cannot_change(config: DictConfig, override: Override, movable: set[str]) -> str | None:
