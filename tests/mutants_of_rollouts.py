@@ -78,7 +78,7 @@ MUTANTS_OF_ROLLOUTS = [
     (
         "in the background the weights are sampled from as they are being trained",
         "rollouts/samplers.py",
-        {"None if beside_training or policy": "None if policy"},
+        {"keeps_weights |= self._beside_training or": "keeps_weights |="},
         ("tests/rollouts/test_overlap.py::test_a_batch_is_sampled_while_another_is_trained",),
     ),
     (

@@ -76,14 +76,14 @@ class Sampler(Protocol):
 class TransformersSampler:
     """Samples from the model in training, many prompts in one batch with a KV cache.
 
-    policy: a `Policy`. beside_training: whether completions may be asked for in a thread while the policy is trained:
-        they are then of a copy of the weights that were published last, as they are anyway where the model computes in
-        another type than its weights have, and of random numbers that nobody else draws from.
+    policy: a `Policy`. keeps_weights: whether to sample from a copy of the weights that were published last, as is done
+        anyway where the model computes in another type than its weights have, and where completions may be asked for in
+        a thread while the policy is trained (rollout.max_staleness); else from the policy itself.
     settings: how completions are sampled; of the model's own generation_config.json only the ends are taken.
     Raises ConfigError for sampler.static_cache=true with a model that it is not known to work for.
     """
 
-    def __init__(self, policy: Any, config: Config, beside_training: bool = False):
+    def __init__(self, policy: Any, config: Config, keeps_weights: bool = False):
         rollout, self._static_cache = config.rollout, config.sampler.static_cache
         if self._static_cache and not policy.can_decode:
             raise ConfigError(
@@ -94,8 +94,9 @@ class TransformersSampler:
         sizes = rollout.temperature, rollout.top_p, rollout.max_completion_length
         self.settings = sampling_settings(policy.model, policy.tokenizer, *sizes)
         self._live, self._version = policy, 0
-        self._policy = None if beside_training or policy.compute_dtype != torch.float32 else policy
-        self._beside_training, self._closed = beside_training, False
+        self._beside_training, self._closed = rollout.max_staleness is not None, False
+        keeps_weights |= self._beside_training or policy.compute_dtype != torch.float32
+        self._policy = None if keeps_weights else policy
         self._generator = self._stream = None  # beside training, its own
         self._fp32_lm_head = config.model.fp32_lm_head
         self._max_sequences = config.sampler.max_sequences
@@ -148,6 +149,8 @@ class TransformersSampler:
         draw = _Draw(_temperature_and_top_p(self.settings), self._generator, self._check_open)
         most, ends = self.settings.max_new_tokens, self._ends()
         found = self._policy.decode(prompts, most, ends, draw, self._fp32_lm_head)
+        if found[0].is_cuda:
+            torch.cuda.empty_cache()  # else nothing but sampling can use what the graphs had
         if not found[1].isfinite().all():
             raise _not_finite()
         return found

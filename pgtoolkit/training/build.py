@@ -95,7 +95,7 @@ def _source(config: Config, task, module: PolicyGradientModule, room: int, resum
         skip = getattr(config.task, "too_long", None) == TooLong.skip
         with failing_together(module.layout):
             tokenized.check_lengths(room, rollout.max_completion_length, skip)
-        sampler = TransformersSampler(module.policy, config, beside_training=rollout.max_staleness is not None)
+        sampler = TransformersSampler(module.policy, config)
         _note_ignored(config, sampler)
         return PolicyRollouts(config, tokenized, sampler, module, module.layout, writer)
     needs_groups = config.aggregation.mode == AggregationMode.prompt_mean
