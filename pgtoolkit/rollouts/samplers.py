@@ -149,7 +149,7 @@ class TransformersSampler:
         draw = _Draw(_temperature_and_top_p(self.settings), self._generator, self._check_open)
         most, ends = self.settings.max_new_tokens, self._ends()
         found = self._policy.decode(prompts, most, ends, draw, self._fp32_lm_head)
-        if found[0].is_cuda:
+        if found[0].is_cuda and not self._beside_training:
             torch.cuda.empty_cache()  # else nothing but sampling can use what the graphs had
         if not found[1].isfinite().all():
             raise _not_finite()
