@@ -64,7 +64,7 @@ MUTANTS_OF_ROLLOUTS = [
     (
         "the sampler's copy keeps the weights that it was made with",
         "rollouts/samplers.py",
-        {"            self._policy.load(weights())\n": "            self._version or self._policy.load(weights())\n"},
+        {"        if self._keeps_weights:\n": "        if self._keeps_weights and not version:\n"},
         ("tests/rollouts/test_samplers.py::test_a_copy_samples_as_the_policy_did_when_it_was_published[true]",),
     ),
     (

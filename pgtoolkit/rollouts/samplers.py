@@ -76,8 +76,8 @@ class Sampler(Protocol):
 class TransformersSampler:
     """Samples from the model in training, many prompts in one batch with a KV cache.
 
-    policy: a `Policy`. keeps_weights: whether to sample from a copy of the weights that were published last, as is done
-        anyway where the model computes in another type than its weights have; else from the policy itself.
+    policy: a `Policy`, sampled from as it is; where it computes in another type than its weights have, from a copy of
+        them in that type, made for each call. keeps_weights: whether to sample from those published last instead.
     settings: how completions are sampled; of the model's own generation_config.json only the ends are taken.
     Raises ConfigError for sampler.static_cache=true with a model that it is not known to work for.
     """
@@ -93,24 +93,35 @@ class TransformersSampler:
         sizes = rollout.temperature, rollout.top_p, rollout.max_completion_length
         self.settings = sampling_settings(policy.model, policy.tokenizer, *sizes)
         self._live, self._version = policy, 0
+        self._keeps_weights = keeps_weights
         self._policy = None if keeps_weights or policy.compute_dtype != torch.float32 else policy
         self._fp32_lm_head = config.model.fp32_lm_head
         self._max_sequences = config.sampler.max_sequences
 
     def publish(self, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
-        """A copy keeps these weights until others are published; the policy's own updates show at once."""
         self._version = version
-        if self._policy is not self._live:
-            # Only now is the model on the device that it is trained on.
-            self._policy = self._policy or self._live.copied()
-            self._policy.load(weights())
+        if self._keeps_weights:
+            self._load(weights())
+
+    def _load(self, weights: dict[str, Tensor]) -> None:
+        # Not before: only now is the model on the device that it is trained on.
+        self._policy = self._policy or self._live.copied()
+        self._policy.load(weights)
 
     def complete(self, requests: list[Request]) -> list[Completion]:
         """Draws from torch's global random state. Keeps one log-prob per token, however large the vocabulary."""
+        borrowed = not self._keeps_weights and self._policy is not self._live
+        if borrowed:
+            self._load(self._live.weights())
         prompts = [request.tokens for request in requests for _ in range(request.completions)]
         size = self._max_sequences or len(prompts)
         batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
-        return [completion for batch in batches for completion in self._complete(batch)]
+        completions = [completion for batch in batches for completion in self._complete(batch)]
+        if borrowed:
+            self._policy.unload()
+        if self._live.model.device.type == "cuda":
+            torch.cuda.empty_cache()  # what the graphs had is of use to nothing else before
+        return completions
 
     def close(self) -> None:
         """Nothing was started."""
@@ -135,8 +146,6 @@ class TransformersSampler:
             return tokens, scores.gather(-1, tokens[:, None])[:, 0] - scores.logsumexp(-1)
 
         found = self._policy.decode(prompts, settings.max_new_tokens, self._ends(), draw, self._fp32_lm_head)
-        if found[0].is_cuda:
-            torch.cuda.empty_cache()  # else nothing but sampling can use what the graphs had
         if not found[1].isfinite().all():
             raise _not_finite()
         return found
