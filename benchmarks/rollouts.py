@@ -4,10 +4,9 @@
         [--lengths 512 1024 4096] [--completions 64 256 1024] [--override sampler.static_cache=false ...]
 
 Each case is a process of its own with a time limit, so that one that runs out of memory or hangs costs nothing else.
-The first iteration warms up: it compiles kernels, loads cuBLAS's
-and fills the allocator. The table has the medians of the others. Rows are appended to rollouts.csv in
-FOLDER, where the output of each case lies as well; peak_gb is PyTorch's, gpu_used_gb that of all processes, kept for
-later as well. TRL must be importable, for `--trl vllm` vLLM, too.
+The first iteration warms up: it compiles kernels, loads cuBLAS's and fills the allocator. The table has the medians of
+the others. Rows are appended to rollouts.csv in FOLDER, where the output of each case lies as well; peak_gb is what
+PyTorch had in use, gpu_used_gb what all processes held. TRL must be importable, for `--trl vllm` vLLM, too.
 """
 
 from __future__ import annotations

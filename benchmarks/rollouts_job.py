@@ -20,9 +20,9 @@ _TINY_BODY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size":
 class Case:
     """What one process measures.
 
-    trainer: pgtoolkit or trl. sampler: transformers or vllm. length: tokens of a completion; it ends before only where
-    one token in the vocabulary is drawn, the end. completions: of an iteration. overrides: further ones of pgtk. iterations: rollouts with
-    an update each.
+    trainer: pgtoolkit or trl. sampler: transformers or vllm; of trl also static, transformers with a static cache.
+    length: tokens of a completion, which ends before only where one token of the vocabulary is drawn. completions: of
+    an iteration. overrides: further ones of pgtk. iterations: rollouts with an update each.
     """
 
     folder: str
