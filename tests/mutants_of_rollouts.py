@@ -78,7 +78,7 @@ MUTANTS_OF_ROLLOUTS = [
     (
         "in the background the weights are sampled from as they are being trained",
         "rollouts/samplers.py",
-        {"keeps_weights |= self._beside_training or": "keeps_weights |="},
+        {"keeps_weights or self._beside_training": "keeps_weights"},
         ("tests/rollouts/test_overlap.py::test_a_batch_is_sampled_while_another_is_trained",),
     ),
     (
@@ -111,13 +111,13 @@ MUTANTS_OF_ROLLOUTS = [
     (
         "the sampler's copy keeps the weights that it was made with",
         "rollouts/samplers.py",
-        {"            self._policy.load(weights())\n": "            self._version or self._policy.load(weights())\n"},
+        {"        if self._keeps_weights:\n": "        if self._keeps_weights and not version:\n"},
         ("tests/rollouts/test_samplers.py::test_a_copy_samples_as_the_policy_did_when_it_was_published[true]",),
     ),
     (
         "decoding takes the likeliest token",
         "rollouts/samplers.py",
-        {"(torch.empty_like(scores).exponential_().log_().neg_() + scores).argmax(-1)": "scores.argmax(-1)"},
+        {"(noise + scores).argmax(-1)": "scores.argmax(-1)"},
         ("tests/rollouts/test_samplers.py::test_tokens_are_as_frequent_as_the_distribution_says[1.0-None-True]",),
     ),
     (

@@ -84,12 +84,18 @@ class Policy:
 
     @torch.no_grad()
     def load(self, weights: dict[str, Tensor]) -> None:
-        """Take over the values that `weights` of the same model gave, rounded to the type that they have here."""
+        """Take over what `weights` of the same model gave, in compute_dtype, until `unload` gives the memory back."""
         own = named_weights(self.model)
         if own.keys() != weights.keys():
             raise ValueError(f"weights differ in {sorted(own.keys() ^ weights.keys())}")
         for name, tensor in own.items():
-            tensor.copy_(weights[name])
+            given = weights[name]
+            tensor.data = given.to(self.compute_dtype if given.is_floating_point() else given.dtype, copy=True)
+
+    def unload(self) -> None:
+        """Give the weights' memory back, until others are loaded."""
+        for tensor in named_weights(self.model).values():
+            tensor.data = tensor.data.new_empty(0)
 
     @property
     def can_decode(self) -> bool:
