@@ -102,8 +102,6 @@ class PolicyRollouts:
 
     def _generate_groups(self, numbers: range) -> list[list[Document]]:
         """The documents of the prompts of these numbers."""
-        if not numbers:
-            return []
         size = self._config.group_size
         prompts = [self._task.prompt(number) for number in numbers]
         tokens = self._task.encode(prompts)

@@ -73,7 +73,7 @@ def train(
             log.info(f"{layout.world_size} processes: {sizes}")
         try:
             with contextlib.ExitStack() as started, losing_ranks(layout, config.parallelism.timeout_seconds):
-                module, loader = build(config, resume, layout)
+                module, loader = build(config, resume, layout, folder)
                 started.callback(loader.close)
                 if checkpoint is not None:
                     restore_data(loader, checkpoint)
