@@ -20,7 +20,7 @@ _ATTEMPTS = 4
 """Of a call that found no connection; each waits longer than the one before."""
 _BUSY_SECONDS = 30
 """For how long a server may answer 503, as it does while it is paused."""
-_LOST = "Nothing that was trained is lost."
+LOST = "Nothing that was trained is lost."
 _CONNECTIONS = 1024
 
 
@@ -97,7 +97,7 @@ class Server:
         return ended and "address already in use" in self.last_words().lower()
 
     def last_words(self) -> str:
-        return f"Nothing listens there, or the way is closed. {_LOST}" if self._process is None else self._words()
+        return f"Nothing listens there, or the way is closed. {LOST}" if self._process is None else self._words()
 
     def check_folder(self, folder: Path, deadline: float) -> None:
         """Raises SamplerLost where what answers is not the server that was started from this folder."""
@@ -142,8 +142,8 @@ class Server:
             raise self._odd("a completion has no log-prob for each of its tokens")
         if odd := [one for one in log_probs if not _is_log_prob(one)]:
             raise self._odd(
-                f"the log-prob of a sampled token is {odd[0]}. Its weights give numbers that are none, or it was started "
-                "without --logprobs-mode processed_logprobs"
+                f"the log-prob of a sampled token is {odd[0]}. Its weights give numbers that are none, or it was "
+                "started without --logprobs-mode processed_logprobs"
             )
         return Completion(
             torch.tensor(tokens), torch.tensor(log_probs), self._finish(tokens, choice, sampling), version
@@ -198,7 +198,7 @@ class Server:
         if answer.status_code in (404, 405):
             raise SamplerLost(
                 f"the sampling server {self.url} has no {path}. Start it with VLLM_SERVER_DEV_MODE=1 and "
-                f"--enable-sleep-mode. {_LOST}"
+                f"--enable-sleep-mode. {LOST}"
             )
         if not answer.ok:
             raise SamplerLost(
@@ -214,10 +214,10 @@ class Server:
             raise SamplerLost(f"the sampling server {self.url} ended with status {status}. {self._words()}")
 
     def _words(self) -> str:
-        return _LOST if self._process is None else f"{self._process.last_words()} {_LOST}"
+        return LOST if self._process is None else f"{self._process.last_words()} {LOST}"
 
     def _odd(self, what: str) -> SamplerLost:
-        return SamplerLost(f"the sampling server {self.url} does not answer as asked: {what}. {_LOST}")
+        return SamplerLost(f"the sampling server {self.url} does not answer as asked: {what}. {LOST}")
 
 
 def _is_log_prob(value: Any) -> bool:

@@ -12,7 +12,7 @@ from pgtoolkit.batch import Document
 from pgtoolkit.errors import SamplerLost
 from pgtoolkit.rollouts.packing import pack
 from pgtoolkit.rollouts.samplers import Completion, Request
-from pgtoolkit.rollouts.vllm_client import Sampling
+from pgtoolkit.rollouts.vllm_client import LOST, Sampling
 
 _COMPLETIONS, _TOKENS = 8, 16
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
@@ -62,22 +62,21 @@ class Proof:
         difference = (answer.sampled - answer.trained).abs()
         mean, largest = difference.mean().item(), difference.max().item()
         last = self._last.get(url)
+        what = f"the sampling server {url} does not sample from the weights of version {answer.version}"
         if last is not None and last.tokens == answer.tokens and torch.equal(last.sampled, answer.sampled):
             moved = (last.trained - answer.trained).abs().mean().item()
             if moved > _MOVED * self._tolerance:
                 raise SamplerLost(
-                    f"the sampling server {url} still has the weights of version {last.version}: it answers to the last "
-                    f"bit as it did, while the trainer's log-probs of version {answer.version} are others by {moved:.2g} "
-                    "on average. The new weights did not reach it. Start it again, on a machine that sees the folder of "
-                    "the weights (sampler.weights_folder). Nothing that was trained is lost."
+                    f"{what}, but still from those of version {last.version}: it answers to the last bit as it did, "
+                    f"and the trainer's log-probs have changed by {moved:.2g} on average. The new weights did not "
+                    f"reach it: does it see sampler.weights_folder? Start it again. {LOST}"
                 )
         if not mean <= self._tolerance:
             raise SamplerLost(
-                f"the sampling server {url} does not sample from the weights of version {answer.version}: the log-probs "
-                f"of {len(difference)} tokens differ from the trainer's by {mean:.2g} on average and {largest:.2g} at "
-                f"most, where sampler.tolerance={self._tolerance:g} is allowed on average. Old or partly old weights, "
-                "another model, another temperature, an old prefix cache, or log-probs from before the temperature look "
-                "so: start it with --logprobs-mode processed_logprobs. Nothing that was trained is lost."
+                f"{what}: the log-probs of {len(difference)} tokens differ from the trainer's by {mean:.2g} on average "
+                f"and {largest:.2g} at most, where sampler.tolerance={self._tolerance:g} is allowed on average. Old or "
+                "partly old weights, another model, another temperature, an old prefix cache, or log-probs from before "
+                f"the temperature look so: start it with --logprobs-mode processed_logprobs. {LOST}"
             )
 
     def _log_probs(self, completions: list[Completion]) -> Tensor:

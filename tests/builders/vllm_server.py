@@ -3,12 +3,14 @@
     python vllm_server.py [--fault NAME] [--after CALLS] [--marks FILE] serve FOLDER --port PORT [options of vLLM]
 
 It is a program of its own: pgtk starts it as it starts vLLM (`sampler.executable`). Like vLLM it has a child process,
-whose number it prints; --marks is where it notes each call, and that a fault has happened.
+whose number it prints. --marks: where it notes how it was started, and each call. The fault begins after so many calls
+for completions; `POST /fault {"name": ..., "after": ...}` sets another one.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import json
 import os
@@ -20,10 +22,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
-
 
 class Engine:
     """The model, sampled from one request at a time."""
@@ -33,28 +31,26 @@ class Engine:
         self.lock = threading.Lock()
         self.calls = 0
         self.asleep = False
-        self.cached: dict[tuple, torch.nn.Module] = {}  # which weights have seen a prompt, as of its salt
+        self.cached: dict[tuple, object] = {}  # which weights have seen a prompt, as of its salt
         torch.set_num_threads(1)
         self.model = AutoModelForCausalLM.from_pretrained(options.folder, dtype=getattr(torch, options.dtype)).eval()
-        if options.fault == "other_model":
-            for weight in self.model.parameters():
-                torch.nn.init.normal_(weight, std=0.3)
 
     def failing(self, fault: str) -> bool:
         return self.options.fault == fault and self.calls > self.options.after
 
-    @torch.no_grad()
     def reload(self, folder: str) -> None:
         if self.options.fault == "stale":
             return
         if self.options.fault == "reload_error":
             raise KeyError("layers.7.weight")
         self.model = copy.deepcopy(self.model)
-        for name, tensor in load_file(Path(folder) / "model.safetensors").items():
-            if not (self.options.fault == "half" and ".mlp." in name):
-                self.model.get_parameter(name).copy_(tensor)
+        with torch.no_grad():
+            for name, tensor in load_file(Path(folder) / "model.safetensors").items():
+                if not (self.options.fault == "half" and ".mlp." in name):
+                    self.model.get_parameter(name).copy_(tensor)
+                if self.options.fault == "other_model":
+                    torch.nn.init.normal_(self.model.get_parameter(name), std=0.3)
 
-    @torch.no_grad()
     def complete(self, body: dict) -> list[dict]:
         """The choices of one prompt, in the form of vLLM's answer."""
         key = (*([] if self.options.fault == "stale_cache" else [body.get("cache_salt")]), *body["prompt"])
@@ -69,11 +65,12 @@ class Engine:
             choices.append(self._choice(body, model, generator))
         return choices[1:] if self.failing("too_few") else choices
 
-    def _choice(self, body: dict, model: torch.nn.Module, generator: torch.Generator) -> dict:
+    def _choice(self, body: dict, model, generator) -> dict:
         tokens, log_probs, reason = [], [], "length"
         ends = set() if self.failing("beyond_the_end") else {*body["stop_token_ids"]}
         while len(tokens) < body["max_tokens"] + 3 * self.failing("too_long"):
-            logits = model(torch.tensor([[*body["prompt"], *tokens]]), use_cache=False).logits[0, -1].float()
+            with torch.no_grad():
+                logits = model(torch.tensor([[*body["prompt"], *tokens]]), use_cache=False).logits[0, -1].float()
             scaled = logits / (1.0 if self.failing("temperature") else body["temperature"])
             token = int(torch.multinomial(scaled.softmax(-1), 1, generator=generator))
             kept = logits if self.options.logprobs_mode == "raw_logprobs" or self.failing("raw") else scaled
@@ -109,7 +106,10 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(text) if text else {}
         mark(engine.options, self.path if path.path != "/v1/completions" else f"complete {body.get('seed')}")
         with engine.lock:
-            if path.path == "/v1/completions":
+            if path.path == "/fault":
+                engine.options.fault, engine.options.after, engine.calls = body["name"], body["after"], 0
+                self._answer(200)
+            elif path.path == "/v1/completions":
                 self._complete(engine, body)
             elif engine.options.fault == "no_development_mode":
                 self._answer(404)
@@ -122,6 +122,7 @@ class Handler(BaseHTTPRequestHandler):
             elif path.path in ("/reset_prefix_cache", "/sleep", "/wake_up"):
                 if path.path == "/reset_prefix_cache" and engine.options.fault != "stale_cache":
                     engine.cached.clear()
+                engine.asleep = path.path == "/sleep" or (engine.asleep and "kv_cache" not in path.query)
                 self._answer(200)
             else:
                 self._answer(404)
@@ -135,18 +136,25 @@ class Handler(BaseHTTPRequestHandler):
         if engine.failing("hangs"):
             engine.lock.release()
             time.sleep(3600)
-        if engine.failing("paused") or (engine.failing("busy_for_a_moment") and engine.calls < engine.options.after + 3):
+        if engine.failing("paused") or (
+            engine.failing("busy_for_a_moment") and engine.calls < engine.options.after + 3
+        ):
             return self._answer(503, {"error": "paused"})
+        if engine.asleep:
+            return self._answer(500, {"error": "the engine is asleep"})
         if engine.failing("no_json"):
             return self._answer(200, "<html>a proxy</html>")
-        return self._answer(200, {"choices": engine.complete(body)})
+        self._answer(200, {"choices": engine.complete(body)})
+
+        return None
 
     def _answer(self, status: int, content: object = None) -> None:
         text = b"" if content is None else (content if isinstance(content, str) else json.dumps(content)).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
-        self.wfile.write(text)
+        with contextlib.suppress(BrokenPipeError):
+            self.wfile.write(text)
 
     def log_message(self, *_: object) -> None:
         pass
@@ -169,17 +177,24 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--logprobs-mode", default="raw_logprobs")
     options, _ = parser.parse_known_args()
-    mark(options, "start")
+    variables = {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "VLLM_SERVER_DEV_MODE", "RANK")}
+    mark(options, f"start {json.dumps([variables, sys.argv[1:], os.environ.get('PYTHONPATH')])}")
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     print(f"engine {child.pid} of server {os.getpid()}", flush=True)
     if options.fault == "never_up":
         time.sleep(3600)
     if options.fault == "does_not_start":
         sys.exit("ValueError: free memory on device is less than desired GPU memory utilization")
-    if options.fault == "port_taken" and Path(options.marks).read_text().count("start") <= options.after:
+    if options.fault == "port_taken" and Path(options.marks).read_text().count("start [{") <= options.after:
         sys.exit("OSError: [Errno 98] Address already in use")
+    global torch, load_file, AutoModelForCausalLM  # loaded only now: most faults of a start are told at once
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    engine = Engine(options)
     server = ThreadingHTTPServer(("127.0.0.1", options.port), Handler)
-    server.engine = Engine(options)
+    server.engine = engine
     server.serve_forever()
 
 
