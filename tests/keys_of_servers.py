@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -115,15 +114,16 @@ def tolerance(tmp_path):
     """Log-probs that are off by 0.05 on average, though one of them by 0.2."""
     for value, allowed in (("0.06", True), ("0.04", False), ("null", False)):
         _, found = sampler(tmp_path, f"sampler.tolerance={value}")
-        tokens = torch.tensor([1, 2, 3, 4])
-        exact = Completion(tokens, torch.zeros(4), "length", 0)
-        own = found._proof._log_probs([exact])
-        off = dataclasses.replace(exact, log_probs=(own + torch.tensor([0.2, 0, 0, 0])).float())
+        proof, tokens = found._proof, [1, 2, 3, 4]
+        prompt = proof.request.tokens
+        own = proof._log_probs([prompt + tokens], len(prompt), 1.0).float()
+        off = Completion(torch.tensor(tokens), own + torch.tensor([0.2, 0, 0, 0]), "length", 0)
+        answer = (proof._log_probs([proof.text], 1, 1.0), [off])
         if allowed:
-            found._proof.check(["http://a"], [[off]], 0)
+            proof.check(["http://a"], [answer], 0)
         else:
             with pytest.raises(SamplerLost, match=r"differ from the trainer's by 0\.05 on average and 0\.2 at most"):
-                found._proof.check(["http://a"], [[off]], 0)
+                proof.check(["http://a"], [answer], 0)
 
 
 @key("sampler/vllm.start_seconds")

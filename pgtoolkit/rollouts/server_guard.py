@@ -29,9 +29,9 @@ def main(parent: int, folder: str, command: list[str]) -> int:
     server = subprocess.Popen(command, preexec_fn=_ending_with_parent)
     while server.poll() is None and not stopped and os.getppid() == parent:
         time.sleep(0.1)
+    if os.getppid() != parent:
+        shutil.rmtree(folder, ignore_errors=True)  # it may be memory, and nothing is more urgent
     _end_all(server)
-    if os.getppid() != parent and folder:
-        shutil.rmtree(folder, ignore_errors=True)
     code = server.returncode
     return code if code >= 0 else 128 - code
 

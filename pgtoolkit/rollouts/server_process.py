@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -18,7 +19,7 @@ from pgtoolkit.system.plain_files import open_to_append, open_to_read
 _END_SECONDS = 15
 """More than the guard gives the server."""
 _OF_THIS_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-_LAST_LINES = 12
+_LAST_LINES = 5
 
 
 class ServerProcess:
@@ -54,12 +55,14 @@ class ServerProcess:
         return self._guard.poll()
 
     def last_words(self) -> str:
-        """The last lines of the log, and where the log is."""
+        """The last lines of the log that tell of an error, or else its last lines, and where the log is."""
+        lines = []
         with contextlib.suppress(OSError), open_to_read(self.log) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 2**16))
-            lines = file.read().decode(errors="replace").strip().splitlines()[-_LAST_LINES:]
-            return f"Its last words: {' | '.join(line.strip()[:300] for line in lines)}. All of them: {self.log}."
-        return f"Its log: {self.log}."
+            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+        errors = list(dict.fromkeys(line for line in lines if re.search(r"(Error|Exception)\b.*:? ", line)))
+        told = " | ".join(line[-300:] for line in (errors[-2:] or lines[-_LAST_LINES:]))
+        return f"Its last words: {told}. All of them: {self.log}." if told else f"Its log, {self.log}, is empty."
 
     def end(self) -> None:
         """Nothing of it is left afterwards."""

@@ -31,7 +31,7 @@ _IN_FLIGHT = 256
 class VllmSampler:
     """Completions from servers that share the requests; every rank has one, and rank 0 starts and fills the servers.
 
-    trained: the `PolicyInTraining`. prompt: token ids of a prompt of the task, for the proof of each version.
+    trained: the `PolicyInTraining`. prompts: token ids of some prompts of the task, for the proof of each version.
     room: most tokens of a document. write_settings: writes the files of the model's folder but for the weights.
     run_dir: where the logs go.
     """
@@ -41,7 +41,7 @@ class VllmSampler:
         config: Config,
         trained: Any,
         layout: Layout,
-        prompt: list[int],
+        prompts: list[list[int]],
         room: int,
         write_settings: Callable[[Path], None],
         run_dir: Path,
@@ -57,7 +57,7 @@ class VllmSampler:
             vocabulary_size=policy.vocabulary_size,
             seeded=own.seeded,
         )
-        self._proof = Proof(trained, self._sampling, prompt, own.tolerance)
+        self._proof = Proof(trained, self._sampling, prompts, room, own.tolerance)
         parent = None if own.weights_folder is None else Path(own.weights_folder)
         self._folder = WeightsFolder(parent, run_dir, policy.compute_dtype)
         self._plan = plan(config, layout, str(policy.compute_dtype).removeprefix("torch."), room)
@@ -162,19 +162,19 @@ class VllmSampler:
         self._asleep = True
 
     def _prove(self) -> None:
-        request, sampling, found = self._proof.request, self._proof.sampling, None
+        found = None
         with failing_together(self._layout):
             if self._layout.rank == 0:
-                deadline = self._deadline()
-                found = self._at_once(
-                    [
-                        lambda server=server: server.complete(request, sampling, self._salt, self._version, deadline)
-                        for server in self._servers
-                    ]
-                )
+                found = self._at_once([lambda server=server: self._probe(server) for server in self._servers])
         found = gather(found, self._layout.world_group)[0]
         with failing_together(self._layout):
             self._proof.check([server.url for server in self._servers], found, self._version)
+
+    def _probe(self, server: Server) -> tuple[Tensor, list[Completion]]:
+        """One after the other, so that nothing else is computed beside the text, and it comes out the same twice."""
+        deadline, proof = self._deadline(), self._proof
+        scores = server.score(proof.text, self._salt, deadline)
+        return scores, server.complete(proof.request, proof.sampling, self._salt, self._version, deadline)
 
     def _at_once(self, calls: list[Callable[[], Any]]) -> list[Any]:
         """What the calls return, in their order; the first error that one of them raises, at once."""

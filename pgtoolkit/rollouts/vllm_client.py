@@ -11,6 +11,7 @@ from typing import Any
 
 import requests
 import torch
+from torch import Tensor
 
 from pgtoolkit.errors import SamplerLost, first_line
 from pgtoolkit.rollouts.samplers import Completion, Request
@@ -125,6 +126,17 @@ class Server:
             count = len(choices) if isinstance(choices, list) else "no"
             raise self._odd(f"it gave {count} completions instead of {request.completions}")
         return [self._completion(choice, sampling, version) for choice in choices]
+
+    def score(self, tokens: list[int], salt: str, deadline: float) -> Tensor:
+        """(S - 1,) float32, the log-probs of a text's tokens from the second on, before temperature and cuts."""
+        body = {"prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0, "cache_salt": salt, "return_token_ids": True}
+        found = self._call("POST", "/v1/completions", body, deadline)
+        try:
+            entries = found["choices"][0]["prompt_logprobs"]
+            values = [entry[str(token)]["logprob"] for token, entry in zip(tokens[1:], entries[1:], strict=True)]
+        except (TypeError, LookupError, ValueError):
+            raise self._odd("it gave no prompt_logprobs for each token of a prompt") from None
+        return torch.tensor(values)
 
     def _completion(self, choice: dict, sampling: Sampling, version: int) -> Completion:
         tokens = choice.get("token_ids")

@@ -14,63 +14,82 @@ from pgtoolkit.rollouts.packing import pack
 from pgtoolkit.rollouts.samplers import Completion, Request
 from pgtoolkit.rollouts.vllm_client import LOST, Sampling
 
-_COMPLETIONS, _TOKENS = 8, 16
+_COMPLETIONS, _TOKENS, _TEXT = 8, 16, 256
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Of the mean difference, by what the body computes in: far above rounding, far below what other weights give."""
 _MOVED = 0.02
-"""Part of the tolerance by which the trainer's log-probs change at least, where a server's not changing tells that it
-still has the weights of before: equal to the last bit they are by chance never."""
+"""Part of the tolerance by which the trainer's log-probs of a text change at least, where a server's not changing tells
+that it still has the weights of before: equal to the last bit they are by chance never."""
+_BEYOND_NOISE, _CLEARLY = 3, 0.5
+"""How many times their difference from the server's the trainer's log-probs have to change before the two versions can
+be told apart; and up to which part of its distance from the new version a server's are those of the old one."""
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _Scores:
+    """Of the text, by a server and by the trainer, (S - 1,) each."""
+
     version: int
-    tokens: list[list[int]]
-    sampled: Tensor
-    trained: Tensor
+    server: Tensor
+    trainer: Tensor
 
 
 class Proof:
-    """A few short completions of one prompt, sampled by a server and scored by the trainer, after each version.
+    """After each version of the weights, what a server makes of them is compared with what the trainer does.
 
-    The request is the same each time. It is sampled at the run's temperature, and from all tokens, since top_p would
-    leave the trainer's log-probs other than the server's.
-    trained: the `PolicyInTraining`. tolerance: of the mean absolute difference; None: by the number type.
+    A few short completions of one prompt, sampled at the run's temperature, have to have the trainer's log-probs; they
+    are sampled from all tokens, since top_p would leave those other than the server's. And the log-probs of a fixed
+    text, before any temperature, have to move with the trainer's.
+    trained: the `PolicyInTraining`. prompts: token ids of prompts of the task. room: most tokens of a document.
+    tolerance: of the mean absolute difference; None: by the number type.
     """
 
-    def __init__(self, trained: Any, sampling: Sampling, prompt: list[int], tolerance: float | None):
+    def __init__(self, trained: Any, sampling: Sampling, prompts: list[list[int]], room: int, tolerance: float | None):
         self._trained = trained
         self._tolerance = _TOLERANCE[trained.policy.compute_dtype] if tolerance is None else tolerance
-        self._last: dict[str, _Answer] = {}
-        self.request = Request(prompt, _COMPLETIONS, seed=1)
+        self._last: dict[str, _Scores] = {}
+        self._anchors: dict[str, _Scores] = {}
+        self.request = Request(prompts[0], _COMPLETIONS, seed=1)
         self.sampling = replace(sampling, top_p=1.0, max_tokens=min(_TOKENS, sampling.max_tokens), seeded=True)
+        self.text = [token for prompt in prompts for token in prompt][: min(_TEXT, room - 1)]
 
-    def check(self, urls: list[str], found: list[list[Completion]], version: int) -> None:
-        """Raises SamplerLost where what a server sampled does not have the trainer's log-probs.
+    def check(self, urls: list[str], found: list[tuple[Tensor, list[Completion]]], version: int) -> None:
+        """Raises SamplerLost where a server does not have the weights of this version, which the trainer has.
 
-        found: the completions of each server. The trainer has the weights of this version; its ranks all call this.
+        found: of each server the log-probs of the text, and the completions. All ranks call this together.
         """
-        trained = self._log_probs([completion for several in found for completion in several])
-        for url, completions in zip(urls, found, strict=True):
-            sampled = torch.cat([completion.log_probs for completion in completions])
-            own, trained = trained[: len(sampled)], trained[len(sampled) :]
-            answer = _Answer(version, [completion.tokens.tolist() for completion in completions], sampled, own)
-            self._check(url, answer)
-            self._last[url] = answer
+        prompt = self.request.tokens
+        tokens = [prompt + completion.tokens.tolist() for _, completions in found for completion in completions]
+        sampled = self._log_probs(tokens, len(prompt), self.sampling.temperature)
+        text = self._log_probs([self.text], 1, 1.0)
+        for url, (server, completions) in zip(urls, found, strict=True):
+            own = torch.cat([completion.log_probs for completion in completions])
+            expected, sampled = sampled[: len(own)], sampled[len(own) :]
+            what = f"the sampling server {url} does not sample from the weights of version {version}"
+            self._check_movement(what, url, _Scores(version, server.double(), text.double()))
+            self._check_difference(what, (own - expected).abs())
 
-    def _check(self, url: str, answer: _Answer) -> None:
-        difference = (answer.sampled - answer.trained).abs()
+    def _check_movement(self, what: str, url: str, now: _Scores) -> None:
+        last, anchor = self._last.get(url, now), self._anchors.setdefault(url, now)
+        self._last[url] = now
+        moved = (now.trainer - last.trainer).abs().mean().item()
+        if torch.equal(now.server, last.server) and moved > _MOVED * self._tolerance:
+            raise SamplerLost(
+                f"{what}, but still from those of version {last.version}: it answers to the last bit as it did, and "
+                f"the trainer's log-probs have changed by {moved:.2g} on average. {_NOT_ARRIVED}"
+            )
+        if _distance(now.trainer, anchor.trainer) <= _BEYOND_NOISE * _distance(anchor.server, anchor.trainer):
+            return
+        old, new = _distance(now.server, anchor.trainer), _distance(now.server, now.trainer)
+        if old < _CLEARLY * new:
+            raise SamplerLost(
+                f"{what}: its log-probs are {new:.2g} from the trainer's of that version, and {old:.2g} from those of "
+                f"version {anchor.version}. {_NOT_ARRIVED}"
+            )
+        self._anchors[url] = now
+
+    def _check_difference(self, what: str, difference: Tensor) -> None:
         mean, largest = difference.mean().item(), difference.max().item()
-        last = self._last.get(url)
-        what = f"the sampling server {url} does not sample from the weights of version {answer.version}"
-        if last is not None and last.tokens == answer.tokens and torch.equal(last.sampled, answer.sampled):
-            moved = (last.trained - answer.trained).abs().mean().item()
-            if moved > _MOVED * self._tolerance:
-                raise SamplerLost(
-                    f"{what}, but still from those of version {last.version}: it answers to the last bit as it did, "
-                    f"and the trainer's log-probs have changed by {moved:.2g} on average. The new weights did not "
-                    f"reach it: does it see sampler.weights_folder? Start it again. {LOST}"
-                )
         if not mean <= self._tolerance:
             raise SamplerLost(
                 f"{what}: the log-probs of {len(difference)} tokens differ from the trainer's by {mean:.2g} on average "
@@ -79,21 +98,26 @@ class Proof:
                 f"the temperature look so: start it with --logprobs-mode processed_logprobs. {LOST}"
             )
 
-    def _log_probs(self, completions: list[Completion]) -> Tensor:
-        """Of all tokens of the completions, one after the other, by the forward pass that training uses."""
-        prompt = torch.tensor(self.request.tokens)
-        documents = []
-        for completion in completions:
-            tokens, count = torch.cat([prompt, completion.tokens]), len(completion.tokens)
-            documents.append(
-                Document(
-                    tokens=tokens,
-                    loss_mask=torch.arange(len(tokens)) >= len(prompt),
-                    old_log_probs=completion.log_probs,
-                    advantages=torch.zeros(count),
-                    group=0,
-                    name="the proof of a version",
-                )
+    def _log_probs(self, texts: list[list[int]], first: int, temperature: float) -> Tensor:
+        """Of all tokens from `first` on, one text after the other, by the forward pass that training uses."""
+        documents = [
+            Document(
+                tokens=torch.tensor(tokens),
+                loss_mask=torch.arange(len(tokens)) >= first,
+                old_log_probs=torch.zeros(len(tokens) - first),
+                advantages=torch.zeros(len(tokens) - first),
+                group=0,
+                name="the proof of a version",
             )
+            for tokens in texts
+        ]
         micro_batch = pack(documents, [0] * len(documents))
-        return self._trained.log_probs(micro_batch).cpu()[micro_batch.labels >= 0]
+        return self._trained.log_probs(micro_batch, temperature).cpu()[micro_batch.labels >= 0]
+
+
+_NOT_ARRIVED = f"The new weights did not reach it: does it see sampler.weights_folder? Start it again. {LOST}"
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """Root of the mean squared difference."""
+    return (one - other).square().mean().sqrt().item()

@@ -73,7 +73,12 @@ def plan(config: Config, layout: Layout, number_type: str, room: int) -> Plan:
         "seed": config.seed,
     }
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    arguments += ["--skip-tokenizer-init", "--disable-uvicorn-access-log", *(["--enable-sleep-mode"] if sleeps else [])]
+    arguments += [
+        "--skip-tokenizer-init",
+        "--disable-uvicorn-access-log",
+        "--disable-log-stats",
+        *(["--enable-sleep-mode"] if sleeps else []),
+    ]
     return Plan(gpus, [*arguments, *own.arguments], sleeps)
 
 

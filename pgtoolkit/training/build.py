@@ -106,9 +106,9 @@ def _sampler(config: Config, module: PolicyGradientModule, task: TokenizedTask, 
     if config.sampler.name == "transformers":
         return TransformersSampler(module.policy, config)
     with failing_together(module.layout):
-        (prompt,) = task.encode([task.prompt(0)])
+        prompts = task.encode([task.prompt(number) for number in range(16)])
     settings = functools.partial(write_settings, module)
-    return VllmSampler(config, module, module.layout, prompt, room, settings, run_dir)
+    return VllmSampler(config, module, module.layout, prompts, room, settings, run_dir)
 
 
 def _note_ignored(config: Config, module: PolicyGradientModule) -> None:

@@ -39,7 +39,7 @@ class Engine:
         return self.options.fault == fault and self.calls > self.options.after
 
     def reload(self, folder: str) -> None:
-        if self.options.fault == "stale":
+        if self.options.fault in ("stale", "stale_and_noisy"):
             return
         if self.options.fault == "reload_error":
             raise KeyError("layers.7.weight")
@@ -50,6 +50,16 @@ class Engine:
                     self.model.get_parameter(name).copy_(tensor)
                 if self.options.fault == "other_model":
                     torch.nn.init.normal_(self.model.get_parameter(name), std=0.3)
+
+    def score(self, body: dict) -> list[dict | None]:
+        """The log-probs of a prompt's own tokens, in the form of vLLM's answer."""
+        tokens = body["prompt"]
+        with torch.no_grad():
+            log_probs = self.model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+        if self.options.fault == "stale_and_noisy":
+            log_probs += 1e-6 * torch.randn_like(log_probs)
+        rows = zip(log_probs, tokens[1:], strict=False)
+        return [None, *({str(token): {"logprob": float(row[token]), "rank": 1}} for row, token in rows)]
 
     def complete(self, body: dict) -> list[dict]:
         """The choices of one prompt, in the form of vLLM's answer."""
@@ -104,7 +114,12 @@ class Handler(BaseHTTPRequestHandler):
         engine, path = self.server.engine, urlsplit(self.path)
         text = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         body = json.loads(text) if text else {}
-        mark(engine.options, self.path if path.path != "/v1/completions" else f"complete {body.get('seed')}")
+        mark(
+            engine.options,
+            self.path
+            if path.path != "/v1/completions"
+            else f"complete {body.get('seed', 'score' if 'prompt_logprobs' in body else None)}",
+        )
         with engine.lock:
             if path.path == "/fault":
                 engine.options.fault, engine.options.after, engine.calls = body["name"], body["after"], 0
@@ -129,7 +144,7 @@ class Handler(BaseHTTPRequestHandler):
         return None
 
     def _complete(self, engine: Engine, body: dict) -> None:
-        engine.calls += 1
+        engine.calls += "prompt_logprobs" not in body
         if engine.failing("dies"):
             print("RuntimeError: CUDA error: an illegal memory access was encountered", flush=True)
             os._exit(1)
@@ -144,6 +159,8 @@ class Handler(BaseHTTPRequestHandler):
             return self._answer(500, {"error": "the engine is asleep"})
         if engine.failing("no_json"):
             return self._answer(200, "<html>a proxy</html>")
+        if "prompt_logprobs" in body:
+            return self._answer(200, {"choices": [{"prompt_logprobs": engine.score(body)}]})
         self._answer(200, {"choices": engine.complete(body)})
 
         return None

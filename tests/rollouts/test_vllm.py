@@ -143,7 +143,8 @@ def test_a_request_is_sampled_by_its_seed_alone(server, tmp_path):
     with closing(tmp_path, *joined(server), "sampler.seeded=false") as (module, sampler):
         sampler.publish(module.policy.weights, 0)
         sampler.complete(REQUESTS)
-    assert {"complete None", "complete 1"} == {line for line in server.noted() if "complete" in line}
+    asked = {line for line in server.noted() if "complete" in line}
+    assert asked == {"complete None", "complete 1", "complete score"}
 
 
 def test_the_same_version_is_published_once(server, tmp_path):
@@ -243,6 +244,16 @@ def test_weights_that_stay_behind_by_less_than_the_tolerance_are_seen(server, tm
         server.fault("stale")
         with pytest.raises(SamplerLost, match="still from those of version 1"):
             sampler.publish(module.policy.weights, 2)
+
+
+def test_weights_that_stay_behind_are_seen_where_no_answer_is_like_another(server, tmp_path):
+    """Rounding differs each time, but the log-probs are nearer to those of before."""
+    with closing(tmp_path, *joined(server), "sampler.tolerance=1") as (module, sampler):
+        sampler.publish(module.policy.weights, 3)
+        update(module, 1e-3)
+        server.fault("stale_and_noisy")
+        with pytest.raises(SamplerLost, match=r"are 0\.\d+ from the trainer's of that version, and .* of version 3\."):
+            sampler.publish(module.policy.weights, 4)
 
 
 def test_weights_that_did_not_change_are_no_fault(server, tmp_path):
