@@ -29,11 +29,16 @@ def main(parent: int, folder: str, command: list[str]) -> int:
     server = subprocess.Popen(command, preexec_fn=_ending_with_parent)
     while server.poll() is None and not stopped and os.getppid() == parent:
         time.sleep(0.1)
-    if os.getppid() != parent:
-        shutil.rmtree(folder, ignore_errors=True)  # it may be memory, and nothing is more urgent
+    _remove_if_alone(parent, folder)  # at once: it may be memory
     _end_all(server)
+    _remove_if_alone(parent, folder)  # the parent may have been killed while it waited for this end
     code = server.returncode
     return code if code >= 0 else 128 - code
+
+
+def _remove_if_alone(parent: int, folder: str) -> None:
+    if os.getppid() != parent:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _ending_with_parent() -> None:

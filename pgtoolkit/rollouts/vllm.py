@@ -103,9 +103,9 @@ class VllmSampler:
 
     def close(self) -> None:
         """Ends the servers that were started here, and leaves alone those that were joined."""
+        self._folder.remove()  # first: a kill in the meantime would leave it in memory for good
         for server in self._servers:
             server.close()
-        self._folder.remove()
 
     @property
     def _salt(self) -> str:

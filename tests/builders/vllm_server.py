@@ -33,7 +33,8 @@ class Engine:
         self.asleep = False
         self.cached: dict[tuple, object] = {}  # which weights have seen a prompt, as of its salt
         torch.set_num_threads(1)
-        self.model = AutoModelForCausalLM.from_pretrained(options.folder, dtype=getattr(torch, options.dtype)).eval()
+        loaded = AutoModelForCausalLM.from_pretrained(options.folder, dtype=getattr(torch, options.dtype)).eval()
+        self.model = copy.deepcopy(loaded)  # its weights may be the file itself, which is to be written anew
 
     def failing(self, fault: str) -> bool:
         return self.options.fault == fault and self.calls > self.options.after

@@ -397,3 +397,11 @@ def test_a_full_disk_is_one_sentence(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     sampler.close()
+
+
+def test_a_server_of_its_own_keeps_its_weights_until_it_is_told(tmp_path):
+    with closing(tmp_path, f"sampler.executable={COMMAND} --fault stale") as (module, sampler):
+        sampler.publish(module.policy.weights, 0)
+        update(module)
+        with pytest.raises(SamplerLost, match="still from those of version 0"):
+            sampler.publish(module.policy.weights, 1)
