@@ -61,7 +61,7 @@ def plan(config: Config, layout: Layout, number_type: str, room: int) -> Plan:
     else:
         gpus = [_visible([device]) for device in sorted({device for _, device in ranks})] if on_gpu else [None]
     # While documents are sampled as others are trained on, there is no time to sleep.
-    sleeps = on_gpu and own.gpus is None and not getattr(config.rollout, "max_staleness", 0)
+    sleeps = on_gpu and own.gpus is None and config.rollout.max_staleness is None
     options = {
         "dtype": number_type,
         "logprobs-mode": "processed_logprobs",
