@@ -98,7 +98,7 @@ def compose(
         else:
             accepted.append(override)
     by_user = parsed if typed is None else parse(typed)[0]
-    problems += executed.functions(config, by_user)
+    problems += executed.functions(config, by_user) + executed.server(config, by_user)
     problems += credentials.of_configuration(config, executed.typed_values(by_user))
     if saved:
         make_absolute(config)

@@ -39,12 +39,14 @@ STEPS = ("accumulation", "accumulation.docs_per_step", "accumulation.last_step")
 
 ADDED_LATER = {
     "parallelism": {"shard": False, "timeout_seconds": 300},
-    "sampler": {"name": "transformers", "max_sequences": None, "static_cache": None},
     "rollout/policy": {"lag": 0, "max_staleness": None},
     "tracking": {"system_metrics": False},
     "trainer": {"accept_changed_data": False},
 }
 """Keys that older runs were saved without, by group or option, with the values that continue them as they were."""
+
+GROUPS_ADDED_LATER = {"sampler": {"name": "transformers", "max_sequences": None, "static_cache": None}}
+"""The same for whole groups: what a saved option lacks of them belongs to another option."""
 
 
 def saved_config(run_dir: Path) -> DictConfig:
@@ -65,7 +67,7 @@ def typed(values: dict, file: str) -> DictConfig:
     """The values saved in a file, in the schema of their options, so that they are checked as at the start."""
     config = OmegaConf.structured(Config)
     try:
-        values = {"sampler": ADDED_LATER["sampler"], **values}  # a group that older runs were saved without
+        values = GROUPS_ADDED_LATER | values
         for group in {schema.partition("/")[0] for schema in SCHEMAS if "/" in schema}:
             config[group] = OmegaConf.structured(SCHEMAS[f"{group}/{values[group]['name']}"])
         OmegaConf.set_struct(config, True)
@@ -98,7 +100,8 @@ def cannot_change(config: DictConfig, override: Override, movable: set[str]) -> 
     why = FIXED.get("task" if key.startswith("task.") else key)
     if key in STEPS and any(OmegaConf.select(config, f"rollout.{name}") for name in ("lag", "max_staleness")):
         why = _AHEAD
-    option = OmegaConf.select(config, f"{key}.name")
+    group = OmegaConf.select(config, key)
+    option = group.get("name") if OmegaConf.is_dict(group) else None
     if why is None or key in movable or value == OmegaConf.select(config, key) or (option and value == option):
         return None
     before = option or OmegaConf.select(config, key, default="none")

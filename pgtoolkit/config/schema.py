@@ -167,6 +167,23 @@ class TransformersSamplerConfig:
 
 
 @dataclass
+class VllmSamplerConfig:
+    name: str
+    urls: list[str]
+    executable: str
+    arguments: list[str]
+    gpus: list[int] | None
+    tensor_parallel: int = between(1, 1024)
+    gpu_memory_share: float = between(0.01, 1)
+    max_sequences: int = between(1, 10**6)
+    seeded: bool
+    weights_folder: str | None
+    tolerance: float | None = between(1e-9, 100)
+    start_seconds: int = between(1, 604800)
+    answer_seconds: int = between(1, 604800)
+
+
+@dataclass
 class OptimizerConfig:
     learning_rate: float = between(1e-12, 1e5)
     beta1: float = between(0, 0.999999)
@@ -236,6 +253,7 @@ SCHEMAS = {
     "rollout/policy": PolicyRolloutConfig,
     "rollout/recorded": RecordedRolloutConfig,
     "sampler/transformers": TransformersSamplerConfig,
+    "sampler/vllm": VllmSamplerConfig,
     "optimizer": OptimizerConfig,
     "trainer": TrainerConfig,
     "tracking": TrackingConfig,

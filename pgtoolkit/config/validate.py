@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from omegaconf.resolvers import oc
 
 from pgtoolkit.config.defaults import default
 from pgtoolkit.config.override_problems import unresolvable
-from pgtoolkit.config.rules import parallelism, run, step
+from pgtoolkit.config.rules import parallelism, run, sampler, step
 from pgtoolkit.config.rules.ranges import ranges
 from pgtoolkit.config.rules.schedule import schedule
 from pgtoolkit.system.redaction import redact
@@ -33,7 +34,7 @@ def resolve_and_validate(config: DictConfig) -> tuple[Any, Report]:
     for rule in (step.loss, step.aggregation, step.advantage, step.accumulation, run.rollout, run.model):
         rule(plain, report)
     run.task(plain, list(typed), report)
-    run.sampler(plain, list(typed), report)
+    sampler.sampler(plain, list(typed), functools.partial(default, config), report)
     schedule(plain, report)
     for rule in (run.kernel, parallelism.parallelism, run.trainer, run.tracking):
         rule(plain, report)

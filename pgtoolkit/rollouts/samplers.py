@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.config.rules.parallelism import MODEL_TYPES
-from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema import Config, PolicyRolloutConfig
 from pgtoolkit.errors import ConfigError, NumericalError
 from pgtoolkit.system.model_folder import end_tokens
 
@@ -210,16 +210,6 @@ class TransformersSampler:
         reason = "stop" if len(places) else "length"
         return Completion(tokens[:length].clone(), log_probs[:length].clone(), reason, self._version)
 
-    def ignored_settings(self) -> dict[str, Any]:
-        """What of the model's own settings, from its generation_config.json, would sample differently."""
-        own = self._live.model.generation_config.to_dict()
-        found = {key: own.get(key) for key in _NEUTRAL}
-        return {
-            key: value
-            for key, value in found.items()
-            if value not in (None, [], _NEUTRAL[key]) and value != getattr(self.settings, key, None)
-        }
-
 
 def sampling_settings(
     model, tokenizer, temperature: float, top_p: float | None = None, max_completion_length: int | None = None
@@ -237,6 +227,18 @@ def sampling_settings(
         pad_token_id=tokenizer.pad_token_id or 0,
         eos_token_id=ends[0] if len(ends) == 1 else ends or None,
     )
+
+
+def ignored_settings(policy: Any, rollout: PolicyRolloutConfig) -> dict[str, Any]:
+    """What of the model's own settings, from its generation_config.json, would sample differently."""
+    own = policy.model.generation_config.to_dict()
+    used = sampling_settings(policy.model, policy.tokenizer, rollout.temperature, rollout.top_p)
+    found = {key: own.get(key) for key in _NEUTRAL}
+    return {
+        key: value
+        for key, value in found.items()
+        if value not in (None, [], _NEUTRAL[key]) and value != getattr(used, key, None)
+    }
 
 
 _NEUTRAL = {

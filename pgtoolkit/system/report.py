@@ -52,6 +52,8 @@ def text(value: Any) -> str:
     """A value as one types it in an override."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return f"[{','.join(map(text, value))}]"
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e16:
         return str(int(value))
     return str(value)

@@ -76,12 +76,13 @@ class PolicyGradientModule(DynamicAccumulation):
         return {"learning_rate": rate}
 
     @torch.no_grad()
-    def log_probs(self, micro_batch: MicroBatch) -> Tensor:
-        """(T,) log-prob of each label by the forward pass that training uses."""
+    def log_probs(self, micro_batch: MicroBatch, temperature: float | None = None) -> Tensor:
+        """(T,) log-prob of each label by the forward pass that training uses; temperature: None for the run's."""
         micro_batch = micro_batch.counted().to(self.device)
         hidden, head, _ = self.policy.loss_inputs(micro_batch)
         how = replace(self.computation, num_splits=1)
-        return log_probs_of_hidden(hidden, self._precise(head), micro_batch, self.loss, how)
+        loss = self.loss if temperature is None else replace(self.loss, temperature=temperature)
+        return log_probs_of_hidden(hidden, self._precise(head), micro_batch, loss, how)
 
     def _loss(self, inputs: tuple[Tensor, LMHead, Ranks], micro_batch: MicroBatch, totals: StepTotals) -> PolicyLoss:
         hidden, head, ranks = inputs

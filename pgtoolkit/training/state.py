@@ -20,8 +20,8 @@ from pgtoolkit.model.policy import named_weights
 from pgtoolkit.ranks.agreement import failing_together, gather
 from pgtoolkit.rollouts.samplers import sampling_settings
 from pgtoolkit.system.model_folder import load_config
-from pgtoolkit.training.build import seed_rank
 from pgtoolkit.training.checkpoint import MOMENTS, WEIGHTS, open_tensors
+from pgtoolkit.training.frameworks import lightning
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 """What AdamW keeps of each parameter."""
@@ -145,6 +145,12 @@ def _damaged(state: dict, what: str) -> Iterator[None]:
             f"the checkpoint {state['path']} is damaged: its {what} cannot be read ({reason}). The run's other files "
             "are whole. Remove it, and pgtk resume goes on from the one before."
         ) from error
+
+
+def seed_rank(seed: int, rank: int, step: int = 0) -> None:
+    """Random numbers of a rank's own, once all hold the same weights; those of rank 0 go on at the start of a run."""
+    if rank > 0 or step > 0:
+        lightning.seed_everything((seed + 1_000_003 * rank + 7919 * step) % 2**32, verbose=False)
 
 
 def random_state() -> dict:

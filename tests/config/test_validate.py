@@ -184,6 +184,48 @@ RULES = [
         "sampler.max_sequences=8 needs rollout=policy (got rollout=recorded). It would be ignored",
         "sampler.max_sequences=8",
     ),
+    ("sampler=vllm sampler.gpus=[0]", "numbers from 1 on (got 0)", "sampler=vllm sampler.gpus=[1]"),
+    (
+        "sampler=vllm sampler.gpus=[1,2] parallelism=ddp",
+        "Training takes GPU 0 to 1",
+        "sampler=vllm sampler.gpus=[2,3] parallelism=ddp",
+    ),
+    ("sampler=vllm sampler.gpus=[1,1]", "each once", "sampler=vllm sampler.gpus=[0] trainer.device=cpu"),
+    ("sampler=vllm sampler.gpus=[]", "numbers of GPUs", "sampler=vllm sampler.gpus=null"),
+    (
+        "sampler=vllm sampler.gpus=[1,2,3] sampler.tensor_parallel=2",
+        "a multiple of sampler.tensor_parallel=2 GPUs (got 3). Each server takes so many. Use sampler.gpus=[1,2]",
+        "sampler=vllm sampler.gpus=[1,2] sampler.tensor_parallel=2",
+    ),
+    (
+        "sampler=vllm sampler.tensor_parallel=2",
+        "needs sampler.gpus (got null)",
+        "sampler=vllm sampler.tensor_parallel=1",
+    ),
+    ("sampler=vllm sampler.urls=[host]", "http(s)://HOST:PORT", "sampler=vllm sampler.urls=['http://host:1']"),
+    (
+        "sampler=vllm sampler.urls=['http://a:1','http://a:1']",
+        "each server once",
+        "sampler=vllm sampler.urls=['http://a:1','http://b:1']",
+    ),
+    (
+        "sampler=vllm sampler.urls=['http://a:1'] sampler.gpus=[1]",
+        "sampler.gpus=[1] needs sampler.urls=[]",
+        "sampler=vllm sampler.gpus=[1]",
+    ),
+    ("sampler=vllm sampler.executable=''", "a command", "sampler=vllm sampler.executable=vllm"),
+    (
+        "sampler=vllm sampler.arguments=['--port=1']",
+        "no --port",
+        "sampler=vllm sampler.arguments=['--enforce-eager']",
+    ),
+    (
+        "sampler=vllm parallelism=ddp sampler.answer_seconds=400",
+        "parallelism.timeout_seconds=300",
+        "sampler=vllm sampler.answer_seconds=400",
+    ),
+    ("sampler=vllm sampler.gpu_memory_share=1.5", "from 0.01 to 1", "sampler=vllm sampler.gpu_memory_share=0.9"),
+    ("rollout=recorded rollout.path=FILE sampler=vllm", "would be ignored", "sampler=vllm"),
     (
         "rollout=recorded rollout.path=FILE sampler=transformers",
         "sampler=transformers needs rollout=policy",

@@ -49,13 +49,6 @@ def _policy(c: Any, report: Report) -> None:
         report.note(f"{what} is made for task=reverse; other tasks usually need longer answers.")
 
 
-def sampler(c: Any, typed: list[str], report: Report) -> None:
-    """typed: the overrides that were typed, as far as they are known."""
-    if c.rollout.name == "recorded" and (own := _of_group("sampler", typed)):
-        reason, needs = "It would be ignored: nothing is sampled.", "rollout=policy"
-        report.refuse(" ".join(own), needs, "rollout=recorded", reason, f"{needs}, or leave it out")
-
-
 def _of_group(group: str, typed: list[str]) -> list[str]:
     return [override for override in typed if override.partition("=")[0].partition(".")[0] == group]
 
