@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.machinery
+import itertools
 import json
 import sys
 import types
 
 import pytest
 import torch
-from builders.runs import assert_equal
+from builders.runs import assert_equal, sampler_of
 from keys import (
     key,
     logits_of,
@@ -247,6 +248,25 @@ def save_path(tmp_path):
     assert [d.reward for d in read] == [d.reward for d in documents]
     sampled()
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+@key("sampler/transformers.name")
+def sampler_name():
+    assert type(sampler_of(module_and_steps("sampler=transformers")[1])).__name__ == "TransformersSampler"
+
+
+@key("sampler/transformers.max_sequences")
+def max_sequences():
+    """Of 16 completions so many pass the model at once, and all are there, by prompt."""
+    for value, expected in (("null", {16}), ("5", {5, 1}), ("16", {16}), ("17", {16})):
+        module, loader = module_and_steps(f"sampler.max_sequences={value}", "rollout.old_log_probs=sampling")
+        found = set()
+        module.policy.head.register_forward_hook(lambda _, inputs, out, found=found: found.add(len(out)))
+        documents = [document for step in itertools.islice(loader, 2) for document in step.documents]
+        assert found == expected
+        assert [document.name for document in documents] == [f"prompt {i // 4}, completion {i % 4}" for i in range(16)]
+        for document in documents:
+            assert_old_log_probs(document, log_probs_of(module, document).gather(-1, completion_of(document))[:, 0])
 
 
 @key("rollout/recorded.path")

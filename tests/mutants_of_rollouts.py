@@ -40,7 +40,7 @@ MUTANTS_OF_ROLLOUTS = [
     (
         "the sampler is not told which weights it samples from after an update",
         "rollouts/policy.py",
-        {"publish(self._trained.policy, self._trained.num_updates)": "publish(self._trained.policy, 0)"},
+        {"policy.weights, self._trained.num_updates)": "policy.weights, 0)"},
         ("tests/rollouts/test_policy.py::test_every_prompt_is_sampled_with_the_weights_of_now",),
     ),
     (

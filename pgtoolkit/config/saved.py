@@ -32,6 +32,7 @@ FIXED = {
 
 ADDED_LATER = {
     "parallelism": {"shard": False, "timeout_seconds": 300},
+    "sampler": {"name": "transformers", "max_sequences": None},
     "tracking": {"system_metrics": False},
     "trainer": {"accept_changed_data": False},
 }
@@ -56,6 +57,7 @@ def typed(values: dict, file: str) -> DictConfig:
     """The values saved in a file, in the schema of their options, so that they are checked as at the start."""
     config = OmegaConf.structured(Config)
     try:
+        values = {"sampler": ADDED_LATER["sampler"], **values}  # a group that older runs were saved without
         for group in {schema.partition("/")[0] for schema in SCHEMAS if "/" in schema}:
             config[group] = OmegaConf.structured(SCHEMAS[f"{group}/{values[group]['name']}"])
         OmegaConf.set_struct(config, True)

@@ -158,6 +158,12 @@ class RecordedRolloutConfig:
 
 
 @dataclass
+class TransformersSamplerConfig:
+    name: str
+    max_sequences: int | None = between(1, 10**6)
+
+
+@dataclass
 class OptimizerConfig:
     learning_rate: float = between(1e-12, 1e5)
     beta1: float = between(0, 0.999999)
@@ -204,6 +210,7 @@ class Config:
     model: Any
     task: Any
     rollout: Any
+    sampler: Any
     optimizer: OptimizerConfig
     trainer: TrainerConfig
     tracking: TrackingConfig
@@ -225,6 +232,7 @@ SCHEMAS = {
     "task/prompts": PromptsTaskConfig,
     "rollout/policy": PolicyRolloutConfig,
     "rollout/recorded": RecordedRolloutConfig,
+    "sampler/transformers": TransformersSamplerConfig,
     "optimizer": OptimizerConfig,
     "trainer": TrainerConfig,
     "tracking": TrackingConfig,

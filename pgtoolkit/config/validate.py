@@ -32,6 +32,7 @@ def resolve_and_validate(config: DictConfig) -> tuple[Any, Report]:
     for rule in (step.loss, step.aggregation, step.advantage, step.accumulation, run.rollout, run.model):
         rule(plain, report)
     run.task(plain, list(typed), report)
+    run.sampler(plain, list(typed), report)
     for rule in (run.kernel, parallelism.parallelism, run.trainer, run.tracking):
         rule(plain, report)
     run.optimizer(plain, default(config, "optimizer.learning_rate"), report)

@@ -65,6 +65,10 @@ class Policy:
     def vocabulary_size(self) -> int:
         return self.head.weight.shape[0]
 
+    def weights(self) -> dict[str, Tensor]:
+        """The weights as they are now, by their names in the model's Hugging Face folder: references, not copies."""
+        return {name: tensor.detach() for name, tensor in named_weights(self.model).items()}
+
     def hidden_states(self, micro_batch: MicroBatch) -> Tensor:
         """(T, H) hidden states of the packed tokens, in compute_dtype.
 
@@ -136,6 +140,13 @@ class Policy:
 
     def autocast(self, device: torch.device):
         return torch.autocast(device.type, self.compute_dtype, enabled=self.compute_dtype != torch.float32)
+
+
+def named_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers themselves; one that has several names, as that of a tied head, by the first."""
+    named = model.state_dict(keep_vars=True).items()
+    first = {id(tensor): name for name, tensor in reversed(named)}
+    return {name: tensor for name, tensor in named if first[id(tensor)] == name}
 
 
 def build_policy(config, alphabet: str | None, on_gpu: bool) -> Policy:

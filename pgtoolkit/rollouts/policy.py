@@ -16,7 +16,8 @@ from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.advantages import group_advantages
 from pgtoolkit.rollouts.packing import cut, pack
 from pgtoolkit.rollouts.prompts import TokenizedTask
-from pgtoolkit.rollouts.samplers import Completion, Sampler
+from pgtoolkit.rollouts.samplers import Completion, Request, Sampler
+from pgtoolkit.rollouts.shuffle import seed_of
 from pgtoolkit.rollouts.tasks import Prompt
 from pgtoolkit.rollouts.writer import RolloutWriter
 
@@ -24,7 +25,7 @@ from pgtoolkit.rollouts.writer import RolloutWriter
 class PolicyInTraining(Protocol):
     """What rollouts ask of training.
 
-    policy: whose weights the sampler gets. num_updates: how many optimizer updates they have had.
+    policy: its `weights` are what the sampler gets. num_updates: how many optimizer updates they have had.
     """
 
     policy: Any
@@ -56,6 +57,7 @@ class PolicyRollouts:
         writer: RolloutWriter | None = None,
     ):
         self._config = config.rollout
+        self._seed = config.seed
         self._estimator = config.advantage.estimator.value
         self._max_tokens = config.accumulation.max_tokens
         self._task = task
@@ -86,6 +88,9 @@ class PolicyRollouts:
         self._number = state["number"]
         self._documents = [Document(**document) for document in state["documents"]]
 
+    def close(self) -> None:
+        self._sampler.close()
+
     def _generate(self, number: int) -> list[Document]:
         """The documents of all ranks, by prompt."""
         rank, size = self._layout.rank_in("data_parallel"), self._layout.size("data_parallel")
@@ -102,8 +107,10 @@ class PolicyRollouts:
         size = self._config.group_size
         prompts = [self._task.prompt(number) for number in numbers]
         tokens = self._task.encode(prompts)
-        self._sampler.publish(self._trained.policy, self._trained.num_updates)
-        completions = self._sampler.complete([one for one in tokens for _ in range(size)])
+        self._sampler.publish(self._trained.policy.weights, self._trained.num_updates)
+        seeds = [seed_of(self._seed, number) for number in numbers]
+        requests = [Request(one, size, seed) for one, seed in zip(tokens, seeds, strict=True)]
+        completions = self._sampler.complete(requests)
         documents = []
         for i, prompt in enumerate(prompts):
             documents += self._group(prompt, tokens[i], completions[i * size : (i + 1) * size])

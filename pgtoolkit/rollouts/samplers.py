@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from pgtoolkit.config.schema import PolicyRolloutConfig
+from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import NumericalError
 from pgtoolkit.system.model_folder import end_tokens
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to be completed.
+
+    tokens: the prompt's token ids. completions: how many completions of it are wanted.
+    seed: of this prompt in this run, below 2^32, for samplers that take a seed with each request.
+    """
+
+    tokens: list[int]
+    completions: int
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -38,38 +52,58 @@ class Completion:
 class Sampler(Protocol):
     """Writes completions with the weights that were published last."""
 
-    def publish(self, weights: Any, version: int) -> None:
-        """Sample from these weights from now on; weights: a `Policy`, version: number of the updates it has had."""
+    def publish(self, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
+        """Sample from these weights from now on.
+
+        weights: gives each weight, whole, by its name in the model's Hugging Face folder; called only by a sampler
+            that keeps a copy. version: number of the updates that they have had.
+        """
         ...
 
-    def complete(self, prompts: list[list[int]]) -> list[Completion]:
-        """One completion per prompt, given as token ids, in the same order.
+    def complete(self, requests: list[Request]) -> list[Completion]:
+        """The completions of the first request, then those of the second, and so on.
 
         Raises NumericalError where the weights give no finite probabilities.
         """
         ...
 
+    def close(self) -> None:
+        """End what the sampler started. Called once, at the end of the run, however it ends."""
+        ...
+
 
 class TransformersSampler:
-    """Samples from the model in training itself, all prompts in one batch with a KV cache.
+    """Samples from the model in training itself, many prompts in one batch with a KV cache.
 
-    policy: a `Policy`. fp32_lm_head: whether the head gives float32 logits of half-precision operands.
+    policy: a `Policy`.
     settings: how completions are sampled; of the model's own generation_config.json only the ends are taken.
     """
 
-    def __init__(self, policy: Any, rollout: PolicyRolloutConfig, fp32_lm_head: bool):
+    def __init__(self, policy: Any, config: Config):
+        rollout = config.rollout
         sizes = rollout.temperature, rollout.top_p, rollout.max_completion_length
         self.settings = sampling_settings(policy.model, policy.tokenizer, *sizes)
-        self._fp32_lm_head = fp32_lm_head
-        self.publish(policy, 0)
+        self._policy, self._version = policy, 0
+        self._fp32_lm_head = config.model.fp32_lm_head
+        self._max_sequences = config.sampler.max_sequences
 
-    def publish(self, weights: Any, version: int) -> None:
-        """Keeps the live policy, not a copy: publish it again, with its new version, after it was updated."""
-        self._policy, self._version = weights, version
+    def publish(self, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
+        """Keeps no copy: updates of the policy show at once."""
+        self._version = version
+
+    def complete(self, requests: list[Request]) -> list[Completion]:
+        """Draws from torch's global random state. Keeps one log-prob per token, however large the vocabulary."""
+        prompts = [request.tokens for request in requests for _ in range(request.completions)]
+        size = self._max_sequences or len(prompts)
+        batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+        return [completion for batch in batches for completion in self._complete(batch)]
+
+    def close(self) -> None:
+        """Nothing was started."""
 
     @torch.no_grad()
-    def complete(self, prompts: list[list[int]]) -> list[Completion]:
-        """Draws from torch's global random state. Keeps one log-prob per token, however large the vocabulary."""
+    def _complete(self, prompts: list[list[int]]) -> list[Completion]:
+        """One completion of each prompt, all sampled at once."""
         from transformers.generation import LogitsProcessorList
 
         model, padding = self._policy.model, self.settings.pad_token_id

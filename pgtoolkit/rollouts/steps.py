@@ -36,6 +36,8 @@ class Source(Protocol):
 
     def load_state_dict(self, state: dict) -> None: ...
 
+    def close(self) -> None: ...
+
 
 class StepLoader:
     """Iterates over the steps from the current position on; at most `max_steps` in the whole run.
@@ -84,6 +86,10 @@ class StepLoader:
         self._position = state["position"]
         self._num_steps = state["num_steps"]
         self._source.load_state_dict(state["source"])
+
+    def close(self) -> None:
+        """End what the source started; no step is taken afterwards."""
+        self._source.close()
 
     def _take(self) -> list[Document]:
         """The documents of the next step; none at the end of the data. Advances the position."""

@@ -149,6 +149,16 @@ RULES = [
     ("tracking.uri=http://me:secret@host", "tracking.uri=http://***@host needs an address", "tracking.uri=http://host"),
     ("tracking.uri=postgresql://me@host/db", "MLFLOW_TRACKING_USERNAME", "tracking.uri=postgresql://host/db"),
     (
+        "rollout=recorded rollout.path=FILE sampler.max_sequences=8",
+        "sampler.max_sequences=8 needs rollout=policy (got rollout=recorded). It would be ignored",
+        "sampler.max_sequences=8",
+    ),
+    (
+        "rollout=recorded rollout.path=FILE sampler=transformers",
+        "sampler=transformers needs rollout=policy",
+        "rollout=recorded rollout.path=FILE",
+    ),
+    (
         "tracking.uri='http://host?passwd=x'",
         "tracking.uri=http://host?passwd=*** needs",
         "tracking.uri='http://host?a=x'",

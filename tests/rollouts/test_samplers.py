@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pgtoolkit.model.policy import character_tokenizer
+from pgtoolkit.rollouts.samplers import Request
 from pgtoolkit.training.build import build
 from pgtoolkit.training.train import train
 
@@ -82,9 +83,14 @@ def built(folder, *overrides):
     return module.model, sampler_of(loader)
 
 
+def once(prompts):
+    """One completion of each is wanted."""
+    return [Request(prompt, 1, number) for number, prompt in enumerate(prompts)]
+
+
 def sampled(sampler, prompts, seed=0):
     torch.manual_seed(seed)
-    return [(c.tokens.tolist(), c.log_probs.tolist(), c.finish_reason) for c in sampler.complete(prompts)]
+    return [(c.tokens.tolist(), c.log_probs.tolist(), c.finish_reason) for c in sampler.complete(once(prompts))]
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +118,7 @@ def test_what_is_ignored_is_said_once(folder, tmp_path, capsys):
 
 def test_every_end_of_the_folder_and_the_tokenizer_ends_a_completion(folder):
     _, sampler = built(suggesting(folder, eos_token_id=[3, 7]), "rollout.max_completion_length=12")
-    completions = sampler.complete([PROMPT] * 64)
+    completions = sampler.complete(once([PROMPT] * 64))
     ends = {3, 7, END}
     assert {c.tokens[-1].item() for c in completions if c.finish_reason == "stop"} == ends
     for completion in completions:
@@ -148,7 +154,7 @@ def test_log_probs_are_those_of_the_distribution_sampled_from(folder, temperatur
     model, sampler = built(suggesting(folder), *overrides)
     model.eval()
     for prompt in (PROMPT, OTHER):
-        for completion in sampler.complete([PROMPT, prompt] * 4)[1::2]:
+        for completion in sampler.complete(once([PROMPT, prompt] * 4))[1::2]:
             tokens = completion.tokens.tolist()
             for place, token in enumerate(tokens):
                 expected = distribution(model, prompt + tokens[:place], temperature, top_p or 1.0)
@@ -161,7 +167,7 @@ def test_tokens_are_as_frequent_as_the_distribution_says(folder, temperature, to
     model, sampler = built(suggesting(folder), "rollout.max_completion_length=4", *overrides)
     count = 4000
     torch.manual_seed(0)
-    first = torch.tensor([completion.tokens[0] for completion in sampler.complete([PROMPT] * count)])
+    first = torch.tensor([completion.tokens[0] for completion in sampler.complete(once([PROMPT] * count))])
     model.eval()
     expected = distribution(model, PROMPT, temperature, top_p or 1.0)
     assert max(expected) > 1.5 / 12  # there is something to tell apart
@@ -181,24 +187,34 @@ def test_memory_does_not_grow_with_the_vocabulary_times_the_completion(folder):
         most.append(len(alive))
 
     model.lm_head.register_forward_hook(count)
-    assert [len(completion.log_probs) for completion in sampler.complete([PROMPT] * 5)] == [20] * 5
+    assert [len(completion.log_probs) for completion in sampler.complete(once([PROMPT] * 5))] == [20] * 5
     assert len(most) == 20
     assert max(most) <= 8
 
 
 def test_a_completion_says_which_weights_wrote_it(folder):
-    """Those published last; the policy itself, whose updates show at once, is sampled from, not a copy."""
+    """In float32 updates of the policy show at once: it is itself sampled from, and no copy of it."""
     module, loader = build(OmegaConf.to_object(settings(suggesting(folder))))
     sampler, before = sampler_of(loader), sampled(sampler_of(loader), [PROMPT] * 8)
-    assert {completion.model_version for completion in sampler.complete([PROMPT])} == {0}
+    assert {completion.model_version for completion in sampler.complete(once([PROMPT]))} == {0}
     with torch.no_grad():
         module.policy.head.weight.neg_()
-    sampler.publish(module.policy, 7)
-    assert {completion.model_version for completion in sampler.complete([PROMPT])} == {7}
+    sampler.publish(module.policy.weights, 7)
+    assert {completion.model_version for completion in sampler.complete(once([PROMPT]))} == {7}
     assert sampled(sampler, [PROMPT] * 8) != before
-    other, _ = build(OmegaConf.to_object(settings(folder)))
-    sampler.publish(other.policy, 8)
+    with torch.no_grad():
+        module.policy.head.weight.neg_()
     assert sampled(sampler, [PROMPT] * 8) == before
+
+
+def test_completions_come_request_by_request(folder):
+    """Of as many prompts in a row, whether they are asked for one by one or several at a time."""
+    _, sampler = built(suggesting(folder))
+    torch.manual_seed(0)
+    found = sampler.complete([Request(PROMPT, 3, 0), Request(OTHER, 2, 1)])
+    assert [(c.tokens.tolist(), c.log_probs.tolist(), c.finish_reason) for c in found] == sampled(
+        sampler, [PROMPT] * 3 + [OTHER] * 2
+    )
 
 
 @pytest.mark.parametrize("fp32_lm_head", [True, False])
