@@ -15,6 +15,7 @@ from pgtoolkit.errors import ConfigError, first_line
 from pgtoolkit.runs.files import read_resolved
 
 _SHAPE = ("", ".num_layers", ".hidden_size", ".max_positions", ".num_heads", ".path", ".random_weights")
+_SHAPE += (".lora_rank", ".lora_alpha", ".lora_targets")
 _BATCH = "the position in the data is counted in batches of this size"
 FIXED = {
     **{f"model{key}": "the checkpoint holds the weights of this model" for key in _SHAPE},
@@ -31,12 +32,13 @@ FIXED = {
 """What a checkpoint cannot be continued without, and why; with a task, all of its keys."""
 
 ADDED_LATER = {
+    "model/huggingface": {"lora_rank": None, "lora_alpha": 32.0, "lora_targets": ["all-linear"]},
     "parallelism": {"shard": False, "timeout_seconds": 300},
     "sampler": {"name": "transformers", "max_sequences": None},
     "tracking": {"system_metrics": False},
     "trainer": {"accept_changed_data": False},
 }
-"""Keys that older runs were saved without, with the values that continue them as they were."""
+"""Keys that older runs were saved without, by group or option, with the values that continue them as they were."""
 
 
 def saved_config(run_dir: Path) -> DictConfig:
@@ -65,7 +67,9 @@ def typed(values: dict, file: str) -> DictConfig:
             if values[key.partition(".")[0]]["name"] == option:
                 OmegaConf.update(config, key, {})
                 OmegaConf.set_struct(OmegaConf.select(config, key), False)
-        return OmegaConf.merge(config, ADDED_LATER, values)
+        added = [(*schema.partition("/")[::2], keys) for schema, keys in ADDED_LATER.items()]
+        before = {group: keys for group, option, keys in added if not option or option == values[group]["name"]}
+        return OmegaConf.merge(config, before, values)
     except (KeyError, TypeError, OmegaConfBaseException) as error:
         reason = first_line(error) if isinstance(error, OmegaConfBaseException) else f"it has no {error}"
         raise ConfigError(
@@ -80,8 +84,9 @@ def cannot_change(config: DictConfig, override: Override, movable: set[str]) -> 
     if key in DATA and isinstance(value, str):
         value = absolute(key, value)
     why = FIXED.get("task" if key.startswith("task.") else key)
-    option = OmegaConf.select(config, f"{key}.name")
-    if why is None or key in movable or value == OmegaConf.select(config, key) or (option and value == option):
+    node = OmegaConf.select(config, key)
+    option = OmegaConf.select(node, "name") if isinstance(node, DictConfig) else None
+    if why is None or key in movable or value == node or (option and value == option):
         return None
     before = option or OmegaConf.select(config, key, default="none")
     needs = f"needs to stay as the run began (got {value!r}, was {before})"

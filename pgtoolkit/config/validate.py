@@ -13,7 +13,7 @@ from omegaconf.resolvers import oc
 
 from pgtoolkit.config.defaults import default
 from pgtoolkit.config.override_problems import unresolvable
-from pgtoolkit.config.rules import parallelism, run, step
+from pgtoolkit.config.rules import lora, parallelism, run, step
 from pgtoolkit.config.rules.ranges import ranges
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, text
@@ -35,6 +35,7 @@ def resolve_and_validate(config: DictConfig) -> tuple[Any, Report]:
     run.sampler(plain, list(typed), report)
     for rule in (run.kernel, parallelism.parallelism, run.trainer, run.tracking):
         rule(plain, report)
+    lora.lora(plain, {key: default(config, f"model.{key}") for key in ("lora_alpha", "lora_targets")}, report)
     run.optimizer(plain, default(config, "optimizer.learning_rate"), report)
     return plain, report
 
