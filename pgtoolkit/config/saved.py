@@ -34,7 +34,7 @@ FIXED = {
 ADDED_LATER = {
     "model/huggingface": {"lora_rank": None, "lora_alpha": 32.0, "lora_targets": ["all-linear"]},
     "parallelism": {"shard": False, "timeout_seconds": 300},
-    "sampler": {"name": "transformers", "max_sequences": None},
+    "sampler": {"name": "transformers", "max_sequences": None, "static_cache": None},
     "tracking": {"system_metrics": False},
     "trainer": {"accept_changed_data": False},
 }

@@ -225,6 +225,8 @@ def test_sampling_has_the_head_of_training(folder, tmp_path, fp32_lm_head):
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
+        embedding = model.get_input_embeddings().weight
+        embedding.copy_(embedding.bfloat16())  # the copy that is sampled from holds bfloat16
     model.save_pretrained(tmp_path / "model")
     character_tokenizer("0123456789=").save_pretrained(tmp_path / "model")
     own = ["model.dtype=bfloat16", f"model.fp32_lm_head={str(fp32_lm_head).lower()}", "trainer.max_steps=1"]
