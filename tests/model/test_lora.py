@@ -142,10 +142,11 @@ def module_of(folder, *overrides):
     return built(*own, "model=huggingface", *chosen, *overrides)
 
 
+@pytest.mark.parametrize("static_cache", ["true", "null"])
 @torch.no_grad()
-def test_completions_are_of_the_merged_model(folder):
+def test_completions_are_of_the_merged_model(folder, static_cache):
     """Their log-probs, kept while sampling with the adapters at work, are those of the merged weights."""
-    module, loader = module_of(folder)
+    module, loader = module_of(folder, "rollout.old_log_probs=sampling", f"sampler.static_cache={static_cache}")
     for name, weight in adapter_weights(module.model).items():
         if "lora_B" in name:
             nn.init.normal_(weight, std=0.3)
@@ -158,6 +159,22 @@ def test_completions_are_of_the_merged_model(folder):
         torch.testing.assert_close(document.old_log_probs.double(), expected, rtol=0, atol=1e-5)
     assert max((a - b).abs().max() for a, b in zip(base, merged, strict=True)) > 0.02
     assert sampler_of(loader)._policy is module.policy
+
+
+def test_in_bfloat16_completions_are_sampled_from_a_merged_copy(folder):
+    """Whose adapters were never there; their log-probs and those of training differ by rounding alone."""
+    own = [setting for setting in SHORT if not setting.startswith("model.")]
+    chosen = (f"model.path={folder}", "model.lora_rank=2", "model.dtype=bfloat16", "rollout.old_log_probs=sampling")
+    module, loader = in_its_own_types(config_of(*own, "model=huggingface", *chosen))
+    for name, weight in adapter_weights(module.model).items():
+        if "lora_B" in name:
+            nn.init.normal_(weight, std=0.05)
+    step = next(iter(loader))
+    sampled_from = sampler_of(loader)._policy.model
+    assert adapted_layers(sampled_from) == {}
+    assert all(torch.equal(weight, module.policy.weights()[name]) for name, weight in sampled_from.named_parameters())
+    metrics = module.training_step(step, 0)["metrics"]
+    assert metrics["ratio_new_old"] == pytest.approx(1, abs=0.02)
 
 
 def of_document(model, document):
