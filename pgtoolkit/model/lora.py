@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import logging
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -22,6 +23,8 @@ from pgtoolkit.system.report import text
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+
+log = logging.getLogger("pgtoolkit")
 
 _NAME = "default"
 """What peft calls the only adapter of a model."""
@@ -51,6 +54,8 @@ def add_adapters(model: nn.Module, config: HuggingFaceModelConfig) -> str:
         for part in (layer.lora_A, layer.lora_B):
             part.float()  # peft makes them of the frozen weights' type
         layer.cast_input_dtype_enabled = False  # autocast sees to it, without a float32 copy of every input
+    trained, all_of_them = (sum(p.numel() for p in x) for x in (adapter_weights(model).values(), model.parameters()))
+    log.info(f"LoRA: adapters at {len(layers)} layers; {trained:,} of {all_of_them:,} weights are trained")
     return digest
 
 

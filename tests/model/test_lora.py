@@ -250,6 +250,7 @@ def bytes_by_type(tensors):
         (["norm"], r"\(got norm\)"),
         (["proj"], r"\(got proj\)"),
     ],
+    ids=["a misspelt one", "the head", "embeddings", "norms", "a part of a name"],
 )
 def test_targets_that_are_no_linear_layer_are_refused(tmp_path, targets, says):
     save_with_tokenizer(small_llama(), tmp_path)

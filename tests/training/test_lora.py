@@ -85,6 +85,8 @@ def test_a_checkpoint_holds_the_adapters_alone(trained):
     found, weights = checkpoint_of(trained, 4), load_file(path / "adapter_model.safetensors")
     assert len(weights) == 2 * 2 * 7
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    said = "LoRA: adapters at 14 layers; 1,088 of 6,480 weights are trained"  # 2 x (16 + 16) and 2 x (16 + 32) of them
+    assert (trained / "run.log").read_text().count(said) == 1
     fields = ("exp_avg", "exp_avg_sq", "step")
     assert found["optimizer"].keys() == {f"{name}.{field}" for name in weights for field in fields}
     assert sum(file.stat().st_size for file in path.glob("*.safetensors")) < 4 * (2 * 2 * 272 + 1500)
