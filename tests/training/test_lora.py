@@ -7,13 +7,14 @@ import torch
 from builders.models import model_config, save_with_tokenizer, small_llama
 from builders.parallel_runs import assert_close, run_on_ranks, saved_again
 from builders.processes import world
-from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of
+from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, replace_file
 from omegaconf import OmegaConf
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from transformers import AutoModelForCausalLM
 
 from pgtoolkit.cli import main
+from pgtoolkit.config.validate import validate
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model.policy import build_policy
 from pgtoolkit.training import checkpoint
@@ -213,3 +214,39 @@ def test_large_adapters_are_one_file(base, tmp_path, monkeypatch):
     assert [file.name for file in path.glob("*.safetensors*")] == ["adapter_model.safetensors"]
     assert len(list((path / "training").glob("optimizer*"))) > 3
     AutoModelForCausalLM.from_pretrained(path)
+
+
+def test_a_run_from_before_there_was_lora_is_resumed_with_all_weights(base, tmp_path):
+    own = [one for one in settings(base) if one.partition("=")[0] not in ("model.lora_rank", "model.lora_alpha")]
+    train(config_of(*own, "trainer.max_steps=1"), tmp_path / "run")
+    saved = OmegaConf.load(tmp_path / "run" / "config.yaml")
+    for key in ("lora_rank", "lora_alpha", "lora_targets"):
+        del saved.model[key]
+    OmegaConf.save(saved, tmp_path / "run" / "config.yaml")
+    assert main(["resume", str(tmp_path / "run"), "trainer.max_steps=2"]) == 0
+    assert OmegaConf.load(tmp_path / "run" / "config.yaml").model.lora_rank is None
+    assert checkpoint_of(tmp_path / "run", 2)["model"].keys() == load_file(base / "model.safetensors").keys()
+
+
+def test_without_peft_it_is_refused(base, monkeypatch):
+    monkeypatch.setattr("pgtoolkit.config.rules.run._is_installed", lambda name: name != "peft")
+    (problem,) = validate(config_of(*settings(base))).problems
+    assert problem == (
+        "model.lora_rank=2 needs the package peft (got not installed). The package is an extra, not installed by "
+        "default. Use pip install 'pgtoolkit[lora]'."
+    )
+
+
+def test_adapters_of_other_layers_are_one_message(trained, tmp_path, capsys):
+    folder = copy_as_of(trained, 4, tmp_path / "run")
+    weights = checkpoint_of(folder, 4)["model"]
+    name = next(iter(weights))
+    for changed in ({"a": torch.zeros(1)}, weights | {name: torch.zeros(1)}, weights | {name: weights[name].double()}):
+        replace_file(newest(folder), "adapter_model.safetensors", save(changed))
+        assert main(["export", str(folder), str(tmp_path / "model")]) == 6
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{newest(folder)} is damaged: transformers cannot load it (" in line
+        assert main(["resume", str(folder), "trainer.max_steps=5"]) == 2
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+        assert "the checkpoint does not fit the configured model: " in line
+    assert not (tmp_path / "model").exists()
