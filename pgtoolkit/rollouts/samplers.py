@@ -135,6 +135,8 @@ class TransformersSampler:
             return tokens, scores.gather(-1, tokens[:, None])[:, 0] - scores.logsumexp(-1)
 
         found = self._policy.decode(prompts, settings.max_new_tokens, self._ends(), draw, self._fp32_lm_head)
+        if found[0].is_cuda:
+            torch.cuda.empty_cache()  # else nothing but sampling can use what the graphs had
         if not found[1].isfinite().all():
             raise _not_finite()
         return found
