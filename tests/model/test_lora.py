@@ -6,7 +6,7 @@ from builders import models, spread
 from builders.models import model_config, save_with_tokenizer, small_llama
 from builders.runs import SHORT, built, config_of, sampler_of
 from omegaconf import OmegaConf
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from pgtoolkit.config.validate import validate
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.losses import reference
-from pgtoolkit.model.lora import adapted_layers, adapter_weights, merge
+from pgtoolkit.model.lora import adapted_layers, adapter_weights, merge, settings
 from pgtoolkit.model.policy import build_policy
 from pgtoolkit.ranks.layout import ONE_PROCESS
 from pgtoolkit.training.build import build
@@ -256,6 +256,26 @@ def test_targets_that_are_no_linear_layer_are_refused(tmp_path, targets, says):
     save_with_tokenizer(small_llama(), tmp_path)
     with pytest.raises(ConfigError, match=says):
         build_policy(model_config(tmp_path, lora_rank=2, lora_targets=targets), None, False)
+
+
+@pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "v_proj", "mlp.up_proj", "1.self_attn.o_proj"]])
+def test_of_many_layers_those_that_are_named_get_adapters(tmp_path, targets):
+    """And transformers finds them by what is stored; peft shortens a list of more than twenty names."""
+    save_with_tokenizer(small_llama(num_hidden_layers=8), tmp_path / "base")
+    policy = build_policy(model_config(tmp_path / "base", lora_rank=2, lora_targets=targets), None, False)
+    names = [name for name, module in small_llama(num_hidden_layers=8).named_modules() if isinstance(module, nn.Linear)]
+    ends = ("proj",) if targets == ["all-linear"] else tuple(f".{target}" for target in targets)
+    expected = {name for name in names if name.endswith(ends)}
+    assert len(expected) == (56 if targets == ["all-linear"] else 25)
+    assert adapted_layers(policy.model).keys() == expected
+    for name, weight in adapter_weights(policy.model).items():
+        if "lora_B" in name:
+            nn.init.normal_(weight, std=0.1)
+    settings(policy.model, str(tmp_path / "base")).save_pretrained(tmp_path / "adapters")
+    weights = {name: weight.detach() for name, weight in adapter_weights(policy.model).items()}
+    save_file(weights, tmp_path / "adapters" / "adapter_model.safetensors", {"format": "pt"})
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "adapters")
+    torch.testing.assert_close(logits(loaded, TOKENS), logits(policy.model, TOKENS), rtol=1e-6, atol=1e-6)
 
 
 def test_the_same_seed_draws_the_same_adapters_and_another_one_others(folder):
