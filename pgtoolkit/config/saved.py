@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from hydra.core.override_parser.types import Override
@@ -67,15 +68,21 @@ def typed(values: dict, file: str) -> DictConfig:
             if values[key.partition(".")[0]]["name"] == option:
                 OmegaConf.update(config, key, {})
                 OmegaConf.set_struct(OmegaConf.select(config, key), False)
-        added = [(*schema.partition("/")[::2], keys) for schema, keys in ADDED_LATER.items()]
-        before = {group: keys for group, option, keys in added if not option or option == values[group]["name"]}
-        return OmegaConf.merge(config, before, values)
+        return OmegaConf.merge(config, *_chosen(ADDED_LATER, values), values)
     except (KeyError, TypeError, OmegaConfBaseException) as error:
         reason = first_line(error) if isinstance(error, OmegaConfBaseException) else f"it has no {error}"
         raise ConfigError(
             f"{file} does not fit this version of pgtoolkit: {reason}. Use the version that "
             "provenance.json names, or start a new run."
         ) from error
+
+
+def _chosen(by_option: dict[str, dict], values: dict) -> Iterator[dict[str, dict]]:
+    """{group: keys} of each group, and of each option that the saved values have chosen."""
+    for schema, keys in by_option.items():
+        group, _, option = schema.partition("/")
+        if not option or option == values[group]["name"]:
+            yield {group: keys}
 
 
 def cannot_change(config: DictConfig, override: Override, movable: set[str]) -> str | None:
