@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.machinery
 import itertools
 import json
@@ -233,6 +234,35 @@ def old_log_probs():
         sums[source] = (torch.cat(found) - torch.cat(plain)).abs()
     assert sums["training"].max() < 1e-5
     assert sums["sampling"].min() > 0.1
+
+
+def versions_of(*overrides):
+    """Of each batch of two steps, once its log-probs are seen to be those of that version of the weights."""
+    module, loader = module_and_steps(*overrides, "trainer.max_steps=8")
+    before, found = [], []
+    for number, step in enumerate(loader):
+        before.append(types.SimpleNamespace(model=copy.deepcopy(module.model)))
+        if number % 2 == 0:
+            (version,) = {document.model_version for document in step.documents}
+            for document in step.documents:
+                expected = log_probs_of(before[version], document).gather(-1, completion_of(document))[:, 0]
+                assert_old_log_probs(document, expected)
+            found.append(version)
+        module.training_step(step, number)
+    assert len({float(copied.model.lm_head.weight.sum().detach()) for copied in before}) == 8
+    return found
+
+
+@key("rollout/policy.lag")
+def lag():
+    for value, expected in ((0, [0, 2, 4, 6]), (1, [0, 1, 3, 5]), (3, [0, 0, 1, 3])):
+        assert versions_of(f"rollout.lag={value}") == expected
+
+
+@key("rollout/policy.max_staleness")
+def max_staleness():
+    for value, expected in ((2, [0, 1, 3, 5]), (3, [0, 0, 2, 4]), (9, [0, 0, 2, 4])):
+        assert versions_of(f"rollout.max_staleness={value}", "rollout.old_log_probs=sampling") == expected
 
 
 @key("rollout/policy.save_path")

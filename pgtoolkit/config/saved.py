@@ -18,6 +18,7 @@ from pgtoolkit.runs.files import read_resolved
 _SHAPE = ("", ".num_layers", ".hidden_size", ".max_positions", ".num_heads", ".path", ".random_weights")
 _SHAPE += (".lora_rank", ".lora_alpha", ".lora_targets")
 _BATCH = "the position in the data is counted in batches of this size"
+_AHEAD = "the checkpoint holds batches that were sampled ahead by these numbers"
 FIXED = {
     **{f"model{key}": "the checkpoint holds the weights of this model" for key in _SHAPE},
     "seed": "prompts and the order of the data come from this seed",
@@ -27,15 +28,21 @@ FIXED = {
     "rollout.shuffle": "the position in the data belongs to this order",
     "rollout.prompts_per_batch": _BATCH,
     "rollout.group_size": _BATCH,
+    "rollout.lag": _AHEAD,
+    "rollout.max_staleness": _AHEAD,
     "experiment": "an experiment is chosen when a run starts",
     "debug": "a debugging run is chosen when a run starts",
 }
 """What a checkpoint cannot be continued without, and why; with a task, all of its keys."""
 
+STEPS = ("accumulation", "accumulation.docs_per_step", "accumulation.last_step")
+"""What must stay, too, where batches are sampled ahead: how many steps lie before one."""
+
 ADDED_LATER = {
     "model/huggingface": {"lora_rank": None, "lora_alpha": 32.0, "lora_targets": ["all-linear"]},
     "parallelism": {"shard": False, "timeout_seconds": 300},
     "sampler": {"name": "transformers", "max_sequences": None, "static_cache": None},
+    "rollout/policy": {"lag": 0, "max_staleness": None},
     "tracking": {"system_metrics": False},
     "trainer": {"accept_changed_data": False},
 }
@@ -91,6 +98,8 @@ def cannot_change(config: DictConfig, override: Override, movable: set[str]) -> 
     if key in DATA and isinstance(value, str):
         value = absolute(key, value)
     why = FIXED.get("task" if key.startswith("task.") else key)
+    if key in STEPS and any(OmegaConf.select(config, f"rollout.{name}") for name in ("lag", "max_staleness")):
+        why = _AHEAD
     node = OmegaConf.select(config, key)
     option = OmegaConf.select(node, "name") if isinstance(node, DictConfig) else None
     if why is None or key in movable or value == node or (option and value == option):

@@ -146,6 +146,8 @@ class PolicyRolloutConfig:
     temperature: float = between(0.01, 100)
     top_p: float | None = between(1e-6, 1)
     old_log_probs: OldLogProbs
+    lag: int = between(0, 10**6)
+    max_staleness: int | None = between(1, 10**6)
     save_path: str | None
 
 

@@ -138,7 +138,8 @@ class Decoding:
     """One completion of each prompt by a model that `decoding` has prepared.
 
     model: its body gives hidden states. logits: of hidden states (B, H). draw: tokens (B,) int64 and their log-probs,
-    (B,) float32, of logits; on a GPU it may not wait for the device. ends: (E,) int64, the tokens that end a
+    (B,) float32, of logits; on a GPU it may not wait for the device. `draw.generator` gives its random numbers (None:
+    torch's global one), and `draw.check()` may raise between tokens. ends: (E,) int64, the tokens that end a
     completion. Rows that have ended are computed on until half of all have: then they are dropped.
     """
 
@@ -195,10 +196,13 @@ class Decoding:
         if self._device.type == "cuda" and most >= _GRAPH_PAYS:
             self._step()  # as the first use of a kernel may not be captured
             done, graph = 1, torch.cuda.CUDAGraph()
+            if self._draw.generator is not None:
+                graph.register_generator_state(self._draw.generator)
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._step()
             step = graph.replay
         while done < most:
+            self._draw.check()
             count = min(_CHECK_EVERY, most - done)
             for _ in range(count):
                 step()

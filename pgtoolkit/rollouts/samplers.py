@@ -77,7 +77,8 @@ class TransformersSampler:
     """Samples from the model in training, many prompts in one batch with a KV cache.
 
     policy: a `Policy`. keeps_weights: whether to sample from a copy of the weights that were published last, as is done
-        anyway where the model computes in another type than its weights have; else from the policy itself.
+        anyway where the model computes in another type than its weights have, and where completions may be asked for in
+        a thread while the policy is trained (rollout.max_staleness); else from the policy itself.
     settings: how completions are sampled; of the model's own generation_config.json only the ends are taken.
     Raises ConfigError for sampler.static_cache=true with a model that it is not known to work for.
     """
@@ -93,7 +94,10 @@ class TransformersSampler:
         sizes = rollout.temperature, rollout.top_p, rollout.max_completion_length
         self.settings = sampling_settings(policy.model, policy.tokenizer, *sizes)
         self._live, self._version = policy, 0
-        self._policy = None if keeps_weights or policy.compute_dtype != torch.float32 else policy
+        self._beside_training, self._closed = rollout.max_staleness is not None, False
+        keeps_weights |= self._beside_training or policy.compute_dtype != torch.float32
+        self._policy = None if keeps_weights else policy
+        self._generator = self._stream = None  # beside training, its own
         self._fp32_lm_head = config.model.fp32_lm_head
         self._max_sequences = config.sampler.max_sequences
 
@@ -106,14 +110,32 @@ class TransformersSampler:
             self._policy.load(weights())
 
     def complete(self, requests: list[Request]) -> list[Completion]:
-        """Draws from torch's global random state. Keeps one log-prob per token, however large the vocabulary."""
+        """Draws from torch's global random state, or beside training from one that the first request's seed begins.
+
+        Keeps one log-prob per token, however large the vocabulary.
+        """
         prompts = [request.tokens for request in requests for _ in range(request.completions)]
-        size = self._max_sequences or len(prompts)
+        size = self._max_sequences or max(1, len(prompts))
         batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
-        return [completion for batch in batches for completion in self._complete(batch)]
+        with self._aside(requests[0].seed) if self._beside_training and requests else contextlib.nullcontext():
+            return [completion for batch in batches for completion in self._complete(batch)]
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Makes a thread that is sampling end after its next token."""
+        self._closed = True
+
+    @contextlib.contextmanager
+    def _aside(self, seed: int):
+        """In a thread beside training: random numbers of this seed, and on a GPU a stream of its own."""
+        device = self._policy.model.device
+        self._generator = torch.Generator(device).manual_seed(seed)
+        if device.type != "cuda":
+            yield
+            return
+        self._stream = self._stream or torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.default_stream(device))  # which has filled the copy
+        with torch.cuda.device(device), torch.cuda.stream(self._stream):
+            yield
 
     def _complete(self, prompts: list[list[int]]) -> list[Completion]:
         """One completion of each prompt, all sampled at once."""
@@ -124,17 +146,9 @@ class TransformersSampler:
 
     def _decoded(self, prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Tokens and log-probs, (B, C), by a cache of fixed size."""
-        settings, processors = self.settings, _temperature_and_top_p(self.settings)
-
-        def draw(logits: Tensor) -> tuple[Tensor, Tensor]:
-            scores = logits.float()
-            for process in processors:
-                scores = process(None, scores)
-            # The largest of all scores, each less the logarithm of an exponential number, is a draw from softmax.
-            tokens = (torch.empty_like(scores).exponential_().log_().neg_() + scores).argmax(-1)
-            return tokens, scores.gather(-1, tokens[:, None])[:, 0] - scores.logsumexp(-1)
-
-        found = self._policy.decode(prompts, settings.max_new_tokens, self._ends(), draw, self._fp32_lm_head)
+        draw = _Draw(_temperature_and_top_p(self.settings), self._generator, self._check_open)
+        most, ends = self.settings.max_new_tokens, self._ends()
+        found = self._policy.decode(prompts, most, ends, draw, self._fp32_lm_head)
         if found[0].is_cuda:
             torch.cuda.empty_cache()  # else nothing but sampling can use what the graphs had
         if not found[1].isfinite().all():
@@ -155,6 +169,9 @@ class TransformersSampler:
         processors = LogitsProcessorList([*_temperature_and_top_p(self.settings), log_probs])
         settings = copy.deepcopy(self.settings)
         settings.update(temperature=1.0, top_p=1.0)
+        if self._generator is not None:  # `generate` draws from the global random state alone, or takes the likeliest
+            processors.append(self._drawn)
+            settings.update(do_sample=False)
         with self._policy.generating(self._fp32_lm_head), _finite_probabilities(), _without_own_settings(model):
             whole = model.generate(
                 input_ids=tokens,
@@ -163,6 +180,16 @@ class TransformersSampler:
                 logits_processor=processors,
             )
         return whole[:, longest:], log_probs.of(whole[:, longest:])
+
+    def _drawn(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores, (B, V), of which the likeliest token is a draw from those given."""
+        self._check_open()
+        tokens = torch.multinomial(scores.float().softmax(-1), 1, generator=self._generator)
+        return torch.full_like(scores, -torch.inf).scatter_(-1, tokens, 0.0)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the sampler was closed")
 
     def _ends(self) -> list[int]:
         ends = self.settings.eos_token_id
@@ -223,6 +250,27 @@ def _temperature_and_top_p(settings: GenerationConfig) -> list:
 
     temperature = [TemperatureLogitsWarper(settings.temperature)] if settings.temperature != 1 else []
     return temperature + ([TopPLogitsWarper(settings.top_p)] if settings.top_p < 1 else [])
+
+
+class _Draw:
+    """Draws a token of each row, and gives its log-prob: (B,) int64 and float32, of logits (B, V).
+
+    processors: of the logits. generator: of the random numbers; None: torch's global one. check: raises what is to end
+    the drawing; for who may call it between tokens.
+    """
+
+    def __init__(self, processors: list, generator: torch.Generator | None, check: Callable[[], None]):
+        self._processors = processors
+        self.generator, self.check = generator, check
+
+    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        scores = logits.float()
+        for process in self._processors:
+            scores = process(None, scores)
+        # The largest of all scores, each less the logarithm of an exponential number, is a draw from softmax.
+        noise = torch.empty_like(scores).exponential_(generator=self.generator).log_().neg_()
+        tokens = (noise + scores).argmax(-1)
+        return tokens, scores.gather(-1, tokens[:, None])[:, 0] - scores.logsumexp(-1)
 
 
 class _LogProbs:

@@ -115,7 +115,7 @@ class DynamicAccumulation(lightning.LightningModule):
         """What the step took of this process: time and, on a GPU, memory."""
         found = {}
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            torch.cuda.current_stream(self.device).synchronize()
             found["peak_memory_gb"] = torch.cuda.max_memory_allocated(self.device) / 1e9
             torch.cuda.reset_peak_memory_stats(self.device)
         seconds = step.seconds | {"update": time.perf_counter() - started}

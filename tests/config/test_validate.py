@@ -47,6 +47,37 @@ RULES = [
     ("rollout.max_completion_length=6", "num_digits=6 needs", "rollout.max_completion_length=8"),
     ("task.num_digits=7", "max_completion_length=8", "task.num_digits=7 rollout.max_completion_length=8"),
     ("task.num_digits=0", "task.num_digits=0", "task.num_digits=1"),
+    ("rollout.lag=-1", "rollout.lag=-1", "rollout.lag=64"),
+    (
+        "rollout.lag=2 accumulation=fixed",
+        "accumulation.docs_per_step > 0",
+        "rollout.lag=2 accumulation.last_step=carry",
+    ),
+    (
+        "rollout.lag=2 rollout.max_staleness=7 rollout.old_log_probs=sampling",
+        "rollout.lag=2 needs rollout.max_staleness=null (got 7)",
+        "rollout.max_staleness=7 rollout.old_log_probs=sampling",
+    ),
+    (
+        "rollout.max_staleness=7",
+        "needs rollout.old_log_probs=sampling (got training)",
+        "rollout.max_staleness=7 rollout.old_log_probs=sampling",
+    ),
+    (
+        "rollout.max_staleness=3 rollout.old_log_probs=sampling",
+        "at least the 4 steps of a batch (got 3)",
+        "rollout.max_staleness=4 rollout.old_log_probs=sampling",
+    ),
+    (
+        "rollout.max_staleness=7 rollout.old_log_probs=sampling accumulation.last_step=carry",
+        "accumulation.last_step=short or drop",
+        "rollout.max_staleness=7 rollout.old_log_probs=sampling accumulation.last_step=drop",
+    ),
+    (
+        "rollout.max_staleness=7 rollout.old_log_probs=sampling accumulation=fixed",
+        "accumulation.docs_per_step > 0 (got 0)",
+        "rollout.old_log_probs=sampling accumulation=fixed",
+    ),
     ("rollout.save_path=FILE", "a new or empty folder", "rollout.save_path=FILE.jsonl"),
     ("rollout=recorded", "rollout.path needs a value", "rollout=recorded rollout.path=FILE"),
     ("rollout=recorded rollout.path=/nowhere", "existing", "rollout=recorded rollout.path=FILE"),
