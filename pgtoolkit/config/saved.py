@@ -16,6 +16,7 @@ from pgtoolkit.errors import ConfigError, first_line
 from pgtoolkit.runs.files import read_resolved
 
 _SHAPE = ("", ".num_layers", ".hidden_size", ".max_positions", ".num_heads", ".path", ".random_weights")
+_SHAPE += (".lora_rank", ".lora_alpha", ".lora_targets")
 _BATCH = "the position in the data is counted in batches of this size"
 _AHEAD = "the checkpoint holds batches that were sampled ahead by these numbers"
 FIXED = {
@@ -38,6 +39,7 @@ STEPS = ("accumulation", "accumulation.docs_per_step", "accumulation.last_step")
 """What must stay, too, where batches are sampled ahead: how many steps lie before one."""
 
 ADDED_LATER = {
+    "model/huggingface": {"lora_rank": None, "lora_alpha": 32.0, "lora_targets": ["all-linear"]},
     "parallelism": {"shard": False, "timeout_seconds": 300},
     "rollout/policy": {"lag": 0, "max_staleness": None},
     "tracking": {"system_metrics": False},

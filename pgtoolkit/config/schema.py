@@ -107,6 +107,9 @@ class HuggingFaceModelConfig:
     dtype: NumberType
     gradient_checkpointing: bool
     fp32_lm_head: bool
+    lora_rank: int | None = between(1, 65536)
+    lora_alpha: float = between(1e-6, 1e9)
+    lora_targets: list[str]
 
 
 @dataclass

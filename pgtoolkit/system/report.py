@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +57,8 @@ def text(value: Any) -> str:
         return f"[{','.join(map(text, value))}]"
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e16:
         return str(int(value))
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"[{','.join(map(text, value))}]"
     return str(value)
 
 

@@ -10,6 +10,9 @@ from omegaconf import OmegaConf
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.validate import validate
 
+HUB = "model=huggingface model.path=hub/name"
+LORA = f"{HUB} model.lora_rank=2 model.lora_targets="
+
 # What is refused; what of it shows in the message; what mends it or is close by and allowed.
 RULES = [
     ("loss=gspo loss.num_splits=2", "loss=gspo needs loss.num_splits=1 (got 2)", "loss=gspo loss.num_splits=1"),
@@ -107,6 +110,28 @@ RULES = [
     ("model.num_layers=0", "model.num_layers=0", "model.num_layers=1"),
     ("model=huggingface", "model.path needs a value", "model=huggingface model.path=hub/name"),
     ("model=huggingface model.path=./nowhere", "existing", "model=huggingface model.path=FILE"),
+    (f"{HUB} model.lora_rank=0", "a whole number from 1", f"{HUB} model.lora_rank=1"),
+    (f"{HUB} model.lora_alpha=8", "Without adapters it would be", f"{HUB} model.lora_rank=2 model.lora_alpha=8"),
+    (f"{HUB} model.lora_targets=[q_proj]", "model.lora_rank=16 or model.lora_targets=[all-linear]", f"{LORA}[q_proj]"),
+    (f"{LORA}[q_proj,all-linear]", "all-linear by itself or names alone", f"{LORA}[all-linear]"),
+    (f"{LORA}[]", "names, each of them once (got none)", f"{LORA}[o_proj]"),
+    (f"{LORA}[q_proj,q_proj]", "(got [q_proj,q_proj])", f"{LORA}[q_proj,v_proj]"),
+    (f"{LORA}[[q_proj]]", "needs names (got [q_proj])", f"{LORA}[q_proj]"),
+    (f"{LORA}q_proj", "another type", f"{LORA}[q_proj]"),
+    ("model.lora_rank=2", "model=huggingface", f"{HUB} model.lora_rank=2"),
+    (
+        f"{HUB} model.lora_rank=2 model.random_weights=true",
+        "a model that was trained",
+        f"{HUB} model.random_weights=true",
+    ),
+    *(
+        (
+            f"{HUB} model.lora_rank=2 rollout=recorded rollout.path=FILE metrics=none parallelism.{axis}=2",
+            f"parallelism.{axis}=1 (got parallelism.{axis}=2)",
+            f"{HUB} model.lora_rank=2 rollout=recorded rollout.path=FILE parallelism=fsdp parallelism.data_parallel=2",
+        )
+        for axis in ("tensor_parallel", "pipeline_parallel")
+    ),
     ("kernel.logits_memory_mb=0", "kernel.logits_memory_mb=0", "kernel.logits_memory_mb=1"),
     ("kernel=torch kernel.logits_memory_mb=8", "would be ignored", "kernel=fused_linear kernel.logits_memory_mb=8"),
     (
