@@ -61,7 +61,9 @@ def logits_in_training(base, run):
     return logits(policy.model)
 
 
-@pytest.mark.parametrize("changes", [(), ("model.dtype=bfloat16", "model.gradient_checkpointing=true")])
+@pytest.mark.parametrize(
+    "changes", [(), ("model.dtype=bfloat16", "model.gradient_checkpointing=true"), ("rollout.lag=1",)]
+)
 def test_resumed_it_is_bit_equal(base, tmp_path, changes):
     config = config_of(*settings(base, *changes))
     train(config, tmp_path / "whole")
