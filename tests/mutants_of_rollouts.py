@@ -117,7 +117,7 @@ MUTANTS_OF_ROLLOUTS = [
     (
         "decoding takes the likeliest token",
         "rollouts/samplers.py",
-        {"(torch.empty_like(scores).exponential_().log_().neg_() + scores).argmax(-1)": "scores.argmax(-1)"},
+        {"(noise + scores).argmax(-1)": "scores.argmax(-1)"},
         ("tests/rollouts/test_samplers.py::test_tokens_are_as_frequent_as_the_distribution_says[1.0-None-True]",),
     ),
     (
