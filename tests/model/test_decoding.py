@@ -15,16 +15,23 @@ KINDS = {"gpt2": 15, "gpt2_tied": 15, "qwen2": 90, "qwen2_tied_checkpointed": 90
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5], [3, 5, 8], [9, 7, 9, 3], [2, 3], [8, 4, 6], [6, 4], [3]]
 
 
-def draw(logits):
+class Draw:
     """A token by the logits, and its log-prob."""
-    noise = torch.empty_like(logits).exponential_().log_()
-    tokens = (logits - noise).argmax(-1)
-    return tokens, logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0].float()
+
+    generator = None
+
+    def check(self):
+        pass
+
+    def __call__(self, logits):
+        noise = torch.empty_like(logits).exponential_().log_()
+        tokens = (logits - noise).argmax(-1)
+        return tokens, logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0].float()
 
 
 def decoded(policy, max_tokens, ends=(), prompts=PROMPTS):
     torch.manual_seed(0)
-    return policy.decode(list(prompts), max_tokens, list(ends), draw, False)
+    return policy.decode(list(prompts), max_tokens, list(ends), Draw(), False)
 
 
 @torch.no_grad()
