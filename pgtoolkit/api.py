@@ -86,7 +86,12 @@ def policy_loss(
     check_name("impl", impl, ("auto", *IMPLEMENTATIONS, "reference"))
     arguments.check_rows("logits", logits)
     arguments.check_ranks(ranks, impl, num_documents)
-    vectors = labels, old_log_probs, advantages, document_index
+    vectors = {
+        "labels": labels,
+        "old_log_probs": old_log_probs,
+        "advantages": advantages,
+        "document_index": document_index,
+    }
     tokens = arguments.tokens_of("logits", logits, vectors, num_documents, group_index, totals)
     method = Computation(impl, check_finite, overwrite_logits=overwrite_logits)
     return loss_of_logits(logits, tokens, totals, definition, ranks, method)
@@ -155,7 +160,12 @@ def linear_policy_loss(
     arguments.check_rows("hidden", hidden)
     arguments.check_head(hidden, head, family, method)
     arguments.check_ranks(ranks, impl, num_documents)
-    vectors = labels, old_log_probs, advantages, document_index
+    vectors = {
+        "labels": labels,
+        "old_log_probs": old_log_probs,
+        "advantages": advantages,
+        "document_index": document_index,
+    }
     tokens = arguments.tokens_of("hidden", hidden, vectors, num_documents, group_index, totals, counts)
     return loss_of_hidden(hidden, head, tokens, totals, definition, ranks, method)
 
@@ -193,6 +203,11 @@ def log_prob_loss(
     family = family_of(loss, **parameters)
     definition = Loss(family, aggregation_of(aggregation, divisor, reducer), metrics=metrics)
     check_switches(check_finite=check_finite)
-    vectors = mask.long() - 1, old_log_probs, advantages, document_index
+    vectors = {
+        "labels": mask.long() - 1,
+        "old_log_probs": old_log_probs,
+        "advantages": advantages,
+        "document_index": document_index,
+    }
     tokens = arguments.tokens_of("log_probs", log_probs, vectors, num_documents, group_index, totals)
     return loss_of_log_probs(log_probs, tokens, totals, definition, Ranks(), check_finite)

@@ -76,7 +76,7 @@ MUTANTS_OF_ROLLOUTS = [
     (
         "old log-probs that are not shifted with their labels",
         "rollouts/packing.py",
-        {"old_log_probs=labelled(old_log_probs, 0.0)": "old_log_probs=labelled(old_log_probs, 0.0).roll(1)"},
+        {"vectors[name] = labelled(values, 0.0)": "vectors[name] = labelled(values, 0.0).roll(int(name[0] == 'o'))"},
         ("tests/losses/test_peers.py::test_old_log_probs_and_advantages_are_shifted_with_their_labels",),
     ),
     (
@@ -103,7 +103,7 @@ MUTANTS_OF_ROLLOUTS = [
     (
         "ranks compare their documents without the advantages",
         "rollouts/steps.py",
-        {"document.old_log_probs, document.advantages):": "document.old_log_probs):"},
+        {'"old_log_probs", "advantages", *known):': '"old_log_probs", *known):'},
         ("tests/rollouts/test_steps.py::test_ranks_that_hold_other_documents_are_told[advantages]",),
     ),
     (

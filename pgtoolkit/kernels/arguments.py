@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from pgtoolkit.batch import DocumentCounts, StepTotals, Tokens
+from pgtoolkit.batch import OPTIONAL_VECTORS, DocumentCounts, StepTotals, Tokens
 from pgtoolkit.kernels.losses import Computation, LMHead
 from pgtoolkit.kernels.products import accumulation_dtype
 from pgtoolkit.losses.checks import check_positive, check_switches, check_whole, is_whole, short, shown
@@ -19,7 +19,7 @@ from pgtoolkit.losses.family import Family
 def tokens_of(
     name: str,
     rows: Tensor,
-    vectors: tuple[Tensor, Tensor, Tensor, Tensor],
+    vectors: dict[str, Tensor | None],
     num_documents: int | None,
     group_index: Tensor | None,
     totals: StepTotals | None,
@@ -27,11 +27,11 @@ def tokens_of(
 ) -> Tokens:
     """What belongs to `rows`, the (T, ...) input whose keyword is `name`, with whole numbers as int64.
 
-    vectors: labels, old_log_probs, advantages and document_index, (T,) each. num_documents: None for the largest
-    index + 1, read on the host. ValueError for what does not fit.
+    vectors: those of `Tokens`, (T,) each, by their keywords; None for an optional one that is not given.
+    num_documents: None for the largest index + 1, read on the host. ValueError for what does not fit.
     """
     per_row = f"one entry per row of {name}, {len(rows)}"
-    vectors = dict(zip(("labels", "old_log_probs", "advantages", "document_index"), vectors, strict=True))
+    vectors = {key: x for key, x in vectors.items() if x is not None or key not in OPTIONAL_VECTORS}
     for key, vector in vectors.items():
         check_tensor(key, vector, rows, (len(rows),), per_row, whole=key in ("labels", "document_index"))
     vectors = {key: x.contiguous() if x.is_floating_point() else x.long().contiguous() for key, x in vectors.items()}

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from builders import processes
 from builders.losses import PARAMETERS
 from builders.models import build
-from pgtoolkit.batch import Document, MicroBatch, Step, StepTotals
+from pgtoolkit.batch import Document, MicroBatch, Step, StepTotals, known_vectors
 from pgtoolkit.kernels.losses import Computation
 from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.families import family_of
@@ -54,14 +54,14 @@ def totals(documents: list[Document]) -> StepTotals:
     return StepTotals(len(documents), int(trained.sum()), int((trained == 0).sum()), 3, tokens_per_group)
 
 
-def packed(documents: list[Document]) -> MicroBatch:
-    return pack(documents, [document.group for document in documents])
+def packed(documents: list[Document], known: tuple[str, ...] | None = None) -> MicroBatch:
+    return pack(documents, [document.group for document in documents], known)
 
 
 def dealt(documents: list[Document], data_rank: int, data_size: int) -> list[MicroBatch]:
     """A data rank's micro-batches of the step, as many as the others'; one of them is empty."""
-    own = documents[data_rank::data_size]
-    return [packed(cut) for cut in (own[:1], own[1:4], [], own[4:])]
+    own, known = documents[data_rank::data_size], known_vectors(*documents)
+    return [packed(cut, known) for cut in (own[:1], own[1:4], [], own[4:])]
 
 
 class Module(PolicyGradientModule):
