@@ -12,6 +12,7 @@ _EXPORTS = {
     "PolicyLoss": "pgtoolkit.kernels.losses",
     "StepTotals": "pgtoolkit.batch",
     "families": "pgtoolkit.losses.families",
+    "corrections": "pgtoolkit.losses.corrections",
 }
 
 __all__ = list(_EXPORTS)
@@ -22,4 +23,4 @@ def __getattr__(name: str):
     if name not in _EXPORTS:
         raise AttributeError(f"module 'pgtoolkit' has no attribute {name!r}")
     module = importlib.import_module(_EXPORTS[name])
-    return module if name == "families" else getattr(module, name)
+    return module if name in ("families", "corrections") else getattr(module, name)

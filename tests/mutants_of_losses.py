@@ -21,7 +21,7 @@ MUTANTS_OF_LOSSES = [
     ),
     (
         "VESPO's ratio by the mean of the log-ratios instead of their sum",
-        "losses/objective.py",
+        "losses/documents.py",
         {"documents.broadcast(documents.sum(values))": "documents.broadcast(documents.mean(values))"},
         (f"{FORMULAS}[vespo]", "tests/losses/test_losses.py::test_matches_reference[1.0-vespo-sample_mean-basic]"),
     ),
@@ -99,7 +99,7 @@ MUTANTS_OF_LOSSES = [
     ),
     (
         "GSPO's ratio by the sum of the log-ratios instead of their mean (TRL #5814, NeMo-RL #2269)",
-        "losses/objective.py",
+        "losses/documents.py",
         {"documents.mean(values)": "documents.sum(values)"},
         ("tests/losses/test_losses.py::test_gspo_ratio_is_the_exp_of_the_mean_and_not_of_the_sum",),
     ),
@@ -124,7 +124,7 @@ MUTANTS_OF_LOSSES = [
     (
         "extrema start from 0 (Fast-LLM #494)",
         "losses/objective.py",
-        {"torch.where(self.mask, extrema, -torch.inf)": "torch.where(self.mask, extrema, 0.0)"},
+        {"torch.where(self.mask, values, -torch.inf)": "torch.where(self.mask, values, 0.0)"},
         (
             "tests/losses/test_losses.py::test_matches_reference[1.0-grpo-sample_mean-basic]",
             "tests/losses/test_peers.py::test_a_piece_without_trained_tokens_does_not_touch_the_extrema",

@@ -24,6 +24,7 @@ LIGHT = {"errors", "system", "runs", "config", "tracking", "cli"}
 ALSO_LIGHT = (
     "losses.aggregation",
     "losses.checks",
+    "losses.corrections",
     "losses.families",
     "losses.family",
     "ranks.environment",

@@ -21,6 +21,10 @@ NO_EFFECT_ON_LEARNING = (
 """Beginnings of keys: a finished job with other values of them is finished, and they tell no two runs apart."""
 
 
+AS_BEFORE = (("correction.name", "none"),)
+"""Values of keys that came later which change nothing: not in the digest, so that earlier jobs keep their names."""
+
+
 def plain_config(config: DictConfig) -> dict:
     """The resolved configuration in plain types, without Hydra's own node."""
     return {
@@ -33,6 +37,7 @@ def plain_config(config: DictConfig) -> dict:
 def digest(config: dict) -> str:
     """Eight hexadecimal digits that tell plain configurations apart by what they learn; the same on every machine."""
     pairs = [(key, value) for key, value in leaves(config) if not key.startswith(NO_EFFECT_ON_LEARNING)]
+    pairs = [pair for pair in pairs if pair not in AS_BEFORE]
     if "save_path" in config["rollout"]:
         pairs.append(("rollout.save_path", None))  # as the digests in the names of earlier sweeps' jobs have it
     return hashlib.sha256(json.dumps(sorted(pairs)).encode()).hexdigest()[:8]

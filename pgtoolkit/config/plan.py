@@ -8,6 +8,7 @@ from typing import Any
 
 from pgtoolkit.config.rules.step import family_of_config, longest_document
 from pgtoolkit.losses.aggregation import AGGREGATIONS
+from pgtoolkit.losses.corrections import configured as configured_correction
 from pgtoolkit.system.model_folder import model_settings
 from pgtoolkit.system.report import is_whole, text
 
@@ -40,10 +41,14 @@ def equation(config: Any) -> list[str]:
     weight, where = weighting.equation, weighting.where
     if aggregation.reducer is not None:
         weight, where = f"{aggregation.reducer}(...)", f"in the place of aggregation={aggregation.mode}"
+    correction = configured_correction(config.correction)
+    named = "" if correction is None else f", {correction.name}"
+    factor = [] if correction is None else [f"rho_t = {correction.equation}; without gradient"]
     return [
-        f"{loss.name}, {aggregation.mode}: sum over trained tokens of w_t l_t",
+        f"{loss.name}, {aggregation.mode}{named}: sum over trained tokens of w_t {'rho_t ' if factor else ''}l_t",
         f"l_t = {f'as {own} computes it' if family is None else family.equation}",
         f"w_t = {weight},  {where.format(divisor=text(aggregation.divisor))}",
+        *factor,
         f"advantage ({config.advantage.estimator}): {ADVANTAGES[config.advantage.estimator]}",
     ]
 

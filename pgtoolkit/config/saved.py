@@ -31,6 +31,7 @@ FIXED = {
 """What a checkpoint cannot be continued without, and why; with a task, all of its keys."""
 
 ADDED_LATER = {
+    "correction": {"name": "none"},
     "parallelism": {"shard": False, "timeout_seconds": 300},
     "tracking": {"system_metrics": False},
     "trainer": {"accept_changed_data": False},
@@ -57,7 +58,8 @@ def typed(values: dict, file: str) -> DictConfig:
     config = OmegaConf.structured(Config)
     try:
         for group in {schema.partition("/")[0] for schema in SCHEMAS if "/" in schema}:
-            config[group] = OmegaConf.structured(SCHEMAS[f"{group}/{values[group]['name']}"])
+            option = (ADDED_LATER.get(group, {}) | dict(values.get(group, {})))["name"]
+            config[group] = OmegaConf.structured(SCHEMAS[f"{group}/{option}"])
         OmegaConf.set_struct(config, True)
         for key, option in FREE_FORM.items():
             if values[key.partition(".")[0]]["name"] == option:

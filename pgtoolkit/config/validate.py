@@ -29,7 +29,15 @@ def resolve_and_validate(config: DictConfig) -> tuple[Any, Report]:
     report = Report()
     plain = resolve(config, report)
     typed = OmegaConf.select(config, "hydra.overrides.task") or []
-    for rule in (step.loss, step.aggregation, step.advantage, step.accumulation, run.rollout, run.model):
+    for rule in (
+        step.loss,
+        step.aggregation,
+        step.correction,
+        step.advantage,
+        step.accumulation,
+        run.rollout,
+        run.model,
+    ):
         rule(plain, report)
     run.task(plain, list(typed), report)
     for rule in (run.kernel, parallelism.parallelism, run.trainer, run.tracking):

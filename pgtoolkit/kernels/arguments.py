@@ -13,7 +13,7 @@ from pgtoolkit.kernels.losses import Computation, LMHead
 from pgtoolkit.kernels.products import accumulation_dtype
 from pgtoolkit.losses.checks import check_positive, check_switches, check_whole, is_whole, short, shown
 from pgtoolkit.losses.exchange import Ranks
-from pgtoolkit.losses.family import Family
+from pgtoolkit.losses.objective import Loss
 
 
 def tokens_of(
@@ -51,7 +51,7 @@ def check_rows(name: str, rows: Tensor) -> None:
         raise ValueError(f"{name} needs two dimensions of floating point (got {shown(rows)})")
 
 
-def check_head(hidden: Tensor, head: LMHead, family: Family, method: Computation) -> None:
+def check_head(hidden: Tensor, head: LMHead, loss: Loss, method: Computation) -> None:
     """ValueError for a head that does not fit the hidden states, or options that exclude each other."""
     weight, wide = head.weight, accumulation_dtype(hidden)
     fits = isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[1] == hidden.shape[1]
@@ -68,8 +68,11 @@ def check_head(hidden: Tensor, head: LMHead, family: Family, method: Computation
     check_switches(fp32_logits=head.fp32_logits)
     check_whole("num_splits", method.num_splits, 1)
     splits = f"num_splits={method.num_splits}"
+    family, correction = loss.family, loss.correction
     if method.num_splits > 1 and family.by_document:
         raise ValueError(f"{splits} needs a family by token (got {family.name!r}): its ratio is a whole document's")
+    if method.num_splits > 1 and correction is not None and correction.of_policy:
+        raise ValueError(f"{splits} needs another correction (got {correction.name!r}): it masks whole documents")
     if method.num_splits > 1 and method.impl in ("fused_linear", "reference"):
         raise ValueError(f"{splits} has no effect with impl={method.impl!r}; it cuts materialised logits")
     if method.logits_memory_mb is not None:

@@ -80,7 +80,7 @@ def make_plan(
     Raises DataError, if check_finite, for old log-probs or advantages that are not finite.
     """
     family, documents, mask = objective.family, objective.documents, objective.mask
-    by_document = with_gradient and family.by_document
+    by_document = with_gradient and objective.by_document
     is_known = known is not None and documents.group is None and not check_finite
     if not by_document or not is_known:
         informative = objective.informative() if with_gradient else torch.zeros_like(mask)

@@ -159,7 +159,7 @@ class _FusedPass:
             coefficients = options.implementation.coefficients(share, log_probs)
             *earlier, last = coefficients.split([len(part) for part in parts]) if parts else [None]
             for rows in kept:
-                self.products(rows, hidden, score, last, objective.family.by_document and not earlier)
+                self.products(rows, hidden, score, last, objective.by_document and not earlier)
             for rows, c in zip(pieces, earlier, strict=True):
                 hidden, score, _ = self.score(rows)
                 self.products(rows, hidden, score, c, False)

@@ -61,7 +61,7 @@ def logits_loss(
     wanted = torch.is_grad_enabled() and logits.requires_grad
     values, results = logits.detach(), None
     with torch.no_grad():
-        if wanted and not objective.family.by_document and hasattr(implementation, "forward_gradient"):
+        if wanted and not objective.by_document and hasattr(implementation, "forward_gradient"):
             # A token's coefficient follows from its own log-prob: the gradient comes with the same read.
             gradient = values if overwrite else torch.empty_like(values)
             results = implementation.forward_gradient(values, labels, temperature, with_entropy, objective, gradient)

@@ -17,6 +17,7 @@ from pgtoolkit.losses import reference
 from pgtoolkit.losses.exchange import Ranks, SumGradient, largest
 from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import Loss, make_objective
+from pgtoolkit.losses.reference_corrections import correction_names
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,8 @@ def _by_reference(logits: Tensor, tokens: Tokens, loss: Loss) -> tuple[Tensor, T
         num_documents=tokens.num_documents,
         temperature=loss.temperature,
         metrics="none",
+        sampling_log_probs=tokens.sampling_log_probs,
+        **correction_names(loss.correction),
     )
     log_probs, entropy = logits.new_tensor([found.log_probs, found.entropy], dtype=torch.float64)
     # The gradient is known in closed form: this has the value and the derivative of the loss.

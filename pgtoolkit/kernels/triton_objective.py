@@ -99,7 +99,8 @@ def evaluate(
     result, parts = _launch(objective, log_probs, entropy, number, width + num_maxima)
     sums = parts[:, :width].sum(0)
     maxima = parts[:, width:].amax(0) if number else parts.new_empty(0)
-    return sums[0].to(log_probs.dtype), result, MetricSums(level, sums[1:], maxima)
+    found = objective.with_more(MetricSums(level, sums[1:], maxima), log_probs)
+    return sums[0].to(log_probs.dtype), result, found
 
 
 def coefficients(objective: Objective, log_probs: Tensor) -> Tensor:
@@ -111,7 +112,8 @@ def coefficients(objective: Objective, log_probs: Tensor) -> Tensor:
 
 def _has_kernel(objective: Objective, log_probs: Tensor) -> bool:
     shared = objective.documents is not None and objective.documents.group is not None
-    return log_probs.dtype == torch.float32 and not shared and surrogate_of(objective.family) is not None
+    known = surrogate_of(objective.family) is not None and objective.off_policy is None
+    return log_probs.dtype == torch.float32 and not shared and known
 
 
 def _launch(objective: Objective, log_probs: Tensor, entropy: Tensor | None, level: int, columns: int):

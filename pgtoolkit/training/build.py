@@ -95,9 +95,11 @@ def _source(config: Config, task, module: PolicyGradientModule, room: int, resum
         with failing_together(module.layout):
             tokenized.check_lengths(room, rollout.max_completion_length, skip)
         return PolicyRollouts(config, tokenized, sampler, module, module.layout, writer)
-    needs_groups = config.aggregation.mode == AggregationMode.prompt_mean
+    needs = ("group_id",) if config.aggregation.mode == AggregationMode.prompt_mean else ()
+    correction = module.loss.correction
+    needs += ("sampling_log_probs",) if correction is not None and not correction.of_policy else ()
     vocabulary_size, accept_changed = module.policy.vocabulary_size, config.trainer.accept_changed_data
-    return RecordedRollouts(rollout, estimator, vocabulary_size, config.seed, needs_groups, room, accept_changed)
+    return RecordedRollouts(rollout, estimator, vocabulary_size, config.seed, needs, room, accept_changed)
 
 
 def _note_ignored(config: Config, sampler: TransformersSampler) -> None:

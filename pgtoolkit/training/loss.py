@@ -13,6 +13,7 @@ from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.kernels.losses import Computation
 from pgtoolkit.losses.aggregation import Reducer, aggregation_of
+from pgtoolkit.losses.corrections import configured as configured_correction
 from pgtoolkit.losses.families import Family, configured
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.slopes import check_family
@@ -20,13 +21,14 @@ from pgtoolkit.system.functions import REDUCER_KEYWORDS, blaming, import_functio
 
 
 def loss_of(config: Config) -> Loss:
-    """Family, aggregation, temperature and level of the metrics; imports what is the user's own."""
+    """Family, aggregation, correction, temperature and level of the metrics; imports what is the user's own."""
     reducer = _imported_reducer(path) if (path := config.aggregation.reducer) else None
     aggregation = aggregation_of(config.aggregation.mode.value, config.aggregation.divisor, reducer)
     loss = config.loss
     is_own = loss.name == "custom"
     family = own_family(loss.path, dict(loss.options), loss.num_splits) if is_own else configured(loss)
-    return Loss(family, aggregation, config.rollout.temperature, config.metrics.level.value)
+    correction = configured_correction(config.correction)
+    return Loss(family, aggregation, config.rollout.temperature, config.metrics.level.value, correction)
 
 
 def computation_of(config: Config) -> Computation:

@@ -14,6 +14,7 @@ from pgtoolkit.kernels.losses import LMHead, PolicyLoss, log_probs_of_hidden, lo
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.ranks.layout import Layout
+from pgtoolkit.rollouts.data_metrics import sampling_note
 from pgtoolkit.training.accumulation import DynamicAccumulation
 from pgtoolkit.training.loss import computation_of, loss_of
 from pgtoolkit.training.optimizer import learning_rate, make_optimizer
@@ -31,7 +32,7 @@ class PolicyGradientModule(DynamicAccumulation):
         self.model = policy.model  # registered here, so that Lightning moves it
         self.loss = loss_of(config)
         self.computation = computation_of(config)
-        self._noted_no_signal = False
+        self._noted_no_signal = self._noted_mismatch = False
 
     def configure_optimizers(self):
         return make_optimizer(self.model, self.config.optimizer)
@@ -45,6 +46,9 @@ class PolicyGradientModule(DynamicAccumulation):
                 "of each prompt have equal rewards, so it teaches nothing. Is the task too hard, too easy, or an "
                 "answer longer than a completion? Said once; the metric zero_advantage_group_fraction tells more."
             )
+        if not self._noted_mismatch and (note := sampling_note(output["metrics"], self.config)):
+            self._noted_mismatch = True
+            log.warning(f"note: {note}")
         return output
 
     def micro_batch_loss(self, micro_batch: MicroBatch, totals: StepTotals) -> PolicyLoss:

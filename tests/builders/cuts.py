@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from builders.losses import PARAMETERS, TEMPERATURE, HeadCase, totals_of
+from builders.losses import CORRECTIONS, PARAMETERS, TEMPERATURE, HeadCase, corrected, totals_of
 from pgtoolkit import linear_policy_loss, policy_loss
 from pgtoolkit.losses import reference
 
@@ -64,8 +64,10 @@ class Result:
     gradients: list[Tensor]
 
 
-def expected(head_case: HeadCase, fused: bool, loss: str, aggregation: str, metrics: str) -> Result:
-    """By the loops of the reference, from all logits at once."""
+def expected(
+    head_case: HeadCase, fused: bool, loss: str, aggregation: str, metrics: str, correction: str | None = None
+) -> Result:
+    """By the loops of the reference, from all logits at once. correction: of CORRECTIONS; with sampling log-probs."""
     case = head_case.case
     found = reference.policy_loss(
         head_case.logits,
@@ -78,6 +80,7 @@ def expected(head_case: HeadCase, fused: bool, loss: str, aggregation: str, metr
         temperature=TEMPERATURE,
         metrics=metrics,
         **PARAMETERS[loss],
+        **({} if correction is None else corrected(CORRECTIONS[correction], case.sampling_log_probs)),
     )
     by_logits, gradients = found.gradient, [found.gradient]
     if fused:
@@ -102,14 +105,15 @@ def evaluate(
 ) -> Result:
     """On one rank: the step's loss and metrics, and the gradients of what this rank holds, 0 elsewhere.
 
-    groups: as `axis_groups(cut.sizes)` gives them. Gradients are of the whole step's shape.
+    groups: as `axis_groups(cut.sizes)` gives them. Gradients are of the whole step's shape. options: a `correction` of
+    CORRECTIONS, or None, and further keywords of the loss.
     """
     data, sequence, vocabulary = (0 if group is None else group.rank() for group in groups.values())
     case, dtype, totals = head_case.case, head_case.dtype, totals_of(head_case.case)
     columns = slice(*(cut.vocabulary or (0, len(head_case.bias)))[vocabulary : vocabulary + 2])
     full = (head_case.hidden, head_case.weight, head_case.bias) if fused else (head_case.logits,)
     gradients = [torch.zeros_like(x) for x in full]
-    loss_sum, sums = torch.zeros(()), None
+    loss_sum, sums, correction = torch.zeros(()), None, options.pop("correction", None)
     for documents in cut.documents[data]:
         rows = [(case.document_index == d).nonzero()[:, 0] for d in documents]
         rows = torch.cat([*rows, torch.full((cut.padding,), -1)])
@@ -147,6 +151,8 @@ def evaluate(
             vocabulary_start=columns.start if groups["vocabulary"] is not None else None,
             sequence_group=groups["sequence"],
             data_group=groups["data"],
+            correction=CORRECTIONS.get(correction),
+            sampling_log_probs=padded(case.sampling_log_probs, torch.nan).to(dtype) if correction else None,
             **PARAMETERS[loss],
             **options,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -14,6 +15,7 @@ from builders.models import build
 from pgtoolkit.batch import Document, MicroBatch, Step, StepTotals, known_vectors
 from pgtoolkit.kernels.losses import Computation
 from pgtoolkit.losses.aggregation import aggregation_of
+from pgtoolkit.losses.corrections import correction_of
 from pgtoolkit.losses.families import family_of
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.model.policy import Policy
@@ -45,7 +47,9 @@ def documents(vocabulary: int, scale: int) -> list[Document]:
                 name=f"document {number}",
             )
         )
-    return made
+    draw = torch.Generator().manual_seed(4)
+    noise = [0.3 * torch.randn(one.num_trained, generator=draw) for one in made]
+    return [replace(one, sampling_log_probs=one.old_log_probs + x) for one, x in zip(made, noise, strict=True)]
 
 
 def totals(documents: list[Document]) -> StepTotals:
@@ -69,10 +73,11 @@ class Module(PolicyGradientModule):
 
     def __init__(self, policy: Policy, layout: Layout, objective: dict):
         DynamicAccumulation.__init__(self, layout, max_grad_norm=0.5)
-        self.policy, self.model = policy, policy.model
+        self.policy, self.model, self._noted_mismatch = policy, policy.model, True
         family = family_of(objective["loss"], **PARAMETERS[objective["loss"]])
         aggregation = aggregation_of(objective["aggregation"], objective.get("divisor"))
-        self.loss = Loss(family, aggregation, metrics=objective.get("metrics", "none"))
+        correction = correction_of(objective.get("correction"))
+        self.loss = Loss(family, aggregation, metrics=objective.get("metrics", "none"), correction=correction)
         self.computation = Computation(check_finite=False)
         shard = getattr(policy, "sharded", False)
         self.config = SimpleNamespace(

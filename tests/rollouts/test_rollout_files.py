@@ -22,7 +22,7 @@ NAN, INFINITY = math.nan, math.inf
 
 
 def load(path, estimator="dr_grpo", **changes):
-    keywords = {key: changes.pop(key) for key in ("needs_groups", "max_tokens") if key in changes}
+    keywords = {key: changes.pop(key) for key in ("needs", "max_tokens") if key in changes}
     return RecordedRollouts(config(path, **changes), estimator, VOCABULARY_SIZE, **keywords)
 
 
@@ -174,7 +174,7 @@ def test_given_advantages_are_needed_and_checked(tmp_path):
         assert reason in refused(write_jsonl(path, [good_row(advantage=value)]), "given")
     rows = [good_row(advantage=0.5, reward=...), good_row(advantage=[None, NAN, 1, -2, 3], group_id=...)]
     assert "r.jsonl:2:group_id: is missing; other rows have one" in refused(write_jsonl(path, rows), "given")
-    source = load(write_jsonl(path, [row | {"group_id": 4} for row in rows]), "given", needs_groups=True)
+    source = load(write_jsonl(path, [row | {"group_id": 4} for row in rows]), "given", needs=("group_id",))
     assert source.document(0).advantages.tolist() == [0.5, 0.5, 0.5]
     assert source.document(1).advantages.tolist() == [1, -2, 3]
 

@@ -23,8 +23,8 @@ from pgtoolkit.rollouts.recorded import RecordedRollouts
 from pgtoolkit.rollouts.writer import RolloutWriter
 
 
-def source(path, estimator, needs_groups=False):
-    return RecordedRollouts(config(path), estimator, VOCABULARY_SIZE, needs_groups=needs_groups)
+def source(path, estimator, needs=()):
+    return RecordedRollouts(config(path), estimator, VOCABULARY_SIZE, needs=needs)
 
 
 def documents(rollouts):
@@ -65,7 +65,7 @@ def test_what_is_written_reads_back_equal(tmp_path, suffix, sampled):
     writer = RolloutWriter(folder)
     paths = [writer.write(0, written[:8]), writer.write(1, written[8:])]
     assert [path.name for path in paths] == [f"batch-{n:06d}{suffix or '.parquet'}" for n in (0, 1)]
-    for first, second in zip(written, documents(source(folder, "given", needs_groups=True)), strict=True):
+    for first, second in zip(written, documents(source(folder, "given", needs=("group_id",))), strict=True):
         assert_same(first, second)
 
 
