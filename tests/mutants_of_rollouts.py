@@ -2,6 +2,42 @@
 
 MUTANTS_OF_ROLLOUTS = [
     (
+        "the sampler's log-probs are lost where the trainer computes the old ones",
+        "rollouts/policy.py",
+        {", sampling_log_probs=d.old_log_probs)": ")"},
+        ("tests/rollouts/test_policy.py::test_old_log_probs_are_those_of_the_sampler_or_of_training[training]",),
+    ),
+    (
+        "a rank without documents knows no vector that the others have",
+        "rollouts/steps.py",
+        {"for document in part], known) for part": "for document in part]) for part"},
+        (
+            "tests/rollouts/test_packing.py::test_a_vector_that_a_document_lacks_is_in_no_micro_batch_of_the_step"
+            "[sampling_log_probs]",
+        ),
+    ),
+    (
+        "the checksum of rows changes for files of before",
+        "rollouts/rows.py",
+        {"[] if self.sampling_log_probs is None else": '[b""] if self.sampling_log_probs is None else'},
+        ("tests/rollouts/test_rollout_files.py::test_rows_have_the_checksum_that_files_of_before_hold",),
+    ),
+    (
+        "a correction of two equal columns",
+        "rollouts/recorded.py",
+        {"self._rules.needs_sampling_log_probs and not self._is_mismatched": "False"},
+        ("tests/training/test_training.py::test_a_correction_needs_sampling_log_probs_that_differ",),
+    ),
+    (
+        "a piece of the packed axis without its sampling log-probs",
+        "model/sequence_data.py",
+        {"names += known_vectors(micro_batch)": "pass"},
+        (
+            "tests/model/test_parallel_models.py::test_every_objective_is_the_same_however_the_model_is_spread"
+            "[sequence-data]",
+        ),
+    ),
+    (
         "a phantom token for each fully masked document, in the step's totals (slime)",
         "rollouts/steps.py",
         {"num_tokens=sum(tokens_per_group)": "num_tokens=sum(max(1, document.num_trained) for document in documents)"},

@@ -69,6 +69,8 @@ WRONG = {
             for x in ([40], torch.tensor(40), torch.tensor([40.0]), torch.tensor([-1]))
         ),
     ],
+    "correction": ["tis", 3, True, "token_mask"],  # the last without sampling_log_probs
+    "sampling_log_probs": [*VECTOR[1:], CASE.labels, (None, {"correction": "sequence_truncate"})],
     "temperature": NUMBERS,
     "metrics": ["all", None, True, 1],
     "impl": ["cuda", None, 0, ["torch"]],

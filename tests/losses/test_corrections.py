@@ -218,6 +218,7 @@ WORKED = [
     # The mean of old - new log-prob over the document of negative advantage is -0.07 / 3.
     (corrections.OffPolicyMask(threshold=0.0), [1] * 8),
 ]
+NAMES = [f"{correction.name} {number}" for number, (correction, _) in enumerate(WORKED)]
 
 
 def of_log_probs(
@@ -233,7 +234,7 @@ def of_log_probs(
     return out.loss.item(), leaf.grad, numbers(out.metrics)
 
 
-@pytest.mark.parametrize(("correction", "rho"), WORKED, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(("correction", "rho"), WORKED, ids=NAMES)
 def test_worked_examples(correction, rho):
     """With reinforce the derivative is -w_t rho_t A_t; the weight stays that of all tokens."""
     _, gradient, metrics = of_log_probs(correction)
@@ -276,7 +277,7 @@ EVERY_FORMULA = [*FORMULAS, (gspo, families.Gspo(0.05, 0.04)), (cispo, families.
 
 
 @pytest.mark.parametrize(("formula", "family"), EVERY_FORMULA, ids=[formula.__name__ for formula, _ in EVERY_FORMULA])
-@pytest.mark.parametrize(("correction", "rho"), WORKED, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(("correction", "rho"), WORKED, ids=NAMES)
 def test_the_gradient_is_autograds_of_the_plain_formula(formula, family, correction, rho):
     """rho without gradient, times the family's formula, with a weight of one over the number of all tokens."""
     new = NEW.clone().requires_grad_()
@@ -321,6 +322,12 @@ def test_huge_differences_count_as_twenty(correction, difference):
         limit = math.copysign(20, difference)
         assert metrics["kl_old_sampling"] == pytest.approx(math.exp(limit) - limit - 1, rel=1e-9)
         assert metrics["max_difference_old_sampling"] == pytest.approx(abs(difference))
+
+
+@pytest.mark.parametrize("make", [corrections.TokenTruncate, corrections.SequenceTruncate])
+def test_a_factor_is_at_most_e_to_the_20(make):
+    _, gradient, _ = of_log_probs(make(high=1e9), v=torch.full((8,), 25.0, dtype=torch.float64))
+    torch.testing.assert_close(gradient, -math.exp(20) * ADVANTAGES / 8, rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("loss", EVERY_LOSS)
