@@ -61,12 +61,6 @@ MUTANTS_OF_LOSSES = [
         (f"{CORRECTIONS}::test_a_document_that_the_policy_has_left_is_masked_where_its_advantage_is_negative",),
     ),
     (
-        "a mask by the policy in chunks that cut documents",
-        "kernels/chunks.py",
-        {"with_gradient and objective.by_document": "with_gradient and family.by_document"},
-        ("tests/kernels/test_parallel_loss.py::test_corrections[micro-batches 2-off policy-grpo-token_mean-True]",),
-    ),
-    (
         "a mask by the policy in Triton's single pass, which knows no document",
         "kernels/given_logits.py",
         {"wanted and not objective.by_document": "wanted and not objective.family.by_document"},

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pgtoolkit.batch import MicroBatch, Step, StepTotals
 from pgtoolkit.config.schema import Config
+from pgtoolkit.errors import DataError
 from pgtoolkit.kernels.losses import LMHead, PolicyLoss, log_probs_of_hidden, loss_of_hidden
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.model.policy import Policy
@@ -38,6 +39,7 @@ class PolicyGradientModule(DynamicAccumulation):
         return make_optimizer(self.model, self.config.optimizer)
 
     def training_step(self, step: Step, batch_index: int) -> dict[str, dict[str, float]]:
+        self._check_sampling_log_probs(step)
         output = super().training_step(step, batch_index)
         if output["metrics"].get("zero_advantage_group_fraction") == 1 and not self._noted_no_signal:
             self._noted_no_signal = True
@@ -90,6 +92,16 @@ class PolicyGradientModule(DynamicAccumulation):
     def _loss(self, inputs: tuple[Tensor, LMHead, Ranks], micro_batch: MicroBatch, totals: StepTotals) -> PolicyLoss:
         hidden, head, ranks = inputs
         return loss_of_hidden(hidden, self._precise(head), micro_batch, totals, self.loss, ranks, self.computation)
+
+    def _check_sampling_log_probs(self, step: Step) -> None:
+        """A run that is continued with a correction may have rollouts from before it."""
+        correction = self.loss.correction
+        lacking = [document.name for document in step.documents if document.sampling_log_probs is None]
+        if lacking and correction is not None and not correction.of_policy:
+            raise DataError(
+                f"correction={correction.name} needs sampling_log_probs of every document (got none of {lacking[0]}). "
+                "The checkpoint's batch of rollouts was sampled without them. Use correction=none, or start a new run."
+            )
 
     def _precise(self, head: LMHead) -> LMHead:
         return replace(head, fp32_logits=self.config.model.fp32_lm_head)

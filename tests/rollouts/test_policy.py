@@ -84,6 +84,7 @@ def test_old_log_probs_are_those_of_the_sampler_or_of_training(chosen):
         torch.testing.assert_close(document.old_log_probs, expected, rtol=0, atol=1e-5)
         if chosen == "training":
             own = -torch.arange(written - document.num_trained, written, dtype=torch.float32)
+            assert document.sampling_log_probs is not None
             assert torch.equal(document.sampling_log_probs, own)
         else:
             assert document.sampling_log_probs is None

@@ -414,6 +414,14 @@ def test_a_correction_needs_sampling_log_probs_that_differ(tmp_path):
     train_rows(tmp_path / "one", [sampled(0, 0), *(sampled(n, 1e-6) for n in (1, 2, 3))], "correction=token_mask")
 
 
+def test_a_batch_of_rollouts_from_before_a_correction_is_refused(tmp_path):
+    """The second step on a batch, in a run that is continued with other settings."""
+    run(tmp_path, "rollout.old_log_probs=sampling", "trainer.max_steps=1")
+    with pytest.raises(DataError, match="correction=token_mask needs sampling_log_probs of every document"):
+        run(tmp_path, "correction=token_mask", resume=True)
+    assert len(metrics_of(run(tmp_path, "correction=off_policy_mask", resume=True))) == 6
+
+
 def test_a_sampling_log_prob_that_is_not_finite_names_the_document():
     """With numbers from elsewhere than a file, which is checked as it is read."""
     module = module_of("correction=token_truncate")
