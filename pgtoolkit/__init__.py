@@ -13,6 +13,7 @@ _EXPORTS = {
     "StepTotals": "pgtoolkit.batch",
     "families": "pgtoolkit.losses.families",
     "corrections": "pgtoolkit.losses.corrections",
+    "kl": "pgtoolkit.losses.kl",
 }
 
 __all__ = list(_EXPORTS)
@@ -23,4 +24,4 @@ def __getattr__(name: str):
     if name not in _EXPORTS:
         raise AttributeError(f"module 'pgtoolkit' has no attribute {name!r}")
     module = importlib.import_module(_EXPORTS[name])
-    return module if name in ("families", "corrections") else getattr(module, name)
+    return module if name in ("families", "corrections", "kl") else getattr(module, name)

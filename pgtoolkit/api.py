@@ -22,6 +22,7 @@ from pgtoolkit.losses.checks import check_name, check_switches, shown
 from pgtoolkit.losses.corrections import Correction, correction_of
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.families import Family, family_of
+from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.objective import Loss
 
 
@@ -42,6 +43,9 @@ def policy_loss(
     correction: str | Correction | None = None,
     sampling_log_probs: Tensor | None = None,
     temperature: float = 1.0,
+    entropy_coefficient: float = 0.0,
+    kl: KL | None = None,
+    ref_log_probs: Tensor | None = None,
     metrics: str = "none",
     impl: str = "auto",
     check_finite: bool = True,
@@ -71,6 +75,11 @@ def policy_loss(
         where trained. A correction needs them (but for "off_policy_mask"); how far they lie from old_log_probs is among
         the basic metrics.
     temperature: log-probs are log_softmax(logits / temperature).
+    entropy_coefficient: of the entropy bonus: the loss has minus so much times the sum of w_t H_t, H_t the entropy of
+        the softmax at each trained position. The metrics then have `entropy` from "basic" on.
+    kl: a penalty on the distance from a reference, such as pgtoolkit.kl.KL("k3", coefficient=0.05).
+    ref_log_probs: (T,) floating, log-prob of each label under the reference, read only where trained; with them the
+        metrics have `kl_ref` from "basic" on.
     metrics: "none", "basic" or "with_entropy". impl: "torch", "triton" (a GPU, or a CPU under Triton's interpreter),
         "auto" (by device) or "reference" (plain float64 loops, for tests).
     check_finite: refuse non-finite numbers, and documents outside num_documents, at trained positions; costs one
@@ -89,7 +98,8 @@ def policy_loss(
     """
     family = family_of(loss, **parameters)
     weighting, correction = aggregation_of(aggregation, divisor, reducer), correction_of(correction)
-    definition = Loss(family, weighting, temperature, metrics, correction)
+    definition = Loss(family, weighting, temperature, metrics, correction, entropy_coefficient, kl)
+    arguments.check_reference(kl, ref_log_probs, metrics)
     ranks = Ranks(vocabulary_group, vocabulary_start, sequence_group, data_group)
     check_switches(check_finite=check_finite, overwrite_logits=overwrite_logits)
     check_name("impl", impl, ("auto", *IMPLEMENTATIONS, "reference"))
@@ -101,6 +111,7 @@ def policy_loss(
         "advantages": advantages,
         "document_index": document_index,
         "sampling_log_probs": sampling_log_probs,
+        "ref_log_probs": ref_log_probs,
     }
     tokens = arguments.tokens_of("logits", logits, vectors, num_documents, group_index, totals)
     method = Computation(impl, check_finite, overwrite_logits=overwrite_logits)
@@ -126,6 +137,9 @@ def linear_policy_loss(
     correction: str | Correction | None = None,
     sampling_log_probs: Tensor | None = None,
     temperature: float = 1.0,
+    entropy_coefficient: float = 0.0,
+    kl: KL | None = None,
+    ref_log_probs: Tensor | None = None,
     metrics: str = "none",
     impl: str = "auto",
     check_finite: bool = True,
@@ -164,7 +178,8 @@ def linear_policy_loss(
     """
     family = family_of(loss, **parameters)
     weighting, correction = aggregation_of(aggregation, divisor, reducer), correction_of(correction)
-    definition = Loss(family, weighting, temperature, metrics, correction)
+    definition = Loss(family, weighting, temperature, metrics, correction, entropy_coefficient, kl)
+    arguments.check_reference(kl, ref_log_probs, metrics)
     ranks = Ranks(vocabulary_group, vocabulary_start, sequence_group, data_group)
     check_switches(check_finite=check_finite)
     check_name("impl", impl, ("auto", "fused_linear", *IMPLEMENTATIONS, "reference"))
@@ -179,6 +194,7 @@ def linear_policy_loss(
         "advantages": advantages,
         "document_index": document_index,
         "sampling_log_probs": sampling_log_probs,
+        "ref_log_probs": ref_log_probs,
     }
     tokens = arguments.tokens_of("hidden", hidden, vectors, num_documents, group_index, totals, counts)
     return loss_of_hidden(hidden, head, tokens, totals, definition, ranks, method)
@@ -200,6 +216,8 @@ def log_prob_loss(
     totals: StepTotals | None = None,
     correction: str | Correction | None = None,
     sampling_log_probs: Tensor | None = None,
+    kl: KL | None = None,
+    ref_log_probs: Tensor | None = None,
     metrics: str = "none",
     check_finite: bool = True,
     **parameters: float | None,
@@ -208,7 +226,8 @@ def log_prob_loss(
 
     log_probs: (T,) floating, of each token under the policy in training; any layout flattened to one axis, padding
     included. mask: (T,) bool, True where a token is trained; other positions are not read. metrics: "none" or
-    "basic", as entropy needs the logits. The other tensors and keywords are those of `policy_loss`.
+    "basic", as entropy needs the logits, which is why there is no bonus for it. The other tensors and keywords are
+    those of `policy_loss`.
     """
     if metrics == "with_entropy":
         raise ValueError("metrics='with_entropy' needs logits; use 'basic' with log-probs")
@@ -218,7 +237,8 @@ def log_prob_loss(
         raise ValueError(f"mask needs one bool per token, {len(log_probs)} (got {shown(mask)})")
     family = family_of(loss, **parameters)
     weighting, correction = aggregation_of(aggregation, divisor, reducer), correction_of(correction)
-    definition = Loss(family, weighting, metrics=metrics, correction=correction)
+    definition = Loss(family, weighting, metrics=metrics, correction=correction, kl=kl)
+    arguments.check_reference(kl, ref_log_probs, metrics)
     check_switches(check_finite=check_finite)
     vectors = {
         "labels": mask.long() - 1,
@@ -226,6 +246,7 @@ def log_prob_loss(
         "advantages": advantages,
         "document_index": document_index,
         "sampling_log_probs": sampling_log_probs,
+        "ref_log_probs": ref_log_probs,
     }
     tokens = arguments.tokens_of("log_probs", log_probs, vectors, num_documents, group_index, totals)
     return loss_of_log_probs(log_probs, tokens, totals, definition, Ranks(), check_finite)

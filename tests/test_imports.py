@@ -27,6 +27,7 @@ ALSO_LIGHT = (
     "losses.corrections",
     "losses.families",
     "losses.family",
+    "losses.kl",
     "ranks.environment",
     "training.machine",
 )

@@ -32,6 +32,8 @@ FIXED = {
 
 ADDED_LATER = {
     "correction": {"name": "none"},
+    "kl": {"kind": "none", "coefficient": None, "reference": None},
+    "entropy": {"coefficient": 0.0},
     "parallelism": {"shard": False, "timeout_seconds": 300},
     "tracking": {"system_metrics": False},
     "trainer": {"accept_changed_data": False},

@@ -13,6 +13,7 @@ from hydra.core.config_store import ConfigStore
 
 from pgtoolkit.losses.corrections import CORRECTIONS, Factor, Mean  # noqa: F401  (types of keys, by their names)
 from pgtoolkit.losses.families import FAMILIES
+from pgtoolkit.losses.kl import KINDS
 
 
 def between(least: float, most: float) -> Any:
@@ -21,6 +22,7 @@ def between(least: float, most: float) -> Any:
 
 
 AggregationMode = StrEnum("AggregationMode", ["sample_mean", "prompt_mean", "token_mean", "constant"])
+KLKind = StrEnum("KLKind", ["none", *KINDS])
 MetricsLevel = StrEnum("MetricsLevel", ["none", "basic", "with_entropy"])
 AdvantageEstimator = StrEnum("AdvantageEstimator", ["grpo", "dr_grpo", "rloo", "max_rl", "given"])
 KernelImplementation = StrEnum("KernelImplementation", ["auto", "torch", "triton", "fused_linear"])
@@ -62,6 +64,18 @@ class AggregationConfig:
     mode: AggregationMode
     divisor: float | None = between(1e-6, 1e12)
     reducer: str | None
+
+
+@dataclass
+class KLConfig:
+    kind: KLKind
+    coefficient: float | None = between(1e-6, 1000)
+    reference: str | None
+
+
+@dataclass
+class EntropyConfig:
+    coefficient: float = between(0, 1000)
 
 
 @dataclass
@@ -207,6 +221,8 @@ class Config:
     loss: Any
     aggregation: AggregationConfig
     correction: Any
+    kl: KLConfig
+    entropy: EntropyConfig
     metrics: MetricsConfig
     advantage: AdvantageConfig
     kernel: KernelConfig
@@ -226,6 +242,8 @@ SCHEMAS = {
     "aggregation": AggregationConfig,
     "correction/none": NoCorrectionConfig,
     **{f"correction/{name}": _config_of(f"{kind.__name__}Config", kind) for name, kind in CORRECTIONS.items()},
+    "kl": KLConfig,
+    "entropy": EntropyConfig,
     "metrics": MetricsConfig,
     "advantage": AdvantageConfig,
     "kernel": KernelConfig,

@@ -13,7 +13,7 @@ from omegaconf.resolvers import oc
 
 from pgtoolkit.config.defaults import default
 from pgtoolkit.config.override_problems import unresolvable
-from pgtoolkit.config.rules import parallelism, run, step
+from pgtoolkit.config.rules import parallelism, penalties, run, step
 from pgtoolkit.config.rules.ranges import ranges
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, text
@@ -39,6 +39,7 @@ def resolve_and_validate(config: DictConfig) -> tuple[Any, Report]:
         run.model,
     ):
         rule(plain, report)
+    penalties.penalties(plain, report)
     run.task(plain, list(typed), report)
     for rule in (run.kernel, parallelism.parallelism, run.trainer, run.tracking):
         rule(plain, report)

@@ -13,6 +13,7 @@ from pgtoolkit.kernels.losses import Computation, LMHead
 from pgtoolkit.kernels.products import accumulation_dtype
 from pgtoolkit.losses.checks import check_positive, check_switches, check_whole, is_whole, short, shown
 from pgtoolkit.losses.exchange import Ranks
+from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.objective import Loss
 
 
@@ -43,6 +44,16 @@ def tokens_of(
         check_counts(counts, num_documents)
     group_index = None if group_index is None else group_index.long()
     return Tokens(**vectors, num_documents=num_documents, group_index=group_index, counts=counts)
+
+
+def check_reference(kl: KL | None, ref_log_probs: Tensor | None, metrics: str) -> None:
+    """ValueError for a penalty without the reference's log-probs, and for these where nothing would read them."""
+    if kl is not None and not isinstance(kl, KL):
+        raise ValueError(f"kl needs a pgtoolkit.kl.KL, such as KL('k3', coefficient=0.05), or None (got {shown(kl)})")
+    if kl is not None and ref_log_probs is None:
+        raise ValueError("kl needs ref_log_probs, the log-probs of the labels under the reference (got None)")
+    if kl is None and ref_log_probs is not None and metrics == "none":
+        raise ValueError("ref_log_probs has no effect without kl and with metrics='none'; they give the metric kl_ref")
 
 
 def check_rows(name: str, rows: Tensor) -> None:

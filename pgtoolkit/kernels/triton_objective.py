@@ -1,7 +1,7 @@
 """The loss on vectors of one number per token on a GPU: launches of the kernels in `triton_tokens`.
 
-For float32, families and aggregations with a formula there, and losses that no ranks share; `losses.objective` computes
-all others.
+For float32, families and aggregations with a formula there, and losses that no ranks share and that have no reference;
+`losses.objective` computes all others.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def evaluate(
     sums = parts[:, :width].sum(0)
     maxima = parts[:, width:].amax(0) if number else parts.new_empty(0)
     found = objective.with_more(MetricSums(level, sums[1:], maxima), log_probs)
-    return sums[0].to(log_probs.dtype), result, found
+    return objective.penalties.with_bonus(sums[0].to(log_probs.dtype), entropy), result, found
 
 
 def coefficients(objective: Objective, log_probs: Tensor) -> Tensor:
@@ -112,7 +112,8 @@ def coefficients(objective: Objective, log_probs: Tensor) -> Tensor:
 
 def _has_kernel(objective: Objective, log_probs: Tensor) -> bool:
     shared = objective.documents is not None and objective.documents.group is not None
-    known = surrogate_of(objective.family) is not None and objective.off_policy is None
+    own = objective.off_policy is None and objective.penalties.kl is None
+    known = own and surrogate_of(objective.family) is not None
     return log_probs.dtype == torch.float32 and not shared and known
 
 

@@ -48,6 +48,7 @@ class _More:
 
 
 _MORE = {
+    "reference": _More(("kl_ref",)),
     "sampling": _More(
         ("kl_old_sampling", "difference_old_sampling", "clipped_sampling_fraction"), ("max_difference_old_sampling",)
     ),
@@ -58,7 +59,7 @@ _MORE = {
         "correction_effective_sample_size",
     ),
 }
-"""What the loss measures where the sampler's log-probs are known, and where there is a correction."""
+"""What the loss measures where a reference's or the sampler's log-probs are known, and where there is a correction."""
 
 
 @dataclass(frozen=True)

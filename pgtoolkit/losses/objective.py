@@ -13,12 +13,14 @@ from torch import Tensor
 from pgtoolkit.batch import StepTotals, Tokens
 from pgtoolkit.errors import DataError
 from pgtoolkit.losses.aggregation import Aggregation
-from pgtoolkit.losses.checks import check_name, check_positive
+from pgtoolkit.losses.checks import check_name, check_not_negative, check_positive
 from pgtoolkit.losses.corrections import Correction
 from pgtoolkit.losses.documents import DocumentSums, over_scope, scope_mean
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.family import LOG_RATIO_LIMIT, Family
+from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.metrics import LEVELS, MetricSums
+from pgtoolkit.losses.penalties import Penalties
 from pgtoolkit.losses.sampling import Factors, Mismatch
 from pgtoolkit.losses.totals import whole_step_totals
 
@@ -28,6 +30,8 @@ class Loss:
     """What the loss of a step is, and what is measured of it: the sum over its tokens of w_t l_t, or of w_t rho_t l_t.
 
     temperature: log-probs are log_softmax(logits / temperature). metrics: the level, one of LEVELS.
+    entropy_coefficient: of the entropy bonus, minus so much times the sum of w_t times the entropy of the softmax.
+    kl: the penalty against the tokens' ref_log_probs, or None. A correction changes neither.
     """
 
     family: Family
@@ -35,10 +39,18 @@ class Loss:
     temperature: float = 1.0
     metrics: str = "none"
     correction: Correction | None = None
+    entropy_coefficient: float = 0.0
+    kl: KL | None = None
 
     def __post_init__(self):
         check_name("metrics", self.metrics, LEVELS)
         check_positive("temperature", self.temperature)
+        check_not_negative("entropy_coefficient", self.entropy_coefficient)
+
+    @property
+    def level(self) -> str:
+        """The level of the metrics: the entropy is among them where the bonus measures it anyway."""
+        return "with_entropy" if self.metrics == "basic" and self.entropy_coefficient else self.metrics
 
 
 @dataclass(frozen=True)
@@ -80,6 +92,7 @@ class Objective:
     gradient_weights: Tensor
     documents: DocumentSums
     totals: StepTotals
+    penalties: Penalties
     known_scope_advantages: Tensor | None = None
     off_policy: Correction | None = None
     document_advantages: Tensor | None = None
@@ -101,7 +114,8 @@ class Objective:
 
     def value(self, log_probs: Tensor) -> Tensor:
         """This piece's share of the step's loss: the sum of w_t times the surrogate. Differentiable by autograd."""
-        return (self.weights * self.token_terms(log_probs).losses).sum()
+        losses = self.weights * self.token_terms(log_probs).losses
+        return self.penalties.with_kl(log_probs, losses, losses)[0].sum()
 
     def losses_and_coefficients(self, log_probs: Tensor) -> tuple[Tensor, Tensor]:
         """(w_t times the surrogate, c_t), each (T,): c_t is the derivative of `value` by each log-prob.
@@ -110,7 +124,8 @@ class Objective:
         graph: a slope by the document's mean is the same for all its tokens.
         """
         terms = self.token_terms(log_probs)
-        return self.weights * terms.losses, self.gradient_weights * terms.slope
+        own = self.weights * terms.losses, self.gradient_weights * terms.slope
+        return self.penalties.with_kl(log_probs, *own)
 
     def coefficients(self, log_probs: Tensor) -> Tensor:
         """(T,) c_t alone; `documents` may be None where nothing is `by_document`."""
@@ -119,7 +134,8 @@ class Objective:
     def evaluate(self, log_probs: Tensor, entropy: Tensor | None, level: str) -> tuple[Tensor, Tensor, MetricSums]:
         """(loss, coefficients, metric sums): 0-dim, (T,), and those of the level; entropy: (T,), if it has it."""
         losses, coefficients = self.losses_and_coefficients(log_probs)
-        return losses.sum(), coefficients, self.metrics(level, log_probs, entropy)
+        loss = self.penalties.with_bonus(losses.sum(), entropy)
+        return loss, coefficients, self.metrics(level, log_probs, entropy)
 
     @torch.no_grad()
     def metrics(self, level: str, log_probs: Tensor, entropy: Tensor | None) -> MetricSums:
@@ -152,12 +168,15 @@ class Objective:
 
     @torch.no_grad()
     def with_more(self, sums: MetricSums, log_probs: Tensor) -> MetricSums:
-        """The sums joined by those of sampling log-probs and of a correction, where there are any."""
+        """The sums joined by those of sampling log-probs, a reference and a correction, where there are any."""
         if sums.level == "none":
             return sums
         if self.sampling_log_ratio is not None:
             mismatch = Mismatch.of(self.family, self.sampling_log_ratio, self)
             sums = sums.joined("sampling", self._sums(mismatch.means), self._maxima(mismatch.extrema))
+        if self.penalties.ref_log_probs is not None:
+            means = self._sums([self.penalties.distance(log_probs)])
+            sums = sums.joined("reference", means, means.new_empty(0))
         factors = self.factors if self.off_policy is None else self.token_terms(log_probs).factors
         if factors is not None:
             rho = factors.values.double()
@@ -183,9 +202,14 @@ class Objective:
         lowest = values.new_full((len(values), 1), -torch.inf)
         return torch.cat([torch.where(self.mask, values, -torch.inf), lowest], 1).amax(1)
 
+    @property
+    def silent_without_advantage(self) -> bool:
+        """Whether a token of advantage 0 has no gradient."""
+        return self.family.silent_without_advantage and not self.penalties.active
+
     def informative(self) -> Tensor:
-        """(T,) bool: False where c_t is 0 whatever the log-probs turn out to be."""
-        return self.mask & (self.scope_advantages != 0) if self.family.silent_without_advantage else self.mask
+        """(T,) bool: False where the gradient is 0 whatever the log-probs turn out to be."""
+        return self.mask & (self.scope_advantages != 0) if self.silent_without_advantage else self.mask
 
     def take(self, rows: Tensor | slice, documents: DocumentSums | None) -> Objective:
         """The share of some rows, in that order; documents that the family needs whole must be whole in it.
@@ -201,6 +225,7 @@ class Objective:
             weights=self.weights[rows],
             gradient_weights=self.gradient_weights[rows],
             documents=documents,
+            penalties=self.penalties.take(rows),
             known_scope_advantages=self.scope_advantages[rows],
             document_advantages=None if means is None else means[rows],
             sampling_log_ratio=None,
@@ -214,7 +239,7 @@ class Objective:
 
     def _data(self, log_probs: Tensor | None) -> Tensor:
         """(T,) not finite where something that was given is not."""
-        given = self.old_log_probs, self.advantages, self.sampling_log_ratio, log_probs
+        given = self.old_log_probs, self.advantages, self.sampling_log_ratio, self.penalties.ref_log_probs, log_probs
         return functools.reduce(torch.add, (x for x in given if x is not None))
 
     def check_finite(self, log_probs: Tensor | None = None) -> None:
@@ -233,6 +258,7 @@ class Objective:
                 raise ValueError("the weight of a trained token is not finite: the reducer's, or the totals count none")
             named = ", ".join(map(str, documents[:5])) + (", ..." if len(documents) > 5 else "")
             given = "old_log_probs" if self.sampling_log_ratio is None else "old_log_probs, sampling_log_probs"
+            given += "" if self.penalties.ref_log_probs is None else ", ref_log_probs"
             raise DataError(
                 f"non-finite logits, {given} or advantages at a trained position of document {named}, or a label "
                 "outside the vocabulary; mask the position (label -1) or drop the document"
@@ -306,6 +332,8 @@ def make_objective(
             totals, group_index = whole_step_totals(documents, group_index, ranks.data)
         weights = aggregation.weights(totals, documents, mask, group_index)
         weights = torch.where(misplaced, torch.nan, weights).to(dtype)  # no document, no result
+    ref_log_probs = None if tokens.ref_log_probs is None else tokens.ref_log_probs.to(dtype).contiguous()
+    penalties = Penalties(loss.kl, loss.entropy_coefficient, mask, weights, old_log_probs, ref_log_probs)
     correction, equal = loss.correction, aggregation.equal_within_documents
     sampling_log_ratio = factors = document_advantages = None
     if tokens.sampling_log_probs is not None:
@@ -327,6 +355,7 @@ def make_objective(
         weights if own_slope else over_scope(family, weights, documents),
         documents,
         totals,
+        penalties,
         scope_advantages,
         off_policy,
         document_advantages,

@@ -9,7 +9,7 @@ from array import array
 
 import numpy as np
 
-from pgtoolkit.batch import Document
+from pgtoolkit.batch import OPTIONAL_VECTORS, Document
 from pgtoolkit.config.schema import AdvantageEstimator, RecordedRolloutConfig
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.rollouts.advantages import group_advantages
@@ -26,7 +26,7 @@ class RecordedRollouts:
     estimator: `given` reads the recorded advantages; any other computes them from all rewards of a group.
     vocabulary_size: of the model; token ids are below it. max_tokens: the longest document that fits, if limited.
     needs: fields that matter although the estimator does not ask for them: group_id (prompt_mean), sampling_log_probs
-    (a correction). accept_changed: whether a saved state of other data is taken over.
+    (a correction), ref_log_probs (a penalty). accept_changed: whether a saved state of other data is taken over.
 
     The constructor reads every row once and raises DataError for what cannot be trained on, the first ten problems as
     file:row:field. It keeps about 60 bytes per document, among them a checksum by which a row that was changed is
@@ -51,8 +51,9 @@ class RecordedRollouts:
         self._seed = seed
         self._given = estimator == AdvantageEstimator.given
         self._needs_groups = "group_id" in needs or not self._given
-        corrects, limits = "sampling_log_probs" in needs, (max_tokens, config.max_completion_length)
-        self._rules = Rules(vocabulary_size, not self._given, self._given, *limits, corrects)
+        limits = max_tokens, config.max_completion_length
+        asked = tuple(name in needs for name in OPTIONAL_VECTORS)
+        self._rules = Rules(vocabulary_size, not self._given, self._given, *limits, *asked)
         self._files = open_files(config.path, "rollout.path", FIELDS)
         # One entry per document, in the order of the files. Arrays of machine words: lists would take ten times more.
         self._file, self._number, self._place = array("l"), array("q"), array("q")

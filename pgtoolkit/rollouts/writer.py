@@ -62,6 +62,7 @@ _SCHEMA = pa.schema(
         "truncated": pa.bool_(),
         "exact_match": pa.bool_(),
         "sampling_log_probs": pa.list_(pa.float32()),
+        "ref_log_probs": pa.list_(pa.float32()),
     }
 )
 

@@ -24,13 +24,20 @@ log = logging.getLogger("pgtoolkit")
 
 
 class PolicyGradientModule(DynamicAccumulation):
-    """Trains `policy` by the loss that `config` describes, together with the other ranks of `layout`."""
+    """Trains `policy` by the loss that `config` describes, together with the other ranks of `layout`.
 
-    def __init__(self, config: Config, policy: Policy, layout: Layout):
+    reference: frozen, spread like the policy; None where the documents bring their ref_log_probs or none are needed.
+    """
+
+    reference: Policy | None = None
+
+    def __init__(self, config: Config, policy: Policy, layout: Layout, reference: Policy | None = None):
         super().__init__(layout, config.optimizer.max_grad_norm, config.trainer.max_bad_steps)
         self.config = config
         self.policy = policy
         self.model = policy.model  # registered here, so that Lightning moves it
+        if reference is not None:
+            self.reference, self.reference_model = reference, reference.model  # as above
         self.loss = loss_of(config)
         self.computation = computation_of(config)
         self._noted_no_signal = self._noted_mismatch = False
@@ -54,6 +61,7 @@ class PolicyGradientModule(DynamicAccumulation):
         return output
 
     def micro_batch_loss(self, micro_batch: MicroBatch, totals: StepTotals) -> PolicyLoss:
+        micro_batch = self._with_reference(micro_batch)
         hidden, head, ranks = self.policy.loss_inputs(micro_batch)
         if torch.is_grad_enabled() and self._head_adds_its_gradient():
             weight = self.policy.head.weight
@@ -81,13 +89,24 @@ class PolicyGradientModule(DynamicAccumulation):
             group["lr"] = rate
         return {"learning_rate": rate}
 
-    @torch.no_grad()
     def log_probs(self, micro_batch: MicroBatch) -> Tensor:
         """(T,) log-prob of each label by the forward pass that training uses."""
-        micro_batch = micro_batch.counted().to(self.device)
-        hidden, head, _ = self.policy.loss_inputs(micro_batch)
+        return self._log_probs(self.policy, micro_batch.counted().to(self.device))
+
+    def _with_reference(self, micro_batch: MicroBatch) -> MicroBatch:
+        """With the reference's log-probs, where it is a model and not a column of the data."""
+        if self.reference is None:
+            return micro_batch
+        log_probs = self._log_probs(self.reference, micro_batch)
+        if getattr(self.reference, "sharded", False):
+            self.reference.model.reshard()  # FSDP2 keeps the head's unit together for a backward that does not come
+        return replace(micro_batch, ref_log_probs=log_probs)
+
+    @torch.no_grad()
+    def _log_probs(self, policy: Policy, micro_batch: MicroBatch) -> Tensor:
+        hidden, head, ranks = policy.loss_inputs(micro_batch)
         how = replace(self.computation, num_splits=1)
-        return log_probs_of_hidden(hidden, self._precise(head), micro_batch, self.loss, how)
+        return log_probs_of_hidden(hidden, self._precise(head), micro_batch, self.loss, ranks, how)
 
     def _loss(self, inputs: tuple[Tensor, LMHead, Ranks], micro_batch: MicroBatch, totals: StepTotals) -> PolicyLoss:
         hidden, head, ranks = inputs

@@ -65,9 +65,16 @@ class Result:
 
 
 def expected(
-    head_case: HeadCase, fused: bool, loss: str, aggregation: str, metrics: str, correction: str | None = None
+    head_case: HeadCase,
+    fused: bool,
+    loss: str,
+    aggregation: str,
+    metrics: str,
+    correction: str | None = None,
+    **options,
 ) -> Result:
-    """By the loops of the reference, from all logits at once. correction: of CORRECTIONS; with sampling log-probs."""
+    """By the loops of the reference, from all logits at once. correction: of CORRECTIONS; with sampling log-probs.
+    options: more of its keywords."""
     case = head_case.case
     found = reference.policy_loss(
         head_case.logits,
@@ -81,6 +88,7 @@ def expected(
         metrics=metrics,
         **PARAMETERS[loss],
         **({} if correction is None else corrected(CORRECTIONS[correction], case.sampling_log_probs)),
+        **options,
     )
     by_logits, gradients = found.gradient, [found.gradient]
     if fused:
@@ -101,12 +109,21 @@ def axis_groups(sizes: dict[str, int]) -> dict[str, dist.ProcessGroup | None]:
 
 
 def evaluate(
-    groups: dict, cut: Cut, head_case: HeadCase, fused: bool, loss: str, aggregation: str, metrics: str, **options
+    groups: dict,
+    cut: Cut,
+    head_case: HeadCase,
+    fused: bool,
+    loss: str,
+    aggregation: str,
+    metrics: str,
+    by_token: dict[str, Tensor] | None = None,
+    **options,
 ) -> Result:
     """On one rank: the step's loss and metrics, and the gradients of what this rank holds, 0 elsewhere.
 
-    groups: as `axis_groups(cut.sizes)` gives them. Gradients are of the whole step's shape. options: a `correction` of
-    CORRECTIONS, or None, and further keywords of the loss.
+    groups: as `axis_groups(cut.sizes)` gives them. by_token: more vectors of the whole step, by their keywords.
+    Gradients are of the whole step's shape. options: a `correction` of CORRECTIONS, or None, and further keywords of
+    the loss.
     """
     data, sequence, vocabulary = (0 if group is None else group.rank() for group in groups.values())
     case, dtype, totals = head_case.case, head_case.dtype, totals_of(head_case.case)
@@ -125,7 +142,7 @@ def evaluate(
 
         numbers = torch.full((case.num_documents + 1,), len(documents))
         numbers[list(documents)] = torch.arange(len(documents))
-        by_token = (
+        vectors = (
             padded(case.labels, -1),
             padded(case.old_log_probs, torch.nan).to(dtype),
             padded(case.advantages, torch.nan).to(dtype),
@@ -134,8 +151,9 @@ def evaluate(
         leaves = [padded(full[0], torch.nan)]
         leaves = leaves + [x[columns] for x in full[1:]] if fused else [leaves[0][:, columns]]
         leaves = [x.to(dtype).clone().requires_grad_() for x in leaves]
-        inputs = (*leaves[:2], *by_token) if fused else (leaves[0], *by_token)
+        inputs = (*leaves[:2], *vectors) if fused else (leaves[0], *vectors)
         keywords = {"bias": leaves[2]} if fused else {}
+        keywords |= {name: padded(values, torch.nan).to(dtype) for name, values in (by_token or {}).items()}
         out = (linear_policy_loss if fused else policy_loss)(
             *inputs,
             **keywords,
