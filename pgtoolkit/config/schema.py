@@ -167,6 +167,8 @@ class PolicyRolloutConfig:
     temperature: float = between(0.01, 100)
     top_p: float | None = between(1e-6, 1)
     old_log_probs: OldLogProbs
+    lag: int = between(0, 10**6)
+    max_staleness: int | None = between(1, 10**6)
     save_path: str | None
 
 
@@ -179,6 +181,13 @@ class RecordedRolloutConfig:
     group_size: int | None = between(1, 10**6)
     max_completion_length: int | None = between(1, 10**6)
     temperature: float = between(0.01, 100)
+
+
+@dataclass
+class TransformersSamplerConfig:
+    name: str
+    max_sequences: int | None = between(1, 10**6)
+    static_cache: bool | None
 
 
 @dataclass
@@ -231,6 +240,7 @@ class Config:
     model: Any
     task: Any
     rollout: Any
+    sampler: Any
     optimizer: OptimizerConfig
     trainer: TrainerConfig
     tracking: TrackingConfig
@@ -256,6 +266,7 @@ SCHEMAS = {
     "task/prompts": PromptsTaskConfig,
     "rollout/policy": PolicyRolloutConfig,
     "rollout/recorded": RecordedRolloutConfig,
+    "sampler/transformers": TransformersSamplerConfig,
     "optimizer": OptimizerConfig,
     "trainer": TrainerConfig,
     "tracking": TrackingConfig,

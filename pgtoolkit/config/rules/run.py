@@ -49,6 +49,17 @@ def _policy(c: Any, report: Report) -> None:
         report.note(f"{what} is made for task=reverse; other tasks usually need longer answers.")
 
 
+def sampler(c: Any, typed: list[str], report: Report) -> None:
+    """typed: the overrides that were typed, as far as they are known."""
+    if c.rollout.name == "recorded" and (own := _of_group("sampler", typed)):
+        reason, needs = "It would be ignored: nothing is sampled.", "rollout=policy"
+        report.refuse(" ".join(own), needs, "rollout=recorded", reason, f"{needs}, or leave it out")
+
+
+def _of_group(group: str, typed: list[str]) -> list[str]:
+    return [override for override in typed if override.partition("=")[0].partition(".")[0] == group]
+
+
 def model(c: Any, report: Report) -> None:
     model = c.model
     if model.name == "tiny":
@@ -80,7 +91,7 @@ def task(c: Any, typed: list[str], report: Report) -> None:
     """typed: the overrides that were typed, as far as they are known."""
     task = c.task
     if c.rollout.name == "recorded":
-        if own := [override for override in typed if override.partition("=")[0].partition(".")[0] == "task"]:
+        if own := _of_group("task", typed):
             uses = "only gives model=tiny its characters" if c.model.name == "tiny" else "changes nothing"
             report.note(f"{' '.join(own)} {uses}: with rollout=recorded prompts and rewards come from rollout.path.")
         return
