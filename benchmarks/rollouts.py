@@ -1,11 +1,12 @@
 """Iterations of rollouts and an update on a model of half a billion parameters: seconds by stage, and memory.
 
-    python benchmarks/rollouts.py FOLDER [--sampler transformers vllm] [--trl generate vllm]
+    python benchmarks/rollouts.py FOLDER [--sampler transformers vllm] [--trl generate static vllm]
         [--lengths 512 1024 4096] [--completions 64 256 1024] [--override sampler.static_cache=false ...]
 
 Each case is a process of its own with a time limit, so that one that runs out of memory or hangs costs nothing else.
-The first of three iterations warms up; the table has the medians of the others. Rows are appended to rollouts.csv in
-FOLDER, where the output of each case lies as well. TRL must be importable, for `--trl vllm` vLLM, too.
+The first iteration warms up: it compiles kernels, loads cuBLAS's and fills the allocator. The table has the medians of
+the others. Rows are appended to rollouts.csv in FOLDER, where the output of each case lies as well; peak_gb is what
+PyTorch had in use, gpu_used_gb what all processes held. TRL must be importable, for `--trl vllm` vLLM, too.
 """
 
 from __future__ import annotations
@@ -22,17 +23,21 @@ import threading
 import time
 from pathlib import Path
 
-from rollouts_job import GROUP, ITERATIONS, Case, write_inputs
+from rollouts_job import GROUP, Case, write_inputs
 
-STAGES = ("sample", "score", "old_log_probs", "update", "whole")
-COLUMNS = ("trainer", "sampler", "overrides", "length", "completions", *STAGES, "peak_gb", "gpu_used_gb", "error")
+SECONDS = {"sample": "seconds_sampling", "score": "seconds_scoring", "old_log_probs": "seconds_old_log_probs"}
+SECONDS |= {"update": "seconds_update"}
+"""Stages of an iteration, by the metrics that have them."""
+
+COLUMNS = ("trainer", "sampler", "overrides", "length", "completions", *SECONDS, "whole", "peak_gb", "gpu_used_gb")
+COLUMNS += ("error",)
 
 
 def main() -> int:
     arguments = _arguments()
     folder = Path(arguments.folder).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    write_inputs(folder, max(arguments.completions) // GROUP * ITERATIONS, arguments.tiny)
+    write_inputs(folder, max(arguments.completions) // GROUP * arguments.iterations, arguments.tiny)
     until = time.monotonic() + arguments.seconds
     who = [("pgtoolkit", sampler) for sampler in arguments.sampler] + [("trl", sampler) for sampler in arguments.trl]
     print(_line(dict(zip(COLUMNS, COLUMNS, strict=True))), flush=True)
@@ -40,7 +45,8 @@ def main() -> int:
         for completions in arguments.completions:
             for trainer, sampler in who:
                 overrides = arguments.override if trainer == "pgtoolkit" else []
-                case = Case(str(folder), trainer, sampler, length, completions, overrides, arguments.tiny)
+                how = (overrides, arguments.iterations, arguments.tiny)
+                case = Case(str(folder), trainer, sampler, length, completions, *how)
                 row = _measured(case, min(arguments.seconds_per_case, until - time.monotonic()))
                 print(_line(row), flush=True)
                 _append(folder / "rollouts.csv", row)
@@ -51,11 +57,12 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder")
     parser.add_argument("--sampler", nargs="*", default=[], choices=("transformers", "vllm"))
-    parser.add_argument("--trl", nargs="*", default=[], choices=("generate", "vllm"))
+    parser.add_argument("--trl", nargs="*", default=[], choices=("generate", "static", "vllm"))
     parser.add_argument("--lengths", nargs="+", type=int, default=[512], help="tokens of a completion")
     parser.add_argument("--completions", nargs="+", type=int, default=[256], help="completions of an iteration")
     parser.add_argument("--override", nargs="+", default=[], help="further overrides of pgtk")
-    parser.add_argument("--seconds-per-case", type=float, default=180)
+    parser.add_argument("--iterations", type=int, default=3, help="of each case, the first of which warms up")
+    parser.add_argument("--seconds-per-case", type=float, default=150)
     parser.add_argument("--seconds", type=float, default=480, help="of all cases together")
     parser.add_argument("--tiny", action="store_true", help="a model and lengths that a CPU can try the program with")
     found = parser.parse_args()
@@ -114,15 +121,30 @@ def _measured(case: Case, seconds: float) -> dict:
                 time.sleep(3)
                 _kill_all_of(child)
     row["gpu_used_gb"] = used.most()
-    found = [line for line in (where / "output").read_text().splitlines() if line.startswith('{"iterations"')]
-    if not found:
-        tail = (where / "output").read_text()[-1500:]
-        print(tail, flush=True)
+    result = _printed(where / "output") if case.trainer == "trl" else _recorded(where)
+    if len(result["iterations"]) < 2:
+        print((where / "output").read_text()[-1500:], flush=True)
         return row | {"error": row["error"] or f"ended with {child.returncode}"}
-    result = json.loads(found[-1])
     later = result["iterations"][1:]
     row |= {name: statistics.median(one[name] for one in later) for name in later[0]}
     return row | {"peak_gb": result["peak_gb"]}
+
+
+def _printed(output: Path) -> dict:
+    """What a case of TRL has said last."""
+    found = [line for line in output.read_text().splitlines() if line.startswith('{"iterations"')]
+    return json.loads(found[-1]) if found else {"iterations": []}
+
+
+def _recorded(where: Path) -> dict:
+    """The same from the run of pgtk in the folder."""
+    rows = [json.loads(line) for file in where.rglob("metrics.jsonl") for line in file.read_text().splitlines()]
+    ends = [row["time"] for row in rows]
+    iterations = [
+        {stage: row[name] for stage, name in SECONDS.items()} | {"whole": end - before}
+        for row, end, before in zip(rows, ends, [*ends[:1], *ends], strict=False)
+    ]
+    return {"iterations": iterations, "peak_gb": max((row.get("peak_memory_gb", 0.0) for row in rows), default=0.0)}
 
 
 def _kill_all_of(child: subprocess.Popen) -> None:
@@ -162,11 +184,11 @@ def _child(case: Case) -> None:
         from rollouts_trl import run
     else:
         run = _pgtoolkit
-    print("\n" + json.dumps(run(case)), flush=True)
+    run(case)
     os._exit(0)  # nothing that a library does at the end is measured
 
 
-def _pgtoolkit(case: Case) -> dict:
+def _pgtoolkit(case: Case) -> None:
     import pgtoolkit.training.recorder
     from pgtoolkit.cli import main as pgtk
 
@@ -180,22 +202,11 @@ def _pgtoolkit(case: Case) -> dict:
         f"accumulation.docs_per_step={case.completions}",
         "accumulation.max_tokens=65536",
         *("loss=gspo", "aggregation=constant", f"aggregation.divisor={case.length}"),
-        *(f"trainer.max_steps={ITERATIONS}", "trainer.checkpoint_every=1000000", "tracking=none"),
+        *(f"trainer.max_steps={case.iterations}", "trainer.checkpoint_every=1000000", "tracking=none"),
         *case.overrides,
     ]
     if status := pgtk(job):
         raise SystemExit(f"pgtk ended with {status}")
-    rows = [json.loads(line) for file in Path().rglob("metrics.jsonl") for line in file.read_text().splitlines()]
-    names = {"sample": "seconds_sampling", "score": "seconds_scoring", "old_log_probs": "seconds_old_log_probs"}
-    names["update"] = "seconds_update"
-    ends = [row["time"] for row in rows]
-    return {
-        "iterations": [
-            {stage: row[name] for stage, name in names.items()} | {"whole": end - before}
-            for row, end, before in zip(rows, ends, [ends[0], *ends], strict=False)
-        ],
-        "peak_gb": max(row.get("peak_memory_gb", 0.0) for row in rows),
-    }
 
 
 if __name__ == "__main__":

@@ -10,9 +10,6 @@ from pathlib import Path
 GROUP = 8
 """Completions of a prompt."""
 
-ITERATIONS = 3
-"""Rollouts with an update each; the first warms up: it compiles kernels, loads cuBLAS's and fills the allocator."""
-
 _BODY = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
 _BODY |= {"num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936}
 _TINY_BODY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -23,8 +20,9 @@ _TINY_BODY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size":
 class Case:
     """What one process measures.
 
-    trainer: pgtoolkit or trl. sampler: transformers or vllm. length: tokens of a completion; it ends before only where
-    one token in the vocabulary is drawn, the end. completions: of an iteration. overrides: further ones of pgtk.
+    trainer: pgtoolkit or trl. sampler: transformers or vllm; of trl also static, transformers with a static cache.
+    length: tokens of a completion, which ends before only where one token of the vocabulary is drawn. completions: of
+    an iteration. overrides: further ones of pgtk. iterations: rollouts with an update each.
     """
 
     folder: str
@@ -33,6 +31,7 @@ class Case:
     length: int
     completions: int
     overrides: list[str]
+    iterations: int
     tiny: bool
 
     @property

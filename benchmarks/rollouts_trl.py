@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
 import time
 
-from rollouts_job import GROUP, ITERATIONS, Case, longest_prompt, reward
+from rollouts_job import GROUP, Case, longest_prompt, reward
 
 
-def run(case: Case) -> dict:
-    """Iterations by stage; TRL 1.16's own loss and settings, but for what the job says."""
+def run(case: Case) -> None:
+    """Prints the iterations by stage; TRL 1.16's own loss and settings, but for what the job says."""
     import torch
     from datasets import load_dataset
     from transformers import TrainerCallback
@@ -39,14 +40,16 @@ def run(case: Case) -> dict:
             iterations.append({**stages, "whole": whole})
             self.before = now
             spent.update(generate=0.0, with_scores=0.0)
+            # After each, for the case that time ends before the last.
+            print("\n" + json.dumps({"iterations": iterations, "peak_gb": _peak(on_gpu)}), flush=True)
 
     GRPOTrainer._generate = timed(GRPOTrainer._generate, "generate")
     GRPOTrainer._generate_and_score_completions = timed(GRPOTrainer._generate_and_score_completions, "with_scores")
     batch = 1
-    while batch < case.completions and 2 * batch * case.longest <= 16384:  # more needs much more memory for logits
+    while batch < case.completions and 2 * batch * case.longest <= 8192:  # TRL's default of 8 at 512 tokens
         batch *= 2
     settings = {
-        "max_steps": ITERATIONS,
+        "max_steps": case.iterations,
         "per_device_train_batch_size": batch,
         "gradient_accumulation_steps": case.completions // batch,
         "num_generations": GROUP,
@@ -61,6 +64,8 @@ def run(case: Case) -> dict:
         "save_strategy": "no",
         "disable_tqdm": True,
     }
+    if case.sampler == "static":
+        settings |= {"cache_implementation": "static"}
     if case.sampler == "vllm":
         settings |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.4}
         settings |= {"vllm_max_model_length": longest_prompt(case.tiny) + case.length}
@@ -72,7 +77,12 @@ def run(case: Case) -> dict:
         callbacks=[Clock()],
     )
     trainer.train()
-    return {"iterations": iterations, "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if on_gpu else 0.0}
+
+
+def _peak(on_gpu: bool) -> float:
+    import torch
+
+    return torch.cuda.max_memory_allocated() / 1e9 if on_gpu else 0.0
 
 
 def _now(on_gpu: bool) -> float:

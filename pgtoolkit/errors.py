@@ -43,6 +43,12 @@ class RankLost(PgtoolkitError):
     exit_status = 5
 
 
+class SamplerLost(PgtoolkitError):
+    """A server that samples does not start, ended, did not answer in time, or does not sample what it was given."""
+
+    exit_status = 5
+
+
 class StorageError(PgtoolkitError):
     """A checkpoint, rollout file or tracking store could not be read or written."""
 

@@ -133,3 +133,46 @@ def head_in_float32(tmp_path):
             out = module.micro_batch_loss(step.micro_batches[0], step.totals)
         assert logits.found == [(int((labels >= 0).sum()), dtype)]
         torch.testing.assert_close(out.log_probs[labels >= 0], both[dtype], rtol=0, atol=1e-5)
+
+
+def trained(module) -> dict[str, torch.Tensor]:
+    return {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
+
+
+@key("model/huggingface.lora_rank")
+def lora_rank(tmp_path):
+    """By the trained weights: rank x (inputs + outputs) of four matrices of 16 x 16 and three of 16 x 32."""
+    path, counts = llama(tmp_path), []
+    for rank in ("1", "4", "null"):
+        module = module_of("model=huggingface", path, f"model.lora_rank={rank}")
+        counts.append(sum(weight.numel() for weight in trained(module).values()))
+        assert module.optimizer.param_groups[0]["lr"] == (1e-6 if rank == "null" else 1e-5)
+    assert counts == [272, 4 * 272, 4 * 256 + 3 * 512 + 2 * 12 * 16 + 3 * 16]
+
+
+@key("model/huggingface.lora_alpha")
+def lora_alpha(tmp_path):
+    path = llama(tmp_path)
+    for alpha in (32.0, 5.0):
+        module = module_of("model=huggingface", path, "model.lora_rank=2", f"model.lora_alpha={alpha:g}")
+        name, layer = "model.layers.0.mlp.up_proj", module.model.model.layers[0].mlp.up_proj
+        a, b = (getattr(layer, part).default.weight for part in ("lora_A", "lora_B"))
+        torch.nn.init.normal_(b)
+        change = module.policy.weights()[f"{name}.weight"] - layer.base_layer.weight
+        torch.testing.assert_close(change, alpha / 2 * b @ a)
+        assert change.abs().min() > 0
+
+
+@key("model/huggingface.lora_targets")
+def lora_targets(tmp_path):
+    path, found = llama(tmp_path), {}
+    for targets in ("all-linear", "q_proj,v_proj", "0.mlp.up_proj"):
+        module = module_of("model=huggingface", path, "model.lora_rank=2", f"model.lora_targets=[{targets}]")
+        found[targets] = sorted({name.split(".lora_")[0].split("layers.0.")[1] for name in trained(module)})
+    attention = ["k_proj", "o_proj", "q_proj", "v_proj"]
+    every = [f"mlp.{name}_proj" for name in ("down", "gate", "up")] + [f"self_attn.{name}" for name in attention]
+    assert found == {
+        "all-linear": every,
+        "q_proj,v_proj": ["self_attn.q_proj", "self_attn.v_proj"],
+        "0.mlp.up_proj": ["mlp.up_proj"],
+    }

@@ -114,7 +114,7 @@ MUTANTS_OF_ROLLOUTS = [
     (
         "in the background the weights are sampled from as they are being trained",
         "rollouts/samplers.py",
-        {"keeps_weights |= self._beside_training or": "keeps_weights |="},
+        {"keeps_weights or self._beside_training": "keeps_weights"},
         ("tests/rollouts/test_overlap.py::test_a_batch_is_sampled_while_another_is_trained",),
     ),
     (
@@ -143,6 +143,51 @@ MUTANTS_OF_ROLLOUTS = [
         "model/policy.py",
         {"self._float32_head(fp32_lm_head)": "self._float32_head(False)"},
         ("tests/rollouts/test_samplers.py::test_sampling_has_the_head_of_training[True]",),
+    ),
+    (
+        "the sampler's copy keeps the weights that it was made with",
+        "rollouts/samplers.py",
+        {"        if self._keeps_weights:\n": "        if self._keeps_weights and not version:\n"},
+        ("tests/rollouts/test_samplers.py::test_a_copy_samples_as_the_policy_did_when_it_was_published[true]",),
+    ),
+    (
+        "decoding takes the likeliest token",
+        "rollouts/samplers.py",
+        {"(noise + scores).argmax(-1)": "scores.argmax(-1)"},
+        ("tests/rollouts/test_samplers.py::test_tokens_are_as_frequent_as_the_distribution_says[1.0-None-True]",),
+    ),
+    (
+        "rows that go on get the keys of rows that have ended",
+        "model/decoding.py",
+        {"values[rows] for values in kept": "values[: len(rows)] for values in kept"},
+        ("tests/model/test_decoding.py::test_rows_that_have_ended_are_dropped_and_the_others_go_on[1-cpu]",),
+    ),
+    (
+        "attention does not look at more of the cache as it fills",
+        "model/decoding.py",
+        {"if done == segment:": "if done == segment == 1:"},
+        ("tests/model/test_decoding.py::test_log_probs_are_the_models_own[qwen2-cpu]",),
+    ),
+    (
+        "decoding shares keys among other queries than the model does",
+        "model/decoding.py",
+        {
+            "query.reshape(rows, keys.shape[1], -1, width)": "query.reshape(rows, -1, keys.shape[1], width)"
+            ".transpose(1, 2)"
+        },
+        ("tests/model/test_decoding.py::test_log_probs_are_the_models_own[qwen2-cpu]",),
+    ),
+    (
+        "decoding sees past the window of attention",
+        "model/decoding.py",
+        {"self._positions[:, None, None, None] - window,": "self._positions[:, None, None, None] - window - 1,"},
+        ("tests/model/test_decoding.py::test_log_probs_are_the_models_own[mistral-cpu]",),
+    ),
+    (
+        "what the sampler has started goes on after the run",
+        "training/train.py",
+        {"                started.callback(loader.close)\n": ""},
+        ("tests/training/test_training.py::test_the_sampler_is_closed_however_a_run_ends[RuntimeError]",),
     ),
     (
         "prompts without the token of the beginning that the model's tokenizer adds",

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from mutants_of_keys import MUTANTS_OF_KEYS
+from mutants_of_lora import MUTANTS_OF_LORA
 from mutants_of_losses import MUTANTS_OF_LOSSES, MUTANTS_ON_A_GPU
 from mutants_of_penalties import MUTANTS_OF_PENALTIES
 from mutants_of_ranks import MUTANTS_OF_RANKS
@@ -44,6 +45,7 @@ MUTANTS = [
     Mutant(*row)
     for row in (
         *MUTANTS_OF_KEYS,
+        *MUTANTS_OF_LORA,
         *MUTANTS_OF_LOSSES,
         *MUTANTS_OF_PENALTIES,
         *MUTANTS_OF_RANKS,

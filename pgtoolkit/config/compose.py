@@ -98,7 +98,7 @@ def compose(
         else:
             accepted.append(override)
     by_user = parsed if typed is None else parse(typed)[0]
-    problems += executed.functions(config, by_user)
+    problems += executed.functions(config, by_user) + executed.server(config, by_user)
     problems += credentials.of_configuration(config, executed.typed_values(by_user))
     if saved:
         make_absolute(config)
@@ -284,7 +284,9 @@ def _divide(dividend: float, divisor: float) -> float:
     return dividend // divisor if dividend % divisor == 0 else dividend / divisor
 
 
-def _by_weights(random: Any, trained: Any, *, _root_: DictConfig) -> Any:
-    """A default for models that learn from random weights, and one for those that were trained before."""
+def _by_weights(random: Any, trained: Any, adapters: Any = None, *, _root_: DictConfig) -> Any:
+    """A default for models that learn from random weights, one for those that were trained before, one for LoRA."""
     is_trained = OmegaConf.select(_root_, "model.name") == "huggingface"
-    return trained if is_trained and not OmegaConf.select(_root_, "model.random_weights") else random
+    if not is_trained or OmegaConf.select(_root_, "model.random_weights"):
+        return random
+    return trained if adapters is None or OmegaConf.select(_root_, "model.lora_rank") is None else adapters

@@ -17,6 +17,8 @@ from pgtoolkit.system.report import key_of
 NO_EFFECT_ON_LEARNING = (
     *("tracking.", "trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.accept_changed_data"),
     "rollout.save_path",
+    *("sampler.urls", "sampler.executable", "sampler.gpus", "sampler.gpu_memory_share", "sampler.weights_folder"),
+    *("sampler.tolerance", "sampler.start_seconds", "sampler.answer_seconds"),
 )
 """Beginnings of keys: a finished job with other values of them is finished, and they tell no two runs apart."""
 

@@ -17,7 +17,7 @@ NO_FOLDER = ("initial", "recorded")
 
 def make_absolute(config: DictConfig | dict) -> None:
     """Let a run's configuration mean the same files from every directory; its relative paths are seen from this one."""
-    for key in (*DATA, "rollout.save_path"):
+    for key in (*DATA, "rollout.save_path", "sampler.weights_folder"):
         group, name = key.split(".")
         if name in config[group] and isinstance(value := config[group][name], str):
             config[group][name] = absolute(key, value)

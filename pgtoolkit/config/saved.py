@@ -16,6 +16,7 @@ from pgtoolkit.errors import ConfigError, first_line
 from pgtoolkit.runs.files import read_resolved
 
 _SHAPE = ("", ".num_layers", ".hidden_size", ".max_positions", ".num_heads", ".path", ".random_weights")
+_SHAPE += (".lora_rank", ".lora_alpha", ".lora_targets")
 _BATCH = "the position in the data is counted in batches of this size"
 _AHEAD = "the checkpoint holds batches that were sampled ahead by these numbers"
 FIXED = {
@@ -38,16 +39,21 @@ STEPS = ("accumulation", "accumulation.docs_per_step", "accumulation.last_step")
 """What must stay, too, where batches are sampled ahead: how many steps lie before one."""
 
 ADDED_LATER = {
-    "correction": {"name": "none"},
     "kl": {"kind": "none", "coefficient": None, "reference": None},
     "entropy": {"coefficient": 0.0},
+    "model/huggingface": {"lora_rank": None, "lora_alpha": 32.0, "lora_targets": ["all-linear"]},
     "parallelism": {"shard": False, "timeout_seconds": 300},
-    "sampler": {"name": "transformers", "max_sequences": None, "static_cache": None},
     "rollout/policy": {"lag": 0, "max_staleness": None},
     "tracking": {"system_metrics": False},
     "trainer": {"accept_changed_data": False},
 }
 """Keys that older runs were saved without, by group or option, with the values that continue them as they were."""
+
+GROUPS_ADDED_LATER = {
+    "correction": {"name": "none"},
+    "sampler": {"name": "transformers", "max_sequences": None, "static_cache": None},
+}
+"""The same for whole groups: what a saved option lacks of them belongs to another option."""
 
 
 def saved_config(run_dir: Path) -> DictConfig:
@@ -68,8 +74,7 @@ def typed(values: dict, file: str) -> DictConfig:
     """The values saved in a file, in the schema of their options, so that they are checked as at the start."""
     config = OmegaConf.structured(Config)
     try:
-        # groups that older runs were saved without
-        values = {**{group: ADDED_LATER[group] for group in ("correction", "sampler")}, **values}
+        values = GROUPS_ADDED_LATER | values
         for group in {schema.partition("/")[0] for schema in SCHEMAS if "/" in schema}:
             config[group] = OmegaConf.structured(SCHEMAS[f"{group}/{values[group]['name']}"])
         OmegaConf.set_struct(config, True)
@@ -102,7 +107,8 @@ def cannot_change(config: DictConfig, override: Override, movable: set[str]) -> 
     why = FIXED.get("task" if key.startswith("task.") else key)
     if key in STEPS and any(OmegaConf.select(config, f"rollout.{name}") for name in ("lag", "max_staleness")):
         why = _AHEAD
-    option = OmegaConf.select(config, f"{key}.name")
+    group = OmegaConf.select(config, key)
+    option = group.get("name") if OmegaConf.is_dict(group) else None
     if why is None or key in movable or value == OmegaConf.select(config, key) or (option and value == option):
         return None
     before = option or OmegaConf.select(config, key, default="none")

@@ -131,6 +131,9 @@ class HuggingFaceModelConfig:
     dtype: NumberType
     gradient_checkpointing: bool
     fp32_lm_head: bool
+    lora_rank: int | None = between(1, 65536)
+    lora_alpha: float = between(1e-6, 1e9)
+    lora_targets: list[str]
 
 
 @dataclass
@@ -188,6 +191,23 @@ class TransformersSamplerConfig:
     name: str
     max_sequences: int | None = between(1, 10**6)
     static_cache: bool | None
+
+
+@dataclass
+class VllmSamplerConfig:
+    name: str
+    urls: list[str]
+    executable: str
+    arguments: list[str]
+    gpus: list[int] | None
+    tensor_parallel: int = between(1, 1024)
+    gpu_memory_share: float = between(0.01, 1)
+    max_sequences: int = between(1, 10**6)
+    seeded: bool
+    weights_folder: str | None
+    tolerance: float | None = between(1e-9, 100)
+    start_seconds: int = between(1, 604800)
+    answer_seconds: int = between(1, 604800)
 
 
 @dataclass
@@ -267,6 +287,7 @@ SCHEMAS = {
     "rollout/policy": PolicyRolloutConfig,
     "rollout/recorded": RecordedRolloutConfig,
     "sampler/transformers": TransformersSamplerConfig,
+    "sampler/vllm": VllmSamplerConfig,
     "optimizer": OptimizerConfig,
     "trainer": TrainerConfig,
     "tracking": TrackingConfig,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from omegaconf.resolvers import oc
 
 from pgtoolkit.config.defaults import default
 from pgtoolkit.config.override_problems import unresolvable
-from pgtoolkit.config.rules import parallelism, penalties, run, step
+from pgtoolkit.config.rules import lora, parallelism, penalties, run, sampler, step
 from pgtoolkit.config.rules.ranges import ranges
 from pgtoolkit.config.rules.schedule import schedule
 from pgtoolkit.system.redaction import redact
@@ -42,10 +43,11 @@ def resolve_and_validate(config: DictConfig) -> tuple[Any, Report]:
         rule(plain, report)
     penalties.penalties(plain, report)
     run.task(plain, list(typed), report)
-    run.sampler(plain, list(typed), report)
+    sampler.sampler(plain, list(typed), functools.partial(default, config), report)
     schedule(plain, report)
     for rule in (run.kernel, parallelism.parallelism, run.trainer, run.tracking):
         rule(plain, report)
+    lora.lora(plain, {key: default(config, f"model.{key}") for key in ("lora_alpha", "lora_targets")}, report)
     run.optimizer(plain, default(config, "optimizer.learning_rate"), report)
     return plain, report
 

@@ -98,7 +98,9 @@ class _MixedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         hidden, weight = ctx.saved_tensors
-        gradient = gradient.to(hidden.dtype)
-        total = hidden.new_zeros(weight.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
-        accumulate_matmul(total, gradient.T, hidden, 1.0)
-        return gradient @ weight.to(hidden.dtype), total.to(weight.dtype), None
+        gradient, total = gradient.to(hidden.dtype), None
+        if ctx.needs_input_grad[1]:  # not of a frozen head
+            total = hidden.new_zeros(weight.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
+            accumulate_matmul(total, gradient.T, hidden, 1.0)
+            total = total.to(weight.dtype)
+        return gradient @ weight.to(hidden.dtype), total, None

@@ -91,6 +91,7 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "PGTK_PYTHONPATH": os.environ.get("PYTHONPATH", ""),  # what servers in other environments get
     }
 
 

@@ -20,7 +20,7 @@ from pgtoolkit.errors import ConfigError
 from pgtoolkit.kernels.losses import LMHead
 from pgtoolkit.kernels.products import linear
 from pgtoolkit.losses.exchange import Ranks
-from pgtoolkit.model import attention
+from pgtoolkit.model import attention, lora
 from pgtoolkit.model.attention import Documents
 from pgtoolkit.model.decoding import Decoding, can_decode, decoding
 from pgtoolkit.rollouts.prompts import END, tiny_tokenizer
@@ -34,11 +34,15 @@ _PADDING_LIMIT = 1.5
 
 @dataclass(frozen=True)
 class Policy:
-    """A transformers causal LM with its tokenizer. Weights are float32; the body computes in `compute_dtype`."""
+    """A transformers causal LM with its tokenizer. The body computes in `compute_dtype`; trained weights are float32.
+
+    base_digest: where LoRA's adapters alone are trained, a digest of the other weights, which are in compute_dtype.
+    """
 
     model: nn.Module
     tokenizer: object
     compute_dtype: torch.dtype = torch.float32
+    base_digest: str | None = None
 
     pipeline = None  # not a field: what a policy in stages has in its place
 
@@ -68,8 +72,16 @@ class Policy:
         return self.head.weight.shape[0]
 
     def weights(self) -> dict[str, Tensor]:
-        """The weights as they are now, by their names in the model's Hugging Face folder: references, not copies."""
-        return {name: tensor.detach() for name, tensor in named_weights(self.model).items()}
+        """The weights as they are now, by their names in the model's Hugging Face folder: references, not copies.
+
+        Where there are adapters, they are in the weights: those matrices are copies, in compute_dtype.
+        """
+        named = {name: tensor.detach() for name, tensor in named_weights(self.model).items()}
+        return named if self.base_digest is None else lora.merged_weights(self.model, named)
+
+    def without_adapters(self) -> contextlib.AbstractContextManager:
+        """Within, the policy is the model that training began with: that of the frozen weights alone."""
+        return lora.without_adapters(self.model)
 
     def copied(self) -> Policy:
         """The same model on the same device in compute_dtype, with weights of its own, which `load` fills."""
@@ -84,12 +96,18 @@ class Policy:
 
     @torch.no_grad()
     def load(self, weights: dict[str, Tensor]) -> None:
-        """Take over the values that `weights` of the same model gave, rounded to the type that they have here."""
+        """Take over what `weights` of the same model gave, in compute_dtype, until `unload` gives the memory back."""
         own = named_weights(self.model)
         if own.keys() != weights.keys():
             raise ValueError(f"weights differ in {sorted(own.keys() ^ weights.keys())}")
         for name, tensor in own.items():
-            tensor.copy_(weights[name])
+            given = weights[name]
+            tensor.data = given.to(self.compute_dtype if given.is_floating_point() else given.dtype, copy=True)
+
+    def unload(self) -> None:
+        """Give the weights' memory back, until others are loaded."""
+        for tensor in named_weights(self.model).values():
+            tensor.data = tensor.data.new_empty(0)
 
     @property
     def can_decode(self) -> bool:
@@ -241,19 +259,22 @@ def _hugging_face(config: HuggingFaceModelConfig, on_gpu: bool) -> Policy:
         raise ConfigError(" ".join(problems))
     model_config = model_folder.load_config(config.path)
     _switch_dropout_off(model_config)
+    bfloat16 = config.dtype == "bfloat16" or (config.dtype == "auto" and on_gpu)
+    dtype = torch.bfloat16 if bfloat16 else torch.float32
     tokenizer = model_folder.load_tokenizer(config.path)
-    model = _random(config.path, model_config) if config.random_weights else _trained(config.path, model_config)
+    if config.random_weights:
+        model = _random(config.path, model_config)
+    else:
+        model = _trained(config.path, model_config, dtype if config.lora_rank else torch.float32)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     model.train()  # without dropout it changes no number, but checkpointing acts only in this mode
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     _check_head(Policy(model, tokenizer), config.path)
-    bfloat16 = config.dtype == "bfloat16" or (config.dtype == "auto" and on_gpu)
-    dtype = torch.bfloat16 if bfloat16 else torch.float32
     if on_gpu:
         attention.switch_on(model, dtype, torch.device("cuda"))
-    return Policy(model, tokenizer, dtype)
+    return Policy(model, tokenizer, dtype, lora.add_adapters(model, config) if config.lora_rank else None)
 
 
 def _random(path: str, model_config) -> nn.Module:
@@ -265,7 +286,7 @@ def _random(path: str, model_config) -> nn.Module:
     return model
 
 
-def _trained(path: str, model_config) -> nn.Module:
+def _trained(path: str, model_config, dtype: torch.dtype) -> nn.Module:
     """The model with exactly the weights in its files; ConfigError where they are not all there, or not numbers."""
     from transformers import AutoModelForCausalLM
 
@@ -274,7 +295,7 @@ def _trained(path: str, model_config) -> nn.Module:
         model, report = AutoModelForCausalLM.from_pretrained(
             os.path.expanduser(path),
             config=model_config,
-            dtype=torch.float32,
+            dtype=dtype,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
             **model_folder.how_to_load(path),

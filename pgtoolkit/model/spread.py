@@ -154,6 +154,7 @@ def parallelize(policy: Policy, layout: Layout, config: Config) -> Policy:
         model,
         policy.tokenizer,
         policy.compute_dtype,
+        policy.base_digest,
         layout=layout,
         sharded=sharded,
         multiple=layout.size("tensor_parallel") if parallelism.sequence_parallel else 1,

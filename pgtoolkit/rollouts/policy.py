@@ -37,8 +37,8 @@ class PolicyInTraining(Protocol):
     policy: Any
     num_updates: int
 
-    def log_probs(self, micro_batch: MicroBatch) -> Tensor:
-        """(T,) log-prob of each label, by the forward pass that training uses."""
+    def log_probs(self, micro_batch: MicroBatch, temperature: float | None = None) -> Tensor:
+        """(T,) log-prob of each label, by the forward pass that training uses; temperature: None for the run's."""
         ...
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.config.rules.parallelism import MODEL_TYPES
-from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema import Config, PolicyRolloutConfig
 from pgtoolkit.errors import ConfigError, NumericalError
 from pgtoolkit.system.model_folder import end_tokens
 
@@ -76,9 +76,9 @@ class Sampler(Protocol):
 class TransformersSampler:
     """Samples from the model in training, many prompts in one batch with a KV cache.
 
-    policy: a `Policy`. keeps_weights: whether to sample from a copy of the weights that were published last, as is done
-        anyway where the model computes in another type than its weights have, and where completions may be asked for in
-        a thread while the policy is trained (rollout.max_staleness); else from the policy itself.
+    policy: a `Policy`, sampled from as it is; where it computes in another type than its weights have, from a copy of
+        them in that type, made for each call. keeps_weights: whether to sample from those published last instead, as is
+        done anyway where completions are asked for in a thread while the policy is trained (rollout.max_staleness).
     settings: how completions are sampled; of the model's own generation_config.json only the ends are taken.
     Raises ConfigError for sampler.static_cache=true with a model that it is not known to work for.
     """
@@ -95,30 +95,40 @@ class TransformersSampler:
         self.settings = sampling_settings(policy.model, policy.tokenizer, *sizes)
         self._live, self._version = policy, 0
         self._beside_training, self._closed = rollout.max_staleness is not None, False
-        keeps_weights |= self._beside_training or policy.compute_dtype != torch.float32
-        self._policy = None if keeps_weights else policy
+        self._keeps_weights = keeps_weights or self._beside_training
+        self._policy = None if self._keeps_weights or policy.compute_dtype != torch.float32 else policy
         self._generator = self._stream = None  # beside training, its own
         self._fp32_lm_head = config.model.fp32_lm_head
         self._max_sequences = config.sampler.max_sequences
 
     def publish(self, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
-        """A copy keeps these weights until others are published; the policy's own updates show at once."""
         self._version = version
-        if self._policy is not self._live:
-            # Only now is the model on the device that it is trained on.
-            self._policy = self._policy or self._live.copied()
-            self._policy.load(weights())
+        if self._keeps_weights:
+            self._load(weights())
+
+    def _load(self, weights: dict[str, Tensor]) -> None:
+        # Not before: only now is the model on the device that it is trained on.
+        self._policy = self._policy or self._live.copied()
+        self._policy.load(weights)
 
     def complete(self, requests: list[Request]) -> list[Completion]:
         """Draws from torch's global random state, or beside training from one that the first request's seed begins.
 
         Keeps one log-prob per token, however large the vocabulary.
         """
+        borrowed = not self._keeps_weights and self._policy is not self._live
+        if borrowed:
+            self._load(self._live.weights())
         prompts = [request.tokens for request in requests for _ in range(request.completions)]
         size = self._max_sequences or max(1, len(prompts))
         batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
         with self._aside(requests[0].seed) if self._beside_training and requests else contextlib.nullcontext():
-            return [completion for batch in batches for completion in self._complete(batch)]
+            completions = [completion for batch in batches for completion in self._complete(batch)]
+        if borrowed:
+            self._policy.unload()
+        if self._live.model.device.type == "cuda" and not self._beside_training:
+            torch.cuda.empty_cache()  # what the graphs had is of use to nothing else before
+        return completions
 
     def close(self) -> None:
         """Makes a thread that is sampling end after its next token."""
@@ -149,8 +159,6 @@ class TransformersSampler:
         draw = _Draw(_temperature_and_top_p(self.settings), self._generator, self._check_open)
         most, ends = self.settings.max_new_tokens, self._ends()
         found = self._policy.decode(prompts, most, ends, draw, self._fp32_lm_head)
-        if found[0].is_cuda:
-            torch.cuda.empty_cache()  # else nothing but sampling can use what the graphs had
         if not found[1].isfinite().all():
             raise _not_finite()
         return found
@@ -202,16 +210,6 @@ class TransformersSampler:
         reason = "stop" if len(places) else "length"
         return Completion(tokens[:length].clone(), log_probs[:length].clone(), reason, self._version)
 
-    def ignored_settings(self) -> dict[str, Any]:
-        """What of the model's own settings, from its generation_config.json, would sample differently."""
-        own = self._live.model.generation_config.to_dict()
-        found = {key: own.get(key) for key in _NEUTRAL}
-        return {
-            key: value
-            for key, value in found.items()
-            if value not in (None, [], _NEUTRAL[key]) and value != getattr(self.settings, key, None)
-        }
-
 
 def sampling_settings(
     model, tokenizer, temperature: float, top_p: float | None = None, max_completion_length: int | None = None
@@ -229,6 +227,18 @@ def sampling_settings(
         pad_token_id=tokenizer.pad_token_id or 0,
         eos_token_id=ends[0] if len(ends) == 1 else ends or None,
     )
+
+
+def ignored_settings(policy: Any, rollout: PolicyRolloutConfig) -> dict[str, Any]:
+    """What of the model's own settings, from its generation_config.json, would sample differently."""
+    own = policy.model.generation_config.to_dict()
+    used = sampling_settings(policy.model, policy.tokenizer, rollout.temperature, rollout.top_p)
+    found = {key: own.get(key) for key in _NEUTRAL}
+    return {
+        key: value
+        for key, value in found.items()
+        if value not in (None, [], _NEUTRAL[key]) and value != getattr(used, key, None)
+    }
 
 
 _NEUTRAL = {

@@ -21,6 +21,9 @@ FUNCTIONS = ("task.verifier", "aggregation.reducer", "loss.path")
 """Keys whose value may be a dotted path. It is imported where the user has typed it, and never because a file names it,
 such as a run's config.yaml: `config/rules/executed.py`."""
 
+COMMANDS = {"sampler.executable": "vllm", "sampler.arguments": []}
+"""Keys that make up a command, with what is harmless of each; anything else is run by the same word alone."""
+
 REDUCER_KEYWORDS = ("mask", "document_index", "tokens_per_document", "group_index")
 """What a reducer is called with, after the step's totals."""
 

@@ -20,6 +20,8 @@ _OBJECTS = ("generation_config.json", "tokenizer_config.json", "special_tokens_m
 """Beside config.json. Of some, transformers takes a broken one for a missing one, and goes on with other settings."""
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _INDEXES = tuple(f"{name}.index.json" for name in _WEIGHTS)
+ADAPTER_SETTINGS = "adapter_config.json"
+"""What tells a folder of peft's adapters, which transformers would put into whatever model lies beside it."""
 _EMBEDDINGS = (".embed_tokens.weight", "wte.weight")
 """What the usual models call the matrix with a row for each entry of the vocabulary."""
 _UNREADABLE = (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError, struct.error)
@@ -37,6 +39,9 @@ def problems(path: str, random_weights: bool) -> list[str]:
     """What keeps the files in a folder from being a model, as far as they tell by themselves; reads no weights."""
     folder = Path(path).expanduser()
     found = [("plain files", f"{name}: {got}", "Only those are read.") for name, got in _special(folder)]
+    if (folder / ADAPTER_SETTINGS).exists():
+        reason = "Adapters are part of another model; pgtk export merges those of a run into theirs."
+        found.append(("a whole model", f"adapters, {ADAPTER_SETTINGS}", reason))
     if not found:
         found = list(_settings(folder))
         if not any((folder / name).is_file() for name in _TOKENIZERS):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,8 +53,12 @@ def text(value: Any) -> str:
     """A value as one types it in an override."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return f"[{','.join(map(text, value))}]"
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e16:
         return str(int(value))
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"[{','.join(map(text, value))}]"
     return str(value)
 
 

@@ -17,7 +17,7 @@ from pgtoolkit.config.paths import absolute_uri
 from pgtoolkit.config.rules.credentials import of_address
 from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.runs.files import known_provenance, leaves, read_config
-from pgtoolkit.system.functions import FUNCTIONS
+from pgtoolkit.system.functions import COMMANDS, FUNCTIONS
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.tracking.store import search_literal
 
@@ -94,12 +94,17 @@ def sync_command(run_dir: str | Path) -> str:
 
 
 def _only_typed(run_dir):
-    """Overrides with functions of the user's own, and with a server that gets credentials."""
+    """Overrides with functions and commands of the user's own, and with a server that gets credentials."""
     try:
         settings = dict(leaves(read_config(run_dir)[0]))
     except Exception:  # before the configuration is written, or where it is damaged
         return []
     typed = [f"{key}={settings[key]}" for key in FUNCTIONS if "." in str(settings.get(key))]
+    for key, usual in COMMANDS.items():
+        if settings.get(key, usual) != usual:
+            value = settings[key]
+            quoted = value if isinstance(value, str) else f"[{','.join(map(repr, value))}]"
+            typed.append(f"{key}={quoted}")
     uri = settings.get("tracking.uri")
     return typed + ([f"tracking.uri={uri}"] if of_address(uri, "") else [])
 

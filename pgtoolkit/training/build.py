@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+from pathlib import Path
 
 import torch
 
@@ -15,9 +17,10 @@ from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.policy import PolicyRollouts
 from pgtoolkit.rollouts.prompts import TokenizedTask
 from pgtoolkit.rollouts.recorded import RecordedRollouts
-from pgtoolkit.rollouts.samplers import TransformersSampler
+from pgtoolkit.rollouts.samplers import Sampler, TransformersSampler, ignored_settings
 from pgtoolkit.rollouts.steps import Source, StepLoader
 from pgtoolkit.rollouts.tasks import make_task
+from pgtoolkit.rollouts.vllm import VllmSampler
 from pgtoolkit.rollouts.writer import RolloutWriter
 from pgtoolkit.system.model_folder import end_tokens
 from pgtoolkit.system.report import Report
@@ -25,15 +28,17 @@ from pgtoolkit.training.frameworks import lightning
 from pgtoolkit.training.machine import devices
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.reference import reference_of
+from pgtoolkit.training.state import seed_rank, write_settings
 
 log = logging.getLogger("pgtoolkit")
 
 
 def build(
-    config: Config, resume: bool = False, layout: Layout = ONE_PROCESS
+    config: Config, resume: bool = False, layout: Layout = ONE_PROCESS, run_dir: Path = Path()
 ) -> tuple[PolicyGradientModule, StepLoader]:
     """The module, and the steps it trains on from the start of the data; nothing is trained yet.
 
+    run_dir: where servers that are started write their logs.
     Whoever calls this closes the steps when the run is over, whatever ends it.
     """
     lightning.seed_everything(config.seed, verbose=False)
@@ -50,15 +55,9 @@ def build(
     module = PolicyGradientModule(config, parallelize(policy, layout, config), layout, reference)
     room = min(policy.max_positions, config.accumulation.max_tokens)
     close_on_groups = config.aggregation.mode == AggregationMode.prompt_mean
-    source = _source(config, task, module, room, resume)
+    source = _source(config, task, module, room, resume, run_dir)
     seed_rank(config.seed, layout.rank)
     return module, StepLoader(source, config.accumulation, close_on_groups, config.trainer.max_steps, layout)
-
-
-def seed_rank(seed: int, rank: int, step: int = 0) -> None:
-    """Random numbers of a rank's own, once all hold the same weights; those of rank 0 go on at the start of a run."""
-    if rank > 0 or step > 0:
-        lightning.seed_everything((seed + 1_000_003 * rank + 7919 * step) % 2**32, verbose=False)
 
 
 def fit(module: PolicyGradientModule, loader: StepLoader, config: Config, recorder: lightning.Callback) -> None:
@@ -89,7 +88,7 @@ def accelerator(config: Config) -> str:
     return "gpu" if torch.cuda.is_available() and config.trainer.device != "cpu" else "cpu"
 
 
-def _source(config: Config, task, module: PolicyGradientModule, room: int, resume: bool) -> Source:
+def _source(config: Config, task, module: PolicyGradientModule, room: int, resume: bool, run_dir: Path) -> Source:
     estimator, rollout = config.advantage.estimator.value, config.rollout
     if isinstance(rollout, PolicyRolloutConfig):
         writes = rollout.save_path and module.layout.rank == 0
@@ -99,8 +98,8 @@ def _source(config: Config, task, module: PolicyGradientModule, room: int, resum
         skip = getattr(config.task, "too_long", None) == TooLong.skip
         with failing_together(module.layout):
             tokenized.check_lengths(room, rollout.max_completion_length, skip)
-        sampler = TransformersSampler(module.policy, config)
-        _note_ignored(config, sampler)
+        sampler = _sampler(config, module, tokenized, room, run_dir)
+        _note_ignored(config, module)
         return PolicyRollouts(config, tokenized, sampler, module, module.layout, writer)
     needs = ("group_id",) if config.aggregation.mode == AggregationMode.prompt_mean else ()
     correction = module.loss.correction
@@ -110,8 +109,17 @@ def _source(config: Config, task, module: PolicyGradientModule, room: int, resum
     return RecordedRollouts(rollout, estimator, vocabulary_size, config.seed, needs, room, accept_changed)
 
 
-def _note_ignored(config: Config, sampler: TransformersSampler) -> None:
-    if ignored := sampler.ignored_settings():
+def _sampler(config: Config, module: PolicyGradientModule, task: TokenizedTask, room: int, run_dir: Path) -> Sampler:
+    if config.sampler.name == "transformers":
+        return TransformersSampler(module.policy, config)
+    with failing_together(module.layout):
+        prompts = task.encode([task.prompt(number) for number in range(16)])
+    settings = functools.partial(write_settings, module)
+    return VllmSampler(config, module, module.layout, prompts, room, settings, run_dir)
+
+
+def _note_ignored(config: Config, module: PolicyGradientModule) -> None:
+    if ignored := ignored_settings(module.policy, config.rollout):
         values = ", ".join(f"{name}={value}" for name, value in ignored.items())
         log.warning(
             f"note: {config.model.path}/generation_config.json suggests {values}, which is ignored: completions are "

@@ -1,9 +1,9 @@
 """Checkpoints: folders that are whole or not there, written by any number of processes and read by any other.
 
-`step-NNNNNN/` is a Hugging Face folder, which transformers loads as it lies. Its subfolder `training/` holds what else
-the next step depends on: the optimizer's moments by the names of their parameters, and state.json, whose tensors are in
-state.safetensors. manifest.json names the format, and the size and CRC-32 of each file. Nothing is pickled: reading a
-checkpoint runs no code.
+`step-NNNNNN/` is a Hugging Face folder, which transformers loads as it lies: of a model, or of LoRA's adapters, which
+name their model. Its subfolder `training/` holds what else the next step depends on: the optimizer's moments by the
+names of their parameters, and state.json, whose tensors are in state.safetensors. manifest.json names the format, and
+the size and CRC-32 of each file. Nothing is pickled: reading a checkpoint runs no code.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ log = logging.getLogger("pgtoolkit")
 FORMAT = 2
 """Of checkpoints; format 1 was pickled: a file `step-NNNNNN.ckpt`, or a folder where several processes wrote it."""
 
-WEIGHTS, MOMENTS = "model", "training/optimizer"
-"""Kinds of tensors, as their files' names begin."""
+WEIGHTS, ADAPTERS, MOMENTS = "model", "adapter_model", "training/optimizer"
+"""Kinds of tensors, as their files' names begin; adapters are in one file, since peft reads no more."""
 
 _MANIFEST, _STATE = "manifest.json", "training/state"
 _SHARD_BYTES = 2**30
@@ -51,8 +51,9 @@ def save_checkpoint(
 ) -> Path:
     """Write `step-NNNNNN/` and delete all but the newest `keep` checkpoints; called by every rank.
 
-    state: what is the same on all ranks, `step` included: values that JSON has, and tensors. tensors: of WEIGHTS and of
-    MOMENTS, by name; DTensors are written whole. write_settings: puts the other files into a folder; called by rank 0.
+    state: what is the same on all ranks, `step` included: values that JSON has, and tensors. tensors: of WEIGHTS or
+    ADAPTERS, and of MOMENTS, by name; DTensors are written whole. write_settings: puts the other files into a folder;
+    called by rank 0.
     All is written under a temporary name, flushed to disk, and renamed: killed at any moment, `folder` holds only whole
     checkpoints beside at most one `.tmp`. Raises StorageError on all ranks if the disk refuses any of them.
     """
@@ -135,7 +136,8 @@ def open_tensors(path: Path, kind: str) -> Iterator[dict[str, safe_open]]:
 
 def settings_of(path: Path) -> dict[str, bytes]:
     """The files of a checkpoint's Hugging Face folder but for the weights, by name."""
-    return {name: _read(path / name) for name in _manifest(path) if not name.startswith((WEIGHTS, "training/"))}
+    kinds = (WEIGHTS, ADAPTERS, "training/")
+    return {name: _read(path / name) for name in _manifest(path) if not name.startswith(kinds)}
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -170,7 +172,7 @@ def _write_tensors(folder: Path, tensors: dict[str, dict[str, Tensor]], layout: 
     """Write this rank's share of the tensors: (name, fingerprint, names of the tensors) of each file."""
     files, failure = [], None
     for kind, named in tensors.items():
-        for number, shard in enumerate(_shards(named, layout), start=1):
+        for number, shard in enumerate(_shards(named, layout, kind == ADAPTERS), start=1):
             name = f"{kind}-{layout.rank + 1:05d}-{number:05d}.safetensors"
             try:
                 save_file(shard, folder / name, {"format": "pt"})
@@ -183,21 +185,21 @@ def _write_tensors(folder: Path, tensors: dict[str, dict[str, Tensor]], layout: 
     return files
 
 
-def _shards(tensors: dict[str, Tensor], layout: Layout) -> Iterator[dict[str, Tensor]]:
+def _shards(tensors: dict[str, Tensor], layout: Layout, in_one_file: bool) -> Iterator[dict[str, Tensor]]:
     """The tensors that this rank is to write, whole and on the CPU, for each of its files.
 
     Ranks that hold parts of the same tensors, those of a pipeline stage, bring them together one at a time and share
-    them out evenly by size.
+    them out evenly by size, or leave them all to the first.
     """
     count = layout.world_size // layout.size("pipeline_parallel")
     shares, own, size = [0] * count, {}, 0
     for name, tensor in tensors.items():
         whole = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-        writer = shares.index(min(shares))
+        writer = 0 if in_one_file else shares.index(min(shares))
         shares[writer] += whole.nbytes
         if writer == layout.rank % count:
             own[name], size = whole.cpu().contiguous(), size + whole.nbytes
-            if size >= _SHARD_BYTES:
+            if size >= _SHARD_BYTES and not in_one_file:
                 yield own
                 own, size = {}, 0
     if own:
@@ -207,10 +209,11 @@ def _shards(tensors: dict[str, Tensor], layout: Layout) -> Iterator[dict[str, Te
 def _write_rest(folder: Path, state: dict, written: list[tuple]) -> None:
     """State, index of the weights and, at last, the manifest; `written`: what `_write_tensors` gave on every rank."""
     files = {name: fingerprint for name, fingerprint, _ in written}
-    weights = {name: names for name, _, names in written if name.startswith(WEIGHTS)}
+    weights = {name: names for name, _, names in written if name.startswith((WEIGHTS, ADAPTERS))}
     if len(weights) == 1:
-        files["model.safetensors"] = files.pop(*weights)
-        (folder / next(iter(weights))).rename(folder / "model.safetensors")
+        (only,) = weights
+        files[whole := f"{only.partition('-')[0]}.safetensors"] = files.pop(only)
+        (folder / only).rename(folder / whole)
     else:
         index = {"metadata": {}, "weight_map": {tensor: name for name in weights for tensor in weights[name]}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
 import tempfile
 from pathlib import Path
 
+import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from torch import nn
 
 from pgtoolkit.comparison.runs import is_run, not_a_run
 from pgtoolkit.config.compose import compose
-from pgtoolkit.config.schema import Config, HuggingFaceModelConfig, PromptsTaskConfig, TinyModelConfig
+from pgtoolkit.config.schema import Config, HuggingFaceModelConfig, NumberType, PromptsTaskConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError, StorageError, first_line
 from pgtoolkit.rollouts.tasks import make_task
 from pgtoolkit.runs.directory import read_config, read_metrics, read_status
 from pgtoolkit.runs.series import best, final
+from pgtoolkit.system.model_folder import ADAPTER_SETTINGS, load_config
 from pgtoolkit.system.plain_files import open_to_read
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.tracking.description import describe
@@ -33,7 +37,8 @@ def export(run_dir: Path, folder: Path) -> int:
     """Write the run's newest checkpoint to `folder`, all of it or nothing; returns the checkpoint's step.
 
     The folder holds the checkpoint's model, its weights in the number type that training began with, README.md and, if
-    there is one, the run's curves.png; transformers loads it to the same logits (in bfloat16: rounded).
+    there is one, the run's curves.png; transformers loads it to the same logits (in bfloat16: rounded). LoRA's adapters
+    are merged into the model that model.path names.
     Raises ConfigError if there is no checkpoint or the folder has files, StorageError if it cannot be written.
     """
     use = f"pgtk export {run_dir} {folder}"
@@ -51,7 +56,7 @@ def export(run_dir: Path, folder: Path) -> int:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        _write_model(state["path"], temporary)
+        _write_model(config, state, temporary)
         with contextlib.suppress(FileNotFoundError), open_to_read(run_dir / "curves.png") as picture:
             (temporary / "curves.png").write_bytes(picture.read())
         (temporary / "README.md").write_text(card(config, run_dir, state["step"]), encoding="utf-8")
@@ -91,17 +96,16 @@ def _config(run_dir: Path) -> Config:
     return config
 
 
-def _write_model(checkpoint: Path, folder: Path) -> None:
+def _write_model(config: Config, state: dict, folder: Path) -> None:
     """The checkpoint's Hugging Face folder, its weights in the number type that its configuration names."""
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    how = {"trust_remote_code": False, "local_files_only": True, "use_safetensors": True}
+    checkpoint = state["path"]
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto", output_loading_info=True, **how)
-        if lacks := sorted(report["missing_keys"]):
-            raise ValueError(f"{lacks[0]} is missing")
+        model = _whole_model(checkpoint) if state.get("base_digest") is None else _merged_model(config, state)
+    except ConfigError:  # about the model that the adapters belong to
+        raise
     except Exception as error:  # of damaged files its many parsers each raise their own
         raise StorageError(
             f"the checkpoint {checkpoint} is damaged: transformers cannot load it ({first_line(error)}). Remove it to "
@@ -109,9 +113,31 @@ def _write_model(checkpoint: Path, folder: Path) -> None:
         ) from error
     model.save_pretrained(folder)
     for name, data in settings_of(checkpoint).items():
-        if not (folder / name).exists():
+        if not (folder / name).exists() and name != ADAPTER_SETTINGS:
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(data)
+
+
+def _whole_model(checkpoint: Path) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    how = {"trust_remote_code": False, "local_files_only": True, "use_safetensors": True}
+    model, report = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto", output_loading_info=True, **how)
+    if lacks := sorted(report["missing_keys"]):
+        raise ValueError(f"{lacks[0]} is missing")
+    return model
+
+
+def _merged_model(config: Config, state: dict) -> nn.Module:
+    """The run's own model, read in float32, with a checkpoint's adapters in its weights."""
+    from pgtoolkit.model.lora import merge
+    from pgtoolkit.model.policy import build_policy
+    from pgtoolkit.training.weights import load_weights
+
+    policy = build_policy(dataclasses.replace(config.model, dtype=NumberType.float32), None, on_gpu=False)
+    load_weights(policy, state)
+    merge(policy.model)
+    return policy.model.to(load_config(config.model.path).dtype or torch.float32)
 
 
 def card(config: Config, run_dir: Path, step: int) -> str:

@@ -9,6 +9,8 @@ import contextlib
 import functools
 import glob
 import os
+import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from pgtoolkit.config.rules.run import needs_gpu, occupied_by_rollouts, refuse_t
 from pgtoolkit.errors import ConfigError, DataError, first_line
 from pgtoolkit.system import model_folder
 from pgtoolkit.system.functions import REDUCER_KEYWORDS, import_function
-from pgtoolkit.system.report import Report, is_whole, refusal
+from pgtoolkit.system.report import Report, is_whole, refusal, text
 
 _SECONDS_FOR_THE_HUB = 10
 
@@ -32,6 +34,7 @@ def check_machine(c: Any, report: Report, typed: bool = True, begins: bool = Tru
     """
     devices(c, report)
     _model(c, report)
+    _server(c, report)
     if typed:
         _functions(c, report)
         _prompts(c, report)
@@ -48,6 +51,27 @@ def devices(c: Any, report: Report) -> None:
         report.refuse("trainer.device=cuda", "a GPU that torch can use", "none", reason, "trainer.device=auto")
     if needs_gpu(c) and c.trainer.device != "cpu":  # which the rule on kernels has refused
         refuse_triton("none", report)
+
+
+def _server(c: Any, report: Report) -> None:
+    """The program that is to sample, and the GPUs that are to be its own."""
+    own = c.sampler
+    if c.rollout.name != "policy" or own.name != "vllm" or own.urls or _has_problem("sampler.", report):
+        return
+    program = shlex.split(own.executable)[0]
+    if shutil.which(program) is None:
+        reason = "vLLM is installed in an environment of its own, since its versions of libraries are others."
+        use = "sampler.executable=ENVIRONMENT/bin/vllm, or sampler.urls=[http://HOST:PORT]"
+        report.refuse(f"sampler.executable={own.executable}", "a program that is there", "none", reason, use)
+    if own.gpus and max(own.gpus) >= (count := _gpus()):
+        reason = "They are numbered from 0, as torch sees them."
+        report.refuse(f"sampler.gpus={text(own.gpus)}", "GPUs of this machine", f"{count} of them", reason, "others")
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _has_gpu() -> bool:

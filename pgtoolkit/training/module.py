@@ -89,9 +89,9 @@ class PolicyGradientModule(DynamicAccumulation):
             group["lr"] = rate
         return {"learning_rate": rate}
 
-    def log_probs(self, micro_batch: MicroBatch) -> Tensor:
-        """(T,) log-prob of each label by the forward pass that training uses."""
-        return self._log_probs(self.policy, micro_batch.counted().to(self.device))
+    def log_probs(self, micro_batch: MicroBatch, temperature: float | None = None) -> Tensor:
+        """(T,) log-prob of each label by the forward pass that training uses; temperature: None for the run's."""
+        return self._log_probs(self.policy, micro_batch.counted().to(self.device), temperature)
 
     def _with_reference(self, micro_batch: MicroBatch) -> MicroBatch:
         """With the reference's log-probs, where it is a model and not a column of the data."""
@@ -103,10 +103,11 @@ class PolicyGradientModule(DynamicAccumulation):
         return replace(micro_batch, ref_log_probs=log_probs)
 
     @torch.no_grad()
-    def _log_probs(self, policy: Policy, micro_batch: MicroBatch) -> Tensor:
+    def _log_probs(self, policy: Policy, micro_batch: MicroBatch, temperature: float | None = None) -> Tensor:
         hidden, head, ranks = policy.loss_inputs(micro_batch)
         how = replace(self.computation, num_splits=1)
-        return log_probs_of_hidden(hidden, self._precise(head), micro_batch, self.loss, ranks, how)
+        loss = self.loss if temperature is None else replace(self.loss, temperature=temperature)
+        return log_probs_of_hidden(hidden, self._precise(head), micro_batch, loss, ranks, how)
 
     def _loss(self, inputs: tuple[Tensor, LMHead, Ranks], micro_batch: MicroBatch, totals: StepTotals) -> PolicyLoss:
         hidden, head, ranks = inputs

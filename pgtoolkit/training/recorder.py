@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pgtoolkit.batch import Document, Step
 from pgtoolkit.config.schema import TrainerConfig
-from pgtoolkit.errors import DataError, NumericalError
+from pgtoolkit.errors import DataError, NumericalError, SamplerLost
 from pgtoolkit.ranks.agreement import largest
 from pgtoolkit.rollouts.data_metrics import mismatch_note
 from pgtoolkit.rollouts.steps import settled
@@ -79,6 +79,11 @@ class Recorder(lightning.Callback):
 
     def on_train_end(self, trainer, module) -> None:
         if self._unsaved is not None:
+            self._save(module)
+
+    def on_exception(self, trainer, module, exception: BaseException) -> None:
+        """A server that samples was lost, for all ranks alike, between two steps: none of those made is to be lost."""
+        if isinstance(exception, SamplerLost) and self._unsaved is not None:
             self._save(module)
 
     def check_trained(self) -> None:

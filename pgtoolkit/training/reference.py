@@ -35,6 +35,7 @@ def reference_of(config: Config, policy: Policy) -> Policy | None:
 def _loaded(path: str, policy: Policy) -> Policy:
     dtype = NumberType.float32 if policy.compute_dtype == torch.float32 else NumberType.bfloat16
     settings = {"random_weights": False, "gradient_checkpointing": False, "fp32_lm_head": False}
+    settings |= {"lora_rank": None, "lora_alpha": 1.0, "lora_targets": []}
     chosen = HuggingFaceModelConfig(name="huggingface", path=path, dtype=dtype, **settings)
     on_gpu = policy.by_document  # as the policy was built
     try:

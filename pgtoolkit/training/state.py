@@ -12,16 +12,16 @@ import numpy
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pgtoolkit.config.schema import HuggingFaceModelConfig
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
-from pgtoolkit.model.policy import named_weights
+from pgtoolkit.model import lora
 from pgtoolkit.ranks.agreement import failing_together, gather
 from pgtoolkit.rollouts.samplers import sampling_settings
 from pgtoolkit.system.model_folder import load_config
-from pgtoolkit.training.build import seed_rank
-from pgtoolkit.training.checkpoint import MOMENTS, WEIGHTS, open_tensors
+from pgtoolkit.training.checkpoint import MOMENTS, open_tensors
+from pgtoolkit.training.frameworks import lightning
+from pgtoolkit.training.weights import fill, load_weights, stored
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 """What AdamW keeps of each parameter."""
@@ -40,33 +40,42 @@ def snapshot(module, data_state: dict) -> tuple[dict, dict[str, dict[str, Tensor
         "data": data_state,
         "random": gather(random_state(), module.layout.world_group),
     }
+    if module.policy.base_digest is not None:
+        state["base_digest"] = module.policy.base_digest
+    kind, weights = stored(module.policy)
     moments = {
         f"{name}.{field}": value
-        for name, parameter in module.model.named_parameters()
-        for field, value in module.optimizer.state.get(parameter, {}).items()
+        for name, weight in weights.items()
+        for field, value in module.optimizer.state.get(weight, {}).items()
     }
-    return state, {WEIGHTS: named_weights(module.model), MOMENTS: moments}
+    return state, {kind: weights, MOMENTS: moments}
 
 
 def write_settings(module, folder: Path) -> None:
     """Write what transformers needs beside the weights; OSError if that fails.
 
     These are the configuration, whose `dtype` is the number type of the weights that training began with (it keeps them
-    in float32 whatever they came in), how completions are sampled, and the tokenizer.
+    in float32 whatever they came in), how completions are sampled, and the tokenizer. Of LoRA's adapters it is their
+    own configuration: beside the model's, transformers would take the folder for a whole model.
     """
     chosen, rollout = module.config.model, module.config.rollout
-    config = copy.deepcopy(module.model.config)
-    config.architectures = [type(module.model).__name__.removeprefix("FSDP")]
-    config.use_cache, config.dtype = True, torch.float32
-    if isinstance(chosen, HuggingFaceModelConfig) and not chosen.random_weights:
-        config.dtype = load_config(chosen.path).dtype or torch.float32
     sizes = [getattr(rollout, name, None) for name in ("top_p", "max_completion_length")]
     sampling = sampling_settings(module.model, module.policy.tokenizer, rollout.temperature, *sizes)
+    config = lora.settings(module.model, chosen.path) if module.policy.base_digest else _configuration(module)
     try:
         for part in (config, sampling, module.policy.tokenizer):
             part.save_pretrained(folder)
     except Exception as error:  # tokenizers raises no other type, whatever the disk says
         raise OSError(first_line(error)) from error
+
+
+def _configuration(module):
+    chosen, config = module.config.model, copy.deepcopy(module.model.config)
+    config.architectures = [type(module.model).__name__.removeprefix("FSDP")]
+    config.use_cache, config.dtype = True, torch.float32
+    if isinstance(chosen, HuggingFaceModelConfig) and not chosen.random_weights:
+        config.dtype = load_config(chosen.path).dtype or torch.float32
+    return config
 
 
 def restore(module, state: dict) -> None:
@@ -75,7 +84,7 @@ def restore(module, state: dict) -> None:
     state: as `load_newest` gives it; called by every rank. Of the optimizer only its moments are taken over: its
     settings are the configuration's, which a resume may change.
     """
-    names = set().union(*gather(set(named_weights(module.model)), module.layout.world_group))
+    names = set().union(*gather(set(stored(module.policy)[1]), module.layout.world_group))
     with failing_together(module.layout):
         try:
             _restore_tensors(module, state, names)
@@ -94,37 +103,19 @@ def restore(module, state: dict) -> None:
 @torch.no_grad()
 def _restore_tensors(module, state: dict, names: set[str]) -> None:
     """This rank's part of weights and moments. names: of the whole model's weights."""
-    with open_tensors(state["path"], WEIGHTS) as files:
-        for name in sorted(names ^ files.keys()):
-            raise ValueError(f"{name} is {'missing' if name in names else 'none of its weights'}")
-        for name, tensor in named_weights(module.model).items():
-            _fill(tensor, name, files)
+    load_weights(module.policy, state, names)
     with open_tensors(state["path"], MOMENTS) as files:
         if state["num_updates"] and not files:
             raise ValueError("the optimizer's moments are missing")
         for name in sorted(files.keys() - {f"{name}.{field}" for name in names for field in _MOMENTS}):
             raise ValueError(f"{name} is none of the optimizer's moments")
-        for name, parameter in module.model.named_parameters():
+        for name, parameter in stored(module.policy)[1].items():
             if f"{name}.step" in files:
                 count = torch.zeros((), device=parameter.device)  # beside the parameter, as fused AdamW has it
                 rooms = {field: count if field == "step" else torch.zeros_like(parameter) for field in _MOMENTS}
                 module.optimizer.state[parameter] = rooms
                 for field, room in rooms.items():
-                    _fill(room, f"{name}.{field}", files)
-
-
-def _fill(target: Tensor, name: str, files: dict) -> None:
-    """Copy a stored tensor, or this rank's part of it, into `target`."""
-    if name not in files:
-        raise ValueError(f"{name} is missing")
-    whole = files[name].get_tensor(name)
-    if (whole.shape, whole.dtype) != (target.shape, target.dtype):
-        found, needed = ([*tensor.shape, tensor.dtype] for tensor in (whole, target))
-        raise ValueError(f"{name} is of {found}, not of {needed}")
-    if isinstance(target, DTensor):  # every rank reads the file, so that none needs to send
-        whole = whole.to(target.device)
-        whole = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
-    target.copy_(whole)
+                    fill(room, f"{name}.{field}", files)
 
 
 def restore_data(loader, state: dict) -> None:
@@ -145,6 +136,12 @@ def _damaged(state: dict, what: str) -> Iterator[None]:
             f"the checkpoint {state['path']} is damaged: its {what} cannot be read ({reason}). The run's other files "
             "are whole. Remove it, and pgtk resume goes on from the one before."
         ) from error
+
+
+def seed_rank(seed: int, rank: int, step: int = 0) -> None:
+    """Random numbers of a rank's own, once all hold the same weights; those of rank 0 go on at the start of a run."""
+    if rank > 0 or step > 0:
+        lightning.seed_everything((seed + 1_000_003 * rank + 7919 * step) % 2**32, verbose=False)
 
 
 def random_state() -> dict:

@@ -12,7 +12,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from pgtoolkit.config.schema import Config
-from pgtoolkit.errors import ConfigError, Interrupted, StorageError
+from pgtoolkit.errors import ConfigError, Interrupted, SamplerLost, StorageError
 from pgtoolkit.ranks.agreement import failing_together, gather, losing_ranks
 from pgtoolkit.ranks.layout import AXES, ONE_PROCESS, Layout
 from pgtoolkit.runs.directory import RunDirectory, read_status
@@ -73,7 +73,7 @@ def train(
             log.info(f"{layout.world_size} processes: {sizes}")
         try:
             with contextlib.ExitStack() as started, losing_ranks(layout, config.parallelism.timeout_seconds):
-                module, loader = build(config, resume, layout)
+                module, loader = build(config, resume, layout, folder)
                 started.callback(loader.close)
                 if checkpoint is not None:
                     restore_data(loader, checkpoint)
@@ -86,6 +86,10 @@ def train(
         except (KeyboardInterrupt, SystemExit) as stop:  # Lightning turns the one into the other
             first = str(stop) if isinstance(stop, StopSignal) else "SIGINT"
             outcome, reason = "interrupted", "a second SIGINT" if recorder.interrupted_by else first
+        except SamplerLost as error:
+            reason, told = f"SamplerLost: {error}", type(error)(f"{error} Continue with: {resume_command(folder)}")
+            told.on_all_ranks = error.on_all_ranks
+            raise told from error
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
             raise

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from pgtoolkit.config.schema import HuggingFaceModelConfig, NumberType
-from pgtoolkit.model import attention
+from pgtoolkit.model import attention, lora
 from pgtoolkit.model.policy import Policy, character_tokenizer
 
 VOCABULARY = 19  # of `build`: divides by no number of ranks
@@ -33,12 +33,13 @@ def save_with_tokenizer(model: transformers.PreTrainedModel, folder: Path) -> Pa
 def model_config(path, **changes) -> HuggingFaceModelConfig:
     """The configuration of a model folder, without what was not asked for."""
     values = {"random_weights": False, "dtype": NumberType.auto, "gradient_checkpointing": False}
+    values |= {"lora_rank": None, "lora_alpha": 32.0, "lora_targets": ["all-linear"]}
     return HuggingFaceModelConfig(name="huggingface", path=str(path), fp32_lm_head=False, **(values | changes))
 
 
 def build(kind: str) -> Policy:
     """A small model in float64, the same in each process."""
-    tied = kind.endswith("_tied")
+    tied = "_tied" in kind
     shape = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "tie_word_embeddings": tied}
     torch.manual_seed(7)
     if kind.startswith("gpt2"):
@@ -57,11 +58,14 @@ def build(kind: str) -> Policy:
         )
         if "_checkpointed" in kind:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for parameter in model.parameters():  # also biases and norms, which begin as constants
+    digest = None
+    if "_lora" in kind:
+        digest = lora.add_adapters(model, model_config("", lora_rank=3, lora_alpha=4.0))
+    for parameter in model.parameters():  # also biases and norms, which begin as constants, and LoRA's B
         parameter.data += 0.2 * torch.randn(parameter.shape)
     if kind.endswith("_by_document"):
         attend_by_document(model)
-    return Policy(model.double().train(), None)
+    return Policy(model.double().train(), None, base_digest=digest)
 
 
 def attend_by_document(model) -> None:

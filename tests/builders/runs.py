@@ -16,6 +16,7 @@ from pgtoolkit.rollouts.samplers import TransformersSampler
 from pgtoolkit.rollouts.steps import StepLoader
 from pgtoolkit.training.build import build
 from pgtoolkit.training.checkpoint import (
+    ADAPTERS,
     MOMENTS,
     WEIGHTS,
     list_checkpoints,
@@ -96,12 +97,12 @@ def checkpoint_of(folder: Path, step: int) -> dict:
 
 
 def contents_of(path: Path) -> dict:
-    """All that a checkpoint holds; weights and moments by name, under `model` and `optimizer`."""
-    state = read_checkpoint(path)
+    """All that a checkpoint holds; weights or adapters, and moments, by name, under `model` and `optimizer`."""
+    state = read_checkpoint(path) | {"model": {}, "optimizer": {}}
     del state["path"]
-    for key, kind in (("model", WEIGHTS), ("optimizer", MOMENTS)):
+    for key, kind in (("model", WEIGHTS), ("model", ADAPTERS), ("optimizer", MOMENTS)):
         with open_tensors(path, kind) as files:
-            state[key] = {name: file.get_tensor(name).clone() for name, file in files.items()}
+            state[key] |= {name: file.get_tensor(name).clone() for name, file in files.items()}
     return state
 
 

@@ -110,7 +110,8 @@ def step(policy: Policy, layout: Layout, scale: int = 1, **objective) -> dict[st
 
 
 def gradients(policy: Policy) -> dict[str, torch.Tensor]:
-    found = {name: parameter.grad for name, parameter in policy.model.named_parameters()}
+    trained = [(name, parameter) for name, parameter in policy.model.named_parameters() if parameter.requires_grad]
+    found = {name: parameter.grad for name, parameter in trained}
     return {name: g.full_tensor() if isinstance(g, DTensor) else g.clone() for name, g in found.items()}
 
 

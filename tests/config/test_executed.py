@@ -2,15 +2,18 @@
 
 import os
 import pickle
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 from builders.runs import SHORT, config_of
+from omegaconf import OmegaConf
 
 from pgtoolkit.cli import main
 from pgtoolkit.config.compose import compose
 from pgtoolkit.launch.check import check, problems
+from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.tracking.next_commands import resume_command
 from pgtoolkit.training.train import train
 
@@ -173,6 +176,35 @@ def test_a_function_is_imported_by_the_word_of_who_types_not_of_a_file(evil, cap
     sys.modules.pop("evil")
     hidden = ["task.verifier=${tracking.run_name}", "tracking.run_name=evil.score"]
     assert "needs to be typed" in str(problems(check([*VERIFIER, *hidden])))
+
+
+def test_a_program_that_samples_is_run_by_the_word_of_who_types(evil, capsys):
+    (evil / "conf/experiment").mkdir(parents=True)
+    (evil / "conf/experiment/mine.yaml").write_text(
+        "# @package _global_\ndefaults: [{override /sampler: vllm}]\n"
+        "sampler: {executable: ./evil.sh, arguments: [--trust-remote-code]}\n"
+    )
+    mine = [f"--config-dir={evil}/conf", "experiment=mine"]
+    for command in ([], ["check"]):
+        said = refused(capsys, *command, *mine)
+        assert "sampler.executable=./evil.sh needs to be typed (got it from a file). It is run as a command" in said
+        assert "sampler.arguments=[--trust-remote-code] needs to be typed" in said
+    words = ["sampler.executable=./evil.sh", "sampler.arguments=['--trust-remote-code']"]
+    (evil / "evil.sh").touch(0o755)
+    assert problems(check(["sampler=vllm", *words])) == []
+    hidden = ["sampler.executable=${tracking.run_name}", "tracking.run_name=evil"]
+    assert "needs to be typed" in str(problems(check(["sampler=vllm", *hidden])))
+
+
+def test_the_command_that_resumes_types_the_program_again(evil):
+    words = ["sampler.executable=./a program --x", "sampler.arguments=['--y=1','--z']"]
+    config = config_of(*SHORT, "sampler=vllm", *words)
+    (evil / "run").mkdir()
+    with RunDirectory(evil / "run") as run:
+        run.write_config(OmegaConf.to_container(config, resolve=True), [])
+    assert shlex.split(resume_command(evil / "run"))[-2:] == words
+    assert compose(words, run_dir=evil / "run").problems == []
+    assert "needs to be typed" in str(compose([], run_dir=evil / "run").problems)
 
 
 @pytest.fixture

@@ -10,6 +10,9 @@ from omegaconf import OmegaConf
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.validate import validate
 
+HUB = "model=huggingface model.path=hub/name"
+LORA = f"{HUB} model.lora_rank=2 model.lora_targets="
+
 # What is refused; what of it shows in the message; what mends it or is close by and allowed.
 RULES = [
     ("loss=gspo loss.num_splits=2", "loss=gspo needs loss.num_splits=1 (got 2)", "loss=gspo loss.num_splits=1"),
@@ -131,6 +134,28 @@ RULES = [
     ("model.num_layers=0", "model.num_layers=0", "model.num_layers=1"),
     ("model=huggingface", "model.path needs a value", "model=huggingface model.path=hub/name"),
     ("model=huggingface model.path=./nowhere", "existing", "model=huggingface model.path=FILE"),
+    (f"{HUB} model.lora_rank=0", "a whole number from 1", f"{HUB} model.lora_rank=1"),
+    (f"{HUB} model.lora_alpha=8", "Without adapters it would be", f"{HUB} model.lora_rank=2 model.lora_alpha=8"),
+    (f"{HUB} model.lora_targets=[q_proj]", "model.lora_rank=16 or model.lora_targets=[all-linear]", f"{LORA}[q_proj]"),
+    (f"{LORA}[q_proj,all-linear]", "all-linear by itself or names alone", f"{LORA}[all-linear]"),
+    (f"{LORA}[]", "names, each of them once (got none)", f"{LORA}[o_proj]"),
+    (f"{LORA}[q_proj,q_proj]", "(got [q_proj,q_proj])", f"{LORA}[q_proj,v_proj]"),
+    (f"{LORA}[[q_proj]]", "needs names (got [q_proj])", f"{LORA}[q_proj]"),
+    (f"{LORA}q_proj", "another type", f"{LORA}[q_proj]"),
+    ("model.lora_rank=2", "model=huggingface", f"{HUB} model.lora_rank=2"),
+    (
+        f"{HUB} model.lora_rank=2 model.random_weights=true",
+        "a model that was trained",
+        f"{HUB} model.random_weights=true",
+    ),
+    *(
+        (
+            f"{HUB} model.lora_rank=2 rollout=recorded rollout.path=FILE metrics=none parallelism.{axis}=2",
+            f"parallelism.{axis}=1 (got parallelism.{axis}=2)",
+            f"{HUB} model.lora_rank=2 rollout=recorded rollout.path=FILE parallelism=fsdp parallelism.data_parallel=2",
+        )
+        for axis in ("tensor_parallel", "pipeline_parallel")
+    ),
     ("kernel.logits_memory_mb=0", "kernel.logits_memory_mb=0", "kernel.logits_memory_mb=1"),
     ("kernel=torch kernel.logits_memory_mb=8", "would be ignored", "kernel=fused_linear kernel.logits_memory_mb=8"),
     (
@@ -208,6 +233,48 @@ RULES = [
         "sampler.max_sequences=8 needs rollout=policy (got rollout=recorded). It would be ignored",
         "sampler.max_sequences=8",
     ),
+    ("sampler=vllm sampler.gpus=[0]", "numbers from 1 on (got 0)", "sampler=vllm sampler.gpus=[1]"),
+    (
+        "sampler=vllm sampler.gpus=[1,2] parallelism=ddp",
+        "Training takes GPU 0 to 1",
+        "sampler=vllm sampler.gpus=[2,3] parallelism=ddp",
+    ),
+    ("sampler=vllm sampler.gpus=[1,1]", "each once", "sampler=vllm sampler.gpus=[0] trainer.device=cpu"),
+    ("sampler=vllm sampler.gpus=[]", "numbers of GPUs", "sampler=vllm sampler.gpus=null"),
+    (
+        "sampler=vllm sampler.gpus=[1,2,3] sampler.tensor_parallel=2",
+        "a multiple of sampler.tensor_parallel=2 GPUs (got 3). Each server takes so many. Use sampler.gpus=[1,2]",
+        "sampler=vllm sampler.gpus=[1,2] sampler.tensor_parallel=2",
+    ),
+    (
+        "sampler=vllm sampler.tensor_parallel=2",
+        "needs sampler.gpus (got null)",
+        "sampler=vllm sampler.tensor_parallel=1",
+    ),
+    ("sampler=vllm sampler.urls=[host]", "http(s)://HOST:PORT", "sampler=vllm sampler.urls=['http://host:1']"),
+    (
+        "sampler=vllm sampler.urls=['http://a:1','http://a:1']",
+        "each server once",
+        "sampler=vllm sampler.urls=['http://a:1','http://b:1']",
+    ),
+    (
+        "sampler=vllm sampler.urls=['http://a:1'] sampler.gpus=[1]",
+        "sampler.gpus=[1] needs sampler.urls=[]",
+        "sampler=vllm sampler.gpus=[1]",
+    ),
+    ("sampler=vllm sampler.executable=''", "a command", "sampler=vllm sampler.executable=vllm"),
+    (
+        "sampler=vllm sampler.arguments=['--port=1']",
+        "no --port",
+        "sampler=vllm sampler.arguments=['--enforce-eager']",
+    ),
+    (
+        "sampler=vllm parallelism=ddp sampler.answer_seconds=400",
+        "parallelism.timeout_seconds=300",
+        "sampler=vllm sampler.answer_seconds=400",
+    ),
+    ("sampler=vllm sampler.gpu_memory_share=1.5", "from 0.01 to 1", "sampler=vllm sampler.gpu_memory_share=0.9"),
+    ("rollout=recorded rollout.path=FILE sampler=vllm", "would be ignored", "sampler=vllm"),
     (
         "rollout=recorded rollout.path=FILE sampler=transformers",
         "sampler=transformers needs rollout=policy",

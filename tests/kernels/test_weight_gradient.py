@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from builders.losses import DEVICE, LOSSES, PARAMETERS, TEMPERATURE, make_head_case, relative_error
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pgtoolkit import linear_policy_loss, policy_loss
 from pgtoolkit.errors import DataError
@@ -105,6 +106,41 @@ def test_frozen_weight_and_frozen_body():
         out.loss.backward()
         for i, (leaf, gradient) in enumerate(zip(leaves, gradients, strict=True)):
             assert leaf.grad is None if i == frozen else relative_error(leaf.grad, gradient) < 1e-12
+
+
+class LikeTheWeight(TorchDispatchMode):
+    """Notes each product, and each tensor that is made, of the weight's shape."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.shape, self.found = weight.shape, []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        name = function.__name__.split(".")[0]
+        if name in ("mm", "addmm", "addmm_", "zeros", "new_zeros", "zeros_like") and out.shape == self.shape:
+            self.found.append(name)
+        return out
+
+
+@pytest.mark.parametrize("fp32_logits", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("impl", ["fused_linear", "torch"])
+def test_a_frozen_head_has_no_product_for_its_gradient(impl, dtype, fp32_logits):
+    """Nor a tensor to hold it; the gradient of the hidden states is the same."""
+    problem, gradients, seen = make_head_case(dtype=dtype), [], []
+    for frozen in (False, True):
+        hidden, weight, _ = problem.leaves()
+        weight.requires_grad_(not frozen)
+        with LikeTheWeight(weight) as made:
+            out = linear_policy_loss(hidden, weight, *problem.tensors, impl=impl, fp32_logits=fp32_logits)
+            out.loss.backward()
+        gradients.append(hidden.grad)
+        seen.append(made.found)
+    assert torch.equal(*gradients)
+    assert gradients[0].abs().max() > 1e-4
+    assert seen[0] != []
+    assert seen[1] == []
 
 
 def test_tied_embeddings_and_checkpointed_body():

@@ -37,8 +37,9 @@ def expected(policy, prompt, tokens):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_log_probs_are_the_models_own(kind, device):
+def test_log_probs_are_the_models_own(monkeypatch, kind, device):
     """Across the places where attention begins to look at more of the cache."""
+    monkeypatch.setattr(decoding, "_FIRST_SEGMENT", 8)
     policy = build(kind)
     policy.model.to(device)
     tokens, log_probs = decoded(policy, KINDS[kind])

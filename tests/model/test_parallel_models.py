@@ -1,6 +1,7 @@
 """One fixed step, whole or spread over ranks: the same loss, metrics and gradient of every parameter.
 
-In float64 on real gloo processes; small GPT-2, Qwen2, Qwen3 and Mistral. What the processes do: builders/spread.py.
+In float64 on real gloo processes; small GPT-2, Qwen2, Qwen3 and Mistral, two of them with LoRA's adapters. What the
+processes do: builders/spread.py.
 """
 
 import functools
@@ -26,20 +27,21 @@ EVERY_MODEL = (("gpt2", GSPO), ("qwen2", GRPO), ("qwen3", LOSS_ONLY))
 CHECKPOINTED = ("qwen2_checkpointed", GSPO)
 BY_DOCUMENT = ("qwen2_checkpointed_by_document", LOSS_ONLY)  # as on a GPU
 WINDOWED = ("mistral", LOSS_ONLY)
+ADAPTED = (("gpt2_tied_lora", GSPO), ("qwen2_checkpointed_lora", GRPO))
 TP, SDP, DP, PP = "tensor_parallel", "sequence_data_parallel", "data_parallel", "pipeline_parallel"
 CUTS = {
-    "data": ({DP: 2}, "", EVERY_MODEL),
-    "fully sharded": ({DP: 2}, "shard", (*EVERY_MODEL, ("gpt2_tied", GRPO), CHECKPOINTED, BY_DOCUMENT)),
+    "data": ({DP: 2}, "", (*EVERY_MODEL, *ADAPTED)),
+    "fully sharded": ({DP: 2}, "shard", (*EVERY_MODEL, ("gpt2_tied", GRPO), CHECKPOINTED, BY_DOCUMENT, *ADAPTED)),
     "tensor": ({TP: 2}, "", (*EVERY_MODEL, ("qwen2_tied", GSPO), CHECKPOINTED)),
     "sequence": ({TP: 2}, "sequence", (*EVERY_MODEL, ("gpt2_tied", GSPO), CHECKPOINTED, WINDOWED, BY_DOCUMENT)),
-    "sequence-data": ({SDP: 2}, "", (*EVERY_MODEL, CHECKPOINTED, WINDOWED, BY_DOCUMENT)),
+    "sequence-data": ({SDP: 2}, "", (*EVERY_MODEL, CHECKPOINTED, WINDOWED, BY_DOCUMENT, *ADAPTED)),
     "pipeline": ({PP: 2}, "", (("gpt2", LOSS_ONLY), ("qwen2", LOSS_ONLY), BY_DOCUMENT)),
     "data 4": ({DP: 4}, "", EVERY_MODEL[:1]),
     "tensor 4": ({TP: 4}, "", EVERY_MODEL),
     "sequence 4": ({TP: 4}, "sequence", EVERY_MODEL),
     "sequence-data 4": ({SDP: 4}, "", EVERY_MODEL),
     "data x sequence-data": ({DP: 2, SDP: 2}, "", EVERY_MODEL[:2]),
-    "data x sequence-data, fully sharded": ({DP: 2, SDP: 2}, "shard", EVERY_MODEL[:2]),
+    "data x sequence-data, fully sharded": ({DP: 2, SDP: 2}, "shard", (*EVERY_MODEL[:2], *ADAPTED)),
     "data x tensor": ({DP: 2, TP: 2}, "", EVERY_MODEL[:2]),
     "data x tensor, fully sharded": ({DP: 2, TP: 2}, "shard", (*EVERY_MODEL, ("qwen2_tied", GSPO))),
     "data x sequence, fully sharded": ({DP: 2, TP: 2}, "shard sequence", (*EVERY_MODEL, CHECKPOINTED)),

@@ -268,16 +268,24 @@ def test_a_copy_samples_as_the_policy_did_when_it_was_published(folder, static):
     assert {completion.model_version for completion in kept.complete(once([PROMPT]))} == {1}
 
 
-def test_in_half_precision_a_copy_is_sampled_from(folder):
-    module, loader = build(OmegaConf.to_object(settings(suggesting(folder), "model.dtype=bfloat16")))
-    sampler = sampler_of(loader)
-    sampler.publish(module.policy.weights, 0)
+@pytest.mark.parametrize("static", ["false", "true"])
+def test_in_half_precision_the_weights_of_now_are_sampled_from_rounded(folder, static):
+    """By a copy that is there only meanwhile."""
+    overrides = ["model.dtype=bfloat16", f"sampler.static_cache={static}", "model.fp32_lm_head=true"]
+    module, loader = build(OmegaConf.to_object(settings(suggesting(folder), *overrides)))
+    sampler, seen = sampler_of(loader), []
+    module.policy.head.register_forward_hook(lambda *_: seen.append("the policy's own head"))
     before = sampled(sampler, [PROMPT] * 8)
     with torch.no_grad():
-        module.policy.head.weight.neg_()
+        for weight in module.parameters():
+            weight.copy_(weight.bfloat16())
     assert sampled(sampler, [PROMPT] * 8) == before
-    sampler.publish(module.policy.weights, 1)
+    with torch.no_grad():
+        module.policy.head.weight.neg_()
     assert sampled(sampler, [PROMPT] * 8) != before
+    assert seen == []
+    assert sum(weight.numel() for weight in sampler._policy.weights().values()) == 0
+    assert all(weight.dtype == torch.float32 for weight in module.parameters())
 
 
 @pytest.mark.parametrize("static", ["false", "true"])

@@ -12,7 +12,8 @@ import sys
 import numpy
 import pytest
 import torch
-from builders.runs import contents_of, copy_as_of, replace_file, run, save_state, state
+from builders.models import save_with_tokenizer, small_llama
+from builders.runs import SHORT, config_of, contents_of, copy_as_of, replace_file, run, save_state, state
 from safetensors.torch import save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -21,6 +22,7 @@ from pgtoolkit.errors import StorageError
 from pgtoolkit.training import checkpoint
 from pgtoolkit.training.checkpoint import list_checkpoints, load_newest
 from pgtoolkit.training.state import random_state, set_random_state
+from pgtoolkit.training.train import train
 
 
 def names(folder):
@@ -174,8 +176,21 @@ class Malicious:
         return os.mkdir, (str(self.folder / "executed"),)
 
 
-def test_code_in_the_place_of_any_file_is_refused_and_not_run(trained, tmp_path, capsys):
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """A run under LoRA."""
+    folder = tmp_path_factory.mktemp("adapted")
+    own = [setting for setting in SHORT if not setting.startswith("model.")]
+    base = save_with_tokenizer(small_llama(), folder / "base")
+    chosen = ["model=huggingface", f"model.path={base}", "model.lora_rank=2", "trainer.max_steps=2"]
+    train(config_of(*own, *chosen), folder / "run")
+    return folder / "run"
+
+
+@pytest.mark.parametrize("kind", ["trained", "adapted"])
+def test_code_in_the_place_of_any_file_is_refused_and_not_run(kind, request, tmp_path, capsys):
     """As one pickle, and as torch writes it; with a manifest that is as before, and with one that fits."""
+    trained = request.getfixturevalue(kind)
     path = trained / "checkpoints" / "step-000002"
     files = [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()]
     assert len(files) == 9

@@ -1,6 +1,8 @@
 """The training step and whole short runs: cuts, skipped steps, resume, learning."""
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -13,8 +15,12 @@ from builders.runs import SHORT, assert_equal, change_state, checkpoint_of, conf
 from omegaconf import OmegaConf
 
 from pgtoolkit.batch import Document
-from pgtoolkit.errors import ConfigError, DataError, NumericalError
+from pgtoolkit.errors import ConfigError, DataError, Interrupted, NumericalError
+from pgtoolkit.rollouts.samplers import TransformersSampler
+from pgtoolkit.rollouts.stages import STAGES
 from pgtoolkit.rollouts.steps import make_step
+from pgtoolkit.runs.directory import read_status
+from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.recorder import Recorder
 from pgtoolkit.training.train import build, train
 
@@ -457,3 +463,40 @@ def test_it_learns(tmp_path, loss, seed):
     last = sum(row["reward"] for row in rows[-8:]) / 8
     assert first < 0.12  # chance: one of twelve tokens
     assert last > 0.25
+
+
+@pytest.mark.parametrize("end", [None, KeyboardInterrupt, RuntimeError])
+def test_the_sampler_is_closed_however_a_run_ends(tmp_path, monkeypatch, end):
+    """Once, and while the run's state still says that it is running."""
+    closed, training_step = [], PolicyGradientModule.training_step
+
+    def ending(self, step, index):
+        if end is not None and index == 2:
+            raise end("in the third step")
+        return training_step(self, step, index)
+
+    def noting(self):
+        closed.append(read_status(tmp_path / "run")["state"])
+
+    monkeypatch.setattr(PolicyGradientModule, "training_step", ending)
+    monkeypatch.setattr(TransformersSampler, "close", noting)
+    with pytest.raises(Interrupted if end is KeyboardInterrupt else end) if end else contextlib.nullcontext():
+        run(tmp_path / "run")
+    assert closed == ["running"]
+    expected = {None: "done", KeyboardInterrupt: "interrupted", RuntimeError: "failed"}[end]
+    assert read_status(tmp_path / "run")["state"] == expected
+
+
+def test_the_first_step_of_a_batch_says_how_long_its_rollouts_took(tmp_path):
+    """Two steps to a batch; scoring has its share, and all of it is less than what lies between two rows."""
+    run(tmp_path / "run")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    stages = [f"seconds_{stage}" for stage in STAGES]
+    for before, row in itertools.pairwise(rows):
+        made = row["step"] % 2 == 1
+        assert all((row[stage] > 0) == made for stage in stages)
+        assert 0 < row["seconds_update"] <= row["num_tokens"] / row["tokens_per_second"] * (1 + 1e-9)
+        assert sum(row[stage] for stage in stages) + row["seconds_update"] < row["time"] - before["time"] + 0.01
+    run(tmp_path / "sampling", "rollout.old_log_probs=sampling", "trainer.max_steps=1")
+    (row,) = [json.loads(line) for line in (tmp_path / "sampling" / "metrics.jsonl").read_text().splitlines()]
+    assert row["seconds_old_log_probs"] == 0 < row["seconds_sampling"]

@@ -10,8 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.runs.files import leaves
-from pgtoolkit.system.functions import FUNCTIONS
-from pgtoolkit.system.report import refusal
+from pgtoolkit.system.functions import COMMANDS, FUNCTIONS
+from pgtoolkit.system.report import refusal, text
 
 _TARGETS = {
     ("launcher", "_target_"): ("hydra_plugins.", "hydra._internal.core_plugins."),
@@ -82,6 +82,21 @@ def functions(config: DictConfig, typed: list[Override]) -> list[str]:
             setting, reason = f"{key}={value}", "To import it runs its code, which only the command line asks for."
             use = f"{setting} on the command line"
             problems.append(refusal(setting, "to be typed", "it from a file", reason, use))
+    return problems
+
+
+def server(config: DictConfig, typed: list[Override]) -> list[str]:
+    """Problems with the program that samples, or its arguments, where they are a file's own and nobody's who types."""
+    problems, values = [], typed_values(typed)
+    for key, usual in COMMANDS.items():
+        try:
+            value = OmegaConf.select(config, key)
+        except OmegaConfBaseException:  # `validate` says so
+            continue
+        value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+        if value not in (None, usual) and "${" in str(values.get(key, "${")):
+            setting, reason = f"{key}={text(value)}", "It is run as a command, which only the command line asks for."
+            problems.append(refusal(setting, "to be typed", "it from a file", reason, f"{setting} on the command line"))
     return problems
 
 

@@ -49,13 +49,6 @@ def _policy(c: Any, report: Report) -> None:
         report.note(f"{what} is made for task=reverse; other tasks usually need longer answers.")
 
 
-def sampler(c: Any, typed: list[str], report: Report) -> None:
-    """typed: the overrides that were typed, as far as they are known."""
-    if c.rollout.name == "recorded" and (own := _of_group("sampler", typed)):
-        reason, needs = "It would be ignored: nothing is sampled.", "rollout=policy"
-        report.refuse(" ".join(own), needs, "rollout=recorded", reason, f"{needs}, or leave it out")
-
-
 def _of_group(group: str, typed: list[str]) -> list[str]:
     return [override for override in typed if override.partition("=")[0].partition(".")[0] == group]
 
@@ -96,14 +89,14 @@ def task(c: Any, typed: list[str], report: Report) -> None:
             report.note(f"{' '.join(own)} {uses}: with rollout=recorded prompts and rewards come from rollout.path.")
         return
     if task.name == "reasoning_gym":
-        _installed(report, "task=reasoning_gym", "reasoning_gym", "reasoning-gym")
+        installed(report, "task=reasoning_gym", "reasoning_gym", "reasoning-gym")
     elif task.name == "prompts":
         existing(report, "task.path", task.path)
         if task.verifier not in VERIFIERS:
             alternatives = f"one of {', '.join(VERIFIERS)}, or "
             importable(report, "task.verifier", str(task.verifier), "It scores the completions.", alternatives)
         if task.verifier == "math_verify":
-            _installed(report, "task.verifier=math_verify", "math_verify", "math-verify")
+            installed(report, "task.verifier=math_verify", "math_verify", "math-verify")
         pattern(task, report)
 
 
@@ -242,7 +235,7 @@ def launcher(hydra: Any, report: Report) -> None:
         plugin = ".".join(str(hydra[kind].get("_target_")).split(".")[:2])
         if plugin in _EXTRAS:
             setting = f"hydra/{kind}={hydra.runtime.choices.get(f'hydra/{kind}')}"
-            _installed(report, setting, plugin, _EXTRAS[plugin])
+            installed(report, setting, plugin, _EXTRAS[plugin])
     if "n_jobs" in hydra.launcher and "fail_fast" in hydra.launcher:
         n_jobs, key = hydra.launcher.n_jobs, "hydra.launcher.n_jobs"
         if not (is_whole(n_jobs) and n_jobs >= 1):
@@ -258,7 +251,8 @@ _EXTRAS = {
 """Plug-in of Hydra -> the extra of pgtoolkit that installs it."""
 
 
-def _installed(report: Report, setting: str, module: str, extra: str) -> None:
+def installed(report: Report, setting: str, module: str, extra: str) -> None:
+    """Refuse a setting whose package, an extra of pgtoolkit, is missing."""
     if not _is_installed(module):
         needs, reason = f"the package {module.rpartition('.')[2]}", "The package is an extra, not installed by default."
         report.refuse(setting, needs, "not installed", reason, f"pip install 'pgtoolkit[{extra}]'")

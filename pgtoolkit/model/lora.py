@@ -1,0 +1,153 @@
+"""LoRA: a model's matrices W are frozen, and beside each stands the product of two small ones, which is trained.
+
+A layer computes W x + (alpha / rank) B (A x) (arXiv 2106.09685); B begins as 0, so that training begins at the model
+itself. peft puts the layers in place; its own dropout, of which old and new log-probs would differ, stays 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import logging
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from pgtoolkit.config.schema import HuggingFaceModelConfig
+from pgtoolkit.errors import ConfigError
+from pgtoolkit.system.report import text
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+log = logging.getLogger("pgtoolkit")
+
+_NAME = "default"
+"""What peft calls the only adapter of a model."""
+
+
+def add_adapters(model: nn.Module, config: HuggingFaceModelConfig) -> str:
+    """Freeze a transformers causal LM and give it adapters in float32, in place, drawn from torch's random state.
+
+    Returns a digest of the frozen weights, by which stored adapters know them. Raises ConfigError for targets that
+    name no linear layer.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+    from transformers.pytorch_utils import Conv1D
+
+    digest = _digest(model)
+    layers = _targets(model, config, (nn.Linear, Conv1D))
+    chosen = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        target_modules=list(layers),
+        lora_dropout=0.0,
+        fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),
+        task_type="CAUSAL_LM",
+    )
+    inject_adapter_in_model(chosen, model, _NAME)
+    for layer in adapted_layers(model).values():
+        for part in (layer.lora_A, layer.lora_B):
+            part.float()  # peft makes them of the frozen weights' type
+        layer.cast_input_dtype_enabled = False  # autocast sees to it, without a float32 copy of every input
+    trained, all_of_them = (sum(p.numel() for p in x) for x in (adapter_weights(model).values(), model.parameters()))
+    log.info(f"LoRA: adapters at {len(layers)} layers; {trained:,} of {all_of_them:,} weights are trained")
+    return digest
+
+
+def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """peft's layers in a model, by the names of those that they stand for; empty without adapters."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+
+
+def adapter_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The trained parameters themselves, by their names in a folder that peft and transformers load."""
+    return {
+        f"base_model.model.{name}.{part}.weight": getattr(layer, part)[_NAME].weight
+        for name, layer in adapted_layers(model).items()
+        for part in ("lora_A", "lora_B")
+    }
+
+
+@torch.no_grad()
+def merged_weights(model: nn.Module, named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of the model without adapters that computes the same, by its own names for them.
+
+    named: those of the model as it is. New tensors, in the number type of the frozen ones, where there is an adapter.
+    """
+    layers, weights = adapted_layers(model), {}
+    for name, tensor in named.items():
+        owner, _, rest = name.partition(".base_layer.")
+        if rest:
+            weights[f"{owner}.{rest}"] = _merged(layers[owner]) if rest == "weight" else tensor
+        elif not name.endswith((f".lora_A.{_NAME}.weight", f".lora_B.{_NAME}.weight")):
+            weights[name] = tensor
+    return weights
+
+
+@torch.no_grad()
+def merge(model: nn.Module) -> None:
+    """Make the model what it was before `add_adapters`, with other weights, in place."""
+    for name, layer in adapted_layers(model).items():
+        layer.base_layer.weight.copy_(_merged(layer))
+        model.set_submodule(name, layer.base_layer)
+    del model.peft_config
+
+
+@contextlib.contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Within, the model computes as its frozen weights alone do."""
+    layers = adapted_layers(model).values()
+    for layer in layers:
+        # Not layer.enable_adapters(False): for a while it would take requires_grad off, which FSDP2 reads only once.
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def settings(model: nn.Module, path: str) -> LoraConfig:
+    """What adapter_config.json says; it names the model of model.path, so that it is found from anywhere."""
+    config, place = copy.copy(model.peft_config[_NAME]), os.path.expanduser(path)
+    config.base_model_name_or_path = os.path.abspath(place) if os.path.isdir(place) else path
+    config.target_modules, config.inference_mode = sorted(config.target_modules), True
+    return config
+
+
+def _merged(layer: nn.Module) -> Tensor:
+    weight = layer.base_layer.weight
+    return (weight.to(torch.promote_types(weight.dtype, torch.float32)) + layer.get_delta_weight(_NAME)).to(
+        weight.dtype
+    )
+
+
+def _targets(model: nn.Module, config: HuggingFaceModelConfig, kinds: tuple[type, ...]) -> dict[str, nn.Module]:
+    """The layers to be adapted, by name: all linear ones but the head, or those that end in one of the names."""
+    head = model.get_output_embeddings()
+    linear = {name: x for name, x in model.named_modules() if isinstance(x, kinds) and x is not head}
+    wanted = config.lora_targets
+    if wanted == ["all-linear"]:
+        return linear
+    for target in wanted:
+        if not any(f".{name}".endswith(f".{target}") for name in linear):
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+            raise ConfigError(
+                f"model.lora_targets={text(wanted)} needs names of the model's linear layers, or ends of them (got "
+                f"{target}). It has {known}; its head is not adapted. Use model.lora_targets=[all-linear]."
+            )
+    return {name: x for name, x in linear.items() if any(f".{name}".endswith(f".{target}") for target in wanted)}
+
+
+def _digest(model: nn.Module) -> str:
+    """Of the weights rounded to bfloat16: the same for whichever number type they are held in."""
+    found = hashlib.sha256()
+    for name, weight in model.state_dict().items():
+        total = weight.to(torch.bfloat16).view(torch.int16).sum(dtype=torch.int64).item()
+        found.update(f"{name} {list(weight.shape)} {total}\n".encode())
+    return found.hexdigest()

@@ -1,0 +1,95 @@
+"""A server of our own as a process: started under a guard, its log in a file, and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from pgtoolkit.errors import SamplerLost
+from pgtoolkit.rollouts import server_guard
+from pgtoolkit.system.plain_files import open_to_append, open_to_read
+
+_END_SECONDS = 15
+"""More than the guard gives the server."""
+_OF_THIS_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_LAST_LINES = 5
+
+
+class ServerProcess:
+    """A command that runs until `end`, or until this process is gone, even by SIGKILL.
+
+    command: a program with its arguments. environment: variables that it gets besides those of this process.
+    log: file that takes what it prints. folder: is deleted with it when this process is gone.
+    Raises SamplerLost where the program does not exist.
+    """
+
+    def __init__(self, command: list[str], environment: dict[str, str], log: Path, folder: Path):
+        variables = own_environment() | environment
+        if shutil.which(command[0], path=variables.get("PATH")) is None:
+            raise SamplerLost(
+                f"the sampling server cannot be started: there is no program {command[0]}. Give sampler.executable the "
+                "path of vllm in the environment that it is installed in, or sampler.urls those of running servers."
+            )
+        self.log = log
+        guard = [sys.executable, "-I", "-S", server_guard.__file__, str(os.getpid()), str(folder)]
+        with open_to_append(log) as file:
+            self._guard = subprocess.Popen(
+                [*guard, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=variables,
+                start_new_session=True,  # Ctrl-C is for the training process, which ends this one in its time
+            )
+
+    @property
+    def status(self) -> int | None:
+        """The server's exit status; None while it runs."""
+        return self._guard.poll()
+
+    def last_words(self) -> str:
+        """The last lines of the log that tell of an error, or else its last lines, and where the log is."""
+        lines = []
+        with contextlib.suppress(OSError), open_to_read(self.log) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 2**16))
+            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+        errors = list(dict.fromkeys(line for line in lines if re.search(r"(Error|Exception)\b.*:? ", line)))
+        told = " | ".join(line[-300:] for line in (errors[-2:] or lines[-_LAST_LINES:]))
+        return f"Its last words: {told}. All of them: {self.log}." if told else f"Its log, {self.log}, is empty."
+
+    def end(self) -> None:
+        """Nothing of it is left afterwards."""
+        self._guard.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._guard.wait(_END_SECONDS)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._guard.pid, signal.SIGKILL)  # where the guard itself was killed
+        self._guard.wait()
+
+
+def own_environment() -> dict[str, str]:
+    """The variables of this process but for those that torch.distributed and our launcher have set for its ranks.
+
+    The server may be of another environment, to which the packages on our PYTHONPATH are poison.
+    """
+    found = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _OF_THIS_JOB and not name.startswith("TORCHELASTIC_")
+    }
+    if (before := found.pop("PGTK_PYTHONPATH", None)) is not None:
+        found["PYTHONPATH"] = before
+    return found
+
+
+def free_port() -> int:
+    """A port of this machine's own address that nobody listens to."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return listening.getsockname()[1]

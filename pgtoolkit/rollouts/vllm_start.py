@@ -1,0 +1,135 @@
+"""Which servers of vLLM sample for a run: those it joins, or those it starts, on which GPUs, with which arguments."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pgtoolkit.config.schema import Config
+from pgtoolkit.errors import ConfigError, SamplerLost
+from pgtoolkit.ranks.agreement import failing_together, gather
+from pgtoolkit.ranks.layout import Layout
+from pgtoolkit.rollouts.server_process import ServerProcess, free_port
+from pgtoolkit.rollouts.vllm_client import Server
+from pgtoolkit.system.report import refusal
+
+log = logging.getLogger("pgtoolkit")
+
+_PROGRESS_SECONDS = 15
+_PORTS = 3
+"""How many ports are tried: one that was free may be taken a moment later."""
+_VARIABLES = {
+    "VLLM_SERVER_DEV_MODE": "1",  # without it there is no way to give it other weights
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # which would compile itself at the start
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to start: for each server the GPUs it sees, as CUDA_VISIBLE_DEVICES has them (None: all), and its command.
+
+    sleeps: whether the servers are on the GPUs that train, and give their memory back while they do.
+    """
+
+    gpus: list[str | None]
+    arguments: list[str]
+    sleeps: bool
+
+
+def plan(config: Config, layout: Layout, number_type: str, room: int) -> Plan:
+    """Of this configuration; called by every rank. number_type, room: of the model, and most tokens of a document."""
+    own = config.sampler
+    if own.urls:
+        return Plan([], [], False)
+    on_gpu = torch.cuda.is_available() and config.trainer.device != "cpu"
+    ranks = gather((socket.gethostname(), torch.cuda.current_device() if on_gpu else None), layout.world_group)
+    with failing_together(layout):
+        if len({host for host, _ in ranks}) > 1:
+            reason = "A run on several machines starts no servers: only those of rank 0's machine would be its own."
+            raise ConfigError(refusal("sampler.urls=[]", "running servers", "none", reason, "sampler.urls=[URL,...]"))
+    if own.gpus is not None:
+        size = own.tensor_parallel
+        gpus = [_visible(own.gpus[i : i + size]) for i in range(0, len(own.gpus), size)]
+    else:
+        gpus = [_visible([device]) for device in sorted({device for _, device in ranks})] if on_gpu else [None]
+    # While documents are sampled as others are trained on, there is no time to sleep.
+    sleeps = on_gpu and own.gpus is None and config.rollout.max_staleness is None
+    options = {
+        "dtype": number_type,
+        "logprobs-mode": "processed_logprobs",
+        "max-model-len": room,
+        "max-num-seqs": own.max_sequences,
+        "gpu-memory-utilization": own.gpu_memory_share,
+        "tensor-parallel-size": own.tensor_parallel,
+        "generation-config": "vllm",
+        "seed": config.seed,
+    }
+    arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    arguments += [
+        "--skip-tokenizer-init",
+        "--disable-uvicorn-access-log",
+        "--disable-log-stats",
+        *(["--enable-sleep-mode"] if sleeps else []),
+    ]
+    return Plan(gpus, [*arguments, *own.arguments], sleeps)
+
+
+def _visible(gpus: list[int]) -> str:
+    """GPUs as torch numbers them here, as a process must be told of them."""
+    told = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = told.split(",") if told else None
+    return ",".join(str(gpu) if names is None else names[gpu].strip() for gpu in gpus)
+
+
+class Servers:
+    """The servers of a run, on rank 0: started from a folder, or joined, and once up the same for all."""
+
+    def __init__(self, config: Config, chosen: Plan, folder: Path, run_dir: Path):
+        self._config, self._plan, self._folder, self._run_dir = config.sampler, chosen, folder, run_dir
+        self._begin = self._said = time.monotonic()
+        self._starts = 0
+        self.all = [Server(url, self._config.answer_seconds) for url in self._config.urls]
+        for number in range(len(chosen.gpus)):
+            self.all.append(self._start(number))
+
+    def are_up(self) -> bool:
+        """Whether all answer by now. Raises SamplerLost if one has ended, or sampler.start_seconds are over."""
+        for i, server in enumerate(self.all):
+            if server.lost_its_port() and self._starts < _PORTS + len(self.all):
+                server.close()
+                self.all[i] = self._start(i)
+        waiting = [server for server in self.all if not server.is_up()]
+        now, limit = time.monotonic(), self._config.start_seconds
+        if waiting and now - self._begin > limit:
+            raise SamplerLost(
+                f"the sampling server {waiting[0].url} does not answer within sampler.start_seconds={limit}. "
+                f"{waiting[0].last_words()}"
+            )
+        if now - self._said > _PROGRESS_SECONDS:
+            self._said = now
+            log.info(f"waiting for the sampling server, which can take minutes: {now - self._begin:.0f} s")
+        if not waiting:
+            for server in self.all[len(self._config.urls) :]:
+                server.check_folder(self._folder, now + self._config.answer_seconds)
+        return not waiting
+
+    def _start(self, number: int) -> Server:
+        self._starts += 1
+        port, gpus = free_port(), self._plan.gpus[number]
+        log_file = self._run_dir / (f"vllm-{number}.log" if len(self._plan.gpus) > 1 else "vllm.log")
+        address = ["--host", "127.0.0.1", "--port", str(port)]
+        command = [*shlex.split(self._config.executable), "serve", str(self._folder), *address, *self._plan.arguments]
+        variables = {name: os.environ.get(name, value) for name, value in _VARIABLES.items()}
+        variables |= {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
+        where = "" if gpus is None else f" on GPU {gpus}"
+        log.info(f"starting a sampling server{where}; its log: {log_file}")
+        process = ServerProcess(command, variables, log_file, self._folder)
+        return Server(f"http://127.0.0.1:{port}", self._config.answer_seconds, process)

@@ -1,0 +1,118 @@
+"""The weights on their way to a server: a Hugging Face folder in shared memory, filled anew for each version."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from pgtoolkit.errors import StorageError
+
+_SHARED_MEMORY = Path("/dev/shm")
+_ROOM = 2**26
+"""What is left free beside the weights."""
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.int32: "I32"}
+_NAMES |= {torch.bool: "BOOL", torch.uint8: "U8", torch.float64: "F64"}
+"""How safetensors calls number types."""
+
+
+class WeightsFolder:
+    """A folder with `model.safetensors` and what else a model needs, for servers on this machine.
+
+    parent: where it is made; None for shared memory if there is room, else `fallback`. dtype: of its weights.
+    The file stays mapped: a new version overwrites it in place, from the GPU without a copy in between. Whoever reads
+    it has to be done before.
+    """
+
+    def __init__(self, parent: Path | None, fallback: Path, dtype: torch.dtype):
+        self._parent, self._fallback, self._dtype = parent, fallback, dtype
+        self._header: bytes | None = None
+        self._rooms: dict[str, Tensor] = {}
+        self.path: Path | None = None
+
+    def make(self, num_bytes: int, write_settings: Callable[[Path], None]) -> Path:
+        """Make the folder where the weights fit; write_settings puts the other files into it."""
+        try:
+            parent = self._parent or _shared_memory(num_bytes) or self._fallback
+            parent.mkdir(parents=True, exist_ok=True)
+            self.path = Path(tempfile.mkdtemp(prefix="pgtk-weights-", dir=parent))
+            write_settings(self.path)
+            self.path.chmod(0o755)  # a joined server may be somebody else's
+        except OSError as error:
+            raise _refused(self.path or parent, error) from error
+        return self.path
+
+    def fill(self, weights: Mapping[str, Tensor]) -> None:
+        """Write whole tensors, as `whole` gives them. Raises StorageError where the disk, or the memory, is full."""
+        header = _header({name: (self._type_of(tensor), tensor.shape) for name, tensor in weights.items()})
+        if header != self._header:
+            self._map(header)
+        for name, tensor in weights.items():
+            self._rooms[name].copy_(tensor.reshape(-1), non_blocking=False)
+
+    def remove(self) -> None:
+        self._rooms, self._header = {}, None
+        if self.path is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def _type_of(self, tensor: Tensor) -> torch.dtype:
+        return self._dtype if tensor.is_floating_point() else tensor.dtype
+
+    def _map(self, header: bytes) -> None:
+        """The file of this header, and in memory the place of each tensor's numbers in it."""
+        self._rooms = {}
+        file, entries = self.path / "model.safetensors", json.loads(header[8:])
+        size = len(header) + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        try:
+            file.unlink(missing_ok=True)
+            with file.open("wb") as opened:
+                # Room is taken now: a write to mapped memory that finds none would end the process.
+                os.posix_fallocate(opened.fileno(), 0, size)
+                opened.write(header)
+            file.chmod(0o644)
+        except OSError as error:
+            raise _refused(file, error) from error
+        content = torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)
+        types = {name: dtype for dtype, name in _NAMES.items()}
+        for name, entry in entries.items():
+            first, end = (len(header) + offset for offset in entry["data_offsets"])
+            self._rooms[name] = content[first:end].view(types[entry["dtype"]])
+        self._header = header
+
+
+def whole(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights with those whole that are spread over ranks; every rank calls this with its own."""
+    return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in weights.items()}
+
+
+def _header(kinds: dict[str, tuple[torch.dtype, torch.Size]]) -> bytes:
+    """Of a safetensors file: https://huggingface.co/docs/safetensors. Wide numbers first, so that all are aligned."""
+    entries, offset = {}, 0
+    for name, (dtype, shape) in sorted(kinds.items(), key=lambda item: -item[1][0].itemsize):
+        end = offset + shape.numel() * dtype.itemsize
+        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _shared_memory(num_bytes: int) -> Path | None:
+    if not _SHARED_MEMORY.is_dir() or not os.access(_SHARED_MEMORY, os.W_OK):
+        return None
+    return _SHARED_MEMORY if shutil.disk_usage(_SHARED_MEMORY).free > num_bytes + _ROOM else None
+
+
+def _refused(path: Path, error: OSError) -> StorageError:
+    return StorageError(
+        f"the weights for the sampling server cannot be written to {path}: {error.strerror or error}. Use "
+        "sampler.weights_folder=FOLDER on a disk with room for them."
+    )

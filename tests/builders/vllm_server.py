@@ -1,0 +1,220 @@
+"""A small server that speaks as much of vLLM's protocol as pgtk uses, around a real model, with faults to choose.
+
+    python vllm_server.py [--fault NAME] [--after CALLS] [--marks FILE] serve FOLDER --port PORT [options of vLLM]
+
+It is a program of its own: pgtk starts it as it starts vLLM (`sampler.executable`). Like vLLM it has a child process,
+whose number it prints. --marks: where it notes how it was started, and each call. The fault begins after so many calls
+for completions; `POST /fault {"name": ..., "after": ...}` sets another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import urlsplit
+
+
+class Engine:
+    """The model, sampled from one request at a time."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.options = options
+        self.lock = threading.Lock()
+        self.calls = 0
+        self.asleep = False
+        self.cached: dict[tuple, object] = {}  # which weights have seen a prompt, as of its salt
+        torch.set_num_threads(1)
+        loaded = AutoModelForCausalLM.from_pretrained(options.folder, dtype=getattr(torch, options.dtype)).eval()
+        self.model = copy.deepcopy(loaded)  # its weights may be the file itself, which is to be written anew
+
+    def failing(self, fault: str) -> bool:
+        return self.options.fault == fault and self.calls > self.options.after
+
+    def reload(self, folder: str) -> None:
+        if self.options.fault in ("stale", "stale_and_noisy"):
+            return
+        if self.options.fault == "reload_error":
+            raise KeyError("layers.7.weight")
+        self.model = copy.deepcopy(self.model)
+        with torch.no_grad():
+            for name, tensor in load_file(Path(folder) / "model.safetensors").items():
+                if not (self.options.fault == "half" and ".mlp." in name):
+                    self.model.get_parameter(name).copy_(tensor)
+                if self.options.fault == "other_model":
+                    torch.nn.init.normal_(self.model.get_parameter(name), std=0.3)
+
+    def score(self, body: dict) -> list[dict | None]:
+        """The log-probs of a prompt's own tokens, in the form of vLLM's answer."""
+        tokens = body["prompt"]
+        with torch.no_grad():
+            log_probs = self.model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+        if self.options.fault == "stale_and_noisy":
+            log_probs += 1e-6 * torch.randn_like(log_probs)
+        rows = zip(log_probs, tokens[1:], strict=False)
+        return [None, *({str(token): {"logprob": float(row[token]), "rank": 1}} for row, token in rows)]
+
+    def complete(self, body: dict) -> list[dict]:
+        """The choices of one prompt, in the form of vLLM's answer."""
+        key = (*([] if self.options.fault == "stale_cache" else [body.get("cache_salt")]), *body["prompt"])
+        model = self.cached.setdefault(key, self.model)
+        choices = []
+        for index in range(body["n"]):
+            generator = torch.Generator()
+            if body.get("seed") is None:
+                generator.seed()
+            else:
+                generator.manual_seed(body["seed"] + index)
+            choices.append(self._choice(body, model, generator))
+        return choices[1:] if self.failing("too_few") else choices
+
+    def _choice(self, body: dict, model, generator) -> dict:
+        tokens, log_probs, reason = [], [], "length"
+        ends = set() if self.failing("beyond_the_end") else {*body["stop_token_ids"]}
+        while len(tokens) < body["max_tokens"] + 3 * self.failing("too_long"):
+            with torch.no_grad():
+                logits = model(torch.tensor([[*body["prompt"], *tokens]]), use_cache=False).logits[0, -1].float()
+            scaled = logits / (1.0 if self.failing("temperature") else body["temperature"])
+            token = int(torch.multinomial(scaled.softmax(-1), 1, generator=generator))
+            kept = logits if self.options.logprobs_mode == "raw_logprobs" or self.failing("raw") else scaled
+            tokens.append(token)
+            log_probs.append(float(kept.log_softmax(-1)[token]))
+            if token in ends:
+                reason = "stop"
+                break
+        if self.failing("foreign_token"):
+            tokens[0] = logits.numel() + 5
+        if self.failing("null_log_probs"):
+            log_probs[-1] = None
+        found = {"finish_reason": reason, "text": "", "logprobs": {"token_logprobs": log_probs}}
+        return found if self.failing("no_ids") else found | {"token_ids": tokens}
+
+
+class Handler(BaseHTTPRequestHandler):
+    """server.engine: what answers."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        engine = self.server.engine
+        if self.path == "/v1/models":
+            root = "/another/model" if engine.options.fault == "another_program" else engine.options.folder
+            self._answer(200, {"data": [{"id": engine.options.folder, "root": root, "max_model_len": 1024}]})
+        else:
+            self._answer(200 if self.path == "/health" else 404)
+
+    def do_POST(self) -> None:
+        engine, path = self.server.engine, urlsplit(self.path)
+        text = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = json.loads(text) if text else {}
+        mark(
+            engine.options,
+            self.path
+            if path.path != "/v1/completions"
+            else f"complete {body.get('seed', 'score' if 'prompt_logprobs' in body else None)}",
+        )
+        with engine.lock:
+            if path.path == "/fault":
+                engine.options.fault, engine.options.after, engine.calls = body["name"], body["after"], 0
+                self._answer(200)
+            elif path.path == "/v1/completions":
+                self._complete(engine, body)
+            elif engine.options.fault == "no_development_mode":
+                self._answer(404)
+            elif path.path == "/collective_rpc":
+                try:
+                    engine.reload(body["kwargs"]["weights_path"])
+                except Exception as error:
+                    return self._answer(500, {"error": f"{type(error).__name__}: {error}"})
+                self._answer(200, {"results": [None]})
+            elif path.path in ("/reset_prefix_cache", "/sleep", "/wake_up"):
+                if path.path == "/reset_prefix_cache" and engine.options.fault != "stale_cache":
+                    engine.cached.clear()
+                engine.asleep = path.path == "/sleep" or (engine.asleep and "kv_cache" not in path.query)
+                self._answer(200)
+            else:
+                self._answer(404)
+        return None
+
+    def _complete(self, engine: Engine, body: dict) -> None:
+        engine.calls += "prompt_logprobs" not in body
+        if engine.failing("dies"):
+            print("RuntimeError: CUDA error: an illegal memory access was encountered", flush=True)
+            os._exit(1)
+        if engine.failing("hangs"):
+            engine.lock.release()
+            time.sleep(3600)
+        if engine.failing("paused") or (
+            engine.failing("busy_for_a_moment") and engine.calls < engine.options.after + 3
+        ):
+            return self._answer(503, {"error": "paused"})
+        if engine.asleep:
+            return self._answer(500, {"error": "the engine is asleep"})
+        if engine.failing("no_json"):
+            return self._answer(200, "<html>a proxy</html>")
+        if "prompt_logprobs" in body:
+            return self._answer(200, {"choices": [{"prompt_logprobs": engine.score(body)}]})
+        self._answer(200, {"choices": engine.complete(body)})
+
+        return None
+
+    def _answer(self, status: int, content: object = None) -> None:
+        text = b"" if content is None else (content if isinstance(content, str) else json.dumps(content)).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        with contextlib.suppress(BrokenPipeError):
+            self.wfile.write(text)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def mark(options: argparse.Namespace, line: str) -> None:
+    if options.marks:
+        with open(options.marks, "a") as file:
+            file.write(f"{line}\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fault")
+    parser.add_argument("--after", type=int, default=0)
+    parser.add_argument("--marks")
+    parser.add_argument("command", choices=["serve"])
+    parser.add_argument("folder")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--logprobs-mode", default="raw_logprobs")
+    options, _ = parser.parse_known_args()
+    variables = {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "VLLM_SERVER_DEV_MODE", "RANK")}
+    mark(options, f"start {json.dumps([variables, sys.argv[1:], os.environ.get('PYTHONPATH')])}")
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+    print(f"engine {child.pid} of server {os.getpid()}", flush=True)
+    if options.fault == "never_up":
+        time.sleep(3600)
+    if options.fault == "does_not_start":
+        sys.exit("ValueError: free memory on device is less than desired GPU memory utilization")
+    if options.fault == "port_taken" and Path(options.marks).read_text().count("start [{") <= options.after:
+        sys.exit("OSError: [Errno 98] Address already in use")
+    global torch, load_file, AutoModelForCausalLM  # loaded only now: most faults of a start are told at once
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    engine = Engine(options)
+    server = ThreadingHTTPServer(("127.0.0.1", options.port), Handler)
+    server.engine = engine
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

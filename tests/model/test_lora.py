@@ -1,0 +1,286 @@
+"""LoRA: gradients of a plain formulation, merged weights, the frozen model, and what each of the weights takes up."""
+
+import pytest
+import torch
+from builders import models, spread
+from builders.models import model_config, save_with_tokenizer, small_llama
+from builders.runs import SHORT, built, config_of, sampler_of
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.func import functional_call
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from pgtoolkit.config.validate import validate
+from pgtoolkit.errors import ConfigError
+from pgtoolkit.losses import reference
+from pgtoolkit.model.lora import adapted_layers, adapter_weights, merge, settings
+from pgtoolkit.model.policy import build_policy
+from pgtoolkit.ranks.layout import ONE_PROCESS
+from pgtoolkit.training.build import build
+
+KINDS = ("llama", "gpt2")
+RANK, ALPHA = 3, 4.0
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request, tmp_path_factory):
+    """Small models whose head is their embedding; the matrices of GPT-2 lie the other way round."""
+    if request.param == "llama":
+        model = small_llama(num_hidden_layers=2, tie_word_embeddings=True)
+    else:
+        sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=12, bos_token_id=None, eos_token_id=11, **sizes))
+    for weight in model.parameters():
+        weight.data += 0.2 * torch.randn(weight.shape)
+    return save_with_tokenizer(model, tmp_path_factory.mktemp(request.param))
+
+
+def adapted(folder, **changes):
+    """A policy whose adapters change something."""
+    policy = build_policy(model_config(folder, lora_rank=RANK, lora_alpha=ALPHA, **changes), None, False)
+    for name, weight in adapter_weights(policy.model).items():
+        if "lora_B" in name:
+            nn.init.normal_(weight, std=0.1)
+    return policy
+
+
+def logits(model, tokens):
+    return model(input_ids=tokens, use_cache=False).logits
+
+
+TOKENS = torch.tensor([[1, 2, 3, 10, 3, 2, 1, 11], [4, 4, 4, 4, 9, 0, 7, 2]])
+
+
+@pytest.mark.parametrize("kind", ["gpt2_tied_lora", "qwen2_checkpointed_lora"])
+@pytest.mark.parametrize(("loss", "aggregation"), [("gspo", "sample_mean"), ("grpo", "token_mean")])
+def test_the_gradient_is_that_of_the_plain_formulation(kind, loss, aggregation):
+    """Of W + alpha / rank B A in the place of each W, by autograd and the specification, in float64."""
+    policy, objective = models.build(kind), {"loss": loss, "aggregation": aggregation}
+    found = spread.step(policy, ONE_PROCESS, **objective)
+    plain = models.build(kind.replace("_lora", "").replace("_checkpointed", "")).model
+    named = {name.replace(".base_layer", ""): weight.detach() for name, weight in policy.model.named_parameters()}
+    weights, leaves = {name: named[name] for name, _ in plain.named_parameters()}, {}
+    for name in adapted_layers(policy.model):
+        pair = [f"{name}.{part}.default.weight" for part in ("lora_A", "lora_B")]
+        leaves |= {part: named[part].clone().requires_grad_() for part in pair}
+        change = 4.0 / 3 * leaves[pair[1]] @ leaves[pair[0]]
+        weights[f"{name}.weight"] = weights[f"{name}.weight"] + (change.T if "gpt2" in kind else change)
+    documents = spread.documents(models.VOCABULARY, 1)
+    rows = [functional_call(plain, weights, (), {"input_ids": d.tokens[None]}).logits[0] for d in documents]
+    rows = torch.cat([row[:-1] for row in rows])
+    gradient, value = specified(rows, documents, objective)
+    expected = torch.autograd.grad(rows, list(leaves.values()), gradient)
+    norm = torch.stack([part.norm() for part in expected]).norm()
+    torch.testing.assert_close(found["loss"], torch.tensor(value, dtype=torch.float64), rtol=1e-10, atol=1e-13)
+    torch.testing.assert_close(found["norm"], norm, rtol=1e-9, atol=1e-12)
+    clipped = min(1.0, 0.5 / (norm.item() + 1e-6))
+    for name, part in zip(leaves, expected, strict=True):
+        torch.testing.assert_close(found[name], clipped * part, rtol=1e-9, atol=1e-12)
+        assert part.abs().max() > 1e-5
+
+
+def specified(logits, documents, objective):
+    """Gradient by the logits, and the loss."""
+    labels = torch.cat([torch.where(d.loss_mask, d.tokens, -1)[1:] for d in documents])
+    trained = labels >= 0
+    old, advantages = (
+        logits.new_zeros(len(labels)).masked_scatter(trained, torch.cat([getattr(d, name) for d in documents]).double())
+        for name in ("old_log_probs", "advantages")
+    )
+    index = torch.cat([torch.full((d.num_tokens - 1,), i) for i, d in enumerate(documents)])
+    groups = torch.tensor(spread.GROUPS)
+    found = reference.policy_loss(
+        logits.detach(),
+        labels,
+        old,
+        advantages,
+        index,
+        group_index=groups,
+        num_documents=len(documents),
+        **objective,
+        **spread.PARAMETERS[objective["loss"]],
+    )
+    return found.gradient, found.loss
+
+
+@torch.no_grad()
+def test_the_merged_weights_are_the_policy(folder):
+    policy = adapted(folder)
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    base, live = logits(plain, TOKENS), logits(policy.model, TOKENS)
+    weights = policy.weights()
+    assert weights.keys() == {name for name, _ in plain.named_parameters()}
+    saved = load_file(folder / "model.safetensors")
+    changed = {name for name, weight in weights.items() if not torch.equal(weight, saved[name])}
+    assert changed == {f"{name}.weight" for name in adapted_layers(policy.model)}
+    assert not any(weight.requires_grad for weight in weights.values())
+    plain.load_state_dict(weights, strict=False)
+    torch.testing.assert_close(logits(plain, TOKENS), live, rtol=1e-5, atol=1e-5)
+    assert (live - base).abs().max() > 0.01
+    merge(policy.model)
+    assert policy.model.state_dict().keys() == plain.state_dict().keys()
+    assert torch.equal(logits(policy.model, TOKENS), logits(plain, TOKENS))
+
+
+@torch.no_grad()
+def test_in_bfloat16_the_merged_weights_are_rounded_once(folder):
+    wide, half = adapted(folder), adapted(folder, dtype="bfloat16")
+    for name, weight in adapter_weights(half.model).items():
+        weight.copy_(adapter_weights(wide.model)[name])
+    rounded = {name: weight.bfloat16().float() for name, weight in wide.weights().items()}
+    for name, weight in half.weights().items():
+        assert weight.dtype == torch.bfloat16
+        if name.removesuffix(".weight") not in adapted_layers(half.model):
+            assert torch.equal(weight.float(), rounded[name])
+        torch.testing.assert_close(weight.float(), rounded[name], rtol=2**-7, atol=2**-9)
+
+
+def module_of(folder, *overrides):
+    own = [setting for setting in SHORT if not setting.startswith("model.")]
+    chosen = (f"model.path={folder}", f"model.lora_rank={RANK}", f"model.lora_alpha={ALPHA}")
+    return built(*own, "model=huggingface", *chosen, *overrides)
+
+
+@pytest.mark.parametrize("static_cache", ["true", "null"])
+@torch.no_grad()
+def test_completions_are_of_the_merged_model(folder, static_cache):
+    """Their log-probs, kept while sampling with the adapters at work, are those of the merged weights."""
+    module, loader = module_of(folder, "rollout.old_log_probs=sampling", f"sampler.static_cache={static_cache}")
+    for name, weight in adapter_weights(module.model).items():
+        if "lora_B" in name:
+            nn.init.normal_(weight, std=0.3)
+    documents = next(iter(loader)).documents
+    plain = AutoModelForCausalLM.from_pretrained(folder).double()
+    base = [of_document(plain, document) for document in documents]
+    plain.load_state_dict(module.policy.weights(), strict=False)
+    merged = [of_document(plain, document) for document in documents]
+    for document, expected in zip(documents, merged, strict=True):
+        torch.testing.assert_close(document.old_log_probs.double(), expected, rtol=0, atol=1e-5)
+    assert max((a - b).abs().max() for a, b in zip(base, merged, strict=True)) > 0.02
+    assert sampler_of(loader)._policy is module.policy
+
+
+def test_in_bfloat16_completions_are_sampled_from_a_merged_copy(folder):
+    """Whose adapters were never there; their log-probs and those of training differ by rounding alone."""
+    own = [setting for setting in SHORT if not setting.startswith("model.")]
+    chosen = (f"model.path={folder}", "model.lora_rank=2", "model.dtype=bfloat16", "rollout.old_log_probs=sampling")
+    module, loader = in_its_own_types(config_of(*own, "model=huggingface", *chosen))
+    for name, weight in adapter_weights(module.model).items():
+        if "lora_B" in name:
+            nn.init.normal_(weight, std=0.05)
+    step = next(iter(loader))
+    sampled_from = sampler_of(loader)._policy.model
+    assert adapted_layers(sampled_from) == {}
+    assert all(torch.equal(weight, module.policy.weights()[name]) for name, weight in sampled_from.named_parameters())
+    metrics = module.training_step(step, 0)["metrics"]
+    assert metrics["ratio_new_old"] == pytest.approx(1, abs=0.02)
+
+
+def of_document(model, document):
+    rows = model(input_ids=document.tokens[None]).logits[0].log_softmax(-1)
+    return rows[:-1].gather(-1, document.tokens[1:, None])[document.loss_mask[1:], 0]
+
+
+@torch.no_grad()
+def test_without_its_adapters_the_policy_is_the_model_that_training_began_with(folder):
+    policy = adapted(folder)
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    trained = [weight.requires_grad for weight in policy.model.parameters()]
+    before = logits(policy.model, TOKENS)
+    with policy.without_adapters():
+        assert torch.equal(logits(policy.model, TOKENS), logits(plain, TOKENS))
+        assert [weight.requires_grad for weight in policy.model.parameters()] == trained
+    with pytest.raises(KeyError), policy.without_adapters():
+        raise KeyError
+    assert torch.equal(logits(policy.model, TOKENS), before)
+    assert not torch.equal(before, logits(plain, TOKENS))
+
+
+@pytest.mark.parametrize(("dtype", "frozen"), [("bfloat16", torch.bfloat16), ("float32", torch.float32)])
+def test_frozen_weights_are_in_the_compute_type_and_adapters_in_float32_with_moments(folder, dtype, frozen):
+    """Bytes of weights, gradients and moments, by number type; a step leaves the frozen ones as they are."""
+    own = [setting for setting in SHORT if not setting.startswith("model.")]
+    chosen = (f"model.path={folder}", "model.lora_rank=2", f"model.dtype={dtype}", "optimizer.learning_rate=0.01")
+    config = config_of(*own, "model=huggingface", *chosen)
+    assert validate(config).problems == []
+    module, loader = in_its_own_types(config)
+    saved = load_file(folder / "model.safetensors")
+    before = {name: weight.clone() for name, weight in module.model.named_parameters()}
+    steps = iter(loader)
+    for _ in range(2):
+        module.training_step(next(steps), 0)
+    trained = adapter_weights(module.model).values()
+    base = [weight for weight in module.model.parameters() if not weight.requires_grad]
+    count = sum(2 * sum(layer.base_layer.weight.shape) for layer in adapted_layers(module.model).values())
+    assert bytes_by_type(base) == {frozen: frozen.itemsize * sum(weight.numel() for weight in saved.values())}
+    assert bytes_by_type(trained) == {torch.float32: 4 * count}
+    assert bytes_by_type([weight.grad for weight in trained]) == {torch.float32: 4 * count}
+    assert all(weight.grad is None for weight in base)
+    moments = [x for state in module.optimizer.state.values() for x in state.values() if x.ndim > 0]
+    assert bytes_by_type(moments) == {torch.float32: 8 * count}
+    changed = {name for name, weight in module.model.named_parameters() if not torch.equal(weight, before[name])}
+    assert changed == {name for name in before if "lora_" in name}
+
+
+def in_its_own_types(config):
+    module, loader = build(OmegaConf.to_object(config))
+    optimizer = module.configure_optimizers()
+    module.optimizers = lambda use_pl_optimizer=True: optimizer
+    module.manual_backward = lambda loss: loss.backward()
+    return module, loader
+
+
+def bytes_by_type(tensors):
+    found = {}
+    for tensor in tensors:
+        found[tensor.dtype] = found.get(tensor.dtype, 0) + tensor.nbytes
+    return found
+
+
+@pytest.mark.parametrize(
+    ("targets", "says"),
+    [
+        (
+            ["q_proj", "query"],
+            r"lora_targets=\[q_proj,query\] needs names of .*\(got query\)\. It has down_proj, gate_proj",
+        ),
+        (["lm_head"], r"\(got lm_head\)\. .*; its head is not adapted\. Use model.lora_targets=\[all-linear\]"),
+        (["embed_tokens"], r"\(got embed_tokens\)"),
+        (["norm"], r"\(got norm\)"),
+        (["proj"], r"\(got proj\)"),
+    ],
+    ids=["a misspelt one", "the head", "embeddings", "norms", "a part of a name"],
+)
+def test_targets_that_are_no_linear_layer_are_refused(tmp_path, targets, says):
+    save_with_tokenizer(small_llama(), tmp_path)
+    with pytest.raises(ConfigError, match=says):
+        build_policy(model_config(tmp_path, lora_rank=2, lora_targets=targets), None, False)
+
+
+@pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "v_proj", "mlp.up_proj", "1.self_attn.o_proj"]])
+def test_of_many_layers_those_that_are_named_get_adapters(tmp_path, targets):
+    """And transformers finds them by what is stored; peft shortens a list of more than twenty names."""
+    save_with_tokenizer(small_llama(num_hidden_layers=8), tmp_path / "base")
+    policy = build_policy(model_config(tmp_path / "base", lora_rank=2, lora_targets=targets), None, False)
+    names = [name for name, module in small_llama(num_hidden_layers=8).named_modules() if isinstance(module, nn.Linear)]
+    ends = ("proj",) if targets == ["all-linear"] else tuple(f".{target}" for target in targets)
+    expected = {name for name in names if name.endswith(ends)}
+    assert len(expected) == (56 if targets == ["all-linear"] else 25)
+    assert adapted_layers(policy.model).keys() == expected
+    for name, weight in adapter_weights(policy.model).items():
+        if "lora_B" in name:
+            nn.init.normal_(weight, std=0.1)
+    settings(policy.model, str(tmp_path / "base")).save_pretrained(tmp_path / "adapters")
+    weights = {name: weight.detach() for name, weight in adapter_weights(policy.model).items()}
+    save_file(weights, tmp_path / "adapters" / "adapter_model.safetensors", {"format": "pt"})
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "adapters")
+    torch.testing.assert_close(logits(loaded, TOKENS), logits(policy.model, TOKENS), rtol=1e-6, atol=1e-6)
+
+
+def test_the_same_seed_draws_the_same_adapters_and_another_one_others(folder):
+    drawn = [adapter_weights(module_of(folder, f"seed={seed}")[0].model) for seed in (1, 1, 2)]
+    first, again, other = ([weight for name, weight in one.items() if "lora_A" in name] for one in drawn)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    assert all((weight == 0).all() for one in drawn for name, weight in one.items() if "lora_B" in name)

@@ -1,0 +1,252 @@
+"""Runs under LoRA: resumed, spread over ranks, exported; what their checkpoints hold, and who can load them."""
+
+import shutil
+
+import pytest
+import torch
+from builders.models import model_config, save_with_tokenizer, small_llama
+from builders.parallel_runs import assert_close, run_on_ranks, saved_again
+from builders.processes import world
+from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, replace_file
+from omegaconf import OmegaConf
+from peft import PeftModel
+from safetensors.torch import load_file, save
+from transformers import AutoModelForCausalLM
+
+from pgtoolkit.cli import main
+from pgtoolkit.config.validate import validate
+from pgtoolkit.errors import ConfigError
+from pgtoolkit.model.policy import build_policy
+from pgtoolkit.training import checkpoint
+from pgtoolkit.training.checkpoint import load_newest
+from pgtoolkit.training.train import train
+from pgtoolkit.training.weights import load_weights
+
+TOKENS = torch.tensor([[1, 2, 3, 10, 3, 2, 1, 11]])
+LORA = ("model.lora_rank=2", "model.lora_alpha=6", "optimizer.learning_rate=0.05")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    model = small_llama(3, num_hidden_layers=2, tie_word_embeddings=True).bfloat16()
+    return save_with_tokenizer(model, tmp_path_factory.mktemp("base"))
+
+
+def settings(base, *overrides):
+    own = [setting for setting in SHORT if not setting.startswith("model.")]
+    return [*own, "model=huggingface", f"model.path={base}", *LORA, "trainer.max_steps=4", *overrides]
+
+
+@pytest.fixture(scope="module")
+def trained(base, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    train(config_of(*settings(base)), folder)
+    return folder
+
+
+def newest(run):
+    return run / "checkpoints" / "step-000004"
+
+
+@torch.no_grad()
+def logits(model):
+    return model(input_ids=TOKENS).logits
+
+
+@torch.no_grad()
+def logits_in_training(base, run):
+    """By the code that trains, with the adapters of the newest checkpoint."""
+    policy = build_policy(model_config(base, lora_rank=2, lora_alpha=6.0), None, False)
+    load_weights(policy, load_newest(run / "checkpoints"))
+    return logits(policy.model)
+
+
+@pytest.mark.parametrize("changes", [(), ("model.dtype=bfloat16", "model.gradient_checkpointing=true")])
+def test_resumed_it_is_bit_equal(base, tmp_path, changes):
+    config = config_of(*settings(base, *changes))
+    train(config, tmp_path / "whole")
+    rows = metrics_of(tmp_path / "whole")
+    assert rows[0]["ratio_new_old"] == pytest.approx(1, abs=1e-6 if changes == () else 1e-3)
+    assert sum(row["grad_norm"] > 1e-6 for row in rows) >= 2
+    for step in (1, 3):
+        resumed = copy_as_of(tmp_path / "whole", step, tmp_path / f"after {step}")
+        train(config, resumed, resume=True)
+        assert metrics_of(resumed) == rows
+        assert_equal(checkpoint_of(resumed, 4), checkpoint_of(tmp_path / "whole", 4))
+    before, after = (checkpoint_of(tmp_path / "whole", step)["model"] for step in (1, 4))
+    assert all((before[name] - after[name]).abs().max() > 1e-4 for name in before)
+
+
+def test_a_checkpoint_holds_the_adapters_alone(trained):
+    path = newest(trained)
+    assert {file.name for file in path.iterdir() if file.is_file()} == {
+        *("adapter_config.json", "adapter_model.safetensors", "generation_config.json", "manifest.json"),
+        *("tokenizer.json", "tokenizer_config.json"),
+    }
+    found, weights = checkpoint_of(trained, 4), load_file(path / "adapter_model.safetensors")
+    assert len(weights) == 2 * 2 * 7
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    said = "LoRA: adapters at 14 layers; 1,088 of 6,480 weights are trained"  # 2 x (16 + 16) and 2 x (16 + 32) of them
+    assert (trained / "run.log").read_text().count(said) == 1
+    fields = ("exp_avg", "exp_avg_sq", "step")
+    assert found["optimizer"].keys() == {f"{name}.{field}" for name in weights for field in fields}
+    assert sum(file.stat().st_size for file in path.glob("*.safetensors")) < 4 * (2 * 2 * 272 + 1500)
+
+
+def test_transformers_and_peft_load_a_checkpoint_as_it_lies(base, trained):
+    path, expected = newest(trained), logits_in_training(base, trained)
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    assert (logits(plain) - expected).abs().max() > 0.02
+    by_peft = PeftModel.from_pretrained(plain, path)
+    by_transformers = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for model in (by_peft, by_transformers):
+        torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-6)
+
+
+@torch.no_grad()
+def test_an_export_is_the_whole_model_in_its_own_number_type(base, trained, tmp_path, capsys):
+    assert main(["export", str(trained), str(tmp_path / "model")]) == 0
+    said = capsys.readouterr()
+    assert "step 4 of" in said.out
+    assert said.err == ""
+    names = {path.name for path in (tmp_path / "model").iterdir()}
+    assert "config.json" in names
+    assert not any("adapter" in name for name in names)
+    before, after = (load_file(folder / "model.safetensors") for folder in (base, tmp_path / "model"))
+    assert after.keys() == before.keys()
+    assert {weight.dtype for weight in after.values()} == {torch.bfloat16}
+    adapters = checkpoint_of(trained, 4)["model"]
+    for name, weight in before.items():
+        a, b = (adapters.get(f"base_model.model.{name.replace('.weight', f'.lora_{part}.weight')}") for part in "AB")
+        expected = weight if a is None else (weight.float() + 6 / 2 * b @ a).bfloat16()
+        assert torch.equal(after[name], expected), name
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    torch.testing.assert_close(logits(model), logits_in_training(base, trained), rtol=0, atol=0.02)
+
+
+def test_adapters_beside_other_weights_are_refused(base, trained, tmp_path, capsys):
+    """One number of the base model is another; the run says where it was."""
+    shutil.copytree(base, tmp_path / "base")
+    train(config_of(*settings(tmp_path / "base", "trainer.max_steps=1")), tmp_path / "run")
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.model.layers[1].mlp.up_proj.weight.data[3, 4] += 0.5
+    model.save_pretrained(tmp_path / "base")
+    says = "does not fit the configured model: its adapters were trained beside other weights than model.path has now"
+    accepted = ["trainer.max_steps=2", "trainer.accept_changed_data=true"]  # other files may hold the same weights
+    for command in (["resume", tmp_path / "run", *accepted], ["export", tmp_path / "run", tmp_path / "m"]):
+        assert main([str(word) for word in command]) == 2
+        assert says in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "base")
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "m")]) == 2
+    assert f"model.path={tmp_path / 'base'} needs " in capsys.readouterr().err
+    assert not (tmp_path / "m").exists()
+
+
+def test_the_base_is_known_again_in_another_number_type(base, trained):
+    for dtype in ("float32", "bfloat16"):
+        policy = build_policy(model_config(base, dtype=dtype, lora_rank=2, lora_alpha=6.0), None, False)
+        load_weights(policy, load_newest(trained / "checkpoints"))
+        assert {weight.dtype for weight in policy.model.parameters()} == {torch.float32, getattr(torch, dtype)}
+    for rank, says in (
+        (None, "it holds LoRA's adapters alone"),
+        (3, "lora_A.weight is of .2, 16, torch.float32., not"),
+    ):
+        policy = build_policy(model_config(base, lora_rank=rank), None, False)
+        with pytest.raises((ConfigError, ValueError), match=says):
+            load_weights(policy, load_newest(trained / "checkpoints"))
+
+
+@pytest.mark.parametrize("key", ["lora_rank=4", "lora_alpha=5", "lora_targets=[q_proj]"])
+def test_a_run_goes_on_with_its_own_adapters(trained, tmp_path, capsys, key):
+    assert main(["resume", str(trained), "trainer.max_steps=5", f"model.{key}"]) == 2
+    assert f"model.{key} needs to stay as the run began" in capsys.readouterr().err
+
+
+def test_a_folder_of_adapters_is_no_model(base, trained, tmp_path, capsys):
+    for folder in (newest(trained), tmp_path / "both"):
+        if folder == tmp_path / "both":  # transformers would put them into the model at its side
+            shutil.copytree(base, folder)
+            shutil.copy(newest(trained) / "adapter_config.json", folder)
+        assert main(["check", *settings(folder)]) == 2
+        said = capsys.readouterr().out
+        assert f"model.path={folder} needs a whole model (got adapters, adapter_config.json)." in said
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes"),
+    [
+        ({"data_parallel": 2}, []),
+        ({"data_parallel": 2}, ["parallelism.shard=true"]),
+        ({"data_parallel": 2}, ["parallelism.shard=true", "model.dtype=bfloat16"]),
+        ({"sequence_data_parallel": 2}, []),
+    ],
+    ids=["ddp", "fsdp", "fsdp in bfloat16", "sequence data"],
+)
+def test_ranks_train_as_one_process_does_and_continue(base, recorded, tmp_path, sizes, changes):
+    """From recorded rollouts: three steps at once, and the last two from the checkpoint of one process."""
+    own = [setting for setting in recorded if not setting.startswith("model.")]
+    given = [*own, "aggregation=constant", "aggregation.divisor=4", "model=huggingface", f"model.path={base}", *LORA]
+    given += changes
+    one = run_on_ranks(tmp_path / "one", [one for one in given if "shard" not in one])
+    assert [row["grad_norm"] > 1e-4 for row in metrics_of(one)] == [True] * 3
+    tolerance = 0.03 if "model.dtype=bfloat16" in changes else 1e-4
+    assert_close(run_on_ranks(tmp_path / "ranks", given, **sizes), one, tolerance)
+    again = copy_as_of(one, 1, tmp_path / "again")
+    run_on_ranks(again, given, resume=True, **sizes)
+    assert_close(again, one, tolerance)
+    before = checkpoint_of(again, 3)
+    config = config_of(*given, *(f"parallelism.{axis}={size}" for axis, size in sizes.items()))
+    OmegaConf.resolve(config)
+    world(2).run(saved_again, config, again, sizes)
+    found = checkpoint_of(again, 3)
+    assert_equal([found["model"], found["optimizer"]], [before["model"], before["optimizer"]])
+    assert len(list((again / "checkpoints" / "step-000003").glob("*.safetensors"))) == 1
+    one_more = copy_as_of(again, 3, tmp_path / "one more")
+    run_on_ranks(one_more, [s for s in given if "shard" not in s], resume=True)
+    assert_equal(checkpoint_of(one_more, 3)["model"], found["model"])
+
+
+def test_large_adapters_are_one_file(base, tmp_path, monkeypatch):
+    """peft reads no more than one."""
+    monkeypatch.setattr(checkpoint, "_SHARD_BYTES", 500)
+    train(config_of(*settings(base, "trainer.max_steps=1")), tmp_path / "run")
+    path = tmp_path / "run" / "checkpoints" / "step-000001"
+    assert [file.name for file in path.glob("*.safetensors*")] == ["adapter_model.safetensors"]
+    assert len(list((path / "training").glob("optimizer*"))) > 3
+    AutoModelForCausalLM.from_pretrained(path)
+
+
+def test_a_run_from_before_there_was_lora_is_resumed_with_all_weights(base, tmp_path):
+    own = [one for one in settings(base) if one.partition("=")[0] not in ("model.lora_rank", "model.lora_alpha")]
+    train(config_of(*own, "trainer.max_steps=1"), tmp_path / "run")
+    saved = OmegaConf.load(tmp_path / "run" / "config.yaml")
+    for key in ("lora_rank", "lora_alpha", "lora_targets"):
+        del saved.model[key]
+    OmegaConf.save(saved, tmp_path / "run" / "config.yaml")
+    assert main(["resume", str(tmp_path / "run"), "trainer.max_steps=2"]) == 0
+    assert OmegaConf.load(tmp_path / "run" / "config.yaml").model.lora_rank is None
+    assert checkpoint_of(tmp_path / "run", 2)["model"].keys() == load_file(base / "model.safetensors").keys()
+
+
+def test_without_peft_it_is_refused(base, monkeypatch):
+    monkeypatch.setattr("pgtoolkit.config.rules.run._is_installed", lambda name: name != "peft")
+    (problem,) = validate(config_of(*settings(base))).problems
+    assert problem == (
+        "model.lora_rank=2 needs the package peft (got not installed). The package is an extra, not installed by "
+        "default. Use pip install 'pgtoolkit[lora]'."
+    )
+
+
+def test_adapters_of_other_layers_are_one_message(trained, tmp_path, capsys):
+    folder = copy_as_of(trained, 4, tmp_path / "run")
+    weights = checkpoint_of(folder, 4)["model"]
+    name = next(iter(weights))
+    for changed in ({"a": torch.zeros(1)}, weights | {name: torch.zeros(1)}, weights | {name: weights[name].double()}):
+        replace_file(newest(folder), "adapter_model.safetensors", save(changed))
+        assert main(["export", str(folder), str(tmp_path / "model")]) == 6
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{newest(folder)} is damaged: transformers cannot load it (" in line
+        assert main(["resume", str(folder), "trainer.max_steps=5"]) == 2
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+        assert "the checkpoint does not fit the configured model: " in line
+    assert not (tmp_path / "model").exists()
