@@ -12,6 +12,8 @@ _EXPORTS = {
     "PolicyLoss": "pgtoolkit.kernels.losses",
     "StepTotals": "pgtoolkit.batch",
     "families": "pgtoolkit.losses.families",
+    "corrections": "pgtoolkit.losses.corrections",
+    "kl": "pgtoolkit.losses.kl",
 }
 
 __all__ = list(_EXPORTS)
@@ -22,4 +24,4 @@ def __getattr__(name: str):
     if name not in _EXPORTS:
         raise AttributeError(f"module 'pgtoolkit' has no attribute {name!r}")
     module = importlib.import_module(_EXPORTS[name])
-    return module if name == "families" else getattr(module, name)
+    return module if name in ("families", "corrections", "kl") else getattr(module, name)

@@ -19,8 +19,10 @@ from pgtoolkit.kernels.losses import (
 )
 from pgtoolkit.losses.aggregation import Reducer, aggregation_of
 from pgtoolkit.losses.checks import check_name, check_switches, shown
+from pgtoolkit.losses.corrections import Correction, correction_of
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.families import Family, family_of
+from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.objective import Loss
 
 
@@ -38,7 +40,12 @@ def policy_loss(
     group_index: Tensor | None = None,
     num_documents: int | None = None,
     totals: StepTotals | None = None,
+    correction: str | Correction | None = None,
+    sampling_log_probs: Tensor | None = None,
     temperature: float = 1.0,
+    entropy_coefficient: float = 0.0,
+    kl: KL | None = None,
+    ref_log_probs: Tensor | None = None,
     metrics: str = "none",
     impl: str = "auto",
     check_finite: bool = True,
@@ -62,7 +69,17 @@ def policy_loss(
         totals.tokens_per_group. Without totals the call is a whole step of num_documents documents. By default that is
         the largest index + 1, and each number up to it must occur: give num_documents where padding carries a number
         of its own, or a document has no token.
+    correction: a factor without gradient on each token's loss, for the gap between who sampled it and old_log_probs: a
+        name (the keys of pgtoolkit.corrections.CORRECTIONS) with its defaults, or an object such as
+        pgtoolkit.corrections.TokenMask(low=0.2). sampling_log_probs: (T,) floating, as the sampler gave them, read only
+        where trained. A correction needs them (but for "off_policy_mask"); how far they lie from old_log_probs is among
+        the basic metrics.
     temperature: log-probs are log_softmax(logits / temperature).
+    entropy_coefficient: of the entropy bonus: the loss has minus so much times the sum of w_t H_t, H_t the entropy of
+        the softmax at each trained position. The metrics then have `entropy` from "basic" on.
+    kl: a penalty on the distance from a reference, such as pgtoolkit.kl.KL("k3", coefficient=0.05).
+    ref_log_probs: (T,) floating, log-prob of each label under the reference, read only where trained; with them the
+        metrics have `kl_ref` from "basic" on.
     metrics: "none", "basic" or "with_entropy". impl: "torch", "triton" (a GPU, or a CPU under Triton's interpreter),
         "auto" (by device) or "reference" (plain float64 loops, for tests).
     check_finite: refuse non-finite numbers, and documents outside num_documents, at trained positions; costs one
@@ -80,13 +97,22 @@ def policy_loss(
     Raises ValueError for arguments that cannot be right and DataError for non-finite data, naming the document.
     """
     family = family_of(loss, **parameters)
-    definition = Loss(family, aggregation_of(aggregation, divisor, reducer), temperature, metrics)
+    weighting, correction = aggregation_of(aggregation, divisor, reducer), correction_of(correction)
+    definition = Loss(family, weighting, temperature, metrics, correction, entropy_coefficient, kl)
+    arguments.check_reference(kl, ref_log_probs, metrics)
     ranks = Ranks(vocabulary_group, vocabulary_start, sequence_group, data_group)
     check_switches(check_finite=check_finite, overwrite_logits=overwrite_logits)
     check_name("impl", impl, ("auto", *IMPLEMENTATIONS, "reference"))
     arguments.check_rows("logits", logits)
     arguments.check_ranks(ranks, impl, num_documents)
-    vectors = labels, old_log_probs, advantages, document_index
+    vectors = {
+        "labels": labels,
+        "old_log_probs": old_log_probs,
+        "advantages": advantages,
+        "document_index": document_index,
+        "sampling_log_probs": sampling_log_probs,
+        "ref_log_probs": ref_log_probs,
+    }
     tokens = arguments.tokens_of("logits", logits, vectors, num_documents, group_index, totals)
     method = Computation(impl, check_finite, overwrite_logits=overwrite_logits)
     return loss_of_logits(logits, tokens, totals, definition, ranks, method)
@@ -108,7 +134,12 @@ def linear_policy_loss(
     group_index: Tensor | None = None,
     num_documents: int | None = None,
     totals: StepTotals | None = None,
+    correction: str | Correction | None = None,
+    sampling_log_probs: Tensor | None = None,
     temperature: float = 1.0,
+    entropy_coefficient: float = 0.0,
+    kl: KL | None = None,
+    ref_log_probs: Tensor | None = None,
     metrics: str = "none",
     impl: str = "auto",
     check_finite: bool = True,
@@ -146,16 +177,25 @@ def linear_policy_loss(
     With "fused_linear" the gradients are computed in the forward call, and handed out by the first backward.
     """
     family = family_of(loss, **parameters)
-    definition = Loss(family, aggregation_of(aggregation, divisor, reducer), temperature, metrics)
+    weighting, correction = aggregation_of(aggregation, divisor, reducer), correction_of(correction)
+    definition = Loss(family, weighting, temperature, metrics, correction, entropy_coefficient, kl)
+    arguments.check_reference(kl, ref_log_probs, metrics)
     ranks = Ranks(vocabulary_group, vocabulary_start, sequence_group, data_group)
     check_switches(check_finite=check_finite)
     check_name("impl", impl, ("auto", "fused_linear", *IMPLEMENTATIONS, "reference"))
     head = LMHead(lm_head_weight, bias, weight_gradient, fp32_logits)
     method = Computation(impl, check_finite, num_splits, logits_memory_mb)
     arguments.check_rows("hidden", hidden)
-    arguments.check_head(hidden, head, family, method)
+    arguments.check_head(hidden, head, definition, method)
     arguments.check_ranks(ranks, impl, num_documents)
-    vectors = labels, old_log_probs, advantages, document_index
+    vectors = {
+        "labels": labels,
+        "old_log_probs": old_log_probs,
+        "advantages": advantages,
+        "document_index": document_index,
+        "sampling_log_probs": sampling_log_probs,
+        "ref_log_probs": ref_log_probs,
+    }
     tokens = arguments.tokens_of("hidden", hidden, vectors, num_documents, group_index, totals, counts)
     return loss_of_hidden(hidden, head, tokens, totals, definition, ranks, method)
 
@@ -174,6 +214,10 @@ def log_prob_loss(
     group_index: Tensor | None = None,
     num_documents: int | None = None,
     totals: StepTotals | None = None,
+    correction: str | Correction | None = None,
+    sampling_log_probs: Tensor | None = None,
+    kl: KL | None = None,
+    ref_log_probs: Tensor | None = None,
     metrics: str = "none",
     check_finite: bool = True,
     **parameters: float | None,
@@ -182,7 +226,8 @@ def log_prob_loss(
 
     log_probs: (T,) floating, of each token under the policy in training; any layout flattened to one axis, padding
     included. mask: (T,) bool, True where a token is trained; other positions are not read. metrics: "none" or
-    "basic", as entropy needs the logits. The other tensors and keywords are those of `policy_loss`.
+    "basic", as entropy needs the logits, which is why there is no bonus for it. The other tensors and keywords are
+    those of `policy_loss`.
     """
     if metrics == "with_entropy":
         raise ValueError("metrics='with_entropy' needs logits; use 'basic' with log-probs")
@@ -191,8 +236,17 @@ def log_prob_loss(
     if not isinstance(mask, Tensor) or mask.shape != log_probs.shape or mask.dtype != torch.bool:
         raise ValueError(f"mask needs one bool per token, {len(log_probs)} (got {shown(mask)})")
     family = family_of(loss, **parameters)
-    definition = Loss(family, aggregation_of(aggregation, divisor, reducer), metrics=metrics)
+    weighting, correction = aggregation_of(aggregation, divisor, reducer), correction_of(correction)
+    definition = Loss(family, weighting, metrics=metrics, correction=correction, kl=kl)
+    arguments.check_reference(kl, ref_log_probs, metrics)
     check_switches(check_finite=check_finite)
-    vectors = mask.long() - 1, old_log_probs, advantages, document_index
+    vectors = {
+        "labels": mask.long() - 1,
+        "old_log_probs": old_log_probs,
+        "advantages": advantages,
+        "document_index": document_index,
+        "sampling_log_probs": sampling_log_probs,
+        "ref_log_probs": ref_log_probs,
+    }
     tokens = arguments.tokens_of("log_probs", log_probs, vectors, num_documents, group_index, totals)
     return loss_of_log_probs(log_probs, tokens, totals, definition, Ranks(), check_finite)

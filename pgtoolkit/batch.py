@@ -8,6 +8,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
+OPTIONAL_VECTORS = ("sampling_log_probs", "ref_log_probs")
+"""Numbers of each trained token that not every source knows. A step has those that all its documents have."""
+
 
 @dataclass(frozen=True)
 class Document:
@@ -18,6 +21,8 @@ class Document:
         The first token has nothing before it and is never trained.
     old_log_probs: (N,) float32, log-prob of each trained token, in order, under the policy that generated it.
     advantages: (N,) float32, of each trained token.
+    sampling_log_probs, ref_log_probs: (N,) float32 or None, log-prob of each trained token as the engine that sampled
+        it gave it, where old_log_probs are computed anew, and under a frozen reference.
     group: number of the document's prompt group, unique within the run's data.
     name: how messages call the document, such as `rollouts.jsonl:12`.
     reward, exact_match, truncated, model_version: what the source knows, or None.
@@ -35,11 +40,14 @@ class Document:
     exact_match: bool | None = None
     truncated: bool | None = None
     model_version: int | None = None
+    sampling_log_probs: Tensor | None = None
+    ref_log_probs: Tensor | None = None
 
     def __post_init__(self):
         trained = int(self.loss_mask.sum())
-        lengths = {name: len(getattr(self, name)) for name in ("loss_mask", "old_log_probs", "advantages")}
-        if lengths != {"loss_mask": len(self.tokens), "old_log_probs": trained, "advantages": trained}:
+        vectors = ("old_log_probs", "advantages", *known_vectors(self))
+        lengths = {name: len(getattr(self, name)) for name in ("loss_mask", *vectors)}
+        if lengths != {"loss_mask": len(self.tokens)} | dict.fromkeys(vectors, trained):
             raise ValueError(f"{self.name} has {len(self.tokens)} tokens, {trained} of them trained, and {lengths}")
         if trained and self.loss_mask[0]:
             raise ValueError(f"{self.name} trains its first token, which nothing stands before")
@@ -72,6 +80,7 @@ class Tokens:
 
     labels, document_index: (T,) int64; labels[t] is the token to predict at position t, negative where nothing is
         trained. old_log_probs, advantages: (T,) floating, aligned with labels, read only where trained.
+    sampling_log_probs, ref_log_probs: the same, or None; see `OPTIONAL_VECTORS`.
     num_documents: of this piece. group_index: (documents,) int64, each document's group as the totals number them.
     counts: of the documents, where they are known on the host.
     """
@@ -83,6 +92,8 @@ class Tokens:
     num_documents: int
     group_index: Tensor | None = None
     counts: DocumentCounts | None = None
+    sampling_log_probs: Tensor | None = None
+    ref_log_probs: Tensor | None = None
 
     def counted(self) -> Self:
         """The same with `counts`, which are read from the tensors here: before they move to a GPU."""
@@ -144,3 +155,8 @@ class Step:
     documents: list[Document]
     state_after: dict
     seconds: dict[str, float] = field(default_factory=dict)
+
+
+def known_vectors(*of: Document | Tokens) -> tuple[str, ...]:
+    """Which of OPTIONAL_VECTORS all of these have; none where nothing is given."""
+    return tuple(name for name in OPTIONAL_VECTORS if of and all(getattr(one, name) is not None for one in of))

@@ -96,6 +96,8 @@ def specified(module, documents: list[Document], **choices) -> tuple[reference.R
     logits = torch.cat([logits_of(module, document)[:-1] for document in documents])
     labels = torch.cat([torch.where(document.loss_mask, document.tokens, -1)[1:] for document in documents])
 
+    sampled = documents[0].sampling_log_probs is not None
+
     def per_label(values) -> Tensor:
         trained = torch.cat([*values])
         return trained.new_zeros(len(labels)).masked_scatter(labels >= 0, trained)
@@ -108,6 +110,7 @@ def specified(module, documents: list[Document], **choices) -> tuple[reference.R
         torch.cat([torch.full((document.num_tokens - 1,), i) for i, document in enumerate(documents)]),
         group_index=torch.tensor([document.group for document in documents]),
         num_documents=len(documents),
+        sampling_log_probs=per_label(document.sampling_log_probs for document in documents) if sampled else None,
         **options | choices,
     )
     return found, torch.autograd.grad(logits, list(module.parameters()), found.gradient)

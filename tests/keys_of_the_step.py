@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
@@ -22,7 +22,9 @@ from keys import (
 )
 from torch import nn
 
+from pgtoolkit.batch import Document
 from pgtoolkit.config.validate import validate
+from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.losses.families import FAMILIES, Grpo
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -75,6 +77,43 @@ def own_family():
     for chosen in (own, [*own, "loss.options.scale=3"], ["loss=grpo", "loss.epsilon_high=0.1"]):
         losses.append(module_of(*chosen).training_step(step, 0)["metrics"]["loss"])
     assert losses == [losses[2], pytest.approx(3 * losses[2], rel=1e-12), losses[2]]
+
+
+def sampled_documents() -> list[Document]:
+    """With sampling log-probs from 1 above to 1 below the old ones, in the mean of each document also."""
+    draw, documents = torch.Generator().manual_seed(4), some_documents()
+    return [
+        replace(d, sampling_log_probs=d.old_log_probs + 0.3 * torch.randn(len(d.old_log_probs), generator=draw) + shift)
+        for d, shift in zip(documents, (-0.3, 0.2, 0.05, -0.1, 0.6, -0.6), strict=True)
+    ]
+
+
+def corrected_loss(name: str, **changes) -> float:
+    """The loss under a correction, once it is seen to be the specification's."""
+    settings = vars(CORRECTIONS[name]()) | changes
+    typed = [f"correction.{one}={'null' if value is None else value}" for one, value in settings.items()]
+    choices = {"correction": name, "correction_settings": settings}
+    return loss_as_specified([f"correction={name}", *typed], sampled_documents(), **choices)
+
+
+@key("correction/none.name", *(f"correction/{name}.name" for name in CORRECTIONS))
+def correction_name():
+    losses = [loss_as_specified([], sampled_documents()), *map(corrected_loss, CORRECTIONS)]
+    assert len({round(loss, 8) for loss in losses}) == len(losses)
+
+
+BOUNDS = {"low": (None, 0.5, 0.8, 0.95), "high": (1.0, 2.0, 9.0), "threshold": (0.1, 0.25, 2.0)}
+BOUNDS |= {"mean": ("product", "geometric"), "factor": ("document", "token", "one")}
+
+
+@key(*(f"correction/{name}.{one.name}" for name, kind in CORRECTIONS.items() for one in fields(kind)))
+def parameter_of_a_correction(key):
+    """Each value acts as the specification says, and they give two or three losses at least."""
+    group, one = key.split(".")
+    name = group.split("/")[1]
+    wide = {"low": None, "high": 9.0} if hasattr(CORRECTIONS[name], "high") else {}
+    found = {round(corrected_loss(name, **wide | {one: value}), 9) for value in BOUNDS[one]}
+    assert len(found) >= min(3, len(BOUNDS[one]))
 
 
 @key("aggregation.mode")

@@ -5,6 +5,22 @@ STEP = "tests/training/test_training.py"
 
 MUTANTS_OF_KEYS = [
     (
+        "training ignores the correction",
+        "training/loss.py",
+        {"config.metrics.level.value, correction)": "config.metrics.level.value)"},
+        (f"{ROW}[correction/token_mask.high]",),
+    ),
+    (
+        "a correction of the sampler's own log-probs is allowed",
+        "config/rules/step.py",
+        {'rollout.name == "policy" and rollout.old_log_probs == "sampling"': "False"},
+        (
+            "tests/config/test_validate.py::test_rule[correction=token_mask rollout.old_log_probs=sampling-"
+            "correction=token_mask needs rollout.old_log_probs=training (-"
+            "correction=off_policy_mask rollout.old_log_probs=sampling]",
+        ),
+    ),
+    (
         "training ignores the temperature",
         "training/loss.py",
         {"config.rollout.temperature, config.metrics": "1.0, config.metrics"},

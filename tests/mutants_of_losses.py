@@ -6,7 +6,78 @@ KERNELS = "tests/kernels/test_kernels.py"
 OPTIONS = "tests/kernels/test_parallel_loss_options.py"
 
 CUT = "tests/losses/test_invariance.py::test_micro_batches_order_and_padding"
+CORRECTIONS = "tests/losses/test_corrections.py"
+
 MUTANTS_OF_LOSSES = [
+    (
+        "a correction's factor that is left out of the gradient of a family by document",
+        "losses/objective.py",
+        {"equal and correction.equal_within_documents": "equal"},
+        (f"{CORRECTIONS}::test_given_logits_match_the_reference[gspo-sample_mean-none-token masked]",),
+    ),
+    (
+        "a correction's factor that divides by what it keeps (verl's deprecated trainer)",
+        "losses/objective.py",
+        {"weights * factors.values, equal": "weights * factors.values / factors.values[mask].mean(), equal"},
+        (f"{CORRECTIONS}::test_worked_examples[token_mask 2]",),
+    ),
+    (
+        "the ratio of sampler to trainer instead of trainer to sampler (verl's rollout_rs)",
+        "losses/objective.py",
+        {"old_log_probs - tokens.sampling_log_probs.to(dtype)": "tokens.sampling_log_probs.to(dtype) - old_log_probs"},
+        (f"{CORRECTIONS}::test_worked_examples[token_truncate 0]",),
+    ),
+    (
+        "untrained sampling log-probs multiplied by 0 instead of left out",
+        "losses/objective.py",
+        {
+            "torch.where(mask, old_log_probs - tokens.sampling_log_probs.to(dtype), 0.0)": "mask * (old_log_probs - "
+            "tokens.sampling_log_probs.to(dtype))"
+        },
+        (f"{CORRECTIONS}::test_untrained_positions_may_hold_anything[nan-token masked]",),
+    ),
+    (
+        "a sampler's NaN counts as a ratio of 1 (TRL)",
+        "losses/sampling.py",
+        {"torch.where(finite, values, torch.nan)": "torch.where(finite, values, 1.0)"},
+        (f"{CORRECTIONS}::test_a_sampling_log_prob_that_is_not_finite_names_the_document[torch-nan-token masked]",),
+    ),
+    (
+        "a correction's log-ratio is not clamped before exp",
+        "losses/sampling.py",
+        {"factors(_clamped(over), _clamped(log_ratio), advantages)": "factors(over, log_ratio, advantages)"},
+        (f"{CORRECTIONS}::test_a_factor_is_at_most_e_to_the_20[TokenTruncate]",),
+    ),
+    (
+        "the bounds of a mask are outside",
+        "losses/corrections.py",
+        {"(ratio < low) | (ratio > high)": "(ratio <= low) | (ratio >= high)"},
+        (f"{CORRECTIONS}::test_a_ratio_equal_to_a_bound_is_within[token_mask]",),
+    ),
+    (
+        "documents of positive advantage are masked as well",
+        "losses/corrections.py",
+        {"(advantages < 0) & (-log_ratio > self.threshold)": "-log_ratio > self.threshold"},
+        (f"{CORRECTIONS}::test_a_document_that_the_policy_has_left_is_masked_where_its_advantage_is_negative",),
+    ),
+    (
+        "a mask by the policy in Triton's single pass, which knows no document",
+        "kernels/given_logits.py",
+        {"wanted and not objective.by_document": "wanted and not objective.family.by_document"},
+        (f"{CORRECTIONS}::test_in_float32_with_kernels_or_without[grpo-constant-triton-off policy]",),
+    ),
+    (
+        "Triton's metrics lack those of a correction",
+        "kernels/triton_objective.py",
+        {"objective.with_more(MetricSums(level, sums[1:], maxima), log_probs)": "MetricSums(level, sums[1:], maxima)"},
+        (f"{CORRECTIONS}::test_in_float32_with_kernels_or_without[grpo-constant-triton-token masked]",),
+    ),
+    (
+        "an effective sample size over documents of their factors",
+        "losses/objective.py",
+        {"torch.ones_like(rho)], self.mask.double())": "torch.ones_like(rho)])"},
+        (f"{CORRECTIONS}::test_worked_examples[token_truncate 0]",),
+    ),
     (
         "GMPO's clipped tokens keep their gradient",
         "losses/families.py",
@@ -21,7 +92,7 @@ MUTANTS_OF_LOSSES = [
     ),
     (
         "VESPO's ratio by the mean of the log-ratios instead of their sum",
-        "losses/objective.py",
+        "losses/documents.py",
         {"documents.broadcast(documents.sum(values))": "documents.broadcast(documents.mean(values))"},
         (f"{FORMULAS}[vespo]", "tests/losses/test_losses.py::test_matches_reference[1.0-vespo-sample_mean-basic]"),
     ),
@@ -99,7 +170,7 @@ MUTANTS_OF_LOSSES = [
     ),
     (
         "GSPO's ratio by the sum of the log-ratios instead of their mean (TRL #5814, NeMo-RL #2269)",
-        "losses/objective.py",
+        "losses/documents.py",
         {"documents.mean(values)": "documents.sum(values)"},
         ("tests/losses/test_losses.py::test_gspo_ratio_is_the_exp_of_the_mean_and_not_of_the_sum",),
     ),
@@ -124,7 +195,7 @@ MUTANTS_OF_LOSSES = [
     (
         "extrema start from 0 (Fast-LLM #494)",
         "losses/objective.py",
-        {"torch.where(self.mask, extrema, -torch.inf)": "torch.where(self.mask, extrema, 0.0)"},
+        {"torch.where(self.mask, values, -torch.inf)": "torch.where(self.mask, values, 0.0)"},
         (
             "tests/losses/test_losses.py::test_matches_reference[1.0-grpo-sample_mean-basic]",
             "tests/losses/test_peers.py::test_a_piece_without_trained_tokens_does_not_touch_the_extrema",

@@ -2,6 +2,42 @@
 
 MUTANTS_OF_ROLLOUTS = [
     (
+        "the sampler's log-probs are lost where the trainer computes the old ones",
+        "rollouts/policy.py",
+        {", sampling_log_probs=d.old_log_probs)": ")"},
+        ("tests/rollouts/test_policy.py::test_old_log_probs_are_those_of_the_sampler_or_of_training[training]",),
+    ),
+    (
+        "a rank without documents knows no vector that the others have",
+        "rollouts/steps.py",
+        {"for document in part], known) for part": "for document in part]) for part"},
+        (
+            "tests/rollouts/test_packing.py::test_a_vector_that_a_document_lacks_is_in_no_micro_batch_of_the_step"
+            "[sampling_log_probs]",
+        ),
+    ),
+    (
+        "the checksum of rows changes for files of before",
+        "rollouts/rows.py",
+        {"[] if self.sampling_log_probs is None else": '[b""] if self.sampling_log_probs is None else'},
+        ("tests/rollouts/test_rollout_files.py::test_rows_have_the_checksum_that_files_of_before_hold",),
+    ),
+    (
+        "a correction of two equal columns",
+        "rollouts/recorded.py",
+        {"self._rules.needs_sampling_log_probs and not self._is_mismatched": "False"},
+        ("tests/training/test_training.py::test_a_correction_needs_sampling_log_probs_that_differ",),
+    ),
+    (
+        "a piece of the packed axis without its sampling log-probs",
+        "model/sequence_data.py",
+        {"names += known_vectors(micro_batch)": "pass"},
+        (
+            "tests/model/test_parallel_models.py::test_every_objective_is_the_same_however_the_model_is_spread"
+            "[sequence-data]",
+        ),
+    ),
+    (
         "a phantom token for each fully masked document, in the step's totals (slime)",
         "rollouts/steps.py",
         {"num_tokens=sum(tokens_per_group)": "num_tokens=sum(max(1, document.num_trained) for document in documents)"},
@@ -168,7 +204,7 @@ MUTANTS_OF_ROLLOUTS = [
     (
         "old log-probs that are not shifted with their labels",
         "rollouts/packing.py",
-        {"old_log_probs=labelled(old_log_probs, 0.0)": "old_log_probs=labelled(old_log_probs, 0.0).roll(1)"},
+        {"vectors[name] = labelled(values, 0.0)": "vectors[name] = labelled(values, 0.0).roll(int(name[0] == 'o'))"},
         ("tests/losses/test_peers.py::test_old_log_probs_and_advantages_are_shifted_with_their_labels",),
     ),
     (
@@ -195,7 +231,7 @@ MUTANTS_OF_ROLLOUTS = [
     (
         "ranks compare their documents without the advantages",
         "rollouts/steps.py",
-        {"document.old_log_probs, document.advantages):": "document.old_log_probs):"},
+        {'"old_log_probs", "advantages", *known):': '"old_log_probs", *known):'},
         ("tests/rollouts/test_steps.py::test_ranks_that_hold_other_documents_are_told[advantages]",),
     ),
     (

@@ -305,12 +305,14 @@ def test_resume_knows_what_older_runs_were_saved_without(run_dir):
     for key in ("parallelism.shard", "parallelism.timeout_seconds", "tracking.system_metrics", "rollout.lag"):
         group, name = key.split(".")
         del saved[group][name]
+    del saved["correction"]
     OmegaConf.save(saved, run_dir / "config.yaml")
     composed = compose(["parallelism.shard=true"], run_dir=run_dir)
     assert composed.problems == []
     config = composed.config
     assert (config.parallelism.shard, config.parallelism.timeout_seconds) == (True, 300)
     assert config.tracking.system_metrics is False
+    assert config.correction.name == "none"
     assert (config.rollout.lag, config.rollout.max_staleness) == (0, None)
 
 

@@ -24,8 +24,10 @@ LIGHT = {"errors", "system", "runs", "config", "tracking", "cli"}
 ALSO_LIGHT = (
     "losses.aggregation",
     "losses.checks",
+    "losses.corrections",
     "losses.families",
     "losses.family",
+    "losses.kl",
     "ranks.environment",
     "training.machine",
 )

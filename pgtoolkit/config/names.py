@@ -23,6 +23,13 @@ NO_EFFECT_ON_LEARNING = (
 """Beginnings of keys: a finished job with other values of them is finished, and they tell no two runs apart."""
 
 
+AS_BEFORE = (
+    ("correction.name", "none"),
+    *(("kl.kind", "none"), ("kl.coefficient", None), ("kl.reference", None), ("entropy.coefficient", 0.0)),
+)
+"""Values of keys that came later which change nothing: not in the digest, so that earlier jobs keep their names."""
+
+
 def plain_config(config: DictConfig) -> dict:
     """The resolved configuration in plain types, without Hydra's own node."""
     return {
@@ -35,6 +42,7 @@ def plain_config(config: DictConfig) -> dict:
 def digest(config: dict) -> str:
     """Eight hexadecimal digits that tell plain configurations apart by what they learn; the same on every machine."""
     pairs = [(key, value) for key, value in leaves(config) if not key.startswith(NO_EFFECT_ON_LEARNING)]
+    pairs = [pair for pair in pairs if pair not in AS_BEFORE]
     if "save_path" in config["rollout"]:
         pairs.append(("rollout.save_path", None))  # as the digests in the names of earlier sweeps' jobs have it
     return hashlib.sha256(json.dumps(sorted(pairs)).encode()).hexdigest()[:8]
@@ -74,8 +82,10 @@ def name_from(overrides: list[str], defaults: dict[str, str]) -> str:
         if f"{key}.path" in chosen:  # the path says it: model=huggingface model.path=Qwen/Qwen3-0.6B
             continue
         leaf = key if key.endswith(".options") else key.rpartition(".")[2]
-        if leaf.endswith("path"):  # of a sweep, several
+        if leaf.endswith("path") or key == "kl.reference":  # of a sweep, several
             value = "-".join(Path(path).name for path in value.strip("'\"").split(","))
+        if leaf == "coefficient":  # of which penalty
+            leaf = key.replace(".", "-")
         part = value if key == "experiment" or leaf == "path" else f"{leaf}-{value}"
         parts[key] = re.sub(r"[^A-Za-z0-9.]+", "-", part).strip("-.")
     name = "_".join(filter(None, parts.values())) or "default"

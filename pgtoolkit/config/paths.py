@@ -8,8 +8,11 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-DATA = ("model.path", "task.path", "rollout.path")
+DATA = ("model.path", "kl.reference", "task.path", "rollout.path")
 """Keys that name what a run reads from outside of its directory."""
+
+NO_FOLDER = ("initial", "recorded")
+"""Values of kl.reference that name no model: the run's first weights, and log-probs recorded with the rollouts."""
 
 
 def make_absolute(config: DictConfig | dict) -> None:
@@ -24,11 +27,13 @@ def make_absolute(config: DictConfig | dict) -> None:
 
 def absolute(key: str, value: str) -> str:
     """The value of a key that names a place, without the current directory's help."""
+    if key == "kl.reference" and value in NO_FOLDER:
+        return value
     place = Path(value).expanduser()
     if value == "" or place.is_absolute():
         return value and str(place)
     if key in DATA and not place.exists():
-        if key == "model.path" and not value.startswith("."):
+        if key in ("model.path", "kl.reference") and not value.startswith("."):
             return value  # a name on the Hugging Face hub
         return os.path.join(glob.escape(os.getcwd()), place)  # a pattern
     return str(Path.cwd() / place)

@@ -9,7 +9,9 @@ from typing import Any
 from pgtoolkit.config.rules.step import family_of_config, longest_document
 from pgtoolkit.config.schedule import steps_ahead, steps_of
 from pgtoolkit.losses.aggregation import AGGREGATIONS
-from pgtoolkit.system.model_folder import model_settings
+from pgtoolkit.losses.corrections import configured as configured_correction
+from pgtoolkit.losses.kl import KL
+from pgtoolkit.system.model_folder import model_settings, num_weights
 from pgtoolkit.system.report import is_whole, text
 
 MEBIBYTE = 2**20
@@ -27,6 +29,7 @@ def describe(config: Any, defaults: Any) -> list[tuple[str, list[str]]]:
     """(title, lines) of each section of the plan. config, defaults: plain namespaces of the resolved configurations."""
     return [
         ("Loss", equation(config)),
+        *([("Reference", list(reference(config)))] if config.kl.kind != "none" else []),
         ("Step", list(arithmetic(config))),
         ("Logits", [logits_memory(config)]),
         ("Changed from the defaults", list(differences(config, defaults)) or ["nothing"]),
@@ -41,12 +44,58 @@ def equation(config: Any) -> list[str]:
     weight, where = weighting.equation, weighting.where
     if aggregation.reducer is not None:
         weight, where = f"{aggregation.reducer}(...)", f"in the place of aggregation={aggregation.mode}"
+    correction = configured_correction(config.correction)
+    named = "" if correction is None else f", {correction.name}"
+    factor = [] if correction is None else [f"rho_t = {correction.equation}; without gradient"]
     return [
-        f"{loss.name}, {aggregation.mode}: sum over trained tokens of w_t l_t",
+        f"{loss.name}, {aggregation.mode}{named}: sum over trained tokens of w_t {'rho_t ' if factor else ''}l_t",
         f"l_t = {f'as {own} computes it' if family is None else family.equation}",
+        *penalties(config),
         f"w_t = {weight},  {where.format(divisor=text(aggregation.divisor))}",
+        *factor,
         f"advantage ({config.advantage.estimator}): {ADVANTAGES[config.advantage.estimator]}",
     ]
+
+
+def penalties(config: Any) -> Iterator[str]:
+    """What is added to l_t."""
+    if config.kl.kind != "none":
+        yield f"      + {KL(config.kl.kind, config.kl.coefficient).equation},  f_t = log-prob under the reference"
+    if config.entropy.coefficient:
+        yield f"      - {config.entropy.coefficient:g} H_t,  H_t = entropy of the policy at token t"
+
+
+def reference(config: Any) -> Iterator[str]:
+    """Where the reference's log-probs come from, and what they cost."""
+    chosen = config.kl.reference
+    if chosen == "recorded":
+        yield "the column ref_log_probs of the recorded rollouts; no second model"
+        return
+    yield "the weights that the run starts from, frozen" if chosen == "initial" else f"{chosen}, frozen"
+    model, size = config.model, "unknown until it is loaded"
+    path = getattr(model, "path", None) if chosen == "initial" else chosen
+    number = tiny_weights(config) if model.name == "tiny" and chosen == "initial" else num_weights(path)
+    if number is not None:
+        size = f"{number} weights in float32, {4 * number / MEBIBYTE:.3g} MiB"
+        if model.name == "huggingface" and model.dtype != "float32":
+            size += "; where the model computes in bfloat16 its matrices take half of that"
+    yield f"memory: {size}{', over the ranks that share a model' if shares_weights(config.parallelism) else ''}"
+    share = "a quarter" if getattr(model, "gradient_checkpointing", False) else "a third"
+    yield f"time: a forward pass more of each micro-batch, about {share} of the arithmetic of an update"
+
+
+def tiny_weights(config: Any) -> int | None:
+    """How many weights the tiny model has; None where its vocabulary is known only with the prompts."""
+    model, vocabulary = config.model, vocabulary_size(config.model, config.task)
+    if vocabulary is None:
+        return None
+    width, layer = model.hidden_size, 12 * model.hidden_size**2 + 13 * model.hidden_size
+    return (2 * vocabulary + model.max_positions + 2) * width + model.num_layers * layer
+
+
+def shares_weights(parallelism: Any) -> bool:
+    """Whether the weights of a model are divided among ranks."""
+    return parallelism.shard or parallelism.tensor_parallel > 1
 
 
 def arithmetic(config: Any) -> Iterator[str]:

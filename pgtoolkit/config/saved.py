@@ -39,6 +39,8 @@ STEPS = ("accumulation", "accumulation.docs_per_step", "accumulation.last_step")
 """What must stay, too, where batches are sampled ahead: how many steps lie before one."""
 
 ADDED_LATER = {
+    "kl": {"kind": "none", "coefficient": None, "reference": None},
+    "entropy": {"coefficient": 0.0},
     "model/huggingface": {"lora_rank": None, "lora_alpha": 32.0, "lora_targets": ["all-linear"]},
     "parallelism": {"shard": False, "timeout_seconds": 300},
     "rollout/policy": {"lag": 0, "max_staleness": None},
@@ -47,7 +49,10 @@ ADDED_LATER = {
 }
 """Keys that older runs were saved without, by group or option, with the values that continue them as they were."""
 
-GROUPS_ADDED_LATER = {"sampler": {"name": "transformers", "max_sequences": None, "static_cache": None}}
+GROUPS_ADDED_LATER = {
+    "correction": {"name": "none"},
+    "sampler": {"name": "transformers", "max_sequences": None, "static_cache": None},
+}
 """The same for whole groups: what a saved option lacks of them belongs to another option."""
 
 

@@ -11,7 +11,9 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
+from pgtoolkit.losses.corrections import CORRECTIONS, Factor, Mean  # noqa: F401  (types of keys, by their names)
 from pgtoolkit.losses.families import FAMILIES
+from pgtoolkit.losses.kl import KINDS
 
 
 def between(least: float, most: float) -> Any:
@@ -20,6 +22,7 @@ def between(least: float, most: float) -> Any:
 
 
 AggregationMode = StrEnum("AggregationMode", ["sample_mean", "prompt_mean", "token_mean", "constant"])
+KLKind = StrEnum("KLKind", ["none", *KINDS])
 MetricsLevel = StrEnum("MetricsLevel", ["none", "basic", "with_entropy"])
 AdvantageEstimator = StrEnum("AdvantageEstimator", ["grpo", "dr_grpo", "rloo", "max_rl", "given"])
 KernelImplementation = StrEnum("KernelImplementation", ["auto", "torch", "triton", "fused_linear"])
@@ -32,11 +35,20 @@ Schedule = StrEnum("Schedule", ["constant", "linear", "cosine"])
 
 def _loss_config(family: type) -> type:
     """The keys of a loss: the family's parameters, with their ranges, and how the logits are cut."""
-    parameters = [(one.name, one.type, field(metadata=one.metadata)) for one in fields(family)]
-    keys = [("name", "str"), *parameters, ("num_splits", "int", between(1, 65536))]
-    made = make_dataclass(f"{family.__name__}LossConfig", keys, namespace={"__module__": __name__})
+    return _config_of(f"{family.__name__}LossConfig", family, ("num_splits", "int", between(1, 65536)))
+
+
+def _config_of(name: str, kind: type, *more: tuple) -> type:
+    """A class `name` of the keys of an option: its name, the fields of `kind` with their ranges, and more."""
+    parameters = [(one.name, one.type, field(metadata=one.metadata)) for one in fields(kind)]
+    made = make_dataclass(name, [("name", "str"), *parameters, *more], namespace={"__module__": __name__})
     globals()[made.__name__] = made  # where pickle looks for it: workers get the configuration as an object
     return made
+
+
+@dataclass
+class NoCorrectionConfig:
+    name: str
 
 
 @dataclass
@@ -52,6 +64,18 @@ class AggregationConfig:
     mode: AggregationMode
     divisor: float | None = between(1e-6, 1e12)
     reducer: str | None
+
+
+@dataclass
+class KLConfig:
+    kind: KLKind
+    coefficient: float | None = between(1e-6, 1000)
+    reference: str | None
+
+
+@dataclass
+class EntropyConfig:
+    coefficient: float = between(0, 1000)
 
 
 @dataclass
@@ -225,6 +249,9 @@ class Config:
     seed: int = between(0, 2**32 - 1)
     loss: Any
     aggregation: AggregationConfig
+    correction: Any
+    kl: KLConfig
+    entropy: EntropyConfig
     metrics: MetricsConfig
     advantage: AdvantageConfig
     kernel: KernelConfig
@@ -243,6 +270,10 @@ SCHEMAS = {
     **{f"loss/{name}": _loss_config(family) for name, family in FAMILIES.items()},
     "loss/custom": CustomLossConfig,
     "aggregation": AggregationConfig,
+    "correction/none": NoCorrectionConfig,
+    **{f"correction/{name}": _config_of(f"{kind.__name__}Config", kind) for name, kind in CORRECTIONS.items()},
+    "kl": KLConfig,
+    "entropy": EntropyConfig,
     "metrics": MetricsConfig,
     "advantage": AdvantageConfig,
     "kernel": KernelConfig,

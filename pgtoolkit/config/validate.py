@@ -14,7 +14,7 @@ from omegaconf.resolvers import oc
 
 from pgtoolkit.config.defaults import default
 from pgtoolkit.config.override_problems import unresolvable
-from pgtoolkit.config.rules import lora, parallelism, run, sampler, step
+from pgtoolkit.config.rules import lora, parallelism, penalties, run, sampler, step
 from pgtoolkit.config.rules.ranges import ranges
 from pgtoolkit.config.rules.schedule import schedule
 from pgtoolkit.system.redaction import redact
@@ -31,8 +31,17 @@ def resolve_and_validate(config: DictConfig) -> tuple[Any, Report]:
     report = Report()
     plain = resolve(config, report)
     typed = OmegaConf.select(config, "hydra.overrides.task") or []
-    for rule in (step.loss, step.aggregation, step.advantage, step.accumulation, run.rollout, run.model):
+    for rule in (
+        step.loss,
+        step.aggregation,
+        step.correction,
+        step.advantage,
+        step.accumulation,
+        run.rollout,
+        run.model,
+    ):
         rule(plain, report)
+    penalties.penalties(plain, report)
     run.task(plain, list(typed), report)
     sampler.sampler(plain, list(typed), functools.partial(default, config), report)
     schedule(plain, report)

@@ -8,18 +8,19 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from pgtoolkit.batch import DocumentCounts, StepTotals, Tokens
+from pgtoolkit.batch import OPTIONAL_VECTORS, DocumentCounts, StepTotals, Tokens
 from pgtoolkit.kernels.losses import Computation, LMHead
 from pgtoolkit.kernels.products import accumulation_dtype
 from pgtoolkit.losses.checks import check_positive, check_switches, check_whole, is_whole, short, shown
 from pgtoolkit.losses.exchange import Ranks
-from pgtoolkit.losses.family import Family
+from pgtoolkit.losses.kl import KL
+from pgtoolkit.losses.objective import Loss
 
 
 def tokens_of(
     name: str,
     rows: Tensor,
-    vectors: tuple[Tensor, Tensor, Tensor, Tensor],
+    vectors: dict[str, Tensor | None],
     num_documents: int | None,
     group_index: Tensor | None,
     totals: StepTotals | None,
@@ -27,11 +28,11 @@ def tokens_of(
 ) -> Tokens:
     """What belongs to `rows`, the (T, ...) input whose keyword is `name`, with whole numbers as int64.
 
-    vectors: labels, old_log_probs, advantages and document_index, (T,) each. num_documents: None for the largest
-    index + 1, read on the host. ValueError for what does not fit.
+    vectors: those of `Tokens`, (T,) each, by their keywords; None for an optional one that is not given.
+    num_documents: None for the largest index + 1, read on the host. ValueError for what does not fit.
     """
     per_row = f"one entry per row of {name}, {len(rows)}"
-    vectors = dict(zip(("labels", "old_log_probs", "advantages", "document_index"), vectors, strict=True))
+    vectors = {key: x for key, x in vectors.items() if x is not None or key not in OPTIONAL_VECTORS}
     for key, vector in vectors.items():
         check_tensor(key, vector, rows, (len(rows),), per_row, whole=key in ("labels", "document_index"))
     vectors = {key: x.contiguous() if x.is_floating_point() else x.long().contiguous() for key, x in vectors.items()}
@@ -45,13 +46,23 @@ def tokens_of(
     return Tokens(**vectors, num_documents=num_documents, group_index=group_index, counts=counts)
 
 
+def check_reference(kl: KL | None, ref_log_probs: Tensor | None, metrics: str) -> None:
+    """ValueError for a penalty without the reference's log-probs, and for these where nothing would read them."""
+    if kl is not None and not isinstance(kl, KL):
+        raise ValueError(f"kl needs a pgtoolkit.kl.KL, such as KL('k3', coefficient=0.05), or None (got {shown(kl)})")
+    if kl is not None and ref_log_probs is None:
+        raise ValueError("kl needs ref_log_probs, the log-probs of the labels under the reference (got None)")
+    if kl is None and ref_log_probs is not None and metrics == "none":
+        raise ValueError("ref_log_probs has no effect without kl and with metrics='none'; they give the metric kl_ref")
+
+
 def check_rows(name: str, rows: Tensor) -> None:
     """ValueError unless rows, whose keyword is `name`, is a matrix of floating point."""
     if not isinstance(rows, Tensor) or rows.dim() != 2 or not rows.is_floating_point():
         raise ValueError(f"{name} needs two dimensions of floating point (got {shown(rows)})")
 
 
-def check_head(hidden: Tensor, head: LMHead, family: Family, method: Computation) -> None:
+def check_head(hidden: Tensor, head: LMHead, loss: Loss, method: Computation) -> None:
     """ValueError for a head that does not fit the hidden states, or options that exclude each other."""
     weight, wide = head.weight, accumulation_dtype(hidden)
     fits = isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[1] == hidden.shape[1]
@@ -68,8 +79,11 @@ def check_head(hidden: Tensor, head: LMHead, family: Family, method: Computation
     check_switches(fp32_logits=head.fp32_logits)
     check_whole("num_splits", method.num_splits, 1)
     splits = f"num_splits={method.num_splits}"
+    family, correction = loss.family, loss.correction
     if method.num_splits > 1 and family.by_document:
         raise ValueError(f"{splits} needs a family by token (got {family.name!r}): its ratio is a whole document's")
+    if method.num_splits > 1 and correction is not None and correction.of_policy:
+        raise ValueError(f"{splits} needs another correction (got {correction.name!r}): it masks whole documents")
     if method.num_splits > 1 and method.impl in ("fused_linear", "reference"):
         raise ValueError(f"{splits} has no effect with impl={method.impl!r}; it cuts materialised logits")
     if method.logits_memory_mb is not None:

@@ -79,8 +79,8 @@ def make_plan(
     same documents, of the least of their max_rows, from one exchange of lengths.
     Raises DataError, if check_finite, for old log-probs or advantages that are not finite.
     """
-    family, documents, mask = objective.family, objective.documents, objective.mask
-    by_document = with_gradient and family.by_document
+    documents, mask = objective.documents, objective.mask
+    by_document = with_gradient and objective.by_document
     is_known = known is not None and documents.group is None and not check_finite
     if not by_document or not is_known:
         informative = objective.informative() if with_gradient else torch.zeros_like(mask)
@@ -89,7 +89,7 @@ def make_plan(
         key = torch.where(mask, torch.where(informative, 1, 0), 2)
         rows = torch.sort(key.int(), stable=True).indices
     if is_known:
-        with_slope = known.informative if family.silent_without_advantage else known.trained
+        with_slope = known.informative if objective.silent_without_advantage else known.trained
         lengths, has_gradient = ([[number] for number in numbers] for numbers in (known.trained, with_slope))
         num_trained, num_informative = sum(known.trained), sum(with_slope) if with_gradient else 0
     else:

@@ -8,11 +8,15 @@ c_t the derivative of the loss by the log-prob of token t,
 
 so c is applied to T x H vectors, and the score can overwrite the logits before c is known. One pass suffices even
 where c_t needs all tokens of its document: chunks are made of whole documents.
+
+An entropy bonus adds a second row to the gradient of the logits, with a coefficient of its own. A chunk's logits then
+stay until c is known, and are read once more; no product is computed again.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +44,7 @@ class HeadOptions:
     that are not finite. weight_gradient: (V, H) float32 to which the weight's gradient is added at once, or None to
     return it to autograd. counts: the documents' counts if they are known on the host.
     vocabulary_group: ranks with the other rows of the weight; the implementation knows the group as well.
+    bonus: whether the loss has an entropy bonus, for which the entropy is measured at any level.
     """
 
     implementation: object
@@ -51,6 +56,23 @@ class HeadOptions:
     weight_gradient: Tensor | None
     counts: DocumentCounts | None = None
     vocabulary_group: ProcessGroup | None = None
+    bonus: bool = False
+
+    @property
+    def with_entropy(self) -> bool:
+        return self.bonus or self.level == "with_entropy"
+
+
+class Piece(NamedTuple):
+    """Rows between forward and backward: hidden (N, H), log_probs (N,), and (N, V) the score.
+
+    With a bonus the logits as they are in the place of the score, and their normalizer (3, N) with the entropy.
+    """
+
+    hidden: Tensor
+    score: Tensor
+    log_probs: Tensor
+    normalizer: Tensor | None = None
 
 
 def linear_loss(
@@ -119,7 +141,7 @@ class _FusedPass:
         self.logits_dtype = wide if options.fp32_logits else hidden.dtype
         self.bias = None if bias is None else bias.to(self.logits_dtype)
         self.log_probs = hidden.new_zeros(len(hidden), dtype=wide)
-        self.entropy = torch.zeros_like(self.log_probs) if options.level == "with_entropy" else None
+        self.entropy = torch.zeros_like(self.log_probs) if options.with_entropy else None
 
         self.with_gradient = any(wanted)
         # float16 cannot hold gradients of a loss that is a mean over a step; keep them wide until they are scaled.
@@ -147,8 +169,8 @@ class _FusedPass:
             kept = [pieces.pop()] if chunk.needs_gradient and pieces else []
             parts = [self.forward(rows) for rows in pieces]
             for rows in kept:
-                hidden, score, log_probs = self.score(rows)
-                parts.append(log_probs)
+                last_piece = self.score(rows)
+                parts.append(last_piece.log_probs)
             if chunk is plan.chunks[-1]:
                 # All log-probs are known: the answer reaches the host while the last products run.
                 self.any_not_finite = AnyOnHost(objective.not_finite(self.log_probs))
@@ -157,12 +179,13 @@ class _FusedPass:
             share = ordered.take(slice(chunk.start, chunk.stop), chunk.documents)
             log_probs = torch.cat([self.log_probs[:0], *parts])
             coefficients = options.implementation.coefficients(share, log_probs)
-            *earlier, last = coefficients.split([len(part) for part in parts]) if parts else [None]
+            if options.bonus:
+                coefficients = torch.stack([coefficients, share.penalties.by_entropy])
+            *earlier, last = coefficients.split([len(part) for part in parts], -1) if parts else [None]
             for rows in kept:
-                self.products(rows, hidden, score, last, objective.family.by_document and not earlier)
+                self.products(rows, last_piece, last, objective.by_document and not earlier)
             for rows, c in zip(pieces, earlier, strict=True):
-                hidden, score, _ = self.score(rows)
-                self.products(rows, hidden, score, c, False)
+                self.products(rows, self.score(rows), c, False)
         if self.hidden_gradient is not None:
             # Each rank's columns make a part of it.
             all_reduce_(self.hidden_gradient, options.vocabulary_group)
@@ -179,21 +202,40 @@ class _FusedPass:
         log_probs, _, entropy = self.options.implementation.forward(logits, *self._arguments(rows))
         return self._record(rows, log_probs, entropy)
 
-    def score(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(hidden, score, log_probs) of these rows, the score in the place of their logits."""
+    def score(self, rows: Tensor) -> Piece:
+        """These rows, the score in the place of their logits."""
         hidden = self.hidden[rows]
+        if self.options.bonus:
+            logits = self.logits(hidden)
+            log_probs, normalizer, entropy = self.options.implementation.forward(logits, *self._arguments(rows))
+            normalizer = torch.cat([normalizer, entropy[None]])
+            return Piece(hidden, logits, self._record(rows, log_probs, entropy), normalizer)
         log_probs, entropy, score = self.options.implementation.forward_score_(
             self.logits(hidden), *self._arguments(rows), self.hidden.dtype
         )
-        return hidden, score, self._record(rows, log_probs, entropy)
+        return Piece(hidden, score, self._record(rows, log_probs, entropy))
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits = matmul(hidden, self.weight.T, out=self.buffer[: len(hidden)])
         return logits if self.bias is None else logits.add_(self.bias)
 
-    def products(self, rows: Tensor, hidden: Tensor, score: Tensor, coefficients: Tensor, compact: bool) -> None:
-        """The two backward products of these rows; overwrites hidden and score."""
-        if compact:
+    def gradient(self, rows: Tensor, piece: Piece, coefficients: Tensor) -> tuple[Tensor, Tensor]:
+        """(score, coefficients) whose product is the gradient by the logits of `piece`, which has a bonus.
+
+        coefficients: (2, N), by log-prob and by entropy. The scale keeps small ones in float16's range.
+        """
+        logits, dtype, temperature = piece.score, piece.hidden.dtype, self.options.temperature
+        score = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
+        arguments = self.labels[rows], piece.normalizer, coefficients * self.scale, temperature
+        score = self.options.implementation.backward(logits, *arguments, out=score)
+        return score, torch.full_like(coefficients[0], temperature / self.scale)
+
+    def products(self, rows: Tensor, piece: Piece, coefficients: Tensor, compact: bool) -> None:
+        """The two backward products of these rows; overwrites the piece."""
+        hidden, score = piece.hidden, piece.score
+        if self.options.bonus:
+            score, coefficients = self.gradient(rows, piece, coefficients)
+        elif compact:
             rows, hidden, score, coefficients = _without_zeros(rows, hidden, score, coefficients)
         factor = coefficients * (1 / self.options.temperature)
         if self.hidden_gradient is not None:
@@ -209,7 +251,7 @@ class _FusedPass:
             self.scale_rows(by_hidden.result(), factor, self.hidden_gradient, rows)
 
     def _arguments(self, rows):
-        return self.labels[rows], self.options.temperature, self.options.level == "with_entropy"
+        return self.labels[rows], self.options.temperature, self.options.with_entropy
 
     def _record(self, rows, log_probs, entropy):
         self.log_probs[rows] = log_probs

@@ -2,7 +2,7 @@
 
 An implementation is a module with the passes over (T, V) logits: `forward`, `backward`, and the two in one. They do
 not know the loss family, but for Triton's single pass: it computes each coefficient itself, for families whose scope is
-the token and that have a formula in Triton.
+the token and that have a formula in Triton, without a penalty.
 """
 
 from __future__ import annotations
@@ -57,11 +57,12 @@ def logits_loss(
     Both in float32 (float64 for float64 logits). level: of the metrics. implementation: from `choose_implementation`.
     overwrite: the gradient takes the place of the logits.
     """
-    with_entropy = level == "with_entropy"
+    bonus = objective.penalties.bonus
+    with_entropy = level == "with_entropy" or bonus
     wanted = torch.is_grad_enabled() and logits.requires_grad
     values, results = logits.detach(), None
     with torch.no_grad():
-        if wanted and not objective.family.by_document and hasattr(implementation, "forward_gradient"):
+        if wanted and not objective.by_document and not bonus and hasattr(implementation, "forward_gradient"):
             # A token's coefficient follows from its own log-prob: the gradient comes with the same read.
             gradient = values if overwrite else torch.empty_like(values)
             results = implementation.forward_gradient(values, labels, temperature, with_entropy, objective, gradient)
@@ -70,6 +71,9 @@ def logits_loss(
         else:
             log_probs, normalizer, entropy = implementation.forward(values, labels, temperature, with_entropy)
         loss, coefficients, sums = implementation.evaluate(objective, log_probs, entropy, level)
+        if bonus and wanted:
+            coefficients = torch.stack([coefficients, objective.penalties.by_entropy])
+            normalizer = torch.cat([normalizer, entropy[None]])
     if results is not None:
         loss = GradientsFromForward.apply(loss, [gradient], implementation.scale_, True, logits)
     elif wanted:

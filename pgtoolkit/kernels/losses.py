@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -17,6 +17,7 @@ from pgtoolkit.losses import reference
 from pgtoolkit.losses.exchange import Ranks, SumGradient, largest
 from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import Loss, make_objective
+from pgtoolkit.losses.reference_corrections import correction_names
 
 
 @dataclass(frozen=True)
@@ -77,14 +78,14 @@ def loss_of_logits(
         if totals is not None:
             raise ValueError("impl='reference' computes whole steps: no totals")
         value, log_probs, entropy = _by_reference(logits, tokens, loss)
-        sums = objective.metrics(loss.metrics, log_probs, entropy)
+        sums = objective.metrics(loss.level, log_probs, entropy)
     else:
         value, log_probs, sums = logits_loss(
             logits,
             tokens.labels,
             objective,
             loss.temperature,
-            loss.metrics,
+            loss.level,
             implementation,
             method.overwrite_logits,
         )
@@ -116,12 +117,15 @@ def loss_of_hidden(
 
 
 @torch.no_grad()
-def log_probs_of_hidden(hidden: Tensor, head: LMHead, tokens: Tokens, loss: Loss, method: Computation) -> Tensor:
+def log_probs_of_hidden(
+    hidden: Tensor, head: LMHead, tokens: Tokens, loss: Loss, ranks: Ranks, method: Computation
+) -> Tensor:
     """(T,) log-prob of each label by the computation that the loss would use, 0 where labels < 0; of no loss."""
     if not method.fused and method.num_splits == 1:
-        logits = _logits(hidden, head, Ranks())
-        return choose_implementation(method.impl, logits).forward(logits, tokens.labels, loss.temperature, False)[0]
-    options = _head_options(hidden, head, tokens, loss, Ranks(), method)
+        logits = _logits(hidden, head, ranks)
+        implementation = choose_implementation(method.impl, logits, ranks.shard(logits.shape[1]))
+        return implementation.forward(logits, tokens.labels, loss.temperature, False)[0]
+    options = replace(_head_options(hidden, head, tokens, loss, ranks, method), level="none", bonus=False)
     return linear_log_probs(hidden, head.weight, head.bias, tokens.labels, options)
 
 
@@ -154,12 +158,13 @@ def _head_options(hidden, head: LMHead, tokens: Tokens, loss: Loss, ranks: Ranks
         implementation=implementation,
         max_rows=max(1, rows),
         temperature=loss.temperature,
-        level=loss.metrics,
+        level=loss.level,
         fp32_logits=head.fp32_logits,
         check_finite=method.check_finite,
         weight_gradient=head.weight_gradient,
         counts=tokens.counts,
         vocabulary_group=ranks.vocabulary,
+        bonus=loss.entropy_coefficient != 0,
     )
 
 
@@ -182,6 +187,11 @@ def _by_reference(logits: Tensor, tokens: Tokens, loss: Loss) -> tuple[Tensor, T
         num_documents=tokens.num_documents,
         temperature=loss.temperature,
         metrics="none",
+        sampling_log_probs=tokens.sampling_log_probs,
+        **correction_names(loss.correction),
+        entropy_coefficient=loss.entropy_coefficient,
+        **({} if loss.kl is None else {"kl": loss.kl.kind, "kl_coefficient": loss.kl.coefficient}),
+        ref_log_probs=tokens.ref_log_probs,
     )
     log_probs, entropy = logits.new_tensor([found.log_probs, found.entropy], dtype=torch.float64)
     # The gradient is known in closed form: this has the value and the derivative of the loss.

@@ -85,19 +85,29 @@ def backward(
 ) -> Tensor:
     """Gradient (T, V) in the logits' dtype: (c_t / temperature) (onehot(label) - softmax), 0 in rows with c_t = 0.
 
-    normalizer: of all columns, where logits are a shard of them. out: written and returned if given; may be `logits`.
+    coefficients: (T,) c_t; or (2, T): c_t, and e_t, the derivative of the loss by each row's entropy H_t, which adds
+    -(e_t / temperature) p (log p + H_t), with p the softmax. normalizer: of all columns, where logits are a shard of
+    them; with e_t it is (3, T), H_t its last row. out: written and returned if given; may be `logits`.
     """
     gradient = torch.empty_like(logits) if out is None else out
+    coefficients, *by_entropy = torch.atleast_2d(coefficients).unbind()
     for rows in _row_blocks(logits):
-        maximum, log_sum = normalizer[:, rows].unsqueeze(-1)
+        maximum, log_sum, *entropy = normalizer[:, rows].unsqueeze(-1)
         scale = (coefficients[rows] / temperature).unsqueeze(-1)
         distance = (logits[rows].to(normalizer.dtype) - maximum) / temperature
-        block = -scale * (distance - log_sum).exp()
+        probabilities = (distance - log_sum).exp()
+        block = -scale * probabilities
+        active = coefficients[rows] != 0
+        if by_entropy:
+            # A token of probability 0 adds nothing, also where its logit is -inf.
+            information = (distance - log_sum).clamp(min=-1000.0) + entropy[0]
+            block -= (by_entropy[0][rows] / temperature).unsqueeze(-1) * probabilities * information
+            active = active | (by_entropy[0][rows] != 0)
         local = (labels[rows] - vocabulary_start).unsqueeze(-1)
         inside = (local >= 0) & (local < logits.shape[1])
         block.scatter_add_(-1, torch.where(inside, local, 0), torch.where(inside, scale, 0.0))
         # Selected, not multiplied: an untrained row may hold NaN or infinity.
-        active = ((labels[rows] >= 0) & (coefficients[rows] != 0)).unsqueeze(-1)
+        active = ((labels[rows] >= 0) & active).unsqueeze(-1)
         gradient[rows] = torch.where(active, block, 0.0).to(gradient.dtype)
     return gradient
 

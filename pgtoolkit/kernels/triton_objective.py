@@ -1,7 +1,7 @@
 """The loss on vectors of one number per token on a GPU: launches of the kernels in `triton_tokens`.
 
-For float32, families and aggregations with a formula there, and losses that no ranks share; `losses.objective` computes
-all others.
+For float32, families and aggregations with a formula there, and losses that no ranks share and that have no reference;
+`losses.objective` computes all others.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def evaluate(
     result, parts = _launch(objective, log_probs, entropy, number, width + num_maxima)
     sums = parts[:, :width].sum(0)
     maxima = parts[:, width:].amax(0) if number else parts.new_empty(0)
-    return sums[0].to(log_probs.dtype), result, MetricSums(level, sums[1:], maxima)
+    found = objective.with_more(MetricSums(level, sums[1:], maxima), log_probs)
+    return objective.penalties.with_bonus(sums[0].to(log_probs.dtype), entropy), result, found
 
 
 def coefficients(objective: Objective, log_probs: Tensor) -> Tensor:
@@ -111,7 +112,9 @@ def coefficients(objective: Objective, log_probs: Tensor) -> Tensor:
 
 def _has_kernel(objective: Objective, log_probs: Tensor) -> bool:
     shared = objective.documents is not None and objective.documents.group is not None
-    return log_probs.dtype == torch.float32 and not shared and surrogate_of(objective.family) is not None
+    own = objective.off_policy is None and objective.penalties.kl is None
+    known = own and surrogate_of(objective.family) is not None
+    return log_probs.dtype == torch.float32 and not shared and known
 
 
 def _launch(objective: Objective, log_probs: Tensor, entropy: Tensor | None, level: int, columns: int):

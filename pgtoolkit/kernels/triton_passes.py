@@ -74,12 +74,17 @@ def backward(
     if logits.numel() == 0:
         return gradient
     block = 2048
+    coefficients, *by_entropy = torch.atleast_2d(coefficients).unbind()
+    maxima, log_sums, *entropies = normalizer
     backward_kernel[(rows * -(-columns // block),)](
         logits,
         gradient,
         labels,
-        *normalizer,
+        maxima,
+        log_sums,
         coefficients,
+        *(by_entropy or [coefficients]),
+        *(entropies or [log_sums]),
         rows,
         logits.stride(0),
         gradient.stride(0),
@@ -87,6 +92,7 @@ def backward(
         vocabulary_start,
         _LOG2_E / temperature,
         1 / temperature,
+        BONUS=bool(by_entropy),
         BLOCK=block,
         num_warps=2,
     )
@@ -109,10 +115,10 @@ def forward_gradient(
 ) -> tuple[Tensor, Tensor | None] | None:
     """(log_probs, entropy) and, in `out`, the gradient of an objective by token, with one read of the logits.
 
-    out may be the logits. None, and nothing done, where the family has no formula in Triton or a row cannot be kept on
-    the chip.
+    out may be the logits. None, and nothing done, where the family has no formula in Triton, the loss a penalty against
+    a reference, or a row cannot be kept on the chip.
     """
-    if vectors.surrogate_of(objective.family) is None:
+    if vectors.surrogate_of(objective.family) is None or objective.penalties.kl is not None:
         return None
     return _one_pass(logits, labels, temperature, with_entropy, objective, out)
 

@@ -3,7 +3,8 @@
 x_v is a logit, s = log2(e) / temperature, m the maximum of a row, n = sum_v 2^(s (x_v - m)) its normalizer:
 
     log_prob = (s (x_label - m) - log2 n) ln 2
-    gradient = (c / temperature) (onehot(label) - 2^(s (x - m) - log2 n))
+    gradient = (c / temperature) (onehot(label) - p),  p = 2^(s (x - m) - log2 n)
+             - (e / temperature) p (log p + H),  e the derivative of the loss by the entropy H
 
 `triton_passes` launches them.
 """
@@ -106,6 +107,8 @@ def backward_kernel(
     maxima,
     log_sums,
     coefficients,
+    by_entropy,
+    entropies,
     num_rows,
     row_stride,
     gradient_stride,
@@ -113,9 +116,10 @@ def backward_kernel(
     vocabulary_start,
     scale,
     inverse_temperature,
+    BONUS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a block of a row."""
+    """One program a block of a row. BONUS: with the derivative of the loss by each row's entropy."""
     blocks_per_row = tl.cdiv(num_columns, BLOCK)
     # The last rows first: they were read last by the forward, and are still in the cache.
     row = num_rows - 1 - (tl.program_id(0) // blocks_per_row).to(tl.int64)
@@ -127,17 +131,31 @@ def backward_kernel(
     factor = 0.0
     if label >= 0:
         factor = tl.load(coefficients + row) * inverse_temperature
-    if factor == 0:
+    nothing = factor == 0
+    if BONUS:
+        bonus = 0.0
+        if label >= 0:
+            bonus = tl.load(by_entropy + row) * inverse_temperature
+        nothing = nothing & (bonus == 0)
+    if nothing:
         # By selection: an untrained row may hold NaN or infinity, and is not even read.
         tl.store(gradient + columns, tl.zeros([BLOCK], gradient.dtype.element_ty), mask=inside)
     else:
         m, log_sum = tl.load(maxima + row), tl.load(log_sums + row) * (1 / LN_2)
         x = tl.load(logits + row * row_stride + columns, mask=inside, other=-float("inf")).to(tl.float32)
-        probabilities = tl.exp2((x - m) * scale - log_sum)
-        tl.store(gradient + columns, (-factor * probabilities).to(gradient.dtype.element_ty), mask=inside)
+        exponent = (x - m) * scale - log_sum
+        probabilities = tl.exp2(exponent)
+        slope = -factor
+        if BONUS:
+            # 2^-1000 is 0, as is 0 times -1000: a logit of -inf adds nothing.
+            more = -bonus * (tl.maximum(exponent, -1000.0) * LN_2 + tl.load(entropies + row))
+            slope += more
+        tl.store(gradient + columns, (slope * probabilities).to(gradient.dtype.element_ty), mask=inside)
         # The label's entry is mended afterwards: cheaper than a comparison for each column.
         label -= vocabulary_start
         if (label >= start) & (label < start + BLOCK) & (label < num_columns):
-            own = tl.sum(tl.where(columns == label, probabilities, 0.0), 0)
+            own = factor * (1 - tl.sum(tl.where(columns == label, probabilities, 0.0), 0))
+            if BONUS:
+                own += tl.sum(tl.where(columns == label, more * probabilities, 0.0), 0)
             tl.debug_barrier()  # the block's stores land before the mended one
-            tl.store(gradient + label, (factor * (1 - own)).to(gradient.dtype.element_ty))
+            tl.store(gradient + label, own.to(gradient.dtype.element_ty))

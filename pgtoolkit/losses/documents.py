@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from pgtoolkit.losses.exchange import all_sum
+
+if TYPE_CHECKING:
+    from pgtoolkit.losses.corrections import Correction
+    from pgtoolkit.losses.family import Family
 
 
 @dataclass(eq=False)
@@ -93,6 +98,18 @@ class DocumentSums:
         if not self.is_sorted:
             values = torch.cat([values, values.new_zeros(1)])
         return values[self.index]
+
+
+def scope_mean(of: Family | Correction, values: Tensor, documents: DocumentSums | None) -> Tensor:
+    """(T,) the values themselves, or the mean of each one's document for a family by document."""
+    return documents.broadcast(documents.mean(values)) if of.by_document else values
+
+
+def over_scope(of: Family | Correction, values: Tensor, documents: DocumentSums | None) -> Tensor:
+    """(T,) the values themselves, or the mean or the sum of each one's document, as the family's scope says."""
+    if of.scope == "document_sum":
+        return documents.broadcast(documents.sum(values))
+    return scope_mean(of, values, documents)
 
 
 class _LinearMap(torch.autograd.Function):

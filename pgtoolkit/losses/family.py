@@ -16,6 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     from torch import Tensor
 
+LOG_RATIO_LIMIT = 20.0
+"""The log-ratio is clamped to plus or minus this before exp: exp overflows float32 at 89, and the infinity would
+reach the gradient as 0 * inf through the branch that the clip did not select."""
+
 
 def parameter(default: Any, least: float, most: float) -> Any:
     """A field of a family, with the range that the configuration allows it, both ends included."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,19 +29,62 @@ _MINIMA = ("min_advantage", "min_ratio_new_old")
 
 
 @dataclass(frozen=True)
+class _More:
+    """Metrics that a step has beside those of its level. sample_size: whether the last is an effective sample size, of
+    three sums over tokens: of a factor, of its square, and their number."""
+
+    means: tuple[str, ...]
+    maxima: tuple[str, ...] = ()
+    minima: tuple[str, ...] = ()
+    sample_size: str | None = None
+
+    def finalize(self, sums: Tensor, maxima: Tensor, num_documents: int | Tensor) -> dict[str, Tensor]:
+        found = {name: sums[i] / num_documents for i, name in enumerate(self.means)}
+        found |= zip(self.maxima, maxima[: len(self.maxima)], strict=True)
+        found |= zip(self.minima, -maxima[len(self.maxima) :], strict=True)
+        if self.sample_size is not None:
+            found[self.sample_size] = _sample_size(*sums[len(self.means) :])
+        return found
+
+
+_MORE = {
+    "reference": _More(("kl_ref",)),
+    "sampling": _More(
+        ("kl_old_sampling", "difference_old_sampling", "clipped_sampling_fraction"), ("max_difference_old_sampling",)
+    ),
+    "correction": _More(
+        ("correction_factor", "correction_outside_fraction", "correction_clamped_fraction"),
+        ("max_correction_factor",),
+        ("min_correction_factor",),
+        "correction_effective_sample_size",
+    ),
+}
+"""What the loss measures where a reference's or the sampler's log-probs are known, and where there is a correction."""
+
+
+@dataclass(frozen=True)
 class MetricSums:
     """The additive part of a step's metrics: one vector to be summed and one to be maximised over pieces and ranks.
 
     sums: (K,) float64, numerators in the order of `_MEANS`, then three sums over ratios. maxima: (M,) float64; minima
     travel negated, and a piece without a trained token holds -inf, so that no placeholder can win.
+    more: (name, number of its sums, of its maxima) of what follows these, the same in all pieces of a step.
     """
 
     level: str
     sums: Tensor
     maxima: Tensor
+    more: tuple[tuple[str, int, int], ...] = ()
+
+    def joined(self, name: str, sums: Tensor, maxima: Tensor) -> MetricSums:
+        """With the metrics that `_MORE` has by this name."""
+        more = (*self.more, (name, len(sums), len(maxima)))
+        return MetricSums(self.level, torch.cat([self.sums, sums]), torch.cat([self.maxima, maxima]), more)
 
     def merge(self, other: MetricSums) -> MetricSums:
-        return MetricSums(self.level, self.sums + other.sums, torch.maximum(self.maxima, other.maxima))
+        if self.more != other.more:
+            raise ValueError(f"pieces of one step need the same metrics (got {self.more} and {other.more})")
+        return replace(self, sums=self.sums + other.sums, maxima=torch.maximum(self.maxima, other.maxima))
 
     def all_reduce(self, loss: Tensor, group: ProcessGroup | None) -> tuple[Tensor, MetricSums]:
         """(loss, sums) over the ranks of a group, each giving its share of a step: the same on every rank.
@@ -51,7 +94,7 @@ class MetricSums:
         """
         loss, *sums = all_sum(torch.cat([loss.detach().double().reshape(1), self.sums]), group)
         maxima = all_max(self.maxima, group if self.level != "none" else None)
-        return loss, MetricSums(self.level, torch.stack(sums), maxima)
+        return loss, replace(self, sums=torch.stack(sums), maxima=maxima)
 
     def finalize(self, totals: StepTotals) -> dict[str, Tensor]:
         """Metric name -> 0-dim tensor, over the documents merged so far; means are divided by the step's totals.
@@ -61,14 +104,21 @@ class MetricSums:
         means = _MEANS[self.level]
         metrics = {name: self.sums[i] / totals.num_documents for i, name in enumerate(means)}
         if self.level != "none":
-            first, second, weight = self.sums[len(means) :]
-            metrics["ratio_new_old_sum"] = first
-            metrics["ratio_new_old_squared_sum"] = second
-            metrics["effective_sample_size"] = first**2 / (weight * second)
+            at, top = len(means) + 3, len(_MAXIMA) + len(_MINIMA)
+            metrics["ratio_new_old_sum"], metrics["ratio_new_old_squared_sum"], _ = self.sums[len(means) : at]
+            metrics["effective_sample_size"] = _sample_size(*self.sums[len(means) : at])
             metrics |= zip(_MAXIMA, self.maxima[: len(_MAXIMA)], strict=True)
-            metrics |= zip(_MINIMA, -self.maxima[len(_MAXIMA) :], strict=True)
+            metrics |= zip(_MINIMA, -self.maxima[len(_MAXIMA) : top], strict=True)
+            for name, num_sums, num_maxima in self.more:
+                own = self.sums[at : at + num_sums], self.maxima[top : top + num_maxima]
+                metrics |= _MORE[name].finalize(*own, totals.num_documents)
+                at, top = at + num_sums, top + num_maxima
         for name in ("num_tokens", "num_documents", "num_empty_documents", "num_groups"):
             value = getattr(totals, name)
             if value is not None:
                 metrics[name] = torch.as_tensor(value)
         return metrics
+
+
+def _sample_size(first: Tensor, second: Tensor, weight: Tensor) -> Tensor:
+    return first**2 / (weight * second)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,33 +13,44 @@ from torch import Tensor
 from pgtoolkit.batch import StepTotals, Tokens
 from pgtoolkit.errors import DataError
 from pgtoolkit.losses.aggregation import Aggregation
-from pgtoolkit.losses.checks import check_name, check_positive
-from pgtoolkit.losses.documents import DocumentSums
+from pgtoolkit.losses.checks import check_name, check_not_negative, check_positive
+from pgtoolkit.losses.corrections import Correction
+from pgtoolkit.losses.documents import DocumentSums, over_scope, scope_mean
 from pgtoolkit.losses.exchange import Ranks
-from pgtoolkit.losses.family import Family
+from pgtoolkit.losses.family import LOG_RATIO_LIMIT, Family
+from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.metrics import LEVELS, MetricSums
+from pgtoolkit.losses.penalties import Penalties
+from pgtoolkit.losses.sampling import Factors, Mismatch
 from pgtoolkit.losses.totals import whole_step_totals
-
-LOG_RATIO_LIMIT = 20.0
-"""The log-ratio is clamped to plus or minus this before exp: exp overflows float32 at 89, and the infinity would
-reach the gradient as 0 * inf through the branch that the clip did not select."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What the loss of a step is, and what is measured of it: the sum over its tokens of w_t l_t.
+    """What the loss of a step is, and what is measured of it: the sum over its tokens of w_t l_t, or of w_t rho_t l_t.
 
     temperature: log-probs are log_softmax(logits / temperature). metrics: the level, one of LEVELS.
+    entropy_coefficient: of the entropy bonus, minus so much times the sum of w_t times the entropy of the softmax.
+    kl: the penalty against the tokens' ref_log_probs, or None. A correction changes neither.
     """
 
     family: Family
     aggregation: Aggregation
     temperature: float = 1.0
     metrics: str = "none"
+    correction: Correction | None = None
+    entropy_coefficient: float = 0.0
+    kl: KL | None = None
 
     def __post_init__(self):
         check_name("metrics", self.metrics, LEVELS)
         check_positive("temperature", self.temperature)
+        check_not_negative("entropy_coefficient", self.entropy_coefficient)
+
+    @property
+    def level(self) -> str:
+        """The level of the metrics: the entropy is among them where the bonus measures it anyway."""
+        return "with_entropy" if self.metrics == "basic" and self.entropy_coefficient else self.metrics
 
 
 @dataclass(frozen=True)
@@ -46,8 +58,9 @@ class TokenTerms:
     """The terms of each token, (T,) each; 0 (ratio: 1) where nothing is trained.
 
     losses: the surrogate l_t. slope: of the surrogate, by the family's `slope_of`, times the token's own derivative.
+        Both are multiplied by the factors of a correction `of_policy`.
     ratio, log_ratio: the token's or its document's, after the clamp. clamped: bool, True where the clamp acted.
-    token_log_ratio: of the token alone, before the family's `token` and the clamp.
+    token_log_ratio: of the token alone, before the family's `token` and the clamp. factors: of such a correction.
     """
 
     losses: Tensor
@@ -56,15 +69,19 @@ class TokenTerms:
     log_ratio: Tensor
     clamped: Tensor
     token_log_ratio: Tensor
+    factors: Factors | None = None
 
 
 @dataclass(frozen=True)
 class Objective:
     """The objective of one piece of a step: log-probs in, loss, coefficients and metrics out.
 
-    mask: (T,) bool. The others of (T,) are in the dtype the log-probs come in. gradient_weights: what a token's slope
-    is weighted by: w_t, or its mean or sum over the document where the family's slope is the document's.
+    mask: (T,) bool. The others of (T,) are in the dtype the log-probs come in. weights: w_t, times the factor of a
+    correction that is known before the forward pass. gradient_weights: what a token's slope is weighted by: the same,
+    or its mean or sum over the document where the family's slope is the document's.
     known_scope_advantages: see `scope_advantages`. Where documents are spread over ranks, `documents` knows the group.
+    off_policy: a correction `of_policy`, and document_advantages the mean advantage that it looks at.
+    sampling_log_ratio: the old less the sampling log-probs, 0 where nothing is trained. factors: of another correction.
     """
 
     family: Family
@@ -75,8 +92,18 @@ class Objective:
     gradient_weights: Tensor
     documents: DocumentSums
     totals: StepTotals
+    penalties: Penalties
     known_scope_advantages: Tensor | None = None
+    off_policy: Correction | None = None
+    document_advantages: Tensor | None = None
+    sampling_log_ratio: Tensor | None = None
+    factors: Factors | None = None
     _last_terms: list = field(default_factory=list, compare=False, repr=False)
+
+    @property
+    def by_document(self) -> bool:
+        """Whether a token's coefficient depends on the log-probs of the other tokens of its document."""
+        return self.family.by_document or self.off_policy is not None
 
     @cached_property
     def scope_advantages(self) -> Tensor:
@@ -87,7 +114,8 @@ class Objective:
 
     def value(self, log_probs: Tensor) -> Tensor:
         """This piece's share of the step's loss: the sum of w_t times the surrogate. Differentiable by autograd."""
-        return (self.weights * self.token_terms(log_probs).losses).sum()
+        losses = self.weights * self.token_terms(log_probs).losses
+        return self.penalties.with_kl(log_probs, losses, losses)[0].sum()
 
     def losses_and_coefficients(self, log_probs: Tensor) -> tuple[Tensor, Tensor]:
         """(w_t times the surrogate, c_t), each (T,): c_t is the derivative of `value` by each log-prob.
@@ -96,29 +124,25 @@ class Objective:
         graph: a slope by the document's mean is the same for all its tokens.
         """
         terms = self.token_terms(log_probs)
-        return self.weights * terms.losses, self.gradient_weights * terms.slope
+        own = self.weights * terms.losses, self.gradient_weights * terms.slope
+        return self.penalties.with_kl(log_probs, *own)
 
     def coefficients(self, log_probs: Tensor) -> Tensor:
-        """(T,) c_t alone; `documents` may be None where the family's scope is the token."""
+        """(T,) c_t alone; `documents` may be None where nothing is `by_document`."""
         return self.losses_and_coefficients(log_probs)[1]
 
     def evaluate(self, log_probs: Tensor, entropy: Tensor | None, level: str) -> tuple[Tensor, Tensor, MetricSums]:
         """(loss, coefficients, metric sums): 0-dim, (T,), and those of the level; entropy: (T,), if it has it."""
         losses, coefficients = self.losses_and_coefficients(log_probs)
-        return losses.sum(), coefficients, self.metrics(level, log_probs, entropy)
+        loss = self.penalties.with_bonus(losses.sum(), entropy)
+        return loss, coefficients, self.metrics(level, log_probs, entropy)
 
     @torch.no_grad()
     def metrics(self, level: str, log_probs: Tensor, entropy: Tensor | None) -> MetricSums:
         """What this piece adds to the metrics of the step; entropy: (T,), at level with_entropy."""
-        # u: one over the document's length at its trained tokens, so that each document sums to one.
-        u = self.documents.broadcast(1.0 / self.documents.counts.clamp(min=1).double())
-
-        def document_sums(values: list[Tensor]) -> Tensor:
-            # All at once: on a GPU each operation on a vector costs the same, however little it does.
-            return (u * torch.where(self.mask, torch.stack([x.double() for x in values]), 0.0)).sum(1)
-
         if level == "none":
-            return MetricSums(level, document_sums([log_probs]), u.new_empty(0))
+            sums = self._sums([log_probs])
+            return MetricSums(level, sums, sums.new_empty(0))
 
         family, terms = self.family, self.token_terms(log_probs)
         ratio, log_ratio = terms.ratio.double(), terms.log_ratio.double()
@@ -135,26 +159,64 @@ class Objective:
         ]
         if level == "with_entropy":
             values.append(entropy)
-        v = u if family.by_document else self.mask.double()
+        v = self._shares if family.by_document else self.mask.double()
         weighted = v * ratio
-        sums = torch.cat([document_sums(values), torch.stack([weighted, weighted * ratio, v]).sum(1)])
-
+        sums = torch.cat([self._sums(values), torch.stack([weighted, weighted * ratio, v]).sum(1)])
         advantages = self.advantages.double()
-        extrema = torch.stack([advantages, ratio, -advantages, -ratio])
+        maxima = self._maxima([advantages, ratio, -advantages, -ratio])
+        return self.with_more(MetricSums(level, sums, maxima), log_probs)
+
+    @torch.no_grad()
+    def with_more(self, sums: MetricSums, log_probs: Tensor) -> MetricSums:
+        """The sums joined by those of sampling log-probs, a reference and a correction, where there are any."""
+        if sums.level == "none":
+            return sums
+        if self.sampling_log_ratio is not None:
+            mismatch = Mismatch.of(self.family, self.sampling_log_ratio, self)
+            sums = sums.joined("sampling", self._sums(mismatch.means), self._maxima(mismatch.extrema))
+        if self.penalties.ref_log_probs is not None:
+            means = self._sums([self.penalties.distance(log_probs)])
+            sums = sums.joined("reference", means, means.new_empty(0))
+        factors = self.factors if self.off_policy is None else self.token_terms(log_probs).factors
+        if factors is not None:
+            rho = factors.values.double()
+            size = self._sums([rho, rho * rho, torch.ones_like(rho)], self.mask.double())
+            means = torch.cat([self._sums(factors.means), size])
+            sums = sums.joined("correction", means, self._maxima(factors.extrema))
+        return sums
+
+    @cached_property
+    def _shares(self) -> Tensor:
+        """(T,) u: one over the document's length at its trained tokens, so that each document sums to one."""
+        return self.documents.broadcast(1.0 / self.documents.counts.clamp(min=1).double())
+
+    def _sums(self, values: list[Tensor], weights: Tensor | None = None) -> Tensor:
+        """The sum of each over trained tokens, times the weights; None: u."""
+        # All at once: on a GPU each operation on a vector costs the same, however little it does.
+        weights = self._shares if weights is None else weights
+        return (weights * torch.where(self.mask, torch.stack([x.double() for x in values]), 0.0)).sum(1)
+
+    def _maxima(self, values: list[Tensor]) -> Tensor:
+        values = torch.stack([x.double() for x in values])
         # A piece without tokens has no maximum to take: -inf joins in.
-        lowest = extrema.new_full((len(extrema), 1), -torch.inf)
-        maxima = torch.cat([torch.where(self.mask, extrema, -torch.inf), lowest], 1).amax(1)
-        return MetricSums(level, sums, maxima)
+        lowest = values.new_full((len(values), 1), -torch.inf)
+        return torch.cat([torch.where(self.mask, values, -torch.inf), lowest], 1).amax(1)
+
+    @property
+    def silent_without_advantage(self) -> bool:
+        """Whether a token of advantage 0 has no gradient."""
+        return self.family.silent_without_advantage and not self.penalties.active
 
     def informative(self) -> Tensor:
-        """(T,) bool: False where c_t is 0 whatever the log-probs turn out to be."""
-        return self.mask & (self.scope_advantages != 0) if self.family.silent_without_advantage else self.mask
+        """(T,) bool: False where the gradient is 0 whatever the log-probs turn out to be."""
+        return self.mask & (self.scope_advantages != 0) if self.silent_without_advantage else self.mask
 
     def take(self, rows: Tensor | slice, documents: DocumentSums | None) -> Objective:
         """The share of some rows, in that order; documents that the family needs whole must be whole in it.
 
-        documents: those of the same rows; None only for a family whose scope is the token.
+        documents: those of the same rows; None only where nothing is `by_document`. The share has no metrics.
         """
+        means = self.document_advantages
         return replace(
             self,
             mask=self.mask[rows],
@@ -163,14 +225,22 @@ class Objective:
             weights=self.weights[rows],
             gradient_weights=self.gradient_weights[rows],
             documents=documents,
+            penalties=self.penalties.take(rows),
             known_scope_advantages=self.scope_advantages[rows],
+            document_advantages=None if means is None else means[rows],
+            sampling_log_ratio=None,
+            factors=None,
             _last_terms=[],
         )
 
     def not_finite(self, log_probs: Tensor | None = None) -> Tensor:
-        """(T,) bool: trained positions whose weight, old log-prob, advantage or, if given, log-prob is not finite."""
-        total = self.old_log_probs + self.advantages + self.weights
-        return self.mask & ~torch.isfinite(total if log_probs is None else total + log_probs)
+        """(T,) bool: trained positions whose weight, any log-prob that is known or advantage is not finite."""
+        return self.mask & ~torch.isfinite(self._data(log_probs) + self.weights)
+
+    def _data(self, log_probs: Tensor | None) -> Tensor:
+        """(T,) not finite where something that was given is not."""
+        given = self.old_log_probs, self.advantages, self.sampling_log_ratio, self.penalties.ref_log_probs, log_probs
+        return functools.reduce(torch.add, (x for x in given if x is not None))
 
     def check_finite(self, log_probs: Tensor | None = None) -> None:
         """Raise DataError naming the first documents that hold a non-finite number at a trained position.
@@ -184,12 +254,14 @@ class Objective:
                 raise ValueError(
                     f"document_index at a trained position is negative or not below num_documents={documents[-1]}"
                 )
-            if not torch.isfinite(self.weights).all():
+            if not torch.isfinite(self.weights).all() and torch.isfinite(self._data(log_probs)[self.mask]).all():
                 raise ValueError("the weight of a trained token is not finite: the reducer's, or the totals count none")
             named = ", ".join(map(str, documents[:5])) + (", ..." if len(documents) > 5 else "")
+            given = "old_log_probs" if self.sampling_log_ratio is None else "old_log_probs, sampling_log_probs"
+            given += "" if self.penalties.ref_log_probs is None else ", ref_log_probs"
             raise DataError(
-                f"non-finite logits, old_log_probs or advantages at a trained position of document {named}, or a "
-                "label outside the vocabulary; mask the position (label -1) or drop the document"
+                f"non-finite logits, {given} or advantages at a trained position of document {named}, or a label "
+                "outside the vocabulary; mask the position (label -1) or drop the document"
             )
 
     def token_terms(self, log_probs: Tensor) -> TokenTerms:
@@ -212,22 +284,15 @@ class Objective:
         if family.slope_of == "log_ratio":
             slope = torch.where(clamped, 0.0, slope)
             slope = slope if derivative is None else slope * derivative
-        terms = TokenTerms(losses, slope, log_ratio.exp(), log_ratio, clamped, token_log_ratio)
+        factors = None
+        if self.off_policy is not None:
+            log_ratios = token_log_ratio.detach()
+            factors = Factors.of(self.off_policy, log_ratios, self.document_advantages, self.documents)
+            losses, slope = factors.values * losses, factors.values * slope
+        terms = TokenTerms(losses, slope, log_ratio.exp(), log_ratio, clamped, token_log_ratio, factors)
         if kept:
             self._last_terms[:] = log_probs, terms
         return terms
-
-
-def scope_mean(family: Family, values: Tensor, documents: DocumentSums | None) -> Tensor:
-    """(T,) the values themselves, or the mean of each one's document for a family by document."""
-    return documents.broadcast(documents.mean(values)) if family.by_document else values
-
-
-def over_scope(family: Family, values: Tensor, documents: DocumentSums | None) -> Tensor:
-    """(T,) the values themselves, or the mean or the sum of each one's document, as the family's scope says."""
-    if family.scope == "document_sum":
-        return documents.broadcast(documents.sum(values))
-    return scope_mean(family, values, documents)
 
 
 def make_objective(
@@ -245,30 +310,55 @@ def make_objective(
     caller left sizes open.
     """
     family, aggregation = loss.family, loss.aggregation
+    off_policy = loss.correction if loss.correction is not None and loss.correction.of_policy else None
     old_log_probs, advantages = (x.to(dtype).contiguous() for x in (tokens.old_log_probs, tokens.advantages))
     has_groups = tokens.group_index is not None and (totals is None or totals.tokens_per_group is not None)
     aggregation.check_groups(has_groups)
+    made = scope_advantages = None
     if make_weights is not None and ranks.sequence is None and ranks.data is None:
         made = make_weights(tokens, aggregation, totals)
-        if made is not None:
-            mask, documents, totals, weights = made
-            return Objective(family, mask, old_log_probs, advantages, weights, weights, documents, totals)
-    mask = tokens.labels >= 0
-    misplaced = mask & ((tokens.document_index < 0) | (tokens.document_index >= tokens.num_documents))
-    documents = DocumentSums.of_tokens(tokens.document_index, mask & ~misplaced, tokens.num_documents, ranks.sequence)
-    scope_advantages = None
-    if ranks.sequence is not None:
-        # First, since the documents' lengths, which the rest needs, travel with it.
-        scope_advantages = scope_mean(family, torch.where(mask, advantages, 0.0), documents)
-    group_index = tokens.group_index
-    if totals is None:
-        totals, group_index = whole_step_totals(documents, group_index, ranks.data)
-    weights = aggregation.weights(totals, documents, mask, group_index)
-    weights = torch.where(misplaced, torch.nan, weights).to(dtype)  # no document, no result
-    own_slope = family.slope_of != "log_ratio" or (
-        aggregation.equal_within_documents and family.scope != "document_sum"
-    )
-    gradient_weights = weights if own_slope else over_scope(family, weights, documents)
+    if made is not None:
+        mask, documents, totals, weights = made
+    else:
+        mask = tokens.labels >= 0
+        number = tokens.num_documents
+        misplaced = mask & ((tokens.document_index < 0) | (tokens.document_index >= number))
+        documents = DocumentSums.of_tokens(tokens.document_index, mask & ~misplaced, number, ranks.sequence)
+        if ranks.sequence is not None:
+            # First, since the documents' lengths, which the rest needs, travel with it.
+            scope_advantages = scope_mean(family, torch.where(mask, advantages, 0.0), documents)
+        group_index = tokens.group_index
+        if totals is None:
+            totals, group_index = whole_step_totals(documents, group_index, ranks.data)
+        weights = aggregation.weights(totals, documents, mask, group_index)
+        weights = torch.where(misplaced, torch.nan, weights).to(dtype)  # no document, no result
+    ref_log_probs = None if tokens.ref_log_probs is None else tokens.ref_log_probs.to(dtype).contiguous()
+    penalties = Penalties(loss.kl, loss.entropy_coefficient, mask, weights, old_log_probs, ref_log_probs)
+    correction, equal = loss.correction, aggregation.equal_within_documents
+    sampling_log_ratio = factors = document_advantages = None
+    if tokens.sampling_log_probs is not None:
+        sampling_log_ratio = torch.where(mask, old_log_probs - tokens.sampling_log_probs.to(dtype), 0.0)
+    if off_policy is not None:
+        document_advantages = scope_mean(off_policy, torch.where(mask, advantages, 0.0), documents)
+    elif correction is not None:
+        if sampling_log_ratio is None:
+            raise ValueError(f"correction={correction.name!r} needs sampling_log_probs beside old_log_probs")
+        factors = Factors.of(correction, sampling_log_ratio, advantages, documents)
+        weights, equal = weights * factors.values, equal and correction.equal_within_documents
+    own_slope = family.slope_of != "log_ratio" or (equal and family.scope != "document_sum")
     return Objective(
-        family, mask, old_log_probs, advantages, weights, gradient_weights, documents, totals, scope_advantages
+        family,
+        mask,
+        old_log_probs,
+        advantages,
+        weights,
+        weights if own_slope else over_scope(family, weights, documents),
+        documents,
+        totals,
+        penalties,
+        scope_advantages,
+        off_policy,
+        document_advantages,
+        sampling_log_ratio,
+        factors,
     )

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pgtoolkit.losses.reference_corrections import factors, mismatch
+from pgtoolkit.losses.reference_corrections import metrics as metrics_of_sampling
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -37,14 +40,24 @@ def policy_loss(
     num_documents: int | None = None,
     temperature: float = 1.0,
     metrics: str = "with_entropy",
+    correction: str | None = None,
+    correction_settings: dict | None = None,
+    sampling_log_probs: Tensor | None = None,
+    entropy_coefficient: float = 0.0,
+    kl: str | None = None,
+    kl_coefficient: float = 0.0,
+    ref_log_probs: Tensor | None = None,
     **parameters: float | None,
 ) -> Reference:
-    """A whole step, by the equations: sum over t of w_t l_t. Arguments as in `pgtoolkit.policy_loss`.
+    """A whole step, by the equations: sum over t of w_t rho_t l_t. Arguments as in `pgtoolkit.policy_loss`.
 
-    parameters: all those of the loss family, by their names.
+    kl: the kind of the penalty, with its coefficient. parameters: all those of the loss family, by their names.
+    correction_settings: those of the correction.
     """
     z = [[float(x) / temperature for x in row] for row in logits.double().tolist()]
     y, o, advantage = labels.tolist(), old_log_probs.double().tolist(), advantages.double().tolist()
+    b = None if sampling_log_probs is None else sampling_log_probs.double().tolist()
+    f = None if ref_log_probs is None else ref_log_probs.double().tolist()
     belongs_to = document_index.tolist()
     D = num_documents if num_documents is not None else max(belongs_to) + 1
     trained = [[t for t in range(len(y)) if y[t] >= 0 and belongs_to[t] == d] for d in range(D)]
@@ -63,7 +76,7 @@ def policy_loss(
             entropy[t] = log_z - math.fsum(q * x for q, x in zip(probs[t], z[t], strict=True) if q > 0)
 
     total, gradient = [], torch.zeros(logits.shape, dtype=torch.float64)
-    lam, rho, was_clamped, clips = {}, {}, {}, {}
+    lam, rho, was_clamped, clips, corrected, measured = {}, {}, {}, {}, {}, {}
     for d in range(D):
         tokens = trained[d]
         if not tokens:
@@ -75,7 +88,9 @@ def policy_loss(
             own = {t: _one_sided(own[t], mean_advantage, **parameters) for t in tokens}
         over_document = math.fsum(own.values()) if loss == "vespo" else math.fsum(own.values()) / n
         weight = {t: _weight(aggregation, D, n, G, N_g[groups[d]], N, divisor) for t in tokens}
-        slopes = {}
+        corrected |= factors(correction, correction_settings, tokens, p, o, b, advantage)
+        plain, weight = weight, {t: weight[t] * corrected.get(t, (1.0,))[0] for t in tokens}
+        slopes, penalty = {}, dict.fromkeys(tokens, 0.0)
         for t in tokens:
             raw = over_document if loss in BY_DOCUMENT else own[t]
             A = mean_advantage if loss in BY_DOCUMENT else advantage[t]
@@ -85,6 +100,17 @@ def policy_loss(
             surrogate, slopes[t] = _SURROGATES[loss](rho[t], lam[t], A, p[t], **parameters)
             clips[t] = _clips(loss, rho[t], p[t], p[t] - o[t], A, **parameters)
             total.append(weight[t] * surrogate)
+            total.append(-entropy_coefficient * plain[t] * entropy[t])
+            if kl is not None:
+                value, slope = _KL[kl](p[t], o[t], f[t])
+                total.append(kl_coefficient * plain[t] * value)
+                penalty[t] = kl_coefficient * plain[t] * slope
+        if b is not None:
+
+            def outside(x, tokens=tokens, A=mean_advantage):
+                return _outside(loss, x, {t: o[t] for t in tokens}, A, parameters)
+
+            measured |= mismatch(tokens, o, b, outside)
         for t in tokens:
             c = weight[t] * slopes[t]
             if loss in ("gspo", "gmpo"):  # the derivative goes through the mean of the document's log-ratios
@@ -93,8 +119,12 @@ def policy_loss(
                 c = 0.0
             if was_clamped[t] and loss in ("grpo", "gspo", "sapo", "gmpo"):  # the others' log-ratio has no gradient
                 c = 0.0
+            c += penalty[t]
             for v, q in enumerate(probs[t]):
                 gradient[t, v] = c / temperature * ((v == y[t]) - q)
+                if q > 0:  # the derivative of the entropy by a logit is -q (log q + entropy) / temperature
+                    slope = q * (math.log(q) + entropy[t]) / temperature
+                    gradient[t, v] += entropy_coefficient * plain[t] * slope
 
     def document_mean(value) -> float:
         return math.fsum(math.fsum(value(t) for t in tokens) / len(tokens) for tokens in trained if tokens) / D
@@ -109,6 +139,9 @@ def policy_loss(
         results["num_groups"] = G
     if metrics != "none":
         results |= _basic_metrics(trained, document_mean, loss, lam, rho, was_clamped, clips, o, advantage)
+        results |= metrics_of_sampling(corrected, measured, document_mean, [t for tokens in trained for t in tokens])
+    if metrics != "none" and f is not None:
+        results["kl_ref"] = document_mean(lambda t: _k3(p[t], o[t], f[t])[0])
     if metrics == "with_entropy":
         results["entropy"] = document_mean(lambda t: entropy[t])
     return Reference(math.fsum(total), p, entropy, results, gradient)
@@ -195,6 +228,30 @@ _SURROGATES = {
 }
 
 
+# The penalties: (value, its derivative by p) of log-probs p (new), o (old) and f (of the reference).
+
+
+def _k1(p, o, f):
+    return p - f, 1.0
+
+
+def _k2(p, o, f):
+    return (p - f) ** 2 / 2, p - f
+
+
+def _k3(p, o, f):
+    x = min(20.0, max(-20.0, f - p))
+    return math.exp(x) - x - 1, 1 - math.exp(x) if x == f - p else 0.0
+
+
+def _k3_ratio(p, o, f):
+    (k3, slope), x = _k3(p, o, f), min(20.0, max(-20.0, p - o))
+    return k3 * math.exp(x), math.exp(x) * (slope + (k3 if x == p - o else 0.0))
+
+
+_KL = {"k1": _k1, "k2": _k2, "k3": _k3, "k3_ratio": _k3_ratio}
+
+
 def _one_sided(x, A, epsilon_low, epsilon_high) -> float:
     """gmpo: a token's log-ratio, clipped on the side to which the advantage pushes it."""
     return min(x, epsilon_high) if A > 0 else max(x, -epsilon_low) if A < 0 else x
@@ -213,6 +270,15 @@ def _clips(loss, r, p, x, A, epsilon_low=None, epsilon_high=None, delta_low=None
     # The clip cuts the gradient on one side of A; the weight of cispo is clipped on both.
     low, high = below and (A != 0 if loss == "cispo" else A < 0), above and (A != 0 if loss == "cispo" else A > 0)
     return below or above, low, high or (dual_clip is not None and A < 0 and r > dual_clip)
+
+
+def _outside(loss, x, o, A, parameters) -> dict[int, bool]:
+    """For each token whether log-ratios x, o being the upper log-prob, lie outside of the family's bounds."""
+    own = {t: _one_sided(x[t], A, **parameters) for t in x} if loss == "gmpo" else x
+    over_document = math.fsum(own.values()) if loss == "vespo" else math.fsum(own.values()) / len(own)
+    over = {t: over_document if loss in BY_DOCUMENT else own[t] for t in x}
+    ratio = {t: math.exp(min(20.0, max(-20.0, over[t]))) for t in x}
+    return {t: _clips(loss, ratio[t], o[t], x[t], A, **parameters | {"dual_clip": None})[0] for t in x}
 
 
 def _basic_metrics(trained, document_mean, loss, lam, rho, was_clamped, clips, o, advantage) -> dict[str, float]:

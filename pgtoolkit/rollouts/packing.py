@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pgtoolkit.batch import Document, MicroBatch
+from pgtoolkit.batch import Document, MicroBatch, known_vectors
 from pgtoolkit.errors import DataError
 
 
-def pack(documents: list[Document], group_numbers: list[int]) -> MicroBatch:
+def pack(documents: list[Document], group_numbers: list[int], known: tuple[str, ...] | None = None) -> MicroBatch:
     """One micro-batch of the documents in their order; group_numbers: each one's group as numbered within the step.
+
+    known: the optional vectors that all documents of the step have; None: those that these documents have.
 
     Here alone tokens become labels: position t predicts token t + 1 of its document, with that token's old log-prob
     and advantage; the last position of a document predicts nothing. No documents give a micro-batch of length 0.
@@ -25,15 +27,16 @@ def pack(documents: list[Document], group_numbers: list[int]) -> MicroBatch:
         """(T,) from the values of the trained tokens: each stands where its token is predicted, one place earlier."""
         return values.new_full((len(tokens),), elsewhere).index_copy(0, trained - 1, values)
 
-    old_log_probs = _concatenate([document.old_log_probs for document in documents], torch.float32)
-    advantages = _concatenate([document.advantages for document in documents], torch.float32)
+    vectors = {}
+    for name in ("old_log_probs", "advantages", *(known_vectors(*documents) if known is None else known)):
+        values = _concatenate([getattr(document, name) for document in documents], torch.float32)
+        vectors[name] = labelled(values, 0.0)
     return MicroBatch(
         tokens=tokens,
         position_ids=_concatenate([torch.arange(length) for length in lengths], torch.int64),
         labels=labelled(tokens[trained], -1),
         document_index=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64)),
-        old_log_probs=labelled(old_log_probs, 0.0),
-        advantages=labelled(advantages, 0.0),
+        **vectors,
         num_documents=len(documents),
         group_index=torch.tensor(group_numbers, dtype=torch.int64),
         names=tuple(document.name for document in documents),

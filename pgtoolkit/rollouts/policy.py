@@ -214,11 +214,17 @@ class PolicyRollouts:
         return documents
 
     def _with_training_log_probs(self, documents: list[Document]) -> list[Document]:
-        """The documents with old log-probs from the forward pass that training uses, so that the first ratio is 1."""
+        """The documents with old log-probs from the forward pass that training uses, so that the first ratio is 1.
+
+        The sampler's are kept beside them.
+        """
         result = []
         for part in cut(documents, self._max_tokens):
             micro_batch = pack(part, [0] * len(part))
             log_probs = self._trained.log_probs(micro_batch).cpu()[micro_batch.labels >= 0]
             own = log_probs.split([document.num_trained for document in part])
-            result += [dataclasses.replace(d, old_log_probs=o.clone()) for d, o in zip(part, own, strict=True)]
+            result += [
+                dataclasses.replace(d, old_log_probs=o.clone(), sampling_log_probs=d.old_log_probs)
+                for d, o in zip(part, own, strict=True)
+            ]
         return result

@@ -9,7 +9,7 @@ from array import array
 
 import numpy as np
 
-from pgtoolkit.batch import Document
+from pgtoolkit.batch import OPTIONAL_VECTORS, Document
 from pgtoolkit.config.schema import AdvantageEstimator, RecordedRolloutConfig
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.rollouts.advantages import group_advantages
@@ -25,8 +25,8 @@ class RecordedRollouts:
 
     estimator: `given` reads the recorded advantages; any other computes them from all rewards of a group.
     vocabulary_size: of the model; token ids are below it. max_tokens: the longest document that fits, if limited.
-    needs_groups: whether group ids matter although the estimator is `given` (prompt_mean). accept_changed: whether a
-    saved state of other data is taken over.
+    needs: fields that matter although the estimator does not ask for them: group_id (prompt_mean), sampling_log_probs
+    (a correction), ref_log_probs (a penalty). accept_changed: whether a saved state of other data is taken over.
 
     The constructor reads every row once and raises DataError for what cannot be trained on, the first ten problems as
     file:row:field. It keeps about 60 bytes per document, among them a checksum by which a row that was changed is
@@ -41,7 +41,7 @@ class RecordedRollouts:
         estimator: str,
         vocabulary_size: int,
         seed: int = 0,
-        needs_groups: bool = False,
+        needs: tuple[str, ...] = (),
         max_tokens: int | None = None,
         accept_changed: bool = False,
     ):
@@ -50,8 +50,10 @@ class RecordedRollouts:
         self._estimator = estimator
         self._seed = seed
         self._given = estimator == AdvantageEstimator.given
-        self._needs_groups = needs_groups or not self._given
-        self._rules = Rules(vocabulary_size, not self._given, self._given, max_tokens, config.max_completion_length)
+        self._needs_groups = "group_id" in needs or not self._given
+        limits = max_tokens, config.max_completion_length
+        asked = tuple(name in needs for name in OPTIONAL_VECTORS)
+        self._rules = Rules(vocabulary_size, not self._given, self._given, *limits, *asked)
         self._files = open_files(config.path, "rollout.path", FIELDS)
         # One entry per document, in the order of the files. Arrays of machine words: lists would take ten times more.
         self._file, self._number, self._place = array("l"), array("q"), array("q")
@@ -139,7 +141,7 @@ class RecordedRollouts:
         problems = Problems("the recorded rollouts cannot be trained on")
         groups: dict[int | str, int] = {}
         ids: dict[str, int] = {}
-        num_trained = 0
+        num_trained, self._is_mismatched = 0, False
         for number, file in enumerate(self._files):
             _check_columns(file, self._rules, problems)
             num_trained += self._read_file(number, file, groups, ids, problems)
@@ -151,6 +153,12 @@ class RecordedRollouts:
             raise DataError(
                 f"rollout.path={self._config.path} needs a trained token (got {len(self._file)} documents whose "
                 "loss_mask is false everywhere). Nothing would be learned. Mark the tokens of the completions as true."
+            )
+        if self._rules.needs_sampling_log_probs and not self._is_mismatched:
+            raise DataError(
+                f"rollout.path={self._config.path} needs sampling_log_probs other than old_log_probs (got the same in "
+                "every row). A correction would be 1 everywhere. Use old_log_probs that the trainer computed, or "
+                "correction=none."
             )
         self._number_groups(groups, problems)
         if not self._given:
@@ -172,6 +180,7 @@ class RecordedRollouts:
                 continue
             digest = row.digest(digest)
             num_trained += int(row.loss_mask.sum())
+            self._is_mismatched |= not np.array_equal(row.old_log_probs, row.sampling_log_probs)
             self._checksum.append(row.digest(0))
             self._file.append(number)
             self._number.append(row_number)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pgtoolkit.batch import Document
+from pgtoolkit.batch import OPTIONAL_VECTORS, Document, known_vectors
 from pgtoolkit.rollouts.advantages import MAX_REWARD, reward_problem
 
 MAX_LOG_PROB = 1e-3
@@ -27,20 +27,26 @@ class Rules:
     needs_advantage: bool
     max_tokens: int | None = None
     max_completion_length: int | None = None
+    needs_sampling_log_probs: bool = False
+    needs_ref_log_probs: bool = False
 
     @property
     def required(self) -> set[str]:
-        fields = {"token_ids", "loss_mask", "old_log_probs"}
-        return (
-            fields | ({"reward"} if self.needs_reward else set()) | ({"advantage"} if self.needs_advantage else set())
-        )
+        asked = {
+            "reward": self.needs_reward,
+            "advantage": self.needs_advantage,
+            "sampling_log_probs": self.needs_sampling_log_probs,
+            "ref_log_probs": self.needs_ref_log_probs,
+        }
+        return {"token_ids", "loss_mask", "old_log_probs", *(field for field, needed in asked.items() if needed)}
 
 
 @dataclass(frozen=True)
 class Row:
     """A checked row, with the fields of the schema. Arrays have one entry per token; what is not trained is 0.
 
-    token_ids: (S,) int64. loss_mask: (S,) bool. old_log_probs, advantage: (S,) float32; advantage None if not recorded.
+    token_ids: (S,) int64. loss_mask: (S,) bool. old_log_probs, advantage, sampling_log_probs, ref_log_probs: (S,)
+    float32; None where one of the last three is not recorded.
     """
 
     token_ids: np.ndarray
@@ -53,12 +59,19 @@ class Row:
     model_version: int | None
     truncated: bool | None
     exact_match: bool | None
+    sampling_log_probs: np.ndarray | None = None
+    ref_log_probs: np.ndarray | None = None
 
     def digest(self, start: int) -> int:
-        """CRC-32 of everything in the row, continued from `start`; independent of the file format."""
+        """CRC-32 of everything in the row, continued from `start`; independent of the file format.
+
+        A row without sampling or reference log-probs has the digest that files of before they were recorded hold.
+        """
         arrays = (self.token_ids, self.loss_mask, self.old_log_probs, self.advantage)
         scalars = (self.reward, self.group_id, self.id, self.model_version, self.truncated, self.exact_match)
-        for part in (*(b"" if a is None else a.tobytes() for a in arrays), repr(scalars).encode()):
+        known = [(name, getattr(self, name)) for name in OPTIONAL_VECTORS]
+        later = [name.encode() + values.tobytes() for name, values in known if values is not None]
+        for part in (*(b"" if a is None else a.tobytes() for a in arrays), repr(scalars).encode(), *later):
             start = zlib.crc32(part, zlib.crc32(len(part).to_bytes(8, "little"), start))
         return start
 
@@ -66,6 +79,7 @@ class Row:
         """The row as a document; advantage: that of all its trained tokens, or None for the recorded ones."""
         mask = self.loss_mask
         advantages = self.advantage[mask] if advantage is None else np.full(mask.sum(), advantage, np.float32)
+        vectors = {name: getattr(self, name) for name in OPTIONAL_VECTORS}
         return Document(
             tokens=torch.from_numpy(self.token_ids),
             loss_mask=torch.from_numpy(mask),
@@ -77,6 +91,7 @@ class Row:
             exact_match=self.exact_match,
             truncated=self.truncated,
             model_version=self.model_version,
+            **{name: None if x is None else torch.from_numpy(x[mask]) for name, x in vectors.items()},
         )
 
 
@@ -103,6 +118,7 @@ def row_of(document: Document) -> Row:
         model_version=document.model_version,
         truncated=document.truncated,
         exact_match=document.exact_match,
+        **{name: per_token(getattr(document, name)) for name in known_vectors(document)},
     )
 
 
@@ -126,7 +142,7 @@ def parse_row(raw: dict[str, Any], rules: Rules) -> Row | list[tuple[str, str]]:
     row = Row(
         token_ids=tokens,
         loss_mask=mask,
-        old_log_probs=read("old_log_probs", _old_log_probs, tokens, mask),
+        old_log_probs=read("old_log_probs", _log_probs, tokens, mask),
         advantage=read("advantage", _advantage, tokens, mask),
         reward=read("reward", _reward),
         group_id=read("group_id", _group_id),
@@ -134,6 +150,7 @@ def parse_row(raw: dict[str, Any], rules: Rules) -> Row | list[tuple[str, str]]:
         model_version=read("model_version", _of_type, int, "an integer"),
         truncated=read("truncated", _of_type, bool, "true or false"),
         exact_match=read("exact_match", _of_type, bool, "true or false"),
+        **{name: read(name, _log_probs, tokens, mask) for name in OPTIONAL_VECTORS},
     )
     return problems or row
 
@@ -169,7 +186,7 @@ def _loss_mask(value: Any, tokens: np.ndarray | None, rules: Rules) -> np.ndarra
     return mask.astype(bool)
 
 
-def _old_log_probs(value: Any, tokens: np.ndarray | None, mask: np.ndarray | None) -> np.ndarray:
+def _log_probs(value: Any, tokens: np.ndarray | None, mask: np.ndarray | None) -> np.ndarray:
     log_probs = _numbers_per_token(value, tokens, mask)
     if (place := _first(log_probs > MAX_LOG_PROB)) is not None:
         raise _Unusable(f"is {log_probs[place]:g} at position {place}; a log-prob is at most 0")

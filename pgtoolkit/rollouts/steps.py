@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from pgtoolkit.batch import Document, Step, StepTotals
+from pgtoolkit.batch import Document, Step, StepTotals, known_vectors
 from pgtoolkit.config.schema import AccumulationConfig, LastStep
 from pgtoolkit.errors import DataError
 from pgtoolkit.ranks.agreement import check_same, failing_together
@@ -164,9 +164,10 @@ def _digest(documents: list[Document]) -> int:
     """Of everything that the loss reads."""
     digest = len(documents)
     for document in documents:
-        for values in (document.tokens, document.loss_mask, document.old_log_probs, document.advantages):
-            digest = zlib.crc32(values.numpy().tobytes(), digest)
-        digest = zlib.crc32(repr(document.group).encode(), digest)
+        known = known_vectors(document)
+        for name in ("tokens", "loss_mask", "old_log_probs", "advantages", *known):
+            digest = zlib.crc32(getattr(document, name).numpy().tobytes(), digest)
+        digest = zlib.crc32(repr((document.group, known)).encode(), digest)
     return digest
 
 
@@ -191,7 +192,8 @@ def make_step(
     )
     shares = [cut(share, max_tokens) for share in divide_among_ranks(documents, data_size)]
     parts = shares[data_rank] + [[]] * (max(map(len, shares)) - len(shares[data_rank]))
-    micro_batches = [pack(part, [numbers[document.group] for document in part]) for part in parts]
+    known = known_vectors(*documents)
+    micro_batches = [pack(part, [numbers[document.group] for document in part], known) for part in parts]
     return Step(micro_batches, totals, documents, state_after)
 
 

@@ -61,6 +61,8 @@ _SCHEMA = pa.schema(
         "model_version": pa.int64(),
         "truncated": pa.bool_(),
         "exact_match": pa.bool_(),
+        "sampling_log_probs": pa.list_(pa.float32()),
+        "ref_log_probs": pa.list_(pa.float32()),
     }
 )
 
@@ -69,7 +71,8 @@ def _write_parquet(file: BinaryIO, rows: list[Row]) -> None:
     digest = 0
     for row in rows:
         digest = row.digest(digest)
-    table = pa.table([[getattr(row, field) for row in rows] for field in _SCHEMA.names], schema=_SCHEMA)
+    known = [field for field in _SCHEMA if not rows or any(getattr(row, field.name) is not None for row in rows)]
+    table = pa.table([[getattr(row, field.name) for row in rows] for field in known], schema=pa.schema(known))
     table = table.replace_schema_metadata({DIGEST_KEY: str(digest)})
     rows_per_group = max(1, ROW_GROUP_TOKENS * len(rows) // max(1, sum(len(row.token_ids) for row in rows)))
     pq.write_table(table, file, row_group_size=rows_per_group, write_page_checksum=True)

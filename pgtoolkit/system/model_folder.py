@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import stat
 import struct
@@ -59,6 +60,20 @@ def model_settings(path: str | Path | None) -> dict:
         return {}
     of_text = settings.get("text_config")
     return settings | of_text if isinstance(of_text, dict) else settings
+
+
+def num_weights(path: str | Path | None) -> int | None:
+    """How many numbers the files of weights in a folder hold, by their headers; None where these do not tell."""
+    folder, total = Path(os.path.expanduser(path or os.devnull)), 0
+    for file in folder.glob("*.safetensors"):
+        try:
+            with file.open("rb") as opened:
+                (length,) = struct.unpack("<Q", opened.read(8))
+                header = json.loads(opened.read(min(length, 10**8)))
+        except _UNREADABLE:
+            return None
+        total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    return total or None
 
 
 def load_config(path: str) -> Any:

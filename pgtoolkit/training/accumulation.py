@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from pgtoolkit.batch import MicroBatch, Step, StepTotals
+from pgtoolkit.batch import MicroBatch, Step, StepTotals, known_vectors
 from pgtoolkit.errors import NumericalError
 from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.losses.metrics import MetricSums
@@ -188,7 +188,9 @@ def _not_finite(micro_batches: list[MicroBatch], outputs: list[PolicyLoss]) -> l
     """Names of this rank's documents that have a number which is not finite before any gradient."""
     names = []
     for micro_batch, out in zip(micro_batches, outputs, strict=False):  # no output on early pipeline stages
-        bad = ~torch.isfinite(out.log_probs.cpu() + micro_batch.old_log_probs + micro_batch.advantages)
+        vectors = "old_log_probs", "advantages", *known_vectors(micro_batch)
+        total = sum((getattr(micro_batch, name) for name in vectors), out.log_probs.cpu())
+        bad = ~torch.isfinite(total)
         bad &= micro_batch.labels >= 0
         names += [micro_batch.names[i] for i in micro_batch.document_index[bad].unique().tolist()]
     return names

@@ -27,6 +27,7 @@ from pgtoolkit.system.report import Report
 from pgtoolkit.training.frameworks import lightning
 from pgtoolkit.training.machine import devices
 from pgtoolkit.training.module import PolicyGradientModule
+from pgtoolkit.training.reference import reference_of
 from pgtoolkit.training.state import seed_rank, write_settings
 
 log = logging.getLogger("pgtoolkit")
@@ -48,7 +49,10 @@ def build(
     torch.backends.cuda.enable_cudnn_sdp(False)
     task = make_task(config.task, config.seed)
     policy = build_policy(config.model, task.alphabet, accelerator(config) == "gpu")
-    module = PolicyGradientModule(config, parallelize(policy, layout, config), layout)
+    reference = reference_of(config, policy)  # first: the policy is spread in place
+    if reference is not None:
+        reference = parallelize(reference, layout, config)
+    module = PolicyGradientModule(config, parallelize(policy, layout, config), layout, reference)
     room = min(policy.max_positions, config.accumulation.max_tokens)
     close_on_groups = config.aggregation.mode == AggregationMode.prompt_mean
     source = _source(config, task, module, room, resume, run_dir)
@@ -97,9 +101,12 @@ def _source(config: Config, task, module: PolicyGradientModule, room: int, resum
         sampler = _sampler(config, module, tokenized, room, run_dir)
         _note_ignored(config, module)
         return PolicyRollouts(config, tokenized, sampler, module, module.layout, writer)
-    needs_groups = config.aggregation.mode == AggregationMode.prompt_mean
+    needs = ("group_id",) if config.aggregation.mode == AggregationMode.prompt_mean else ()
+    correction = module.loss.correction
+    needs += ("sampling_log_probs",) if correction is not None and not correction.of_policy else ()
+    needs += ("ref_log_probs",) if config.kl.reference == "recorded" else ()
     vocabulary_size, accept_changed = module.policy.vocabulary_size, config.trainer.accept_changed_data
-    return RecordedRollouts(rollout, estimator, vocabulary_size, config.seed, needs_groups, room, accept_changed)
+    return RecordedRollouts(rollout, estimator, vocabulary_size, config.seed, needs, room, accept_changed)
 
 
 def _sampler(config: Config, module: PolicyGradientModule, task: TokenizedTask, room: int, run_dir: Path) -> Sampler:

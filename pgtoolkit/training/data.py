@@ -1,4 +1,4 @@
-"""What a run reads from outside of its directory: prompts, recorded rollouts, a model folder; whether they changed."""
+"""What a run reads from outside of its directory: prompts, recorded rollouts, model folders; whether they changed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 import os
 from pathlib import Path
 
+from pgtoolkit.config.paths import NO_FOLDER
 from pgtoolkit.config.schema import Config, HuggingFaceModelConfig, PromptsTaskConfig, RecordedRolloutConfig
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.rollouts.files import find_files
@@ -53,9 +54,13 @@ def digests(config: Config) -> dict[str, dict[str, dict]]:
     hidden ones and README.md; a model of the Hugging Face hub is known by its name alone.
     """
     files: dict[str, list[Path]] = {}
-    if isinstance(config.model, HuggingFaceModelConfig) and (folder := Path(config.model.path)).is_dir():
-        inside = [file for file in folder.iterdir() if not file.name.startswith(".") and file.name != "README.md"]
-        files["model.path"] = sorted(file for file in inside if file.is_file())
+    models = {"model.path": config.model.path} if isinstance(config.model, HuggingFaceModelConfig) else {}
+    if config.kl.reference is not None and config.kl.reference not in NO_FOLDER:
+        models["kl.reference"] = config.kl.reference
+    for key, path in models.items():
+        if (folder := Path(path)).is_dir():
+            inside = [file for file in folder.iterdir() if not file.name.startswith(".") and file.name != "README.md"]
+            files[key] = sorted(file for file in inside if file.is_file())
     if isinstance(config.task, PromptsTaskConfig):
         files["task.path"] = find_files(config.task.path, "task.path")
     if isinstance(config.rollout, RecordedRolloutConfig):

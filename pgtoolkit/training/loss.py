@@ -9,24 +9,29 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.batch import StepTotals
-from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema import Config, KLKind
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.kernels.losses import Computation
 from pgtoolkit.losses.aggregation import Reducer, aggregation_of
+from pgtoolkit.losses.corrections import configured as configured_correction
 from pgtoolkit.losses.families import Family, configured
+from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.slopes import check_family
 from pgtoolkit.system.functions import REDUCER_KEYWORDS, blaming, import_function
 
 
 def loss_of(config: Config) -> Loss:
-    """Family, aggregation, temperature and level of the metrics; imports what is the user's own."""
+    """Family, aggregation, correction, penalties and what is measured; imports what is the user's own."""
     reducer = _imported_reducer(path) if (path := config.aggregation.reducer) else None
     aggregation = aggregation_of(config.aggregation.mode.value, config.aggregation.divisor, reducer)
     loss = config.loss
     is_own = loss.name == "custom"
     family = own_family(loss.path, dict(loss.options), loss.num_splits) if is_own else configured(loss)
-    return Loss(family, aggregation, config.rollout.temperature, config.metrics.level.value)
+    correction = configured_correction(config.correction)
+    penalty = None if config.kl.kind == KLKind.none else KL(config.kl.kind.value, config.kl.coefficient)
+    temperature, level = config.rollout.temperature, config.metrics.level.value
+    return Loss(family, aggregation, temperature, level, correction, config.entropy.coefficient, penalty)
 
 
 def computation_of(config: Config) -> Computation:

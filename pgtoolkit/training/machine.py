@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pgtoolkit.config.paths import NO_FOLDER
+from pgtoolkit.config.rules.penalties import needs_model
 from pgtoolkit.config.rules.run import needs_gpu, occupied_by_rollouts, refuse_triton
 from pgtoolkit.errors import ConfigError, DataError, first_line
 from pgtoolkit.system import model_folder
@@ -135,19 +137,25 @@ class DataProblem(str):
 
 
 def _model(c: Any, report: Report) -> None:
-    model = c.model
-    if model.name != "huggingface" or not model.path:
-        return
-    folder = Path(model.path).expanduser()
+    if c.model.name == "huggingface" and c.model.path:
+        report.problems += _unusable(c.model.path, bool(c.model.random_weights))
+        if os.path.isdir(Path(c.model.path).expanduser()):
+            _positions(c, report)
+    if needs_model(c) and c.kl.reference and c.kl.reference not in NO_FOLDER:
+        found = _unusable(c.kl.reference, False)
+        report.problems += [problem.replace("model.path=", "kl.reference=") for problem in found]
+
+
+def _unusable(path: str, random_weights: bool) -> list[str]:
+    """The problems with a model's folder, or its name on the hub, as those of model.path."""
+    folder = Path(path).expanduser()
     if os.path.isdir(folder):
-        found = model_folder.problems(model.path, bool(model.random_weights))
-        report.problems += found or _unloadable(os.getcwd(), model.path)
-        _positions(c, report)
-    elif os.path.exists(folder):
+        return model_folder.problems(path, random_weights) or _unloadable(os.getcwd(), path)
+    if os.path.exists(folder):
         reason = "A model is made of several files: config.json, its tokenizer, its weights."
-        report.refuse(f"model.path={model.path}", "a folder", "a file", reason, "model.path=FOLDER")
-    elif not model.path.startswith((".", "/", "~")) and (problem := _on_the_hub(model.path)):
-        report.problems.append(problem)
+        return [refusal(f"model.path={path}", "a folder", "a file", reason, "model.path=FOLDER")]
+    problem = None if path.startswith((".", "/", "~")) else _on_the_hub(path)
+    return [] if problem is None else [problem]
 
 
 def _positions(c: Any, report: Report) -> None:

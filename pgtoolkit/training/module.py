@@ -10,10 +10,12 @@ from torch import Tensor
 
 from pgtoolkit.batch import MicroBatch, Step, StepTotals
 from pgtoolkit.config.schema import Config
+from pgtoolkit.errors import DataError
 from pgtoolkit.kernels.losses import LMHead, PolicyLoss, log_probs_of_hidden, loss_of_hidden
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.ranks.layout import Layout
+from pgtoolkit.rollouts.data_metrics import sampling_note
 from pgtoolkit.training.accumulation import DynamicAccumulation
 from pgtoolkit.training.loss import computation_of, loss_of
 from pgtoolkit.training.optimizer import learning_rate, make_optimizer
@@ -22,21 +24,29 @@ log = logging.getLogger("pgtoolkit")
 
 
 class PolicyGradientModule(DynamicAccumulation):
-    """Trains `policy` by the loss that `config` describes, together with the other ranks of `layout`."""
+    """Trains `policy` by the loss that `config` describes, together with the other ranks of `layout`.
 
-    def __init__(self, config: Config, policy: Policy, layout: Layout):
+    reference: frozen, spread like the policy; None where the documents bring their ref_log_probs or none are needed.
+    """
+
+    reference: Policy | None = None
+
+    def __init__(self, config: Config, policy: Policy, layout: Layout, reference: Policy | None = None):
         super().__init__(layout, config.optimizer.max_grad_norm, config.trainer.max_bad_steps)
         self.config = config
         self.policy = policy
         self.model = policy.model  # registered here, so that Lightning moves it
+        if reference is not None:
+            self.reference, self.reference_model = reference, reference.model  # as above
         self.loss = loss_of(config)
         self.computation = computation_of(config)
-        self._noted_no_signal = False
+        self._noted_no_signal = self._noted_mismatch = False
 
     def configure_optimizers(self):
         return make_optimizer(self.model, self.config.optimizer)
 
     def training_step(self, step: Step, batch_index: int) -> dict[str, dict[str, float]]:
+        self._check_sampling_log_probs(step)
         output = super().training_step(step, batch_index)
         if output["metrics"].get("zero_advantage_group_fraction") == 1 and not self._noted_no_signal:
             self._noted_no_signal = True
@@ -45,9 +55,13 @@ class PolicyGradientModule(DynamicAccumulation):
                 "of each prompt have equal rewards, so it teaches nothing. Is the task too hard, too easy, or an "
                 "answer longer than a completion? Said once; the metric zero_advantage_group_fraction tells more."
             )
+        if not self._noted_mismatch and (note := sampling_note(output["metrics"], self.config)):
+            self._noted_mismatch = True
+            log.warning(f"note: {note}")
         return output
 
     def micro_batch_loss(self, micro_batch: MicroBatch, totals: StepTotals) -> PolicyLoss:
+        micro_batch = self._with_reference(micro_batch)
         hidden, head, ranks = self.policy.loss_inputs(micro_batch)
         if torch.is_grad_enabled() and self._head_adds_its_gradient():
             weight = self.policy.head.weight
@@ -75,18 +89,39 @@ class PolicyGradientModule(DynamicAccumulation):
             group["lr"] = rate
         return {"learning_rate": rate}
 
-    @torch.no_grad()
     def log_probs(self, micro_batch: MicroBatch, temperature: float | None = None) -> Tensor:
         """(T,) log-prob of each label by the forward pass that training uses; temperature: None for the run's."""
-        micro_batch = micro_batch.counted().to(self.device)
-        hidden, head, _ = self.policy.loss_inputs(micro_batch)
+        return self._log_probs(self.policy, micro_batch.counted().to(self.device), temperature)
+
+    def _with_reference(self, micro_batch: MicroBatch) -> MicroBatch:
+        """With the reference's log-probs, where it is a model and not a column of the data."""
+        if self.reference is None:
+            return micro_batch
+        log_probs = self._log_probs(self.reference, micro_batch)
+        if getattr(self.reference, "sharded", False):
+            self.reference.model.reshard()  # FSDP2 keeps the head's unit together for a backward that does not come
+        return replace(micro_batch, ref_log_probs=log_probs)
+
+    @torch.no_grad()
+    def _log_probs(self, policy: Policy, micro_batch: MicroBatch, temperature: float | None = None) -> Tensor:
+        hidden, head, ranks = policy.loss_inputs(micro_batch)
         how = replace(self.computation, num_splits=1)
         loss = self.loss if temperature is None else replace(self.loss, temperature=temperature)
-        return log_probs_of_hidden(hidden, self._precise(head), micro_batch, loss, how)
+        return log_probs_of_hidden(hidden, self._precise(head), micro_batch, loss, ranks, how)
 
     def _loss(self, inputs: tuple[Tensor, LMHead, Ranks], micro_batch: MicroBatch, totals: StepTotals) -> PolicyLoss:
         hidden, head, ranks = inputs
         return loss_of_hidden(hidden, self._precise(head), micro_batch, totals, self.loss, ranks, self.computation)
+
+    def _check_sampling_log_probs(self, step: Step) -> None:
+        """A run that is continued with a correction may have rollouts from before it."""
+        correction = self.loss.correction
+        lacking = [document.name for document in step.documents if document.sampling_log_probs is None]
+        if lacking and correction is not None and not correction.of_policy:
+            raise DataError(
+                f"correction={correction.name} needs sampling_log_probs of every document (got none of {lacking[0]}). "
+                "The checkpoint's batch of rollouts was sampled without them. Use correction=none, or start a new run."
+            )
 
     def _precise(self, head: LMHead) -> LMHead:
         return replace(head, fp32_logits=self.config.model.fp32_lm_head)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from builders.losses import PARAMETERS, TEMPERATURE, HeadCase, totals_of
+from builders.losses import CORRECTIONS, PARAMETERS, TEMPERATURE, HeadCase, corrected, totals_of
 from pgtoolkit import linear_policy_loss, policy_loss
 from pgtoolkit.losses import reference
 
@@ -64,8 +64,17 @@ class Result:
     gradients: list[Tensor]
 
 
-def expected(head_case: HeadCase, fused: bool, loss: str, aggregation: str, metrics: str) -> Result:
-    """By the loops of the reference, from all logits at once."""
+def expected(
+    head_case: HeadCase,
+    fused: bool,
+    loss: str,
+    aggregation: str,
+    metrics: str,
+    correction: str | None = None,
+    **options,
+) -> Result:
+    """By the loops of the reference, from all logits at once. correction: of CORRECTIONS; with sampling log-probs.
+    options: more of its keywords."""
     case = head_case.case
     found = reference.policy_loss(
         head_case.logits,
@@ -78,6 +87,8 @@ def expected(head_case: HeadCase, fused: bool, loss: str, aggregation: str, metr
         temperature=TEMPERATURE,
         metrics=metrics,
         **PARAMETERS[loss],
+        **({} if correction is None else corrected(CORRECTIONS[correction], case.sampling_log_probs)),
+        **options,
     )
     by_logits, gradients = found.gradient, [found.gradient]
     if fused:
@@ -98,18 +109,28 @@ def axis_groups(sizes: dict[str, int]) -> dict[str, dist.ProcessGroup | None]:
 
 
 def evaluate(
-    groups: dict, cut: Cut, head_case: HeadCase, fused: bool, loss: str, aggregation: str, metrics: str, **options
+    groups: dict,
+    cut: Cut,
+    head_case: HeadCase,
+    fused: bool,
+    loss: str,
+    aggregation: str,
+    metrics: str,
+    by_token: dict[str, Tensor] | None = None,
+    **options,
 ) -> Result:
     """On one rank: the step's loss and metrics, and the gradients of what this rank holds, 0 elsewhere.
 
-    groups: as `axis_groups(cut.sizes)` gives them. Gradients are of the whole step's shape.
+    groups: as `axis_groups(cut.sizes)` gives them. by_token: more vectors of the whole step, by their keywords.
+    Gradients are of the whole step's shape. options: a `correction` of CORRECTIONS, or None, and further keywords of
+    the loss.
     """
     data, sequence, vocabulary = (0 if group is None else group.rank() for group in groups.values())
     case, dtype, totals = head_case.case, head_case.dtype, totals_of(head_case.case)
     columns = slice(*(cut.vocabulary or (0, len(head_case.bias)))[vocabulary : vocabulary + 2])
     full = (head_case.hidden, head_case.weight, head_case.bias) if fused else (head_case.logits,)
     gradients = [torch.zeros_like(x) for x in full]
-    loss_sum, sums = torch.zeros(()), None
+    loss_sum, sums, correction = torch.zeros(()), None, options.pop("correction", None)
     for documents in cut.documents[data]:
         rows = [(case.document_index == d).nonzero()[:, 0] for d in documents]
         rows = torch.cat([*rows, torch.full((cut.padding,), -1)])
@@ -121,7 +142,7 @@ def evaluate(
 
         numbers = torch.full((case.num_documents + 1,), len(documents))
         numbers[list(documents)] = torch.arange(len(documents))
-        by_token = (
+        vectors = (
             padded(case.labels, -1),
             padded(case.old_log_probs, torch.nan).to(dtype),
             padded(case.advantages, torch.nan).to(dtype),
@@ -130,8 +151,9 @@ def evaluate(
         leaves = [padded(full[0], torch.nan)]
         leaves = leaves + [x[columns] for x in full[1:]] if fused else [leaves[0][:, columns]]
         leaves = [x.to(dtype).clone().requires_grad_() for x in leaves]
-        inputs = (*leaves[:2], *by_token) if fused else (leaves[0], *by_token)
+        inputs = (*leaves[:2], *vectors) if fused else (leaves[0], *vectors)
         keywords = {"bias": leaves[2]} if fused else {}
+        keywords |= {name: padded(values, torch.nan).to(dtype) for name, values in (by_token or {}).items()}
         out = (linear_policy_loss if fused else policy_loss)(
             *inputs,
             **keywords,
@@ -147,6 +169,8 @@ def evaluate(
             vocabulary_start=columns.start if groups["vocabulary"] is not None else None,
             sequence_group=groups["sequence"],
             data_group=groups["data"],
+            correction=CORRECTIONS.get(correction),
+            sampling_log_probs=padded(case.sampling_log_probs, torch.nan).to(dtype) if correction else None,
             **PARAMETERS[loss],
             **options,
         )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from pgtoolkit import policy_loss
+from pgtoolkit import corrections, policy_loss
 from pgtoolkit.batch import StepTotals, Tokens
 from pgtoolkit.kernels import torch_passes, triton_passes
 from pgtoolkit.losses.aggregation import aggregation_of
@@ -56,6 +56,19 @@ PARAMETERS = {
 }
 
 
+CORRECTIONS = {
+    "token truncated": corrections.TokenTruncate(low=0.8, high=1.2),
+    "token masked": corrections.TokenMask(low=0.75, high=1.3),
+    "product truncated": corrections.SequenceTruncate(low=0.95, high=1.5),
+    "mean truncated": corrections.SequenceTruncate(mean="geometric", low=0.95, high=1.1),
+    "product masked, V": corrections.SequenceMask(low=0.9, high=1.6),
+    "mean masked, v": corrections.SequenceMask(mean="geometric", low=0.9, high=1.1, factor="token"),
+    "mean masked, 1": corrections.SequenceMask(mean="geometric", high=1.1, factor="one"),
+    "off policy": corrections.OffPolicyMask(threshold=0.01),
+}
+"""Each kind, with bounds beyond which some tokens of the cases below lie on each side, and others between."""
+
+
 @dataclass(frozen=True)
 class Case:
     """The positional arguments of policy_loss, with each document's group and the number of documents."""
@@ -71,6 +84,20 @@ class Case:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return self.logits, self.labels, self.old_log_probs, self.advantages, self.document_index
+
+    @property
+    def sampling_log_probs(self) -> Tensor:
+        """(T,) the old ones plus noise of their own, by token and by document."""
+        draw = torch.Generator().manual_seed(11)
+        noise = 0.2 * torch.randn(len(self.labels), generator=draw, dtype=torch.float64)
+        drift = 0.05 * torch.randn(self.num_documents, generator=draw, dtype=torch.float64)
+        return self.old_log_probs + noise + drift[self.document_index]
+
+
+def corrected(correction: corrections.Correction | None, sampling_log_probs: Tensor) -> dict:
+    """The keywords of the reference for a correction, or for none, with sampling log-probs."""
+    kind = {} if correction is None else {"correction": correction.name, "correction_settings": vars(correction)}
+    return {"sampling_log_probs": sampling_log_probs, **kind}
 
 
 def make_case(seed: int = 0, vocabulary: int = 13, lengths=(7, 1, 5, 12, 3, 4), temperature: float = 1.0) -> Case:

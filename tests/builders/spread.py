@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -12,9 +13,10 @@ from builders import processes
 from builders.losses import PARAMETERS
 from builders.models import build
 from builders.runs import CLOCK
-from pgtoolkit.batch import Document, MicroBatch, Step, StepTotals
+from pgtoolkit.batch import Document, MicroBatch, Step, StepTotals, known_vectors
 from pgtoolkit.kernels.losses import Computation
 from pgtoolkit.losses.aggregation import aggregation_of
+from pgtoolkit.losses.corrections import correction_of
 from pgtoolkit.losses.families import family_of
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.model.policy import Policy
@@ -46,7 +48,9 @@ def documents(vocabulary: int, scale: int) -> list[Document]:
                 name=f"document {number}",
             )
         )
-    return made
+    draw = torch.Generator().manual_seed(4)
+    noise = [0.3 * torch.randn(one.num_trained, generator=draw) for one in made]
+    return [replace(one, sampling_log_probs=one.old_log_probs + x) for one, x in zip(made, noise, strict=True)]
 
 
 def totals(documents: list[Document]) -> StepTotals:
@@ -55,14 +59,14 @@ def totals(documents: list[Document]) -> StepTotals:
     return StepTotals(len(documents), int(trained.sum()), int((trained == 0).sum()), 3, tokens_per_group)
 
 
-def packed(documents: list[Document]) -> MicroBatch:
-    return pack(documents, [document.group for document in documents])
+def packed(documents: list[Document], known: tuple[str, ...] | None = None) -> MicroBatch:
+    return pack(documents, [document.group for document in documents], known)
 
 
 def dealt(documents: list[Document], data_rank: int, data_size: int) -> list[MicroBatch]:
     """A data rank's micro-batches of the step, as many as the others'; one of them is empty."""
-    own = documents[data_rank::data_size]
-    return [packed(cut) for cut in (own[:1], own[1:4], [], own[4:])]
+    own, known = documents[data_rank::data_size], known_vectors(*documents)
+    return [packed(cut, known) for cut in (own[:1], own[1:4], [], own[4:])]
 
 
 class Module(PolicyGradientModule):
@@ -70,10 +74,11 @@ class Module(PolicyGradientModule):
 
     def __init__(self, policy: Policy, layout: Layout, objective: dict):
         DynamicAccumulation.__init__(self, layout, max_grad_norm=0.5)
-        self.policy, self.model = policy, policy.model
+        self.policy, self.model, self._noted_mismatch = policy, policy.model, True
         family = family_of(objective["loss"], **PARAMETERS[objective["loss"]])
         aggregation = aggregation_of(objective["aggregation"], objective.get("divisor"))
-        self.loss = Loss(family, aggregation, metrics=objective.get("metrics", "none"))
+        correction = correction_of(objective.get("correction"))
+        self.loss = Loss(family, aggregation, metrics=objective.get("metrics", "none"), correction=correction)
         self.computation = Computation(check_finite=False)
         shard = getattr(policy, "sharded", False)
         self.config = SimpleNamespace(

@@ -26,6 +26,7 @@ CHOSEN = {
     "gmpo": ("gmpo", "sample_mean"),
     "grpo": ("grpo", "sample_mean"),
     "gspo_paper": ("gspo", "sample_mean"),
+    "icepop": ("grpo", "sample_mean"),
     "luspo": ("gspo", "constant"),
     "prompt_mean": ("grpo", "prompt_mean"),
     "rloo": ("grpo", "constant"),

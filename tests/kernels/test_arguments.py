@@ -8,7 +8,7 @@ import pytest
 import torch
 from builders.losses import make_case
 
-from pgtoolkit import StepTotals, linear_policy_loss, policy_loss
+from pgtoolkit import StepTotals, kl, linear_policy_loss, policy_loss
 from pgtoolkit.kernels.chunks import DocumentCounts
 
 CASE = make_case()
@@ -16,6 +16,7 @@ T, D = len(CASE.labels), CASE.num_documents
 NUMBERS = [0, -1, 0.0, math.nan, math.inf, True, "0.2", torch.ones(1)]
 NOT_WHOLE = [-1, 1.5, math.nan, True, "3", torch.ones(1)]
 SWITCH = [1, "no", None]
+KL = kl.KL("k3", coefficient=0.1)
 VECTOR = [None, "labels", CASE.advantages.tolist(), CASE.advantages[:-1], CASE.advantages[:, None]]
 GROUP = [3, "world", True, [0, 1]]
 
@@ -69,6 +70,15 @@ WRONG = {
             for x in ([40], torch.tensor(40), torch.tensor([40.0]), torch.tensor([-1]))
         ),
     ],
+    "correction": ["tis", 3, True, "token_mask"],  # the last without sampling_log_probs
+    "sampling_log_probs": [*VECTOR[1:], CASE.labels, (None, {"correction": "sequence_truncate"})],
+    "kl": ["k3", 3, True, KL],  # the last without ref_log_probs
+    "ref_log_probs": [
+        (None, {"kl": KL}),
+        CASE.advantages,  # which nothing would read
+        *((value, {"metrics": "basic"}) for value in (*VECTOR[1:], CASE.labels)),
+    ],
+    "entropy_coefficient": [-1, math.nan, math.inf, True, "0.2", torch.ones(1)],
     "temperature": NUMBERS,
     "metrics": ["all", None, True, 1],
     "impl": ["cuda", None, 0, ["torch"]],

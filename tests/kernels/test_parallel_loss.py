@@ -6,7 +6,7 @@ Ranks are threads here; `test_parallel_loss_processes.py` runs some of it in pro
 import pytest
 import torch
 from builders.cuts import CUTS, Cut, assert_same, axis_groups, evaluate, expected
-from builders.losses import AGGREGATIONS, EVERY_LOSS, OBJECTIVES, make_head_case
+from builders.losses import AGGREGATIONS, CORRECTIONS, EVERY_LOSS, OBJECTIVES, make_head_case
 from builders.threads import on_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,11 +17,12 @@ HEAD_CASE = make_head_case()
 ROUNDED = make_head_case(dtype=torch.float32)
 
 
-def check(cut, head_case, fused, loss, aggregation, metrics, tolerance=1e-12, **options):
+def check(cut, head_case, fused, loss, aggregation, metrics, tolerance=1e-12, correction=None):
     def run(rank):
-        return evaluate(axis_groups(cut.sizes), cut, head_case, fused, loss, aggregation, metrics, **options)
+        groups = axis_groups(cut.sizes)
+        return evaluate(groups, cut, head_case, fused, loss, aggregation, metrics, correction=correction)
 
-    wanted = expected(head_case, fused, loss, aggregation, metrics)
+    wanted = expected(head_case, fused, loss, aggregation, metrics, correction)
     assert_same(on_ranks(cut.world_size, run), cut, wanted, fused, tolerance)
 
 
@@ -43,6 +44,23 @@ def test_fused_head(cut, loss, aggregation, rows, monkeypatch):
     """With chunks shorter than most documents, and longer. Ranks agree on them, though their shards differ in size."""
     monkeypatch.setattr(losses, "rows_within", lambda memory, columns, dtype: min(rows, columns))
     check(CUTS[cut], HEAD_CASE, True, loss, aggregation, "with_entropy")
+
+
+@pytest.mark.parametrize(
+    ("correction", "loss", "aggregation", "fused"),
+    [
+        *(("token truncated", "grpo", "constant", False), ("token masked", "gspo", "sample_mean", True)),
+        *(("product truncated", "gmpo", "token_mean", False), ("mean truncated", "cispo", "prompt_mean", True)),
+        *(("product masked, V", "grpo", "sample_mean", True), ("mean masked, v", "gspo", "token_mean", False)),
+        *(("off policy", "gspo", "sample_mean", False), ("off policy", "grpo", "token_mean", True)),
+        ("off policy", "kimi", "sample_mean", False),
+    ],
+)
+@pytest.mark.parametrize("cut", CUTS)
+def test_corrections(cut, correction, loss, aggregation, fused, monkeypatch):
+    """A product or a mean over a document is over all of its tokens, wherever they lie."""
+    monkeypatch.setattr(losses, "rows_within", lambda memory, columns, dtype: min(3, columns))
+    check(CUTS[cut], HEAD_CASE, fused, loss, aggregation, "with_entropy", correction=correction)
 
 
 @pytest.mark.parametrize(("loss", "fused"), [("grpo", False), ("gspo", True), ("cispo", True)])
@@ -83,12 +101,13 @@ def spread_steps(draw):
     st.sampled_from(AGGREGATIONS),
     st.sampled_from([None, 1, 4]),
     st.booleans(),
+    st.sampled_from([None, *CORRECTIONS]),
 )
-def test_any_step_spread_anyhow(step, loss, aggregation, rows, fused):
+def test_any_step_spread_anyhow(step, loss, aggregation, rows, fused, correction):
     head_case, cut = step
     if int((head_case.case.labels >= 0).sum()) == 0:
         return
     with pytest.MonkeyPatch.context() as patch:
         if rows is not None:
             patch.setattr(losses, "rows_within", lambda memory, columns, dtype: min(rows, columns))
-        check(cut, head_case, fused, loss, aggregation, "with_entropy")
+        check(cut, head_case, fused, loss, aggregation, "with_entropy", correction=correction)

@@ -17,9 +17,9 @@ def paired(cuts):
     return [(cut, loss, (loss == "gspo") is (i % 2 == 0)) for i, cut in enumerate(cuts) for loss in SMOOTH]
 
 
-def on_this_rank(cut, head_case, fused, loss, triton):
+def on_this_rank(cut, head_case, fused, loss, triton, correction):
     """With triton, the fused head computes as on a GPU, in chunks of four rows."""
-    options = {"impl": "triton"} if triton and not fused else {}
+    options = {"correction": correction} | ({"impl": "triton"} if triton and not fused else {})
     choose = losses.choose_implementation
     with pytest.MonkeyPatch.context() as patch:
         if triton and fused:
@@ -29,15 +29,21 @@ def on_this_rank(cut, head_case, fused, loss, triton):
         return evaluate(groups, cut, head_case, fused, loss, "prompt_mean", "with_entropy", **options)
 
 
-def check(cut, head_case, fused, loss, tolerance, triton=False):
-    wanted = expected(head_case, fused, loss, "prompt_mean", "with_entropy")
-    results = world(cut.world_size).run(on_this_rank, cut, head_case, fused, loss, triton)
+def check(cut, head_case, fused, loss, tolerance, triton=False, correction=None):
+    wanted = expected(head_case, fused, loss, "prompt_mean", "with_entropy", correction)
+    results = world(cut.world_size).run(on_this_rank, cut, head_case, fused, loss, triton, correction)
     assert_same(results, cut, wanted, fused, tolerance)
 
 
 @pytest.mark.parametrize(("cut", "loss", "fused"), paired(KINDS))
 def test_in_processes(cut, loss, fused):
     check(CUTS[cut], make_head_case(), fused, loss, 1e-12)
+
+
+@pytest.mark.parametrize("correction", ["token masked", "product masked, V", "off policy"])
+@pytest.mark.parametrize(("cut", "loss", "fused"), paired(["data 2", "sequence 2"]))
+def test_corrections_in_processes(cut, loss, fused, correction):
+    check(CUTS[cut], make_head_case(), fused, loss, 1e-12, correction=correction)
 
 
 @pytest.mark.parametrize(("cut", "loss", "fused"), paired(TRITON))

@@ -73,6 +73,39 @@ def test_score_overwrites_the_logits(dtype, score_dtype, columns, with_entropy):
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize(
+    ("dtype", "columns"),
+    [(torch.float32, 1), (torch.float32, 4098), (torch.bfloat16, 37), (torch.bfloat16, 4096), (torch.float16, 37)],
+)
+def test_gradient_of_the_entropy(impl, dtype, columns):
+    """Against autograd in float64 of c log p(label) + e H, row by row; also where c alone, or e alone, is 0."""
+    implementation = IMPLEMENTATIONS[impl]
+    logits, labels, coefficients = make_rows(6, columns, dtype)
+    by_entropy = torch.linspace(-1, 1, 6, device=DEVICE)
+    by_entropy[3], by_entropy[4] = 0.4, 0.0  # row 3 has c = 0
+    _, normalizer, entropy = implementation.forward(logits, labels, TEMPERATURE, True)
+    both = torch.stack([coefficients, by_entropy])
+    arguments = labels, torch.cat([normalizer, entropy[None]]), both, TEMPERATURE
+    gradient = implementation.backward(logits, *arguments)
+
+    leaf = logits.double().requires_grad_()
+    rows = (leaf / TEMPERATURE).log_softmax(-1)
+    chosen = rows.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
+    terms = torch.where(rows.isinf(), 0.0, rows) * rows.exp()
+    value = torch.where(labels >= 0, coefficients * chosen - by_entropy * terms.sum(-1), 0.0).sum()
+    (expected,) = torch.autograd.grad(value, leaf)
+    expected = torch.where((labels >= 0)[:, None], expected, 0.0)
+    assert relative_error(gradient, expected) < GRADIENT_ERROR[dtype]
+    assert relative_error(gradient[3], expected[3]) < GRADIENT_ERROR[dtype]
+    assert (gradient[labels < 0] == 0).all()
+    if columns > 1:
+        cuts = ((logits[:, : columns // 3], 0), (logits[:, columns // 3 :], columns // 3))
+        shards = [implementation.backward(part, *arguments, start) for part, start in cuts]
+        assert relative_error(torch.cat(shards, 1), gradient) < 1e-6
+    assert torch.equal(implementation.backward(logits, *arguments, out=logits), gradient)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_extreme_logits(dtype, impl):
     """Logits of ten thousand: the log-probs of float32 must not be what a sum near 10000 rounds to."""

@@ -48,12 +48,18 @@ def test_a_job_is_known_by_what_it_learns():
             "aggregation.divisor=8",
             "rollout.max_completion_length=9",
             "trainer.max_steps=299",
+            "correction=token_mask",
         )
     }
     same, other = list(digests.values())[:7], list(digests.values())[7:]
     assert len(set(same)) == 1
-    assert len({same[0], *other}) == 5
+    assert len({same[0], *other}) == 6
     assert all(re.fullmatch("[0-9a-f]{8}", one) for one in digests.values())
+
+
+def test_a_job_of_before_there_were_corrections_is_known():
+    now = plain_config(compose(["aggregation=constant"]).config)
+    assert digest(now) == digest({group: keys for group, keys in now.items() if group != "correction"})
 
 
 def test_the_digest_is_that_of_the_saved_configuration(tmp_path):

@@ -4,13 +4,9 @@ import math
 
 import pytest
 import torch
+from builders.formulas import ADVANTAGES, DOCUMENTS, FORMULAS, LOG_RATIO, NEW
 
 from pgtoolkit import families, log_prob_loss
-
-NEW = torch.tensor([-0.3, -1.1, -0.7, -2.0, -0.05, -1.6, -0.9, -0.4], dtype=torch.float64)
-LOG_RATIO = torch.tensor([0.5, -0.6, 0.02, 1.3, -0.03, -1.2, 0.3, -0.2], dtype=torch.float64)
-ADVANTAGES = torch.tensor([1.0, 1.0, 1.0, -0.5, -0.5, -0.5, 0.0, 0.0], dtype=torch.float64)
-DOCUMENTS = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2])
 
 
 def coefficients(family, new=NEW, log_ratio=LOG_RATIO, advantages=ADVANTAGES, **options):
@@ -31,57 +27,6 @@ def coefficients(family, new=NEW, log_ratio=LOG_RATIO, advantages=ADVANTAGES, **
     )
     out.loss.backward()
     return float(out.loss.detach()), new.grad, {name: float(value) for name, value in out.metrics.items()}
-
-
-def grpo(p, x, A):
-    r = x.exp()
-    losses = -torch.minimum(r * A, r.clamp(0.8, 1.3) * A)
-    return torch.where(A < 0, torch.minimum(losses, -2.0 * A), losses)
-
-
-def sapo(p, x, A):
-    tau = torch.where(A > 0, 1.5, 2.5)
-    return -A * torch.sigmoid(tau * (x.exp() - 1)) * 4 / tau
-
-
-def by_document(values):
-    return torch.stack([values[d == DOCUMENTS].mean() for d in range(3)])[DOCUMENTS]
-
-
-def gmpo(p, x, A):
-    x = torch.where(A > 0, x.clamp(max=0.25), torch.where(A < 0, x.clamp(min=-0.4), x))
-    return -A * by_document(x).exp()
-
-
-def dppo(p, x, A):
-    p_new, p_old = p.detach().exp(), (p - x).detach().exp()
-    kept = torch.where(A > 0, p_new - p_old <= 0.1, torch.where(A < 0, p_new - p_old >= -0.2, True))
-    return -A * x.detach().exp().clamp(max=3.0) * p * kept
-
-
-def vespo(p, x, A):
-    W = (by_document(x) * torch.tensor([3.0, 3, 3, 3, 3, 3, 2, 2])).exp().detach()
-    positive, negative = W**2 * torch.exp(3 * (1 - W)), W**1.5 * torch.exp(2 * (1 - W))
-    return -torch.where(A >= 0, positive, negative) * A * p
-
-
-def kimi(p, x, A):
-    return -A * p + 0.7 / 2 * x**2
-
-
-def reinforce(p, x, A):
-    return -A * p
-
-
-FORMULAS = [
-    (grpo, families.Grpo(epsilon_low=0.2, epsilon_high=0.3, dual_clip=2.0)),
-    (sapo, families.Sapo(temperature_positive=1.5, temperature_negative=2.5)),
-    (gmpo, families.Gmpo(epsilon_low=0.4, epsilon_high=0.25)),
-    (dppo, families.Dppo(delta_low=0.2, delta_high=0.1, ratio_cap=3.0)),
-    (vespo, families.Vespo(power_negative=1.5)),
-    (kimi, families.Kimi(tau=0.7)),
-    (reinforce, families.Reinforce()),
-]
 
 
 @pytest.mark.parametrize(("formula", "family"), FORMULAS, ids=[formula.__name__ for formula, _ in FORMULAS])

@@ -70,9 +70,12 @@ def test_the_step_is_the_same_however_the_model_is_spread(name):
 
 @pytest.mark.parametrize("name", OF_TWO)
 def test_every_objective_is_the_same_however_the_model_is_spread(name):
-    """Each family, each aggregation and each level of the metrics, where CUTS has three objectives."""
+    """Each family, each aggregation, each level of the metrics, and corrections, where CUTS has three objectives."""
     sizes, how, _ = CUTS[name]
     cases = []
+    for loss, correction in (("gspo", "sequence_mask"), ("grpo", "off_policy_mask"), ("cispo", "token_truncate")):
+        objective = {"loss": loss, "aggregation": "sample_mean", "correction": correction}
+        cases.append(("gpt2", objective | {"metrics": "none" if name == "pipeline" else "basic"}))
     for loss, aggregation, level in OBJECTIVES:
         objective = {"loss": loss, "aggregation": aggregation, "metrics": "none" if name == "pipeline" else level}
         cases.append(("gpt2", objective | ({"divisor": 8.0} if aggregation == "constant" else {})))

@@ -1,13 +1,16 @@
 """Packing against loops over tokens."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pgtoolkit.batch import Document
+from pgtoolkit.batch import OPTIONAL_VECTORS, Document
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.packing import cut, pack
+from pgtoolkit.rollouts.steps import make_step
 
 
 def document(tokens, mask, name="d", first=0.0):
@@ -19,6 +22,8 @@ def document(tokens, mask, name="d", first=0.0):
         advantages=first + places,
         group=0,
         name=name,
+        sampling_log_probs=-(first + places) / 4,
+        ref_log_probs=-(first + places) / 2,
     )
 
 
@@ -46,12 +51,29 @@ def test_every_position_predicts_the_next_token_of_its_document(documents):
                 number_of_trained = int(d.loss_mask[: t + 1].sum())
                 assert batch.old_log_probs[place] == d.old_log_probs[number_of_trained]
                 assert batch.advantages[place] == d.advantages[number_of_trained]
+                assert batch.sampling_log_probs[place] == d.sampling_log_probs[number_of_trained]
+                assert batch.ref_log_probs[place] == d.ref_log_probs[number_of_trained]
             place += 1
     assert batch.num_documents == len(documents)
     assert batch.group_index.tolist() == groups
-    for name in ("tokens", "position_ids", "document_index", "labels", "old_log_probs", "advantages"):
+    numbers = ("old_log_probs", "advantages", *(OPTIONAL_VECTORS if documents else ()))
+    for name in ("tokens", "position_ids", "document_index", "labels", *numbers):
         assert getattr(batch, name).shape == (place,)
-        assert getattr(batch, name).dtype == (torch.float32 if name in ("old_log_probs", "advantages") else torch.int64)
+        assert getattr(batch, name).dtype == (torch.float32 if name in numbers else torch.int64)
+
+
+@pytest.mark.parametrize("name", OPTIONAL_VECTORS)
+def test_a_vector_that_a_document_lacks_is_in_no_micro_batch_of_the_step(name):
+    """Every rank must know of the same ones, also one that only has documents with it, or none at all."""
+    own = document([1, 2], [False, True])
+    without = dataclasses.replace(own, **{name: None})
+    for documents, found in (([own, without], False), ([own, own], True)):
+        step = make_step(documents, 2)
+        assert [getattr(m, name) is not None for m in step.micro_batches] == [found, found]
+    for rank in range(3):
+        [micro_batch] = make_step([own, own], 2, None, rank, 3).micro_batches
+        assert getattr(micro_batch, name).shape == ((2,) if rank < 2 else (0,))
+    assert getattr(pack([], []), name) is None
 
 
 def test_no_documents_make_an_empty_micro_batch():

@@ -89,6 +89,12 @@ def test_old_log_probs_are_those_of_the_sampler_or_of_training(chosen):
             following = logits.log_softmax(-1)[:-1].gather(-1, document.tokens[1:, None])[:, 0]
             expected = following[document.loss_mask[1:]].float()
         torch.testing.assert_close(document.old_log_probs, expected, rtol=0, atol=1e-5)
+        if chosen == "training":
+            own = -torch.arange(written - document.num_trained, written, dtype=torch.float32)
+            assert document.sampling_log_probs is not None
+            assert torch.equal(document.sampling_log_probs, own)
+        else:
+            assert document.sampling_log_probs is None
 
 
 def test_a_state_that_does_not_fit_its_tokens_is_refused():

@@ -18,8 +18,8 @@ from pgtoolkit.rollouts.rows import FIELDS
 SCATTERED = [0, 1, 0, 2, 1, 0, 3, 3, 2, 0, 1]
 
 
-def source(path, estimator="dr_grpo", seed=0, needs_groups=False, **changes):
-    return RecordedRollouts(config(path, **changes), estimator, VOCABULARY_SIZE, seed, needs_groups)
+def source(path, estimator="dr_grpo", seed=0, needs=(), **changes):
+    return RecordedRollouts(config(path, **changes), estimator, VOCABULARY_SIZE, seed, needs)
 
 
 def documents(rollouts):
@@ -120,7 +120,7 @@ def test_group_ids_and_group_size(tmp_path, caplog):
         source(path, group_size=4)
     write_jsonl(path, [good_row(i, group_id=..., advantage=1.0) for i in range(6)])
     with pytest.raises(DataError, match="group_id: is missing"):
-        source(path, "given", needs_groups=True)
+        source(path, "given", needs=("group_id",))
     alone = source(path, "given")
     assert not alone.has_groups
     assert [document.group for document in documents(alone)] == list(range(6))

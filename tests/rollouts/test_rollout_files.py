@@ -16,12 +16,13 @@ from builders.rollout_rows import VOCABULARY_SIZE, config, good_row, write_jsonl
 
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.recorded import RecordedRollouts
+from pgtoolkit.rollouts.rows import Rules, parse_row
 
 NAN, INFINITY = math.nan, math.inf
 
 
 def load(path, estimator="dr_grpo", **changes):
-    keywords = {key: changes.pop(key) for key in ("needs_groups", "max_tokens") if key in changes}
+    keywords = {key: changes.pop(key) for key in ("needs", "max_tokens") if key in changes}
     return RecordedRollouts(config(path, **changes), estimator, VOCABULARY_SIZE, **keywords)
 
 
@@ -62,6 +63,12 @@ BAD = {  # field: [(value or ... to leave it out, reason)]; position 2 is the fi
         ([0.0, 0.0, -1.0], "has 3 entries and token_ids has 5"),
         (["a", "b"], "needs a list of numbers"),
     ],
+    "sampling_log_probs": [
+        ([0, 0, NAN, -1, -1], "is nan at position 2, which is trained"),
+        ([0, 0, -1, -INFINITY, -1], "is -inf at position 3, which is trained"),
+        ([0, 0, -1, -1, 0.0011], "is 0.0011 at position 4; a log-prob is at most 0"),
+        ([0.0, 0.0, -1.0], "has 3 entries and token_ids has 5"),
+    ],
     "reward": [
         (..., "is missing"),
         (NAN, "needs a finite number (got nan)"),
@@ -96,12 +103,23 @@ def test_every_kind_of_bad_value_is_named(tmp_path, suffix, field, value, reason
         assert field in message
 
 
+def test_rows_have_the_checksum_that_files_of_before_hold():
+    """Parquet files name the checksum of their rows, which must not change with fields that they do not have."""
+    rules = Rules(VOCABULARY_SIZE, needs_reward=True, needs_advantage=False)
+    row, sampled = (parse_row(good_row(1, **x), rules) for x in ({}, {"sampling_log_probs": [0, 0, -1, -2, -3]}))
+    assert row.digest(0) == 4025832704
+    assert sampled.digest(0) != row.digest(0)
+
+
 def test_good_rows_are_not_refused(tmp_path):
-    odd = good_row(1, old_log_probs=[None, NAN, -1, -1e-30, 1e-3], loss_mask=[0, 0, 1, 1, 1], reward=1, group_id="a")
+    odd = good_row(1, sampling_log_probs=[NAN, None, -2, -3, -0.5])
+    odd |= good_row(1, old_log_probs=[None, NAN, -1, -1e-30, 1e-3], loss_mask=[0, 0, 1, 1, 1], reward=1, group_id="a")
     odd |= {"id": 7, "model_version": 3, "truncated": False, "exact_match": None, "text": "is ignored"}
     source = load(write_jsonl(tmp_path / "r.jsonl", [odd, "", good_row(2, group="a", reward=0)]))
     first = source.document(0)
     assert first.old_log_probs.tolist() == pytest.approx([-1, -1e-30, 1e-3])
+    assert first.sampling_log_probs.tolist() == [-2, -3, -0.5]
+    assert source.document(1).sampling_log_probs is None
     assert first.advantages.tolist() == [0.5, 0.5, 0.5]
     assert (first.name, first.reward, first.model_version, first.truncated) == ("7", 1.0, 3, False)
     assert (first.exact_match, source.document(1).name) == (None, "r.jsonl:3")
@@ -156,7 +174,7 @@ def test_given_advantages_are_needed_and_checked(tmp_path):
         assert reason in refused(write_jsonl(path, [good_row(advantage=value)]), "given")
     rows = [good_row(advantage=0.5, reward=...), good_row(advantage=[None, NAN, 1, -2, 3], group_id=...)]
     assert "r.jsonl:2:group_id: is missing; other rows have one" in refused(write_jsonl(path, rows), "given")
-    source = load(write_jsonl(path, [row | {"group_id": 4} for row in rows]), "given", needs_groups=True)
+    source = load(write_jsonl(path, [row | {"group_id": 4} for row in rows]), "given", needs=("group_id",))
     assert source.document(0).advantages.tolist() == [0.5, 0.5, 0.5]
     assert source.document(1).advantages.tolist() == [1, -2, 3]
 

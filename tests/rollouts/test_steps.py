@@ -135,6 +135,8 @@ CHANGES = {
     "loss_mask": lambda d: {"loss_mask": torch.tensor([False, True, True, False])},
     "old_log_probs": lambda d: {"old_log_probs": d.old_log_probs - 1e-6},
     "advantages": lambda d: {"advantages": d.advantages * 1.0001},
+    "sampling_log_probs": lambda d: {"sampling_log_probs": d.old_log_probs},
+    "ref_log_probs": lambda d: {"ref_log_probs": d.old_log_probs},
     "group": lambda d: {"group": d.group + 1},
 }
 

@@ -23,15 +23,15 @@ from pgtoolkit.rollouts.recorded import RecordedRollouts
 from pgtoolkit.rollouts.writer import RolloutWriter
 
 
-def source(path, estimator, needs_groups=False):
-    return RecordedRollouts(config(path), estimator, VOCABULARY_SIZE, needs_groups=needs_groups)
+def source(path, estimator, needs=()):
+    return RecordedRollouts(config(path), estimator, VOCABULARY_SIZE, needs=needs)
 
 
 def documents(rollouts):
     return [rollouts.document(position) for position in range(rollouts.num_documents)]
 
 
-def some_documents(seed=0, count=12):
+def some_documents(seed=0, count=12, sampled=False):
     generator = torch.Generator().manual_seed(seed)
     result = []
     for i in range(count):
@@ -51,19 +51,21 @@ def some_documents(seed=0, count=12):
                 exact_match=[None, True, False][i % 3],
                 truncated=[False, None, True][i % 3],
                 model_version=[None, 0, 2**40][i % 3],
+                sampling_log_probs=-torch.rand(length, generator=generator)[mask] if sampled else None,
             )
         )
     return result
 
 
+@pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("suffix", ["", ".jsonl"])
-def test_what_is_written_reads_back_equal(tmp_path, suffix):
+def test_what_is_written_reads_back_equal(tmp_path, suffix, sampled):
     folder = tmp_path / f"saved{suffix}"
-    written = some_documents()
+    written = some_documents(sampled=sampled)
     writer = RolloutWriter(folder)
     paths = [writer.write(0, written[:8]), writer.write(1, written[8:])]
     assert [path.name for path in paths] == [f"batch-{n:06d}{suffix or '.parquet'}" for n in (0, 1)]
-    for first, second in zip(written, documents(source(folder, "given", needs_groups=True)), strict=True):
+    for first, second in zip(written, documents(source(folder, "given", needs=("group_id",))), strict=True):
         assert_same(first, second)
 
 

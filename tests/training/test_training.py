@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -142,7 +143,14 @@ def test_a_run_does_not_depend_on_max_tokens(tmp_path, max_tokens):
         assert a["reward"] == b["reward"]
 
 
-@pytest.mark.parametrize("overrides", [(), ("loss=grpo", "aggregation=prompt_mean", "accumulation.docs_per_step=4")])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("loss=grpo", "aggregation=prompt_mean", "accumulation.docs_per_step=4"),
+        ("correction=sequence_mask", "correction.high=1"),
+    ],
+)
 def test_resume_at_every_step_is_bit_equal(tmp_path, overrides):
     """Weights, optimizer, rollouts, random state and every metric, from a checkpoint after any step."""
     whole = run(tmp_path / "whole", *overrides)
@@ -370,6 +378,67 @@ def test_recorded_log_probs_that_do_not_fit_the_policy_are_noted(tmp_path, capsy
     )
     train_rows(tmp_path / "b", rows, f"metrics={level}", "rollout.epochs=2", "trainer.max_steps=4", resume=True)
     assert "note: before its first update" not in capsys.readouterr().out
+
+
+def sampled(number, difference):
+    """A row whose sampling log-probs lie so far below the old ones, whose own fit the policy."""
+    fitting = [0, 0, *[-math.log(12)] * 3]
+    return trained(number, fitting) | {"sampling_log_probs": [0, 0, *[x - difference for x in fitting[2:]]]}
+
+
+def test_a_difference_to_the_sampler_beyond_the_clip_is_noted_once(tmp_path, capsys):
+    """0.3 is more than GRPO's 0.2, at 4 of 4 documents; at 0 of 4 there is nothing to say."""
+    for folder, difference, noted in (("a", 0.3, 1), ("b", 0.1, 0)):
+        rows = [sampled(number, difference) for number in range(4)]
+        train_rows(tmp_path / folder, rows, "loss=grpo", "correction=token_truncate")
+        found = metrics_of(tmp_path / folder)
+        assert len(found) == 2
+        for row in found:
+            assert row["difference_old_sampling"] == pytest.approx(difference, abs=1e-6)
+            assert row["correction_factor"] == pytest.approx(math.exp(difference), abs=1e-6)
+            assert row["clipped_sampling_fraction"] == noted
+        lines = [line for line in capsys.readouterr().out.splitlines() if "the sampler's log-probs" in line]
+        assert len(lines) == noted
+    train_rows(tmp_path / "c", [sampled(number, 1e-3) for number in range(4)], "loss=gspo")
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "the sampler's log-probs" in line]
+    assert line == (
+        "note: the sampler's log-probs differ from the trainer's by 0.001 a token, which alone would take 100% of the "
+        "ratios out of the clip of loss=gspo: more than an update may. A correction weighs each token by it "
+        "(docs/losses.md). Said once; the metrics difference_old_sampling and clipped_sampling_fraction tell more."
+    )
+
+
+def test_a_correction_needs_sampling_log_probs_that_differ(tmp_path):
+    without, same = [trained(number) for number in range(4)], [sampled(number, 0) for number in range(4)]
+    for name, rows, message in (
+        ("without", without, "rows.jsonl:1:sampling_log_probs: is missing; the row has token_ids"),
+        ("same", same, "needs sampling_log_probs other than old_log_probs (got the same in every row)."),
+    ):
+        with pytest.raises(DataError, match=re.escape(message)):
+            train_rows(tmp_path / name, rows, "correction=token_mask")
+    train_rows(tmp_path / "masked", without, "correction=off_policy_mask")
+    train_rows(tmp_path / "one", [sampled(0, 0), *(sampled(n, 1e-6) for n in (1, 2, 3))], "correction=token_mask")
+
+
+def test_a_batch_of_rollouts_from_before_a_correction_is_refused(tmp_path):
+    """The second step on a batch, in a run that is continued with other settings."""
+    run(tmp_path, "rollout.old_log_probs=sampling", "trainer.max_steps=1")
+    with pytest.raises(DataError, match="correction=token_mask needs sampling_log_probs of every document"):
+        run(tmp_path, "correction=token_mask", resume=True)
+    assert len(metrics_of(run(tmp_path, "correction=off_policy_mask", resume=True))) == 6
+
+
+def test_a_sampling_log_prob_that_is_not_finite_names_the_document():
+    """With numbers from elsewhere than a file, which is checked as it is read."""
+    module = module_of("correction=token_truncate")
+    optimizer = module.configure_optimizers()
+    module.optimizers = lambda use_pl_optimizer=True: optimizer
+    module.manual_backward = lambda loss: loss.backward()
+    documents = [dataclasses.replace(d, sampling_log_probs=d.old_log_probs - 0.1) for d in some_documents()]
+    documents[2] = dataclasses.replace(documents[2], sampling_log_probs=documents[2].old_log_probs * math.nan)
+    module.max_bad_steps = 1
+    with pytest.raises(NumericalError, match=r"Not finite already in the log-probs of: document 2\."):
+        module.training_step(make_step(documents, 24, {}), 0)
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ def rollout(c: Any, report: Report) -> None:
     if rollout.name == "policy":
         _policy(c, report)
     else:
-        _existing(report, "rollout.path", rollout.path)
+        existing(report, "rollout.path", rollout.path)
 
 
 def _policy(c: Any, report: Report) -> None:
@@ -68,7 +68,7 @@ def model(c: Any, report: Report) -> None:
             reason, use = "It would change nothing: all of the tiny model is float32.", "model.fp32_lm_head=false"
             report.refuse("model.fp32_lm_head=true", "model=huggingface", "model=tiny", reason, use)
     elif model.path is not None and (model.path == "" or model.path.startswith((".", "/", "~"))):
-        _existing(report, "model.path", model.path)
+        existing(report, "model.path", model.path)
     coarse = model.name == "huggingface" and model.dtype != "float32" and not model.fp32_lm_head
     family = family_of_config(c)
     if coarse and family is not None and family.by_document and family.bounds[0] > 1 - 1e-3:
@@ -91,7 +91,7 @@ def task(c: Any, typed: list[str], report: Report) -> None:
     if task.name == "reasoning_gym":
         installed(report, "task=reasoning_gym", "reasoning_gym", "reasoning-gym")
     elif task.name == "prompts":
-        _existing(report, "task.path", task.path)
+        existing(report, "task.path", task.path)
         if task.verifier not in VERIFIERS:
             alternatives = f"one of {', '.join(VERIFIERS)}, or "
             importable(report, "task.verifier", str(task.verifier), "It scores the completions.", alternatives)
@@ -219,7 +219,8 @@ def batches_in(save_path: str) -> int | None:
     return sum(name.startswith("batch-") for name in names) if own else None
 
 
-def _existing(report: Report, path: str, value: Any) -> None:
+def existing(report: Report, path: str, value: Any) -> None:
+    """Refuse the value of the key `path` where there is no such file, folder or glob."""
     if value is None:
         return
     place = os.path.expanduser(value)  # as the functions of os.path, at home with any text

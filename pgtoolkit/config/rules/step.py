@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from pgtoolkit.losses.corrections import configured as configured_correction
 from pgtoolkit.losses.families import Family, configured
 from pgtoolkit.system.functions import is_findable, kind_of
 from pgtoolkit.system.report import Report, text
@@ -56,6 +57,34 @@ def importable(report: Report, key: str, path: str, reason: str, alternatives: s
         report.refuse(f"{key}={path}", needs, path, reason, use)
     elif not is_findable(path):
         report.refuse(f"{key}={path}", needs, f"no module {path.partition('.')[0]}", reason, use)
+
+
+def correction(c: Any, report: Report) -> None:
+    """Bounds in their order, and sampling log-probs that differ from the old ones by what a correction is for."""
+    low, high = getattr(c.correction, "low", None), getattr(c.correction, "high", None)
+    if low is not None and low > high:
+        reason = "It is the lower of two bounds."
+        use = f"correction.low={text(high)} or a larger correction.high"
+        report.refuse(f"correction.low={text(low)}", f"at most correction.high={text(high)}", low, reason, use)
+        c.correction.low = None  # for the sake of what follows
+    chosen, setting, rollout = configured_correction(c.correction), f"correction={c.correction.name}", c.rollout
+    if chosen is None:
+        return
+    for note in chosen.notes():
+        report.note(note)
+    if chosen.of_policy:
+        if c.loss.num_splits != 1:
+            reason = "It masks whole documents, by all their new log-probs."
+            report.refuse(setting, "loss.num_splits=1", c.loss.num_splits, reason, "loss.num_splits=1")
+        return
+    if rollout.name == "policy" and rollout.old_log_probs == "sampling":
+        reason = "The old log-probs are then the sampler's own, and the factor is 1 everywhere."
+        use = "rollout.old_log_probs=training"
+        report.refuse(setting, use, "sampling", reason, f"{use} or correction=none")
+    elif rollout.name == "policy" and rollout.top_p is not None and rollout.top_p < 1:
+        reason = "Sampling log-probs are renormalised over what top_p keeps, so each factor would hold that share."
+        use = "rollout.top_p=null or correction=none"
+        report.refuse(setting, "rollout.top_p=null", rollout.top_p, reason, use)
 
 
 def advantage(c: Any, report: Report) -> None:

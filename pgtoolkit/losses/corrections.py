@@ -1,0 +1,255 @@
+"""The corrections for the gap between who sampled a completion and who trains on it: each a factor without gradient.
+
+    l_t becomes rho_t l_t,  and c_t becomes rho_t c_t; the weights w_t keep counting every token
+
+No torch is imported here, so that `pgtk check` may read equations and defaults; tensors bring their methods.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pgtoolkit.losses.checks import check_name, check_not_negative, check_positive
+from pgtoolkit.losses.family import parameter
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Mean = StrEnum("Mean", ["product", "geometric"])
+Factor = StrEnum("Factor", ["document", "token", "one"])
+
+_TOKEN = "v_t = exp(old - sampling log-prob of token t)"
+
+
+@dataclass(frozen=True)
+class Correction:
+    """The base class of a correction; its dataclass fields are its parameters.
+
+    scope: as of a family: whether v_t is looked at by itself, or its geometric mean ("document") or product
+        ("document_sum") over the document.
+    of_policy: True if the ratio is of the new to the old log-probs and not of the old to the sampling ones. It is then
+        known only after the forward pass, together with all tokens of the document.
+    equal_within_documents: whether the tokens of a document have the same factor.
+    """
+
+    scope: ClassVar[str] = "token"
+    of_policy: ClassVar[bool] = False
+    equal_within_documents: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        """As `correction=` has it."""
+        return next(name for name, kind in CORRECTIONS.items() if kind is type(self))
+
+    @property
+    def by_document(self) -> bool:
+        """Whether a token's factor depends on the other tokens of its document."""
+        return self.scope != "token"
+
+    @property
+    def equation(self) -> str:
+        """rho_t with this object's numbers, for `pgtk check`."""
+        raise NotImplementedError
+
+    def notes(self) -> list[str]:
+        """Sentences on parameters that are allowed but may surprise, for `pgtk check`."""
+        return []
+
+    def factors(self, log_ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        """(rho, what lies outside of the bounds), (T,) each.
+
+        log_ratio: over the scope. token_log_ratio: of each token alone. Both are clamped to plus or minus 20.
+        advantages: over the scope; only for what is `of_policy`.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _Bounded(Correction):
+    """A ratio that is cut or left out beyond two bounds; low: None for no lower bound."""
+
+    def __post_init__(self):
+        check_positive("high", self.high)
+        if self.low is not None:
+            check_not_negative("low", self.low)
+            if self.low > self.high:
+                raise ValueError(f"low needs a number that is not above high={self.high:g} (got {self.low!r})")
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return self.low or 0.0, self.high
+
+    def _truncated(self, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
+        ratio, (low, high) = log_ratio.exp(), self.bounds
+        return ratio.clamp(low, high), (ratio < low) | (ratio > high)
+
+    def _masked(self, log_ratio: Tensor, kept: Tensor | float) -> tuple[Tensor, Tensor]:
+        """`kept` where the ratio lies within the bounds, themselves included, else 0."""
+        outside = self._truncated(log_ratio)[1]
+        return (0 * log_ratio + kept).where(~outside, 0.0), outside
+
+    def _clipped(self, what: str) -> str:
+        return f"min({what}, {self.high:g})" if self.low is None else f"clip({what}, {self.low:g}, {self.high:g})"
+
+    def _within(self, what: str) -> str:
+        return f"{what} <= {self.high:g}" if self.low is None else f"{self.low:g} <= {what} <= {self.high:g}"
+
+
+@dataclass(frozen=True)
+class TokenTruncate(_Bounded):
+    """Truncated importance sampling by token (Yao et al. 2025): min(v_t, high), and at least low."""
+
+    low: float | None = parameter(None, 0, 1e9)
+    high: float = parameter(2.0, 1e-6, 1e9)
+
+    equal_within_documents: ClassVar[bool] = False
+
+    @property
+    def equation(self) -> str:
+        return f"{self._clipped('v_t')},  {_TOKEN}"
+
+    def factors(self, log_ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        return self._truncated(log_ratio)
+
+
+@dataclass(frozen=True)
+class TokenMask(_Bounded):
+    """IcePop (arXiv 2510.18855): v_t within the bounds, and 0 outside of them."""
+
+    low: float | None = parameter(0.5, 0, 1e9)
+    high: float = parameter(5.0, 1e-6, 1e9)
+
+    equal_within_documents: ClassVar[bool] = False
+
+    @property
+    def equation(self) -> str:
+        return f"v_t where {self._within('v_t')}, else 0,  {_TOKEN}"
+
+    def factors(self, log_ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        return self._masked(log_ratio, log_ratio.exp())
+
+
+@dataclass(frozen=True)
+class _Sequence(_Bounded):
+    """A bound on V_d, the product or the geometric mean of a document's v_t."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_name("mean", self.mean, tuple(Mean))
+
+    @property
+    def scope(self) -> str:
+        return "document" if self.mean == "geometric" else "document_sum"
+
+    @property
+    def _where(self) -> str:
+        mean = "geometric mean" if self.mean == "geometric" else "product"
+        return f"V_d = the {mean} of v_t over the trained tokens of document d,  {_TOKEN}"
+
+    def notes(self) -> list[str]:
+        low, high = self.bounds
+        if self.mean != "geometric" or low > 0.9 or high < 1.1:
+            return []
+        return [
+            f"correction={self.name} with bounds {low:g} and {high:g} of a geometric mean: it stays so close to 1 that "
+            "they almost never act (others use 0.999 and 1.001)."
+        ]
+
+
+@dataclass(frozen=True)
+class SequenceTruncate(_Sequence):
+    """Truncated importance sampling by document: min(V_d, high), and at least low."""
+
+    mean: Mean = Mean.product
+    low: float | None = parameter(None, 0, 1e9)
+    high: float = parameter(3.0, 1e-6, 1e9)
+
+    @property
+    def equation(self) -> str:
+        return f"{self._clipped('V_d')},  {self._where}"
+
+    def factors(self, log_ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        return self._truncated(log_ratio)
+
+
+@dataclass(frozen=True)
+class SequenceMask(_Sequence):
+    """Documents whose V_d lies outside of the bounds are left out; the defaults are TRL's.
+
+    factor: what the tokens of the others are multiplied by: "document", V_d; "token", v_t; "one", nothing.
+    """
+
+    mean: Mean = Mean.product
+    low: float | None = parameter(None, 0, 1e9)
+    high: float = parameter(3.0, 1e-6, 1e9)
+    factor: Factor = Factor.document
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_name("factor", self.factor, tuple(Factor))
+
+    @property
+    def equal_within_documents(self) -> bool:
+        return self.factor != "token"
+
+    @property
+    def equation(self) -> str:
+        kept = {"document": "V_d", "token": "v_t", "one": "1"}[self.factor]
+        return f"{kept} where {self._within('V_d')}, else 0,  {self._where}"
+
+    def factors(self, log_ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        kept = {"document": log_ratio.exp(), "token": token_log_ratio.exp(), "one": 1.0}
+        return self._masked(log_ratio, kept[self.factor])
+
+
+@dataclass(frozen=True)
+class OffPolicyMask(Correction):
+    """Documents of negative advantage that the policy in training has left behind are left out (arXiv 2512.02556).
+
+    threshold: how far below the old log-probs the new ones may lie, in the mean over the document's tokens.
+    """
+
+    threshold: float = parameter(0.5, 0, 20)
+
+    scope: ClassVar[str] = "document"
+    of_policy: ClassVar[bool] = True
+
+    def __post_init__(self):
+        check_not_negative("threshold", self.threshold)
+
+    @property
+    def equation(self) -> str:
+        far = f"the mean over document d of old - new log-prob is above {self.threshold:g}"
+        return f"0 where A_d < 0 and {far}, else 1"
+
+    def factors(self, log_ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        masked = (advantages < 0) & (-log_ratio > self.threshold)
+        return (0 * log_ratio + 1).where(~masked, 0.0), masked
+
+
+CORRECTIONS: dict[str, type[Correction]] = {
+    "token_truncate": TokenTruncate,
+    "token_mask": TokenMask,
+    "sequence_truncate": SequenceTruncate,
+    "sequence_mask": SequenceMask,
+    "off_policy_mask": OffPolicyMask,
+}
+"""Name -> correction, as `correction=` has them beside `none`."""
+
+
+def correction_of(correction: str | Correction | None) -> Correction | None:
+    """The correction of a name with its defaults, or the object that was given; ValueError for anything else."""
+    if correction is None or isinstance(correction, Correction):
+        return correction
+    check_name("correction", correction, CORRECTIONS)
+    return CORRECTIONS[correction]()
+
+
+def configured(group: Any) -> Correction | None:
+    """The correction that the keys of the group `correction` describe."""
+    if group.name == "none":
+        return None
+    kind = CORRECTIONS[group.name]
+    return kind(**{one.name: getattr(group, one.name) for one in fields(kind)})

@@ -1,0 +1,78 @@
+"""The specification of the corrections, and of what is measured of sampling log-probs: float64 loops."""
+
+from __future__ import annotations
+
+import math
+
+
+def factors(correction, settings, tokens, p, o, b, advantage) -> dict[int, tuple[float, bool, bool]]:
+    """For each trained token of a document (rho, whether it lies beyond the bounds, whether the clamp acted)."""
+    if correction is None:
+        return {}
+    n = len(tokens)
+    if correction == "off_policy_mask":
+        behind = math.fsum(o[t] - p[t] for t in tokens) / n
+        masked = math.fsum(advantage[t] for t in tokens) / n < 0 and _clamp(behind) > settings["threshold"]
+        return {t: (0.0 if masked else 1.0, masked, abs(behind) > 20) for t in tokens}
+    low, high = settings["low"] or 0.0, settings["high"]
+    found = {}
+    for t in tokens:
+        x = o[t] - b[t]
+        v = math.exp(_clamp(x))
+        over = x
+        if correction.startswith("sequence"):
+            over = math.fsum(o[u] - b[u] for u in tokens) / (n if settings["mean"] == "geometric" else 1)
+        ratio = math.exp(_clamp(over))
+        outside = ratio < low or ratio > high
+        if correction.endswith("truncate"):
+            rho = min(high, max(low, ratio))
+        else:
+            kept = {"document": ratio, "token": v, "one": 1.0}[settings.get("factor", "token")]
+            rho = 0.0 if outside else kept
+        found[t] = rho, outside, abs(over) > 20
+    return found
+
+
+def mismatch(tokens, o, b, outside) -> dict[int, tuple[float, float, bool]]:
+    """For each trained token of a document: k3 of o against b, |o - b|, and whether the family's clip would act on it.
+
+    outside: a function of the differences of the document's tokens, to one bool for each.
+    """
+    differences = {t: o[t] - b[t] for t in tokens}
+    beyond = outside(differences)
+    return {t: (math.exp(_clamp(x)) - _clamp(x) - 1, abs(x), beyond[t]) for t, x in differences.items()}
+
+
+def metrics(found: dict, measured: dict, document_mean, tokens: list[int]) -> dict[str, float]:
+    """found: of `factors`, measured: of `mismatch`, of the tokens of all documents; {} where there is none."""
+    results = {}
+    if measured:
+        results |= {
+            "kl_old_sampling": document_mean(lambda t: measured[t][0]),
+            "difference_old_sampling": document_mean(lambda t: measured[t][1]),
+            "clipped_sampling_fraction": document_mean(lambda t: measured[t][2]),
+            "max_difference_old_sampling": max(measured[t][1] for t in tokens),
+        }
+    if found:
+        rho = {t: found[t][0] for t in tokens}
+        first, second = math.fsum(rho.values()), math.fsum(x**2 for x in rho.values())
+        results |= {
+            "correction_factor": document_mean(lambda t: rho[t]),
+            "correction_outside_fraction": document_mean(lambda t: found[t][1]),
+            "correction_clamped_fraction": document_mean(lambda t: found[t][2]),
+            "max_correction_factor": max(rho.values()),
+            "min_correction_factor": min(rho.values()),
+            "correction_effective_sample_size": first**2 / (len(tokens) * second) if second else math.nan,
+        }
+    return results
+
+
+def correction_names(correction) -> dict:
+    """The keywords `correction` and `correction_settings` of `reference.policy_loss` for a correction as an object."""
+    if correction is None:
+        return {}
+    return {"correction": correction.name, "correction_settings": vars(correction)}
+
+
+def _clamp(x: float) -> float:
+    return min(20.0, max(-20.0, x))

@@ -1,0 +1,455 @@
+"""Corrections: against the reference, against autograd of their formulas, and at their bounds."""
+
+import math
+
+import pytest
+import torch
+from builders.formulas import ADVANTAGES as OF_FORMULAS
+from builders.formulas import DOCUMENTS, FORMULAS, LOG_RATIO, NEW, by_document
+from builders.losses import (
+    CORRECTIONS,
+    DEVICE,
+    EVERY_LOSS,
+    IMPLEMENTATIONS,
+    OBJECTIVES,
+    PARAMETERS,
+    TEMPERATURE,
+    corrected,
+    make_case,
+    make_head_case,
+    relative_error,
+    totals_of,
+)
+from builders.runs import assert_equal
+from torch.nn.functional import linear
+
+from pgtoolkit import corrections, families, linear_policy_loss, log_prob_loss, policy_loss
+from pgtoolkit.errors import DataError
+from pgtoolkit.kernels import losses as kernel_losses
+from pgtoolkit.losses import reference
+from pgtoolkit.losses.corrections import CORRECTIONS as KINDS
+from pgtoolkit.losses.corrections import correction_of
+
+OF_SAMPLING = [name for name in CORRECTIONS if name != "off policy"]
+
+
+def options_of(case, loss, aggregation, level="basic"):
+    return {
+        "loss": loss,
+        "aggregation": aggregation,
+        "divisor": 8.0 if aggregation == "constant" else None,
+        "group_index": case.group_index,
+        "num_documents": case.num_documents,
+        "metrics": level,
+        **PARAMETERS[loss],
+    }
+
+
+def numbers(metrics):
+    return {name: float(value) for name, value in metrics.items()}
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize(("loss", "aggregation", "level"), OBJECTIVES)
+def test_given_logits_match_the_reference(loss, aggregation, level, correction):
+    case = make_case(seed=12)
+    options = options_of(case, loss, aggregation, level)
+    expected = reference.policy_loss(
+        *case.tensors, **options, **corrected(CORRECTIONS[correction], case.sampling_log_probs)
+    )
+    given = {"correction": CORRECTIONS[correction], "sampling_log_probs": case.sampling_log_probs}
+    for impl in ("torch", "reference"):
+        logits = case.logits.clone().requires_grad_()
+        out = policy_loss(logits, *case.tensors[1:], impl=impl, **options, **given)
+        (3 * out.loss).backward()
+        assert out.loss.item() == pytest.approx(expected.loss, rel=1e-12, abs=1e-15)
+        torch.testing.assert_close(logits.grad, 3 * expected.gradient, rtol=1e-11, atol=1e-14)
+        assert numbers(out.metrics) == pytest.approx(expected.metrics, rel=1e-10, abs=1e-14)
+    if level == "with_entropy":
+        return
+    mask = case.labels >= 0
+    again = case.logits.clone().requires_grad_()
+    new = again.log_softmax(-1).gather(-1, case.labels.clamp(min=0)[:, None])[:, 0]
+    out = log_prob_loss(new, *case.tensors[2:], mask, **options, **given)
+    (3 * out.loss).backward()
+    assert out.loss.item() == pytest.approx(expected.loss, rel=1e-12, abs=1e-15)
+    torch.testing.assert_close(again.grad, 3 * expected.gradient, rtol=1e-11, atol=1e-14)
+    assert numbers(out.metrics) == pytest.approx(expected.metrics, rel=1e-10, abs=1e-14)
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize(("loss", "aggregation", "level"), OBJECTIVES)
+def test_the_fused_head_matches_the_reference(loss, aggregation, level, correction, monkeypatch):
+    """In chunks of four rows, of which most documents need several."""
+    problem = make_head_case()
+    monkeypatch.setattr(kernel_losses, "rows_within", lambda memory, columns, dtype: 4)
+    options = options_of(problem.case, loss, aggregation, level)
+    leaves, case = [x.clone().requires_grad_() for x in (problem.hidden, problem.weight, problem.bias)], problem.case
+    expected = reference.policy_loss(
+        problem.logits,
+        *case.tensors[1:],
+        temperature=TEMPERATURE,
+        **options,
+        **corrected(CORRECTIONS[correction], case.sampling_log_probs),
+    )
+    linear(*leaves).backward(expected.gradient)
+    for check_finite in (True, False):
+        hidden, weight, bias = problem.leaves()
+        out = linear_policy_loss(
+            hidden,
+            weight,
+            *problem.tensors,
+            bias=bias,
+            temperature=TEMPERATURE,
+            correction=CORRECTIONS[correction],
+            sampling_log_probs=case.sampling_log_probs.to(DEVICE),
+            check_finite=check_finite,
+            **options | {"group_index": case.group_index.to(DEVICE)},
+        )
+        out.loss.backward()
+        assert out.loss.item() == pytest.approx(expected.loss, rel=1e-12, abs=1e-15)
+        for leaf, wanted in zip((hidden, weight, bias), leaves, strict=True):
+            assert relative_error(leaf.grad, wanted.grad) < 1e-11
+        assert numbers(out.metrics) == pytest.approx(expected.metrics, rel=1e-10, abs=1e-14)
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("loss", "aggregation"),
+    [*(("grpo", "constant"), ("gspo", "sample_mean"), ("cispo", "prompt_mean")), ("gmpo", "token_mean")],
+)
+def test_in_float32_with_kernels_or_without(impl, loss, aggregation, correction):
+    """Triton's single pass over the logits, its two, and its vectors; PyTorch's where it has no formula."""
+    case = make_case(seed=12, temperature=TEMPERATURE)
+    options = options_of(case, loss, aggregation, "with_entropy") | {"temperature": TEMPERATURE}
+    logits = case.logits.float()
+    expected = reference.policy_loss(
+        logits, *case.tensors[1:], **options, **corrected(CORRECTIONS[correction], case.sampling_log_probs)
+    )
+    labels, old, advantages, index, sampling = (
+        x.to(DEVICE, torch.float32) if x.is_floating_point() else x.to(DEVICE)
+        for x in (*case.tensors[1:], case.sampling_log_probs)
+    )
+    leaf = logits.clone().to(DEVICE).requires_grad_()
+    out = policy_loss(
+        leaf,
+        labels,
+        old,
+        advantages,
+        index,
+        impl=impl,
+        correction=CORRECTIONS[correction],
+        sampling_log_probs=sampling,
+        **options | {"group_index": case.group_index.to(DEVICE)},
+    )
+    out.loss.backward()
+    assert out.loss.item() == pytest.approx(expected.loss, rel=1e-4, abs=1e-5)
+    assert relative_error(leaf.grad, expected.gradient) < 2e-5
+    assert numbers(out.metrics) == pytest.approx(expected.metrics, rel=2e-4, abs=2e-5)
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize(
+    ("loss", "aggregation"), [("grpo", "token_mean"), ("gspo", "sample_mean"), ("sapo", "constant")]
+)
+def test_the_fused_head_with_tritons_kernels(loss, aggregation, correction, monkeypatch):
+    """As on a GPU, in chunks of seven rows."""
+    choose = kernel_losses.choose_implementation
+    monkeypatch.setattr(kernel_losses, "choose_implementation", lambda _, *given: choose("triton", *given))
+    monkeypatch.setattr(kernel_losses, "rows_within", lambda memory, columns, dtype: 7)
+    problem = make_head_case(dtype=torch.float32)
+    case, options = problem.case, options_of(problem.case, loss, aggregation) | {"temperature": TEMPERATURE}
+    given = corrected(CORRECTIONS[correction], case.sampling_log_probs)
+    expected = reference.policy_loss(problem.logits, *case.tensors[1:], **options, **given)
+    hidden, weight, bias = problem.leaves()
+    out = linear_policy_loss(
+        hidden,
+        weight,
+        *problem.tensors,
+        bias=bias,
+        correction=CORRECTIONS[correction],
+        sampling_log_probs=case.sampling_log_probs.to(DEVICE, torch.float32),
+        **options | {"group_index": case.group_index.to(DEVICE)},
+    )
+    out.loss.backward()
+    assert out.loss.item() == pytest.approx(expected.loss, rel=1e-4, abs=1e-6)
+    assert relative_error(hidden.grad, expected.gradient @ problem.weight) < 2e-5
+    assert relative_error(weight.grad, expected.gradient.T @ problem.hidden) < 2e-5
+    assert numbers(out.metrics) == pytest.approx(expected.metrics, rel=2e-4, abs=2e-5)
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_bounds_act_in_the_cases_above_on_each_side_and_not_everywhere(correction):
+    """Otherwise the comparisons would not see a bound that is missing."""
+    chosen = CORRECTIONS[correction]
+    for case, temperature in ((make_case(seed=12), 1.0), (make_head_case().case, TEMPERATURE)):
+        given = {"correction": chosen, "sampling_log_probs": case.sampling_log_probs, "temperature": temperature}
+        out = policy_loss(*case.tensors, metrics="basic", num_documents=6, **given)
+        assert 0.1 < float(out.metrics["correction_outside_fraction"]) < 0.8
+        if correction == "off policy":
+            continue
+        mask = case.labels >= 0
+        difference = torch.where(mask, case.old_log_probs - case.sampling_log_probs, 0.0)
+        over = difference[mask]
+        if hasattr(chosen, "mean"):
+            documents = [difference[mask & (case.document_index == d)] for d in range(5)]
+            over = torch.stack([x.mean() if chosen.mean == "geometric" else x.sum() for x in documents])
+        low, high = chosen.bounds
+        assert (over.exp() > high).any()
+        assert (over.exp() < low).any() or chosen.low is None
+
+
+# A step of three documents: v of 0.4, 1, 3, of 2, 2, 2 and of 1, 0.9; their products are 1.2, 8 and 0.9.
+V = torch.tensor([0.4, 1.0, 3.0, 2.0, 2.0, 2.0, 1.0, 0.9], dtype=torch.float64)
+LOG_V = V.log()
+ADVANTAGES = torch.tensor([1.0, 1.0, 1.0, -0.5, -0.5, -0.5, 2.0, 2.0], dtype=torch.float64)
+WORKED = [
+    (corrections.TokenTruncate(), [0.4, 1, 2, 2, 2, 2, 1, 0.9]),
+    (corrections.TokenTruncate(low=0.5, high=1.5), [0.5, 1, 1.5, 1.5, 1.5, 1.5, 1, 0.9]),
+    (corrections.TokenMask(), [0, 1, 3, 2, 2, 2, 1, 0.9]),
+    (corrections.TokenMask(low=None, high=2.5), [0.4, 1, 0, 2, 2, 2, 1, 0.9]),
+    (corrections.SequenceTruncate(), [1.2, 1.2, 1.2, 3, 3, 3, 0.9, 0.9]),
+    (corrections.SequenceTruncate(mean="geometric", low=1.0, high=1.5), [1.2 ** (1 / 3)] * 3 + [1.5] * 3 + [1.0] * 2),
+    (corrections.SequenceMask(), [1.2, 1.2, 1.2, 0, 0, 0, 0.9, 0.9]),
+    (corrections.SequenceMask(low=1.0, factor="token"), [0.4, 1, 3, 0, 0, 0, 0, 0]),
+    (corrections.SequenceMask(low=1.0, high=9, factor="one"), [1, 1, 1, 1, 1, 1, 0, 0]),
+    (corrections.SequenceMask(mean="geometric", high=1.9), [1.2 ** (1 / 3)] * 3 + [0] * 3 + [0.9**0.5] * 2),
+    # The mean of old - new log-prob over the document of negative advantage is -0.07 / 3.
+    (corrections.OffPolicyMask(threshold=0.0), [1] * 8),
+]
+NAMES = [f"{correction.name} {number}" for number, (correction, _) in enumerate(WORKED)]
+
+
+def of_log_probs(
+    correction, family="reinforce", new=NEW, log_ratio=LOG_RATIO, v=LOG_V, advantages=ADVANTAGES, **options
+):
+    """(loss, its derivative by each new log-prob, metrics) with token_mean; v: the old less the sampling log-probs."""
+    leaf, old = new.clone().requires_grad_(), new - log_ratio
+    given = {"loss": family, "aggregation": "token_mean", "metrics": "basic", "correction": correction} | options
+    mask = torch.ones(len(new), dtype=torch.bool)
+    sampling = None if v is None else old - v
+    out = log_prob_loss(leaf, old, advantages, DOCUMENTS[: len(new)], mask, sampling_log_probs=sampling, **given)
+    out.loss.backward()
+    return out.loss.item(), leaf.grad, numbers(out.metrics)
+
+
+@pytest.mark.parametrize(("correction", "rho"), WORKED, ids=NAMES)
+def test_worked_examples(correction, rho):
+    """With reinforce the derivative is -w_t rho_t A_t; the weight stays that of all tokens."""
+    _, gradient, metrics = of_log_probs(correction)
+    expected = torch.tensor(rho, dtype=torch.float64)
+    torch.testing.assert_close(gradient, -expected * ADVANTAGES / 8, rtol=1e-12, atol=1e-15)
+    by_document = [sum(rho[:3]) / 3, sum(rho[3:6]) / 3, sum(rho[6:]) / 2]
+    assert metrics["correction_factor"] == pytest.approx(sum(by_document) / 3)
+    assert metrics["min_correction_factor"] == pytest.approx(min(rho))
+    assert metrics["max_correction_factor"] == pytest.approx(max(rho))
+    size = sum(rho) ** 2 / (8 * sum(x * x for x in rho))
+    assert metrics["correction_effective_sample_size"] == pytest.approx(size)
+
+
+def test_a_document_that_the_policy_has_left_is_masked_where_its_advantage_is_negative():
+    behind = torch.tensor([0.1, 0.6, 0.3, 0.4, 0.5, 0.6, 0.7, 0.5], dtype=torch.float64)
+    for threshold, kept in ((0.5, True), (0.4999, False), (0.6, True), (0.0, False)):
+        mask = corrections.OffPolicyMask(threshold=threshold)
+        # The mean over the second document is 0.5, up to the last bits.
+        _, gradient, metrics = of_log_probs(mask, log_ratio=-behind * (1 - 1e-12), v=None)
+        rho = torch.tensor([1.0, 1, 1, kept, kept, kept, 1, 1], dtype=torch.float64)
+        torch.testing.assert_close(gradient, -rho * ADVANTAGES / 8, rtol=1e-12, atol=1e-15)
+        assert metrics["correction_outside_fraction"] == pytest.approx((not kept) / 3)
+    uneven = ADVANTAGES.clone()
+    uneven[3:6] = torch.tensor([-3.0, 1.0, 1.0])  # negative in the mean: one document is one decision
+    _, gradient, _ = of_log_probs(corrections.OffPolicyMask(0.2), log_ratio=-behind, v=None, advantages=uneven)
+    assert gradient.tolist()[3:6] == [0, 0, 0]
+    assert (gradient[:3] != 0).all()
+
+
+def gspo(p, x, A):
+    r = by_document(x).exp()
+    return -torch.minimum(r * by_document(A), r.clamp(0.95, 1.04) * by_document(A))
+
+
+def cispo(p, x, A):
+    return -x.exp().clamp(0.7, 1.5).detach() * A * p
+
+
+EVERY_FORMULA = [*FORMULAS, (gspo, families.Gspo(0.05, 0.04)), (cispo, families.Cispo(0.3, 0.5))]
+
+
+@pytest.mark.parametrize(("formula", "family"), EVERY_FORMULA, ids=[formula.__name__ for formula, _ in EVERY_FORMULA])
+@pytest.mark.parametrize(("correction", "rho"), WORKED, ids=NAMES)
+def test_the_gradient_is_autograds_of_the_plain_formula(formula, family, correction, rho):
+    """rho without gradient, times the family's formula, with a weight of one over the number of all tokens."""
+    new = NEW.clone().requires_grad_()
+    losses = formula(new, new - (NEW - LOG_RATIO), OF_FORMULAS)
+    expected = (torch.tensor(rho, dtype=torch.float64) * losses).sum() / 8
+    expected.backward()
+    loss, gradient, _ = of_log_probs(correction, family, advantages=OF_FORMULAS)
+    assert loss == pytest.approx(expected.item(), rel=1e-12)
+    torch.testing.assert_close(gradient, new.grad, rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_a_ratio_equal_to_a_bound_is_within(kind):
+    """e^0 is exactly 1, and e^log 2 is made to be exactly 2."""
+    x = math.log(2)
+    near = torch.tensor([x, math.nextafter(x, 9), math.nextafter(x, 0)], dtype=torch.float64)
+    exact = float(near[near.exp() == 2][0])
+    for low, high, log_ratio, inside in (
+        *((1.0, 2.0, 0.0, True), (1.0, 2.0, exact, True)),
+        *((1.0, 2.0, -1e-9, False), (1.0, 2.0, exact + 1e-9, False)),
+    ):
+        correction = KINDS[kind](low=low, high=high)
+        both = torch.full((1,), log_ratio, dtype=torch.float64)
+        factors, outside = correction.factors(both, both, both)
+        assert bool(outside) is not inside
+        if kind.endswith("mask"):
+            assert (float(factors) != 0) is inside
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("difference", [-700.0, -25.0, 25.0, 700.0])
+def test_huge_differences_count_as_twenty(correction, difference):
+    """Not infinite, and counted. A product of many factors is clamped as a whole."""
+    huge = torch.full((8,), difference, dtype=torch.float64)
+    given = {"v": None, "log_ratio": -huge} if correction == "off policy" else {"v": huge}
+    loss, gradient, metrics = of_log_probs(CORRECTIONS[correction], **given)
+    assert math.isfinite(loss)
+    assert torch.isfinite(gradient).all()
+    assert metrics["correction_clamped_fraction"] == 1
+    assert metrics["max_correction_factor"] <= math.exp(20) * (1 + 1e-12)
+    if correction != "off policy":
+        limit = math.copysign(20, difference)
+        assert metrics["kl_old_sampling"] == pytest.approx(math.exp(limit) - limit - 1, rel=1e-9)
+        assert metrics["max_difference_old_sampling"] == pytest.approx(abs(difference))
+
+
+@pytest.mark.parametrize("make", [corrections.TokenTruncate, corrections.SequenceTruncate])
+def test_a_factor_is_at_most_e_to_the_20(make):
+    _, gradient, _ = of_log_probs(make(high=1e9), v=torch.full((8,), 25.0, dtype=torch.float64))
+    torch.testing.assert_close(gradient, -math.exp(20) * ADVANTAGES / 8, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("loss", EVERY_LOSS)
+def test_without_a_correction_sampling_log_probs_change_no_bit(loss):
+    case, results = make_case(seed=12), []
+    options = options_of(case, loss, "token_mean")
+    for sampling in (None, case.sampling_log_probs):
+        logits = case.logits.clone().requires_grad_()
+        out = policy_loss(logits, *case.tensors[1:], sampling_log_probs=sampling, **options)
+        out.loss.backward()
+        names = [name for name in out.metrics if "sampling" not in name]
+        results.append([out.loss.detach(), logits.grad, {name: out.metrics[name] for name in names}])
+    assert_equal(*results)
+    assert set(out.metrics) - set(names) == {
+        *("kl_old_sampling", "difference_old_sampling", "max_difference_old_sampling", "clipped_sampling_fraction"),
+    }
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_untrained_positions_may_hold_anything(correction, poison):
+    case = make_case(seed=12)
+    masked = case.labels < 0
+    results = []
+    for filler in (0.0, poison):
+        sampling = torch.where(masked, filler, case.sampling_log_probs)
+        old = torch.where(masked, -filler, case.old_log_probs)
+        logits = case.logits.clone().requires_grad_()
+        tensors = logits, case.labels, old, *case.tensors[3:]
+        given = {"correction": CORRECTIONS[correction], "sampling_log_probs": sampling, "num_documents": 6}
+        out = policy_loss(*tensors, loss="grpo", metrics="basic", **given)
+        out.loss.backward()
+        results.append([out.loss.detach(), logits.grad, {k: float(v) for k, v in out.metrics.items()}])
+    assert_equal(*results)
+
+
+@pytest.mark.parametrize("correction", [None, *OF_SAMPLING])
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("impl", ["torch", "fused_linear"])
+def test_a_sampling_log_prob_that_is_not_finite_names_the_document(impl, poison, correction):
+    case = make_case(seed=12)
+    sampling = case.sampling_log_probs
+    sampling[int((case.document_index == 3).nonzero()[2])] = poison
+    inputs = (case.logits,) if impl == "torch" else (case.logits, torch.eye(13, dtype=torch.float64))
+    function = policy_loss if impl == "torch" else linear_policy_loss
+    given = {
+        "correction": CORRECTIONS.get(correction),
+        "sampling_log_probs": sampling,
+        "num_documents": 6,
+        "loss": "grpo",
+    }
+    with pytest.raises(DataError, match=r"sampling_log_probs or advantages at a trained position of document 3,"):
+        function(*inputs, *case.tensors[1:], **given)
+    unchecked = function(*inputs, *case.tensors[1:], check_finite=False, metrics="basic", **given)
+    assert math.isnan(unchecked.loss) is (correction is not None)
+    assert not math.isfinite(unchecked.metrics["kl_old_sampling"]) or not math.isfinite(
+        unchecked.metrics["max_difference_old_sampling"]
+    )
+
+
+def test_pieces_of_a_step_need_the_same_metrics():
+    case, totals = make_case(), totals_of(make_case())
+    given = {"totals": totals, "num_documents": 6, "metrics": "basic"}
+    one = policy_loss(*case.tensors, **given)
+    other = policy_loss(*case.tensors, sampling_log_probs=case.sampling_log_probs, **given)
+    with pytest.raises(ValueError, match="pieces of one step need the same metrics"):
+        one.metric_sums.merge(other.metric_sums)
+
+
+def test_the_difference_to_the_sampler_is_measured():
+    """By hand: |log v| over three documents, and the tokens, or documents, that it takes out of a family's clip."""
+    metrics = of_log_probs(None, families.Grpo(0.5, 1.5))[2]
+    logs = [abs(math.log(v)) for v in V.tolist()]
+    by_document = [sum(logs[:3]) / 3, sum(logs[3:6]) / 3, sum(logs[6:]) / 2]
+    assert metrics["difference_old_sampling"] == pytest.approx(sum(by_document) / 3)
+    assert metrics["max_difference_old_sampling"] == pytest.approx(math.log(3))
+    k3 = [v - math.log(v) - 1 for v in V.tolist()]
+    assert metrics["kl_old_sampling"] == pytest.approx((sum(k3[:3]) / 3 + sum(k3[3:6]) / 3 + sum(k3[6:]) / 2) / 3)
+    assert metrics["clipped_sampling_fraction"] == pytest.approx(2 / 3 / 3)  # 0.4 and 3
+    # The documents' geometric means are 1.063, 2 and 0.949.
+    for low, high, share in ((0.1, 0.1, 1), (0.05, 1.1, 1), (0.1, 1.1, 0), (0.05, 0.05, 3)):
+        metrics = of_log_probs(None, families.Gspo(low, high))[2]
+        assert metrics["clipped_sampling_fraction"] == pytest.approx(share / 3)
+    assert of_log_probs(None, "reinforce")[2]["clipped_sampling_fraction"] == 0
+
+
+def test_names_and_classes():
+    assert {name: correction_of(name).name for name in KINDS} == {name: name for name in KINDS}
+    assert correction_of(None) is None
+    assert corrections.TokenMask(low=0.5, high=5.0) == correction_of("token_mask")
+    for correction in CORRECTIONS.values():
+        assert correction.equation.count("rho") == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: corrections.TokenTruncate(high=0), "high needs a finite number > 0"),
+        (lambda: corrections.TokenMask(low=-1), "low needs a finite number >= 0"),
+        (lambda: corrections.TokenMask(low=6), "low needs a number that is not above high=5"),
+        (
+            lambda: corrections.SequenceMask(mean="harmonic"),
+            "mean='harmonic' is unknown; choose one of product, geometric",
+        ),
+        (lambda: corrections.SequenceMask(factor="two"), "factor='two' is unknown; choose one of document, token, one"),
+        (lambda: corrections.OffPolicyMask(threshold=math.nan), "threshold needs a finite number >= 0"),
+        (lambda: correction_of("tis"), "correction='tis' is unknown; choose one of token_truncate"),
+        (lambda: policy_loss(*make_case().tensors, correction="token_mask"), "needs sampling_log_probs"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_mask_by_the_policy_needs_whole_documents():
+    case = make_case()
+    given = {"loss": "grpo", "impl": "torch", "num_splits": 2, "num_documents": 6}
+    eye = torch.eye(13, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"num_splits=2 needs another .* .got 'off_policy_mask'.: it masks"):
+        linear_policy_loss(case.logits, eye, *case.tensors[1:], correction="off_policy_mask", **given)
+    given |= {"correction": CORRECTIONS["product masked, V"], "sampling_log_probs": case.sampling_log_probs}
+    split = linear_policy_loss(case.logits, eye, *case.tensors[1:], **given)
+    whole = linear_policy_loss(case.logits, eye, *case.tensors[1:], **given | {"num_splits": 1})
+    assert split.loss.item() == pytest.approx(whole.loss.item(), rel=1e-12)

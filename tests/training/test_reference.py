@@ -1,0 +1,281 @@
+"""The frozen reference of the penalty: which weights it has, over ranks, at a resume, and recorded instead."""
+
+import json
+
+import pytest
+import torch
+from builders.models import save_with_tokenizer, small_llama
+from builders.parallel_runs import assert_close, run_on_ranks
+from builders.rollout_rows import write_jsonl
+from builders.runs import SHORT, assert_equal, built, checkpoint_of, config_of, copy_as_of, metrics_of, run
+
+from pgtoolkit.cli import main
+from pgtoolkit.config.validate import validate
+from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.training.reference import reference_of
+from pgtoolkit.training.train import train
+
+PENALTIES = ("kl=k3", "kl.coefficient=0.3", "entropy.coefficient=0.02")
+
+
+def llama(folder, *, seed=0, **changes):
+    return save_with_tokenizer(small_llama(seed, **changes), folder)
+
+
+def huggingface(path, *more):
+    """Overrides that take the place of the tiny model's."""
+    return ["model=huggingface", f"model.path={path}", *more]
+
+
+def short(*overrides):
+    """The settings of `builders.runs.SHORT` that a model of another kind has as well."""
+    return [one for one in SHORT if not one.startswith("model.")] + list(overrides)
+
+
+def train_short(folder, *overrides, resume=False):
+    config = config_of(*short(*overrides))
+    assert validate(config).problems == []
+    train(config, folder, resume=resume, overrides=list(overrides))
+    return folder
+
+
+@pytest.mark.parametrize("loss", ["grpo", "gspo"])
+def test_the_first_distance_is_exactly_zero(tmp_path, loss):
+    rows = metrics_of(run(tmp_path / "run", *PENALTIES, f"loss={loss}"))
+    assert rows[0]["kl_ref"] == 0
+    assert all(row["kl_ref"] > 1e-6 for row in rows[1:])
+    assert all(0 < row["entropy"] < 2.5 for row in rows)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_first_distance_is_exactly_zero_in_bfloat16(tmp_path, tied):
+    """The matrices of the reference are kept in bfloat16, and what computes in float32 is not."""
+    path = llama(tmp_path / "model", tie_word_embeddings=tied)
+    overrides = huggingface(
+        path, "model.dtype=bfloat16", "kl=k3", "trainer.max_steps=2", "optimizer.learning_rate=1e-2"
+    )
+    rows = metrics_of(train_short(tmp_path / "run", *overrides))
+    assert rows[0]["kl_ref"] == 0
+    assert rows[1]["kl_ref"] > 0
+    module, _ = built(*short(*overrides))
+    reference = reference_of(module.config, module.policy).model
+    assert reference.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
+    assert reference.model.norm.weight.dtype == reference.get_input_embeddings().weight.dtype
+    assert reference.model.embed_tokens.weight.dtype != torch.bfloat16
+    assert not any(p.requires_grad for p in reference.parameters())
+
+
+def test_a_penalty_keeps_the_policy_nearer_to_the_reference(tmp_path):
+    found = []
+    for coefficient in (0.001, 3):
+        overrides = ("kl=k2", f"kl.coefficient={coefficient}", "trainer.max_steps=12", "optimizer.learning_rate=3e-3")
+        found.append(metrics_of(run(tmp_path / str(coefficient), *overrides))[-1]["kl_ref"])
+    assert found[1] < found[0] / 3
+
+
+def test_a_bonus_keeps_the_entropy_higher(tmp_path):
+    found = []
+    for coefficient in (0, 1):
+        overrides = (f"entropy.coefficient={coefficient}", "trainer.max_steps=12", "optimizer.learning_rate=3e-3")
+        found.append(metrics_of(run(tmp_path / str(coefficient), *overrides, "metrics=with_entropy"))[-1]["entropy"])
+    assert found[1] > found[0] + 0.02
+
+
+@pytest.mark.parametrize("reference", ["initial", "folder"])
+def test_a_resumed_run_equals_one_that_was_never_stopped(tmp_path, reference):
+    """Random weights are made again from the seed, and a folder is read again: bit for bit."""
+    chosen = []
+    if reference == "folder":
+        folder = run(tmp_path / "other", "seed=7", "trainer.max_steps=1") / "checkpoints" / "step-000001"
+        chosen = [f"kl.reference={folder}"]
+    whole = run(tmp_path / "whole", *PENALTIES, *chosen)
+    assert (metrics_of(whole)[0]["kl_ref"] == 0) is (reference == "initial")
+    again = run(copy_as_of(whole, 3, tmp_path / "again"), *PENALTIES, *chosen, resume=True)
+    assert_equal(metrics_of(again), metrics_of(whole))
+    assert_equal(checkpoint_of(again, 6), checkpoint_of(whole, 6))
+
+
+def test_a_reference_of_its_own_changes_no_draw(tmp_path):
+    """The completions of the first batch are those of a run without it."""
+    path, other = llama(tmp_path / "model"), llama(tmp_path / "other", seed=3)
+    found = []
+    for chosen in ([], ["kl=k3", f"kl.reference={other}"]):
+        overrides = huggingface(path, "trainer.max_steps=1", *chosen)
+        found.append(metrics_of(train_short(tmp_path / f"run {len(found)}", *overrides))[0])
+    assert found[1].pop("kl_ref") > 1e-3
+    same = ("reward", "completion_length", "new_logprobs", "old_logprobs", "advantage", "num_tokens")
+    assert [found[0][name] for name in same] == [found[1][name] for name in same]
+
+
+def test_a_reference_from_a_folder_gives_its_log_probs(tmp_path):
+    """Against its own logits, by hand; the temperature is the policy's."""
+    path, other = llama(tmp_path / "model"), llama(tmp_path / "other", seed=3)
+    overrides = huggingface(path, "kl=k1", f"kl.reference={other}", "rollout.temperature=0.7", "loss=reinforce")
+    module, loader = built(*short(*overrides))
+    step = next(iter(loader))
+    found = module.training_step(step, 0)["metrics"]["kl_ref"]
+    expected = 0.0
+    for document in step.documents:
+        rows = [one.model(document.tokens[None]).logits[0, :-1] for one in (module.policy, module.reference)]
+        new, ref = ((row / 0.7).log_softmax(-1) for row in rows)
+        chosen = document.tokens[1:, None]
+        gap = (ref.gather(-1, chosen) - new.gather(-1, chosen))[document.loss_mask[1:]]
+        expected += float((gap.exp() - gap - 1).detach().mean()) / len(step.documents)
+    assert found == pytest.approx(expected, rel=1e-4)  # its norms compute in float32, whatever the weights are
+    assert found > 1e-3
+
+
+def test_another_vocabulary_is_refused(tmp_path):
+    path = llama(tmp_path / "model")
+    wider = llama(tmp_path / "wider", vocab_size=14)
+    with pytest.raises(ConfigError, match=r"kl.reference=.*wider needs the vocabulary of the policy, 12 rows .*got 14"):
+        built(*short(*huggingface(path, "kl=k3", f"kl.reference={wider}")))
+    renamed = llama(tmp_path / "renamed")
+    tokenizer = json.loads((renamed / "tokenizer.json").read_text())
+    numbers = tokenizer["model"]["vocab"]
+    numbers["1"], numbers["2"] = numbers["2"], numbers["1"]
+    (renamed / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match="10 of these tokens under the same number"):
+        built(*short(*huggingface(path, "kl=k3", f"kl.reference={renamed}")))
+    (renamed / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"^kl.reference=.* needs a folder with a config.json"):
+        built(*short(*huggingface(path, "kl=k3", f"kl.reference={renamed}")))
+
+
+def test_a_reference_that_has_changed_since_ends_a_resume(tmp_path):
+    other = run(tmp_path / "other", "seed=7", "trainer.max_steps=1") / "checkpoints" / "step-000001"
+    settings = (*PENALTIES, f"kl.reference={other}", "trainer.max_steps=2")
+    folder = run(tmp_path / "run", *settings)
+    assert "model.safetensors" in json.loads((folder / "data.json").read_text())["kl.reference"]
+    (other / "generation_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"kl.reference=.* needs the contents that the run began with"):
+        run(copy_as_of(folder, 1, tmp_path / "again"), *settings, resume=True)
+
+
+def rows_with_reference():
+    """Two groups of documents, each with three trained tokens whose reference log-prob is 0.3 below the old one."""
+    return [
+        {
+            "token_ids": [number, 1, 10, number, 1, 2],
+            "loss_mask": [False, False, False, True, True, True],
+            "old_log_probs": [0, 0, 0, -2.5, -2.4, -2.3],
+            "ref_log_probs": [0, 0, 0, -2.8, -2.7, -2.6],
+            "reward": number % 3,
+            "advantage": number / 8,
+            "group_id": number // 4,
+        }
+        for number in range(8)
+    ]
+
+
+def test_recorded_log_probs_take_the_place_of_a_model(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", rows_with_reference())
+    settings = ["rollout=recorded", f"rollout.path={path}", "kl=k1", "kl.coefficient=2", "loss=reinforce"]
+    settings += ["advantage=given", "aggregation=token_mean", "kl.reference=recorded", "model.hidden_size=8"]
+    module, loader = built("tracking=none", *settings, "model.num_heads=2")
+    assert module.reference is None
+    step = next(iter(loader))
+    assert torch.allclose(step.documents[0].ref_log_probs, torch.tensor([-2.8, -2.7, -2.6]))
+    metrics = module.training_step(step, 0)["metrics"]
+    plain, _ = built("tracking=none", *[one for one in settings if not one.startswith("kl")], "model.num_heads=2")
+    without = plain.training_step(step, 0)["metrics"]
+    # k1 of the step is the mean new log-prob less the mean reference's; without a penalty there is the metric alone.
+    assert metrics["loss"] == pytest.approx(without["loss"] + 2 * (metrics["new_logprobs"] + 2.7), rel=1e-6)
+    assert without["kl_ref"] == pytest.approx(metrics["kl_ref"], rel=1e-12)
+
+
+def test_a_row_without_them_is_named(tmp_path):
+    rows = rows_with_reference()
+    del rows[3]["ref_log_probs"]
+    rows[5]["ref_log_probs"][4] = None
+    rows[5]["ref_log_probs"][1] = None  # not trained there
+    rows[6]["ref_log_probs"][4] = 0.7
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    settings = ["rollout=recorded", f"rollout.path={path}", "kl=k3", "kl.reference=recorded", "tracking=none"]
+    with pytest.raises(DataError) as caught:
+        built(*settings)
+    assert "rows.jsonl:4:ref_log_probs: is missing" in str(caught.value)
+    assert "rows.jsonl:6:ref_log_probs" in str(caught.value)
+    assert "rows.jsonl:7:ref_log_probs: is 0.7 at position 4; a log-prob is at most 0" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "settings"),
+    [
+        ({"data_parallel": 2}, ["loss=grpo"]),
+        ({"data_parallel": 2}, ["parallelism.shard=true"]),
+        ({"tensor_parallel": 2}, ["parallelism.sequence_parallel=true", "loss=cispo"]),
+        ({"sequence_data_parallel": 2}, []),
+    ],
+    ids=["data", "fsdp", "sequence", "sequence_data"],
+)
+def test_ranks_train_as_one_process_does(tmp_path, recorded, sizes, settings):
+    """The reference is spread as the policy is."""
+    found = run_on_ranks(tmp_path / "ranks", [*recorded, *PENALTIES, *settings], **sizes)
+    alone = [setting for setting in settings if not setting.startswith("parallelism")]
+    expected = run_on_ranks(tmp_path / "one", [*recorded, *PENALTIES, *alone])
+    assert_close(found, expected)
+    assert metrics_of(found)[-1]["kl_ref"] > 1e-6
+
+
+def test_a_pipeline_takes_recorded_log_probs(tmp_path, recorded):
+    """And an entropy bonus: its last stage has the loss."""
+    settings = [one for one in recorded if not one.startswith("rollout.path")]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows_with_reference())
+    settings += [f"rollout.path={path}", "aggregation=constant", "aggregation.divisor=4", "kl=k3_ratio"]
+    settings += ["kl.reference=recorded", "entropy.coefficient=0.1", "metrics=none", "rollout.epochs=3"]
+    found = run_on_ranks(tmp_path / "ranks", settings, pipeline_parallel=2)
+    assert_close(found, run_on_ranks(tmp_path / "one", settings))
+
+
+def test_a_folder_that_is_no_such_reference_is_found_by_the_check(tmp_path, capsys):
+    path, wider = llama(tmp_path / "model"), llama(tmp_path / "wider", vocab_size=14)
+    damaged = llama(tmp_path / "damaged")
+    (damaged / "model.safetensors").unlink()
+    common = ["check", *huggingface(path, "kl=k3", "trainer.device=cpu", "rollout.max_completion_length=16")]
+    number = sum(weight.numel() for weight in small_llama().parameters())
+    assert main([*common, f"kl.reference={path}"]) == 0
+    assert f"memory: {number} weights in float32" in capsys.readouterr().out
+    for reference, problem in (
+        (wider, f"kl.reference={wider} needs a vocabulary of 12 entries (got 14). Its log-probs"),
+        (damaged, f"kl.reference={damaged} needs a folder with weights (got no model.safetensors or"),
+        (path / "config.json", f"kl.reference={path}/config.json needs a folder (got a file)."),
+    ):
+        assert main([*common, f"kl.reference={reference}"]) == 2
+        assert problem in capsys.readouterr().out
+
+
+def test_the_check_counts_the_weights_of_the_reference(capsys):
+    assert main(["check", "kl=k3", "trainer.device=cpu", "model.num_layers=3", "model.hidden_size=24"]) == 0
+    module, _ = built("kl=k3", "model.num_layers=3", "model.hidden_size=24", "tracking=none")
+    number = sum(weight.numel() for weight in module.reference_model.parameters())
+    assert f"memory: {number} weights in float32" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["kl.coefficient=0.1"], "kl.coefficient=0.1 needs kl=k1, k2, k3 or k3_ratio (got kl=none)."),
+        (["kl.reference=initial"], "kl.reference=initial needs kl=k1, k2, k3 or k3_ratio (got kl=none)."),
+        (["kl=k3", "kl.coefficient=0"], "kl.coefficient=0 needs a finite number from 1e-06 to 1000 (got 0)."),
+        (["kl=k3", "kl.coefficient=null"], "kl=k3 needs kl.coefficient, a number (got null)."),
+        (["kl=k2", "kl.reference=null"], "kl=k2 needs kl.reference (got null)."),
+        (["kl=k3", "kl.reference=recorded"], "kl.reference=recorded needs rollout=recorded (got rollout=policy)."),
+        (["kl=k3", "kl.reference=./nowhere"], "kl.reference=./nowhere needs an existing file, folder or glob"),
+        (["entropy.coefficient=-0.1"], "entropy.coefficient=-0.1 needs a finite number from 0 to 1000 (got -0.1)."),
+        (
+            ["kl=k3", "rollout=recorded", "rollout.path=.", "parallelism=pipeline", "metrics=none"],
+            "kl=k3 needs parallelism.pipeline_parallel=1 (got 2).",
+        ),
+    ],
+)
+def test_rules(overrides, problem):
+    found = validate(config_of("tracking=none", *overrides)).problems
+    assert [one for one in found if one.startswith(problem)], found
+
+
+def test_k1_on_policy_is_told_to_pull_nowhere():
+    note = "the gradient of the penalty has mean 0"
+    for docs, said in ((256, True), (64, False)):
+        found = validate(config_of("kl=k1", f"accumulation.docs_per_step={docs}", "aggregation=token_mean")).notes
+        assert any(note in one for one in found) is said
