@@ -16,7 +16,7 @@ from pgtoolkit.system.report import key_of
 
 NO_EFFECT_ON_LEARNING = (
     *("tracking.", "trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.accept_changed_data"),
-    "rollout.save_path",
+    *("rollout.save_path", "task.verifier_processes"),
 )
 """Beginnings of keys: a finished job with other values of them is finished, and they tell no two runs apart."""
 

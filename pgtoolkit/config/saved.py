@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from hydra.core.override_parser.types import Override
@@ -30,13 +31,23 @@ FIXED = {
 }
 """What a checkpoint cannot be continued without, and why; with a task, all of its keys."""
 
+HOW_SCORED = ("task.verifier_processes", "task.verifier_seconds")
+"""Keys of a task that say how its verifier is run, not what it is."""
+
+_PROMPTS = {"chat": "never", "system_prompt": None, "max_prompt_length": None}
 ADDED_LATER = {
     "parallelism": {"shard": False, "timeout_seconds": 300},
     "sampler": {"name": "transformers", "max_sequences": None},
+    "rollout/policy": {"stop": []},
+    "task/prompts": {
+        **{"split": None, "verifiers": {}, "verifier_processes": 0, "verifier_seconds": None},
+        **_PROMPTS,
+    },
+    "task/reasoning_gym": _PROMPTS,
     "tracking": {"system_metrics": False},
     "trainer": {"accept_changed_data": False},
 }
-"""Keys that older runs were saved without, with the values that continue them as they were."""
+"""Keys that older runs were saved without, by group or option, with the values that continue them as they were."""
 
 
 def saved_config(run_dir: Path) -> DictConfig:
@@ -65,7 +76,7 @@ def typed(values: dict, file: str) -> DictConfig:
             if values[key.partition(".")[0]]["name"] == option:
                 OmegaConf.update(config, key, {})
                 OmegaConf.set_struct(OmegaConf.select(config, key), False)
-        return OmegaConf.merge(config, ADDED_LATER, values)
+        return OmegaConf.merge(config, *_chosen(ADDED_LATER, values), values)
     except (KeyError, TypeError, OmegaConfBaseException) as error:
         reason = first_line(error) if isinstance(error, OmegaConfBaseException) else f"it has no {error}"
         raise ConfigError(
@@ -74,12 +85,20 @@ def typed(values: dict, file: str) -> DictConfig:
         ) from error
 
 
+def _chosen(by_option: dict[str, dict], values: dict) -> Iterator[dict[str, dict]]:
+    """{group: keys} of each group, and of each option that the saved values have chosen."""
+    for schema, keys in by_option.items():
+        group, _, option = schema.partition("/")
+        if not option or option == values[group]["name"]:
+            yield {group: keys}
+
+
 def cannot_change(config: DictConfig, override: Override, movable: set[str]) -> str | None:
     """The problem with an override of what must stay as it is; movable: keys whose files may lie elsewhere now."""
     key, value = override.key_or_group, override.value()
     if key in DATA and isinstance(value, str):
         value = absolute(key, value)
-    why = FIXED.get("task" if key.startswith("task.") else key)
+    why = FIXED.get("task" if key.startswith("task.") and key not in HOW_SCORED else key)
     option = OmegaConf.select(config, f"{key}.name")
     if why is None or key in movable or value == OmegaConf.select(config, key) or (option and value == option):
         return None

@@ -18,7 +18,7 @@ from pgtoolkit.rollouts.packing import cut, pack
 from pgtoolkit.rollouts.prompts import TokenizedTask
 from pgtoolkit.rollouts.samplers import Completion, Request, Sampler
 from pgtoolkit.rollouts.shuffle import seed_of
-from pgtoolkit.rollouts.tasks import Prompt
+from pgtoolkit.rollouts.tasks import Prompt, Score
 from pgtoolkit.rollouts.writer import RolloutWriter
 
 
@@ -89,6 +89,7 @@ class PolicyRollouts:
         self._documents = [Document(**document) for document in state["documents"]]
 
     def close(self) -> None:
+        self._task.close()
         self._sampler.close()
 
     def _generate(self, number: int) -> list[Document]:
@@ -111,15 +112,18 @@ class PolicyRollouts:
         seeds = [seed_of(self._seed, number) for number in numbers]
         requests = [Request(one, size, seed) for one, seed in zip(tokens, seeds, strict=True)]
         completions = self._sampler.complete(requests)
+        scores = self._task.scores([prompt for prompt in prompts for _ in range(size)], completions)
         documents = []
         for i, prompt in enumerate(prompts):
-            documents += self._group(prompt, tokens[i], completions[i * size : (i + 1) * size])
+            own = slice(i * size, (i + 1) * size)
+            documents += self._group(prompt, tokens[i], completions[own], scores[own])
         if self._config.old_log_probs == OldLogProbs.training:
             documents = self._with_training_log_probs(documents)
         return [documents[i : i + size] for i in range(0, len(documents), size)]
 
-    def _group(self, prompt: Prompt, prompt_tokens: list[int], completions: list[Completion]) -> list[Document]:
-        scores = [self._task.score(prompt, completion) for completion in completions]
+    def _group(
+        self, prompt: Prompt, prompt_tokens: list[int], completions: list[Completion], scores: list[Score]
+    ) -> list[Document]:
         try:
             advantages = group_advantages(self._estimator, [score.reward for score in scores])
         except DataError as error:
@@ -139,6 +143,7 @@ class PolicyRollouts:
                     exact_match=score.exact_match,
                     truncated=completion.finish_reason == "length",
                     model_version=completion.model_version,
+                    measures=score.measures,
                 )
             )
         return documents

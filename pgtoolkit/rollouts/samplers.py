@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import NumericalError
+from pgtoolkit.rollouts.stops import StopStrings
 from pgtoolkit.system.model_folder import end_tokens
 
 if TYPE_CHECKING:
@@ -36,10 +38,11 @@ class Request:
 class Completion:
     """What a sampler wrote after one prompt.
 
-    tokens: (C,) int64, with the end-of-sequence token if there is one.
+    tokens: (C,) int64, up to the end-of-sequence token or the one that completes a stop string (`StopStrings`),
+        whichever comes first, and with it.
     log_probs: (C,) float32, of each token under the distribution it was sampled from: tempered, and renormalised if
         top_p cuts it.
-    finish_reason: "stop" after an end-of-sequence token, "length" at the longest completion allowed.
+    finish_reason: "stop" after an end-of-sequence token or a stop string, else "length", at the longest allowed.
     model_version: of the weights that wrote it, as `publish` was told.
     """
 
@@ -86,6 +89,7 @@ class TransformersSampler:
         self._policy, self._version = policy, 0
         self._fp32_lm_head = config.model.fp32_lm_head
         self._max_sequences = config.sampler.max_sequences
+        self._stops = StopStrings(rollout.stop, policy.tokenizer)
 
     def publish(self, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
         """Keeps no copy: updates of the policy show at once."""
@@ -121,16 +125,31 @@ class TransformersSampler:
                 attention_mask=attention_mask,
                 generation_config=settings,
                 logits_processor=processors,
+                stopping_criteria=[functools.partial(self._stopped, longest)] if self._stops else [],
             )
         sampled, found = whole[:, longest:].cpu(), log_probs.of(whole[:, longest:]).cpu()
         return [self._completion(*row) for row in zip(sampled, found, strict=True)]
 
+    def _stopped(self, prompt_length: int, tokens: Tensor, scores: Tensor, **_) -> Tensor:
+        """(B,) bool, a stopping criterion of transformers: which rows have written a stop string.
+
+        Not its own StopStringCriteria, which would count a string that the prompt begins, or a special token's name.
+        """
+        last = tokens[:, max(prompt_length, tokens.shape[1] - self._stops.window) :].tolist()
+        found = [
+            seems and self._stops.end(tokens[row, prompt_length:].tolist()) is not None
+            for row, seems in enumerate(self._stops.seem_to_end(last))
+        ]
+        return torch.tensor(found, device=tokens.device)
+
     def _completion(self, tokens: Tensor, log_probs: Tensor) -> Completion:
-        """Without what follows the first end-of-sequence token."""
+        """Without what follows the first end-of-sequence token or stop string."""
         ends = torch.tensor([] if self.settings.eos_token_id is None else self.settings.eos_token_id).view(-1)
         places = torch.isin(tokens, ends).nonzero()
         length = int(places[0]) + 1 if len(places) else len(tokens)
-        reason = "stop" if len(places) else "length"
+        stopped = self._stops.end(tokens[:length].tolist())
+        reason = "stop" if len(places) or stopped is not None else "length"
+        length = stopped or length
         return Completion(tokens[:length].clone(), log_probs[:length].clone(), reason, self._version)
 
     def ignored_settings(self) -> dict[str, Any]:

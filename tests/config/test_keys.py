@@ -8,7 +8,7 @@ import inspect
 
 import pytest
 
-HELPERS = ("keys", "keys_of_the_step", "keys_of_the_model", "keys_of_rollouts", "keys_of_a_run")
+HELPERS = ("keys", "keys_of_the_step", "keys_of_the_model", "keys_of_rollouts", "keys_of_tasks", "keys_of_a_run")
 pytest.register_assert_rewrite(*HELPERS)
 
 for name in HELPERS[1:]:
