@@ -168,7 +168,7 @@ def verifier_processes(tmp_path):
     own = [*prompts(tmp_path), "task.verifier=keys_of_tasks.slow_or_pid"]
     assert scores(["a", "b"], *own) == [os.getpid()] * 2
     for number in (1, 2):
-        task = task_of(*own, f"task.verifier_processes={number}", "task.verifier_seconds=0.5")
+        task = task_of(*own, f"task.verifier_processes={number}", "task.verifier_seconds=2")
         try:
             found = task.scores([(task.prompt(0), text, True) for text in ("slow", "a", "slow", "b", "c")])
         finally:

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection, wait
 
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.rollouts.verifiers import Named, Question
+from pgtoolkit.system.report import refusal
 
 log = logging.getLogger("pgtoolkit")
 
@@ -110,7 +111,9 @@ class VerifierProcesses:
             if not worker.ready:
                 got = f"none within {START_SECONDS} seconds" if late else f"one that ended: {how}"
                 names = ", ".join(f"{one.key}={one.name}" for one in self._named)
-                raise ConfigError(f"{names} needs a process that imports it (got {got}).") from None
+                reason = "Importing it runs its code."
+                use = "a verifier whose module can be imported in seconds"
+                raise ConfigError(refusal(names, "a process that imports it", got, reason, use)) from None
             return {"none": TIMEOUT} if late else {"none": CRASH, "how": how}
         if not worker.ready and "error" in answer:
             raise ConfigError(answer["error"])
