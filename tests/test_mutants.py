@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from mutants_of_keys import MUTANTS_OF_KEYS
 from mutants_of_losses import MUTANTS_OF_LOSSES, MUTANTS_ON_A_GPU
+from mutants_of_prompts import MUTANTS_OF_PROMPTS
 from mutants_of_ranks import MUTANTS_OF_RANKS
 from mutants_of_rollouts import MUTANTS_OF_ROLLOUTS
 from mutants_of_runs import MUTANTS_OF_RUNS
@@ -44,6 +45,7 @@ MUTANTS = [
     for row in (
         *MUTANTS_OF_KEYS,
         *MUTANTS_OF_LOSSES,
+        *MUTANTS_OF_PROMPTS,
         *MUTANTS_OF_RANKS,
         *MUTANTS_OF_ROLLOUTS,
         *MUTANTS_OF_RUNS,

@@ -27,7 +27,7 @@ def work(socket: int) -> None:
     """
     connection = Connection(socket)
     signal.signal(signal.SIGIO, signal.SIG_DFL)
-    fcntl.fcntl(socket, fcntl.F_SETOWN, -os.getpgrp())  # with the processes that a verifier has started
+    fcntl.fcntl(socket, fcntl.F_SETOWN, -os.getpgrp())  # the whole group, of which this process is the first
     with contextlib.suppress(EOFError, OSError):
         named = json.loads(connection.recv_bytes())
         try:
@@ -44,6 +44,7 @@ def work(socket: int) -> None:
             except DataError as error:
                 answer = {"error": str(error)}
             _send(connection, answer)
+    os.killpg(os.getpgrp(), signal.SIGKILL)  # with what verifiers have left behind
 
 
 def _send(connection: Connection, answer: dict) -> None:

@@ -113,6 +113,7 @@ def test_a_text_alone_where_there_is_no_template_or_never():
         (DEAF, Chat.auto, "one that leaves it out"),
         (NO_SYSTEM, Chat.auto, "one that says: System role not supported"),
     ],
+    ids=["no template", "never", "left out", "refused"],
 )
 def test_a_system_prompt_that_would_be_ignored_is_refused(template, chosen, got):
     with pytest.raises(ConfigError) as error:

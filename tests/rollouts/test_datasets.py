@@ -164,6 +164,7 @@ def test_chats_are_read_from_every_kind_of_file(tmp_path):
         ([*CHAT, {"role": "assistant", "content": "42"}], "needs a last message that the model is to answer"),
         ([{"role": "user", "content": ""}], "needs a last message with a text"),
     ],
+    ids=["none", "texts", "one", "no content", "parts", "answered", "empty"],
 )
 def test_what_is_no_chat_is_refused_with_its_row(tmp_path, prompt, reason):
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": prompt, "answer": 1}) + "\n")

@@ -109,16 +109,17 @@ class Seen:
 def test_tokens_hold_the_string_and_the_scored_text_does_not(byte_level):
     task, prompt = Seen(), Prompt("?", "", 0, "p")
     tokenized = TokenizedTask(task, byte_level, [byte_level.eos_token_id], stop=["</answer>"])
-    completions = []
+    completions, pieces = [], byte_level.convert_tokens_to_ids([*"so</answer>"])
     for text, ending, reason in [
         ("so </answer>", [], "stop"),
+        ("", pieces, "stop"),  # whose last token is only the end of the string
         ("so", [byte_level.eos_token_id], "stop"),
         ("so </answer", [], "length"),
     ]:
         tokens = torch.tensor([*byte_level(text, add_special_tokens=False).input_ids, *ending])
         completions.append(Completion(tokens, torch.zeros(len(tokens)), reason, 0))
-    tokenized.scores([prompt] * 3, completions)
-    assert task.answers == [("so ", True), ("so", True), ("so </answer", False)]
+    tokenized.scores([prompt] * 4, completions)
+    assert task.answers == [("so ", True), ("so", True), ("so", True), ("so </answer", False)]
 
 
 @pytest.fixture
@@ -157,14 +158,15 @@ def test_the_sampler_ends_at_a_string_and_keeps_its_log_probs(folder):
 
 
 def test_a_string_that_the_prompt_begins_ends_nothing(folder):
-    """The prompts end in 0= and 1=; `=1` is met where a completion begins with a 1, if the prompt counted."""
-    sampler, policy = sampler_and_policy(folder, "rollout.stop=['=1']")
-    completions = sampled(sampler)
-    assert any(one.tokens[0] == 1 for one in completions[:32])
-    for one in completions:
-        text = policy.tokenizer.decode(one.tokens, skip_special_tokens=True)
-        assert shortest(policy.tokenizer, one.tokens.tolist(), ["=1"]) == (len(one.tokens) if "=1" in text else None)
-    assert all(len(one.tokens) > 1 for one in completions[:32] if one.tokens[0] == 1)
+    """Two of the prompts end in `=`, and some of their completions begin with one of these digits."""
+    strings = ["=1", "=2", "=3"]
+    plain, policy = sampler_and_policy(folder)
+    stopping, _ = sampler_and_policy(folder, f"rollout.stop={strings}")
+    begun = 0
+    for place, (whole, cut) in enumerate(zip(sampled(plain), sampled(stopping), strict=True)):
+        assert torch.equal(cut.tokens, whole.tokens[: shortest(policy.tokenizer, whole.tokens.tolist(), strings)])
+        begun += place < 32 and int(whole.tokens[0]) in (1, 2, 3)
+    assert begun > 4
 
 
 def test_sampling_stops_once_every_completion_has_ended(folder):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -141,9 +140,15 @@ def test_a_module_that_imports_slowly_has_its_time(processes, tmp_path, monkeypa
 
 
 def test_what_a_verifier_started_ends_with_it(processes, tmp_path):
-    """After its time, with the process group."""
-    assert processes(1, 3.0).scores(questions(f"child {tmp_path / 'pids'}")) == [TIMEOUT]
-    assert gone(map(int, (tmp_path / "pids").read_text().split()))
+    """After its time, and what it has left behind when the run ends."""
+    found = processes(1, 3.0)
+    assert found.scores(questions(f"child {tmp_path / 'pids'}")) == [TIMEOUT]
+    assert gone([int(pid) for pid in (tmp_path / "pids").read_text().split()])
+    assert found.scores(questions(f"leave {tmp_path / 'left'}")) == [1.0]
+    left = [int((tmp_path / "left").read_text())]
+    assert is_running(*left)
+    found.close()
+    assert gone(left)
 
 
 PARENT = """
@@ -151,23 +156,28 @@ import sys
 from pgtoolkit.rollouts.verifier_processes import VerifierProcesses
 from pgtoolkit.rollouts.verifiers import Named, Question
 found = VerifierProcesses([Named("task.verifier", "builders.verifiers_for_tests.scripted")], 3, 600)
-found.scores([Question(0, text, "", "it") for text in ("pid", "sleep 0.3", "sleep 0.3")])
+found.scores([Question(0, text, "", "it") for text in (f"leave {sys.argv[3]}", "sleep 0.3", "sleep 0.3")])
 print(*(worker._process.pid for worker in found._workers), flush=True)
-if sys.argv[1] != "idle":
+if sys.argv[1] == "idle 9":
+    import time
+    time.sleep(600)
+if sys.argv[1].startswith("busy"):
     found.scores([Question(0, text, "", "it") for text in ("spin", f"child {sys.argv[2]}", "sleep 600")])
 """
 
 
 @pytest.mark.parametrize(
-    ("state", "number"), [("busy", signal.SIGKILL), ("busy", signal.SIGTERM), ("busy", signal.SIGINT), ("idle", None)]
+    ("state", "number"),
+    [*(("busy", number) for number in (9, 15, 2)), ("idle", 9), ("idle", None)],  # None: it comes to its end
 )
 def test_no_process_outlives_the_one_that_trains(tmp_path, state, number):
     """Also where it is killed while verifiers spin in C, with the processes that they have started."""
-    arguments = [sys.executable, "-c", PARENT, state, str(tmp_path / "pids")]
+    arguments = [sys.executable, "-c", PARENT, f"{state} {number}", str(tmp_path / "pids"), str(tmp_path / "left")]
     where = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=where) as parent:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 3
+        pids.append(int((tmp_path / "left").read_text()))
         if state == "busy":
             end = time.monotonic() + 60
             while len((tmp_path / "pids").read_text().split() if (tmp_path / "pids").exists() else []) < 2:
@@ -175,6 +185,7 @@ def test_no_process_outlives_the_one_that_trains(tmp_path, state, number):
                 time.sleep(0.05)
             pids += map(int, (tmp_path / "pids").read_text().split())
             assert all(map(is_running, pids))
+        if number is not None:
             parent.send_signal(number)
         parent.wait(60)
     assert gone(pids)
