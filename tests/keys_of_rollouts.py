@@ -172,6 +172,25 @@ def max_sequences():
             assert_old_log_probs(document, log_probs_of(module, document).gather(-1, completion_of(document))[:, 0])
 
 
+@key("sampler/transformers.static_cache")
+def static_cache(monkeypatch):
+    """With it the attention of each token looks at as many places, without it at one more than that before."""
+    attention, found = torch.nn.functional.scaled_dot_product_attention, []
+
+    def noted(query, key, *more, **options):
+        found.append(key.shape[2])
+        return attention(query, key, *more, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    for value, sizes in (("null", {4, 5, 6, 7}), ("false", {4, 5, 6, 7}), ("true", {4, 64})):
+        module, loader = module_and_steps(f"sampler.static_cache={value}", "rollout.old_log_probs=sampling")
+        found.clear()
+        documents = next(iter(loader)).documents
+        assert set(found) == sizes
+        for document in documents:
+            assert_old_log_probs(document, log_probs_of(module, document).gather(-1, completion_of(document))[:, 0])
+
+
 @key("rollout/recorded.path")
 def recorded_path(tmp_path):
     for name, tokens in (("a", [5, 1, 2, 3, 4]), ("b", [6, 1, 2, 3, 4])):

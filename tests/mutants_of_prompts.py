@@ -63,19 +63,25 @@ MUTANTS_OF_PROMPTS = [
         "a completion that a stop string ended counts as truncated",
         "rollouts/samplers.py",
         {'"stop" if len(places) or stopped is not None else "length"': '"stop" if len(places) else "length"'},
-        (f"{STOPS}::test_the_sampler_ends_at_a_string_and_keeps_its_log_probs",),
+        (f"{STOPS}::test_the_sampler_ends_at_a_string_and_keeps_its_log_probs[null]",),
     ),
     (
         "a stop string that the prompt begins ends a completion",
         "rollouts/samplers.py",
-        {"functools.partial(self._stopped, longest)": "functools.partial(self._stopped, longest - 1)"},
+        {"self._stopped(whole[:, longest:], 1)": "self._stopped(whole[:, longest - 1 :], 1)"},
         (f"{STOPS}::test_a_string_that_the_prompt_begins_ends_nothing",),
     ),
     (
         "sampling goes on after every completion has ended with a stop string",
         "rollouts/samplers.py",
-        {"[functools.partial(self._stopped, longest)] if self._stops else []": "[]"},
+        {"self._stopped(whole[:, longest:], 1)] if self._stops else []": "self._stopped(whole[:, longest:], 1)][:0]"},
         (f"{STOPS}::test_sampling_stops_once_every_completion_has_ended",),
+    ),
+    (
+        "a static cache overlooks the stop strings before the last of its tokens",
+        "model/decoding.py",
+        {"so_far - self._asked)": "1)"},
+        (f"{STOPS}::test_a_static_cache_looks_for_strings_every_32_tokens",),
     ),
     (
         "an Arrow stream that was cut off between two batches is read as a shorter one",

@@ -37,7 +37,7 @@ HOW_SCORED = ("task.verifier_processes", "task.verifier_seconds")
 _PROMPTS = {"chat": "never", "system_prompt": None, "max_prompt_length": None}
 ADDED_LATER = {
     "parallelism": {"shard": False, "timeout_seconds": 300},
-    "sampler": {"name": "transformers", "max_sequences": None},
+    "sampler": {"name": "transformers", "max_sequences": None, "static_cache": None},
     "rollout/policy": {"stop": []},
     "task/prompts": {
         **{"split": None, "verifiers": {}, "verifier_processes": 0, "verifier_seconds": None},

@@ -173,6 +173,7 @@ class RecordedRolloutConfig:
 class TransformersSamplerConfig:
     name: str
     max_sequences: int | None = between(1, 10**6)
+    static_cache: bool | None
 
 
 @dataclass

@@ -18,6 +18,7 @@ from pgtoolkit.rollouts.packing import cut, pack
 from pgtoolkit.rollouts.prompts import TokenizedTask
 from pgtoolkit.rollouts.samplers import Completion, Request, Sampler
 from pgtoolkit.rollouts.shuffle import seed_of
+from pgtoolkit.rollouts.stages import Stages
 from pgtoolkit.rollouts.tasks import Prompt, Score
 from pgtoolkit.rollouts.writer import RolloutWriter
 
@@ -65,6 +66,7 @@ class PolicyRollouts:
         self._trained = trained
         self._layout = layout
         self._writer = writer
+        self._stages = Stages()
         self._batch_size = self._config.prompts_per_batch * self._config.group_size
         self._number = -1
         self._documents: list[Document] = []
@@ -88,6 +90,9 @@ class PolicyRollouts:
         self._number = state["number"]
         self._documents = [Document(**document) for document in state["documents"]]
 
+    def seconds(self) -> dict[str, float]:
+        return self._stages.taken()
+
     def close(self) -> None:
         self._task.close()
         self._sampler.close()
@@ -108,17 +113,20 @@ class PolicyRollouts:
         size = self._config.group_size
         prompts = [self._task.prompt(number) for number in numbers]
         tokens = self._task.encode(prompts)
-        self._sampler.publish(self._trained.policy.weights, self._trained.num_updates)
         seeds = [seed_of(self._seed, number) for number in numbers]
         requests = [Request(one, size, seed) for one, seed in zip(tokens, seeds, strict=True)]
-        completions = self._sampler.complete(requests)
-        scores = self._task.scores([prompt for prompt in prompts for _ in range(size)], completions)
+        with self._stages.timed("sampling"):
+            self._sampler.publish(self._trained.policy.weights, self._trained.num_updates)
+            completions = self._sampler.complete(requests)
         documents = []
-        for i, prompt in enumerate(prompts):
-            own = slice(i * size, (i + 1) * size)
-            documents += self._group(prompt, tokens[i], completions[own], scores[own])
+        with self._stages.timed("scoring"):
+            scores = self._task.scores([prompt for prompt in prompts for _ in range(size)], completions)
+            for i, prompt in enumerate(prompts):
+                own = slice(i * size, (i + 1) * size)
+                documents += self._group(prompt, tokens[i], completions[own], scores[own])
         if self._config.old_log_probs == OldLogProbs.training:
-            documents = self._with_training_log_probs(documents)
+            with self._stages.timed("old_log_probs"):
+                documents = self._with_training_log_probs(documents)
         return [documents[i : i + size] for i in range(0, len(documents), size)]
 
     def _group(

@@ -79,6 +79,9 @@ class RecordedRollouts:
         group = epoch * self._num_groups + int(self._group[index])
         return row.document(advantage, group, name if epoch == 0 else f"{name} (epoch {epoch + 1})")
 
+    def seconds(self) -> dict[str, float]:
+        return {}
+
     def close(self) -> None:
         """Files are opened for each row anew."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -12,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from pgtoolkit.config.rules.parallelism import MODEL_TYPES
 from pgtoolkit.config.schema import Config
-from pgtoolkit.errors import NumericalError
+from pgtoolkit.errors import ConfigError, NumericalError
 from pgtoolkit.rollouts.stops import StopStrings
 from pgtoolkit.system.model_folder import end_tokens
 
@@ -76,24 +76,37 @@ class Sampler(Protocol):
 
 
 class TransformersSampler:
-    """Samples from the model in training itself, many prompts in one batch with a KV cache.
+    """Samples from the model in training, many prompts in one batch with a KV cache.
 
-    policy: a `Policy`.
+    policy: a `Policy`. keeps_weights: whether to sample from a copy of the weights that were published last, as is done
+        anyway where the model computes in another type than its weights have; else from the policy itself.
     settings: how completions are sampled; of the model's own generation_config.json only the ends are taken.
+    Raises ConfigError for sampler.static_cache=true with a model that it is not known to work for.
     """
 
-    def __init__(self, policy: Any, config: Config):
-        rollout = config.rollout
+    def __init__(self, policy: Any, config: Config, keeps_weights: bool = False):
+        rollout, self._static_cache = config.rollout, config.sampler.static_cache
+        if self._static_cache and not policy.can_decode:
+            raise ConfigError(
+                f"sampler.static_cache=true needs a model of type {', '.join(MODEL_TYPES)} with ordinary rotary "
+                f"positions (got {policy.model.config.model_type}). It is not known to be computed rightly otherwise. "
+                "Use sampler.static_cache=null."
+            )
         sizes = rollout.temperature, rollout.top_p, rollout.max_completion_length
         self.settings = sampling_settings(policy.model, policy.tokenizer, *sizes)
-        self._policy, self._version = policy, 0
+        self._live, self._version = policy, 0
+        self._policy = None if keeps_weights or policy.compute_dtype != torch.float32 else policy
         self._fp32_lm_head = config.model.fp32_lm_head
         self._max_sequences = config.sampler.max_sequences
         self._stops = StopStrings(rollout.stop, policy.tokenizer)
 
     def publish(self, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
-        """Keeps no copy: updates of the policy show at once."""
+        """A copy keeps these weights until others are published; the policy's own updates show at once."""
         self._version = version
+        if self._policy is not self._live:
+            # Only now is the model on the device that it is trained on.
+            self._policy = self._policy or self._live.copied()
+            self._policy.load(weights())
 
     def complete(self, requests: list[Request]) -> list[Completion]:
         """Draws from torch's global random state. Keeps one log-prob per token, however large the vocabulary."""
@@ -105,9 +118,36 @@ class TransformersSampler:
     def close(self) -> None:
         """Nothing was started."""
 
-    @torch.no_grad()
     def _complete(self, prompts: list[list[int]]) -> list[Completion]:
         """One completion of each prompt, all sampled at once."""
+        static = self._policy.model.device.type == "cuda" if self._static_cache is None else self._static_cache
+        sample = self._decoded if static and self._policy.can_decode else self._generated
+        tokens, log_probs = (found.cpu() for found in sample(prompts))
+        return [self._completion(*row) for row in zip(tokens, log_probs, strict=True)]
+
+    def _decoded(self, prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """Tokens and log-probs, (B, C), by a cache of fixed size."""
+        settings, processors = self.settings, _temperature_and_top_p(self.settings)
+
+        def draw(logits: Tensor) -> tuple[Tensor, Tensor]:
+            scores = logits.float()
+            for process in processors:
+                scores = process(None, scores)
+            # The largest of all scores, each less the logarithm of an exponential number, is a draw from softmax.
+            tokens = (torch.empty_like(scores).exponential_().log_().neg_() + scores).argmax(-1)
+            return tokens, scores.gather(-1, tokens[:, None])[:, 0] - scores.logsumexp(-1)
+
+        stopped = self._stopped if self._stops else None
+        found = self._policy.decode(prompts, settings.max_new_tokens, self._ends(), draw, self._fp32_lm_head, stopped)
+        if found[0].is_cuda:
+            torch.cuda.empty_cache()  # else nothing but sampling can use what the graphs had
+        if not found[1].isfinite().all():
+            raise _not_finite()
+        return found
+
+    @torch.no_grad()
+    def _generated(self, prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """Tokens and log-probs, (B, C), by transformers, for any of its models."""
         from transformers.generation import LogitsProcessorList
 
         model, padding = self._policy.model, self.settings.pad_token_id
@@ -125,27 +165,27 @@ class TransformersSampler:
                 attention_mask=attention_mask,
                 generation_config=settings,
                 logits_processor=processors,
-                stopping_criteria=[functools.partial(self._stopped, longest)] if self._stops else [],
+                # Not transformers' own for stop strings, which counts those that the prompt begins.
+                stopping_criteria=[lambda whole, *_, **__: self._stopped(whole[:, longest:], 1)] if self._stops else [],
             )
-        sampled, found = whole[:, longest:].cpu(), log_probs.of(whole[:, longest:]).cpu()
-        return [self._completion(*row) for row in zip(sampled, found, strict=True)]
+        return whole[:, longest:], log_probs.of(whole[:, longest:])
 
-    def _stopped(self, prompt_length: int, tokens: Tensor, scores: Tensor, **_) -> Tensor:
-        """(B,) bool, a stopping criterion of transformers: which rows have written a stop string.
+    def _ends(self) -> list[int]:
+        ends = self.settings.eos_token_id
+        return [] if ends is None else [ends] if isinstance(ends, int) else ends
 
-        Not its own StopStringCriteria, which would count a string that the prompt begins, or a special token's name.
-        """
-        last = tokens[:, max(prompt_length, tokens.shape[1] - self._stops.window) :].tolist()
+    def _stopped(self, written: Tensor, new: int) -> Tensor:
+        """(B,) bool: in which rows of tokens, (B, C), one of the last `new` has completed a stop string."""
+        last = written[:, -(self._stops.window + new) :].tolist()
         found = [
-            seems and self._stops.end(tokens[row, prompt_length:].tolist()) is not None
+            seems and self._stops.end(written[row].tolist()) is not None
             for row, seems in enumerate(self._stops.seem_to_end(last))
         ]
-        return torch.tensor(found, device=tokens.device)
+        return torch.tensor(found, device=written.device)
 
     def _completion(self, tokens: Tensor, log_probs: Tensor) -> Completion:
         """Without what follows the first end-of-sequence token or stop string."""
-        ends = torch.tensor([] if self.settings.eos_token_id is None else self.settings.eos_token_id).view(-1)
-        places = torch.isin(tokens, ends).nonzero()
+        places = torch.isin(tokens, torch.tensor(self._ends())).nonzero()
         length = int(places[0]) + 1 if len(places) else len(tokens)
         stopped = self._stops.end(tokens[:length].tolist())
         reason = "stop" if len(places) or stopped is not None else "length"
@@ -154,7 +194,7 @@ class TransformersSampler:
 
     def ignored_settings(self) -> dict[str, Any]:
         """What of the model's own settings, from its generation_config.json, would sample differently."""
-        own = self._policy.model.generation_config.to_dict()
+        own = self._live.model.generation_config.to_dict()
         found = {key: own.get(key) for key in _NEUTRAL}
         return {
             key: value
@@ -244,7 +284,11 @@ def _finite_probabilities():
     except RuntimeError as error:
         if "probability tensor contains" not in str(error):
             raise
-        raise NumericalError(
-            "the policy's probabilities are not finite, so no completion can be sampled. An update has driven its "
-            "weights out of range: resume from the last checkpoint with a smaller optimizer.learning_rate."
-        ) from error
+        raise _not_finite() from error
+
+
+def _not_finite() -> NumericalError:
+    return NumericalError(
+        "the policy's probabilities are not finite, so no completion can be sampled. An update has driven its "
+        "weights out of range: resume from the last checkpoint with a smaller optimizer.learning_rate."
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -35,6 +36,10 @@ class Source(Protocol):
     def state_dict(self) -> dict: ...
 
     def load_state_dict(self, state: dict) -> None: ...
+
+    def seconds(self) -> dict[str, float]:
+        """What making documents took since the last call, by stage; nothing where they are only read."""
+        ...
 
     def close(self) -> None: ...
 
@@ -77,7 +82,8 @@ class StepLoader:
             if not documents:
                 return
             self._num_steps += 1
-            yield make_step(documents, self._accumulation.max_tokens, self.state_dict(), rank, size)
+            step = make_step(documents, self._accumulation.max_tokens, self.state_dict(), rank, size)
+            yield replace(step, seconds=self._source.seconds())
 
     def state_dict(self) -> dict:
         return {"position": self._position, "num_steps": self._num_steps, "source": self._source.state_dict()}

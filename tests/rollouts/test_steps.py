@@ -30,6 +30,12 @@ class Files:
     def batch_end(self, position):
         return next(end for end in self._ends if end > position)
 
+    def seconds(self):
+        return {}
+
+    def close(self):
+        pass
+
     def state_dict(self):
         return {}
 

@@ -131,6 +131,7 @@ def folder(tmp_path):
 def sampler_and_policy(folder, *overrides):
     own = [one for one in SHORT if not one.startswith(("model.", "rollout.max"))]
     chosen = [*own, "model=huggingface", f"model.path={folder}", "rollout.max_completion_length=20", *overrides]
+    chosen = list({one.partition("=")[0]: one for one in chosen}.values())
     module, loader = build(OmegaConf.to_object(config_of(*chosen)))
     return sampler_of(loader), module.policy
 
@@ -143,10 +144,12 @@ def sampled(sampler, seed=0):
     return sampler.complete([Request(prompt, 16, 0) for prompt in PROMPTS])
 
 
-def test_the_sampler_ends_at_a_string_and_keeps_its_log_probs(folder):
+@pytest.mark.parametrize("static_cache", ["null", "true"])
+def test_the_sampler_ends_at_a_string_and_keeps_its_log_probs(folder, static_cache):
     """Up to its end each completion is the one without stop strings: the same draws, the same log-probs."""
-    plain, policy = sampler_and_policy(folder)
-    stopping, _ = sampler_and_policy(folder, "rollout.stop=['12','7=','333']")
+    own = f"sampler.static_cache={static_cache}"
+    plain, policy = sampler_and_policy(folder, own)
+    stopping, _ = sampler_and_policy(folder, "rollout.stop=['12','7=','333']", own)
     tokenizer, reasons = policy.tokenizer, set()
     for whole, cut in zip(sampled(plain), sampled(stopping), strict=True):
         end = shortest(tokenizer, whole.tokens.tolist(), ["12", "7=", "333"])
@@ -179,6 +182,25 @@ def test_sampling_stops_once_every_completion_has_ended(folder):
     assert {len(one.tokens) for one in completions} == {1}
     assert {one.finish_reason for one in completions} == {"stop"}
     assert len(passes) == 1
+
+
+def test_a_static_cache_looks_for_strings_every_32_tokens(folder):
+    """And at all that was written since it looked last: those that end at the first token, and in between."""
+    small_llama(max_position_embeddings=256).save_pretrained(folder)
+    own = ["sampler.static_cache=true", "rollout.max_completion_length=100", "accumulation.max_tokens=128"]
+    for character, most in (("0123456789=", 33), ("3", 99)):
+        strings = ",".join(f"'{one}'" for one in character)
+        sampler, policy = sampler_and_policy(folder, *own, f"rollout.stop=[{strings}]")
+        rows = []
+        policy.model.base_model.register_forward_hook(lambda _, inputs, out, rows=rows: rows.append(len(out[0])))
+        completions = sampled(sampler)
+        for one in completions:
+            text = policy.tokenizer.decode(one.tokens, skip_special_tokens=True)
+            assert not set(text[:-1]) & set(character)
+            assert one.finish_reason == "stop" or len(one.tokens) == 100
+        assert len(rows) <= most
+        assert rows[0] == 48
+        assert rows[-1] < 48 or len(rows) == 33
 
 
 def test_a_stopped_completion_is_not_truncated_in_training(folder, tmp_path):
