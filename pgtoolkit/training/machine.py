@@ -59,7 +59,8 @@ def _functions(c: Any, report: Report) -> None:
     """The functions that were typed can be imported and called."""
     wanted = []
     if c.rollout.name == "policy" and c.task.name == "prompts":
-        several = [(f"task.verifiers.{name}.", one) for name, one in vars(c.task.verifiers).items()]
+        named = getattr(c.task.verifiers, "__dict__", {})
+        several = [(f"task.verifiers.{name}.", one) for name, one in named.items()]
         for prefix, one in several or [("task.", c.task)]:
             path = getattr(one, "verifier", None)
             if "." in str(path):

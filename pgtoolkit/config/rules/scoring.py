@@ -18,7 +18,7 @@ _EXAMPLE = "'task.verifiers={answer: {verifier: math_verify}, short: {verifier: 
 def chat(c: Any, report: Report) -> None:
     """A system message needs a chat template; whether the model's tokenizer has one, only the tokenizer knows."""
     system = c.task.system_prompt
-    if system is None:
+    if not isinstance(system, str):
         return
     if c.model.name == "tiny" or c.task.chat == "never":
         got = "model=tiny, which has none" if c.model.name == "tiny" else "task.chat=never"
@@ -28,6 +28,11 @@ def chat(c: Any, report: Report) -> None:
 
 
 def stop(c: Any, report: Report) -> None:
+    given = c.rollout.stop
+    if not isinstance(given, list) or not all(isinstance(one, str) for one in given):  # as an interpolation may give
+        reason, use = "Each of them ends a completion.", "rollout.stop=[]"
+        report.refuse("rollout.stop", "a list of texts", "something else", reason, use)
+        return
     for one in c.rollout.stop:
         if one == "":
             reason = "Every completion contains it."
@@ -45,6 +50,9 @@ def _backslashes(key: str, value: str, report: Report) -> None:
 
 def verifiers(task: Any, report: Report) -> set[str]:
     """Exactly one of task.verifier and task.verifiers, each with what it needs; returns those that are used."""
+    if not hasattr(task.verifiers, "__dict__"):  # as an interpolation may give
+        report.refuse("task.verifiers", "a dictionary", task.verifiers, "It names the verifiers.", _EXAMPLE)
+        return set()
     several = vars(task.verifiers)
     if several:
         _instead_of_one(task, report)
