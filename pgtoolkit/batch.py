@@ -26,6 +26,7 @@ class Document:
     group: number of the document's prompt group, unique within the run's data.
     name: how messages call the document, such as `rollouts.jsonl:12`.
     reward, exact_match, truncated, model_version: what the source knows, or None.
+    measures: further numbers by name, such as reward/format; their means over a step are metrics of these names.
 
     Raises ValueError where the numbers do not belong to these tokens.
     """
@@ -42,6 +43,7 @@ class Document:
     model_version: int | None = None
     sampling_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
+    measures: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self):
         trained = int(self.loss_mask.sum())

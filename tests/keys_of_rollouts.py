@@ -1,12 +1,9 @@
-"""Rows of `test_keys.py`: the seed, the task, and where rollouts come from."""
+"""Rows of `test_keys.py`: the seed, and where rollouts come from."""
 
 from __future__ import annotations
 
 import copy
-import importlib.machinery
 import itertools
-import json
-import sys
 import types
 
 import pytest
@@ -17,7 +14,6 @@ from keys import (
     logits_of,
     loss_as_specified,
     module_and_steps,
-    module_of,
     recorded,
     rows_file,
 )
@@ -46,113 +42,6 @@ def seed():
     for number, found in ((7, documents), (8, others)):
         task = make_task(module.config.task, number)
         assert [prompt_of(module, d) for d in found[::4]] == [task.prompt(i).text for i in range(4)]
-
-
-def task_of(*overrides):
-    module = module_of(*overrides)
-    return make_task(module.config.task, module.config.seed)
-
-
-@key("task/reverse.name", "task/reasoning_gym.name", "task/prompts.name")
-def task_name(tmp_path, monkeypatch):
-    stand_in_gym(monkeypatch)
-    found = task_of(), task_of("task=reasoning_gym", "task.dataset=sums"), task_of(*prompts(tmp_path))
-    assert [type(task).__name__ for task in found] == ["ReverseTask", "ReasoningGymTask", "PromptsTask"]
-
-
-@key("task/reverse.num_digits")
-def num_digits():
-    for number in (1, 5):
-        module, documents = sampled(f"task.num_digits={number}", "rollout.max_completion_length=6")
-        assert {len(prompt_of(module, document)) for document in documents} == {number + 1}
-
-
-def stand_in_gym(monkeypatch) -> None:
-    """For the package, an extra, so that what it is asked for is seen: its questions name data set and options."""
-
-    class Data(list):
-        def score_answer(self, answer, entry):
-            return float(answer == entry["answer"])
-
-    def create_dataset(name, seed, size, terms=0, long=None):
-        questions = [f"{name} {seed} {terms} {i}" + 30 * "!" * (i == long) for i in range(size)]
-        return Data({"question": question, "answer": f"{i}"} for i, question in enumerate(questions))
-
-    package, factory = types.ModuleType("reasoning_gym"), types.ModuleType("reasoning_gym.factory")
-    package.__spec__ = importlib.machinery.ModuleSpec("reasoning_gym", None)
-    package.create_dataset, factory.DATASETS = create_dataset, {"sums": None, "dice": None}
-    monkeypatch.setitem(sys.modules, "reasoning_gym", package)
-    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", factory)
-
-
-@key("task/reasoning_gym.dataset", "task/reasoning_gym.options")
-def reasoning_gym(monkeypatch):
-    stand_in_gym(monkeypatch)
-    for dataset, terms, size in (("sums", 3, 2), ("dice", 5, 3)):
-        options = ["task=reasoning_gym", f"task.dataset={dataset}", f"task.options={{terms: {terms}, size: {size}}}"]
-        module, documents = sampled(*options, "seed=6")
-        expected = [f"{dataset} 6 {terms} {i % size}" for i in range(4)]
-        assert [prompt_of(module, document) for document in documents[::4]] == expected
-
-
-def prompts(folder, name="prompts.jsonl", offset=0) -> list[str]:
-    rows = [{"prompt": f"{i}?", "answer": i, "question": f"{i}!", "solution": -i} for i in range(offset, offset + 4)]
-    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return ["task=prompts", f"task.path={folder / name}"]
-
-
-@key("task/prompts.path", "task/prompts.prompt_field")
-def prompts_path(tmp_path):
-    first, second = prompts(tmp_path), prompts(tmp_path, "others.jsonl", offset=5)
-    for chosen, expected in (
-        (first, "0? 1? 2? 3?"),
-        (second, "5? 6? 7? 8?"),
-        ([*second, "task.prompt_field=question"], "5! 6! 7! 8!"),
-    ):
-        module, documents = sampled(*chosen)
-        assert sorted({prompt_of(module, document) for document in documents}) == expected.split()
-
-
-@key("task/reasoning_gym.too_long", "task/prompts.too_long")
-def too_long(tmp_path, monkeypatch):
-    """A document has room for 24 tokens, four of them the completion's."""
-    stand_in_gym(monkeypatch)
-    gym = ["task=reasoning_gym", "task.dataset=sums", "task.options={long: 1, size: 4}"]
-    file = prompts(tmp_path)
-    with (tmp_path / "prompts.jsonl").open("a") as added:
-        added.write(json.dumps({"prompt": 30 * "7", "answer": 7}))
-    for chosen, expected in ((gym, "sums 0 0 0|sums 0 0 2|sums 0 0 3"), (file, "0?|1?|2?|3?")):
-        with pytest.raises(DataError, match=r"task\.too_long=skip"):
-            sampled(*chosen, "task.too_long=refuse")
-        module, documents = sampled(*chosen, "task.too_long=skip")
-        assert sorted({prompt_of(module, document) for document in documents}) == expected.split("|")
-
-
-def scores(texts, *overrides):
-    """Of completions of the prompt whose answer is 3 and whose solution is -3."""
-    task = task_of(*overrides)
-    prompt = next(found for found in map(task.prompt, range(4)) if found.text == "3?")
-    return [task.score(prompt, text, True).reward for text in texts]
-
-
-@key("task/prompts.answer_field")
-def answer_field(tmp_path):
-    assert scores(["3", "-3"], *prompts(tmp_path)) == [1, 0]
-    assert scores(["3", "-3"], *prompts(tmp_path), "task.answer_field=solution") == [0, 1]
-
-
-def half_of_length(completion, answer):
-    return len(completion + answer) / 2
-
-
-@key("task/prompts.verifier", "task/prompts.pattern")
-def verifier(tmp_path):
-    texts, chosen = ["3", "x=3", "y=3"], prompts(tmp_path)
-    assert scores(texts, *chosen) == [1, 0, 0]
-    assert scores(texts, *chosen, "task.verifier=keys_of_rollouts.half_of_length") == [1, 2, 2]
-    for letter, expected in (("x", [0, 1, 0]), ("y", [0, 0, 1])):
-        pattern = f"task.pattern='{letter}=(.*)'"
-        assert scores(texts, *chosen, "task.verifier=regular_expression", pattern) == expected
 
 
 @key("rollout/policy.name", "rollout/recorded.name")
@@ -221,6 +110,21 @@ def top_p():
             assert_old_log_probs(document, expected)
     _, everything = sampled("rollout.top_p=null", "rollout.old_log_probs=sampling")
     assert min(document.old_log_probs.min() for document in everything) < -3
+
+
+@key("rollout/policy.stop")
+def stop():
+    """A completion ends with the first of these characters, whose token it keeps."""
+    for strings in ("[]", "['1','2']", "['3']"):
+        module, documents = sampled(f"rollout.stop={strings}", "rollout.max_completion_length=9")
+        texts = [module.policy.tokenizer.decode(completion_of(d)[:, 0], skip_special_tokens=True) for d in documents]
+        stops = set(strings) & set("123")
+        inside = [[character in stops for character in text] for text in texts]
+        assert not any(place for one in inside for place in one[:-1])
+        assert any(one[-1:] == [True] for one in inside) == bool(stops)
+        assert all(
+            not document.truncated for document, one in zip(documents, inside, strict=True) if one[-1:] == [True]
+        )
 
 
 @key("rollout/policy.old_log_probs")

@@ -18,6 +18,7 @@ from mutants_of_keys import MUTANTS_OF_KEYS
 from mutants_of_lora import MUTANTS_OF_LORA
 from mutants_of_losses import MUTANTS_OF_LOSSES, MUTANTS_ON_A_GPU
 from mutants_of_penalties import MUTANTS_OF_PENALTIES
+from mutants_of_prompts import MUTANTS_OF_PROMPTS
 from mutants_of_ranks import MUTANTS_OF_RANKS
 from mutants_of_rollouts import MUTANTS_OF_ROLLOUTS
 from mutants_of_runs import MUTANTS_OF_RUNS
@@ -48,6 +49,7 @@ MUTANTS = [
         *MUTANTS_OF_LORA,
         *MUTANTS_OF_LOSSES,
         *MUTANTS_OF_PENALTIES,
+        *MUTANTS_OF_PROMPTS,
         *MUTANTS_OF_RANKS,
         *MUTANTS_OF_ROLLOUTS,
         *MUTANTS_OF_RUNS,

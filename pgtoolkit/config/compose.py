@@ -155,7 +155,7 @@ def _set(config: DictConfig, key: str, value: Any, groups: dict[str, list[str]])
     free = next((place for place in FREE_FORM if f"{key}.".startswith(f"{place}.")), None)
     if free and config[group := free.partition(".")[0]].name == FREE_FORM[free]:
         if key == free and not isinstance(value, dict):
-            return [override_problems.wrong_type(config, key, value, config[group]._get_node("options"))]
+            return [override_problems.wrong_type(config, key, value, config[group]._get_node(key.partition(".")[2]))]
         try:
             with open_dict(config):
                 OmegaConf.update(config, key, value, force_add=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from hydra.conf import HydraConf
 from hydra.core.override_parser.types import ChoiceSweep, Override
-from omegaconf import DictConfig, EnumNode, OmegaConf
+from omegaconf import DictConfig, EnumNode, ListConfig, OmegaConf
 
 from pgtoolkit.config.defaults import comment, default
 from pgtoolkit.config.files import default_options
@@ -152,6 +152,8 @@ def wrong_type(config: DictConfig, key: str, value: Any, node: Any) -> str:
         use = f"{key}={near}" if near else use
     elif isinstance(node, DictConfig):
         needs = "a dictionary"
+    elif isinstance(node, ListConfig):
+        needs = "a list of texts"
     else:
         needs = words.get(node._metadata.ref_type, "another type") + (" or null" if node._is_optional() else "")
     reason = comment(config, key) or "Every key has a type."

@@ -199,7 +199,7 @@ def vocabulary_size(model: Any, task: Any) -> int | None:
 
 def differences(config: Any, defaults: Any, prefix: str = "") -> Iterator[str]:
     """One line for each key whose value is not the default's."""
-    before = vars(defaults) if defaults is not None else {}
+    before = getattr(defaults, "__dict__", {})
     for key, value in vars(config).items():
         if hasattr(value, "__dict__"):
             yield from differences(value, before.get(key), f"{prefix}{key}.")

@@ -38,12 +38,21 @@ FIXED = {
 STEPS = ("accumulation", "accumulation.docs_per_step", "accumulation.last_step")
 """What must stay, too, where batches are sampled ahead: how many steps lie before one."""
 
+HOW_SCORED = ("task.verifier_processes", "task.verifier_seconds")
+"""Keys of a task that say how its verifier is run, not what it is."""
+
+_PROMPTS = {"chat": "never", "system_prompt": None, "max_prompt_length": None}
 ADDED_LATER = {
     "kl": {"kind": "none", "coefficient": None, "reference": None},
     "entropy": {"coefficient": 0.0},
     "model/huggingface": {"lora_rank": None, "lora_alpha": 32.0, "lora_targets": ["all-linear"]},
     "parallelism": {"shard": False, "timeout_seconds": 300},
-    "rollout/policy": {"lag": 0, "max_staleness": None},
+    "rollout/policy": {"lag": 0, "max_staleness": None, "stop": []},
+    "task/prompts": {
+        **{"split": None, "verifiers": {}, "verifier_processes": 0, "verifier_seconds": None},
+        **_PROMPTS,
+    },
+    "task/reasoning_gym": _PROMPTS,
     "tracking": {"system_metrics": False},
     "trainer": {"accept_changed_data": False},
 }
@@ -104,7 +113,7 @@ def cannot_change(config: DictConfig, override: Override, movable: set[str]) -> 
     key, value = override.key_or_group, override.value()
     if key in DATA and isinstance(value, str):
         value = absolute(key, value)
-    why = FIXED.get("task" if key.startswith("task.") else key)
+    why = FIXED.get("task" if key.startswith("task.") and key not in HOW_SCORED else key)
     if key in STEPS and any(OmegaConf.select(config, f"rollout.{name}") for name in ("lag", "max_staleness")):
         why = _AHEAD
     group = OmegaConf.select(config, key)

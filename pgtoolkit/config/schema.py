@@ -27,6 +27,7 @@ MetricsLevel = StrEnum("MetricsLevel", ["none", "basic", "with_entropy"])
 AdvantageEstimator = StrEnum("AdvantageEstimator", ["grpo", "dr_grpo", "rloo", "max_rl", "given"])
 KernelImplementation = StrEnum("KernelImplementation", ["auto", "torch", "triton", "fused_linear"])
 OldLogProbs = StrEnum("OldLogProbs", ["training", "sampling"])
+Chat = StrEnum("Chat", ["auto", "never"])
 TooLong = StrEnum("TooLong", ["refuse", "skip"])
 LastStep = StrEnum("LastStep", ["short", "drop", "carry"])
 NumberType = StrEnum("NumberType", ["auto", "float32", "bfloat16"])
@@ -147,6 +148,9 @@ class ReasoningGymTaskConfig:
     name: str
     dataset: str
     options: dict[str, Any]
+    chat: Chat
+    system_prompt: str | None
+    max_prompt_length: int | None = between(1, 10**7)
     too_long: TooLong
 
 
@@ -154,10 +158,17 @@ class ReasoningGymTaskConfig:
 class PromptsTaskConfig:
     name: str
     path: str
+    split: str | None
     prompt_field: str
     answer_field: str
-    verifier: str
+    verifier: str | None
     pattern: str | None
+    verifiers: dict[str, Any]
+    verifier_processes: int = between(0, 1024)
+    verifier_seconds: float | None = between(0.01, 86400)
+    chat: Chat
+    system_prompt: str | None
+    max_prompt_length: int | None = between(1, 10**7)
     too_long: TooLong
 
 
@@ -169,6 +180,7 @@ class PolicyRolloutConfig:
     max_completion_length: int = between(1, 10**6)
     temperature: float = between(0.01, 100)
     top_p: float | None = between(1e-6, 1)
+    stop: list[str]
     old_log_probs: OldLogProbs
     lag: int = between(0, 10**6)
     max_staleness: int | None = between(1, 10**6)
@@ -294,8 +306,9 @@ SCHEMAS = {
 }
 
 
-FREE_FORM = {"task.options": "reasoning_gym", "loss.options": "custom"}
-"""Where keys are not in the schema, and with which option: they belong to the data set, or to the user's family."""
+FREE_FORM = {"task.options": "reasoning_gym", "task.verifiers": "prompts", "loss.options": "custom"}
+"""Where keys are not in the schema, and with which option: they belong to the data set, are names that the user gives
+to verifiers, or belong to the user's family."""
 
 
 def register_schemas() -> None:

@@ -140,7 +140,9 @@ class Decoding:
     model: its body gives hidden states. logits: of hidden states (B, H). draw: tokens (B,) int64 and their log-probs,
     (B,) float32, of logits; on a GPU it may not wait for the device. `draw.generator` gives its random numbers (None:
     torch's global one), and `draw.check()` may raise between tokens. ends: (E,) int64, the tokens that end a
-    completion. Rows that have ended are computed on until half of all have: then they are dropped.
+    completion. stopped: which rows have ended otherwise, (B,) bool, given the tokens of all rows so far, (B, C), and
+    how many of them are new since it was last asked. Rows that have ended are computed on until half of all have: then
+    they are dropped.
     """
 
     def __init__(
@@ -149,8 +151,9 @@ class Decoding:
         logits: Callable[[Tensor], Tensor],
         draw: Callable[[Tensor], tuple[Tensor, Tensor]],
         ends: list[int],
+        stopped: Callable[[Tensor, int], Tensor] | None = None,
     ):
-        self._model, self._logits, self._draw = model, logits, draw
+        self._model, self._logits, self._draw, self._stopped = model, logits, draw, stopped
         self._device = model.device
         self._ends = torch.tensor(ends, dtype=torch.int64, device=self._device)
 
@@ -159,6 +162,7 @@ class Decoding:
         """Tokens and log-probs, (B, max_tokens); what follows a completion's end, or 0, is to be left out."""
         self._begin(prompts, max_tokens)
         segment = done = 1
+        self._asked = 0
         while done < max_tokens and len(self._rows):
             if done == segment:  # attention looks at places that are twice as many
                 segment = min(max(_FIRST_SEGMENT, 2 * segment), max_tokens)
@@ -207,6 +211,10 @@ class Decoding:
             for _ in range(count):
                 step()
             done += count
+            if self._stopped is not None:
+                so_far = int(self._place)
+                self._finished |= self._stopped(self.tokens[self._rows, :so_far], so_far - self._asked)
+                self._asked = so_far
             going = (~self._finished).nonzero()[:, 0]
             if 2 * len(going) <= len(self._rows):
                 self._drop_others(going)

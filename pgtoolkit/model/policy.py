@@ -115,15 +115,22 @@ class Policy:
         return can_decode(self.model)
 
     def decode(
-        self, prompts: list[list[int]], max_tokens: int, ends: list[int], draw: Callable, fp32_lm_head: bool
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        ends: list[int],
+        draw: Callable,
+        fp32_lm_head: bool,
+        stopped: Callable | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Tokens (B, max_tokens) of one completion a prompt, and their log-probs: see `decoding.Decoding`."""
         self.model.eval()
         with decoding(self.model):
-            decoder = Decoding(
-                self.model, lambda hidden: linear(hidden, self.head.weight, self.head.bias, fp32_lm_head), draw, ends
-            )
-            found = decoder.complete(prompts, max_tokens)
+
+            def logits(hidden: Tensor) -> Tensor:
+                return linear(hidden, self.head.weight, self.head.bias, fp32_lm_head)
+
+            found = Decoding(self.model, logits, draw, ends, stopped).complete(prompts, max_tokens)
         self.model.train()
         return found
 

@@ -27,6 +27,8 @@ def data_metrics(documents: list[Document], num_updates: int) -> dict[str, float
         "completion_length": [d.num_trained for d in documents],
         "zero_advantage_group_fraction": _groups_without_signal(documents),
     }
+    for name in dict.fromkeys(name for d in documents for name in d.measures):
+        columns[name] = [d.measures.get(name) for d in documents]
     known = {name: [float(value) for value in values if value is not None] for name, values in columns.items()}
     return {name: sum(values) / len(values) for name, values in known.items() if values}
 

@@ -1,4 +1,4 @@
-"""Reads the files that rollouts and prompts are kept in, JSONL and Parquet, one row at a time."""
+"""Reads the files that rollouts and prompts are kept in, JSONL, Parquet and Arrow, one row at a time."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ MAX_ROW_BYTES = 256 * 2**20
 MAX_ROW_GROUP_BYTES = 512 * 2**20
 MAX_PROBLEMS = 10
 DIGEST_KEY = b"pgtoolkit_rows_crc32"
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class Problems:
@@ -75,11 +76,10 @@ def _listing(folder: Path) -> str:
     return ", ".join(names[:8]) + (", …" if len(names) > 8 else "") if names else "nothing"
 
 
-def open_files(path: str, key: str, columns: Sequence[str]) -> list[RowFile]:
-    """The found files, ready to read `columns`; labelled by their paths below the folder that holds them all."""
-    paths = find_files(path, key)
+def open_files(paths: Sequence[Path], columns: Sequence[str]) -> list[RowFile]:
+    """The files, ready to read `columns`; labelled by their paths below the folder that holds them all."""
     common = os.path.commonpath([file.absolute().parent for file in paths])
-    kinds = {".jsonl": JsonlFile, ".parquet": ParquetFile}
+    kinds = {".jsonl": JsonlFile, ".parquet": ParquetFile, ".arrow": ArrowFile}
     return [kinds[file.suffix](file, os.path.relpath(file.absolute(), common), columns) for file in paths]
 
 
@@ -198,6 +198,30 @@ class ParquetFile(RowFile):
             raise DataError(
                 f"{self.label} is not a whole Parquet file, truncated or damaged: {error}. Copy or write it again."
             ) from error
+
+
+class ArrowFile(RowFile):
+    """An Arrow stream, as `save_to_disk` of datasets writes it; read from the first row to the last only."""
+
+    def rows(self) -> Iterator[tuple[int, int, dict | str]]:
+        try:
+            with pa.memory_map(str(self.path)) as mapped:
+                mapped.seek(max(0, mapped.size() - len(_END_OF_STREAM)))
+                if mapped.read() != _END_OF_STREAM:  # without which a stream may end after any batch
+                    raise pa.ArrowInvalid("its end is missing")
+                mapped.seek(0)
+                with pa.ipc.open_stream(mapped) as stream:
+                    self.names, place = stream.schema.names, 0
+                    for batch in stream:
+                        wanted = batch.select([name for name in self.names if name in self._columns])
+                        for i in range(batch.num_rows):
+                            yield place + 1, place, _fields(wanted, i)
+                            place += 1
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise DataError(
+                f"{self.label} is not a whole Arrow stream: {error}. Copy it, or save the data set again."
+            ) from error
+        self._check_unchanged()
 
 
 def _fields(table: pa.Table | pa.RecordBatch, row: int) -> dict[str, Any]:

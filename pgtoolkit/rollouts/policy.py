@@ -24,7 +24,7 @@ from pgtoolkit.rollouts.prompts import TokenizedTask
 from pgtoolkit.rollouts.samplers import Completion, Request, Sampler
 from pgtoolkit.rollouts.shuffle import seed_of
 from pgtoolkit.rollouts.stages import Stages
-from pgtoolkit.rollouts.tasks import Prompt
+from pgtoolkit.rollouts.tasks import Prompt, Score
 from pgtoolkit.rollouts.writer import RolloutWriter
 
 
@@ -128,6 +128,7 @@ class PolicyRollouts:
 
     def close(self) -> None:
         """What is being sampled is given up."""
+        self._task.close()
         self._sampler.close()
         if self._background is not None:
             self._background.abandon()
@@ -181,15 +182,18 @@ class PolicyRollouts:
         with self._stages.timed("sampling"):
             completions = sampling.completions()
         with self._stages.timed("scoring"):
+            scores = self._task.scores([prompt for prompt in sampling.prompts for _ in range(size)], completions)
             for i, (prompt, tokens) in enumerate(zip(sampling.prompts, sampling.tokens, strict=True)):
-                documents += self._group(prompt, tokens, completions[i * size : (i + 1) * size])
+                own = slice(i * size, (i + 1) * size)
+                documents += self._group(prompt, tokens, completions[own], scores[own])
         if self._config.old_log_probs == OldLogProbs.training:
             with self._stages.timed("old_log_probs"):
                 documents = self._with_training_log_probs(documents)
         return [documents[i : i + size] for i in range(0, len(documents), size)]
 
-    def _group(self, prompt: Prompt, prompt_tokens: list[int], completions: list[Completion]) -> list[Document]:
-        scores = [self._task.score(prompt, completion) for completion in completions]
+    def _group(
+        self, prompt: Prompt, prompt_tokens: list[int], completions: list[Completion], scores: list[Score]
+    ) -> list[Document]:
         try:
             advantages = group_advantages(self._estimator, [score.reward for score in scores])
         except DataError as error:
@@ -209,6 +213,7 @@ class PolicyRollouts:
                     exact_match=score.exact_match,
                     truncated=completion.finish_reason == "length",
                     model_version=completion.model_version,
+                    measures=score.measures,
                 )
             )
         return documents

@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING
 
 from pgtoolkit.config.schema import HuggingFaceModelConfig, PromptsTaskConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError, DataError, first_line
+from pgtoolkit.rollouts.chat import ChatTemplate, chat_of
+from pgtoolkit.rollouts.stops import StopStrings
 from pgtoolkit.rollouts.tasks import Prompt, Score, Task, TaskConfig, make_task
 from pgtoolkit.system.model_folder import end_tokens, load_generation_config, load_tokenizer
+from pgtoolkit.system.report import refusal
 
 if TYPE_CHECKING:
     from pgtoolkit.rollouts.samplers import Completion
@@ -39,23 +42,41 @@ def tiny_tokenizer(alphabet: str | None):
 
 
 class TokenizedTask:
-    """A task as a model's tokenizer, of transformers, sees it. ends: ids of the end-of-sequence tokens."""
+    """A task as a model's tokenizer, of transformers, sees it.
 
-    def __init__(self, task: Task, tokenizer, ends: Sequence[int] = ()):
+    ends: ids of the end-of-sequence tokens. chat: the template that prompts go through; None: they are texts alone.
+    stop: texts that end a completion.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        tokenizer,
+        ends: Sequence[int] = (),
+        chat: ChatTemplate | None = None,
+        stop: Sequence[str] = (),
+    ):
         self._task = task
         self._tokenizer = tokenizer
         self._ends = ends
+        self._chat = chat
+        self._stops = StopStrings(stop, tokenizer)
 
     def prompt(self, index: int) -> Prompt:
         return self._task.prompt(index)
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """The tokens of each prompt, with the special tokens that the tokenizer adds by default, such as the first.
+        """The tokens of each prompt: through the chat template, if there is one, exactly what that gives.
 
-        An end-of-sequence token at the end is left out, after which a model begins another text. Raises DataError that
-        names a prompt that the tokenizer has no tokens for.
+        A text alone gets the special tokens that the tokenizer adds by default, such as the first; an end-of-sequence
+        token at the end is left out, after which a model begins another text. Raises DataError that names a prompt
+        that the tokenizer has no tokens for, or a chat without a template.
         """
         try:
+            if self._chat is not None:
+                return self._chat.encode(prompts)
+            if any(prompt.messages is not None for prompt in prompts):
+                raise ValueError("it is a list of chat messages, and there is no chat template, or task.chat=never")
             tokens = self._tokenizer([prompt.text for prompt in prompts])["input_ids"]
         except Exception as error:  # what the tokenizers library raises for a character it has no token for
             if len(prompts) > 1:
@@ -69,19 +90,43 @@ class TokenizedTask:
                 row.pop()
         return tokens
 
-    def score(self, prompt: Prompt, completion: Completion) -> Score:
-        """The end is no part of the text, whether or not the tokenizer holds it for a special token."""
-        finished = completion.finish_reason == "stop"
-        tokens = completion.tokens[:-1] if finished else completion.tokens
-        return self._task.score(prompt, self._tokenizer.decode(tokens, skip_special_tokens=True), finished)
+    def scores(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
+        """Of each completion, of the prompt at its place."""
+        answers = [(prompt, *self._answer(one)) for prompt, one in zip(prompts, completions, strict=True)]
+        return self._task.scores(answers)
 
-    def check_lengths(self, longest_document: int, longest_completion: int, skip: bool) -> None:
-        """Measure all prompts: refuse those without a token or without room for a completion, or drop them.
+    def close(self) -> None:
+        """End what scoring has started."""
+        self._task.close()
 
-        All lengths in tokens. A task without end has prompts of one length in characters, so a few of them tell.
-        Raises DataError; ConfigError where not even an empty prompt has room.
+    def _answer(self, completion: Completion) -> tuple[str, bool]:
+        """The text that is scored, and whether the completion ended by itself.
+
+        The end is no part of the text, whether or not the tokenizer holds it for a special token; nor is a stop string.
+        """
+        finished, tokens = completion.finish_reason == "stop", completion.tokens
+        if finished and int(tokens[-1]) in self._ends:
+            tokens = tokens[:-1]
+        text = self._stops.before(self._tokenizer.decode(tokens, skip_special_tokens=True))
+        return text, finished
+
+    def check_lengths(
+        self, longest_document: int, longest_completion: int, skip: bool, longest_prompt: int | None = None
+    ) -> None:
+        """Measure all prompts: refuse those without a token or longer than one may be, or drop them.
+
+        All lengths in tokens. longest_prompt: None for as many as leave room for a completion. A task without end has
+        prompts of one length in characters, so a few of them tell. Raises DataError; ConfigError where a prompt of that
+        length, or not even an empty one, has room.
         """
         room = longest_document - longest_completion
+        if room >= 1 and longest_prompt is not None:
+            if longest_prompt > room:
+                setting, needs = f"task.max_prompt_length={longest_prompt}", f"at most {room}"
+                reason = f"{_document(longest_document, longest_completion)}."
+                use = f"task.max_prompt_length={room}, or a larger accumulation.max_tokens if the model has positions"
+                raise ConfigError(refusal(setting, needs, longest_prompt, reason, use))
+            room = longest_prompt
         if room < 1:
             setting, tokens = f"rollout.max_completion_length={longest_completion}", f"{longest_document} tokens"
             reason = f"The model's positions or accumulation.max_tokens allow a document of {tokens}, prompt included."
@@ -106,13 +151,24 @@ class TokenizedTask:
             return
         longest = max(length for _, length in bad)
         ways = ["task.too_long=skip"] if skippable else []
-        if longest > room:
+        reason = _document(longest_document, longest_completion)
+        if longest_prompt is not None:
+            reason = f"task.max_prompt_length={longest_prompt} says so"
+            ways += [f"task.max_prompt_length={longest}"] if longest > room else []
+        elif longest > room:
             document = longest + longest_completion
             ways.append(f"accumulation.max_tokens={document} with a model of as many positions, or shorter prompts")
-        raise DataError(
-            f"{several} {needed}. A document of at most {longest_document} tokens holds a prompt and a completion of "
-            f"up to rollout.max_completion_length={longest_completion}. Use {', or '.join(ways) or 'other prompts'}."
-        )
+        raise DataError(f"{several} {needed}. {reason}. Use {', or '.join(ways) or 'other prompts'}.")
+
+
+def _document(longest: int, longest_completion: int) -> str:
+    completion = f"a completion of up to rollout.max_completion_length={longest_completion}"
+    return f"A document of at most {longest} tokens holds a prompt and {completion}"
+
+
+def scored_by_nobody(task: PromptsTaskConfig) -> PromptsTaskConfig:
+    """The same prompts where nothing is scored, without a verifier of the user's, whose code would run."""
+    return dataclasses.replace(task, verifier="exact_match", pattern=None, verifiers={}, verifier_processes=0)
 
 
 def preview(model: TinyModelConfig | HuggingFaceModelConfig, task: TaskConfig, seed: int) -> list[str]:
@@ -121,7 +177,7 @@ def preview(model: TinyModelConfig | HuggingFaceModelConfig, task: TaskConfig, s
     Raises PgtoolkitError for prompts, or a model folder, that cannot be used.
     """
     if isinstance(task, PromptsTaskConfig):
-        task = dataclasses.replace(task, verifier="exact_match", pattern=None)  # nothing is scored here
+        task = scored_by_nobody(task)
     found = make_task(task, seed)
     prompt = found.prompt(0)
     text = repr(prompt.text)
@@ -137,7 +193,7 @@ def preview(model: TinyModelConfig | HuggingFaceModelConfig, task: TaskConfig, s
     elif Path(model.path).expanduser().is_dir():
         loaded = load_tokenizer(model.path)
         ends = end_tokens(load_generation_config(model.path), loaded)
-        (tokens,) = TokenizedTask(found, loaded, ends).encode([prompt])
+        (tokens,) = TokenizedTask(found, loaded, ends, chat_of(task, loaded)).encode([prompt])
         names = loaded.convert_ids_to_tokens(tokens)
     else:
         return [*lines, f"its tokens are known where model.path={model.path} is a folder"]

@@ -13,7 +13,7 @@ from pgtoolkit.batch import OPTIONAL_VECTORS, Document
 from pgtoolkit.config.schema import AdvantageEstimator, RecordedRolloutConfig
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.rollouts.advantages import group_advantages
-from pgtoolkit.rollouts.files import Problems, RowFile, open_files
+from pgtoolkit.rollouts.files import Problems, RowFile, find_files, open_files
 from pgtoolkit.rollouts.rows import FIELDS, Row, Rules, parse_row
 from pgtoolkit.rollouts.shuffle import shuffled
 
@@ -54,7 +54,7 @@ class RecordedRollouts:
         limits = max_tokens, config.max_completion_length
         asked = tuple(name in needs for name in OPTIONAL_VECTORS)
         self._rules = Rules(vocabulary_size, not self._given, self._given, *limits, *asked)
-        self._files = open_files(config.path, "rollout.path", FIELDS)
+        self._files = open_files(find_files(config.path, "rollout.path"), FIELDS)
         # One entry per document, in the order of the files. Arrays of machine words: lists would take ten times more.
         self._file, self._number, self._place = array("l"), array("q"), array("q")
         self._checksum = array("I")

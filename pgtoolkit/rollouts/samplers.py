@@ -14,6 +14,7 @@ from torch import Tensor
 from pgtoolkit.config.rules.parallelism import MODEL_TYPES
 from pgtoolkit.config.schema import Config, PolicyRolloutConfig
 from pgtoolkit.errors import ConfigError, NumericalError
+from pgtoolkit.rollouts.stops import StopStrings
 from pgtoolkit.system.model_folder import end_tokens
 
 if TYPE_CHECKING:
@@ -37,10 +38,11 @@ class Request:
 class Completion:
     """What a sampler wrote after one prompt.
 
-    tokens: (C,) int64, with the end-of-sequence token if there is one.
+    tokens: (C,) int64, up to the end-of-sequence token or the one that completes a stop string (`StopStrings`),
+        whichever comes first, and with it.
     log_probs: (C,) float32, of each token under the distribution it was sampled from: tempered, and renormalised if
         top_p cuts it.
-    finish_reason: "stop" after an end-of-sequence token, "length" at the longest completion allowed.
+    finish_reason: "stop" after an end-of-sequence token or a stop string, else "length", at the longest allowed.
     model_version: of the weights that wrote it, as `publish` was told.
     """
 
@@ -100,6 +102,7 @@ class TransformersSampler:
         self._generator = self._stream = None  # beside training, its own
         self._fp32_lm_head = config.model.fp32_lm_head
         self._max_sequences = config.sampler.max_sequences
+        self._stops = StopStrings(rollout.stop, policy.tokenizer)
 
     def publish(self, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
         self._version = version
@@ -157,8 +160,8 @@ class TransformersSampler:
     def _decoded(self, prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Tokens and log-probs, (B, C), by a cache of fixed size."""
         draw = _Draw(_temperature_and_top_p(self.settings), self._generator, self._check_open)
-        most, ends = self.settings.max_new_tokens, self._ends()
-        found = self._policy.decode(prompts, most, ends, draw, self._fp32_lm_head)
+        most, ends, stopped = self.settings.max_new_tokens, self._ends(), self._stopped if self._stops else None
+        found = self._policy.decode(prompts, most, ends, draw, self._fp32_lm_head, stopped)
         if not found[1].isfinite().all():
             raise _not_finite()
         return found
@@ -186,6 +189,8 @@ class TransformersSampler:
                 attention_mask=attention_mask,
                 generation_config=settings,
                 logits_processor=processors,
+                # Not transformers' own for stop strings, which counts those that the prompt begins.
+                stopping_criteria=[lambda whole, *_, **__: self._stopped(whole[:, longest:], 1)] if self._stops else [],
             )
         return whole[:, longest:], log_probs.of(whole[:, longest:])
 
@@ -203,11 +208,22 @@ class TransformersSampler:
         ends = self.settings.eos_token_id
         return [] if ends is None else [ends] if isinstance(ends, int) else ends
 
+    def _stopped(self, written: Tensor, new: int) -> Tensor:
+        """(B,) bool: in which rows of tokens, (B, C), one of the last `new` has completed a stop string."""
+        last = written[:, -(self._stops.window + new) :].tolist()
+        found = [
+            seems and self._stops.end(written[row].tolist()) is not None
+            for row, seems in enumerate(self._stops.seem_to_end(last))
+        ]
+        return torch.tensor(found, device=written.device)
+
     def _completion(self, tokens: Tensor, log_probs: Tensor) -> Completion:
-        """Without what follows the first end-of-sequence token."""
+        """Without what follows the first end-of-sequence token or stop string."""
         places = torch.isin(tokens, torch.tensor(self._ends())).nonzero()
         length = int(places[0]) + 1 if len(places) else len(tokens)
-        reason = "stop" if len(places) else "length"
+        stopped = self._stops.end(tokens[:length].tolist())
+        reason = "stop" if len(places) or stopped is not None else "length"
+        length = stopped or length
         return Completion(tokens[:length].clone(), log_probs[:length].clone(), reason, self._version)
 
 

@@ -7,31 +7,41 @@ import functools
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from pgtoolkit.config.schema import PromptsTaskConfig, ReasoningGymTaskConfig, ReverseTaskConfig
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.rollouts.verifiers import make_verifier
+from pgtoolkit.rollouts.prompt_rows import read_prompts
+from pgtoolkit.rollouts.verifier_processes import CRASH, TIMEOUT, VerifierProcesses
+from pgtoolkit.rollouts.verifiers import Named, Question, Verifiers
 from pgtoolkit.system.functions import blaming
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, its reference answer, the index it was asked for by, and where it comes from, such as `a.jsonl:12`."""
+    """A prompt, its reference answer, the index it was asked for by, and where it comes from, such as `a.jsonl:12`.
+
+    messages: of a chat, whose last content is the text; None where the prompt is a text.
+    """
 
     text: str
     answer: str
     index: int
     place: str
+    messages: tuple[dict, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Score:
-    """reward: finite. exact_match: whether the completion is right, whatever partial reward there is."""
+    """reward: finite. exact_match: whether the completion is right, whatever partial reward there is.
+
+    measures: further numbers of the document by name, see there.
+    """
 
     reward: float
     exact_match: bool
+    measures: dict[str, float] = field(default_factory=dict)
 
 
 class Task(Protocol):
@@ -55,8 +65,15 @@ class Task(Protocol):
         ...
 
     def score(self, prompt: Prompt, completion: str, finished: bool) -> Score:
-        """finished: whether the completion ended by itself, with the end of the sequence."""
+        """finished: whether the completion ended by itself, with the end of the sequence or a stop string."""
         ...
+
+    def scores(self, answers: Sequence[tuple[Prompt, str, bool]]) -> list[Score]:
+        """Of each answer its `score`, in their order."""
+        return [self.score(*answer) for answer in answers]
+
+    def close(self) -> None:
+        """End what scoring has started."""
 
 
 TaskConfig = ReverseTaskConfig | ReasoningGymTaskConfig | PromptsTaskConfig
@@ -69,7 +86,7 @@ def make_task(config: TaskConfig, seed: int) -> Task:
     )
 
 
-class ReverseTask:
+class ReverseTask(Task):
     """A number written backwards: `482913=` asks for `319284` and the end of the sequence.
 
     The reward is the fraction of right positions among the n digits and the end: the end is right if it comes after
@@ -100,7 +117,7 @@ class ReverseTask:
         return int.from_bytes(hashlib.sha256(f"{self._seed} {index} {place}".encode()).digest()[:8], "little") % 10
 
 
-class _NumberedRows:
+class _NumberedRows(Task):
     """What tasks of a finite number of rows share."""
 
     def __init__(self, num_rows: int):
@@ -183,71 +200,68 @@ def _reasoning_gym_data(name: str, seed: int, options: dict):
 
 
 class PromptsTask(_NumberedRows):
-    """Prompts with reference answers from JSONL or Parquet files, scored by a verifier.
+    """Prompts with reference answers from files, scored by verifiers.
 
-    All prompts are read at the start. They come in another seeded order in every pass. The verifier sees the text of a
-    completion whether it was finished or cut off at its maximum length.
+    All prompts are read at the start. They come in another seeded order in every pass. Verifiers see the text of a
+    completion whether it was finished or cut off at its maximum length. The reward is the sum of each one's score times
+    its weight; a score of 1 or more by the first is an exact match.
     """
 
     def __init__(self, config: PromptsTaskConfig, seed: int):
         from pgtoolkit.rollouts.shuffle import shuffled  # not above: `pgtk check` does without NumPy and pyarrow
 
-        self._verifier = config.verifier
-        self._verify = make_verifier(config.verifier, config.pattern)
-        self._read = read_prompts(config.path, config.prompt_field, config.answer_field)
+        chosen = config.verifiers or {"": {"verifier": config.verifier, "pattern": config.pattern}}
+        self._weights = {name: float(one.get("weight", 1)) for name, one in chosen.items()}
+        named = [
+            Named(f"task.verifiers.{name}.verifier" if name else "task.verifier", one["verifier"], one.get("pattern"))
+            for name, one in chosen.items()
+        ]
+        self._in_processes = config.verifier_processes > 0
+        if self._in_processes:
+            self._verifiers = VerifierProcesses(named, config.verifier_processes, config.verifier_seconds)
+        else:
+            self._verifiers = Verifiers(named)
+        self._read = read_prompts(config.path, config.split, config.prompt_field, config.answer_field)
         super().__init__(len(self._read))
-        self.alphabet = "".join(sorted({character for *texts, _ in self._read for text in texts for character in text}))
+        self.alphabet = "".join(sorted({character for row in self._read for character in row.text + row.answer}))
         # The number of prompts is among the arguments since some may be dropped.
         self._order = functools.lru_cache(maxsize=2)(lambda number, count: shuffled(count, seed, number))
 
     def score(self, prompt: Prompt, completion: str, finished: bool) -> Score:
-        with blaming(f"task.verifier={self._verifier}", DataError, _called_on(completion, prompt)):
-            reward = self._verify(completion, prompt.answer)
-        return Score(reward, reward >= 1)
+        return self.scores([(prompt, completion, finished)])[0]
+
+    def scores(self, answers: Sequence[tuple[Prompt, str, bool]]) -> list[Score]:
+        count = len(self._weights)
+        questions = [
+            Question(number, completion, prompt.answer, _called_on(completion, prompt))
+            for prompt, completion, _ in answers
+            for number in range(count)
+        ]
+        found = self._verifiers.scores(questions)
+        return [self._score(found[i : i + count]) for i in range(0, len(found), count)]
+
+    def close(self) -> None:
+        self._verifiers.close()
+
+    def _score(self, found: list[float | str]) -> Score:
+        """Of the scores of one completion, by verifier; one without an answer counts 0."""
+        scores = [0.0 if isinstance(score, str) else score for score in found]
+        reward = sum(weight * score for weight, score in zip(self._weights.values(), scores, strict=True))
+        measures = {f"reward/{name}": score for name, score in zip(self._weights, scores, strict=True) if name}
+        if self._in_processes:
+            measures |= {f"verifier_{kind}_fraction": float(kind in found) for kind in (TIMEOUT, CRASH)}
+        return Score(reward, scores[0] >= 1, measures)
 
     def _row(self, index: int) -> int:
         number, place = divmod(index, self.num_prompts)
         return self._kept[self._order(number, self.num_prompts)[place]]
 
     def _prompt_of(self, row: int, index: int) -> Prompt:
-        return Prompt(*self._read[row][:2], index, self._read[row][2])
+        found = self._read[row]
+        return Prompt(found.text, found.answer, index, found.place, found.messages)
 
 
 def _called_on(completion: str, prompt: Prompt) -> str:
     return (
         f"the completion {completion[:200]!r} of the prompt at {prompt.place}, whose answer is {prompt.answer[:60]!r}"
     )
-
-
-def read_prompts(path: str, prompt_field: str, answer_field: str) -> list[tuple[str, str, str]]:
-    """Of each row the prompt, its answer, and its place, such as `a.jsonl:12`.
-
-    Raises DataError with all that is wrong with the files.
-    """
-    from pgtoolkit.rollouts.files import Problems, open_files
-
-    problems = Problems(f"the prompts of task.path={path} cannot be used")
-    prompts = []
-    for file in open_files(path, "task.path", (prompt_field, answer_field)):
-        for number, _, row in file.rows():
-            place = f"{file.label}:{number}"
-            if isinstance(row, str):
-                problems.add(place, row)
-                continue
-            texts = {field: _text(row.get(field), field == answer_field) for field in (prompt_field, answer_field)}
-            for field in (field for field, text in texts.items() if text is None):
-                there = ", ".join(file.names or row) or "no fields"
-                problem = "is missing" if row.get(field) is None else f"needs a text (got {row[field]!r:.40})"
-                problems.add(f"{place}:{field}", f"{problem}; the row has {there}")
-            prompts.append((texts[prompt_field], texts[answer_field], place))
-    problems.raise_if_any()
-    if not prompts:
-        raise DataError(f"task.path={path} needs at least one prompt (got none).")
-    return prompts
-
-
-def _text(value, may_be_number: bool) -> str | None:
-    """The value as a text that is not empty; None if it is none. Answers may be numbers."""
-    if may_be_number and (type(value) is int or (type(value) is float and math.isfinite(value))):
-        return str(value)
-    return value if isinstance(value, str) and value else None

@@ -1,20 +1,61 @@
-"""Verifiers: functions that say whether a completion answers its prompt."""
+"""Verifiers: functions that say whether a completion answers its prompt. Imports nothing large."""
 
 from __future__ import annotations
 
 import math
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.system.functions import import_function
+from pgtoolkit.system.functions import blaming, import_function
 
 Verifier = Callable[[str, str], float]
 """`verifier(completion, answer)` returns the reward; 1 or more counts as an exact match."""
 
 
-def make_verifier(name: str, pattern: str | None = None) -> Verifier:
+@dataclass(frozen=True)
+class Named:
+    """A verifier of the configuration: its key there, which names it or has its dotted path, and its pattern."""
+
+    key: str
+    name: str
+    pattern: str | None = None
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a verifier is asked. number: of the verifier, among those of the run. on: the rest in words, for errors."""
+
+    number: int
+    completion: str
+    answer: str
+    on: str
+
+
+class Verifiers:
+    """The verifiers of a run in this process. Raises ConfigError for one that cannot be imported."""
+
+    def __init__(self, named: Sequence[Named]):
+        self._named = named
+        self._functions = [make_verifier(one.name, one.pattern, one.key) for one in named]
+
+    def score(self, question: Question) -> float:
+        """Raises DataError where a function of the user's fails."""
+        named = self._named[question.number]
+        with blaming(f"{named.key}={named.name}", DataError, question.on):
+            return float(self._functions[question.number](question.completion, question.answer))
+
+    def scores(self, questions: Sequence[Question]) -> list[float]:
+        """Of each question, in their order."""
+        return [self.score(question) for question in questions]
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+def make_verifier(name: str, pattern: str | None = None, key: str = "task.verifier") -> Verifier:
     """The verifier of that name, or the function at a dotted path `package.module.function`.
 
     exact_match: the completion is the answer, up to white space around both.
@@ -31,8 +72,8 @@ def make_verifier(name: str, pattern: str | None = None) -> Verifier:
     if name == "regular_expression":
         return _regular_expression(pattern)
     if name == "math_verify":
-        return _math_verify()
-    return _imported(name)
+        return _math_verify(key)
+    return _imported(key, name)
 
 
 def _exact_match(completion: str, answer: str) -> float:
@@ -50,12 +91,12 @@ def _regular_expression(pattern: str) -> Verifier:
     return verify
 
 
-def _math_verify() -> Verifier:
+def _math_verify(key: str) -> Verifier:
     try:
         from math_verify import parse, verify
     except ImportError as error:
         raise ConfigError(
-            "task.verifier=math_verify needs the math-verify package (it is not installed). "
+            f"{key}=math_verify needs the math-verify package (it is not installed). "
             'Use pip install "pgtoolkit[math-verify]".'
         ) from error
 
@@ -68,8 +109,8 @@ def _math_verify() -> Verifier:
     return equal
 
 
-def _imported(path: str) -> Verifier:
-    function = import_function("task.verifier", path, "completion", "answer")
+def _imported(key: str, path: str) -> Verifier:
+    function = import_function(key, path, "completion", "answer")
 
     def verify(completion: str, answer: str) -> float:
         reward = function(completion, answer)
@@ -78,9 +119,7 @@ def _imported(path: str) -> Verifier:
         except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
-            raise DataError(
-                f"task.verifier={path} returned {repr(reward)[:60]}; a verifier returns a bool or a finite number"
-            )
+            raise DataError(f"{key}={path} returned {repr(reward)[:60]}; a verifier returns a bool or a finite number")
         return number
 
     return verify

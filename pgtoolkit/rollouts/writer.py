@@ -40,10 +40,10 @@ class RolloutWriter:
     def write(self, number: int, documents: list[Document]) -> Path:
         """Record the documents of batch `number`; returns the file. Raises StorageError when that is not possible."""
         path = self._folder / f"batch-{number:06d}{self._suffix}"
-        rows = [row_of(document) for document in documents]
+        rows, measures = [row_of(document) for document in documents], [document.measures for document in documents]
         try:
             with replacing(path) as file:
-                (_write_jsonl if self._suffix == ".jsonl" else _write_parquet)(file, rows)
+                (_write_jsonl if self._suffix == ".jsonl" else _write_parquet)(file, rows, measures)
         except OSError as error:
             raise StorageError(f"rollouts cannot be written to {path}: {error.strerror or error}") from error
         return path
@@ -67,18 +67,21 @@ _SCHEMA = pa.schema(
 )
 
 
-def _write_parquet(file: BinaryIO, rows: list[Row]) -> None:
+def _write_parquet(file: BinaryIO, rows: list[Row], measures: list[dict[str, float]]) -> None:
+    """measures: of each document, more columns for whoever reads the file; training ignores them."""
     digest = 0
     for row in rows:
         digest = row.digest(digest)
     known = [field for field in _SCHEMA if not rows or any(getattr(row, field.name) is not None for row in rows)]
     table = pa.table([[getattr(row, field.name) for row in rows] for field in known], schema=pa.schema(known))
+    for name in dict.fromkeys(name for one in measures for name in one):
+        table = table.append_column(name, pa.array([one.get(name) for one in measures], pa.float64()))
     table = table.replace_schema_metadata({DIGEST_KEY: str(digest)})
     rows_per_group = max(1, ROW_GROUP_TOKENS * len(rows) // max(1, sum(len(row.token_ids) for row in rows)))
     pq.write_table(table, file, row_group_size=rows_per_group, write_page_checksum=True)
 
 
-def _write_jsonl(file: BinaryIO, rows: list[Row]) -> None:
-    for row in rows:
-        plain = {key: value.tolist() if hasattr(value, "tolist") else value for key, value in vars(row).items()}
+def _write_jsonl(file: BinaryIO, rows: list[Row], measures: list[dict[str, float]]) -> None:
+    for row, more in zip(rows, measures, strict=True):
+        plain = {key: value.tolist() if hasattr(value, "tolist") else value for key, value in vars(row).items()} | more
         file.write(json.dumps({key: value for key, value in plain.items() if value is not None}).encode() + b"\n")

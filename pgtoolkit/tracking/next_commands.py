@@ -17,7 +17,7 @@ from pgtoolkit.config.paths import absolute_uri
 from pgtoolkit.config.rules.credentials import of_address
 from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.runs.files import known_provenance, leaves, read_config
-from pgtoolkit.system.functions import COMMANDS, FUNCTIONS
+from pgtoolkit.system.functions import COMMANDS, functions_in
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.tracking.store import search_literal
 
@@ -99,7 +99,7 @@ def _only_typed(run_dir):
         settings = dict(leaves(read_config(run_dir)[0]))
     except Exception:  # before the configuration is written, or where it is damaged
         return []
-    typed = [f"{key}={settings[key]}" for key in FUNCTIONS if "." in str(settings.get(key))]
+    typed = [f"{key}={value}" for key, value in functions_in(settings).items()]
     for key, usual in COMMANDS.items():
         if settings.get(key, usual) != usual:
             value = settings[key]

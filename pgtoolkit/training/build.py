@@ -14,6 +14,7 @@ from pgtoolkit.model.policy import build_policy
 from pgtoolkit.model.spread import parallelize
 from pgtoolkit.ranks.agreement import failing_together
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
+from pgtoolkit.rollouts.chat import chat_of
 from pgtoolkit.rollouts.policy import PolicyRollouts
 from pgtoolkit.rollouts.prompts import TokenizedTask
 from pgtoolkit.rollouts.recorded import RecordedRollouts
@@ -94,10 +95,15 @@ def _source(config: Config, task, module: PolicyGradientModule, room: int, resum
         writes = rollout.save_path and module.layout.rank == 0
         writer = RolloutWriter(rollout.save_path, resume) if writes else None
         tokenizer = module.policy.tokenizer
-        tokenized = TokenizedTask(task, tokenizer, end_tokens(module.model.generation_config, tokenizer))
+        ends = end_tokens(module.model.generation_config, tokenizer)
         skip = getattr(config.task, "too_long", None) == TooLong.skip
         with failing_together(module.layout):
-            tokenized.check_lengths(room, rollout.max_completion_length, skip)
+            chat = chat_of(config.task, tokenizer)
+            tokenized = TokenizedTask(task, tokenizer, ends, chat, rollout.stop)
+            longest_prompt = getattr(config.task, "max_prompt_length", None)
+            tokenized.check_lengths(room, rollout.max_completion_length, skip, longest_prompt)
+        for note in chat.notes(ends) if chat is not None else ():
+            log.warning(f"note: {note}")
         sampler = _sampler(config, module, tokenized, room, run_dir)
         _note_ignored(config, module)
         return PolicyRollouts(config, tokenized, sampler, module, module.layout, writer)

@@ -11,6 +11,7 @@ from pathlib import Path
 from pgtoolkit.config.paths import NO_FOLDER
 from pgtoolkit.config.schema import Config, HuggingFaceModelConfig, PromptsTaskConfig, RecordedRolloutConfig
 from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.rollouts.datasets import prompt_files
 from pgtoolkit.rollouts.files import find_files
 from pgtoolkit.runs.files import read_data, storage
 from pgtoolkit.system.plain_files import write_atomically
@@ -62,7 +63,7 @@ def digests(config: Config) -> dict[str, dict[str, dict]]:
             inside = [file for file in folder.iterdir() if not file.name.startswith(".") and file.name != "README.md"]
             files[key] = sorted(file for file in inside if file.is_file())
     if isinstance(config.task, PromptsTaskConfig):
-        files["task.path"] = find_files(config.task.path, "task.path")
+        files["task.path"] = prompt_files(config.task.path, config.task.split)
     if isinstance(config.rollout, RecordedRolloutConfig):
         files["rollout.path"] = find_files(config.rollout.path, "rollout.path")
     return {key: _digests(paths, sampled=key != "task.path") for key, paths in files.items()}

@@ -19,6 +19,7 @@ from pgtoolkit.comparison.runs import is_run, not_a_run
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.schema import Config, HuggingFaceModelConfig, NumberType, PromptsTaskConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError, StorageError, first_line
+from pgtoolkit.rollouts.prompts import scored_by_nobody
 from pgtoolkit.rollouts.tasks import make_task
 from pgtoolkit.runs.directory import read_config, read_metrics, read_status
 from pgtoolkit.runs.series import best, final
@@ -91,8 +92,7 @@ def _config(run_dir: Path) -> Config:
             "provenance.json names."
         ) from error
     if isinstance(config.task, PromptsTaskConfig):
-        # Nothing is scored here, and a verifier of somebody's own would run their code.
-        config.task.verifier, config.task.pattern = "exact_match", None
+        config.task = scored_by_nobody(config.task)
     return config
 
 

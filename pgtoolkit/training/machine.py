@@ -38,6 +38,7 @@ def check_machine(c: Any, report: Report, typed: bool = True, begins: bool = Tru
     if typed:
         _functions(c, report)
         _prompts(c, report)
+    _chat(c, report)
     if begins and c.rollout.name == "policy" and (problem := occupied_by_rollouts(c.rollout.save_path)):
         report.problems.append(problem)
 
@@ -83,8 +84,13 @@ def _has_gpu() -> bool:
 def _functions(c: Any, report: Report) -> None:
     """The functions that were typed can be imported and called."""
     wanted = []
-    if c.rollout.name == "policy" and c.task.name == "prompts" and "." in str(c.task.verifier):
-        wanted.append(("task.verifier", c.task.verifier, ("completion", "answer"), ()))
+    if c.rollout.name == "policy" and c.task.name == "prompts":
+        named = getattr(c.task.verifiers, "__dict__", {})
+        several = [(f"task.verifiers.{name}.", one) for name, one in named.items()]
+        for prefix, one in several or [("task.", c.task)]:
+            path = getattr(one, "verifier", None)
+            if "." in str(path):
+                wanted.append((f"{prefix}verifier", path, ("completion", "answer"), ()))
     if c.aggregation.reducer is not None:
         wanted.append(("aggregation.reducer", c.aggregation.reducer, (None,), REDUCER_KEYWORDS))
     for key, path, arguments, keywords in wanted:
@@ -96,6 +102,18 @@ def _functions(c: Any, report: Report) -> None:
 
         with _added_to(report):
             own_family(c.loss.path, vars(c.loss.options), c.loss.num_splits)
+
+
+def _chat(c: Any, report: Report) -> None:
+    """A system message that the chat template of a local model has a place for."""
+    system = getattr(c.task, "system_prompt", None)
+    if c.rollout.name != "policy" or system is None or c.model.name != "huggingface" or not c.model.path:
+        return
+    if os.path.isdir(Path(c.model.path).expanduser()) and not report.problems:
+        from pgtoolkit.rollouts.chat import chat_of
+
+        with _added_to(report):
+            chat_of(c.task, model_folder.load_tokenizer(c.model.path))
 
 
 def _has_problem(beginning: str, report: Report) -> bool:
@@ -117,16 +135,19 @@ def _prompts(c: Any, report: Report) -> None:
         return
     if _has_problem("task.path=", report):
         return
-    if problem := _unreadable_prompts(os.getcwd(), c.task.path, c.task.prompt_field, c.task.answer_field):
+    where = c.task.path, c.task.split, c.task.prompt_field, c.task.answer_field
+    if problem := _unreadable_prompts(os.getcwd(), *where):
         report.problems.append(problem)
 
 
 @functools.cache  # the jobs of a sweep share them
-def _unreadable_prompts(_directory: str, path: str, prompt_field: str, answer_field: str) -> DataProblem | None:
-    from pgtoolkit.rollouts.tasks import read_prompts
+def _unreadable_prompts(_directory: str, *where: str | None) -> str | None:
+    from pgtoolkit.rollouts.prompt_rows import read_prompts
 
     try:
-        read_prompts(path, prompt_field, answer_field)
+        read_prompts(*where)
+    except ConfigError as error:
+        return str(error)
     except DataError as error:
         return DataProblem(error)
     return None

@@ -207,6 +207,30 @@ def test_the_command_that_resumes_types_the_program_again(evil):
     assert "needs to be typed" in str(compose([], run_dir=evil / "run").problems)
 
 
+def test_one_of_several_verifiers_is_typed_too(evil, capsys):
+    """However a file spells it; by its word a file may name those that come with pgtoolkit, and their weights."""
+    named = "a: {verifier: exact_match}, b: {verifier: evil.score, weight: 2}"
+    spelled = {
+        "direct": f"verifiers: {{{named}}}",
+        "entry": "verifiers: {b: '${loss.options}'}",
+        "whole": "verifiers: '${loss.options}'",
+    }
+    for name, text in spelled.items():
+        others = "{b: {verifier: evil.score}}" if name == "whole" else "{verifier: evil.score}"
+        loss = f"loss: {{path: operator.eq, options: {others}}}\n" if name != "direct" else ""
+        chosen = ", override loss: custom" if loss else ""
+        (evil / f"{name}.yaml").write_text(
+            f"defaults: [config, override task: prompts{chosen}, _self_]\n{loss}"
+            f"task: {{path: prompts.jsonl, verifier: null, {text}}}\n"
+        )
+        said = refused(capsys, "check", "sweep", f"{name}.yaml", "seed=1,2")
+        assert "task.verifiers.b.verifier=evil.score needs to be typed (got it from a file)" in said, name
+    typed = ["task.verifiers.b.verifier=evil.score", "seed=1,2"]
+    assert problems(check(typed, True, sweep_file=evil / "direct.yaml")) == []
+    (evil / "executed").unlink()  # by its word it was tried, as a start would
+    sys.modules.pop("evil")
+
+
 @pytest.fixture
 def theirs(evil):
     """A run that somebody else has made, whose configuration names functions of theirs that lie beside it."""
@@ -218,6 +242,20 @@ def theirs(evil):
         text = text.replace("verifier: exact_match", "verifier: evil.score").replace("=exact_match", "=evil.score")
         (evil / "run" / name).write_text(text.replace("reducer: null", "reducer: evil.weights"))
     return evil / "run"
+
+
+def test_a_run_of_several_verifiers_is_resumed_by_its_words(evil, capsys):
+    short = [one for one in SHORT if not one.startswith("task.")]
+    several = "task.verifiers={a: {verifier: exact_match}, b: {verifier: operator.eq}}"
+    train(config_of(*short, *VERIFIER, "task.verifier=null", several), evil / "run")
+    words = "task.verifiers.b.verifier=operator.eq"
+    assert words in resume_command(evil / "run").split()
+    assert f"{words} needs to be typed" in refused(capsys, "resume", "run", "trainer.max_steps=8")
+    assert compose([words], run_dir=evil / "run").problems == []
+    changed = ["task.verifier_processes=1", "task.verifier_seconds=9"]
+    assert compose([words, *changed], run_dir=evil / "run").problems == []
+    (problem,) = compose([words, "task.verifiers.b.weight=2"], run_dir=evil / "run").problems
+    assert "task.verifiers.b.weight=2 needs to stay as the run began" in problem
 
 
 def test_looking_at_a_run_imports_nothing_of_it(theirs, capsys):

@@ -14,6 +14,8 @@ HUB = "model=huggingface model.path=hub/name"
 LORA = f"{HUB} model.lora_rank=2 model.lora_targets="
 
 # What is refused; what of it shows in the message; what mends it or is close by and allowed.
+PROMPTS = "task=prompts task.path=FILE"
+
 RULES = [
     ("loss=gspo loss.num_splits=2", "loss=gspo needs loss.num_splits=1 (got 2)", "loss=gspo loss.num_splits=1"),
     ("loss=grpo loss.num_splits=0", "loss.num_splits=0", "loss=grpo loss.num_splits=2 kernel=torch"),
@@ -129,6 +131,61 @@ RULES = [
         "task=prompts task.path=FILE task.verifier=regular_expression task.pattern='a(b)'",
     ),
     ("task=prompts task.path=FILE task.pattern='(.*)'", "would be ignored", "task=prompts task.path=FILE"),
+    (f"{PROMPTS} task.verifier=null", "needs task.verifiers (got none)", PROMPTS),
+    (
+        f"{PROMPTS} task.verifiers={{a:{{verifier:exact_match}}}}",
+        "task.verifier=exact_match with task.verifiers needs to be null",
+        f"{PROMPTS} task.verifier=null task.verifiers={{a:{{verifier:exact_match}}}}",
+    ),
+    (
+        f"{PROMPTS} task.verifier=null task.verifiers={{a-b:{{verifier:exact_match}}}}",
+        "task.verifiers.a-b needs a name",
+        f"{PROMPTS} task.verifier=null task.verifiers.a_b.verifier=exact_match",
+    ),
+    (
+        f"{PROMPTS} task.verifier=null task.verifiers={{a:{{verifier:exact_match,wieght:2}}}}",
+        "task.verifiers.a needs the keys verifier and, if need be, weight and pattern",
+        f"{PROMPTS} task.verifier=null task.verifiers={{a:{{verifier:exact_match,weight:-2}}}}",
+    ),
+    (
+        f"{PROMPTS} task.verifier=null task.verifiers={{a:{{verifier:exact_match,weight:0}}}}",
+        "task.verifiers.a.weight=0 needs a number up to 1e6, not 0",
+        f"{PROMPTS} task.verifier=null task.verifiers={{a:{{verifier:exact_match,weight:1e6}}}}",
+    ),
+    (
+        f"{PROMPTS} task.verifier=null task.verifiers={{a:{{verifier:exact_match,pattern:'(x)'}}}}",
+        "task.verifiers.a.pattern=(x) needs task.verifiers.a.verifier=regular_expression",
+        f"{PROMPTS} task.verifier=null task.verifiers={{a:{{verifier:regular_expression,pattern:'(x)'}}}}",
+    ),
+    (
+        f"{PROMPTS} task.verifier=null task.verifiers={{a:{{verifier:no_such}}}}",
+        "task.verifiers.a.verifier=no_such needs one of exact_match",
+        f"{PROMPTS} task.verifier=null task.verifiers={{a:{{verifier:operator.eq}}}}",
+    ),
+    (f"{PROMPTS} task.verifiers=[exact_match]", "task.verifiers=['exact_match'] needs a dictionary", PROMPTS),
+    (
+        f"{PROMPTS} task.verifier_processes=2",
+        "Use task.verifier_seconds=10",
+        f"{PROMPTS} task.verifier_processes=2 task.verifier_seconds=10",
+    ),
+    (f"{PROMPTS} task.verifier_seconds=10", "only a process of its own can be ended", PROMPTS),
+    (
+        f"{PROMPTS} task.system_prompt=x",
+        "needs a chat template (got model=tiny, which has none)",
+        f"{PROMPTS} task.system_prompt=x model=huggingface model.path=hub/name",
+    ),
+    (
+        f"{PROMPTS} task.system_prompt=x task.chat=never model=huggingface model.path=hub/name",
+        "needs a chat template (got task.chat=never). It would be ignored",
+        f"{PROMPTS} task.chat=never model=huggingface model.path=hub/name",
+    ),
+    (
+        f"{PROMPTS} task.max_prompt_length=58",
+        "model.max_positions=64 needs the longest document, 65 tokens",
+        f"{PROMPTS} task.max_prompt_length=57",
+    ),
+    ("rollout.stop=['']", "texts that are not empty", "rollout.stop=['a']"),
+    ("rollout.stop=a", "rollout.stop=a needs a list of texts (got 'a')", "rollout.stop=[a]"),
     ("model.hidden_size=130", "model.hidden_size=132", "model.hidden_size=132"),
     ("model.max_positions=13", "model.max_positions=14", "model.max_positions=14"),
     ("model.num_layers=0", "model.num_layers=0", "model.num_layers=1"),
@@ -232,6 +289,11 @@ RULES = [
         "rollout=recorded rollout.path=FILE sampler.max_sequences=8",
         "sampler.max_sequences=8 needs rollout=policy (got rollout=recorded). It would be ignored",
         "sampler.max_sequences=8",
+    ),
+    (
+        "sampler=vllm sampler.urls=['http://a:1'] rollout.stop=['#']",
+        "needs sampler=transformers (got sampler=vllm)",
+        "sampler=vllm sampler.urls=['http://a:1'] rollout.stop=[]",
     ),
     ("sampler=vllm sampler.gpus=[0]", "numbers from 1 on (got 0)", "sampler=vllm sampler.gpus=[1]"),
     (
@@ -429,6 +491,11 @@ NOTES = [
     ("accumulation.docs_per_step=300", "never reached", "accumulation.docs_per_step=64"),
     ("accumulation.docs_per_step=256", "every ratio is 1", "accumulation.docs_per_step=128"),
     ("rollout.top_p=0.9", "left out", "rollout.top_p=1"),
+    (
+        r"rollout.stop=['\n']",
+        "holds a backslash and a letter, as typed",
+        "rollout.stop=[n]",
+    ),
     ("rollout.top_p=0.9 rollout.old_log_probs=sampling", "renormalised", "rollout.old_log_probs=sampling"),
     ("trainer.max_steps=10", "never reaches", "trainer.max_steps=11"),
     ("optimizer.learning_rate=0.1", "is 100 times the 0.001 that models such as", "optimizer.learning_rate=0.09"),

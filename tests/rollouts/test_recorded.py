@@ -203,7 +203,7 @@ def test_data_without_a_trained_token_are_refused(tmp_path):
 def test_a_file_that_is_removed_or_written_while_it_is_in_use(tmp_path):
     path = write_jsonl(tmp_path / "r.jsonl", rows_of([0, 0]))
     rollouts = source(path)
-    rows = open_files(str(path), "rollout.path", FIELDS)[0].rows()
+    rows = open_files([path], FIELDS)[0].rows()
     next(rows)
     with open(path, "a") as more:
         more.write("\n")

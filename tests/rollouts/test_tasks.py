@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pgtoolkit.config.schema import PromptsTaskConfig, ReasoningGymTaskConfig, ReverseTaskConfig, TooLong
+from pgtoolkit.config.schema import Chat, PromptsTaskConfig, ReasoningGymTaskConfig, ReverseTaskConfig, TooLong
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.rollouts.prompts import TokenizedTask
 from pgtoolkit.rollouts.tasks import Prompt, make_task
@@ -15,7 +15,8 @@ from pgtoolkit.rollouts.tasks import Prompt, make_task
 
 def prompts_config(path, **changes):
     values = {"prompt_field": "prompt", "answer_field": "answer", "verifier": "exact_match", "pattern": None}
-    values["too_long"] = TooLong.refuse
+    values |= {"split": None, "verifiers": {}, "verifier_processes": 0, "verifier_seconds": None}
+    values |= {"chat": Chat.auto, "system_prompt": None, "max_prompt_length": None, "too_long": TooLong.refuse}
     return PromptsTaskConfig(name="prompts", path=str(path), **(values | changes))
 
 
@@ -90,9 +91,9 @@ def test_bad_prompts_are_listed_together(tmp_path):
     for part in (
         "7 problems",
         "p.jsonl:2:answer: is missing; the row has prompt",
-        "p.jsonl:3:prompt: needs a text (got ['a'])",
+        "p.jsonl:3:prompt: needs a text or a list of chat messages (got ['a'])",
         "p.jsonl:4: not JSON",
-        "p.jsonl:5:prompt: needs a text (got '')",
+        "p.jsonl:5:prompt: needs a text or a list of chat messages (got '')",
         "p.jsonl:5:answer: needs a text (got nan)",
         "p.jsonl:6: not JSON: the key 'prompt' appears twice",
         "p.jsonl:7: the file ends within this row",
@@ -151,7 +152,15 @@ def test_a_verifier_that_fails_is_named_with_its_completion_and_row(tmp_path, mo
 
 
 def gym_config(dataset="chain_sum", **options):
-    return ReasoningGymTaskConfig(name="reasoning_gym", dataset=dataset, options=options, too_long=TooLong.refuse)
+    return ReasoningGymTaskConfig(
+        name="reasoning_gym",
+        dataset=dataset,
+        options=options,
+        chat=Chat.auto,
+        system_prompt=None,
+        max_prompt_length=None,
+        too_long=TooLong.refuse,
+    )
 
 
 def test_reasoning_gym():

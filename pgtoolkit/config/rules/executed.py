@@ -73,7 +73,7 @@ def search_path(typed: list[Override], sweep_file: Path | None) -> list[str]:
 def functions(config: DictConfig, typed: list[Override]) -> list[str]:
     """Problems with functions that the configuration names and nobody has typed: no file makes pgtk import one."""
     problems, values = [], typed_values(typed)
-    for key in FUNCTIONS:
+    for key in _functions_of(config):
         try:
             value = OmegaConf.select(config, key)
         except OmegaConfBaseException:  # `validate` says so
@@ -98,6 +98,19 @@ def server(config: DictConfig, typed: list[Override]) -> list[str]:
             setting, reason = f"{key}={text(value)}", "It is run as a command, which only the command line asks for."
             problems.append(refusal(setting, "to be typed", "it from a file", reason, f"{setting} on the command line"))
     return problems
+
+
+def _functions_of(config: DictConfig) -> list[str]:
+    """The keys that may name a function, with the names that this configuration gives."""
+    found = []
+    for pattern in FUNCTIONS:
+        place, star, _ = pattern.partition(".*")
+        try:
+            named = OmegaConf.select(config, place) if star else None
+        except OmegaConfBaseException:
+            named = None
+        found += [pattern.replace("*", str(name)) for name in named] if OmegaConf.is_dict(named) else [pattern]
+    return found
 
 
 def typed_values(typed: list[Override]) -> dict[str, Any]:

@@ -9,12 +9,10 @@ import re
 from typing import Any
 from urllib.parse import urlsplit
 
-from pgtoolkit.config.rules.step import family_of_config, importable, tokens_at_least
+from pgtoolkit.config.rules import scoring
+from pgtoolkit.config.rules.step import family_of_config, tokens_at_least
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, is_whole, refusal, text
-
-VERIFIERS = ("exact_match", "regular_expression", "math_verify")
-"""Those that come with pgtoolkit; others are functions of the user's."""
 
 
 def rollout(c: Any, report: Report) -> None:
@@ -27,6 +25,7 @@ def rollout(c: Any, report: Report) -> None:
 
 def _policy(c: Any, report: Report) -> None:
     rollout = c.rollout
+    scoring.stop(c, report)
     if rollout.save_path is not None and batches_in(rollout.save_path) is None:
         setting, reason = f"rollout.save_path={rollout.save_path}", "It becomes a folder with one file per batch."
         needs, use = "a new or empty folder, or one of rollouts to resume", "rollout.save_path=recorded_rollouts"
@@ -88,35 +87,15 @@ def task(c: Any, typed: list[str], report: Report) -> None:
             uses = "only gives model=tiny its characters" if c.model.name == "tiny" else "changes nothing"
             report.note(f"{' '.join(own)} {uses}: with rollout=recorded prompts and rewards come from rollout.path.")
         return
+    if task.name != "reverse":
+        scoring.chat(c, report)
     if task.name == "reasoning_gym":
         installed(report, "task=reasoning_gym", "reasoning_gym", "reasoning-gym")
     elif task.name == "prompts":
         existing(report, "task.path", task.path)
-        if task.verifier not in VERIFIERS:
-            alternatives = f"one of {', '.join(VERIFIERS)}, or "
-            importable(report, "task.verifier", str(task.verifier), "It scores the completions.", alternatives)
-        if task.verifier == "math_verify":
-            installed(report, "task.verifier=math_verify", "math_verify", "math-verify")
-        pattern(task, report)
-
-
-def pattern(task: Any, report: Report) -> None:
-    """task.pattern and task.verifier fit together."""
-    if task.verifier == "regular_expression":
-        got = task.pattern
-        try:
-            if task.pattern is not None:
-                groups = re.compile(task.pattern).groups
-                if groups == 1:
-                    return
-                got = f"{task.pattern} with {groups}; (?:...) only binds"
-        except re.error as error:
-            got = f"{task.pattern}: {error}"
-        reason, use = "What its group finds last is compared with the answer.", "\"task.pattern='answer: (.*)'\""
-        report.refuse("task.verifier=regular_expression", "task.pattern with one group", got, reason, use)
-    elif task.pattern is not None:
-        reason, use = f"It would be ignored by verifier={task.verifier}.", "task.pattern=null"
-        report.refuse(f"task.pattern={task.pattern}", "task.verifier=regular_expression", task.verifier, reason, use)
+        if "math_verify" in scoring.verifiers(task, report):
+            installed(report, "math_verify among the verifiers", "math_verify", "math-verify")
+        scoring.processes(task, report)
 
 
 def kernel(c: Any, report: Report) -> None:

@@ -41,6 +41,12 @@ def sampler(c: Any, typed: list[str], usual: Callable[[str], Any], report: Repor
 
 def _vllm(c: Any, usual: Callable[[str], Any], report: Report) -> None:
     own, world = c.sampler, math.prod(getattr(c.parallelism, size) for size in SIZES)
+    if c.rollout.stop:
+        reason, use = (
+            "Its servers are not asked to end a completion at a text.",
+            "sampler=transformers, or rollout.stop=[]",
+        )
+        report.refuse(f"rollout.stop={text(c.rollout.stop)}", "sampler=transformers", "sampler=vllm", reason, use)
     if own.urls:
         _urls(own.urls, report)
         for name in _OF_STARTED:

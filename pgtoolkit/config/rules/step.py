@@ -158,6 +158,8 @@ def longest_document(config: Any) -> tuple[int | None, int | None]:
     prompt = None
     if config.task.name == "reverse" and config.model.name == "tiny" and config.rollout.name == "policy":
         prompt = config.task.num_digits + 1
+    elif config.task.name != "reverse" and config.rollout.name == "policy":
+        prompt = config.task.max_prompt_length
     return prompt, config.rollout.max_completion_length
 
 

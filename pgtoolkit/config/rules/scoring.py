@@ -1,0 +1,136 @@
+"""The rules on what a model is asked and how it is scored: chats, stop strings, verifiers and their processes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pgtoolkit.config.rules.step import importable
+from pgtoolkit.system.report import Report, is_number, text
+
+VERIFIERS = ("exact_match", "regular_expression", "math_verify")
+"""Those that come with pgtoolkit; others are functions of the user's."""
+
+_KEYS = ("verifier", "weight", "pattern")
+_EXAMPLE = "'task.verifiers={answer: {verifier: math_verify}, short: {verifier: my_module.short, weight: 0.1}}'"
+
+
+def chat(c: Any, report: Report) -> None:
+    """A system message needs a chat template; whether the model's tokenizer has one, only the tokenizer knows."""
+    system = c.task.system_prompt
+    if not isinstance(system, str):
+        return
+    if c.model.name == "tiny" or c.task.chat == "never":
+        got = "model=tiny, which has none" if c.model.name == "tiny" else "task.chat=never"
+        use = "model=huggingface" if c.model.name == "tiny" else "task.chat=auto or task.system_prompt=null"
+        report.refuse(f"task.system_prompt={system:.40}", "a chat template", got, "It would be ignored.", use)
+    _backslashes("task.system_prompt", system, report)
+
+
+def stop(c: Any, report: Report) -> None:
+    given = c.rollout.stop
+    if not isinstance(given, list) or not all(isinstance(one, str) for one in given):  # as an interpolation may give
+        reason, use = "Each of them ends a completion.", "rollout.stop=[]"
+        report.refuse("rollout.stop", "a list of texts", "something else", reason, use)
+        return
+    for one in c.rollout.stop:
+        if one == "":
+            reason = "Every completion contains it."
+            report.refuse(f"rollout.stop={c.rollout.stop}", "texts that are not empty", "''", reason, "rollout.stop=[]")
+        _backslashes("rollout.stop", one, report)
+
+
+def _backslashes(key: str, value: str, report: Report) -> None:
+    if re.search(r"\\[nt]", value):
+        report.note(
+            f"{key} holds a backslash and a letter, as typed; for a line break, which models write, use a file, or "
+            f"$'...' of the shell: $'{key}=[\"\\n\"]'."
+        )
+
+
+def verifiers(task: Any, report: Report) -> set[str]:
+    """Exactly one of task.verifier and task.verifiers, each with what it needs; returns those that are used."""
+    if not hasattr(task.verifiers, "__dict__"):  # as an interpolation may give
+        report.refuse("task.verifiers", "a dictionary", task.verifiers, "It names the verifiers.", _EXAMPLE)
+        return set()
+    several = vars(task.verifiers)
+    if several:
+        _instead_of_one(task, report)
+        for name, one in several.items():
+            if _entry(f"task.verifiers.{name}", name, one, report):
+                _verifier(f"task.verifiers.{name}.", one.verifier, getattr(one, "pattern", None), report)
+        return {str(getattr(one, "verifier", None)) for one in several.values()}
+    if task.verifier is None:
+        reason, use = "Something has to score the completions.", f"task.verifier=exact_match or {_EXAMPLE}"
+        report.refuse("task.verifier=null", "task.verifiers", "none", reason, use)
+    else:
+        _verifier("task.", task.verifier, task.pattern, report)
+    return {str(task.verifier)}
+
+
+def _instead_of_one(task: Any, report: Report) -> None:
+    for key in ("verifier", "pattern"):
+        value = getattr(task, key)
+        if value is not None:
+            reason, use = "It would be ignored: those score the completions.", f"task.{key}=null"
+            report.refuse(f"task.{key}={value} with task.verifiers", "to be null", value, reason, use)
+
+
+def _entry(key: str, name: str, one: Any, report: Report) -> bool:
+    """Whether an entry of task.verifiers has the form of one."""
+    before = len(report.problems)
+    given = vars(one) if hasattr(one, "__dict__") else None
+    if not re.fullmatch(r"[A-Za-z]\w{0,39}", name):
+        reason, use = "The metric reward/NAME bears it.", _EXAMPLE
+        report.refuse(key, "a name of up to 40 letters, digits and '_', a letter first", name, reason, use)
+    if given is None or set(given) - set(_KEYS) or not isinstance(given.get("verifier"), str):
+        got = one if given is None else given
+        needs, reason = "the keys verifier and, if need be, weight and pattern", "It says what scores, and how much."
+        report.refuse(key, needs, got, reason, _EXAMPLE)
+    else:
+        weight, shape = given.get("weight", 1), given.get("pattern")
+        if not (is_number(weight) and 0 < abs(weight) <= 1e6):
+            reason, use = "The reward is the sum of weight x score.", f"{key}.weight=1"
+            report.refuse(f"{key}.weight={text(weight)}", "a number up to 1e6, not 0", weight, reason, use)
+        if not (shape is None or isinstance(shape, str)):
+            reason, use = "It is a regular expression.", f"{key}.pattern=null"
+            report.refuse(f"{key}.pattern={text(shape)}", "a text", shape, reason, use)
+    return len(report.problems) == before
+
+
+def _verifier(prefix: str, name: str, shape: str | None, report: Report) -> None:
+    """There is such a verifier, and the pattern fits it. prefix: of its keys."""
+    if name not in VERIFIERS:
+        alternatives = f"one of {', '.join(VERIFIERS)}, or "
+        importable(report, f"{prefix}verifier", str(name), "It scores the completions.", alternatives)
+    if name == "regular_expression":
+        _pattern(prefix, shape, report)
+    elif shape is not None:
+        reason, use = f"It would be ignored by verifier={name}.", f"{prefix}pattern=null"
+        report.refuse(f"{prefix}pattern={shape}", f"{prefix}verifier=regular_expression", name, reason, use)
+
+
+def _pattern(prefix: str, shape: str | None, report: Report) -> None:
+    got = shape
+    try:
+        if shape is not None:
+            groups = re.compile(shape).groups
+            if groups == 1:
+                return
+            got = f"{shape} with {groups}; (?:...) only binds"
+    except re.error as error:
+        got = f"{shape}: {error}"
+    reason, use = "What its group finds last is compared with the answer.", f"\"{prefix}pattern='answer: (.*)'\""
+    report.refuse(f"{prefix}verifier=regular_expression", f"{prefix}pattern with one group", got, reason, use)
+
+
+def processes(task: Any, report: Report) -> None:
+    """A time limit and the processes that can keep it come together."""
+    number, seconds = task.verifier_processes, task.verifier_seconds
+    if number > 0 and seconds is None:
+        reason, use = "A verifier in a process of its own has a time limit.", "task.verifier_seconds=10"
+        report.refuse(f"task.verifier_processes={number}", "task.verifier_seconds", None, reason, use)
+    if number == 0 and seconds is not None:
+        setting, use = f"task.verifier_seconds={text(seconds)}", "task.verifier_processes=4"
+        reason = "It would be ignored: only a process of its own can be ended."
+        report.refuse(setting, "task.verifier_processes >= 1", number, reason, f"{use} or task.verifier_seconds=null")

@@ -1,0 +1,78 @@
+"""Prompts in the form that a model was taught to answer: the chat template of its tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pgtoolkit.config.schema import Chat
+from pgtoolkit.errors import ConfigError, first_line
+from pgtoolkit.rollouts.tasks import Prompt, TaskConfig
+from pgtoolkit.system.report import refusal
+
+_WORD = "example"
+"""A message to see what a template makes of it."""
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer, under the system message of a run; system_prompt: None for none of its own."""
+
+    def __init__(self, tokenizer, system_prompt: str | None = None):
+        self._tokenizer = tokenizer
+        self._system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+
+    def messages(self, prompt: Prompt) -> list[dict]:
+        """The conversation that the model is to continue. ValueError for two system messages."""
+        own = prompt.messages or ({"role": "user", "content": prompt.text},)
+        if self._system and own[0]["role"] == "system":
+            raise ValueError("it has a system message of its own beside task.system_prompt")
+        return [*self._system, *own]
+
+    def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """The tokens of each, exactly those of `apply_chat_template` with the beginning of the answer.
+
+        What the template writes is all there is: the tokenizer adds no token of the beginning to the template's own.
+        """
+        conversations = [self.messages(prompt) for prompt in prompts]
+        return self._tokenizer.apply_chat_template(conversations, add_generation_prompt=True)["input_ids"]
+
+    def problem(self) -> str | None:
+        """Why the template leaves the system message out, if it does."""
+        user = {"role": "user", "content": _WORD}
+        try:
+            shown = self._tokenizer.apply_chat_template([*self._system, user], tokenize=False)
+        except Exception as error:  # a template raises what it likes
+            return f"one that says: {first_line(error)}"
+        # Templates strip white space around a message.
+        return None if not self._system or self._system[0]["content"].strip() in shown else "one that leaves it out"
+
+    def notes(self, ends: Sequence[int]) -> list[str]:
+        """What may surprise of the template; ends: ids of the end-of-sequence tokens."""
+        found = ["task.chat=auto: prompts go through the chat template of the model's tokenizer; never leaves it out."]
+        answer = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _WORD}]
+        shown = self._tokenizer.apply_chat_template(answer, tokenize=False)
+        after = self._tokenizer(shown.rpartition(_WORD)[2], add_special_tokens=False)["input_ids"]
+        if after and not set(after) & set(ends):
+            names = " ".join(self._tokenizer.convert_ids_to_tokens(after)[:3])
+            found.append(
+                f"the chat template ends an answer with {names}, which is no end-of-sequence token of the model: "
+                "completions may go on after their answer. Add its id to eos_token_id in generation_config.json."
+            )
+        if "strftime_now" in self._tokenizer.get_chat_template():
+            found.append("the chat template writes today's date: on another day the same prompt has other tokens.")
+        return found
+
+
+def chat_of(task: TaskConfig, tokenizer) -> ChatTemplate | None:
+    """The template that prompts go through; None where they are texts alone.
+
+    Raises ConfigError where task.system_prompt would be ignored.
+    """
+    system = getattr(task, "system_prompt", None)
+    template = None
+    if getattr(task, "chat", Chat.never) == Chat.auto and tokenizer.chat_template:
+        template = ChatTemplate(tokenizer, system)
+    if system is not None and (got := "none" if template is None else template.problem()):
+        needs, reason = "a chat template that has a place for it", "It would be ignored."
+        setting, use = f"task.system_prompt={system:.40}", "task.system_prompt=null, and instructions in the prompts"
+        raise ConfigError(refusal(setting, needs, got, reason, use))
+    return template

@@ -1,0 +1,215 @@
+"""Rows of `test_keys.py`: the task."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import os
+import string
+import sys
+import time
+import types
+
+import pytest
+from builders.models import small_llama
+from keys import key, module_of
+from keys_of_rollouts import prompt_of, sampled
+
+from pgtoolkit.errors import DataError
+from pgtoolkit.model.policy import character_tokenizer
+from pgtoolkit.rollouts.tasks import make_task
+
+
+def task_of(*overrides):
+    module = module_of(*overrides)
+    return make_task(module.config.task, module.config.seed)
+
+
+@key("task/reverse.name", "task/reasoning_gym.name", "task/prompts.name")
+def task_name(tmp_path, monkeypatch):
+    stand_in_gym(monkeypatch)
+    found = task_of(), task_of("task=reasoning_gym", "task.dataset=sums"), task_of(*prompts(tmp_path))
+    assert [type(task).__name__ for task in found] == ["ReverseTask", "ReasoningGymTask", "PromptsTask"]
+
+
+@key("task/reverse.num_digits")
+def num_digits():
+    for number in (1, 5):
+        module, documents = sampled(f"task.num_digits={number}", "rollout.max_completion_length=6")
+        assert {len(prompt_of(module, document)) for document in documents} == {number + 1}
+
+
+def stand_in_gym(monkeypatch) -> None:
+    """For the package, an extra, so that what it is asked for is seen: its questions name data set and options."""
+
+    class Data(list):
+        def score_answer(self, answer, entry):
+            return float(answer == entry["answer"])
+
+    def create_dataset(name, seed, size, terms=0, long=None):
+        questions = [f"{name} {seed} {terms} {i}" + 30 * "!" * (i == long) for i in range(size)]
+        return Data({"question": question, "answer": f"{i}"} for i, question in enumerate(questions))
+
+    package, factory = types.ModuleType("reasoning_gym"), types.ModuleType("reasoning_gym.factory")
+    package.__spec__ = importlib.machinery.ModuleSpec("reasoning_gym", None)
+    package.create_dataset, factory.DATASETS = create_dataset, {"sums": None, "dice": None}
+    monkeypatch.setitem(sys.modules, "reasoning_gym", package)
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", factory)
+
+
+@key("task/reasoning_gym.dataset", "task/reasoning_gym.options")
+def reasoning_gym(monkeypatch):
+    stand_in_gym(monkeypatch)
+    for dataset, terms, size in (("sums", 3, 2), ("dice", 5, 3)):
+        options = ["task=reasoning_gym", f"task.dataset={dataset}", f"task.options={{terms: {terms}, size: {size}}}"]
+        module, documents = sampled(*options, "seed=6")
+        expected = [f"{dataset} 6 {terms} {i % size}" for i in range(4)]
+        assert [prompt_of(module, document) for document in documents[::4]] == expected
+
+
+def prompts(folder, name="prompts.jsonl", offset=0) -> list[str]:
+    rows = [{"prompt": f"{i}?", "answer": i, "question": f"{i}!", "solution": -i} for i in range(offset, offset + 4)]
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ["task=prompts", f"task.path={folder / name}"]
+
+
+@key("task/prompts.path", "task/prompts.prompt_field")
+def prompts_path(tmp_path):
+    first, second = prompts(tmp_path), prompts(tmp_path, "others.jsonl", offset=5)
+    for chosen, expected in (
+        (first, "0? 1? 2? 3?"),
+        (second, "5? 6? 7? 8?"),
+        ([*second, "task.prompt_field=question"], "5! 6! 7! 8!"),
+    ):
+        module, documents = sampled(*chosen)
+        assert sorted({prompt_of(module, document) for document in documents}) == expected.split()
+
+
+@key("task/reasoning_gym.too_long", "task/prompts.too_long")
+def too_long(tmp_path, monkeypatch):
+    """A document has room for 24 tokens, four of them the completion's."""
+    stand_in_gym(monkeypatch)
+    gym = ["task=reasoning_gym", "task.dataset=sums", "task.options={long: 1, size: 4}"]
+    file = prompts(tmp_path)
+    with (tmp_path / "prompts.jsonl").open("a") as added:
+        added.write(json.dumps({"prompt": 30 * "7", "answer": 7}))
+    for chosen, expected in ((gym, "sums 0 0 0|sums 0 0 2|sums 0 0 3"), (file, "0?|1?|2?|3?")):
+        with pytest.raises(DataError, match=r"task\.too_long=skip"):
+            sampled(*chosen, "task.too_long=refuse")
+        module, documents = sampled(*chosen, "task.too_long=skip")
+        assert sorted({prompt_of(module, document) for document in documents}) == expected.split("|")
+
+
+@key("task/reasoning_gym.max_prompt_length", "task/prompts.max_prompt_length")
+def max_prompt_length(tmp_path, monkeypatch):
+    """Prompts of more tokens are too long, whatever room there is."""
+    stand_in_gym(monkeypatch)
+    gym = ["task=reasoning_gym", "task.dataset=sums", "task.options={long: 1, size: 4}"]
+    gym += ["accumulation.max_tokens=64", "model.max_positions=64"]
+    file = prompts(tmp_path)
+    with (tmp_path / "prompts.jsonl").open("a") as added:
+        added.write(json.dumps({"prompt": "12345", "answer": 7}))
+    for chosen, length, expected in ((gym, 39, "sums 0 0 0|sums 0 0 2|sums 0 0 3"), (file, 4, "0?|1?|2?|3?")):
+        with pytest.raises(DataError, match=f"1 of . prompts do not have 1 to {length} tokens"):
+            sampled(*chosen, f"task.max_prompt_length={length}")
+        sampled(*chosen, f"task.max_prompt_length={length + 1}")
+        module, documents = sampled(*chosen, f"task.max_prompt_length={length}", "task.too_long=skip")
+        assert sorted({prompt_of(module, document) for document in documents}) == expected.split("|")
+
+
+def scores(texts, *overrides):
+    """Of completions of the prompt whose answer is 3 and whose solution is -3."""
+    task = task_of(*overrides)
+    prompt = next(found for found in map(task.prompt, range(4)) if found.text == "3?")
+    return [task.score(prompt, text, True).reward for text in texts]
+
+
+@key("task/prompts.answer_field")
+def answer_field(tmp_path):
+    assert scores(["3", "-3"], *prompts(tmp_path)) == [1, 0]
+    assert scores(["3", "-3"], *prompts(tmp_path), "task.answer_field=solution") == [0, 1]
+
+
+def half_of_length(completion, answer):
+    return len(completion + answer) / 2
+
+
+@key("task/prompts.verifier", "task/prompts.pattern")
+def verifier(tmp_path):
+    texts, chosen = ["3", "x=3", "y=3"], prompts(tmp_path)
+    assert scores(texts, *chosen) == [1, 0, 0]
+    assert scores(texts, *chosen, "task.verifier=keys_of_tasks.half_of_length") == [1, 2, 2]
+    for letter, expected in (("x", [0, 1, 0]), ("y", [0, 0, 1])):
+        pattern = f"task.pattern='{letter}=(.*)'"
+        assert scores(texts, *chosen, "task.verifier=regular_expression", pattern) == expected
+
+
+@key("task/prompts.verifiers")
+def verifiers(tmp_path):
+    """The reward is the sum of weight x score; the first says what an exact match is."""
+    chosen = [*prompts(tmp_path), "task.verifier=null"]
+    several = "{right: {verifier: exact_match}, %s: {verifier: keys_of_tasks.half_of_length, weight: %s}}"
+    for name, weight in (("long", 0.5), ("other", -3)):
+        task = task_of(*chosen, f"task.verifiers={several % (name, weight)}")
+        prompt = next(found for found in map(task.prompt, range(4)) if found.text == "3?")
+        right, wrong = task.score(prompt, "3", True), task.score(prompt, "123", True)
+        assert (right.reward, right.exact_match) == (1 + weight * 1, True)
+        assert (wrong.reward, wrong.exact_match) == (weight * 2, False)
+        assert wrong.measures == {"reward/right": 0, f"reward/{name}": 2}
+
+
+def slow_or_pid(completion, answer):
+    time.sleep(30 if completion == "slow" else 0)
+    return os.getpid()
+
+
+@key("task/prompts.verifier_processes", "task/prompts.verifier_seconds")
+def verifier_processes(tmp_path):
+    own = [*prompts(tmp_path), "task.verifier=keys_of_tasks.slow_or_pid"]
+    assert scores(["a", "b"], *own) == [os.getpid()] * 2
+    for number in (1, 2):
+        task = task_of(*own, f"task.verifier_processes={number}", "task.verifier_seconds=2")
+        try:
+            found = task.scores([(task.prompt(0), text, True) for text in ("slow", "a", "slow", "b", "c")])
+        finally:
+            task.close()
+        assert [score.reward == 0 for score in found] == [True, False, True, False, False]
+        assert [score.measures["verifier_timeout_fraction"] for score in found] == [1, 0, 1, 0, 0]
+        assert os.getpid() not in {score.reward for score in found}
+
+
+@key("task/prompts.split")
+def split(tmp_path):
+    """Of a data set of the hub."""
+    prompts(tmp_path, "train-00000-of-00001.jsonl")
+    prompts(tmp_path, "test.jsonl", offset=5)
+    for name, expected in (("train", "0? 1? 2? 3?"), ("test", "5? 6? 7? 8?")):
+        module, documents = sampled("task=prompts", f"task.path={tmp_path}", f"task.split={name}")
+        assert sorted({prompt_of(module, document) for document in documents}) == expected.split()
+
+
+TEMPLATE = "{% for m in messages %}{{ {'system': '#', 'user': '>'}[m['role']] }}{{ m['content'] }}{% endfor %}="
+
+
+@key(
+    *("task/reasoning_gym.chat", "task/reasoning_gym.system_prompt"),
+    *("task/prompts.chat", "task/prompts.system_prompt"),
+)
+def chat(tmp_path, monkeypatch):
+    """The prompts of a model whose tokenizer has a template, which writes #, > and = around the messages."""
+    stand_in_gym(monkeypatch)
+    tokenizer = character_tokenizer(string.ascii_letters + string.digits + "?#>= ")
+    tokenizer.chat_template = TEMPLATE
+    sizes = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    small_llama(**sizes).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    own = ["model=huggingface", f"model.path={tmp_path / 'model'}", "accumulation.max_tokens=32"]
+    gym = ["task=reasoning_gym", "task.dataset=sums", "task.options={size: 1}"]
+    for task, text in ((gym, "sums 0 0 0"), (prompts(tmp_path), "0?")):
+        for chosen, expected in (
+            (["task.chat=never"], text),
+            (["task.chat=auto"], f">{text}="),
+            (["task.system_prompt='be kind'"], f"#be kind>{text}="),
+        ):
+            module, documents = sampled(*task, *own, *chosen)
+            assert expected in {prompt_of(module, document) for document in documents}

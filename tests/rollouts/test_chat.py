@@ -1,0 +1,198 @@
+"""Prompts through chat templates: the tokens are those of apply_chat_template, and nothing is added or left out."""
+
+import json
+
+import pytest
+import torch
+from builders.models import small_llama
+from builders.runs import SHORT, config_of, sampler_of
+from omegaconf import OmegaConf
+from tokenizers import processors
+
+from pgtoolkit.config.compose import compose
+from pgtoolkit.config.schema import Chat, PromptsTaskConfig
+from pgtoolkit.config.validate import resolve_and_validate
+from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.model.policy import character_tokenizer
+from pgtoolkit.rollouts.chat import ChatTemplate, chat_of
+from pgtoolkit.rollouts.prompts import TokenizedTask, preview
+from pgtoolkit.rollouts.samplers import Request
+from pgtoolkit.rollouts.tasks import Prompt
+from pgtoolkit.training.build import build
+from pgtoolkit.training.machine import check_machine
+from pgtoolkit.training.train import train
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA = (
+    "{{ bos_token }}{% for m in messages %}{{ '[' + m['role'] + ']' + (m['content'] | trim) + '<|im_end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+)
+NO_SYSTEM = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
+    "{% endif %}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+)
+DEAF = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}"
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<bos>"]
+
+
+def tokenizer_of(template):
+    """A token per character, with those of chats; it adds that of the beginning to every text, as Llama's does."""
+    tokenizer = character_tokenizer(None)
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL[:2], "bos_token": "<bos>"})
+    beginning = [("<bos>", tokenizer.bos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("<bos> $A", special_tokens=beginning)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def task_config(path="", **changes):
+    values = {"split": None, "prompt_field": "prompt", "answer_field": "answer", "verifier": "exact_match"}
+    values |= {"pattern": None, "verifiers": {}, "verifier_processes": 0, "verifier_seconds": None}
+    values |= {"chat": Chat.auto, "system_prompt": None, "max_prompt_length": None, "too_long": "refuse"}
+    return PromptsTaskConfig(name="prompts", path=str(path), **(values | changes))
+
+
+def encoded(tokenizer, prompts, **changes):
+    return TokenizedTask(None, tokenizer, [], chat_of(task_config(**changes), tokenizer)).encode(prompts)
+
+
+CONVERSATION = (
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "Hi."},
+    {"role": "user", "content": "6 * 7?"},
+)
+TEXT, TALK = Prompt("6 * 7?", "42", 0, "p:1"), Prompt("6 * 7?", "42", 1, "p:2", CONVERSATION)
+USER, SYSTEM = {"role": "user", "content": "6 * 7?"}, {"role": "system", "content": "Think first."}
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA], ids=["chatml", "with a beginning of its own"])
+def test_tokens_are_those_of_the_template(template):
+    tokenizer = tokenizer_of(template)
+    for prompt, system, conversation in (
+        (TEXT, None, [USER]),
+        (TEXT, "Think first.", [SYSTEM, USER]),
+        (TALK, None, CONVERSATION),
+    ):
+        (found,) = encoded(tokenizer, [prompt], system_prompt=system)
+        expected = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=True)["input_ids"]
+        assert found == expected
+        beginnings = found.count(tokenizer.bos_token_id)
+        assert beginnings == (1 if template == LLAMA else 0)  # the tokenizer would have added one more
+    assert encoded(tokenizer, [TEXT, TALK]) == [*encoded(tokenizer, [TEXT]), *encoded(tokenizer, [TALK])]
+
+
+def test_the_whole_text_of_a_prompt():
+    (found,) = encoded(tokenizer_of(LLAMA), [TALK])
+    assert tokenizer_of(LLAMA).decode(found) == (
+        "<bos>[system]Be brief.<|im_end|>[user]Hello<|im_end|>[assistant]Hi.<|im_end|>[user]6 * 7?<|im_end|>[assistant]"
+    )
+    (found,) = encoded(tokenizer_of(CHATML), [TEXT], system_prompt="Think first.")
+    assert tokenizer_of(CHATML).decode(found) == (
+        "<|im_start|>system\nThink first.<|im_end|>\n<|im_start|>user\n6 * 7?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_text_alone_where_there_is_no_template_or_never():
+    for tokenizer, chosen in ((tokenizer_of(LLAMA), Chat.never), (tokenizer_of(None), Chat.auto)):
+        (found,) = encoded(tokenizer, [TEXT], chat=chosen)
+        assert found == tokenizer("6 * 7?").input_ids
+        assert found[0] == tokenizer.bos_token_id
+        with pytest.raises(DataError, match=r"'6 \* 7\?' at p:2 .*a list of chat messages, and there is no chat templ"):
+            encoded(tokenizer, [TEXT, TALK], chat=chosen)
+
+
+@pytest.mark.parametrize(
+    ("template", "chosen", "got"),
+    [
+        (None, Chat.auto, "none"),
+        (LLAMA, Chat.never, "none"),
+        (DEAF, Chat.auto, "one that leaves it out"),
+        (NO_SYSTEM, Chat.auto, "one that says: System role not supported"),
+    ],
+    ids=["no template", "never", "left out", "refused"],
+)
+def test_a_system_prompt_that_would_be_ignored_is_refused(template, chosen, got):
+    with pytest.raises(ConfigError) as error:
+        chat_of(task_config(system_prompt=" Think first. ", chat=chosen), tokenizer_of(template))
+    assert f"needs a chat template that has a place for it (got {got}). It would be ignored." in str(error.value)
+
+
+def test_two_system_messages_are_refused_with_the_row():
+    with pytest.raises(DataError, match=r"at p:2 .*it has a system message of its own beside task\.system_prompt"):
+        encoded(tokenizer_of(CHATML), [TEXT, TALK], system_prompt="Think first.")
+
+
+def test_notes_say_what_the_template_does():
+    tokenizer = tokenizer_of(CHATML)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    used = "task.chat=auto: prompts go through the chat template of the model's tokenizer; never leaves it out."
+    assert ChatTemplate(tokenizer).notes([tokenizer.eos_token_id, end]) == [used]
+    first, second = ChatTemplate(tokenizer).notes([tokenizer.eos_token_id])
+    assert first == used
+    assert second.startswith("the chat template ends an answer with <|im_end|> \n, which is no end-of-sequence token")
+    tokenizer.chat_template = CHATML + "{{ strftime_now('%d') }}"
+    assert "writes today's date" in ChatTemplate(tokenizer).notes([end])[-1]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model that ends its turn with <|im_end|>, which only its generation_config.json says."""
+    tokenizer = tokenizer_of(CHATML)
+    end, sizes = tokenizer.convert_tokens_to_ids("<|im_end|>"), {"vocab_size": len(tokenizer)}
+    model = small_llama(**sizes, eos_token_id=tokenizer.eos_token_id, max_position_embeddings=128)
+    with torch.no_grad():
+        model.lm_head.weight[end] = model.lm_head.weight.mean(0) + 0.1  # so that it is met
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    ends = {"eos_token_id": [tokenizer.eos_token_id, end]}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(ends))
+    rows = [{"prompt": [USER], "answer": "42"}, {"prompt": "7 * 7?", "answer": "49"}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def chosen(folder, *overrides):
+    short = [one for one in SHORT if not one.startswith(("model.", "task.", "accumulation.max"))]
+    own = ["model=huggingface", f"model.path={folder / 'model'}", "task=prompts", f"task.path={folder / 'p.jsonl'}"]
+    return [*short, *own, "accumulation.max_tokens=128", *overrides]
+
+
+def test_the_end_of_a_turn_ends_a_completion_where_only_the_generation_config_says_so(folder):
+    module, loader = build(OmegaConf.to_object(config_of(*chosen(folder, "rollout.max_completion_length=60"))))
+    tokenizer = module.policy.tokenizer
+    ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    (prompt,) = encoded(tokenizer, [TEXT])
+    completions = sampler_of(loader).complete([Request(prompt, 256, 0)])
+    last = {int(one.tokens[-1]) for one in completions if one.finish_reason == "stop"}
+    assert last == set(ends)
+    assert not any(set(ends) & set(one.tokens[:-1].tolist()) for one in completions)
+
+
+def test_a_run_trains_on_the_tokens_of_the_template(folder, capsys):
+    config = config_of(*chosen(folder, "task.system_prompt=Brief.", "trainer.max_steps=1"))
+    module, loader = build(OmegaConf.to_object(config))
+    documents = next(iter(loader)).documents
+    tokenizer = module.policy.tokenizer
+    shown = {tokenizer.decode(document.tokens[~document.loss_mask]) for document in documents}
+    asked = "<|im_start|>system\nBrief.<|im_end|>\n<|im_start|>user\n%s<|im_end|>\n<|im_start|>assistant\n"
+    assert shown == {asked % "6 * 7?", asked % "7 * 7?"}
+    train(config, folder / "run")
+    assert "note: task.chat=auto: prompts go through the chat template" in capsys.readouterr().out
+    values = OmegaConf.to_object(config)
+    place, tokens = preview(values.model, values.task, 0)
+    assert place.startswith("p.jsonl:")
+    assert tokens.startswith(f"{len(tokenizer(asked % '6 * 7?', add_special_tokens=False).input_ids)} tokens: '<|im_st")
+
+
+def test_a_template_without_a_place_for_the_system_prompt_is_seen_before_the_run(folder):
+    tokenizer = tokenizer_of(NO_SYSTEM)
+    tokenizer.save_pretrained(folder / "model")
+    overrides = [one for one in chosen(folder, "task.system_prompt=Brief.") if not one.startswith("tracking")]
+    values, report = resolve_and_validate(compose([*overrides, "tracking=none"]).config)
+    check_machine(values, report)
+    (problem,) = report.problems
+    assert "got one that says: System role not supported" in problem

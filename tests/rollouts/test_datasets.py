@@ -1,0 +1,188 @@
+"""Prompts from folders of Hugging Face data sets, written here as datasets does (format_of_datasets compares)."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.rollouts.prompt_rows import read_prompts
+
+CHAT = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "6 * 7?"}]
+
+
+def table(numbers):
+    messages = [[{"role": "user", "content": f"{i}!"}] for i in numbers]
+    return pa.table({"prompt": [f"{i}?" for i in numbers], "messages": messages, "answer": [*numbers]})
+
+
+def save_to_disk(folder, *shards, split=None):
+    """As datasets' `save_to_disk`: Arrow streams of a few batches, and a state that names them."""
+    folder.mkdir(parents=True)
+    names = [f"data-{i:05d}-of-{len(shards):05d}.arrow" for i in range(len(shards))]
+    for name, numbers in zip(names, shards, strict=True):
+        with pa.OSFile(str(folder / name), "wb") as file, pa.ipc.new_stream(file, table([0]).schema) as stream:
+            stream.write_table(table(numbers), 2)
+    state = {"_data_files": [{"filename": name} for name in names], "_split": split, "_format_type": None}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text("{}")
+    return folder
+
+
+def texts(path, split=None, field="prompt"):
+    return [row.text for row in read_prompts(str(path), split, field, "answer")]
+
+
+def test_a_saved_data_set_is_read_in_the_order_of_its_files(tmp_path):
+    folder = save_to_disk(tmp_path / "saved", [5, 3, 9], [1, 2])
+    rows = read_prompts(str(folder), None, "prompt", "answer")
+    assert [row.text for row in rows] == ["5?", "3?", "9?", "1?", "2?"]
+    assert [row.answer for row in rows] == ["5", "3", "9", "1", "2"]
+    assert [row.place for row in rows[2:4]] == ["data-00000-of-00002.arrow:3", "data-00001-of-00002.arrow:1"]
+    assert {row.messages for row in rows} == {None}
+    (folder / "cache-123.arrow").write_bytes(b"what datasets leaves there")
+    assert texts(folder) == ["5?", "3?", "9?", "1?", "2?"]
+
+
+def test_a_saved_data_set_with_splits_needs_one(tmp_path):
+    for name, numbers in (("train", [1, 2]), ("test", [3])):
+        save_to_disk(tmp_path / "both" / name, numbers)
+    (tmp_path / "both" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    assert texts(tmp_path / "both", "train") == ["1?", "2?"]
+    assert texts(tmp_path / "both", "test") == ["3?"]
+    assert texts(tmp_path / "both" / "test") == ["3?"]
+    for split in (None, "validation"):
+        with pytest.raises(ConfigError) as error:
+            texts(tmp_path / "both", split)
+        assert str(error.value) == (
+            f"task.split={split or 'null'} with task.path={tmp_path / 'both'} needs one of train, test (got "
+            f"{split or 'null'}). The data set has these. Use task.split=train or task.split=test."
+        )
+
+
+def test_a_split_that_would_be_ignored_is_refused(tmp_path):
+    own, none = save_to_disk(tmp_path / "own", [1], split="train"), save_to_disk(tmp_path / "none", [1])
+    assert texts(own, "train") == texts(own) == ["1?"]
+    with pytest.raises(ConfigError, match=r"needs train \(got test\)\. It is the split train\."):
+        texts(own, "test")
+    with pytest.raises(ConfigError, match=r"needs null \(got train\)\. The data set has no splits\."):
+        texts(none, "train")
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "1?", "answer": 1}\n')
+    with pytest.raises(ConfigError, match=r"needs null \(got train\)\. Only the folder of a data set has splits\."):
+        texts(file, "train")
+
+
+def test_a_saved_data_set_that_is_not_whole(tmp_path):
+    folder = save_to_disk(tmp_path / "saved", [1, 2, 3, 4], [5])
+    file = folder / "data-00000-of-00002.arrow"
+    whole = file.read_bytes()
+    for damaged in (whole[:-8], whole[: len(whole) // 2], b""):  # without its end, the first would lose no row
+        file.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"data-00000-of-00002\.arrow is not a whole Arrow stream"):
+            texts(folder)
+    file.unlink()
+    with pytest.raises(DataError, match=r"lacks data-00000-of-00002\.arrow, which its state\.json names"):
+        texts(folder)
+    (folder / "state.json").write_text("{")
+    with pytest.raises(DataError, match=r"state\.json cannot be read"):
+        texts(folder)
+
+
+def hub(folder, *names):
+    """A folder as downloaded: of file i the prompt `i?`."""
+    for i, name in enumerate(names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith(".parquet"):
+            pq.write_table(table([i]), folder / name)
+        else:
+            (folder / name).write_text(json.dumps({"prompt": f"{i}?", "answer": i}) + "\n")
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("names", "split", "expected"),
+    [
+        (
+            ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002-1a2b.parquet", "data/test.parquet"],
+            "train",
+            2,
+        ),
+        (["train.jsonl", "test.jsonl"], "train", 1),
+        (["default/train/0000.parquet", "default/train/0001.parquet", "default/test/0000.parquet"], "train", 2),
+        (["data/train_sft-00000-of-00001.parquet", "data/train_gen-00000-of-00001.parquet"], "train_sft", 1),
+    ],
+)
+def test_the_split_of_a_data_set_of_the_hub_is_known_by_its_names(tmp_path, names, split, expected):
+    folder = hub(tmp_path / "hub", *names)
+    assert texts(folder, split) == [f"{i}?" for i in range(expected)]
+    with pytest.raises(ConfigError, match=r"No file of prompts is named so\."):
+        texts(folder, "prefs")
+
+
+def test_a_folder_of_several_splits_is_not_read_as_a_whole(tmp_path):
+    with pytest.raises(ConfigError, match=r"has files of test and train\. Use task\.split=test or task\.split=train\."):
+        texts(hub(tmp_path / "flat", "train.jsonl", "test.jsonl"))
+    with pytest.raises(ConfigError, match=r"The folder has files of train\. Use task\.split=train\."):
+        texts(hub(tmp_path / "deep", "data/train-00000-of-00001.parquet"))
+    assert texts(hub(tmp_path / "own", "hard.jsonl", "easy.jsonl")) == ["1?", "0?"]
+
+
+def test_several_data_sets_in_one_folder_are_not_mixed(tmp_path):
+    folder = hub(tmp_path / "gsm", "main/train-00000-of-00001.parquet", "socratic/train-00000-of-00001.parquet")
+    with pytest.raises(ConfigError) as error:
+        texts(folder, "train")
+    assert str(error.value) == (
+        f"task.path={folder} needs one data set (got 2). Files of train lie in main, socratic. "
+        f"Use task.path={folder}/main."
+    )
+    assert texts(folder / "socratic", "train") == ["1?"]
+
+
+def test_chats_are_read_from_every_kind_of_file(tmp_path):
+    folder = save_to_disk(tmp_path / "saved", [7])
+    assert read_prompts(str(folder), None, "messages", "answer")[0].messages == ({"role": "user", "content": "7!"},)
+    extra = pa.table({"prompt": [[*CHAT, {"role": "user", "content": "?", "name": "me"}]], "answer": [42]})
+    pq.write_table(extra, tmp_path / "p.parquet")
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": CHAT, "answer": 42}) + "\n")
+    (row,) = read_prompts(str(tmp_path / "p.jsonl"), None, "prompt", "answer")
+    assert (row.text, row.messages) == ("6 * 7?", tuple(CHAT))
+    (row,) = read_prompts(str(tmp_path / "p.parquet"), None, "prompt", "answer")
+    assert (row.text, row.messages) == ("?", (*CHAT, {"role": "user", "content": "?", "name": "me"}))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ([], "needs a text or a list of chat messages (got [])"),
+        (["hi"], "needs a text or a list of chat messages (got ['hi'])"),
+        ({"role": "user"}, "needs a text or a list of chat messages (got {'role': 'user'})"),
+        ([{"role": "user"}], "needs chat messages whose role and content are texts (got {'role': 'user'})"),
+        ([{"role": "user", "content": ["a"]}], "needs chat messages whose role and content are texts"),
+        ([*CHAT, {"role": "assistant", "content": "42"}], "needs a last message that the model is to answer"),
+        ([{"role": "user", "content": ""}], "needs a last message with a text"),
+    ],
+    ids=["none", "texts", "one", "no content", "parts", "answered", "empty"],
+)
+def test_what_is_no_chat_is_refused_with_its_row(tmp_path, prompt, reason):
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": prompt, "answer": 1}) + "\n")
+    with pytest.raises(DataError) as error:
+        read_prompts(str(tmp_path / "p.jsonl"), None, "prompt", "answer")
+    assert f"p.jsonl:1:prompt: {reason}" in str(error.value)
+
+
+def test_format_of_datasets(tmp_path):
+    """What the package itself writes, where it is installed."""
+    datasets = pytest.importorskip("datasets")
+    whole = datasets.Dataset(table([*range(7)]))
+    whole.save_to_disk(tmp_path / "sharded", num_shards=3)
+    assert texts(tmp_path / "sharded") == [f"{i}?" for i in range(7)]
+    chosen = whole.shuffle(seed=1).filter(lambda row: row["answer"] != 3)  # an order that is not that of the rows
+    chosen.save_to_disk(tmp_path / "chosen")
+    assert texts(tmp_path / "chosen") == list(chosen["prompt"])
+    datasets.DatasetDict({"train": whole, "test": chosen}).save_to_disk(tmp_path / "both")
+    assert texts(tmp_path / "both", "test", "messages") == [one[0]["content"] for one in chosen["messages"]]
+    with pytest.raises(ConfigError, match="needs one of train, test"):
+        texts(tmp_path / "both")

@@ -1,0 +1,268 @@
+"""Verifiers in processes of their own: whatever one of them does, its time is bounded and the rest goes on."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from builders.runs import SHORT, config_of, copy_as_of, metrics_of
+
+from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.rollouts.verifier_processes import CRASH, TIMEOUT, VerifierProcesses
+from pgtoolkit.rollouts.verifiers import Named, Question, Verifiers
+from pgtoolkit.training.train import train
+
+SCRIPTED = "builders.verifiers_for_tests.scripted"
+TESTS = Path(__file__).parents[1]
+
+
+def questions(*completions, answer="42", number=0):
+    return [Question(number, text, answer, f"the completion {text!r}") for text in completions]
+
+
+@pytest.fixture
+def processes():
+    """Makes verifiers in processes, all of which are gone in the end."""
+    made = []
+
+    def make(number=2, seconds=1.0, *names):
+        named = [Named("task.verifier", name) for name in names or [SCRIPTED]]
+        made.append(VerifierProcesses(named, number, seconds))
+        return made[-1]
+
+    yield make
+    pids = [worker._process.pid for one in made for worker in one._workers]
+    for one in made:
+        one.close()
+    assert not any(is_running(pid) for pid in pids)
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def gone(pids, seconds=20):
+    end = time.monotonic() + seconds
+    while any(map(is_running, pids)) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not any(map(is_running, pids))
+
+
+def test_scores_are_those_of_one_process_in_their_order(processes):
+    texts = [f"{'x' * (i % 7)}{i}" for i in range(50)]
+    names = ["exact_match", "builders.verifiers_for_tests.length"]
+    asked = [one for text in texts for i in range(2) for one in questions(text, answer="xx2", number=i)]
+    here = Verifiers([Named("task.verifier", name) for name in names]).scores(asked)
+    assert here == [score for text in texts for score in (float(text == "xx2"), float(len(text)))]
+    for number in (1, 3):
+        found = processes(number, 20, *names)
+        assert found.scores(asked) == here
+        assert found.scores(asked[:3]) == here[:3]
+        assert found.scores([]) == []
+        assert len(found._workers) == number
+
+
+def test_slow_answers_stand_in_their_place(processes):
+    assert processes(3, 20).scores(questions("sleep 0.5", "pid", "sleep 0.2", "modules"))[::2] == [1.0, 1.0]
+
+
+def test_a_process_starts_without_the_large_libraries_and_is_used_again(processes):
+    found = processes(1, 20)
+    assert found.scores(questions("modules")) == [0.0]
+    first, second = found.scores(questions("pid")), found.scores(questions("pid"))
+    assert first == second != [os.getpid()]
+
+
+@pytest.mark.parametrize("verb", ["sleep 600", "spin"])
+def test_a_verifier_that_hangs_scores_nothing_and_the_rest_goes_on(processes, caplog, verb):
+    start = time.monotonic()
+    found = processes(2, 2.0).scores(questions("a", verb, "b", verb, "c"))
+    assert found == [1.0, TIMEOUT, 1.0, TIMEOUT, 1.0]
+    assert time.monotonic() - start < 60
+    assert caplog.messages == [
+        f"note: task.verifier={SCRIPTED} gave no answer within task.verifier_seconds=2 on the completion {verb!r}. "
+        "The score is 0, and the run goes on. Said once; the metric verifier_timeout_fraction counts such completions."
+    ]
+
+
+@pytest.mark.parametrize(("verb", "how"), [("crash", "SIGSEGV"), ("exit 3", "status 3"), ("exit 0", "status 0")])
+def test_a_verifier_that_ends_its_process_scores_nothing_and_the_rest_goes_on(processes, caplog, verb, how):
+    found = processes(2, 20).scores(questions(verb, "a", verb, "b"))
+    assert found == [CRASH, 1.0, CRASH, 1.0]
+    assert caplog.messages == [
+        f"note: task.verifier={SCRIPTED} ended its process: {how} on the completion {verb!r}. The score is 0, and the "
+        "run goes on. Said once; the metric verifier_crash_fraction counts such completions."
+    ]
+
+
+def test_an_exception_is_an_error_as_in_one_process(processes):
+    asked = questions("a", "raise second", "sleep 0.3", "raise fourth")
+    with pytest.raises(DataError) as here:
+        Verifiers([Named("task.verifier", SCRIPTED)]).scores(asked)
+    found = processes(2, 20)
+    with pytest.raises(DataError) as there:
+        found.scores(asked)
+    assert str(there.value) == str(here.value)
+    assert str(here.value).startswith(f"task.verifier={SCRIPTED} raised ValueError on the completion 'raise second':")
+    assert str(here.value).endswith("ValueError: second")
+    assert found.scores(questions("a")) == [1.0]
+
+
+@pytest.mark.parametrize("name", ["no_such_package.f", "builders.verifiers_for_tests.nothing"])
+def test_a_verifier_that_cannot_be_imported(processes, name):
+    with pytest.raises(ConfigError, match=f"task.verifier={name} needs a function that can be imported and called"):
+        processes(2, 1.0, name).scores(questions("a"))
+
+
+def test_a_module_that_crashes_on_import(processes, tmp_path, monkeypatch):
+    (tmp_path / "broken_module.py").write_text("import ctypes\nctypes.string_at(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        processes(1, 1.0, "broken_module.f").scores(questions("a"))
+    assert str(error.value) == (
+        "task.verifier=broken_module.f needs a process that imports it (got one that ended: SIGSEGV). Importing it "
+        "runs its code. Use a verifier whose module can be imported in seconds."
+    )
+
+
+def test_a_module_that_imports_slowly_has_its_time(processes, tmp_path, monkeypatch):
+    """The limit is that of an answer."""
+    (tmp_path / "slow_module.py").write_text("import time\ntime.sleep(3)\ndef f(completion, answer):\n    return 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert processes(1, 2.0, "slow_module.f").scores(questions("a")) == [1.0]
+
+
+def test_what_a_verifier_started_ends_with_it(processes, tmp_path):
+    """After its time, and what it has left behind when the run ends."""
+    found = processes(1, 3.0)
+    assert found.scores(questions(f"child {tmp_path / 'pids'}")) == [TIMEOUT]
+    assert gone([int(pid) for pid in (tmp_path / "pids").read_text().split()])
+    assert found.scores(questions(f"leave {tmp_path / 'left'}")) == [1.0]
+    left = [int((tmp_path / "left").read_text())]
+    assert is_running(*left)
+    found.close()
+    assert gone(left)
+
+
+PARENT = """
+import sys
+from pgtoolkit.rollouts.verifier_processes import VerifierProcesses
+from pgtoolkit.rollouts.verifiers import Named, Question
+found = VerifierProcesses([Named("task.verifier", "builders.verifiers_for_tests.scripted")], 3, 600)
+found.scores([Question(0, text, "", "it") for text in (f"leave {sys.argv[3]}", "sleep 0.3", "sleep 0.3")])
+print(*(worker._process.pid for worker in found._workers), flush=True)
+if sys.argv[1] == "idle 9":
+    import time
+    time.sleep(600)
+if sys.argv[1].startswith("busy"):
+    found.scores([Question(0, text, "", "it") for text in ("spin", f"child {sys.argv[2]}", "sleep 600")])
+"""
+
+
+@pytest.mark.parametrize(
+    ("state", "number"),
+    [*(("busy", number) for number in (9, 15, 2)), ("idle", 9), ("idle", None)],  # None: it comes to its end
+)
+def test_no_process_outlives_the_one_that_trains(tmp_path, state, number):
+    """Also where it is killed while verifiers spin in C, with the processes that they have started."""
+    arguments = [sys.executable, "-c", PARENT, f"{state} {number}", str(tmp_path / "pids"), str(tmp_path / "left")]
+    where = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=where) as parent:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 3
+        pids.append(int((tmp_path / "left").read_text()))
+        if state == "busy":
+            end = time.monotonic() + 60
+            while len((tmp_path / "pids").read_text().split() if (tmp_path / "pids").exists() else []) < 2:
+                assert time.monotonic() < end
+                time.sleep(0.05)
+            pids += map(int, (tmp_path / "pids").read_text().split())
+            assert all(map(is_running, pids))
+        if number is not None:
+            parent.send_signal(number)
+        parent.wait(60)
+    assert gone(pids)
+
+
+def columns_of(folder):
+    """Of the first batch that was recorded there."""
+    file = min(folder.iterdir())
+    if file.suffix == ".parquet":
+        return pq.read_table(file).to_pydict()
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
+def run_with(folder, *overrides):
+    rows = [{"prompt": f"{i}{i}=", "answer": str(i)} for i in range(4)]
+    (folder / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    short = [one for one in SHORT if not one.startswith("task.")]
+    config = config_of(*short, "task=prompts", f"task.path={folder / 'p.jsonl'}", *overrides)
+    train(config, folder / f"run{len(list(folder.iterdir()))}")
+    return metrics_of(max(folder.glob("run*"), key=lambda path: path.stat().st_mtime_ns))
+
+
+def test_a_run_with_processes_is_the_run_without(tmp_path):
+    """The same metrics, and those of the verifiers beside them."""
+    several = (
+        "task.verifiers={right: {verifier: builders.verifiers_for_tests.right}, "
+        "length: {verifier: builders.verifiers_for_tests.length, weight: 0.25}}"
+    )
+    own = ["task.verifier=null", several]
+    plain = run_with(tmp_path, *own)
+    found = run_with(tmp_path, *own, "task.verifier_processes=2", "task.verifier_seconds=30")
+    for here, there in zip(plain, found, strict=True):
+        extra = {"verifier_timeout_fraction": 0, "verifier_crash_fraction": 0}
+        assert there == here | extra
+        assert here["reward"] == pytest.approx(here["reward/right"] + 0.25 * here["reward/length"], abs=1e-12)
+        assert here["reward/length"] > 0.5
+        assert here["exact_match"] == here["reward/right"]
+
+
+def test_a_run_counts_what_timed_out_and_goes_on(tmp_path):
+    """Those of two prompts of the four."""
+    hanging = "def f(completion, answer):\n    while answer in '13':\n        pass\n    return 1\n"
+    (tmp_path / "hanging_module.py").write_text(hanging)
+    sys.path.insert(0, str(tmp_path))
+    try:
+        own = ["task.verifier=hanging_module.f", "task.verifier_processes=4", "task.verifier_seconds=2"]
+        rows = run_with(tmp_path, *own, "trainer.max_steps=2")
+    finally:
+        sys.path.remove(str(tmp_path))
+    assert sum(row["verifier_timeout_fraction"] for row in rows) == 1  # half of the documents, in two steps
+    assert sum(row["reward"] for row in rows) == 1
+    assert [row["verifier_crash_fraction"] for row in rows] == [0, 0]
+
+
+def test_a_run_that_was_killed_within_a_batch_goes_on_with_its_measures(tmp_path):
+    """They are part of the batch, which its checkpoint holds."""
+    rows = [{"prompt": f"{i}{i}=", "answer": str(i)} for i in range(4)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    short = [one for one in SHORT if not one.startswith("task.")]
+    several = "task.verifiers={right: {verifier: exact_match}, length: {verifier: builders.verifiers_for_tests.length}}"
+    own = ["task=prompts", f"task.path={tmp_path / 'p.jsonl'}", "task.verifier=null", several, "trainer.max_steps=4"]
+    saved = f"rollout.save_path={tmp_path / 'saved'}"
+    config = config_of(*short, *own, saved)
+    train(config, tmp_path / "whole")
+    train(config, copy_as_of(tmp_path / "whole", 1, tmp_path / "cut"), resume=True)
+    found, expected = metrics_of(tmp_path / "cut"), metrics_of(tmp_path / "whole")
+    assert found == expected
+    assert all({"reward/right", "reward/length"} <= row.keys() for row in expected)
+    for kind in ("saved", "saved.jsonl"):
+        if kind == "saved.jsonl":
+            train(config_of(*short, *own, saved + ".jsonl"), tmp_path / "json")
+        columns = columns_of(tmp_path / kind)
+        assert sum(columns["reward/length"][:8]) / 8 == pytest.approx(expected[0]["reward/length"])
+        parts = zip(columns["reward/right"], columns["reward/length"], strict=True)
+        assert [right + length for right, length in parts] == columns["reward"]
+        kept = [one for one in short if not one.startswith(("rollout.", "aggregation="))]
+        recorded = ["rollout=recorded", f"rollout.path={tmp_path / kind}", "trainer.max_steps=1"]
+        train(config_of(*kept, *recorded), tmp_path / f"again {kind}")  # whose reader ignores the columns
+        assert metrics_of(tmp_path / f"again {kind}")[0]["reward"] == expected[0]["reward"]
