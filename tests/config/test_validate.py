@@ -162,7 +162,7 @@ RULES = [
         "task.verifiers.a.verifier=no_such needs one of exact_match",
         f"{PROMPTS} task.verifier=null task.verifiers={{a:{{verifier:operator.eq}}}}",
     ),
-    (f"{PROMPTS} task.verifiers=[exact_match]", "task.verifiers=['exact_match'] needs a dictionary", PROMPTS),
+    (f"{PROMPTS} task.verifiers=[exact_match]", "task.verifiers=[exact_match] needs a dictionary", PROMPTS),
     (
         f"{PROMPTS} task.verifier_processes=2",
         "Use task.verifier_seconds=10",
