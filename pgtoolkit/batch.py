@@ -16,7 +16,8 @@ class Document:
     tokens: (S,) int64, prompt followed by completion.
     loss_mask: (S,) bool, True where the token is trained, that is, predicted from the tokens before it.
         The first token has nothing before it and is never trained.
-    old_log_probs: (N,) float32, log-prob of each trained token, in order, under the policy that generated it.
+    old_log_probs: (N,) float32, log-prob of each trained token, in order, under the policy that generated it; None
+        where nobody knows and the loss does not ask.
     advantages: (N,) float32, of each trained token.
     group: number of the document's prompt group, unique within the run's data.
     name: how messages call the document, such as `rollouts.jsonl:12`.
@@ -27,7 +28,7 @@ class Document:
 
     tokens: Tensor
     loss_mask: Tensor
-    old_log_probs: Tensor
+    old_log_probs: Tensor | None
     advantages: Tensor
     group: int
     name: str
@@ -38,8 +39,11 @@ class Document:
 
     def __post_init__(self):
         trained = int(self.loss_mask.sum())
-        lengths = {name: len(getattr(self, name)) for name in ("loss_mask", "old_log_probs", "advantages")}
-        if lengths != {"loss_mask": len(self.tokens), "old_log_probs": trained, "advantages": trained}:
+        expected = {"loss_mask": len(self.tokens), "old_log_probs": trained, "advantages": trained}
+        if self.old_log_probs is None:
+            del expected["old_log_probs"]
+        lengths = {name: len(getattr(self, name)) for name in expected}
+        if lengths != expected:
             raise ValueError(f"{self.name} has {len(self.tokens)} tokens, {trained} of them trained, and {lengths}")
         if trained and self.loss_mask[0]:
             raise ValueError(f"{self.name} trains its first token, which nothing stands before")
@@ -52,7 +56,7 @@ class Document:
     @property
     def num_trained(self) -> int:
         """N_d: number of trained tokens."""
-        return len(self.old_log_probs)
+        return len(self.advantages)
 
 
 @dataclass(frozen=True)

@@ -140,6 +140,8 @@ class _FusedPass:
         self.scale_rows = options.implementation.scale_rows
         self.make_buffer(max((chunk.stop - chunk.start for chunk in plan.chunks), default=0))
         self.any_not_finite = AnyOnHost(torch.zeros_like(objective.mask)) if not plan.chunks else None
+        # Where a whole document may turn out to have no gradient; a weight without gradient is never 0.
+        clips_documents = objective.family.by_document and objective.family.slope_of == "log_ratio"
         for chunk in plan.chunks:
             pieces = [plan.rows[piece] for piece in chunk.pieces(options.max_rows)]
             # Of a document with more rows than may exist at once, only the last piece's score is there when its
@@ -159,7 +161,7 @@ class _FusedPass:
             coefficients = options.implementation.coefficients(share, log_probs)
             *earlier, last = coefficients.split([len(part) for part in parts]) if parts else [None]
             for rows in kept:
-                self.products(rows, hidden, score, last, objective.family.by_document and not earlier)
+                self.products(rows, hidden, score, last, clips_documents and not earlier)
             for rows, c in zip(pieces, earlier, strict=True):
                 hidden, score, _ = self.score(rows)
                 self.products(rows, hidden, score, c, False)

@@ -24,6 +24,14 @@ _BASIC_MEANS = (
 )
 _MEANS = {"none": ("new_logprobs",), "basic": _BASIC_MEANS, "with_entropy": (*_BASIC_MEANS, "entropy")}
 LEVELS = tuple(_MEANS)
+_OF_BOTH_LOG_PROBS = frozenset(
+    {
+        *("old_logprobs", "ratio_new_old", "kl_new_old", "clamped_log_ratio_fraction", "effective_sample_size"),
+        *("clipped_ratio_fraction", "clipped_low_fraction", "clipped_high_fraction"),
+        *("ratio_new_old_sum", "ratio_new_old_squared_sum", "max_ratio_new_old", "min_ratio_new_old"),
+    }
+)
+"""Those that say nothing where the documents have no old log-probs."""
 _MAXIMA = ("max_advantage", "max_ratio_new_old")
 _MINIMA = ("min_advantage", "min_ratio_new_old")
 
@@ -53,8 +61,10 @@ class MetricSums:
         maxima = all_max(self.maxima, group if self.level != "none" else None)
         return loss, MetricSums(self.level, torch.stack(sums), maxima)
 
-    def finalize(self, totals: StepTotals) -> dict[str, Tensor]:
+    def finalize(self, totals: StepTotals, with_old_log_probs: bool = True) -> dict[str, Tensor]:
         """Metric name -> 0-dim tensor, over the documents merged so far; means are divided by the step's totals.
+
+        with_old_log_probs: whether the documents have any; else the metrics that need them are left out.
 
         Extrema are infinite and effective_sample_size is NaN where no token is trained.
         """
@@ -67,6 +77,8 @@ class MetricSums:
             metrics["effective_sample_size"] = first**2 / (weight * second)
             metrics |= zip(_MAXIMA, self.maxima[: len(_MAXIMA)], strict=True)
             metrics |= zip(_MINIMA, -self.maxima[len(_MAXIMA) :], strict=True)
+        if not with_old_log_probs:
+            metrics = {name: value for name, value in metrics.items() if name not in _OF_BOTH_LOG_PROBS}
         for name in ("num_tokens", "num_documents", "num_empty_documents", "num_groups"):
             value = getattr(totals, name)
             if value is not None:

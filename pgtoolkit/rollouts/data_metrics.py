@@ -34,8 +34,11 @@ def mismatch_note(
     """Why the documents of a run's first step do not seem to come from its policy; nothing if they fit.
 
     new_logprobs: the metric, before any update. It is compared with the mean of the old log-probs, for the mean of the
-    ratio itself says little: over tokens that any other policy sampled it is expected to be 1, too.
+    ratio itself says little: over tokens that any other policy sampled it is expected to be 1, too. Without old
+    log-probs there is nothing to compare.
     """
+    if any(d.old_log_probs is None for d in documents):
+        return ""
     means = [float(d.old_log_probs.double().mean()) for d in documents if d.num_trained]
     difference = new_logprobs - sum(means) / len(documents)
     if abs(difference) <= LARGE_DIFFERENCE:

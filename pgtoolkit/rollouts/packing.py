@@ -25,7 +25,10 @@ def pack(documents: list[Document], group_numbers: list[int]) -> MicroBatch:
         """(T,) from the values of the trained tokens: each stands where its token is predicted, one place earlier."""
         return values.new_full((len(tokens),), elsewhere).index_copy(0, trained - 1, values)
 
-    old_log_probs = _concatenate([document.old_log_probs for document in documents], torch.float32)
+    # Zeros where there are none: the loss then does not read them, and no metric of them is given.
+    old_log_probs = _concatenate(
+        [torch.zeros(d.num_trained) if d.old_log_probs is None else d.old_log_probs for d in documents], torch.float32
+    )
     advantages = _concatenate([document.advantages for document in documents], torch.float32)
     return MicroBatch(
         tokens=tokens,

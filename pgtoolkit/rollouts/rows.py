@@ -25,27 +25,26 @@ class Rules:
     vocabulary_size: int
     needs_reward: bool
     needs_advantage: bool
+    needs_old_log_probs: bool = True
     max_tokens: int | None = None
     max_completion_length: int | None = None
 
     @property
     def required(self) -> set[str]:
-        fields = {"token_ids", "loss_mask", "old_log_probs"}
-        return (
-            fields | ({"reward"} if self.needs_reward else set()) | ({"advantage"} if self.needs_advantage else set())
-        )
+        names = ("reward", "advantage", "old_log_probs")
+        return {"token_ids", "loss_mask", *(name for name in names if getattr(self, f"needs_{name}"))}
 
 
 @dataclass(frozen=True)
 class Row:
     """A checked row, with the fields of the schema. Arrays have one entry per token; what is not trained is 0.
 
-    token_ids: (S,) int64. loss_mask: (S,) bool. old_log_probs, advantage: (S,) float32; advantage None if not recorded.
+    token_ids: (S,) int64. loss_mask: (S,) bool. old_log_probs, advantage: (S,) float32, each None if not recorded.
     """
 
     token_ids: np.ndarray
     loss_mask: np.ndarray
-    old_log_probs: np.ndarray
+    old_log_probs: np.ndarray | None
     advantage: np.ndarray | None
     reward: float | None
     group_id: int | str | None
@@ -69,7 +68,7 @@ class Row:
         return Document(
             tokens=torch.from_numpy(self.token_ids),
             loss_mask=torch.from_numpy(mask),
-            old_log_probs=torch.from_numpy(self.old_log_probs[mask]),
+            old_log_probs=None if self.old_log_probs is None else torch.from_numpy(self.old_log_probs[mask]),
             advantages=torch.from_numpy(advantages),
             group=group,
             name=name,

@@ -139,7 +139,7 @@ def _digest(documents: list[Document]) -> int:
     digest = len(documents)
     for document in documents:
         for values in (document.tokens, document.loss_mask, document.old_log_probs, document.advantages):
-            digest = zlib.crc32(values.numpy().tobytes(), digest)
+            digest = zlib.crc32(b"" if values is None else values.numpy().tobytes(), digest)
         digest = zlib.crc32(repr(document.group).encode(), digest)
     return digest
 

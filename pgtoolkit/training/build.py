@@ -96,8 +96,10 @@ def _source(config: Config, task, module: PolicyGradientModule, room: int, resum
             tokenized.check_lengths(room, rollout.max_completion_length, skip)
         return PolicyRollouts(config, tokenized, sampler, module, module.layout, writer)
     needs_groups = config.aggregation.mode == AggregationMode.prompt_mean
-    vocabulary_size, accept_changed = module.policy.vocabulary_size, config.trainer.accept_changed_data
-    return RecordedRollouts(rollout, estimator, vocabulary_size, config.seed, needs_groups, room, accept_changed)
+    vocabulary_size, reads = module.policy.vocabulary_size, module.loss.family.reads_old_log_probs
+    source = RecordedRollouts(rollout, estimator, vocabulary_size, config.seed, needs_groups, room, reads)
+    source.accept_changed = config.trainer.accept_changed_data
+    return source
 
 
 def _note_ignored(config: Config, sampler: TransformersSampler) -> None:
