@@ -22,6 +22,8 @@ class Document:
     group: number of the document's prompt group, unique within the run's data.
     name: how messages call the document, such as `rollouts.jsonl:12`.
     reward, exact_match, truncated, model_version: what the source knows, or None.
+    task_reward: the reward before anything was taken off for the completion's length, or None where nothing could be.
+    dropped_prompt_fraction: share of the prompts sampled for its batch that were dropped, or None where none could be.
 
     Raises ValueError where the numbers do not belong to these tokens.
     """
@@ -36,6 +38,8 @@ class Document:
     exact_match: bool | None = None
     truncated: bool | None = None
     model_version: int | None = None
+    task_reward: float | None = None
+    dropped_prompt_fraction: float | None = None
 
     def __post_init__(self):
         trained = int(self.loss_mask.sum())

@@ -18,6 +18,8 @@ ADVANTAGES = {
     "dr_grpo": "reward - mean of the group",
     "rloo": "reward - mean of the other completions of the group",
     "max_rl": "(reward - mean of the group) / mean of the group",
+    "batch_std": "(reward - mean of the group) / standard deviation of all rewards of the batch",
+    "pass_at_k": "reward - largest of the others of the group, where it is the largest; else 0",
     "given": "as recorded with the rollouts",
 }
 
@@ -55,7 +57,9 @@ def arithmetic(config: Any) -> Iterator[str]:
     batch = documents_per_batch(rollout)
     if batch is not None:
         prompts, size = rollout.prompts_per_batch, rollout.group_size
-        yield f"rollouts: {prompts} prompts x {size} completions = {batch} documents a batch"
+        rounds = rollout.max_sampling_rounds
+        more = f", those that teach nothing replaced in at most {rounds - 1} further rounds" if rounds > 1 else ""
+        yield f"rollouts: {prompts} prompts x {size} completions = {batch} documents a batch{more}"
     prompt, completion = longest_document(config)
     longest = prompt + completion if prompt and completion else None
     if longest:

@@ -17,6 +17,8 @@ def data_metrics(documents: list[Document], num_updates: int) -> dict[str, float
     """
     columns = {
         "reward": [d.reward for d in documents],
+        "overlong_penalty": [None if d.task_reward is None else d.reward - d.task_reward for d in documents],
+        "dropped_prompt_fraction": [d.dropped_prompt_fraction for d in documents],
         "exact_match": [d.exact_match for d in documents],
         "truncated_fraction": [d.truncated for d in documents],
         # Subtracted as integers: counters near 2**24 would not survive a cast to float32 first.

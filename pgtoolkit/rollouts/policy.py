@@ -13,7 +13,9 @@ from pgtoolkit.config.schema import Config, OldLogProbs
 from pgtoolkit.errors import DataError
 from pgtoolkit.ranks.agreement import failing_together, gather
 from pgtoolkit.ranks.layout import Layout
-from pgtoolkit.rollouts.advantages import group_advantages
+from pgtoolkit.rollouts.advantages import batch_divisor, group_advantages
+from pgtoolkit.rollouts.dynamic_sampling import fill
+from pgtoolkit.rollouts.overlong import overlong_penalty
 from pgtoolkit.rollouts.packing import cut, pack
 from pgtoolkit.rollouts.prompts import TokenizedTask
 from pgtoolkit.rollouts.samplers import Completion, Sampler
@@ -65,12 +67,13 @@ class PolicyRollouts:
         self._writer = writer
         self._batch_size = self._config.prompts_per_batch * self._config.group_size
         self._number = -1
+        self._next_prompt = 0
         self._documents: list[Document] = []
 
     def document(self, position: int) -> Document:
         number, place = divmod(position, self._batch_size)
         if number != self._number:
-            self._documents = self._generate(number)
+            self._documents = self._generate()
             self._number = number
             if self._writer is not None:
                 self._writer.write(number, self._documents)
@@ -80,20 +83,32 @@ class PolicyRollouts:
         return (position // self._batch_size + 1) * self._batch_size
 
     def state_dict(self) -> dict:
-        return {"number": self._number, "documents": [dict(vars(document)) for document in self._documents]}
+        documents = [dict(vars(document)) for document in self._documents]
+        return {"number": self._number, "next_prompt": self._next_prompt, "documents": documents}
 
     def load_state_dict(self, state: dict) -> None:
         self._number = state["number"]
+        self._next_prompt = state.get("next_prompt", (self._number + 1) * self._config.prompts_per_batch)
         self._documents = [Document(**document) for document in state["documents"]]
 
-    def _generate(self, number: int) -> list[Document]:
-        """The documents of all ranks, by prompt."""
+    def _generate(self) -> list[Document]:
+        """The documents of a batch, by prompt."""
+        groups = self._next_groups(self._config.prompts_per_batch)
+        groups = fill(groups, self._next_groups, self._config.max_sampling_rounds)
+        documents = [document for group in groups for document in group]
+        divisor = batch_divisor(self._estimator, [document.reward for document in documents])
+        if divisor == 1:
+            return documents
+        return [dataclasses.replace(one, advantages=(one.advantages.double() / divisor).float()) for one in documents]
+
+    def _next_groups(self, count: int) -> list[list[Document]]:
+        """The documents of so many prompts that were not sampled yet, of all ranks."""
         rank, size = self._layout.rank_in("data_parallel"), self._layout.size("data_parallel")
-        first, count = number * self._config.prompts_per_batch, self._config.prompts_per_batch
+        first, self._next_prompt = self._next_prompt, self._next_prompt + count
         with failing_together(self._layout):
             own = self._generate_groups(range(first + rank, first + count, size))
         shares = gather(own, self._layout.group("data_parallel"))
-        return [document for i in range(count) for document in shares[i % size][i // size]]
+        return [shares[i % size][i // size] for i in range(count)]
 
     def _generate_groups(self, numbers: range) -> list[list[Document]]:
         """The documents of the prompts of these numbers."""
@@ -113,8 +128,9 @@ class PolicyRollouts:
 
     def _group(self, prompt: Prompt, prompt_tokens: list[int], completions: list[Completion]) -> list[Document]:
         scores = [self._task.score(prompt, completion) for completion in completions]
+        rewards = [score.reward + self._penalty(one) for score, one in zip(scores, completions, strict=True)]
         try:
-            advantages = group_advantages(self._estimator, [score.reward for score in scores])
+            advantages = group_advantages(self._estimator, rewards)
         except DataError as error:
             raise DataError(f"prompt {prompt.index}, {prompt.text[:60]!r}: {error}") from error
         documents = []
@@ -128,13 +144,20 @@ class PolicyRollouts:
                     advantages=torch.full((len(completion.tokens),), advantage),
                     group=prompt.index,
                     name=f"prompt {prompt.index}, completion {i}",
-                    reward=score.reward,
+                    reward=rewards[i],
                     exact_match=score.exact_match,
                     truncated=completion.finish_reason == "length",
                     model_version=completion.model_version,
+                    task_reward=None if self._config.overlong_buffer is None else score.reward,
                 )
             )
         return documents
+
+    def _penalty(self, completion: Completion) -> float:
+        buffer, most = self._config.overlong_buffer, self._config.overlong_penalty
+        if buffer is None:
+            return 0.0
+        return overlong_penalty(len(completion.tokens), self._config.max_completion_length, buffer, most)
 
     def _with_training_log_probs(self, documents: list[Document]) -> list[Document]:
         """The documents with old log-probs from the forward pass that training uses, so that the first ratio is 1."""

@@ -12,7 +12,7 @@ import numpy as np
 from pgtoolkit.batch import Document
 from pgtoolkit.config.schema import AdvantageEstimator, RecordedRolloutConfig
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.rollouts.advantages import group_advantages
+from pgtoolkit.rollouts.advantages import batch_divisor, group_advantages
 from pgtoolkit.rollouts.files import Problems, RowFile, open_files
 from pgtoolkit.rollouts.rows import FIELDS, Row, Rules, parse_row
 from pgtoolkit.rollouts.shuffle import shuffled
@@ -251,9 +251,11 @@ class RecordedRollouts:
         rewards = np.asarray(self._reward)[order]
         starts = np.flatnonzero(np.diff(self._group[order], prepend=-1))
         self._advantage = np.empty(len(order))
+        divisor = batch_divisor(self._estimator, rewards.tolist())
         for start, stop in zip(starts, [*starts[1:], len(order)], strict=True):
             try:
-                self._advantage[order[start:stop]] = group_advantages(self._estimator, rewards[start:stop].tolist())
+                advantages = group_advantages(self._estimator, rewards[start:stop].tolist())
+                self._advantage[order[start:stop]] = [advantage / divisor for advantage in advantages]
             except DataError as error:
                 problems.add(f"{self._label(order[start])}:group_id", str(error))
 

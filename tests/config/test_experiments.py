@@ -8,8 +8,8 @@ import shlex
 import pytest
 import torch
 import yaml
+from builders.rollout_rows import good_row, write_jsonl
 from builders.runs import checkpoint_of, config_of
-from keys import rows_file
 from omegaconf import OmegaConf, open_dict
 
 from pgtoolkit.config.compose import compose
@@ -90,7 +90,8 @@ def test_the_command_of_the_header_is_the_file_and_nothing_else(name):
 def test_it_takes_a_step(name, tmp_path):
     overrides = [*command_of(name), *SMALL]
     if name == "sft":
-        rows = rows_file(tmp_path, 12, reward=..., old_log_probs=..., advantage=..., group_id=...)
+        row = good_row(token_ids=[4, 3, 2, 1, 0], reward=..., old_log_probs=..., group_id=...)
+        rows = write_jsonl(tmp_path / "rollouts.jsonl", [row] * 12)
         overrides = [one for one in overrides if not one.startswith("rollout.")] + [f"rollout.path={rows}"]
     config = config_of(*overrides)
     assert validate(config).problems == []
