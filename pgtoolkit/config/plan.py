@@ -39,13 +39,15 @@ def equation(config: Any) -> list[str]:
     loss, aggregation = config.loss, config.aggregation
     family, weighting = family_of_config(config), AGGREGATIONS[aggregation.mode]
     own = getattr(loss, "path", None) or "the class that loss.path names"
-    weight, where = weighting.equation, weighting.where
+    weight, where, total = weighting.equation, weighting.where, weighting.total
     if aggregation.reducer is not None:
         weight, where = f"{aggregation.reducer}(...)", f"in the place of aggregation={aggregation.mode}"
+        total = "whatever it returns"
     return [
         f"{loss.name}, {aggregation.mode}: sum over trained tokens of w_t l_t",
         f"l_t = {f'as {own} computes it' if family is None else family.equation}",
         f"w_t = {weight},  {where.format(divisor=text(aggregation.divisor))}",
+        f"sum of w_t over a step = {total.format(divisor=text(aggregation.divisor))}",
         f"advantage ({config.advantage.estimator}): {ADVANTAGES[config.advantage.estimator]}",
     ]
 

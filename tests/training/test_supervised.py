@@ -64,7 +64,7 @@ def test_nothing_is_told_of_rewards_and_old_log_probs_that_nobody_has(tmp_path, 
     assert len(found) == 2
     known = {"loss", "grad_norm", "new_logprobs", "entropy", "advantage", "max_advantage", "min_advantage"}
     known |= {"num_tokens", "num_documents", "num_empty_documents", "num_groups", "num_micro_batches", "learning_rate"}
-    known |= {"documents_seen", "num_skipped_steps", "tokens_per_second", "completion_length"}
+    known |= {"documents_seen", "num_skipped_steps", "tokens_per_second", "completion_length", "weight_sum"}
     known |= {"zero_advantage_group_fraction", "step", "time"}
     for row in found:
         assert {name for name in row if not name.startswith("system/")} == known
