@@ -138,7 +138,7 @@ def _run_child(job: list[str]) -> int:
     from pgtoolkit.training.module import PolicyGradientModule
 
     training_step = PolicyGradientModule.training_step
-    seconds_of_steps, tokens_of_steps, norms = [], [], []
+    seconds_of_steps, tokens_of_steps, norms, peaks = [], [], [], []
     rank = int(os.environ.get("RANK", "0"))
 
     def timed(self, step, index):
@@ -152,6 +152,7 @@ def _run_child(job: list[str]) -> int:
         started = time.perf_counter()
         found = training_step(self, step, index)
         _wait()
+        peaks.append(found["metrics"].get("peak_memory_gb", 0.0))
         if profile is not None:
             profile.stop()
         if not last:
@@ -162,7 +163,7 @@ def _run_child(job: list[str]) -> int:
         if rank == 0:
             result = {"seconds_of_steps": seconds_of_steps, "tokens_of_steps": tokens_of_steps}
             result |= {"shares": _shares(profile), "loss": norms[0][0], "norm": norms[0][1]}
-            result["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9 if ON_GPU else 0.0
+            result["peak_gb"] = max(peaks, default=0.0)
             print("\n" + json.dumps(result), flush=True)
         if torch.distributed.is_initialized():
             torch.distributed.barrier()

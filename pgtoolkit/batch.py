@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import torch
@@ -142,10 +142,13 @@ class Step:
 
     micro_batches: those of this rank; all else is the same on every rank.
     documents: the step's documents, for messages and for the metrics that only the data knows.
-    state_after: state of the step loader once this step is done; committed with the optimizer step.
+    state_after: state of the step loader once this step is done, up to `rollouts.steps.settled`; committed with the
+        optimizer step.
+    seconds: what making the documents took this process since the step before, by stage.
     """
 
     micro_batches: list[MicroBatch]
     totals: StepTotals
     documents: list[Document]
     state_after: dict
+    seconds: dict[str, float] = field(default_factory=dict)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.machinery
+import itertools
 import json
 import sys
 import types
 
 import pytest
 import torch
-from builders.runs import assert_equal
+from builders.runs import assert_equal, sampler_of
 from keys import (
     key,
     logits_of,
@@ -261,6 +263,35 @@ def max_sampling_rounds():
     assert groups[20] == sorted(set(groups[20])) != groups[1]
 
 
+def versions_of(*overrides):
+    """Of each batch of two steps, once its log-probs are seen to be those of that version of the weights."""
+    module, loader = module_and_steps(*overrides, "trainer.max_steps=8")
+    before, found = [], []
+    for number, step in enumerate(loader):
+        before.append(types.SimpleNamespace(model=copy.deepcopy(module.model)))
+        if number % 2 == 0:
+            (version,) = {document.model_version for document in step.documents}
+            for document in step.documents:
+                expected = log_probs_of(before[version], document).gather(-1, completion_of(document))[:, 0]
+                assert_old_log_probs(document, expected)
+            found.append(version)
+        module.training_step(step, number)
+    assert len({float(copied.model.lm_head.weight.sum().detach()) for copied in before}) == 8
+    return found
+
+
+@key("rollout/policy.lag")
+def lag():
+    for value, expected in ((0, [0, 2, 4, 6]), (1, [0, 1, 3, 5]), (3, [0, 0, 1, 3])):
+        assert versions_of(f"rollout.lag={value}") == expected
+
+
+@key("rollout/policy.max_staleness")
+def max_staleness():
+    for value, expected in ((2, [0, 1, 3, 5]), (3, [0, 0, 2, 4]), (9, [0, 0, 2, 4])):
+        assert versions_of(f"rollout.max_staleness={value}", "rollout.old_log_probs=sampling") == expected
+
+
 @key("rollout/policy.save_path")
 def save_path(tmp_path):
     module, loader = module_and_steps(f"rollout.save_path={tmp_path / 'saved'}", "accumulation.docs_per_step=1000")
@@ -274,6 +305,44 @@ def save_path(tmp_path):
     assert [d.reward for d in read] == [d.reward for d in documents]
     sampled()
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+@key("sampler/transformers.name")
+def sampler_name():
+    assert type(sampler_of(module_and_steps("sampler=transformers")[1])).__name__ == "TransformersSampler"
+
+
+@key("sampler/transformers.max_sequences")
+def max_sequences():
+    """Of 16 completions so many pass the model at once, and all are there, by prompt."""
+    for value, expected in (("null", {16}), ("5", {5, 1}), ("16", {16}), ("17", {16})):
+        module, loader = module_and_steps(f"sampler.max_sequences={value}", "rollout.old_log_probs=sampling")
+        found = set()
+        module.policy.head.register_forward_hook(lambda _, inputs, out, found=found: found.add(len(out)))
+        documents = [document for step in itertools.islice(loader, 2) for document in step.documents]
+        assert found == expected
+        assert [document.name for document in documents] == [f"prompt {i // 4}, completion {i % 4}" for i in range(16)]
+        for document in documents:
+            assert_old_log_probs(document, log_probs_of(module, document).gather(-1, completion_of(document))[:, 0])
+
+
+@key("sampler/transformers.static_cache")
+def static_cache(monkeypatch):
+    """With it the attention of each token looks at as many places, without it at one more than that before."""
+    attention, found = torch.nn.functional.scaled_dot_product_attention, []
+
+    def noted(query, key, *more, **options):
+        found.append(key.shape[2])
+        return attention(query, key, *more, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    for value, sizes in (("null", {4, 5, 6, 7}), ("false", {4, 5, 6, 7}), ("true", {4, 64})):
+        module, loader = module_and_steps(f"sampler.static_cache={value}", "rollout.old_log_probs=sampling")
+        found.clear()
+        documents = next(iter(loader)).documents
+        assert set(found) == sizes
+        for document in documents:
+            assert_old_log_probs(document, log_probs_of(module, document).gather(-1, completion_of(document))[:, 0])
 
 
 @key("rollout/recorded.path")

@@ -18,7 +18,7 @@ MUTANTS_OF_ROLLOUTS = [
     (
         "a resumed run counts prompts by batches",
         "rollouts/policy.py",
-        {'state.get("next_prompt", ': 'state.get("", '},
+        {'self._next_prompt = state["next_prompt"]': "self._next_prompt = (self._number + 1) * 4"},
         ("tests/rollouts/test_dynamic_sampling.py::test_a_resumed_run_samples_what_it_would_have_sampled",),
     ),
     (
@@ -78,8 +78,55 @@ MUTANTS_OF_ROLLOUTS = [
     (
         "the sampler is not told which weights it samples from after an update",
         "rollouts/policy.py",
-        {"publish(self._trained.policy, self._trained.num_updates)": "publish(self._trained.policy, 0)"},
+        {"policy.weights, self._trained.num_updates)": "policy.weights, 0)"},
         ("tests/rollouts/test_policy.py::test_every_prompt_is_sampled_with_the_weights_of_now",),
+    ),
+    (
+        "a batch is sampled a step later than the lag says",
+        "rollouts/policy.py",
+        {"self._accumulation) <= self._ahead:": "self._accumulation) < self._ahead:"},
+        ("tests/rollouts/test_lag.py::test_ages_of_a_lag",),
+    ),
+    (
+        "only the batch in use is part of the state, not those that were sampled ahead",
+        "rollouts/policy.py",
+        {"for batch in self._batches.values() for": "for batch in [*self._batches.values()][:1] for"},
+        ("tests/rollouts/test_lag.py::test_a_run_continues_bit_for_bit_from_every_step[lag]",),
+    ),
+    (
+        "a checkpoint forgets what is being sampled",
+        "rollouts/policy.py",
+        {
+            'becomes part of the state."""\n        self._finish()\n': 'becomes part of the state."""\n',
+        },
+        ("tests/rollouts/test_lag.py::test_a_run_continues_bit_for_bit_from_every_step[overlap]",),
+    ),
+    (
+        "staleness is bounded for the first step of a batch alone",
+        "config/schedule.py",
+        {"rollout.max_staleness - (own - 1)": "rollout.max_staleness"},
+        ("tests/rollouts/test_overlap.py::test_no_document_is_trained_later_than_allowed[how2-2-2]",),
+    ),
+    (
+        "training waits for what is being sampled",
+        "rollouts/policy.py",
+        {"            if self._config.max_staleness is None:\n": "            if True:\n"},
+        ("tests/rollouts/test_overlap.py::test_a_batch_is_sampled_while_another_is_trained",),
+    ),
+    (
+        "in the background the weights are sampled from as they are being trained",
+        "rollouts/samplers.py",
+        {"keeps_weights |= self._beside_training or": "keeps_weights |="},
+        ("tests/rollouts/test_overlap.py::test_a_batch_is_sampled_while_another_is_trained",),
+    ),
+    (
+        "what is sampled in the background draws from the random state of all",
+        "rollouts/samplers.py",
+        {"1, generator=self._generator": "1, generator=None"},
+        (
+            "tests/rollouts/test_overlap.py::test_the_global_random_state_stays_as_it_is",
+            "tests/rollouts/test_overlap.py::test_no_timing_and_nobody_elses_random_numbers_change_a_run",
+        ),
     ),
     (
         "the old log-probs of training are one token off",

@@ -302,7 +302,7 @@ def test_resume_takes_the_saved_configuration_and_overrides(run_dir):
 
 def test_resume_knows_what_older_runs_were_saved_without(run_dir):
     saved = OmegaConf.load(run_dir / "config.yaml")
-    for key in ("parallelism.shard", "parallelism.timeout_seconds", "tracking.system_metrics"):
+    for key in ("parallelism.shard", "parallelism.timeout_seconds", "tracking.system_metrics", "rollout.lag"):
         group, name = key.split(".")
         del saved[group][name]
     OmegaConf.save(saved, run_dir / "config.yaml")
@@ -311,6 +311,7 @@ def test_resume_knows_what_older_runs_were_saved_without(run_dir):
     config = composed.config
     assert (config.parallelism.shard, config.parallelism.timeout_seconds) == (True, 300)
     assert config.tracking.system_metrics is False
+    assert (config.rollout.lag, config.rollout.max_staleness) == (0, None)
 
 
 @pytest.mark.parametrize(
@@ -322,6 +323,8 @@ def test_resume_knows_what_older_runs_were_saved_without(run_dir):
         ("loss.num_splits=0", "loss.num_splits=0"),
         ("task.num_digits=5", "task.num_digits=5 needs to stay as the run began"),
         ("rollout.group_size=2", "counted in batches of this size"),
+        ("rollout.lag=3", "holds batches that were sampled ahead"),
+        ("rollout.max_staleness=7", "holds batches that were sampled ahead"),
         ("seed=6", "the data come from this seed"),
         ("model.hidden_size=256", "Use a new run."),
         ("model=huggingface", "Use a new run."),
@@ -331,6 +334,18 @@ def test_resume_knows_what_older_runs_were_saved_without(run_dir):
 )
 def test_resume_refuses_overrides_as_the_start_does(run_dir, capsys, override, shows):
     assert shows in refused(capsys, "resume", str(run_dir), override)
+
+
+def test_the_steps_stay_where_batches_are_sampled_ahead(run_dir, capsys):
+    changes = ("accumulation.docs_per_step=32", "accumulation.last_step=carry")
+    assert compose(list(changes), run_dir=run_dir).problems == []
+    saved = OmegaConf.load(run_dir / "config.yaml")
+    saved.rollout.lag = 2
+    OmegaConf.save(saved, run_dir / "config.yaml")
+    for change in changes:
+        said = refused(capsys, "resume", str(run_dir), change)
+        assert f"{change} needs to stay as the run began" in said
+        assert "holds batches that were sampled ahead" in said
 
 
 def test_resume_needs_a_run_directory(tmp_path, capsys):

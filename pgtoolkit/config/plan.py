@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pgtoolkit.config.rules.step import family_of_config, longest_document
+from pgtoolkit.config.schedule import steps_ahead, steps_of
 from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.system.model_folder import model_settings
 from pgtoolkit.system.report import is_whole, text
@@ -62,6 +63,7 @@ def arithmetic(config: Any) -> Iterator[str]:
         rounds = rollout.max_sampling_rounds
         more = f", those that teach nothing replaced in at most {rounds - 1} further rounds" if rounds > 1 else ""
         yield f"rollouts: {prompts} prompts x {size} completions = {batch} documents a batch{more}"
+        yield from ahead(config)
     prompt, completion = longest_document(config)
     longest = prompt + completion if prompt and completion else None
     if longest:
@@ -83,6 +85,18 @@ def arithmetic(config: Any) -> Iterator[str]:
         line += f"; {per_batch:g} steps per batch of rollouts"
     yield line
     yield f"run: at most {steps} steps, {steps * taken} documents"
+
+
+def ahead(config: Any) -> Iterator[str]:
+    """How long before its first step each batch is sampled, where it is not just before it."""
+    rollout, accumulation = config.rollout, config.accumulation
+    if accumulation.docs_per_step == 0 or (steps := steps_ahead(rollout, accumulation)) < 1:
+        return
+    line = f"{'lag' if rollout.lag else 'overlap'}: a batch is sampled {steps} steps before the one that begins it"
+    own = 0 if accumulation.last_step == "carry" else steps_of(documents_per_batch(rollout), accumulation)
+    if own > 0:
+        line += f", {1 + steps // own} at the start; its documents are {steps} to {steps + own - 1} updates old"
+    yield line
 
 
 DEALT = {

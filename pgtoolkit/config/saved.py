@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from hydra.core.override_parser.types import Override
@@ -16,6 +17,7 @@ from pgtoolkit.runs.files import read_resolved
 
 _SHAPE = ("", ".num_layers", ".hidden_size", ".max_positions", ".num_heads", ".path", ".random_weights")
 _BATCH = "the position in the data is counted in batches of this size"
+_AHEAD = "the checkpoint holds batches that were sampled ahead by these numbers"
 FIXED = {
     **{f"model{key}": "the checkpoint holds the weights of this model" for key in _SHAPE},
     "seed": "prompts and the order of the data come from this seed",
@@ -25,17 +27,24 @@ FIXED = {
     "rollout.shuffle": "the position in the data belongs to this order",
     "rollout.prompts_per_batch": _BATCH,
     "rollout.group_size": _BATCH,
+    "rollout.lag": _AHEAD,
+    "rollout.max_staleness": _AHEAD,
     "experiment": "an experiment is chosen when a run starts",
     "debug": "a debugging run is chosen when a run starts",
 }
 """What a checkpoint cannot be continued without, and why; with a task, all of its keys."""
 
+STEPS = ("accumulation", "accumulation.docs_per_step", "accumulation.last_step")
+"""What must stay, too, where batches are sampled ahead: how many steps lie before one."""
+
 ADDED_LATER = {
     "parallelism": {"shard": False, "timeout_seconds": 300},
+    "sampler": {"name": "transformers", "max_sequences": None, "static_cache": None},
+    "rollout/policy": {"lag": 0, "max_staleness": None},
     "tracking": {"system_metrics": False},
     "trainer": {"accept_changed_data": False},
 }
-"""Keys that older runs were saved without, with the values that continue them as they were."""
+"""Keys that older runs were saved without, by group or option, with the values that continue them as they were."""
 
 
 def saved_config(run_dir: Path) -> DictConfig:
@@ -56,6 +65,7 @@ def typed(values: dict, file: str) -> DictConfig:
     """The values saved in a file, in the schema of their options, so that they are checked as at the start."""
     config = OmegaConf.structured(Config)
     try:
+        values = {"sampler": ADDED_LATER["sampler"], **values}  # a group that older runs were saved without
         for group in {schema.partition("/")[0] for schema in SCHEMAS if "/" in schema}:
             config[group] = OmegaConf.structured(SCHEMAS[f"{group}/{values[group]['name']}"])
         OmegaConf.set_struct(config, True)
@@ -63,7 +73,7 @@ def typed(values: dict, file: str) -> DictConfig:
             if values[key.partition(".")[0]]["name"] == option:
                 OmegaConf.update(config, key, {})
                 OmegaConf.set_struct(OmegaConf.select(config, key), False)
-        return OmegaConf.merge(config, ADDED_LATER, values)
+        return OmegaConf.merge(config, *_chosen(ADDED_LATER, values), values)
     except (KeyError, TypeError, OmegaConfBaseException) as error:
         reason = first_line(error) if isinstance(error, OmegaConfBaseException) else f"it has no {error}"
         raise ConfigError(
@@ -72,12 +82,22 @@ def typed(values: dict, file: str) -> DictConfig:
         ) from error
 
 
+def _chosen(by_option: dict[str, dict], values: dict) -> Iterator[dict[str, dict]]:
+    """{group: keys} of each group, and of each option that the saved values have chosen."""
+    for schema, keys in by_option.items():
+        group, _, option = schema.partition("/")
+        if not option or option == values[group]["name"]:
+            yield {group: keys}
+
+
 def cannot_change(config: DictConfig, override: Override, movable: set[str]) -> str | None:
     """The problem with an override of what must stay as it is; movable: keys whose files may lie elsewhere now."""
     key, value = override.key_or_group, override.value()
     if key in DATA and isinstance(value, str):
         value = absolute(key, value)
     why = FIXED.get("task" if key.startswith("task.") else key)
+    if key in STEPS and any(OmegaConf.select(config, f"rollout.{name}") for name in ("lag", "max_staleness")):
+        why = _AHEAD
     option = OmegaConf.select(config, f"{key}.name")
     if why is None or key in movable or value == OmegaConf.select(config, key) or (option and value == option):
         return None

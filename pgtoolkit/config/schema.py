@@ -148,6 +148,8 @@ class PolicyRolloutConfig:
     overlong_buffer: int | None = between(1, 10**6)
     overlong_penalty: float = between(0, 1e6)
     max_sampling_rounds: int = between(1, 1000)
+    lag: int = between(0, 10**6)
+    max_staleness: int | None = between(1, 10**6)
     save_path: str | None
 
 
@@ -160,6 +162,13 @@ class RecordedRolloutConfig:
     group_size: int | None = between(1, 10**6)
     max_completion_length: int | None = between(1, 10**6)
     temperature: float = between(0.01, 100)
+
+
+@dataclass
+class TransformersSamplerConfig:
+    name: str
+    max_sequences: int | None = between(1, 10**6)
+    static_cache: bool | None
 
 
 @dataclass
@@ -209,6 +218,7 @@ class Config:
     model: Any
     task: Any
     rollout: Any
+    sampler: Any
     optimizer: OptimizerConfig
     trainer: TrainerConfig
     tracking: TrackingConfig
@@ -230,6 +240,7 @@ SCHEMAS = {
     "task/prompts": PromptsTaskConfig,
     "rollout/policy": PolicyRolloutConfig,
     "rollout/recorded": RecordedRolloutConfig,
+    "sampler/transformers": TransformersSamplerConfig,
     "optimizer": OptimizerConfig,
     "trainer": TrainerConfig,
     "tracking": TrackingConfig,

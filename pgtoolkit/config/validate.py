@@ -15,6 +15,7 @@ from pgtoolkit.config.defaults import default
 from pgtoolkit.config.override_problems import unresolvable
 from pgtoolkit.config.rules import parallelism, run, step
 from pgtoolkit.config.rules.ranges import ranges
+from pgtoolkit.config.rules.schedule import schedule
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, text
 
@@ -32,6 +33,8 @@ def resolve_and_validate(config: DictConfig) -> tuple[Any, Report]:
     for rule in (step.loss, step.aggregation, step.advantage, step.accumulation, run.rollout, run.model):
         rule(plain, report)
     run.task(plain, list(typed), report)
+    run.sampler(plain, list(typed), report)
+    schedule(plain, report)
     for rule in (run.kernel, parallelism.parallelism, run.trainer, run.tracking):
         rule(plain, report)
     run.optimizer(plain, default(config, "optimizer.learning_rate"), report)

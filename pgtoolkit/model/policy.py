@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from pgtoolkit.kernels.products import linear
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.model import attention
 from pgtoolkit.model.attention import Documents
+from pgtoolkit.model.decoding import Decoding, can_decode, decoding
 from pgtoolkit.rollouts.prompts import END, tiny_tokenizer
 from pgtoolkit.system import model_folder
 
@@ -64,6 +66,48 @@ class Policy:
     @property
     def vocabulary_size(self) -> int:
         return self.head.weight.shape[0]
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights as they are now, by their names in the model's Hugging Face folder: references, not copies."""
+        return {name: tensor.detach() for name, tensor in named_weights(self.model).items()}
+
+    def copied(self) -> Policy:
+        """The same model on the same device in compute_dtype, with weights of its own, which `load` fills."""
+        from transformers import AutoModelForCausalLM
+
+        config, device = copy.deepcopy(self.model.config), self.model.device
+        how = {"dtype": self.compute_dtype, "attn_implementation": "sdpa" if self.by_document else None}
+        # Made anew, not copied: what a model computes for itself, such as rotary frequencies, stays in float32.
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **how)
+        return Policy(model.requires_grad_(False), self.tokenizer, self.compute_dtype)
+
+    @torch.no_grad()
+    def load(self, weights: dict[str, Tensor]) -> None:
+        """Take over the values that `weights` of the same model gave, rounded to the type that they have here."""
+        own = named_weights(self.model)
+        if own.keys() != weights.keys():
+            raise ValueError(f"weights differ in {sorted(own.keys() ^ weights.keys())}")
+        for name, tensor in own.items():
+            tensor.copy_(weights[name])
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether `decode` is known to compute what this model does."""
+        return can_decode(self.model)
+
+    def decode(
+        self, prompts: list[list[int]], max_tokens: int, ends: list[int], draw: Callable, fp32_lm_head: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens (B, max_tokens) of one completion a prompt, and their log-probs: see `decoding.Decoding`."""
+        self.model.eval()
+        with decoding(self.model):
+            decoder = Decoding(
+                self.model, lambda hidden: linear(hidden, self.head.weight, self.head.bias, fp32_lm_head), draw, ends
+            )
+            found = decoder.complete(prompts, max_tokens)
+        self.model.train()
+        return found
 
     def hidden_states(self, micro_batch: MicroBatch) -> Tensor:
         """(T, H) hidden states of the packed tokens, in compute_dtype.
@@ -136,6 +180,13 @@ class Policy:
 
     def autocast(self, device: torch.device):
         return torch.autocast(device.type, self.compute_dtype, enabled=self.compute_dtype != torch.float32)
+
+
+def named_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers themselves; one that has several names, as that of a tied head, by the first."""
+    named = model.state_dict(keep_vars=True).items()
+    first = {id(tensor): name for name, tensor in reversed(named)}
+    return {name: tensor for name, tensor in named if first[id(tensor)] == name}
 
 
 def build_policy(config, alphabet: str | None, on_gpu: bool) -> Policy:

@@ -33,12 +33,15 @@ def largest(value: int, layout: Layout) -> int:
 
 @contextlib.contextmanager
 def failing_together(layout: Layout) -> Iterator[None]:
-    """An error that a user can mend, raised in the block by any rank, is raised by all of them."""
+    """An error that a user can mend, raised in the block by any rank, is raised by all of them.
+
+    Blocks may stand inside each other: what an inner one has raised on all ranks needs no second agreement.
+    """
     error = None
     try:
         yield
     except PgtoolkitError as found:
-        if layout.world_size == 1:
+        if layout.world_size == 1 or found.agreed:
             raise
         error = found
     if any(_of_all(layout, error is not None)):
@@ -46,7 +49,7 @@ def failing_together(layout: Layout) -> Iterator[None]:
         rank, first = next((rank, found) for rank, found in enumerate(errors) if found is not None)
         everywhere = all(str(found) == str(first) for found in errors)
         shared = type(first)(str(first) if everywhere else f"rank {rank}: {first}")
-        shared.on_all_ranks = True
+        shared.on_all_ranks = shared.agreed = True
         raise shared from error
 
 

@@ -85,6 +85,15 @@ class RecordedRollouts:
         group = epoch * self._num_groups + int(self._group[index])
         return row.document(advantage, group, name if epoch == 0 else f"{name} (epoch {epoch + 1})")
 
+    def before_step(self, position: int) -> None:
+        """All documents are there."""
+
+    def seconds(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        """Files are opened for each row anew."""
+
     def batch_end(self, position: int) -> int:
         return (position // len(self._file) + 1) * len(self._file)
 

@@ -4,18 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from pgtoolkit.config.schema import PolicyRolloutConfig
-from pgtoolkit.errors import NumericalError
+from pgtoolkit.config.rules.parallelism import MODEL_TYPES
+from pgtoolkit.config.schema import Config
+from pgtoolkit.errors import ConfigError, NumericalError
 from pgtoolkit.system.model_folder import end_tokens
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to be completed.
+
+    tokens: the prompt's token ids. completions: how many completions of it are wanted.
+    seed: of this prompt in this run, below 2^32, for samplers that take a seed with each request.
+    """
+
+    tokens: list[int]
+    completions: int
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -38,38 +53,111 @@ class Completion:
 class Sampler(Protocol):
     """Writes completions with the weights that were published last."""
 
-    def publish(self, weights: Any, version: int) -> None:
-        """Sample from these weights from now on; weights: a `Policy`, version: number of the updates it has had."""
+    def publish(self, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
+        """Sample from these weights from now on.
+
+        weights: gives each weight, whole, by its name in the model's Hugging Face folder; called only by a sampler
+            that keeps a copy. version: number of the updates that they have had.
+        """
         ...
 
-    def complete(self, prompts: list[list[int]]) -> list[Completion]:
-        """One completion per prompt, given as token ids, in the same order.
+    def complete(self, requests: list[Request]) -> list[Completion]:
+        """The completions of the first request, then those of the second, and so on.
 
         Raises NumericalError where the weights give no finite probabilities.
         """
         ...
 
+    def close(self) -> None:
+        """End what the sampler started. Called once, at the end of the run, however it ends."""
+        ...
+
 
 class TransformersSampler:
-    """Samples from the model in training itself, all prompts in one batch with a KV cache.
+    """Samples from the model in training, many prompts in one batch with a KV cache.
 
-    policy: a `Policy`. fp32_lm_head: whether the head gives float32 logits of half-precision operands.
+    policy: a `Policy`. keeps_weights: whether to sample from a copy of the weights that were published last, as is done
+        anyway where the model computes in another type than its weights have, and where completions may be asked for in
+        a thread while the policy is trained (rollout.max_staleness); else from the policy itself.
     settings: how completions are sampled; of the model's own generation_config.json only the ends are taken.
+    Raises ConfigError for sampler.static_cache=true with a model that it is not known to work for.
     """
 
-    def __init__(self, policy: Any, rollout: PolicyRolloutConfig, fp32_lm_head: bool):
+    def __init__(self, policy: Any, config: Config, keeps_weights: bool = False):
+        rollout, self._static_cache = config.rollout, config.sampler.static_cache
+        if self._static_cache and not policy.can_decode:
+            raise ConfigError(
+                f"sampler.static_cache=true needs a model of type {', '.join(MODEL_TYPES)} with ordinary rotary "
+                f"positions (got {policy.model.config.model_type}). It is not known to be computed rightly otherwise. "
+                "Use sampler.static_cache=null."
+            )
         sizes = rollout.temperature, rollout.top_p, rollout.max_completion_length
         self.settings = sampling_settings(policy.model, policy.tokenizer, *sizes)
-        self._fp32_lm_head = fp32_lm_head
-        self.publish(policy, 0)
+        self._live, self._version = policy, 0
+        self._beside_training, self._closed = rollout.max_staleness is not None, False
+        keeps_weights |= self._beside_training or policy.compute_dtype != torch.float32
+        self._policy = None if keeps_weights else policy
+        self._generator = self._stream = None  # beside training, its own
+        self._fp32_lm_head = config.model.fp32_lm_head
+        self._max_sequences = config.sampler.max_sequences
 
-    def publish(self, weights: Any, version: int) -> None:
-        """Keeps the live policy, not a copy: publish it again, with its new version, after it was updated."""
-        self._policy, self._version = weights, version
+    def publish(self, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
+        """A copy keeps these weights until others are published; the policy's own updates show at once."""
+        self._version = version
+        if self._policy is not self._live:
+            # Only now is the model on the device that it is trained on.
+            self._policy = self._policy or self._live.copied()
+            self._policy.load(weights())
+
+    def complete(self, requests: list[Request]) -> list[Completion]:
+        """Draws from torch's global random state, or beside training from one that the first request's seed begins.
+
+        Keeps one log-prob per token, however large the vocabulary.
+        """
+        prompts = [request.tokens for request in requests for _ in range(request.completions)]
+        size = self._max_sequences or max(1, len(prompts))
+        batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+        with self._aside(requests[0].seed) if self._beside_training and requests else contextlib.nullcontext():
+            return [completion for batch in batches for completion in self._complete(batch)]
+
+    def close(self) -> None:
+        """Makes a thread that is sampling end after its next token."""
+        self._closed = True
+
+    @contextlib.contextmanager
+    def _aside(self, seed: int):
+        """In a thread beside training: random numbers of this seed, and on a GPU a stream of its own."""
+        device = self._policy.model.device
+        self._generator = torch.Generator(device).manual_seed(seed)
+        if device.type != "cuda":
+            yield
+            return
+        self._stream = self._stream or torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.default_stream(device))  # which has filled the copy
+        with torch.cuda.device(device), torch.cuda.stream(self._stream):
+            yield
+
+    def _complete(self, prompts: list[list[int]]) -> list[Completion]:
+        """One completion of each prompt, all sampled at once."""
+        static = self._policy.model.device.type == "cuda" if self._static_cache is None else self._static_cache
+        sample = self._decoded if static and self._policy.can_decode else self._generated
+        tokens, log_probs = (found.cpu() for found in sample(prompts))
+        return [self._completion(*row) for row in zip(tokens, log_probs, strict=True)]
+
+    def _decoded(self, prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """Tokens and log-probs, (B, C), by a cache of fixed size."""
+        draw = _Draw(_temperature_and_top_p(self.settings), self._generator, self._check_open)
+        most, ends = self.settings.max_new_tokens, self._ends()
+        found = self._policy.decode(prompts, most, ends, draw, self._fp32_lm_head)
+        if found[0].is_cuda:
+            torch.cuda.empty_cache()  # else nothing but sampling can use what the graphs had
+        if not found[1].isfinite().all():
+            raise _not_finite()
+        return found
 
     @torch.no_grad()
-    def complete(self, prompts: list[list[int]]) -> list[Completion]:
-        """Draws from torch's global random state. Keeps one log-prob per token, however large the vocabulary."""
+    def _generated(self, prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """Tokens and log-probs, (B, C), by transformers, for any of its models."""
         from transformers.generation import LogitsProcessorList
 
         model, padding = self._policy.model, self.settings.pad_token_id
@@ -81,6 +169,9 @@ class TransformersSampler:
         processors = LogitsProcessorList([*_temperature_and_top_p(self.settings), log_probs])
         settings = copy.deepcopy(self.settings)
         settings.update(temperature=1.0, top_p=1.0)
+        if self._generator is not None:  # `generate` draws from the global random state alone, or takes the likeliest
+            processors.append(self._drawn)
+            settings.update(do_sample=False)
         with self._policy.generating(self._fp32_lm_head), _finite_probabilities(), _without_own_settings(model):
             whole = model.generate(
                 input_ids=tokens,
@@ -88,20 +179,32 @@ class TransformersSampler:
                 generation_config=settings,
                 logits_processor=processors,
             )
-        sampled, found = whole[:, longest:].cpu(), log_probs.of(whole[:, longest:]).cpu()
-        return [self._completion(*row) for row in zip(sampled, found, strict=True)]
+        return whole[:, longest:], log_probs.of(whole[:, longest:])
+
+    def _drawn(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores, (B, V), of which the likeliest token is a draw from those given."""
+        self._check_open()
+        tokens = torch.multinomial(scores.float().softmax(-1), 1, generator=self._generator)
+        return torch.full_like(scores, -torch.inf).scatter_(-1, tokens, 0.0)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the sampler was closed")
+
+    def _ends(self) -> list[int]:
+        ends = self.settings.eos_token_id
+        return [] if ends is None else [ends] if isinstance(ends, int) else ends
 
     def _completion(self, tokens: Tensor, log_probs: Tensor) -> Completion:
         """Without what follows the first end-of-sequence token."""
-        ends = torch.tensor([] if self.settings.eos_token_id is None else self.settings.eos_token_id).view(-1)
-        places = torch.isin(tokens, ends).nonzero()
+        places = torch.isin(tokens, torch.tensor(self._ends())).nonzero()
         length = int(places[0]) + 1 if len(places) else len(tokens)
         reason = "stop" if len(places) else "length"
         return Completion(tokens[:length].clone(), log_probs[:length].clone(), reason, self._version)
 
     def ignored_settings(self) -> dict[str, Any]:
         """What of the model's own settings, from its generation_config.json, would sample differently."""
-        own = self._policy.model.generation_config.to_dict()
+        own = self._live.model.generation_config.to_dict()
         found = {key: own.get(key) for key in _NEUTRAL}
         return {
             key: value
@@ -149,6 +252,27 @@ def _temperature_and_top_p(settings: GenerationConfig) -> list:
     return temperature + ([TopPLogitsWarper(settings.top_p)] if settings.top_p < 1 else [])
 
 
+class _Draw:
+    """Draws a token of each row, and gives its log-prob: (B,) int64 and float32, of logits (B, V).
+
+    processors: of the logits. generator: of the random numbers; None: torch's global one. check: raises what is to end
+    the drawing; for who may call it between tokens.
+    """
+
+    def __init__(self, processors: list, generator: torch.Generator | None, check: Callable[[], None]):
+        self._processors = processors
+        self.generator, self.check = generator, check
+
+    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        scores = logits.float()
+        for process in self._processors:
+            scores = process(None, scores)
+        # The largest of all scores, each less the logarithm of an exponential number, is a draw from softmax.
+        noise = torch.empty_like(scores).exponential_(generator=self.generator).log_().neg_()
+        tokens = (noise + scores).argmax(-1)
+        return tokens, scores.gather(-1, tokens[:, None])[:, 0] - scores.logsumexp(-1)
+
+
 class _LogProbs:
     """The last logits processor: keeps the log-prob of each sampled token, and the scores of one step at a time."""
 
@@ -191,7 +315,11 @@ def _finite_probabilities():
     except RuntimeError as error:
         if "probability tensor contains" not in str(error):
             raise
-        raise NumericalError(
-            "the policy's probabilities are not finite, so no completion can be sampled. An update has driven its "
-            "weights out of range: resume from the last checkpoint with a smaller optimizer.learning_rate."
-        ) from error
+        raise _not_finite() from error
+
+
+def _not_finite() -> NumericalError:
+    return NumericalError(
+        "the policy's probabilities are not finite, so no completion can be sampled. An update has driven its "
+        "weights out of range: resume from the last checkpoint with a smaller optimizer.learning_rate."
+    )

@@ -1,4 +1,4 @@
-"""Seeded orders that stay the same between machines and library versions."""
+"""Seeded orders and seeds that stay the same between machines and library versions."""
 
 from __future__ import annotations
 
@@ -11,3 +11,8 @@ def shuffled(count: int, seed: int, number: int) -> np.ndarray:
     It sorts the raw words of PCG64, which NumPy guarantees not to change; `Generator.permutation` may.
     """
     return np.argsort(np.random.PCG64([seed % 2**64, number]).random_raw(count), kind="stable")
+
+
+def seed_of(seed: int, number: int) -> int:
+    """A seed below 2^32 of its own for each prompt by its number: a pure function of the run's seed and the number."""
+    return int(np.random.PCG64([seed, number]).random_raw() >> 32)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -28,6 +29,10 @@ class Source(Protocol):
 
     num_documents: int | None
 
+    def before_step(self, position: int) -> None:
+        """Called once before the documents of a step are asked for: where in the stream it begins."""
+        ...
+
     def document(self, position: int) -> Document: ...
 
     def batch_end(self, position: int) -> int: ...
@@ -35,6 +40,12 @@ class Source(Protocol):
     def state_dict(self) -> dict: ...
 
     def load_state_dict(self, state: dict) -> None: ...
+
+    def seconds(self) -> dict[str, float]:
+        """What making documents took since the last call, by stage; nothing where they are only read."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class StepLoader:
@@ -75,18 +86,28 @@ class StepLoader:
             if not documents:
                 return
             self._num_steps += 1
-            yield make_step(documents, self._accumulation.max_tokens, self.state_dict(), rank, size)
+            step = make_step(documents, self._accumulation.max_tokens, self._state(), rank, size)
+            yield replace(step, seconds=self._source.seconds())
 
     def state_dict(self) -> dict:
-        return {"position": self._position, "num_steps": self._num_steps, "source": self._source.state_dict()}
+        return settled(self._state())
+
+    def _state(self) -> dict:
+        """For `settled`: the source may be sampling, which is for a checkpoint to wait for, not for each step."""
+        return {"position": self._position, "num_steps": self._num_steps, "source": self._source.state_dict}
 
     def load_state_dict(self, state: dict) -> None:
         self._position = state["position"]
         self._num_steps = state["num_steps"]
         self._source.load_state_dict(state["source"])
 
+    def close(self) -> None:
+        """End what the source started; no step is taken afterwards."""
+        self._source.close()
+
     def _take(self) -> list[Document]:
         """The documents of the next step; none at the end of the data. Advances the position."""
+        self._source.before_step(self._position)
         dropped = 0
         for _ in range(2):
             documents, self._position = self._collect(self._position)
@@ -132,6 +153,11 @@ class StepLoader:
         if self._accumulation.docs_per_step > 0:
             return len(documents) >= self._accumulation.docs_per_step
         return len(cut(documents, self._accumulation.max_tokens)) >= self._accumulation.micro_batches_per_step
+
+
+def settled(state_after: dict) -> dict:
+    """A step's `state_after` as `load_state_dict` takes it, once all that is being sampled is there; for every rank."""
+    return state_after | {"source": state_after["source"]()}
 
 
 def _digest(documents: list[Document]) -> int:

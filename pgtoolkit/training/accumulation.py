@@ -107,12 +107,20 @@ class DynamicAccumulation(lightning.LightningModule):
             self.num_skipped_steps += 1
         else:
             metrics |= self._update(step)
-        metrics |= {
-            "documents_seen": self.documents_seen,
-            "num_skipped_steps": self.num_skipped_steps,
-            "tokens_per_second": step.totals.num_tokens / (time.perf_counter() - started),
-        }
+        metrics |= {"documents_seen": self.documents_seen, "num_skipped_steps": self.num_skipped_steps}
+        metrics |= self._measured(step, started)
         return {"metrics": metrics}  # Lightning keeps the key "loss" at the top level for a tensor
+
+    def _measured(self, step: Step, started: float) -> dict[str, float]:
+        """What the step took of this process: time and, on a GPU, memory."""
+        found = {}
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+            found["peak_memory_gb"] = torch.cuda.max_memory_allocated(self.device) / 1e9
+            torch.cuda.reset_peak_memory_stats(self.device)
+        seconds = step.seconds | {"update": time.perf_counter() - started}
+        found |= {f"seconds_{stage}": value for stage, value in seconds.items()}
+        return found | {"tokens_per_second": step.totals.num_tokens / seconds["update"]}
 
     def _update(self, step: Step) -> dict[str, float]:
         self.optimizer.zero_grad()

@@ -31,7 +31,10 @@ log = logging.getLogger("pgtoolkit")
 def build(
     config: Config, resume: bool = False, layout: Layout = ONE_PROCESS
 ) -> tuple[PolicyGradientModule, StepLoader]:
-    """The module, and the steps it trains on from the start of the data; nothing is trained yet."""
+    """The module, and the steps it trains on from the start of the data; nothing is trained yet.
+
+    Whoever calls this closes the steps when the run is over, whatever ends it.
+    """
     lightning.seed_everything(config.seed, verbose=False)
     if config.trainer.num_threads is not None:
         torch.set_num_threads(config.trainer.num_threads)
@@ -87,13 +90,13 @@ def _source(config: Config, task, module: PolicyGradientModule, room: int, resum
     if isinstance(rollout, PolicyRolloutConfig):
         writes = rollout.save_path and module.layout.rank == 0
         writer = RolloutWriter(rollout.save_path, resume) if writes else None
-        sampler = TransformersSampler(module.policy, rollout, config.model.fp32_lm_head)
-        _note_ignored(config, sampler)
         tokenizer = module.policy.tokenizer
         tokenized = TokenizedTask(task, tokenizer, end_tokens(module.model.generation_config, tokenizer))
         skip = getattr(config.task, "too_long", None) == TooLong.skip
         with failing_together(module.layout):
             tokenized.check_lengths(room, rollout.max_completion_length, skip)
+        sampler = TransformersSampler(module.policy, config)
+        _note_ignored(config, sampler)
         return PolicyRollouts(config, tokenized, sampler, module, module.layout, writer)
     needs_groups = config.aggregation.mode == AggregationMode.prompt_mean
     vocabulary_size, reads = module.policy.vocabulary_size, module.loss.family.reads_old_log_probs

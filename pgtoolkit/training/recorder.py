@@ -16,6 +16,7 @@ from pgtoolkit.config.schema import TrainerConfig
 from pgtoolkit.errors import DataError, NumericalError
 from pgtoolkit.ranks.agreement import largest
 from pgtoolkit.rollouts.data_metrics import mismatch_note
+from pgtoolkit.rollouts.steps import settled
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.tracking.progress import ProgressLine
 from pgtoolkit.training.checkpoint import save_checkpoint
@@ -100,7 +101,7 @@ class Recorder(lightning.Callback):
             log.warning(f"note: {note}")
 
     def _save(self, module) -> None:
-        state, tensors = snapshot(module, self._unsaved)
+        state, tensors = snapshot(module, settled(self._unsaved))
         settings, keep = functools.partial(write_settings, module), self._config.keep_checkpoints
         save_checkpoint(self._folder, state, tensors, settings, keep, module.layout)
         self._unsaved, self.saved_step = None, self.step

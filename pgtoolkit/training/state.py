@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pgtoolkit.config.schema import HuggingFaceModelConfig
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
+from pgtoolkit.model.policy import named_weights
 from pgtoolkit.ranks.agreement import failing_together, gather
 from pgtoolkit.rollouts.samplers import sampling_settings
 from pgtoolkit.system.model_folder import load_config
@@ -44,14 +45,7 @@ def snapshot(module, data_state: dict) -> tuple[dict, dict[str, dict[str, Tensor
         for name, parameter in module.model.named_parameters()
         for field, value in module.optimizer.state.get(parameter, {}).items()
     }
-    return state, {WEIGHTS: _weights(module.model), MOMENTS: moments}
-
-
-def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers; one that has several names, as that of a tied head, by the first."""
-    named = model.state_dict(keep_vars=True).items()
-    first = {id(tensor): name for name, tensor in reversed(named)}
-    return {name: tensor for name, tensor in named if first[id(tensor)] == name}
+    return state, {WEIGHTS: named_weights(module.model), MOMENTS: moments}
 
 
 def write_settings(module, folder: Path) -> None:
@@ -81,7 +75,7 @@ def restore(module, state: dict) -> None:
     state: as `load_newest` gives it; called by every rank. Of the optimizer only its moments are taken over: its
     settings are the configuration's, which a resume may change.
     """
-    names = set().union(*gather(set(_weights(module.model)), module.layout.world_group))
+    names = set().union(*gather(set(named_weights(module.model)), module.layout.world_group))
     with failing_together(module.layout):
         try:
             _restore_tensors(module, state, names)
@@ -103,7 +97,7 @@ def _restore_tensors(module, state: dict, names: set[str]) -> None:
     with open_tensors(state["path"], WEIGHTS) as files:
         for name in sorted(names ^ files.keys()):
             raise ValueError(f"{name} is {'missing' if name in names else 'none of its weights'}")
-        for name, tensor in _weights(module.model).items():
+        for name, tensor in named_weights(module.model).items():
             _fill(tensor, name, files)
     with open_tensors(state["path"], MOMENTS) as files:
         if state["num_updates"] and not files:

@@ -72,8 +72,9 @@ def train(
             sizes = ", ".join(f"{axis}={layout.size(axis)}" for axis in AXES if layout.size(axis) > 1)
             log.info(f"{layout.world_size} processes: {sizes}")
         try:
-            with losing_ranks(layout, config.parallelism.timeout_seconds):
+            with contextlib.ExitStack() as started, losing_ranks(layout, config.parallelism.timeout_seconds):
                 module, loader = build(config, resume, layout)
+                started.callback(loader.close)
                 if checkpoint is not None:
                     restore_data(loader, checkpoint)
                 if run is not None:

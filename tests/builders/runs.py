@@ -42,7 +42,11 @@ SHORT = (
 )
 """Two steps per batch of rollouts, three micro-batches per step, a checkpoint at each."""
 
-CLOCK = ("time", "tokens_per_second")
+CLOCK = (
+    *("time", "tokens_per_second", "peak_memory_gb"),
+    *("seconds_sampling", "seconds_scoring", "seconds_old_log_probs", "seconds_update"),
+)
+"""What two runs of the same seeds differ in."""
 
 
 def once(*overrides: str) -> list[str]:

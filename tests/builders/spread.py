@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from builders import processes
 from builders.losses import PARAMETERS
 from builders.models import build
+from builders.runs import CLOCK
 from pgtoolkit.batch import Document, MicroBatch, Step, StepTotals
 from pgtoolkit.kernels.losses import Computation
 from pgtoolkit.losses.aggregation import aggregation_of
@@ -96,8 +97,8 @@ def step(policy: Policy, layout: Layout, scale: int = 1, **objective) -> dict[st
         micro_batches = dealt(whole, layout.rank_in("data_parallel"), layout.size("data_parallel"))
     metrics = module.training_step(Step(micro_batches, totals(whole), whole, {}), 0)["metrics"]
     metrics["norm"] = metrics.pop("grad_norm")
-    for name in ("num_micro_batches", "tokens_per_second"):
-        del metrics[name]
+    for name in ("num_micro_batches", *CLOCK):
+        metrics.pop(name, None)
     assert module.num_updates == 1
     numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
     return numbers | gradients(policy)

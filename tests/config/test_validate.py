@@ -44,6 +44,37 @@ RULES = [
     ("rollout.max_completion_length=6", "num_digits=6 needs", "rollout.max_completion_length=8"),
     ("task.num_digits=7", "max_completion_length=8", "task.num_digits=7 rollout.max_completion_length=8"),
     ("task.num_digits=0", "task.num_digits=0", "task.num_digits=1"),
+    ("rollout.lag=-1", "rollout.lag=-1", "rollout.lag=64"),
+    (
+        "rollout.lag=2 accumulation=fixed",
+        "accumulation.docs_per_step > 0",
+        "rollout.lag=2 accumulation.last_step=carry",
+    ),
+    (
+        "rollout.lag=2 rollout.max_staleness=7 rollout.old_log_probs=sampling",
+        "rollout.lag=2 needs rollout.max_staleness=null (got 7)",
+        "rollout.max_staleness=7 rollout.old_log_probs=sampling",
+    ),
+    (
+        "rollout.max_staleness=7",
+        "needs rollout.old_log_probs=sampling (got training)",
+        "rollout.max_staleness=7 rollout.old_log_probs=sampling",
+    ),
+    (
+        "rollout.max_staleness=3 rollout.old_log_probs=sampling",
+        "at least the 4 steps of a batch (got 3)",
+        "rollout.max_staleness=4 rollout.old_log_probs=sampling",
+    ),
+    (
+        "rollout.max_staleness=7 rollout.old_log_probs=sampling accumulation.last_step=carry",
+        "accumulation.last_step=short or drop",
+        "rollout.max_staleness=7 rollout.old_log_probs=sampling accumulation.last_step=drop",
+    ),
+    (
+        "rollout.max_staleness=7 rollout.old_log_probs=sampling accumulation=fixed",
+        "accumulation.docs_per_step > 0 (got 0)",
+        "rollout.old_log_probs=sampling accumulation=fixed",
+    ),
     ("rollout.save_path=FILE", "a new or empty folder", "rollout.save_path=FILE.jsonl"),
     ("rollout=recorded", "rollout.path needs a value", "rollout=recorded rollout.path=FILE"),
     ("rollout=recorded rollout.path=/nowhere", "existing", "rollout=recorded rollout.path=FILE"),
@@ -75,6 +106,11 @@ RULES = [
         "rollout.overlong_buffer=8",
         "at most rollout.max_completion_length=7 (got 8)",
         "rollout.overlong_buffer=8 rollout.max_completion_length=16 model.max_positions=64",
+    ),
+    (
+        "rollout.max_sampling_rounds=2 rollout.max_staleness=4 rollout.old_log_probs=sampling",
+        "rollout.max_staleness=null",
+        "rollout.max_sampling_rounds=2 rollout.lag=4",
     ),
     ("rollout.overlong_penalty=0.5", "would be ignored", "rollout.overlong_penalty=0.5 rollout.overlong_buffer=1"),
     ("rollout.overlong_buffer=1 advantage=max_rl", "advantage=max_rl", "rollout.overlong_buffer=1 advantage=grpo"),
@@ -155,6 +191,16 @@ RULES = [
     ("tracking.uri=file:///tmp/mlruns", "sqlite", "tracking.uri=http://127.0.0.1:5000"),
     ("tracking.uri=http://me:secret@host", "tracking.uri=http://***@host needs an address", "tracking.uri=http://host"),
     ("tracking.uri=postgresql://me@host/db", "MLFLOW_TRACKING_USERNAME", "tracking.uri=postgresql://host/db"),
+    (
+        "rollout=recorded rollout.path=FILE sampler.max_sequences=8",
+        "sampler.max_sequences=8 needs rollout=policy (got rollout=recorded). It would be ignored",
+        "sampler.max_sequences=8",
+    ),
+    (
+        "rollout=recorded rollout.path=FILE sampler=transformers",
+        "sampler=transformers needs rollout=policy",
+        "rollout=recorded rollout.path=FILE",
+    ),
     (
         "tracking.uri='http://host?passwd=x'",
         "tracking.uri=http://host?passwd=*** needs",

@@ -9,7 +9,8 @@ from pgtoolkit.config.schema import Config
 from pgtoolkit.ranks.layout import ONE_PROCESS
 from pgtoolkit.rollouts.policy import PolicyRollouts
 from pgtoolkit.rollouts.prompts import END, TokenizedTask
-from pgtoolkit.rollouts.samplers import Completion
+from pgtoolkit.rollouts.samplers import Completion, Request
+from pgtoolkit.rollouts.shuffle import seed_of
 from pgtoolkit.rollouts.tasks import make_task
 from pgtoolkit.training.build import build
 
@@ -29,9 +30,12 @@ class FixedSampler:
         self._version = version
         self.calls.append(weights)
 
-    def complete(self, prompts):
-        self.calls.append(prompts)
-        return [self._completion(i % len(TEXTS)) for i in range(len(prompts))]
+    def complete(self, requests):
+        self.calls.append(requests)
+        return [self._completion(i % len(TEXTS)) for request in requests for i in range(request.completions)]
+
+    def close(self):
+        self.calls.append("close")
 
     def _completion(self, number):
         tokens, reason = self._tokens[number], "stop" if FINISHED[number] else "length"
@@ -55,8 +59,11 @@ def test_every_prompt_is_sampled_with_the_weights_of_now():
     for number, updates in ((0, 0), (1, 5)):
         module.num_updates, sampler.calls[:] = updates, []
         documents = [source.document(16 * number + place) for place in range(16)]
+        weights, requests = sampler.calls
+        assert weights().keys() == dict(module.model.named_parameters()).keys()
+        assert all(torch.equal(weights()[name], weight) for name, weight in module.model.named_parameters())
         prompts = [tokenizer(task.prompt(4 * number + i).text).input_ids for i in range(4)]
-        assert sampler.calls == [module.policy, [prompt for prompt in prompts for _ in range(4)]]
+        assert requests == [Request(prompt, 4, seed_of(0, 4 * number + i)) for i, prompt in enumerate(prompts)]
         assert {document.model_version for document in documents} == {updates}
         assert [document.group for document in documents] == [4 * number + i // 4 for i in range(16)]
         for place, document in enumerate(documents):
@@ -91,3 +98,10 @@ def test_a_state_that_does_not_fit_its_tokens_is_refused():
     state["documents"][3]["old_log_probs"] = torch.zeros(9)
     with pytest.raises(ValueError, match="prompt 0, completion 3 has 8 tokens, 4 of them trained"):
         source.load_state_dict(state)
+
+
+def test_a_seed_is_the_prompts_own_in_this_run():
+    seeds = [seed_of(seed, number) for seed in (0, 1, 2**32 - 1) for number in (0, 1, 2, 10**12)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**32 for seed in seeds)
+    assert [seed_of(0, number) for number in range(3)] == [2735729615, 3821399010, 347136604]

@@ -8,9 +8,11 @@ import pytest
 import torch
 from builders.runs import SHORT, config_of, metrics_of, sampler_of
 from omegaconf import OmegaConf
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from pgtoolkit.errors import ConfigError, NumericalError
 from pgtoolkit.model.policy import character_tokenizer
+from pgtoolkit.rollouts.samplers import Request, TransformersSampler
 from pgtoolkit.training.build import build
 from pgtoolkit.training.train import train
 
@@ -56,7 +58,7 @@ def save_llama(path):
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     torch.manual_seed(0)
     model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=12, max_position_embeddings=32, bos_token_id=None, eos_token_id=END, **sizes)
+        LlamaConfig(vocab_size=12, max_position_embeddings=128, bos_token_id=None, eos_token_id=END, **sizes)
     )
     with torch.no_grad():
         model.lm_head.weight *= 15
@@ -82,9 +84,21 @@ def built(folder, *overrides):
     return module.model, sampler_of(loader)
 
 
+def once(prompts):
+    """One completion of each is wanted."""
+    return [Request(prompt, 1, number) for number, prompt in enumerate(prompts)]
+
+
 def sampled(sampler, prompts, seed=0):
     torch.manual_seed(seed)
-    return [(c.tokens.tolist(), c.log_probs.tolist(), c.finish_reason) for c in sampler.complete(prompts)]
+    return [(c.tokens.tolist(), c.log_probs.tolist(), c.finish_reason) for c in sampler.complete(once(prompts))]
+
+
+def same(found, expected):
+    """Whether the tokens are the same; log-probs may differ in the last digit."""
+    if [(tokens, reason) for tokens, _, reason in found] != [(tokens, reason) for tokens, _, reason in expected]:
+        return False
+    return all(one[1] == pytest.approx(other[1], abs=1e-6) for one, other in zip(found, expected, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +126,7 @@ def test_what_is_ignored_is_said_once(folder, tmp_path, capsys):
 
 def test_every_end_of_the_folder_and_the_tokenizer_ends_a_completion(folder):
     _, sampler = built(suggesting(folder, eos_token_id=[3, 7]), "rollout.max_completion_length=12")
-    completions = sampler.complete([PROMPT] * 64)
+    completions = sampler.complete(once([PROMPT] * 64))
     ends = {3, 7, END}
     assert {c.tokens[-1].item() for c in completions if c.finish_reason == "stop"} == ends
     for completion in completions:
@@ -148,26 +162,57 @@ def test_log_probs_are_those_of_the_distribution_sampled_from(folder, temperatur
     model, sampler = built(suggesting(folder), *overrides)
     model.eval()
     for prompt in (PROMPT, OTHER):
-        for completion in sampler.complete([PROMPT, prompt] * 4)[1::2]:
+        for completion in sampler.complete(once([PROMPT, prompt] * 4))[1::2]:
             tokens = completion.tokens.tolist()
             for place, token in enumerate(tokens):
                 expected = distribution(model, prompt + tokens[:place], temperature, top_p or 1.0)
                 assert completion.log_probs[place].item() == pytest.approx(math.log(expected[token]), abs=1e-5)
 
 
+@pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize(("temperature", "top_p"), CUTS)
-def test_tokens_are_as_frequent_as_the_distribution_says(folder, temperature, top_p):
-    overrides = [f"rollout.temperature={temperature}", f"rollout.top_p={'null' if top_p is None else top_p}"]
+def test_tokens_are_as_frequent_as_the_distribution_says(folder, temperature, top_p, static):
+    overrides = [f"sampler.static_cache={str(static).lower()}"]
+    overrides += [f"rollout.temperature={temperature}", f"rollout.top_p={'null' if top_p is None else top_p}"]
     model, sampler = built(suggesting(folder), "rollout.max_completion_length=4", *overrides)
     count = 4000
     torch.manual_seed(0)
-    first = torch.tensor([completion.tokens[0] for completion in sampler.complete([PROMPT] * count)])
+    first = torch.tensor([completion.tokens[0] for completion in sampler.complete(once([PROMPT] * count))])
     model.eval()
     expected = distribution(model, PROMPT, temperature, top_p or 1.0)
     assert max(expected) > 1.5 / 12  # there is something to tell apart
     for token, probability in enumerate(expected):
         share = (first == token).double().mean().item()
         assert abs(share - probability) <= 5 * math.sqrt(probability * (1 - probability) / count), token
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("temperature", "top_p"), CUTS)
+def test_a_cache_of_fixed_size_gives_the_same_distribution(folder, device, temperature, top_p):
+    """Log-probs are of the distribution in plain loops, also past the end of other rows, which are dropped."""
+    overrides = [f"rollout.temperature={temperature}", f"rollout.top_p={'null' if top_p is None else top_p}"]
+    more = [
+        "sampler.static_cache=true",
+        "rollout.max_completion_length=100",
+        "accumulation.max_tokens=128",
+        "trainer.device=cpu",
+    ]
+    model, sampler = built(suggesting(folder), *overrides, *more)
+    model.to(device)
+    torch.manual_seed(1)
+    completions = sampler.complete(once([PROMPT, OTHER] * 16))
+    model.to("cpu").eval()
+    assert len({len(completion.tokens) for completion in completions}) > 5
+    for i, completion in enumerate(completions):
+        prompt, tokens = (PROMPT, OTHER)[i % 2], completion.tokens.tolist()
+        assert (tokens[-1] == END) == (completion.finish_reason == "stop")
+        assert END not in tokens[:-1]
+        for place, token in enumerate(tokens):
+            expected = distribution(model, prompt + tokens[:place], temperature, top_p or 1.0)
+            assert completion.log_probs[place].item() == pytest.approx(math.log(expected[token]), abs=2e-5)
 
 
 def test_memory_does_not_grow_with_the_vocabulary_times_the_completion(folder):
@@ -181,24 +226,87 @@ def test_memory_does_not_grow_with_the_vocabulary_times_the_completion(folder):
         most.append(len(alive))
 
     model.lm_head.register_forward_hook(count)
-    assert [len(completion.log_probs) for completion in sampler.complete([PROMPT] * 5)] == [20] * 5
+    assert [len(completion.log_probs) for completion in sampler.complete(once([PROMPT] * 5))] == [20] * 5
     assert len(most) == 20
     assert max(most) <= 8
 
 
 def test_a_completion_says_which_weights_wrote_it(folder):
-    """Those published last; the policy itself, whose updates show at once, is sampled from, not a copy."""
+    """In float32 updates of the policy show at once: it is itself sampled from, and no copy of it."""
     module, loader = build(OmegaConf.to_object(settings(suggesting(folder))))
     sampler, before = sampler_of(loader), sampled(sampler_of(loader), [PROMPT] * 8)
-    assert {completion.model_version for completion in sampler.complete([PROMPT])} == {0}
+    assert {completion.model_version for completion in sampler.complete(once([PROMPT]))} == {0}
     with torch.no_grad():
         module.policy.head.weight.neg_()
-    sampler.publish(module.policy, 7)
-    assert {completion.model_version for completion in sampler.complete([PROMPT])} == {7}
+    sampler.publish(module.policy.weights, 7)
+    assert {completion.model_version for completion in sampler.complete(once([PROMPT]))} == {7}
     assert sampled(sampler, [PROMPT] * 8) != before
-    other, _ = build(OmegaConf.to_object(settings(folder)))
-    sampler.publish(other.policy, 8)
+    with torch.no_grad():
+        module.policy.head.weight.neg_()
     assert sampled(sampler, [PROMPT] * 8) == before
+
+
+@pytest.mark.parametrize("static", ["false", "true"])
+def test_a_copy_samples_as_the_policy_did_when_it_was_published(folder, static):
+    """In float32, token by token; the policy's updates show once they are published.
+
+    Products on a CPU depend, in the last digit, on where in memory their operands lie.
+    """
+    config = OmegaConf.to_object(settings(suggesting(folder), f"sampler.static_cache={static}"))
+    module, loader = build(config)
+    live, kept = sampler_of(loader), TransformersSampler(module.policy, config, keeps_weights=True)
+    kept.publish(module.policy.weights, 0)
+    before = sampled(live, [PROMPT, OTHER] * 8)
+    assert same(sampled(kept, [PROMPT, OTHER] * 8), before)
+    with torch.no_grad():
+        module.policy.head.weight.neg_()
+    after = sampled(live, [PROMPT, OTHER] * 8)
+    assert not same(after, before)
+    assert same(sampled(kept, [PROMPT, OTHER] * 8), before)
+    kept.publish(module.policy.weights, 1)
+    assert same(sampled(kept, [PROMPT, OTHER] * 8), after)
+    assert {completion.model_version for completion in kept.complete(once([PROMPT]))} == {1}
+
+
+def test_in_half_precision_a_copy_is_sampled_from(folder):
+    module, loader = build(OmegaConf.to_object(settings(suggesting(folder), "model.dtype=bfloat16")))
+    sampler = sampler_of(loader)
+    sampler.publish(module.policy.weights, 0)
+    before = sampled(sampler, [PROMPT] * 8)
+    with torch.no_grad():
+        module.policy.head.weight.neg_()
+    assert sampled(sampler, [PROMPT] * 8) == before
+    sampler.publish(module.policy.weights, 1)
+    assert sampled(sampler, [PROMPT] * 8) != before
+
+
+@pytest.mark.parametrize("static", ["false", "true"])
+def test_probabilities_that_are_not_finite_are_an_error(folder, static):
+    model, sampler = built(suggesting(folder), f"sampler.static_cache={static}")
+    with torch.no_grad():
+        model.lm_head.weight[3] = math.nan
+    with pytest.raises(NumericalError, match="probabilities are not finite"):
+        sampler.complete(once([PROMPT]))
+
+
+def test_a_cache_of_fixed_size_is_refused_where_it_is_not_known_to_work(folder, tmp_path):
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    other = GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=12, max_position_embeddings=128, eos_token_id=END, **sizes))
+    other.save_pretrained(tmp_path)
+    character_tokenizer("0123456789=").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"sampler.static_cache=true needs a model of type .* \(got gpt_neox\)"):
+        built(tmp_path, "sampler.static_cache=true")
+    assert len(built(tmp_path)[1].complete(once([PROMPT] * 3))) == 3
+
+
+def test_completions_come_request_by_request(folder):
+    """Of as many prompts in a row, whether they are asked for one by one or several at a time."""
+    _, sampler = built(suggesting(folder))
+    torch.manual_seed(0)
+    found = sampler.complete([Request(PROMPT, 3, 0), Request(OTHER, 2, 1)])
+    assert [(c.tokens.tolist(), c.log_probs.tolist(), c.finish_reason) for c in found] == sampled(
+        sampler, [PROMPT] * 3 + [OTHER] * 2
+    )
 
 
 @pytest.mark.parametrize("fp32_lm_head", [True, False])
@@ -209,6 +317,8 @@ def test_sampling_has_the_head_of_training(folder, tmp_path, fp32_lm_head):
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
+        embedding = model.get_input_embeddings().weight
+        embedding.copy_(embedding.bfloat16())  # the copy that is sampled from holds bfloat16
     model.save_pretrained(tmp_path / "model")
     character_tokenizer("0123456789=").save_pretrained(tmp_path / "model")
     own = ["model.dtype=bfloat16", f"model.fp32_lm_head={str(fp32_lm_head).lower()}", "trainer.max_steps=1"]

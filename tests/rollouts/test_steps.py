@@ -11,7 +11,7 @@ from pgtoolkit.batch import Document
 from pgtoolkit.config.schema import AccumulationConfig, LastStep
 from pgtoolkit.errors import DataError, RankLost
 from pgtoolkit.ranks.layout import Layout
-from pgtoolkit.rollouts.steps import StepLoader, make_step
+from pgtoolkit.rollouts.steps import StepLoader, make_step, settled
 
 
 class Files:
@@ -21,7 +21,10 @@ class Files:
         self._documents = documents
         self._ends = list(itertools.accumulate(batch_sizes))
         self.num_documents = None if endless else len(documents)
-        self.asked = []
+        self.asked, self.begun = [], []
+
+    def before_step(self, position):
+        self.begun.append(position)
 
     def document(self, position):
         self.asked.append(position)
@@ -29,6 +32,12 @@ class Files:
 
     def batch_end(self, position):
         return next(end for end in self._ends if end > position)
+
+    def seconds(self):
+        return {}
+
+    def close(self):
+        pass
 
     def state_dict(self):
         return {}
@@ -160,13 +169,13 @@ def test_continuing_from_any_step(cut, last):
     first = steps(Files(documents(20), [10, 10]), 3, last=last)
     taken = list(itertools.islice(first, cut + 1))
     second = steps(Files(documents(20), [10, 10]), 3, last=last)
-    second.load_state_dict(taken[-1].state_after)
+    second.load_state_dict(settled(taken[-1].state_after))
     assert [[d.name for d in step.documents] for step in second] == names[cut + 1 :]
 
 
 def test_max_steps_counts_the_steps_of_the_whole_run():
     loader = steps(Files(documents(20), [20]), 2, max_steps=5)
-    state = list(loader)[2].state_after
+    state = settled(list(loader)[2].state_after)
     again = steps(Files(documents(20), [20]), 2, max_steps=5)
     again.load_state_dict(state)
     assert len(again) == 2
@@ -183,5 +192,5 @@ def test_a_run_that_is_continued_at_the_end_of_its_data_has_no_further_step():
     loader = steps(Files(documents(6), [6]), 4, last="drop")
     (only,) = loader
     again = steps(Files(documents(6), [6]), 4, last="drop")
-    again.load_state_dict(only.state_after)
+    again.load_state_dict(settled(only.state_after))
     assert sizes(again) == []

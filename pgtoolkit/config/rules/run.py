@@ -51,8 +51,13 @@ def _policy(c: Any, report: Report) -> None:
 
 
 def _overlong(c: Any, length: int, report: Report) -> None:
-    """rollout.overlong_buffer and rollout.overlong_penalty fit together, and the rest."""
+    """What DAPO adds to rollouts fits together, and the rest."""
     buffer, penalty = c.rollout.overlong_buffer, c.rollout.overlong_penalty
+    if c.rollout.max_sampling_rounds > 1 and c.rollout.max_staleness is not None:
+        setting, reason = f"rollout.max_sampling_rounds={c.rollout.max_sampling_rounds}", "Further rounds would be "
+        reason += "sampled by the weights of another moment, which depends on when checkpoints are made."
+        use = "rollout.lag or rollout.max_sampling_rounds=1"
+        report.refuse(setting, "rollout.max_staleness=null", c.rollout.max_staleness, reason, use)
     if buffer is None:
         if penalty != 1:
             setting, reason = f"rollout.overlong_penalty={text(penalty)}", "It would be ignored."
@@ -69,6 +74,17 @@ def _overlong(c: Any, length: int, report: Report) -> None:
     if c.task.name == "reverse" and buffer <= length < c.task.num_digits + 1 + buffer:
         right = f"the right answer, of {c.task.num_digits + 1} tokens"
         report.note(f"{setting} with rollout.max_completion_length={length} punishes {right}, for its length.")
+
+
+def sampler(c: Any, typed: list[str], report: Report) -> None:
+    """typed: the overrides that were typed, as far as they are known."""
+    if c.rollout.name == "recorded" and (own := _of_group("sampler", typed)):
+        reason, needs = "It would be ignored: nothing is sampled.", "rollout=policy"
+        report.refuse(" ".join(own), needs, "rollout=recorded", reason, f"{needs}, or leave it out")
+
+
+def _of_group(group: str, typed: list[str]) -> list[str]:
+    return [override for override in typed if override.partition("=")[0].partition(".")[0] == group]
 
 
 def model(c: Any, report: Report) -> None:
@@ -102,7 +118,7 @@ def task(c: Any, typed: list[str], report: Report) -> None:
     """typed: the overrides that were typed, as far as they are known."""
     task = c.task
     if c.rollout.name == "recorded":
-        if own := [override for override in typed if override.partition("=")[0].partition(".")[0] == "task"]:
+        if own := _of_group("task", typed):
             uses = "only gives model=tiny its characters" if c.model.name == "tiny" else "changes nothing"
             report.note(f"{' '.join(own)} {uses}: with rollout=recorded prompts and rewards come from rollout.path.")
         return

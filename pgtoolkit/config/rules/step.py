@@ -87,7 +87,7 @@ def accumulation(c: Any, report: Report) -> None:
     if c.aggregation.mode == "prompt_mean":
         _prompt_mean(c, docs, report)
     if c.rollout.name == "policy" and docs > 0:
-        _steps_per_batch(docs, c.rollout.prompts_per_batch * c.rollout.group_size, last, report)
+        _steps_per_batch(c, docs, last, report)
 
 
 def _prompt_mean(c: Any, docs: int, report: Report) -> None:
@@ -102,7 +102,8 @@ def _prompt_mean(c: Any, docs: int, report: Report) -> None:
         report.refuse("aggregation=prompt_mean", needs, docs, reason, use)
 
 
-def _steps_per_batch(docs: int, batch: int, last: str, report: Report) -> None:
+def _steps_per_batch(c: Any, docs: int, last: str, report: Report) -> None:
+    batch = c.rollout.prompts_per_batch * c.rollout.group_size
     if docs > batch and last == "drop":
         reason = "No batch of rollouts fills a step, so every one would be dropped."
         needs = f"accumulation.docs_per_step <= {batch}, the documents of a batch"
@@ -116,7 +117,7 @@ def _steps_per_batch(docs: int, batch: int, last: str, report: Report) -> None:
             "carry": "some steps mix documents of two batches, sampled by different policies",
         }[last]
         report.note(f"accumulation.docs_per_step={docs} does not divide the {batch} documents of a batch: {what}.")
-    elif docs == batch:
+    elif docs == batch and not (c.rollout.lag or c.rollout.max_staleness):
         report.note(
             "one optimizer step per batch of rollouts: every ratio is 1, nothing is clipped, and the losses differ "
             "only in their weights."

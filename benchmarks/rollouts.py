@@ -1,0 +1,205 @@
+"""Iterations of rollouts and an update on a model of half a billion parameters: seconds by stage, and memory.
+
+    python benchmarks/rollouts.py FOLDER [--sampler transformers vllm] [--trl generate vllm]
+        [--lengths 512 1024 4096] [--completions 64 256 1024] [--override sampler.static_cache=false ...]
+
+Each case is a process of its own with a time limit, so that one that runs out of memory or hangs costs nothing else.
+The first of three iterations warms up; the table has the medians of the others. Rows are appended to rollouts.csv in
+FOLDER, where the output of each case lies as well. TRL must be importable, for `--trl vllm` vLLM, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from rollouts_job import GROUP, ITERATIONS, Case, write_inputs
+
+STAGES = ("sample", "score", "old_log_probs", "update", "whole")
+COLUMNS = ("trainer", "sampler", "overrides", "length", "completions", *STAGES, "peak_gb", "gpu_used_gb", "error")
+
+
+def main() -> int:
+    arguments = _arguments()
+    folder = Path(arguments.folder).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    write_inputs(folder, max(arguments.completions) // GROUP * ITERATIONS, arguments.tiny)
+    until = time.monotonic() + arguments.seconds
+    who = [("pgtoolkit", sampler) for sampler in arguments.sampler] + [("trl", sampler) for sampler in arguments.trl]
+    print(_line(dict(zip(COLUMNS, COLUMNS, strict=True))), flush=True)
+    for length in arguments.lengths:
+        for completions in arguments.completions:
+            for trainer, sampler in who:
+                overrides = arguments.override if trainer == "pgtoolkit" else []
+                case = Case(str(folder), trainer, sampler, length, completions, overrides, arguments.tiny)
+                row = _measured(case, min(arguments.seconds_per_case, until - time.monotonic()))
+                print(_line(row), flush=True)
+                _append(folder / "rollouts.csv", row)
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder")
+    parser.add_argument("--sampler", nargs="*", default=[], choices=("transformers", "vllm"))
+    parser.add_argument("--trl", nargs="*", default=[], choices=("generate", "vllm"))
+    parser.add_argument("--lengths", nargs="+", type=int, default=[512], help="tokens of a completion")
+    parser.add_argument("--completions", nargs="+", type=int, default=[256], help="completions of an iteration")
+    parser.add_argument("--override", nargs="+", default=[], help="further overrides of pgtk")
+    parser.add_argument("--seconds-per-case", type=float, default=180)
+    parser.add_argument("--seconds", type=float, default=480, help="of all cases together")
+    parser.add_argument("--tiny", action="store_true", help="a model and lengths that a CPU can try the program with")
+    found = parser.parse_args()
+    if not found.sampler and not found.trl:
+        found.sampler, found.trl = ["transformers"], ["generate", "vllm"]
+    return found
+
+
+def _line(row: dict) -> str:
+    numbers = (row[name] for name in COLUMNS[3:-1])
+    numbers = " ".join(f"{x:>13.2f}" if isinstance(x, float) else f"{x:>13}" for x in numbers)
+    return f"{row['trainer']:>10} {row['sampler']:>13} {numbers}  {row['overrides']} {row['error']}"
+
+
+def _append(file: Path, row: dict) -> None:
+    new = not file.exists()
+    with file.open("a", newline="") as out:
+        writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def _measured(case: Case, seconds: float) -> dict:
+    """The row of a case, by a process that is ended after so many seconds."""
+    row = dict.fromkeys(COLUMNS, "") | {"trainer": case.trainer, "sampler": case.sampler}
+    row |= {"overrides": " ".join(case.overrides), "length": case.length, "completions": case.completions}
+    if seconds < 10:
+        return row | {"error": "no time left"}
+    where = Path(case.folder) / f"{case.trainer}-{case.sampler}-{case.length}-{case.completions}-{time.time():.0f}"
+    where.mkdir()
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "LOCAL_RANK": "0"}
+    if case.trainer == "trl" and case.sampler == "vllm":  # its engine joins the trainer's world of one process
+        environment |= {"WORLD_SIZE": "1"}
+    else:
+        for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            del environment[name]
+    used = _GpuMemory()
+    with (where / "output").open("w") as output:
+        child = subprocess.Popen(
+            [sys.executable, __file__, "--child", case.as_json()],
+            cwd=where,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            row["error"] = f"ended after {seconds:.0f} s"
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGTERM)  # pgtk ends what it has started
+                time.sleep(3)
+                _kill_all_of(child)
+    row["gpu_used_gb"] = used.most()
+    found = [line for line in (where / "output").read_text().splitlines() if line.startswith('{"iterations"')]
+    if not found:
+        tail = (where / "output").read_text()[-1500:]
+        print(tail, flush=True)
+        return row | {"error": row["error"] or f"ended with {child.returncode}"}
+    result = json.loads(found[-1])
+    later = result["iterations"][1:]
+    row |= {name: statistics.median(one[name] for one in later) for name in later[0]}
+    return row | {"peak_gb": result["peak_gb"]}
+
+
+def _kill_all_of(child: subprocess.Popen) -> None:
+    """SIGKILL to all that the process has left in its session."""
+    try:
+        os.killpg(child.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    child.wait()
+
+
+class _GpuMemory:
+    """The most memory in use on the first GPU, of all processes together, as nvidia-smi says twice a second."""
+
+    def __init__(self):
+        self._most, self._done = 0.0, threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+        while not self._done.wait(0.5):
+            try:
+                said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+            except (OSError, subprocess.SubprocessError):
+                return
+            self._most = max(self._most, int(said) * 2**20 / 1e9)
+
+    def most(self) -> float:
+        self._done.set()
+        self._thread.join()
+        return self._most
+
+
+def _child(case: Case) -> None:
+    if case.trainer == "trl":
+        from rollouts_trl import run
+    else:
+        run = _pgtoolkit
+    print("\n" + json.dumps(run(case)), flush=True)
+    os._exit(0)  # nothing that a library does at the end is measured
+
+
+def _pgtoolkit(case: Case) -> dict:
+    import pgtoolkit.training.recorder
+    from pgtoolkit.cli import main as pgtk
+
+    pgtoolkit.training.recorder.save_checkpoint = lambda *_: None  # not what is measured
+    job = [
+        *("model=huggingface", f"model.path={case.model}", "model.gradient_checkpointing=true"),
+        *("task=prompts", f"task.path={case.prompts}", "task.verifier=rollouts_job.reward"),
+        *(f"rollout.prompts_per_batch={case.completions // GROUP}", f"rollout.group_size={GROUP}"),
+        f"rollout.max_completion_length={case.length}",
+        f"sampler={case.sampler}",
+        f"accumulation.docs_per_step={case.completions}",
+        "accumulation.max_tokens=65536",
+        *("loss=gspo", "aggregation=constant", f"aggregation.divisor={case.length}"),
+        *(f"trainer.max_steps={ITERATIONS}", "trainer.checkpoint_every=1000000", "tracking=none"),
+        *case.overrides,
+    ]
+    if status := pgtk(job):
+        raise SystemExit(f"pgtk ended with {status}")
+    rows = [json.loads(line) for file in Path().rglob("metrics.jsonl") for line in file.read_text().splitlines()]
+    names = {"sample": "seconds_sampling", "score": "seconds_scoring", "old_log_probs": "seconds_old_log_probs"}
+    names["update"] = "seconds_update"
+    ends = [row["time"] for row in rows]
+    return {
+        "iterations": [
+            {stage: row[name] for stage, name in names.items()} | {"whole": end - before}
+            for row, end, before in zip(rows, ends, [ends[0], *ends], strict=False)
+        ],
+        "peak_gb": max(row.get("peak_memory_gb", 0.0) for row in rows),
+    }
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        _child(Case(**json.loads(sys.argv[2])))
+    else:
+        raise SystemExit(main())

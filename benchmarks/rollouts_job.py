@@ -1,0 +1,96 @@
+"""The job of the rollout benchmark: a model of Qwen2.5-0.5B's shape with random weights, prompts, and a reward."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+GROUP = 8
+"""Completions of a prompt."""
+
+ITERATIONS = 3
+"""Rollouts with an update each; the first warms up: it compiles kernels, loads cuBLAS's and fills the allocator."""
+
+_BODY = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
+_BODY |= {"num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936}
+_TINY_BODY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+_TINY_BODY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one process measures.
+
+    trainer: pgtoolkit or trl. sampler: transformers or vllm. length: tokens of a completion; it ends before only where
+    one token in the vocabulary is drawn, the end. completions: of an iteration. overrides: further ones of pgtk.
+    """
+
+    folder: str
+    trainer: str
+    sampler: str
+    length: int
+    completions: int
+    overrides: list[str]
+    tiny: bool
+
+    @property
+    def model(self) -> str:
+        return f"{self.folder}/model"
+
+    @property
+    def prompts(self) -> str:
+        return f"{self.folder}/prompts.jsonl"
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return longest_prompt(self.tiny) + self.length
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def longest_prompt(tiny: bool) -> int:
+    return 16 if tiny else 160
+
+
+def write_inputs(folder: Path, num_prompts: int, tiny: bool) -> None:
+    """The model, in the number type of those on the hub, with a tokenizer that has a word for each of its tokens."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    body = _TINY_BODY if tiny else _BODY
+    draw, longest = random.Random(0), longest_prompt(tiny)
+    with (folder / "prompts.jsonl").open("w") as file:
+        for _ in range(num_prompts):
+            text = "".join(draw.choice("abcdefgh") for _ in range(draw.randint(longest * 2 // 5, longest)))
+            file.write(json.dumps({"prompt": text, "answer": "x"}) + "\n")
+    if (folder / "model" / "config.json").exists():
+        return
+    tokenizer = _tokenizer(body["vocab_size"])
+    end = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    torch.manual_seed(0)
+    config = Qwen2Config(**body, **end, tie_word_embeddings=True, max_position_embeddings=8192)
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+
+
+def _tokenizer(size: int):
+    """A character of a prompt is a token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<end>", *"abcdefgh"]
+    words += [f"w{number}" for number in range(size - len(words))]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>", padding_side="left"
+    )
+
+
+def reward(completion: str, _answer: str = "") -> float:
+    """As if at random: a function of the completion alone."""
+    return random.Random(completion).random()

@@ -1,0 +1,83 @@
+"""The rollout benchmark's job by TRL, in the process of one case."""
+
+from __future__ import annotations
+
+import functools
+import time
+
+from rollouts_job import GROUP, ITERATIONS, Case, longest_prompt, reward
+
+
+def run(case: Case) -> dict:
+    """Iterations by stage; TRL 1.16's own loss and settings, but for what the job says."""
+    import torch
+    from datasets import load_dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    on_gpu = torch.cuda.is_available()
+    iterations, spent = [], {"generate": 0.0, "with_scores": 0.0}
+
+    def timed(method, stage: str):
+        @functools.wraps(method)
+        def measured(*arguments, **named):
+            started = _now(on_gpu)
+            found = method(*arguments, **named)
+            spent[stage] += _now(on_gpu) - started
+            return found
+
+        return measured
+
+    class Clock(TrainerCallback):
+        def on_train_begin(self, *_, **__):
+            self.before = _now(on_gpu)
+
+        def on_step_end(self, *_, **__):
+            now = _now(on_gpu)
+            whole, made = now - self.before, spent["with_scores"]
+            stages = {"sample": spent["generate"], "score": made - spent["generate"], "update": whole - made}
+            iterations.append({**stages, "whole": whole})
+            self.before = now
+            spent.update(generate=0.0, with_scores=0.0)
+
+    GRPOTrainer._generate = timed(GRPOTrainer._generate, "generate")
+    GRPOTrainer._generate_and_score_completions = timed(GRPOTrainer._generate_and_score_completions, "with_scores")
+    batch = 1
+    while batch < case.completions and 2 * batch * case.longest <= 16384:  # more needs much more memory for logits
+        batch *= 2
+    settings = {
+        "max_steps": ITERATIONS,
+        "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": case.completions // batch,
+        "num_generations": GROUP,
+        "max_completion_length": case.length,
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "bf16": on_gpu,
+        "use_cpu": not on_gpu,
+        "learning_rate": 1e-6,
+        "model_init_kwargs": {"dtype": "float32"},
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    if case.sampler == "vllm":
+        settings |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.4}
+        settings |= {"vllm_max_model_length": longest_prompt(case.tiny) + case.length}
+    trainer = GRPOTrainer(
+        model=case.model,
+        reward_funcs=lambda completions, **_: [reward(completion) for completion in completions],
+        args=GRPOConfig(output_dir=f"{case.folder}/trl", **settings),
+        train_dataset=load_dataset("json", data_files=case.prompts, split="train"),
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    return {"iterations": iterations, "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if on_gpu else 0.0}
+
+
+def _now(on_gpu: bool) -> float:
+    if on_gpu:
+        import torch
+
+        torch.cuda.synchronize()
+    return time.perf_counter()
