@@ -19,13 +19,16 @@ class Document:
     tokens: (S,) int64, prompt followed by completion.
     loss_mask: (S,) bool, True where the token is trained, that is, predicted from the tokens before it.
         The first token has nothing before it and is never trained.
-    old_log_probs: (N,) float32, log-prob of each trained token, in order, under the policy that generated it.
+    old_log_probs: (N,) float32, log-prob of each trained token, in order, under the policy that generated it; None
+        where nobody knows and the loss does not ask.
     advantages: (N,) float32, of each trained token.
     sampling_log_probs, ref_log_probs: (N,) float32 or None, log-prob of each trained token as the engine that sampled
         it gave it, where old_log_probs are computed anew, and under a frozen reference.
     group: number of the document's prompt group, unique within the run's data.
     name: how messages call the document, such as `rollouts.jsonl:12`.
     reward, exact_match, truncated, model_version: what the source knows, or None.
+    task_reward: the reward before anything was taken off for the completion's length, or None where nothing could be.
+    dropped_prompt_fraction: share of the prompts sampled for its batch that were dropped, or None where none could be.
     measures: further numbers by name, such as reward/format; their means over a step are metrics of these names.
 
     Raises ValueError where the numbers do not belong to these tokens.
@@ -33,7 +36,7 @@ class Document:
 
     tokens: Tensor
     loss_mask: Tensor
-    old_log_probs: Tensor
+    old_log_probs: Tensor | None
     advantages: Tensor
     group: int
     name: str
@@ -43,11 +46,14 @@ class Document:
     model_version: int | None = None
     sampling_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
+    task_reward: float | None = None
+    dropped_prompt_fraction: float | None = None
     measures: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self):
         trained = int(self.loss_mask.sum())
-        vectors = ("old_log_probs", "advantages", *known_vectors(self))
+        old = () if self.old_log_probs is None else ("old_log_probs",)
+        vectors = (*old, "advantages", *known_vectors(self))
         lengths = {name: len(getattr(self, name)) for name in ("loss_mask", *vectors)}
         if lengths != {"loss_mask": len(self.tokens)} | dict.fromkeys(vectors, trained):
             raise ValueError(f"{self.name} has {len(self.tokens)} tokens, {trained} of them trained, and {lengths}")
@@ -62,7 +68,7 @@ class Document:
     @property
     def num_trained(self) -> int:
         """N_d: number of trained tokens."""
-        return len(self.old_log_probs)
+        return len(self.advantages)
 
 
 @dataclass(frozen=True)

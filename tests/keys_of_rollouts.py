@@ -140,6 +140,33 @@ def old_log_probs():
     assert sums["sampling"].min() > 0.1
 
 
+@key("rollout/policy.overlong_buffer", "rollout/policy.overlong_penalty")
+def overlong():
+    """Of completions of at most 4 tokens; their own rewards stay known."""
+    plain = sampled()[1]
+    assert len({document.num_trained for document in plain}) > 2
+    for buffer, most, expected in ((2, 1.0, {3: 0.5, 4: 1.0}), (4, 3.0, {1: 0.75, 2: 1.5, 3: 2.25, 4: 3.0})):
+        chosen = [f"rollout.overlong_buffer={buffer}", f"rollout.overlong_penalty={most}"]
+        for document, other in zip(sampled(*chosen)[1], plain, strict=True):
+            assert document.task_reward == other.reward
+            assert document.reward == other.reward - expected.get(document.num_trained, 0)
+    assert {document.task_reward for document in plain} == {None}
+
+
+@key("rollout/policy.max_sampling_rounds")
+def max_sampling_rounds():
+    """Groups whose completions all score the same give way to those of further prompts, as long as rounds last."""
+    small = ["rollout.group_size=2", "rollout.prompts_per_batch=8"]
+    groups, missing = {}, {}
+    for rounds in (1, 2, 20):
+        _, documents = sampled(f"rollout.max_sampling_rounds={rounds}", *small)
+        groups[rounds] = [document.group for document in documents[::2]]
+        missing[rounds] = sum(a.reward == b.reward for a, b in zip(documents[::2], documents[1::2], strict=True))
+    assert missing[1] > missing[2] > missing[20] == 0
+    assert groups[1] == list(range(8))
+    assert groups[20] == sorted(set(groups[20])) != groups[1]
+
+
 def versions_of(*overrides):
     """Of each batch of two steps, once its log-probs are seen to be those of that version of the weights."""
     module, loader = module_and_steps(*overrides, "trainer.max_steps=8")

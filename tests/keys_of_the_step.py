@@ -225,13 +225,16 @@ def implementation():
 def estimator(tmp_path):
     """Of the second group, whose rewards are 4 and 9."""
     found = {}
-    for name in ("dr_grpo", "grpo", "rloo", "max_rl", "given"):
+    for name in ("dr_grpo", "grpo", "rloo", "max_rl", "batch_std", "pass_at_k", "given"):
         documents = recorded(tmp_path, f"advantage={name}")[0]
         found[name] = [document.advantages[-1].item() for document in documents[2:4]]
     assert found["dr_grpo"] == [-2.5, 2.5]
     assert found["grpo"] == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)], rel=1e-5)
     assert found["rloo"] == [-5, 5]
     assert found["max_rl"] == pytest.approx([-2.5 / 6.5, 2.5 / 6.5])
+    deviation = torch.tensor([float(i**2) for i in range(10)]).std().item()  # of all rewards in the file
+    assert found["batch_std"] == pytest.approx([-2.5 / deviation, 2.5 / deviation], rel=1e-5)
+    assert found["pass_at_k"] == [0, 5]
     assert found["given"] == [2 / 8, 3 / 8]
 
 

@@ -7,7 +7,7 @@ MUTANTS_OF_KEYS = [
     (
         "training ignores the correction",
         "training/loss.py",
-        {"config.metrics.level.value, correction)": "config.metrics.level.value)"},
+        {"temperature, level, correction, config": "temperature, level, None, config"},
         (f"{ROW}[correction/token_mask.high]",),
     ),
     (

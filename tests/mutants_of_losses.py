@@ -236,7 +236,7 @@ MUTANTS_OF_LOSSES = [
     ),
     (
         "gradients pass through the clamp of the log-ratio, in Triton",
-        "kernels/triton_tokens.py",
+        "kernels/triton_families.py",
         {"passes & (tl.abs(log_ratio) <= 20.0)": "passes"},
         (
             f"{KERNELS}::test_huge_log_ratios_stay_finite[grpo-1.0-dtype2-triton]",
@@ -245,24 +245,67 @@ MUTANTS_OF_LOSSES = [
     ),
     (
         "Triton's clip acts already at its upper bound",
-        "kernels/triton_tokens.py",
+        "kernels/triton_families.py",
         {"ratio <= 1 + above": "ratio < 1 + above"},
         (f"{KERNELS}::test_the_clip_does_not_act_at_its_bounds[grpo-triton]",),
     ),
     (
         "Triton's clip acts already at its lower bound",
-        "kernels/triton_tokens.py",
+        "kernels/triton_families.py",
         {"ratio >= 1 - below": "ratio > 1 - below"},
         (f"{KERNELS}::test_the_clip_does_not_act_at_its_bounds[gspo-triton]",),
     ),
     (
         "Triton's clipped fraction counts the bounds",
+        "kernels/triton_families.py",
+        {"return ratio < 1 - below, ratio > 1 + above": "return ratio <= 1 - below, ratio >= 1 + above"},
+        (f"{KERNELS}::test_the_clip_does_not_act_at_its_bounds[grpo-triton]",),
+    ),
+    (
+        "Triton's dual clip acts where A > 0",
+        "kernels/triton_families.py",
+        {"beyond = (advantage < 0) & (ratio > dual_clip)": "beyond = ratio > dual_clip"},
+        ("tests/kernels/test_triton_families.py::test_matches_the_reference[grpo-dual_clip-6]",),
+    ),
+    (
+        "Triton's gmpo gives clipped tokens a gradient",
+        "kernels/triton_tokens.py",
+        {"tl.where(limit == token_log_ratio, slope, 0.0)": "slope"},
+        ("tests/kernels/test_triton_families.py::test_matches_the_reference[gmpo-6]",),
+    ),
+    (
+        "Triton's gmpo clips on the wrong side",
         "kernels/triton_tokens.py",
         {
-            "own & (ratio < 1 - below), own & (ratio > 1 + above)": "own & (ratio <= 1 - below), "
-            "own & (ratio >= 1 + above)"
+            "tl.sum(sum_if_negative, 0), scope": "tl.sum(sum_if_positive, 0), scope",
         },
-        (f"{KERNELS}::test_the_clip_does_not_act_at_its_bounds[grpo-triton]",),
+        ("tests/kernels/test_triton_families.py::test_matches_the_reference[gmpo-6]",),
+    ),
+    (
+        "Triton's vespo takes the document's mean",
+        "kernels/triton_tokens.py",
+        {'if SCOPE == "document":': "if BY_DOCUMENT:"},
+        ("tests/kernels/test_triton_families.py::test_matches_the_reference[vespo-6]",),
+    ),
+    (
+        "Triton's vespo is weighted by the document's mean weight",
+        "kernels/triton_objective.py",
+        {'OWN_WEIGHT=family.slope_of != "log_ratio"': "OWN_WEIGHT=False"},
+        ("tests/kernels/test_triton_families.py::test_vectors_match_those_of_pytorch[vespo-none]",),
+    ),
+    (
+        "Triton's sapo takes one temperature for both signs",
+        "kernels/triton_families.py",
+        {"tau = tl.where(advantage > 0, positive, negative)": "tau = positive"},
+        ("tests/kernels/test_triton_families.py::test_matches_the_reference[sapo-6]",),
+    ),
+    (
+        "Triton's dppo keeps what moved too far upwards",
+        "kernels/triton_families.py",
+        {
+            "tl.where(below | above, 0.0": "tl.where(below, 0.0",
+        },
+        ("tests/kernels/test_triton_families.py::test_matches_the_reference[dppo-11]",),
     ),
     (
         "Triton's clamped fraction never counts",
@@ -278,7 +321,7 @@ MUTANTS_OF_LOSSES = [
     ),
     (
         "an infinite log-ratio is clamped to a number, in Triton",
-        "kernels/triton_tokens.py",
+        "kernels/triton_families.py",
         {'(tl.abs(log_ratio) < float("inf"))': "(log_ratio == log_ratio)"},
         (f"{KERNELS}::test_what_is_not_finite_makes_the_loss_nan_where_nobody_looks_for_it[triton-gspo-2--inf]",),
     ),

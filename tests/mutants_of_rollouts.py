@@ -19,7 +19,11 @@ MUTANTS_OF_ROLLOUTS = [
     (
         "the checksum of rows changes for files of before",
         "rollouts/rows.py",
-        {"[] if self.sampling_log_probs is None else": '[b""] if self.sampling_log_probs is None else'},
+        {
+            "[name.encode() + values.tobytes() for name, values in known if values is not None]": (
+                '[b"" if values is None else name.encode() + values.tobytes() for name, values in known]'
+            )
+        },
         ("tests/rollouts/test_rollout_files.py::test_rows_have_the_checksum_that_files_of_before_hold",),
     ),
     (
@@ -36,6 +40,44 @@ MUTANTS_OF_ROLLOUTS = [
             "tests/model/test_parallel_models.py::test_every_objective_is_the_same_however_the_model_is_spread"
             "[sequence-data]",
         ),
+    ),
+    (
+        "groups that differ only by what was taken off for length are kept",
+        "rollouts/dynamic_sampling.py",
+        {"d.reward if d.task_reward is None else d.task_reward": "d.reward"},
+        (
+            "tests/rollouts/test_dynamic_sampling.py::test_what_is_taken_off_for_the_length_does_not_make_a_group_worth_keeping",
+        ),
+    ),
+    (
+        "dynamic sampling keeps the latest of the groups that teach nothing",
+        "rollouts/dynamic_sampling.py",
+        {"without[max(0, missing) :]": "without[: len(without) - max(0, missing)]"},
+        ("tests/rollouts/test_dynamic_sampling.py::test_what_is_dropped_and_what_stays",),
+    ),
+    (
+        "a resumed run counts prompts by batches",
+        "rollouts/policy.py",
+        {'self._next_prompt = state["next_prompt"]': "self._next_prompt = (self._number + 1) * 4"},
+        ("tests/rollouts/test_dynamic_sampling.py::test_a_resumed_run_samples_what_it_would_have_sampled",),
+    ),
+    (
+        "the punishment for length begins one token late",
+        "rollouts/overlong.py",
+        {"- (longest - buffer))": "- (longest - buffer) - 1)"},
+        ("tests/rollouts/test_dynamic_sampling.py::test_the_punishment_is_that_of_the_paper",),
+    ),
+    (
+        "metrics of the ratio are given where nobody knows the old log-probs",
+        "losses/metrics.py",
+        {"if not with_old_log_probs:": "if False:"},
+        ("tests/training/test_supervised.py::test_nothing_is_told_of_rewards_and_old_log_probs_that_nobody_has",),
+    ),
+    (
+        "rows without old log-probs beside others that have them are taken",
+        "rollouts/recorded.py",
+        {"if (field, True) in self._first and (field, False) in self._first:": "if False:"},
+        ("tests/training/test_supervised.py::test_what_some_rows_lack_is_refused[old_log_probs]",),
     ),
     (
         "a phantom token for each fully masked document, in the step's totals (slime)",
@@ -210,7 +252,7 @@ MUTANTS_OF_ROLLOUTS = [
     (
         "advantages divided by the population's standard deviation instead of the sample's",
         "rollouts/advantages.py",
-        {"for difference in centred) / others": "for difference in centred) / len(rewards)"},
+        {"/ max(1, len(rewards) - 1)": "/ len(rewards)"},
         ("tests/rollouts/test_advantages.py::test_worked_example",),
     ),
     (

@@ -7,6 +7,7 @@ import torch
 
 from benchmarks.kernels.__main__ import main
 from benchmarks.kernels.workloads import document_lengths, make_workload
+from pgtoolkit.losses.families import FAMILIES
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="takes minutes on a GPU")
@@ -16,8 +17,20 @@ def test_bench_runs_and_writes_what_it_printed(tmp_path, capsys):
     with (tmp_path / "bench.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert (tmp_path / "bench.png").stat().st_size > 10_000
-    assert {row["section"] for row in rows} == {"logits", "head"}
-    assert {row["loss"] for row in rows} == {"grpo", "gspo"}
+    assert {row["section"] for row in rows} == {"logits", "head", "families"}
+    assert {row["loss"] for row in rows if row["section"] != "families"} == {"grpo", "gspo"}
+    of_families = [row for row in rows if row["section"] == "families"]
+    assert {row["loss"] for row in of_families} == set(FAMILIES)
+    assert len(of_families) == 2 * (len(FAMILIES) + 1)  # grpo's dual clip has a row of its own
+    for row in of_families:
+        of_logits = row["name"] != "fused_linear"
+        beside = "gspo" if of_logits and row["loss"] in ("gspo", "gmpo", "vespo") else "grpo"
+        [base] = [
+            float(other["milliseconds"])
+            for other in of_families
+            if (other["name"], other["loss"], other["case"]) == (row["name"], beside, "defaults")
+        ]
+        assert float(row["share"]) == pytest.approx(float(row["milliseconds"]) / base)
     assert [row["loss"] for row in rows if row["case"] == "default, 512 MiB"] == ["grpo", "gspo"]
     for row in rows:
         assert f"{float(row['milliseconds']):.3f}" in printed

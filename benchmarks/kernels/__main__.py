@@ -13,13 +13,14 @@ def main(argv: list[str]) -> int:
     """Run the benchmark with command-line arguments; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
     parser.add_argument("--output", type=Path, help="folder for bench.csv and bench.png (outputs/bench-TIME)")
-    parser.add_argument("--section", choices=("logits", "head"), help="measure this section only")
+    parser.add_argument("--section", choices=("logits", "head", "families"), help="measure this section only")
     parser.add_argument("--repetitions", type=int, default=9, help="calls of which the median is taken (9)")
     parser.add_argument("--quick", action="store_true", help="one shape of each section, without the grid of shapes")
     options = parser.parse_args(argv)
 
     import torch
 
+    from benchmarks.kernels.families import every_family
     from benchmarks.kernels.report import heading, line, write_chart, write_csv
     from benchmarks.kernels.sections import fused_head, given_logits
 
@@ -31,18 +32,19 @@ def main(argv: list[str]) -> int:
     grid = [(t, v) for v in (32768, 128256, 151936) for t in (8192, 16384)] if device == "cuda" else [(128, 1024)]
     shapes = large + ([] if options.quick else [shape for shape in grid if shape not in large])
     rows = []
-    if options.section != "head":
+    if options.section in (None, "logits"):
         print(heading("logits"))
         for shape in shapes:
             for row in given_logits(*shape, device, options.repetitions, everything=shape in large):
                 rows.append(row)
                 print(line(row), flush=True)
-    if options.section != "logits":
-        print(heading("head"))
-        tokens, vocabulary = large[0]
-        for row in fused_head(tokens, 4096 if device == "cuda" else 64, vocabulary, device, options.repetitions):
-            rows.append(row)
-            print(line(row), flush=True)
+    for section, measured in (("head", fused_head), ("families", every_family)):
+        if options.section in (None, section):
+            print(heading(section))
+            tokens, vocabulary = large[0]
+            for row in measured(tokens, 4096 if device == "cuda" else 64, vocabulary, device, options.repetitions):
+                rows.append(row)
+                print(line(row), flush=True)
     folder = options.output or Path("outputs") / f"bench-{datetime.now():%Y%m%d-%H%M%S}"
     folder.mkdir(parents=True, exist_ok=True)
     write_csv(rows, folder / "bench.csv")

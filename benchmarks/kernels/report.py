@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.kernels.sections import Row
 
 _HEADER = (
-    f"{'':20s}{'':22s}{'loss':6s}{'tokens':>7s}{'vocab':>8s}{'ms':>10s}{'':>15s}{'share':>7s}{'extra MB':>10s}  errors"
+    f"{'':20s}{'':22s}{'loss':10s}{'tokens':>7s}{'vocab':>8s}{'ms':>10s}{'':>15s}{'share':>7s}{'extra MB':>10s}  errors"
 )
 
 
@@ -16,6 +16,7 @@ def heading(section: str) -> str:
     title = {
         "logits": "Given logits, forward + backward; share of the copy rate on the bytes that must move",
         "head": "LM head + loss, forward + backward; share: time of the three plain products over the row's",
+        "families": "Every family, forward + backward; share: its time over grpo's (by document, given logits: gspo's)",
     }[section]
     return f"\n{title}\n{_HEADER}"
 
@@ -27,7 +28,7 @@ def line(row: Row) -> str:
     extra = "" if row.extra_megabytes is None else f"{row.extra_megabytes:.0f}"
     errors = "" if row.loss_error is None else f"  loss {row.loss_error:.1e}, gradient {row.gradient_error:.1e}"
     return (
-        f"{row.name:20s}{row.case:22s}{row.loss:6s}{row.tokens:7d}{row.vocabulary:8d}"
+        f"{row.name:20s}{row.case:22s}{row.loss:10s}{row.tokens:7d}{row.vocabulary:8d}"
         f"{row.milliseconds:10.3f}{rate:>15s}{share:>7s}{extra:>10s}{errors}"
     )
 
@@ -60,7 +61,7 @@ def write_chart(rows: list[Row], path: Path, title: str) -> None:
         axis.set_yticks(range(len(shown)), labels, fontsize=7)
         axis.set_xscale("log")
         axis.set_xlabel("milliseconds, forward + backward")
-        what = "given logits" if section == "logits" else "LM head + loss"
+        what = {"logits": "given logits", "head": "LM head + loss", "families": "every family"}[section]
         axis.set_title(f"{what}: {fewest} tokens, vocabulary {largest}", fontsize=9)
     figure.suptitle(title, fontsize=9)
     figure.tight_layout()

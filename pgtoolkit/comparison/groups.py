@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import statistics
 from dataclasses import dataclass, field
 
 from pgtoolkit.comparison.runs import Run
@@ -14,6 +15,9 @@ from pgtoolkit.system.report import text
 
 _NOT_COMPARED = ("seed", *NO_EFFECT_ON_LEARNING)
 """The seed makes the runs of a group."""
+
+_SCALES_APART = 2
+"""By how much gradients may differ in length before it is noted."""
 
 _SHORT = (".name", ".mode", ".implementation", ".estimator")
 """Ends of the keys that hold a group's option, left out when they are shown: `loss`, not `loss.name`."""
@@ -64,8 +68,11 @@ class Compared:
     notes: list[str]
 
 
-def compare(runs: list[Run], metric: str) -> Compared:
-    """Gather the runs and compare what they reached. Raises ConfigError if no run has the metric."""
+def compare(runs: list[Run], metric: str, best_of: str | None = None) -> Compared:
+    """Gather the runs and compare what they reached. Raises ConfigError if no run has the metric.
+
+    best_of: a varying key; of groups that differ in it alone only the one with the highest final mean is compared.
+    """
     readable = [run for run in runs if run.config]
     left_out = [(run, _why(run)) for run in runs if not run.config]
     if not readable:
@@ -83,6 +90,19 @@ def compare(runs: list[Run], metric: str) -> Compared:
         left_out += _count(group, metric)
         group.values = {_shown(key): value for key, value in group.values.items()}
     groups.sort(key=lambda group: group.final[0] if group.finals else float("-inf"), reverse=True)
+    notes = []
+    if best_of is not None:
+        groups, beaten = _best_of(groups, [_shown(key) for key in keys], best_of)
+        left_out += [
+            (run, f"{best_of}={text(group.values[best_of])} is not the best")
+            for group in beaten
+            for run in group.counted
+        ]
+        notes.append(
+            f"of each configuration the {best_of} with the highest final {metric} is shown. It was chosen by the same "
+            "runs that are compared, which flatters a configuration that has more values of it, or noisier ones: "
+            "further seeds of the chosen ones tell"
+        )
     return Compared(
         metric,
         [_shown(key) for key in keys],
@@ -91,8 +111,41 @@ def compare(runs: list[Run], metric: str) -> Compared:
         groups,
         compare_all([group.finals for group in groups]),
         left_out,
-        _notes([run for group in groups for run in group.counted]),
+        notes + _notes([run for group in groups for run in group.counted]) + _scale_notes(groups),
     )
+
+
+def _best_of(groups, keys, best_of):
+    """(the first of the sorted groups that differ in one key alone, the others)."""
+    if best_of not in keys:
+        names = ", ".join(keys) or "none"
+        raise ConfigError(
+            f"--best-of={best_of} needs a key that tells the runs apart (got one of which they have the same value, or "
+            f"that follows from others). These are {names}. Use another key, or leave the option out."
+        )
+    chosen, beaten = {}, []
+    for group in groups:
+        arm = tuple(repr(value) for key, value in group.values.items() if key != best_of)
+        if chosen.setdefault(arm, group) is not group:
+            beaten.append(group)
+    return list(chosen.values()), beaten
+
+
+def _scale_notes(groups):
+    """What is to know of gradients of different lengths."""
+    norms = {}
+    for group in groups:
+        if values := [value for run in group.counted for value in run.values("grad_norm")]:
+            norms[group.label] = statistics.median(values)
+    if len(norms) < 2 or max(norms.values()) <= _SCALES_APART * min(norms.values()):
+        return []
+    low, high = min(norms, key=norms.get), max(norms, key=norms.get)
+    times = f", {norms[high] / norms[low]:.3g} times as much" if norms[low] > 0 else ""
+    return [
+        f"the gradients are of different lengths: the median grad_norm is {norms[low]:.3g} with {low} and "
+        f"{norms[high]:.3g} with {high}{times}. Clipping to optimizer.max_grad_norm and AdamW's epsilon then act on "
+        "them differently, and one learning rate need not suit both: docs/comparing.md"
+    ]
 
 
 def _shown(key):

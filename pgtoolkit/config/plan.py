@@ -21,6 +21,8 @@ ADVANTAGES = {
     "dr_grpo": "reward - mean of the group",
     "rloo": "reward - mean of the other completions of the group",
     "max_rl": "(reward - mean of the group) / mean of the group",
+    "batch_std": "(reward - mean of the group) / standard deviation of all rewards of the batch",
+    "pass_at_k": "reward - largest of the others of the group, where it is the largest; else 0",
     "given": "as recorded with the rollouts",
 }
 
@@ -41,9 +43,10 @@ def equation(config: Any) -> list[str]:
     loss, aggregation = config.loss, config.aggregation
     family, weighting = family_of_config(config), AGGREGATIONS[aggregation.mode]
     own = getattr(loss, "path", None) or "the class that loss.path names"
-    weight, where = weighting.equation, weighting.where
+    weight, where, total = weighting.equation, weighting.where, weighting.total
     if aggregation.reducer is not None:
         weight, where = f"{aggregation.reducer}(...)", f"in the place of aggregation={aggregation.mode}"
+        total = "whatever it returns"
     correction = configured_correction(config.correction)
     named = "" if correction is None else f", {correction.name}"
     factor = [] if correction is None else [f"rho_t = {correction.equation}; without gradient"]
@@ -52,6 +55,7 @@ def equation(config: Any) -> list[str]:
         f"l_t = {f'as {own} computes it' if family is None else family.equation}",
         *penalties(config),
         f"w_t = {weight},  {where.format(divisor=text(aggregation.divisor))}",
+        f"sum of w_t over a step = {total.format(divisor=text(aggregation.divisor))}",
         *factor,
         f"advantage ({config.advantage.estimator}): {ADVANTAGES[config.advantage.estimator]}",
     ]
@@ -105,7 +109,9 @@ def arithmetic(config: Any) -> Iterator[str]:
     batch = documents_per_batch(rollout)
     if batch is not None:
         prompts, size = rollout.prompts_per_batch, rollout.group_size
-        yield f"rollouts: {prompts} prompts x {size} completions = {batch} documents a batch"
+        rounds = rollout.max_sampling_rounds
+        more = f", those that teach nothing replaced in at most {rounds - 1} further rounds" if rounds > 1 else ""
+        yield f"rollouts: {prompts} prompts x {size} completions = {batch} documents a batch{more}"
         yield from ahead(config)
     prompt, completion = longest_document(config)
     longest = prompt + completion if prompt and completion else None

@@ -24,7 +24,9 @@ def between(least: float, most: float) -> Any:
 AggregationMode = StrEnum("AggregationMode", ["sample_mean", "prompt_mean", "token_mean", "constant"])
 KLKind = StrEnum("KLKind", ["none", *KINDS])
 MetricsLevel = StrEnum("MetricsLevel", ["none", "basic", "with_entropy"])
-AdvantageEstimator = StrEnum("AdvantageEstimator", ["grpo", "dr_grpo", "rloo", "max_rl", "given"])
+AdvantageEstimator = StrEnum(
+    "AdvantageEstimator", ["grpo", "dr_grpo", "rloo", "max_rl", "batch_std", "pass_at_k", "given"]
+)
 KernelImplementation = StrEnum("KernelImplementation", ["auto", "torch", "triton", "fused_linear"])
 OldLogProbs = StrEnum("OldLogProbs", ["training", "sampling"])
 Chat = StrEnum("Chat", ["auto", "never"])
@@ -182,6 +184,9 @@ class PolicyRolloutConfig:
     top_p: float | None = between(1e-6, 1)
     stop: list[str]
     old_log_probs: OldLogProbs
+    overlong_buffer: int | None = between(1, 10**6)
+    overlong_penalty: float = between(0, 1e6)
+    max_sampling_rounds: int = between(1, 1000)
     lag: int = between(0, 10**6)
     max_staleness: int | None = between(1, 10**6)
     save_path: str | None

@@ -162,6 +162,9 @@ class _FusedPass:
         self.scale_rows = options.implementation.scale_rows
         self.make_buffer(max((chunk.stop - chunk.start for chunk in plan.chunks), default=0))
         self.any_not_finite = AnyOnHost(torch.zeros_like(objective.mask)) if not plan.chunks else None
+        # Where a whole document may turn out to have no gradient; a weight without gradient is never 0.
+        clips = objective.family.by_document and objective.family.slope_of == "log_ratio"
+        clips_documents = clips or objective.off_policy is not None
         for chunk in plan.chunks:
             pieces = [plan.rows[piece] for piece in chunk.pieces(options.max_rows)]
             # Of a document with more rows than may exist at once, only the last piece's score is there when its
@@ -183,7 +186,7 @@ class _FusedPass:
                 coefficients = torch.stack([coefficients, share.penalties.by_entropy])
             *earlier, last = coefficients.split([len(part) for part in parts], -1) if parts else [None]
             for rows in kept:
-                self.products(rows, last_piece, last, objective.by_document and not earlier)
+                self.products(rows, last_piece, last, clips_documents and not earlier)
             for rows, c in zip(pieces, earlier, strict=True):
                 self.products(rows, self.score(rows), c, False)
         if self.hidden_gradient is not None:

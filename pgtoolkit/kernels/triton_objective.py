@@ -1,37 +1,63 @@
 """The loss on vectors of one number per token on a GPU: launches of the kernels in `triton_tokens`.
 
-For float32, families and aggregations with a formula there, and losses that no ranks share and that have no reference;
-`losses.objective` computes all others.
+For float32, families and aggregations with a formula in Triton, and losses that no ranks share and that have neither a
+reference nor a correction by new log-probs; `losses.objective` computes all others.
 """
 
 from __future__ import annotations
+
+from dataclasses import fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pgtoolkit.batch import StepTotals, Tokens
+from pgtoolkit.kernels import triton_families as formulas
 from pgtoolkit.kernels import triton_tokens as kernels
 from pgtoolkit.losses.aggregation import Aggregation, Constant
 from pgtoolkit.losses.documents import DocumentSums
-from pgtoolkit.losses.families import Cispo, Family, Grpo, Gspo
+from pgtoolkit.losses.families import Cispo, Dppo, Family, Gmpo, Grpo, Gspo, Kimi, Reinforce, Sapo, Vespo
 from pgtoolkit.losses.metrics import LEVELS, MetricSums
 from pgtoolkit.losses.objective import Objective
 
 _BLOCK = 1024
-# What the kernels have formulas for.
-_SURROGATES = {Grpo: kernels.clipped, Gspo: kernels.clipped, Cispo: kernels.weighted}
 _AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
 
 
-def surrogate_of(family: Family):
-    """The family's function in `triton_tokens`, or None if it has none."""
-    return None if getattr(family, "dual_clip", None) is not None else _SURROGATES.get(type(family))
+class Formula(NamedTuple):
+    """A family's functions in `triton_families`. token: None for a family whose tokens contribute their log-ratio."""
+
+    surrogate: object
+    beyond: object
+    token: object = None
 
 
-def margins(family: Family) -> tuple[float, float]:
-    """How far below and above 1 the ratios lie that bound the clip."""
-    lower, upper = family.bounds
-    return 1 - lower, upper - 1
+_FORMULAS = {
+    Grpo: Formula(formulas.clipped, formulas.beyond_clip),
+    Gspo: Formula(formulas.clipped, formulas.beyond_clip),
+    Cispo: Formula(formulas.weighted, formulas.beyond_weight),
+    Sapo: Formula(formulas.soft_gated, formulas.beyond_nothing),
+    Gmpo: Formula(formulas.unclipped, formulas.beyond_log_clip, formulas.one_sided),
+    Dppo: Formula(formulas.left_out, formulas.beyond_move),
+    Vespo: Formula(formulas.smooth_weight, formulas.beyond_nothing),
+    Kimi: Formula(formulas.pulled_back, formulas.beyond_nothing),
+    Reinforce: Formula(formulas.by_advantage, formulas.beyond_nothing),
+}
+
+
+def formula_of(family: Family) -> Formula | None:
+    """The family's functions, or None for one that has none there."""
+    if type(family) is Grpo and family.dual_clip is not None:
+        return Formula(formulas.dual_clipped, formulas.beyond_dual_clip)
+    return _FORMULAS.get(type(family))
+
+
+def numbers_of(family: Family) -> tuple[float, float, float, float]:
+    """The family's fields as its functions take them. A lower bound that is None lies at 0, which is 1 below 1."""
+    numbers = [getattr(family, one.name) for one in fields(family)]
+    numbers += [0.0] * (4 - len(numbers))
+    return tuple(1.0 if number is None else float(number) for number in numbers)
 
 
 def make_weights(
@@ -113,13 +139,14 @@ def coefficients(objective: Objective, log_probs: Tensor) -> Tensor:
 def _has_kernel(objective: Objective, log_probs: Tensor) -> bool:
     shared = objective.documents is not None and objective.documents.group is not None
     own = objective.off_policy is None and objective.penalties.kl is None
-    known = own and surrogate_of(objective.family) is not None
+    known = own and formula_of(objective.family) is not None
     return log_probs.dtype == torch.float32 and not shared and known
 
 
 def _launch(objective: Objective, log_probs: Tensor, entropy: Tensor | None, level: int, columns: int):
     """(coefficients, parts): (T,), and (D + 1, columns) float64, what each document adds; level -1: no parts."""
     documents, result = objective.documents, torch.empty_like(log_probs)
+    family, formula = objective.family, formula_of(objective.family)
     if documents is None:
         index, num_documents = torch.zeros_like(objective.mask, dtype=torch.int64), 1
     else:
@@ -136,10 +163,12 @@ def _launch(objective: Objective, log_probs: Tensor, entropy: Tensor | None, lev
         parts,
         len(log_probs),
         num_documents,
-        *margins(objective.family),
-        SURROGATE=surrogate_of(objective.family),
-        BY_DOCUMENT=objective.family.by_document,
-        BY_SIGN=objective.family.clips_by_sign,
+        *numbers_of(family),
+        SURROGATE=formula.surrogate,
+        TOKEN=formula.token,
+        BEYOND=formula.beyond,
+        SCOPE=family.scope,
+        OWN_WEIGHT=family.slope_of != "log_ratio",
         LEVEL=level,
         BLOCK=_BLOCK,
         num_warps=8,

@@ -88,8 +88,10 @@ def one_pass_kernel(
     num_columns,
     scale,
     inverse_temperature,
-    below,
-    above,
+    number0,
+    number1,
+    number2,
+    number3,
     zero,
     sixteen,
     upper,
@@ -103,8 +105,9 @@ def one_pass_kernel(
 ):
     """SHARE programs a row, each with BLOCKS blocks of 4 32-bit words a thread in registers; a persistent grid.
 
-    words and out are `logits` and the result as words (HALF), or as they are (float32 logits). GRPO writes the
-    gradient of its loss, else the score onehot - softmax. The result may overwrite the logits.
+    words and out are `logits` and the result as words (HALF), or as they are (float32 logits). The result, which may
+    overwrite the logits, is the gradient of the loss whose SURROGATE, a function of `triton_families`, takes number0 to
+    number3; without one it is the score onehot - softmax.
     zero, sixteen and upper are 0, 16 and 0xFFFF0000, but the compiler does not know. Where the same words are unpacked
     again with them, it cannot keep what the first unpacking gave: that would take twice the registers of the row.
     """
@@ -187,7 +190,6 @@ def one_pass_kernel(
             next_label = tl.load(labels + next_row, mask=next_row < num_rows, other=-1).to(tl.int32)
             if SURROGATE is not None:
                 old, advantage = tl.load(old_log_probs + row), tl.load(advantages + row)
-                weight = tl.load(weights + row)
                 if PTX:
                     # Those of the next turn: by then the rows would have driven them out of the cache, and a wait for
                     # the memory holds up all programs of a row.
@@ -195,6 +197,7 @@ def one_pass_kernel(
                     _prefetch(old_log_probs + after)
                     _prefetch(advantages + after)
                     _prefetch(weights + after)
+                weight = tl.load(weights + row)
             if SHARE > 1:
                 # A power of two at least SHARE; the surplus reads member 0 again, and counts nothing below.
                 others = tl.arange(0, triton.next_power_of_2(SHARE))
@@ -227,7 +230,7 @@ def one_pass_kernel(
                     tl.store(entropies + row, (log_sum - d / n) * LN_2)
             factor = 1.0
             if SURROGATE is not None:
-                _, slope, _, _ = SURROGATE(log_prob - old, advantage, log_prob, below, above)
+                _, slope, _, _ = SURROGATE(log_prob - old, advantage, log_prob, number0, number1, number2, number3)
                 factor = weight * slope * inverse_temperature
             if factor != 0:
                 # -factor 2^(s (x - m) - log2 n), with |factor| in the exponent and the sign set on packed words.

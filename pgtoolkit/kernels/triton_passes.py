@@ -118,7 +118,7 @@ def forward_gradient(
     out may be the logits. None, and nothing done, where the family has no formula in Triton, the loss a penalty against
     a reference, or a row cannot be kept on the chip.
     """
-    if vectors.surrogate_of(objective.family) is None or objective.penalties.kl is not None:
+    if vectors.formula_of(objective.family) is None or objective.penalties.kl is not None:
         return None
     return _one_pass(logits, labels, temperature, with_entropy, objective, out)
 
@@ -186,11 +186,11 @@ def _one_pass(logits, labels, temperature, with_entropy, objective, out):
             columns,
             _LOG2_E / temperature,
             1 / temperature,
-            *((0.0, 0.0) if objective is None else vectors.margins(objective.family)),
+            *((0.0,) * 4 if objective is None else vectors.numbers_of(objective.family)),
             0,
             16,
             -65536,
-            SURROGATE=None if objective is None else vectors.surrogate_of(objective.family),
+            SURROGATE=None if objective is None else vectors.formula_of(objective.family).surrogate,
             ENTROPY=with_entropy,
             HALF=half,
             PTX=not _INTERPRETED,

@@ -8,52 +8,8 @@ belong to no document. Loops are unrolled where registers allow: their time is t
 
 from __future__ import annotations
 
-import math
-
 import triton
 import triton.language as tl
-
-LN_2: tl.constexpr = tl.constexpr(math.log(2.0))
-
-
-@triton.jit
-def _clamped(log_ratio):
-    """The log-ratio between plus and minus 20, and its exp."""
-    limited = tl.minimum(tl.maximum(log_ratio, -20.0), 20.0)
-    return limited, tl.exp2(limited * (1 / LN_2))
-
-
-@triton.jit
-def _or_nan(value, log_ratio, advantage):
-    """The value, NaN where log-ratio or advantage is not finite: the clamp drops a NaN and makes infinity a number."""
-    finite = (tl.abs(log_ratio) < float("inf")) & (tl.abs(advantage) < float("inf"))
-    return tl.where(finite, value, float("nan"))
-
-
-# A surrogate of `losses.families`: (loss, slope, ratio, log-ratio after the clamp) of a log-ratio before it, with the
-# advantage, the new log-prob, and how far below and above 1 the clip's bounds are: as bounds they would be kept in
-# registers, which the single pass over the logits does not have. slope: 0 where clip or clamp cut the gradient; a pass
-# that wants it alone does not compute the others.
-
-
-@triton.jit
-def clipped(log_ratio, advantage, log_prob, below, above):
-    """`Grpo` and `Gspo`."""
-    limited, ratio = _clamped(log_ratio)
-    limit = tl.minimum(tl.maximum(ratio, 1 - below), 1 + above)
-    loss = -tl.minimum(ratio * advantage, limit * advantage)
-    # The bounds themselves pass, as autograd of min and clamp has it. NaN does not pass.
-    passes = tl.where(advantage > 0, ratio <= 1 + above, ratio >= 1 - below)
-    slope = tl.where(passes & (tl.abs(log_ratio) <= 20.0), -ratio * advantage, 0.0)
-    return _or_nan(loss, log_ratio, advantage), slope, _or_nan(ratio, log_ratio, advantage), limited
-
-
-@triton.jit
-def weighted(log_ratio, advantage, log_prob, below, above):
-    """`Cispo`: the clipped ratio is a factor without gradient, so no token loses its own."""
-    limited, ratio = _clamped(log_ratio)
-    slope = -tl.minimum(tl.maximum(ratio, 1 - below), 1 + above) * advantage
-    return _or_nan(slope * log_prob, log_ratio, advantage), slope, _or_nan(ratio, log_ratio, advantage), limited
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_documents", "over_documents", "over_tokens", "num_groups"])
@@ -139,37 +95,56 @@ def surrogate_kernel(
     parts,
     num_tokens,
     num_documents,
-    below,
-    above,
+    number0,
+    number1,
+    number2,
+    number3,
     SURROGATE: tl.constexpr,
-    BY_DOCUMENT: tl.constexpr,
-    BY_SIGN: tl.constexpr,
+    TOKEN: tl.constexpr,
+    BEYOND: tl.constexpr,
+    SCOPE: tl.constexpr,
+    OWN_WEIGHT: tl.constexpr,
     LEVEL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Coefficient of each token, and (LEVEL >= 0) what each document adds to the loss, to the metrics' sums and maxima.
 
-    SURROGATE: one of the functions above. BY_DOCUMENT, BY_SIGN: the family's `by_document` and `clips_by_sign`.
-    parts: a row a program, in the order of `losses.metrics`.
+    number0 to number3: the family's numbers. SURROGATE, TOKEN, BEYOND: its functions in `triton_families`; TOKEN may be
+    None. SCOPE: its `scope`. OWN_WEIGHT: whether a slope is weighted by the token's weight, and not by the mean of the
+    document's. parts: a row a program, in the order of `losses.metrics`.
     """
+    BY_DOCUMENT: tl.constexpr = SCOPE != "token"
     document = tl.program_id(0)
     real = document < num_documents
     n = tl.zeros([BLOCK], tl.float32)
     log_ratio_sum = tl.zeros([BLOCK], tl.float32)
     advantage_sum = tl.zeros([BLOCK], tl.float32)
     weight_sum = tl.zeros([BLOCK], tl.float32)
+    sum_if_positive = tl.zeros([BLOCK], tl.float32)
+    sum_if_negative = tl.zeros([BLOCK], tl.float32)
+    one = tl.full([BLOCK], 1.0, tl.float32)
     for start in tl.range(0, num_tokens, BLOCK, loop_unroll_factor=4):
         t = start + tl.arange(0, BLOCK)
         own = (tl.load(document_index + t, mask=t < num_tokens, other=-1) == document) & real
         n += tl.where(own, 1.0, 0.0)
         if BY_DOCUMENT:
             new = tl.load(log_probs + t, mask=own, other=0.0)
-            log_ratio_sum += new - tl.load(old_log_probs + t, mask=own, other=0.0)
+            difference = new - tl.load(old_log_probs + t, mask=own, other=0.0)
+            log_ratio_sum += difference
+            if TOKEN is not None:
+                # The sign of the document's advantage is not known yet: the sum under each.
+                sum_if_positive += TOKEN(difference, one, number0, number1, number2, number3)
+                sum_if_negative += TOKEN(difference, -one, number0, number1, number2, number3)
             advantage_sum += tl.load(advantages + t, mask=own, other=0.0)
             weight_sum += tl.load(weights + t, mask=own, other=0.0)
     length = tl.maximum(tl.sum(n, 0), 1.0)
-    mean_log_ratio = tl.sum(log_ratio_sum, 0) / length
+    scope_log_ratio = tl.sum(log_ratio_sum, 0)
     mean_advantage = tl.sum(advantage_sum, 0) / length
+    if TOKEN is not None:
+        scope_log_ratio = tl.where(mean_advantage > 0, tl.sum(sum_if_positive, 0), scope_log_ratio)
+        scope_log_ratio = tl.where(mean_advantage < 0, tl.sum(sum_if_negative, 0), scope_log_ratio)
+    if SCOPE == "document":
+        scope_log_ratio = scope_log_ratio / length
     mean_weight = tl.sum(weight_sum, 0) / length
 
     loss_sum = tl.zeros([BLOCK], tl.float64)
@@ -196,19 +171,23 @@ def surrogate_kernel(
         new = tl.load(log_probs + t, mask=own, other=0.0)
         old = tl.load(old_log_probs + t, mask=own, other=0.0)
         given = tl.load(advantages + t, mask=own, other=0.0)
+        token_log_ratio, factor = new - old, weight
         if BY_DOCUMENT:
-            log_ratio = tl.where(own, mean_log_ratio, 0.0)
+            log_ratio = tl.where(own, scope_log_ratio, 0.0)
             advantage = tl.where(own, mean_advantage, 0.0)
-            factor = tl.where(own, mean_weight, weight)
+            if not OWN_WEIGHT:
+                factor = tl.where(own, mean_weight, weight)
         else:
-            log_ratio, advantage, factor = new - old, given, weight
-        loss, slope, ratio, limited = SURROGATE(log_ratio, advantage, new, below, above)
+            log_ratio, advantage = token_log_ratio, given
+        loss, slope, ratio, limited = SURROGATE(log_ratio, advantage, new, number0, number1, number2, number3)
+        if TOKEN is not None:
+            limit = TOKEN(token_log_ratio, advantage, number0, number1, number2, number3)
+            slope = tl.where(limit == token_log_ratio, slope, 0.0)
         tl.store(coefficients + t, factor * slope, mask=taken)
         loss_sum += (weight * loss).to(tl.float64)
         new_sum += new.to(tl.float64)
         if LEVEL >= 1:
-            ratio = tl.where(own, ratio, 0.0)
-            r = ratio.to(tl.float64)
+            r = tl.where(own, ratio, 0.0).to(tl.float64)
             old_sum += old.to(tl.float64)
             ratio_sum += r
             square_sum += r * r
@@ -217,12 +196,12 @@ def surrogate_kernel(
             x = limited.to(tl.float64)
             series = x * x * (0.5 + x * (1 / 6 + x / 24))
             divergence_sum += tl.where(own, tl.where(tl.abs(x) < 1e-3, series, tl.exp(x) - 1 - x), 0.0)
-            low, high = own & (ratio < 1 - below), own & (ratio > 1 + above)
-            outside += tl.where(low | high, 1.0, 0.0)
-            low_side = advantage < 0 if BY_SIGN else advantage != 0
-            high_side = advantage > 0 if BY_SIGN else advantage != 0
-            outside_low += tl.where(low & low_side, 1.0, 0.0)
-            outside_high += tl.where(high & high_side, 1.0, 0.0)
+            low, high, low_cuts, high_cuts = BEYOND(
+                ratio, token_log_ratio, advantage, new, number0, number1, number2, number3
+            )
+            outside += tl.where(own & (low | high), 1.0, 0.0)
+            outside_low += tl.where(own & low_cuts, 1.0, 0.0)
+            outside_high += tl.where(own & high_cuts, 1.0, 0.0)
             clamped += tl.where(tl.abs(log_ratio) > 20.0, 1.0, 0.0)
             largest_advantage = tl.maximum(largest_advantage, tl.where(own, given, -float("inf")))
             largest_ratio = tl.maximum(largest_ratio, tl.where(own, ratio, -float("inf")))

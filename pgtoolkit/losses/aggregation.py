@@ -27,13 +27,15 @@ class Aggregation:
     """w_t = 1 / (a denominator of the token's document), which `denominators(totals, counts, group_index)` gives.
 
     It returns (documents,) numbers; counts: N_d, (documents,) int64, group_index: (documents,) int64 or None.
-    name: as in `aggregation=`. equation, where: what `pgtk check` prints. needs_groups: whether group_index is needed.
+    name: as in `aggregation=`. equation, where, total: what `pgtk check` prints, the last of the sum over a step.
+    needs_groups: whether group_index is needed.
     equal_within_documents: whether the tokens of a document have the same weight; False only for a custom reducer.
     """
 
     name: ClassVar[str]
     equation: ClassVar[str]
     where: ClassVar[str]
+    total: ClassVar[str] = "1"
     needs_groups: ClassVar[bool] = False
     equal_within_documents: ClassVar[bool] = True
 
@@ -45,6 +47,10 @@ class Aggregation:
         self.check_groups(group_index is not None and totals.tokens_per_group is not None)
         denominator = documents.broadcast(self.denominators(totals, documents.counts, group_index).double())
         return (1.0 / denominator.where(mask, 1.0)).where(mask, 0.0)
+
+    def weight_sum(self, totals: StepTotals) -> float | None:
+        """The sum of the weights of a step with a trained token, whose counts are ints; None for a custom reducer."""
+        return None
 
     def check_groups(self, known: bool) -> None:
         """ValueError where groups are needed and not known."""
@@ -65,6 +71,9 @@ class SampleMean(Aggregation):
     def denominators(self, totals: StepTotals, counts: Tensor, group_index: Tensor | None) -> Tensor:
         return counts * totals.num_documents
 
+    def weight_sum(self, totals: StepTotals) -> float:
+        return 1 - totals.num_empty_documents / totals.num_documents
+
 
 @dataclass(frozen=True)
 class PromptMean(Aggregation):
@@ -78,6 +87,9 @@ class PromptMean(Aggregation):
     def denominators(self, totals: StepTotals, counts: Tensor, group_index: Tensor | None) -> Tensor:
         return totals.tokens_per_group.to(group_index.device)[group_index] * totals.num_groups
 
+    def weight_sum(self, totals: StepTotals) -> float:
+        return int((totals.tokens_per_group > 0).sum()) / totals.num_groups
+
 
 @dataclass(frozen=True)
 class TokenMean(Aggregation):
@@ -90,6 +102,9 @@ class TokenMean(Aggregation):
     def denominators(self, totals: StepTotals, counts: Tensor, group_index: Tensor | None) -> Tensor:
         return counts * 0 + totals.num_tokens
 
+    def weight_sum(self, totals: StepTotals) -> float:
+        return 1.0
+
 
 @dataclass(frozen=True)
 class Constant(Aggregation):
@@ -100,12 +115,16 @@ class Constant(Aggregation):
     name: ClassVar[str] = "constant"
     equation: ClassVar[str] = "1 / (D L)"
     where: ClassVar[str] = "D documents in the step, L = {divisor}"
+    total: ClassVar[str] = "trained tokens of a document on average / {divisor}"
 
     def __post_init__(self):
         check_positive("divisor", self.divisor, "aggregation='constant' needs a finite divisor > 0")
 
     def denominators(self, totals: StepTotals, counts: Tensor, group_index: Tensor | None) -> Tensor:
         return (counts.double() * 0 + self.divisor) * totals.num_documents
+
+    def weight_sum(self, totals: StepTotals) -> float:
+        return totals.num_tokens / (totals.num_documents * self.divisor)
 
 
 @dataclass(frozen=True)

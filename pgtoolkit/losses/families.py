@@ -301,6 +301,7 @@ class Reinforce(Family):
 
     slope_of: ClassVar[str] = "log_prob"
     silent_without_advantage: ClassVar[bool] = True
+    reads_old_log_probs: ClassVar[bool] = False
 
     @property
     def equation(self) -> str:

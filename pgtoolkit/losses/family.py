@@ -37,6 +37,8 @@ class Family:
         only a factor without gradient; "both" where s_t is the token's own log-ratio and the loss has both.
     silent_without_advantage: True if a token of advantage 0 has slope 0 whatever its log-ratio; its row then takes no
         part in the backward products.
+    reads_old_log_probs: False if neither loss nor slope depends on the log-ratio, so that documents without old
+        log-probs can be trained on.
     clips_by_sign: True if the lower bound acts only where A < 0 and the upper one only where A > 0; False if both
         act whatever the sign of A.
     """
@@ -44,6 +46,7 @@ class Family:
     scope: ClassVar[str] = "token"
     slope_of: ClassVar[str] = "log_ratio"
     silent_without_advantage: ClassVar[bool] = False
+    reads_old_log_probs: ClassVar[bool] = True
     clips_by_sign: ClassVar[bool] = True
 
     @property

@@ -45,6 +45,11 @@ class KL:
         """What is added to l_t, with this object's numbers, for `pgtk check`."""
         return f"{self.coefficient:g} ({_EQUATIONS[self.kind]})"
 
+    @property
+    def reads_old_log_probs(self) -> bool:
+        """Whether the term has the ratio of the new to the old log-probs."""
+        return self.kind == "k3_ratio"
+
     def terms(self, distance: Tensor, log_ratio: Tensor, limit: float) -> tuple[Tensor, Tensor]:
         """(values, their derivatives by p), (T,) each, without the coefficient.
 

@@ -24,6 +24,15 @@ _BASIC_MEANS = (
 )
 _MEANS = {"none": ("new_logprobs",), "basic": _BASIC_MEANS, "with_entropy": (*_BASIC_MEANS, "entropy")}
 LEVELS = tuple(_MEANS)
+_OF_BOTH_LOG_PROBS = frozenset(
+    {
+        *("old_logprobs", "ratio_new_old", "kl_new_old", "clamped_log_ratio_fraction", "effective_sample_size"),
+        *("clipped_ratio_fraction", "clipped_low_fraction", "clipped_high_fraction"),
+        *("ratio_new_old_sum", "ratio_new_old_squared_sum", "max_ratio_new_old", "min_ratio_new_old"),
+        *("kl_old_sampling", "difference_old_sampling", "clipped_sampling_fraction", "max_difference_old_sampling"),
+    }
+)
+"""Those that say nothing where the documents have no old log-probs."""
 _MAXIMA = ("max_advantage", "max_ratio_new_old")
 _MINIMA = ("min_advantage", "min_ratio_new_old")
 
@@ -96,8 +105,10 @@ class MetricSums:
         maxima = all_max(self.maxima, group if self.level != "none" else None)
         return loss, replace(self, sums=torch.stack(sums), maxima=maxima)
 
-    def finalize(self, totals: StepTotals) -> dict[str, Tensor]:
+    def finalize(self, totals: StepTotals, with_old_log_probs: bool = True) -> dict[str, Tensor]:
         """Metric name -> 0-dim tensor, over the documents merged so far; means are divided by the step's totals.
+
+        with_old_log_probs: whether the documents have any; else the metrics that need them are left out.
 
         Extrema are infinite and effective_sample_size is NaN where no token is trained.
         """
@@ -113,6 +124,8 @@ class MetricSums:
                 own = self.sums[at : at + num_sums], self.maxima[top : top + num_maxima]
                 metrics |= _MORE[name].finalize(*own, totals.num_documents)
                 at, top = at + num_sums, top + num_maxima
+        if not with_old_log_probs:
+            metrics = {name: value for name, value in metrics.items() if name not in _OF_BOTH_LOG_PROBS}
         for name in ("num_tokens", "num_documents", "num_empty_documents", "num_groups"):
             value = getattr(totals, name)
             if value is not None:

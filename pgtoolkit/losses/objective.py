@@ -48,6 +48,12 @@ class Loss:
         check_not_negative("entropy_coefficient", self.entropy_coefficient)
 
     @property
+    def reads_old_log_probs(self) -> bool:
+        """False if neither loss nor gradient depends on them, so that documents without any can be trained on."""
+        of_kl = self.kl is not None and self.kl.reads_old_log_probs
+        return self.family.reads_old_log_probs or self.correction is not None or of_kl
+
+    @property
     def level(self) -> str:
         """The level of the metrics: the entropy is among them where the bonus measures it anyway."""
         return "with_entropy" if self.metrics == "basic" and self.entropy_coefficient else self.metrics

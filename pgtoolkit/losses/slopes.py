@@ -12,7 +12,8 @@ def check_family(family: Family) -> None:
     """Raise ValueError, naming the number, where a family's slopes or attributes disagree with its functions.
 
     Looks at log-ratios between -3 and 3, advantages of both signs and 0, and log-probs between -6 and -0.01, in
-    float64: shapes, the derivatives that `token` and `surrogate` return, `silent_without_advantage`, and the bounds.
+    float64: shapes, the derivatives that `token` and `surrogate` return, `silent_without_advantage`,
+    `reads_old_log_probs`, and the bounds.
     """
     name = type(family).__name__
     if family.scope not in ("token", "document", "document_sum"):
@@ -37,6 +38,10 @@ def check_family(family: Family) -> None:
         _check_derivative(f"{name}.surrogate", other, losses, torch.zeros_like(slope), leaf, log_ratio)
     if family.silent_without_advantage and bool((slope[advantages == 0] != 0).any()):
         raise ValueError(f"{name}.silent_without_advantage needs a slope of 0 where the advantage is 0 (got another)")
+    if not family.reads_old_log_probs:
+        for one, other in zip((losses, slope), family.surrogate(1.3 * log_ratio, advantages, log_probs), strict=True):
+            if not torch.equal(one, other):
+                raise ValueError(f"{name}.reads_old_log_probs=False needs a surrogate without the log-ratio")
     low, high = family.bounds
     if not low <= high:
         raise ValueError(f"{name}.bounds need to be two ratios, the lower one first (got {low!r}, {high!r})")

@@ -1,4 +1,4 @@
-"""Advantages of one prompt group, from the rewards of its completions."""
+"""Advantages, from the rewards of the completions of a prompt, and of a batch of prompts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from pgtoolkit.errors import DataError
 
 EPSILON = 1e-6
+ESTIMATORS = ("grpo", "dr_grpo", "rloo", "max_rl", "batch_std", "pass_at_k")
 
 MAX_REWARD = 1e12
 """The largest absolute value of a reward or a given advantage. With it advantages, gradients, and the squares of these
@@ -30,19 +31,21 @@ def group_advantages(estimator: str, rewards: list[float]) -> list[float]:
         dr_grpo  r - m (2503.20783)
         rloo     r - mean of the others = n / (n - 1) (r - m) (2402.14740)
         max_rl   (r - m) / m, for rewards that are not negative (2602.02710)
+        batch_std  r - m, which `batch_divisor` divides later (2508.08221)
+        pass_at_k  the largest reward less the largest of the others: 0 but for a single best (2503.19595)
     A group of equal rewards gives exactly 0 for each, whatever the rounding of m; so does a group of one, but
-    under rloo. `given` advantages come from the data and are not computed here.
+    under rloo and pass_at_k. `given` advantages come from the data and are not computed here.
 
-    Raises DataError for a reward that `reward_problem` names, for rloo with one completion and for max_rl with a
-    negative reward, ValueError for another estimator.
+    Raises DataError for a reward that `reward_problem` names, for rloo and pass_at_k with one completion and for max_rl
+    with a negative reward, ValueError for another estimator.
     """
-    if estimator not in ("grpo", "dr_grpo", "rloo", "max_rl"):
-        raise ValueError(f"estimator={estimator!r} is unknown here; choose one of grpo, dr_grpo, rloo, max_rl")
+    if estimator not in ESTIMATORS:
+        raise ValueError(f"estimator={estimator!r} is unknown here; choose one of {', '.join(ESTIMATORS)}")
     for place, reward in enumerate(rewards):
         if problem := reward_problem(reward):
             raise DataError(f"the reward of completion {place} of {len(rewards)} {problem}")
-    if estimator == "rloo" and len(rewards) == 1:
-        raise DataError("rloo compares a completion with the others of its group; a group of one has no others")
+    if estimator in ("rloo", "pass_at_k") and len(rewards) == 1:
+        raise DataError(f"{estimator} compares a completion with the others of its group; a group of one has no others")
     if estimator == "max_rl" and min(rewards, default=0) < 0:
         raise DataError(
             f"max_rl divides by the group's mean reward, which needs rewards >= 0 (got {min(rewards):g}); with a "
@@ -50,14 +53,30 @@ def group_advantages(estimator: str, rewards: list[float]) -> list[float]:
         )
     if len(set(rewards)) <= 1:
         return [0.0] * len(rewards)
+    if estimator == "pass_at_k":
+        second, best = sorted(rewards)[-2:]
+        return [best - second if reward == best else 0.0 for reward in rewards]
     mean = math.fsum(rewards) / len(rewards)
     centred = [reward - mean for reward in rewards]
-    if estimator == "dr_grpo":
+    if estimator in ("dr_grpo", "batch_std"):
         return centred
     if estimator == "max_rl":
         return [difference / mean for difference in centred]
     others = len(rewards) - 1
     if estimator == "rloo":
         return [difference * len(rewards) / others for difference in centred]
-    deviation = math.sqrt(math.fsum(difference**2 for difference in centred) / others)
-    return [difference / (deviation + EPSILON) for difference in centred]
+    return [difference / (_deviation(rewards) + EPSILON) for difference in centred]
+
+
+def batch_divisor(estimator: str, rewards: list[float]) -> float:
+    """What every advantage of a batch is divided by, besides: under batch_std the standard deviation of its rewards.
+
+    rewards: of all groups of the batch; the deviation is that of the sample, as `group_advantages` has it, plus 1e-6.
+    """
+    return _deviation(rewards) + EPSILON if estimator == "batch_std" else 1.0
+
+
+def _deviation(rewards: list[float]) -> float:
+    """With n - 1; 0 for one reward."""
+    mean = math.fsum(rewards) / len(rewards)
+    return math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / max(1, len(rewards) - 1))

@@ -20,6 +20,8 @@ def data_metrics(documents: list[Document], num_updates: int) -> dict[str, float
     """
     columns = {
         "reward": [d.reward for d in documents],
+        "overlong_penalty": [None if d.task_reward is None else d.reward - d.task_reward for d in documents],
+        "dropped_prompt_fraction": [d.dropped_prompt_fraction for d in documents],
         "exact_match": [d.exact_match for d in documents],
         "truncated_fraction": [d.truncated for d in documents],
         # Subtracted as integers: counters near 2**24 would not survive a cast to float32 first.
@@ -39,8 +41,11 @@ def mismatch_note(
     """Why the documents of a run's first step do not seem to come from its policy; nothing if they fit.
 
     new_logprobs: the metric, before any update. It is compared with the mean of the old log-probs, for the mean of the
-    ratio itself says little: over tokens that any other policy sampled it is expected to be 1, too.
+    ratio itself says little: over tokens that any other policy sampled it is expected to be 1, too. Without old
+    log-probs there is nothing to compare.
     """
+    if any(d.old_log_probs is None for d in documents):
+        return ""
     means = [float(d.old_log_probs.double().mean()) for d in documents if d.num_trained]
     difference = new_logprobs - sum(means) / len(documents)
     if abs(difference) <= LARGE_DIFFERENCE:

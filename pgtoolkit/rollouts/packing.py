@@ -27,8 +27,10 @@ def pack(documents: list[Document], group_numbers: list[int], known: tuple[str, 
         """(T,) from the values of the trained tokens: each stands where its token is predicted, one place earlier."""
         return values.new_full((len(tokens),), elsewhere).index_copy(0, trained - 1, values)
 
-    vectors = {}
-    for name in ("old_log_probs", "advantages", *(known_vectors(*documents) if known is None else known)):
+    # Zeros where nobody knows the old ones: the loss then does not read them, and no metric of them is given.
+    old = [torch.zeros(d.num_trained) if d.old_log_probs is None else d.old_log_probs for d in documents]
+    vectors = {"old_log_probs": labelled(_concatenate(old, torch.float32), 0.0)}
+    for name in ("advantages", *(known_vectors(*documents) if known is None else known)):
         values = _concatenate([getattr(document, name) for document in documents], torch.float32)
         vectors[name] = labelled(values, 0.0)
     return MicroBatch(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,8 +16,10 @@ from pgtoolkit.config.schema import Config, OldLogProbs
 from pgtoolkit.errors import DataError
 from pgtoolkit.ranks.agreement import failing_together, gather
 from pgtoolkit.ranks.layout import Layout
-from pgtoolkit.rollouts.advantages import group_advantages
+from pgtoolkit.rollouts.advantages import batch_divisor, group_advantages
 from pgtoolkit.rollouts.background import InBackground
+from pgtoolkit.rollouts.dynamic_sampling import fill
+from pgtoolkit.rollouts.overlong import overlong_penalty
 from pgtoolkit.rollouts.packing import cut, pack
 from pgtoolkit.rollouts.prompts import TokenizedTask
 from pgtoolkit.rollouts.samplers import Completion, Request, Sampler
@@ -87,6 +88,7 @@ class PolicyRollouts:
         self._accumulation = config.accumulation
         self._ahead = steps_ahead(config.rollout, config.accumulation)
         self._number = -1
+        self._next_prompt = 0
         self._batches: dict[int, list[Document]] = {}  # the one in use, of that number, and those that follow
         self._sampling: _Sampling | None = None
         self._background: InBackground | None = None
@@ -115,13 +117,15 @@ class PolicyRollouts:
         """Called by every rank: what is being sampled is waited for, and becomes part of the state."""
         self._finish()
         documents = [document for batch in self._batches.values() for document in batch]
-        return {"number": self._number, "documents": [dict(vars(document)) for document in documents]}
+        state = {"number": self._number, "next_prompt": self._next_prompt}
+        return state | {"documents": [dict(vars(document)) for document in documents]}
 
     def load_state_dict(self, state: dict) -> None:
         self._number, size = state["number"], self._batch_size
         documents = [Document(**document) for document in state["documents"]]
         starts = range(0, len(documents), size)
         self._batches = {self._number + i: documents[start : start + size] for i, start in enumerate(starts)}
+        self._next_prompt = state["next_prompt"]
 
     def seconds(self) -> dict[str, float]:
         return self._stages.taken()
@@ -147,10 +151,14 @@ class PolicyRollouts:
             self._writer.write(number, self._batches[number])
 
     def _begin(self, number: int) -> None:
-        """Have this rank's prompts of a batch completed by the policy as it is now: here, or in the background."""
+        """Have the prompts of a batch completed by the policy as it is now: here, or in the background."""
         self._finish()  # a sampler writes one batch at a time
+        self._sampling = self._sample(number, self._config.prompts_per_batch)
+
+    def _sample(self, number: int, count: int) -> _Sampling:
+        """Of so many prompts that were not sampled yet this rank's, for the batch of this number."""
         rank, size = self._layout.rank_in("data_parallel"), self._layout.size("data_parallel")
-        first, count = number * self._config.prompts_per_batch, self._config.prompts_per_batch
+        first, self._next_prompt = self._next_prompt, self._next_prompt + count
         numbers = range(first + rank, first + count, size)
         with failing_together(self._layout):
             prompts = [self._task.prompt(number) for number in numbers]
@@ -163,18 +171,31 @@ class PolicyRollouts:
             if self._config.max_staleness is not None:
                 self._background = InBackground(complete)
                 complete = self._background.result
-        self._sampling = _Sampling(number, prompts, tokens, complete)
+        return _Sampling(number, prompts, tokens, complete)
 
     def _finish(self) -> None:
         """Wait for what is being sampled, if anything is; all ranks then hold the documents of all, by prompt."""
         if self._sampling is None:
             return
         sampling, self._sampling = self._sampling, None
+        number, count = sampling.number, self._config.prompts_per_batch
+
+        def further(missing: int) -> list[list[Document]]:
+            return self._groups_of_all(self._sample(number, missing), missing)
+
+        groups = fill(self._groups_of_all(sampling, count), further, self._config.max_sampling_rounds)
+        documents = [document for group in groups for document in group]
+        divisor = batch_divisor(self._estimator, [document.reward for document in documents])
+        if divisor != 1:
+            documents = [replace(d, advantages=(d.advantages.double() / divisor).float()) for d in documents]
+        self._batches[number] = documents
+
+    def _groups_of_all(self, sampling: _Sampling, count: int) -> list[list[Document]]:
+        """The documents of each of `count` prompts, of all ranks, in their order."""
         with failing_together(self._layout):
             own = self._groups(sampling)
         shares, size = gather(own, self._layout.group("data_parallel")), self._layout.size("data_parallel")
-        count = self._config.prompts_per_batch
-        self._batches[sampling.number] = [d for i in range(count) for d in shares[i % size][i // size]]
+        return [shares[i % size][i // size] for i in range(count)]
 
     def _groups(self, sampling: _Sampling) -> list[list[Document]]:
         """The documents of each of its prompts."""
@@ -194,8 +215,9 @@ class PolicyRollouts:
     def _group(
         self, prompt: Prompt, prompt_tokens: list[int], completions: list[Completion], scores: list[Score]
     ) -> list[Document]:
+        rewards = [score.reward + self._penalty(one) for score, one in zip(scores, completions, strict=True)]
         try:
-            advantages = group_advantages(self._estimator, [score.reward for score in scores])
+            advantages = group_advantages(self._estimator, rewards)
         except DataError as error:
             raise DataError(f"prompt {prompt.index}, {prompt.text[:60]!r}: {error}") from error
         documents = []
@@ -209,14 +231,21 @@ class PolicyRollouts:
                     advantages=torch.full((len(completion.tokens),), advantage),
                     group=prompt.index,
                     name=f"prompt {prompt.index}, completion {i}",
-                    reward=score.reward,
+                    reward=rewards[i],
                     exact_match=score.exact_match,
                     truncated=completion.finish_reason == "length",
                     model_version=completion.model_version,
                     measures=score.measures,
+                    task_reward=None if self._config.overlong_buffer is None else score.reward,
                 )
             )
         return documents
+
+    def _penalty(self, completion: Completion) -> float:
+        buffer, most = self._config.overlong_buffer, self._config.overlong_penalty
+        if buffer is None:
+            return 0.0
+        return overlong_penalty(len(completion.tokens), self._config.max_completion_length, buffer, most)
 
     def _with_training_log_probs(self, documents: list[Document]) -> list[Document]:
         """The documents with old log-probs from the forward pass that training uses, so that the first ratio is 1.
@@ -229,7 +258,7 @@ class PolicyRollouts:
             log_probs = self._trained.log_probs(micro_batch).cpu()[micro_batch.labels >= 0]
             own = log_probs.split([document.num_trained for document in part])
             result += [
-                dataclasses.replace(d, old_log_probs=o.clone(), sampling_log_probs=d.old_log_probs)
+                replace(d, old_log_probs=o.clone(), sampling_log_probs=d.old_log_probs)
                 for d, o in zip(part, own, strict=True)
             ]
         return result

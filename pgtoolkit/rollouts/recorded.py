@@ -12,7 +12,7 @@ import numpy as np
 from pgtoolkit.batch import OPTIONAL_VECTORS, Document
 from pgtoolkit.config.schema import AdvantageEstimator, RecordedRolloutConfig
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.rollouts.advantages import group_advantages
+from pgtoolkit.rollouts.advantages import batch_divisor, group_advantages
 from pgtoolkit.rollouts.files import Problems, RowFile, find_files, open_files
 from pgtoolkit.rollouts.rows import FIELDS, Row, Rules, parse_row
 from pgtoolkit.rollouts.shuffle import shuffled
@@ -24,9 +24,12 @@ class RecordedRollouts:
     """The documents of JSONL and Parquet files (docs/data.md), `epochs` times over.
 
     estimator: `given` reads the recorded advantages; any other computes them from all rewards of a group.
+    reads_old_log_probs: as of the loss family. Where it is False no row needs any, and with `given` rows of which none
+    has an advantage or a reward are examples to imitate: every advantage is 1.
     vocabulary_size: of the model; token ids are below it. max_tokens: the longest document that fits, if limited.
     needs: fields that matter although the estimator does not ask for them: group_id (prompt_mean), sampling_log_probs
-    (a correction), ref_log_probs (a penalty). accept_changed: whether a saved state of other data is taken over.
+    (a correction), ref_log_probs (a penalty). accept_changed: an attribute, whether a saved state of other data is
+    taken over.
 
     The constructor reads every row once and raises DataError for what cannot be trained on, the first ten problems as
     file:row:field. It keeps about 60 bytes per document, among them a checksum by which a row that was changed is
@@ -43,17 +46,18 @@ class RecordedRollouts:
         seed: int = 0,
         needs: tuple[str, ...] = (),
         max_tokens: int | None = None,
-        accept_changed: bool = False,
+        reads_old_log_probs: bool = True,
     ):
         self._config = config
-        self._accept_changed = accept_changed
+        self.accept_changed = False
         self._estimator = estimator
         self._seed = seed
         self._given = estimator == AdvantageEstimator.given
         self._needs_groups = "group_id" in needs or not self._given
+        asked = not self._given, self._given and reads_old_log_probs, reads_old_log_probs
         limits = max_tokens, config.max_completion_length
-        asked = tuple(name in needs for name in OPTIONAL_VECTORS)
-        self._rules = Rules(vocabulary_size, not self._given, self._given, *limits, *asked)
+        self._rules = Rules(vocabulary_size, *asked, *limits, *(name in needs for name in OPTIONAL_VECTORS))
+        self._imitates = False
         self._files = open_files(find_files(config.path, "rollout.path"), FIELDS)
         # One entry per document, in the order of the files. Arrays of machine words: lists would take ten times more.
         self._file, self._number, self._place = array("l"), array("q"), array("q")
@@ -61,6 +65,8 @@ class RecordedRollouts:
         self._reward = array("d")
         self._group = array("q")
         self._advantage = np.empty(0)
+        self._first: dict[tuple[str, bool], int] = {}
+        """(field, whether it is there) -> the first such row."""
         self._fingerprint = hashlib.sha256()
         self._epoch_order: tuple[int, np.ndarray] = (-1, np.empty(0))
         self._read_all()
@@ -76,7 +82,7 @@ class RecordedRollouts:
         epoch, place = divmod(position, len(self._file))
         index = int(self._order(epoch)[place])
         row = self._read(index)
-        advantage = None if self._given else self._advantage[index]
+        advantage = 1.0 if self._imitates else None if self._given else self._advantage[index]
         name = row.id or self._label(index)
         group = epoch * self._num_groups + int(self._group[index])
         return row.document(advantage, group, name if epoch == 0 else f"{name} (epoch {epoch + 1})")
@@ -103,7 +109,7 @@ class RecordedRollouts:
     def load_state_dict(self, state: dict) -> None:
         """Raises DataError if the files are not those of the saved state, ConfigError if their order would differ."""
         now = self.state_dict()
-        if state["fingerprint"] != now["fingerprint"] and not self._accept_changed:
+        if state["fingerprint"] != now["fingerprint"] and not self.accept_changed:
             raise DataError(
                 f"rollout.path={self._config.path} needs the data of the checkpoint, {state['contents']} "
                 f"(got {now['contents']} and other contents). The position in the data would mean other documents. "
@@ -160,6 +166,7 @@ class RecordedRollouts:
                 "every row). A correction would be 1 everywhere. Use old_log_probs that the trainer computed, or "
                 "correction=none."
             )
+        self._check_optional(problems)
         self._number_groups(groups, problems)
         if not self._given:
             self._compute_advantages(problems)
@@ -186,6 +193,8 @@ class RecordedRollouts:
             self._number.append(row_number)
             self._place.append(place)
             self._reward.append(np.nan if row.reward is None else row.reward)
+            for field in ("old_log_probs", "advantage", "reward"):
+                self._first.setdefault((field, getattr(row, field) is not None), len(self._file) - 1)
             self._group.append(-1 if row.group_id is None else groups.setdefault(row.group_id, len(groups)))
             index = len(self._file) - 1
             if row.id is not None and (first := ids.setdefault(row.id, index)) != index:
@@ -195,6 +204,20 @@ class RecordedRollouts:
         summary = [file.label, file.path.stat().st_size, len(self._file) - start, digest]
         self._fingerprint.update(json.dumps(summary).encode())
         return num_trained
+
+    def _check_optional(self, problems: Problems) -> None:
+        """What a row may lack is in all rows or in none."""
+        for field in ("old_log_probs", *(("advantage",) if self._given else ())):
+            if (field, True) in self._first and (field, False) in self._first:
+                problems.add(f"{self._label(self._first[field, False])}:{field}", "is missing; other rows have one")
+        if self._given and ("advantage", True) not in self._first:
+            if ("reward", True) in self._first:
+                reason = "is missing, and rows have a reward: advantage=dr_grpo makes advantages of rewards"
+                problems.add(f"{self._label(self._first['reward', True])}:advantage", reason)
+            else:
+                self._imitates = True
+                log.warning("note: no row has an advantage or a reward: every advantage is 1 (supervised fine-tuning).")
+        problems.raise_if_any()
 
     def _number_groups(self, groups: dict[int | str, int], problems: Problems) -> None:
         """Number every document's group, where the data says which it is or `group_size` does."""
@@ -246,9 +269,11 @@ class RecordedRollouts:
         rewards = np.asarray(self._reward)[order]
         starts = np.flatnonzero(np.diff(self._group[order], prepend=-1))
         self._advantage = np.empty(len(order))
+        divisor = batch_divisor(self._estimator, rewards.tolist())
         for start, stop in zip(starts, [*starts[1:], len(order)], strict=True):
             try:
-                self._advantage[order[start:stop]] = group_advantages(self._estimator, rewards[start:stop].tolist())
+                advantages = group_advantages(self._estimator, rewards[start:stop].tolist())
+                self._advantage[order[start:stop]] = [advantage / divisor for advantage in advantages]
             except DataError as error:
                 problems.add(f"{self._label(order[start])}:group_id", str(error))
 

@@ -25,6 +25,7 @@ class Rules:
     vocabulary_size: int
     needs_reward: bool
     needs_advantage: bool
+    needs_old_log_probs: bool = True
     max_tokens: int | None = None
     max_completion_length: int | None = None
     needs_sampling_log_probs: bool = False
@@ -32,13 +33,8 @@ class Rules:
 
     @property
     def required(self) -> set[str]:
-        asked = {
-            "reward": self.needs_reward,
-            "advantage": self.needs_advantage,
-            "sampling_log_probs": self.needs_sampling_log_probs,
-            "ref_log_probs": self.needs_ref_log_probs,
-        }
-        return {"token_ids", "loss_mask", "old_log_probs", *(field for field, needed in asked.items() if needed)}
+        names = ("reward", "advantage", "old_log_probs", *OPTIONAL_VECTORS)
+        return {"token_ids", "loss_mask", *(name for name in names if getattr(self, f"needs_{name}"))}
 
 
 @dataclass(frozen=True)
@@ -46,12 +42,12 @@ class Row:
     """A checked row, with the fields of the schema. Arrays have one entry per token; what is not trained is 0.
 
     token_ids: (S,) int64. loss_mask: (S,) bool. old_log_probs, advantage, sampling_log_probs, ref_log_probs: (S,)
-    float32; None where one of the last three is not recorded.
+    float32, each None if not recorded.
     """
 
     token_ids: np.ndarray
     loss_mask: np.ndarray
-    old_log_probs: np.ndarray
+    old_log_probs: np.ndarray | None
     advantage: np.ndarray | None
     reward: float | None
     group_id: int | str | None
@@ -83,7 +79,7 @@ class Row:
         return Document(
             tokens=torch.from_numpy(self.token_ids),
             loss_mask=torch.from_numpy(mask),
-            old_log_probs=torch.from_numpy(self.old_log_probs[mask]),
+            old_log_probs=None if self.old_log_probs is None else torch.from_numpy(self.old_log_probs[mask]),
             advantages=torch.from_numpy(advantages),
             group=group,
             name=name,

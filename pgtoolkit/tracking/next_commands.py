@@ -109,6 +109,13 @@ def _only_typed(run_dir):
     return typed + ([f"tracking.uri={uri}"] if of_address(uri, "") else [])
 
 
+def has_counterpart(run_dir: str | Path) -> bool:
+    """Whether the other loss could train on the same documents: not where these may lack the old log-probs."""
+    config = read_config(run_dir)[0]
+    family = FAMILIES.get(config["loss"]["name"])
+    return config.get("rollout", {}).get("name") != "recorded" or family is None or family.reads_old_log_probs
+
+
 def counterpart_command(run_dir: str | Path) -> str:
     """The command of the same run with the other loss; the first loss's own overrides are left out.
 

@@ -13,6 +13,7 @@ from pgtoolkit.runs.series import final, first, mean
 from pgtoolkit.tracking.next_commands import (
     compare_command,
     counterpart_command,
+    has_counterpart,
     resume_command,
     shell_path,
     ui_command,
@@ -95,8 +96,9 @@ def summary(rows: list[dict[str, float]], run_dir: Path, mlflow: dict[str, str] 
             entries.append(("MLflow", command))
         entries.append(("" if command else "MLflow", ui_url(uri, experiment_id, run_id)))
     more = [f"trainer.max_steps={2 * rows[-1]['step']}"] if rows else []
-    entries += [("resume", resume_command(run_dir, more)), ("compare", counterpart_command(run_dir))]
-    entries.append(("", compare_command(run_dir)))
+    entries.append(("resume", resume_command(run_dir, more)))
+    if has_counterpart(run_dir):
+        entries += [("compare", counterpart_command(run_dir)), ("", compare_command(run_dir))]
     if mlflow:
         entries.append(("", ui_url(uri, experiment_id)))
     return "\n".join([*filter(None, lines), *(f"{label:<12} {text}" for label, text in entries)])

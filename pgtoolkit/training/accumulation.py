@@ -128,7 +128,7 @@ class DynamicAccumulation(lightning.LightningModule):
         outputs = self.backward_of_all(micro_batches, step.totals)
         for group, parameters in self.gradient_groups():
             sum_gradients(parameters, group)
-        metrics = self._step_metrics(outputs, step.totals)
+        metrics = self._step_metrics(outputs, step)
         metrics |= {"num_micro_batches": len(micro_batches)} | self.before_update()
         if math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"]):
             self.optimizers().step()  # Lightning's, which counts it in trainer.global_step
@@ -138,14 +138,15 @@ class DynamicAccumulation(lightning.LightningModule):
             self._skip_bad_step(step, _not_finite(micro_batches, outputs), metrics)
         return metrics
 
-    def _step_metrics(self, outputs: list[PolicyLoss], totals: StepTotals) -> dict[str, float]:
+    def _step_metrics(self, outputs: list[PolicyLoss], step: Step) -> dict[str, float]:
         """Clips the gradient and reads all numbers of the step, those of all ranks, in one transfer to the host."""
         loss, sums = self._over_ranks(outputs)
         limit = self.max_grad_norm
+        with_old_log_probs = all(document.old_log_probs is not None for document in step.documents)
         metrics = {
             "loss": loss,
             "grad_norm": clip_gradients(self.parameters(), self.layout, math.inf if limit is None else limit),
-            **sums.finalize(totals),
+            **sums.finalize(step.totals, with_old_log_probs),
         }
         values = torch.stack([value.to(self.device, torch.float64) for value in metrics.values()]).tolist()
         counts = {name for name, value in metrics.items() if not value.is_floating_point()}

@@ -111,8 +111,10 @@ def _source(config: Config, task, module: PolicyGradientModule, room: int, resum
     correction = module.loss.correction
     needs += ("sampling_log_probs",) if correction is not None and not correction.of_policy else ()
     needs += ("ref_log_probs",) if config.kl.reference == "recorded" else ()
-    vocabulary_size, accept_changed = module.policy.vocabulary_size, config.trainer.accept_changed_data
-    return RecordedRollouts(rollout, estimator, vocabulary_size, config.seed, needs, room, accept_changed)
+    vocabulary_size, reads = module.policy.vocabulary_size, module.loss.reads_old_log_probs
+    source = RecordedRollouts(rollout, estimator, vocabulary_size, config.seed, needs, room, reads)
+    source.accept_changed = config.trainer.accept_changed_data
+    return source
 
 
 def _sampler(config: Config, module: PolicyGradientModule, task: TokenizedTask, room: int, run_dir: Path) -> Sampler:

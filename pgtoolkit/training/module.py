@@ -48,6 +48,9 @@ class PolicyGradientModule(DynamicAccumulation):
     def training_step(self, step: Step, batch_index: int) -> dict[str, dict[str, float]]:
         self._check_sampling_log_probs(step)
         output = super().training_step(step, batch_index)
+        weight_sum = self.loss.aggregation.weight_sum(step.totals) if step.totals.num_tokens else None
+        if weight_sum is not None:
+            output["metrics"]["weight_sum"] = weight_sum
         if output["metrics"].get("zero_advantage_group_fraction") == 1 and not self._noted_no_signal:
             self._noted_no_signal = True
             log.warning(

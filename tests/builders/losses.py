@@ -22,7 +22,7 @@ GRADIENT_ERROR = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TEMPERATURE = 0.7
 LOSSES = ("grpo", "gspo", "cispo")
-"""Those that Triton's kernels compute from beginning to end."""
+"""Those that every test of a kernel takes; the others are in tests/kernels/test_triton_families.py."""
 EVERY_LOSS = (*LOSSES, "sapo", "gmpo", "dppo", "vespo", "kimi", "reinforce")
 SMOOTH = ("grpo", "gspo")
 """Those of them whose gradient is the derivative of the loss, without a stop-gradient."""

@@ -25,7 +25,7 @@ from pgtoolkit.tracking.progress import WIDTH
 STEPS = 20
 
 
-def save(folder, loss, seed, end, state="done", steps=STEPS, reason=None, **more):
+def save(folder, loss, seed, end, state="done", steps=STEPS, reason=None, grad_norm=1.0, **more):
     """A run whose reward is 0 until its last tenth, and there `end`."""
     config = {
         "seed": seed,
@@ -38,7 +38,8 @@ def save(folder, loss, seed, end, state="done", steps=STEPS, reason=None, **more
         run.write_config(config, [f"loss={loss}", f"seed={seed}"])
         for step in range(1, steps + 1):
             reward = end if step > STEPS - 2 else 0.0
-            run.append_metrics(step, {"reward": reward, "documents_seen": 8 * step, "kl": 1e-5 * step})
+            metrics = {"reward": reward, "documents_seen": 8 * step, "kl": 1e-5 * step, "grad_norm": grad_norm}
+            run.append_metrics(step, metrics)
         run.set_status(state, steps, reason)
     return folder
 
@@ -325,3 +326,46 @@ def test_a_page_for_the_terminal_loads_none_of_the_large_libraries(sweep):
     )
     command = [sys.executable, "-c", code, "compare", str(sweep)]
     assert subprocess.run(command, capture_output=True, text=True).stdout.splitlines()[-1] == "set()"
+
+
+@pytest.mark.parametrize(("norm", "noted"), [(0.4, True), (0.5, False), (2.0, False), (2.1, True)])
+def test_gradients_of_different_lengths_are_noted(tmp_path, capsys, norm, noted):
+    """From a factor of more than 2 on."""
+    for seed in range(2):
+        save(tmp_path / f"a{seed}", "grpo", seed, 0.5)
+        save(tmp_path / f"b{seed}", "gspo", seed, 0.5, grad_norm=norm)
+    said = " ".join(page(capsys, tmp_path).split())
+    low, high = sorted([(1.0, "grpo"), (norm, "gspo")])
+    told = f"grad_norm is {low[0]:.3g} with {low[1]} and {high[0]:.3g} with {high[1]}, {high[0] / low[0]:.3g} times"
+    assert (told in said) == noted
+    assert ("different lengths" in said) == noted
+
+
+def with_rates(folder):
+    """Two losses at two learning rates each, two seeds: grpo is better at the lower, gspo at the higher."""
+    ends = {("grpo", 1e-4): 0.7, ("grpo", 1e-3): 0.2, ("gspo", 1e-4): 0.3, ("gspo", 1e-3): 0.6}
+    for number, ((loss, rate), end) in enumerate(ends.items()):
+        for seed in range(2):
+            optimizer = {"learning_rate": rate}
+            save(folder / f"{number}-{seed}", loss, seed, end + seed / 100, optimizer=optimizer)
+
+
+def test_each_configuration_at_its_best(tmp_path, capsys):
+    with_rates(tmp_path)
+    compared = compare(find_runs([str(tmp_path)]), "reward", "optimizer.learning_rate")
+    shown = [tuple(group.values.values()) for group in compared.groups]
+    assert shown == [("grpo", 1e-4), ("gspo", 1e-3)]
+    assert [group.final[0] for group in compared.groups] == pytest.approx([0.705, 0.605])
+    assert len(compared.comparisons) == 1
+    assert [run.name for run, why in compared.left_out] == ["2-0", "2-1", "1-0", "1-1"]
+    said = " ".join(page(capsys, tmp_path, "--best-of=optimizer.learning_rate").split())
+    assert "2-0: optimizer.learning_rate=0.0001 is not the best" in said
+    assert "chosen by the same runs that are compared" in said
+
+
+@pytest.mark.parametrize("key", ["seed", "learning_rate", "loss.epsilon_low"])
+def test_only_a_key_that_tells_runs_apart_can_have_a_best_value(tmp_path, capsys, key):
+    with_rates(tmp_path)
+    said = refused(capsys, tmp_path, f"--best-of={key}")
+    assert f"--best-of={key} needs a key that tells the runs apart" in said
+    assert "These are loss, optimizer.learning_rate" in said

@@ -8,6 +8,7 @@ import shlex
 import pytest
 import torch
 import yaml
+from builders.rollout_rows import good_row, write_jsonl
 from builders.runs import checkpoint_of, config_of
 from omegaconf import OmegaConf, open_dict
 
@@ -21,6 +22,11 @@ FILES = {
 }
 CHOSEN = {
     "cispo": ("cispo", "token_mean"),
+    "dppo": ("dppo", "token_mean"),
+    "kimi": ("kimi", "token_mean"),
+    "reinforce": ("reinforce", "constant"),
+    "sft": ("reinforce", "token_mean"),
+    "vespo": ("vespo", "token_mean"),
     "dapo": ("grpo", "token_mean"),
     "dr_grpo": ("grpo", "constant"),
     "gmpo": ("gmpo", "sample_mean"),
@@ -84,15 +90,20 @@ def test_the_command_of_the_header_is_the_file_and_nothing_else(name):
 @pytest.mark.parametrize("name", FILES)
 def test_it_takes_a_step(name, tmp_path):
     overrides = [*command_of(name), *SMALL]
+    if name == "sft":
+        row = good_row(token_ids=[4, 3, 2, 1, 0], reward=..., old_log_probs=..., group_id=...)
+        rows = write_jsonl(tmp_path / "rollouts.jsonl", [row] * 12)
+        overrides = [one for one in overrides if not one.startswith("rollout.")] + [f"rollout.path={rows}"]
     config = config_of(*overrides)
     assert validate(config).problems == []
     train(config, tmp_path, overrides=overrides)
     (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert row["num_documents"] == min(12, config.accumulation.docs_per_step)
-    assert {"loss", "grad_norm", "new_logprobs", "ratio_new_old", "reward"} <= row.keys()
+    assert {"loss", "grad_norm", "new_logprobs"} <= row.keys()
+    assert ("ratio_new_old" in row) == ("reward" in row) == (name != "sft")
     assert all(math.isfinite(value) for value in row.values()), row
     assert ("entropy" in row) is (name == "on_policy")
-    assert row["ratio_new_old"] == pytest.approx(1, abs=1e-6)
+    assert row.get("ratio_new_old", 1) == pytest.approx(1, abs=1e-6)
     saved = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert (saved["loss"]["name"], saved["aggregation"]["mode"]) == CHOSEN[name]
     assert all(torch.isfinite(weight).all() for weight in checkpoint_of(tmp_path, 1)["model"].values())

@@ -186,6 +186,18 @@ RULES = [
     ),
     ("rollout.stop=['']", "texts that are not empty", "rollout.stop=['a']"),
     ("rollout.stop=a", "rollout.stop=a needs a list of texts (got 'a')", "rollout.stop=[a]"),
+    (
+        "rollout.overlong_buffer=8",
+        "at most rollout.max_completion_length=7 (got 8)",
+        "rollout.overlong_buffer=8 rollout.max_completion_length=16 model.max_positions=64",
+    ),
+    (
+        "rollout.max_sampling_rounds=2 rollout.max_staleness=4 rollout.old_log_probs=sampling",
+        "rollout.max_staleness=null",
+        "rollout.max_sampling_rounds=2 rollout.lag=4",
+    ),
+    ("rollout.overlong_penalty=0.5", "would be ignored", "rollout.overlong_penalty=0.5 rollout.overlong_buffer=1"),
+    ("rollout.overlong_buffer=1 advantage=max_rl", "advantage=max_rl", "rollout.overlong_buffer=1 advantage=grpo"),
     ("model.hidden_size=130", "model.hidden_size=132", "model.hidden_size=132"),
     ("model.max_positions=13", "model.max_positions=14", "model.max_positions=14"),
     ("model.num_layers=0", "model.num_layers=0", "model.num_layers=1"),

@@ -4,13 +4,25 @@ import math
 
 import pytest
 import torch
-from builders.losses import AGGREGATIONS, CLIPPED, EVERY_LOSS, LEVELS, PAIRS, PARAMETERS, SMOOTH, make_case
+from builders.losses import (
+    AGGREGATIONS,
+    CLIPPED,
+    EVERY_LOSS,
+    LEVELS,
+    PAIRS,
+    PARAMETERS,
+    SMOOTH,
+    make_case,
+    totals_of,
+)
 from builders.runs import assert_equal
 
 from pgtoolkit import policy_loss
 from pgtoolkit.batch import StepTotals
 from pgtoolkit.errors import DataError
 from pgtoolkit.losses import reference
+from pgtoolkit.losses.aggregation import aggregation_of
+from pgtoolkit.losses.documents import DocumentSums
 from pgtoolkit.losses.families import Grpo
 
 
@@ -369,3 +381,16 @@ def test_the_reference_is_an_implementation_too(loss, aggregation):
     assert found[2] == pytest.approx(expected[2], rel=1e-10, abs=1e-14)
     with pytest.raises(ValueError, match="whole steps"):
         policy_loss(*case.tensors, impl="reference", totals=StepTotals(6, 20, 1))
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_the_sum_of_the_weights_is_known_before_the_step(aggregation):
+    """By formula, as by adding them up: of six documents in three groups, one document without a trained token."""
+    case = make_case()
+    totals, mask = totals_of(case), case.labels >= 0
+    chosen = aggregation_of(aggregation, 5.0 if aggregation == "constant" else None)
+    documents = DocumentSums.of_tokens(case.document_index, mask, case.num_documents, None)
+    weights = chosen.weights(totals, documents, mask, case.group_index)
+    assert chosen.weight_sum(totals) == pytest.approx(float(weights.abs().sum()), rel=1e-12)
+    expected = {"sample_mean": 5 / 6, "prompt_mean": 1, "token_mean": 1, "constant": totals.num_tokens / 30}
+    assert chosen.weight_sum(totals) == pytest.approx(expected[aggregation])

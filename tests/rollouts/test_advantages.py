@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pgtoolkit.errors import DataError
-from pgtoolkit.rollouts.advantages import MAX_REWARD, group_advantages
+from pgtoolkit.rollouts.advantages import ESTIMATORS, MAX_REWARD, batch_divisor, group_advantages
 
-ESTIMATORS = ("grpo", "dr_grpo", "rloo", "max_rl")
 REWARDS = st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=12)
 
 
@@ -21,6 +20,9 @@ def test_worked_example():
     assert group_advantages("dr_grpo", rewards) == [-0.5, 0.5, 0.0, 0.0]
     assert group_advantages("rloo", rewards) == pytest.approx([-2 / 3, 2 / 3, 0, 0], abs=1e-15)
     assert group_advantages("max_rl", rewards) == [-1.0, 1.0, 0.0, 0.0]
+    assert group_advantages("batch_std", rewards) == [-0.5, 0.5, 0.0, 0.0]
+    assert group_advantages("pass_at_k", rewards) == [0.0, 0.5, 0.0, 0.0]
+    assert group_advantages("pass_at_k", [0.0, 1.0, 0.5, 1.0]) == [0.0] * 4
     expected = [-0.5 / (deviation + 1e-6), 0.5 / (deviation + 1e-6), 0, 0]
     assert group_advantages("grpo", rewards) == pytest.approx(expected, abs=1e-15)
 
@@ -33,6 +35,9 @@ def test_definitions(rewards):
     others = [statistics.fmean(rewards[:i] + rewards[i + 1 :]) for i in range(len(rewards))]
     expected = [r - o for r, o in zip(rewards, others, strict=True)]
     assert group_advantages("rloo", rewards) == pytest.approx(expected, abs=1e-12 * size)
+    others = [max(rewards[:i] + rewards[i + 1 :]) for i in range(len(rewards))]
+    expected = [max(rewards) - other for other in others]  # leave one out: 0 where another one is as good
+    assert group_advantages("pass_at_k", rewards) == expected
     if len(set(rewards)) > 1:
         deviation = statistics.stdev(rewards)
         expected = [(r - mean) / (deviation + 1e-6) for r in rewards]
@@ -50,8 +55,17 @@ def test_equal_rewards_give_exactly_zero(estimator, reward, size):
 def test_a_group_of_one():
     assert group_advantages("grpo", [0.7]) == [0.0]
     assert group_advantages("dr_grpo", [0.7]) == [0.0]
-    with pytest.raises(DataError, match="no others"):
-        group_advantages("rloo", [0.7])
+    for estimator in ("rloo", "pass_at_k"):
+        with pytest.raises(DataError, match=f"{estimator} compares a completion with .* no others"):
+            group_advantages(estimator, [0.7])
+
+
+def test_a_batch_is_divided_by_the_deviation_of_its_rewards():
+    """Of the rewards themselves, also between groups, and not of what is left without each group's mean."""
+    rewards = [0.0, 1.0, 5.0, 7.0]
+    assert batch_divisor("batch_std", rewards) == statistics.stdev(rewards) + 1e-6
+    assert batch_divisor("batch_std", [2.0, 2.0]) == batch_divisor("batch_std", [3.0]) == 1e-6
+    assert {batch_divisor(name, rewards) for name in ESTIMATORS if name != "batch_std"} == {1.0}
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -98,6 +112,23 @@ def test_binary_rewards_have_a_closed_form(right, wrong):
     for estimator, (of_right, of_wrong) in expected.items():
         found = group_advantages(estimator, rewards)
         assert found == pytest.approx([of_right] * right + [of_wrong] * wrong, rel=1e-12)
+
+
+def test_of_binary_rewards_grpo_dr_grpo_and_a_filter_are_functions_of_one_number():
+    """sigma = sqrt(k (G - k)) / G, over all k of G: what the advantages of a group add up to without their signs."""
+    for group in range(2, 17):
+        for right in range(group + 1):
+            sigma = math.sqrt(right * (group - right)) / group
+            rewards = [1.0] * right + [0.0] * (group - right)
+
+            def size(estimator, rewards=rewards):
+                return math.fsum(map(abs, group_advantages(estimator, rewards)))
+
+            assert size("dr_grpo") == pytest.approx(2 * group * sigma**2, rel=1e-12)
+            sample = sigma * math.sqrt(group / (group - 1)) + 1e-6
+            assert size("grpo") == pytest.approx(2 * group * sigma**2 / sample, rel=1e-12)
+            assert (size("grpo") == 0) == (sigma == 0)  # what dynamic sampling drops
+            assert size("pass_at_k") == (right == 1)
 
 
 def test_max_rl_needs_rewards_that_are_not_negative():

@@ -34,10 +34,22 @@ def test_as_many_ranks_continue_bitwise(tmp_path, recorded, two_ranks):
     assert_equal(checkpoint_of(again, 3), checkpoint_of(two_ranks, 3))
 
 
-def test_rollouts_of_as_many_ranks_continue_bitwise(tmp_path):
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        [
+            *("rollout.max_sampling_rounds=4", "rollout.overlong_buffer=2", "advantage=batch_std"),
+            *("rollout.group_size=2", "accumulation.docs_per_step=4"),
+        ],
+    ],
+    ids=["plain", "dapo"],
+)
+def test_rollouts_of_as_many_ranks_continue_bitwise(tmp_path, more):
     """The batch in use goes on, and the next is drawn with each rank's own random numbers."""
-    policy = [*SHORT, "aggregation.divisor=4", "trainer.max_steps=3"]
+    policy = [*SHORT, "aggregation.divisor=4", "trainer.max_steps=3", *more]
     whole = run_on_ranks(tmp_path / "whole", policy, data_parallel=2)
+    assert all(row.get("dropped_prompt_fraction", 0.0) > 0 for row in metrics_of(whole)) == bool(more)
     again = copy_as_of(whole, 1, tmp_path / "again")
     run_on_ranks(again, policy, resume=True, data_parallel=2)
     assert metrics_of(again) == metrics_of(whole)

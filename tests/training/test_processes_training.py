@@ -101,7 +101,7 @@ def test_rollouts_are_generated_in_shares_and_trained_on_as_a_whole(tmp_path):
     settings = [*RECORDED, "aggregation=constant", "aggregation.divisor=4", "trainer.max_steps=4"]
     again = ["rollout=recorded", f"rollout.path={tmp_path / 'saved'}", "rollout.shuffle=false"]
     assert_close(found, run_on_ranks(tmp_path / "one", [*settings, *again]))
-    source = RecordedRollouts(config_of(*settings, *again).rollout, "dr_grpo", 12, 0, True, 64)
+    source = RecordedRollouts(config_of(*settings, *again).rollout, "dr_grpo", 12, 0, ("group_id",), 64)
     batch = [source.document(position) for position in range(16)]
     assert [document.group for document in batch] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
     completions = [document.tokens[4:].tolist() for document in batch]

@@ -39,6 +39,7 @@ def _policy(c: Any, report: Report) -> None:
         old = rollout.old_log_probs
         report.note(f"rollout.top_p={top_p} with rollout.old_log_probs={old}: {effect.get(old, 'ratios are off')}.")
     length = rollout.max_completion_length
+    _overlong(c, length, report)
     if c.task.name == "reverse" and length < (needed := c.task.num_digits + 1):
         setting, needs = f"task.num_digits={c.task.num_digits}", f"rollout.max_completion_length >= {needed}"
         reason = "The answer is the digits and the end of the sequence; a shorter completion is never right."
@@ -46,6 +47,32 @@ def _policy(c: Any, report: Report) -> None:
     elif c.task.name != "reverse" and length < 16:
         what = f"rollout.max_completion_length={length}"
         report.note(f"{what} is made for task=reverse; other tasks usually need longer answers.")
+
+
+def _overlong(c: Any, length: int, report: Report) -> None:
+    """What DAPO adds to rollouts fits together, and the rest."""
+    buffer, penalty = c.rollout.overlong_buffer, c.rollout.overlong_penalty
+    if c.rollout.max_sampling_rounds > 1 and c.rollout.max_staleness is not None:
+        setting, reason = f"rollout.max_sampling_rounds={c.rollout.max_sampling_rounds}", "Further rounds would be "
+        reason += "sampled by the weights of another moment, which depends on when checkpoints are made."
+        use = "rollout.lag or rollout.max_sampling_rounds=1"
+        report.refuse(setting, "rollout.max_staleness=null", c.rollout.max_staleness, reason, use)
+    if buffer is None:
+        if penalty != 1:
+            setting, reason = f"rollout.overlong_penalty={text(penalty)}", "It would be ignored."
+            use = "rollout.overlong_penalty=1.0"
+            report.refuse(setting, "rollout.overlong_buffer, in tokens", None, reason, use)
+        return
+    setting = f"rollout.overlong_buffer={buffer}"
+    if buffer > length:
+        needs, reason = f"at most rollout.max_completion_length={length}", "It is the end of the longest completion."
+        report.refuse(setting, needs, buffer, reason, f"rollout.overlong_buffer={max(1, length // 5)}")
+    if c.advantage.estimator == "max_rl":
+        needs, reason = "another advantage than max_rl", "It makes rewards negative, by whose mean max_rl would divide."
+        report.refuse(setting, needs, "advantage=max_rl", reason, "advantage=grpo")
+    if c.task.name == "reverse" and buffer <= length < c.task.num_digits + 1 + buffer:
+        right = f"the right answer, of {c.task.num_digits + 1} tokens"
+        report.note(f"{setting} with rollout.max_completion_length={length} punishes {right}, for its length.")
 
 
 def _of_group(group: str, typed: list[str]) -> list[str]:
