@@ -105,8 +105,8 @@ MUTANTS_OF_PROMPTS = [
         "the measures of a batch are lost with a checkpoint",
         "rollouts/policy.py",
         {
-            "[dict(vars(document)) for document in self._documents]}": (
-                "[dict(vars(document)) | {'measures': {}} for document in self._documents]}"
+            "[dict(vars(document)) for document in documents]}": (
+                "[dict(vars(document)) | {'measures': {}} for document in documents]}"
             )
         },
         (f"{PROCESSES}::test_a_run_that_was_killed_within_a_batch_goes_on_with_its_measures",),

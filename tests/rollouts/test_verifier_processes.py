@@ -1,5 +1,6 @@
 """Verifiers in processes of their own: whatever one of them does, its time is bounded and the rest goes on."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -188,7 +189,12 @@ def test_no_process_outlives_the_one_that_trains(tmp_path, state, number):
         if number is not None:
             parent.send_signal(number)
         parent.wait(60)
-    assert gone(pids)
+    try:
+        assert gone(pids)
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, 9)
 
 
 def columns_of(folder):
