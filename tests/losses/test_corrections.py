@@ -117,7 +117,10 @@ def test_the_fused_head_matches_the_reference(loss, aggregation, level, correcti
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     ("loss", "aggregation"),
-    [*(("grpo", "constant"), ("gspo", "sample_mean"), ("cispo", "prompt_mean")), ("gmpo", "token_mean")],
+    [
+        *(("grpo", "constant"), ("gspo", "sample_mean"), ("cispo", "prompt_mean")),
+        *(("gmpo", "token_mean"), ("vespo", "constant"), ("kimi", "sample_mean")),
+    ],
 )
 def test_in_float32_with_kernels_or_without(impl, loss, aggregation, correction):
     """Triton's single pass over the logits, its two, and its vectors; PyTorch's where it has no formula."""
@@ -151,7 +154,8 @@ def test_in_float32_with_kernels_or_without(impl, loss, aggregation, correction)
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
 @pytest.mark.parametrize(
-    ("loss", "aggregation"), [("grpo", "token_mean"), ("gspo", "sample_mean"), ("sapo", "constant")]
+    ("loss", "aggregation"),
+    [("grpo", "token_mean"), ("gspo", "sample_mean"), ("sapo", "constant"), ("vespo", "token_mean")],
 )
 def test_the_fused_head_with_tritons_kernels(loss, aggregation, correction, monkeypatch):
     """As on a GPU, in chunks of seven rows."""

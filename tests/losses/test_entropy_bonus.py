@@ -82,7 +82,7 @@ def test_matches_reference(loss, aggregation):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("loss", "aggregation"), PAIRS)
+@pytest.mark.parametrize(("loss", "aggregation"), [*PAIRS, ("gmpo", "token_mean"), ("kimi", "sample_mean")])
 def test_triton_matches_reference(loss, aggregation, dtype):
     """Also of a scaled loss, in the place of the logits."""
     case = make_case(seed=12, temperature=TEMPERATURE)

@@ -19,6 +19,7 @@ SMALL = (
     *("experiment=sft", "accumulation.docs_per_step=4", "accumulation.max_tokens=14", "trainer.max_steps=3"),
     *("optimizer.warmup_steps=0", "optimizer.schedule=constant", "optimizer.learning_rate=0.01"),
 )
+REFERENCE = ("kl.coefficient=0.1", "kl.reference=recorded")
 
 
 def test_it_is_a_loop_of_cross_entropy(tmp_path):
@@ -89,6 +90,8 @@ def test_recorded_advantages_and_old_log_probs_are_taken_where_they_are(tmp_path
     [
         (["loss=grpo"], ("old_log_probs", "reward"), r"rollouts\.jsonl:1:old_log_probs: is missing"),
         (["loss=grpo"], ("reward", "advantage"), r"rollouts\.jsonl:1:advantage: is missing"),
+        (["correction=off_policy_mask"], ("old_log_probs",), r"rollouts\.jsonl:1:old_log_probs: is missing"),
+        (["kl=k3_ratio", *REFERENCE], ("old_log_probs",), r"rollouts\.jsonl:1:old_log_probs: is missing"),
         ([], ("old_log_probs", "advantage"), r"rollouts\.jsonl:1:advantage: .* have a reward: advantage=dr_grpo"),
     ],
 )
@@ -96,6 +99,16 @@ def test_what_is_needed_is_asked_for(tmp_path, overrides, missing, message):
     rows = rows_file(tmp_path, 4, **dict.fromkeys(missing, ...))
     with pytest.raises(DataError, match=message):
         built(*SMALL, f"rollout.path={rows}", *overrides)
+
+
+def test_a_penalty_that_does_not_read_old_log_probs_needs_none(tmp_path):
+    vector = [0, 0, -2.5, -2.4, -2.3]
+    rows = rows_file(tmp_path, 4, **ONLY_TOKENS | {"ref_log_probs": vector, "sampling_log_probs": vector})
+    with_rows = [f"rollout.path={rows}", "metrics=with_entropy"]
+    (row,) = trained(tmp_path / "penalties", *with_rows, "kl=k3", *REFERENCE, "entropy.coefficient=0.01")
+    assert row["loss"] == pytest.approx(-row["new_logprobs"] + 0.1 * row["kl_ref"] - 0.01 * row["entropy"], rel=1e-5)
+    assert row["kl_ref"] > 0
+    assert not [name for name in row if name.endswith("_sampling") or "ratio" in name or "old" in name]
 
 
 @pytest.mark.parametrize("field", ["old_log_probs", "advantage"])
