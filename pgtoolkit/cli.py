@@ -7,6 +7,7 @@ import difflib
 import os
 import shlex
 import sys
+import textwrap
 from pathlib import Path
 
 from pgtoolkit import __version__
@@ -58,7 +59,7 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def help_page() -> str:
-    """Commands, groups with their options, examples: one screen of 24 lines."""
+    """Commands, groups with their options, examples: one screen of 26 lines."""
     lines = ["Policy-gradient losses for language models, compared by declarative configuration. Commands:"]
     lines.append(f"  pgtk {'[OVERRIDES]':<28}train, results in outputs/; -m a=1,2 b=3,4 runs all four")
     lines += [f"  pgtk {f'{name} {words}':<28}{says}" for name, (words, says, _) in COMMANDS.items()]
@@ -69,7 +70,7 @@ def help_page() -> str:
             single.append(f"{group} ({names[0]})")
             continue
         marked = [f"{name}*" if defaults.get(group) == name else name for name in names]
-        columns.append(f"  {group:<13}" + "  ".join(marked))
+        columns += textwrap.wrap(f"  {group:<13}" + "  ".join(marked), 100, subsequent_indent=" " * 15)
     lines += _side_by_side(columns)
     lines.append("  with one option: " + ", ".join(single))
     lines.append("Single keys: loss.epsilon_high=0.28 seed=1; all of them with their meaning: conf/, or pgtk --cfg job")

@@ -210,7 +210,7 @@ RULES = [
     (f"{LORA}[]", "names, each of them once (got none)", f"{LORA}[o_proj]"),
     (f"{LORA}[q_proj,q_proj]", "(got [q_proj,q_proj])", f"{LORA}[q_proj,v_proj]"),
     (f"{LORA}[[q_proj]]", "needs names (got [q_proj])", f"{LORA}[q_proj]"),
-    (f"{LORA}q_proj", "another type", f"{LORA}[q_proj]"),
+    (f"{LORA}q_proj", "needs a list of texts", f"{LORA}[q_proj]"),
     ("model.lora_rank=2", "model=huggingface", f"{HUB} model.lora_rank=2"),
     (
         f"{HUB} model.lora_rank=2 model.random_weights=true",

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from pgtoolkit.model import attention
 from pgtoolkit.model.attention import Documents, by_document
+from pgtoolkit.rollouts.samplers import Request
 from pgtoolkit.training.build import build
 
 QUERIES, KEYS = [3, 5, 1, 0, 40], [7, 5, 1, 0, 40]
@@ -85,7 +86,7 @@ def test_a_model_sees_each_document_alone(kind):
 def test_sampling_needs_no_documents():
     """Left-padded prompts and a cache, in between of two passes by document."""
     module, loader = build(OmegaConf.to_object(config_of(*SHORT)))
-    prompts = [[1, 2, 3, 4], [5, 6], [7]]
+    prompts = [Request(tokens, 1, 0) for tokens in ([1, 2, 3, 4], [5, 6], [7])]
     micro_batch = packed(documents(11, 1)[:3])
     completions, hidden = [], []
     for number in range(2):

@@ -364,7 +364,7 @@ def test_flatten_hides_secrets_and_cuts_long_text():
     assert flat["a.hf_token"] == "***"
     assert flat["a.uri"] == "http://***@h/x"
     assert len(flat["a.long"]) == 500
-    assert flat["a.list"] == "[1, 2]"
+    assert flat["a.list"] == "[1,2]"
 
 
 def test_addresses_and_commands(tmp_path, monkeypatch):

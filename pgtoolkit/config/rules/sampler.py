@@ -41,6 +41,11 @@ def sampler(c: Any, typed: list[str], usual: Callable[[str], Any], report: Repor
 
 def _vllm(c: Any, usual: Callable[[str], Any], report: Report) -> None:
     own, world = c.sampler, math.prod(getattr(c.parallelism, size) for size in SIZES)
+    for name in ("urls", "arguments", "gpus"):
+        if not isinstance(getattr(own, name), list | None):  # as an interpolation may give
+            use = f"sampler.{name}={text(usual(f'sampler.{name}'))}"
+            report.refuse(f"sampler.{name}", "a list", "something else", "It has any number of entries.", use)
+            return
     if c.rollout.stop:
         reason, use = (
             "Its servers are not asked to end a completion at a text.",
