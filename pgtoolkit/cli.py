@@ -70,8 +70,9 @@ def help_page() -> str:
             single.append(f"{group} ({names[0]})")
             continue
         marked = [f"{name}*" if defaults.get(group) == name else name for name in names]
-        columns += textwrap.wrap(f"  {group:<13}" + "  ".join(marked), 100, subsequent_indent=" " * 15)
-    lines += _side_by_side(columns)
+        columns.append(f"  {group:<13}" + "  ".join(marked))
+    for line in _side_by_side(columns):
+        lines += textwrap.wrap(line, 100, subsequent_indent=" " * 15)
     lines.append("  with one option: " + ", ".join(single))
     lines.append("Single keys: loss.epsilon_high=0.28 seed=1; all of them with their meaning: conf/, or pgtk --cfg job")
     lines.append("Examples: pgtk loss=gspo aggregation=constant  |  pgtk check experiment=dapo  |  pgtk debug=short")
@@ -79,13 +80,15 @@ def help_page() -> str:
 
 
 def _side_by_side(lines: list[str], width: int = 52) -> list[str]:
-    """Two neighbours on one line of 100 columns where both are short."""
+    """Two on one line of 100 columns where both are short: one and the next short one after it."""
     joined: list[str] = []
+    free = None  # number of a line that has room for another
     for line in lines:
-        if joined and len(joined[-1]) < width and len(line) <= 102 - width:
-            joined[-1] = f"{joined[-1]:<{width}}{line.removeprefix('  ')}"
+        if free is not None and len(line) <= 102 - width:
+            joined[free], free = f"{joined[free]:<{width}}{line.removeprefix('  ')}", None
         else:
             joined.append(line)
+            free = len(joined) - 1 if len(line) < width else free
     return joined
 
 

@@ -17,7 +17,11 @@ from pgtoolkit.launch.check import check
 from pgtoolkit.system.report import Report
 
 FILES = sorted(config_directory().rglob("*.yaml"))
-NEEDED = {"task=reasoning_gym": ["task.dataset=chain_sum"], "loss=custom": ["loss.path=my_module.MyFamily"]}
+NEEDED = {
+    "task=reasoning_gym": ["task.dataset=chain_sum"],
+    "loss=custom": ["loss.path=my_module.MyFamily"],
+    "experiment=sft": ["rollout.path=rows.jsonl"],
+}
 
 
 def test_the_default_is_the_main_job():
@@ -100,8 +104,10 @@ def test_every_option_composes(chosen, tmp_path):
 
 
 @pytest.mark.parametrize("chosen", [f"{g}={o}" for g in ("experiment", "debug") for o in options()[g]])
-def test_every_experiment_and_debugging_run_is_valid(chosen):
-    composed = compose([chosen])
+def test_every_experiment_and_debugging_run_is_valid(chosen, tmp_path, monkeypatch):
+    (tmp_path / "rows.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
+    composed = compose([chosen, *NEEDED.get(chosen, [])])
     assert composed.problems == []
     assert validate(composed.config).problems == []
 
