@@ -16,7 +16,7 @@ from keys import key, module_of
 from keys_of_rollouts import prompt_of, sampled
 
 from pgtoolkit.errors import DataError
-from pgtoolkit.model.policy import character_tokenizer
+from pgtoolkit.model.build import character_tokenizer
 from pgtoolkit.rollouts.tasks import make_task
 
 

@@ -6,7 +6,7 @@ MEMORY = f"{MODEL}::test_frozen_weights_are_in_the_compute_type_and_adapters_in_
 MUTANTS_OF_LORA = [
     (
         "frozen weights held in float32",
-        "model/policy.py",
+        "model/build.py",
         {"dtype if config.lora_rank else torch.float32": "torch.float32"},
         (f"{MEMORY}[llama-bfloat16-frozen0]",),
     ),

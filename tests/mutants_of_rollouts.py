@@ -87,7 +87,7 @@ MUTANTS_OF_ROLLOUTS = [
     ),
     (
         "sampling ignores the temperature",
-        "rollouts/samplers.py",
+        "rollouts/sampling_settings.py",
         {"temperature=float(temperature)": "temperature=1.0"},
         (
             "tests/rollouts/test_samplers.py::test_log_probs_are_those_of_the_distribution_sampled_from[0.5-None]",
@@ -96,7 +96,7 @@ MUTANTS_OF_ROLLOUTS = [
     ),
     (
         "sampling ignores top_p",
-        "rollouts/samplers.py",
+        "rollouts/sampling_settings.py",
         {"top_p=1.0 if top_p is None else top_p": "top_p=1.0"},
         (
             "tests/rollouts/test_samplers.py::test_log_probs_are_those_of_the_distribution_sampled_from[1.0-0.7]",

@@ -1,11 +1,10 @@
-"""Builds the policy: a causal transformer split into its body (hidden states) and its LM head (the loss's part)."""
+"""The policy: a causal transformer split into its body (hidden states) and its LM head (the loss's part)."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import logging
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,16 +14,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from pgtoolkit.batch import MicroBatch
-from pgtoolkit.config.schema import HuggingFaceModelConfig, TinyModelConfig
-from pgtoolkit.errors import ConfigError
 from pgtoolkit.kernels.losses import LMHead
 from pgtoolkit.kernels.products import linear
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.model import attention, lora
 from pgtoolkit.model.attention import Documents
 from pgtoolkit.model.decoding import Decoding, can_decode, decoding
-from pgtoolkit.rollouts.prompts import END, tiny_tokenizer
-from pgtoolkit.system import model_folder
 
 log = logging.getLogger("pgtoolkit")
 
@@ -212,145 +207,3 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
     named = model.state_dict(keep_vars=True).items()
     first = {id(tensor): name for name, tensor in reversed(named)}
     return {name: tensor for name, tensor in named if first[id(tensor)] == name}
-
-
-def build_policy(config, alphabet: str | None, on_gpu: bool) -> Policy:
-    """The model of `config.model` with its tokenizer.
-
-    alphabet: characters that the tiny model's tokenizer knows; None: see `tiny_tokenizer`.
-    on_gpu: what `model.dtype=auto` goes by: bfloat16 on a GPU, float32 elsewhere.
-    Raises ConfigError if the model cannot be loaded or its head is not a plain linear layer.
-    """
-    if isinstance(config, TinyModelConfig):
-        return _tiny(config, alphabet)
-    return _hugging_face(config, on_gpu)
-
-
-def _tiny(config: TinyModelConfig, alphabet: str | None) -> Policy:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    tokenizer = character_tokenizer(alphabet)
-    model = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=len(tokenizer),
-            n_positions=config.max_positions,
-            n_embd=config.hidden_size,
-            n_layer=config.num_layers,
-            n_head=config.num_heads,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            activation_function="gelu_pytorch_tanh",  # GPT-2's function as one operation
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
-    return Policy(model, tokenizer)
-
-
-def character_tokenizer(alphabet: str | None):
-    """`tiny_tokenizer` for transformers; the end also pads.
-
-    A padding token of its own could be sampled, and would leave no trace in the decoded text that is scored.
-    """
-    from transformers import PreTrainedTokenizerFast
-
-    options = {"eos_token": END, "pad_token": END, "padding_side": "left"}
-    return PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer(alphabet), **options)
-
-
-def _hugging_face(config: HuggingFaceModelConfig, on_gpu: bool) -> Policy:
-    if os.path.isdir(config.path) and (problems := model_folder.problems(config.path, config.random_weights)):
-        raise ConfigError(" ".join(problems))
-    model_config = model_folder.load_config(config.path)
-    _switch_dropout_off(model_config)
-    bfloat16 = config.dtype == "bfloat16" or (config.dtype == "auto" and on_gpu)
-    dtype = torch.bfloat16 if bfloat16 else torch.float32
-    tokenizer = model_folder.load_tokenizer(config.path)
-    if config.random_weights:
-        model = _random(config.path, model_config)
-    else:
-        model = _trained(config.path, model_config, dtype if config.lora_rank else torch.float32)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    model.train()  # without dropout it changes no number, but checkpointing acts only in this mode
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    _check_head(Policy(model, tokenizer), config.path)
-    if on_gpu:
-        attention.switch_on(model, dtype, torch.device("cuda"))
-    return Policy(model, tokenizer, dtype, lora.add_adapters(model, config) if config.lora_rank else None)
-
-
-def _random(path: str, model_config) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    with model_folder.refused(path, "a config.json of a causal language model", "It says what to make."):
-        model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32, trust_remote_code=False)
-        model.generation_config = model_folder.load_generation_config(path)
-    return model
-
-
-def _trained(path: str, model_config, dtype: torch.dtype) -> nn.Module:
-    """The model with exactly the weights in its files; ConfigError where they are not all there, or not numbers."""
-    from transformers import AutoModelForCausalLM
-
-    needs, reason = "weights of the model that config.json describes", "transformers would fill in random numbers."
-    with model_folder.refused(path, needs, "They and config.json must be of one model."):
-        model, report = AutoModelForCausalLM.from_pretrained(
-            os.path.expanduser(path),
-            config=model_config,
-            dtype=dtype,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, by name
-            **model_folder.how_to_load(path),
-        )
-    lacks = [f"no {name}" for name in sorted(report["missing_keys"])]
-    lacks += [
-        f"{name} of shape {list(found)} instead of {list(needed)}"
-        for name, found, needed in sorted(report["mismatched_keys"])
-    ]
-    if lacks:
-        raise ConfigError(model_folder.refusal(path, needs, _listed(lacks), reason))
-    if broken := [name for name, weight in model.named_parameters() if not _is_finite(weight)]:
-        got = f"NaN or infinity in {_listed(broken)}"
-        raise ConfigError(
-            model_folder.refusal(path, "weights that are numbers", got, "Nothing can be learned from it.")
-        )
-    if more := sorted(report["unexpected_keys"]):
-        log.warning(f"note: the weights of model.path={path} hold {_listed(more)}, which its config.json does not use.")
-    return model
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _is_finite(weight: Tensor) -> bool:
-    return weight.numel() == 0 or all(bool(bound.isfinite()) for bound in weight.detach().aminmax())
-
-
-def _switch_dropout_off(model_config) -> None:
-    """Dropout would make the old and new log-probs of one policy differ."""
-    for key, value in model_config.to_dict().items():
-        if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, float):
-            setattr(model_config, key, 0.0)
-
-
-@torch.no_grad()
-def _check_head(policy: Policy, path: str) -> None:
-    """Refuse a model whose logits are not `head(hidden)`: soft-capping or scaling would silently be left out."""
-    head = policy.head
-    tokens = torch.arange(4) % policy.model.config.get_text_config().vocab_size
-    positions = torch.arange(4)
-    if isinstance(head, nn.Linear):
-        expected = policy.model(input_ids=tokens[None], position_ids=positions[None], use_cache=False).logits[0]
-        found = head(policy.model.base_model(input_ids=tokens[None], position_ids=positions[None]).last_hidden_state[0])
-        if torch.allclose(expected, found, rtol=1e-3, atol=1e-4):
-            return
-    raise ConfigError(
-        f"model.path={path} needs a plain linear LM head (got {type(head).__name__} whose output is not the logits). "
-        "The loss computes logits itself as hidden @ weight.T + bias; soft-capping or scaling is not supported."
-    )

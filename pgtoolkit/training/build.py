@@ -10,7 +10,7 @@ import torch
 
 from pgtoolkit.config.schema import AggregationMode, Config, PolicyRolloutConfig, TooLong
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.model.policy import build_policy
+from pgtoolkit.model.build import build_policy
 from pgtoolkit.model.spread import parallelize
 from pgtoolkit.ranks.agreement import failing_together
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
@@ -18,7 +18,8 @@ from pgtoolkit.rollouts.chat import chat_of
 from pgtoolkit.rollouts.policy import PolicyRollouts
 from pgtoolkit.rollouts.prompts import TokenizedTask
 from pgtoolkit.rollouts.recorded import RecordedRollouts
-from pgtoolkit.rollouts.samplers import Sampler, TransformersSampler, ignored_settings
+from pgtoolkit.rollouts.samplers import Sampler, TransformersSampler
+from pgtoolkit.rollouts.sampling_settings import ignored_settings
 from pgtoolkit.rollouts.steps import Source, StepLoader
 from pgtoolkit.rollouts.tasks import make_task
 from pgtoolkit.rollouts.vllm import VllmSampler

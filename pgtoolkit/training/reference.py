@@ -12,7 +12,8 @@ from pgtoolkit.config.paths import NO_FOLDER
 from pgtoolkit.config.rules.penalties import needs_model
 from pgtoolkit.config.schema import Config, HuggingFaceModelConfig, NumberType
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.model.policy import Policy, build_policy
+from pgtoolkit.model.build import build_policy
+from pgtoolkit.model.policy import Policy
 
 
 def reference_of(config: Config, policy: Policy) -> Policy | None:

@@ -17,7 +17,7 @@ from pgtoolkit.config.schema import HuggingFaceModelConfig
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
 from pgtoolkit.model import lora
 from pgtoolkit.ranks.agreement import failing_together, gather
-from pgtoolkit.rollouts.samplers import sampling_settings
+from pgtoolkit.rollouts.sampling_settings import sampling_settings
 from pgtoolkit.system.model_folder import load_config
 from pgtoolkit.training.checkpoint import MOMENTS, open_tensors
 from pgtoolkit.training.frameworks import lightning

@@ -9,7 +9,8 @@ import transformers
 
 from pgtoolkit.config.schema import HuggingFaceModelConfig, NumberType
 from pgtoolkit.model import attention, lora
-from pgtoolkit.model.policy import Policy, character_tokenizer
+from pgtoolkit.model.build import character_tokenizer
+from pgtoolkit.model.policy import Policy
 
 VOCABULARY = 19  # of `build`: divides by no number of ranks
 ALPHABET = "0123456789="

@@ -22,7 +22,7 @@ from pgtoolkit.batch import Document
 from pgtoolkit.cli import main
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.launch.check import check, problems
-from pgtoolkit.model.policy import build_policy
+from pgtoolkit.model.build import build_policy
 from pgtoolkit.rollouts.prompts import tiny_tokenizer
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.training.train import build, train

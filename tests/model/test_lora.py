@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from pgtoolkit.config.validate import validate
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.losses import reference
+from pgtoolkit.model.build import build_policy
 from pgtoolkit.model.lora import adapted_layers, adapter_weights, merge, settings
-from pgtoolkit.model.policy import build_policy
 from pgtoolkit.ranks.layout import ONE_PROCESS
 from pgtoolkit.training.build import build
 

@@ -13,7 +13,7 @@ from pgtoolkit.config.compose import compose
 from pgtoolkit.config.schema import Chat, PromptsTaskConfig
 from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.model.policy import character_tokenizer
+from pgtoolkit.model.build import character_tokenizer
 from pgtoolkit.rollouts.chat import ChatTemplate, chat_of
 from pgtoolkit.rollouts.prompts import TokenizedTask, preview
 from pgtoolkit.rollouts.samplers import Request

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from pgtoolkit.errors import ConfigError, NumericalError
-from pgtoolkit.model.policy import character_tokenizer
+from pgtoolkit.model.build import character_tokenizer
 from pgtoolkit.rollouts.samplers import Request, TransformersSampler
 from pgtoolkit.training.build import build
 from pgtoolkit.training.train import train

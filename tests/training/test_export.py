@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from pgtoolkit.batch import Document
 from pgtoolkit.cli import main
-from pgtoolkit.model.policy import build_policy, character_tokenizer
+from pgtoolkit.model.build import build_policy, character_tokenizer
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.training.train import train
 

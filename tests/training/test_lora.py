@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from pgtoolkit.cli import main
 from pgtoolkit.config.validate import validate
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.model.policy import build_policy
+from pgtoolkit.model.build import build_policy
 from pgtoolkit.training import checkpoint
 from pgtoolkit.training.checkpoint import load_newest
 from pgtoolkit.training.train import train

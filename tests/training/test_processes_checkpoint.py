@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from pgtoolkit.errors import ConfigError, StorageError
-from pgtoolkit.model.policy import character_tokenizer
+from pgtoolkit.model.build import character_tokenizer
 from pgtoolkit.training.checkpoint import MOMENTS, WEIGHTS, list_checkpoints, load_newest, save_checkpoint
 
 SETTINGS = ["aggregation=constant", "aggregation.divisor=4"]

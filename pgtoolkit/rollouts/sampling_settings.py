@@ -1,0 +1,55 @@
+"""How completions are sampled, in the words of transformers, and what of a model's own settings is ignored for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pgtoolkit.config.schema import PolicyRolloutConfig
+from pgtoolkit.system.model_folder import end_tokens
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+
+def sampling_settings(
+    model, tokenizer, temperature: float, top_p: float | None = None, max_completion_length: int | None = None
+) -> GenerationConfig:
+    """How completions are sampled, for transformers; of the model's own settings only the ends are taken."""
+    from transformers import GenerationConfig
+
+    ends = end_tokens(model.generation_config, tokenizer)
+    return GenerationConfig(
+        max_new_tokens=max_completion_length,
+        do_sample=True,
+        temperature=float(temperature),
+        top_p=1.0 if top_p is None else top_p,
+        top_k=0,
+        pad_token_id=tokenizer.pad_token_id or 0,
+        eos_token_id=ends[0] if len(ends) == 1 else ends or None,
+    )
+
+
+def ignored_settings(policy: Any, rollout: PolicyRolloutConfig) -> dict[str, Any]:
+    """What of the model's own settings, from its generation_config.json, would sample differently."""
+    own = policy.model.generation_config.to_dict()
+    used = sampling_settings(policy.model, policy.tokenizer, rollout.temperature, rollout.top_p)
+    found = {key: own.get(key) for key in _NEUTRAL}
+    return {
+        key: value
+        for key, value in found.items()
+        if value not in (None, [], _NEUTRAL[key]) and value != getattr(used, key, None)
+    }
+
+
+_NEUTRAL = {
+    **dict.fromkeys(("temperature", "top_p", "typical_p", "guidance_scale", "num_beams", "num_return_sequences"), 1),
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), 1),
+    **dict.fromkeys(("top_k", "min_p", "epsilon_cutoff", "eta_cutoff", "min_length", "min_new_tokens"), 0),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "penalty_alpha"), 0),
+    **dict.fromkeys(("remove_invalid_values", "renormalize_logits", "token_healing", "use_mtp"), False),
+    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "force_words_ids"), None),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "sequence_bias", "constraints", "top_h"), None),
+    **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config", "stop_strings", "max_time"), None),
+    **dict.fromkeys(("prompt_lookup_num_tokens", "dola_layers", "assistant_early_exit", "speculation_type"), None),
+}
+"""Settings of a GenerationConfig that change what is sampled, with the values that change nothing (or None)."""
