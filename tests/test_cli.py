@@ -176,7 +176,7 @@ def test_check_prints_the_plan(capsys):
         "clip(r_t, 1 - 0.2, 1 + 0.28)",
         "w_t = 1 / N,",
         "32 prompts x 8 completions = 256 documents",
-        "prompt 7 + completion 7 = 14 tokens",
+        "prompt 7 + completion 9 = 16 tokens",
         "step: 64 documents, in 2 micro-batches of at most 512 tokens; 4 steps per batch",
         "300 steps, 19200 documents",
         "512 tokens x 12 entries of the vocabulary x 4 bytes = 0.0234 MiB",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -153,7 +154,18 @@ class PolicyRollouts:
     def _begin(self, number: int) -> None:
         """Have the prompts of a batch completed by the policy as it is now: here, or in the background."""
         self._finish()  # a sampler writes one batch at a time
-        self._sampling = self._sample(number, self._config.prompts_per_batch)
+        with self._taking_back_prompts():
+            self._sampling = self._sample(number, self._config.prompts_per_batch)
+
+    @contextlib.contextmanager
+    def _taking_back_prompts(self, taken: int = 0):
+        """Where a batch fails, its prompts, `taken` of them before now, are the next ones of the run that goes on."""
+        first = self._next_prompt - taken
+        try:
+            yield
+        except BaseException:
+            self._next_prompt = first
+            raise
 
     def _sample(self, number: int, count: int) -> _Sampling:
         """Of so many prompts that were not sampled yet this rank's, for the batch of this number."""
@@ -183,7 +195,8 @@ class PolicyRollouts:
         def further(missing: int) -> list[list[Document]]:
             return self._groups_of_all(self._sample(number, missing), missing)
 
-        groups = fill(self._groups_of_all(sampling, count), further, self._config.max_sampling_rounds)
+        with self._taking_back_prompts(count):
+            groups = fill(self._groups_of_all(sampling, count), further, self._config.max_sampling_rounds)
         documents = [document for group in groups for document in group]
         divisor = batch_divisor(self._estimator, [document.reward for document in documents])
         if divisor != 1:

@@ -183,8 +183,7 @@ def test_the_comment_test_can_fail():
 @pytest.mark.parametrize("file", [f for f in FILES if f.parent.name in ("experiment", "debug")], ids=lambda f: f.stem)
 def test_experiments_are_headed_by_their_command(file):
     lines = file.read_text().splitlines()
-    needed = " rollout.path=FILE" if file.stem == "sft" else ""
-    assert lines[:2] == ["# @package _global_", f"# pgtk {file.parent.name}={file.stem}{needed}"]
+    assert lines[:2] == ["# @package _global_", f"# pgtk {file.parent.name}={file.stem}"]
     assert file.parent.name == "debug" or "arXiv" in "".join(lines[2:6])
 
 

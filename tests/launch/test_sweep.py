@@ -285,7 +285,7 @@ def test_what_to_search_in_is_checked_at_its_ends():
 
 
 SIZES = {"loss_by_aggregation": 24, "clip_range": 8, "docs_per_step": 8, "metrics_cost": 3, "clip_range_optuna": 2}
-SIZES |= {"staleness": 24}
+SIZES |= {"staleness": 24, "learning_rate_by_aggregation": 24}
 
 
 @pytest.mark.parametrize("name", sweep_files())
