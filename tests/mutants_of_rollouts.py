@@ -240,7 +240,7 @@ MUTANTS_OF_ROLLOUTS = [
     (
         "old log-probs that are not shifted with their labels",
         "rollouts/packing.py",
-        {"vectors[name] = labelled(values, 0.0)": "vectors[name] = labelled(values, 0.0).roll(int(name[0] == 'o'))"},
+        {"labelled(_concatenate(old, torch.float32), 0.0)": "labelled(_concatenate(old, torch.float32), 0.0).roll(1)"},
         ("tests/losses/test_peers.py::test_old_log_probs_and_advantages_are_shifted_with_their_labels",),
     ),
     (

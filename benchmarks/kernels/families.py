@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.kernels.measure import peak_bytes, seconds
 from benchmarks.kernels.sections import Row
-from benchmarks.kernels.workloads import document_lengths, make_workload
+from benchmarks.kernels.workloads import document_lengths, head_matrices, make_workload
 from pgtoolkit import linear_policy_loss, policy_loss
 from pgtoolkit.kernels.given_logits import choose_implementation
 from pgtoolkit.losses.families import FAMILIES
@@ -22,11 +22,7 @@ def every_family(tokens: int, hidden_size: int, vocabulary: int, device: str, re
 
     That is `grpo`, and for a family by document on given logits `gspo`, which reads them twice as well.
     """
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    generator = torch.Generator(device).manual_seed(0)
-    hidden = torch.randn(tokens, hidden_size, generator=generator, device=device).to(dtype).requires_grad_()
-    weight = torch.randn(vocabulary, hidden_size, generator=generator, device=device)
-    weight = (weight * (2 / hidden_size**0.5)).to(dtype).requires_grad_()
+    hidden, weight = head_matrices(tokens, hidden_size, vocabulary, device)
     with torch.no_grad():
         logits = hidden @ weight.T
     best = choose_implementation("auto", logits)

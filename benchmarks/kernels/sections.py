@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.kernels import peers
 from benchmarks.kernels.measure import copy_bandwidth, peak_bytes, seconds
-from benchmarks.kernels.workloads import Workload, document_lengths, exact_gradient, make_workload
+from benchmarks.kernels.workloads import Workload, document_lengths, exact_gradient, head_matrices, make_workload
 from pgtoolkit import linear_policy_loss, policy_loss
 from pgtoolkit.kernels.chunks import default_logits_memory_mb
 from pgtoolkit.kernels.given_logits import choose_implementation
@@ -153,16 +153,12 @@ def _logits_errors(workload, leaf, call) -> tuple[float, float]:
 
 def fused_head(tokens: int, hidden_size: int, vocabulary: int, device: str, repetitions: int) -> Iterator[Row]:
     """The head and the loss, forward and backward, against the three plain products of the same matrices."""
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    generator = torch.Generator(device).manual_seed(0)
-    hidden = torch.randn(tokens, hidden_size, generator=generator, device=device).to(dtype).requires_grad_()
-    weight = torch.randn(vocabulary, hidden_size, generator=generator, device=device)
-    weight = (weight * (2 / hidden_size**0.5)).to(dtype).requires_grad_()
+    hidden, weight = head_matrices(tokens, hidden_size, vocabulary, device)
     with torch.no_grad():
         score = hidden @ weight.T
     implementation = choose_implementation("auto", score)
     total = torch.zeros(vocabulary, hidden_size, device=device)
-    rows = tokens * torch.finfo(dtype).bits // 8 * vocabulary / 2**20
+    rows = tokens * torch.finfo(hidden.dtype).bits // 8 * vocabulary / 2**20
     budgets = (512, 640, 1200) if device == "cuda" else (max(1, int(rows / 4)),)
 
     def ours(workload: Workload, **options) -> Callable:
@@ -198,7 +194,7 @@ def fused_head(tokens: int, hidden_size: int, vocabulary: int, device: str, repe
             loss, lambda labels: implementation.forward(score, labels, 1.0, False)[0], vocabulary, lengths, device
         )
         with torch.no_grad():
-            implementation.forward_score_(score, workload.labels, 1.0, False, dtype)
+            implementation.forward_score_(score, workload.labels, 1.0, False, hidden.dtype)
         default = default_logits_memory_mb(hidden.device)
         calls = {("fused_linear", f"default, {default} MiB"): ours(workload, logits_memory_mb=None)}
         calls |= {("fused_linear", f"{mb} MiB"): ours(workload, logits_memory_mb=mb) for mb in budgets}

@@ -110,3 +110,12 @@ def exact_gradient(workload: Workload, logits_of, rows: int = 1024):
             )
 
     return losses.sum(), blocks
+
+
+def head_matrices(tokens: int, hidden_size: int, vocabulary: int, device: str) -> tuple[Tensor, Tensor]:
+    """Hidden states (tokens, hidden_size) and the head's weight, in bfloat16 on a GPU; their logits spread by 2."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    generator = torch.Generator(device).manual_seed(0)
+    hidden = torch.randn(tokens, hidden_size, generator=generator, device=device).to(dtype).requires_grad_()
+    weight = torch.randn(vocabulary, hidden_size, generator=generator, device=device)
+    return hidden, (weight * (2 / hidden_size**0.5)).to(dtype).requires_grad_()

@@ -7,6 +7,7 @@ No torch is imported here, so that `pgtk check` may read equations and defaults;
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -24,7 +25,7 @@ _TOKEN = "v_t = exp(old - sampling log-prob of token t)"
 
 
 @dataclass(frozen=True)
-class Correction:
+class Correction(ABC):
     """The base class of a correction; its dataclass fields are its parameters.
 
     scope: as of a family: whether v_t is looked at by itself, or its geometric mean ("document") or product
@@ -49,21 +50,21 @@ class Correction:
         return self.scope != "token"
 
     @property
+    @abstractmethod
     def equation(self) -> str:
         """rho_t with this object's numbers, for `pgtk check`."""
-        raise NotImplementedError
 
     def notes(self) -> list[str]:
         """Sentences on parameters that are allowed but may surprise, for `pgtk check`."""
         return []
 
+    @abstractmethod
     def factors(self, log_ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         """(rho, what lies outside of the bounds), (T,) each.
 
         log_ratio: over the scope. token_log_ratio: of each token alone. Both are clamped to plus or minus 20.
         advantages: over the scope; only for what is `of_policy`.
         """
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -154,23 +153,11 @@ class PolicyRollouts:
     def _begin(self, number: int) -> None:
         """Have the prompts of a batch completed by the policy as it is now: here, or in the background."""
         self._finish()  # a sampler writes one batch at a time
-        with self._taking_back_prompts():
-            self._sampling = self._sample(number, self._config.prompts_per_batch)
+        self._sampling = self._sample(number, self._next_prompt, self._config.prompts_per_batch)
 
-    @contextlib.contextmanager
-    def _taking_back_prompts(self, taken: int = 0):
-        """Where a batch fails, its prompts, `taken` of them before now, are the next ones of the run that goes on."""
-        first = self._next_prompt - taken
-        try:
-            yield
-        except BaseException:
-            self._next_prompt = first
-            raise
-
-    def _sample(self, number: int, count: int) -> _Sampling:
-        """Of so many prompts that were not sampled yet this rank's, for the batch of this number."""
+    def _sample(self, number: int, first: int, count: int) -> _Sampling:
+        """Of so many prompts from the first one on this rank's, for the batch of this number."""
         rank, size = self._layout.rank_in("data_parallel"), self._layout.size("data_parallel")
-        first, self._next_prompt = self._next_prompt, self._next_prompt + count
         numbers = range(first + rank, first + count, size)
         with failing_together(self._layout):
             prompts = [self._task.prompt(number) for number in numbers]
@@ -191,17 +178,20 @@ class PolicyRollouts:
             return
         sampling, self._sampling = self._sampling, None
         number, count = sampling.number, self._config.prompts_per_batch
+        next_prompt = self._next_prompt + count
 
         def further(missing: int) -> list[list[Document]]:
-            return self._groups_of_all(self._sample(number, missing), missing)
+            nonlocal next_prompt
+            first, next_prompt = next_prompt, next_prompt + missing
+            return self._groups_of_all(self._sample(number, first, missing), missing)
 
-        with self._taking_back_prompts(count):
-            groups = fill(self._groups_of_all(sampling, count), further, self._config.max_sampling_rounds)
+        groups = fill(self._groups_of_all(sampling, count), further, self._config.max_sampling_rounds)
         documents = [document for group in groups for document in group]
         divisor = batch_divisor(self._estimator, [document.reward for document in documents])
         if divisor != 1:
             documents = [replace(d, advantages=(d.advantages.double() / divisor).float()) for d in documents]
-        self._batches[number] = documents
+        # Only now: the prompts of a batch that fails are the next ones of the run that goes on.
+        self._batches[number], self._next_prompt = documents, next_prompt
 
     def _groups_of_all(self, sampling: _Sampling, count: int) -> list[list[Document]]:
         """The documents of each of `count` prompts, of all ranks, in their order."""
