@@ -96,6 +96,12 @@ def watched(c: Any) -> tuple[str, str] | None:
     return name or next(iter(entries(c.evaluation.sets)), USUAL), number
 
 
+def watched_in(saved: dict[str, Any]) -> tuple[str, str] | None:
+    """The same of a configuration as it was saved, perhaps before there were evaluations."""
+    own = saved.get("evaluation")
+    return None if own is None else watched(SimpleNamespace(evaluation=SimpleNamespace(**own)))
+
+
 def is_on(c: Any) -> bool:
     return c.evaluation.every > 0
 

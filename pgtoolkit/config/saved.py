@@ -104,6 +104,7 @@ def typed(values: dict, file: str) -> DictConfig:
         values = GROUPS_ADDED_LATER | values
         for group in {schema.partition("/")[0] for schema in SCHEMAS if "/" in schema}:
             config[group] = OmegaConf.structured(SCHEMAS[f"{group}/{values[group]['name']}"])
+        config.evaluation = OmegaConf.structured(SCHEMAS["evaluation"])
         OmegaConf.set_struct(config, True)
         for key, option in FREE_FORM.items():
             if option is None or values[key.partition(".")[0]]["name"] == option:

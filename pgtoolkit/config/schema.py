@@ -248,7 +248,7 @@ class TrainerConfig:
     keep_checkpoints: int = between(1, 10**6)
     max_bad_steps: int = between(1, 10**6)
     accept_changed_data: bool
-    stop_at: float | None = between(-1e9, 1e9)
+    stop_at: float | None = between(0, 1e9)
 
 
 @dataclass

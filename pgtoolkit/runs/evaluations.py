@@ -17,8 +17,12 @@ next one. Further numbers are means of what the verifiers measure, such as rewar
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container
+from pathlib import Path
 from typing import Any
+
+from pgtoolkit.runs.files import read_evaluations
 
 
 def best_of(rows: list[dict[str, Any]], watched: tuple[str, str], steps: Container[int]) -> dict[str, Any] | None:
@@ -29,3 +33,12 @@ def best_of(rows: list[dict[str, Any]], watched: tuple[str, str], steps: Contain
     name, number = watched
     found = [row for row in rows if row["set"] == name and number in row and row["step"] in steps]
     return max(found, key=lambda row: (row[number], row["step"]), default=None)
+
+
+def best_checkpoint(run_dir: Path, watched: tuple[str, str] | None) -> dict[str, Any] | None:
+    """The row of the best step that a run has a checkpoint of; None without any, or without a number to go by."""
+    if watched is None:
+        return None
+    names = [path.name for path in (run_dir / "checkpoints").glob("step-*")]
+    steps = {int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-\d+", name)}
+    return best_of(read_evaluations(run_dir), watched, steps)
