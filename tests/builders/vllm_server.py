@@ -92,9 +92,10 @@ class Engine:
                 reason = "stop"
                 break
             # Some decoders give a token's text only with the next one.
-            seen, stops = tokens[: -1 if self.failing("late_stop") else None], body.get("stop", [])
-            text = self.tokenizer.decode(seen) if stops else ""
-            if found := [one for one in stops if one in text] + ["?"] * self.failing("odd_stop"):
+            text = (
+                self.tokenizer.decode(tokens[: -1 if self.failing("late_stop") else None]) if body.get("stop") else ""
+            )
+            if found := [one for one in body.get("stop", []) if one in text] + ["?"] * self.failing("odd_stop"):
                 reason, stop_reason = "stop", found[0]
                 break
         if self.failing("foreign_token"):
@@ -220,8 +221,7 @@ def main() -> None:
         sys.exit("ValueError: free memory on device is less than desired GPU memory utilization")
     if options.fault == "port_taken" and Path(options.marks).read_text().count("start [{") <= options.after:
         sys.exit("OSError: [Errno 98] Address already in use")
-    # Loaded only now: most faults of a start are told at once.
-    global torch, load_file, AutoModelForCausalLM, AutoTokenizer
+    global torch, load_file, AutoModelForCausalLM, AutoTokenizer  # only now: most faults of a start are told at once
     import torch
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
