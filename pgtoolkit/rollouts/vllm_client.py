@@ -30,8 +30,8 @@ _CONNECTIONS = 1024
 class Sampling:
     """How completions are sampled.
 
-    ends: token ids that end a completion; stops: texts that do. vocabulary_size: entries of the trainer's. seeded: whether each request
-    passes on its seed.
+    ends: token ids that end a completion; stops: texts that do. vocabulary_size: entries of the trainer's.
+    seeded: whether each request passes on its seed.
     """
 
     temperature: float

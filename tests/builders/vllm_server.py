@@ -221,7 +221,7 @@ def main() -> None:
         sys.exit("ValueError: free memory on device is less than desired GPU memory utilization")
     if options.fault == "port_taken" and Path(options.marks).read_text().count("start [{") <= options.after:
         sys.exit("OSError: [Errno 98] Address already in use")
-    global torch, load_file, AutoModelForCausalLM, AutoTokenizer  # loaded only now: most faults of a start are told at once
+    global torch, load_file, AutoModelForCausalLM, AutoTokenizer  # only now: most faults of a start are told at once
     import torch
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
