@@ -14,7 +14,6 @@ import torch
 from pgtoolkit.runs.directory import RunDirectory
 
 
-
 def quicken_interpreter():
     """At every call of a function Triton's looks through its whole language for what to replace: half of its time.
 
