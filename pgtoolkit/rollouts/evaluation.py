@@ -167,6 +167,7 @@ def as_evaluated(config: Config) -> Config:
         lag=0,
         max_staleness=None,
         save_path=None,
+        keep_completions=0,
         **sampling(config),
     )
     return dataclasses.replace(config, rollout=own)

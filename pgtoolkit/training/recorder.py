@@ -15,6 +15,7 @@ from pgtoolkit.batch import Document, Step
 from pgtoolkit.config.schema import TrainerConfig
 from pgtoolkit.errors import DataError, NumericalError, SamplerLost
 from pgtoolkit.ranks.agreement import largest
+from pgtoolkit.rollouts.completions import KeptCompletions
 from pgtoolkit.rollouts.data_metrics import mismatch_note
 from pgtoolkit.rollouts.steps import settled
 from pgtoolkit.runs.directory import RunDirectory
@@ -35,6 +36,7 @@ class Recorder(lightning.Callback):
     """Writes what each step yields to the run directory; a step counts once its update is made.
 
     run: None on ranks other than 0. checkpoint: the state to continue from, or None for a fresh run.
+    completions: an attribute, where some are kept; rank 0's.
     The first SIGINT or SIGTERM, to any rank, lets the step finish and saves it (`interrupted_by` is then set); a
     second SIGINT acts at once. Several ranks stop in the same way when the process that started them is gone.
     `reached` says in words that the goal of trainer.stop_at was, which ends the run as well.
@@ -52,6 +54,7 @@ class Recorder(lightning.Callback):
         self._not_finite = False
         self._signal = 0
         self._parent = os.getppid()
+        self.completions: KeptCompletions | None = None
         self._unsaved: dict | None = None  # where the data stands, while that is in no checkpoint
         self._evaluations: Evaluations | None = None
         self.reached: str | None = None
@@ -76,11 +79,14 @@ class Recorder(lightning.Callback):
             metrics = outputs["metrics"]
             self._run.append_metrics(self.step, metrics)
             log.info(self._progress.line(self.step, metrics))
+        if self.completions is not None:
+            self.completions.add(self.step, batch.documents)
         if self._num_updates == 0:
             self._before_the_first_update(module, outputs["metrics"], batch.documents)
         self._unsaved = batch.state_after
         stop = self._asked_to_stop(module)
-        if not stop and self._evaluations is not None and self._evaluations.is_due(self.step):
+        waits = stop and self.step < self._config.max_steps  # until the run is resumed
+        if not waits and self._evaluations is not None and self._evaluations.is_due(self.step):
             # Before the checkpoint: one that is there has the evaluation of its step, and the best one is kept.
             self._evaluations.make(self.step)
             self.reached = self._evaluations.reached(self.step)
@@ -94,10 +100,9 @@ class Recorder(lightning.Callback):
             trainer.should_stop = True
 
     def on_train_end(self, trainer, module) -> None:
-        last = self._evaluations is not None and not self.interrupted_by and not self._evaluations.has(self.step)
-        if last:  # the data has ended before max_steps
-            self._evaluations.make(self.step)
-        if self._unsaved is not None or (last and self._evaluations.best_step == self.step):
+        if self._evaluations is not None and not self.interrupted_by and not self._evaluations.has(self.step):
+            self._evaluations.make(self.step)  # the data has ended before max_steps
+        if self._unsaved is not None:
             self._save(module)
 
     def _asked_to_stop(self, module) -> int:
@@ -131,6 +136,8 @@ class Recorder(lightning.Callback):
             log.warning(f"note: {note}")
 
     def _save(self, module) -> None:
+        if self.completions is not None:
+            self.completions.write()  # first: a run that goes on from this checkpoint has those up to it
         state, tensors = snapshot(module, settled(self._unsaved))
         settings, keep = functools.partial(write_settings, module), self._config.keep_checkpoints
         best = self._evaluations and self._evaluations.best_step
