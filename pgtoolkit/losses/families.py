@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pgtoolkit.losses.checks import check_name, check_not_negative, check_positive
+from pgtoolkit.losses.checks import check_name
 from pgtoolkit.losses.family import Family, parameter
 
 if TYPE_CHECKING:
@@ -27,10 +27,6 @@ class _Clipped(Family):
     epsilon_high: float
 
     silent_without_advantage: ClassVar[bool] = True
-
-    def __post_init__(self):
-        check_positive("epsilon_low", self.epsilon_low)
-        _check_bounds(self.epsilon_low, self.epsilon_high)
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -54,13 +50,6 @@ class Grpo(_Clipped):
     epsilon_low: float = parameter(0.2, 1e-9, 0.999)
     epsilon_high: float = parameter(0.2, 1e-9, 1e9)
     dual_clip: float | None = parameter(None, 1, 1e9)
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.dual_clip is not None:
-            check_positive("dual_clip", self.dual_clip)
-            if self.dual_clip < 1:
-                raise ValueError(f"dual_clip needs a number >= 1 (got {self.dual_clip!r}); it bounds ratios above 1")
 
     @property
     def equation(self) -> str:
@@ -119,9 +108,6 @@ class Cispo(Family):
     silent_without_advantage: ClassVar[bool] = True
     clips_by_sign: ClassVar[bool] = False
 
-    def __post_init__(self):
-        _check_bounds(self.epsilon_low, self.epsilon_high)
-
     @property
     def bounds(self) -> tuple[float, float]:
         return 0.0 if self.epsilon_low is None else 1 - self.epsilon_low, 1 + self.epsilon_high
@@ -149,10 +135,6 @@ class Sapo(Family):
 
     silent_without_advantage: ClassVar[bool] = True
 
-    def __post_init__(self):
-        check_positive("temperature_positive", self.temperature_positive)
-        check_positive("temperature_negative", self.temperature_negative)
-
     @property
     def equation(self) -> str:
         by_sign = f"tau = {self.temperature_positive:g} where A_t > 0 and {self.temperature_negative:g} elsewhere"
@@ -178,10 +160,6 @@ class Gmpo(Family):
 
     scope: ClassVar[str] = "document"
     silent_without_advantage: ClassVar[bool] = True
-
-    def __post_init__(self):
-        check_positive("epsilon_low", self.epsilon_low)
-        check_positive("epsilon_high", self.epsilon_high)
 
     @property
     def equation(self) -> str:
@@ -215,10 +193,6 @@ class Dppo(Family):
 
     slope_of: ClassVar[str] = "log_prob"
     silent_without_advantage: ClassVar[bool] = True
-
-    def __post_init__(self):
-        for name in ("delta_low", "delta_high", "ratio_cap"):
-            check_positive(name, getattr(self, name))
 
     @property
     def equation(self) -> str:
@@ -254,10 +228,6 @@ class Vespo(Family):
     slope_of: ClassVar[str] = "log_prob"
     silent_without_advantage: ClassVar[bool] = True
 
-    def __post_init__(self):
-        for name in (one.name for one in fields(self)):
-            check_not_negative(name, getattr(self, name))
-
     @property
     def equation(self) -> str:
         positive = f"W^{self.power_positive:g} exp({self.decay_positive:g} (1 - W)) where A_d >= 0"
@@ -283,9 +253,6 @@ class Kimi(Family):
     tau: float = parameter(0.1, 0, 1e6)
 
     slope_of: ClassVar[str] = "both"
-
-    def __post_init__(self):
-        check_not_negative("tau", self.tau)
 
     @property
     def equation(self) -> str:
@@ -339,11 +306,3 @@ def family_of(loss: str | Family, **parameters: float | None) -> Family:
 def configured(loss: Any) -> Family:
     """The family that the keys of the group `loss` describe, of those that come with pgtoolkit."""
     return FAMILIES[loss.name](**{one.name: getattr(loss, one.name) for one in fields(FAMILIES[loss.name])})
-
-
-def _check_bounds(epsilon_low: float | None, epsilon_high: float) -> None:
-    if epsilon_low is not None:
-        check_positive("epsilon_low", epsilon_low)
-        if epsilon_low >= 1:
-            raise ValueError(f"epsilon_low needs a number < 1 (got {epsilon_low!r}); the ratio is never negative")
-    check_positive("epsilon_high", epsilon_high)
