@@ -15,7 +15,6 @@ from pgtoolkit.losses.family import Family, parameter
 if TYPE_CHECKING:
     from torch import Tensor
 
-
 _RATIO = "r_t = exp(new - old log-prob of token t)"
 
 
@@ -81,8 +80,9 @@ class Gspo(_Clipped):
     @property
     def equation(self) -> str:
         clip = f"clip(R_d, 1 - {self.epsilon_low:g}, 1 + {self.epsilon_high:g})"
-        ratio = "R_d = exp(mean over the trained tokens of document d of new - old log-prob)"
-        return f"-min(R_d A_d, {clip} A_d),  {ratio}"
+        return (
+            f"-min(R_d A_d, {clip} A_d),  R_d = exp(mean over the trained tokens of document d of new - old log-prob)"
+        )
 
     def notes(self) -> list[str]:
         low, high = self.epsilon_low, self.epsilon_high
@@ -213,10 +213,9 @@ class Dppo(Family):
 
 @dataclass(frozen=True)
 class Vespo(Family):
-    """REINFORCE weighted by a smooth function of the whole document's ratio (arXiv 2602.10693).
+    """REINFORCE weighted by a smooth function of the whole document's ratio, 1 at a ratio of 1 (arXiv 2602.10693).
 
-    The weight is W^power exp(decay (1 - W)) with W the product of the document's ratios; it is 1 at W = 1, and has a
-    power and a decay of its own for documents of negative advantage.
+    Documents of negative advantage have a power and a decay of their own.
     """
 
     power_positive: float = parameter(2.0, 0, 1e3)
@@ -230,10 +229,10 @@ class Vespo(Family):
 
     @property
     def equation(self) -> str:
-        positive = f"W^{self.power_positive:g} exp({self.decay_positive:g} (1 - W)) where A_d >= 0"
-        negative = f"W^{self.power_negative:g} exp({self.decay_negative:g} (1 - W)) where A_d < 0"
+        phi = f"W^{self.power_positive:g} exp({self.decay_positive:g} (1 - W)) where A_d >= 0"
+        phi += f", W^{self.power_negative:g} exp({self.decay_negative:g} (1 - W)) where A_d < 0"
         ratio = "W = exp(sum over the trained tokens of document d of new - old log-prob)"
-        return f"-phi A_d p_t, no gradient through phi;  phi = {positive}, {negative},  {ratio}"
+        return f"-phi A_d p_t, no gradient through phi;  phi = {phi},  {ratio}"
 
     def surrogate(self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
         log_ratio = log_ratio.detach()
@@ -291,15 +290,13 @@ def family_of(loss: str | Family, **parameters: float | None) -> Family:
     """
     parameters = {name: value for name, value in parameters.items() if value is not None}
     if isinstance(loss, Family):
-        if parameters:
-            names = ", ".join(parameters)
+        if names := ", ".join(parameters):
             raise ValueError(f"{names} beside a family object: its parameters belong to it, {type(loss).__name__}(...)")
         return loss
     check_name("loss", loss, FAMILIES)
     known = {field.name for field in fields(FAMILIES[loss])}
-    for name in parameters:
-        if name not in known:
-            raise ValueError(f"loss={loss!r} has no {name}; its parameters are {', '.join(sorted(known))}")
+    for name in sorted(parameters.keys() - known):
+        raise ValueError(f"loss={loss!r} has no {name}; its parameters are {', '.join(sorted(known))}")
     return FAMILIES[loss](**parameters)
 
 

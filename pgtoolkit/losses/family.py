@@ -25,6 +25,11 @@ LOG_RATIO_LIMIT = 20.0
 reach the gradient as 0 * inf through the branch that the clip did not select."""
 
 
+def clamped(log_ratio: Tensor) -> Tensor:
+    """The log-ratio between plus and minus the limit."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
 def parameter(default: Any, least: float, most: float) -> Any:
     """A field of a family or a correction, with the range of its numbers, both ends included."""
     return field(default=default, metadata={"range": (least, most)})
