@@ -1,7 +1,7 @@
 """The loss families that come with pgtoolkit, each with its parameters, equation, surrogate and slope.
 
-Nothing else in the package knows a family: objective, metrics, rules, `pgtk check` and Triton's kernels ask the object.
-No torch is imported here, so that `pgtk check` may read equations and defaults; tensors bring their methods.
+Nothing else knows a family: all ask the object. No torch is imported here, so that `pgtk check` may read equations and
+defaults; tensors bring their methods.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _RATIO = "r_t = exp(new - old log-prob of token t)"
+_MEAN = "exp(mean over the trained tokens of document d of {})"
 
 
 @dataclass(frozen=True)
@@ -80,18 +81,14 @@ class Gspo(_Clipped):
     @property
     def equation(self) -> str:
         clip = f"clip(R_d, 1 - {self.epsilon_low:g}, 1 + {self.epsilon_high:g})"
-        return (
-            f"-min(R_d A_d, {clip} A_d),  R_d = exp(mean over the trained tokens of document d of new - old log-prob)"
-        )
+        return f"-min(R_d A_d, {clip} A_d),  R_d = {_MEAN.format('new - old log-prob')}"
 
     def notes(self) -> list[str]:
-        low, high = self.epsilon_low, self.epsilon_high
-        if max(low, high) < 0.05:
-            return []
-        return [
-            f"loss=gspo with epsilon {low:g}/{high:g}: the mean log-ratio of a document stays so close to 0 that a "
-            "clip of 0.05 or more almost never acts (the paper uses 3e-4/4e-4)."
-        ]
+        note = (
+            f"loss=gspo with epsilon {self.epsilon_low:g}/{self.epsilon_high:g}: the mean log-ratio of a document stays "
+            "so close to 0 that a clip of 0.05 or more almost never acts (the paper uses 3e-4/4e-4)."
+        )
+        return [note] if max(self.epsilon_low, self.epsilon_high) >= 0.05 else []
 
 
 @dataclass(frozen=True)
@@ -137,8 +134,8 @@ class Sapo(Family):
 
     @property
     def equation(self) -> str:
-        by_sign = f"tau = {self.temperature_positive:g} where A_t > 0 and {self.temperature_negative:g} elsewhere"
-        return f"-(4 / tau) sigmoid(tau (r_t - 1)) A_t,  {by_sign},  {_RATIO}"
+        tau = f"{self.temperature_positive:g} where A_t > 0 and {self.temperature_negative:g} elsewhere"
+        return f"-(4 / tau) sigmoid(tau (r_t - 1)) A_t,  tau = {tau},  {_RATIO}"
 
     def surrogate(self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
         ratio = log_ratio.exp()
@@ -164,7 +161,7 @@ class Gmpo(Family):
     @property
     def equation(self) -> str:
         clip = f"below -{self.epsilon_low:g} where A_d < 0 and above {self.epsilon_high:g} where A_d > 0"
-        return f"-S_d A_d,  S_d = exp(mean over the trained tokens of document d of log r_t, clipped {clip})"
+        return f"-S_d A_d,  S_d = {_MEAN.format(f'log r_t, clipped {clip}')}"
 
     def token(self, log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         above = log_ratio.clamp(max=self.epsilon_high).where(advantages > 0, log_ratio)
@@ -244,9 +241,9 @@ class Vespo(Family):
 
 @dataclass(frozen=True)
 class Kimi(Family):
-    """REINFORCE with a square pull back to the old log-probs (Kimi k1.5, arXiv 2501.12599).
+    """REINFORCE with a square pull of strength tau back to the old log-probs (Kimi k1.5, arXiv 2501.12599).
 
-    tau: the strength of the pull, which also acts on tokens of advantage 0.
+    It also acts on tokens of advantage 0.
     """
 
     tau: float = parameter(0.1, 0, 1e6)
@@ -277,9 +274,8 @@ class Reinforce(Family):
         return -advantages * log_probs, -advantages
 
 
-FAMILIES: dict[str, type[Family]] = {
-    family.__name__.lower(): family for family in (Grpo, Gspo, Cispo, Sapo, Gmpo, Dppo, Vespo, Kimi, Reinforce)
-}
+_ALL = (Grpo, Gspo, Cispo, Sapo, Gmpo, Dppo, Vespo, Kimi, Reinforce)
+FAMILIES: dict[str, type[Family]] = {family.__name__.lower(): family for family in _ALL}
 """Name -> family, as `loss=` has them."""
 
 

@@ -34,7 +34,7 @@ def factors(correction, settings, tokens, p, o, b, advantage) -> dict[int, tuple
 
 
 def mismatch(tokens, o, b, beyond) -> dict[int, tuple[float, float, bool]]:
-    """For each trained token of a document: k3 of o against b, |o - b|, and whether the family's clip would act on it."""
+    """For each trained token of a document: k3 of o against b, |o - b|, and whether the family's clip would act."""
     differences = {t: o[t] - b[t] for t in tokens}
     return {t: (math.exp(_clamp(x)) - _clamp(x) - 1, abs(x), beyond[t]) for t, x in differences.items()}
 

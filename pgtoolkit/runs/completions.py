@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pgtoolkit.errors import StorageError, first_line
 from pgtoolkit.runs.files import storage
-from pgtoolkit.system.plain_files import open_to_read, refuse_other_than_folder, replacing
+from pgtoolkit.system.plain_files import open_to_read, refuse_other_than_folder, remove, replacing
 from pgtoolkit.system.redaction import redact
 
 FOLDER = "completions"
@@ -77,14 +77,21 @@ def write_completions(path: Path, rows: Sequence[CompletionRow]) -> None:
     The columns are the fields of `CompletionRow`, but for `rewards`: a column reward/NAME for each of them.
     Raises StorageError where that is not possible, or the folder or the file is a link.
     """
+    write_redacted(path, redacted(rows))
+
+
+def redacted(rows: Sequence[CompletionRow]) -> list[CompletionRow]:
+    """The rows without what looks like a secret; what is no Unicode becomes a question mark."""
+    hidden = functools.cache(lambda text: redact(text).encode(errors="replace").decode())
+    return [replace(row, **{k: hidden(v) for k, v in vars(row).items() if isinstance(v, str)}) for row in rows]
+
+
+def write_redacted(path: Path, rows: Sequence[CompletionRow]) -> None:
+    """The same as `write_completions` for rows that `redacted` has given, once where a file is written again."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    hidden = functools.cache(lambda text: redact(text).encode(errors="replace").decode())
-    columns = {}
-    for name, kind in _COLUMNS.items():
-        values = [getattr(row, name) for row in rows]
-        columns[name] = pa.array([hidden(v) if isinstance(v, str) else v for v in values], kind)
+    columns = {name: pa.array([getattr(row, name) for row in rows], kind) for name, kind in _COLUMNS.items()}
     for name in dict.fromkeys(name for row in rows for name in row.rewards):
         columns[_REWARD_OF + name] = pa.array([row.rewards.get(name) for row in rows], "double")
     with storage(path):
@@ -126,6 +133,16 @@ def completion_files(run_dir: Path) -> list[CompletionFile]:
                 steps = (int(named["step"]),) * 2 if named["set"] else (int(named["first"]), int(named["last"]))
                 found.append(CompletionFile(named["set"] or TRAINING, *steps, path))
     return sorted(found)
+
+
+def drop_completions_after(run_dir: Path, step: int) -> None:
+    """Take away the rows of later steps, of every set: a resumed run writes them anew."""
+    for file in completion_files(run_dir):
+        with storage(file.path):
+            if file.first > step:
+                remove(file.path)
+            elif file.last > step:
+                write_redacted(file.path, [row for row in read_completions(file.path) if row.step <= step])
 
 
 def _row(columns: dict) -> CompletionRow:
