@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _dispatch(argv: list[str]) -> int:
     command = argv[0] if argv and argv[0][:1].isalpha() and "=" not in argv[0] else None
-    if command in ("compare", "convert", "diff", "doctor", "export", "sync", "ui"):  # whose parsers know --help
+    if command in ("compare", "convert", "diff", "export", "sync", "ui"):  # whose parsers know --help
         return COMMANDS[command][2](argv[1:])
     if "--help" in argv or "-h" in argv:
         print(help_page())
@@ -59,7 +59,7 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def help_page() -> str:
-    """Commands, groups with their options, examples: one screen of 26 lines."""
+    """Commands, groups with their options, examples: one screen of at most 32 lines."""
     lines = ["Policy-gradient losses for language models, compared by declarative configuration. Commands:"]
     lines.append(f"  pgtk {'[OVERRIDES]':<28}train, results in outputs/; -m a=1,2 b=3,4 runs all four")
     lines += [f"  pgtk {f'{name} {words}':<28}{says}" for name, (words, says, _) in COMMANDS.items()]
@@ -274,7 +274,9 @@ def _convert(argv: list[str]) -> int:
     parser.add_argument("system", metavar="SYSTEM", help="nemo-rl, open-instruct, slime, miles, prime-rl or pipelinerl")
     parser.add_argument("path", metavar="PATH", help="a file of its dump, or the folder that holds them")
     parser.add_argument("out", metavar="OUT", type=Path, help="a new .parquet file")
-    parser.add_argument("overrides", nargs="*", metavar="model.path=FOLDER", help="the policy that sampled, for a proof")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="model.path=FOLDER", help="the policy that sampled, for a proof"
+    )
     parser.add_argument("--reward-key", metavar="KEY", help="which reward counts, where a sample has several")
     args = parser.parse_args(argv)
     if args.out.suffix != ".parquet" or args.out.exists() or not args.out.absolute().parent.is_dir():

@@ -1,7 +1,8 @@
-"""Whether each recorded log-prob is that of its own token: told from documents that share a beginning, or by a model."""
+"""Whether each recorded log-prob is that of its own token: told by documents that begin alike, or by a model."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -77,7 +78,7 @@ class Branches:
 def _neighbours(group: Sequence[Document]) -> list[tuple[Document, Document]]:
     """Each document with the next in the order of their tokens, with which it shares most."""
     ordered = sorted(group, key=lambda one: one.tokens.tolist())
-    return list(zip(ordered, ordered[1:], strict=False))
+    return list(itertools.pairwise(ordered))
 
 
 @dataclass
@@ -117,6 +118,9 @@ class Judge:
     """The model of a configuration, which says what the log-probs of recorded tokens are."""
 
     def __init__(self, config: Config):
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
         on_gpu = accelerator(config) == "gpu"
         self._module = PolicyGradientModule(config, build_policy(config.model, None, on_gpu), ONE_PROCESS)
         self._module.to("cuda" if on_gpu else "cpu")
@@ -170,7 +174,7 @@ class Judged:
 
     @property
     def best_temperature(self) -> float:
-        """At which the recorded log-probs fit the model best, by least squares; the ends of the range stand for beyond."""
+        """At which the recorded log-probs fit the model best, by least squares; beyond the range its end."""
         place = int(np.argmin(self._errors))
         logs = np.log(self.judge.temperatures)
         if place in (0, len(logs) - 1):

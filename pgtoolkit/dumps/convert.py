@@ -30,7 +30,7 @@ _FITS = 0.1
 
 @dataclass
 class Converted:
-    """What became of a dump. fields: of every row. groups: size -> how many. sample: the first documents, for proofs."""
+    """What became of a dump. fields: of every row. groups: size -> how many. sample: the first documents."""
 
     context: Context
     files: int
@@ -198,8 +198,8 @@ def _check(found: Converted, judge: Judge | None) -> None:
             )
         elif judge is None:
             found.proofs.append(
-                f"{name}: nothing tells yet whether they stand at their own tokens ({len(branches.shared)} places where "
-                "documents of a prompt part). Add model=huggingface model.path=FOLDER of the policy that sampled"
+                f"{name}: nothing tells yet whether they stand at their own tokens ({len(branches.shared)} places "
+                "where documents of a prompt part). Add model=huggingface model.path=FOLDER of the policy that sampled"
             )
         if judge is not None:
             found.proofs.append(_by_model(name, found.sample, judge))
@@ -254,7 +254,9 @@ def page(found: Converted, name: str, system: System, out: Path) -> str:
     lines += [f"  note      {count} {sentence}" for sentence, count in found.context.notes.items()]
     if groups:
         sizes = ", ".join(f"{count} of {size}" for size, count in sorted(found.groups.items()))
-        lines.append(f"  groups    {sizes if len(found.groups) <= 6 else f'{min(found.groups)} to {max(found.groups)}'} documents")
+        if len(found.groups) > 6:
+            sizes = f"of {min(found.groups)} to {max(found.groups)}"
+        lines.append(f"  groups    {sizes} documents")
     lines += [f"  column    {column}: {source}" for column, source in _sources(system, found)]
     lines += [f"  proof     {proof}" for proof in found.proofs]
     return "\n".join(lines)
@@ -271,6 +273,5 @@ def following(fields: frozenset[str], path: str) -> list[str]:
     estimator = "" if "reward" in fields and "group_id" in fields else " advantage=given"
     model = "model=huggingface model.path=FOLDER"
     return [
-        f"pgtk doctor {path}{estimator} {model}",
         f"pgtk rollout=recorded rollout.path={path}{estimator} {model}",
     ]

@@ -357,8 +357,8 @@ REFUSED = {
     ),
     "skyrl": (
         "pickles that run code as they are loaded (dump_data_batch)",
-        "the place that writes them for sequences, loss_mask, rollout_logprobs, action_log_probs and rewards as rows of "
-        "docs/data.md",
+        "the place that writes them, so that sequences, loss_mask, rollout_logprobs, action_log_probs and rewards are "
+        "rows of docs/data.md",
     ),
 }
 """System -> (what its dumps are, what to switch on or change in it)."""
