@@ -85,8 +85,8 @@ class Gspo(_Clipped):
 
     def notes(self) -> list[str]:
         note = (
-            f"loss=gspo with epsilon {self.epsilon_low:g}/{self.epsilon_high:g}: the mean log-ratio of a document stays "
-            "so close to 0 that a clip of 0.05 or more almost never acts (the paper uses 3e-4/4e-4)."
+            f"loss=gspo with epsilon {self.epsilon_low:g}/{self.epsilon_high:g}: the mean log-ratio of a document "
+            "stays so close to 0 that a clip of 0.05 or more almost never acts (the paper uses 3e-4/4e-4)."
         )
         return [note] if max(self.epsilon_low, self.epsilon_high) >= 0.05 else []
 
