@@ -216,6 +216,7 @@ def log_prob_loss(
     totals: StepTotals | None = None,
     correction: str | Correction | None = None,
     sampling_log_probs: Tensor | None = None,
+    factors: Tensor | None = None,
     kl: KL | None = None,
     ref_log_probs: Tensor | None = None,
     metrics: str = "none",
@@ -225,9 +226,10 @@ def log_prob_loss(
     """`policy_loss` of log-probs that the caller has computed, differentiable with respect to them.
 
     log_probs: (T,) floating, of each token under the policy in training; any layout flattened to one axis, padding
-    included. mask: (T,) bool, True where a token is trained; other positions are not read. metrics: "none" or
-    "basic", as entropy needs the logits, which is why there is no bonus for it. The other tensors and keywords are
-    those of `policy_loss`.
+    included. mask: (T,) bool, True where a token is trained; other positions are not read. factors: (T,) floating, a
+    correction that a trainer has computed by itself: without gradient on each token's loss, and not on the penalty.
+    metrics: "none" or "basic", as entropy needs the logits, which is why there is no bonus for it. The other tensors
+    and keywords are those of `policy_loss`.
     """
     if metrics == "with_entropy":
         raise ValueError("metrics='with_entropy' needs logits; use 'basic' with log-probs")
@@ -248,5 +250,7 @@ def log_prob_loss(
         "sampling_log_probs": sampling_log_probs,
         "ref_log_probs": ref_log_probs,
     }
+    if factors is not None:
+        vectors["factors"] = factors
     tokens = arguments.tokens_of("log_probs", log_probs, vectors, num_documents, group_index, totals)
     return loss_of_log_probs(log_probs, tokens, totals, definition, Ranks(), check_finite)

@@ -261,7 +261,9 @@ class Objective:
                     f"document_index at a trained position is negative or not below num_documents={documents[-1]}"
                 )
             if not torch.isfinite(self.weights).all() and torch.isfinite(self._data(log_probs)[self.mask]).all():
-                raise ValueError("the weight of a trained token is not finite: the reducer's, or the totals count none")
+                raise ValueError(
+                    "the weight of a trained token is not finite: a reducer's, a factor, or the totals count none"
+                )
             named = ", ".join(map(str, documents[:5])) + (", ..." if len(documents) > 5 else "")
             given = "old_log_probs" if self.sampling_log_ratio is None else "old_log_probs, sampling_log_probs"
             given += "" if self.penalties.ref_log_probs is None else ", ref_log_probs"
@@ -351,6 +353,8 @@ def make_objective(
             raise ValueError(f"correction={correction.name!r} needs sampling_log_probs beside old_log_probs")
         factors = Factors.of(correction, sampling_log_ratio, advantages, documents)
         weights, equal = weights * factors.values, equal and correction.equal_within_documents
+    if tokens.factors is not None:
+        weights, equal = weights * torch.where(mask, tokens.factors.to(dtype), 0.0), False
     own_slope = family.slope_of != "log_ratio" or (equal and family.scope != "document_sum")
     return Objective(
         family,
