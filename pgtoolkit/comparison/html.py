@@ -30,7 +30,7 @@ _CSS += f"{_RIGHT} {{ text-align: right; }}\n"
 
 _CAPTION = (
     "Lines: mean over seeds, smoothed over a twentieth of the run, as far as all seeds have been; bands: from the "
-    "lowest to the highest seed. Time begins with the first step and leaves out pauses before a resume"
+    "lowest to the highest seed. Time begins with the first step and leaves out evaluations and pauses before a resume"
 )
 
 
@@ -103,7 +103,7 @@ def _groups(compared):
 
 
 def _quiet(sentences):
-    return f'<p class="quiet">{escape(" ".join(sentences))}</p>'
+    return f'<ul class="quiet">{"".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)}</ul>'
 
 
 def _differences(compared):

@@ -118,7 +118,7 @@ def _seeds_needed(difference: float, variances: list[float]) -> int:
     """Seeds of each with which a t-test at LEVEL finds this difference with probability POWER.
 
     variances: of both samples, or of the differences alone where they are paired. It takes them and the difference as
-    the true ones and the values as normal, and counts no other pair (arXiv 1806.08295, section 4).
+    the true ones and the values as normal, and counts no other pair (arXiv 1806.08295).
     """
     from scipy.stats import nct, t
 

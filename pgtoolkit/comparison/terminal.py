@@ -157,8 +157,13 @@ def tested_format(compared: Compared) -> Callable[[float | None], str]:
 
 
 def whole(value: float | None) -> str:
-    """A count, such as 12,345; one of a million or more with four digits and its power of ten."""
-    return "-" if value is None or value != value else f"{value:,.0f}" if abs(value) < 1e6 else f"{value:.3e}"
+    """A count, such as 12,345; from 100,000 on with three digits, such as 123k or 1.23M."""
+    if value is None or value != value:
+        return "-"
+    if abs(value) < 99_999.5:
+        return f"{value:,.0f}"
+    size, unit = (1e3, "k") if abs(value) < 999_500 else (1e6, "M")
+    return f"{value / size:.3g}{unit}"
 
 
 def spread(pair: tuple[float | None, float | None], write: Callable[[float | None], str]) -> str:
@@ -200,9 +205,7 @@ def _cut(field, width):
 def group_rows(compared: Compared) -> list[list[str]]:
     """The header and a row per group: values of the keys, seeds, what they spent and reached."""
     write, axes = number_format(compared), list(compared.limits)
-    reach = (
-        [f"reached {compared.goal.threshold:g}", *(AXES[axis] for axis in axes)] if compared.by_documents else ["seeds"]
-    )
+    reach = ["reached", *(AXES[axis] for axis in axes)] if compared.by_documents else ["seeds"]
     rows = [[*compared.keys, *reach, "mean", "final"]]
     for group in compared.groups:
         count = len(group.counted)

@@ -15,6 +15,7 @@ from pgtoolkit.cli import main
 from pgtoolkit.comparison.charts import mean_curve
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.runs import find_runs
+from pgtoolkit.comparison.terminal import whole
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.series import best, final
 from pgtoolkit.tracking.progress import WIDTH
@@ -81,6 +82,15 @@ def test_a_run_with_half_a_configuration_is_left_out(sweep, capsys):
     assert "0.960" in said  # of the two that are left
 
 
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [(0.4, "0"), (12345.6, "12,346"), (99_999.4, "99,999"), (99_999.6, "100k"), (999_600, "1M"), (-1.234e6, "-1.23M")],
+)
+def test_counts_are_short(value, written):
+    assert whole(value) == written
+    assert whole(None) == whole(float("nan")) == "-"
+
+
 def test_final_and_best():
     values = [0.0] * 10 + [1.0, 3.0] + [0.0] * 6 + [0.5, 0.7]
     assert final(values) == pytest.approx(0.6)
@@ -109,11 +119,11 @@ def test_the_page_says_it_all(sweep, capsys):
     lines = text.splitlines()
     assert lines[0].startswith("6 runs (6 counted) of 2 configurations, which differ in loss;")
     assert lines[2].startswith(
-        "loss  reached 0.846  documents  tokens  seconds  mean           final          over docu"
+        "loss  reached  documents  tokens  seconds  mean           final          over docu"
     )
-    assert lines[3].startswith("gspo  3 of 3         88 ± 16    550     ")
+    assert lines[3].startswith("gspo  3 of 3   88 ± 16    550     ")
     assert "  0.467 ± 0.079  0.940 ± 0.040  ▁" in lines[3]
-    assert lines[4].startswith("grpo  2 of 3         ≥128       ≥800    ")
+    assert lines[4].startswith("grpo  2 of 3   ≥128       ≥800    ")
     words = " ".join(text.split())
     assert "reward is measured on the prompts of training" in words
     assert "nine tenths of the way from 0, the mean start, to 0.94, the highest final mean" in words
@@ -128,7 +138,7 @@ def test_one_seed_says_nothing(tmp_path, capsys):
     save(tmp_path / "a", "grpo", 0, 0.5)
     save(tmp_path / "b", "gspo", 0, 0.6)
     text = page(capsys, tmp_path / "a", tmp_path / "b")
-    assert "gspo  1 of 1        152" in text
+    assert "gspo  1 of 1   152" in text
     assert "takes 2 seeds of each" in text
     assert "±  " not in text
     assert "interval:" not in text
@@ -153,7 +163,7 @@ def test_runs_that_do_not_count_are_named(sweep, capsys):
     assert "23-never: failed at step 0: it ended before its config.yaml was written" in text
     assert "24-broken: unreadable: " in text
     assert "25-now: running at step 3 of 20" in text
-    assert "gspo  3 of 3         88 ± 16 " in text
+    assert "gspo  3 of 3   88 ± 16 " in text
     with (sweep / "runs.csv").open() as file:
         rows = {row["run"].rpartition("/")[2]: row for row in csv.DictReader(file)}
     assert len(rows) == 12
