@@ -82,8 +82,8 @@ def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
     return _objects_of(run_dir / "evaluations.jsonl", _check_evaluation)
 
 
-def write_metrics(path: Path, rows: list[dict[str, float]]) -> None:
-    """Replace a metrics.jsonl, in one piece."""
+def write_metrics(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Replace a metrics.jsonl or evaluations.jsonl, in one piece."""
     write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
