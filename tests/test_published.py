@@ -67,7 +67,8 @@ def test_comparisons(file, tables):
     if len(tables) > 1:
         table = [row for row in table if row["aggregation"] in ("sample_mean", "constant")]
     for key, runs in groups(table, "loss", "aggregation").items():
-        reached = [spread(mean_and_std(values(runs, name)), "{:.3f}".format) for name in ("final_reward", "best_reward")]
+        pairs = [mean_and_std(values(runs, name)) for name in ("final_reward", "best_reward")]
+        reached = [spread(pair, "{:.3f}".format) for pair in pairs]
         assert " ".join([*key, str(len(runs)), *reached]) in page
 
 

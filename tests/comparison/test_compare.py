@@ -118,9 +118,7 @@ def test_the_page_says_it_all(sweep, capsys):
     text = page(capsys, sweep)
     lines = text.splitlines()
     assert lines[0].startswith("6 runs (6 counted) of 2 configurations, which differ in loss;")
-    assert lines[2].startswith(
-        "loss  reached  documents  tokens  seconds  mean           final          over docu"
-    )
+    assert lines[2].startswith("loss  reached  documents  tokens  seconds  mean           final          over docu")
     assert lines[3].startswith("gspo  3 of 3   88 ± 16    550     ")
     assert "  0.467 ± 0.079  0.940 ± 0.040  ▁" in lines[3]
     assert lines[4].startswith("grpo  2 of 3   ≥128       ≥800    ")
