@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "pgtoolkit"
 ORDER = (
     *("errors", "batch", "losses", "kernels", "api", "ranks", "system", "runs", "config", "tracking", "comparison"),
-    *("rollouts", "model", "training", "launch", "cli"),
+    *("rollouts", "model", "training", "inspection", "launch", "cli"),
 )
 """Wings and the files at the top, from the ground up: each may know those before it."""
 

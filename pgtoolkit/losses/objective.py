@@ -143,6 +143,12 @@ class Objective:
         loss = self.penalties.with_bonus(losses.sum(), entropy)
         return loss, coefficients, self.metrics(level, log_probs, entropy)
 
+    def clips(self, log_probs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(T,) bool each: below and above the family's bounds; where the lower and the upper change the coefficient."""
+        terms = self.token_terms(log_probs)
+        low, high = self.family.outside(terms.ratio, terms.token_log_ratio, log_probs)
+        return low, high, *self.family.cuts(low, high, terms.ratio, self.scope_advantages)
+
     @torch.no_grad()
     def metrics(self, level: str, log_probs: Tensor, entropy: Tensor | None) -> MetricSums:
         """What this piece adds to the metrics of the step; entropy: (T,), at level with_entropy."""
@@ -152,7 +158,7 @@ class Objective:
 
         family, terms = self.family, self.token_terms(log_probs)
         ratio, log_ratio = terms.ratio.double(), terms.log_ratio.double()
-        low, high = family.outside(terms.ratio, terms.token_log_ratio, log_probs)
+        low, high, *cuts = self.clips(log_probs)
         values = [
             log_probs,
             self.old_log_probs,
@@ -160,7 +166,7 @@ class Objective:
             self.advantages,
             log_ratio.expm1() - log_ratio,
             low | high,
-            *family.cuts(low, high, terms.ratio, self.scope_advantages),
+            *cuts,
             terms.clamped,
         ]
         if level == "with_entropy":
