@@ -35,6 +35,9 @@ leaves every gradient."""
 _MOVABLE = (*DATA, "trainer.device", "trainer.num_threads")
 """Keys that may differ from the run's: where its files lie now, and what computes."""
 
+_TERMS = ("l_t", "+", "-", "w_t", "rho_t")
+"""How the lines of an equation begin that say what a token's number is."""
+
 _RELATIVE, _ABSOLUTE = 1e-3, 1e-5
 """Rounding of other hardware stays within; other documents or weights do not."""
 
@@ -52,7 +55,7 @@ class Column:
 class Inspected:
     """A step with what its tokens are under each loss, the run's own first.
 
-    name: of the run, or of the file. own: what the first column is called. facts: where weights and documents come from and how that is known, by sentence.
+    name: of the run, or of the file. own: what stands before the label of the first column. facts: where weights and documents come from and how that is known, by sentence.
     common: see `tokens_losses.common_vectors`.
     """
 
@@ -110,7 +113,7 @@ def inspect(target: str | None, overrides: list[str], number: int | None) -> Ins
     if not chosen and made.has_old_log_probs:
         chosen = [[f"loss={name}"] for name in INSTRUCTIVE if name != config.loss.name][:2]
     columns = list(_columns(subject, made, [(others, first), *((others, job) for job in chosen)]))
-    own = "this run's" if subject.run_dir else "first"
+    own = "this run: " if subject.run_dir else ""
     name = Path(target).resolve().name if target else "a run of this configuration"
     return Inspected(name, own, number, [*facts, *_notes(config, made, columns)], made, common_vectors(made), columns)
 
@@ -186,7 +189,8 @@ def _columns(subject: _Subject, made: MadeStep, chosen: list[tuple[list[str], li
             continue
         label = " ".join(job) if known else f"loss={config.loss.name} aggregation={config.aggregation.mode.value}"
         known.append(loss)
-        yield Column(label, equation(resolve_and_validate(config)[0])[:-1], judge(made, loss))
+        lines = [line for line in equation(resolve_and_validate(config)[0])[1:] if line.strip().startswith(_TERMS)]
+        yield Column(label, lines, judge(made, loss))
 
 
 def _weights(subject: _Subject, checkpoint: dict | None, number: int) -> str:

@@ -67,7 +67,7 @@ def common_vectors(made: MadeStep) -> dict[str, np.ndarray]:
 
 def _common(piece: Piece, with_old: bool) -> dict[str, np.ndarray]:
     tokens, trained = piece.micro_batch, piece.micro_batch.labels >= 0
-    found = {"advantage": tokens.advantages, "new_log_prob": piece.log_probs, "entropy": piece.entropy}
+    found = {"advantage": tokens.advantages, "new_log_prob": piece.log_probs}
     if with_old:
         found["old_log_prob"] = tokens.old_log_probs
     if tokens.sampling_log_probs is not None:
@@ -75,6 +75,7 @@ def _common(piece: Piece, with_old: bool) -> dict[str, np.ndarray]:
         found["difference"] = tokens.old_log_probs - tokens.sampling_log_probs
     if tokens.ref_log_probs is not None:
         found["ref_log_prob"] = tokens.ref_log_probs
+    found["entropy"] = piece.entropy
     return {name: _of_trained(values, trained) for name, values in found.items()}
 
 
