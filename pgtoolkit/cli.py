@@ -273,11 +273,13 @@ def _tokens(argv: list[str]) -> int:
     parser = _Parser("pgtk tokens", description="What the loss did to each token of a step, beside other losses.")
     what = "run directory or recorded rollouts, then overrides; loss=grpo,cispo stand side by side"
     parser.add_argument("words", nargs="*", metavar="RUN [OVERRIDES]", help=what)
-    parser.add_argument("--step", type=_count, metavar="N", help="default: the last before new rollouts, after a checkpoint")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="the page (default: tokens.html)")
+    parser.add_argument(
+        "--step", type=_count, metavar="N", help="default: the last before new rollouts, after a checkpoint"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="the page (default: tokens-RUN-N.html)")
     args = parser.parse_intermixed_args(argv)
-    page = args.html or Path("tokens.html")
-    _refuse_unwritable("html", page)
+    if args.html:
+        _refuse_unwritable("html", args.html)
 
     from pgtoolkit.inspection.tokens import inspect, summary
     from pgtoolkit.inspection.tokens_page import html
@@ -285,6 +287,7 @@ def _tokens(argv: list[str]) -> int:
 
     named = args.words[:1] if args.words and ("=" not in args.words[0] or Path(args.words[0]).exists()) else []
     inspected = inspect(*(named or [None]), args.words[len(named) :], args.step)
+    page = args.html or Path(f"tokens-{inspected.name}-{inspected.number}.html")
     try:
         write_atomically(page, html(inspected, redact(shlex.join(["pgtk", "tokens", *argv]))))
     except OSError as error:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -19,6 +20,7 @@ from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.inspection.tokens_losses import Judged, common_vectors, judge
 from pgtoolkit.inspection.tokens_step import MadeStep, compared, make_again
+from pgtoolkit.losses.objective import Loss
 from pgtoolkit.runs.directory import config_drift, read_metrics
 from pgtoolkit.system.report import key_of
 from pgtoolkit.tracking.next_commands import shell_path
@@ -55,8 +57,8 @@ class Column:
 class Inspected:
     """A step with what its tokens are under each loss, the run's own first.
 
-    name: of the run, or of the file. own: what stands before the label of the first column. facts: where weights and documents come from and how that is known, by sentence.
-    common: see `tokens_losses.common_vectors`.
+    name: of the run's folder, or of the file. own: what stands before the label of the first column. facts: where
+    weights and documents come from and how that is known, by sentence. common: see `tokens_losses.common_vectors`.
     """
 
     name: str
@@ -96,14 +98,10 @@ def inspect(target: str | None, overrides: list[str], number: int | None) -> Ins
     of_loss = [one for one in overrides if key_of(one).split(".")[0] in OF_THE_LOSS]
     others = [one for one in overrides if one not in of_loss]
     chosen = jobs(of_loss) if of_loss else []
-    first = chosen[0] if chosen and subject.run_dir is None else []
-    base = subject.compose([*others, *first])
-    configs = [_checked(base), *(_checked(subject.compose([*others, *job])) for job in chosen)]
-    if problems := list(dict.fromkeys(problem for _, found in configs for problem in found)):
-        raise ConfigError("\n".join(problems))
-    if subject.run_dir is not None:
-        _refuse_another_run(subject, base.config)
-    config = OmegaConf.to_object(base.config)
+    own, *beside = _composed(subject, others, [[] if subject.run_dir or not chosen else chosen[0], *chosen])
+    if subject.run_dir is not None and others:
+        _refuse_another_run(subject, own.config)
+    config = OmegaConf.to_object(own.config)
     rows = read_metrics(subject.run_dir / "metrics.jsonl") if subject.run_dir else []
     number, checkpoint = _begin(subject, config, number, [row["step"] for row in rows])
     made = make_again(config, checkpoint, number)
@@ -111,11 +109,12 @@ def inspect(target: str | None, overrides: list[str], number: int | None) -> Ins
     if subject.run_dir is not None:
         facts.append(_proof(made, next(row for row in rows if row["step"] == number), number))
     if not chosen and made.has_old_log_probs:
-        chosen = [[f"loss={name}"] for name in INSTRUCTIVE if name != config.loss.name][:2]
-    columns = list(_columns(subject, made, [(others, first), *((others, job) for job in chosen)]))
-    own = "this run: " if subject.run_dir else ""
-    name = Path(target).resolve().name if target else "a run of this configuration"
-    return Inspected(name, own, number, [*facts, *_notes(config, made, columns)], made, common_vectors(made), columns)
+        others_of_it = [name for name in INSTRUCTIVE if name != config.loss.name][:2]
+        beside = _composed(subject, others, [[f"loss={name}"] for name in others_of_it])
+    columns = list(_columns(made, [own, *beside]))
+    title = "this run: " if subject.run_dir else ""
+    name = Path(target).resolve().name if target else "new-run"
+    return Inspected(name, title, number, [*facts, *_notes(config, made, columns)], made, common_vectors(made), columns)
 
 
 def _subject(target: str | None) -> _Subject:
@@ -130,12 +129,29 @@ def _subject(target: str | None) -> _Subject:
     return _Subject(("rollout=recorded", f"rollout.path='{quoted}'"))
 
 
-def _checked(composed: Composed) -> tuple[DictConfig | None, list[str]]:
-    """With every problem; what is wrong with servers is none, since none is started."""
-    problems = list(composed.problems)
-    if composed.config is not None:
-        problems += resolve_and_validate(composed.config)[1].problems
-    return composed.config, [problem for problem in problems if not problem.startswith("sampler.")]
+@dataclass(frozen=True)
+class _Configured:
+    """A configuration with the overrides of the loss that it has; values: the same as the rules have seen it."""
+
+    job: list[str]
+    config: DictConfig
+    values: Any
+
+
+def _composed(subject: _Subject, others: list[str], jobs: list[list[str]]) -> list[_Configured]:
+    """The configuration of each job; ConfigError with every problem of any. What is wrong with servers is none, since
+    none is started."""
+    found, problems = [], []
+    for job in jobs:
+        composed = subject.compose([*others, *job])
+        problems += composed.problems
+        if composed.config is not None:
+            values, report = resolve_and_validate(composed.config)
+            problems += report.problems
+            found.append(_Configured(job, composed.config, values))
+    if problems := [problem for problem in dict.fromkeys(problems) if not problem.startswith("sampler.")]:
+        raise ConfigError("\n".join(problems))
+    return found
 
 
 def _refuse_another_run(subject: _Subject, config: DictConfig) -> None:
@@ -154,14 +170,18 @@ def _begin(subject: _Subject, config: Config, number: int | None, steps: list[in
     if subject.run_dir is None:
         most, checkpoint = config.trainer.max_steps, None
         if number is not None and number > most:
-            raise ConfigError(f"--step={number} needs at most trainer.max_steps={most} (got {number}). Use --step={most}.")
+            raise ConfigError(
+                f"--step={number} needs at most trainer.max_steps={most} (got {number}). Use --step={most}."
+            )
     else:
         if not steps:
-            raise ConfigError(f"pgtk tokens {subject.run_dir} needs a step that the run has made (got none). Use pgtk resume.")
+            raise ConfigError(
+                f"pgtk tokens {subject.run_dir} needs a step that the run has made (got none). Use pgtk resume."
+            )
         if number is not None and number not in steps:
             raise ConfigError(
-                f"--step={number} needs a step that the run has made (got {steps[0]} to {steps[-1]}). Of others nothing "
-                f"is known. Use --step={steps[-1]}."
+                f"--step={number} needs a step that the run has made (got {steps[0]} to {steps[-1]}). Of others "
+                f"nothing is known. Use --step={steps[-1]}."
             )
         most = steps[-1]
         checkpoint = load_newest(subject.run_dir / "checkpoints", most if number is None else number)
@@ -169,7 +189,7 @@ def _begin(subject: _Subject, config: Config, number: int | None, steps: list[in
 
 
 def _last_of_batch(config: Config, checkpoint: dict | None) -> int:
-    """The last step of the batch of documents that a checkpoint stands before or in: there the ratios are the widest."""
+    """The last step of the batch of documents that a checkpoint stands before or in: there the ratios are widest."""
     done, position = (0, 0) if checkpoint is None else (checkpoint["step"], checkpoint["data"]["position"])
     batch, per_step = documents_per_batch(config.rollout), documents_per_step(config)
     if batch is None or per_step == 0:
@@ -177,20 +197,17 @@ def _last_of_batch(config: Config, checkpoint: dict | None) -> int:
     return done + -(-(batch - position % batch) // per_step)
 
 
-def _columns(subject: _Subject, made: MadeStep, chosen: list[tuple[list[str], list[str]]]) -> Iterator[Column]:
+def _columns(made: MadeStep, configured: list[_Configured]) -> Iterator[Column]:
     """Each loss once, the first of them the run's own."""
-    known = []
-    for others, job in chosen:
-        config, problems = _checked(subject.compose([*others, *job]))
-        if problems:
-            raise ConfigError("\n".join(problems))
-        loss = loss_of(OmegaConf.to_object(config))
+    known: list[Loss] = []
+    for one in configured:
+        loss = loss_of(OmegaConf.to_object(one.config))
         if loss in known:
             continue
-        label = " ".join(job) if known else f"loss={config.loss.name} aggregation={config.aggregation.mode.value}"
+        own = f"loss={one.values.loss.name} aggregation={one.values.aggregation.mode}"
+        lines = [line for line in equation(one.values)[1:] if line.strip().startswith(_TERMS)]
+        yield Column(" ".join(one.job) if known else own, lines, judge(made, loss))
         known.append(loss)
-        lines = [line for line in equation(resolve_and_validate(config)[0])[1:] if line.strip().startswith(_TERMS)]
-        yield Column(label, lines, judge(made, loss))
 
 
 def _weights(subject: _Subject, checkpoint: dict | None, number: int) -> str:
@@ -211,7 +228,9 @@ def _proof(made: MadeStep, row: dict[str, float], number: int) -> str:
     unequal = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     if not unequal:
         return f"All {len(pairs)} recorded metrics of step {number} come out the same, bit for bit."
-    far = {name: pair for name, pair in unequal.items() if not math.isclose(*pair, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE)}
+    far = {
+        name: pair for name, pair in unequal.items() if not math.isclose(*pair, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE)
+    }
     if not far:
         return (
             f"All {len(pairs)} recorded metrics of step {number} come out the same but for rounding, {len(unequal)} of "
@@ -241,15 +260,15 @@ def _notes(config: Config, made: MadeStep, columns: list[Column]) -> Iterator[st
 def summary(inspected: Inspected, page: Path) -> str:
     """What `pgtk tokens` prints."""
     totals = inspected.made.step.totals
-    lines = [
-        f"step {inspected.number} of {inspected.name}: {totals.num_documents} documents, {totals.num_tokens} trained tokens",
-        *inspected.facts,
-    ]
+    size = f"{totals.num_documents} documents, {totals.num_tokens} trained tokens"
+    lines = [f"step {inspected.number} of {inspected.name}: {size}", *inspected.facts]
     rows = [("", "loss", "cut below", "cut above", "capped")]
     for column in inspected.columns:
         one = column.judged
         capped = one.count("below, capped", "above, capped")
-        rows.append((column.label, f"{one.total:.6g}", *map(str, (one.count("below, cut"), one.count("above, cut"), capped))))
+        rows.append(
+            (column.label, f"{one.total:.6g}", *map(str, (one.count("below, cut"), one.count("above, cut"), capped)))
+        )
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     for label, *cells in rows:
         lines.append("  ".join([label.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]))

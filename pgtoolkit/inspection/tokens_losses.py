@@ -102,7 +102,7 @@ def _clips(loss: Loss, piece: Piece, made: MadeStep) -> Tensor:
     """(T,) uint8: places of CLIPS. Of the family alone: a correction may leave a gradient of 0, too."""
     log_probs, alone = piece.log_probs, replace(loss, correction=None)
     objective = make_objective(piece.micro_batch, made.step.totals, alone, log_probs.dtype, Ranks())
-    if not made.has_old_log_probs:
+    if not (made.has_old_log_probs and loss.family.reads_old_log_probs):
         return torch.zeros_like(log_probs, dtype=torch.uint8)
     terms = objective.token_terms(log_probs)
     low, high, cut_low, cut_high = objective.clips(log_probs)
@@ -122,9 +122,11 @@ def _check_documents(made: MadeStep, loss: Loss) -> None:
     """ConfigError where the loss reads what the step's documents do not have."""
     tokens, correction = made.pieces[0].micro_batch, loss.correction
     if loss.reads_old_log_probs and not made.has_old_log_probs:
+        named = "kl=k3_ratio" if correction is None else f"correction={correction.name}"
+        named = f"loss={loss.family.name}" if loss.family.reads_old_log_probs else named
         raise ConfigError(
-            f"loss={loss.family.name} needs old_log_probs (got documents without). Its ratio reads them. "
-            "Use loss=reinforce."
+            f"{named} needs old_log_probs (got documents without). Its ratio reads them. Use loss=reinforce with "
+            "correction=none and kl=none."
         )
     if correction is not None and not correction.of_policy and tokens.sampling_log_probs is None:
         raise ConfigError(

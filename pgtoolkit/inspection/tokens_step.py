@@ -22,8 +22,8 @@ from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.state import restore, restore_data
 from pgtoolkit.training.train import quieten
 
-_OF_THE_MACHINE = ("seconds_", "time", "tokens_per_second", "peak_memory_gb", "num_micro_batches")
-"""Metrics, by how their names begin, that say how a step was made and not what came of it."""
+_OF_THE_UPDATE = ("seconds_", "time", "tokens_per_second", "peak_memory_gb", "num_micro_batches", "learning_rate")
+"""Metrics, by how their names begin, that say how a step was made, not what was known before its update."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,9 @@ def make_again(config: Config, checkpoint: dict | None, number: int) -> MadeStep
         loader.close()
     if watch.step is None:
         last = watch.last
-        raise DataError(f"--step={number} needs so many steps of data (got {last}). Nothing is left. Use --step={last}.")
+        raise DataError(
+            f"--step={number} needs so many steps of data (got {last}). Nothing is left. Use --step={last}."
+        )
     if not watch.pieces:
         raise DataError(f"--step={number} needs a step with trained tokens (got none). Use another --step.")
     if isinstance(own.rollout, PolicyRolloutConfig):
@@ -95,7 +97,7 @@ def make_again(config: Config, checkpoint: dict | None, number: int) -> MadeStep
 
 def compared(made: dict[str, float], row: dict[str, float]) -> dict[str, tuple[float, float]]:
     """Name -> (made, recorded) of each metric of the step that both have and that should be the same."""
-    return {name: (made[name], row[name]) for name in row if name in made and not name.startswith(_OF_THE_MACHINE)}
+    return {name: (made[name], row[name]) for name in row if name in made and not name.startswith(_OF_THE_UPDATE)}
 
 
 def _recorded(config: Config) -> Path | None:
