@@ -89,6 +89,7 @@ class Tokens:
     labels, document_index: (T,) int64; labels[t] is the token to predict at position t, negative where nothing is
         trained. old_log_probs, advantages: (T,) floating, aligned with labels, read only where trained.
     sampling_log_probs, ref_log_probs: the same, or None; see `OPTIONAL_VECTORS`.
+    factors: the same, or None: rho_t as the caller has computed it; l_t is multiplied by it, beside any correction.
     num_documents: of this piece. group_index: (documents,) int64, each document's group as the totals number them.
     counts: of the documents, where they are known on the host.
     """
@@ -102,6 +103,7 @@ class Tokens:
     counts: DocumentCounts | None = None
     sampling_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
+    factors: Tensor | None = None
 
     def counted(self) -> Self:
         """The same with `counts`, which are read from the tensors here: before they move to a GPU."""

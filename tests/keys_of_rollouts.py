@@ -8,7 +8,7 @@ import types
 
 import pytest
 import torch
-from builders.runs import assert_equal, sampler_of
+from builders.runs import assert_equal, run, sampler_of
 from keys import (
     key,
     logits_of,
@@ -21,6 +21,7 @@ from keys import (
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.shuffle import shuffled
 from pgtoolkit.rollouts.tasks import make_task
+from pgtoolkit.runs.completions import completion_files, read_completions
 
 
 def sampled(*overrides):
@@ -194,6 +195,14 @@ def lag():
 def max_staleness():
     for value, expected in ((2, [0, 1, 3, 5]), (3, [0, 0, 2, 4]), (9, [0, 0, 2, 4])):
         assert versions_of(f"rollout.max_staleness={value}", "rollout.old_log_probs=sampling") == expected
+
+
+@key("rollout/policy.keep_completions")
+def keep_completions(tmp_path):
+    for number in (0, 3):
+        folder = run(tmp_path / str(number), f"rollout.keep_completions={number}", "trainer.max_steps=2")
+        files = completion_files(folder)
+        assert [row.step for file in files for row in read_completions(file.path)] == [1] * number + [2] * number
 
 
 @key("rollout/policy.save_path")

@@ -58,10 +58,10 @@ MUTANTS = [
 ]
 ON_A_GPU = [pytest.param(Mutant(*row), marks=pytest.mark.gpu) for row in MUTANTS_ON_A_GPU]
 
-# Loads what takes seconds once, nothing of pgtoolkit, then forks for every line `folder, tests ...` that it reads and
-# answers with what pytest found in that folder.
+# Run in a copy of the package. Imports what the package imports from elsewhere once, and nothing of its own; then forks
+# for every line of tests that it reads, and leaves in result.json what pytest found.
 SERVER = """
-import json, os, sys
+import compileall, gc, importlib, json, os, pkgutil, py_compile, sys
 import hypothesis, lightning, matplotlib.pyplot, mlflow, pytest, torch, transformers
 from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
 
@@ -74,78 +74,111 @@ class Record:
             names = [kind.__name__ for kind in call.excinfo.type.__mro__]
             self.failed.append([item.nodeid, call.when, names, str(call.excinfo.value)[:300]])
 
-def run(folder, tests):
-    os.chdir(folder)
-    sys.path.insert(0, folder)
-    os.environ["PYTHONPATH"] = folder
-    sys.stdout = sys.stderr = open("output.txt", "w")
-    record = Record()
-    options = ["-q", "--disable-plugin-autoload", "-p", "no:cacheprovider"]
-    status = pytest.main([*options, *tests], plugins=[record])
-    files = [m.__file__ for n, m in sys.modules.items() if n.partition(".")[0] == "pgtoolkit"]
-    with open("result.json", "w") as file:
-        json.dump({"status": int(status), "failed": record.failed, "files": files}, file)
-    sys.stdout.flush()
+def own(name):
+    return name.partition(".")[0] == "pgtoolkit"
 
-for line in sys.stdin:
-    folder, *tests = json.loads(line)
+def forked(function, *arguments):
     if os.fork() == 0:
         try:
-            run(folder, tests)
+            with open("result.json", "w") as file:
+                json.dump(function(*arguments), file)
         finally:
             os._exit(0)
     os.wait()
+
+def imported():
+    import pgtoolkit
+    for module in pkgutil.walk_packages(pgtoolkit.__path__, "pgtoolkit."):
+        importlib.import_module(module.name)
+    return [name for name in sys.modules if not own(name)]
+
+def run(tests):
+    sys.stdout = sys.stderr = open("output.txt", "w")
+    record = Record()
+    options = ["-q", "--disable-plugin-autoload", "-p", "pytest_timeout", "-p", "no:cacheprovider"]
+    status = pytest.main([*options, *tests], plugins=[record])
+    sys.stdout.flush()
+    files = [module.__file__ for name, module in sys.modules.items() if own(name)]
+    return {"status": int(status), "failed": record.failed, "files": files}
+
+# By its contents, not by its time, so that a change within a second is seen.
+compileall.compile_dir("pgtoolkit", quiet=1, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
+forked(imported)
+for name in json.load(open("result.json")):
+    importlib.import_module(name)
+gc.freeze()  # what a fork collects is only its own
+for line in sys.stdin:
+    forked(run, json.loads(line))
     print("done", flush=True)
 """
 
 
+@dataclass(frozen=True)
+class Server:
+    """A process that runs tests in `folder`, a copy of the package. Starting it takes as long as a few mutants do."""
+
+    folder: Path
+    process: subprocess.Popen
+
+    def run(self, tests) -> dict:
+        """What pytest finds in the copy, once it is sure that the copy and nothing else was tested."""
+        (self.folder / "result.json").unlink(missing_ok=True)
+        print(json.dumps([*tests]), file=self.process.stdin, flush=True)
+        assert self.process.stdout.readline() == "done\n"
+        result = json.loads((self.folder / "result.json").read_text())
+        assert result["files"], "pgtoolkit was not imported"
+        assert all(Path(file).is_relative_to(self.folder) for file in result["files"]), result["files"]
+        return result
+
+    @property
+    def output(self) -> str:
+        return (self.folder / "output.txt").read_text()
+
+
 @pytest.fixture(scope="module")
-def server():
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("copy")
+    ignore = shutil.ignore_patterns("__pycache__", "test_mutants.py", "images")
+    for name in ("pgtoolkit", "conf", "docs", "tests"):
+        shutil.copytree(REPOSITORY / name, folder / name, ignore=ignore)
+    shutil.copy(REPOSITORY / "pyproject.toml", folder)
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-    command = [sys.executable, "-c", SERVER]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-    yield process
+    environment["PYTHONPATH"] = str(folder)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVER],
+        cwd=folder,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    yield Server(folder, process)
     process.stdin.close()
     assert process.wait(timeout=60) == 0
 
 
-def copy_to(folder: Path) -> Path:
-    for name in ("pgtoolkit", "conf", "docs", "tests"):
-        shutil.copytree(
-            REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "test_mutants.py", "images")
-        )
-    shutil.copy(REPOSITORY / "pyproject.toml", folder)
-    return folder
-
-
-def run_tests(server, folder: Path, tests) -> dict:
-    """What pytest finds in the copy, once it is sure that the copy and nothing else was tested."""
-    print(json.dumps([str(folder), *tests]), file=server.stdin, flush=True)
-    assert server.stdout.readline() == "done\n"
-    result = json.loads((folder / "result.json").read_text())
-    assert result["files"], "pgtoolkit was not imported"
-    assert all(Path(file).is_relative_to(folder) for file in result["files"]), result["files"]
-    return result
-
-
-def test_without_a_mutation_the_named_tests_pass(server, tmp_path):
+def test_without_a_mutation_the_named_tests_pass(server):
     tests = sorted({test for mutant in MUTANTS for test in mutant.caught_by})
-    folder = copy_to(tmp_path)
-    result = run_tests(server, folder, tests)
-    assert result["status"] == 0, (folder / "output.txt").read_text()
+    assert server.run(tests)["status"] == 0, server.output
 
 
-@pytest.mark.parametrize("mutant", [*MUTANTS, *ON_A_GPU], ids=lambda mutant: mutant.name)
-def test_the_mistake_is_caught(server, tmp_path, mutant):
-    folder = copy_to(tmp_path)
-    file = folder / "pgtoolkit" / mutant.file
-    text = file.read_text()
+@pytest.fixture
+def mutated(server, mutant):
+    """The server's copy, with the mistake in it."""
+    file = server.folder / "pgtoolkit" / mutant.file
+    original = text = file.read_text()
     for old, new in mutant.edits.items():
         assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times in {mutant.file}"
         text = text.replace(old, new)
     file.write_text(text)
-    result = run_tests(server, folder, mutant.caught_by)
-    assert result["status"] == pytest.ExitCode.TESTS_FAILED, (folder / "output.txt").read_text()
+    yield server
+    file.write_text(original)
+
+
+@pytest.mark.parametrize("mutant", [*MUTANTS, *ON_A_GPU], ids=lambda mutant: mutant.name)
+def test_the_mistake_is_caught(mutated, mutant):
+    result = mutated.run(mutant.caught_by)
+    assert result["status"] == pytest.ExitCode.TESTS_FAILED, mutated.output
     for test in mutant.caught_by:
         reasons = [(when, set(names)) for name, when, names, _ in result["failed"] if name.startswith(test)]
         assert reasons, f"{test} did not notice"

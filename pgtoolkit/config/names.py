@@ -16,7 +16,7 @@ from pgtoolkit.system.report import key_of
 
 NO_EFFECT_ON_LEARNING = (
     *("tracking.", "trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.accept_changed_data"),
-    *("rollout.save_path", "task.verifier_processes"),
+    *("rollout.save_path", "rollout.keep_completions", "task.verifier_processes"),
     *("sampler.urls", "sampler.executable", "sampler.gpus", "sampler.gpu_memory_share", "sampler.weights_folder"),
     *("sampler.tolerance", "sampler.start_seconds", "sampler.answer_seconds"),
 )

@@ -47,7 +47,7 @@ ADDED_LATER = {
     "entropy": {"coefficient": 0.0},
     "model/huggingface": {"lora_rank": None, "lora_alpha": 32.0, "lora_targets": ["all-linear"]},
     "parallelism": {"shard": False, "timeout_seconds": 300},
-    "rollout/policy": {"lag": 0, "max_staleness": None, "stop": []},
+    "rollout/policy": {"lag": 0, "max_staleness": None, "stop": [], "keep_completions": 0},
     "task/prompts": {
         **{"split": None, "verifiers": {}, "verifier_processes": 0, "verifier_seconds": None},
         **_PROMPTS,

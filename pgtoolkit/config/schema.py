@@ -189,6 +189,7 @@ class PolicyRolloutConfig:
     max_sampling_rounds: int = between(1, 1000)
     lag: int = between(0, 10**6)
     max_staleness: int | None = between(1, 10**6)
+    keep_completions: int = between(0, 10**6)
     save_path: str | None
 
 

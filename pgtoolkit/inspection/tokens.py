@@ -17,6 +17,7 @@ from pgtoolkit.config.paths import DATA, make_absolute
 from pgtoolkit.config.plan import documents_per_batch, documents_per_step, equation
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.validate import resolve_and_validate
+from pgtoolkit.dumps.configuration import reading
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.inspection.tokens_losses import Judged, common_vectors, judge
 from pgtoolkit.inspection.tokens_step import MadeStep, compared, make_again
@@ -125,8 +126,7 @@ def _subject(target: str | None) -> _Subject:
         return _Subject((), path)
     if not path.exists() or (path.is_dir() and not [*path.glob("*.jsonl"), *path.glob("*.parquet")]):
         raise not_a_run(f"pgtk tokens {target}", path, "a run directory, or recorded rollouts")
-    quoted = target.replace("\\", "\\\\").replace("'", "\\'")
-    return _Subject(("rollout=recorded", f"rollout.path='{quoted}'"))
+    return _Subject(reading(target))
 
 
 @dataclass(frozen=True)

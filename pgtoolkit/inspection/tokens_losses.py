@@ -11,6 +11,7 @@ from torch import Tensor
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.inspection.tokens_step import MadeStep, Piece
 from pgtoolkit.losses.exchange import Ranks
+from pgtoolkit.losses.measures import clips
 from pgtoolkit.losses.objective import Loss, make_objective
 
 CLIPS = (
@@ -105,7 +106,7 @@ def _clips(loss: Loss, piece: Piece, made: MadeStep) -> Tensor:
     if not (made.has_old_log_probs and loss.family.reads_old_log_probs):
         return torch.zeros_like(log_probs, dtype=torch.uint8)
     terms = objective.token_terms(log_probs)
-    low, high, cut_low, cut_high = objective.clips(log_probs)
+    low, high, cut_low, cut_high = clips(objective, log_probs)
     effect = torch.where(terms.slope == 0, 3, 2)
     below = torch.where(cut_low, effect, low.long())
     above = torch.where(cut_high, effect, high.long())

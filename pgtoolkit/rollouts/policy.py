@@ -127,6 +127,10 @@ class PolicyRollouts:
         self._batches = {self._number + i: documents[start : start + size] for i, start in enumerate(starts)}
         self._next_prompt = state["next_prompt"]
 
+    def prompt(self, document: Document) -> Prompt:
+        """What a document of this source answers."""
+        return self._task.prompt(document.group)
+
     def seconds(self) -> dict[str, float]:
         return self._stages.taken()
 

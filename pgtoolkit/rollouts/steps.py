@@ -19,6 +19,7 @@ from pgtoolkit.errors import DataError
 from pgtoolkit.ranks.agreement import check_same, failing_together
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.packing import cut, pack
+from pgtoolkit.rollouts.tasks import Prompt
 
 
 class Source(Protocol):
@@ -100,6 +101,10 @@ class StepLoader:
     def _state(self) -> dict:
         """For `settled`: the source may be sampling, which is for a checkpoint to wait for, not for each step."""
         return {"position": self._position, "num_steps": self._num_steps, "source": self._source.state_dict}
+
+    def prompt(self, document: Document) -> Prompt:
+        """What a document of a step answers; only of those that a policy in training has written."""
+        return self._source.prompt(document)
 
     def load_state_dict(self, state: dict) -> None:
         self._position = state["position"]

@@ -17,27 +17,27 @@ class StopStrings:
 
     A completion ends with the first token after which its text contains one of the strings. The text is what the
     tokenizer decodes without special tokens, of the completion alone: a string that begins in the prompt ends nothing.
-    window: tokens in which the end of a completion is seen.
+    strings: those of `rollout.stop`. window: tokens in which the end of a completion is seen.
     Raises ConfigError for a string with a special token, which no text contains.
     """
 
     def __init__(self, strings: Sequence[str], tokenizer):
-        self._strings = tuple(strings)
+        self.strings = list(strings)
         self._tokenizer = tokenizer
         longest = max((len(one.encode()) for one in strings), default=0)  # in bytes: no token of a text has less
         self.window = longest + _MARGIN
         for one in strings:
             if names := _special_tokens(one, tokenizer):
-                setting, reason = f"rollout.stop={list(strings)}", "Special tokens are no part of the text."
+                setting, reason = f"rollout.stop={self.strings}", "Special tokens are no part of the text."
                 use = "the text alone, and ids of special tokens in eos_token_id of the model's generation_config.json"
                 raise ConfigError(refusal(setting, "texts without special tokens", " ".join(names), reason, use))
 
     def __bool__(self) -> bool:
-        return bool(self._strings)
+        return bool(self.strings)
 
     def end(self, tokens: Sequence[int]) -> int | None:
         """How many of a completion's tokens it takes until it ends; None if no string is in its text."""
-        if not self._strings or not self._found(self._text(tokens)):
+        if not self.strings or not self._found(self._text(tokens)):
             return None
         return bisect.bisect_left(range(len(tokens)), True, key=lambda n: self._found(self._text(tokens[: n + 1]))) + 1
 
@@ -50,10 +50,10 @@ class StopStrings:
 
     def before(self, text: str) -> str:
         """The text up to where the first of the strings begins."""
-        return text[: min((place for one in self._strings if (place := text.find(one)) >= 0), default=len(text))]
+        return text[: min((place for one in self.strings if (place := text.find(one)) >= 0), default=len(text))]
 
     def _found(self, text: str) -> bool:
-        return any(one in text for one in self._strings)
+        return any(one in text for one in self.strings)
 
     def _text(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)

@@ -18,6 +18,7 @@ from pgtoolkit.config.schema import Config
 from pgtoolkit.ranks.agreement import failing_together, gather
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.samplers import Completion, Request
+from pgtoolkit.rollouts.stops import StopStrings
 from pgtoolkit.rollouts.vllm_client import Sampling, Server
 from pgtoolkit.rollouts.vllm_proof import Proof
 from pgtoolkit.rollouts.vllm_start import Servers, plan
@@ -54,6 +55,7 @@ class VllmSampler:
             top_p=1.0 if config.rollout.top_p is None else config.rollout.top_p,
             max_tokens=config.rollout.max_completion_length,
             ends=end_tokens(policy.model.generation_config, policy.tokenizer),
+            stops=StopStrings(config.rollout.stop, policy.tokenizer),
             vocabulary_size=policy.vocabulary_size,
             seeded=own.seeded,
         )

@@ -16,6 +16,7 @@ from torch import Tensor
 from pgtoolkit.errors import SamplerLost, first_line
 from pgtoolkit.rollouts.samplers import Completion, Request
 from pgtoolkit.rollouts.server_process import ServerProcess
+from pgtoolkit.rollouts.stops import StopStrings
 
 _ATTEMPTS = 4
 """Of a call that found no connection; each waits longer than the one before."""
@@ -29,14 +30,15 @@ _CONNECTIONS = 1024
 class Sampling:
     """How completions are sampled.
 
-    ends: token ids that end a completion. vocabulary_size: entries of the trainer's. seeded: whether each request
-    passes on its seed.
+    ends: token ids that end a completion; stops: texts that do. vocabulary_size: entries of the trainer's.
+    seeded: whether each request passes on its seed.
     """
 
     temperature: float
     top_p: float
     max_tokens: int
     ends: list[int]
+    stops: StopStrings
     vocabulary_size: int
     seeded: bool
 
@@ -46,22 +48,27 @@ class Sampling:
         salt: what the server may have cached of another salt's prompts is of other weights, and is not used.
         """
         seed = {"seed": request.seed} if self.seeded else {}
-        return seed | {
-            "prompt": request.tokens,
-            "n": request.completions,
-            "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": 0,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "stop_token_ids": self.ends,
-            "ignore_eos": True,  # the ends are those above and no others
-            "logprobs": 0,
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,  # what is no text needs no decoding
-            "cache_salt": salt,
-        }
+        stops = {"stop": self.stops.strings} if self.stops else {}
+        return (
+            seed
+            | stops
+            | {
+                "prompt": request.tokens,
+                "n": request.completions,
+                "max_tokens": self.max_tokens,
+                "temperature": self.temperature,
+                "top_p": self.top_p,
+                "top_k": 0,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
+                "stop_token_ids": self.ends,
+                "ignore_eos": True,  # the ends are those above and no others
+                "logprobs": 0,
+                "return_token_ids": True,
+                "return_tokens_as_token_ids": True,  # what is no text needs no decoding
+                "cache_salt": salt,
+            }
+        )
 
 
 class Server:
@@ -157,13 +164,16 @@ class Server:
                 f"the log-prob of a sampled token is {odd[0]}. Its weights give numbers that are none, or it was "
                 "started without --logprobs-mode processed_logprobs"
             )
-        return Completion(
-            torch.tensor(tokens), torch.tensor(log_probs), self._finish(tokens, choice, sampling), version
-        )
+        # A server decodes token by token, and may see a stop string later than it stands in the whole text.
+        stopped = sampling.stops.end(tokens)
+        kept = tokens[:stopped]
+        reason = "stop" if stopped else self._finish(kept, choice, sampling)
+        return Completion(torch.tensor(kept), torch.tensor(log_probs[:stopped]), reason, version)
 
     def _finish(self, tokens: list[int], choice: dict, sampling: Sampling) -> str:
         reason, ended = choice.get("finish_reason"), [token in sampling.ends for token in tokens]
-        if reason == "stop" and ended[-1] and not any(ended[:-1]):
+        of_text = choice.get("stop_reason") in sampling.stops.strings
+        if reason == "stop" and (ended[-1] or of_text) and not any(ended[:-1]):
             return reason
         if reason == "length" and len(tokens) == sampling.max_tokens and not any(ended):
             return reason

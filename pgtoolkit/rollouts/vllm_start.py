@@ -74,7 +74,7 @@ def plan(config: Config, layout: Layout, number_type: str, room: int) -> Plan:
     }
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     arguments += [
-        "--skip-tokenizer-init",
+        *([] if config.rollout.stop else ["--skip-tokenizer-init"]),  # text alone needs one
         "--disable-uvicorn-access-log",
         "--disable-log-stats",
         *(["--enable-sleep-mode"] if sleeps else []),

@@ -34,7 +34,7 @@ from pgtoolkit.system.report import key_of
 
 _log = logging.getLogger(__name__)
 
-BELONGS_TO_A_RUN = ("config.yaml", "status.json", "metrics.jsonl", "checkpoints")
+BELONGS_TO_A_RUN = ("config.yaml", "status.json", "metrics.jsonl", "checkpoints", "completions")
 """What lies in a directory only once a run has begun there."""
 
 

@@ -15,6 +15,7 @@ from pgtoolkit.batch import Document, Step
 from pgtoolkit.config.schema import TrainerConfig
 from pgtoolkit.errors import DataError, NumericalError, SamplerLost
 from pgtoolkit.ranks.agreement import largest
+from pgtoolkit.rollouts.completions import KeptCompletions
 from pgtoolkit.rollouts.data_metrics import mismatch_note
 from pgtoolkit.rollouts.steps import settled
 from pgtoolkit.runs.directory import RunDirectory
@@ -34,6 +35,7 @@ class Recorder(lightning.Callback):
     """Writes what each step yields to the run directory; a step counts once its update is made.
 
     run: None on ranks other than 0. checkpoint: the state to continue from, or None for a fresh run.
+    completions: an attribute, where some are kept; rank 0's.
     The first SIGINT or SIGTERM, to any rank, lets the step finish and saves it (`interrupted_by` is then set); a
     second SIGINT acts at once. Several ranks stop in the same way when the process that started them is gone.
     """
@@ -50,6 +52,7 @@ class Recorder(lightning.Callback):
         self._not_finite = False
         self._signal = 0
         self._parent = os.getppid()
+        self.completions: KeptCompletions | None = None
         self._unsaved: dict | None = None  # where the data stands, while that is in no checkpoint
 
     def on_train_start(self, trainer, module) -> None:
@@ -66,6 +69,8 @@ class Recorder(lightning.Callback):
             metrics = outputs["metrics"]
             self._run.append_metrics(self.step, metrics)
             log.info(self._progress.line(self.step, metrics))
+        if self.completions is not None:
+            self.completions.add(self.step, batch.documents)
         if self._num_updates == 0:
             self._before_the_first_update(module, outputs["metrics"], batch.documents)
         self._unsaved = batch.state_after
@@ -106,6 +111,8 @@ class Recorder(lightning.Callback):
             log.warning(f"note: {note}")
 
     def _save(self, module) -> None:
+        if self.completions is not None:
+            self.completions.write()  # first: a run that goes on from this checkpoint has those up to it
         state, tensors = snapshot(module, settled(self._unsaved))
         settings, keep = functools.partial(write_settings, module), self._config.keep_checkpoints
         save_checkpoint(self._folder, state, tensors, settings, keep, module.layout)

@@ -15,6 +15,8 @@ from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, Interrupted, SamplerLost, StorageError
 from pgtoolkit.ranks.agreement import failing_together, gather, losing_ranks
 from pgtoolkit.ranks.layout import AXES, ONE_PROCESS, Layout
+from pgtoolkit.rollouts.completions import KeptCompletions
+from pgtoolkit.runs.completions import drop_completions_after
 from pgtoolkit.runs.directory import RunDirectory, read_status
 from pgtoolkit.runs.files import read_provenance, storage
 from pgtoolkit.runs.provenance import collect
@@ -78,6 +80,9 @@ def train(
                 if checkpoint is not None:
                     restore_data(loader, checkpoint)
                 if run is not None:
+                    if count := getattr(config.rollout, "keep_completions", 0):
+                        tokenizer = module.policy.tokenizer
+                        recorder.completions = KeptCompletions(run.path, count, loader.prompt, tokenizer, recorder.step)
                     tracker = _start_tracker(config, run)
                 if recorder.step < config.trainer.max_steps:
                     fit(module, loader, config, recorder)
@@ -96,7 +101,7 @@ def train(
         finally:
             if run is not None:
                 with _sigterm_ignored(layout):
-                    _finish(run, tracker, outcome, recorder.step, reason)
+                    _finish(run, recorder, tracker, outcome, reason)
     if outcome == "interrupted":
         raise Interrupted(
             f"stopped by {reason} after step {recorder.step}; saved up to step {recorder.saved_step}. "
@@ -122,6 +127,7 @@ def _prepare(config: Config, run: RunDirectory, resume: bool, resolved: dict, ov
     run.write_config(resolved, overrides, step)
     run.write_provenance(collect(sys.argv))
     run.drop_metrics_after(step)
+    drop_completions_after(run.path, step)
     if len(run.read_metrics()) < step:
         log.warning(f"{run.metrics_path} lacks steps before the checkpoint's: summary and curves begin later")
     return checkpoint
@@ -153,15 +159,19 @@ def _start_tracker(config: Config, run: RunDirectory) -> MlflowTracker | None:
     return tracker
 
 
-def _finish(run: RunDirectory, tracker: MlflowTracker | None, outcome: str, step: int, reason: str | None) -> None:
+def _finish(
+    run: RunDirectory, recorder: Recorder, tracker: MlflowTracker | None, outcome: str, reason: str | None
+) -> None:
     """Write the final status, curves and summary; what fails here is logged and never hides the run's own error."""
     rows = []
     try:
-        run.set_status(outcome, step, reason)
+        run.set_status(outcome, recorder.step, reason)
+        if recorder.completions is not None:
+            recorder.completions.write()
         if rows := run.read_metrics():
             plot_curves(rows, run.path / "curves.png", run.path.name)
     except (StorageError, OSError) as error:
-        log.warning(f"status or curves of the run are missing: {error}")
+        log.warning(f"status, completions or curves of the run are missing: {error}")
     if tracker is not None and (missing := tracker.finish(outcome)):
         log.warning(f"MLflow lacks {', '.join(missing)} of this run. Deliver them with: {sync_command(run.path)}")
     if outcome == "done":

@@ -34,6 +34,7 @@ class Engine:
         self.cached: dict[tuple, object] = {}  # which weights have seen a prompt, as of its salt
         torch.set_num_threads(1)
         loaded = AutoModelForCausalLM.from_pretrained(options.folder, dtype=getattr(torch, options.dtype)).eval()
+        self.tokenizer = None if options.skip_tokenizer_init else AutoTokenizer.from_pretrained(options.folder)
         self.model = copy.deepcopy(loaded)  # its weights may be the file itself, which is to be written anew
 
     def failing(self, fault: str) -> bool:
@@ -77,7 +78,7 @@ class Engine:
         return choices[1:] if self.failing("too_few") else choices
 
     def _choice(self, body: dict, model, generator) -> dict:
-        tokens, log_probs, reason = [], [], "length"
+        tokens, log_probs, reason, stop_reason = [], [], "length", None
         ends = set() if self.failing("beyond_the_end") else {*body["stop_token_ids"]}
         while len(tokens) < body["max_tokens"] + 3 * self.failing("too_long"):
             with torch.no_grad():
@@ -90,11 +91,23 @@ class Engine:
             if token in ends:
                 reason = "stop"
                 break
+            # Some decoders give a token's text only with the next one.
+            text = (
+                self.tokenizer.decode(tokens[: -1 if self.failing("late_stop") else None]) if body.get("stop") else ""
+            )
+            if found := [one for one in body.get("stop", []) if one in text] + ["?"] * self.failing("odd_stop"):
+                reason, stop_reason = "stop", found[0]
+                break
         if self.failing("foreign_token"):
             tokens[0] = logits.numel() + 5
         if self.failing("null_log_probs"):
             log_probs[-1] = None
-        found = {"finish_reason": reason, "text": "", "logprobs": {"token_logprobs": log_probs}}
+        found = {
+            "finish_reason": reason,
+            "stop_reason": stop_reason,
+            "text": "",
+            "logprobs": {"token_logprobs": log_probs},
+        }
         return found if self.failing("no_ids") else found | {"token_ids": tokens}
 
 
@@ -156,6 +169,8 @@ class Handler(BaseHTTPRequestHandler):
             engine.failing("busy_for_a_moment") and engine.calls < engine.options.after + 3
         ):
             return self._answer(503, {"error": "paused"})
+        if body.get("stop") and engine.tokenizer is None:
+            return self._answer(400, {"error": "no tokenizer, no stop strings"})
         if engine.asleep:
             return self._answer(500, {"error": "the engine is asleep"})
         if engine.failing("no_json"):
@@ -194,6 +209,7 @@ def main() -> None:
     parser.add_argument("--port", type=int)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--logprobs-mode", default="raw_logprobs")
+    parser.add_argument("--skip-tokenizer-init", action="store_true")
     options, _ = parser.parse_known_args()
     variables = {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "VLLM_SERVER_DEV_MODE", "RANK")}
     mark(options, f"start {json.dumps([variables, sys.argv[1:], os.environ.get('PYTHONPATH')])}")
@@ -205,10 +221,10 @@ def main() -> None:
         sys.exit("ValueError: free memory on device is less than desired GPU memory utilization")
     if options.fault == "port_taken" and Path(options.marks).read_text().count("start [{") <= options.after:
         sys.exit("OSError: [Errno 98] Address already in use")
-    global torch, load_file, AutoModelForCausalLM  # loaded only now: most faults of a start are told at once
+    global torch, load_file, AutoModelForCausalLM, AutoTokenizer  # only now: most faults of a start are told at once
     import torch
     from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     engine = Engine(options)
     server = ThreadingHTTPServer(("127.0.0.1", options.port), Handler)

@@ -302,11 +302,6 @@ RULES = [
         "sampler.max_sequences=8 needs rollout=policy (got rollout=recorded). It would be ignored",
         "sampler.max_sequences=8",
     ),
-    (
-        "sampler=vllm sampler.urls=['http://a:1'] rollout.stop=['#']",
-        "needs sampler=transformers (got sampler=vllm)",
-        "sampler=vllm sampler.urls=['http://a:1'] rollout.stop=[]",
-    ),
     ("sampler=vllm sampler.gpus=[0]", "numbers from 1 on (got 0)", "sampler=vllm sampler.gpus=[1]"),
     (
         "sampler=vllm sampler.gpus=[1,2] parallelism=ddp",

@@ -23,7 +23,7 @@ from builders.losses import (
 from builders.runs import assert_equal
 from torch.nn.functional import linear
 
-from pgtoolkit import corrections, families, linear_policy_loss, log_prob_loss, policy_loss
+from pgtoolkit import corrections, families, kl, linear_policy_loss, log_prob_loss, policy_loss
 from pgtoolkit.errors import DataError
 from pgtoolkit.kernels import losses as kernel_losses
 from pgtoolkit.losses import reference
@@ -368,6 +368,27 @@ def test_untrained_positions_may_hold_anything(correction, poison):
     assert_equal(*results)
 
 
+@pytest.mark.parametrize("loss", ["grpo", "gspo", "vespo"])
+def test_factors_that_a_trainer_brings_are_a_correction(loss):
+    case = make_case(seed=12)
+    mask = case.labels >= 0
+    log_probs = policy_loss(*case.tensors, **options_of(case, loss, "sample_mean")).log_probs
+    v = torch.where(mask, (case.old_log_probs - case.sampling_log_probs).exp(), math.nan)
+    given = {"correction": corrections.TokenTruncate(high=1e9), "sampling_log_probs": case.sampling_log_probs}
+    penalty = {"kl": kl.KL("k3", 0.5), "ref_log_probs": case.old_log_probs - 0.1}
+    results = []
+    for how in (given, {"factors": v}, {"factors": torch.where(mask, 1.0, v)}):
+        leaf = log_probs.clone().requires_grad_()
+        vectors = leaf, case.old_log_probs, case.advantages, case.document_index, mask
+        out = log_prob_loss(*vectors, **options_of(case, loss, "sample_mean", "none"), **penalty, **how)
+        out.loss.backward()
+        results.append([out.loss.detach(), leaf.grad])
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-7)
+    assert relative_error(results[2][1], results[0][1]) > 0.01
+    with pytest.raises(ValueError, match="not finite: a reducer's, a factor, or the totals"):
+        log_prob_loss(*vectors, **options_of(case, loss, "sample_mean"), factors=torch.where(mask, v.roll(1), v))
+
+
 @pytest.mark.parametrize("correction", [None, *OF_SAMPLING])
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("impl", ["torch", "fused_linear"])
@@ -429,15 +450,15 @@ def test_names_and_classes():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: corrections.TokenTruncate(high=0), "high needs a finite number > 0"),
-        (lambda: corrections.TokenMask(low=-1), "low needs a finite number >= 0"),
+        (lambda: corrections.TokenTruncate(high=0), "high needs a number from 1e-06 to"),
+        (lambda: corrections.TokenMask(low=-1), "low needs a number from 0 to"),
         (lambda: corrections.TokenMask(low=6), "low needs a number that is not above high=5"),
         (
             lambda: corrections.SequenceMask(mean="harmonic"),
             "mean='harmonic' is unknown; choose one of product, geometric",
         ),
         (lambda: corrections.SequenceMask(factor="two"), "factor='two' is unknown; choose one of document, token, one"),
-        (lambda: corrections.OffPolicyMask(threshold=math.nan), "threshold needs a finite number >= 0"),
+        (lambda: corrections.OffPolicyMask(threshold=math.nan), "threshold needs a number from 0 to 20"),
         (lambda: correction_of("tis"), "correction='tis' is unknown; choose one of token_truncate"),
         (lambda: policy_loss(*make_case().tensors, correction="token_mask"), "needs sampling_log_probs"),
     ],

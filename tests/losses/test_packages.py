@@ -7,11 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from builders.padded import WIDTH, batch, ours
 
-from pgtoolkit import log_prob_loss
-
-LENGTHS = (7, 1, 5, 9, 3, 4)
-WIDTH = 9
 CLIP = {"epsilon_low": 0.1, "epsilon_high": 0.15}
 NARROW = {"epsilon_low": 0.01, "epsilon_high": 0.015}
 SAPO = {"temperature_positive": 1.5, "temperature_negative": 2.0}
@@ -29,28 +26,6 @@ TRL = [
     ({"loss_type": "sapo"}, "sapo", SAPO, ("sample_mean",)),
     ({"loss_type": "vespo"}, "vespo", {}, ("token_mean",)),
 ]
-
-
-def batch():
-    """(new, old, advantages (B,), mask) padded to (B, WIDTH); documents differ in length, ratios leave clips."""
-    generator = torch.Generator().manual_seed(5)
-    old = -2 + 0.5 * torch.randn(len(LENGTHS), WIDTH, generator=generator, dtype=torch.float64)
-    drift = 0.03 * torch.randn(len(LENGTHS), 1, generator=generator, dtype=torch.float64)
-    new = old + drift + 0.15 * torch.randn(old.shape, generator=generator, dtype=torch.float64)
-    mask = torch.arange(WIDTH) < torch.tensor(LENGTHS)[:, None]
-    return new, old, torch.tensor([1.0, -0.5, 0.8, -1.2, 0.3, -0.9], dtype=torch.float64), mask
-
-
-def ours(loss, parameters, aggregation, divisor=None):
-    """(loss, gradient by the log-probs)."""
-    new, old, advantages, mask = batch()
-    leaf = new.clone().requires_grad_()
-    index = torch.arange(len(LENGTHS))[:, None].expand_as(mask)
-    vectors = (leaf, old, advantages[:, None].expand_as(old), index, mask)
-    options = {"aggregation": aggregation, "divisor": divisor} | parameters
-    out = log_prob_loss(*(x.flatten() for x in vectors), loss=loss, **options)
-    out.loss.backward()
-    return out.loss.detach(), leaf.grad
 
 
 @pytest.fixture

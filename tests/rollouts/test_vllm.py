@@ -147,6 +147,25 @@ def test_a_request_is_sampled_by_its_seed_alone(server, tmp_path):
     assert asked == {"complete None", "complete 1", "complete score"}
 
 
+@pytest.mark.parametrize("fault", [None, "late_stop"])
+def test_completions_end_with_the_token_that_completes_a_stop_string(server, tmp_path, fault):
+    with closing(tmp_path / "without", *joined(server)) as (module, sampler):
+        sampler.publish(module.policy.weights, 0)
+        whole = sampler.complete(REQUESTS)
+    texts = [module.policy.tokenizer.decode(completion.tokens) for completion in whole]
+    stop = texts[0][1]
+    with closing(tmp_path / "with", *joined(server), f"rollout.stop=['{stop}']") as (module, sampler):
+        sampler.publish(module.policy.weights, 0)
+        server.fault(fault)
+        ended = sampler.complete(REQUESTS)
+    lengths = [text.index(stop) + 1 if stop in text else len(text) for text in texts]
+    assert lengths[0] == 2  # of four characters, which are tokens here
+    for one, other, length in zip(ended, whole, lengths, strict=True):
+        assert torch.equal(one.tokens, other.tokens[:length])
+        assert torch.equal(one.log_probs, other.log_probs[:length])
+        assert one.finish_reason == ("stop" if length < 4 or stop == texts[0][3] else other.finish_reason)
+
+
 def test_the_same_version_is_published_once(server, tmp_path):
     with closing(tmp_path, *joined(server)) as (module, sampler):
         for _ in range(3):
@@ -178,6 +197,7 @@ SAMPLING = {
     "foreign_token": r"it sampled token \d+, and the trainer's vocabulary has \d+ entries",
     "no_ids": r"a completion has no token_ids",
     "beyond_the_end": r"a completion ends with token .*end-of-sequence token, for the reason length",
+    "odd_stop": r"a completion ends with token \d+ after 1 of at most 4 tokens, for the reason stop",
     "no_json": r"/v1/completions answered what is no JSON: <html>",
     "paused": r"answers 503 for more than 1 seconds .*paused.*/resume",
     "hangs": r"did not answer /v1/completions within sampler.answer_seconds=3. It hangs",

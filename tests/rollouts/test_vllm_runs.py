@@ -18,7 +18,7 @@ from pgtoolkit.errors import SamplerLost
 from pgtoolkit.runs.directory import read_status
 
 PGTK = Path(sys.executable).with_name("pgtk")
-VLLM = ("sampler=vllm", f"sampler.executable={COMMAND}", "trainer.device=cpu")
+VLLM = ("sampler=vllm", f"sampler.executable={COMMAND}", "trainer.device=cpu", "rollout.stop=['99']")
 ENDLESS = ("trainer.max_steps=100000", "trainer.keep_checkpoints=2")
 
 

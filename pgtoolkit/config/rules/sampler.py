@@ -46,12 +46,6 @@ def _vllm(c: Any, usual: Callable[[str], Any], report: Report) -> None:
             use = f"sampler.{name}={text(usual(f'sampler.{name}'))}"
             report.refuse(f"sampler.{name}", "a list", "something else", "It has any number of entries.", use)
             return
-    if c.rollout.stop:
-        reason, use = (
-            "Its servers are not asked to end a completion at a text.",
-            "sampler=transformers, or rollout.stop=[]",
-        )
-        report.refuse(f"rollout.stop={text(c.rollout.stop)}", "sampler=transformers", "sampler=vllm", reason, use)
     if own.urls:
         _urls(own.urls, report)
         for name in _OF_STARTED:

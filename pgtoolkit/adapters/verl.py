@@ -1,0 +1,162 @@
+"""verl's policy losses pgtk_<family>_<aggregation>, registered by VERL_USE_EXTERNAL_MODULES=pgtoolkit.adapters.verl.
+
+verl counts a mini-batch's totals over all ranks, averages gradients over ranks, and adds up micro-batches. So a loss
+divides by these totals and multiplies by the number of ranks, and a step does not depend on how it was cut.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pgtoolkit.api import log_prob_loss
+from pgtoolkit.batch import StepTotals
+from pgtoolkit.losses.aggregation import AGGREGATIONS
+from pgtoolkit.losses.families import FAMILIES, Family
+
+_ACTOR = "actor_rollout_ref.actor"
+_CLIP = {"clip_ratio_low": "epsilon_low", "clip_ratio_high": "epsilon_high"}
+PARAMETERS: dict[str, dict[str, str]] = {
+    "grpo": {**_CLIP, "clip_ratio_c": "dual_clip"},
+    "gspo": _CLIP,
+    "cispo": _CLIP,
+    "sapo": {"tau_pos": "temperature_positive", "tau_neg": "temperature_negative"},
+    "gmpo": _CLIP,
+    "dppo": {"clip_ratio_low": "delta_low", "clip_ratio_high": "delta_high", "clip_ratio_c": "ratio_cap"},
+    "vespo": {},
+    "kimi": {"policy_loss.dro_beta": "tau"},
+    "reinforce": {},
+}
+"""Key of verl's actor configuration -> parameter of the family."""
+DEFAULTS = {
+    **{"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0},
+    **{"tau_pos": 1.0, "tau_neg": 1.05, "policy_loss.dro_beta": None},
+}
+"""verl's defaults: another value of a key that the family does not read is refused."""
+MODES = {"sample_mean": "seq-mean-token-mean", "token_mean": "token-mean", "constant": "seq-mean-token-sum-norm"}
+"""Aggregation -> the loss_agg_mode that means the same."""
+METRICS = (
+    *("ratio_new_old", "kl_new_old", "clipped_ratio_fraction", "clipped_low_fraction", "clipped_high_fraction"),
+    "clamped_log_ratio_fraction",
+)
+"""Means over documents: verl averages a loss's metrics over micro-batches, which makes no extremum of extrema."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class VerlLoss:
+    """A policy loss by verl's interface, of a family and an aggregation by their names."""
+
+    family: str
+    aggregation: str
+
+    def __call__(
+        self,
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str = "token-mean",
+        config: Any = None,
+        rollout_is_weights: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, float]]:
+        """(the micro-batch's share of the loss times the number of ranks, metrics).
+
+        Tensors are (documents, length); positions outside of response_mask are not read. config: verl's ActorConfig.
+        rollout_is_weights: verl's own correction, a factor without gradient on each token.
+
+        Raises ValueError for a configuration that this loss cannot honour, all problems together.
+        """
+        problems = self._problems(config, loss_agg_mode)
+        if problems:
+            raise ValueError("\n".join((f"policy_loss.loss_mode=pgtk_{self.family}_{self.aggregation}", *problems)))
+        info, number = config.global_batch_info, len(log_prob)
+        document_index = torch.arange(number, device=log_prob.device)[:, None].expand_as(log_prob)
+        vectors = (log_prob, old_log_prob, advantages, document_index, response_mask.bool())
+        out = log_prob_loss(
+            *(x.reshape(-1) for x in vectors),
+            loss=_family(self.family, *(_value(config, key) for key in PARAMETERS[self.family])),
+            aggregation=self.aggregation,
+            divisor=config.get("loss_scale_factor"),
+            num_documents=number,
+            # verl does not tell how many documents have no token; no weight depends on it.
+            totals=StepTotals(int(info["global_batch_size"]), int(info["batch_num_tokens"]), num_empty_documents=0),
+            factors=None if rollout_is_weights is None else rollout_is_weights.reshape(-1),
+            metrics="basic",
+        )
+        found = out.metric_sums.finalize(StepTotals(number, 0, 0))
+        values = torch.stack([found[name] for name in METRICS]).tolist()
+        return out.loss * info["dp_size"], {f"pgtk/{name}": x for name, x in zip(METRICS, values, strict=True)}
+
+    def _problems(self, config: Any, mode: str) -> list[str]:
+        if self.aggregation not in MODES:
+            reason = "verl does not tell a policy loss which prompt a document belongs to"
+            return [f"aggregation={self.aggregation} needs each document's prompt: {reason}. Use another aggregation."]
+        problems, needed, scale = [], MODES[self.aggregation], config.get("loss_scale_factor")
+        if mode != needed:
+            problems.append(
+                f"{_ACTOR}.loss_agg_mode={mode} needs {needed}: it means {self.aggregation}, and verl weights its KL "
+                f"and entropy terms by it, too. Use {_ACTOR}.loss_agg_mode={needed}."
+            )
+        if self.aggregation == "constant" and scale is None:
+            problems.append(
+                f"{_ACTOR}.loss_scale_factor=null needs a number, the divisor: verl's default is the width that a "
+                f"micro-batch was padded to, which depends on the cut. Use {_ACTOR}.loss_scale_factor=1024, or another."
+            )
+        if self.aggregation != "constant" and scale is not None:
+            only = "has no effect: it is the divisor of pgtk_..._constant"
+            problems.append(f"{_ACTOR}.loss_scale_factor={scale} {only}. Use {_ACTOR}.loss_scale_factor=null.")
+        read = set(PARAMETERS[self.family])
+        if read & set(_CLIP) and None in (config.get("clip_ratio_low"), config.get("clip_ratio_high")):
+            read.add("clip_ratio")
+        for key, default in DEFAULTS.items():
+            value = _value(config, key)
+            if key not in read and value != default:
+                reads = f"{self.family} reads {', '.join(sorted(read)) or 'none of its keys'}"
+                mended = "null" if default is None else default
+                problems.append(f"{_ACTOR}.{key}={value} has no effect: {reads}. Use {_ACTOR}.{key}={mended}.")
+        info = config.get("global_batch_info") or {}
+        for key in ("batch_num_tokens", "global_batch_size", "dp_size"):
+            if info.get(key) is None:
+                problems.append(
+                    f"{key} needs the number of the whole mini-batch (got none): without it a step would depend on how "
+                    "it was cut. Use a worker of verl that counts it."
+                )
+        return problems
+
+
+@cache
+def _family(name: str, *values: float | None) -> Family:
+    """The family with these values in the order of PARAMETERS, None for the paper's; its notes are logged once."""
+    named = zip(PARAMETERS[name].values(), values, strict=True)
+    family = FAMILIES[name](**{parameter: value for parameter, value in named if value is not None})
+    for note in family.notes():
+        _log.warning("%s", note)
+    return family
+
+
+def _value(config: Any, key: str) -> Any:
+    """What the configuration has by a key of DEFAULTS; without a bound of its own a side is clipped by clip_ratio."""
+    group, _, name = key.rpartition(".")
+    value = (config.get(group) if group else config).get(name)
+    return config.get("clip_ratio") if value is None and key in _CLIP else value
+
+
+def register() -> None:
+    """Give verl a policy loss for each family and aggregation; those that it cannot compute say why when used."""
+    from verl.trainer.ppo.core_algos import register_policy_loss
+
+    for family in FAMILIES:
+        for aggregation in AGGREGATIONS:
+            register_policy_loss(f"pgtk_{family}_{aggregation}")(VerlLoss(family, aggregation))
+
+
+if importlib.util.find_spec("verl") is not None:
+    register()

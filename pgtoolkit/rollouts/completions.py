@@ -1,0 +1,106 @@
+"""Which completions of a step are kept to be looked at."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+from pgtoolkit.batch import Document
+from pgtoolkit.rollouts.tasks import Prompt
+from pgtoolkit.runs.completions import (
+    FOLDER,
+    CompletionRow,
+    read_completions,
+    redacted,
+    write_completions,  # noqa: F401  (for evaluations)
+    write_redacted,
+)
+
+STEPS_PER_FILE = 100
+
+_SECONDS_BETWEEN_WRITES = 15.0
+
+
+class KeptCompletions:
+    """A few completions of every step of training, in files of STEPS_PER_FILE steps.
+
+    A file is written again, whole, as it grows: at each checkpoint, at the end, and meanwhile every few seconds, so
+    that a run can be looked at while it goes on. Which completions are kept follows from the step's documents alone.
+
+    count: of each step. prompt_of: the prompt of a document. step: the last step before, of a resumed run that of its
+    checkpoint; the files hold no later one (`drop_completions_after`).
+    """
+
+    def __init__(self, run_dir: Path, count: int, prompt_of: Callable[[Document], Prompt], tokenizer, step: int):
+        self._folder, self._count = run_dir / FOLDER, count
+        self._prompt_of, self._tokenizer = prompt_of, tokenizer
+        self._rows: list[CompletionRow] = []  # of the file that grows
+        self._path = self._path_of(step + 1)
+        self._last_write, self._is_written = time.monotonic(), True
+        if self._path.exists():
+            self._rows = read_completions(self._path)
+
+    def add(self, step: int, documents: list[Document]) -> None:
+        """Keep some of a step's documents. Raises StorageError, here or in `write`, if they cannot be written."""
+        if (path := self._path_of(step)) != self._path:
+            self.write()
+            self._path, self._rows = path, []
+        prompts = {document.group: self._prompt_of(document) for document in documents}
+        kept = chosen(documents, {group: prompt.place for group, prompt in prompts.items()}, self._count)
+        self._rows += redacted([self._row(step, document, prompts[document.group]) for document in kept])
+        self._is_written = False
+        if time.monotonic() > self._last_write + _SECONDS_BETWEEN_WRITES:
+            self.write()
+
+    def write(self) -> None:
+        """What is kept is on the disk."""
+        if self._is_written:
+            return
+        write_redacted(self._path, self._rows)
+        self._last_write, self._is_written = time.monotonic(), True
+
+    def _path_of(self, step: int) -> Path:
+        first = step - (step - 1) % STEPS_PER_FILE
+        return self._folder / f"steps_{first:06d}-{first + STEPS_PER_FILE - 1:06d}.parquet"
+
+    def _row(self, step: int, document: Document, prompt: Prompt) -> CompletionRow:
+        scores = {name.partition("/"): score for name, score in document.measures.items()}
+        return CompletionRow(
+            step=step,
+            name=prompt.place,
+            prompt=self._tokenizer.decode(document.tokens[~document.loss_mask]),
+            completion=self._tokenizer.decode(document.tokens[document.loss_mask]),
+            reward=document.reward,
+            rewards={name: score for (kind, _, name), score in scores.items() if kind == "reward"},
+            advantage=float(document.advantages[0]),
+            tokens=document.num_trained,
+            finish_reason="length" if document.truncated else "stop",
+            version=document.model_version,
+            answer=prompt.answer,
+        )
+
+
+def chosen(documents: list[Document], names: dict[int, str], count: int) -> list[Document]:
+    """So many of a step's documents, in their order; names: of the prompt of each group.
+
+    First come prompts whose completions score differently, from which something is learned; among those, and among the
+    others, the prompts whose names have the lowest checksum, so that a prompt that comes again is kept again. Of a
+    prompt that is not kept whole the best completion comes first, then the worst, the second best, and so on.
+    """
+    groups: dict[int, list[Document]] = {}
+    for document in documents:
+        groups.setdefault(document.group, []).append(document)
+    ranked = sorted(
+        groups, key=lambda group: (len({d.reward for d in groups[group]}) == 1, zlib.crc32(names[group].encode()))
+    )
+    kept = [document for group in ranked for document in _best_and_worst(groups[group])][:count]
+    places = {id(document) for document in kept}
+    return [document for document in documents if id(document) in places]
+
+
+def _best_and_worst(documents: list[Document]) -> list[Document]:
+    """From both ends in turn, by reward; of equal ones the first comes first."""
+    falling = sorted(documents, key=lambda document: -document.reward)
+    return [falling[i // 2 if i % 2 == 0 else -1 - i // 2] for i in range(len(falling))]

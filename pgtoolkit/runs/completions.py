@@ -1,0 +1,151 @@
+"""Completions kept to be looked at: rows in Parquet files of a run directory, each written whole or not at all."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from pgtoolkit.errors import StorageError, first_line
+from pgtoolkit.runs.files import storage
+from pgtoolkit.system.plain_files import open_to_read, refuse_other_than_folder, remove, replacing
+from pgtoolkit.system.redaction import redact
+
+FOLDER = "completions"
+"""Where they lie in a run directory."""
+
+TRAINING = "training"
+"""The set of the completions that were trained on; other sets are those of evaluations."""
+
+_REWARD_OF = "reward/"
+"""What a column of one verifier's scores begins with, as its metric does."""
+
+_COLUMNS = {
+    **dict.fromkeys(("step", "tokens", "version"), "int64"),
+    **dict.fromkeys(("name", "prompt", "completion", "answer", "finish_reason"), "string"),
+    **dict.fromkeys(("reward", "advantage"), "double"),
+}
+"""The fields of a row but for `rewards`, with their types as Arrow names them."""
+
+_MAY_LACK = ("advantage", "answer")
+
+_NAME = re.compile(r"steps_(?P<first>\d+)-(?P<last>\d+)\.parquet|evaluation_(?P<set>.+)_(?P<step>\d+)\.parquet")
+
+
+@dataclass(frozen=True)
+class CompletionRow:
+    """One completion.
+
+    step: the optimizer step that trained on it; in an evaluation, the steps made before it.
+    name: of the prompt, the same whenever it is asked: `Prompt.place`.
+    prompt, completion: their tokens as the tokenizer decodes them, special tokens included.
+    reward: after weights and penalties. rewards: score of each verifier by its name; {} where none has a name.
+    advantage: None in an evaluation. tokens: of the completion. finish_reason: "stop" or "length".
+    version: of the weights that wrote it, in updates. answer: the prompt's reference answer, if it has one.
+    """
+
+    step: int
+    name: str
+    prompt: str
+    completion: str
+    reward: float
+    rewards: dict[str, float] = field(default_factory=dict)
+    advantage: float | None = None
+    tokens: int = 0
+    finish_reason: str = "stop"
+    version: int = 0
+    answer: str | None = None
+
+
+@dataclass(frozen=True, order=True)
+class CompletionFile:
+    """One file: its set, its first and its last step, which are one in an evaluation, and where it lies."""
+
+    set: str
+    first: int
+    last: int
+    path: Path
+
+
+def write_completions(path: Path, rows: Sequence[CompletionRow]) -> None:
+    """Write the file, or replace it, all of it or nothing; its folder is made. What looks like a secret is hidden.
+
+    path: RUN/completions/evaluation_SET_STEP.parquet for an evaluation, where no set is called `training`. Training
+    writes RUN/completions/steps_FIRST-LAST.parquet, one file for a hundred steps (`rollouts/completions.py`).
+    The columns are the fields of `CompletionRow`, but for `rewards`: a column reward/NAME for each of them.
+    Raises StorageError where that is not possible, or the folder or the file is a link.
+    """
+    write_redacted(path, redacted(rows))
+
+
+def redacted(rows: Sequence[CompletionRow]) -> list[CompletionRow]:
+    """The rows without what looks like a secret; what is no Unicode becomes a question mark."""
+    hidden = functools.cache(lambda text: redact(text).encode(errors="replace").decode())
+    return [replace(row, **{k: hidden(v) for k, v in vars(row).items() if isinstance(v, str)}) for row in rows]
+
+
+def write_redacted(path: Path, rows: Sequence[CompletionRow]) -> None:
+    """The same as `write_completions` for rows that `redacted` has given, once where a file is written again."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns = {name: pa.array([getattr(row, name) for row in rows], kind) for name, kind in _COLUMNS.items()}
+    for name in dict.fromkeys(name for row in rows for name in row.rewards):
+        columns[_REWARD_OF + name] = pa.array([row.rewards.get(name) for row in rows], "double")
+    with storage(path):
+        refuse_other_than_folder(path.parent)
+        path.parent.mkdir(exist_ok=True)
+        with replacing(path) as file:
+            pq.write_table(pa.table(columns), file, compression="zstd", write_page_checksum=True)
+
+
+def read_completions(path: Path) -> list[CompletionRow]:
+    """The rows of one file, as they were written. Raises StorageError for a file that is damaged, or a link."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with storage(path), open_to_read(path) as file:
+        try:
+            table = pq.read_table(file, page_checksum_verification=True)
+            kinds = {name: str(kind) for name, kind in zip(table.schema.names, table.schema.types, strict=True)}
+            if wrong := [name for name, kind in _COLUMNS.items() if kinds.get(name) != kind]:
+                raise ValueError(f"{wrong[0]} is {kinds.get(wrong[0], 'missing')}")
+            empty = [name for name in _COLUMNS if name not in _MAY_LACK and table[name].null_count]
+            if empty:
+                raise ValueError(f"{empty[0]} is empty in a row")
+            return [_row(columns) for columns in table.to_pylist()]
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise StorageError(
+                f"{path} is damaged ({first_line(error)}). It keeps completions to be looked at, and nothing else "
+                "depends on it; delete it to go on."
+            ) from error
+
+
+def completion_files(run_dir: Path) -> list[CompletionFile]:
+    """The files of a run directory, by set and step; none where there are none. Other files are passed over."""
+    folder, found = run_dir / FOLDER, []
+    refuse_other_than_folder(folder)
+    with storage(folder):
+        for path in folder.iterdir() if folder.is_dir() else ():
+            if named := _NAME.fullmatch(path.name):
+                steps = (int(named["step"]),) * 2 if named["set"] else (int(named["first"]), int(named["last"]))
+                found.append(CompletionFile(named["set"] or TRAINING, *steps, path))
+    return sorted(found)
+
+
+def drop_completions_after(run_dir: Path, step: int) -> None:
+    """Take away the rows of later steps, of every set: a resumed run writes them anew."""
+    for file in completion_files(run_dir):
+        with storage(file.path):
+            if file.first > step:
+                remove(file.path)
+            elif file.last > step:
+                write_redacted(file.path, [row for row in read_completions(file.path) if row.step <= step])
+
+
+def _row(columns: dict) -> CompletionRow:
+    rewards = {name.removeprefix(_REWARD_OF): columns[name] for name in columns if name.startswith(_REWARD_OF)}
+    known = {name: value for name, value in rewards.items() if value is not None}
+    return CompletionRow(**{name: columns[name] for name in _COLUMNS}, rewards=known)

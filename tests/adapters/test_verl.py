@@ -1,0 +1,230 @@
+"""verl's own losses against ours inside verl: both through the function that its workers call, with its data.
+
+A step is cut into micro-batches on several ranks, as verl cuts it: each adds up the gradients of its micro-batches, and
+verl averages over ranks.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from builders.padded import LENGTHS, WIDTH, batch, ours
+
+pytest.importorskip("verl", reason="the extra verl")
+
+from tensordict import TensorDict
+from verl.utils import tensordict_utils
+from verl.workers.config import FSDPActorConfig, PolicyLossConfig
+from verl.workers.utils.losses import ppo_loss
+from verl.workers.utils.padding import left_right_2_no_padding
+
+from pgtoolkit.adapters import verl as adapter
+
+PROMPT = 2
+CLIP = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.15}
+EPSILON = {"epsilon_low": 0.1, "epsilon_high": 0.15}
+NARROW = {"clip_ratio_low": 0.01, "clip_ratio_high": 0.015}
+MEAN = "seq-mean-token-mean"
+EQUAL = [
+    # (verl's loss_mode, flags, our loss_mode, our parameters and aggregation)
+    ("vanilla", {}, "pgtk_grpo_token_mean", {"dual_clip": 3.0}),
+    (
+        "vanilla",
+        CLIP | {"clip_ratio_c": 1.2, "loss_agg_mode": MEAN},
+        "pgtk_grpo_sample_mean",
+        EPSILON | {"dual_clip": 1.2},
+    ),
+    (
+        "vanilla",
+        CLIP | {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 5},
+        "pgtk_grpo_constant",
+        EPSILON | {"dual_clip": 3.0, "divisor": 5},
+    ),
+    ("gspo", NARROW, "pgtk_gspo_token_mean", {"epsilon_low": 0.01, "epsilon_high": 0.015}),
+    ("gspo", NARROW | {"loss_agg_mode": MEAN}, "pgtk_gspo_sample_mean", {"epsilon_low": 0.01, "epsilon_high": 0.015}),
+    ("cispo", CLIP, "pgtk_cispo_token_mean", EPSILON),
+    (
+        "sapo",
+        {"tau_pos": 1.5, "tau_neg": 2.0, "loss_agg_mode": MEAN},
+        "pgtk_sapo_sample_mean",
+        {"temperature_positive": 1.5, "temperature_negative": 2.0},
+    ),
+    (
+        "dppo_tv",
+        {"clip_ratio_low": 0.01, "clip_ratio_high": 0.008, "clip_ratio_c": 1.1},
+        "pgtk_dppo_token_mean",
+        {"delta_low": 0.01, "delta_high": 0.008, "ratio_cap": 1.1},
+    ),
+    ("dro", {"dro_beta": 0.3}, "pgtk_kimi_token_mean", {"tau": 0.3}),
+    ("gpg", {}, "pgtk_reinforce_token_mean", {}),
+]
+ONE = [[range(len(LENGTHS))]]
+CUT = [[range(0, 1), range(1, 4)], [range(4, 5), range(5, 6)]]
+"""Documents of each micro-batch of each rank."""
+
+
+def step(loss_mode, flags=None, cut=CUT, weights=None):
+    """(loss, gradient by the log-probs (B, WIDTH), the last micro-batch's metrics) of a step that is cut as verl does.
+
+    Prompts stand before the completions, as in verl's data; the log-probs are those of whole sequences.
+    """
+    new, old, advantages, mask = batch()
+    flags = dict(flags or {})
+    policy = PolicyLossConfig(
+        loss_mode=loss_mode, **({"dro_beta": flags.pop("dro_beta")} if "dro_beta" in flags else {})
+    )
+    config = FSDPActorConfig(ppo_micro_batch_size_per_gpu=1, rollout_n=2, policy_loss=policy, **flags)
+    leaf, losses, metrics = new.clone().requires_grad_(), [], None
+    for rank in cut:
+        for rows in (list(rows) for rows in rank):
+            ids = torch.ones(len(rows), PROMPT + WIDTH, dtype=torch.int64)
+            attention = torch.cat([torch.ones(len(rows), PROMPT, dtype=torch.int64), mask[rows].long()], 1)
+            data = TensorDict(
+                {
+                    **{"input_ids": ids, "prompts": ids[:, :PROMPT], "responses": ids[:, PROMPT:]},
+                    **{"attention_mask": attention, "response_mask": mask[rows].long()},
+                    "position_ids": torch.arange(PROMPT + WIDTH).expand(len(rows), -1),
+                    **{"old_log_probs": old[rows], "advantages": advantages[rows, None].expand(-1, WIDTH).contiguous()},
+                    **({} if weights is None else {"rollout_is_weights": weights[rows]}),
+                },
+                batch_size=len(rows),
+            )
+            data = left_right_2_no_padding(data)
+            totals = {"batch_num_tokens": sum(LENGTHS), "global_batch_size": len(LENGTHS)}
+            tensordict_utils.assign_non_tensor(data, dp_size=len(cut), **totals)
+            # The model's output at a position is about the token after it.
+            parts = [torch.nn.functional.pad(leaf[row, : LENGTHS[row]], (PROMPT - 1, 1)) for row in rows]
+            output = {"log_probs": torch.nested.as_nested_tensor(parts, layout=torch.jagged)}
+            loss, metrics = ppo_loss(config, output, data)
+            loss.backward()
+            losses.append(loss.detach())
+    return sum(losses) / len(cut), leaf.grad / len(cut), metrics
+
+
+@pytest.mark.parametrize(("theirs", "flags", "mode", "parameters"), EQUAL, ids=lambda one: str(one))
+def test_verl_with_these_flags_is_ours_however_the_step_is_cut(theirs, flags, mode, parameters):
+    family, aggregation = mode.removeprefix("pgtk_").split("_", 1)
+    options = {"aggregation": aggregation, "divisor": parameters.get("divisor")}
+    exact = ours(family, {name: value for name, value in parameters.items() if name != "divisor"}, **options)
+    for cut in (ONE, CUT):
+        for loss_mode, tolerance in ((mode, 1e-12), (theirs, 1e-8)):
+            loss, gradient, _ = step(loss_mode, flags, cut)
+            assert float(loss) == pytest.approx(float(exact[0]), rel=tolerance), (loss_mode, cut)
+            torch.testing.assert_close(gradient, exact[1], rtol=tolerance, atol=1e-14)
+    assert (exact[1] != 0).any()
+
+
+def relative(found, exact):
+    """How far apart two gradients are, as a part of the second's length."""
+    return float((found - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize(
+    ("theirs", "flags", "mode", "apart"),
+    [
+        ("geo_mean", CLIP | {"loss_agg_mode": MEAN}, "pgtk_gmpo_sample_mean", 1.26),  # a mean over each micro-batch
+        ("sapo", {}, "pgtk_sapo_token_mean", 0.56),  # whatever loss_agg_mode says
+    ],
+)
+def test_where_verl_computes_something_else(theirs, flags, mode, apart):
+    assert relative(step(theirs, flags)[1], step(mode, flags)[1]) == pytest.approx(apart, abs=0.01)
+
+
+def test_a_geometric_mean_in_one_micro_batch_is_ours():
+    exact = ours("gmpo", EPSILON, "sample_mean")
+    for loss_mode in ("geo_mean", "pgtk_gmpo_sample_mean"):
+        loss, gradient, _ = step(loss_mode, CLIP | {"loss_agg_mode": MEAN}, ONE)
+        assert float(loss) == pytest.approx(float(exact[0]), rel=1e-8)
+        torch.testing.assert_close(gradient, exact[1], rtol=1e-8, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "flags", "mode", "apart"),
+    [
+        ("vanilla", {}, "pgtk_grpo_token_mean", 0.0),
+        ("dro", {"dro_beta": 0.3}, "pgtk_kimi_token_mean", 0.0),
+        # Of a document's ratio: verl weighs each token's gradient by its own factor, the derivative by their mean.
+        ("gspo", NARROW | {"loss_agg_mode": MEAN}, "pgtk_gspo_sample_mean", 0.247),
+    ],
+)
+def test_verls_correction_weighs_the_tokens(theirs, flags, mode, apart):
+    factors = 0.5 + torch.rand(len(LENGTHS), WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found, exact = (step(loss_mode, flags, CUT, factors) for loss_mode in (theirs, mode))
+    assert float(found[0]) == pytest.approx(float(exact[0]), rel=1e-8)
+    assert float(exact[0]) != pytest.approx(float(step(mode, flags)[0]), rel=0.01)
+    assert relative(found[1], exact[1]) == pytest.approx(apart, abs=1e-3)
+
+
+def test_metrics_are_means_over_the_micro_batchs_documents():
+    new, old, _, mask = batch()
+    found = step("pgtk_grpo_token_mean", CLIP, ONE)[2]
+    ratio = (new - old).exp()
+    clipped = mask & ((ratio < 0.9) | (ratio > 1.15))
+    expected = (clipped.sum(1) / mask.sum(1)).mean()
+    assert found["pgtk/clipped_ratio_fraction"].aggregate() == pytest.approx(float(expected))
+    assert {name for name in found if name.startswith("pgtk/")} == {f"pgtk/{name}" for name in adapter.METRICS}
+
+
+@pytest.mark.parametrize(
+    ("mode", "flags", "messages"),
+    [
+        ("pgtk_grpo_prompt_mean", {}, ["prompt_mean needs each document's prompt: verl does not tell"]),
+        (
+            "pgtk_gspo_constant",
+            {"clip_ratio": 0.3, "clip_ratio_c": 2.0},
+            [
+                "actor.loss_agg_mode=token-mean needs seq-mean-token-sum-norm: it means constant",
+                "actor.loss_scale_factor=null needs a number, the divisor",
+                "actor.clip_ratio=0.3 has no effect: gspo reads clip_ratio_high, clip_ratio_low",
+                "actor.clip_ratio_c=2.0 has no effect",
+            ],
+        ),
+        (
+            "pgtk_sapo_token_mean",
+            {"clip_ratio_high": 0.28},
+            ["actor.clip_ratio_high=0.28 has no effect: sapo reads tau"],
+        ),
+        (
+            "pgtk_reinforce_token_mean",
+            {"dro_beta": 0.1},
+            ["policy_loss.dro_beta=0.1 has no effect: reinforce reads none"],
+        ),
+        (
+            "pgtk_grpo_token_mean",
+            {"loss_scale_factor": 3},
+            ["actor.loss_scale_factor=3 has no effect: it is the divisor"],
+        ),
+    ],
+)
+def test_what_the_two_say_twice_or_cannot_say_is_refused(mode, flags, messages):
+    with pytest.raises(ValueError, match=f"policy_loss.loss_mode={mode}\n") as raised:
+        step(mode, flags)
+    assert [
+        line for line, message in zip(str(raised.value).split("\n")[1:], messages, strict=True) if message not in line
+    ] == []
+
+
+def test_without_the_totals_of_the_step_there_is_no_loss():
+    new, old, advantages, mask = batch()
+    config = FSDPActorConfig(ppo_micro_batch_size_per_gpu=1, rollout_n=2)
+    loss = adapter.VerlLoss("grpo", "token_mean")
+    with pytest.raises(ValueError, match="batch_num_tokens needs the number of the whole mini-batch"):
+        loss(old, new, advantages[:, None].expand_as(old), mask, config=config)
+
+
+def test_a_side_without_a_bound_has_the_common_one():
+    found = step("pgtk_gspo_token_mean", {"clip_ratio": 0.01, "clip_ratio_low": None, "clip_ratio_high": None})
+    exact = step("pgtk_gspo_token_mean", {"clip_ratio_low": 0.01, "clip_ratio_high": 0.01})
+    assert float(found[0]) == float(exact[0]) != float(step("pgtk_gspo_token_mean")[0])
+
+
+def test_verl_registers_them_by_its_environment_variable():
+    script = (
+        "import verl\nfrom verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY\n"
+        "print(len([name for name in POLICY_LOSS_REGISTRY if name.startswith('pgtk_')]))"
+    )
+    environment = os.environ | {"VERL_USE_EXTERNAL_MODULES": "pgtoolkit.adapters.verl"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    assert done.stdout.split() == ["36"], done.stderr

@@ -1,0 +1,80 @@
+"""The Parquet files of completions: what is written is read back, whole or not at all."""
+
+import math
+
+import pyarrow.parquet as pq
+import pytest
+
+from pgtoolkit.errors import StorageError
+from pgtoolkit.runs.completions import CompletionFile, CompletionRow, completion_files, read_completions
+from pgtoolkit.runs.completions import write_completions as write
+
+ROW = CompletionRow(3, "a.jsonl:12", "6 * 7 =", "42", 1.1, {"answer": 1.0, "boxed": 0.5}, -0.25, 2, "length", 7, "42")
+EVALUATED = CompletionRow(0, "prompt 0", "é=\x1b[31m", "\x00<b>\n\u202e", 0.0)
+
+
+def test_rows_are_read_as_they_were_written(tmp_path):
+    path = tmp_path / "completions" / "evaluation_held_out_000200.parquet"
+    write(path, [ROW, EVALUATED])
+    assert read_completions(path) == [ROW, EVALUATED]
+    assert pq.read_table(path)["reward/boxed"].to_pylist() == [0.5, None]
+    write(path, [])
+    assert read_completions(path) == []
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def test_a_files_name_tells_its_set_and_steps(tmp_path):
+    names = ["evaluation_a_b_000010.parquet", "evaluation_a_b_9.parquet", "steps_000101-000200.parquet"]
+    for name in [*names, ".steps_000001-000100.parquet.tmp", "notes.txt", "evaluation_7.parquet"]:
+        (tmp_path / "completions").mkdir(exist_ok=True)
+        (tmp_path / "completions" / name).touch()
+    found = [("a_b", 9, 9, 1), ("a_b", 10, 10, 0), ("training", 101, 200, 2)]
+    expected = [CompletionFile(*one, tmp_path / "completions" / names[place]) for *one, place in found]
+    assert completion_files(tmp_path) == expected
+    assert completion_files(tmp_path / "completions") == []
+
+
+def test_what_looks_like_a_secret_is_hidden_and_what_is_no_text_replaced(tmp_path):
+    path = tmp_path / "completions" / "evaluation_a_1.parquet"
+    write(path, [CompletionRow(1, "\udcff.jsonl:1", "password=hunter2", "hf_abcdefghijklmnopqrstuv1", math.inf)])
+    (found,) = read_completions(path)
+    assert (found.name, found.prompt, found.completion) == ("?.jsonl:1", "password=***", "***")
+    assert found.reward == math.inf
+
+
+def test_a_file_that_is_damaged_or_foreign_is_refused(tmp_path):
+    path = tmp_path / "completions" / "evaluation_a_1.parquet"
+    write(path, [ROW] * 50)
+    whole = path.read_bytes()
+    table = pq.read_table(path)
+    for name, change in {
+        "cut off": lambda: path.write_bytes(whole[: len(whole) // 2]),
+        "another byte": lambda: path.write_bytes(whole[:50] + bytes([whole[50] ^ 255]) + whole[51:]),
+        "reward is missing": lambda: pq.write_table(table.drop_columns(["reward"]), path),
+        "step is string": lambda: pq.write_table(table.set_column(0, "step", table["name"]), path),
+        "tokens is empty": lambda: pq.write_table(
+            table.set_column(table.schema.get_field_index("tokens"), "tokens", [[None] * 50]).cast(table.schema), path
+        ),
+    }.items():
+        change()
+        reason = name if " is " in name else ""
+        with pytest.raises(StorageError, match=rf"evaluation_a_1\.parquet is damaged \(.*{reason}.*delete it to go on"):
+            read_completions(path)
+
+
+def test_nothing_is_written_or_read_through_a_link(tmp_path):
+    outside, folder = tmp_path / "outside", tmp_path / "run" / "completions"
+    outside.mkdir()
+    folder.parent.mkdir()
+    folder.symlink_to(outside)
+    for attempt in (lambda: write(folder / "evaluation_a_1.parquet", [ROW]), lambda: completion_files(folder.parent)):
+        with pytest.raises(StorageError, match="a link to"):
+            attempt()
+    folder.unlink()
+    folder.mkdir()
+    write(outside / "own.parquet", [ROW])
+    (folder / "evaluation_a_1.parquet").symlink_to(outside / "own.parquet")
+    for attempt in (write, lambda path, rows: read_completions(path)):
+        with pytest.raises(StorageError, match="a link to"):
+            attempt(folder / "evaluation_a_1.parquet", [])
+    assert read_completions(outside / "own.parquet") == [ROW]
