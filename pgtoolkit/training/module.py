@@ -16,6 +16,7 @@ from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.data_metrics import sampling_note
+from pgtoolkit.rollouts.evaluation import Evaluator
 from pgtoolkit.training.accumulation import DynamicAccumulation
 from pgtoolkit.training.loss import computation_of, loss_of
 from pgtoolkit.training.optimizer import learning_rate, make_optimizer
@@ -27,9 +28,11 @@ class PolicyGradientModule(DynamicAccumulation):
     """Trains `policy` by the loss that `config` describes, together with the other ranks of `layout`.
 
     reference: frozen, spread like the policy; None where the documents bring their ref_log_probs or none are needed.
+    evaluator: measures the policy on held-out prompts, where the configuration asks for it.
     """
 
     reference: Policy | None = None
+    evaluator: Evaluator | None = None
 
     def __init__(self, config: Config, policy: Policy, layout: Layout, reference: Policy | None = None):
         super().__init__(layout, config.optimizer.max_grad_norm, config.trainer.max_bad_steps)
