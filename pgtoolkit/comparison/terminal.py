@@ -60,6 +60,8 @@ def definitions(compared: Compared) -> list[str]:
                 f"≥: a seed that did not come to it counts with what was looked at ({looked}), so the mean is a lower "
                 "bound (restricted mean, Royston and Parmar 2013)."
             )
+    elif is_score(metric):
+        said.append("No threshold: no configuration ends higher than the runs start. --reach sets one.")
     low, high = goal.span
     said.append(
         f"mean: of {metric} over documents {low:,.0f} to {high:,.0f}, which all have seen (the area under the curve). "

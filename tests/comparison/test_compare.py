@@ -144,6 +144,18 @@ def test_one_seed_says_nothing(tmp_path, capsys):
     assert "Nothing to compare: one configuration has finished runs." in alone
 
 
+def test_without_a_threshold_the_ends_are_compared(sweep, capsys):
+    said = " ".join(page(capsys, sweep, "--metric=kl").split())
+    assert "loss seeds mean final" in said
+    assert "More than seed noise? Final kl, t-test, paired by seed" in said
+    assert "No threshold" not in said
+    save(sweep / "flat" / "0", "grpo", 0, 0.0)
+    assert "No threshold: no configuration ends higher" in page(capsys, sweep / "flat")
+    lines = page(capsys, sweep, "--reach=reward=0.93").splitlines()
+    assert lines[3].startswith("gspo  2 of 3   ≥117")  # (160 + 88 + 104) / 3
+    assert lines[4].startswith("grpo  0 of 3   ≥160")
+
+
 def test_runs_that_do_not_count_are_named(sweep, capsys):
     save(sweep / "20-failed", "grpo", 7, 0.0, "failed", steps=5, reason="ValueError: no\nmore")
     save(sweep / "21-killed", "gspo", 8, 0.0, "running", steps=6)
