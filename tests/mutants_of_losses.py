@@ -363,18 +363,6 @@ MUTANTS_OF_LOSSES = [
         {"wide if options.fp32_logits else hidden.dtype": "hidden.dtype"},
         ("tests/model/test_huggingface.py::test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights[True]",),
     ),
-    (
-        "Holm's correction without its running maximum",
-        "comparison/statistics.py",
-        {"highest = max(highest, min(": "highest = max(0.0, min("},
-        ("tests/comparison/test_compare.py::test_a_verdict_goes_by_the_adjusted_p_which_never_falls",),
-    ),
-    (
-        "a verdict by the p of its own test alone",
-        "comparison/terminal.py",
-        {"comparison.adjusted_p < LEVEL": "comparison.p < LEVEL"},
-        ("tests/comparison/test_compare.py::test_a_verdict_goes_by_the_adjusted_p_which_never_falls",),
-    ),
 ]
 
 SAME_BITS = "tests/losses/test_peers.py::test_the_same_step_twice_gives_the_same_bits"
