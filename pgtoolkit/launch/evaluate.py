@@ -11,7 +11,6 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from pgtoolkit.comparison.runs import is_run, not_a_run
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.defaults import default
 from pgtoolkit.config.evaluation import are_training_prompts, held_out_sets, sampling
@@ -71,6 +70,8 @@ class Asked:
 
 def evaluate(asked: Asked) -> str:
     """Evaluate, write the results into a folder of their own, and give what to print. Raises PgtoolkitError."""
+    from pgtoolkit.comparison.runs import is_run
+
     of_run = asked.source is not None and is_run(asked.source)
     config = _configuration(asked, of_run)
     for note in _check(config, asked.overrides):
@@ -108,6 +109,8 @@ def _configuration(asked: Asked, of_run: bool) -> DictConfig:
         run_dir = source
     elif source is not None:
         if not (source / "config.json").is_file():
+            from pgtoolkit.comparison.runs import not_a_run
+
             raise not_a_run(asked.command, source, "a run directory, or a model's Hugging Face folder")
         overrides = ["model=huggingface", f"model.path={json.dumps(str(source))}", *overrides]
     composed = compose(overrides, run_dir=run_dir, typed=asked.overrides, only=_OF_A_RUN if of_run else _OF_A_MODEL)
