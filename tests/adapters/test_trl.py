@@ -18,8 +18,7 @@ pytest.importorskip("trl", reason="the extra trl")
 from adapters import trl_runs
 from builders.models import small_llama
 
-from pgtoolkit import corrections, families
-from pgtoolkit.adapters.trl import CORRECTIONS, PolicyGradientTrainer
+from pgtoolkit import families
 
 TWICE = {"num_iterations": 2, "max_steps": 4, "learning_rate": 2.0}
 NARROW = {"epsilon": 0.01, "epsilon_high": 0.015}
@@ -61,12 +60,15 @@ EQUAL = [
     ({}, {"loss": "grpo", "aggregation": "token_mean"}, {"gradient_accumulation_steps": 1, "entropy_coef": 0.3}),
 ]
 APART = [
-    # (TRL's flags, our trainer's keywords, flags of both, difference of the weights' way)
-    ({"loss_type": "bnpo"}, {"loss": "grpo", "aggregation": "token_mean"}, {}, 0),
-    ({"loss_type": "dapo"}, {"loss": "grpo", "aggregation": "token_mean"}, {"steps_per_generation": 4}, 0),
-    ({}, {"loss": "grpo", "aggregation": "token_mean"}, {"entropy_coef": 0.3}, 0),
-    (SEQUENCE | NARROW, {"loss": GSPO, "aggregation": "token_mean"}, {"beta": 0.3}, 0),
+    # (TRL's flags, our trainer's keywords, flags of both, how far apart after two updates)
+    ({"loss_type": "bnpo"}, {"loss": "grpo", "aggregation": "token_mean"}, {}, 0.229),
+    ({}, {"loss": "grpo", "aggregation": "token_mean"}, {"steps_per_generation": 4, "seed": 1}, 0.191),
+    ({}, {"loss": "grpo", "aggregation": "token_mean"}, {"entropy_coef": 0.3}, 0.0038),
+    (SEQUENCE | NARROW, {"loss": GSPO, "aggregation": "token_mean"}, {"beta": 0.3}, 0.205),
 ]
+
+
+NOT_SHOWN = {"step_time", "train_runtime", "cispo_clip_ratio", "vespo/phi_seq_mean", "policy_loss", "entropy_coef"}
 
 
 @pytest.fixture(scope="module")
@@ -77,27 +79,89 @@ def folder(tmp_path_factory):
     return str(folder)
 
 
-def both(flags, ours, common, folder):
-    """(weights and log with TRL's own loss, the same with ours)."""
-    return (
-        trl_runs.trained(trl_runs.trainer(folder, *one))
-        for one in ((None, TWICE | common | flags), (ours, TWICE | common))
-    )
+def both(flags, ours, common, folder, engine=None):
+    """(weights and log with TRL's own loss, the same with ours, the way of the former from the start)."""
+    start = torch.cat([x.detach().flatten() for x in small_llama().parameters()])
+    tasks = (None, TWICE | common | flags, engine), (ours, TWICE | common, engine)
+    theirs, found = (trl_runs.trained(trl_runs.trainer(folder, *task)) for task in tasks)
+    return theirs, found, (theirs[0] - start).norm()
 
 
 @pytest.mark.parametrize(("flags", "ours", "common"), EQUAL, ids=lambda one: str(one))
 def test_trl_with_these_flags_is_ours(flags, ours, common, folder):
-    (exact, their_log), (found, log) = both(flags, ours, common, folder)
-    start = torch.cat([x.detach().flatten() for x in small_llama().parameters()])
-    assert float((exact - start).abs().max()) > 0.1
+    (exact, their_log), (found, log), way = both(flags, ours, common, folder)
+    assert float(way) > 1
     torch.testing.assert_close(found, exact, rtol=0, atol=2e-6)
     for theirs, row in zip(their_log[:-1], log[:-1], strict=True):
-        for name in theirs.keys() - {"step_time", "cispo_clip_ratio", "vespo/phi_seq_mean"}:
+        for name in theirs.keys() - NOT_SHOWN:
             assert row[name] == pytest.approx(theirs[name], abs=1e-5), name
 
 
-def test_apart(folder):
-    for flags, ours, common, _ in APART:
-        (exact, _), (found, _) = both(flags, ours, common, folder)
-        start = torch.cat([x.detach().flatten() for x in small_llama().parameters()])
-        print(flags, common, float((found - exact).norm() / (exact - start).norm()))
+@pytest.mark.parametrize(("flags", "ours", "common", "apart"), APART, ids=lambda one: str(one))
+def test_where_trl_computes_something_else(flags, ours, common, apart, folder):
+    (exact, _), (found, _), way = both(flags, ours, {"max_steps": 2} | common, folder)
+    assert float((found - exact).norm() / way) == pytest.approx(apart, rel=0.05)
+
+
+ENGINES = [
+    {},  # TRL's default: documents whose ratio is above 3 are left out
+    {"vllm_importance_sampling_mode": "sequence_truncate", "vllm_importance_sampling_clip_max": 1.5},
+    {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_min": 0.8},
+    {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_max": None},
+    {"vllm_importance_sampling_correction": False},
+]
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda one: str(one))
+def test_the_correction_for_an_engine_is_trls(engine, folder):
+    task = {"loss_type": "grpo"}, {"loss": "grpo", "aggregation": "sample_mean"}, {}, folder
+    (exact, _), (found, log), way = both(*task, engine)
+    assert float(way) > 1
+    torch.testing.assert_close(found, exact, rtol=0, atol=2e-6)
+    assert log[0]["pgtk/difference_old_sampling"] > 0.2
+    assert ("pgtk/correction_factor" in log[0]) == (engine != ENGINES[-1])
+
+
+@pytest.mark.parametrize("aggregation", ["prompt_mean", "token_mean"])
+def test_a_step_does_not_depend_on_how_it_is_cut(aggregation, folder):
+    ours = {"loss": "gspo", "aggregation": aggregation}
+    whole = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    fine = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    results = [trl_runs.trained(trl_runs.trainer(folder, ours, TWICE | cut)) for cut in (whole, fine)]
+    (exact, of_whole), (found, of_fine) = results
+    torch.testing.assert_close(found, exact, rtol=0, atol=2e-6)
+    for one, other in zip(of_whole[:-1], of_fine[:-1], strict=True):
+        for name in (name for name in one if name.startswith("pgtk/")):
+            assert other[name] == pytest.approx(one[name], abs=1e-5), name
+    assert of_whole[0].get("pgtk/num_groups") == (2 if aggregation == "prompt_mean" else None)
+
+
+@pytest.mark.slow
+def test_two_processes_are_trls_and_share_their_totals(folder, tmp_path):
+    """A prompt's completions lie on both processes where each has two of them in a micro-batch."""
+    token, prompt = ({"loss": "grpo", "aggregation": name} for name in ("token_mean", "prompt_mean"))
+    small = {"ddp_backend": "gloo", "per_device_train_batch_size": 2}
+    coarse = small | {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    tasks = [(None, small), (token, small), (prompt, small), (prompt, coarse), (token, small | {"beta": 0.1})]
+    tasks.append((None, tasks[-1][1]))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    tests = str(Path(__file__).parents[1])
+    command = [sys.executable, trl_runs.__file__]
+    command += [json.dumps([(folder, ours, TWICE | changes) for ours, changes in tasks]), str(tmp_path / "found.pt")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((tests, str(Path(tests).parent))), "WORLD_SIZE": "2"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    ranks = [{"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
+    processes = [subprocess.Popen(command, env=environment | rank, stderr=subprocess.PIPE) for rank in ranks]
+    errors = [process.communicate(timeout=500)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], errors[0].decode()
+    (exact, _), (found, _), (fine, log), (whole, _), (with_kl, _), (exact_with_kl, _) = torch.load(
+        tmp_path / "found.pt"
+    )
+    torch.testing.assert_close(found, exact, rtol=0, atol=2e-6)
+    torch.testing.assert_close(with_kl, exact_with_kl, rtol=0, atol=2e-6)
+    torch.testing.assert_close(fine, whole, rtol=0, atol=2e-6)
+    assert log[0]["pgtk/num_groups"] == 2
+    assert log[0]["pgtk/num_documents"] == 8
+    assert float((fine - found).abs().max()) > 0.01

@@ -1,6 +1,6 @@
 """Real steps of TRL's trainer on a small model: its own loss, or ours in its place.
 
-As a script it is one process of several, as torchrun starts them: `trl_runs.py JSON OUT`.
+As a script it is one process of several, as torchrun starts them: `trl_runs.py TASKS OUT`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import tempfile
+from types import SimpleNamespace
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
@@ -35,12 +36,30 @@ def config(**changes) -> GRPOConfig:
     return GRPOConfig(tempfile.mkdtemp(), **(sizes | steps | quiet | changes))
 
 
-def trainer(model: str, ours: dict | None, changes: dict):
-    """The trainer, before its first step; ours: keywords of PolicyGradientTrainer, None for TRL's own loss."""
+def trainer(model: str, ours: dict | None, changes: dict, engine: dict | None = None):
+    """The trainer, before its first step; ours: keywords of PolicyGradientTrainer, None for TRL's own loss.
+
+    engine: fields of GRPOConfig on the correction for vLLM, whose place `sample` takes then.
+    """
     data = Dataset.from_dict({"prompt": [f"{number}=" for number in range(40)]})
-    made = {"model": model, "reward_funcs": reward, "args": config(**changes), "train_dataset": data}
+    args = config(**changes, **(engine or {}))
+    made = {"model": model, "reward_funcs": reward, "args": args, "train_dataset": data}
     kind, more = (GRPOTrainer, {}) if ours is None else (PolicyGradientTrainer, ours)
-    return kind(**made, processing_class=character_tokenizer(ALPHABET), **more)
+    made = kind(**made, processing_class=character_tokenizer(ALPHABET), **more)
+    if engine is not None:
+        made.rollout_func, made.use_vllm, made._last_loaded_step = sample, True, -1
+        made.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
+    return made
+
+
+def sample(prompts, _):
+    """Completions with log-probs beside those of the trainer; one that is not known, as vLLM has it at times."""
+    generator = torch.Generator().manual_seed(len(prompts))
+    lengths = (1 + torch.randint(8, (len(prompts),), generator=generator)).tolist()
+    tokens = [torch.randint(11, (length,), generator=generator).tolist() for length in lengths]
+    known = [(-2.5 + 0.5 * torch.randn(length, generator=generator)).tolist() for length in lengths]
+    known[0][0] = None
+    return {"prompt_ids": [[1, 10] for _ in prompts], "completion_ids": tokens, "logprobs": known}
 
 
 def trained(of):
@@ -51,8 +70,7 @@ def trained(of):
 
 
 if __name__ == "__main__":
-    task = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    found = trained(trainer(*task))
+    found = [trained(trainer(*task)) for task in json.loads(sys.argv[1])]
     if os.environ["RANK"] == "0":
         torch.save(found, sys.argv[2])
