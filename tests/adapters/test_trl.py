@@ -18,13 +18,12 @@ pytest.importorskip("trl", reason="the extra trl")
 from adapters import trl_runs
 from builders.models import small_llama
 
-from pgtoolkit import families
+from pgtoolkit import corrections, families
 
 TWICE = {"num_iterations": 2, "max_steps": 4, "learning_rate": 2.0}
 NARROW = {"epsilon": 0.01, "epsilon_high": 0.015}
 GSPO = families.Gspo(epsilon_low=0.01, epsilon_high=0.015)
 SAPO = families.Sapo(temperature_positive=1.5, temperature_negative=2.0)
-VESPO = families.Vespo()
 SEQUENCE = {"importance_sampling_level": "sequence"}
 EQUAL = [
     # (TRL's flags, our trainer's keywords, flags of both)
@@ -87,7 +86,12 @@ def both(flags, ours, common, folder, engine=None):
     return theirs, found, (theirs[0] - start).norm()
 
 
-@pytest.mark.parametrize(("flags", "ours", "common"), EQUAL, ids=lambda one: str(one))
+def quick(rows, number):
+    """The first of them, and the others as slow tests."""
+    return [pytest.param(*row, marks=[pytest.mark.slow] if place >= number else []) for place, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize(("flags", "ours", "common"), quick(EQUAL, 5), ids=lambda one: str(one))
 def test_trl_with_these_flags_is_ours(flags, ours, common, folder):
     (exact, their_log), (found, log), way = both(flags, ours, common, folder)
     assert float(way) > 1
@@ -97,7 +101,7 @@ def test_trl_with_these_flags_is_ours(flags, ours, common, folder):
             assert row[name] == pytest.approx(theirs[name], abs=1e-5), name
 
 
-@pytest.mark.parametrize(("flags", "ours", "common", "apart"), APART, ids=lambda one: str(one))
+@pytest.mark.parametrize(("flags", "ours", "common", "apart"), quick(APART, 1), ids=lambda one: str(one))
 def test_where_trl_computes_something_else(flags, ours, common, apart, folder):
     (exact, _), (found, _), way = both(flags, ours, {"max_steps": 2} | common, folder)
     assert float((found - exact).norm() / way) == pytest.approx(apart, rel=0.05)
@@ -112,7 +116,7 @@ ENGINES = [
 ]
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda one: str(one))
+@pytest.mark.parametrize("engine", quick([(one,) for one in ENGINES], 2), ids=lambda one: str(one))
 def test_the_correction_for_an_engine_is_trls(engine, folder):
     task = {"loss_type": "grpo"}, {"loss": "grpo", "aggregation": "sample_mean"}, {}, folder
     (exact, _), (found, log), way = both(*task, engine)
@@ -156,12 +160,83 @@ def test_two_processes_are_trls_and_share_their_totals(folder, tmp_path):
     processes = [subprocess.Popen(command, env=environment | rank, stderr=subprocess.PIPE) for rank in ranks]
     errors = [process.communicate(timeout=500)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], errors[0].decode()
-    (exact, _), (found, _), (fine, log), (whole, _), (with_kl, _), (exact_with_kl, _) = torch.load(
-        tmp_path / "found.pt"
-    )
+    results = torch.load(tmp_path / "found.pt")
+    exact, found, fine, whole, with_kl, exact_with_kl = (weights for weights, _ in results)
+    log = results[2][1]
     torch.testing.assert_close(found, exact, rtol=0, atol=2e-6)
     torch.testing.assert_close(with_kl, exact_with_kl, rtol=0, atol=2e-6)
     torch.testing.assert_close(fine, whole, rtol=0, atol=2e-6)
     assert log[0]["pgtk/num_groups"] == 2
     assert log[0]["pgtk/num_documents"] == 8
     assert float((fine - found).abs().max()) > 0.01
+
+
+def test_a_correction_of_ours_and_an_evaluation(folder):
+    """The mask by token with TRL's bounds, given as an object: TRL's from GRPOConfig. Evaluations are whole steps."""
+    engine = {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_min": 0.5}
+    found = []
+    for given in (None, corrections.TokenMask(low=0.5, high=3.0)):
+        made = trl_runs.trainer(folder, {"loss": "grpo", "aggregation": "prompt_mean"}, {"max_steps": 1}, engine)
+        made.correction = given
+        assert made.correction_of_config() == corrections.TokenMask(low=0.5, high=3.0)
+        metrics = made.evaluate(made.train_dataset.select(range(2)))
+        assert metrics["eval_pgtk/num_groups"] == 2
+        assert metrics["eval_pgtk/num_documents"] == 8
+        found.append(metrics["eval_loss"])
+    assert found[0] == found[1] != 0
+
+
+REFUSED = [
+    (
+        {"loss": "grpo", "aggregation": "sample_mean"},
+        {"loss_type": "grpo", "epsilon": 0.1, "delta": 2.0},
+        [
+            "GRPOConfig.loss_type='grpo' has no effect on this loss. Use loss= and aggregation= of the trainer.",
+            "GRPOConfig.epsilon=0.1 has no effect on this loss. Use loss=pgtoolkit.families.Grpo(epsilon_low=..., ",
+            "GRPOConfig.delta=2.0 has no effect",
+        ],
+    ),
+    (
+        {"loss": "grpo", "aggregation": "token_mean"},
+        {"steps_per_generation": 1, "num_generations": 2},
+        ["GRPOConfig.steps_per_generation=1 needs a multiple of gradient_accumulation_steps (2) with this aggregation"],
+    ),
+    (
+        {"loss": "grpo", "aggregation": "prompt_mean"},
+        {"steps_per_generation": 4},
+        ["GRPOConfig.steps_per_generation=4 needs that number (2)"],
+    ),
+    (
+        {"loss": "grpo", "aggregation": "prompt_mean", "kl": "k2"},
+        {"top_entropy_quantile": 0.2},
+        ["GRPOConfig.top_entropy_quantile=0.2 has no effect", "kl=k2 has no effect with GRPOConfig.beta=0.0"],
+    ),
+    (
+        {"loss": "grpo", "aggregation": "token_mean", "kl": "k2"},
+        {"beta": 0.1, "use_bias_correction_kl": False},
+        ["kl=k2 is not k3, which GRPOConfig.use_bias_correction_kl=False says"],
+    ),
+    (
+        {"loss": "grpo", "aggregation": "token_mean", "correction": "token_mask"},
+        {"vllm_importance_sampling_clip_max": 2.0},
+        [
+            "GRPOConfig.vllm_importance_sampling_clip_max=2.0 has no effect beside correction=token_mask",
+            "correction=token_mask needs a sampler's log-probs. Use GRPOConfig.use_vllm=True",
+        ],
+    ),
+    (
+        {"loss": "grpo", "aggregation": "token_mean", "correction": "off_policy_mask"},
+        {"use_vllm": True},
+        ["correction=off_policy_mask is one correction and GRPOConfig.vllm_importance_sampling_correction=True"],
+    ),
+    ({"loss": "gspo", "aggregation": "constant"}, {}, ["aggregation='constant' needs a finite divisor > 0 (got None)"]),
+]
+
+
+@pytest.mark.parametrize(("ours", "changes", "messages"), REFUSED, ids=lambda one: str(one)[:60])
+def test_what_the_two_say_twice_or_cannot_say_is_refused(ours, changes, messages, folder):
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        trl_runs.trainer(folder, ours, changes)
+    lines = str(raised.value).split("\n")
+    assert len(lines) == len(messages)
+    assert [message for line, message in zip(lines, messages, strict=True) if not line.startswith(message)] == []
