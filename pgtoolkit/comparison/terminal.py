@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pgtoolkit.comparison.charts import mean_curve
 from pgtoolkit.comparison.groups import Compared
 from pgtoolkit.comparison.statistics import LEVEL, Comparison
-from pgtoolkit.system.report import text
+from pgtoolkit.system.report import plural, text
 from pgtoolkit.tracking.progress import WIDTH, sparkline
 
 _SCORES = ("reward", "exact_match")
@@ -94,11 +94,6 @@ def spread(pair: tuple[float | None, float | None], write: Callable[[float | Non
     """mean ± standard deviation, as far as there are."""
     mean, std = pair
     return write(mean) if std is None else f"{write(mean)} ± {write(std)}"
-
-
-def plural(count: int, noun: str) -> str:
-    """The count with its noun."""
-    return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
 def aligned(rows: list[list[str]], room: int, shrinking: int = 1) -> list[str]:
