@@ -14,7 +14,7 @@ from pgtoolkit import __version__
 from pgtoolkit.config.files import default_options, options, sweep_file, sweep_files
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, unusable
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.system.report import print_error
+from pgtoolkit.system.report import print_error, refusal
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _dispatch(argv: list[str]) -> int:
     command = argv[0] if argv and argv[0][:1].isalpha() and "=" not in argv[0] else None
-    if command in ("compare", "diff", "export", "samples", "sync", "ui"):  # whose parsers know --help
+    if command in ("compare", "convert", "diff", "export", "samples", "sync", "ui"):  # whose parsers know --help
         return COMMANDS[command][2](argv[1:])
     if "--help" in argv or "-h" in argv:
         print(help_page())
@@ -59,7 +59,7 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def help_page() -> str:
-    """Commands, groups with their options, examples: one screen of 26 lines."""
+    """Commands, groups with their options, examples: one screen of at most 32 lines."""
     lines = ["Policy-gradient losses for language models, compared by declarative configuration. Commands:"]
     lines.append(f"  pgtk {'[OVERRIDES]':<28}train, results in outputs/; -m a=1,2 b=3,4 runs all four")
     lines += [f"  pgtk {f'{name} {words}':<28}{says}" for name, (words, says, _) in COMMANDS.items()]
@@ -306,11 +306,38 @@ def _export(argv: list[str]) -> int:
     return 0
 
 
+def _convert(argv: list[str]) -> int:
+    parser = _Parser("pgtk convert", description="Rollouts of another trainer as recorded rollouts: docs/dumps.md.")
+    parser.add_argument("system", metavar="SYSTEM", help="nemo-rl, open-instruct, slime, miles, prime-rl or pipelinerl")
+    parser.add_argument("path", metavar="PATH", help="a file of its dump, or the folder that holds them")
+    parser.add_argument("out", metavar="OUT", type=Path, help="a new .parquet file")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="model.path=FOLDER", help="the policy that sampled, for a proof"
+    )
+    parser.add_argument("--reward-key", metavar="KEY", help="which reward counts, where a sample has several")
+    args = parser.parse_args(argv)
+    if args.out.suffix != ".parquet" or args.out.exists() or not args.out.absolute().parent.is_dir():
+        reason = "Nothing is written over, and folders are not made."
+        got = "one that exists" if args.out.exists() else "no such file can be made"
+        raise ConfigError(refusal(f"OUT={args.out}", "a new .parquet file in a folder that exists", got, reason, "one"))
+
+    from pgtoolkit.dumps import convert
+    from pgtoolkit.tracking.next_commands import shell_path
+
+    system, context = convert.system_of(args.system), convert.Context(args.reward_key)
+    judge = convert.judge_of(args.path, args.overrides) if args.overrides else None
+    found = convert.convert(system, args.path, args.out, context, judge)
+    print(redact(convert.page(found, args.system, system, args.out)))
+    print("next: " + "\n      ".join(convert.following(found.fields, shell_path(args.out))), flush=True)
+    return 0
+
+
 COMMANDS = {
     "sweep": ("NAME [OVERRIDES]", "train what a file in sweeps/ describes; repeated, it continues", _sweep),
     "check": ("...", "of any of these: print the plan and every problem, start nothing", _check),
     "resume": ("RUN_DIR [OVERRIDES]", "continue a run from its newest checkpoint", _resume),
     "compare": ("RUN_DIR...", "what varies, what was reached over seeds, seed noise; --html FILE", _compare),
+    "convert": ("SYSTEM PATH OUT", "rollouts of another trainer as a file for rollout=recorded", _convert),
     "diff": ("RUN_A RUN_B", "what changed: configuration, code, packages, hardware", _diff),
     "export": ("RUN_DIR DIR", "the newest checkpoint as a Hugging Face folder", _export),
     "samples": ("RUN_DIR", "what the model wrote: best, worst, what changed; --html FILE", _samples),

@@ -25,7 +25,7 @@ ORDER = (
         "tracking",
         "comparison",
     ),
-    *("rollouts", "model", "training", "inspection", "launch", "cli"),
+    *("rollouts", "model", "training", "inspection", "dumps", "launch", "cli"),
 )
 """Wings and the files at the top, from the ground up: each may know those before it."""
 

@@ -15,6 +15,7 @@ from pgtoolkit.kernels.given_logits import choose_implementation, logits_loss
 from pgtoolkit.kernels.products import accumulation_dtype, linear
 from pgtoolkit.losses import reference
 from pgtoolkit.losses.exchange import Ranks, SumGradient, largest
+from pgtoolkit.losses.measures import measure
 from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import Loss, make_objective
 from pgtoolkit.losses.reference_corrections import correction_names
@@ -78,7 +79,7 @@ def loss_of_logits(
         if totals is not None:
             raise ValueError("impl='reference' computes whole steps: no totals")
         value, log_probs, entropy = _by_reference(logits, tokens, loss)
-        sums = objective.metrics(loss.level, log_probs, entropy)
+        sums = measure(objective, loss.level, log_probs, entropy)
     else:
         value, log_probs, sums = logits_loss(
             logits,
@@ -141,7 +142,7 @@ def loss_of_log_probs(
     losses, coefficients = objective.losses_and_coefficients(new)
     # The slopes are known by formula: this has the value and the derivative of the loss.
     value = losses.sum() + (torch.where(coefficients == 0, 0.0, wide - new) * coefficients).sum()
-    return PolicyLoss(value, new, objective.metrics(loss.metrics, new, None), objective.totals)
+    return PolicyLoss(value, new, measure(objective, loss.metrics, new, None), objective.totals)
 
 
 def _head_options(hidden, head: LMHead, tokens: Tokens, loss: Loss, ranks: Ranks, method: Computation) -> HeadOptions:

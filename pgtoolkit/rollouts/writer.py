@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -65,6 +66,21 @@ _SCHEMA = pa.schema(
         "ref_log_probs": pa.list_(pa.float32()),
     }
 )
+
+
+def write_parts(file: BinaryIO, parts: Iterable[list[Row]]) -> None:
+    """Parquet with page checksums, a row group of each part, so that one part at a time is in memory.
+
+    The columns are what the first row knows. Raises StorageError where the disk does not take it.
+    """
+    writer = None
+    for rows in parts:
+        if writer is None:
+            schema = pa.schema([field for field in _SCHEMA if getattr(rows[0], field.name) is not None])
+            writer = pq.ParquetWriter(file, schema, write_page_checksum=True)
+        writer.write_table(pa.table([[getattr(row, name) for row in rows] for name in schema.names], schema=schema))
+    if writer is not None:
+        writer.close()
 
 
 def _write_parquet(file: BinaryIO, rows: list[Row], measures: list[dict[str, float]]) -> None:

@@ -16,6 +16,7 @@ from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.data_metrics import sampling_note
+from pgtoolkit.rollouts.evaluation import Evaluator
 from pgtoolkit.training.accumulation import DynamicAccumulation
 from pgtoolkit.training.loss import computation_of, loss_of
 from pgtoolkit.training.optimizer import learning_rate, make_optimizer
@@ -27,9 +28,11 @@ class PolicyGradientModule(DynamicAccumulation):
     """Trains `policy` by the loss that `config` describes, together with the other ranks of `layout`.
 
     reference: frozen, spread like the policy; None where the documents bring their ref_log_probs or none are needed.
+    evaluator: measures the policy on held-out prompts, where the configuration asks for it.
     """
 
     reference: Policy | None = None
+    evaluator: Evaluator | None = None
 
     def __init__(self, config: Config, policy: Policy, layout: Layout, reference: Policy | None = None):
         super().__init__(layout, config.optimizer.max_grad_norm, config.trainer.max_bad_steps)
@@ -46,7 +49,7 @@ class PolicyGradientModule(DynamicAccumulation):
         return make_optimizer(self.model, self.config.optimizer)
 
     def training_step(self, step: Step, batch_index: int) -> dict[str, dict[str, float]]:
-        self._check_sampling_log_probs(step)
+        self._check_log_probs(step)
         output = super().training_step(step, batch_index)
         weight_sum = self.loss.aggregation.weight_sum(step.totals) if step.totals.num_tokens else None
         if weight_sum is not None:
@@ -116,8 +119,14 @@ class PolicyGradientModule(DynamicAccumulation):
         hidden, head, ranks = inputs
         return loss_of_hidden(hidden, self._precise(head), micro_batch, totals, self.loss, ranks, self.computation)
 
-    def _check_sampling_log_probs(self, step: Step) -> None:
-        """A run that is continued with a correction may have rollouts from before it."""
+    def _check_log_probs(self, step: Step) -> None:
+        """A loader of one's own may lack them, and the rollouts of a run that goes on with a correction."""
+        unknown = [document.name for document in step.documents if document.old_log_probs is None]
+        if unknown and self.loss.reads_old_log_probs:
+            raise DataError(
+                f"the loss needs old_log_probs of every document (got none of {unknown[0]}). It compares the policy "
+                "with the one that sampled. Give them, or use loss=reinforce correction=none kl=none."
+            )
         correction = self.loss.correction
         lacking = [document.name for document in step.documents if document.sampling_log_probs is None]
         if lacking and correction is not None and not correction.of_policy:
