@@ -43,7 +43,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _dispatch(argv: list[str]) -> int:
     command = argv[0] if argv and argv[0][:1].isalpha() and "=" not in argv[0] else None
-    if command in ("compare", "convert", "diff", "export", "samples", "sync", "ui"):  # whose parsers know --help
+    # Those whose parsers know --help.
+    if command in ("compare", "convert", "diff", "export", "samples", "sync", "tokens", "ui"):
         return COMMANDS[command][2](argv[1:])
     if "--help" in argv or "-h" in argv:
         print(help_page())
@@ -227,9 +228,9 @@ def _samples(argv: list[str]) -> int:
     return 0
 
 
-def _positive(text):
+def _positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no whole number >= 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number >= 1")
     return int(text)
 
 
@@ -332,6 +333,33 @@ def _convert(argv: list[str]) -> int:
     return 0
 
 
+def _tokens(argv: list[str]) -> int:
+    parser = _Parser("pgtk tokens", description="What the loss did to each token of a step, beside other losses.")
+    what = "run directory or recorded rollouts, then overrides; loss=grpo,cispo stand side by side"
+    parser.add_argument("words", nargs="*", metavar="RUN [OVERRIDES]", help=what)
+    parser.add_argument(
+        "--step", type=_positive, metavar="N", help="default: the last before new rollouts, after a checkpoint"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="the page (default: tokens-RUN-N.html)")
+    args = parser.parse_intermixed_args(argv)
+    if args.html:
+        _refuse_unwritable("html", args.html)
+
+    from pgtoolkit.inspection.tokens import inspect, summary
+    from pgtoolkit.inspection.tokens_page import html
+    from pgtoolkit.system.plain_files import write_atomically
+
+    named = args.words[:1] if args.words and ("=" not in args.words[0] or Path(args.words[0]).exists()) else []
+    inspected = inspect(*(named or [None]), args.words[len(named) :], args.step)
+    page = args.html or Path(f"tokens-{inspected.name}-{inspected.number}.html")
+    try:
+        write_atomically(page, html(inspected, redact(shlex.join(["pgtk", "tokens", *argv]))))
+    except OSError as error:
+        raise StorageError(f"{page} cannot be written: {error.strerror or error}") from error
+    print(summary(inspected, page), flush=True)
+    return 0
+
+
 COMMANDS = {
     "sweep": ("NAME [OVERRIDES]", "train what a file in sweeps/ describes; repeated, it continues", _sweep),
     "check": ("...", "of any of these: print the plan and every problem, start nothing", _check),
@@ -342,6 +370,7 @@ COMMANDS = {
     "export": ("RUN_DIR DIR", "the newest checkpoint as a Hugging Face folder", _export),
     "samples": ("RUN_DIR", "what the model wrote: best, worst, what changed; --html FILE", _samples),
     "sync": ("RUN_DIR...", "deliver to MLflow what it lacks of runs, such as after an outage", _sync),
+    "tokens": ("RUN_DIR [loss=a,b]", "what losses do to each token of a step, side by side, as a page", _tokens),
     "ui": ("", "MLflow's pages of the runs tracked from this directory; --port N", _ui),
 }
 """Name -> what follows it, what it does, and the function that does it with the words after its name."""

@@ -8,10 +8,10 @@ import re
 from html import escape
 from importlib.resources import files
 
-from pgtoolkit.inspection.legible import legible, shortened
 from pgtoolkit.inspection.samples import Kept
 from pgtoolkit.inspection.samples_terminal import facts
 from pgtoolkit.runs.completions import CompletionRow, read_completions, some_prompts
+from pgtoolkit.system.legible import legible, shortened
 
 MOST_COMPLETIONS = 2000
 MOST_CHARACTERS = 8000

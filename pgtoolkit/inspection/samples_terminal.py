@@ -5,10 +5,10 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 
-from pgtoolkit.inspection.legible import legible, lines_of
 from pgtoolkit.inspection.samples import Change, Kept, Samples, listed
 from pgtoolkit.runs.completions import CompletionRow
 from pgtoolkit.runs.series import mean
+from pgtoolkit.system.legible import legible, lines_of
 from pgtoolkit.system.report import plural
 from pgtoolkit.tracking.progress import WIDTH
 

@@ -59,12 +59,16 @@ def build(
         reference = parallelize(reference, layout, config)
     module = PolicyGradientModule(config, parallelize(policy, layout, config), layout, reference)
     room = min(policy.max_positions, config.accumulation.max_tokens)
-    close_on_groups = config.aggregation.mode == AggregationMode.prompt_mean
     source = _source(config, task, module, room, resume, run_dir)
     if is_on(config):
         module.evaluator = evaluator_of(config, task, module, source, run_dir)
     seed_rank(config.seed, layout.rank)
-    return module, StepLoader(source, config.accumulation, close_on_groups, config.trainer.max_steps, layout)
+    return module, StepLoader(source, config.accumulation, closes_on_groups(config), config.trainer.max_steps, layout)
+
+
+def closes_on_groups(config: Config) -> bool:
+    """Whether a step ends only where a group ends."""
+    return config.aggregation.mode == AggregationMode.prompt_mean
 
 
 def fit(module: PolicyGradientModule, loader: StepLoader, config: Config, recorder: lightning.Callback) -> None:

@@ -84,13 +84,14 @@ def save_checkpoint(
     return path
 
 
-def load_newest(folder: Path) -> dict | None:
+def load_newest(folder: Path, before: int | None = None) -> dict | None:
     """The state of the newest checkpoint that can be read; a damaged one is passed over with a warning.
 
-    `path` is added to the state; weights and moments stay in its folder. None where no checkpoint was written yet.
+    before: a step; only checkpoints of earlier ones are looked at. `path` is added to the state; weights and moments
+    stay in its folder. None where no checkpoint was written yet.
     Raises StorageError if there are checkpoints but none can be read, or the newest is of another format.
     """
-    paths = list_checkpoints(folder)
+    paths = [path for path in list_checkpoints(folder) if before is None or _step_of(path) < before]
     for path in reversed(paths):
         try:
             return read_checkpoint(path)

@@ -11,11 +11,11 @@ from builders.runs import run
 from pgtoolkit.cli import main
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.inspection import samples_page
-from pgtoolkit.inspection.legible import legible, lines_of, shortened
 from pgtoolkit.inspection.samples import chosen_set, kept_by, samples
 from pgtoolkit.inspection.samples_page import html
 from pgtoolkit.inspection.samples_terminal import best_and_worst, page
 from pgtoolkit.runs.completions import FOLDER, CompletionRow, Entry, some_prompts, write_completions
+from pgtoolkit.system.legible import legible, lines_of, shortened
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07</script><script>document.title='owned'</script>\u202eevil\u2028\x9b31m\r\u200b\ufeff"
 
@@ -146,7 +146,7 @@ def test_the_terminals_page(folder, capsys, monkeypatch):
             ["--set", "other"],
             "--set=other needs a set that the run kept completions of (got other). It has held_out, tr",
         ),
-        (["--count", "0"], "argument --count: 0 is no whole number >= 1"),
+        (["--count", "0"], "argument --count: '0' is no whole number >= 1"),
         (["--html", "nowhere/page.html"], "--html=nowhere/page.html needs the name of a file in a folder that exists"),
     ],
 )
