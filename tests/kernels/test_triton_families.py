@@ -57,7 +57,7 @@ def test_every_family_has_its_kernel():
         assert len(triton_objective.numbers_of(family)) == 4
 
 
-@pytest.mark.parametrize(("seed", "aggregation"), [(6, "sample_mean"), (11, "prompt_mean")])
+@pytest.mark.parametrize(("seed", "aggregation"), [(6, "sample_mean"), (11, "prompt_mean")], ids=["6", "11"])
 @pytest.mark.parametrize(("loss", "parameters"), CASES, ids=NAMES)
 def test_matches_the_reference(loss, parameters, seed, aggregation):
     logits, tensors, groups = step(seed)
