@@ -272,15 +272,15 @@ def test_names_and_classes():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: corrections.TokenTruncate(high=0), "high needs a finite number > 0"),
-        (lambda: corrections.TokenMask(low=-1), "low needs a finite number >= 0"),
+        (lambda: corrections.TokenTruncate(high=0), "high needs a number from 1e-06 to"),
+        (lambda: corrections.TokenMask(low=-1), "low needs a number from 0 to"),
         (lambda: corrections.TokenMask(low=6), "low needs a number that is not above high=5"),
         (
             lambda: corrections.SequenceMask(mean="harmonic"),
             "mean='harmonic' is unknown; choose one of product, geometric",
         ),
         (lambda: corrections.SequenceMask(factor="two"), "factor='two' is unknown; choose one of document, token, one"),
-        (lambda: corrections.OffPolicyMask(threshold=math.nan), "threshold needs a finite number >= 0"),
+        (lambda: corrections.OffPolicyMask(threshold=math.nan), "threshold needs a number from 0 to 20"),
         (lambda: correction_of("tis"), "correction='tis' is unknown; choose one of token_truncate"),
         (lambda: policy_loss(*make_case().tensors, correction="token_mask"), "needs sampling_log_probs"),
     ],
