@@ -1,5 +1,7 @@
 """Settings every test shares: Triton's interpreter where there is no GPU, one thread, no hub, examples untimed."""
 
+import functools
+import inspect
 import os
 
 # Set before anything imports triton: its language module reads the variable once.
@@ -11,8 +13,31 @@ import torch
 
 from pgtoolkit.runs.directory import RunDirectory
 
+
+def quicken_interpreter():
+    """At every call of a function Triton's looks through its whole language for what to replace: half of its time.
+
+    The names are the same each time.
+    """
+    from triton.language.core import is_builtin
+    from triton.runtime import interpreter
+
+    @functools.cache
+    def names_in(package):
+        return [name for name, member in inspect.getmembers(package) if is_builtin(member)]
+
+    def patch_builtin(package, builder, *scope):
+        for name in names_in(package):
+            member = getattr(package, name)
+            if is_builtin(member):
+                interpreter._patch_attr(package, name, member, builder, *scope)
+
+    interpreter._patch_builtin = patch_builtin
+
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    quicken_interpreter()
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("untimed", deadline=None)

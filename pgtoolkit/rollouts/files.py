@@ -68,6 +68,11 @@ def find_files(path: str, key: str) -> list[Path]:
     for file in files:
         if file.suffix not in SUFFIXES:
             raise DataError(f"{key}={path} needs .jsonl or .parquet files (got {file.name}). Convert it: docs/data.md.")
+    return in_order(files)
+
+
+def in_order(files: list[Path]) -> list[Path]:
+    """Ordered by name, with 2 before 10."""
     return sorted(files, key=lambda file: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", str(file))])
 
 
@@ -122,6 +127,9 @@ class RowFile:
 class JsonlFile(RowFile):
     """A JSONL file, one object per line; the place of a row is its byte offset."""
 
+    kind: type = dict
+    """What a line holds."""
+
     def rows(self) -> Iterator[tuple[int, int, dict | str]]:
         try:
             with open(self.path, "rb") as file:
@@ -129,7 +137,7 @@ class JsonlFile(RowFile):
                 while line := file.readline(MAX_ROW_BYTES):
                     number += 1
                     if line.strip():
-                        yield number, offset, _parse_line(line)
+                        yield number, offset, _parse_line(line, self.kind)
                     offset += len(line)
         except OSError as error:
             raise DataError(f"{self.label} cannot be read: {error.strerror}") from error
@@ -139,7 +147,7 @@ class JsonlFile(RowFile):
         self._check_unchanged()
         with open(self.path, "rb") as file:
             file.seek(place)
-            return _parse_line(file.readline(MAX_ROW_BYTES))
+            return _parse_line(file.readline(MAX_ROW_BYTES), self.kind)
 
 
 class ParquetFile(RowFile):
@@ -234,7 +242,7 @@ def _fields(table: pa.Table | pa.RecordBatch, row: int) -> dict[str, Any]:
     return fields
 
 
-def _parse_line(line: bytes) -> dict | str:
+def _parse_line(line: bytes, kind: type) -> Any | str:
     try:
         row = json.loads(line, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
@@ -243,7 +251,8 @@ def _parse_line(line: bytes) -> dict | str:
         if not line.endswith(b"\n"):
             return "the file ends within this row: it was truncated, or is still being written. Remove the row"
         return f"not JSON: {error}"
-    return row if isinstance(row, dict) else f"not a JSON object (got {type(row).__name__}); JSONL has one per line"
+    what = {dict: "object", list: "array"}[kind]
+    return row if isinstance(row, kind) else f"not a JSON {what} (got {type(row).__name__}); JSONL has one per line"
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

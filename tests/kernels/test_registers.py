@@ -4,6 +4,7 @@ One value that does not fit is read back from memory between two rows, which all
 of the time on an H200, and no other test would notice.
 """
 
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -32,13 +33,12 @@ def compiled(kernel, sizes, types, other, aligned, **options):
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=sizes, attrs=attributes)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    open(sys.argv[3], "wb").write(made.asm["cubin"])
+    return made.asm["cubin"]
 
 numbers = dict.fromkeys(("number0", "number1", "number2", "number3"), "fp32")
 known = {name: family() for name, family in FAMILIES.items()} | {"dual_clip": Grpo(dual_clip=3.0), "score": None}
-family = known[sys.argv[2]]
-formula = None if family is None else triton_objective.formula_of(family)
-if sys.argv[1] == "one_pass":
+
+def one_pass(family, formula):
     from pgtoolkit.kernels.triton_one_pass import one_pass_kernel
     threads, columns = 256, VOCABULARY
     most = triton_passes._MAX_BLOCKS if family is None else triton_passes._MAX_BLOCKS_SHARED_GRPO
@@ -52,43 +52,66 @@ if sys.argv[1] == "one_pass":
     types |= dict.fromkeys(("scale", "inverse_temperature"), "fp32")
     sizes |= dict(ENTROPY=False, HALF="bf16", PTX=True)
     registers = 65536 // triton_passes._RESIDENT_THREADS
-    compiled(one_pass_kernel, sizes, types, "*fp32", strides, num_warps=threads // 32, maxnreg=registers)
-else:
+    return compiled(one_pass_kernel, sizes, types, "*fp32", strides, num_warps=threads // 32, maxnreg=registers)
+
+def vectors(family, formula, level):
     from pgtoolkit.kernels.triton_tokens import surrogate_kernel
     sizes = dict(SURROGATE=formula.surrogate, TOKEN=formula.token, BEYOND=formula.beyond, SCOPE=family.scope)
-    sizes |= dict(OWN_WEIGHT=family.slope_of != "log_ratio", LEVEL=int(sys.argv[1]), BLOCK=triton_objective._BLOCK)
+    sizes |= dict(OWN_WEIGHT=family.slope_of != "log_ratio", LEVEL=level, BLOCK=triton_objective._BLOCK)
     types = dict(document_index="*i64", parts="*fp64", num_tokens="i32", num_documents="i32") | numbers
-    compiled(surrogate_kernel, sizes, types, "*fp32", (), num_warps=8)
+    return compiled(surrogate_kernel, sizes, types, "*fp32", (), num_warps=8)
+
+for line in sys.stdin:
+    kernel, name, path = line.split()
+    family = known[name]
+    formula = None if family is None else triton_objective.formula_of(family)
+    try:
+        made = one_pass(family, formula) if kernel == "one_pass" else vectors(family, formula, int(kernel))
+        open(path, "wb").write(made)
+        print("compiled", flush=True)
+    except Exception as error:
+        print(repr(str(error)), flush=True)
 """.replace("VOCABULARY", str(VOCABULARY))
 ALL = [*EVERY_LOSS, "dual_clip"]
 BY_TOKEN = [name for name in ALL if name not in BY_DOCUMENT]
 
 
-def usage_of(kernel, family, folder, monkeypatch) -> str:
+@pytest.fixture(scope="module")
+def usage_of(tmp_path_factory):
     """What cuobjdump says of a kernel: "one_pass", or the level of the metrics of the kernel over vectors."""
     tools = Path(find_spec("triton").origin).parent / "backends" / "nvidia" / "bin"
     if not (tools / "cuobjdump").exists():
         pytest.skip("this triton brings no tools for NVIDIA's GPUs")
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
-    compiled = folder / "kernel.cubin"
-    command = [sys.executable, "-c", COMPILE, kernel, family, str(compiled)]
-    subprocess.run(command, check=True, cwd=Path(__file__).parents[2])
-    return subprocess.run(
-        [str(tools / "cuobjdump"), "-res-usage", str(compiled)], capture_output=True, text=True, check=True
-    ).stdout
+    folder = tmp_path_factory.mktemp("kernels")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMPILE],
+        **{"cwd": Path(__file__).parents[2], "env": environment | {"TRITON_CACHE_DIR": str(folder)}},
+        **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True},
+    )
+
+    def usage(kernel: str, family: str) -> str:
+        compiled = folder / f"{kernel}_{family}.cubin"
+        print(kernel, family, compiled, file=process.stdin, flush=True)
+        assert process.stdout.readline() == "compiled\n"
+        command = [str(tools / "cuobjdump"), "-res-usage", str(compiled)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    yield usage
+    process.stdin.close()
+    assert process.wait(timeout=60) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [*BY_TOKEN, "score"])
-def test_nothing_is_spilled(family, tmp_path, monkeypatch):
-    usage = usage_of("one_pass", family, tmp_path, monkeypatch)
+def test_nothing_is_spilled(usage_of, family):
+    usage = usage_of("one_pass", family)
     assert " STACK:0 " in usage, usage
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ALL)
-def test_the_kernel_over_vectors_compiles(family, tmp_path, monkeypatch):
+def test_the_kernel_over_vectors_compiles(usage_of, family):
     """The compiler knows less of Python than the interpreter does. -1: the coefficients alone."""
-    for level in (-1, 2):
-        assert "REG:" in usage_of(str(level), family, tmp_path, monkeypatch)
+    for level in ("-1", "2"):
+        assert "REG:" in usage_of(level, family)

@@ -1,0 +1,1 @@
+"""Rollouts of other trainers: converted into recorded rollouts, and examined."""

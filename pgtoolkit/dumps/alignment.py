@@ -1,0 +1,183 @@
+"""Whether each recorded log-prob is that of its own token: told by documents that begin alike, or by a model."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from pgtoolkit.batch import Document
+from pgtoolkit.config.schema import Config
+from pgtoolkit.kernels.losses import log_probs_of_hidden
+from pgtoolkit.model.build import build_policy
+from pgtoolkit.ranks.layout import ONE_PROCESS
+from pgtoolkit.rollouts.packing import pack
+from pgtoolkit.training.build import accelerator
+from pgtoolkit.training.module import PolicyGradientModule
+
+OWN, NEXT, BEFORE = 0, 1, -1
+WHOSE = {NEXT: "of the next token", BEFORE: "of the token before"}
+"""Whose log-prob stands at a token's place, where it is not its own."""
+
+ENOUGH = 8
+"""Places that it takes to tell."""
+
+_TEMPERATURES = 2.0 ** np.linspace(-1, 1, 29)
+"""Multiples of the configured temperature, at which the model's log-probs are compared with the recorded ones."""
+
+
+@dataclass
+class Branches:
+    """Places at which two documents part: the last token they share, and the first they differ in.
+
+    Under one policy the log-probs of a shared token are equal and those of different tokens are not. So log-probs of
+    the next token differ already at the last shared one, and those of the token before are still equal at the first
+    different one. shared, differing: absolute differences at these places. values: log-probs there, for their scale.
+    """
+
+    name: str
+    shared: list[float] = field(default_factory=list)
+    differing: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    def add(self, group: Sequence[Document]) -> None:
+        """group: documents of one prompt. Those of other weights, or without these log-probs, tell nothing."""
+        known = [one for one in group if getattr(one, self.name) is not None]
+        for one, other in _neighbours(known):
+            if one.model_version != other.model_version:
+                continue
+            length = min(one.num_tokens, other.num_tokens)
+            different = (one.tokens[:length] != other.tokens[:length]).nonzero()
+            place = int(different[0]) if len(different) else 0
+            masks = [document.loss_mask[place - 1 : place + 1].all() for document in (one, other)]
+            if place > 1 and all(masks):
+                first, second = (self._at(document, place) for document in (one, other))
+                self.shared.append(abs(first[0] - second[0]))
+                self.differing.append(abs(first[1] - second[1]))
+                self.values += first
+
+    def _at(self, document: Document, place: int) -> list[float]:
+        trained = int(document.loss_mask[:place].sum())
+        return getattr(document, self.name)[trained - 1 : trained + 1].tolist()
+
+    @property
+    def shift(self) -> int | None:
+        """OWN, NEXT or BEFORE; None where too few places tell."""
+        if len(self.shared) < ENOUGH:
+            return None
+        shared, differing = float(np.median(self.shared)), float(np.median(self.differing))
+        spread = float(np.std(self.values))  # a tenth of it is more than engines differ by
+        if differing > 2 * shared + 0.1 * spread:
+            return OWN
+        return NEXT if shared > 0.25 * spread else BEFORE
+
+
+def _neighbours(group: Sequence[Document]) -> list[tuple[Document, Document]]:
+    """Each document with the next in the order of their tokens, with which it shares most."""
+    ordered = sorted(group, key=lambda one: one.tokens.tolist())
+    return list(itertools.pairwise(ordered))
+
+
+@dataclass
+class Shifts:
+    """The recorded log-probs beside others of the same tokens: their correlation as they stand, and one place off."""
+
+    pairs: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+
+    def add(self, recorded: np.ndarray, others: np.ndarray) -> None:
+        """(N,) each, of the trained tokens of a document in order."""
+        self.pairs.append((recorded, others))
+
+    @property
+    def correlations(self) -> dict[int, float]:
+        """Whose log-prob -> correlation; NaN where nothing varies."""
+        return {shift: self._correlation(shift) for shift in (BEFORE, OWN, NEXT)}
+
+    @property
+    def shift(self) -> int | None:
+        """Where the correlation is clearly highest; None where no place fits or too few tokens tell."""
+        found = self.correlations
+        best = max(found, key=lambda shift: np.nan_to_num(found[shift], nan=-1.0))
+        second = max(np.nan_to_num(found[shift], nan=-1.0) for shift in found if shift != best)
+        enough = sum(len(recorded) for recorded, _ in self.pairs) >= 2 * ENOUGH
+        return best if enough and found[best] > 0.5 and found[best] > second + 0.1 else None
+
+    def _correlation(self, shift: int) -> float:
+        ahead, behind = max(0, shift), max(0, -shift)
+        mine = np.concatenate([recorded[behind : len(recorded) - ahead] for recorded, _ in self.pairs])
+        others = np.concatenate([other[ahead : len(other) - behind] for _, other in self.pairs])
+        if len(mine) < 2 or not mine.std() or not others.std():
+            return float("nan")
+        return float(np.corrcoef(mine, others)[0, 1])
+
+
+class Judge:
+    """The model of a configuration, which says what the log-probs of recorded tokens are."""
+
+    def __init__(self, config: Config):
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        on_gpu = accelerator(config) == "gpu"
+        self._module = PolicyGradientModule(config, build_policy(config.model, None, on_gpu), ONE_PROCESS)
+        self._module.to("cuda" if on_gpu else "cpu")
+        self.vocabulary_size = self._module.policy.vocabulary_size
+        self.max_positions = self._module.policy.max_positions
+        self.temperature = config.rollout.temperature
+        self.temperatures = self.temperature * _TEMPERATURES
+
+    @torch.no_grad()
+    def log_probs(self, document: Document, temperatures: Sequence[float]) -> np.ndarray:
+        """(temperatures, N) of the trained tokens, by the forward pass that training uses."""
+        module = self._module
+        micro_batch = pack([document], [0]).counted().to(module.device)
+        hidden, head, ranks = module.policy.loss_inputs(micro_batch)
+        head = replace(head, fp32_logits=module.config.model.fp32_lm_head)
+        trained = micro_batch.labels >= 0
+        found = []
+        for temperature in temperatures:
+            loss = replace(module.loss, temperature=float(temperature))
+            values = log_probs_of_hidden(hidden, head, micro_batch, loss, ranks, module.computation)
+            found.append(values[trained].double().cpu().numpy())
+        return np.stack(found)
+
+
+@dataclass
+class Judged:
+    """What a model makes of some documents' log-probs `name`.
+
+    shifts: see there. differences: (N,) of each document, the model's log-prob less the recorded one, which is the log
+    of the first ratio.
+    """
+
+    name: str
+    judge: Judge
+    shifts: Shifts = field(default_factory=Shifts)
+    differences: list[np.ndarray] = field(default_factory=list)
+    _errors: np.ndarray | float = 0.0
+
+    def add(self, document: Document) -> None:
+        if document.num_trained:
+            recorded = getattr(document, self.name).double().numpy()
+            at_all = self.judge.log_probs(document, [self.judge.temperature, *self.judge.temperatures])
+            self.shifts.add(recorded, at_all[0])
+            self.differences.append(at_all[0] - recorded)
+            self._errors = self._errors + np.square(at_all[1:] - recorded).sum(1)
+
+    @property
+    def difference(self) -> np.ndarray:
+        """(tokens,) over all documents."""
+        return np.concatenate(self.differences)
+
+    @property
+    def best_temperature(self) -> float:
+        """At which the recorded log-probs fit the model best, by least squares; beyond the range its end."""
+        place = int(np.argmin(self._errors))
+        logs = np.log(self.judge.temperatures)
+        if place in (0, len(logs) - 1):
+            return float(np.exp(logs[place]))
+        before, here, after = self._errors[place - 1 : place + 2]
+        return float(np.exp(logs[place] + (logs[1] - logs[0]) * (before - after) / (2 * (before - 2 * here + after))))

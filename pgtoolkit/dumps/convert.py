@@ -1,0 +1,277 @@
+"""pgtk convert: dumps of other trainers as one Parquet file of recorded rollouts."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from pgtoolkit.batch import OPTIONAL_VECTORS, Document
+from pgtoolkit.dumps.alignment import OWN, WHOSE, Branches, Judge, Judged
+from pgtoolkit.dumps.configuration import configured
+from pgtoolkit.dumps.systems import REFUSED, SYSTEMS, Context, System, Unusable
+from pgtoolkit.errors import ConfigError, DataError, StorageError
+from pgtoolkit.rollouts.files import Problems, in_order
+from pgtoolkit.rollouts.rows import Row, Rules, parse_row
+from pgtoolkit.rollouts.writer import ROW_GROUP_TOKENS, write_parts
+from pgtoolkit.system.plain_files import replacing
+from pgtoolkit.system.report import refusal
+
+ANY_TOKEN = 2**31 - 1
+_SAMPLE_TOKENS, _JUDGED = 2**17, 8
+"""The documents that alignment is told from: so many tokens, and documents that a model is asked of."""
+_FITS = 0.1
+"""Mean absolute log-ratio up to which a model counts as the policy that sampled: bfloat16 makes half of it."""
+
+
+@dataclass
+class Converted:
+    """What became of a dump. fields: of every row. groups: size -> how many. sample: the first documents."""
+
+    context: Context
+    files: int
+    documents: int = 0
+    tokens: int = 0
+    fields: frozenset[str] | None = None
+    groups: Counter[int] = field(default_factory=Counter)
+    sample: list[Document] = field(default_factory=list)
+    proofs: list[str] = field(default_factory=list)
+
+
+def system_of(name: str) -> System:
+    """Raises ConfigError for a system whose dumps cannot be replayed, or that is not known."""
+    if name in REFUSED:
+        what, use = REFUSED[name]
+        needs, reason = "dumps with token ids and log-probs", "A text tokenized again need not give its tokens."
+        raise ConfigError(refusal(name, needs, what, f"The loss needs the log-prob of every token. {reason}", use))
+    if name not in SYSTEMS:
+        known = ", ".join(SYSTEMS)
+        reason = "Any other dump becomes rows of docs/data.md by a script of yours."
+        raise ConfigError(refusal("SYSTEM", f"one of {known}", name, reason, "one of these"))
+    return SYSTEMS[name]
+
+
+def judge_of(path: str, overrides: list[str]) -> Judge:
+    """The model of the overrides; ConfigError for one that is none that sampled, and for keys of other things."""
+    config = configured(path, overrides)
+    others = [one for one in overrides if not one.startswith(("model", "rollout.temperature=", "trainer.device="))]
+    if others or config.model.name != "huggingface":
+        needs, got = "a model folder and the temperature it sampled at", ", ".join(others) or "model=tiny"
+        reason = "They prove that log-probs stand at their tokens; nothing is trained."
+        raise ConfigError(refusal("pgtk convert", needs, got, reason, "model=huggingface model.path=FOLDER"))
+    return Judge(config)
+
+
+def convert(system: System, path: str, out: Path, context: Context, judge: Judge | None) -> Converted:
+    """Write `out`, whole or not at all; raises DataError for what cannot be used, or whose log-probs are misplaced."""
+    files = _files(path, system)
+    found = Converted(context, len(files))
+    try:
+        with replacing(out) as file:
+            write_parts(file, _parts(_rows(system, files, found), found))
+            _check(found, judge)
+    except OSError as error:
+        raise StorageError(f"{out} cannot be written: {error.strerror or error}") from error
+    return found
+
+
+def _files(path: str, system: System) -> list[Path]:
+    place = Path(path).expanduser()
+    if place.is_dir():
+        files = [file for file in place.rglob(system.names) if file.is_file()]
+        got = f"a folder with none of them; it has {', '.join(sorted(os.listdir(place))[:8]) or 'nothing'}"
+    else:
+        files, got = [place] if place.is_file() else [], "no such file or folder"
+    if not files:
+        raise DataError(refusal(f"PATH={path}", f"files {system.names}", got, "They are the dump.", "their folder"))
+    return in_order(files)
+
+
+def _rows(system: System, files: list[Path], found: Converted) -> Iterator[Row]:
+    problems, rules = Problems("the dump cannot be converted"), Rules(ANY_TOKEN, False, False)
+    common, numbers, sizes, ids = os.path.commonpath([file.parent for file in files]), {}, Counter(), set()
+    for file in files:
+        runs = _Runs()
+        for place, record in system.read(file):
+            label = f"{os.path.relpath(file, common)}:{place}"
+            try:
+                raw = system.row(record, found.context)
+            except Unusable as reason:
+                problems.add(label, str(reason))
+                continue
+            except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+                fields = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+                what = f"{type(error).__name__}: {error}"
+                problems.add(label, f"is no record of this system ({what}); its fields are {fields[:200]}")
+                continue
+            if raw is None:
+                continue
+            key = raw.pop("group_id", None)
+            prompt_length = raw.pop("prompt_length", None)
+            if key is None and prompt_length is not None:
+                key = runs.number(raw["token_ids"][:prompt_length])
+            if key is not None:
+                raw["group_id"] = numbers.setdefault((str(file), key), len(numbers))
+                sizes[raw["group_id"]] += 1
+            row = parse_row(raw | {"id": raw.get("id", label)}, rules)
+            if isinstance(row, list):
+                for name, reason in row:
+                    problems.add(f"{label}:{name}", reason)
+                continue
+            if row.id in ids:
+                problems.add(label, f"is step and sample {row.id} again: a run that was resumed; remove the first ones")
+            ids.add(row.id)
+            yield row
+    problems.raise_if_any()
+    found.groups = Counter(sizes.values())
+
+
+class _Runs:
+    """Numbers prompts, of which equal ones that follow each other are one."""
+
+    def __init__(self):
+        self._last, self._number = None, -1
+
+    def number(self, prompt: list[int]) -> int:
+        if prompt != self._last:
+            self._last, self._number = prompt, self._number + 1
+        return self._number
+
+
+def _parts(rows: Iterator[Row], found: Converted) -> Iterator[list[Row]]:
+    """The rows in parts of bounded size, counted; raises DataError where they do not all know the same."""
+    part, size = [], 0
+    for row in rows:
+        fields = frozenset(name for name, value in vars(row).items() if value is not None)
+        found.fields = found.fields or fields
+        if fields != found.fields:
+            raise DataError(
+                f"{row.id} needs the fields of the first document (got {', '.join(sorted(fields ^ found.fields))} in "
+                "one of them alone). A file of recorded rollouts has a column for all or for none. Convert different "
+                "kinds of dumps one by one."
+            )
+        _count(row, found)
+        part.append(row)
+        size += len(row.token_ids)
+        if size >= ROW_GROUP_TOKENS:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+    if not found.documents:
+        raise DataError(f"nothing can be converted: {_dropped(found.context) or 'there are no documents'}")
+
+
+def _count(row: Row, found: Converted) -> None:
+    if found.documents == 0 or found.tokens + len(row.token_ids) <= _SAMPLE_TOKENS:
+        advantage = None if row.advantage is not None else 0.0
+        group = 0 if row.group_id is None else row.group_id
+        found.sample.append(row.document(advantage, group, row.id))
+    found.documents += 1
+    found.tokens += len(row.token_ids)
+
+
+def _dropped(context: Context) -> str:
+    return "; ".join(f"{count} documents: {reason}" for reason, count in context.dropped.items())
+
+
+def _check(found: Converted, judge: Judge | None) -> None:
+    """Prove that log-probs are those of their own tokens, or raise DataError where they are not."""
+    for name in ("old_log_probs", *OPTIONAL_VECTORS):
+        if name not in found.fields or name == "ref_log_probs":
+            continue
+        branches, groups = Branches(name), {}
+        for document in found.sample:
+            groups.setdefault(document.group, []).append(document)
+        for group in groups.values():
+            branches.add(group)
+        _refuse_misplaced(name, branches.shift, f"told from {len(branches.shared)} places where documents part")
+        if branches.shift == OWN:
+            found.proofs.append(
+                f"{name} stand at their own tokens: where two documents of a prompt part ({len(branches.shared)} "
+                f"places), the last shared token's differ by {np.median(branches.shared):.2g} and the first different "
+                f"token's by {np.median(branches.differing):.2g} (medians)"
+            )
+        elif judge is None:
+            found.proofs.append(
+                f"{name}: nothing tells yet whether they stand at their own tokens ({len(branches.shared)} places "
+                "where documents of a prompt part). Add model=huggingface model.path=FOLDER of the policy that sampled"
+            )
+        if judge is not None:
+            found.proofs.append(_by_model(name, found.sample, judge))
+
+
+def _by_model(name: str, sample: list[Document], judge: Judge) -> str:
+    judged = Judged(name, judge)
+    for document in [one for one in sample if one.num_trained and one.num_tokens <= judge.max_positions][:_JUDGED]:
+        if int(document.tokens.max()) >= judge.vocabulary_size:
+            raise DataError(
+                f"{document.name} needs token ids of the model's vocabulary, below {judge.vocabulary_size} (got "
+                f"{int(document.tokens.max())}). Another model wrote it. Use model.path of the policy that sampled."
+            )
+        judged.add(document)
+    if not judged.differences:
+        return f"{name}: no document of at most {judge.max_positions} tokens for the model to judge"
+    correlations = ", ".join(f"{value:.3f}" for value in judged.shifts.correlations.values())
+    _refuse_misplaced(name, judged.shifts.shift, f"correlations with the model at places -1, 0, +1: {correlations}")
+    first, difference = judged.differences[0], np.abs(judged.difference).mean()
+    said = (
+        f"{name} against the model: first document's mean ratio {np.exp(first).mean():.4f}, largest difference of a "
+        f"log-prob {np.abs(first).max():.2g}; mean over {len(judged.differences)} documents {difference:.2g}; "
+        f"correlations at places -1, 0, +1: {correlations}"
+    )
+    if difference > _FITS:
+        best = judged.best_temperature
+        said += (
+            f". This is NOT the policy that sampled at rollout.temperature={judge.temperature:g}: other weights, a "
+            f"temperature (the best fit is {best:.2f}), or log-probs renormalised by top_p. Alignment is not proved"
+            if judged.shifts.shift != OWN
+            else f". They are aligned, but not at rollout.temperature={judge.temperature:g} of these weights (the best "
+            f"fit is {best:.2f})"
+        )
+    return said
+
+
+def _refuse_misplaced(name: str, shift: int | None, evidence: str) -> None:
+    if shift in WHOSE:
+        raise DataError(
+            f"{name} needs the log-prob of each token itself (got that {WHOSE[shift]}; {evidence}). Every ratio would "
+            "compare two different tokens. Nothing was written. Move the log-probs by one place in the dump's writer."
+        )
+
+
+def page(found: Converted, name: str, system: System, out: Path) -> str:
+    """What `pgtk convert` prints."""
+    groups = sum(found.groups.values())
+    of = f" of {groups} groups" if groups else ", without groups"
+    lines = [f"{out}: {found.documents} documents{of}, {found.tokens} tokens, from {found.files} files of {name}"]
+    lines += [f"  dropped   {count} documents: {reason}" for reason, count in found.context.dropped.items()]
+    lines += ["  dropped   nothing"] if not found.context.dropped else []
+    lines += [f"  note      {count} {sentence}" for sentence, count in found.context.notes.items()]
+    if groups:
+        sizes = ", ".join(f"{count} of {size}" for size, count in sorted(found.groups.items()))
+        if len(found.groups) > 6:
+            sizes = f"of {min(found.groups)} to {max(found.groups)}"
+        lines.append(f"  groups    {sizes} documents")
+    lines += [f"  column    {column}: {source}" for column, source in _sources(system, found)]
+    lines += [f"  proof     {proof}" for proof in found.proofs]
+    return "\n".join(lines)
+
+
+def _sources(system: System, found: Converted) -> list[tuple[str, str]]:
+    columns = found.context.columns or system.columns
+    without = [name for name in ("reward", "group_id") if name not in found.fields]
+    return [(name, text) for name, text in columns.items() if name in found.fields or name in without]
+
+
+def following(fields: frozenset[str], path: str) -> list[str]:
+    """The commands that come next."""
+    estimator = "" if "reward" in fields and "group_id" in fields else " advantage=given"
+    model = "model=huggingface model.path=FOLDER"
+    return [
+        f"pgtk rollout=recorded rollout.path={path}{estimator} {model}",
+    ]

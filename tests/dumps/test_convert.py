@@ -1,0 +1,342 @@
+"""pgtk convert: each system's dump, as its own code writes it, becomes rows that train to the reference's loss."""
+
+import json
+import math
+import os
+import pickle
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from builders.dumps import (
+    WRITERS,
+    Rollout,
+    nemo_rl,
+    open_instruct,
+    pipeline_rl,
+    prime_rl,
+    sampled,
+    slime,
+    slime_training,
+)
+from builders.models import save_with_tokenizer, small_llama
+from builders.runs import built
+
+from pgtoolkit.cli import main
+from pgtoolkit.losses import reference
+
+WITH_BOTH = ("nemo-rl", "prime-rl", "slime training")
+WITH_ADVANTAGE = (*WITH_BOTH, "open-instruct")
+EVERY = {**WRITERS, "slime training": slime_training}
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    """A folder with a model."""
+    return save_with_tokenizer(small_llama(initializer_range=0.6), tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def rollouts(policy):
+    return sampled(small_llama(initializer_range=0.6))
+
+
+def convert(kind, folder, out, *more):
+    return main(["convert", kind.split()[0], str(folder), str(out), *more])
+
+
+def rows_of(path):
+    return pq.read_table(path).to_pylist()
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_a_dump_trains_to_the_loss_of_the_reference(kind, policy, rollouts, tmp_path, capsys):
+    """Of the rollouts themselves, before any system wrote them; with a correction where the dump has both log-probs."""
+    EVERY[kind](tmp_path, rollouts)
+    out = tmp_path / "out.parquet"
+    assert convert(kind, tmp_path, out) == 0
+    assert "stand at their own tokens" in capsys.readouterr().out
+    rows = rows_of(out)
+    assert len(rows) == len(rollouts)
+    for row, one in zip(rows, rollouts, strict=True):
+        assert row["token_ids"] == one.prompt + one.response
+        assert row["loss_mask"] == [False] * len(one.prompt) + [True] * len(one.response)
+        old = one.trainer if kind in WITH_BOTH else one.sampler
+        assert row["old_log_probs"][len(one.prompt) :] == pytest.approx(old, rel=1e-6)
+        if kind in WITH_BOTH:
+            assert row["sampling_log_probs"][len(one.prompt) :] == pytest.approx(one.sampler, rel=1e-6)
+        assert ("sampling_log_probs" in row) == (kind in WITH_BOTH)
+        assert ("advantage" in row) == (kind in WITH_ADVANTAGE)
+        assert row.get("reward") == (None if kind == "prime-rl" else one.reward)
+        assert row.get("group_id") == (None if kind == "prime-rl" else one.group)
+
+    estimator, corrected = "given" if kind == "prime-rl" else "dr_grpo", kind in WITH_BOTH
+    aggregation = "sample_mean" if kind == "prime-rl" else "prompt_mean"
+    overrides = ["model=huggingface", f"model.path={policy}", "rollout=recorded", f"rollout.path={out}"]
+    overrides += [f"advantage={estimator}", f"aggregation={aggregation}", "loss=grpo", "tracking=none"]
+    overrides += ["correction=token_truncate"] if corrected else []
+    overrides += [f"accumulation.docs_per_step={len(rollouts)}", "accumulation.max_tokens=32"]
+    module, loader = built(*overrides)
+    found = module.training_step(next(iter(loader)), 0)["metrics"]["loss"]
+    assert found == pytest.approx(
+        expected_loss(module, rollouts, kind, aggregation, corrected), abs=5e-6
+    )  # norms compute in float32
+    assert abs(found) > 2e-5
+
+
+def expected_loss(module, rollouts, kind, aggregation, corrected):
+    """By the reference's loops, from the rollouts as they were sampled."""
+    logits, labels, old, sampling, advantages, index = [], [], [], [], [], []
+    for number, one in enumerate(rollouts):
+        tokens = torch.tensor(one.prompt + one.response)
+        logits.append(module.policy.model(tokens[None]).logits[0].detach())
+        before, after = len(one.prompt) - 1, [0.0]
+        labels += [-1] * before + one.response + [-1]
+        old += [0.0] * before + (one.trainer if kind in WITH_BOTH else one.sampler) + after
+        sampling += [0.0] * before + one.sampler + after
+        advantages += [one.advantage] * len(tokens)
+        index += [number] * len(tokens)
+    correction = module.loss.correction
+    return reference.policy_loss(
+        torch.cat(logits),
+        torch.tensor(labels),
+        torch.tensor(old),
+        torch.tensor(advantages),
+        torch.tensor(index),
+        loss="grpo",
+        aggregation=aggregation,
+        group_index=torch.tensor([one.group for one in rollouts]),
+        epsilon_low=0.2,
+        epsilon_high=0.2,
+        correction="token_truncate" if corrected else None,
+        correction_settings=vars(correction) if corrected else None,
+        sampling_log_probs=torch.tensor(sampling) if corrected else None,
+    ).loss
+
+
+def next_tokens(_, values):
+    """A list of log-probs that says at each place what belongs to the next token."""
+    rows = values[0] if isinstance(values[0], list) else values
+    moved = [*rows[1:], 0.0]
+    return [moved] if isinstance(values[0], list) else moved
+
+
+def tokens_before(_, values):
+    rows = values[0] if isinstance(values[0], list) else values
+    moved = [0.0, *rows[:-1]]
+    return [moved] if isinstance(values[0], list) else moved
+
+
+MOVED = {
+    "nemo-rl": ("generation_logprobs", "sampling_log_probs"),
+    "open-instruct": ("logprobs", "old_log_probs"),
+    "slime": ("rollout_log_probs", "old_log_probs"),
+    "prime-rl": ("inference_logprobs", "sampling_log_probs"),
+    "pipelinerl": ("logprobs", "old_log_probs"),
+}
+
+
+@pytest.mark.parametrize("change", [next_tokens, tokens_before])
+@pytest.mark.parametrize("kind", MOVED)
+def test_log_probs_one_place_off_are_refused(kind, change, rollouts, tmp_path, capsys):
+    """Told from documents that part, without a model; nothing is left behind."""
+    name, ours = MOVED[kind]
+    WRITERS[kind](tmp_path, rollouts, **{name: change})
+    assert convert(kind, tmp_path, tmp_path / "out.parquet") == 3
+    said = capsys.readouterr().err
+    whose = "of the next token" if change is next_tokens else "of the token before"
+    assert f"{ours} needs the log-prob of each token itself (got that {whose}" in said
+    assert not list(tmp_path.glob("*.parquet*"))
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("change", "whose"), [(next_tokens, "of the next token"), (tokens_before, "of the token before")]
+)
+def test_a_model_finds_it_where_no_documents_part(change, whose, policy, rollouts, tmp_path, capsys):
+    alone = [one for number, one in enumerate(rollouts) if number % 4 == 0 and len(one.response) > 2]
+    open_instruct(tmp_path, alone, logprobs=change)
+    model = ["model=huggingface", f"model.path={policy}"]
+    assert convert("open-instruct", tmp_path, tmp_path / "out.parquet") == 0
+    assert "nothing tells yet whether they stand at their own tokens" in capsys.readouterr().out
+    assert convert("open-instruct", tmp_path, tmp_path / "other.parquet", *model) == 3
+    assert f"(got that {whose}; correlations with the model at places -1, 0, +1: " in capsys.readouterr().err
+
+
+def test_the_policy_that_sampled_has_ratios_of_one(policy, rollouts, tmp_path, capsys):
+    nemo_rl(tmp_path, rollouts)
+    model = ["model=huggingface", f"model.path={policy}"]
+    assert convert("nemo-rl", tmp_path, tmp_path / "out.parquet", *model) == 0
+    said = capsys.readouterr().out
+    assert "old_log_probs against the model: first document's mean ratio 1.0000" in said
+    assert "NOT" not in said
+    noise = sum(map(math.exp, (t - s for t, s in zip(rollouts[0].trainer, rollouts[0].sampler, strict=True))))
+    mean = noise / len(rollouts[0].response)
+    assert f"sampling_log_probs against the model: first document's mean ratio {mean:.4f}" in said
+    assert convert("nemo-rl", tmp_path, tmp_path / "hot.parquet", *model, "rollout.temperature=2") == 0
+    assert "not at rollout.temperature=2 of these weights (the best fit is 1.00)" in capsys.readouterr().out
+    other = save_with_tokenizer(small_llama(5, initializer_range=0.6), tmp_path / "other")
+    assert convert("nemo-rl", tmp_path, tmp_path / "not.parquet", "model=huggingface", f"model.path={other}") == 0
+    assert "This is NOT the policy that sampled at rollout.temperature=1" in capsys.readouterr().out
+
+
+def test_what_nemo_rl_left_out_or_did_not_compute(rollouts, tmp_path, capsys):
+    """prev_logprobs of zeros are no log-probs; sample_loss_mask and dynamic sampling's rewards."""
+    lines = [json.loads(line) for line in nemo_rl(tmp_path, rollouts).read_text().splitlines()]
+    for number, line in enumerate(lines):
+        line["prev_logprobs"] = [[0.0] * len(line["prev_logprobs"][0])]
+        line["filtered_rewards"], line["rewards"] = [number / 8], [-1.0]
+    lines[2]["sample_loss_mask"] = [0.0]
+    lines[5]["token_loss_mask"] = [[0] * len(lines[5]["token_ids"][0])]
+    (tmp_path / "train_data_step3.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert convert("nemo-rl", tmp_path, tmp_path / "out.parquet") == 0
+    said, rows = capsys.readouterr().out, rows_of(tmp_path / "out.parquet")
+    assert "dropped   1 documents: no token was generated" in said
+    assert f"note      {len(rollouts) - 1} documents whose prev_logprobs NeMo-RL did not compute" in said
+    assert "note      1 documents that NeMo-RL left out of its loss" in said
+    assert "groups    1 of 3, 15 of 4 documents" in said
+    assert rows[1]["old_log_probs"] == rows[1]["sampling_log_probs"]
+    assert [row["reward"] for row in rows[:6]] == [0, 0.125, 0.25, 0.375, 0.5, 0.75]
+    assert not any(rows[2]["loss_mask"])
+    assert all(rows[3]["loss_mask"][3:])
+
+
+def test_what_open_instruct_does_not_say(rollouts, tmp_path, capsys):
+    """Tools' tokens have a log-prob of exactly 0 and an empty completion NaN; a resumed run writes a step again."""
+    path = open_instruct(
+        tmp_path,
+        rollouts,
+        logprobs=lambda number, values: [float("nan")] * len(values) if number == 1 else [*values[:-1], 0.0],
+        request_info=lambda number, _: {"num_calls": 1} if number == 0 else None,
+    )
+    assert convert("open-instruct", tmp_path, tmp_path / "out.parquet") == 0
+    said, rows = capsys.readouterr().out, rows_of(tmp_path / "out.parquet")
+    assert "dropped   1 documents: an empty completion" in said
+    assert "note      1 documents that called tools" in said
+    assert rows[0]["loss_mask"] == [False] * 3 + [True] * (len(rollouts[0].response) - 1) + [False]
+    assert rows[1]["loss_mask"][-1]
+    path.write_text(path.read_text() * 2)
+    assert convert("open-instruct", tmp_path, tmp_path / "twice.parquet") == 3
+    assert "is step and sample 5:0 again: a run that was resumed" in capsys.readouterr().err
+
+
+def test_rewards_and_masks_of_slime(rollouts, tmp_path, capsys):
+    slime(
+        tmp_path,
+        rollouts,
+        reward=lambda number, value: {"acc": value, "format": 1.0},
+        remove_sample=lambda number, _: number == 1,
+        loss_mask=lambda number, _: [0] + [1] * (len(rollouts[2].response) - 1) if number == 2 else None,
+        multimodal_inputs=lambda number, _: {"images": [1]} if number == 3 else None,
+        group_index=lambda number, _: None,
+    )
+    assert convert("slime", tmp_path, tmp_path / "out.parquet") == 3
+    assert "has several rewards (acc, format). Use --reward-key KEY" in capsys.readouterr().err
+    assert convert("slime", tmp_path, tmp_path / "out.parquet", "--reward-key", "acc") == 0
+    said, rows = capsys.readouterr().out, rows_of(tmp_path / "out.parquet")
+    assert "dropped   1 documents: pictures" in said
+    assert "note      1 documents that slime does not train on" in said
+    assert [row["group_id"] for row in rows[:4]] == [0, 0, 0, 1]
+    assert not any(rows[1]["loss_mask"])
+    assert rows[2]["loss_mask"][3:] == [False] + [True] * (len(rollouts[2].response) - 1)
+
+
+def test_steps_of_prime_rl(rollouts, tmp_path, capsys):
+    path = prime_rl(tmp_path, rollouts, rl_weights=lambda number, v: [0.0] * len(v) if number == 1 else v)
+    assert convert("prime-rl", tmp_path, tmp_path / "out.parquet") == 0
+    assert "dropped   1 documents: no token of the policy-gradient loss" in capsys.readouterr().out
+    (path.parent / "STABLE").unlink()
+    assert convert("prime-rl", tmp_path, tmp_path / "other.parquet") == 3
+    assert "rank_0.jsonl needs the file STABLE beside it" in capsys.readouterr().err
+
+
+def test_groups_of_pipeline_rl_are_its_lines(rollouts, tmp_path):
+    """A run that was resumed counts its groups from 0 again."""
+    path = pipeline_rl(tmp_path, rollouts)
+    path.write_text(path.read_text() * 2)
+    assert convert("pipelinerl", path, tmp_path / "out.parquet") == 0
+    assert [row["group_id"] for row in rows_of(tmp_path / "out.parquet")][::4] == list(range(32))
+
+
+class Attack:
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_a_pickle_that_would_run_code_is_refused(tmp_path, capsys):
+    attack = Attack()
+    attack.path = str(tmp_path / "was here")
+    torch.save({"samples": [{"metadata": attack}]}, tmp_path / "1.pt")
+    assert convert("slime", tmp_path, tmp_path / "out.parquet") == 3
+    said = capsys.readouterr().err
+    assert "1.pt needs plain numbers, texts, lists and tensors" in said
+    assert "mkdir" in said
+    assert not (tmp_path / "was here").exists()
+    pickle.loads(pickle.dumps(attack))  # as torch.load would without weights_only
+    assert (tmp_path / "was here").exists()
+
+
+@pytest.mark.parametrize(
+    ("system", "payload", "says"),
+    [
+        ("miles", {"rollout_data": {"tokens": []}, "rank": 0}, "Use the files of --save-debug-rollout-data"),
+        ("slime", {"other": 1}, "needs a list of samples"),
+        ("slime", {"samples": [{"tokens": [1]}]}, "is no record of this system"),
+    ],
+)
+def test_other_files_of_torch_are_refused(system, payload, says, tmp_path, capsys):
+    torch.save(payload, tmp_path / "1.pt")
+    assert convert(system, tmp_path, tmp_path / "out.parquet") == 3
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["verl", ".", "o.parquet"], 2, "verl needs dumps with token ids and log-probs (got texts and scores"),
+        (["trl", ".", "o.parquet"], 2, "sampling_per_token_logps"),
+        (["skyrl", ".", "o.parquet"], 2, "pickles that run code"),
+        (["areal", ".", "o.parquet"], 2, "one of nemo-rl, open-instruct, slime, prime-rl, pipelinerl, miles"),
+        (["nemo-rl", ".", "o.parquet"], 3, "needs files train_data_step*.jsonl (got a folder with none of them"),
+        (["nemo-rl", "none", "o.parquet"], 3, "(got no such file or folder)"),
+        (["nemo-rl", "text.jsonl", "o.parquet"], 3, "its fields are input, output"),
+        (["pipelinerl", "text.jsonl", "o.parquet"], 3, "not a JSON array (got dict)"),
+        (["nemo-rl", ".", "o.jsonl"], 2, "needs a new .parquet file"),
+        (["nemo-rl", ".", "text.jsonl"], 2, "needs a new .parquet file"),
+        (["nemo-rl", ".", "o.parquet", "loss=grpo"], 2, "(got loss=grpo)"),
+        (["nemo-rl", ".", "o.parquet", "model.path=x"], 2, "model.path"),
+        (["nemo-rl"], 2, "the following arguments are required: PATH, OUT"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused(arguments, status, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.jsonl").write_text('{"input": "a", "output": "b", "score": 1.0}\n')
+    assert main(["convert", *arguments]) == status
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "o.parquet").exists()
+
+
+def test_rows_are_written_a_part_at_a_time(rollouts, tmp_path, monkeypatch):
+    """Row groups of bounded size, and the same rows whatever the size."""
+    open_instruct(tmp_path, rollouts)
+    assert convert("open-instruct", tmp_path, tmp_path / "whole.parquet") == 0
+    monkeypatch.setattr("pgtoolkit.dumps.convert.ROW_GROUP_TOKENS", 50)
+    assert convert("open-instruct", tmp_path, tmp_path / "parts.parquet") == 0
+    parts = pq.ParquetFile(tmp_path / "parts.parquet")
+    assert parts.num_row_groups > 3
+    assert rows_of(tmp_path / "parts.parquet") == rows_of(tmp_path / "whole.parquet")
+
+
+def test_dumps_of_two_kinds_are_not_mixed(rollouts, tmp_path, capsys):
+    slime(tmp_path, rollouts)
+    (tmp_path / "more").mkdir()
+    slime_training(tmp_path / "more", rollouts)
+    assert convert("slime", tmp_path, tmp_path / "out.parquet") == 3
+    assert "needs the fields of the first document (got advantage, sampling_log_probs" in capsys.readouterr().err
+
+
+def test_numbers_that_are_none_are_named_with_their_place(tmp_path, capsys):
+    one = Rollout([1, 2], [3, 4], [-0.5, -0.25], [-0.5, -0.25], 1.0, 0.5, 0)
+    prime_rl(tmp_path, [one], trainer_logprobs=lambda _, values: [*values[:-1], None])
+    assert convert("prime-rl", tmp_path, tmp_path / "out.parquet") == 3
+    assert "rank_0.jsonl:1:old_log_probs: is nan at position 3, which is trained" in capsys.readouterr().err
