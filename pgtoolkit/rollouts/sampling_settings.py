@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from pgtoolkit.config.schema import PolicyRolloutConfig
@@ -27,6 +28,26 @@ def sampling_settings(
         pad_token_id=tokenizer.pad_token_id or 0,
         eos_token_id=ends[0] if len(ends) == 1 else ends or None,
     )
+
+
+def temperature_and_top_p(settings: GenerationConfig) -> list:
+    """Processors of logits for what they say of the two; none where that changes nothing."""
+    from transformers.generation import TemperatureLogitsWarper, TopPLogitsWarper
+
+    temperature = [TemperatureLogitsWarper(settings.temperature)] if settings.temperature != 1 else []
+    return temperature + ([TopPLogitsWarper(settings.top_p)] if settings.top_p < 1 else [])
+
+
+@contextlib.contextmanager
+def without_own_settings(model):
+    """transformers fills what its caller leaves open from the model's settings: a repetition penalty, for one."""
+    from transformers import GenerationConfig
+
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def ignored_settings(policy: Any, rollout: PolicyRolloutConfig) -> dict[str, Any]:
