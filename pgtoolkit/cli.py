@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _dispatch(argv: list[str]) -> int:
     command = argv[0] if argv and argv[0][:1].isalpha() and "=" not in argv[0] else None
-    if command in ("compare", "convert", "diff", "export", "sync", "ui"):  # whose parsers know --help
+    if command in ("compare", "convert", "diff", "export", "sync", "tokens", "ui"):  # whose parsers know --help
         return COMMANDS[command][2](argv[1:])
     if "--help" in argv or "-h" in argv:
         print(help_page())
@@ -164,7 +164,10 @@ def _compare(argv: list[str]) -> int:
     parser = _Parser("pgtk compare", description="Compare runs: which keys vary, what they reached, seed noise.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, folder with runs, or a sweep's name")
     parser.add_argument("--uri", metavar="URI", help="read this MLflow store; RUN is then an experiment or a sweep")
-    parser.add_argument("--metric", default="reward", metavar="NAME", help="what is compared (default: reward)")
+    parser.add_argument("--metric", metavar="NAME", help="what is compared (default: held-out, exact_match or reward)")
+    parser.add_argument(
+        "--reach", metavar="METRIC=X", help="compare the documents it takes until METRIC is X or higher"
+    )
     parser.add_argument("--best-of", metavar="KEY", help="of runs that differ in this key alone only the best")
     for suffix, what in (("html", "report in one page"), ("csv", "row per run"), ("png", "picture of the curves")):
         parser.add_argument(f"--{suffix}", type=Path, metavar="FILE", help=f"write a {what}")
@@ -185,7 +188,7 @@ def _compare(argv: list[str]) -> int:
         runs = stored_runs(args.uri, args.runs)
     else:
         runs = find_runs(args.runs)
-    compared = compare(runs, args.metric, args.best_of)
+    compared = compare(runs, args.metric, args.best_of, args.reach)
     print(page(compared), flush=True)
     for name, path in files.items():
         try:
@@ -295,6 +298,39 @@ def _convert(argv: list[str]) -> int:
     return 0
 
 
+def _tokens(argv: list[str]) -> int:
+    parser = _Parser("pgtk tokens", description="What the loss did to each token of a step, beside other losses.")
+    what = "run directory or recorded rollouts, then overrides; loss=grpo,cispo stand side by side"
+    parser.add_argument("words", nargs="*", metavar="RUN [OVERRIDES]", help=what)
+    parser.add_argument(
+        "--step", type=_count, metavar="N", help="default: the last before new rollouts, after a checkpoint"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="the page (default: tokens-RUN-N.html)")
+    args = parser.parse_intermixed_args(argv)
+    if args.html:
+        _refuse_unwritable("html", args.html)
+
+    from pgtoolkit.inspection.tokens import inspect, summary
+    from pgtoolkit.inspection.tokens_page import html
+    from pgtoolkit.system.plain_files import write_atomically
+
+    named = args.words[:1] if args.words and ("=" not in args.words[0] or Path(args.words[0]).exists()) else []
+    inspected = inspect(*(named or [None]), args.words[len(named) :], args.step)
+    page = args.html or Path(f"tokens-{inspected.name}-{inspected.number}.html")
+    try:
+        write_atomically(page, html(inspected, redact(shlex.join(["pgtk", "tokens", *argv]))))
+    except OSError as error:
+        raise StorageError(f"{page} cannot be written: {error.strerror or error}") from error
+    print(summary(inspected, page), flush=True)
+    return 0
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of a step, which begin with 1")
+    return int(text)
+
+
 COMMANDS = {
     "sweep": ("NAME [OVERRIDES]", "train what a file in sweeps/ describes; repeated, it continues", _sweep),
     "check": ("...", "of any of these: print the plan and every problem, start nothing", _check),
@@ -304,6 +340,7 @@ COMMANDS = {
     "diff": ("RUN_A RUN_B", "what changed: configuration, code, packages, hardware", _diff),
     "export": ("RUN_DIR DIR", "the newest checkpoint as a Hugging Face folder", _export),
     "sync": ("RUN_DIR...", "deliver to MLflow what it lacks of runs, such as after an outage", _sync),
+    "tokens": ("RUN_DIR [loss=a,b]", "what losses do to each token of a step, side by side, as a page", _tokens),
     "ui": ("", "MLflow's pages of the runs tracked from this directory; --port N", _ui),
 }
 """Name -> what follows it, what it does, and the function that does it with the words after its name."""

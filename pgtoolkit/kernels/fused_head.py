@@ -104,8 +104,13 @@ def linear_loss(
 
 
 @torch.no_grad()
-def linear_log_probs(hidden: Tensor, head: LMHead, labels: Tensor, options: HeadOptions) -> Tensor:
-    """(T,) log-prob of each label, 0 where labels < 0; options.counts saves the wait for a GPU."""
+def linear_log_probs(
+    hidden: Tensor, head: LMHead, labels: Tensor, options: HeadOptions
+) -> tuple[Tensor, Tensor | None]:
+    """(log-prob of each label, entropy if the options ask for it), (T,), 0 where labels < 0.
+
+    options.counts saves the wait for a GPU.
+    """
     with torch.autocast(hidden.device.type, enabled=False):
         run = _FusedPass(hidden, head, labels, options, [False] * 3)
         trained = labels >= 0
@@ -114,7 +119,7 @@ def linear_log_probs(hidden: Tensor, head: LMHead, labels: Tensor, options: Head
         run.make_buffer(number)
         for piece in Chunk(0, number, False, None).pieces(options.max_rows):
             run.forward(rows[piece])
-    return run.log_probs
+    return run.log_probs, run.entropy
 
 
 class AnyOnHost:

@@ -102,14 +102,24 @@ def loss_of_hidden(
 
 @torch.no_grad()
 def log_probs_of_hidden(
-    hidden: Tensor, head: LMHead, tokens: Tokens, loss: Loss, ranks: Ranks, method: Computation
-) -> Tensor:
-    """(T,) log-prob of each label by the computation that the loss would use, 0 where labels < 0; of no loss."""
+    hidden: Tensor,
+    head: LMHead,
+    tokens: Tokens,
+    loss: Loss,
+    ranks: Ranks,
+    method: Computation,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """(log-prob of each label, entropy of each row's softmax or None), (T,) each, 0 where labels < 0; of no loss.
+
+    By the computation that the loss would use.
+    """
     if not method.fused and method.num_splits == 1:
         logits = _logits(hidden, head, ranks)
         implementation = choose_implementation(method.impl, logits, ranks.shard(logits.shape[1]))
-        return implementation.forward(logits, tokens.labels, loss.temperature, False)[0]
-    loss = replace(loss, metrics="none", entropy_coefficient=0.0)
+        log_probs, _, entropy = implementation.forward(logits, tokens.labels, loss.temperature, with_entropy)
+        return log_probs, entropy
+    loss = replace(loss, metrics="with_entropy" if with_entropy else "none", entropy_coefficient=0.0)
     return linear_log_probs(hidden, head, tokens.labels, _head_options(hidden, head, tokens, loss, ranks, method))
 
 

@@ -24,7 +24,7 @@ def measure(objective: Objective, level: str, log_probs: Tensor, entropy: Tensor
 
     family, terms = objective.family, objective.token_terms(log_probs)
     ratio, log_ratio = terms.ratio.double(), terms.log_ratio.double()
-    low, high = family.outside(terms.ratio, terms.token_log_ratio, log_probs)
+    low, high, *cuts = clips(objective, log_probs)
     values = [
         log_probs,
         objective.old_log_probs,
@@ -32,7 +32,7 @@ def measure(objective: Objective, level: str, log_probs: Tensor, entropy: Tensor
         objective.advantages,
         log_ratio.expm1() - log_ratio,
         low | high,
-        *family.cuts(low, high, terms.ratio, objective.scope_advantages),
+        *cuts,
         terms.clamped,
     ]
     if level == "with_entropy":
@@ -43,6 +43,13 @@ def measure(objective: Objective, level: str, log_probs: Tensor, entropy: Tensor
     advantages = objective.advantages.double()
     maxima = _maxima(objective, [advantages, ratio, -advantages, -ratio])
     return with_more(objective, MetricSums(level, sums, maxima), log_probs)
+
+
+def clips(objective: Objective, log_probs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(T,) bool each: below and above the family's bounds; where the lower and the upper change the coefficient."""
+    terms = objective.token_terms(log_probs)
+    low, high = objective.family.outside(terms.ratio, terms.token_log_ratio, log_probs)
+    return low, high, *objective.family.cuts(low, high, terms.ratio, objective.scope_advantages)
 
 
 @torch.no_grad()
