@@ -340,7 +340,7 @@ def _convert(argv: list[str]) -> int:
 def _evaluate(argv: list[str]) -> int:
     parser = _Parser("pgtk evaluate", description="Measure a policy on prompts, without training: docs/evaluation.md.")
     parser.add_argument("words", nargs="*", metavar="[RUN_OR_FOLDER] [OVERRIDES]", help="run, or Hugging Face folder")
-    parser.add_argument("--step", type=_count, metavar="N", help="of a run, the checkpoint of this step")
+    parser.add_argument("--step", type=_positive, metavar="N", help="of a run, the checkpoint of this step")
     parser.add_argument("--best", action="store_true", help="of a run, its best checkpoint instead of the newest")
     args = parser.parse_intermixed_args(argv)
     named = [word for word in args.words if "=" not in word or Path(word).exists()]
