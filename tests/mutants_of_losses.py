@@ -7,13 +7,14 @@ OPTIONS = "tests/kernels/test_parallel_loss_options.py"
 
 CUT = "tests/losses/test_invariance.py::test_micro_batches_order_and_padding"
 CORRECTIONS = "tests/losses/test_corrections.py"
+IN_CODE = "tests/losses/test_correction_implementations.py"
 
 MUTANTS_OF_LOSSES = [
     (
         "a correction's factor that is left out of the gradient of a family by document",
         "losses/objective.py",
         {"equal and correction.equal_within_documents": "equal"},
-        (f"{CORRECTIONS}::test_given_logits_match_the_reference[gspo-sample_mean-none-token masked]",),
+        (f"{IN_CODE}::test_given_logits_match_the_reference[gspo-sample_mean-none-token masked]",),
     ),
     (
         "a correction's factor that divides by what it keeps (verl's deprecated trainer)",
@@ -64,13 +65,13 @@ MUTANTS_OF_LOSSES = [
         "a mask by the policy in Triton's single pass, which knows no document",
         "kernels/given_logits.py",
         {"wanted and not objective.by_document": "wanted and not objective.family.by_document"},
-        (f"{CORRECTIONS}::test_in_float32_with_kernels_or_without[grpo-constant-triton-off policy]",),
+        (f"{IN_CODE}::test_in_float32_with_kernels_or_without[grpo-constant-off policy-triton]",),
     ),
     (
         "Triton's metrics lack those of a correction",
         "kernels/triton_objective.py",
         {"with_more(objective, MetricSums(level, sums[1:], maxima), log_probs)": "MetricSums(level, sums[1:], maxima)"},
-        (f"{CORRECTIONS}::test_in_float32_with_kernels_or_without[grpo-constant-triton-token masked]",),
+        (f"{IN_CODE}::test_in_float32_with_kernels_or_without[grpo-constant-token masked-triton]",),
     ),
     (
         "an effective sample size over documents of their factors",
@@ -360,7 +361,7 @@ MUTANTS_OF_LOSSES = [
     (
         "the fp32 LM head rounds its logits to bfloat16",
         "kernels/fused_head.py",
-        {"wide if options.fp32_logits else hidden.dtype": "hidden.dtype"},
+        {"wide if head.fp32_logits else hidden.dtype": "hidden.dtype"},
         ("tests/model/test_huggingface.py::test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights[True]",),
     ),
 ]
