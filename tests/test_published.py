@@ -106,7 +106,7 @@ def differences(compared):
     """A row per pair with the first configuration."""
     for one in compared.comparisons[: len(compared.groups) - 1]:
         said, test, *numbers = terminal.difference_row(one, terminal.tested_format(compared))
-        yield [f"{compared.groups[one.second].label} (n = {one.counts[1]})", *numbers, test, said]
+        yield [compared.groups[one.second].label, str(one.counts[1]), *numbers, test, said]
 
 
 def test_the_follow_up():

@@ -127,7 +127,9 @@ def test_the_page_says_it_all(sweep, capsys):
     assert "nine tenths of the way from 0, the mean start, to 0.9, as high as a configuration ends with" in words
     assert "counts with what was looked at (160 documents, 1,000 tokens, " in words
     assert "Documents to reward 0.81, t-test, paired by seed, two-sided:" in words
-    assert "grpo (n = 3) +40 [+32, +56] 0.038 4 paired more than seed noise" in words
+    assert (
+        "against gspo (n = 3) n difference interval p seeds test verdict grpo 3 +40 [+32, +56] 0.038 4 paired" in words
+    )
     assert "with 3 it holds the true difference in about 75 of 100 cases" in words
     assert max(map(len, lines)) <= WIDTH
 
