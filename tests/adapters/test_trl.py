@@ -49,6 +49,12 @@ EQUAL = [
         {},
     ),
     ({"loss_type": "vespo"}, {"loss": "vespo", "aggregation": "token_mean"}, {}),
+    (
+        {"off_policy_mask_threshold": 0.05},
+        {"loss": "grpo", "aggregation": "token_mean", "correction": corrections.OffPolicyMask(threshold=0.05)},
+        {},
+    ),
+    ({"loss_type": "bnpo"}, {"loss": "grpo", "aggregation": "token_mean"}, {"gradient_accumulation_steps": 1}),
     ({}, {"loss": "grpo", "aggregation": "token_mean"}, {"beta": 0.3}),
     ({}, {"loss": "grpo", "aggregation": "token_mean"}, {"beta": 0.3, "use_bias_correction_kl": False}),
     (
