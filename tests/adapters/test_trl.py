@@ -132,6 +132,15 @@ def test_the_correction_for_an_engine_is_trls(engine, folder):
     assert ("pgtk/correction_factor" in log[0]) == (engine != ENGINES[-1])
 
 
+@pytest.mark.slow
+def test_where_a_correction_is_something_else(folder):
+    """TRL takes it into the ratio of vespo; here it is a factor on the loss."""
+    engine = {"vllm_importance_sampling_mode": "token_truncate"}
+    ours = {"loss": "vespo", "aggregation": "token_mean"}
+    (exact, _), (found, _), way = both({"loss_type": "vespo"}, ours, {"max_steps": 2}, folder, engine)
+    assert float((found - exact).norm() / way) == pytest.approx(1.03, rel=0.05)
+
+
 @pytest.mark.parametrize("aggregation", ["prompt_mean", "token_mean"])
 def test_a_step_does_not_depend_on_how_it_is_cut(aggregation, folder):
     ours = {"loss": "gspo", "aggregation": aggregation}
