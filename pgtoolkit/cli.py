@@ -43,7 +43,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _dispatch(argv: list[str]) -> int:
     command = argv[0] if argv and argv[0][:1].isalpha() and "=" not in argv[0] else None
-    if command in ("compare", "convert", "diff", "export", "sync", "tokens", "ui"):  # whose parsers know --help
+    # Those whose parsers know --help.
+    if command in ("compare", "convert", "diff", "export", "samples", "sync", "tokens", "ui"):
         return COMMANDS[command][2](argv[1:])
     if "--help" in argv or "-h" in argv:
         print(help_page())
@@ -199,6 +200,43 @@ def _compare(argv: list[str]) -> int:
     return 0
 
 
+def _samples(argv: list[str]) -> int:
+    parser = _Parser("pgtk samples", description="Show what a run's model wrote: best, worst, and what changed.")
+    parser.add_argument("run", metavar="RUN", type=Path, help="run directory")
+    parser.add_argument("--set", metavar="NAME", help="training, or a set of evaluation (default: one of evaluation)")
+    parser.add_argument("--step", type=int, metavar="N", help="of this step (default: the last; of --html all)")
+    parser.add_argument("--since", type=int, metavar="N", help="what changed since this step (default: the first)")
+    parser.add_argument("--count", type=_positive, default=3, metavar="N", help="completions of a kind (default: 3)")
+    parser.add_argument("--lines", type=_positive, default=8, metavar="N", help="lines of each text (default: 8)")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page to search and sort all of them")
+    args = parser.parse_args(argv)
+    if args.html:
+        _refuse_unwritable("html", args.html)
+
+    from pgtoolkit.inspection.samples import chosen_set, kept_by, samples
+    from pgtoolkit.inspection.samples_page import html
+    from pgtoolkit.inspection.samples_terminal import page
+    from pgtoolkit.runs.files import storage
+    from pgtoolkit.tracking.next_commands import shell_path
+
+    kept = kept_by(args.run)
+    found = samples(chosen_set(kept, args.set), args.step, args.since, args.count)
+    print(page(found, kept, shell_path(args.run), args.count, args.lines), flush=True)
+    if args.html:
+        sets = [kept[args.set]] if args.set else [*kept.values()]
+        text = html(sets, args.step, shell_path(args.run), redact(shlex.join(["pgtk", "samples", *argv])))
+        with storage(args.html):
+            args.html.write_text(text, encoding="utf-8")
+        print(f"\nhtml  {shell_path(args.html)}", flush=True)
+    return 0
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number >= 1")
+    return int(text)
+
+
 def _refuse_unwritable(name, path):
     if path.is_dir() or not path.parent.is_dir():
         got = "a folder" if path.is_dir() else f"no folder {path.parent}"
@@ -303,7 +341,7 @@ def _tokens(argv: list[str]) -> int:
     what = "run directory or recorded rollouts, then overrides; loss=grpo,cispo stand side by side"
     parser.add_argument("words", nargs="*", metavar="RUN [OVERRIDES]", help=what)
     parser.add_argument(
-        "--step", type=_count, metavar="N", help="default: the last before new rollouts, after a checkpoint"
+        "--step", type=_positive, metavar="N", help="default: the last before new rollouts, after a checkpoint"
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="the page (default: tokens-RUN-N.html)")
     args = parser.parse_intermixed_args(argv)
@@ -325,12 +363,6 @@ def _tokens(argv: list[str]) -> int:
     return 0
 
 
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of a step, which begin with 1")
-    return int(text)
-
-
 COMMANDS = {
     "sweep": ("NAME [OVERRIDES]", "train what a file in sweeps/ describes; repeated, it continues", _sweep),
     "check": ("...", "of any of these: print the plan and every problem, start nothing", _check),
@@ -339,6 +371,7 @@ COMMANDS = {
     "convert": ("SYSTEM PATH OUT", "rollouts of another trainer as a file for rollout=recorded", _convert),
     "diff": ("RUN_A RUN_B", "what changed: configuration, code, packages, hardware", _diff),
     "export": ("RUN_DIR DIR", "the newest checkpoint as a Hugging Face folder", _export),
+    "samples": ("RUN_DIR", "what the model wrote: best, worst, what changed; --html FILE", _samples),
     "sync": ("RUN_DIR...", "deliver to MLflow what it lacks of runs, such as after an outage", _sync),
     "tokens": ("RUN_DIR [loss=a,b]", "what losses do to each token of a step, side by side, as a page", _tokens),
     "ui": ("", "MLflow's pages of the runs tracked from this directory; --port N", _ui),

@@ -361,7 +361,7 @@ MUTANTS_OF_LOSSES = [
     (
         "the fp32 LM head rounds its logits to bfloat16",
         "kernels/fused_head.py",
-        {"wide if options.fp32_logits else hidden.dtype": "hidden.dtype"},
+        {"wide if head.fp32_logits else hidden.dtype": "hidden.dtype"},
         ("tests/model/test_huggingface.py::test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights[True]",),
     ),
 ]

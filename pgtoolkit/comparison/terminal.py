@@ -11,7 +11,7 @@ from pgtoolkit.comparison.groups import Compared, Group
 from pgtoolkit.comparison.measures import AXES, DOCUMENTS, is_score
 from pgtoolkit.comparison.runs import HELD_OUT
 from pgtoolkit.comparison.statistics import LEVEL, MOST_SEEDS, POWER, Comparison, mean_and_std
-from pgtoolkit.system.report import text
+from pgtoolkit.system.report import plural, text
 from pgtoolkit.tracking.progress import WIDTH, sparkline
 
 _WIDEST_CURVE = 30
@@ -180,11 +180,6 @@ def spent(compared: Compared, group: Group, axis: str) -> str:
     if compared.arrived(group, axis) < len(values):
         return f"≥{whole(mean_and_std(values)[0])}"
     return spread(mean_and_std(values), whole) if axis == DOCUMENTS else whole(mean_and_std(values)[0])
-
-
-def plural(count: int, noun: str) -> str:
-    """The count with its noun."""
-    return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
 def aligned(rows: list[list[str]], room: int, shrinking: int = 1) -> list[str]:
