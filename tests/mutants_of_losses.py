@@ -196,7 +196,7 @@ MUTANTS_OF_LOSSES = [
     (
         "extrema start from 0 (Fast-LLM #494)",
         "losses/measures.py",
-        {"torch.where(objective.mask, values, -torch.inf)": "torch.where(self.mask, values, 0.0)"},
+        {"torch.where(objective.mask, values, -torch.inf)": "torch.where(objective.mask, values, 0.0)"},
         (
             "tests/losses/test_losses.py::test_matches_reference[1.0-grpo-sample_mean-basic]",
             "tests/losses/test_peers.py::test_a_piece_without_trained_tokens_does_not_touch_the_extrema",
