@@ -11,6 +11,20 @@ IN_CODE = "tests/losses/test_correction_implementations.py"
 
 MUTANTS_OF_LOSSES = [
     (
+        "a factor that a trainer brings weighs each token's own slope where the ratio is the document's",
+        "losses/objective.py",
+        {
+            "tokens.factors.to(dtype), 0.0), False": "tokens.factors.to(dtype), 0.0), equal",
+        },
+        (f"{CORRECTIONS}::test_factors_that_a_trainer_brings_are_a_correction[gspo]",),
+    ),
+    (
+        "a factor that a trainer brings is left out",
+        "losses/objective.py",
+        {"weights * torch.where(mask, tokens.factors.to(dtype), 0.0), False": "weights, False"},
+        (f"{CORRECTIONS}::test_factors_that_a_trainer_brings_are_a_correction[grpo]",),
+    ),
+    (
         "a correction's factor that is left out of the gradient of a family by document",
         "losses/objective.py",
         {"equal and correction.equal_within_documents": "equal"},
@@ -196,7 +210,7 @@ MUTANTS_OF_LOSSES = [
     (
         "extrema start from 0 (Fast-LLM #494)",
         "losses/measures.py",
-        {"torch.where(objective.mask, values, -torch.inf)": "torch.where(self.mask, values, 0.0)"},
+        {"torch.where(objective.mask, values, -torch.inf)": "torch.where(objective.mask, values, 0.0)"},
         (
             "tests/losses/test_losses.py::test_matches_reference[1.0-grpo-sample_mean-basic]",
             "tests/losses/test_peers.py::test_a_piece_without_trained_tokens_does_not_touch_the_extrema",
