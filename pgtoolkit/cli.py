@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pgtoolkit import __version__
 from pgtoolkit.config.files import default_options, options, sweep_file, sweep_files
-from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, unusable
+from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, StorageError, unusable
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import print_error, refusal
 
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _dispatch(argv: list[str]) -> int:
     command = argv[0] if argv and argv[0][:1].isalpha() and "=" not in argv[0] else None
-    if command in ("compare", "convert", "diff", "export", "sync", "ui"):  # whose parsers know --help
+    if command in ("compare", "convert", "diff", "doctor", "export", "sync", "ui"):  # whose parsers know --help
         return COMMANDS[command][2](argv[1:])
     if "--help" in argv or "-h" in argv:
         print(help_page())
@@ -295,6 +295,19 @@ def _convert(argv: list[str]) -> int:
     return 0
 
 
+def _doctor(argv: list[str]) -> int:
+    parser = _Parser("pgtk doctor", description="Whether recorded rollouts are fit for a comparison: docs/dumps.md.")
+    parser.add_argument("path", metavar="FILE", help="JSONL or Parquet file, a folder of them, or a glob")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="the loss that would train; a model to ask")
+    args = parser.parse_args(argv)
+
+    from pgtoolkit.dumps.doctor import diagnose, page
+
+    diagnosis = diagnose(args.path, args.overrides)
+    print(redact(page(diagnosis)), flush=True)
+    return DataError.exit_status if diagnosis.is_wrong else 0
+
+
 COMMANDS = {
     "sweep": ("NAME [OVERRIDES]", "train what a file in sweeps/ describes; repeated, it continues", _sweep),
     "check": ("...", "of any of these: print the plan and every problem, start nothing", _check),
@@ -302,6 +315,7 @@ COMMANDS = {
     "compare": ("RUN_DIR...", "what varies, what was reached over seeds, seed noise; --html FILE", _compare),
     "convert": ("SYSTEM PATH OUT", "rollouts of another trainer as a file for rollout=recorded", _convert),
     "diff": ("RUN_A RUN_B", "what changed: configuration, code, packages, hardware", _diff),
+    "doctor": ("FILE [OVERRIDES]", "whether recorded rollouts are fit for a comparison", _doctor),
     "export": ("RUN_DIR DIR", "the newest checkpoint as a Hugging Face folder", _export),
     "sync": ("RUN_DIR...", "deliver to MLflow what it lacks of runs, such as after an outage", _sync),
     "ui": ("", "MLflow's pages of the runs tracked from this directory; --port N", _ui),

@@ -181,3 +181,8 @@ class Judged:
             return float(np.exp(logs[place]))
         before, here, after = self._errors[place - 1 : place + 2]
         return float(np.exp(logs[place] + (logs[1] - logs[0]) * (before - after) / (2 * (before - 2 * here + after))))
+
+    @property
+    def improves(self) -> bool:
+        """Whether another temperature explains most of the squared differences."""
+        return float(np.min(self._errors)) < 0.25 * float(np.square(self.difference).sum())
