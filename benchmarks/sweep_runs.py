@@ -17,8 +17,11 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-from pgtoolkit.comparison.groups import best, compare, final, text
+from pgtoolkit.comparison.groups import compare
+from pgtoolkit.comparison.measures import AXES, Goal, reached
 from pgtoolkit.comparison.runs import Run, find_runs
+from pgtoolkit.runs.series import best, final
+from pgtoolkit.system.report import text
 
 _ENDED = re.compile(r"\[ *\d+/\d+\] \w+ +\d+ s ([^:\s]+)")
 _FOLDER = re.compile(r"sweep .* jobs, .*, in (\S+)$")
@@ -33,13 +36,13 @@ def main(file: str, *sweep: str) -> None:
 
 def write(file: Path, runs: list[Run], seconds: dict[str, float]) -> None:
     """A row per run. seconds: CPU time by the name of the run's directory; empty for a run that was done before."""
-    compared = compare(runs, "reward")
+    compared = compare(runs, reach="exact_match=0.9")
     if compared.left_out:
         raise SystemExit(f"not every run counts: {compared.left_out[0][0].name}: {compared.left_out[0][1]}")
     rows = [
         {key: text(value) for key, value in group.values.items()}
         | {"seed": run.config["seed"]}
-        | _reached(run)
+        | _reached(run, compared.goal)
         | {"cpu_seconds": f"{seconds[run.name]:.1f}" if run.name in seconds else ""}
         for group in compared.groups
         for run in sorted(group.runs, key=lambda run: run.config["seed"])
@@ -50,13 +53,15 @@ def write(file: Path, runs: list[Run], seconds: dict[str, float]) -> None:
         writer.writerows(rows)
 
 
-def _reached(run: Run) -> dict[str, object]:
-    """Finals and bests as `pgtk compare` takes them, and what the curves say.
+def _reached(run: Run, goal: Goal) -> dict[str, object]:
+    """Finals and bests, and what the curves say.
 
+    {documents, tokens, seconds}_to_exact_match_0.9 and mean_exact_match: as `pgtk compare` takes them.
     documents_to_reward_0.9: those seen when the mean reward of a batch of rollouts first is 0.9, empty if it never is.
     clipped_ratio_fraction: the mean over all steps.
     """
     reward, clipped = run.values("reward"), run.values("clipped_ratio_fraction")
+    one = reached(run, goal)
     batch = run.config["rollout.prompts_per_batch"] * run.config["rollout.group_size"]
     steps = batch // run.config["accumulation.docs_per_step"]
     batches = [statistics.fmean(reward[first : first + steps]) for first in range(0, len(reward), steps)]
@@ -65,9 +70,15 @@ def _reached(run: Run) -> dict[str, object]:
         "best_reward": f"{best(reward):.6f}",
         "final_exact_match": f"{final(run.values('exact_match')):.6f}",
         "documents_to_reward_0.9": next((batch * n for n, mean in enumerate(batches, start=1) if mean >= 0.9), ""),
+        **{f"{name}_to_exact_match_0.9": _rounded(one.to.get(axis, "")) for axis, name in AXES.items()},
+        "mean_exact_match": f"{one.mean:.6f}",
         "clipped_ratio_fraction": f"{statistics.fmean(clipped):.4f}" if clipped else "",
-        "documents_seen": int(run.rows[-1]["documents_seen"]),
+        **{axis: _rounded(end) for axis, end in one.seen.items()},
     }
+
+
+def _rounded(value):
+    return value if value == "" else round(value)
 
 
 def _run(command):

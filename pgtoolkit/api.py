@@ -9,14 +9,7 @@ from torch.distributed import ProcessGroup
 from pgtoolkit.batch import DocumentCounts, StepTotals
 from pgtoolkit.kernels import arguments
 from pgtoolkit.kernels.given_logits import IMPLEMENTATIONS
-from pgtoolkit.kernels.losses import (
-    Computation,
-    LMHead,
-    PolicyLoss,
-    loss_of_hidden,
-    loss_of_log_probs,
-    loss_of_logits,
-)
+from pgtoolkit.kernels.losses import Computation, LMHead, PolicyLoss, loss_of_hidden, loss_of_log_probs, loss_of_logits
 from pgtoolkit.losses.aggregation import Reducer, aggregation_of
 from pgtoolkit.losses.checks import check_name, check_switches, shown
 from pgtoolkit.losses.corrections import Correction, correction_of
@@ -96,23 +89,15 @@ def policy_loss(
 
     Raises ValueError for arguments that cannot be right and DataError for non-finite data, naming the document.
     """
-    family = family_of(loss, **parameters)
-    weighting, correction = aggregation_of(aggregation, divisor, reducer), correction_of(correction)
-    definition = Loss(family, weighting, temperature, metrics, correction, entropy_coefficient, kl)
+    family, weighting = family_of(loss, **parameters), aggregation_of(aggregation, divisor, reducer)
+    definition = Loss(family, weighting, temperature, metrics, correction_of(correction), entropy_coefficient, kl)
     arguments.check_reference(kl, ref_log_probs, metrics)
     ranks = Ranks(vocabulary_group, vocabulary_start, sequence_group, data_group)
     check_switches(check_finite=check_finite, overwrite_logits=overwrite_logits)
     check_name("impl", impl, ("auto", *IMPLEMENTATIONS, "reference"))
     arguments.check_rows("logits", logits)
     arguments.check_ranks(ranks, impl, num_documents)
-    vectors = {
-        "labels": labels,
-        "old_log_probs": old_log_probs,
-        "advantages": advantages,
-        "document_index": document_index,
-        "sampling_log_probs": sampling_log_probs,
-        "ref_log_probs": ref_log_probs,
-    }
+    vectors = labels, old_log_probs, advantages, document_index, sampling_log_probs, ref_log_probs
     tokens = arguments.tokens_of("logits", logits, vectors, num_documents, group_index, totals)
     method = Computation(impl, check_finite, overwrite_logits=overwrite_logits)
     return loss_of_logits(logits, tokens, totals, definition, ranks, method)
@@ -176,9 +161,8 @@ def linear_policy_loss(
 
     With "fused_linear" the gradients are computed in the forward call, and handed out by the first backward.
     """
-    family = family_of(loss, **parameters)
-    weighting, correction = aggregation_of(aggregation, divisor, reducer), correction_of(correction)
-    definition = Loss(family, weighting, temperature, metrics, correction, entropy_coefficient, kl)
+    family, weighting = family_of(loss, **parameters), aggregation_of(aggregation, divisor, reducer)
+    definition = Loss(family, weighting, temperature, metrics, correction_of(correction), entropy_coefficient, kl)
     arguments.check_reference(kl, ref_log_probs, metrics)
     ranks = Ranks(vocabulary_group, vocabulary_start, sequence_group, data_group)
     check_switches(check_finite=check_finite)
@@ -188,14 +172,7 @@ def linear_policy_loss(
     arguments.check_rows("hidden", hidden)
     arguments.check_head(hidden, head, definition, method)
     arguments.check_ranks(ranks, impl, num_documents)
-    vectors = {
-        "labels": labels,
-        "old_log_probs": old_log_probs,
-        "advantages": advantages,
-        "document_index": document_index,
-        "sampling_log_probs": sampling_log_probs,
-        "ref_log_probs": ref_log_probs,
-    }
+    vectors = labels, old_log_probs, advantages, document_index, sampling_log_probs, ref_log_probs
     tokens = arguments.tokens_of("hidden", hidden, vectors, num_documents, group_index, totals, counts)
     return loss_of_hidden(hidden, head, tokens, totals, definition, ranks, method)
 
@@ -237,20 +214,10 @@ def log_prob_loss(
         raise ValueError(f"log_probs needs one floating number per token (got {shown(log_probs)})")
     if not isinstance(mask, Tensor) or mask.shape != log_probs.shape or mask.dtype != torch.bool:
         raise ValueError(f"mask needs one bool per token, {len(log_probs)} (got {shown(mask)})")
-    family = family_of(loss, **parameters)
-    weighting, correction = aggregation_of(aggregation, divisor, reducer), correction_of(correction)
-    definition = Loss(family, weighting, metrics=metrics, correction=correction, kl=kl)
+    family, weighting = family_of(loss, **parameters), aggregation_of(aggregation, divisor, reducer)
+    definition = Loss(family, weighting, metrics=metrics, correction=correction_of(correction), kl=kl)
     arguments.check_reference(kl, ref_log_probs, metrics)
     check_switches(check_finite=check_finite)
-    vectors = {
-        "labels": mask.long() - 1,
-        "old_log_probs": old_log_probs,
-        "advantages": advantages,
-        "document_index": document_index,
-        "sampling_log_probs": sampling_log_probs,
-        "ref_log_probs": ref_log_probs,
-    }
-    if factors is not None:
-        vectors["factors"] = factors
+    vectors = mask.long() - 1, old_log_probs, advantages, document_index, sampling_log_probs, ref_log_probs, factors
     tokens = arguments.tokens_of("log_probs", log_probs, vectors, num_documents, group_index, totals)
     return loss_of_log_probs(log_probs, tokens, totals, definition, Ranks(), check_finite)

@@ -43,7 +43,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _dispatch(argv: list[str]) -> int:
     command = argv[0] if argv and argv[0][:1].isalpha() and "=" not in argv[0] else None
-    if command in ("compare", "convert", "diff", "doctor", "export", "sync", "ui"):  # whose parsers know --help
+    # Those whose parsers know --help.
+    if command in ("compare", "convert", "diff", "doctor", "export", "samples", "sync", "tokens", "ui"):
         return COMMANDS[command][2](argv[1:])
     if "--help" in argv or "-h" in argv:
         print(help_page())
@@ -164,7 +165,10 @@ def _compare(argv: list[str]) -> int:
     parser = _Parser("pgtk compare", description="Compare runs: which keys vary, what they reached, seed noise.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, folder with runs, or a sweep's name")
     parser.add_argument("--uri", metavar="URI", help="read this MLflow store; RUN is then an experiment or a sweep")
-    parser.add_argument("--metric", default="reward", metavar="NAME", help="what is compared (default: reward)")
+    parser.add_argument("--metric", metavar="NAME", help="what is compared (default: held-out, exact_match or reward)")
+    parser.add_argument(
+        "--reach", metavar="METRIC=X", help="compare the documents it takes until METRIC is X or higher"
+    )
     parser.add_argument("--best-of", metavar="KEY", help="of runs that differ in this key alone only the best")
     for suffix, what in (("html", "report in one page"), ("csv", "row per run"), ("png", "picture of the curves")):
         parser.add_argument(f"--{suffix}", type=Path, metavar="FILE", help=f"write a {what}")
@@ -185,7 +189,7 @@ def _compare(argv: list[str]) -> int:
         runs = stored_runs(args.uri, args.runs)
     else:
         runs = find_runs(args.runs)
-    compared = compare(runs, args.metric, args.best_of)
+    compared = compare(runs, args.metric, args.best_of, args.reach)
     print(page(compared), flush=True)
     for name, path in files.items():
         try:
@@ -194,6 +198,43 @@ def _compare(argv: list[str]) -> int:
             raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
         print(f"{name:<5}{shell_path(path)}", flush=True)
     return 0
+
+
+def _samples(argv: list[str]) -> int:
+    parser = _Parser("pgtk samples", description="Show what a run's model wrote: best, worst, and what changed.")
+    parser.add_argument("run", metavar="RUN", type=Path, help="run directory")
+    parser.add_argument("--set", metavar="NAME", help="training, or a set of evaluation (default: one of evaluation)")
+    parser.add_argument("--step", type=int, metavar="N", help="of this step (default: the last; of --html all)")
+    parser.add_argument("--since", type=int, metavar="N", help="what changed since this step (default: the first)")
+    parser.add_argument("--count", type=_positive, default=3, metavar="N", help="completions of a kind (default: 3)")
+    parser.add_argument("--lines", type=_positive, default=8, metavar="N", help="lines of each text (default: 8)")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page to search and sort all of them")
+    args = parser.parse_args(argv)
+    if args.html:
+        _refuse_unwritable("html", args.html)
+
+    from pgtoolkit.inspection.samples import chosen_set, kept_by, samples
+    from pgtoolkit.inspection.samples_page import html
+    from pgtoolkit.inspection.samples_terminal import page
+    from pgtoolkit.runs.files import storage
+    from pgtoolkit.tracking.next_commands import shell_path
+
+    kept = kept_by(args.run)
+    found = samples(chosen_set(kept, args.set), args.step, args.since, args.count)
+    print(page(found, kept, shell_path(args.run), args.count, args.lines), flush=True)
+    if args.html:
+        sets = [kept[args.set]] if args.set else [*kept.values()]
+        text = html(sets, args.step, shell_path(args.run), redact(shlex.join(["pgtk", "samples", *argv])))
+        with storage(args.html):
+            args.html.write_text(text, encoding="utf-8")
+        print(f"\nhtml  {shell_path(args.html)}", flush=True)
+    return 0
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number >= 1")
+    return int(text)
 
 
 def _refuse_unwritable(name, path):
@@ -278,7 +319,7 @@ def _convert(argv: list[str]) -> int:
         "overrides", nargs="*", metavar="model.path=FOLDER", help="the policy that sampled, for a proof"
     )
     parser.add_argument("--reward-key", metavar="KEY", help="which reward counts, where a sample has several")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     if args.out.suffix != ".parquet" or args.out.exists() or not args.out.absolute().parent.is_dir():
         reason = "Nothing is written over, and folders are not made."
         got = "one that exists" if args.out.exists() else "no such file can be made"
@@ -308,6 +349,33 @@ def _doctor(argv: list[str]) -> int:
     return DataError.exit_status if diagnosis.is_wrong else 0
 
 
+def _tokens(argv: list[str]) -> int:
+    parser = _Parser("pgtk tokens", description="What the loss did to each token of a step, beside other losses.")
+    what = "run directory or recorded rollouts, then overrides; loss=grpo,cispo stand side by side"
+    parser.add_argument("words", nargs="*", metavar="RUN [OVERRIDES]", help=what)
+    parser.add_argument(
+        "--step", type=_positive, metavar="N", help="default: the last before new rollouts, after a checkpoint"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="the page (default: tokens-RUN-N.html)")
+    args = parser.parse_intermixed_args(argv)
+    if args.html:
+        _refuse_unwritable("html", args.html)
+
+    from pgtoolkit.inspection.tokens import inspect, summary
+    from pgtoolkit.inspection.tokens_page import html
+    from pgtoolkit.system.plain_files import write_atomically
+
+    named = args.words[:1] if args.words and ("=" not in args.words[0] or Path(args.words[0]).exists()) else []
+    inspected = inspect(*(named or [None]), args.words[len(named) :], args.step)
+    page = args.html or Path(f"tokens-{inspected.name}-{inspected.number}.html")
+    try:
+        write_atomically(page, html(inspected, redact(shlex.join(["pgtk", "tokens", *argv]))))
+    except OSError as error:
+        raise StorageError(f"{page} cannot be written: {error.strerror or error}") from error
+    print(summary(inspected, page), flush=True)
+    return 0
+
+
 COMMANDS = {
     "sweep": ("NAME [OVERRIDES]", "train what a file in sweeps/ describes; repeated, it continues", _sweep),
     "check": ("...", "of any of these: print the plan and every problem, start nothing", _check),
@@ -317,7 +385,9 @@ COMMANDS = {
     "diff": ("RUN_A RUN_B", "what changed: configuration, code, packages, hardware", _diff),
     "doctor": ("FILE [OVERRIDES]", "whether recorded rollouts are fit for a comparison", _doctor),
     "export": ("RUN_DIR DIR", "the newest checkpoint as a Hugging Face folder", _export),
+    "samples": ("RUN_DIR", "what the model wrote: best, worst, what changed; --html FILE", _samples),
     "sync": ("RUN_DIR...", "deliver to MLflow what it lacks of runs, such as after an outage", _sync),
+    "tokens": ("RUN_DIR [loss=a,b]", "what losses do to each token of a step, side by side, as a page", _tokens),
     "ui": ("", "MLflow's pages of the runs tracked from this directory; --port N", _ui),
 }
 """Name -> what follows it, what it does, and the function that does it with the words after its name."""

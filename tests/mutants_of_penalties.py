@@ -15,7 +15,7 @@ MUTANTS_OF_PENALTIES = [
     (
         "k3_ratio without the gradient of its ratio",
         "losses/kl.py",
-        {"ratio * (slopes + values.where(log_ratio.abs() <= limit, 0.0))": "ratio * slopes"},
+        {"ratio * (slopes + values.where(log_ratio.abs() <= LOG_RATIO_LIMIT, 0.0))": "ratio * slopes"},
         (f"{KL}::test_matches_reference[grpo-sample_mean-k3_ratio]",),
     ),
     (
@@ -30,7 +30,7 @@ MUTANTS_OF_PENALTIES = [
     (
         "the distance is not clamped before exp",
         "losses/kl.py",
-        {"    distance = distance.clamp(-limit, limit)\n": ""},
+        {"    distance = clamped(distance)\n": ""},
         (f"{KL}::test_value_and_gradient_are_those_of_the_formula[torch-k3]",),
     ),
     (

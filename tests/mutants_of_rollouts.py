@@ -214,6 +214,12 @@ MUTANTS_OF_ROLLOUTS = [
         ("tests/model/test_decoding.py::test_log_probs_are_the_models_own[qwen2-cpu]",),
     ),
     (
+        "attention does not look at more of the cache as it fills",
+        "model/decoding.py",
+        {"_rounded(self._longest + segment)": "_rounded(self._longest + _FIRST_SEGMENT)"},
+        ("tests/model/test_decoding.py::test_log_probs_are_the_models_own[qwen2-cpu]",),
+    ),
+    (
         "decoding sees past the window of attention",
         "model/decoding.py",
         {"self._positions[:, None, None, None] - window,": "self._positions[:, None, None, None] - window - 1,"},

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from mutants_of_comparison import MUTANTS_OF_COMPARISON
 from mutants_of_dumps import MUTANTS_OF_DUMPS
 from mutants_of_keys import MUTANTS_OF_KEYS
 from mutants_of_lora import MUTANTS_OF_LORA
@@ -46,6 +47,7 @@ class Mutant:
 MUTANTS = [
     Mutant(*row)
     for row in (
+        *MUTANTS_OF_COMPARISON,
         *MUTANTS_OF_DUMPS,
         *MUTANTS_OF_KEYS,
         *MUTANTS_OF_LORA,

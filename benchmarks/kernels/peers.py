@@ -23,7 +23,7 @@ def eager_loss(workload: Workload) -> Callable[[Tensor], Tensor]:
 
     def loss(logits):
         log_probs = logits.float().log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        return objective.value(log_probs)
+        return objective.losses_and_coefficients(log_probs)[0].sum()
 
     return loss
 
@@ -36,7 +36,7 @@ def compiled_loss(workload: Workload) -> Callable[[Tensor], Tensor]:
     def log_probs(logits):
         return logits.float().log_softmax(-1).gather(-1, labels).squeeze(-1)
 
-    return lambda logits: objective.value(log_probs(logits))
+    return lambda logits: objective.losses_and_coefficients(log_probs(logits))[0].sum()
 
 
 def liger_logits(loss: str, logits: Tensor, rows: int) -> Callable[[], None] | None:

@@ -118,6 +118,8 @@ def _draw(axes, compared, axis):
         if (low < high).any():
             around = [*x, *x[::-1]], [*high, *low[::-1]]
             axes.fill(*around, color=color, alpha=0.16, linewidth=0, gid=f"band-{place}-{axis}")
+    if compared.goal.threshold is not None and handles:
+        axes.axhline(compared.goal.threshold, color="gray", linestyle=":", linewidth=1.1, gid=f"threshold-{axis}")
     if not handles:
         axes.text(0.5, 0.5, "no run has recorded this", transform=axes.transAxes, ha="center")
     return handles

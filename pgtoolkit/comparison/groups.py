@@ -5,19 +5,30 @@ from __future__ import annotations
 import difflib
 import statistics
 from dataclasses import dataclass, field
+from math import inf
 
+from pgtoolkit.comparison.measures import (
+    AXES,
+    DOCUMENTS,
+    Goal,
+    Reached,
+    chosen_metric,
+    goal_of,
+    parse_reach,
+    reached,
+)
+from pgtoolkit.comparison.notes import notes_on, why_not_counted
 from pgtoolkit.comparison.runs import Run
-from pgtoolkit.comparison.statistics import Comparison, compare_all, mean_and_std
+from pgtoolkit.comparison.statistics import Comparison, Sample, compare_all, mean_and_std
 from pgtoolkit.config.names import NO_EFFECT_ON_LEARNING
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.runs.series import best, final
 from pgtoolkit.system.report import text
 
 _NOT_COMPARED = ("seed", *NO_EFFECT_ON_LEARNING)
 """The seed makes the runs of a group."""
 
-_SCALES_APART = 2
-"""By how much gradients may differ in length before it is noted."""
+_PROMPTS = ("task.", "rollout.name", "rollout.path")
+"""Beginnings of the keys that decide, with the seed, about the prompts of a run."""
 
 _SHORT = (".name", ".mode", ".implementation", ".estimator")
 """Ends of the keys that hold a group's option, left out when they are shown: `loss`, not `loss.name`."""
@@ -25,13 +36,12 @@ _SHORT = (".name", ".mode", ".implementation", ".estimator")
 
 @dataclass
 class Group:
-    """Runs of one configuration but for their seed. finals and bests: of the runs that count, one per seed."""
+    """Runs of one configuration but for their seed. counted: one per seed; reached: what each of these did."""
 
     values: dict[str, object]
     runs: list[Run]
     counted: list[Run] = field(default_factory=list)
-    finals: list[float] = field(default_factory=list)
-    bests: list[float] = field(default_factory=list)
+    reached: list[Reached] = field(default_factory=list)
 
     @property
     def label(self) -> str:
@@ -41,24 +51,27 @@ class Group:
     @property
     def final(self) -> tuple[float | None, float | None]:
         """(mean, standard deviation) over seeds."""
-        return mean_and_std(self.finals)
+        return mean_and_std([one.final for one in self.reached])
 
     @property
-    def best(self) -> tuple[float | None, float | None]:
-        """(mean, standard deviation) over seeds."""
-        return mean_and_std(self.bests)
+    def mean(self) -> tuple[float | None, float | None]:
+        """(mean, standard deviation) over seeds of the mean over documents."""
+        return mean_and_std([one.mean for one in self.reached if one.mean is not None])
 
 
 @dataclass
 class Compared:
     """All that a report shows.
 
-    keys: the varying keys that tell the groups apart, as shown. following: varying keys that follow from those.
-    common: the configuration that all share. groups: highest final mean first. comparisons: every pair of groups, by
-    their place in `groups`. left_out: (run, why) for each run that is in no mean. notes: what to know besides.
+    goal: what the runs are compared by. limits: {axis: how far is looked for the threshold}, as far as every run has
+    been that did not reach it, infinite where all did; an axis is in it if all the counted runs have it. keys: the
+    varying keys that tell the groups apart, as shown. following: varying keys that follow from those. common: the
+    configuration that all share. groups: the best first. comparisons: every pair of groups, by their place in `groups`.
+    left_out: (run, why) for each run that is in no mean. notes: what to know besides.
     """
 
-    metric: str
+    goal: Goal
+    limits: dict[str, float]
     keys: list[str]
     following: list[str]
     common: dict[str, object]
@@ -67,18 +80,39 @@ class Compared:
     left_out: list[tuple[Run, str]]
     notes: list[str]
 
+    @property
+    def metric(self) -> str:
+        """What is compared."""
+        return self.goal.metric
 
-def compare(runs: list[Run], metric: str, best_of: str | None = None) -> Compared:
+    @property
+    def by_documents(self) -> bool:
+        """Whether groups are sorted and tested by the documents to the threshold; else by their final value."""
+        return DOCUMENTS in self.limits
+
+    def spent(self, group: Group, axis: str) -> list[float]:
+        """What each counted run spent until it reached the threshold, the limit where it did not within it."""
+        return [min(one.to.get(axis, inf), self.limits[axis]) for one in group.reached]
+
+    def arrived(self, group: Group, axis: str) -> int:
+        """How many of the counted runs reached the threshold within the limit."""
+        return sum(one.to.get(axis, inf) <= self.limits[axis] for one in group.reached)
+
+
+def compare(
+    runs: list[Run], metric: str | None = None, best_of: str | None = None, reach: str | None = None
+) -> Compared:
     """Gather the runs and compare what they reached. Raises ConfigError if no run has the metric.
 
-    best_of: a varying key; of groups that differ in it alone only the one with the highest final mean is compared.
+    metric: None for the one that `chosen_metric` finds, or the one of `reach`. best_of: a varying key; of groups that
+    differ in it alone only the best one is compared. reach: METRIC=THRESHOLD.
     """
     readable = [run for run in runs if run.config]
-    left_out = [(run, _why(run)) for run in runs if not run.config]
+    left_out = [(run, why_not_counted(run)) for run in runs if not run.config]
     if not readable:
         listing = "; ".join(f"{run.name}: {why}" for run, why in left_out)
         raise ConfigError(f"pgtk compare needs a run that can be read (got none). {listing}. Use other folders.")
-    _refuse_unknown(readable, metric)
+    metric, threshold, notes = _asked(readable, metric, reach)
     keys, following, common = _varying([run.config for run in readable])
     by_values: dict[tuple, Group] = {}
     for run in readable:
@@ -89,29 +123,81 @@ def compare(runs: list[Run], metric: str, best_of: str | None = None) -> Compare
     for group in groups:
         left_out += _count(group, metric)
         group.values = {_shown(key): value for key, value in group.values.items()}
-    groups.sort(key=lambda group: group.final[0] if group.finals else float("-inf"), reverse=True)
-    notes = []
+    goal = goal_of([group.counted for group in groups], metric, threshold)
+    for group in groups:
+        group.reached = [reached(run, goal) for run in group.counted]
+    limits = _limits(goal, [one for group in groups for one in group.reached])
+    shown, follow = ([_shown(key) for key in names] for names in (keys, following))
+    compared = Compared(goal, limits, shown, follow, common, groups, [], left_out, notes)
+    groups.sort(key=lambda group: _rank(compared, group))
     if best_of is not None:
-        groups, beaten = _best_of(groups, [_shown(key) for key in keys], best_of)
-        left_out += [
-            (run, f"{best_of}={text(group.values[best_of])} is not the best")
-            for group in beaten
-            for run in group.counted
-        ]
-        notes.append(
-            f"of each configuration the {best_of} with the highest final {metric} is shown. It was chosen by the same "
-            "runs that are compared, which flatters a configuration that has more values of it, or noisier ones: "
-            "further seeds of the chosen ones tell"
-        )
-    return Compared(
-        metric,
-        [_shown(key) for key in keys],
-        [_shown(key) for key in following],
-        common,
-        groups,
-        compare_all([group.finals for group in groups]),
-        left_out,
-        notes + _notes([run for group in groups for run in group.counted]) + _scale_notes(groups),
+        _keep_best(compared, best_of)
+    compared.comparisons = compare_all([_sample(compared, group) for group in compared.groups])
+    compared.notes += notes_on(compared)
+    return compared
+
+
+def _asked(runs, metric, reach):
+    """(metric, threshold or None, notes)."""
+    threshold, notes, option = None, [], "--metric"
+    if reach is not None:
+        named, threshold = parse_reach(reach)
+        if metric not in (None, named):
+            raise ConfigError(
+                f"--reach={reach} needs the metric of --metric={metric} (got another). A comparison is by one metric. "
+                f"Use --reach={metric}={threshold:g}, or leave --metric out."
+            )
+        metric, option = named, "--reach"
+    if metric is None:
+        metric, notes = chosen_metric(runs)
+    _refuse_unknown(runs, metric, option)
+    return metric, threshold, notes
+
+
+def _limits(goal, found):
+    """{axis: as far as every run that has not reached the threshold has been}, of axes that all have."""
+    if goal.threshold is None:
+        return {}
+    return {
+        axis: min((one.seen[axis] for one in found if axis not in one.to), default=inf)
+        for axis in AXES
+        if all(axis in (one.to or one.seen) for one in found)
+    }
+
+
+def _rank(compared, group):
+    """What groups are sorted by: documents to the threshold, of equal ones the area; else the final value."""
+    if not group.reached:
+        return (1,)
+    final = -group.final[0]
+    if not compared.by_documents:
+        return 0, final
+    return 0, statistics.fmean(compared.spent(group, DOCUMENTS)), -(group.mean[0] or 0.0), final
+
+
+def _sample(compared, group):
+    values = compared.spent(group, DOCUMENTS) if compared.by_documents else [one.final for one in group.reached]
+    prompts = [
+        (key, repr(value))
+        for key, value in sorted(group.runs[0].config.items())
+        if key.startswith(_PROMPTS) and not key.startswith(NO_EFFECT_ON_LEARNING)
+    ]
+    return Sample(dict(zip((run.config["seed"] for run in group.counted), values, strict=True)), prompts)
+
+
+def _keep_best(compared, best_of):
+    compared.groups, beaten = _best_of(compared.groups, compared.keys, best_of)
+    compared.left_out += [
+        (run, f"{best_of}={text(group.values[best_of])} is not the best") for group in beaten for run in group.counted
+    ]
+    goal = compared.goal
+    best = (
+        f"fewest documents to {goal.metric} {goal.threshold:g}" if compared.by_documents else f"highest {goal.metric}"
+    )
+    compared.notes.append(
+        f"of each configuration the {best_of} with the {best} is shown. It was chosen by the same runs that are "
+        "compared, which flatters a configuration that has more values of it, or noisier ones: further seeds of the "
+        "chosen ones tell"
     )
 
 
@@ -129,23 +215,6 @@ def _best_of(groups, keys, best_of):
         if chosen.setdefault(arm, group) is not group:
             beaten.append(group)
     return list(chosen.values()), beaten
-
-
-def _scale_notes(groups):
-    """What is to know of gradients of different lengths."""
-    norms = {}
-    for group in groups:
-        if values := [value for run in group.counted for value in run.values("grad_norm")]:
-            norms[group.label] = statistics.median(values)
-    if len(norms) < 2 or max(norms.values()) <= _SCALES_APART * min(norms.values()):
-        return []
-    low, high = min(norms, key=norms.get), max(norms, key=norms.get)
-    times = f", {norms[high] / norms[low]:.3g} times as much" if norms[low] > 0 else ""
-    return [
-        f"the gradients are of different lengths: the median grad_norm is {norms[low]:.3g} with {low} and "
-        f"{norms[high]:.3g} with {high}{times}. Clipping to optimizer.max_grad_norm and AdamW's epsilon then act on "
-        "them differently, and one learning rate need not suit both: docs/comparing.md"
-    ]
 
 
 def _shown(key):
@@ -179,49 +248,22 @@ def _count(group, metric):
     by_seed, others = {}, []
     for run in group.runs:
         if run.state != "done" or not run.values(metric):
-            others.append((run, _why(run, metric)))
+            others.append((run, why_not_counted(run, metric)))
             continue
         seed = run.config["seed"]
         if seed in by_seed:
             older, run = sorted((by_seed[seed], run), key=lambda run: run.rows[-1].get("time", 0))
             others.append((older, f"same configuration and seed as {run.name}, which is newer"))
         by_seed[seed] = run
-    group.counted = list(by_seed.values())
-    group.finals = [final(run.values(metric)) for run in group.counted]
-    group.bests = [best(run.values(metric)) for run in group.counted]
+    group.counted = [by_seed[seed] for seed in sorted(by_seed)]
     return others
 
 
-def _why(run, metric=None):
-    if metric and run.state == "done":
-        return f"has no {metric}"
-    if run.state == "pending":
-        return "has not begun"
-    if run.state == "unreadable":
-        return f"unreadable: {run.reason}"
-    why = f"{run.state} at step {run.step}"
-    if "trainer.max_steps" in run.config:
-        why += f" of {run.config['trainer.max_steps']}"
-    so_far = run.values(metric) if metric else []
-    why += f", {metric} {final(so_far):.3f} so far" if so_far else ""
-    return why + (f": {' '.join(run.reason.split())}" if run.reason else "")
-
-
-def _refuse_unknown(runs, metric):
-    known = sorted({name for run in runs for row in run.rows[-1:] for name in row} - {"step", "time", "seconds"})
+def _refuse_unknown(runs, metric, option):
+    no_metrics = {"step", "time", "seconds", "tokens_seen"}
+    known = sorted({name for run in runs for row in run.rows for name in row} - no_metrics)
     if metric not in known:
         nearest = (difflib.get_close_matches(metric, known, n=1) or known[:1] or [None])[0]
         got = f"one of {', '.join(known)}" if known else "runs with metrics; these have finished no step yet"
-        use = f" Use --metric={nearest}." if nearest else " Wait for their first step, or use other runs."
-        raise ConfigError(f"--metric={metric} needs {got}. No run has recorded that name.{use}")
-
-
-def _notes(counted):
-    notes = []
-    if len({run.code for run in counted}) > 1:
-        notes.append("the runs come from different code: `pgtk diff RUN_A RUN_B` says what changed")
-    lengths = {run.step for run in counted}
-    if len(lengths) > 1:
-        steps = ", ".join(map(str, sorted(lengths)))
-        notes.append(f"the runs are of different length ({steps} steps): compare their curves, not their ends")
-    return notes
+        use = f" Use {option}={nearest}." if nearest else " Wait for their first step, or use other runs."
+        raise ConfigError(f"{option}={metric} needs {got}. No run has recorded that name.{use}")

@@ -21,15 +21,16 @@ svg { width: 100%; height: auto; } svg text { fill: currentColor; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: .28rem .9rem .28rem 0; border-bottom: 1px solid rgb(128 128 128 / .3); }
 th { font-weight: 600; } th, td { white-space: nowrap; }
-.numbers-3 :is(th, td):nth-last-child(-n+3), .numbers-5 :is(th, td):nth-last-child(-n+5) { text-align: right; }
 .legend { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .2rem 1.4rem; }
 .line { display: inline-block; width: 30px; margin-right: .5rem; vertical-align: middle; border-top: 3px solid; }
 summary { cursor: pointer; font-weight: 600; margin: 1.4rem 0 .5rem; } code { font-size: .92em; }
 """
+_RIGHT = ", ".join(f".numbers-{count} :is(th, td):nth-last-child(-n+{count})" for count in range(1, 10))
+_CSS += f"{_RIGHT} {{ text-align: right; }}\n"
 
 _CAPTION = (
     "Lines: mean over seeds, smoothed over a twentieth of the run, as far as all seeds have been; bands: from the "
-    "lowest to the highest seed. Time begins with the first step and leaves out pauses before a resume"
+    "lowest to the highest seed. Time begins with the first step and leaves out evaluations and pauses before a resume"
 )
 
 
@@ -70,9 +71,10 @@ def _charts(compared):
     )
     unfinished = any(run.state != "done" for group in compared.groups for run in group.runs)
     thin = "; thin lines: unfinished runs" if unfinished else ""
+    dotted = "" if compared.goal.threshold is None else f"; dotted: {compared.goal.threshold:g}, to be reached"
     return (
         f'<ul class="legend">{legend}</ul>\n<div class="charts">\n{figures}</div>\n'
-        f'<p class="quiet">{_CAPTION}{thin}.</p>'
+        f'<p class="quiet">{_CAPTION}{dotted}{thin}.</p>'
     )
 
 
@@ -87,32 +89,37 @@ def _line(place):
 
 def _groups(compared):
     header, *rows = terminal.group_rows(compared)
-    word = terminal.best_word(compared.metric)
-    return (
-        f"<h2>Final and {word} {escape(compared.metric)}</h2>\n"
-        f"{_table([dict(zip(header, row, strict=True)) for row in rows], 3, range(len(rows)))}\n"
-        f'<p class="quiet">{escape(terminal.definitions(compared))}</p>'
+    numbers = len(header) - len(compared.keys)
+    what = (
+        f"Until {compared.metric} {compared.goal.threshold:g}, and at the end"
+        if compared.by_documents
+        else "At the end"
     )
+    return (
+        f"<h2>{escape(what)}</h2>\n"
+        f"{_table([dict(zip(header, row, strict=True)) for row in rows], numbers, range(len(rows)))}\n"
+        f"{_quiet(terminal.definitions(compared))}"
+    )
+
+
+def _quiet(sentences):
+    return f'<ul class="quiet">{"".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)}</ul>'
 
 
 def _differences(compared):
     if not compared.comparisons:
         return "<p>Nothing to compare: one configuration has finished runs.</p>"
-    write = terminal.number_format(compared)
+    write = terminal.tested_format(compared)
     rows = [
-        {
-            "higher": compared.groups[one.first].label,
-            "lower": compared.groups[one.second].label,
-            "verdict": terminal.verdict(one),
-            "seeds": f"{one.counts[0]} and {one.counts[1]}",
-            "difference": f"+{write(one.difference)}",
-            "t": "-" if one.t is None else f"{one.t:.2f}",
-            "p": "-" if one.p is None else f"{one.p:.3g}",
-            "p adjusted": terminal.p_value(one),
-        }
+        {"first": compared.groups[one.first].label, "second": compared.groups[one.second].label}
+        | {"n": " and ".join(map(str, one.counts))}
+        | dict(zip(("verdict", "test", *terminal.DIFFERENCES), terminal.difference_row(one, write), strict=True))
         for one in compared.comparisons
     ]
-    return f"<h2>Differences</h2>\n<p>{escape(terminal.question(compared))}</p>\n{_table(rows, 5)}"
+    return (
+        f"<h2>Differences, second minus first</h2>\n<p>{escape(terminal.question(compared))}</p>\n"
+        f"{_table(rows, 4)}\n{_quiet(terminal.worth(compared.comparisons))}"
+    )
 
 
 def _left_out(compared):
@@ -128,10 +135,11 @@ def _runs(compared):
     write, places = terminal.number_format(compared), [p for p, group in enumerate(compared.groups) for _ in group.runs]
     table = runs_table(compared).iloc[: len(places)].copy()  # without what could not be read
     table["run"] = [run.name for group in compared.groups for run in group.runs]
-    for column in table.columns[-4:-2]:  # the final value and the best one
-        table[column] = table[column].map(write)
+    for column in table.columns[len(compared.keys) + 5 :]:  # what the run reached: values of the metric, and counts
+        table[column] = table[column].map(write if column.endswith(f"_{compared.metric}") else terminal.whole)
     rows = table.map(lambda value: "-" if isna(value) else str(value)).to_dict("records")
-    return f"<details><summary>Every run ({len(rows)})</summary>\n{_table(rows, 5, places)}</details>"
+    numbers = len(table.columns) - len(compared.keys) - 4
+    return f"<details><summary>Every run ({len(rows)})</summary>\n{_table(rows, numbers, places)}</details>"
 
 
 def _table(rows: list[dict[str, str]], numbers: int = 0, places=()):

@@ -5,20 +5,37 @@ from __future__ import annotations
 import os
 import statistics
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from math import isfinite
 from pathlib import Path
 
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
 from pgtoolkit.runs.directory import is_held
-from pgtoolkit.runs.files import TIME, known_provenance, leaves, read_metrics, read_resolved, read_status, read_sweep
+from pgtoolkit.runs.files import (
+    TIME,
+    known_provenance,
+    leaves,
+    read_evaluations,
+    read_metrics,
+    read_resolved,
+    read_status,
+    read_sweep,
+)
 from pgtoolkit.runs.provenance import code_of
 from pgtoolkit.tracking.next_commands import shell_path
 
 SWEEPS = Path("outputs/sweeps")
 """Where the folders of sweeps are, below the directory that they were started from."""
+
+HELD_OUT = "evaluation/"
+"""Beginning of the names of metrics that evaluations.jsonl has: evaluation/SET/pass@1."""
+
+_OF_AN_EVALUATION = ("step", "time", "documents", "set", "prompts", "completions_per_prompt", "seconds")
+"""What a row of evaluations.jsonl says of itself; the rest are its metrics."""
 
 _PASSED_OVER = ("artifacts", "checkpoints")
 """Folders that hold no runs, though perhaps the copy of a run's configuration that MLflow keeps."""
@@ -34,7 +51,9 @@ class Run:
     path: where it lies. state: done, running, interrupted, failed, killed (it says `running`, but no process holds
     it), pending (a sweep's job that has not begun), or unreadable. reason: why it is in that state, or None. config:
     dotted key to value; empty for a run that cannot be read. rows: of metrics.jsonl, each with `seconds` since the
-    first, the time between a stop and its resume left out. code: commits and uncommitted changes.
+    first, the time of evaluations and between a stop and its resume left out; with `tokens_seen`, trained up to then;
+    and with the metrics of that step's evaluations, the one before the first step as a row of its own. code: commits
+    and uncommitted changes.
     """
 
     path: Path | str
@@ -137,7 +156,10 @@ def read_run(path: Path) -> Run:
         status = read_status(path)
         provenance = known_provenance(path)
         rows = read_metrics(path / "metrics.jsonl")
-        _add_seconds(rows, [start["time"] for start in provenance.get("resumed", [])])
+        evaluations = read_evaluations(path)
+        _add_seconds(rows, [start["time"] for start in provenance.get("resumed", [])], evaluations)
+        _add_tokens(rows)
+        _add_evaluations(rows, evaluations)
         state = status.get("state", "running")
         if state == "running" and not is_held(path):
             state = "killed"
@@ -155,15 +177,35 @@ def read_run(path: Path) -> Run:
         return Run(path, path.name, "unreadable", first_line(error).rstrip("."))
 
 
-def _add_seconds(rows: list[dict[str, float]], resumes: list[str]) -> None:
+def _add_seconds(rows: list[dict[str, float]], resumes: list[str], evaluations: list[dict]) -> None:
     """Give each row `seconds` since the first; resumes: when the run was resumed, as provenance.json has it."""
     if not rows or any("time" not in row for row in rows):
         return
     starts = [datetime.strptime(text, TIME).timestamp() for text in resumes]
-    steps = [max(0.0, after["time"] - before["time"]) for before, after in pairwise(rows)]
+    evaluated: dict[int, float] = defaultdict(float)
+    for one in evaluations:
+        evaluated[one["step"]] += one.get("seconds", 0.0)  # between this step's row and the next
+    steps = [max(0.0, after["time"] - before["time"] - evaluated[before["step"]]) for before, after in pairwise(rows)]
     usual = statistics.median(steps) if steps else 0.0
     rows[0]["seconds"] = 0.0
     for length, (before, after) in zip(steps, pairwise(rows), strict=True):
         # The start is written in whole seconds.
         resumed = any(before["time"] - 1 <= start <= after["time"] for start in starts)
         after["seconds"] = before["seconds"] + (min(length, usual) if resumed else length)
+
+
+def _add_tokens(rows):
+    """Give each row the trained tokens up to its end, where every row says how many it has."""
+    if all("num_tokens" in row for row in rows):
+        for row, total in zip(rows, accumulate(row["num_tokens"] for row in rows), strict=True):
+            row["tokens_seen"] = total
+
+
+def _add_evaluations(rows, evaluations):
+    by_step = {row["step"]: row for row in rows}
+    for one in evaluations:
+        if one["step"] == 0 and 0 not in by_step:
+            start = dict.fromkeys(("step", "documents_seen", "tokens_seen", "seconds"), 0)
+            rows.insert(0, by_step.setdefault(0, start))
+        found = {name: value for name, value in one.items() if name not in _OF_AN_EVALUATION and isfinite(value)}
+        by_step.get(one["step"], {}).update({f"{HELD_OUT}{one['set']}/{name}": value for name, value in found.items()})

@@ -15,7 +15,7 @@ from pgtoolkit.system.redaction import redact
 from pgtoolkit.tracking.mlflow_run import SUPERSEDED
 from pgtoolkit.tracking.store import client_of, raising_storage_errors, require_store, search_literal
 
-_FILES = ("config.yaml", "provenance.json", "status.json", "metrics.jsonl")
+_FILES = ("config.yaml", "provenance.json", "status.json", "metrics.jsonl", "evaluations.jsonl")
 _MOST_RUNS = 50_000  # as many as MLflow gives at once
 
 
@@ -65,7 +65,7 @@ def _read(client, run, top: Path) -> Run:
     folder = top / info.run_id
     folder.mkdir()
     # A resumed run that goes on still has the files of the stop before.
-    wanted = set(_FILES) - ({"status.json", "metrics.jsonl"} if goes_on else set())
+    wanted = set(_FILES) - ({"status.json", "metrics.jsonl", "evaluations.jsonl"} if goes_on else set())
     for name in wanted & {file.path for file in client.list_artifacts(info.run_id)}:
         client.download_artifacts(info.run_id, name, str(folder))
     latest = [metric for metric in run.data.to_proto().metrics if "/" not in metric.key]

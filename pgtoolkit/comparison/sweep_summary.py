@@ -11,9 +11,6 @@ from pgtoolkit.runs.files import read_sweep
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.tracking.store import open_store, raising_storage_errors, search_literal
 
-METRIC = "reward"
-"""What the report compares; `pgtk compare` makes others."""
-
 
 def publish(sweep_folder: Path, uri: str | None, experiment: str) -> dict[str, str]:
     """Make the summary run of the sweep in this folder, or bring it up to date; returns uri, experiment_id, run_id.
@@ -53,7 +50,7 @@ def _write_report(sweep_folder: Path, name: str, folder: Path) -> str:
     from pgtoolkit.comparison.terminal import page
 
     try:
-        compared = compare(find_runs([str(sweep_folder)]), METRIC)
+        compared = compare(find_runs([str(sweep_folder)]))
     except ConfigError as error:
         return f"No comparison yet: {error}"
     text = page(compared)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pgtoolkit.comparison import terminal
 from pgtoolkit.comparison.groups import Compared
-from pgtoolkit.runs.series import best, final
+from pgtoolkit.comparison.measures import AXES, reached
+from pgtoolkit.runs.series import best
 from pgtoolkit.system.report import text
 
 if TYPE_CHECKING:
@@ -14,22 +14,26 @@ if TYPE_CHECKING:
 
 
 def runs_table(compared: Compared) -> DataFrame:
-    """A row per run, unfinished ones too: what varies, seed, state, whether it is in the means, what it reached."""
+    """A row per run, unfinished ones too: what varies, seed, state, whether it is in the means, what it reached.
+
+    `documents_to_METRIC_THRESHOLD` and its like are empty where that was not reached in the `documents_seen`.
+    """
     from pandas import DataFrame
 
-    metric, rows = compared.metric, []
-    reached = [f"final_{metric}", f"{terminal.best_word(metric)}_{metric}"]
+    goal, rows = compared.goal, []
+    to = {axis: f"{AXES[axis]}_to_{goal.metric}_{goal.threshold:g}" for axis in compared.limits}
+    values = {name: f"{name}_{goal.metric}" for name in ("mean", "final", "best")}
     for group in compared.groups:
-        values = {key: text(value) for key, value in group.values.items()}
         for run in group.runs:
-            last, counted = run.rows[-1] if run.rows else {}, "yes" if run in group.counted else "no"
-            row = {"run": run.path, **values, "seed": run.config["seed"], "state": run.state, "counted": counted}
-            if found := run.values(metric):
-                row |= zip(reached, (final(found), best(found)), strict=True)
-            if "seconds" in last:
-                row["seconds"] = round(last["seconds"], 3)
-            rows.append(row | {"step": run.step, "documents_seen": last.get("documents_seen")})
+            row = {"run": run.path, **{key: text(value) for key, value in group.values.items()}}
+            row |= {"seed": run.config["seed"], "state": run.state, "counted": "no", "step": run.step}
+            row["counted"] = "yes" if run in group.counted else "no"
+            if found := run.values(goal.metric):
+                one = reached(run, goal)
+                row |= {to[axis]: one.to[axis] for axis in to if axis in one.to} | one.seen
+                row |= zip(values.values(), (one.mean, one.final, best(found)), strict=True)
+            rows.append(row)
     unread = [run for run, _ in compared.left_out if not run.config]
     rows += [{"run": run.path, "state": run.state, "counted": "no"} for run in unread]
-    columns = ["run", *compared.keys, "seed", "state", "counted", "step", *reached, "documents_seen", "seconds"]
-    return DataFrame(rows, columns=columns, dtype=object)
+    fixed = ["run", *compared.keys, "seed", "state", "counted", "step"]
+    return DataFrame(rows, columns=[*fixed, *to.values(), *values.values(), *AXES], dtype=object)

@@ -153,7 +153,7 @@ def _set_by_files(config: DictConfig, typed: list[str]) -> list[str]:
 def _set(config: DictConfig, key: str, value: Any, groups: dict[str, list[str]]) -> list[str]:
     """Set one key, or several given as a dictionary; returns the problems, with which nothing is set."""
     free = next((place for place in FREE_FORM if f"{key}.".startswith(f"{place}.")), None)
-    if free and config[group := free.partition(".")[0]].name == FREE_FORM[free]:
+    if free and config[group := free.partition(".")[0]].get("name") == FREE_FORM[free]:
         if key == free and not isinstance(value, dict):
             return [override_problems.wrong_type(config, key, value, config[group]._get_node(key.partition(".")[2]))]
         try:

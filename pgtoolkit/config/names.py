@@ -16,7 +16,7 @@ from pgtoolkit.system.report import key_of
 
 NO_EFFECT_ON_LEARNING = (
     *("tracking.", "trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.accept_changed_data"),
-    *("rollout.save_path", "rollout.keep_completions", "task.verifier_processes"),
+    *("rollout.save_path", "rollout.keep_completions", "task.verifier_processes", "evaluation."),
     *("sampler.urls", "sampler.executable", "sampler.gpus", "sampler.gpu_memory_share", "sampler.weights_folder"),
     *("sampler.tolerance", "sampler.start_seconds", "sampler.answer_seconds"),
 )
@@ -25,6 +25,7 @@ NO_EFFECT_ON_LEARNING = (
 
 AS_BEFORE = (
     ("correction.name", "none"),
+    ("trainer.stop_at", None),
     *(("kl.kind", "none"), ("kl.coefficient", None), ("kl.reference", None), ("entropy.coefficient", 0.0)),
 )
 """Values of keys that came later which change nothing: not in the digest, so that earlier jobs keep their names."""
@@ -75,7 +76,7 @@ def name_from(overrides: list[str], defaults: dict[str, str]) -> str:
     chosen = {key for key, _ in pairs}
     parts = {}
     for key, value in pairs:
-        if key.split(".")[0].split("/")[0] in ("hydra", "tracking"):
+        if key.split(".")[0].split("/")[0] in ("hydra", "tracking", "evaluation"):
             continue
         if defaults.get(key) == value and not chosen & {"experiment", "debug"}:
             continue

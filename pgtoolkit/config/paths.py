@@ -6,7 +6,7 @@ import glob
 import os
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 DATA = ("model.path", "kl.reference", "task.path", "rollout.path")
 """Keys that name what a run reads from outside of its directory."""
@@ -21,6 +21,9 @@ def make_absolute(config: DictConfig | dict) -> None:
         group, name = key.split(".")
         if name in config[group] and isinstance(value := config[group][name], str):
             config[group][name] = absolute(key, value)
+    for one in (config["evaluation"]["sets"] if "evaluation" in config else {}).values():
+        if (OmegaConf.is_dict(one) or isinstance(one, dict)) and isinstance(value := one.get("path"), str):
+            one["path"] = absolute("task.path", value)
     if config["tracking"]["name"] == "mlflow":
         config["tracking"]["uri"] = absolute_uri(config["tracking"]["uri"])
 

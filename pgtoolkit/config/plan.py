@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from pgtoolkit.config.evaluation import held_out_sets, is_on, sampling, times, watched
 from pgtoolkit.config.rules.step import family_of_config, longest_document
 from pgtoolkit.config.schedule import steps_ahead, steps_of
 from pgtoolkit.losses.aggregation import AGGREGATIONS
@@ -34,6 +35,7 @@ def describe(config: Any, defaults: Any) -> list[tuple[str, list[str]]]:
         *([("Reference", list(reference(config)))] if config.kl.kind != "none" else []),
         ("Step", list(arithmetic(config))),
         ("Logits", [logits_memory(config)]),
+        *([("Evaluation", list(evaluations(config)))] if is_on(config) else []),
         ("Changed from the defaults", list(differences(config, defaults)) or ["nothing"]),
     ]
 
@@ -146,6 +148,25 @@ def ahead(config: Any) -> Iterator[str]:
     if own > 0:
         line += f", {1 + steps // own} at the start; its documents are {steps} to {steps + own - 1} updates old"
     yield line
+
+
+def evaluations(config: Any) -> Iterator[str]:
+    """What is measured on which prompts, how often, and how many completions that costs."""
+    own, how, count = config.evaluation, sampling(config), times(config)
+    yield f"every {own.every} steps, before the first and after the last: {count} times"
+    each = own.completions_per_prompt
+    total = sum(one.prompts * each for one in held_out_sets(config))
+    for one in held_out_sets(config):
+        of = one.task.path if one.files else f"{one.task.name} with seed {one.seed}"
+        yield f"{one.name}: {of}; at most {one.prompts} prompts x {each} completions = {one.prompts * each}"
+    cut = "" if how["top_p"] in (None, 1) else f", top_p {text(how['top_p'])}"
+    yield f"sampled at temperature {text(how['temperature'])}{cut}, at most {how['max_completion_length']} tokens"
+    trained = config.trainer.max_steps * documents_per_step(config)
+    beside = f", beside {trained} documents of training" if trained and config.rollout.name == "policy" else ""
+    yield f"in all at most {count * total} completions{beside}"
+    if (best := watched(config)) is not None:
+        line, stop_at = f"the best checkpoint is kept by {'/'.join(best)}", config.trainer.stop_at
+        yield line + ("" if stop_at is None else f"; the run ends once that is {text(stop_at)} or more")
 
 
 DEALT = {

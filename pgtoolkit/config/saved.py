@@ -35,6 +35,20 @@ FIXED = {
 }
 """What a checkpoint cannot be continued without, and why; with a task, all of its keys."""
 
+MEASURED = tuple(
+    f"evaluation.{key}"
+    for key in (
+        "prompts_per_set",
+        "completions_per_prompt",
+        "temperature",
+        "top_p",
+        "max_completion_length",
+        "seed",
+        "sets",
+    )
+)
+"""What must stay, too, once a run is evaluated."""
+
 STEPS = ("accumulation", "accumulation.docs_per_step", "accumulation.last_step")
 """What must stay, too, where batches are sampled ahead: how many steps lie before one."""
 
@@ -53,8 +67,12 @@ ADDED_LATER = {
         **_PROMPTS,
     },
     "task/reasoning_gym": _PROMPTS,
+    "evaluation": {
+        **{"every": 0, "prompts_per_set": 128, "completions_per_prompt": 4, "temperature": None, "top_p": None},
+        **{"max_completion_length": None, "seed": 1_000_000_000, "sets": {}, "best": "pass@1"},
+    },
     "tracking": {"system_metrics": False},
-    "trainer": {"accept_changed_data": False},
+    "trainer": {"accept_changed_data": False, "stop_at": None},
 }
 """Keys that older runs were saved without, by group or option, with the values that continue them as they were."""
 
@@ -86,9 +104,10 @@ def typed(values: dict, file: str) -> DictConfig:
         values = GROUPS_ADDED_LATER | values
         for group in {schema.partition("/")[0] for schema in SCHEMAS if "/" in schema}:
             config[group] = OmegaConf.structured(SCHEMAS[f"{group}/{values[group]['name']}"])
+        config.evaluation = OmegaConf.structured(SCHEMAS["evaluation"])
         OmegaConf.set_struct(config, True)
         for key, option in FREE_FORM.items():
-            if values[key.partition(".")[0]]["name"] == option:
+            if option is None or values[key.partition(".")[0]]["name"] == option:
                 OmegaConf.update(config, key, {})
                 OmegaConf.set_struct(OmegaConf.select(config, key), False)
         return OmegaConf.merge(config, *_chosen(ADDED_LATER, values), values)
@@ -111,11 +130,13 @@ def _chosen(by_option: dict[str, dict], values: dict) -> Iterator[dict[str, dict
 def cannot_change(config: DictConfig, override: Override, movable: set[str]) -> str | None:
     """The problem with an override of what must stay as it is; movable: keys whose files may lie elsewhere now."""
     key, value = override.key_or_group, override.value()
-    if key in DATA and isinstance(value, str):
-        value = absolute(key, value)
+    if isinstance(value, str) and (key in DATA or key in movable):
+        value = absolute(key if key in DATA else "task.path", value)
     why = FIXED.get("task" if key.startswith("task.") and key not in HOW_SCORED else key)
     if key in STEPS and any(OmegaConf.select(config, f"rollout.{name}") for name in ("lag", "max_staleness")):
         why = _AHEAD
+    if key.startswith(MEASURED) and config.evaluation.every > 0:
+        why = "its evaluations so far would not compare with those to come"
     group = OmegaConf.select(config, key)
     option = group.get("name") if OmegaConf.is_dict(group) else None
     if why is None or key in movable or value == OmegaConf.select(config, key) or (option and value == option):

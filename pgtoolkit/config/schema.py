@@ -249,6 +249,20 @@ class TrainerConfig:
     keep_checkpoints: int = between(1, 10**6)
     max_bad_steps: int = between(1, 10**6)
     accept_changed_data: bool
+    stop_at: float | None = between(0, 1e9)
+
+
+@dataclass
+class EvaluationConfig:
+    every: int = between(0, 10**9)
+    prompts_per_set: int = between(1, 10**6)
+    completions_per_prompt: int = between(1, 10**4)
+    temperature: float | None = between(0, 100)
+    top_p: float | None = between(1e-6, 1)
+    max_completion_length: int | None = between(1, 10**6)
+    seed: int = between(0, 2**32 - 1)
+    sets: dict[str, Any]
+    best: str | None
 
 
 @dataclass
@@ -280,6 +294,7 @@ class Config:
     rollout: Any
     sampler: Any
     optimizer: OptimizerConfig
+    evaluation: EvaluationConfig
     trainer: TrainerConfig
     tracking: TrackingConfig
 
@@ -307,14 +322,18 @@ SCHEMAS = {
     "sampler/transformers": TransformersSamplerConfig,
     "sampler/vllm": VllmSamplerConfig,
     "optimizer": OptimizerConfig,
+    "evaluation": EvaluationConfig,
     "trainer": TrainerConfig,
     "tracking": TrackingConfig,
 }
 
 
-FREE_FORM = {"task.options": "reasoning_gym", "task.verifiers": "prompts", "loss.options": "custom"}
+FREE_FORM = {
+    **{"task.options": "reasoning_gym", "task.verifiers": "prompts", "loss.options": "custom"},
+    "evaluation.sets": None,
+}
 """Where keys are not in the schema, and with which option: they belong to the data set, are names that the user gives
-to verifiers, or belong to the user's family."""
+to verifiers or to sets of prompts, or belong to the user's family. None: of a group with one shape."""
 
 
 def register_schemas() -> None:

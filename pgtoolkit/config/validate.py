@@ -15,6 +15,7 @@ from omegaconf.resolvers import oc
 from pgtoolkit.config.defaults import default
 from pgtoolkit.config.override_problems import unresolvable
 from pgtoolkit.config.rules import lora, parallelism, penalties, run, sampler, step
+from pgtoolkit.config.rules.evaluation import evaluation
 from pgtoolkit.config.rules.ranges import ranges
 from pgtoolkit.config.rules.schedule import schedule
 from pgtoolkit.system.redaction import redact
@@ -47,6 +48,7 @@ def resolve_and_validate(config: DictConfig) -> tuple[Any, Report]:
     schedule(plain, report)
     for rule in (run.kernel, parallelism.parallelism, run.trainer, run.tracking):
         rule(plain, report)
+    evaluation(plain, functools.partial(default, config), report)
     lora.lora(plain, {key: default(config, f"model.{key}") for key in ("lora_alpha", "lora_targets")}, report)
     run.optimizer(plain, default(config, "optimizer.learning_rate"), report)
     return plain, report

@@ -14,8 +14,7 @@ from pgtoolkit.errors import ConfigError
 
 def configured(path: str, overrides: Sequence[str]) -> Config:
     """As `pgtk rollout=recorded rollout.path=PATH OVERRIDES` would train; ConfigError with all problems."""
-    quoted = path.replace("\\", "\\\\").replace("'", "\\'")
-    composed = compose(["rollout=recorded", f"rollout.path='{quoted}'", *overrides])
+    composed = compose([*reading(path), *overrides])
     problems = list(composed.problems)
     if composed.config is not None:
         problems += validate(composed.config).problems
@@ -24,3 +23,9 @@ def configured(path: str, overrides: Sequence[str]) -> Config:
     with open_dict(composed.config):
         composed.config.pop("hydra", None)
     return OmegaConf.to_object(composed.config)
+
+
+def reading(path: str) -> tuple[str, str]:
+    """The overrides that read recorded rollouts from a path, whatever characters it has."""
+    quoted = path.replace("\\", "\\\\").replace("'", "\\'")
+    return "rollout=recorded", f"rollout.path='{quoted}'"

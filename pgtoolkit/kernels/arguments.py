@@ -16,11 +16,14 @@ from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.objective import Loss
 
+_NEEDED = ("labels", "old_log_probs", "advantages", "document_index")
+VECTORS = (*_NEEDED, *OPTIONAL_VECTORS, "factors")
+
 
 def tokens_of(
     name: str,
     rows: Tensor,
-    vectors: dict[str, Tensor | None],
+    vectors: tuple[Tensor | None, ...],
     num_documents: int | None,
     group_index: Tensor | None,
     totals: StepTotals | None,
@@ -28,11 +31,12 @@ def tokens_of(
 ) -> Tokens:
     """What belongs to `rows`, the (T, ...) input whose keyword is `name`, with whole numbers as int64.
 
-    vectors: those of `Tokens`, (T,) each, by their keywords; None for an optional one that is not given.
+    vectors: the first of VECTORS, (T,) each; None for an optional one that is not given.
     num_documents: None for the largest index + 1, read on the host. ValueError for what does not fit.
     """
     per_row = f"one entry per row of {name}, {len(rows)}"
-    vectors = {key: x for key, x in vectors.items() if x is not None or key not in OPTIONAL_VECTORS}
+    given = zip(VECTORS, vectors, strict=False)
+    vectors = {key: x for key, x in given if x is not None or key in _NEEDED}
     for key, vector in vectors.items():
         check_tensor(key, vector, rows, (len(rows),), per_row, whole=key in ("labels", "document_index"))
     vectors = {key: x.contiguous() if x.is_floating_point() else x.long().contiguous() for key, x in vectors.items()}

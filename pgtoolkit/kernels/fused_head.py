@@ -100,8 +100,11 @@ def linear_loss(
 @torch.no_grad()
 def linear_log_probs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: HeadOptions
-) -> Tensor:
-    """(T,) log-prob of each label, 0 where labels < 0; options.counts saves the wait for a GPU."""
+) -> tuple[Tensor, Tensor | None]:
+    """(log-prob of each label, entropy if the options ask for it), (T,), 0 where labels < 0.
+
+    options.counts saves the wait for a GPU.
+    """
     with torch.autocast(hidden.device.type, enabled=False):
         run = _FusedPass(hidden, weight, bias, labels, options, [False] * 3)
         trained = labels >= 0
@@ -110,7 +113,7 @@ def linear_log_probs(
         run.make_buffer(number)
         for piece in Chunk(0, number, False, None).pieces(options.max_rows):
             run.forward(rows[piece])
-    return run.log_probs
+    return run.log_probs, run.entropy
 
 
 class AnyOnHost:

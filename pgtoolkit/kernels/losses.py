@@ -15,6 +15,7 @@ from pgtoolkit.kernels.given_logits import choose_implementation, logits_loss
 from pgtoolkit.kernels.products import accumulation_dtype, linear
 from pgtoolkit.losses import reference
 from pgtoolkit.losses.exchange import Ranks, SumGradient, largest
+from pgtoolkit.losses.measures import measure
 from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import Loss, make_objective
 from pgtoolkit.losses.reference_corrections import correction_names
@@ -78,7 +79,7 @@ def loss_of_logits(
         if totals is not None:
             raise ValueError("impl='reference' computes whole steps: no totals")
         value, log_probs, entropy = _by_reference(logits, tokens, loss)
-        sums = objective.metrics(loss.level, log_probs, entropy)
+        sums = measure(objective, loss.level, log_probs, entropy)
     else:
         value, log_probs, sums = logits_loss(
             logits,
@@ -118,14 +119,24 @@ def loss_of_hidden(
 
 @torch.no_grad()
 def log_probs_of_hidden(
-    hidden: Tensor, head: LMHead, tokens: Tokens, loss: Loss, ranks: Ranks, method: Computation
-) -> Tensor:
-    """(T,) log-prob of each label by the computation that the loss would use, 0 where labels < 0; of no loss."""
+    hidden: Tensor,
+    head: LMHead,
+    tokens: Tokens,
+    loss: Loss,
+    ranks: Ranks,
+    method: Computation,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """(log-prob of each label, entropy of each row's softmax or None), (T,) each, 0 where labels < 0; of no loss.
+
+    By the computation that the loss would use.
+    """
     if not method.fused and method.num_splits == 1:
         logits = _logits(hidden, head, ranks)
         implementation = choose_implementation(method.impl, logits, ranks.shard(logits.shape[1]))
-        return implementation.forward(logits, tokens.labels, loss.temperature, False)[0]
-    options = replace(_head_options(hidden, head, tokens, loss, ranks, method), level="none", bonus=False)
+        log_probs, _, entropy = implementation.forward(logits, tokens.labels, loss.temperature, with_entropy)
+        return log_probs, entropy
+    options = replace(_head_options(hidden, head, tokens, loss, ranks, method), level="none", bonus=with_entropy)
     return linear_log_probs(hidden, head.weight, head.bias, tokens.labels, options)
 
 
@@ -141,7 +152,7 @@ def loss_of_log_probs(
     losses, coefficients = objective.losses_and_coefficients(new)
     # The slopes are known by formula: this has the value and the derivative of the loss.
     value = losses.sum() + (torch.where(coefficients == 0, 0.0, wide - new) * coefficients).sum()
-    return PolicyLoss(value, new, objective.metrics(loss.metrics, new, None), objective.totals)
+    return PolicyLoss(value, new, measure(objective, loss.metrics, new, None), objective.totals)
 
 
 def _head_options(hidden, head: LMHead, tokens: Tokens, loss: Loss, ranks: Ranks, method: Computation) -> HeadOptions:

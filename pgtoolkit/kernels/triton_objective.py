@@ -18,6 +18,7 @@ from pgtoolkit.kernels import triton_tokens as kernels
 from pgtoolkit.losses.aggregation import Aggregation, Constant
 from pgtoolkit.losses.documents import DocumentSums
 from pgtoolkit.losses.families import Cispo, Dppo, Family, Gmpo, Grpo, Gspo, Kimi, Reinforce, Sapo, Vespo
+from pgtoolkit.losses.measures import with_more
 from pgtoolkit.losses.metrics import LEVELS, MetricSums
 from pgtoolkit.losses.objective import Objective
 
@@ -125,7 +126,7 @@ def evaluate(
     result, parts = _launch(objective, log_probs, entropy, number, width + num_maxima)
     sums = parts[:, :width].sum(0)
     maxima = parts[:, width:].amax(0) if number else parts.new_empty(0)
-    found = objective.with_more(MetricSums(level, sums[1:], maxima), log_probs)
+    found = with_more(objective, MetricSums(level, sums[1:], maxima), log_probs)
     return objective.penalties.with_bonus(sums[0].to(log_probs.dtype), entropy), result, found
 
 

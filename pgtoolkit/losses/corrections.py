@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pgtoolkit.losses.checks import check_name, check_not_negative, check_positive
-from pgtoolkit.losses.family import parameter
+from pgtoolkit.losses.checks import check_name
+from pgtoolkit.losses.family import check_parameters, parameter
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +38,9 @@ class Correction(ABC):
     scope: ClassVar[str] = "token"
     of_policy: ClassVar[bool] = False
     equal_within_documents: ClassVar[bool] = True
+
+    def __post_init__(self):
+        check_parameters(self)
 
     @property
     def name(self) -> str:
@@ -69,33 +72,40 @@ class Correction(ABC):
 
 @dataclass(frozen=True)
 class _Bounded(Correction):
-    """A ratio that is cut or left out beyond two bounds; low: None for no lower bound."""
+    """A ratio that is cut beyond two bounds or, where it `masks`, left out there; low: None for no lower bound.
+
+    What is kept within the bounds, themselves included, is v_t, V_d or 1, as `kept` names it.
+    """
+
+    masks: ClassVar[bool] = False
+    kept: ClassVar[str] = "v_t"
+    _ratio: ClassVar[tuple[str, str]] = ("v_t", _TOKEN)
 
     def __post_init__(self):
-        check_positive("high", self.high)
-        if self.low is not None:
-            check_not_negative("low", self.low)
-            if self.low > self.high:
-                raise ValueError(f"low needs a number that is not above high={self.high:g} (got {self.low!r})")
+        super().__post_init__()
+        if self.low is not None and self.low > self.high:
+            raise ValueError(f"low needs a number that is not above high={self.high:g} (got {self.low!r})")
 
     @property
     def bounds(self) -> tuple[float, float]:
         return self.low or 0.0, self.high
 
-    def _truncated(self, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def equation(self) -> str:
+        ratio, where = self._ratio
+        if self.masks:
+            least = "" if self.low is None else f"{self.low:g} <= "
+            return f"{self.kept} where {least}{ratio} <= {self.high:g}, else 0,  {where}"
+        cut = f"min({ratio}, {self.high:g})" if self.low is None else f"clip({ratio}, {self.low:g}, {self.high:g})"
+        return f"{cut},  {where}"
+
+    def factors(self, log_ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         ratio, (low, high) = log_ratio.exp(), self.bounds
-        return ratio.clamp(low, high), (ratio < low) | (ratio > high)
-
-    def _masked(self, log_ratio: Tensor, kept: Tensor | float) -> tuple[Tensor, Tensor]:
-        """`kept` where the ratio lies within the bounds, themselves included, else 0."""
-        outside = self._truncated(log_ratio)[1]
+        outside = (ratio < low) | (ratio > high)
+        if not self.masks:
+            return ratio.clamp(low, high), outside
+        kept = {"v_t": token_log_ratio.exp(), "V_d": ratio, "1": 1.0}[self.kept]
         return (0 * log_ratio + kept).where(~outside, 0.0), outside
-
-    def _clipped(self, what: str) -> str:
-        return f"min({what}, {self.high:g})" if self.low is None else f"clip({what}, {self.low:g}, {self.high:g})"
-
-    def _within(self, what: str) -> str:
-        return f"{what} <= {self.high:g}" if self.low is None else f"{self.low:g} <= {what} <= {self.high:g}"
 
 
 @dataclass(frozen=True)
@@ -107,13 +117,6 @@ class TokenTruncate(_Bounded):
 
     equal_within_documents: ClassVar[bool] = False
 
-    @property
-    def equation(self) -> str:
-        return f"{self._clipped('v_t')},  {_TOKEN}"
-
-    def factors(self, log_ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        return self._truncated(log_ratio)
-
 
 @dataclass(frozen=True)
 class TokenMask(_Bounded):
@@ -122,32 +125,22 @@ class TokenMask(_Bounded):
     low: float | None = parameter(0.5, 0, 1e9)
     high: float = parameter(5.0, 1e-6, 1e9)
 
+    masks: ClassVar[bool] = True
     equal_within_documents: ClassVar[bool] = False
-
-    @property
-    def equation(self) -> str:
-        return f"v_t where {self._within('v_t')}, else 0,  {_TOKEN}"
-
-    def factors(self, log_ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        return self._masked(log_ratio, log_ratio.exp())
 
 
 @dataclass(frozen=True)
 class _Sequence(_Bounded):
     """A bound on V_d, the product or the geometric mean of a document's v_t."""
 
-    def __post_init__(self):
-        super().__post_init__()
-        check_name("mean", self.mean, tuple(Mean))
-
     @property
     def scope(self) -> str:
         return "document" if self.mean == "geometric" else "document_sum"
 
     @property
-    def _where(self) -> str:
+    def _ratio(self) -> tuple[str, str]:
         mean = "geometric mean" if self.mean == "geometric" else "product"
-        return f"V_d = the {mean} of v_t over the trained tokens of document d,  {_TOKEN}"
+        return "V_d", f"V_d = the {mean} of v_t over the trained tokens of document d,  {_TOKEN}"
 
     def notes(self) -> list[str]:
         low, high = self.bounds
@@ -167,13 +160,6 @@ class SequenceTruncate(_Sequence):
     low: float | None = parameter(None, 0, 1e9)
     high: float = parameter(3.0, 1e-6, 1e9)
 
-    @property
-    def equation(self) -> str:
-        return f"{self._clipped('V_d')},  {self._where}"
-
-    def factors(self, log_ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        return self._truncated(log_ratio)
-
 
 @dataclass(frozen=True)
 class SequenceMask(_Sequence):
@@ -187,22 +173,15 @@ class SequenceMask(_Sequence):
     high: float = parameter(3.0, 1e-6, 1e9)
     factor: Factor = Factor.document
 
-    def __post_init__(self):
-        super().__post_init__()
-        check_name("factor", self.factor, tuple(Factor))
+    masks: ClassVar[bool] = True
 
     @property
     def equal_within_documents(self) -> bool:
         return self.factor != "token"
 
     @property
-    def equation(self) -> str:
-        kept = {"document": "V_d", "token": "v_t", "one": "1"}[self.factor]
-        return f"{kept} where {self._within('V_d')}, else 0,  {self._where}"
-
-    def factors(self, log_ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        kept = {"document": log_ratio.exp(), "token": token_log_ratio.exp(), "one": 1.0}
-        return self._masked(log_ratio, kept[self.factor])
+    def kept(self) -> str:
+        return {"document": "V_d", "token": "v_t", "one": "1"}[self.factor]
 
 
 @dataclass(frozen=True)
@@ -216,9 +195,6 @@ class OffPolicyMask(Correction):
 
     scope: ClassVar[str] = "document"
     of_policy: ClassVar[bool] = True
-
-    def __post_init__(self):
-        check_not_negative("threshold", self.threshold)
 
     @property
     def equation(self) -> str:

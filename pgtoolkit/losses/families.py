@@ -1,7 +1,7 @@
 """The loss families that come with pgtoolkit, each with its parameters, equation, surrogate and slope.
 
-Nothing else in the package knows a family: objective, metrics, rules, `pgtk check` and Triton's kernels ask the object.
-No torch is imported here, so that `pgtk check` may read equations and defaults; tensors bring their methods.
+Nothing else knows a family: all ask the object. No torch is imported here, so that `pgtk check` may read equations and
+defaults; tensors bring their methods.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pgtoolkit.losses.checks import check_name, check_not_negative, check_positive
+from pgtoolkit.losses.checks import check_name
 from pgtoolkit.losses.family import Family, parameter
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-
 _RATIO = "r_t = exp(new - old log-prob of token t)"
+_MEAN = "exp(mean over the trained tokens of document d of {})"
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,6 @@ class _Clipped(Family):
     epsilon_high: float
 
     silent_without_advantage: ClassVar[bool] = True
-
-    def __post_init__(self):
-        check_positive("epsilon_low", self.epsilon_low)
-        _check_bounds(self.epsilon_low, self.epsilon_high)
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -54,13 +50,6 @@ class Grpo(_Clipped):
     epsilon_low: float = parameter(0.2, 1e-9, 0.999)
     epsilon_high: float = parameter(0.2, 1e-9, 1e9)
     dual_clip: float | None = parameter(None, 1, 1e9)
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.dual_clip is not None:
-            check_positive("dual_clip", self.dual_clip)
-            if self.dual_clip < 1:
-                raise ValueError(f"dual_clip needs a number >= 1 (got {self.dual_clip!r}); it bounds ratios above 1")
 
     @property
     def equation(self) -> str:
@@ -92,17 +81,14 @@ class Gspo(_Clipped):
     @property
     def equation(self) -> str:
         clip = f"clip(R_d, 1 - {self.epsilon_low:g}, 1 + {self.epsilon_high:g})"
-        ratio = "R_d = exp(mean over the trained tokens of document d of new - old log-prob)"
-        return f"-min(R_d A_d, {clip} A_d),  {ratio}"
+        return f"-min(R_d A_d, {clip} A_d),  R_d = {_MEAN.format('new - old log-prob')}"
 
     def notes(self) -> list[str]:
-        low, high = self.epsilon_low, self.epsilon_high
-        if max(low, high) < 0.05:
-            return []
-        return [
-            f"loss=gspo with epsilon {low:g}/{high:g}: the mean log-ratio of a document stays so close to 0 that a "
-            "clip of 0.05 or more almost never acts (the paper uses 3e-4/4e-4)."
-        ]
+        note = (
+            f"loss=gspo with epsilon {self.epsilon_low:g}/{self.epsilon_high:g}: the mean log-ratio of a document "
+            "stays so close to 0 that a clip of 0.05 or more almost never acts (the paper uses 3e-4/4e-4)."
+        )
+        return [note] if max(self.epsilon_low, self.epsilon_high) >= 0.05 else []
 
 
 @dataclass(frozen=True)
@@ -118,9 +104,6 @@ class Cispo(Family):
     slope_of: ClassVar[str] = "log_prob"
     silent_without_advantage: ClassVar[bool] = True
     clips_by_sign: ClassVar[bool] = False
-
-    def __post_init__(self):
-        _check_bounds(self.epsilon_low, self.epsilon_high)
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -149,14 +132,10 @@ class Sapo(Family):
 
     silent_without_advantage: ClassVar[bool] = True
 
-    def __post_init__(self):
-        check_positive("temperature_positive", self.temperature_positive)
-        check_positive("temperature_negative", self.temperature_negative)
-
     @property
     def equation(self) -> str:
-        by_sign = f"tau = {self.temperature_positive:g} where A_t > 0 and {self.temperature_negative:g} elsewhere"
-        return f"-(4 / tau) sigmoid(tau (r_t - 1)) A_t,  {by_sign},  {_RATIO}"
+        tau = f"{self.temperature_positive:g} where A_t > 0 and {self.temperature_negative:g} elsewhere"
+        return f"-(4 / tau) sigmoid(tau (r_t - 1)) A_t,  tau = {tau},  {_RATIO}"
 
     def surrogate(self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
         ratio = log_ratio.exp()
@@ -179,14 +158,10 @@ class Gmpo(Family):
     scope: ClassVar[str] = "document"
     silent_without_advantage: ClassVar[bool] = True
 
-    def __post_init__(self):
-        check_positive("epsilon_low", self.epsilon_low)
-        check_positive("epsilon_high", self.epsilon_high)
-
     @property
     def equation(self) -> str:
         clip = f"below -{self.epsilon_low:g} where A_d < 0 and above {self.epsilon_high:g} where A_d > 0"
-        return f"-S_d A_d,  S_d = exp(mean over the trained tokens of document d of log r_t, clipped {clip})"
+        return f"-S_d A_d,  S_d = {_MEAN.format(f'log r_t, clipped {clip}')}"
 
     def token(self, log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         above = log_ratio.clamp(max=self.epsilon_high).where(advantages > 0, log_ratio)
@@ -216,10 +191,6 @@ class Dppo(Family):
     slope_of: ClassVar[str] = "log_prob"
     silent_without_advantage: ClassVar[bool] = True
 
-    def __post_init__(self):
-        for name in ("delta_low", "delta_high", "ratio_cap"):
-            check_positive(name, getattr(self, name))
-
     @property
     def equation(self) -> str:
         kept = f"0 where exp(p_t) - exp(o_t) < -{self.delta_low:g} and A_t < 0, or > {self.delta_high:g} and A_t > 0"
@@ -239,10 +210,9 @@ class Dppo(Family):
 
 @dataclass(frozen=True)
 class Vespo(Family):
-    """REINFORCE weighted by a smooth function of the whole document's ratio (arXiv 2602.10693).
+    """REINFORCE weighted by a smooth function of the whole document's ratio, 1 at a ratio of 1 (arXiv 2602.10693).
 
-    The weight is W^power exp(decay (1 - W)) with W the product of the document's ratios; it is 1 at W = 1, and has a
-    power and a decay of its own for documents of negative advantage.
+    Documents of negative advantage have a power and a decay of their own.
     """
 
     power_positive: float = parameter(2.0, 0, 1e3)
@@ -254,16 +224,12 @@ class Vespo(Family):
     slope_of: ClassVar[str] = "log_prob"
     silent_without_advantage: ClassVar[bool] = True
 
-    def __post_init__(self):
-        for name in (one.name for one in fields(self)):
-            check_not_negative(name, getattr(self, name))
-
     @property
     def equation(self) -> str:
-        positive = f"W^{self.power_positive:g} exp({self.decay_positive:g} (1 - W)) where A_d >= 0"
-        negative = f"W^{self.power_negative:g} exp({self.decay_negative:g} (1 - W)) where A_d < 0"
+        phi = f"W^{self.power_positive:g} exp({self.decay_positive:g} (1 - W)) where A_d >= 0"
+        phi += f", W^{self.power_negative:g} exp({self.decay_negative:g} (1 - W)) where A_d < 0"
         ratio = "W = exp(sum over the trained tokens of document d of new - old log-prob)"
-        return f"-phi A_d p_t, no gradient through phi;  phi = {positive}, {negative},  {ratio}"
+        return f"-phi A_d p_t, no gradient through phi;  phi = {phi},  {ratio}"
 
     def surrogate(self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
         log_ratio = log_ratio.detach()
@@ -275,17 +241,14 @@ class Vespo(Family):
 
 @dataclass(frozen=True)
 class Kimi(Family):
-    """REINFORCE with a square pull back to the old log-probs (Kimi k1.5, arXiv 2501.12599).
+    """REINFORCE with a square pull of strength tau back to the old log-probs (Kimi k1.5, arXiv 2501.12599).
 
-    tau: the strength of the pull, which also acts on tokens of advantage 0.
+    It also acts on tokens of advantage 0.
     """
 
     tau: float = parameter(0.1, 0, 1e6)
 
     slope_of: ClassVar[str] = "both"
-
-    def __post_init__(self):
-        check_not_negative("tau", self.tau)
 
     @property
     def equation(self) -> str:
@@ -311,9 +274,8 @@ class Reinforce(Family):
         return -advantages * log_probs, -advantages
 
 
-FAMILIES: dict[str, type[Family]] = {
-    family.__name__.lower(): family for family in (Grpo, Gspo, Cispo, Sapo, Gmpo, Dppo, Vespo, Kimi, Reinforce)
-}
+_ALL = (Grpo, Gspo, Cispo, Sapo, Gmpo, Dppo, Vespo, Kimi, Reinforce)
+FAMILIES: dict[str, type[Family]] = {family.__name__.lower(): family for family in _ALL}
 """Name -> family, as `loss=` has them."""
 
 
@@ -324,26 +286,16 @@ def family_of(loss: str | Family, **parameters: float | None) -> Family:
     """
     parameters = {name: value for name, value in parameters.items() if value is not None}
     if isinstance(loss, Family):
-        if parameters:
-            names = ", ".join(parameters)
+        if names := ", ".join(parameters):
             raise ValueError(f"{names} beside a family object: its parameters belong to it, {type(loss).__name__}(...)")
         return loss
     check_name("loss", loss, FAMILIES)
     known = {field.name for field in fields(FAMILIES[loss])}
-    for name in parameters:
-        if name not in known:
-            raise ValueError(f"loss={loss!r} has no {name}; its parameters are {', '.join(sorted(known))}")
+    for name in sorted(parameters.keys() - known):
+        raise ValueError(f"loss={loss!r} has no {name}; its parameters are {', '.join(sorted(known))}")
     return FAMILIES[loss](**parameters)
 
 
 def configured(loss: Any) -> Family:
     """The family that the keys of the group `loss` describe, of those that come with pgtoolkit."""
     return FAMILIES[loss.name](**{one.name: getattr(loss, one.name) for one in fields(FAMILIES[loss.name])})
-
-
-def _check_bounds(epsilon_low: float | None, epsilon_high: float) -> None:
-    if epsilon_low is not None:
-        check_positive("epsilon_low", epsilon_low)
-        if epsilon_low >= 1:
-            raise ValueError(f"epsilon_low needs a number < 1 (got {epsilon_low!r}); the ratio is never negative")
-    check_positive("epsilon_high", epsilon_high)

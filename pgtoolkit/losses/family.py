@@ -10,8 +10,12 @@ No torch is imported here, so that `pgtk check` may read equations and defaults;
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from pgtoolkit.losses.checks import check_name, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,9 +25,26 @@ LOG_RATIO_LIMIT = 20.0
 reach the gradient as 0 * inf through the branch that the clip did not select."""
 
 
+def clamped(log_ratio: Tensor) -> Tensor:
+    """The log-ratio between plus and minus the limit."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
 def parameter(default: Any, least: float, most: float) -> Any:
-    """A field of a family, with the range that the configuration allows it, both ends included."""
+    """A field of a family or a correction, with the range of its numbers, both ends included."""
     return field(default=default, metadata={"range": (least, most)})
+
+
+def check_parameters(of: Any) -> None:
+    """ValueError unless the fields of a family or a correction have values of their range, or of their names."""
+    for one in fields(of):
+        value = getattr(of, one.name)
+        if isinstance(one.default, StrEnum):
+            check_name(one.name, value, tuple(type(one.default)))
+        elif "range" in one.metadata and not (value is None and "None" in str(one.type)):
+            least, most = one.metadata["range"]
+            if isinstance(value, bool) or not isinstance(value, Real) or not least <= value <= most:
+                raise ValueError(f"{one.name} needs a number from {least:g} to {most:g} (got {shown(value)})")
 
 
 @dataclass(frozen=True)
@@ -48,6 +69,9 @@ class Family:
     silent_without_advantage: ClassVar[bool] = False
     reads_old_log_probs: ClassVar[bool] = True
     clips_by_sign: ClassVar[bool] = True
+
+    def __post_init__(self):
+        check_parameters(self)
 
     @property
     def name(self) -> str:

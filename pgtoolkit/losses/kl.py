@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pgtoolkit.losses.checks import check_name, check_positive
+from pgtoolkit.losses.family import LOG_RATIO_LIMIT, clamped
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,26 +51,26 @@ class KL:
         """Whether the term has the ratio of the new to the old log-probs."""
         return self.kind == "k3_ratio"
 
-    def terms(self, distance: Tensor, log_ratio: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    def terms(self, distance: Tensor, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
         """(values, their derivatives by p), (T,) each, without the coefficient.
 
-        distance: p - f. log_ratio: p - o. Both are clamped to plus or minus `limit` before exp, and there the
+        distance: p - f. log_ratio: p - o. Both are clamped before exp, and there the
         derivative through them is 0. NaN where the distance is NaN.
         """
         if self.kind == "k1":
             return distance, distance * 0 + 1
         if self.kind == "k2":
             return distance**2 / 2, distance
-        moves = distance.abs() <= limit
-        values, slopes = k3(distance, limit), (-(-distance).expm1()).where(moves, 0.0)
+        moves = distance.abs() <= LOG_RATIO_LIMIT
+        values, slopes = k3(distance), (-(-distance).expm1()).where(moves, 0.0)
         if self.kind == "k3":
             return values, slopes
-        ratio = log_ratio.clamp(-limit, limit).exp()
+        ratio = clamped(log_ratio).exp()
         # Of both factors: together exp(p - o) (p - f).
-        return values * ratio, ratio * (slopes + values.where(log_ratio.abs() <= limit, 0.0))
+        return values * ratio, ratio * (slopes + values.where(log_ratio.abs() <= LOG_RATIO_LIMIT, 0.0))
 
 
-def k3(distance: Tensor, limit: float) -> Tensor:
+def k3(distance: Tensor) -> Tensor:
     """exp(-distance) + distance - 1 of the clamped distance: at least 0, and in the mean over samples the KL."""
-    distance = distance.clamp(-limit, limit)
+    distance = clamped(distance)
     return (-distance).expm1() + distance

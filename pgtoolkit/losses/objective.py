@@ -1,4 +1,4 @@
-"""Loss, coefficients and metrics of a piece of a step, from its log-probs: all on vectors of one number per token."""
+"""Loss and coefficients of a piece of a step, from its log-probs: all on vectors of one number per token."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from pgtoolkit.losses.checks import check_name, check_not_negative, check_positi
 from pgtoolkit.losses.corrections import Correction
 from pgtoolkit.losses.documents import DocumentSums, over_scope, scope_mean
 from pgtoolkit.losses.exchange import Ranks
-from pgtoolkit.losses.family import LOG_RATIO_LIMIT, Family
+from pgtoolkit.losses.family import LOG_RATIO_LIMIT, Family, clamped
 from pgtoolkit.losses.kl import KL
+from pgtoolkit.losses.measures import measure
 from pgtoolkit.losses.metrics import LEVELS, MetricSums
 from pgtoolkit.losses.penalties import Penalties
-from pgtoolkit.losses.sampling import Factors, Mismatch
+from pgtoolkit.losses.sampling import Factors
 from pgtoolkit.losses.totals import whole_step_totals
 
 
@@ -118,13 +119,8 @@ class Objective:
             return self.known_scope_advantages
         return scope_mean(self.family, torch.where(self.mask, self.advantages, 0.0), self.documents)
 
-    def value(self, log_probs: Tensor) -> Tensor:
-        """This piece's share of the step's loss: the sum of w_t times the surrogate. Differentiable by autograd."""
-        losses = self.weights * self.token_terms(log_probs).losses
-        return self.penalties.with_kl(log_probs, losses, losses)[0].sum()
-
     def losses_and_coefficients(self, log_probs: Tensor) -> tuple[Tensor, Tensor]:
-        """(w_t times the surrogate, c_t), each (T,): c_t is the derivative of `value` by each log-prob.
+        """(w_t times the surrogate, c_t), each (T,): c_t is the derivative of their sum by each log-prob.
 
         Both are 0 where nothing is trained. c_t is what autograd would find, by formula, since it is wanted without a
         graph: a slope by the document's mean is the same for all its tokens.
@@ -134,79 +130,19 @@ class Objective:
         return self.penalties.with_kl(log_probs, *own)
 
     def coefficients(self, log_probs: Tensor) -> Tensor:
-        """(T,) c_t alone; `documents` may be None where nothing is `by_document`."""
+        """(T,) c_t alone."""
         return self.losses_and_coefficients(log_probs)[1]
 
     def evaluate(self, log_probs: Tensor, entropy: Tensor | None, level: str) -> tuple[Tensor, Tensor, MetricSums]:
         """(loss, coefficients, metric sums): 0-dim, (T,), and those of the level; entropy: (T,), if it has it."""
         losses, coefficients = self.losses_and_coefficients(log_probs)
         loss = self.penalties.with_bonus(losses.sum(), entropy)
-        return loss, coefficients, self.metrics(level, log_probs, entropy)
-
-    @torch.no_grad()
-    def metrics(self, level: str, log_probs: Tensor, entropy: Tensor | None) -> MetricSums:
-        """What this piece adds to the metrics of the step; entropy: (T,), at level with_entropy."""
-        if level == "none":
-            sums = self._sums([log_probs])
-            return MetricSums(level, sums, sums.new_empty(0))
-
-        family, terms = self.family, self.token_terms(log_probs)
-        ratio, log_ratio = terms.ratio.double(), terms.log_ratio.double()
-        low, high = family.outside(terms.ratio, terms.token_log_ratio, log_probs)
-        values = [
-            log_probs,
-            self.old_log_probs,
-            ratio,
-            self.advantages,
-            log_ratio.expm1() - log_ratio,
-            low | high,
-            *family.cuts(low, high, terms.ratio, self.scope_advantages),
-            terms.clamped,
-        ]
-        if level == "with_entropy":
-            values.append(entropy)
-        v = self._shares if family.by_document else self.mask.double()
-        weighted = v * ratio
-        sums = torch.cat([self._sums(values), torch.stack([weighted, weighted * ratio, v]).sum(1)])
-        advantages = self.advantages.double()
-        maxima = self._maxima([advantages, ratio, -advantages, -ratio])
-        return self.with_more(MetricSums(level, sums, maxima), log_probs)
-
-    @torch.no_grad()
-    def with_more(self, sums: MetricSums, log_probs: Tensor) -> MetricSums:
-        """The sums joined by those of sampling log-probs, a reference and a correction, where there are any."""
-        if sums.level == "none":
-            return sums
-        if self.sampling_log_ratio is not None:
-            mismatch = Mismatch.of(self.family, self.sampling_log_ratio, self)
-            sums = sums.joined("sampling", self._sums(mismatch.means), self._maxima(mismatch.extrema))
-        if self.penalties.ref_log_probs is not None:
-            means = self._sums([self.penalties.distance(log_probs)])
-            sums = sums.joined("reference", means, means.new_empty(0))
-        factors = self.factors if self.off_policy is None else self.token_terms(log_probs).factors
-        if factors is not None:
-            rho = factors.values.double()
-            size = self._sums([rho, rho * rho, torch.ones_like(rho)], self.mask.double())
-            means = torch.cat([self._sums(factors.means), size])
-            sums = sums.joined("correction", means, self._maxima(factors.extrema))
-        return sums
+        return loss, coefficients, measure(self, level, log_probs, entropy)
 
     @cached_property
-    def _shares(self) -> Tensor:
+    def shares(self) -> Tensor:
         """(T,) u: one over the document's length at its trained tokens, so that each document sums to one."""
         return self.documents.broadcast(1.0 / self.documents.counts.clamp(min=1).double())
-
-    def _sums(self, values: list[Tensor], weights: Tensor | None = None) -> Tensor:
-        """The sum of each over trained tokens, times the weights; None: u."""
-        # All at once: on a GPU each operation on a vector costs the same, however little it does.
-        weights = self._shares if weights is None else weights
-        return (weights * torch.where(self.mask, torch.stack([x.double() for x in values]), 0.0)).sum(1)
-
-    def _maxima(self, values: list[Tensor]) -> Tensor:
-        values = torch.stack([x.double() for x in values])
-        # A piece without tokens has no maximum to take: -inf joins in.
-        lowest = values.new_full((len(values), 1), -torch.inf)
-        return torch.cat([torch.where(self.mask, values, -torch.inf), lowest], 1).amax(1)
 
     @property
     def silent_without_advantage(self) -> bool:
@@ -222,18 +158,13 @@ class Objective:
 
         documents: those of the same rows; None only where nothing is `by_document`. The share has no metrics.
         """
-        means = self.document_advantages
+        names = "mask", "old_log_probs", "advantages", "weights", "gradient_weights", "document_advantages"
         return replace(
             self,
-            mask=self.mask[rows],
-            old_log_probs=self.old_log_probs[rows],
-            advantages=self.advantages[rows],
-            weights=self.weights[rows],
-            gradient_weights=self.gradient_weights[rows],
+            **{name: x[rows] for name in names if (x := getattr(self, name)) is not None},
             documents=documents,
             penalties=self.penalties.take(rows),
             known_scope_advantages=self.scope_advantages[rows],
-            document_advantages=None if means is None else means[rows],
             sampling_log_ratio=None,
             factors=None,
             _last_terms=[],
@@ -284,20 +215,20 @@ class Objective:
         if derivative is not None:  # a clip, like the clamp below, would make a number of an infinite log-ratio
             own = torch.where(torch.isfinite(token_log_ratio), own, torch.nan)
         unclamped = over_scope(family, own, self.documents)
-        clamped, log_ratio = unclamped.abs() > LOG_RATIO_LIMIT, unclamped.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        was_clamped = unclamped.abs() > LOG_RATIO_LIMIT
         finite = torch.isfinite(unclamped) & torch.isfinite(advantages)
-        log_ratio = torch.where(finite, log_ratio, torch.nan)
+        log_ratio = torch.where(finite, clamped(unclamped), torch.nan)
         losses, slope = family.surrogate(log_ratio, advantages, torch.where(self.mask, log_probs, 0.0))
         losses = torch.where(finite, losses, torch.nan)
         if family.slope_of == "log_ratio":
-            slope = torch.where(clamped, 0.0, slope)
+            slope = torch.where(was_clamped, 0.0, slope)
             slope = slope if derivative is None else slope * derivative
         factors = None
         if self.off_policy is not None:
             log_ratios = token_log_ratio.detach()
             factors = Factors.of(self.off_policy, log_ratios, self.document_advantages, self.documents)
             losses, slope = factors.values * losses, factors.values * slope
-        terms = TokenTerms(losses, slope, log_ratio.exp(), log_ratio, clamped, token_log_ratio, factors)
+        terms = TokenTerms(losses, slope, log_ratio.exp(), log_ratio, was_clamped, token_log_ratio, factors)
         if kept:
             self._last_terms[:] = log_probs, terms
         return terms

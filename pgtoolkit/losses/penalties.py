@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pgtoolkit.losses.family import LOG_RATIO_LIMIT
 from pgtoolkit.losses.kl import KL, k3
 
 
@@ -50,13 +49,13 @@ class Penalties:
         if self.kl is None:
             return losses, coefficients
         log_ratio = torch.where(self.mask, log_probs - self.old_log_probs, 0.0)
-        values, slopes = self.kl.terms(self._distance(log_probs), log_ratio, LOG_RATIO_LIMIT)
+        values, slopes = self.kl.terms(self._distance(log_probs), log_ratio)
         weights = self.kl.coefficient * self.weights
         return losses + weights * values, coefficients + weights * slopes
 
     def distance(self, log_probs: Tensor) -> Tensor:
         """(T,) k3 of the new log-probs against the reference's: what the metric kl_ref is the mean of."""
-        return k3(self._distance(log_probs).double(), LOG_RATIO_LIMIT)
+        return k3(self._distance(log_probs).double())
 
     def take(self, rows: Tensor | slice) -> Penalties:
         """The share of some rows."""

@@ -51,8 +51,7 @@ def policy_loss(
 ) -> Reference:
     """A whole step, by the equations: sum over t of w_t rho_t l_t. Arguments as in `pgtoolkit.policy_loss`.
 
-    kl: the kind of the penalty, with its coefficient. parameters: all those of the loss family, by their names.
-    correction_settings: those of the correction.
+    kl: the kind of the penalty. parameters, correction_settings: all those of the loss family, of the correction.
     """
     z = [[float(x) / temperature for x in row] for row in logits.double().tolist()]
     y, o, advantage = labels.tolist(), old_log_probs.double().tolist(), advantages.double().tolist()
@@ -106,11 +105,8 @@ def policy_loss(
                 total.append(kl_coefficient * plain[t] * value)
                 penalty[t] = kl_coefficient * plain[t] * slope
         if b is not None:
-
-            def outside(x, tokens=tokens, A=mean_advantage):
-                return _outside(loss, x, {t: o[t] for t in tokens}, A, parameters)
-
-            measured |= mismatch(tokens, o, b, outside)
+            beyond = _outside(loss, {t: o[t] - b[t] for t in tokens}, o, mean_advantage, parameters)
+            measured |= mismatch(tokens, o, b, beyond)
         for t in tokens:
             c = weight[t] * slopes[t]
             if loss in ("gspo", "gmpo"):  # the derivative goes through the mean of the document's log-ratios
@@ -169,9 +165,7 @@ def _weight(aggregation, D, N_d, G, N_g, N, divisor) -> float:
     return 1 / (D * divisor)
 
 
-BY_DOCUMENT = ("gspo", "gmpo", "vespo")
-"""Families whose ratio and advantage are a document's."""
-
+BY_DOCUMENT = ("gspo", "gmpo", "vespo")  # families whose ratio and advantage are a document's
 
 # The families: (l, its derivative by the log-ratio, or by the log-prob where the ratio is a factor without gradient) of
 # a ratio r, log-ratio x, advantage A and new log-prob p. The bounds themselves pass.

@@ -33,13 +33,9 @@ def factors(correction, settings, tokens, p, o, b, advantage) -> dict[int, tuple
     return found
 
 
-def mismatch(tokens, o, b, outside) -> dict[int, tuple[float, float, bool]]:
-    """For each trained token of a document: k3 of o against b, |o - b|, and whether the family's clip would act on it.
-
-    outside: a function of the differences of the document's tokens, to one bool for each.
-    """
+def mismatch(tokens, o, b, beyond) -> dict[int, tuple[float, float, bool]]:
+    """For each trained token of a document: k3 of o against b, |o - b|, and whether the family's clip would act."""
     differences = {t: o[t] - b[t] for t in tokens}
-    beyond = outside(differences)
     return {t: (math.exp(_clamp(x)) - _clamp(x) - 1, abs(x), beyond[t]) for t, x in differences.items()}
 
 

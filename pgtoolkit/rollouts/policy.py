@@ -79,7 +79,7 @@ class PolicyRollouts:
         self._estimator = config.advantage.estimator.value
         self._max_tokens = config.accumulation.max_tokens
         self._task = task
-        self._sampler = sampler
+        self._sampler = self.sampler = sampler
         self._trained = trained
         self._layout = layout
         self._writer = writer

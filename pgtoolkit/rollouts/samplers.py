@@ -230,8 +230,16 @@ class TransformersSampler:
 def _temperature_and_top_p(settings: GenerationConfig) -> list:
     from transformers.generation import TemperatureLogitsWarper, TopPLogitsWarper
 
+    if settings.temperature == 0:
+        return [_likeliest]
     temperature = [TemperatureLogitsWarper(settings.temperature)] if settings.temperature != 1 else []
     return temperature + ([TopPLogitsWarper(settings.top_p)] if settings.top_p < 1 else [])
+
+
+def _likeliest(input_ids: Tensor | None, scores: Tensor) -> Tensor:
+    """Scores, (B, V), with all the probability on the likeliest token; NaN stays, so that it is noticed."""
+    tokens = scores.argmax(-1, keepdim=True)
+    return torch.full_like(scores, -torch.inf).scatter_(-1, tokens, 0 * scores.gather(-1, tokens))
 
 
 class _Draw:

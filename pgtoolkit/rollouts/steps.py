@@ -74,6 +74,11 @@ class StepLoader:
         self._position = 0
         self._num_steps = 0
 
+    @property
+    def has_groups(self) -> bool:
+        """Whether the data says which documents share a prompt, as that of recorded rollouts may not."""
+        return getattr(self._source, "has_groups", True)
+
     def __len__(self) -> int:
         return self._max_steps - self._num_steps
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 from collections import deque
@@ -14,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema import Config, PolicyRolloutConfig
 from pgtoolkit.ranks.agreement import failing_together, gather
 from pgtoolkit.ranks.layout import Layout
-from pgtoolkit.rollouts.samplers import Completion, Request
+from pgtoolkit.rollouts.samplers import Completion, Request, Sampler
 from pgtoolkit.rollouts.stops import StopStrings
 from pgtoolkit.rollouts.vllm_client import Sampling, Server
 from pgtoolkit.rollouts.vllm_proof import Proof
@@ -89,19 +90,28 @@ class VllmSampler:
             self._version = version
             self._prove()
 
-    def complete(self, requests: list[Request]) -> list[Completion]:
-        """Those of all requests, which are all under way at once; where servers sleep, called by every rank."""
-        deadline, count = self._deadline(), len(self._servers)
+    def complete(self, requests: list[Request], sampling: Sampling | None = None) -> list[Completion]:
+        """Those of all requests, which are all under way at once; where servers sleep, called by every rank.
+
+        sampling: None for the way of training.
+        """
+        deadline, count, sampling = self._deadline(), len(self._servers), sampling or self._sampling
         shared = [(self._servers[(i + self._layout.rank) % count], one) for i, one in enumerate(requests)]
         found = self._at_once(
             [
-                lambda server=server, one=one: server.complete(one, self._sampling, self._salt, self._version, deadline)
+                lambda server=server, one=one: server.complete(one, sampling, self._salt, self._version, deadline)
                 for server, one in shared
             ]
         )
         if self._plan.sleeps:
             self._put_to_sleep()
         return [completion for several in found for completion in several]
+
+    def sampling_otherwise(self, rollout: PolicyRolloutConfig, settle: Callable[[], object]) -> Sampler:
+        """Samples by the same servers as `rollout` says; settle: waits for what training is having sampled."""
+        top_p = 1.0 if rollout.top_p is None else rollout.top_p
+        more = {"temperature": rollout.temperature, "top_p": top_p, "max_tokens": rollout.max_completion_length}
+        return _SameServers(self, dataclasses.replace(self._sampling, **more), settle)
 
     def close(self) -> None:
         """Ends the servers that were started here, and leaves alone those that were joined."""
@@ -202,3 +212,20 @@ class VllmSampler:
                 raise error
             results[number] = result
         return results
+
+
+class _SameServers:
+    """A sampler by the servers of another one, which starts and ends them."""
+
+    def __init__(self, owner: VllmSampler, sampling: Sampling, settle: Callable[[], object]):
+        self._owner, self._sampling, self._settle = owner, sampling, settle
+
+    def publish(self, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
+        self._settle()  # servers have one version of the weights at a time
+        self._owner.publish(weights, version)
+
+    def complete(self, requests: list[Request]) -> list[Completion]:
+        return self._owner.complete(requests, self._sampling)
+
+    def close(self) -> None:
+        """Nothing here is its own."""

@@ -50,7 +50,12 @@ class Proof:
         self._last: dict[str, _Scores] = {}
         self._anchors: dict[str, _Scores] = {}
         self.request = Request(prompts[0], _COMPLETIONS, seed=1)
-        self.sampling = replace(sampling, top_p=1.0, max_tokens=min(_TOKENS, sampling.max_tokens), seeded=True)
+        how = {
+            "temperature": sampling.temperature or 1.0,
+            "top_p": 1.0,
+            "seeded": True,
+        }  # 0: the likeliest, of no chance
+        self.sampling = replace(sampling, max_tokens=min(_TOKENS, sampling.max_tokens), **how)
         self.text = [token for prompt in prompts for token in prompt][: min(_TEXT, room - 1)]
 
     def check(self, urls: list[str], found: list[tuple[Tensor, list[Completion]]], version: int) -> None:

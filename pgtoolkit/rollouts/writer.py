@@ -30,7 +30,6 @@ class RolloutWriter:
 
     def __init__(self, path: str | Path, resume: bool = False):
         self._folder = Path(path).expanduser()
-        self._suffix = ".jsonl" if self._folder.suffix == ".jsonl" else ".parquet"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -40,14 +39,19 @@ class RolloutWriter:
 
     def write(self, number: int, documents: list[Document]) -> Path:
         """Record the documents of batch `number`; returns the file. Raises StorageError when that is not possible."""
-        path = self._folder / f"batch-{number:06d}{self._suffix}"
+        path = batch_file(self._folder, number)
         rows, measures = [row_of(document) for document in documents], [document.measures for document in documents]
         try:
             with replacing(path) as file:
-                (_write_jsonl if self._suffix == ".jsonl" else _write_parquet)(file, rows, measures)
+                (_write_jsonl if path.suffix == ".jsonl" else _write_parquet)(file, rows, measures)
         except OSError as error:
             raise StorageError(f"rollouts cannot be written to {path}: {error.strerror or error}") from error
         return path
+
+
+def batch_file(folder: Path, number: int) -> Path:
+    """Where the documents of batch `number` are recorded in a folder."""
+    return folder / f"batch-{number:06d}{'.jsonl' if folder.suffix == '.jsonl' else '.parquet'}"
 
 
 _SCHEMA = pa.schema(

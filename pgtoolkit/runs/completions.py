@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from pgtoolkit.errors import StorageError, first_line
 from pgtoolkit.runs.files import storage
 from pgtoolkit.system.plain_files import open_to_read, refuse_other_than_folder, remove, replacing
 from pgtoolkit.system.redaction import redact
+
+if TYPE_CHECKING:
+    import pyarrow
 
 FOLDER = "completions"
 """Where they lie in a run directory."""
@@ -59,6 +64,14 @@ class CompletionRow:
     answer: str | None = None
 
 
+class Entry(NamedTuple):
+    """Of a completion what can be read without its texts: fields of `CompletionRow`."""
+
+    step: int
+    name: str
+    reward: float
+
+
 @dataclass(frozen=True, order=True)
 class CompletionFile:
     """One file: its set, its first and its last step, which are one in an evaluation, and where it lies."""
@@ -103,24 +116,28 @@ def write_redacted(path: Path, rows: Sequence[CompletionRow]) -> None:
 
 def read_completions(path: Path) -> list[CompletionRow]:
     """The rows of one file, as they were written. Raises StorageError for a file that is damaged, or a link."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    return [_row(columns) for columns in _read(path).to_pylist()]
 
-    with storage(path), open_to_read(path) as file:
-        try:
-            table = pq.read_table(file, page_checksum_verification=True)
-            kinds = {name: str(kind) for name, kind in zip(table.schema.names, table.schema.types, strict=True)}
-            if wrong := [name for name, kind in _COLUMNS.items() if kinds.get(name) != kind]:
-                raise ValueError(f"{wrong[0]} is {kinds.get(wrong[0], 'missing')}")
-            empty = [name for name in _COLUMNS if name not in _MAY_LACK and table[name].null_count]
-            if empty:
-                raise ValueError(f"{empty[0]} is empty in a row")
-            return [_row(columns) for columns in table.to_pylist()]
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise StorageError(
-                f"{path} is damaged ({first_line(error)}). It keeps completions to be looked at, and nothing else "
-                "depends on it; delete it to go on."
-            ) from error
+
+def read_entries(path: Path) -> list[Entry]:
+    """An entry of each row of one file, in their order, without reading the texts. Errors as of `read_completions`."""
+    columns = _read(path, Entry._fields).to_pydict()
+    return [Entry(*row) for row in zip(*(columns[name] for name in Entry._fields), strict=True)]
+
+
+def some_prompts(entries: Sequence[Entry], most: int) -> set[str]:
+    """Names of prompts that together have at most so many completions: all of them, or some, spread evenly.
+
+    The first is among them, and the last; where its completions alone are more, it stays.
+    """
+    counts = Counter(entry.name for entry in entries)
+    names, number = [*counts], len(counts)
+    while number > 1:
+        chosen = {names[round(i * (len(names) - 1) / (number - 1))] for i in range(number)}
+        if (total := sum(counts[name] for name in chosen)) <= most:
+            return chosen
+        number = min(number - 1, max(2, number * most // total))
+    return set(names[-1:])
 
 
 def completion_files(run_dir: Path) -> list[CompletionFile]:
@@ -143,6 +160,28 @@ def drop_completions_after(run_dir: Path, step: int) -> None:
                 remove(file.path)
             elif file.last > step:
                 write_redacted(file.path, [row for row in read_completions(file.path) if row.step <= step])
+
+
+def _read(path: Path, columns: Sequence[str] | None = None) -> pyarrow.Table:
+    """A file's columns, or these alone, seen to be as they are written."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with storage(path), open_to_read(path) as file:
+        try:
+            table = pq.read_table(file, columns=columns and list(columns), page_checksum_verification=True)
+            kinds = {name: str(kind) for name, kind in zip(table.schema.names, table.schema.types, strict=True)}
+            for name in columns or _COLUMNS:
+                if kinds.get(name) != _COLUMNS[name]:
+                    raise ValueError(f"{name} is {kinds.get(name, 'missing')}")
+                if name not in _MAY_LACK and table[name].null_count:
+                    raise ValueError(f"{name} is empty in a row")
+            return table
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise StorageError(
+                f"{path} is damaged ({first_line(error)}). It keeps completions to be looked at, and nothing else "
+                "depends on it; delete it to go on."
+            ) from error
 
 
 def _row(columns: dict) -> CompletionRow:

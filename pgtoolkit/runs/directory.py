@@ -14,6 +14,7 @@ import socket
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.files import (
@@ -22,6 +23,7 @@ from pgtoolkit.runs.files import (
     leaves,
     plain,
     read_config,
+    read_evaluations,
     read_metrics,
     read_provenance,
     read_status,
@@ -58,7 +60,7 @@ class RunDirectory:
 
     Opening it takes an exclusive lock that the operating system drops when the process ends, however it ends.
     Files: config.yaml, overrides.yaml, drift.jsonl (after a resume that changed keys), provenance.json, data.json
-    (digests of the data, by `record_data`), status.json, metrics.jsonl.
+    (digests of the data, by `record_data`), status.json, metrics.jsonl, evaluations.jsonl.
 
     new: a run begins, and no other has begun there.
     Raises ConfigError if another process holds the directory, or it is not new; StorageError if it cannot be written.
@@ -67,6 +69,7 @@ class RunDirectory:
     def __init__(self, path: str | Path, new: bool = False):
         self.path = Path(path).resolve()
         self.metrics_path = self.path / "metrics.jsonl"
+        self.evaluations_path = self.path / "evaluations.jsonl"
         self._metrics_file = None
         with storage(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -169,6 +172,13 @@ class RunDirectory:
             self._metrics_file.write(json.dumps(row) + "\n")
             self._metrics_file.flush()
 
+    def append_evaluations(self, rows: list[dict[str, Any]]) -> None:
+        """Add the rows of one step to evaluations.jsonl, on the disk once this returns; see runs/evaluations.py."""
+        with storage(self.evaluations_path), open_to_append(self.evaluations_path) as file:
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
+            file.flush()
+            os.fsync(file.fileno())
+
     def read_metrics(self) -> list[dict[str, float]]:
         """Every row of metrics.jsonl, oldest first; see `files.read_metrics`."""
         return read_metrics(self.metrics_path)
@@ -179,6 +189,9 @@ class RunDirectory:
         with storage(self.metrics_path):
             if self.metrics_path.exists():
                 write_metrics(self.metrics_path, [row for row in self.read_metrics() if row["step"] <= step])
+            if self.evaluations_path.exists():
+                rows = read_evaluations(self.path)
+                write_metrics(self.evaluations_path, [row for row in rows if row["step"] <= step])
 
     def _close_metrics(self) -> None:
         if self._metrics_file:

@@ -77,8 +77,13 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     return [{name: value for name, value in row.items() if math.isfinite(value)} for row in rows]
 
 
-def write_metrics(path: Path, rows: list[dict[str, float]]) -> None:
-    """Replace a metrics.jsonl, in one piece."""
+def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of evaluations.jsonl, see runs/evaluations.py; none where there is no such file."""
+    return _objects_of(run_dir / "evaluations.jsonl", _check_evaluation)
+
+
+def write_metrics(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Replace a metrics.jsonl or evaluations.jsonl, in one piece."""
     write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -212,6 +217,11 @@ def _check_row(row: dict) -> None:
     for name, value in row.items():
         _require(isinstance(value, numbers.Real) and not isinstance(value, bool), f"its {name} is not a number")
         math.isfinite(value)  # OverflowError for a whole number that no float can hold
+
+
+def _check_evaluation(row: dict) -> None:
+    _require(isinstance(row.get("set"), str), "its set is not a text")
+    _check_row({name: value for name, value in row.items() if name != "set"})
 
 
 def _check_drift(entry: dict) -> None:

@@ -18,7 +18,10 @@ from pgtoolkit.errors import ConfigError, PgtoolkitError
 
 _PACKAGE = Path(__file__).parents[1]
 
-FUNCTIONS = ("task.verifier", "task.verifiers.*.verifier", "aggregation.reducer", "loss.path")
+FUNCTIONS = (
+    *("task.verifier", "task.verifiers.*.verifier", "evaluation.sets.*.verifier"),
+    *("aggregation.reducer", "loss.path"),
+)
 """Keys whose value may be a dotted path; * stands for any name. It is imported where the user has typed it, and never
 because a file names it, such as a run's config.yaml: `config/rules/executed.py`."""
 

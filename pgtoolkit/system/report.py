@@ -62,6 +62,11 @@ def text(value: Any) -> str:
     return str(value)
 
 
+def plural(count: int, noun: str) -> str:
+    """The count with its noun."""
+    return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
 def is_number(value: Any) -> bool:
     """A finite int or float, not a bool."""
     return is_whole(value) or (isinstance(value, float) and math.isfinite(value))

@@ -7,8 +7,12 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+from pgtoolkit.config.evaluation import watched_in
+from pgtoolkit.runs.evaluations import best_checkpoint
+from pgtoolkit.runs.files import read_evaluations, read_resolved, read_status
 from pgtoolkit.runs.series import final, first, mean
 from pgtoolkit.tracking.next_commands import (
     compare_command,
@@ -81,12 +85,30 @@ class ProgressLine:
         return line[:WIDTH]
 
 
+def evaluation_line(row: dict, max_steps: int, is_best: bool) -> str:
+    """What was measured on one set of prompts, in at most WIDTH columns; row: of evaluations.jsonl."""
+    ks = [name for name in row if name.startswith("pass@") and not name.endswith("_error")]
+    fields = [f"step {row['step']:>{len(str(max_steps))}}/{max_steps} {row['set']}{' (best)' if is_best else ''}:"]
+    fields += [_with_error(name, row) for name in dict.fromkeys((ks[0], ks[-1], "avg"))]
+    fields += [f"length {row['length']:.3g}", f"{row['seconds']:.3g} s"]
+    return " ".join(fields)[:WIDTH]
+
+
+def _with_error(name: str, row: dict) -> str:
+    error = row.get(f"{name}_error")
+    return f"{name} {row[name]:.3f}" + ("" if error is None else f" ± {error:.3f}")
+
+
 def summary(rows: list[dict[str, float]], run_dir: Path, mlflow: dict[str, str] | None) -> str:
-    """The end of a run in a few lines: the reward's rise, where everything lies, and what to type next.
+    """The end of a run in a few lines: what rose, on held-out prompts too, where everything lies, what to type next.
 
     rows: of metrics.jsonl. mlflow: `MlflowTracker.info`, or None without MLflow.
     """
     lines = list(filter(None, (_rise(name, rows) for name in ("reward", "exact_match")))) or [_rise("loss", rows)]
+    lines += _held_out(
+        read_evaluations(Path(run_dir)), best_checkpoint(Path(run_dir), watched_in(read_resolved(run_dir)))
+    )
+    lines.append(reached := read_status(run_dir).get("reason") or "")
     entries = [("run", shell_path(run_dir))]
     if (curves := Path(run_dir) / "curves.png").exists():
         entries.append(("curves", shell_path(curves)))
@@ -96,12 +118,25 @@ def summary(rows: list[dict[str, float]], run_dir: Path, mlflow: dict[str, str] 
             entries.append(("MLflow", command))
         entries.append(("" if command else "MLflow", ui_url(uri, experiment_id, run_id)))
     more = [f"trainer.max_steps={2 * rows[-1]['step']}"] if rows else []
+    more = ["trainer.stop_at=null"] if reached else more
     entries.append(("resume", resume_command(run_dir, more)))
     if has_counterpart(run_dir):
         entries += [("compare", counterpart_command(run_dir)), ("", compare_command(run_dir))]
     if mlflow:
         entries.append(("", ui_url(uri, experiment_id)))
     return "\n".join([*filter(None, lines), *(f"{label:<12} {text}" for label, text in entries)])
+
+
+def _held_out(rows: list[dict], best: dict | None) -> Iterator[str]:
+    """Of each set its pass@1 over the evaluations of the run; best: the row of the best checkpoint."""
+    for name in dict.fromkeys(row["set"] for row in rows):
+        own = [row for row in rows if row["set"] == name]
+        values = [row["pass@1"] for row in own]
+        kept = f"; best checkpoint: step {best['step']}" if best and best["set"] == name else ""
+        yield (
+            f"{name:<12} {values[0]:.3f} -> {values[-1]:.3f}  {sparkline(values, span=(0, 1))}  "
+            f"(pass@1 of {own[-1]['prompts']} held-out prompts, ± {own[-1].get('pass@1_error', 0):.3f}{kept})"
+        )
 
 
 def sparkline(values: list[float], width: int = 40, span: tuple[float, float] | None = None) -> str:

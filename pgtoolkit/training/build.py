@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from pathlib import Path
 
 import torch
 
+from pgtoolkit.config.evaluation import HeldOut, held_out_sets, is_on
 from pgtoolkit.config.schema import AggregationMode, Config, PolicyRolloutConfig, TooLong
-from pgtoolkit.errors import ConfigError
+from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.build import build_policy
 from pgtoolkit.model.spread import parallelize
 from pgtoolkit.ranks.agreement import failing_together
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.chat import chat_of
+from pgtoolkit.rollouts.evaluation import Evaluator, PromptSet, as_evaluated, asked_by_both
 from pgtoolkit.rollouts.policy import PolicyRollouts
 from pgtoolkit.rollouts.prompts import TokenizedTask
 from pgtoolkit.rollouts.recorded import RecordedRollouts
 from pgtoolkit.rollouts.samplers import Sampler, TransformersSampler
 from pgtoolkit.rollouts.sampling_settings import ignored_settings
 from pgtoolkit.rollouts.steps import Source, StepLoader
-from pgtoolkit.rollouts.tasks import make_task
+from pgtoolkit.rollouts.tasks import Task, TaskConfig, make_task
 from pgtoolkit.rollouts.vllm import VllmSampler
 from pgtoolkit.rollouts.writer import RolloutWriter
 from pgtoolkit.system.model_folder import end_tokens
@@ -56,10 +59,16 @@ def build(
         reference = parallelize(reference, layout, config)
     module = PolicyGradientModule(config, parallelize(policy, layout, config), layout, reference)
     room = min(policy.max_positions, config.accumulation.max_tokens)
-    close_on_groups = config.aggregation.mode == AggregationMode.prompt_mean
     source = _source(config, task, module, room, resume, run_dir)
+    if is_on(config):
+        module.evaluator = evaluator_of(config, task, module, source, run_dir)
     seed_rank(config.seed, layout.rank)
-    return module, StepLoader(source, config.accumulation, close_on_groups, config.trainer.max_steps, layout)
+    return module, StepLoader(source, config.accumulation, closes_on_groups(config), config.trainer.max_steps, layout)
+
+
+def closes_on_groups(config: Config) -> bool:
+    """Whether a step ends only where a group ends."""
+    return config.aggregation.mode == AggregationMode.prompt_mean
 
 
 def fit(module: PolicyGradientModule, loader: StepLoader, config: Config, recorder: lightning.Callback) -> None:
@@ -95,16 +104,8 @@ def _source(config: Config, task, module: PolicyGradientModule, room: int, resum
     if isinstance(rollout, PolicyRolloutConfig):
         writes = rollout.save_path and module.layout.rank == 0
         writer = RolloutWriter(rollout.save_path, resume) if writes else None
-        tokenizer = module.policy.tokenizer
-        ends = end_tokens(module.model.generation_config, tokenizer)
-        skip = getattr(config.task, "too_long", None) == TooLong.skip
         with failing_together(module.layout):
-            chat = chat_of(config.task, tokenizer)
-            tokenized = TokenizedTask(task, tokenizer, ends, chat, rollout.stop)
-            longest_prompt = getattr(config.task, "max_prompt_length", None)
-            tokenized.check_lengths(room, rollout.max_completion_length, skip, longest_prompt)
-        for note in chat.notes(ends) if chat is not None else ():
-            log.warning(f"note: {note}")
+            tokenized = _tokenized(config, config.task, task, module, room)
         sampler = _sampler(config, module, tokenized, room, run_dir)
         _note_ignored(config, module)
         return PolicyRollouts(config, tokenized, sampler, module, module.layout, writer)
@@ -116,6 +117,60 @@ def _source(config: Config, task, module: PolicyGradientModule, room: int, resum
     source = RecordedRollouts(rollout, estimator, vocabulary_size, config.seed, needs, room, reads)
     source.accept_changed = config.trainer.accept_changed_data
     return source
+
+
+def evaluator_of(
+    config: Config, trained: Task | None, module: PolicyGradientModule, source: Source | None, run_dir: Path
+) -> Evaluator:
+    """What evaluates the policy of a module. trained: the prompts that it is trained on, with `source`, if any.
+
+    Raises ConfigError or DataError for sets whose prompts cannot be read, or have no room.
+    """
+    how, shares = as_evaluated(config), isinstance(source, PolicyRollouts) and isinstance(source.sampler, VllmSampler)
+    room = min(
+        module.policy.max_positions, config.accumulation.max_tokens if config.sampler.name == "vllm" else sys.maxsize
+    )
+    with failing_together(module.layout):
+        sets = [_prompt_set(how, one, module, room) for one in held_out_sets(config)]
+        for one, task in sets:
+            count = asked_by_both(trained, task, one.count) if source is not None and trained is not None else 0
+            if count and isinstance(source, PolicyRollouts):
+                log.warning(
+                    f"note: {count} of the {one.count} prompts of evaluation set {one.name} are also prompts of "
+                    "training: what is measured on those is not held out."
+                )
+    if shares:
+        sampler = source.sampler.sampling_otherwise(how.rollout, source.state_dict)
+    else:
+        sampler = _sampler(how, module, sets[0][0].task, room, run_dir)
+    each = config.evaluation.completions_per_prompt
+    return Evaluator([one for one, _ in sets], sampler, module, each, module.layout, run_dir)
+
+
+def _prompt_set(config: Config, one: HeldOut, module: PolicyGradientModule, room: int) -> tuple[PromptSet, Task]:
+    place = f"evaluation.sets.{one.name}" if config.evaluation.sets else "task"
+    try:
+        task = make_task(one.task, one.seed)
+        tokenized = _tokenized(config, one.task, task, module, room)
+    except (ConfigError, DataError) as error:
+        said = str(error).replace("task.", f"{place}.").replace("rollout.max_comp", "evaluation.max_comp")
+        raise type(error)(f"evaluation set {one.name}: {said}") from error
+    return PromptSet(one.name, tokenized, min(one.prompts, task.num_prompts or one.prompts), one.seed), task
+
+
+def _tokenized(
+    config: Config, chosen: TaskConfig, task: Task, module: PolicyGradientModule, room: int
+) -> TokenizedTask:
+    """A task as the policy's tokenizer sees it, its prompts measured against the room for a document."""
+    tokenizer = module.policy.tokenizer
+    ends = end_tokens(module.model.generation_config, tokenizer)
+    chat = chat_of(chosen, tokenizer)
+    tokenized = TokenizedTask(task, tokenizer, ends, chat, config.rollout.stop)
+    skip, longest_prompt = getattr(chosen, "too_long", None) == TooLong.skip, getattr(chosen, "max_prompt_length", None)
+    tokenized.check_lengths(room, config.rollout.max_completion_length, skip, longest_prompt)
+    for note in chat.notes(ends) if chat is not None else ():
+        log.warning(f"note: {note}")
+    return tokenized
 
 
 def _sampler(config: Config, module: PolicyGradientModule, task: TokenizedTask, room: int, run_dir: Path) -> Sampler:

@@ -48,8 +48,9 @@ def save_checkpoint(
     write_settings: Callable[[Path], None],
     keep: int,
     layout: Layout = ONE_PROCESS,
+    best: int | None = None,
 ) -> Path:
-    """Write `step-NNNNNN/` and delete all but the newest `keep` checkpoints; called by every rank.
+    """Write `step-NNNNNN/` and delete all but the newest `keep` checkpoints and that of step `best`; by every rank.
 
     state: what is the same on all ranks, `step` included: values that JSON has, and tensors. tensors: of WEIGHTS or
     ADAPTERS, and of MOMENTS, by name; DTensors are written whole. write_settings: puts the other files into a folder;
@@ -75,7 +76,7 @@ def save_checkpoint(
                 remove(path)  # written before the run was set back to an earlier step
                 temporary.rename(path)
                 sync_folder(folder)
-                _prune(path, keep)
+                _prune(path, keep, best)
     except StorageError:
         if layout.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -83,13 +84,14 @@ def save_checkpoint(
     return path
 
 
-def load_newest(folder: Path) -> dict | None:
+def load_newest(folder: Path, before: int | None = None) -> dict | None:
     """The state of the newest checkpoint that can be read; a damaged one is passed over with a warning.
 
-    `path` is added to the state; weights and moments stay in its folder. None where no checkpoint was written yet.
+    before: a step; only checkpoints of earlier ones are looked at. `path` is added to the state; weights and moments
+    stay in its folder. None where no checkpoint was written yet.
     Raises StorageError if there are checkpoints but none can be read, or the newest is of another format.
     """
-    paths = list_checkpoints(folder)
+    paths = [path for path in list_checkpoints(folder) if before is None or _step_of(path) < before]
     for path in reversed(paths):
         try:
             return read_checkpoint(path)
@@ -151,8 +153,8 @@ def _step_of(path: Path) -> int:
     return int(path.stem.removeprefix("step-"))
 
 
-def _prune(newest: Path, keep: int) -> None:
-    """Delete all checkpoints beside `newest`, which was just written, but for the keep - 1 before it.
+def _prune(newest: Path, keep: int, best: int | None) -> None:
+    """Delete all checkpoints beside `newest`, which was just written, but for the keep - 1 before it and the best.
 
     One of a later step goes, too: the run was continued from before it, since it was damaged. What a kill left half
     written or half deleted goes as well. That one cannot be deleted is a warning.
@@ -161,7 +163,7 @@ def _prune(newest: Path, keep: int) -> None:
     before = [path for path in list_checkpoints(newest.parent) if _step_of(path) < step]
     kept = {newest, *(before[-(keep - 1) :] if keep > 1 else [])}
     for old in (*list_checkpoints(newest.parent), *newest.parent.glob(".step-*")):
-        if old not in kept:
+        if old not in kept and old.name != f"step-{best or 0:06d}":
             try:
                 remove(old)
             except OSError as error:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pgtoolkit.config.evaluation import entries, held_out_sets, is_on, samples
 from pgtoolkit.config.paths import NO_FOLDER
 from pgtoolkit.config.rules.penalties import needs_model
 from pgtoolkit.config.rules.run import needs_gpu, occupied_by_rollouts, refuse_triton
@@ -57,7 +58,7 @@ def devices(c: Any, report: Report) -> None:
 def _server(c: Any, report: Report) -> None:
     """The program that is to sample, and the GPUs that are to be its own."""
     own = c.sampler
-    if c.rollout.name != "policy" or own.name != "vllm" or own.urls or _has_problem("sampler.", report):
+    if not samples(c) or own.name != "vllm" or own.urls or _has_problem("sampler.", report):
         return
     program = shlex.split(own.executable)[0]
     if shutil.which(program) is None:
@@ -84,10 +85,10 @@ def _has_gpu() -> bool:
 def _functions(c: Any, report: Report) -> None:
     """The functions that were typed can be imported and called."""
     wanted = []
-    if c.rollout.name == "policy" and c.task.name == "prompts":
-        named = getattr(c.task.verifiers, "__dict__", {})
-        several = [(f"task.verifiers.{name}.", one) for name, one in named.items()]
-        for prefix, one in several or [("task.", c.task)]:
+    for place, task in _tasks(c):
+        named = getattr(getattr(task, "verifiers", None), "__dict__", {})
+        several = [(f"{place}.verifiers.{name}.", one) for name, one in named.items()]
+        for prefix, one in several or [(f"{place}.", task)]:
             path = getattr(one, "verifier", None)
             if "." in str(path):
                 wanted.append((f"{prefix}verifier", path, ("completion", "answer"), ()))
@@ -131,13 +132,21 @@ def _added_to(report: Report) -> Iterator[None]:
 
 def _prompts(c: Any, report: Report) -> None:
     """The prompts can be read, and there is one."""
-    if c.rollout.name != "policy" or c.task.name != "prompts" or c.task.path is None:
-        return
-    if _has_problem("task.path=", report):
-        return
-    where = c.task.path, c.task.split, c.task.prompt_field, c.task.answer_field
-    if problem := _unreadable_prompts(os.getcwd(), *where):
-        report.problems.append(problem)
+    for place, task in _tasks(c):
+        if task.name != "prompts" or task.path is None or _has_problem(f"{place}.path", report):
+            continue
+        where = task.path, task.split, task.prompt_field, task.answer_field
+        if problem := _unreadable_prompts(os.getcwd(), *where):
+            report.problems.append(type(problem)(problem.replace("task.", f"{place}.")))
+
+
+def _tasks(c: Any) -> Iterator[tuple[str, Any]]:
+    """(where its keys are, the task) of what is sampled, to train on or to evaluate."""
+    if c.rollout.name == "policy":
+        yield "task", c.task
+    if is_on(c):
+        for one in held_out_sets(c):
+            yield f"evaluation.sets.{one.name}" if entries(c.evaluation.sets) else "task", one.task
 
 
 @functools.cache  # the jobs of a sweep share them

@@ -16,6 +16,7 @@ from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.data_metrics import sampling_note
+from pgtoolkit.rollouts.evaluation import Evaluator
 from pgtoolkit.training.accumulation import DynamicAccumulation
 from pgtoolkit.training.loss import computation_of, loss_of
 from pgtoolkit.training.optimizer import learning_rate, make_optimizer
@@ -27,9 +28,11 @@ class PolicyGradientModule(DynamicAccumulation):
     """Trains `policy` by the loss that `config` describes, together with the other ranks of `layout`.
 
     reference: frozen, spread like the policy; None where the documents bring their ref_log_probs or none are needed.
+    evaluator: measures the policy on held-out prompts, where the configuration asks for it.
     """
 
     reference: Policy | None = None
+    evaluator: Evaluator | None = None
 
     def __init__(self, config: Config, policy: Policy, layout: Layout, reference: Policy | None = None):
         super().__init__(layout, config.optimizer.max_grad_norm, config.trainer.max_bad_steps)
@@ -64,7 +67,7 @@ class PolicyGradientModule(DynamicAccumulation):
         return output
 
     def micro_batch_loss(self, micro_batch: MicroBatch, totals: StepTotals) -> PolicyLoss:
-        micro_batch = self._with_reference(micro_batch)
+        micro_batch = self.with_reference(micro_batch)
         hidden, head, ranks = self.policy.loss_inputs(micro_batch)
         if torch.is_grad_enabled() and self._head_adds_its_gradient():
             weight = self.policy.head.weight
@@ -94,23 +97,30 @@ class PolicyGradientModule(DynamicAccumulation):
 
     def log_probs(self, micro_batch: MicroBatch, temperature: float | None = None) -> Tensor:
         """(T,) log-prob of each label by the forward pass that training uses; temperature: None for the run's."""
-        return self._log_probs(self.policy, micro_batch.counted().to(self.device), temperature)
+        return self._log_probs(self.policy, micro_batch.counted().to(self.device), temperature)[0]
 
-    def _with_reference(self, micro_batch: MicroBatch) -> MicroBatch:
+    def entropy(self, micro_batch: MicroBatch) -> Tensor:
+        """(T,) entropy of the softmax before each label, 0 where labels < 0; the micro-batch is counted and on the
+        module's device."""
+        return self._log_probs(self.policy, micro_batch, with_entropy=True)[1]
+
+    def with_reference(self, micro_batch: MicroBatch) -> MicroBatch:
         """With the reference's log-probs, where it is a model and not a column of the data."""
         if self.reference is None:
             return micro_batch
-        log_probs = self._log_probs(self.reference, micro_batch)
+        log_probs = self._log_probs(self.reference, micro_batch)[0]
         if getattr(self.reference, "sharded", False):
             self.reference.model.reshard()  # FSDP2 keeps the head's unit together for a backward that does not come
         return replace(micro_batch, ref_log_probs=log_probs)
 
     @torch.no_grad()
-    def _log_probs(self, policy: Policy, micro_batch: MicroBatch, temperature: float | None = None) -> Tensor:
+    def _log_probs(
+        self, policy: Policy, micro_batch: MicroBatch, temperature: float | None = None, with_entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         hidden, head, ranks = policy.loss_inputs(micro_batch)
         how = replace(self.computation, num_splits=1)
         loss = self.loss if temperature is None else replace(self.loss, temperature=temperature)
-        return log_probs_of_hidden(hidden, self._precise(head), micro_batch, loss, ranks, how)
+        return log_probs_of_hidden(hidden, self._precise(head), micro_batch, loss, ranks, how, with_entropy)
 
     def _loss(self, inputs: tuple[Tensor, LMHead, Ranks], micro_batch: MicroBatch, totals: StepTotals) -> PolicyLoss:
         hidden, head, ranks = inputs

@@ -21,6 +21,7 @@ from pgtoolkit.rollouts.steps import settled
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.tracking.progress import ProgressLine
 from pgtoolkit.training.checkpoint import save_checkpoint
+from pgtoolkit.training.evaluations import Evaluations
 from pgtoolkit.training.frameworks import lightning
 from pgtoolkit.training.state import restore, snapshot, write_settings
 
@@ -38,6 +39,7 @@ class Recorder(lightning.Callback):
     completions: an attribute, where some are kept; rank 0's.
     The first SIGINT or SIGTERM, to any rank, lets the step finish and saves it (`interrupted_by` is then set); a
     second SIGINT acts at once. Several ranks stop in the same way when the process that started them is gone.
+    `reached` says in words that the goal of trainer.stop_at was, which ends the run as well.
     """
 
     def __init__(self, run: RunDirectory | None, folder: Path, config: TrainerConfig, checkpoint: dict | None):
@@ -54,6 +56,8 @@ class Recorder(lightning.Callback):
         self._parent = os.getppid()
         self.completions: KeptCompletions | None = None
         self._unsaved: dict | None = None  # where the data stands, while that is in no checkpoint
+        self._evaluations: Evaluations | None = None
+        self.reached: str | None = None
 
     def on_train_start(self, trainer, module) -> None:
         # Only now does the optimizer exist, and nothing draws random numbers between here and the first step.
@@ -62,6 +66,12 @@ class Recorder(lightning.Callback):
             self._checkpoint = None
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop_after_this_step)  # Lightning puts its caller's handlers back at the end
+        if module.evaluator is not None:
+            self._evaluations = Evaluations(self._run, module)
+            if self._evaluations.is_due(self.step):  # before the first step, or where a kill or a signal came before it
+                self._evaluations.make(self.step)
+            self.reached = self._evaluations.reached(self.step)
+            trainer.should_stop |= self.reached is not None
 
     def on_train_batch_end(self, trainer, module, outputs: dict, batch: Step, batch_idx: int) -> None:
         self.step = batch.state_after["num_steps"]
@@ -74,17 +84,32 @@ class Recorder(lightning.Callback):
         if self._num_updates == 0:
             self._before_the_first_update(module, outputs["metrics"], batch.documents)
         self._unsaved = batch.state_after
-        if self.step % self._config.checkpoint_every == 0:
+        stop = self._asked_to_stop(module)
+        waits = stop and self.step < self._config.max_steps  # until the run is resumed
+        if not waits and self._evaluations is not None and self._evaluations.is_due(self.step):
+            # Before the checkpoint: one that is there has the evaluation of its step, and the best one is kept.
+            self._evaluations.make(self.step)
+            self.reached = self._evaluations.reached(self.step)
+            stop = self._asked_to_stop(module)
+        is_best = self._evaluations is not None and self._evaluations.best_step == self.step
+        if is_best or self.step % self._config.checkpoint_every == 0:
             self._save(module)
-        if module.layout.world_size > 1 and os.getppid() != self._parent:
-            self._signal = _LAUNCHER_LOST
-        if stop := largest(self._signal, module.layout):
+        if stop:
             self.interrupted_by = "the end of its launcher" if stop == _LAUNCHER_LOST else signal.Signals(stop).name
+        if stop or self.reached:
             trainer.should_stop = True
 
     def on_train_end(self, trainer, module) -> None:
+        if self._evaluations is not None and not self.interrupted_by and not self._evaluations.has(self.step):
+            self._evaluations.make(self.step)  # the data has ended before max_steps
         if self._unsaved is not None:
             self._save(module)
+
+    def _asked_to_stop(self, module) -> int:
+        """The number of a signal to any rank; 0 without one."""
+        if module.layout.world_size > 1 and os.getppid() != self._parent:
+            self._signal = _LAUNCHER_LOST
+        return largest(self._signal, module.layout)
 
     def on_exception(self, trainer, module, exception: BaseException) -> None:
         """A server that samples was lost, for all ranks alike, between two steps: none of those made is to be lost."""
@@ -115,7 +140,8 @@ class Recorder(lightning.Callback):
             self.completions.write()  # first: a run that goes on from this checkpoint has those up to it
         state, tensors = snapshot(module, settled(self._unsaved))
         settings, keep = functools.partial(write_settings, module), self._config.keep_checkpoints
-        save_checkpoint(self._folder, state, tensors, settings, keep, module.layout)
+        best = self._evaluations and self._evaluations.best_step
+        save_checkpoint(self._folder, state, tensors, settings, keep, module.layout, best)
         self._unsaved, self.saved_step = None, self.step
         if self._run is not None:
             self._run.set_status("running", self.step)

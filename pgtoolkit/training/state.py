@@ -144,6 +144,19 @@ def seed_rank(seed: int, rank: int, step: int = 0) -> None:
         lightning.seed_everything((seed + 1_000_003 * rank + 7919 * step) % 2**32, verbose=False)
 
 
+@contextlib.contextmanager
+def random_numbers_of(seed: int) -> Iterator[None]:
+    """Within, random numbers of this seed; afterwards all goes on as if none had been drawn."""
+    before = random_state()
+    torch.manual_seed(seed)
+    numpy.random.seed(seed % 2**32)
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        set_random_state(before)
+
+
 def random_state() -> dict:
     """State of every random number generator that a step or a rollout may draw from."""
     kind, keys, position, has_gauss, cached = numpy.random.get_state()

@@ -77,6 +77,8 @@ def train(
             with contextlib.ExitStack() as started, losing_ranks(layout, config.parallelism.timeout_seconds):
                 module, loader = build(config, resume, layout, folder)
                 started.callback(loader.close)
+                if module.evaluator is not None:
+                    started.callback(module.evaluator.close)
                 if checkpoint is not None:
                     restore_data(loader, checkpoint)
                 if run is not None:
@@ -87,7 +89,8 @@ def train(
                 if recorder.step < config.trainer.max_steps:
                     fit(module, loader, config, recorder)
                 recorder.check_trained()
-            outcome, reason = ("interrupted", recorder.interrupted_by) if recorder.interrupted_by else ("done", None)
+            stopped = recorder.interrupted_by
+            outcome, reason = ("interrupted", stopped) if stopped else ("done", recorder.reached)
         except (KeyboardInterrupt, SystemExit) as stop:  # Lightning turns the one into the other
             first = str(stop) if isinstance(stop, StopSignal) else "SIGINT"
             outcome, reason = "interrupted", "a second SIGINT" if recorder.interrupted_by else first

@@ -94,6 +94,18 @@ class Case:
         return self.old_log_probs + noise + drift[self.document_index]
 
 
+def options_of(case: Case, loss: str, aggregation: str, **more) -> dict:
+    """The keywords of policy_loss and of its reference for the case as a step. more: further ones."""
+    return {
+        "loss": loss,
+        "aggregation": aggregation,
+        "divisor": 8.0 if aggregation == "constant" else None,
+        "group_index": case.group_index,
+        **PARAMETERS[loss],
+        **more,
+    }
+
+
 def corrected(correction: corrections.Correction | None, sampling_log_probs: Tensor) -> dict:
     """The keywords of the reference for a correction, or for none, with sampling log-probs."""
     kind = {} if correction is None else {"correction": correction.name, "correction_settings": vars(correction)}
@@ -216,6 +228,10 @@ def objective_of(
     )
     what = Loss(family_of(loss, **PARAMETERS[loss] | parameters), aggregation_of(*aggregation))
     return make_objective(tokens, None, what, dtype, ranks or Ranks())
+
+
+def numbers(metrics: dict) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def relative_error(found, expected) -> float:

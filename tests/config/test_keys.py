@@ -10,7 +10,7 @@ import pytest
 
 HELPERS = (
     *("keys", "keys_of_the_step", "keys_of_penalties", "keys_of_the_model", "keys_of_rollouts", "keys_of_servers"),
-    *("keys_of_tasks", "keys_of_a_run"),
+    *("keys_of_tasks", "keys_of_a_run", "keys_of_evaluation"),
 )
 pytest.register_assert_rewrite(*HELPERS)
 

@@ -162,7 +162,9 @@ def test_a_reducer_whose_weights_differ_within_a_document(loss, fused, monkeypat
     hidden = HEAD_CASE.hidden.clone().requires_grad_()
     log_probs = ((hidden @ HEAD_CASE.weight.T + HEAD_CASE.bias) / TEMPERATURE).log_softmax(-1)
     log_probs = log_probs.gather(-1, case.labels.clamp(min=0)[:, None])[:, 0]
-    objective(loss, slice(None), None, lambda totals, **_: weights / totals.num_tokens).value(log_probs).backward()
+    objective(loss, slice(None), None, lambda totals, **_: weights / totals.num_tokens).losses_and_coefficients(
+        log_probs
+    )[0].sum().backward()
     close(hidden.grad, gradient, 1e-12)
 
 
@@ -184,12 +186,12 @@ def test_automatic_differentiation_finds_the_coefficients(loss):
         log_probs = share.old_log_probs + 0.01 * torch.arange(32, dtype=torch.float64)[rows]
         losses, coefficients = share.losses_and_coefficients(log_probs)
         log_probs = log_probs.requires_grad_()
-        share.value(log_probs).backward()
+        share.losses_and_coefficients(log_probs)[0].sum().backward()
         close(log_probs.grad, coefficients, 1e-12)
         return losses.sum()
 
     log_probs = HEAD_CASE.case.old_log_probs + 0.01 * torch.arange(32, dtype=torch.float64)
-    close(sum(on_ranks(2, run)), objective(loss, slice(None), None).value(log_probs), 1e-12)
+    close(sum(on_ranks(2, run)), objective(loss, slice(None), None).losses_and_coefficients(log_probs)[0].sum(), 1e-12)
 
 
 @pytest.mark.parametrize("fused", [False, True])

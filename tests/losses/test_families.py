@@ -158,7 +158,7 @@ def test_pieces_of_a_step_by_log_probs_add_up():
         ({"log_probs": torch.zeros(32, 2)}, "one floating number per token"),
         ({"loss": "ppo"}, "unknown"),
         ({"loss": families.Cispo(), "epsilon_high": 3.0}, "its parameters belong to it, Cispo"),
-        ({"loss": "cispo", "epsilon_low": 1.5}, "epsilon_low needs a number < 1"),
+        ({"loss": "cispo", "epsilon_low": 1.5}, "epsilon_low needs a number from 1e-09 to 0.999"),
     ],
 )
 def test_what_log_prob_loss_refuses(change, message):

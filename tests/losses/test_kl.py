@@ -12,11 +12,11 @@ from builders.losses import (
     EVERY_LOSS,
     GRADIENT_ERROR,
     OBJECTIVES,
-    PARAMETERS,
     TEMPERATURE,
     corrected,
     make_case,
     make_head_case,
+    options_of,
     relative_error,
 )
 from builders.threads import on_ranks
@@ -40,17 +40,8 @@ def ref_of(case) -> torch.Tensor:
     return torch.where(case.labels < 0, torch.nan, ref)
 
 
-def options_of(case, loss, aggregation, **more) -> dict:
-    return {
-        "loss": loss,
-        "aggregation": aggregation,
-        "divisor": 8.0 if aggregation == "constant" else None,
-        "group_index": case.group_index,
-        "temperature": TEMPERATURE,
-        "ref_log_probs": ref_of(case),
-        **PARAMETERS[loss],
-        **more,
-    }
+def with_reference(case, loss, aggregation, **more) -> dict:
+    return options_of(case, loss, aggregation, temperature=TEMPERATURE, ref_log_probs=ref_of(case), **more)
 
 
 def specified(logits, case, kind, options) -> reference.Reference:
@@ -63,7 +54,7 @@ def specified(logits, case, kind, options) -> reference.Reference:
 def test_matches_reference(loss, aggregation, kind):
     """Together with an entropy bonus."""
     case = make_case(seed=12, temperature=TEMPERATURE)
-    options = options_of(case, loss, aggregation, metrics="with_entropy", entropy_coefficient=0.2)
+    options = with_reference(case, loss, aggregation, metrics="with_entropy", entropy_coefficient=0.2)
     leaf = case.logits.clone().requires_grad_()
     out = policy_loss(leaf, *case.tensors[1:], **options, kl=KL[kind])
     out.loss.backward()
@@ -105,11 +96,17 @@ def test_value_and_gradient_are_those_of_the_formula(impl, kind):
     assert torch.isfinite(found).all()
 
 
-@pytest.mark.parametrize(("impl", "dtype"), [("triton", torch.float32), ("triton", torch.bfloat16)])
-@pytest.mark.parametrize(("loss", "aggregation", "level", "kind"), EACH)
+@pytest.mark.parametrize(
+    ("loss", "aggregation", "level", "kind", "impl", "dtype"),
+    [
+        # Rounded logits are another matter than the family: one kind of each pass.
+        *((*each, "triton", torch.float32) for each in EACH),
+        *((*each, "triton", torch.bfloat16) for each in EACH[:4]),
+    ],
+)
 def test_triton_matches_reference(loss, aggregation, level, kind, impl, dtype):
     case = make_case(seed=12, temperature=TEMPERATURE)
-    options = options_of(case, loss, aggregation, metrics=level)
+    options = with_reference(case, loss, aggregation, metrics=level)
     logits = case.logits.to(dtype)
     wanted = specified(logits, case, kind, options)
     moved = {k: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for k, x in options.items()}
@@ -128,7 +125,7 @@ def test_fused_head(loss, aggregation, level, kind, rows, monkeypatch):
     """A document of zero advantage is pulled to the reference, too."""
     monkeypatch.setattr(losses, "rows_within", lambda memory, columns, dtype: rows)
     problem = make_head_case()
-    options = options_of(problem.case, loss, aggregation, metrics=level)
+    options = with_reference(problem.case, loss, aggregation, metrics=level)
     by_logits = specified(problem.logits, problem.case, kind, options)
     leaves = problem.leaves()
     counted = {
@@ -247,7 +244,7 @@ def test_a_correction_leaves_the_penalties_alone(name):
     penalties = {"kl": KL["k3"], "entropy_coefficient": 0.2}
     found = []
     for typed in ({}, {"correction": CORRECTIONS[name], "sampling_log_probs": case.sampling_log_probs}):
-        options = options_of(case, "grpo", "token_mean", metrics="with_entropy", **typed)
+        options = with_reference(case, "grpo", "token_mean", metrics="with_entropy", **typed)
         losses = []
         for more in ({}, penalties):
             leaf = case.logits.clone().requires_grad_()
@@ -256,7 +253,7 @@ def test_a_correction_leaves_the_penalties_alone(name):
             losses.append((out.loss.detach(), leaf.grad))
         found.append([b - a for a, b in zip(*losses, strict=True)])
     torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-14)
-    specification = options_of(case, "grpo", "token_mean", metrics="with_entropy", entropy_coefficient=0.2)
+    specification = with_reference(case, "grpo", "token_mean", metrics="with_entropy", entropy_coefficient=0.2)
     wanted = specified(case.logits, case, "k3", specification | corrections)
     assert float(losses[1][0]) == pytest.approx(wanted.loss, rel=1e-12)
     torch.testing.assert_close(losses[1][1], wanted.gradient, rtol=1e-10, atol=1e-14)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from pgtoolkit.config.evaluation import samples
 from pgtoolkit.config.plan import vocabulary_size
 from pgtoolkit.ranks.environment import joined
 from pgtoolkit.system.model_folder import model_settings
@@ -59,12 +60,18 @@ def _keys(c: Any, report: Report) -> None:
 def _rollouts(c: Any, report: Report) -> None:
     p = c.parallelism
     whole = {name: 1 for name in SIZES if name != "data_parallel"} | {"shard": False}
-    if c.rollout.name == "policy" and (spread := [name for name in whole if getattr(p, name) != whole[name]]):
+    if samples(c) and (spread := [name for name in whole if getattr(p, name) != whole[name]]):
         reason = "Completions are sampled by a whole model, and no rank would hold one."
         setting = f"parallelism.{spread[0]}={text(getattr(p, spread[0]))}"
         mend = " ".join(f"parallelism.{name}={text(whole[name])}" for name in spread)
-        use = f"rollout=recorded rollout.path=PATH, or {mend}"
-        report.refuse(setting, "rollout=recorded", "rollout=policy", reason, use)
+        needs, got, use = "rollout=recorded", "rollout=policy", f"rollout=recorded rollout.path=PATH, or {mend}"
+        if c.rollout.name == "recorded":
+            needs, got, use = (
+                "evaluation.every=0",
+                c.evaluation.every,
+                f"pgtk evaluate on the run's checkpoints, or {mend}",
+            )
+        report.refuse(setting, needs, got, reason, use)
 
 
 def fits(p: Any, known: dict[str, Any], vocabulary: int | None, report: Report) -> None:

@@ -9,6 +9,7 @@ import re
 from typing import Any
 from urllib.parse import urlsplit
 
+from pgtoolkit.config.evaluation import is_on
 from pgtoolkit.config.rules import scoring
 from pgtoolkit.config.rules.step import family_of_config, tokens_at_least
 from pgtoolkit.system.redaction import redact
@@ -110,7 +111,7 @@ def task(c: Any, typed: list[str], report: Report) -> None:
     """typed: the overrides that were typed, as far as they are known."""
     task = c.task
     if c.rollout.name == "recorded":
-        if own := _of_group("task", typed):
+        if (own := _of_group("task", typed)) and not is_on(c):
             uses = "only gives model=tiny its characters" if c.model.name == "tiny" else "changes nothing"
             report.note(f"{' '.join(own)} {uses}: with rollout=recorded prompts and rewards come from rollout.path.")
         return

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
+from pgtoolkit.config.evaluation import samples
 from pgtoolkit.config.rules.parallelism import SIZES
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, is_whole, text
@@ -31,9 +32,9 @@ _SET = {
 
 def sampler(c: Any, typed: list[str], usual: Callable[[str], Any], report: Report) -> None:
     """typed: the overrides that were typed, as far as they are known. usual: a key's default."""
-    if c.rollout.name == "recorded":
+    if not samples(c):
         if own := [override for override in typed if override.partition("=")[0].partition(".")[0] == "sampler"]:
-            reason, needs = "It would be ignored: nothing is sampled.", "rollout=policy"
+            reason, needs = "It would be ignored: nothing is sampled.", "rollout=policy or evaluation.every > 0"
             report.refuse(" ".join(own), needs, "rollout=recorded", reason, f"{needs}, or leave it out")
     elif c.sampler.name == "vllm":
         _vllm(c, usual, report)

@@ -1,0 +1,162 @@
+"""What a run reached: how much it took to come to a threshold, its mean over documents, its end."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+
+from pgtoolkit.comparison.runs import HELD_OUT, Run
+from pgtoolkit.errors import ConfigError
+from pgtoolkit.runs.series import final, first, mean
+
+AXES = {"documents_seen": "documents", "tokens_seen": "tokens", "seconds": "seconds"}
+"""What it takes to reach a threshold is counted in these: key of a row -> its name in words."""
+
+DOCUMENTS = "documents_seen"
+
+_WINDOWS = 50
+"""A value that is measured while training counts once the mean over a fiftieth of the documents has come to it."""
+
+_SHARE = 0.9
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What runs are compared by.
+
+    metric: its name. threshold: what is to be reached, or None. why: how the threshold was found. window: documents
+    over which a mean must reach it. span: documents (first, last) that every run has seen.
+    """
+
+    metric: str
+    threshold: float | None
+    why: str
+    window: float
+    span: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What one run reached.
+
+    to: {axis: its value where the run first reached the threshold}, {} if it never did. seen: {axis: its value at the
+    end}. mean: of the curve over documents, None for a run that has not come as far as the others. final: the mean over
+    the last tenth.
+    """
+
+    to: dict[str, float]
+    seen: dict[str, float]
+    mean: float | None
+    final: float
+
+
+def is_score(metric: str) -> bool:
+    """Whether more of this metric is better, as far as its name tells."""
+    return metric == "reward" or is_share(metric) or (metric.startswith(HELD_OUT) and metric.endswith("/avg"))
+
+
+def is_share(metric: str) -> bool:
+    """Whether the metric is a share of what could be right, so that 1 is all of it."""
+    return metric == "exact_match" or re.fullmatch(rf"{HELD_OUT}.+/pass@\d+", metric) is not None
+
+
+def chosen_metric(runs: list[Run]) -> tuple[str, list[str]]:
+    """(what is compared where no metric is named, notes): held-out before exact_match before reward."""
+    done = [run for run in runs if run.state == "done"] or runs
+    held_out = dict.fromkeys(
+        name for run in done for row in run.rows for name in row if name.startswith(HELD_OUT) and is_share(name)
+    )
+    firsts = [name for name in held_out if name.endswith("/pass@1")]
+    metric = next((name for name in (*firsts, "exact_match") if all(run.values(name) for run in done)), "reward")
+    if firsts and metric not in firsts:
+        some = sum(bool(run.values(firsts[0])) for run in done)
+        return metric, [
+            f"{some} of {len(done)} finished runs have {firsts[0]}, measured on held-out prompts. So that none is left "
+            f"out all are compared by {metric}, measured in training; --metric={firsts[0]} compares those that have it"
+        ]
+    return metric, []
+
+
+def parse_reach(text: str) -> tuple[str, float]:
+    """(metric, threshold) of --reach=METRIC=VALUE; ConfigError for anything else."""
+    metric, _, value = text.rpartition("=")
+    try:
+        threshold = float(value)
+    except ValueError:
+        threshold = inf
+    if not metric or abs(threshold) == inf or threshold != threshold:
+        reason = "It is reached where the metric is at least that high."
+        raise ConfigError(f"--reach={text} needs METRIC=NUMBER. {reason} Use --reach=exact_match=0.9.")
+    return metric, threshold
+
+
+def goal_of(groups: list[list[Run]], metric: str, threshold: float | None) -> Goal:
+    """What the counted runs of these groups are compared by; threshold: the user's, or None for one that fits."""
+    runs = [run for group in groups for run in group]
+    ends = [points[0][[0, -1]] for run in runs if (points := _points(run, metric))[0].size]
+    low, high = (max(low for low, _ in ends), min(high for _, high in ends)) if ends else (0.0, 0.0)
+    window = 0.0 if metric.startswith(HELD_OUT) else high / _WINDOWS
+    why = "as --reach says"
+    if not ends:
+        threshold, why = None, ""
+    elif threshold is None:
+        threshold, why = _fitting_threshold([group for group in groups if group], metric, window)
+    return Goal(metric, threshold, why, window, (low, high))
+
+
+def _fitting_threshold(groups, metric, window):
+    """(threshold or None, how it was found), the same for all runs."""
+    if not is_score(metric):
+        return None, ""
+    share = Goal(metric, _SHARE, "", window, (0.0, 0.0))
+    if is_share(metric) and any(all(_place(run, share) is not None for run in group) for group in groups):
+        return _SHARE, "the default for a share that a configuration reaches with every seed"
+    start = mean([first(run.values(metric)) for group in groups for run in group])
+    top = max(mean([final(run.values(metric)) for run in group]) for group in groups)
+    if not top > start:
+        return None, ""
+    found = float(f"{start + _SHARE * (top - start):.3g}")
+    return found, f"nine tenths of the way from {start:.3g}, the mean start, to {top:.3g}, the highest final mean"
+
+
+def reached(run: Run, goal: Goal) -> Reached:
+    """What this run, which has the metric, reached."""
+    place = _place(run, goal)
+    rows = [row for row in run.rows if goal.metric in row and DOCUMENTS in row]
+    to = {} if place is None else {axis: rows[place][axis] for axis in AXES if axis in rows[place]}
+    seen = {axis: max(values) for axis in AXES if (values := [row[axis] for row in run.rows if axis in row])}
+    return Reached(to, seen, _mean_over_documents(run, goal), final(run.values(goal.metric)))
+
+
+def _points(run, metric):
+    """(documents, values) of a run, two arrays of one length."""
+    points = [(row[DOCUMENTS], row[metric]) for row in run.rows if metric in row and DOCUMENTS in row]
+    return np.array(points, dtype=float).reshape(-1, 2).T
+
+
+def _place(run, goal):
+    """Where the mean over the last `goal.window` documents, all of them seen, is first as high as the threshold."""
+    x, y = _points(run, goal.metric)
+    if goal.threshold is None or not x.size:
+        return None
+    sums, ends = np.concatenate([[0.0], np.cumsum(y)]), np.arange(1, x.size + 1)
+    begins = np.minimum(np.searchsorted(x, x - goal.window, side="right"), ends - 1)
+    means = (sums[ends] - sums[begins]) / (ends - begins)
+    # A sum of many values may be a last digit below that of one, of equal ones too.
+    found = np.flatnonzero((means >= goal.threshold - 1e-12) & (x >= goal.window))
+    return int(found[0]) if found.size else None
+
+
+def _mean_over_documents(run, goal):
+    """The area under the curve from the first to the last document that all have seen, divided by their number."""
+    (x, y), (low, high) = _points(run, goal.metric), goal.span
+    if not x.size or x[0] > low or x[-1] < high:
+        return None
+    if low >= high:
+        return float(np.interp(high, x, y))
+    places = np.array([low, *x[(x > low) & (x < high)], high])
+    heights = np.interp(places, x, y)
+    return float(np.diff(places) @ (heights[:-1] + heights[1:]) / 2 / (high - low))

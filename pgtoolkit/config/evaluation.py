@@ -1,0 +1,146 @@
+"""What a configuration says of evaluation: its sets of held-out prompts, the numbers measured, how often.
+
+Each function takes the configuration as plain namespaces, as the rules have it, or as the objects of the schema.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from pgtoolkit.config.files import config_directory
+from pgtoolkit.config.schema import SCHEMAS
+
+USUAL = "held_out"
+"""The set of a configuration that names none."""
+
+OF_A_SET = ("task", "seed", "prompts")
+"""Keys of a set that are none of its task's: the kind of task where it is another, and what differs from the group."""
+
+_DEFAULT_SIZE = 10_000
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """One set: a task's keys, the seed it is made with, and how many of its prompts are taken, if it has so many."""
+
+    name: str
+    task: Any
+    seed: int
+    prompts: int
+
+    @property
+    def files(self) -> tuple | None:
+        """What tells its prompts from those of other files; None of a generator."""
+        return _files_of(self.task) if self.task.name == "prompts" else None
+
+
+def _files_of(task: Any) -> tuple[str, str | None]:
+    return os.path.realpath(os.path.expanduser(str(task.path))), task.split
+
+
+def held_out_sets(c: Any) -> list[HeldOut]:
+    """The sets of a configuration that the rules have passed."""
+    return [_held_out(c, name, entries(one)) for name, one in (entries(c.evaluation.sets) or {USUAL: {}}).items()]
+
+
+def _held_out(c: Any, name: str, given: dict[str, Any]) -> HeldOut:
+    task = task_of_kind(c, given.get("task", c.task.name))
+    if "path" in given and task.name == "prompts":
+        task.split = None
+    if "verifier" in given and task.name == "prompts":
+        task.pattern, task.verifiers = None, type(task.verifiers)()
+    for key, value in given.items():
+        if key not in OF_A_SET:
+            setattr(task, key, value)
+    prompts, seed = c.evaluation.prompts_per_set, c.evaluation.seed
+    return HeldOut(name, task, given.get("seed", seed), given.get("prompts", prompts))
+
+
+def task_of_kind(c: Any, kind: str) -> Any:
+    """A copy of the configured task, or the defaults of another kind, in the form that the configuration has."""
+    if kind == c.task.name:
+        return copy.copy(c.task)
+    values = OmegaConf.to_container(OmegaConf.load(config_directory() / "task" / f"{kind}.yaml"))
+    del values["defaults"]
+    if isinstance(c.task, SimpleNamespace):
+        return SimpleNamespace(**{key: SimpleNamespace() if value == {} else value for key, value in values.items()})
+    return SCHEMAS[f"task/{kind}"](**values)
+
+
+def entries(value: Any) -> dict[str, Any]:
+    """What a dictionary of the configuration holds, in either form."""
+    return vars(value) if isinstance(value, SimpleNamespace) else dict(value)
+
+
+def numbers_of(completions: int) -> list[str]:
+    """The numbers that may say which checkpoint is the best: of each, more is better."""
+    return ["avg", *(f"pass@{k}" for k in powers_of_two(completions))]
+
+
+def powers_of_two(most: int) -> list[int]:
+    """1, 2, 4, ... up to it."""
+    return [2**i for i in range(most.bit_length())]
+
+
+def watched(c: Any) -> tuple[str, str] | None:
+    """The set and the number of evaluation.best; None without one."""
+    if c.evaluation.best is None:
+        return None
+    name, _, number = c.evaluation.best.rpartition("/")
+    return name or next(iter(entries(c.evaluation.sets)), USUAL), number
+
+
+def watched_in(saved: dict[str, Any]) -> tuple[str, str] | None:
+    """The same of a configuration as it was saved, perhaps before there were evaluations."""
+    own = saved.get("evaluation")
+    return None if own is None else watched(SimpleNamespace(evaluation=SimpleNamespace(**own)))
+
+
+def is_on(c: Any) -> bool:
+    return c.evaluation.every > 0
+
+
+def samples(c: Any) -> bool:
+    """Whether a run writes completions: to train on, or in its evaluations alone."""
+    return c.rollout.name == "policy" or is_on(c)
+
+
+def sampling(c: Any) -> dict[str, Any]:
+    """How the completions of an evaluation are sampled: the keys of rollout=policy that say so."""
+    own, rollout = c.evaluation, c.rollout
+    return {
+        "temperature": rollout.temperature if own.temperature is None else own.temperature,
+        "top_p": getattr(rollout, "top_p", None) if own.top_p is None else own.top_p,
+        "max_completion_length": own.max_completion_length or rollout.max_completion_length,
+        "stop": getattr(rollout, "stop", []),
+    }
+
+
+def times(c: Any) -> int:
+    """How often a run is evaluated at most."""
+    return 1 + -(-c.trainer.max_steps // c.evaluation.every) if is_on(c) else 0
+
+
+def are_training_prompts(c: Any, one: HeldOut) -> str | None:
+    """Why a set holds prompts that the configuration trains on, as far as the two descriptions tell; else None."""
+    if c.rollout.name != "policy" or one.task.name != c.task.name:
+        return None
+    if one.files is not None:
+        return "They are the prompts of training." if one.files == _files_of(c.task) else None
+    mine, theirs = (
+        {k: v for k, v in vars(task).items() if k in ("num_digits", "dataset")} for task in (one.task, c.task)
+    )
+    if mine != theirs:
+        return None
+    if one.task.name == "reasoning_gym":  # whose questions have seeds of their own, which follow each other
+        sizes = [entries(task.options).get("size", _DEFAULT_SIZE) for task in (c.task, one.task)]
+        if -sizes[1] < one.seed - c.seed < sizes[0]:
+            return f"The question of row n comes from seed + n, so that {abs(one.seed - c.seed)} apart they overlap."
+        return None
+    return "The same generator with the same seed asks the same." if one.seed == c.seed else None

@@ -1,0 +1,239 @@
+"""The rules on evaluation: its sets of prompts, how they are sampled, and what the best checkpoint is kept by."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from pgtoolkit.config.evaluation import (
+    OF_A_SET,
+    USUAL,
+    HeldOut,
+    are_training_prompts,
+    entries,
+    held_out_sets,
+    is_on,
+    numbers_of,
+    sampling,
+    watched,
+)
+from pgtoolkit.config.plan import documents_per_step
+from pgtoolkit.config.rules import run, scoring
+from pgtoolkit.config.rules.ranges import describe, within
+from pgtoolkit.config.schema import SCHEMAS, Config, EvaluationConfig
+from pgtoolkit.system.report import Report, text
+
+KINDS = ("reverse", "reasoning_gym", "prompts")
+_NOT_OF_A_SET = ("name", "verifiers")
+_EXAMPLE = "'evaluation.sets={test: {path: test.jsonl}}'"
+_FEW = 0.01
+"""Share of held-out prompts that training may also ask by chance before a note says so."""
+
+
+def evaluation(c: Any, usual: Callable[[str], Any], report: Report) -> None:
+    """usual: a key's default."""
+    if not is_on(c):
+        _ignored(c, usual, report)
+        return
+    held_out = evaluated(c, report)
+    _best(c, report)
+    for one in held_out:
+        if reason := are_training_prompts(c, one):
+            files = one.files is not None
+            setting = (
+                f"evaluation.sets.{one.name}"
+                if entries(c.evaluation.sets)
+                else f"evaluation.every={c.evaluation.every}"
+            )
+            needs, got = (
+                "prompts that training does not ask",
+                f"those of {one.files[0]}" if files else f"seed {one.seed}",
+            )
+            use = "evaluation.sets.NAME.path=FILE" if files else f"evaluation.seed={(c.seed + 10**9) % 2**32}"
+            report.refuse(setting, needs, got, reason, use)
+        elif (share := _by_chance(c, one)) > _FEW:
+            report.note(
+                f"about {share:.0%} of the prompts of evaluation set {one.name} are asked in training, too: there are "
+                f"only {10**one.task.num_digits} different ones of task.num_digits={one.task.num_digits}."
+            )
+
+
+def evaluated(c: Any, report: Report) -> list[HeldOut]:
+    """The sets, each seen to be one, and the way they are sampled: the rules that hold without training, too."""
+    _sets(c, report)
+    _sampling(c, report)
+    held_out = held_out_sets(c)
+    for one in held_out if sampling(c)["max_completion_length"] else ():
+        _task(c, one, report)
+    return held_out
+
+
+def _ignored(c: Any, usual: Callable[[str], Any], report: Report) -> None:
+    for field in fields(EvaluationConfig):
+        value = getattr(c.evaluation, field.name)
+        value = entries(value) if field.name == "sets" and hasattr(value, "__dict__") else value
+        if field.name != "every" and value != usual(f"evaluation.{field.name}"):
+            setting, reason = f"evaluation.{field.name}={text(value)}", "It would be ignored: nothing is evaluated."
+            report.refuse(setting, "evaluation.every > 0", 0, reason, "evaluation.every=20, or leave it out")
+    if c.trainer.stop_at is not None:
+        setting, reason = f"trainer.stop_at={text(c.trainer.stop_at)}", "Only an evaluation can reach it."
+        report.refuse(setting, "evaluation.every > 0", 0, reason, "evaluation.every=20 or trainer.stop_at=null")
+
+
+def _sets(c: Any, report: Report) -> None:
+    """Refuses the entries of evaluation.sets that are none, and takes them away for the sake of what follows."""
+    if not hasattr(c.evaluation.sets, "__dict__"):
+        reason = "It names sets of prompts."
+        report.refuse("evaluation.sets", "a dictionary", text(c.evaluation.sets), reason, _EXAMPLE)
+        c.evaluation.sets = SimpleNamespace()
+    for name, one in list(vars(c.evaluation.sets).items()):
+        before = len(report.problems)
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,39}", name):
+            needs, reason = (
+                "a name of up to 40 letters, digits, '_' and '-', a letter first",
+                "Files and metrics bear it.",
+            )
+            report.refuse(f"evaluation.sets.{name}", needs, name, reason, _EXAMPLE)
+        elif not hasattr(one, "__dict__"):
+            needs, reason = "keys with values", "They say what differs from the task."
+            report.refuse(f"evaluation.sets.{name}", needs, text(one), reason, _EXAMPLE)
+        else:
+            _entry(c, name, vars(one), report)
+        if len(report.problems) > before:
+            delattr(c.evaluation.sets, name)
+
+
+def _entry(c: Any, name: str, given: dict[str, Any], report: Report) -> None:
+    """Each key of a set is one of its task's, or of OF_A_SET, and its value of the type and in the range."""
+    kind, place = given.get("task", c.task.name), f"evaluation.sets.{name}"
+    if kind not in KINDS:
+        report.refuse(
+            f"{place}.task={text(kind)}", f"one of {', '.join(KINDS)}", kind, "It is a task.", f"{place}.task=prompts"
+        )
+        return
+    schema = SCHEMAS[f"task/{kind}"]
+    of_task = {field.name: field for field in fields(schema) if field.name not in _NOT_OF_A_SET}
+    own = {field.name: field for field in fields(EvaluationConfig) + fields(Config)}
+    of_set = {"seed": own["seed"], "prompts": own["prompts_per_set"]}
+    for key, value in given.items():
+        field, setting = (of_set | of_task).get(key), f"{place}.{key}={text(value)}"
+        if key == "task":
+            continue
+        if field is None:
+            known = [*of_task, *OF_A_SET]
+            near = difflib.get_close_matches(key, known, n=1) or ["path" if kind == "prompts" else "seed"]
+            reason = f"A set has the keys of task={kind} but for verifiers, and {', '.join(OF_A_SET)}."
+            report.refuse(setting, f"one of {', '.join(known)}", key, reason, f"{place}.{near[0]}=VALUE")
+        elif "range" in field.metadata:
+            if not within(field, value) and not (value is None and field.type.endswith("None")):
+                report.refuse(setting, describe(field), value, "Every number has a range.", f"{place}.{key}=NUMBER")
+        elif not _fits(schema, key, value):
+            report.refuse(
+                setting, "a value of the type of task's key", value, "Every key has a type.", f"task.{key}'s form"
+            )
+
+
+def _fits(schema: type, key: str, value: Any) -> bool:
+    try:
+        plain = entries(value) if hasattr(value, "__dict__") else value
+        OmegaConf.merge(OmegaConf.structured(schema), {key: plain})
+    except OmegaConfBaseException:
+        return False
+    return True
+
+
+def _sampling(c: Any, report: Report) -> None:
+    how, own = sampling(c), c.evaluation
+    if how["temperature"] == 0 and own.completions_per_prompt > 1:
+        reason = "Without chance all completions of a prompt are the same."
+        use = "evaluation.completions_per_prompt=1 or a temperature above 0"
+        report.refuse(
+            "evaluation.temperature=0", "evaluation.completions_per_prompt=1", own.completions_per_prompt, reason, use
+        )
+    if how["temperature"] == 0 and own.top_p not in (None, 1):
+        reason, use = "It would be ignored: the likeliest token is taken.", "evaluation.top_p=null"
+        report.refuse(f"evaluation.top_p={text(own.top_p)}", "evaluation.temperature > 0", 0, reason, use)
+    if how["max_completion_length"] is None:
+        reason = "Recorded rollouts do not say how long a completion may become."
+        use = "evaluation.max_completion_length=256"
+        report.refuse("evaluation.max_completion_length=null", "a number", None, reason, use)
+
+
+def _task(c: Any, one: HeldOut, report: Report) -> None:
+    """The rules on a task, of the task of a set."""
+    found, place = Report(), f"evaluation.sets.{one.name}" if entries(c.evaluation.sets) else "task"
+    length = sampling(c)["max_completion_length"]
+    if one.task.name == "reverse":
+        if length < (needed := one.task.num_digits + 1):
+            setting, reason = f"task.num_digits={one.task.num_digits}", "A shorter completion is never right."
+            needs, use = f"evaluation.max_completion_length >= {needed}", f"evaluation.max_completion_length={needed}"
+            found.refuse(setting, needs, length, reason, use)
+        if c.model.name == "tiny" and c.model.max_positions < (needed := one.task.num_digits + 1 + length):
+            setting, reason = (
+                f"model.max_positions={c.model.max_positions}",
+                "The model has a position for every token.",
+            )
+            needs = f"the longest document of evaluation set {one.name}, {needed} tokens"
+            found.refuse(setting, needs, c.model.max_positions, reason, f"model.max_positions={needed}")
+    elif one.task.name == "reasoning_gym":
+        run.installed(found, "task=reasoning_gym", "reasoning_gym", "reasoning-gym")
+    else:
+        run.existing(found, "task.path", one.task.path)
+        if one.task.path == "???":
+            found.refuse("task.path", "a value", "none", "It names the file with the prompts.", "task.path=test.jsonl")
+        if "math_verify" in scoring.verifiers(one.task, found):
+            run.installed(found, "math_verify among the verifiers", "math_verify", "math-verify")
+        scoring.processes(one.task, found)
+    named = [problem.replace("task.", f"{place}.") for problem in found.problems]
+    report.problems += [problem for problem in named if problem not in report.problems]
+    report.notes += [note for note in found.notes if note not in report.notes]
+
+
+def _best(c: Any, report: Report) -> None:
+    own, stop_at = c.evaluation, c.trainer.stop_at
+    if own.best is None:
+        if stop_at is not None:
+            setting, reason = f"trainer.stop_at={text(stop_at)}", "It is the value of the number that is named there."
+            report.refuse(setting, "evaluation.best", None, reason, "evaluation.best=pass@1")
+        return
+    (name, number), names = watched(c), list(entries(own.sets)) or [USUAL]
+    known = numbers_of(own.completions_per_prompt)
+    setting = f"evaluation.best={own.best}"
+    if name not in names:
+        report.refuse(
+            setting,
+            f"one of the sets {', '.join(names)}",
+            name,
+            "It is NUMBER or SET/NUMBER.",
+            f"evaluation.best={names[0]}/pass@1",
+        )
+    elif number not in known:
+        k = number.removeprefix("pass@")
+        reason = "More is better of each of them; the loss is no measure of a policy."
+        use = "evaluation.best=pass@1"
+        if number.startswith("pass@") and k.isdigit() and int(k) > own.completions_per_prompt:
+            reason = f"pass@k needs k completions of a prompt, and there are {own.completions_per_prompt}."
+            use = f"evaluation.completions_per_prompt={k}"
+        report.refuse(setting, f"one of {', '.join(known)}", number, reason, use)
+    elif stop_at is not None and number != "avg" and not 0 < stop_at <= 1:
+        reason = f"{number} is a probability."
+        report.refuse(
+            f"trainer.stop_at={text(stop_at)}", "a number above 0, at most 1", stop_at, reason, "trainer.stop_at=0.9"
+        )
+
+
+def _by_chance(c: Any, one: HeldOut) -> float:
+    """The share of a generator's held-out prompts that training is expected to ask, too, where that can be told."""
+    task = one.task
+    if c.rollout.name != "policy" or task.name != "reverse" or vars(task) != vars(c.task):
+        return 0.0
+    asked = c.trainer.max_steps * documents_per_step(c) / c.rollout.group_size
+    return -math.expm1(-asked / 10**task.num_digits)

@@ -1,0 +1,206 @@
+"""A step of a run made again in memory: its documents, and the log-probs that its loss read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from pgtoolkit.batch import Document, MicroBatch, Step
+from pgtoolkit.config.schema import Config, ParallelismConfig, PolicyRolloutConfig, TransformersSamplerConfig
+from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.kernels.losses import PolicyLoss
+from pgtoolkit.rollouts.files import open_files
+from pgtoolkit.rollouts.rows import FIELDS, Row, Rules, parse_row
+from pgtoolkit.rollouts.steps import StepLoader
+from pgtoolkit.rollouts.writer import batch_file
+from pgtoolkit.training.build import build, closes_on_groups, fit
+from pgtoolkit.training.frameworks import lightning
+from pgtoolkit.training.module import PolicyGradientModule
+from pgtoolkit.training.state import restore, restore_data
+from pgtoolkit.training.train import quieten
+
+_OF_THE_UPDATE = ("seconds_", "time", "tokens_per_second", "peak_memory_gb", "num_micro_batches", "learning_rate")
+"""Metrics, by how their names begin, that say how a step was made, not what was known before its update."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A micro-batch of the step on the CPU, with (T,) log-probs as training found them, and entropies."""
+
+    micro_batch: MicroBatch
+    log_probs: Tensor
+    entropy: Tensor
+
+
+@dataclass(frozen=True)
+class MadeStep:
+    """A step as it was made, before its update. metrics: as a row of metrics.jsonl has them.
+
+    has_groups: whether the data says which documents share a prompt. documents: where they come from, in words.
+    """
+
+    step: Step
+    pieces: list[Piece]
+    metrics: dict[str, float]
+    has_groups: bool
+    documents: str
+    module: PolicyGradientModule
+
+    @property
+    def has_old_log_probs(self) -> bool:
+        """Whether all documents have them; else no ratio means anything."""
+        return all(document.old_log_probs is not None for document in self.step.documents)
+
+
+def make_again(config: Config, checkpoint: dict | None, number: int) -> MadeStep:
+    """Step `number` of the run that `config` describes, from a checkpoint before it, or from the start.
+
+    All steps after the checkpoint are made as training makes them, in this process; nothing is written. Documents are
+    those that the run has recorded (rollout.save_path), if their files are there; else those that the checkpoint
+    holds, and those that are sampled, or read, as the run did.
+    Raises DataError if the data ends before, or a recorded batch is missing.
+    """
+    quieten()
+    own, config = config, _in_this_process(config)
+    module, loader = build(config)
+    has_groups, watch = loader.has_groups, _Watch(number, checkpoint, own)
+    try:
+        if folder := _recorded(own):
+            loader.close()
+            source = RecordedBatches(folder, config.rollout, module.policy.vocabulary_size)
+            loader = StepLoader(source, config.accumulation, closes_on_groups(config), config.trainer.max_steps)
+        if checkpoint is not None:
+            restore_data(loader, checkpoint)
+        try:
+            fit(module, loader, config, watch)
+        except SystemExit as stop:  # what Lightning makes of it
+            raise KeyboardInterrupt from stop
+    finally:
+        loader.close()
+    if watch.step is None:
+        last = watch.last
+        raise DataError(
+            f"--step={number} needs so many steps of data (got {last}). Nothing is left. Use --step={last}."
+        )
+    if not watch.pieces:
+        raise DataError(f"--step={number} needs a step with trained tokens (got none). Use another --step.")
+    if isinstance(own.rollout, PolicyRolloutConfig):
+        sampled = "sampled again from the run's random state" if watch.sampled else "held by the checkpoint"
+        documents = f"recorded by the run in {folder}" if folder else sampled
+    else:
+        documents = f"read from {own.rollout.path}"
+    return MadeStep(watch.step, watch.pieces, watch.metrics, has_groups, documents, module)
+
+
+def compared(made: dict[str, float], row: dict[str, float]) -> dict[str, tuple[float, float]]:
+    """Name -> (made, recorded) of each metric of the step that both have and that should be the same."""
+    return {name: (made[name], row[name]) for name in row if name in made and not name.startswith(_OF_THE_UPDATE)}
+
+
+def _recorded(config: Config) -> Path | None:
+    """The folder with the rollouts that the run has recorded, where it is still there."""
+    folder = getattr(config.rollout, "save_path", None)
+    return Path(folder) if folder and Path(folder).is_dir() else None
+
+
+def _in_this_process(config: Config) -> Config:
+    """The same experiment in one process that writes nothing and starts no server."""
+    sizes = {"data_parallel": 1, "tensor_parallel": 1, "sequence_data_parallel": 1, "pipeline_parallel": 1}
+    alone: ParallelismConfig = replace(config.parallelism, **sizes, shard=False, sequence_parallel=False)
+    config = replace(config, parallelism=alone)
+    if isinstance(config.rollout, PolicyRolloutConfig):
+        config.rollout = replace(config.rollout, save_path=None)
+        if not isinstance(config.sampler, TransformersSamplerConfig):
+            config.sampler = TransformersSamplerConfig("transformers", None, None)
+    return config
+
+
+class RecordedBatches:
+    """The batches that a run has recorded, as a source of the documents that stood at these positions of it."""
+
+    num_documents = None
+
+    def __init__(self, folder: Path, rollout: PolicyRolloutConfig, vocabulary_size: int):
+        self._folder = folder
+        self._size = rollout.prompts_per_batch * rollout.group_size
+        self._rules = Rules(vocabulary_size, needs_reward=False, needs_advantage=True)
+        self._batch: tuple[int, list[Document]] = (-1, [])
+
+    def document(self, position: int) -> Document:
+        number, place = divmod(position, self._size)
+        if number != self._batch[0]:
+            self._batch = (number, self._read(number))
+        return self._batch[1][place]
+
+    def batch_end(self, position: int) -> int:
+        return (position // self._size + 1) * self._size
+
+    def _read(self, number: int) -> list[Document]:
+        path = batch_file(self._folder, number)
+        if not path.is_file():
+            raise DataError(
+                f"rollout.save_path={self._folder} needs the file of batch {number} (got none). The documents of the "
+                "step are in it. Restore it, or use another --step."
+            )
+        rows = [parse_row(raw, self._rules) for _, _, raw in open_files([path], FIELDS)[0].rows()]
+        if len(rows) != self._size or not all(isinstance(row, Row) for row in rows):
+            raise DataError(f"{path} needs the {self._size} documents of a batch (got others). Restore it.")
+        return [row.document(None, row.group_id, row.id) for row in rows]
+
+    def before_step(self, position: int) -> None:
+        """All documents are there."""
+
+    def state_dict(self) -> dict:
+        return {}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Files have no state."""
+
+    def seconds(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+class _Watch(lightning.Callback):
+    """Has training begin at a checkpoint and end after a step, whose log-probs it keeps."""
+
+    def __init__(self, number: int, checkpoint: dict | None, config: Config):
+        self._number, self._checkpoint, self._config = number, checkpoint, config
+        self.last, self.sampled = 0, False
+        self.step: Step | None = None
+        self.pieces: list[Piece] = []
+        self.metrics: dict[str, float] = {}
+
+    def on_train_start(self, trainer, module) -> None:
+        if self._checkpoint is not None:
+            restore(module, self._checkpoint)
+
+    def on_train_batch_start(self, trainer, module, batch: Step, batch_idx: int) -> None:
+        self.last = batch.state_after["num_steps"]
+        self.sampled |= batch.seconds.get("sampling", 0) > 0
+        if self.sampled and self._config.sampler.name != "transformers":
+            raise ConfigError(
+                f"--step={self._number} needs recorded rollouts (got none). Servers wrote the run's completions, and "
+                "would write others now. Use a step whose documents a checkpoint holds, or rollout.save_path=FOLDER in "
+                "a new run."
+            )
+        if self.last == self._number:
+            self.step = batch
+            module.micro_batch_loss = partial(self._kept, module, module.micro_batch_loss)
+
+    def on_train_batch_end(self, trainer, module, outputs: dict, batch: Step, batch_idx: int) -> None:
+        if self.step is not None:
+            self.metrics = outputs["metrics"]
+            trainer.should_stop = True
+
+    def _kept(self, module, loss_of, micro_batch: MicroBatch, totals) -> PolicyLoss:
+        """What training computes; beside it the entropies, before the update."""
+        out = loss_of(micro_batch, totals)
+        known, entropy = module.with_reference(micro_batch), module.entropy(micro_batch)
+        self.pieces.append(Piece(known.to("cpu"), out.log_probs.cpu(), entropy.cpu()))
+        return out

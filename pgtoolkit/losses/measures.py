@@ -1,0 +1,96 @@
+"""What a piece of a step adds to the metrics of the step: sums and extrema over its tokens, in float64."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pgtoolkit.losses.documents import over_scope
+from pgtoolkit.losses.family import clamped
+from pgtoolkit.losses.metrics import MetricSums
+
+if TYPE_CHECKING:
+    from pgtoolkit.losses.objective import Objective
+
+
+@torch.no_grad()
+def measure(objective: Objective, level: str, log_probs: Tensor, entropy: Tensor | None) -> MetricSums:
+    """The metrics of the level, and of whatever else is known. log_probs: (T,); entropy: (T,), if it is measured."""
+    if level == "none":
+        sums = _sums(objective, [log_probs])
+        return MetricSums(level, sums, sums.new_empty(0))
+
+    family, terms = objective.family, objective.token_terms(log_probs)
+    ratio, log_ratio = terms.ratio.double(), terms.log_ratio.double()
+    low, high, *cuts = clips(objective, log_probs)
+    values = [
+        log_probs,
+        objective.old_log_probs,
+        ratio,
+        objective.advantages,
+        log_ratio.expm1() - log_ratio,
+        low | high,
+        *cuts,
+        terms.clamped,
+    ]
+    if level == "with_entropy":
+        values.append(entropy)
+    v = objective.shares if family.by_document else objective.mask.double()
+    weighted = v * ratio
+    sums = torch.cat([_sums(objective, values), torch.stack([weighted, weighted * ratio, v]).sum(1)])
+    advantages = objective.advantages.double()
+    maxima = _maxima(objective, [advantages, ratio, -advantages, -ratio])
+    return with_more(objective, MetricSums(level, sums, maxima), log_probs)
+
+
+def clips(objective: Objective, log_probs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(T,) bool each: below and above the family's bounds; where the lower and the upper change the coefficient."""
+    terms = objective.token_terms(log_probs)
+    low, high = objective.family.outside(terms.ratio, terms.token_log_ratio, log_probs)
+    return low, high, *objective.family.cuts(low, high, terms.ratio, objective.scope_advantages)
+
+
+@torch.no_grad()
+def with_more(objective: Objective, sums: MetricSums, log_probs: Tensor) -> MetricSums:
+    """The sums joined by those of sampling log-probs, a reference and a correction, where there are any."""
+    if sums.level == "none":
+        return sums
+    if (log_ratio := objective.sampling_log_ratio) is not None:
+        limited, distance = clamped(log_ratio), log_ratio.abs()
+        means = [limited.expm1() - limited, distance, _outside(objective, log_ratio)]
+        sums = sums.joined("sampling", _sums(objective, means), _maxima(objective, [distance]))
+    if objective.penalties.ref_log_probs is not None:
+        means = _sums(objective, [objective.penalties.distance(log_probs)])
+        sums = sums.joined("reference", means, means.new_empty(0))
+    factors = objective.factors if objective.off_policy is None else objective.token_terms(log_probs).factors
+    if factors is not None:
+        rho = factors.values.double()
+        size = _sums(objective, [rho, rho * rho, torch.ones_like(rho)], objective.mask.double())
+        means = torch.cat([_sums(objective, [rho, factors.outside, factors.clamped]), size])
+        sums = sums.joined("correction", means, _maxima(objective, [rho, -rho]))
+    return sums
+
+
+def _outside(objective: Objective, log_ratio: Tensor) -> Tensor:
+    """(T,) bool: where the difference of old and sampling log-probs alone would make the family's clip act."""
+    family = objective.family
+    own, _ = family.token(log_ratio, objective.scope_advantages)
+    ratio = clamped(over_scope(family, own, objective.documents)).exp()
+    low, high = family.outside(ratio, log_ratio, objective.old_log_probs)
+    return low | high
+
+
+def _sums(objective: Objective, values: list[Tensor], weights: Tensor | None = None) -> Tensor:
+    """The sum of each over trained tokens, times the weights; None: the tokens' shares of their documents."""
+    # All at once: on a GPU each operation on a vector costs the same, however little it does.
+    weights = objective.shares if weights is None else weights
+    return (weights * torch.where(objective.mask, torch.stack([x.double() for x in values]), 0.0)).sum(1)
+
+
+def _maxima(objective: Objective, values: list[Tensor]) -> Tensor:
+    values = torch.stack([x.double() for x in values])
+    # A piece without tokens has no maximum to take: -inf joins in.
+    lowest = values.new_full((len(values), 1), -torch.inf)
+    return torch.cat([torch.where(objective.mask, values, -torch.inf), lowest], 1).amax(1)

@@ -1,0 +1,78 @@
+"""The evaluations of a run: when they are made, which checkpoint is the best, and whether the goal is reached."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import torch
+
+from pgtoolkit.config.evaluation import watched
+from pgtoolkit.ranks.agreement import failing_together, gather
+from pgtoolkit.rollouts.shuffle import seed_of
+from pgtoolkit.runs.directory import RunDirectory
+from pgtoolkit.runs.evaluations import best_checkpoint, best_of
+from pgtoolkit.runs.files import read_evaluations
+from pgtoolkit.tracking.progress import evaluation_line
+from pgtoolkit.training.state import random_numbers_of
+
+log = logging.getLogger("pgtoolkit")
+
+
+class Evaluations:
+    """Those of one run; every rank has one, and rank 0 writes them to the run directory.
+
+    run: None on other ranks. module: with its evaluator.
+    An evaluation leaves the training as it is, to the last bit: it has random numbers of its own.
+    """
+
+    def __init__(self, run: RunDirectory | None, module: Any):
+        self._run, self._module = run, module
+        self._config, self._watched = module.config, watched(module.config)
+        rows, best = [], None
+        with failing_together(module.layout):
+            if run is not None:
+                rows, best = read_evaluations(run.path), best_checkpoint(run.path, self._watched)
+        self._rows, self._best = gather((rows, best), module.layout.world_group)[0]
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the best checkpoint; that of the latest evaluation has to be saved yet where it is the best."""
+        return self._best and self._best["step"]
+
+    def is_due(self, step: int) -> bool:
+        """Whether the run is evaluated after this step, and has not been."""
+        own = step % self._config.evaluation.every == 0 or step == self._config.trainer.max_steps
+        return own and not self.has(step)
+
+    def has(self, step: int) -> bool:
+        return any(row["step"] == step for row in self._rows)
+
+    def make(self, step: int) -> None:
+        """Evaluate the weights after this step on every set. Called by every rank."""
+        rows, layout = [], self._module.layout
+        for one in self._module.evaluator.sets:
+            with random_numbers_of(seed_of(one.seed, step + (layout.rank << 32))):
+                numbers = self._module.evaluator.evaluate(one, step)
+            row = {"step": step, "time": round(time.time(), 3), "documents": self._module.documents_seen, **numbers}
+            rows.append(row)
+        if self._module.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._module.device)  # what follows is the next step's
+        with failing_together(layout):
+            if self._run is not None:
+                self._run.append_evaluations(rows)
+        self._rows += rows
+        if step > 0 and self._watched is not None:  # no checkpoint is of the weights before the first step
+            candidates = [*([self._best] if self._best else []), *rows]
+            self._best = best_of(candidates, self._watched, {step, self.best_step})
+        for row in rows:
+            log.info(evaluation_line(row, self._config.trainer.max_steps, is_best=row is self._best))
+
+    def reached(self, step: int) -> str | None:
+        """In words that trainer.stop_at was reached at this step; None if it was not."""
+        goal = self._config.trainer.stop_at
+        row = best_of(self._rows, self._watched, {step}) if goal is not None and step > 0 else None
+        if row is None or row[self._watched[1]] < goal:
+            return None
+        return f"trainer.stop_at={goal:g} was reached: {'/'.join(self._watched)} is {row[self._watched[1]]:.4g}"

@@ -1,0 +1,49 @@
+"""A real browser for the tests of pages."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from selenium.common.exceptions import TimeoutException
+from selenium.webdriver import Chrome, ChromeOptions
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.support.ui import WebDriverWait
+
+PROGRAMS = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
+NEEDED = pytest.mark.skipif(None in PROGRAMS.values(), reason="needs the Debian packages chromium and chromium-driver")
+
+
+@contextlib.contextmanager
+def opened() -> Iterator[Chrome]:
+    """A window of 1600 by 1200 pixels."""
+    options = ChromeOptions()
+    options.binary_location = PROGRAMS["chromium"]
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    for argument in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "window-size=1600,1200"):
+        options.add_argument(f"--{argument}")
+    with Chrome(options, Service(PROGRAMS["chromedriver"])) as page:
+        yield page
+
+
+def text(page: Chrome) -> str:
+    return page.execute_script("return document.body ? document.body.innerText : ''")
+
+
+def wait(page: Chrome, script: str):
+    """What `script` returns as soon as that is true; TimeoutException with the page's text after a minute."""
+    try:
+        return WebDriverWait(page, 60).until(lambda _: page.execute_script(script))
+    except TimeoutException as error:
+        error.msg = f"{script} stays false on a page that says:\n{text(page)}"
+        raise
+
+
+def keep(page: Chrome, name: str) -> None:
+    """Save a screenshot where PGTK_SCREENSHOTS says, for a look by eye."""
+    if folder := os.environ.get("PGTK_SCREENSHOTS"):
+        page.save_screenshot(str(Path(folder) / f"{name}.png"))

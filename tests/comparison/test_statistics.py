@@ -1,0 +1,146 @@
+"""Tests, intervals and seeds needed of a comparison, against scipy, hand-computed values and simulated runs."""
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from pgtoolkit.comparison.statistics import (
+    LEVEL,
+    MOST_SEEDS,
+    POWER,
+    Sample,
+    _interval,
+    _seeds_needed,
+    compare_all,
+    mean_and_std,
+)
+from pgtoolkit.comparison.terminal import p_value, verdict
+
+
+def sample(*values, seeds=None, prompts=None):
+    return Sample(dict(zip(seeds or range(len(values)), values, strict=True)), prompts)
+
+
+def unpaired(*samples):
+    """Samples of other prompts, so that Welch's test is taken."""
+    return [sample(*values, prompts=number) for number, values in enumerate(samples)]
+
+
+@pytest.mark.filterwarnings("ignore:Precision loss", "error::RuntimeWarning:pgtoolkit")
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ([0.2, 0.4, 0.6], [0.9, 0.94, 0.98]),
+        ([1.0, 1.0, 1.0], [0.9, 0.91, 0.95, 0.7]),
+        ([0.1, 0.2], [0.1, 0.25]),
+        ([float(i) for i in range(30)], [i + 0.5 for i in range(40)]),
+    ],
+)
+def test_samples_of_other_prompts_are_tested_by_welch(one, other):
+    (found,) = compare_all(unpaired(one, other))
+    expected = scipy.stats.ttest_ind(one, other, equal_var=False)
+    assert not found.paired
+    assert found.p == pytest.approx(expected.pvalue, rel=1e-9)
+    assert found.difference == pytest.approx(np.mean(other) - np.mean(one))
+
+
+def test_samples_of_the_same_seeds_and_prompts_are_paired_by_seed():
+    """Differences 2, 3 and 4 whatever the seeds' own level: t = 3 / (1 / sqrt 3), p = 1 - t / sqrt(2 + t^2)."""
+    one, other = sample(10.0, 20.0, 30.0, seeds=[5, 6, 7]), sample(34.0, 12.0, 23.0, seeds=[7, 5, 6])
+    (found,) = compare_all([one, other])
+    t = 3 * math.sqrt(3)
+    assert (found.paired, found.difference) == (True, 3.0)
+    assert found.p == pytest.approx(1 - t / math.sqrt(2 + t * t))
+    assert found.interval == (2.0, 4.0)
+    for other_sample in (sample(34.0, 12.0, 23.0, seeds=[7, 5, 8]), Sample(other.values, "another task")):
+        (found,) = compare_all([one, other_sample])
+        assert not found.paired
+        assert found.p > 0.5
+
+
+def test_without_any_spread_nothing_is_claimed():
+    (same,) = compare_all([sample(1.0, 1.0), sample(1.0, 1.0)])
+    assert (same.p, verdict(same)) == (1.0, "not told apart")
+    for pair in ([sample(1.0, 1.0), sample(0.0, 0.0)], [sample(0.3, 0.4, 0.5), sample(0.2, 0.3, 0.4)]):
+        (found,) = compare_all(pair)  # of the second all differences are 0.1 but for rounding
+        assert (found.p, found.interval, found.seeds_needed) == (None, None, None)
+        assert verdict(found) == "no noise to test by"
+    (single,) = compare_all([sample(1.0), sample(0.0, 0.5)])
+    assert (single.p, verdict(single)) == (None, "takes 2 seeds of each")
+    assert mean_and_std([2.0]) == (2.0, None)
+    assert mean_and_std([1.0, 3.0]) == (2.0, pytest.approx(2**0.5))
+
+
+def test_p_is_adjusted_by_holm():
+    samples = unpaired([5.0, 5.1, 5.2], [4.0, 4.2, 4.1], [3.9, 4.1, 4.3], [1.0])
+    found = {(c.first, c.second): c for c in compare_all(samples)}
+    raw = sorted(found[pair].p for pair in ((0, 1), (0, 2), (1, 2)))
+    expected = [3 * raw[0], max(3 * raw[0], 2 * raw[1]), max(2 * raw[1], raw[2])]
+    assert sorted(found[pair].adjusted_p for pair in ((0, 1), (0, 2), (1, 2))) == pytest.approx(expected)
+    assert found[0, 3].adjusted_p is None
+    assert found[0, 3].counts == (3, 1)
+
+
+def test_a_verdict_goes_by_the_adjusted_p_which_never_falls():
+    """Two equal p of 0.038 beside a smaller one: 2 p for the first of them, and not less, p itself, for the other."""
+    values = [[0.0, 1.0, 2.0], [2.5, 3.5, 4.5], [5.0, 6.0, 7.0]]
+    found = {(c.first, c.second): c for c in compare_all(unpaired(*values))}
+    near, far = (scipy.stats.ttest_ind(values[0], other, equal_var=False).pvalue for other in values[1:])
+    assert far < near < LEVEL < 2 * near
+    expected = {(0, 2): 3 * far, (0, 1): 2 * near, (1, 2): 2 * near}
+    assert {pair: c.adjusted_p for pair, c in found.items()} == pytest.approx(expected)
+    assert verdict(found[0, 2]) == "more than seed noise"
+    assert verdict(found[0, 1]) == verdict(found[1, 2]) == "not told apart"
+    assert p_value(found[1, 2]) == "0.075"
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_an_interval_of_few_seeds_has_the_percentiles_of_all_resamples(paired):
+    """All 27 equally likely resamples of three, or 729 pairs of them: no random number is needed to know them."""
+    first, second = np.array([1.0, 4.0, 9.0]), np.array([2.0, 8.0, 11.0])
+    draws = list(product(range(3), repeat=3))
+    if paired:
+        means = [np.mean([second[i] - first[i] for i in draw]) for draw in draws]
+    else:
+        means = [second[list(a)].mean() - first[list(b)].mean() for a, b in product(draws, draws)]
+    expected = np.quantile(means, [0.025, 0.975], method="inverted_cdf")
+    assert _interval(first, second, paired) == pytest.approx(tuple(expected), abs=0.35)
+    assert _interval(first, second, paired) == _interval(first, second, paired)
+
+
+@pytest.mark.parametrize(("seeds", "covered"), [(3, 0.75), (5, 0.85), (10, 0.90)])
+def test_an_interval_covers_as_often_as_the_page_says(seeds, covered):
+    """300 simulated comparisons of equal normal distributions, two of three paired: within three standard errors."""
+    draw, hits = np.random.default_rng(0), []
+    for number in range(300):
+        low, high = _interval(*draw.standard_normal((2, seeds)), paired=bool(number % 3))
+        hits.append(low <= 0 <= high)
+    assert np.mean(hits) == pytest.approx(covered, abs=3 * math.sqrt(covered * (1 - covered) / len(hits)))
+
+
+@pytest.mark.parametrize(
+    ("difference", "variances", "seeds"),
+    [
+        # Cohen, Statistical Power Analysis (1988): 64 and 26 of each for effects of 0.5 and 0.8; paired 34 and 15.
+        (0.5, [1.0, 1.0], 64),
+        (-0.8, [1.0, 1.0], 26),
+        (0.5, [1.0], 34),
+        (0.8, [1.0], 15),
+        (1e9, [1.0, 1.0], 2),
+        (1e-9, [1.0, 1.0], MOST_SEEDS + 1),
+    ],
+)
+def test_seeds_needed_are_those_of_the_tables(difference, variances, seeds):
+    assert _seeds_needed(difference, variances) == seeds
+
+
+def test_with_the_seeds_needed_the_difference_is_found_as_often_as_said():
+    """2000 simulated comparisons of spreads 1 and 3, where Welch's degrees of freedom matter."""
+    seeds = _seeds_needed(3.0, [1.0, 9.0])
+    draw = np.random.default_rng(0)
+    one, other = draw.normal(0, 1, (2000, seeds)), draw.normal(3, 3, (2000, seeds))
+    p = scipy.stats.ttest_ind(one, other, equal_var=False, axis=1).pvalue
+    assert np.mean(p < LEVEL) == pytest.approx(POWER, abs=0.04)

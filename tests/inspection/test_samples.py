@@ -1,0 +1,237 @@
+"""`pgtk samples`: what it shows of a run's completions, on the terminal and as a page."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from builders.runs import run
+
+from pgtoolkit.cli import main
+from pgtoolkit.errors import ConfigError
+from pgtoolkit.inspection import samples_page
+from pgtoolkit.inspection.samples import chosen_set, kept_by, samples
+from pgtoolkit.inspection.samples_page import html
+from pgtoolkit.inspection.samples_terminal import best_and_worst, page
+from pgtoolkit.runs.completions import FOLDER, CompletionRow, Entry, some_prompts, write_completions
+from pgtoolkit.system.legible import legible, lines_of, shortened
+
+HOSTILE = "\x1b[2J\x1b]0;owned\x07</script><script>document.title='owned'</script>\u202eevil\u2028\x9b31m\r\u200b\ufeff"
+
+
+def row(step, name, reward, completion="", **more):
+    return CompletionRow(step, name, f"{name}?", completion or f"{name} at {step}", reward, **more)
+
+
+def write(folder: Path, **sets) -> Path:
+    """A run directory with these rows; of an evaluation by step, with `training` the hundred steps they lie in."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text("seed: 0\n")
+    for name, rows in sets.items():
+        for step in dict.fromkeys(one.step for one in rows):
+            file = "steps_000001-000100" if name == "training" else f"evaluation_{name}_{step:06d}"
+            own = rows if name == "training" else [one for one in rows if one.step == step]
+            write_completions(folder / FOLDER / f"{file}.parquet", own)
+    return folder
+
+
+EVALUATED = [
+    *(row(0, name, 0.0) for name in ("a", "a", "b", "b", "c", "c", "d", "d")),
+    *(row(50, name, 0.75) for name in ("a", "a", "b", "b", "c", "c", "d", "d")),
+    *(row(100, "a", reward) for reward in (1.0, 0.0)),
+    *(row(100, "b", reward, f"b with {reward}") for reward in (1.0, 0.75)),
+    *(row(100, "c", 0.0, "c still") for _ in range(2)),
+    *(row(100, "d", reward, f"d with {reward}") for reward in (0.25, 1.0)),
+    row(100, "e", 1.0),
+]
+TRAINED = [
+    row(3, "a", 0.5, version=2, advantage=-0.5, tokens=1),
+    row(7, "b", 1.0),
+    row(9, "a", 0.25, finish_reason="length"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("run") / "run", held_out=EVALUATED, training=TRAINED)
+
+
+def test_what_changed_is_told_by_the_mean_reward_of_each_prompt(folder):
+    kept = kept_by(folder)
+    assert {name: one.steps for name, one in kept.items()} == {"held_out": [0, 50, 100], "training": [3, 7, 9]}
+    found = samples(chosen_set(kept, None), count=2)
+    assert (found.set, found.step, found.since, found.counts) == ("held_out", 100, 0, (3, 0, 1))
+    assert found.rows == EVALUATED[16:]
+    assert [(one.name, one.means) for one in found.changes] == [("b", (0.0, 0.875)), ("d", (0.0, 0.625))]
+    # Of two completions as near to the mean the first.
+    assert [(one.before.completion, one.after.completion) for one in found.changes] == [
+        ("b at 0", "b with 1.0"),
+        ("d at 0", "d with 0.25"),
+    ]
+    since = samples(chosen_set(kept, "held_out"), 100, 50)
+    assert since.counts == (1, 3, 0)
+    assert [one.name for one in since.changes] == ["c", "a", "b"]
+    assert samples(chosen_set(kept, "held_out"), 0).counts == (0, 0, 0)
+
+
+def test_in_training_a_prompt_that_came_again_changed(folder):
+    kept = chosen_set(kept_by(folder), "training")
+    found = samples(kept)
+    assert (found.step, found.rows, found.counts) == (9, [TRAINED[2]], (0, 1, 0))
+    assert (found.changes[0].before, found.changes[0].after) == (TRAINED[0], TRAINED[2])
+    assert samples(kept, 7).counts == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "best", "worst"),
+    [
+        ([1.0, 0.5, 0.0], [1.0], [0.0]),
+        ([0.5, 0.5], [0.5], []),
+        ([1.0, 0.0, 0.0, 0.0], [1.0], [0.0]),
+    ],
+)
+def test_best_and_worst_are_not_the_same(chosen, best, worst):
+    rows = [row(1, f"p{i}", reward) for i, reward in enumerate(chosen)]
+    assert [[one.reward for one in part] for part in best_and_worst(rows, 1)] == [best, worst]
+    assert all(one.reward < max(chosen) for one in best_and_worst(rows, 9)[1])
+
+
+def test_a_text_that_was_written_twice_is_shown_once():
+    rows = [row(1, "a", 1.0), row(1, "a", 1.0), row(1, "a", 1.0, "another"), row(1, "b", 1.0), row(1, "b", 0.0)]
+    best, worst = best_and_worst(rows, 9)
+    assert [one.completion for one in best] == ["a at 1", "b at 1", "another"]
+    assert [one.completion for one in worst] == ["b at 1"]
+
+
+def test_the_terminals_page(folder, capsys, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    assert main(["samples", "run", "--count", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "run: held_out, step 100: 9 completions kept of 5 prompts, mean reward of these 0.556"
+    assert lines[1] == "Other sets: training (steps 3, 7, 9)"
+    assert lines[3:7] == [
+        "Best",
+        "  1.000  a: 0 tokens, ended by itself, weights of update 0",
+        "    prompt      a?",
+        "    completion  a at 100",
+    ]
+    assert lines[9] == "  0.000  a: 0 tokens, ended by itself, weights of update 0"
+    assert lines[13:] == [
+        "Changed since step 0: 3 better, 0 worse, 1 the same, by the mean reward of what was kept of a prompt",
+        "  0.000 -> 0.875  b",
+        "    prompt      b?",
+        "    step 0      b at 0",
+        "    step 100    b with 1.0",
+    ]
+    assert max(map(len, lines)) <= 100
+    assert main(["samples", "run", "--count", "2"]) == 0
+    assert "  0.000  c: 0 tokens, ended by itself, weights of update 0, 2 times\n" in capsys.readouterr().out
+    assert main(["samples", "run", "--set", "training", "--step", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "All have reward 0.500; some of them\n  0.500  a: advantage -0.500, 1 token, ended by itself" in out
+    assert "Changed since: no prompt has completions at two steps up to 3" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (
+            ["--step", "99"],
+            "--step=99 needs a step that has completions of held_out (got 99). It has them of steps 0, 50",
+        ),
+        (["--since", "100"], "--since=100 needs a step before 100 (got 100)."),
+        (["--since", "1"], "--since=1 needs a step that has completions of held_out (got 1)."),
+        (
+            ["--set", "other"],
+            "--set=other needs a set that the run kept completions of (got other). It has held_out, tr",
+        ),
+        (["--count", "0"], "argument --count: '0' is no whole number >= 1"),
+        (["--html", "nowhere/page.html"], "--html=nowhere/page.html needs the name of a file in a folder that exists"),
+    ],
+)
+def test_what_there_is_not_is_said(folder, capsys, arguments, problem):
+    assert main(["samples", str(folder), *arguments]) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_a_run_that_kept_nothing_says_how_to_keep_some(tmp_path, capsys):
+    with pytest.raises(ConfigError, match="needs a run that kept completions"):
+        kept_by(write(tmp_path / "run"))
+    assert main(["samples", str(tmp_path)]) == 2
+    assert "needs a run directory (got" in capsys.readouterr().err
+
+
+def test_nothing_that_a_model_wrote_acts_on_the_terminal(tmp_path):
+    rows = [row(1, f"{HOSTILE}.jsonl:1", 1.0, HOSTILE, answer=HOSTILE, rewards={HOSTILE: 1.0})]
+    rows += [replace(rows[0], step=2, reward=0.0)]
+    kept = kept_by(write(tmp_path / "run", training=rows))
+    shown = page(samples(kept["training"]), kept, "run", 3, 8)
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b\u2028\u202e\ufeff]", shown)
+    assert "<U+001B>[2J<U+001B>]0;owned<U+0007></script>" in shown
+    assert "evil<U+2028><U+009B>31m<U+000D><U+200B><U+FEFF>" in shown
+
+
+def test_signs_of_every_script_stay_as_they_are():
+    text = "שלום ٣ नमस्ते 漢字 é e\u0301 👩\u200d🔬 a\u00a0b \\n <b>\n\tx"
+    assert legible(text) == text
+
+
+def test_long_texts_are_cut_in_their_middle():
+    assert lines_of("ab\ncdefg\n", 4, 9) == ["ab", "cdef", "g", ""]
+    assert lines_of("\n".join(map(str, range(100))), 20, 6) == ["0", "1", "2", "… 95 more lines …", "98", "99"]
+    assert lines_of("漢字x" * 2, 5, 9) == ["漢字x", "漢字x"]
+    assert lines_of("a\tb", 9, 9) == ["a   b"]
+    assert shortened("abcdefghi", 6) == "abcd\n… 3 more characters …\nhi"
+    assert shortened("abcdef", 6) == "abcdef"
+
+
+def test_of_many_prompts_some_are_taken_with_all_they_have():
+    entries = [Entry(step, f"p{number}", 0.0) for step in (1, 2) for number in range(100)]
+    assert some_prompts(entries, 200) == {f"p{number}" for number in range(100)}
+    chosen = some_prompts(entries, 10)
+    assert {"p0", "p99"} < chosen
+    assert len(chosen) == 5
+    assert sorted(int(name[1:]) for name in chosen) == [0, 25, 50, 74, 99]
+    assert some_prompts(entries, 1) == {"p99"}
+    assert some_prompts([], 5) == set()
+
+
+def data_of(written):
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', written, re.S)[1])
+
+
+def test_the_page_holds_what_was_kept_and_nothing_that_acts(tmp_path, folder, monkeypatch):
+    kept = kept_by(folder)
+    found = data_of(html([*kept.values()], None, "run", "pgtk samples"))
+    assert [(one["set"], one["step"], one["name"], one["reward"]) for one in found["rows"]] == [
+        *(("held_out", one.step, one.name, one.reward) for one in EVALUATED),
+        *(("training", one.step, one.name, one.reward) for one in TRAINED),
+    ]
+    assert found["about"] == "run: 28 completions"
+    assert {one["step"] for one in data_of(html([kept["held_out"]], 50, "run", ""))["rows"]} == {50}
+
+    monkeypatch.setattr(samples_page, "MOST_COMPLETIONS", 14)
+    found = data_of(html([*kept.values()], None, "run", ""))
+    assert found["about"] == "run: 10 of 28 completions: some prompts, spread evenly, with all of theirs"
+    assert {one["name"] for one in found["rows"] if one["set"] == "held_out"} == {"a", "e"}
+
+    hostile = [row(1, HOSTILE, float("inf"), HOSTILE + "x" * 9000, answer="@DATA@")]
+    written = html([kept_by(write(tmp_path / "run", training=hostile))["training"]], None, HOSTILE, f"{HOSTILE} @DATA@")
+    assert written.count("<script") == 2
+    assert written.count("</script>") == 2
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b\u2028\u202e\ufeff]", written)
+    (only,) = data_of(written)["rows"]
+    assert only["reward"] is None
+    assert only["answer"] == "@DATA@"
+    assert len(only["completion"]) < 8100
+    assert "more characters" in only["completion"]
+
+
+def test_a_real_run_is_shown_and_written(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(run(tmp_path / "run", "trainer.max_steps=2").parent)
+    assert main(["samples", "run", "--html", "page.html"]) == 0
+    out = capsys.readouterr().out
+    assert "training, step 2: 8 completions kept of 2 prompts" in out
+    assert len(data_of((tmp_path / "page.html").read_text())["rows"]) == 16
+    assert out.endswith("html  page.html\n")

@@ -1,0 +1,170 @@
+"""Evaluations of a run: the training is as without them, to the last bit; their numbers; best checkpoint; goal."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from builders.parallel_runs import run_on_ranks
+from builders.runs import SHORT, assert_equal, checkpoint_of, copy_as_of, metrics_of, run
+
+from pgtoolkit.rollouts.evaluation import mean_and_error, pass_at_k
+from pgtoolkit.runs.completions import read_completions
+from pgtoolkit.runs.directory import read_status
+from pgtoolkit.runs.files import read_evaluations
+from pgtoolkit.training.checkpoint import list_checkpoints
+
+EVALUATED = (
+    *("evaluation.every=2", "evaluation.prompts_per_set=6", "evaluation.completions_per_prompt=2"),
+    *("evaluation.sets.held_out.seed=77", "evaluation.sets.shorter.num_digits=1", "evaluation.best=held_out/avg"),
+)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("plain") / "run")
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("evaluated") / "run", *EVALUATED)
+
+
+def rows_of(folder):
+    """The rows of evaluations.jsonl without what depends on the clock."""
+    return [{k: v for k, v in row.items() if k not in ("time", "seconds")} for row in read_evaluations(folder)]
+
+
+def assert_same_training(found, expected, steps):
+    assert metrics_of(found) == metrics_of(expected)
+    for step in steps:
+        assert_equal(checkpoint_of(found, step), checkpoint_of(expected, step))
+
+
+def steps_of(folder):
+    return [int(path.name.removeprefix("step-")) for path in list_checkpoints(folder / "checkpoints")]
+
+
+def test_an_evaluation_changes_no_bit_of_the_training(plain, evaluated):
+    """Metrics, weights, moments, batches in use and random states, after every step."""
+    assert_same_training(evaluated, plain, range(1, 7))
+
+
+def test_the_numbers_are_those_of_the_completions(evaluated):
+    rows = read_evaluations(evaluated)
+    assert [(row["step"], row["set"]) for row in rows] == [
+        (s, n) for s in (0, 2, 4, 6) for n in ("held_out", "shorter")
+    ]
+    documents = {row["step"]: row["documents_seen"] for row in metrics_of(evaluated)} | {0: 0}
+    for row in rows:
+        assert row["documents"] == documents[row["step"]]
+        assert (row["prompts"], row["completions_per_prompt"]) == (6, 2)
+        assert row["seconds"] > 0
+        name = f"evaluation_{row['set']}_{row['step']:06d}.parquet"
+        completions = read_completions(evaluated / "completions" / name)
+        digits = 3 if row["set"] == "held_out" else 1
+        rewards, right = {}, {}
+        for one in completions:
+            assert len(one.prompt) == digits + 1
+            wanted, text = one.prompt[-2::-1], one.completion.removesuffix("<end>")
+            ended = one.finish_reason == "stop"
+            same = sum(a == b for a, b in zip(text, wanted, strict=False)) + (ended and len(text) == digits)
+            assert one.reward == pytest.approx(same / (digits + 1))
+            rewards.setdefault(one.name, []).append(one.reward)
+            right.setdefault(one.name, []).append(ended and text == wanted)
+        assert len(rewards) == 6
+        expected = {"avg": [sum(group) / 2 for group in rewards.values()]}
+        expected |= {f"pass@{k}": [pass_at_k(2, sum(group), k) for group in right.values()] for k in (1, 2)}
+        for number, values in expected.items():
+            mean, error = mean_and_error(values)
+            assert row[number] == pytest.approx(mean, rel=1e-12)
+            assert row[f"{number}_error"] == pytest.approx(error, rel=1e-12)
+        assert row["length"] == pytest.approx(sum(one.tokens for one in completions) / 12)
+        assert row["truncated"] == pytest.approx(sum(one.finish_reason == "length" for one in completions) / 12)
+    assert len({row["avg"] for row in rows}) > 3
+
+
+def test_a_resumed_run_goes_on_with_the_same_training_and_evaluations(evaluated, tmp_path):
+    """From step 3; the rows of later steps are there, as after a kill before the next checkpoint."""
+    folder = copy_as_of(evaluated, 3, tmp_path / "run")
+    run(folder, *EVALUATED, resume=True)
+    assert_same_training(folder, evaluated, range(1, 7))
+    assert rows_of(folder) == rows_of(evaluated)
+
+
+def test_an_evaluation_that_a_signal_came_before_is_made_when_the_run_goes_on(evaluated, tmp_path):
+    folder = copy_as_of(evaluated, 4, tmp_path / "run")
+    lines = (folder / "evaluations.jsonl").read_text().splitlines()
+    (folder / "evaluations.jsonl").write_text("".join(f"{line}\n" for line in lines if json.loads(line)["step"] < 4))
+    run(folder, *EVALUATED, resume=True)
+    assert_same_training(folder, evaluated, range(1, 7))
+    assert rows_of(folder) == rows_of(evaluated)
+
+
+def test_a_run_may_be_evaluated_from_some_step_on(plain, evaluated, tmp_path):
+    folder = copy_as_of(plain, 3, tmp_path / "run")
+    run(folder, *EVALUATED, resume=True)
+    assert_same_training(folder, plain, range(1, 7))
+    assert rows_of(folder) == [row for row in rows_of(evaluated) if row["step"] >= 4]
+
+
+def test_two_ranks_train_as_without_evaluations(tmp_path):
+    few = [*SHORT, "trainer.max_steps=4", "evaluation.prompts_per_set=5"]
+    found = run_on_ranks(tmp_path / "with", [*few, "evaluation.every=2"], data_parallel=2)
+    expected = run_on_ranks(tmp_path / "without", few[:-1], data_parallel=2)
+    assert_same_training(found, expected, [4])
+    rows = read_evaluations(found)
+    assert [(row["step"], row["prompts"]) for row in rows] == [(0, 5), (2, 5), (4, 5)]
+    places = [one.name for one in read_completions(found / "completions" / "evaluation_held_out_000004.parquet")]
+    assert places == [f"prompt {i}" for i in range(5) for _ in range(4)]
+
+
+def test_a_run_on_recorded_rollouts_is_evaluated_as_well(recorded, tmp_path):
+    more = ["evaluation.every=2", "evaluation.prompts_per_set=3", "evaluation.max_completion_length=4"]
+    found = run_on_ranks(tmp_path / "with", [*recorded, *more])
+    assert_same_training(found, run_on_ranks(tmp_path / "without", recorded), [3])
+    assert [row["step"] for row in read_evaluations(found)] == [0, 2, 3]
+
+
+def test_the_best_checkpoint_is_kept_and_of_equal_ones_the_latest(evaluated, tmp_path):
+    few = ("trainer.checkpoint_every=100", "trainer.keep_checkpoints=1")
+    folder = run(tmp_path / "run", *EVALUATED, *few)
+    rows = [row for row in read_evaluations(folder) if row["set"] == "held_out" and row["step"] > 0]
+    best = max(rows, key=lambda row: (row["avg"], row["step"]))["step"]
+    assert steps_of(folder) == sorted({best, 6})
+    # pass@1 is 0 throughout: the latest is the best, and each was until the next came.
+    folder = run(tmp_path / "equal", *EVALUATED, *few, "evaluation.best=held_out/pass@2")
+    assert {row["pass@2"] for row in read_evaluations(folder) if row["set"] == "held_out"} == {0.0}
+    assert steps_of(folder) == [6]
+
+
+def test_the_best_checkpoint_survives_later_ones_and_a_resume(evaluated, tmp_path):
+    """An evaluation of step 2 that is better than all others; the rest is as it was."""
+    folder = copy_as_of(evaluated, 3, tmp_path / "run")
+    rows = [row | ({"avg": 5.0} if row["step"] == 2 else {}) for row in read_evaluations(folder)]
+    (folder / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shutil.rmtree(folder / "checkpoints" / "step-000001")
+    run(folder, *EVALUATED, "trainer.keep_checkpoints=1", resume=True)
+    assert steps_of(folder) == [2, 6]
+
+
+def test_a_goal_ends_the_run_which_can_be_resumed(evaluated, tmp_path, monkeypatch):
+    goal = min(row["avg"] for row in read_evaluations(evaluated) if row["set"] == "held_out" and row["step"] in (2, 4))
+    first = next(
+        row["step"]
+        for row in read_evaluations(evaluated)
+        if row["set"] == "held_out" and row["step"] > 0 and row["avg"] >= goal
+    )
+    assert first < 6
+    folder = run(tmp_path / "run", *EVALUATED, f"trainer.stop_at={goal}", "trainer.checkpoint_every=100")
+    status = read_status(folder)
+    assert (status["state"], status["step"]) == ("done", first)
+    assert status["reason"].startswith(f"trainer.stop_at={goal:g} was reached: held_out/avg is ")
+    assert "trainer.stop_at=null" in (folder / "run.log").read_text()
+    run(folder, *EVALUATED, f"trainer.stop_at={goal}", resume=True)  # it is reached already
+    assert read_status(folder)["step"] == first
+    run(folder, *EVALUATED, resume=True)
+    assert (read_status(folder)["step"], read_status(folder)["reason"]) == (6, None)
+    assert_same_training(folder, evaluated, [6])
+    assert rows_of(folder) == rows_of(evaluated)
