@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 def _dispatch(argv: list[str]) -> int:
     command = argv[0] if argv and argv[0][:1].isalpha() and "=" not in argv[0] else None
     # Those whose parsers know --help.
-    if command in ("compare", "convert", "diff", "doctor", "export", "samples", "sync", "tokens", "ui"):
+    if command in ("compare", "convert", "diff", "doctor", "evaluate", "export", "samples", "sync", "tokens", "ui"):
         return COMMANDS[command][2](argv[1:])
     if "--help" in argv or "-h" in argv:
         print(help_page())
@@ -300,12 +300,13 @@ def _export(argv: list[str]) -> int:
     parser = _Parser("pgtk export", description="Write a run's newest checkpoint as a Hugging Face folder.")
     parser.add_argument("run", metavar="RUN", type=Path, help="run directory")
     parser.add_argument("folder", metavar="DIR", type=Path, help="new or empty folder")
+    parser.add_argument("--best", action="store_true", help="the checkpoint with the highest evaluation.best instead")
     args = parser.parse_args(argv)
 
     from pgtoolkit.tracking.next_commands import shell_path
     from pgtoolkit.training.export import export
 
-    step = export(args.run, args.folder)
+    step = export(args.run, args.folder, args.best)
     print(f"step {step} of {shell_path(args.run)} is in {shell_path(args.folder)}; its README.md says how to load it")
     return 0
 
@@ -349,6 +350,25 @@ def _doctor(argv: list[str]) -> int:
     return DataError.exit_status if diagnosis.is_wrong else 0
 
 
+def _evaluate(argv: list[str]) -> int:
+    parser = _Parser("pgtk evaluate", description="Measure a policy on prompts, without training: docs/evaluation.md.")
+    parser.add_argument("words", nargs="*", metavar="[RUN_OR_FOLDER] [OVERRIDES]", help="run, or Hugging Face folder")
+    parser.add_argument("--step", type=_positive, metavar="N", help="of a run, the checkpoint of this step")
+    parser.add_argument("--best", action="store_true", help="of a run, its best checkpoint instead of the newest")
+    args = parser.parse_intermixed_args(argv)
+    named = [word for word in args.words if "=" not in word or Path(word).exists()]
+    if len(named) > 1 or (args.best and args.step is not None):
+        got = " ".join(named) if len(named) > 1 else f"--best --step={args.step}"
+        use = "pgtk evaluate RUN_OR_FOLDER [--step N | --best] [task=...] [evaluation....]"
+        raise ConfigError(refusal("pgtk evaluate", "one model", got, "One is evaluated at a time.", use))
+
+    from pgtoolkit.launch.evaluate import Asked, evaluate
+
+    overrides = [word for word in args.words if word not in named]
+    print(redact(evaluate(Asked(Path(named[0]) if named else None, args.step, args.best, overrides))), flush=True)
+    return 0
+
+
 def _tokens(argv: list[str]) -> int:
     parser = _Parser("pgtk tokens", description="What the loss did to each token of a step, beside other losses.")
     what = "run directory or recorded rollouts, then overrides; loss=grpo,cispo stand side by side"
@@ -385,6 +405,8 @@ COMMANDS = {
     "diff": ("RUN_A RUN_B", "what changed: configuration, code, packages, hardware", _diff),
     "doctor": ("FILE [OVERRIDES]", "whether recorded rollouts are fit for a comparison", _doctor),
     "export": ("RUN_DIR DIR", "the newest checkpoint as a Hugging Face folder", _export),
+    "evaluate": ("[RUN] [OVERRIDES]", "avg and pass@k of a run, a folder or an initial model", _evaluate),
+    "export": ("RUN_DIR DIR", "the newest checkpoint, or --best, as a Hugging Face folder", _export),
     "samples": ("RUN_DIR", "what the model wrote: best, worst, what changed; --html FILE", _samples),
     "sync": ("RUN_DIR...", "deliver to MLflow what it lacks of runs, such as after an outage", _sync),
     "tokens": ("RUN_DIR [loss=a,b]", "what losses do to each token of a step, side by side, as a page", _tokens),

@@ -40,8 +40,21 @@ if not torch.cuda.is_available():
     quicken_interpreter()
 
 torch.set_num_threads(1)
+os.fsync = lambda descriptor: None  # no test survives a power failure
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Drawing its curves is a third of what a short run takes: left white, but where tests look at pictures."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    if item.path.parent.name in ("comparison", "tracking"):
+        return (yield)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FigureCanvasAgg, "draw", lambda canvas: canvas.get_renderer())
+        return (yield)
 
 
 def pytest_collection_modifyitems(items):

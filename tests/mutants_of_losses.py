@@ -196,7 +196,7 @@ MUTANTS_OF_LOSSES = [
     (
         "extrema start from 0 (Fast-LLM #494)",
         "losses/measures.py",
-        {"torch.where(objective.mask, values, -torch.inf)": "torch.where(self.mask, values, 0.0)"},
+        {"torch.where(objective.mask, values, -torch.inf)": "torch.where(objective.mask, values, 0.0)"},
         (
             "tests/losses/test_losses.py::test_matches_reference[1.0-grpo-sample_mean-basic]",
             "tests/losses/test_peers.py::test_a_piece_without_trained_tokens_does_not_touch_the_extrema",
@@ -361,7 +361,7 @@ MUTANTS_OF_LOSSES = [
     (
         "the fp32 LM head rounds its logits to bfloat16",
         "kernels/fused_head.py",
-        {"wide if options.fp32_logits else hidden.dtype": "hidden.dtype"},
+        {"wide if head.fp32_logits else hidden.dtype": "hidden.dtype"},
         ("tests/model/test_huggingface.py::test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights[True]",),
     ),
 ]

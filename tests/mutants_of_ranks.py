@@ -81,7 +81,7 @@ MUTANTS_OF_RANKS = [
     (
         "the gradient of the hidden states from one vocabulary shard, where all logits exist",
         "kernels/losses.py",
-        {"SumGradient.apply(hidden, ranks.vocabulary)": "hidden"},
+        {"copy(hidden, ranks.vocabulary)": "hidden"},
         (f"{OPTIONS}::test_the_head_with_all_logits_and_with_some[vocabulary 2]",),
     ),
     (

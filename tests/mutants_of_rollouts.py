@@ -106,12 +106,12 @@ MUTANTS_OF_ROLLOUTS = [
     (
         "sampled log-probs not renormalised after top_p has cut the distribution",
         "rollouts/samplers.py",
-        {"[*_temperature_and_top_p(self.settings), log_probs]": "[log_probs, *_temperature_and_top_p(self.settings)]"},
+        {"[*temperature_and_top_p(self.settings), log_probs]": "[log_probs, *temperature_and_top_p(self.settings)]"},
         ("tests/rollouts/test_samplers.py::test_log_probs_are_those_of_the_distribution_sampled_from[1.0-0.7]",),
     ),
     (
         "the model folder's generation_config.json acts on what is sampled",
-        "rollouts/samplers.py",
+        "rollouts/sampling_settings.py",
         {"own, model.generation_config = model.generation_config, GenerationConfig()": "own = model.generation_config"},
         ("tests/rollouts/test_samplers.py::test_what_the_folder_suggests_does_not_act[repetition_penalty]",),
     ),

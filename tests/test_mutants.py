@@ -24,6 +24,7 @@ from mutants_of_prompts import MUTANTS_OF_PROMPTS
 from mutants_of_ranks import MUTANTS_OF_RANKS
 from mutants_of_rollouts import MUTANTS_OF_ROLLOUTS
 from mutants_of_runs import MUTANTS_OF_RUNS
+from mutants_of_tokens import MUTANTS_OF_TOKENS
 from mutants_of_training import MUTANTS_OF_TRAINING
 
 REPOSITORY = Path(__file__).parents[1]
@@ -57,6 +58,7 @@ MUTANTS = [
         *MUTANTS_OF_RANKS,
         *MUTANTS_OF_ROLLOUTS,
         *MUTANTS_OF_RUNS,
+        *MUTANTS_OF_TOKENS,
         *MUTANTS_OF_TRAINING,
     )
 ]

@@ -27,10 +27,14 @@ from pgtoolkit.config.rules import credentials, executed
 from pgtoolkit.config.saved import cannot_change, saved_config
 from pgtoolkit.config.schema import FREE_FORM, register_schemas
 from pgtoolkit.runs.files import read_data
-from pgtoolkit.system.report import key_of
+from pgtoolkit.system.report import key_of, refusal
 
 NO_CHOICE = ("experiment=null", "debug=null")
 """What the optional groups are by default; Hydra accepts it in its files but not as an override."""
+
+
+_NOT_TRAINING = ("seed", "model", "task", "rollout", "sampler", "evaluation", "accumulation", "trainer")
+"""What of a run's configuration says what it trains, and how completions are sampled and computed."""
 
 
 @dataclass
@@ -50,12 +54,14 @@ def compose(
     sweep_file: Path | None = None,
     typed: list[str] | None = None,
     run_dir: Path | None = None,
+    only: tuple[str, ...] | None = None,
 ) -> Composed:
     """The configuration of one run.
 
     config_dir: a folder of the user's with more options. sweep_file: the primary configuration instead of conf/'s.
     typed: those of the overrides that come from the command line, where not all do. run_dir: a run to be continued or
     exported, whose saved configuration takes the place of the files. Raises ConfigError if it has none.
+    only: beginnings of the keys that may be typed, where nothing is trained; how a run was trained is then left out.
     """
     parsed, problems = parse(overrides)
     if found := executed.search_path(parsed, sweep_file):
@@ -64,12 +70,21 @@ def compose(
     parsed = [override for override in parsed if override.input_line not in NO_CHOICE]
     groups = options(config_dir)
     saved = saved_config(run_dir) if run_dir else None
+    if saved and only:
+        register()
+        saved = OmegaConf.merge(saved, {})
+        usual = compose_choices([])
+        for group in set(saved) - {*_NOT_TRAINING}:
+            saved[group] = usual[group]
     movable = set(read_data(run_dir)) if run_dir else set()  # keys whose contents are known
     choices, values, accepted = [], [], []
     for override in parsed:
         key = override.key_or_group
         problem = override_problems.wrong_form(override, groups)
-        if problem or (saved and (problem := cannot_change(saved, override, movable))):
+        if only and not problem and not key.startswith(only):
+            reason, use = "Nothing is trained: it would be ignored.", f"the keys {', '.join(only)}"
+            problem = refusal(override.input_line, "to be left out", key, reason, use)
+        if problem or (saved and not only and (problem := cannot_change(saved, override, movable))):
             problems.append(problem)
         elif key.split(".")[0].split("/")[0] == "hydra" and not saved:
             choices.append(override.input_line)

@@ -12,6 +12,7 @@ import numpy as np
 from pgtoolkit.batch import Document
 from pgtoolkit.inspection.tokens import Inspected
 from pgtoolkit.inspection.tokens_losses import CLIPS
+from pgtoolkit.system.legible import legible
 
 _FULL = 0.99
 """Share of the tokens below the number that has the full colour."""
@@ -24,9 +25,9 @@ def html(inspected: Inspected, command: str) -> str:
     parts = [slice(end - document.num_trained, end) for document, end in zip(documents, ends, strict=True)]
     judged = [column.judged for column in inspected.columns]
     data = {
-        "title": f"What the loss did to each token: step {inspected.number} of {inspected.name}",
-        "facts": inspected.facts,
-        "command": command,
+        "title": legible(f"What the loss did to each token: step {inspected.number} of {inspected.name}"),
+        "facts": list(map(legible, inspected.facts)),
+        "command": legible(command),
         "clips": CLIPS,
         "trained": inspected.made.step.totals.num_tokens,
         "common": list(inspected.common),
@@ -77,7 +78,7 @@ def _facts(document: Document, clips: list[np.ndarray]) -> dict:
     cut = [CLIPS.index(name) for name in ("below, cut", "above, cut")]
     equal = document.num_trained and bool((document.advantages == document.advantages[0]).all())
     return {
-        "name": document.name,
+        "name": legible(document.name),
         "reward": document.reward,
         "advantage": float(document.advantages[0]) if equal else None,
         "tokens": document.num_tokens,
@@ -96,9 +97,9 @@ def _packed(document: Document, part: slice, inspected: Inspected) -> str:
 
 
 def _texts(tokenizer, documents: list[Document]) -> dict[int, str]:
-    """The text of each token that occurs; none for an id without."""
+    """The text of each token that occurs, as it can be shown; none for an id without."""
     ids = sorted({token for document in documents for token in document.tokens.tolist()})
-    return {token: text for token in ids if (text := _text(tokenizer, token))}
+    return {token: legible(text) for token in ids if (text := _text(tokenizer, token))}
 
 
 def _text(tokenizer, token: int) -> str | None:

@@ -110,7 +110,7 @@ def _in_this_process(config: Config) -> Config:
     """The same experiment in one process that writes nothing and starts no server."""
     sizes = {"data_parallel": 1, "tensor_parallel": 1, "sequence_data_parallel": 1, "pipeline_parallel": 1}
     alone: ParallelismConfig = replace(config.parallelism, **sizes, shard=False, sequence_parallel=False)
-    config = replace(config, parallelism=alone)
+    config = replace(config, parallelism=alone, evaluation=replace(config.evaluation, every=0))
     if isinstance(config.rollout, PolicyRolloutConfig):
         config.rollout = replace(config.rollout, save_path=None)
         if not isinstance(config.sampler, TransformersSamplerConfig):

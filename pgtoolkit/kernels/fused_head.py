@@ -28,7 +28,7 @@ from pgtoolkit.kernels.given_logits import GradientsFromForward
 from pgtoolkit.kernels.products import BesideOthers, accumulate_matmul, accumulation_dtype, matmul
 from pgtoolkit.losses.exchange import all_reduce_
 from pgtoolkit.losses.metrics import MetricSums
-from pgtoolkit.losses.objective import Objective
+from pgtoolkit.losses.objective import Loss, Objective
 
 _WORTH_COMPACTING = 0.95
 """Share of a chunk's rows that still have a gradient, above which moving them together costs more than it saves."""
@@ -36,31 +36,39 @@ _ROWS_PER_MOVE = 128
 
 
 @dataclass(frozen=True)
+class LMHead:
+    """hidden @ weight.T + bias, as `pgtoolkit.linear_policy_loss` has its arguments of these names."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    weight_gradient: Tensor | None = None
+    fp32_logits: bool = False
+
+
+@dataclass(frozen=True)
 class HeadOptions:
     """How the head is computed.
 
     implementation: the module with the vocabulary-sized passes. max_rows: rows of logits that may exist at once.
-    level: of the metrics. fp32_logits: logits in float32 from half-precision operands. check_finite: refuse numbers
-    that are not finite. weight_gradient: (V, H) float32 to which the weight's gradient is added at once, or None to
-    return it to autograd. counts: the documents' counts if they are known on the host.
+    check_finite: refuse numbers that are not finite. counts: the documents' counts if they are known on the host.
     vocabulary_group: ranks with the other rows of the weight; the implementation knows the group as well.
-    bonus: whether the loss has an entropy bonus, for which the entropy is measured at any level.
     """
 
     implementation: object
     max_rows: int
-    temperature: float
-    level: str
-    fp32_logits: bool
-    check_finite: bool
-    weight_gradient: Tensor | None
+    loss: Loss
+    check_finite: bool = True
     counts: DocumentCounts | None = None
     vocabulary_group: ProcessGroup | None = None
-    bonus: bool = False
+
+    @property
+    def bonus(self) -> bool:
+        """Whether the loss has an entropy bonus, for which the entropy is measured at any level of the metrics."""
+        return self.loss.entropy_coefficient != 0
 
     @property
     def with_entropy(self) -> bool:
-        return self.bonus or self.level == "with_entropy"
+        return self.bonus or self.loss.level == "with_entropy"
 
 
 class Piece(NamedTuple):
@@ -76,37 +84,35 @@ class Piece(NamedTuple):
 
 
 def linear_loss(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, objective: Objective, options: HeadOptions
+    hidden: Tensor, head: LMHead, labels: Tensor, objective: Objective, options: HeadOptions
 ) -> tuple[Tensor, Tensor, MetricSums, AnyOnHost]:
     """(loss, log_probs, metric sums, whether any log-prob is not finite) of hidden (T, H) @ weight (V, H).T.
 
     log_probs: (T,), detached.
     """
-    if options.weight_gradient is not None:
-        weight = weight.detach()
-    inputs = (hidden, weight, bias)
+    can_scale = head.weight_gradient is None
+    inputs = (hidden, head.weight if can_scale else head.weight.detach(), head.bias)
     wanted = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-        run = _FusedPass(*(None if x is None else x.detach() for x in inputs), labels, options, wanted)
+        run = _FusedPass(hidden.detach(), head, labels, options, wanted)
         run.all_chunks(objective)
-        loss, _, sums = options.implementation.evaluate(objective, run.log_probs, run.entropy, options.level)
+        loss, _, sums = options.implementation.evaluate(objective, run.log_probs, run.entropy, options.loss.level)
     if any(wanted):
         gradients = [run.hidden_gradient, run.weight_gradient, run.bias_gradient]
-        can_scale = options.weight_gradient is None
         loss = GradientsFromForward.apply(loss, gradients, options.implementation.scale_, can_scale, *inputs)
     return loss, run.log_probs, sums, run.any_not_finite
 
 
 @torch.no_grad()
 def linear_log_probs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: HeadOptions
+    hidden: Tensor, head: LMHead, labels: Tensor, options: HeadOptions
 ) -> tuple[Tensor, Tensor | None]:
     """(log-prob of each label, entropy if the options ask for it), (T,), 0 where labels < 0.
 
     options.counts saves the wait for a GPU.
     """
     with torch.autocast(hidden.device.type, enabled=False):
-        run = _FusedPass(hidden, weight, bias, labels, options, [False] * 3)
+        run = _FusedPass(hidden, head, labels, options, [False] * 3)
         trained = labels >= 0
         number = sum(options.counts.trained) if options.counts is not None else int(trained.sum())
         rows = torch.sort((~trained).int(), stable=True).indices[:number]
@@ -136,12 +142,13 @@ class AnyOnHost:
 class _FusedPass:
     """One evaluation of the head: buffers, results, and the steps that fill them."""
 
-    def __init__(self, hidden, weight, bias, labels, options, wanted):
-        self.hidden, self.labels, self.options = hidden, labels, options
+    def __init__(self, hidden, head, labels, options, wanted):
+        self.hidden, self.labels, self.options, self.temperature = hidden, labels, options, options.loss.temperature
+        weight, bias = (None if x is None else x.detach() for x in (head.weight, head.bias))
         # A float32 parameter under a half-precision model computes in the model's precision.
         self.weight = weight.to(hidden.dtype)
         wide = accumulation_dtype(hidden)
-        self.logits_dtype = wide if options.fp32_logits else hidden.dtype
+        self.logits_dtype = wide if head.fp32_logits else hidden.dtype
         self.bias = None if bias is None else bias.to(self.logits_dtype)
         self.log_probs = hidden.new_zeros(len(hidden), dtype=wide)
         self.entropy = torch.zeros_like(self.log_probs) if options.with_entropy else None
@@ -153,8 +160,8 @@ class _FusedPass:
         self.weight_gradient = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
         self.bias_gradient = torch.zeros_like(bias, dtype=wide) if wanted[2] else None
         self.weight_total = self.weight_gradient
-        if self.with_gradient and options.weight_gradient is not None:
-            self.weight_total = options.weight_gradient
+        if self.with_gradient and head.weight_gradient is not None:
+            self.weight_total = head.weight_gradient
 
     def all_chunks(self, objective: Objective) -> None:
         options = self.options
@@ -230,7 +237,7 @@ class _FusedPass:
 
         coefficients: (2, N), by log-prob and by entropy. The scale keeps small ones in float16's range.
         """
-        logits, dtype, temperature = piece.score, piece.hidden.dtype, self.options.temperature
+        logits, dtype, temperature = piece.score, piece.hidden.dtype, self.temperature
         score = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
         arguments = self.labels[rows], piece.normalizer, coefficients * self.scale, temperature
         score = self.options.implementation.backward(logits, *arguments, out=score)
@@ -243,7 +250,7 @@ class _FusedPass:
             score, coefficients = self.gradient(rows, piece, coefficients)
         elif compact:
             rows, hidden, score, coefficients = _without_zeros(rows, hidden, score, coefficients)
-        factor = coefficients * (1 / self.options.temperature)
+        factor = coefficients * (1 / self.temperature)
         if self.hidden_gradient is not None:
             by_hidden = BesideOthers(score, self.weight)
         scaled = factor * self.scale
@@ -257,7 +264,7 @@ class _FusedPass:
             self.scale_rows(by_hidden.result(), factor, self.hidden_gradient, rows)
 
     def _arguments(self, rows):
-        return self.labels[rows], self.options.temperature, self.options.with_entropy
+        return self.labels[rows], self.temperature, self.options.with_entropy
 
     def _record(self, rows, log_probs, entropy):
         self.log_probs[rows] = log_probs

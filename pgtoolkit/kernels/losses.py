@@ -10,11 +10,11 @@ from torch import Tensor
 
 from pgtoolkit.batch import StepTotals, Tokens
 from pgtoolkit.kernels.chunks import default_logits_memory_mb, rows_within
-from pgtoolkit.kernels.fused_head import HeadOptions, linear_log_probs, linear_loss
+from pgtoolkit.kernels.fused_head import HeadOptions, LMHead, linear_log_probs, linear_loss
 from pgtoolkit.kernels.given_logits import choose_implementation, logits_loss
 from pgtoolkit.kernels.products import accumulation_dtype, linear
 from pgtoolkit.losses import reference
-from pgtoolkit.losses.exchange import Ranks, SumGradient, largest
+from pgtoolkit.losses.exchange import Ranks, copy, largest
 from pgtoolkit.losses.measures import measure
 from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import Loss, make_objective
@@ -39,16 +39,6 @@ class PolicyLoss:
     def metrics(self) -> dict[str, Tensor]:
         """Name -> 0-dim tensor, over the tokens of this call on this rank and divided by the step's totals."""
         return self.metric_sums.finalize(self.totals)
-
-
-@dataclass(frozen=True)
-class LMHead:
-    """hidden @ weight.T + bias, as `pgtoolkit.linear_policy_loss` has its arguments of these names."""
-
-    weight: Tensor
-    bias: Tensor | None = None
-    weight_gradient: Tensor | None = None
-    fp32_logits: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,15 +71,8 @@ def loss_of_logits(
         value, log_probs, entropy = _by_reference(logits, tokens, loss)
         sums = measure(objective, loss.level, log_probs, entropy)
     else:
-        value, log_probs, sums = logits_loss(
-            logits,
-            tokens.labels,
-            objective,
-            loss.temperature,
-            loss.level,
-            implementation,
-            method.overwrite_logits,
-        )
+        how = loss.temperature, loss.level, implementation, method.overwrite_logits
+        value, log_probs, sums = logits_loss(logits, tokens.labels, objective, *how)
     if method.check_finite:
         objective.check_finite(log_probs)
     return PolicyLoss(value, log_probs, sums, objective.totals)
@@ -111,7 +94,7 @@ def loss_of_hidden(
     options = _head_options(hidden, head, tokens, loss, ranks, method)
     make_weights = getattr(options.implementation, "make_weights", None)
     objective = make_objective(tokens, totals, loss, accumulation_dtype(hidden), ranks, make_weights)
-    value, log_probs, sums, not_finite = linear_loss(hidden, head.weight, head.bias, tokens.labels, objective, options)
+    value, log_probs, sums, not_finite = linear_loss(hidden, head, tokens.labels, objective, options)
     if method.check_finite and not_finite:
         objective.check_finite(log_probs)
     return PolicyLoss(value, log_probs, sums, objective.totals)
@@ -136,8 +119,8 @@ def log_probs_of_hidden(
         implementation = choose_implementation(method.impl, logits, ranks.shard(logits.shape[1]))
         log_probs, _, entropy = implementation.forward(logits, tokens.labels, loss.temperature, with_entropy)
         return log_probs, entropy
-    options = replace(_head_options(hidden, head, tokens, loss, ranks, method), level="none", bonus=with_entropy)
-    return linear_log_probs(hidden, head.weight, head.bias, tokens.labels, options)
+    loss = replace(loss, metrics="with_entropy" if with_entropy else "none", entropy_coefficient=0.0)
+    return linear_log_probs(hidden, head, tokens.labels, _head_options(hidden, head, tokens, loss, ranks, method))
 
 
 def loss_of_log_probs(
@@ -165,23 +148,12 @@ def _head_options(hidden, head: LMHead, tokens: Tokens, loss: Loss, ranks: Ranks
         if ranks.vocabulary_start is not None or method.logits_memory_mb is None:
             # Shards differ in size, and GPUs may: the same rows on every rank. Else all is the same already.
             rows = -largest(-rows, ranks.vocabulary, hidden.device)
-    return HeadOptions(
-        implementation=implementation,
-        max_rows=max(1, rows),
-        temperature=loss.temperature,
-        level=loss.level,
-        fp32_logits=head.fp32_logits,
-        check_finite=method.check_finite,
-        weight_gradient=head.weight_gradient,
-        counts=tokens.counts,
-        vocabulary_group=ranks.vocabulary,
-        bonus=loss.entropy_coefficient != 0,
-    )
+    return HeadOptions(implementation, max(1, rows), loss, method.check_finite, tokens.counts, ranks.vocabulary)
 
 
 def _logits(hidden: Tensor, head: LMHead, ranks: Ranks) -> Tensor:
     if ranks.vocabulary is not None:
-        hidden = SumGradient.apply(hidden, ranks.vocabulary)
+        hidden = copy(hidden, ranks.vocabulary)
     return linear(hidden, head.weight, head.bias, head.fp32_logits)
 
 

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from pgtoolkit.config.names import name_in, plain_config
 from pgtoolkit.config.paths import make_absolute
-from pgtoolkit.config.rules.parallelism import SIZES
+from pgtoolkit.config.rules.parallelism import world_size
 from pgtoolkit.config.saved import typed
 from pgtoolkit.errors import Interrupted, PgtoolkitError, unusable
 from pgtoolkit.launch.sweep import refuse_another
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
 
 def _load(config: DictConfig) -> None:
     """The imports of training, which take seconds; an exception amid them, such as a signal's, breaks modules."""
-    if all(getattr(config.parallelism, name) == 1 for name in SIZES):
+    if world_size(config.parallelism) == 1:
         importlib.import_module("pgtoolkit.training.train")
     else:
         importlib.import_module("pgtoolkit.launch.local")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import copy
 import gc
-import math
 import os
 import pickle
 import tempfile
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from pgtoolkit.config.rules.parallelism import SIZES
+from pgtoolkit.config.rules.parallelism import world_size
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.launch.worker import Job, take_part
 from pgtoolkit.ranks.environment import joined
@@ -35,10 +34,10 @@ def launch(job: Job) -> None:
     config = copy.deepcopy(job.config)
     OmegaConf.resolve(config)  # the workers know no resolvers
     job = replace(job, config=config)
-    world_size = math.prod(getattr(config.parallelism, name) for name in SIZES)
+    count = world_size(config.parallelism)
     if (rank := joined()) is not None:
         take_part(job, rank)
-    elif world_size == 1:
+    elif count == 1:
         with without():
             from pgtoolkit.training.train import train
 
@@ -46,24 +45,24 @@ def launch(job: Job) -> None:
     else:
         from pgtoolkit.launch.local import run_workers
 
-        _refuse_too_many(config.trainer.device, world_size)
+        _refuse_too_many(config.trainer.device, count)
         with tempfile.TemporaryDirectory(prefix="pgtk-") as folder:
             (Path(folder) / "job").write_bytes(pickle.dumps(job))
-            run_workers(Path(folder), world_size, job.run_dir, config.parallelism.timeout_seconds)
+            run_workers(Path(folder), count, job.run_dir, config.parallelism.timeout_seconds)
 
 
-def _refuse_too_many(device: str, world_size: int) -> None:
+def _refuse_too_many(device: str, count: int) -> None:
     """Whether so many processes can run here, before any is started."""
     import torch
 
-    if world_size > (limit := _PROCESSES_PER_CORE * (os.cpu_count() or 1)):
+    if count > (limit := _PROCESSES_PER_CORE * (os.cpu_count() or 1)):
         raise ConfigError(
-            f"parallelism needs at most {limit} processes on this machine (got {world_size}). It has "
+            f"parallelism needs at most {limit} processes on this machine (got {count}). It has "
             f"{os.cpu_count()} cores. Use smaller sizes, or start the processes on several machines with torchrun."
         )
-    count = torch.cuda.device_count()
-    if device != "cpu" and 0 < count < world_size:
+    gpus = torch.cuda.device_count()
+    if device != "cpu" and 0 < gpus < count:
         raise ConfigError(
-            f"trainer.device={device} needs a GPU for each of {world_size} processes (got {count}). NCCL does not "
+            f"trainer.device={device} needs a GPU for each of {count} processes (got {gpus}). NCCL does not "
             "share one. Use smaller sizes in parallelism, or trainer.device=cpu."
         )

@@ -18,7 +18,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, RankLost, first_line, unusable
-from pgtoolkit.ranks.environment import Rank, joined
+from pgtoolkit.ranks.environment import AXES, Rank, joined
 from pgtoolkit.system.imports import without
 
 
@@ -63,7 +63,6 @@ def _process_group(config: DictConfig, rank: Rank) -> Iterator[Any]:
     import torch
     import torch.distributed as dist
 
-    from pgtoolkit.config.rules.parallelism import SIZES
     from pgtoolkit.ranks.layout import Layout
 
     on_gpu = torch.cuda.is_available() and config.trainer.device != "cpu"
@@ -82,7 +81,7 @@ def _process_group(config: DictConfig, rank: Rank) -> Iterator[Any]:
     seconds = config.parallelism.timeout_seconds
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(seconds=seconds))
-        sizes = {name: getattr(config.parallelism, name) for name in SIZES}
+        sizes = {name: getattr(config.parallelism, name) for name in AXES}
         layout = Layout.of_world("cuda" if on_gpu else "cpu", seconds, **sizes)
     except RuntimeError as error:
         raise RankLost(

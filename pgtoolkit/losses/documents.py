@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from pgtoolkit.losses.exchange import all_sum
+from pgtoolkit.losses.exchange import LinearMap, all_sum
 
 if TYPE_CHECKING:
     from pgtoolkit.losses.corrections import Correction
@@ -69,11 +68,11 @@ class DocumentSums:
 
     def sum(self, values: Tensor) -> Tensor:
         """(T,) -> (D,): sum over each document's trained tokens. Values elsewhere are not looked at."""
-        return _LinearMap.apply(values, self._sum, self._broadcast)
+        return LinearMap.apply(values, self._sum, self._broadcast)
 
     def broadcast(self, values: Tensor) -> Tensor:
         """(D,) -> (T,): each document's value at its trained tokens, 0 elsewhere."""
-        return _LinearMap.apply(values, self._broadcast, self._sum)
+        return LinearMap.apply(values, self._broadcast, self._sum)
 
     def mean(self, values: Tensor) -> Tensor:
         """(T,) -> (D,): mean over each document's trained tokens, 0 for a document without any."""
@@ -110,16 +109,3 @@ def over_scope(of: Family | Correction, values: Tensor, documents: DocumentSums 
     if of.scope == "document_sum":
         return documents.broadcast(documents.sum(values))
     return scope_mean(of, values, documents)
-
-
-class _LinearMap(torch.autograd.Function):
-    """A linear map of a vector, whose backward is the transposed map."""
-
-    @staticmethod
-    def forward(ctx, values: Tensor, linear_map: Callable, transposed: Callable) -> Tensor:
-        ctx.transposed = transposed
-        return linear_map(values)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        return ctx.transposed(gradient), None, None

@@ -6,6 +6,7 @@ row takes part.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -67,15 +68,19 @@ def largest(number: int, group: ProcessGroup | None, device: torch.device) -> in
     return number if group is None else int(all_max(torch.tensor(number, device=device), group))
 
 
-class SumGradient(torch.autograd.Function):
-    """The values as they are, for ranks that each use all of them: backward sums the ranks' gradients."""
+def copy(values: Tensor, group: ProcessGroup) -> Tensor:
+    """The values, the same on all ranks, for work that each does a part of; backward sums the ranks' gradients."""
+    return LinearMap.apply(values, lambda x: x.view_as(x), lambda gradient: all_sum(gradient.contiguous(), group))
+
+
+class LinearMap(torch.autograd.Function):
+    """A linear map of a tensor, whose backward is the transposed map."""
 
     @staticmethod
-    def forward(ctx, values, group):
-        ctx.group = group
-        return values.view_as(values)
+    def forward(ctx, values: Tensor, linear_map: Callable, transposed: Callable) -> Tensor:
+        ctx.transposed = transposed
+        return linear_map(values)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, gradient):
-        return all_sum(gradient.contiguous(), ctx.group), None
+    def backward(ctx, gradient: Tensor):
+        return ctx.transposed(gradient), None, None

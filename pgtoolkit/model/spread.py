@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from pgtoolkit.batch import MicroBatch
-from pgtoolkit.config.rules.parallelism import SIZES, fits
+from pgtoolkit.config.rules.parallelism import fits
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.kernels.losses import LMHead
@@ -25,7 +25,7 @@ from pgtoolkit.model.policy import Policy
 from pgtoolkit.model.sequence_data import documents_here
 from pgtoolkit.model.tensor import divide_further, shard_tensors, vocabulary_start
 from pgtoolkit.ranks.collectives import local
-from pgtoolkit.ranks.layout import Layout
+from pgtoolkit.ranks.layout import AXES, Layout
 from pgtoolkit.system.report import Report
 
 
@@ -137,7 +137,7 @@ def parallelize(policy: Policy, layout: Layout, config: Config) -> Policy:
     if layout.world_size == 1:
         return policy
     model, parallelism, partial = policy.model, config.parallelism, set()
-    refuse_misfit(model, {name: layout.size(name) for name in SIZES}, parallelism.shard)
+    refuse_misfit(model, {name: layout.size(name) for name in AXES}, parallelism.shard)
     vocabulary = policy.vocabulary_size
     if layout.size("tensor_parallel") > 1:
         partial = shard_tensors(model, layout.mesh["tensor_parallel"], parallelism.sequence_parallel)

@@ -6,14 +6,16 @@ All take the ranks of `group`, of equal shapes, and are called by all of them in
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
+
+from pgtoolkit.losses.exchange import LinearMap, all_sum, copy
+
+__all__ = ["copy", "gather", "local", "piece", "sum_over", "sum_piece"]
 
 # Their names since torch 2.13, which warns of the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -25,14 +27,9 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def copy(x: Tensor, group: ProcessGroup) -> Tensor:
-    """x, the same on all ranks, for work that each does its own part of; backward sums the partial gradients."""
-    return _Collective.apply(x, _same, partial(_summed, group=group))
-
-
 def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
     """The sum of the ranks' partial x; backward hands on the complete gradient as it is."""
-    return _Collective.apply(x, partial(_summed, group=group), _same)
+    return LinearMap.apply(x, lambda x: all_sum(x.contiguous(), group), _same)
 
 
 def gather(x: Tensor, group: ProcessGroup, axis: int, partial_gradient: bool) -> Tensor:
@@ -42,42 +39,23 @@ def gather(x: Tensor, group: ProcessGroup, axis: int, partial_gradient: bool) ->
     """
     where = {"group": group, "axis": axis}
     of_gradient = _summed_piece if partial_gradient else _piece
-    return _Collective.apply(x, partial(_gathered, **where), partial(of_gradient, **where))
+    return LinearMap.apply(x, partial(_gathered, **where), partial(of_gradient, **where))
 
 
 def piece(x: Tensor, group: ProcessGroup, axis: int) -> Tensor:
     """This rank's equal piece of x, the same on all ranks, along `axis`; backward gathers the pieces' gradients."""
     where = {"group": group, "axis": axis}
-    return _Collective.apply(x, partial(_piece, **where), partial(_gathered, **where))
+    return LinearMap.apply(x, partial(_piece, **where), partial(_gathered, **where))
 
 
 def sum_piece(x: Tensor, group: ProcessGroup, axis: int) -> Tensor:
     """This rank's equal piece along `axis` of the sum of the partial x; backward gathers the pieces' gradients."""
     where = {"group": group, "axis": axis}
-    return _Collective.apply(x, partial(_summed_piece, **where), partial(_gathered, **where))
-
-
-class _Collective(torch.autograd.Function):
-    """Applies one function forward and another to the gradient."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, forward: Callable, backward: Callable) -> Tensor:
-        ctx.of_gradient = backward
-        return forward(x)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        return ctx.of_gradient(gradient), None, None
+    return LinearMap.apply(x, partial(_summed_piece, **where), partial(_gathered, **where))
 
 
 def _same(x: Tensor) -> Tensor:
     return x.view_as(x)
-
-
-def _summed(x: Tensor, group: ProcessGroup) -> Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
 
 
 def _gathered(x: Tensor, group: ProcessGroup, axis: int) -> Tensor:

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from pgtoolkit.errors import ConfigError
 
+AXES = ("pipeline_parallel", "data_parallel", "sequence_data_parallel", "tensor_parallel")
+"""What work is spread over, as the keys of the configuration; neighbouring ranks are neighbours in the last."""
+
 
 @dataclass(frozen=True)
 class Rank:

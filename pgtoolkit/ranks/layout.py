@@ -11,8 +11,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-AXES = ("pipeline_parallel", "data_parallel", "sequence_data_parallel", "tensor_parallel")
-"""The axes of the mesh as their configuration keys; neighbouring ranks are neighbours in the last."""
+from pgtoolkit.ranks.environment import AXES
+
 _LOSS_AXES = ("data_parallel", "sequence_data_parallel")
 
 

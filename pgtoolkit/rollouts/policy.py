@@ -17,7 +17,6 @@ from pgtoolkit.errors import DataError
 from pgtoolkit.ranks.agreement import failing_together, gather
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.advantages import batch_divisor, group_advantages
-from pgtoolkit.rollouts.background import InBackground
 from pgtoolkit.rollouts.dynamic_sampling import fill
 from pgtoolkit.rollouts.overlong import overlong_penalty
 from pgtoolkit.rollouts.packing import cut, pack
@@ -27,6 +26,7 @@ from pgtoolkit.rollouts.shuffle import seed_of
 from pgtoolkit.rollouts.stages import Stages
 from pgtoolkit.rollouts.tasks import Prompt, Score
 from pgtoolkit.rollouts.writer import RolloutWriter
+from pgtoolkit.system.background import InBackground
 
 
 class PolicyInTraining(Protocol):

@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -14,11 +14,8 @@ from torch import Tensor
 from pgtoolkit.config.rules.parallelism import MODEL_TYPES
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, NumericalError
-from pgtoolkit.rollouts.sampling_settings import sampling_settings
+from pgtoolkit.rollouts.sampling_settings import sampling_settings, temperature_and_top_p, without_own_settings
 from pgtoolkit.rollouts.stops import StopStrings
-
-if TYPE_CHECKING:
-    from transformers import GenerationConfig
 
 
 @dataclass(frozen=True)
@@ -159,7 +156,7 @@ class TransformersSampler:
 
     def _decoded(self, prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Tokens and log-probs, (B, C), by a cache of fixed size."""
-        draw = _Draw(_temperature_and_top_p(self.settings), self._generator, self._check_open)
+        draw = _Draw(temperature_and_top_p(self.settings), self._generator, self._check_open)
         most, ends, stopped = self.settings.max_new_tokens, self._ends(), self._stopped if self._stops else None
         found = self._policy.decode(prompts, most, ends, draw, self._fp32_lm_head, stopped)
         if not found[1].isfinite().all():
@@ -177,13 +174,13 @@ class TransformersSampler:
         attention_mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
         # Temperature and top_p are ours here: those of `generate` would come after every processor that it is given.
         log_probs = _LogProbs()
-        processors = LogitsProcessorList([*_temperature_and_top_p(self.settings), log_probs])
+        processors = LogitsProcessorList([*temperature_and_top_p(self.settings), log_probs])
         settings = copy.deepcopy(self.settings)
         settings.update(temperature=1.0, top_p=1.0)
         if self._generator is not None:  # `generate` draws from the global random state alone, or takes the likeliest
             processors.append(self._drawn)
             settings.update(do_sample=False)
-        with self._policy.generating(self._fp32_lm_head), _finite_probabilities(), _without_own_settings(model):
+        with self._policy.generating(self._fp32_lm_head), _finite_probabilities(), without_own_settings(model):
             whole = model.generate(
                 input_ids=tokens,
                 attention_mask=attention_mask,
@@ -225,21 +222,6 @@ class TransformersSampler:
         reason = "stop" if len(places) or stopped is not None else "length"
         length = stopped or length
         return Completion(tokens[:length].clone(), log_probs[:length].clone(), reason, self._version)
-
-
-def _temperature_and_top_p(settings: GenerationConfig) -> list:
-    from transformers.generation import TemperatureLogitsWarper, TopPLogitsWarper
-
-    if settings.temperature == 0:
-        return [_likeliest]
-    temperature = [TemperatureLogitsWarper(settings.temperature)] if settings.temperature != 1 else []
-    return temperature + ([TopPLogitsWarper(settings.top_p)] if settings.top_p < 1 else [])
-
-
-def _likeliest(input_ids: Tensor | None, scores: Tensor) -> Tensor:
-    """Scores, (B, V), with all the probability on the likeliest token; NaN stays, so that it is noticed."""
-    tokens = scores.argmax(-1, keepdim=True)
-    return torch.full_like(scores, -torch.inf).scatter_(-1, tokens, 0 * scores.gather(-1, tokens))
 
 
 class _Draw:
@@ -284,18 +266,6 @@ class _LogProbs:
         if len(self._log_probs) < sampled.shape[1]:
             self._keep(sampled[:, -1:])
         return torch.cat(self._log_probs[: sampled.shape[1]], dim=-1)
-
-
-@contextlib.contextmanager
-def _without_own_settings(model):
-    """transformers fills what its caller leaves open from the model's settings: a repetition penalty, for one."""
-    from transformers import GenerationConfig
-
-    own, model.generation_config = model.generation_config, GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = own
 
 
 @contextlib.contextmanager

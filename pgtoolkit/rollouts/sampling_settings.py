@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from pgtoolkit.config.schema import PolicyRolloutConfig
 from pgtoolkit.system.model_folder import end_tokens
@@ -27,6 +31,34 @@ def sampling_settings(
         pad_token_id=tokenizer.pad_token_id or 0,
         eos_token_id=ends[0] if len(ends) == 1 else ends or None,
     )
+
+
+def temperature_and_top_p(settings: GenerationConfig) -> list:
+    """Processors of logits for what they say of the two; none where that changes nothing."""
+    from transformers.generation import TemperatureLogitsWarper, TopPLogitsWarper
+
+    if settings.temperature == 0:
+        return [likeliest]
+    temperature = [TemperatureLogitsWarper(settings.temperature)] if settings.temperature != 1 else []
+    return temperature + ([TopPLogitsWarper(settings.top_p)] if settings.top_p < 1 else [])
+
+
+def likeliest(input_ids: Tensor | None, scores: Tensor) -> Tensor:
+    """Scores, (B, V), with all the probability on the likeliest token; NaN stays, so that it is noticed."""
+    tokens = scores.argmax(-1, keepdim=True)
+    return torch.full_like(scores, -torch.inf).scatter_(-1, tokens, 0 * scores.gather(-1, tokens))
+
+
+@contextlib.contextmanager
+def without_own_settings(model):
+    """transformers fills what its caller leaves open from the model's settings: a repetition penalty, for one."""
+    from transformers import GenerationConfig
+
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def ignored_settings(policy: Any, rollout: PolicyRolloutConfig) -> dict[str, Any]:

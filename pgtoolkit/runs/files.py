@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import numbers
@@ -176,13 +177,21 @@ def _object(data: bytes, check: Callable[[dict], None]) -> dict:
     return found
 
 
+@functools.lru_cache(maxsize=16)
+def _parsed_yaml(data: bytes) -> Any:
+    """Not to be changed. A run reads its own configuration again and again."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.create(data.decode())
+
+
 def _yaml(data: bytes) -> Any:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
     try:
-        return OmegaConf.to_container(OmegaConf.create(data.decode()))
+        return OmegaConf.to_container(_parsed_yaml(data))
     except (OmegaConfBaseException, YAMLError, OSError, AssertionError, AttributeError, TypeError) as error:
         raise ValueError(first_line(error)) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import platform
@@ -64,6 +65,7 @@ def code_of(provenance: dict) -> tuple:
     return tuple((repository["commit"], repository["diff"]) for repository in last_start(provenance).get("git", []))
 
 
+@functools.cache
 def _packages():
     # Each access to `metadata` parses the file again.
     found = [dist.metadata for dist in importlib.metadata.distributions()]

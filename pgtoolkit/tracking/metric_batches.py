@@ -13,6 +13,10 @@ from pgtoolkit.tracking.store import parameter_name
 BY_DOCUMENTS = ("reward", "exact_match", "loss", "kl_new_old", "clipped_ratio_fraction", "entropy")
 """Metrics that are logged a second time as `by_documents/NAME`, with documents_seen in the place of the step."""
 
+EVALUATION = "evaluation/{}/{}"
+"""Name of a metric of an evaluation: of which set, and what."""
+
+_NOT_MEASURED = ("step", "time", "documents", "set", "prompts", "completions_per_prompt")
 _METRICS_PER_CALL = 1000  # MLflow's own limit
 
 
@@ -60,6 +64,21 @@ def metrics_of(row: dict) -> list:
 def system_metrics_of(row: dict) -> list:
     """A row of system_metrics.jsonl."""
     return _as_metrics(row, "system/", row["step"], row)
+
+
+def evaluations_of(delivered: Container[tuple[str, int]]) -> Callable[[dict], list]:
+    """Of a row of evaluations.jsonl what it measured, as evaluation/SET/NAME, in whose names pass@k is pass_at_k.
+
+    delivered: set and step of each row that the store has.
+    """
+
+    def metrics(row: dict) -> list:
+        if (row["set"], row["step"]) in delivered:
+            return []
+        measured = {name.replace("@", "_at_"): value for name, value in row.items() if name not in _NOT_MEASURED}
+        return _as_metrics(row | measured, EVALUATION.format(row["set"], ""), row["step"], measured)
+
+    return metrics
 
 
 def _as_metrics(row: dict, prefix: str, step: int, names: Iterable[str]) -> list:

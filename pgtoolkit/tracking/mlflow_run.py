@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import re
 import threading
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from pgtoolkit.runs.directory import read_metrics, read_status
 from pgtoolkit.system.plain_files import refuse_other
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.tracking.description import Description, describe
-from pgtoolkit.tracking.metric_batches import RowFile, metrics_of, system_metrics_of
+from pgtoolkit.tracking.metric_batches import EVALUATION, RowFile, evaluations_of, metrics_of, system_metrics_of
 from pgtoolkit.tracking.store import (
     failure,
     open_store,
@@ -29,7 +30,7 @@ SUPERSEDED = "superseded_by"
 """Tag of an MLflow run whose values are no longer the run's: the id of the one that has them."""
 
 _AT_THE_START = ("config.yaml", "overrides.yaml", "provenance.json", "data.json", "drift.jsonl")
-ARTIFACTS = (*_AT_THE_START, "status.json", "metrics.jsonl", "curves.png", "run.log")
+ARTIFACTS = (*_AT_THE_START, "status.json", "metrics.jsonl", "evaluations.jsonl", "curves.png", "run.log")
 """Files of the run directory that MLflow keeps a copy of, as far as they exist; at the end all of them once more."""
 
 _COMPARED = ("loss", "documents_seen")
@@ -94,6 +95,7 @@ class MlflowTracker:
                 run = self._client.create_run(experiment_id, described.start_time, run_name=described.run_name)
                 for other in superseded:
                     self._client.set_tag(other.info.run_id, SUPERSEDED, run.info.run_id)
+            evaluated = self._delivered_evaluations(run)
             self._run_id = run.info.run_id
             self._log_texts(described.tags, {} if run.data.params else described.params)
         self.info = {"uri": redact(self.uri), "experiment_id": experiment_id, "run_id": self._run_id}
@@ -103,6 +105,7 @@ class MlflowTracker:
         self._files = [
             self._metrics,
             RowFile(self._run_dir / "system_metrics.jsonl", range(last + 1), system_metrics_of),
+            RowFile(self._run_dir / "evaluations.jsonl", (), evaluations_of(evaluated)),
         ]
         self._thread = threading.Thread(target=self._deliver_until_stopped, name="mlflow", daemon=True)
         self._thread.start()
@@ -158,6 +161,16 @@ class MlflowTracker:
                 for point in self._client.get_metric_history(run.info.run_id, name):
                     rows.setdefault(point.step, set()).add((name, point.value))
         return rows
+
+    def _delivered_evaluations(self, run) -> set[tuple[str, int]]:
+        """Set and step of each evaluation that an MLflow run holds; a row arrives whole."""
+        named = {name: re.fullmatch(EVALUATION.format("(.*)", "avg"), name) for name in run.data.metrics}
+        return {
+            (found[1], point.step)
+            for name, found in named.items()
+            if found
+            for point in self._client.get_metric_history(run.info.run_id, name)
+        }
 
     def _log_texts(self, tags, params):
         from mlflow.entities import Param, RunTag

@@ -9,13 +9,13 @@ import logging
 import os
 import re
 import sqlite3
-import threading
 from pathlib import Path
 
 from pgtoolkit.config.names import NO_EFFECT_ON_LEARNING
 from pgtoolkit.config.paths import sqlite_path
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.files import leaves
+from pgtoolkit.system.background import InBackground
 from pgtoolkit.system.imports import without
 from pgtoolkit.system.plain_files import open_to_append
 from pgtoolkit.system.redaction import redact
@@ -61,22 +61,12 @@ class _ClientWithTimeouts:
 
 
 def _call_within(seconds, function, *arguments, **keywords):
-    outcome = {}
-
-    def call():
-        try:
-            outcome["value"] = function(*arguments, **keywords)
-        except BaseException as error:
-            outcome["error"] = error
-
-    thread = threading.Thread(target=call, name="mlflow call", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if "error" in outcome:
-        raise outcome["error"]
-    if "value" not in outcome:
-        raise TimeoutError(f"no whole answer within {seconds:g} s, which is 4 * MLFLOW_HTTP_REQUEST_TIMEOUT")
-    return outcome["value"]
+    try:
+        return InBackground(functools.partial(function, *arguments, **keywords)).result(seconds)
+    except TimeoutError as error:
+        if error.args:  # the call's own
+            raise
+        raise TimeoutError(f"no whole answer within {seconds:g} s, which is 4 * MLFLOW_HTTP_REQUEST_TIMEOUT") from None
 
 
 def open_store(uri: str, experiment: str):

@@ -46,12 +46,7 @@ def build(
     run_dir: where servers that are started write their logs.
     Whoever calls this closes the steps when the run is over, whatever ends it.
     """
-    lightning.seed_everything(config.seed, verbose=False)
-    if config.trainer.num_threads is not None:
-        torch.set_num_threads(config.trainer.num_threads)
-    # cuDNN's attention plans its execution anew for each shape, and each micro-batch has a shape of its own: a quarter
-    # of a GPU's time in a small model's step. The other kernels of PyTorch need no plan.
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    begin(config)
     task = make_task(config.task, config.seed)
     policy = build_policy(config.model, task.alphabet, accelerator(config) == "gpu")
     reference = reference_of(config, policy)  # first: the policy is spread in place
@@ -61,7 +56,8 @@ def build(
     room = min(policy.max_positions, config.accumulation.max_tokens)
     source = _source(config, task, module, room, resume, run_dir)
     if is_on(config):
-        module.evaluator = evaluator_of(config, task, module, source, run_dir)
+        trained = task if isinstance(source, PolicyRollouts) else None
+        module.evaluator = evaluator_of(config, trained, module, source, run_dir)
     seed_rank(config.seed, layout.rank)
     return module, StepLoader(source, config.accumulation, closes_on_groups(config), config.trainer.max_steps, layout)
 
@@ -69,6 +65,16 @@ def build(
 def closes_on_groups(config: Config) -> bool:
     """Whether a step ends only where a group ends."""
     return config.aggregation.mode == AggregationMode.prompt_mean
+
+
+def begin(config: Config) -> None:
+    """The random numbers and the settings of torch that all of it starts with."""
+    lightning.seed_everything(config.seed, verbose=False)
+    if config.trainer.num_threads is not None:
+        torch.set_num_threads(config.trainer.num_threads)
+    # cuDNN's attention plans its execution anew for each shape, and each micro-batch has a shape of its own: a quarter
+    # of a GPU's time in a small model's step. The other kernels of PyTorch need no plan.
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def fit(module: PolicyGradientModule, loader: StepLoader, config: Config, recorder: lightning.Callback) -> None:
@@ -122,7 +128,7 @@ def _source(config: Config, task, module: PolicyGradientModule, room: int, resum
 def evaluator_of(
     config: Config, trained: Task | None, module: PolicyGradientModule, source: Source | None, run_dir: Path
 ) -> Evaluator:
-    """What evaluates the policy of a module. trained: the prompts that it is trained on, with `source`, if any.
+    """What evaluates the policy of a module. trained: the prompts that it is trained on, if it is. source: likewise.
 
     Raises ConfigError or DataError for sets whose prompts cannot be read, or have no room.
     """
@@ -133,8 +139,7 @@ def evaluator_of(
     with failing_together(module.layout):
         sets = [_prompt_set(how, one, module, room) for one in held_out_sets(config)]
         for one, task in sets:
-            count = asked_by_both(trained, task, one.count) if source is not None and trained is not None else 0
-            if count and isinstance(source, PolicyRollouts):
+            if trained is not None and (count := asked_by_both(trained, task, one.count)):
                 log.warning(
                     f"note: {count} of the {one.count} prompts of evaluation set {one.name} are also prompts of "
                     "training: what is measured on those is not held out."

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import operator
 import os
 from pathlib import Path
 
+from pgtoolkit.config.evaluation import held_out_sets, is_on
 from pgtoolkit.config.paths import NO_FOLDER
 from pgtoolkit.config.schema import Config, HuggingFaceModelConfig, PromptsTaskConfig, RecordedRolloutConfig
 from pgtoolkit.errors import ConfigError, DataError
@@ -34,7 +36,8 @@ def record_data(run_dir: Path, config: Config, step: int | None) -> None:
     found = digests(config)
     before = read_data(run_dir) if step is not None else {}
     accepted = before.pop("accepted", [])
-    changes = {key: _difference(files, found.get(key, {})) for key, files in before.items()}
+    read = {key: files for key, files in before.items() if key in found or not key.startswith("evaluation.")}
+    changes = {key: _difference(files, found.get(key, {})) for key, files in read.items()}
     changes = {key: difference for key, difference in changes.items() if difference}
     if changes and not config.trainer.accept_changed_data:
         raise ConfigError("\n".join(_refusal(config, key, step, difference) for key, difference in changes.items()))
@@ -64,9 +67,13 @@ def digests(config: Config) -> dict[str, dict[str, dict]]:
             files[key] = sorted(file for file in inside if file.is_file())
     if isinstance(config.task, PromptsTaskConfig):
         files["task.path"] = prompt_files(config.task.path, config.task.split)
+    for one in held_out_sets(config) if is_on(config) and config.evaluation.sets else ():
+        if isinstance(one.task, PromptsTaskConfig):
+            files[f"evaluation.sets.{one.name}.path"] = prompt_files(one.task.path, one.task.split)
     if isinstance(config.rollout, RecordedRolloutConfig):
         files["rollout.path"] = find_files(config.rollout.path, "rollout.path")
-    return {key: _digests(paths, sampled=key != "task.path") for key, paths in files.items()}
+    prompts = ("task.", "evaluation.")
+    return {key: _digests(paths, sampled=not key.startswith(prompts)) for key, paths in files.items()}
 
 
 def _digests(paths: list[Path], sampled: bool) -> dict[str, dict]:
@@ -102,8 +109,11 @@ def _difference(before: dict, now: dict) -> str:
 
 
 def _refusal(config: Config, key: str, step: int, difference: str) -> str:
-    group, name = key.split(".")
+    if key.startswith("evaluation."):
+        value = next(one.task.path for one in held_out_sets(config) if key == f"evaluation.sets.{one.name}.path")
+    else:
+        value = operator.attrgetter(key)(config)
     return (
-        f"{key}={getattr(getattr(config, group), name)} needs the contents that the run began with (got {difference}). "
+        f"{key}={value} needs the contents that the run began with (got {difference}). "
         f"Its first {step} steps were made with those. Restore them, or use trainer.accept_changed_data=true."
     )

@@ -51,12 +51,7 @@ class Evaluations:
 
     def make(self, step: int) -> None:
         """Evaluate the weights after this step on every set. Called by every rank."""
-        rows, layout = [], self._module.layout
-        for one in self._module.evaluator.sets:
-            with random_numbers_of(seed_of(one.seed, step + (layout.rank << 32))):
-                numbers = self._module.evaluator.evaluate(one, step)
-            row = {"step": step, "time": round(time.time(), 3), "documents": self._module.documents_seen, **numbers}
-            rows.append(row)
+        rows, layout = measure(self._module, step), self._module.layout
         if self._module.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._module.device)  # what follows is the next step's
         with failing_together(layout):
@@ -76,3 +71,13 @@ class Evaluations:
         if row is None or row[self._watched[1]] < goal:
             return None
         return f"trainer.stop_at={goal:g} was reached: {'/'.join(self._watched)} is {row[self._watched[1]]:.4g}"
+
+
+def measure(module: Any, step: int) -> list[dict[str, Any]]:
+    """The rows of evaluations.jsonl of a module's evaluator, for its weights after this step; called by every rank."""
+    rows = []
+    for one in module.evaluator.sets:
+        with random_numbers_of(seed_of(one.seed, step + (module.layout.rank << 32))):
+            numbers = module.evaluator.evaluate(one, step)
+        rows.append({"step": step, "time": round(time.time(), 3), "documents": module.documents_seen, **numbers})
+    return rows

@@ -1,4 +1,4 @@
-"""`pgtk export`: a run's newest checkpoint as a Hugging Face folder, with a card that says how it came about."""
+"""`pgtk export`: a run's newest or best checkpoint as a Hugging Face folder, with a card on how it came about."""
 
 from __future__ import annotations
 
@@ -17,25 +17,31 @@ from torch import nn
 
 from pgtoolkit.comparison.runs import is_run, not_a_run
 from pgtoolkit.config.compose import compose
+from pgtoolkit.config.evaluation import watched_in
 from pgtoolkit.config.schema import Config, HuggingFaceModelConfig, NumberType, PromptsTaskConfig, TinyModelConfig
-from pgtoolkit.errors import ConfigError, StorageError, first_line
+from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
 from pgtoolkit.rollouts.prompts import scored_by_nobody
 from pgtoolkit.rollouts.tasks import make_task
 from pgtoolkit.runs.directory import read_config, read_metrics, read_status
+from pgtoolkit.runs.evaluations import best_checkpoint
+from pgtoolkit.runs.files import read_resolved
 from pgtoolkit.runs.series import best, final
 from pgtoolkit.system.model_folder import ADAPTER_SETTINGS, load_config
 from pgtoolkit.system.plain_files import open_to_read
 from pgtoolkit.system.redaction import redact
+from pgtoolkit.system.report import refusal
 from pgtoolkit.tracking.description import describe
 from pgtoolkit.tracking.next_commands import shell_path
-from pgtoolkit.training.checkpoint import load_newest, settings_of
+from pgtoolkit.training.checkpoint import list_checkpoints, load_newest, read_checkpoint, settings_of
 
 _SHOWN = ("reward", "exact_match", "loss", "kl_new_old", "completion_length")
 """Metrics that the card lists, as far as the run has them."""
 
 
-def export(run_dir: Path, folder: Path) -> int:
+def export(run_dir: Path, folder: Path, best: bool = False) -> int:
     """Write the run's newest checkpoint to `folder`, all of it or nothing; returns the checkpoint's step.
+
+    best: write the one with the highest evaluation.best instead.
 
     The folder holds the checkpoint's model, its weights in the number type that training began with, README.md and, if
     there is one, the run's curves.png; transformers loads it to the same logits (in bfloat16: rounded). LoRA's adapters
@@ -46,12 +52,7 @@ def export(run_dir: Path, folder: Path) -> int:
     if not is_run(run_dir):
         raise not_a_run(use, run_dir, "a run directory")
     _refuse_occupied(use, folder)
-    state = load_newest(run_dir / "checkpoints")
-    if state is None:
-        raise ConfigError(
-            f"{use} needs a checkpoint (got none). A run saves one every trainer.checkpoint_every steps and at its "
-            f"end. Use pgtk resume {shell_path(run_dir)}."
-        )
+    state = saved_state(run_dir, use, best=best)
     config = _config(run_dir)
     temporary = None
     try:
@@ -71,6 +72,39 @@ def export(run_dir: Path, folder: Path) -> int:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
     return state["step"]
+
+
+def saved_state(run_dir: Path, use: str, step: int | None = None, best: bool = False) -> dict:
+    """A run's checkpoint of this step, or the best, or else the newest. Raises ConfigError where there is none.
+
+    use: the command, for what is said.
+    """
+    folder = run_dir / "checkpoints"
+    if best:
+        row = best_checkpoint(run_dir, watched_in(read_resolved(run_dir)))
+        if row is None:
+            reason = "A run keeps one by evaluation.best, from its first evaluation after a step on."
+            raise ConfigError(refusal(f"{use} --best", "a run with evaluations and checkpoints", "none", reason, use))
+        step = row["step"]
+    if step is None:
+        if (state := load_newest(folder)) is not None:
+            return state
+        raise ConfigError(
+            f"{use} needs a checkpoint (got none). A run saves one every trainer.checkpoint_every steps and at its "
+            f"end. Use pgtk resume {shell_path(run_dir)}."
+        )
+    path = folder / f"step-{step:06d}"
+    if not path.is_dir():
+        there = [int(found.name.removeprefix("step-")) for found in list_checkpoints(folder)]
+        reason = "The run keeps trainer.keep_checkpoints of them, and the best."
+        needs, got = f"one of the steps {', '.join(map(str, there)) or 'with a checkpoint'}", step
+        raise ConfigError(refusal(f"{use} --step={step}", needs, got, reason, f"--step={there[-1] if there else 'N'}"))
+    try:
+        return read_checkpoint(path)
+    except PgtoolkitError:
+        raise
+    except Exception as error:  # of damaged files its parsers each raise their own
+        raise StorageError(f"the checkpoint {path} is damaged: {first_line(error)}. Use another one.") from error
 
 
 def _refuse_occupied(use, folder):

@@ -46,7 +46,11 @@ def check_machine(c: Any, report: Report, typed: bool = True, begins: bool = Tru
 
 def devices(c: Any, report: Report) -> None:
     """A GPU where one is asked for."""
-    if not (c.trainer.device == "cuda" or needs_gpu(c)) or _has_gpu():
+    if not (c.trainer.device == "cuda" or needs_gpu(c)):
+        return
+    import torch
+
+    if torch.cuda.is_available():
         return
     if c.trainer.device == "cuda":
         reason = "Its driver or torch's CUDA build is missing."
@@ -65,21 +69,12 @@ def _server(c: Any, report: Report) -> None:
         reason = "vLLM is installed in an environment of its own, since its versions of libraries are others."
         use = "sampler.executable=ENVIRONMENT/bin/vllm, or sampler.urls=[http://HOST:PORT]"
         report.refuse(f"sampler.executable={own.executable}", "a program that is there", "none", reason, use)
-    if own.gpus and max(own.gpus) >= (count := _gpus()):
-        reason = "They are numbered from 0, as torch sees them."
-        report.refuse(f"sampler.gpus={text(own.gpus)}", "GPUs of this machine", f"{count} of them", reason, "others")
+    if own.gpus:
+        import torch
 
-
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
+        setting, reason = f"sampler.gpus={text(own.gpus)}", "They are numbered from 0, as torch sees them."
+        if max(own.gpus) >= (count := torch.cuda.device_count()):
+            report.refuse(setting, "GPUs of this machine", f"{count} of them", reason, "others")
 
 
 def _functions(c: Any, report: Report) -> None:

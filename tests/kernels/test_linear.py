@@ -17,7 +17,9 @@ from builders.losses import (
 from pgtoolkit import linear_policy_loss
 from pgtoolkit.batch import DocumentCounts
 from pgtoolkit.kernels import fused_head as linear_module
-from pgtoolkit.kernels.fused_head import HeadOptions, linear_loss
+from pgtoolkit.kernels.fused_head import HeadOptions, LMHead, linear_loss
+from pgtoolkit.losses.aggregation import SampleMean
+from pgtoolkit.losses.objective import Loss
 
 
 def fused(
@@ -35,8 +37,10 @@ def fused(
     leaves, tensors = problem.leaves(), problem.tensors
     options = {"group_index": group_index, "dtype": tensors[1].dtype} | epsilons
     objective = objective_of(tensors, loss, (aggregation, divisor), **options)
-    head = HeadOptions(IMPLEMENTATIONS[implementation], max_rows, TEMPERATURE, "with_entropy", fp32_logits, True, None)
-    value, log_probs, _, _ = linear_loss(*leaves, tensors[0], objective, head)
+    what = Loss(objective.family, SampleMean(), TEMPERATURE, "with_entropy")
+    head = LMHead(*leaves[1:], fp32_logits=fp32_logits)
+    how = HeadOptions(IMPLEMENTATIONS[implementation], max_rows, what)
+    value, log_probs, _, _ = linear_loss(leaves[0], head, tensors[0], objective, how)
     return value, log_probs, leaves
 
 

@@ -21,8 +21,10 @@ from builders.losses import (
 
 from pgtoolkit import policy_loss
 from pgtoolkit.kernels import triton_objective, triton_passes
-from pgtoolkit.kernels.fused_head import HeadOptions, linear_loss
+from pgtoolkit.kernels.fused_head import HeadOptions, LMHead, linear_loss
 from pgtoolkit.losses import reference
+from pgtoolkit.losses.aggregation import SampleMean
+from pgtoolkit.losses.objective import Loss
 
 DUAL = {"epsilon_low": 0.2, "epsilon_high": 0.25, "dual_clip": 1.3}
 CASES = [
@@ -151,8 +153,8 @@ def test_the_fused_head_matches_the_logits(loss, parameters):
     for rows in (4, 1000) if loss in ("grpo", "gspo", "vespo") else (4,):  # the latter asks only where sums are taken
         leaves = made.leaves()
         objective = objective_of(made.tensors, loss, dtype=torch.float32, **parameters)
-        head = HeadOptions(triton_passes, rows, TEMPERATURE, "basic", False, True, None)
-        value = linear_loss(*leaves, made.tensors[0], objective, head)[0]
+        how = HeadOptions(triton_passes, rows, Loss(objective.family, SampleMean(), TEMPERATURE, "basic"))
+        value = linear_loss(leaves[0], LMHead(*leaves[1:]), made.tensors[0], objective, how)[0]
         (2 * value).backward()
         assert float(value.detach()) == pytest.approx(float(expected_loss), rel=1e-5, abs=1e-6)
         for leaf, gradient in zip(leaves, gradients, strict=True):

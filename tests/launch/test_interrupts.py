@@ -38,9 +38,8 @@ def status_of(folder):
     return json.loads((folder / "status.json").read_text())
 
 
-@pytest.mark.parametrize(
-    ("number", "step"), [pytest.param(signal.SIGINT, 3, marks=pytest.mark.slow), (signal.SIGTERM, 6)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "step"), [(signal.SIGINT, 3), (signal.SIGTERM, 6)])
 def test_a_signal_ends_the_step_saves_and_tells_how_to_resume(tmp_path, number, step):
     """The steps after the resume are bit-equal to those of a run that was never interrupted."""
     process = start(tmp_path, *LONG)

@@ -15,7 +15,8 @@ from pgtoolkit.rollouts.steps import StepLoader
 @pytest.mark.parametrize(("lag", "how"), [(0, CUTS[0]), (1, CUTS[1]), (3, CUTS[0]), *((5, how) for how in CUTS[2:])])
 def test_a_batch_is_of_the_weights_of_so_many_updates_ago(lag, how, old):
     """Sampled with them, and with their log-probs as old ones; of the first weights while there are no others."""
-    found = trained(11, f"rollout.lag={lag}", f"rollout.old_log_probs={old}", "loss=grpo", *cut(*how))
+    count = {16: 7, 12: 9, 40: 7}.get(how[0], 11)  # fewer of the large steps
+    found = trained(count, f"rollout.lag={lag}", f"rollout.old_log_probs={old}", "loss=grpo", *cut(*how))
     assert_of_their_versions(*found, lambda first: max(0, first - lag))
 
 
@@ -90,9 +91,9 @@ AHEAD = {
 def test_a_run_continues_bit_for_bit_from_every_step(tmp_path, chosen):
     overrides = [*AHEAD[chosen], "trainer.max_steps=9"]
     whole = run(tmp_path / "whole", *overrides)
-    for step in range(1, 9):
+    for step in range(1, 9, 1 if chosen in ("lag", "overlap") else 2):
         resumed = copy_as_of(whole, step, tmp_path / f"after {step}")
-        run(resumed, *overrides, resume=True)
+        run(resumed, *overrides, "trainer.checkpoint_every=9", resume=True)
         assert metrics_of(resumed) == metrics_of(whole)
         assert_equal(checkpoint_of(resumed, 9), checkpoint_of(whole, 9))
 

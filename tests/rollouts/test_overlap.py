@@ -38,7 +38,7 @@ def overlap(most):
 )
 def test_no_document_is_trained_later_than_allowed(how, lasts, most):
     """lasts: steps of a batch. The first weights write what is begun before there are others."""
-    found = trained(14, *overlap(most), "loss=grpo", *cut(*how))
+    found = trained(3 * lasts + 2, *overlap(most), "loss=grpo", *cut(*how))
     ahead = min(most - lasts + 1, lasts)
     versions = assert_of_their_versions(*found, lambda first: max(0, first - ahead))
     ages = [number - d.model_version for number, (documents, _) in enumerate(found[2]) for d in documents]

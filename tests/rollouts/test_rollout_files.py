@@ -245,6 +245,7 @@ def test_huge_rows_and_row_groups_are_refused(tmp_path, monkeypatch):
     assert "r.jsonl:1: the line is longer than" in refused(write_jsonl(tmp_path / "r.jsonl", [good_row()]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_a_file_larger_than_memory(tmp_path, suffix):
     rows = [good_row(i, i // 2, length=2000, group_id=i // 2) for i in range(16)]

@@ -9,7 +9,7 @@ import re
 
 import pytest
 import torch
-from builders.losses import EVERY_LOSS, LOSSES, OBJECTIVES, PARAMETERS
+from builders.losses import EVERY_LOSS, OBJECTIVES, PARAMETERS
 from builders.rollout_rows import good_row, write_jsonl
 from builders.runs import SHORT, assert_equal, change_state, checkpoint_of, config_of, copy_as_of, metrics_of, run
 from omegaconf import OmegaConf
@@ -154,7 +154,7 @@ def test_a_run_does_not_depend_on_max_tokens(tmp_path, max_tokens):
 def test_resume_at_every_step_is_bit_equal(tmp_path, overrides):
     """Weights, optimizer, rollouts, random state and every metric, from a checkpoint after any step."""
     whole = run(tmp_path / "whole", *overrides)
-    for step in range(1, 6):
+    for step in (2, 4) if overrides else range(1, 6):  # in a batch of rollouts, and after it
         resumed = copy_as_of(whole, step, tmp_path / f"from {step}")
         run(resumed, *overrides, resume=True)
         assert metrics_of(resumed) == metrics_of(whole)
@@ -442,7 +442,7 @@ def test_a_sampling_log_prob_that_is_not_finite_names_the_document():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("loss", "seed"), [*((loss, 0) for loss in EVERY_LOSS), *((loss, 1) for loss in LOSSES)])
+@pytest.mark.parametrize(("loss", "seed"), [*((loss, 0) for loss in EVERY_LOSS), ("gspo", 1)])
 def test_it_learns(tmp_path, loss, seed):
     """A smaller main job: the reward of three digits rises from chance to three times that in a few seconds."""
     rows = metrics_of(

@@ -7,11 +7,10 @@ from typing import Any
 
 from pgtoolkit.config.evaluation import samples
 from pgtoolkit.config.plan import vocabulary_size
-from pgtoolkit.ranks.environment import joined
+from pgtoolkit.ranks.environment import AXES, joined
 from pgtoolkit.system.model_folder import model_settings
 from pgtoolkit.system.report import Report, is_whole, text
 
-SIZES = ("pipeline_parallel", "data_parallel", "sequence_data_parallel", "tensor_parallel")
 MODEL_TYPES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 
 
@@ -22,9 +21,14 @@ def parallelism(c: Any, report: Report) -> None:
     fits(c.parallelism, _known(c), vocabulary_size(c.model, c.task), report)
 
 
+def world_size(p: Any) -> int:
+    """How many processes share a step."""
+    return math.prod(getattr(p, axis) for axis in AXES)
+
+
 def _world(p: Any, report: Report) -> None:
-    sizes = {name: getattr(p, name) for name in SIZES}
-    rank, product = joined(), math.prod(sizes.values())
+    sizes = {name: getattr(p, name) for name in AXES}
+    rank, product = joined(), world_size(p)
     if rank is not None and rank.world_size != product:
         factors = " x ".join(f"{name}={size}" for name, size in sizes.items())
         needs = f"the product of the parallel sizes, {product} = {factors}"
@@ -59,7 +63,7 @@ def _keys(c: Any, report: Report) -> None:
 
 def _rollouts(c: Any, report: Report) -> None:
     p = c.parallelism
-    whole = {name: 1 for name in SIZES if name != "data_parallel"} | {"shard": False}
+    whole = {name: 1 for name in AXES if name != "data_parallel"} | {"shard": False}
     if samples(c) and (spread := [name for name in whole if getattr(p, name) != whole[name]]):
         reason = "Completions are sampled by a whole model, and no rank would hold one."
         setting = f"parallelism.{spread[0]}={text(getattr(p, spread[0]))}"
@@ -80,7 +84,7 @@ def fits(p: Any, known: dict[str, Any], vocabulary: int | None, report: Report) 
     p: parallelism. known: type, attention heads, key-value heads, layers, tied; what is not known is missing or None.
     """
     tensor, stages = p.tensor_parallel, p.pipeline_parallel
-    spread = [f"{name}={getattr(p, name)}" for name in SIZES if name != "data_parallel" and getattr(p, name) > 1]
+    spread = [f"{name}={getattr(p, name)}" for name in AXES if name != "data_parallel" and getattr(p, name) > 1]
     spread += ["shard=true"] if p.shard else []
     if spread and known.get("type") not in (None, *MODEL_TYPES):
         needs, reason = f"a model of type {', '.join(MODEL_TYPES)}", "pgtoolkit knows where the matrices of these are."

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
 from pgtoolkit.config.evaluation import samples
-from pgtoolkit.config.rules.parallelism import SIZES
+from pgtoolkit.config.rules.parallelism import world_size
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, is_whole, text
 
@@ -41,7 +40,7 @@ def sampler(c: Any, typed: list[str], usual: Callable[[str], Any], report: Repor
 
 
 def _vllm(c: Any, usual: Callable[[str], Any], report: Report) -> None:
-    own, world = c.sampler, math.prod(getattr(c.parallelism, size) for size in SIZES)
+    own, world = c.sampler, world_size(c.parallelism)
     for name in ("urls", "arguments", "gpus"):
         if not isinstance(getattr(own, name), list | None):  # as an interpolation may give
             use = f"sampler.{name}={text(usual(f'sampler.{name}'))}"

@@ -17,9 +17,14 @@ class InBackground:
         self._thread = threading.Thread(target=self._call, args=(function,), daemon=True)
         self._thread.start()
 
-    def result(self) -> Any:
-        """Waits; a signal to the process still acts. Raises what the function has raised."""
-        self._thread.join()
+    def result(self, seconds: float | None = None) -> Any:
+        """Waits, for so long at most; a signal to the process still acts. Raises what the function has raised.
+
+        TimeoutError where it is not done by then: it goes on, and is of no consequence.
+        """
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            raise TimeoutError
         if self._error is not None:
             raise self._error
         return self._value

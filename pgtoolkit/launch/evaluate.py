@@ -1,0 +1,194 @@
+"""`pgtk evaluate`: finds the model and the prompts that a command line names, checks them, shows what is measured."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from pgtoolkit.config.compose import compose
+from pgtoolkit.config.defaults import default
+from pgtoolkit.config.evaluation import are_training_prompts, held_out_sets, sampling
+from pgtoolkit.config.names import name_from
+from pgtoolkit.config.paths import make_absolute
+from pgtoolkit.config.rules import run, sampler
+from pgtoolkit.config.rules.evaluation import evaluated
+from pgtoolkit.config.saved import saved_config
+from pgtoolkit.config.validate import resolve
+from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.launch.start import refusal as refused
+from pgtoolkit.system.plain_files import write_atomically
+from pgtoolkit.system.redaction import redact
+from pgtoolkit.system.report import Report, key_of, refusal, text
+from pgtoolkit.tracking.next_commands import shell_path
+from pgtoolkit.training.machine import check_machine
+
+FOLDER = Path("outputs/evaluations")
+"""Where the results are, below the directory that the command was typed in."""
+
+_OF_EVALUATION = tuple(
+    f"evaluation.{key}"
+    for key in (
+        "prompts_per_set",
+        "completions_per_prompt",
+        "temperature",
+        "top_p",
+        "max_completion_length",
+        "seed",
+        "sets",
+    )
+)
+_OF_A_RUN = ("task", *_OF_EVALUATION, "sampler", "trainer.device", "trainer.num_threads")
+_OF_A_MODEL = (
+    *_OF_A_RUN,
+    *("model", "seed", "experiment"),
+    *("rollout.temperature", "rollout.top_p", "rollout.max_completion_length", "rollout.stop"),
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is evaluated. source: a run or a model's folder; None: the model that a configuration begins with.
+
+    step, best: which checkpoint of a run, if not the newest. overrides: what was typed.
+    """
+
+    source: Path | None
+    step: int | None
+    best: bool
+    overrides: list[str]
+
+    @property
+    def command(self) -> str:
+        return "pgtk evaluate" + ("" if self.source is None else f" {self.source}")
+
+
+def evaluate(asked: Asked) -> str:
+    """Evaluate, write the results into a folder of their own, and give what to print. Raises PgtoolkitError."""
+    from pgtoolkit.comparison.runs import is_run
+
+    of_run = asked.source is not None and is_run(asked.source)
+    config = _configuration(asked, of_run)
+    for note in _check(config, asked.overrides):
+        print(f"note: {note}", flush=True)
+    trained = OmegaConf.to_object(saved_config(asked.source)) if of_run else None
+    chosen: Any = OmegaConf.to_object(config)
+    for one in held_out_sets(chosen):
+        if trained is not None and (reason := are_training_prompts(trained, one)):
+            print(f"note: set {one.name} holds prompts of the run's training. {reason}", flush=True)
+
+    from pgtoolkit.training.evaluate import evaluate as measured
+    from pgtoolkit.training.export import saved_state
+    from pgtoolkit.training.train import quieten
+
+    quieten()
+    state = saved_state(asked.source, asked.command, asked.step, asked.best) if of_run else None
+    folder = _folder(asked)
+    write_atomically(folder / "evaluation.yaml", redact(OmegaConf.to_yaml(config)))
+    try:
+        rows = measured(chosen, folder, trained, state)
+    except (ConfigError, DataError):
+        shutil.rmtree(folder)
+        raise
+    write_atomically(folder / "evaluations.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    return page(rows, chosen, _model(asked, chosen, state), folder)
+
+
+def _configuration(asked: Asked, of_run: bool) -> DictConfig:
+    """The configuration, of which nothing says how to train any more. Raises ConfigError with all problems."""
+    source, overrides, run_dir = asked.source, asked.overrides, None
+    if not of_run and (asked.step is not None or asked.best):
+        flag = "--best" if asked.best else f"--step={asked.step}"
+        raise ConfigError(refusal(flag, "a run directory", source, "A run has several checkpoints.", f"no {flag}"))
+    if of_run:
+        run_dir = source
+    elif source is not None:
+        if not (source / "config.json").is_file():
+            from pgtoolkit.comparison.runs import not_a_run
+
+            raise not_a_run(asked.command, source, "a run directory, or a model's Hugging Face folder")
+        overrides = ["model=huggingface", f"model.path={json.dumps(str(source))}", *overrides]
+    composed = compose(overrides, run_dir=run_dir, typed=asked.overrides, only=_OF_A_RUN if of_run else _OF_A_MODEL)
+    if composed.problems:
+        raise refused(composed.problems)
+    config, typed = composed.config, {key_of(override) for override in asked.overrides}
+    with open_dict(config):
+        config.pop("hydra", None)
+    own_task = any(key.partition(".")[0] == "task" for key in typed)
+    if own_task and not any(key.startswith("evaluation.sets") for key in typed):
+        config.evaluation.sets = {}
+    make_absolute(config)
+    config.evaluation.every, config.evaluation.best, config.trainer.stop_at = 1, None, None
+    if of_run and not own_task and config.task.name == "prompts" and not config.evaluation.sets:
+        reason = "The run has no held-out prompts of its own."
+        use = "task.path=test.jsonl or evaluation.sets.test.path=test.jsonl"
+        raise ConfigError(refusal(asked.command, "prompts to evaluate on", "none", reason, use))
+    return config
+
+
+def _check(config: DictConfig, overrides: list[str]) -> list[str]:
+    """The notes on a configuration; raises ConfigError or DataError with all problems."""
+    report = Report()
+    plain = resolve(config, report)
+    run.model(plain, report)
+    evaluated(plain, report)
+    sampler.sampler(plain, overrides, lambda key: default(config, key), report)
+    plain.rollout.name = "none"  # no rule on what is trained is to look at the prompts of the task
+    check_machine(plain, report, begins=False)
+    if report.problems:
+        raise refused(list(dict.fromkeys(report.problems)))
+    return report.notes
+
+
+def _folder(asked: Asked) -> Path:
+    name = name_from(asked.overrides, {}) if asked.source is None else asked.source.resolve().name
+    folder = FOLDER / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{name}"
+    number = 1
+    while True:
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            number += 1
+            folder = folder.with_name(f"{folder.name.partition('~')[0]}~{number}")
+
+
+def _model(asked: Asked, config: Any, state: dict | None) -> str:
+    if asked.source is None:
+        return f"the initial model of model={config.model.name}, seed {config.seed}"
+    return shell_path(asked.source) + ("" if state is None else f", step {state['step']}")
+
+
+def page(rows: list[dict[str, Any]], config: Any, model: str, folder: Path) -> str:
+    """The numbers of each set in a column, and where everything lies."""
+    how = sampling(config)
+    names = [name for name in rows[0] if name not in ("step", "time", "documents", "set") and "_error" not in name]
+    table = [["", *(row["set"] for row in rows)], *([name, *(_cell(row, name) for row in rows)] for name in names)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
+    entries = [("model", model)]
+    for one in held_out_sets(config):
+        entries.append((one.name, one.task.path if one.files else f"{one.task.name} with seed {one.seed}"))
+    cut = "" if how["top_p"] in (None, 1) else f", top_p {text(how['top_p'])}"
+    length = f"at most {how['max_completion_length']} tokens"
+    entries.append(
+        ("sampled", f"at temperature {text(how['temperature'])}{cut}, {length}, by sampler={config.sampler.name}")
+    )
+    entries += [
+        ("results", shell_path(folder / "evaluations.jsonl")),
+        ("completions", shell_path(folder / "completions")),
+    ]
+    return "\n".join([*lines, "", *(f"{label:<12} {value}" for label, value in entries)])
+
+
+def _cell(row: dict[str, Any], name: str) -> str:
+    value = row.get(name)
+    if value is None or isinstance(value, int):
+        return "" if value is None else str(value)
+    error = row.get(f"{name}_error")
+    return f"{value:.4g}" if error is None else f"{value:.4f} ± {error:.4f}"

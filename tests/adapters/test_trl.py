@@ -1,0 +1,242 @@
+"""TRL's trainer with its own loss against the same with ours: the weights after real steps, sampling included.
+
+Two updates are made with each batch, so that ratios leave 1 and the clips act; an update takes two micro-batches.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("trl", reason="the extra trl")
+
+from adapters import trl_runs
+from builders.models import small_llama
+
+from pgtoolkit import corrections, families
+
+TWICE = {"num_iterations": 2, "max_steps": 4, "learning_rate": 2.0}
+NARROW = {"epsilon": 0.01, "epsilon_high": 0.015}
+GSPO = families.Gspo(epsilon_low=0.01, epsilon_high=0.015)
+SAPO = families.Sapo(temperature_positive=1.5, temperature_negative=2.0)
+SEQUENCE = {"importance_sampling_level": "sequence"}
+EQUAL = [
+    # (TRL's flags, our trainer's keywords, flags of both)
+    ({"loss_type": "grpo"}, {"loss": "grpo", "aggregation": "sample_mean"}, {}),
+    ({"loss_type": "dapo"}, {"loss": "grpo", "aggregation": "token_mean"}, {}),
+    ({"loss_type": "dr_grpo"}, {"loss": "grpo", "aggregation": "constant", "divisor": 8}, {}),
+    (
+        {"epsilon_high": 0.28, "delta": 1.4},
+        {"loss": families.Grpo(epsilon_high=0.28, dual_clip=1.4), "aggregation": "token_mean"},
+        {},
+    ),
+    ({"loss_type": "grpo"} | SEQUENCE | NARROW, {"loss": GSPO, "aggregation": "sample_mean"}, {}),
+    ({"loss_type": "dapo"} | SEQUENCE | NARROW, {"loss": GSPO, "aggregation": "token_mean"}, {}),
+    ({"loss_type": "luspo"} | SEQUENCE | NARROW, {"loss": GSPO, "aggregation": "constant", "divisor": 1}, {}),
+    (
+        {"loss_type": "cispo", "epsilon_high": 1.2},
+        {"loss": families.Cispo(epsilon_high=0.2), "aggregation": "token_mean"},
+        {},
+    ),
+    (
+        {"loss_type": "sapo", "sapo_temperature_pos": 1.5, "sapo_temperature_neg": 2.0},
+        {"loss": SAPO, "aggregation": "sample_mean"},
+        {},
+    ),
+    ({"loss_type": "vespo"}, {"loss": "vespo", "aggregation": "token_mean"}, {}),
+    ({}, {"loss": "grpo", "aggregation": "token_mean"}, {"beta": 0.3}),
+    ({}, {"loss": "grpo", "aggregation": "token_mean"}, {"beta": 0.3, "use_bias_correction_kl": False}),
+    (
+        {"loss_type": "grpo"},
+        {"loss": "grpo", "aggregation": "sample_mean"},
+        {"steps_per_generation": 4, "mask_truncated_completions": True, "scale_rewards": "none"},
+    ),
+    ({}, {"loss": "grpo", "aggregation": "token_mean"}, {"gradient_accumulation_steps": 1, "entropy_coef": 0.3}),
+]
+APART = [
+    # (TRL's flags, our trainer's keywords, flags of both, how far apart after two updates)
+    ({"loss_type": "bnpo"}, {"loss": "grpo", "aggregation": "token_mean"}, {}, 0.229),
+    ({}, {"loss": "grpo", "aggregation": "token_mean"}, {"steps_per_generation": 4, "seed": 1}, 0.191),
+    ({}, {"loss": "grpo", "aggregation": "token_mean"}, {"entropy_coef": 0.3}, 0.0038),
+    (SEQUENCE | NARROW, {"loss": GSPO, "aggregation": "token_mean"}, {"beta": 0.3}, 0.205),
+]
+
+
+NOT_SHOWN = {"step_time", "train_runtime", "cispo_clip_ratio", "vespo/phi_seq_mean", "policy_loss", "entropy_coef"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The small model, saved: TRL reads the reference again."""
+    folder = tmp_path_factory.mktemp("llama")
+    small_llama().save_pretrained(folder)
+    return str(folder)
+
+
+def both(flags, ours, common, folder, engine=None):
+    """(weights and log with TRL's own loss, the same with ours, the way of the former from the start)."""
+    start = torch.cat([x.detach().flatten() for x in small_llama().parameters()])
+    tasks = (None, TWICE | common | flags, engine), (ours, TWICE | common, engine)
+    theirs, found = (trl_runs.trained(trl_runs.trainer(folder, *task)) for task in tasks)
+    return theirs, found, (theirs[0] - start).norm()
+
+
+def quick(rows, number):
+    """The first of them, and the others as slow tests."""
+    return [pytest.param(*row, marks=[pytest.mark.slow] if place >= number else []) for place, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize(("flags", "ours", "common"), quick(EQUAL, 5), ids=lambda one: str(one))
+def test_trl_with_these_flags_is_ours(flags, ours, common, folder):
+    (exact, their_log), (found, log), way = both(flags, ours, common, folder)
+    assert float(way) > 1
+    torch.testing.assert_close(found, exact, rtol=0, atol=2e-6)
+    for theirs, row in zip(their_log[:-1], log[:-1], strict=True):
+        for name in theirs.keys() - NOT_SHOWN:
+            assert row[name] == pytest.approx(theirs[name], abs=1e-5), name
+
+
+@pytest.mark.parametrize(("flags", "ours", "common", "apart"), quick(APART, 1), ids=lambda one: str(one))
+def test_where_trl_computes_something_else(flags, ours, common, apart, folder):
+    (exact, _), (found, _), way = both(flags, ours, {"max_steps": 2} | common, folder)
+    assert float((found - exact).norm() / way) == pytest.approx(apart, rel=0.05)
+
+
+ENGINES = [
+    {},  # TRL's default: documents whose ratio is above 3 are left out
+    {"vllm_importance_sampling_mode": "sequence_truncate", "vllm_importance_sampling_clip_max": 1.5},
+    {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_min": 0.8},
+    {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_max": None},
+    {"vllm_importance_sampling_correction": False},
+]
+
+
+@pytest.mark.parametrize("engine", quick([(one,) for one in ENGINES], 2), ids=lambda one: str(one))
+def test_the_correction_for_an_engine_is_trls(engine, folder):
+    task = {"loss_type": "grpo"}, {"loss": "grpo", "aggregation": "sample_mean"}, {}, folder
+    (exact, _), (found, log), way = both(*task, engine)
+    assert float(way) > 1
+    torch.testing.assert_close(found, exact, rtol=0, atol=2e-6)
+    assert log[0]["pgtk/difference_old_sampling"] > 0.2
+    assert ("pgtk/correction_factor" in log[0]) == (engine != ENGINES[-1])
+
+
+@pytest.mark.parametrize("aggregation", ["prompt_mean", "token_mean"])
+def test_a_step_does_not_depend_on_how_it_is_cut(aggregation, folder):
+    ours = {"loss": "gspo", "aggregation": aggregation}
+    whole = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    fine = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    results = [trl_runs.trained(trl_runs.trainer(folder, ours, TWICE | cut)) for cut in (whole, fine)]
+    (exact, of_whole), (found, of_fine) = results
+    torch.testing.assert_close(found, exact, rtol=0, atol=2e-6)
+    for one, other in zip(of_whole[:-1], of_fine[:-1], strict=True):
+        for name in (name for name in one if name.startswith("pgtk/")):
+            assert other[name] == pytest.approx(one[name], abs=1e-5), name
+    assert of_whole[0].get("pgtk/num_groups") == (2 if aggregation == "prompt_mean" else None)
+
+
+@pytest.mark.slow
+def test_two_processes_are_trls_and_share_their_totals(folder, tmp_path):
+    """A prompt's completions lie on both processes where each has two of them in a micro-batch."""
+    token, prompt = ({"loss": "grpo", "aggregation": name} for name in ("token_mean", "prompt_mean"))
+    small = {"ddp_backend": "gloo", "per_device_train_batch_size": 2}
+    coarse = small | {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    tasks = [(None, small), (token, small), (prompt, small), (prompt, coarse), (token, small | {"beta": 0.1})]
+    tasks.append((None, tasks[-1][1]))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    tests = str(Path(__file__).parents[1])
+    command = [sys.executable, trl_runs.__file__]
+    command += [json.dumps([(folder, ours, TWICE | changes) for ours, changes in tasks]), str(tmp_path / "found.pt")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((tests, str(Path(tests).parent))), "WORLD_SIZE": "2"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    ranks = [{"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
+    processes = [subprocess.Popen(command, env=environment | rank, stderr=subprocess.PIPE) for rank in ranks]
+    errors = [process.communicate(timeout=500)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], errors[0].decode()
+    results = torch.load(tmp_path / "found.pt")
+    exact, found, fine, whole, with_kl, exact_with_kl = (weights for weights, _ in results)
+    log = results[2][1]
+    torch.testing.assert_close(found, exact, rtol=0, atol=2e-6)
+    torch.testing.assert_close(with_kl, exact_with_kl, rtol=0, atol=2e-6)
+    torch.testing.assert_close(fine, whole, rtol=0, atol=2e-6)
+    assert log[0]["pgtk/num_groups"] == 2
+    assert log[0]["pgtk/num_documents"] == 8
+    assert float((fine - found).abs().max()) > 0.01
+
+
+def test_a_correction_of_ours_and_an_evaluation(folder):
+    """The mask by token with TRL's bounds, given as an object: TRL's from GRPOConfig. Evaluations are whole steps."""
+    engine = {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_min": 0.5}
+    found = []
+    for given in (None, corrections.TokenMask(low=0.5, high=3.0)):
+        made = trl_runs.trainer(folder, {"loss": "grpo", "aggregation": "prompt_mean"}, {"max_steps": 1}, engine)
+        made.correction = given
+        assert made.correction_of_config() == corrections.TokenMask(low=0.5, high=3.0)
+        metrics = made.evaluate(made.train_dataset.select(range(2)))
+        assert metrics["eval_pgtk/num_groups"] == 2
+        assert metrics["eval_pgtk/num_documents"] == 8
+        found.append(metrics["eval_loss"])
+    assert found[0] == found[1] != 0
+
+
+REFUSED = [
+    (
+        {"loss": "grpo", "aggregation": "sample_mean"},
+        {"loss_type": "grpo", "epsilon": 0.1, "delta": 2.0},
+        [
+            "GRPOConfig.loss_type='grpo' has no effect on this loss. Use loss= and aggregation= of the trainer.",
+            "GRPOConfig.epsilon=0.1 has no effect on this loss. Use loss=pgtoolkit.families.Grpo(epsilon_low=..., ",
+            "GRPOConfig.delta=2.0 has no effect",
+        ],
+    ),
+    (
+        {"loss": "grpo", "aggregation": "token_mean"},
+        {"steps_per_generation": 1, "num_generations": 2},
+        ["GRPOConfig.steps_per_generation=1 needs a multiple of gradient_accumulation_steps (2) with this aggregation"],
+    ),
+    (
+        {"loss": "grpo", "aggregation": "prompt_mean"},
+        {"steps_per_generation": 4},
+        ["GRPOConfig.steps_per_generation=4 needs that number (2)"],
+    ),
+    (
+        {"loss": "grpo", "aggregation": "prompt_mean", "kl": "k2"},
+        {"top_entropy_quantile": 0.2},
+        ["GRPOConfig.top_entropy_quantile=0.2 has no effect", "kl=k2 has no effect with GRPOConfig.beta=0.0"],
+    ),
+    (
+        {"loss": "grpo", "aggregation": "token_mean", "kl": "k2"},
+        {"beta": 0.1, "use_bias_correction_kl": False},
+        ["kl=k2 is not k3, which GRPOConfig.use_bias_correction_kl=False says"],
+    ),
+    (
+        {"loss": "grpo", "aggregation": "token_mean", "correction": "token_mask"},
+        {"vllm_importance_sampling_clip_max": 2.0},
+        [
+            "GRPOConfig.vllm_importance_sampling_clip_max=2.0 has no effect beside correction=token_mask",
+            "correction=token_mask needs a sampler's log-probs. Use GRPOConfig.use_vllm=True",
+        ],
+    ),
+    (
+        {"loss": "grpo", "aggregation": "token_mean", "correction": "off_policy_mask"},
+        {"use_vllm": True},
+        ["correction=off_policy_mask is one correction and GRPOConfig.vllm_importance_sampling_correction=True"],
+    ),
+    ({"loss": "gspo", "aggregation": "constant"}, {}, ["aggregation='constant' needs a finite divisor > 0 (got None)"]),
+]
+
+
+@pytest.mark.parametrize(("ours", "changes", "messages"), REFUSED, ids=lambda one: str(one)[:60])
+def test_what_the_two_say_twice_or_cannot_say_is_refused(ours, changes, messages, folder):
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        trl_runs.trainer(folder, ours, changes)
+    lines = str(raised.value).split("\n")
+    assert len(lines) == len(messages)
+    assert [message for line, message in zip(lines, messages, strict=True) if not line.startswith(message)] == []

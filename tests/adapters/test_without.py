@@ -1,0 +1,20 @@
+"""Every adapter can be imported where its trainer is not installed, and says what it needs when it is used."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import importlib.util, sys
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name in ("trl", "verl", "prime_rl") else find(name, *more)
+import pgtoolkit.adapters.prime_rl, pgtoolkit.adapters.trl, pgtoolkit.adapters.verl
+print([name for name in ("trl", "verl", "prime_rl", "transformers") if name in sys.modules])
+pgtoolkit.adapters.trl.PolicyGradientTrainer("model", loss="grpo", aggregation="token_mean")
+"""
+
+
+def test_adapters_without_their_trainers():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.stdout == "[]\n", done.stderr
+    assert done.stderr.endswith("ImportError: PolicyGradientTrainer needs TRL: pip install 'pgtoolkit[trl]'\n")
