@@ -23,7 +23,8 @@ from pgtoolkit.inspection.tokens_losses import Judged, common_vectors, judge
 from pgtoolkit.inspection.tokens_step import MadeStep, compared, make_again
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.runs.directory import config_drift, read_metrics
-from pgtoolkit.system.report import key_of
+from pgtoolkit.system.functions import FUNCTIONS
+from pgtoolkit.system.report import key_of, refusal
 from pgtoolkit.tracking.next_commands import shell_path
 from pgtoolkit.training.checkpoint import load_newest
 from pgtoolkit.training.loss import loss_of
@@ -98,11 +99,17 @@ def inspect(target: str | None, overrides: list[str], number: int | None) -> Ins
     subject = _subject(target)
     of_loss = [one for one in overrides if key_of(one).split(".")[0] in OF_THE_LOSS]
     others = [one for one in overrides if one not in of_loss]
-    chosen = jobs(of_loss) if of_loss else []
-    own, *beside = _composed(subject, others, [[] if subject.run_dir or not chosen else chosen[0], *chosen])
-    if subject.run_dir is not None and others:
+    named = _named_by_the_run(subject, of_loss)
+    varied = [one for one in of_loss if one not in named]
+    chosen = [_with_functions(job, named) for job in jobs(varied)] if varied else []
+    first = named if subject.run_dir or not chosen else chosen[0]
+    own, *beside = _composed(subject, others, [first, *chosen])
+    if subject.run_dir is not None and (others or named):
         _refuse_another_run(subject, own.config)
     config = OmegaConf.to_object(own.config)
+    if subject.run_dir is None and (path := getattr(config.rollout, "save_path", None)):
+        setting, reason = f"rollout.save_path={path}", "A page is made, and no run."
+        raise ConfigError(refusal(setting, "to be left out", "a folder", reason, "rollout.save_path=null"))
     rows = read_metrics(subject.run_dir / "metrics.jsonl") if subject.run_dir else []
     number, checkpoint = _begin(subject, config, number, [row["step"] for row in rows])
     made = make_again(config, checkpoint, number)
@@ -111,11 +118,24 @@ def inspect(target: str | None, overrides: list[str], number: int | None) -> Ins
         facts.append(_proof(made, next(row for row in rows if row["step"] == number), number))
     if not chosen and made.has_old_log_probs:
         others_of_it = [name for name in INSTRUCTIVE if name != config.loss.name][:2]
-        beside = _composed(subject, others, [[f"loss={name}"] for name in others_of_it])
+        beside = _composed(subject, others, [_with_functions([f"loss={name}"], named) for name in others_of_it])
     columns = list(_columns(made, [own, *beside]))
     title = "this run: " if subject.run_dir else ""
     name = Path(target).resolve().name if target else "new-run"
     return Inspected(name, title, number, [*facts, *_notes(config, made, columns)], made, common_vectors(made), columns)
+
+
+def _named_by_the_run(subject: _Subject, of_loss: list[str]) -> list[str]:
+    """Of what was typed, the functions that the run itself has: no file makes pgtk import one, so they are typed."""
+    typed = [one for one in of_loss if key_of(one) in FUNCTIONS] if subject.run_dir else []
+    saved = subject.compose([]).config if typed else {}
+    return [one for one in typed if OmegaConf.select(saved, key_of(one)) is not None]
+
+
+def _with_functions(job: list[str], named: list[str]) -> list[str]:
+    """A job with the run's own functions, but for those of a group of which it chooses another option."""
+    chosen = [*map(key_of, job)]
+    return [*(one for one in named if key_of(one) not in chosen and key_of(one).split(".")[0] not in chosen), *job]
 
 
 def _subject(target: str | None) -> _Subject:

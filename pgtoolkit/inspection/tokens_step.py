@@ -88,7 +88,7 @@ def make_again(config: Config, checkpoint: dict | None, number: int) -> MadeStep
     if not watch.pieces:
         raise DataError(f"--step={number} needs a step with trained tokens (got none). Use another --step.")
     if isinstance(own.rollout, PolicyRolloutConfig):
-        sampled = "sampled again from the run's random state" if watch.sampled else "held by the checkpoint"
+        sampled = "sampled with the run's random numbers" if watch.sampled else "held by the checkpoint"
         documents = f"recorded by the run in {folder}" if folder else sampled
     else:
         documents = f"read from {own.rollout.path}"
@@ -202,5 +202,6 @@ class _Watch(lightning.Callback):
         """What training computes; beside it the entropies, before the update."""
         out = loss_of(micro_batch, totals)
         known, entropy = module.with_reference(micro_batch), module.entropy(micro_batch)
+        # The copies of log-probs and entropies wait for the device, and for the copies before them.
         self.pieces.append(Piece(known.to("cpu"), out.log_probs.cpu(), entropy.cpu()))
         return out

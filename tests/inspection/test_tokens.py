@@ -86,7 +86,7 @@ def test_steps_between_checkpoints_are_made_again(unrecorded, shown, tmp_path):
     again = inspect(str(before), [], 6)
     assert_same_numbers(again, shown)
     assert "checkpoint of step 1, with steps 2 to 5 made again in memory" in again.facts[0]
-    assert again.facts[1] == "Documents: sampled again from the run's random state."
+    assert again.facts[1] == "Documents: sampled with the run's random numbers."
     assert {path: path.read_bytes() for path in before.rglob("*") if path.is_file()} == contents
     shutil.rmtree(before / "checkpoints")
     assert_same_numbers(inspect(str(before), [], 6), shown)
@@ -140,6 +140,19 @@ def test_losses_are_chosen_by_overrides(unrecorded):
     assert own.vectors["weight"] == pytest.approx(1 / (totals.num_documents * own.loss.aggregation.divisor))
 
 
+def test_a_family_of_one_s_own_stands_beside_the_run_s_and_is_the_run_s(unrecorded, tmp_path):
+    own = ["loss=custom", "loss.path=builders.families.Squared"]
+    found = inspect(str(unrecorded), own, 6)
+    assert [column.label for column in found.columns] == ["loss=grpo aggregation=constant", " ".join(own)]
+    assert type(found.columns[1].judged.loss.family).__name__ == "Squared"
+    custom = run(tmp_path / "custom", *own, "trainer.max_steps=2")
+    with pytest.raises(ConfigError, match=r"loss\.path=builders\.families\.Squared needs to be typed"):
+        inspect(str(custom), [], 2)
+    found = inspect(str(custom), [own[1], "loss=reinforce"], 2)
+    assert [column.label for column in found.columns] == ["loss=custom aggregation=constant", "loss=reinforce"]
+    assert "bit for bit" in found.facts[2]
+
+
 def test_recorded_rollouts_of_another_model(tmp_path, capsys):
     folder = save_with_tokenizer(small_llama(), tmp_path / "model")
     rows = [
@@ -163,6 +176,8 @@ def test_recorded_rollouts_of_another_model(tmp_path, capsys):
     assert '"label": "aggregation=token_mean loss=reinforce"' in page.read_text()
     with pytest.raises(ConfigError, match=r"--step=301 needs at most trainer\.max_steps=300"):
         inspect(words[0], words[1:], 301)
+    with pytest.raises(ConfigError, match=r"rollout\.save_path=.*x needs to be left out \(got a folder\)"):
+        inspect(None, ["rollout.save_path=x"], 1)
     with pytest.raises(DataError, match=r"--step=3 needs so many steps of data \(got 1\)"):
         inspect(words[0], words[1:], 3)
 
