@@ -404,7 +404,6 @@ COMMANDS = {
     "convert": ("SYSTEM PATH OUT", "rollouts of another trainer as a file for rollout=recorded", _convert),
     "diff": ("RUN_A RUN_B", "what changed: configuration, code, packages, hardware", _diff),
     "doctor": ("FILE [OVERRIDES]", "whether recorded rollouts are fit for a comparison", _doctor),
-    "export": ("RUN_DIR DIR", "the newest checkpoint as a Hugging Face folder", _export),
     "evaluate": ("[RUN] [OVERRIDES]", "avg and pass@k of a run, a folder or an initial model", _evaluate),
     "export": ("RUN_DIR DIR", "the newest checkpoint, or --best, as a Hugging Face folder", _export),
     "samples": ("RUN_DIR", "what the model wrote: best, worst, what changed; --html FILE", _samples),
