@@ -11,6 +11,20 @@ IN_CODE = "tests/losses/test_correction_implementations.py"
 
 MUTANTS_OF_LOSSES = [
     (
+        "a factor that a trainer brings weighs each token's own slope where the ratio is the document's",
+        "losses/objective.py",
+        {
+            "tokens.factors.to(dtype), 0.0), False": "tokens.factors.to(dtype), 0.0), equal",
+        },
+        (f"{CORRECTIONS}::test_factors_that_a_trainer_brings_are_a_correction[gspo]",),
+    ),
+    (
+        "a factor that a trainer brings is left out",
+        "losses/objective.py",
+        {"weights * torch.where(mask, tokens.factors.to(dtype), 0.0), False": "weights, False"},
+        (f"{CORRECTIONS}::test_factors_that_a_trainer_brings_are_a_correction[grpo]",),
+    ),
+    (
         "a correction's factor that is left out of the gradient of a family by document",
         "losses/objective.py",
         {"equal and correction.equal_within_documents": "equal"},

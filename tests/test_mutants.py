@@ -24,6 +24,7 @@ from mutants_of_prompts import MUTANTS_OF_PROMPTS
 from mutants_of_ranks import MUTANTS_OF_RANKS
 from mutants_of_rollouts import MUTANTS_OF_ROLLOUTS
 from mutants_of_runs import MUTANTS_OF_RUNS
+from mutants_of_samples import MUTANTS_OF_SAMPLES
 from mutants_of_tokens import MUTANTS_OF_TOKENS
 from mutants_of_training import MUTANTS_OF_TRAINING
 
@@ -58,6 +59,7 @@ MUTANTS = [
         *MUTANTS_OF_RANKS,
         *MUTANTS_OF_ROLLOUTS,
         *MUTANTS_OF_RUNS,
+        *MUTANTS_OF_SAMPLES,
         *MUTANTS_OF_TOKENS,
         *MUTANTS_OF_TRAINING,
     )

@@ -49,6 +49,12 @@ EQUAL = [
         {},
     ),
     ({"loss_type": "vespo"}, {"loss": "vespo", "aggregation": "token_mean"}, {}),
+    (
+        {"off_policy_mask_threshold": 0.05},
+        {"loss": "grpo", "aggregation": "token_mean", "correction": corrections.OffPolicyMask(threshold=0.05)},
+        {},
+    ),
+    ({"loss_type": "bnpo"}, {"loss": "grpo", "aggregation": "token_mean"}, {"gradient_accumulation_steps": 1}),
     ({}, {"loss": "grpo", "aggregation": "token_mean"}, {"beta": 0.3}),
     ({}, {"loss": "grpo", "aggregation": "token_mean"}, {"beta": 0.3, "use_bias_correction_kl": False}),
     (
@@ -124,6 +130,15 @@ def test_the_correction_for_an_engine_is_trls(engine, folder):
     torch.testing.assert_close(found, exact, rtol=0, atol=2e-6)
     assert log[0]["pgtk/difference_old_sampling"] > 0.2
     assert ("pgtk/correction_factor" in log[0]) == (engine != ENGINES[-1])
+
+
+@pytest.mark.slow
+def test_where_a_correction_is_something_else(folder):
+    """TRL takes it into the ratio of vespo; here it is a factor on the loss."""
+    engine = {"vllm_importance_sampling_mode": "token_truncate"}
+    ours = {"loss": "vespo", "aggregation": "token_mean"}
+    (exact, _), (found, _), way = both({"loss_type": "vespo"}, ours, {"max_steps": 2}, folder, engine)
+    assert float((found - exact).norm() / way) == pytest.approx(1.03, rel=0.05)
 
 
 @pytest.mark.parametrize("aggregation", ["prompt_mean", "token_mean"])
