@@ -70,15 +70,11 @@ def _reached(run: Run, goal: Goal) -> dict[str, object]:
         "best_reward": f"{best(reward):.6f}",
         "final_exact_match": f"{final(run.values('exact_match')):.6f}",
         "documents_to_reward_0.9": next((batch * n for n, mean in enumerate(batches, start=1) if mean >= 0.9), ""),
-        **{f"{name}_to_exact_match_0.9": _rounded(one.to.get(axis, "")) for axis, name in AXES.items()},
+        **{f"{name}_to_exact_match_0.9": round(one.to[axis], 3) if one.to else "" for axis, name in AXES.items()},
         "mean_exact_match": f"{one.mean:.6f}",
         "clipped_ratio_fraction": f"{statistics.fmean(clipped):.4f}" if clipped else "",
-        **{axis: _rounded(end) for axis, end in one.seen.items()},
+        **{axis: round(one.seen[axis], 3) for axis in AXES},
     }
-
-
-def _rounded(value):
-    return value if value == "" else round(value)
 
 
 def _run(command):

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 from mutants_of_comparison import MUTANTS_OF_COMPARISON
+from mutants_of_dumps import MUTANTS_OF_DUMPS
+from mutants_of_evaluation import MUTANTS_OF_EVALUATION
 from mutants_of_keys import MUTANTS_OF_KEYS
 from mutants_of_lora import MUTANTS_OF_LORA
 from mutants_of_losses import MUTANTS_OF_LOSSES, MUTANTS_ON_A_GPU
@@ -23,6 +25,7 @@ from mutants_of_prompts import MUTANTS_OF_PROMPTS
 from mutants_of_ranks import MUTANTS_OF_RANKS
 from mutants_of_rollouts import MUTANTS_OF_ROLLOUTS
 from mutants_of_runs import MUTANTS_OF_RUNS
+from mutants_of_samples import MUTANTS_OF_SAMPLES
 from mutants_of_tokens import MUTANTS_OF_TOKENS
 from mutants_of_training import MUTANTS_OF_TRAINING
 
@@ -48,6 +51,8 @@ MUTANTS = [
     Mutant(*row)
     for row in (
         *MUTANTS_OF_COMPARISON,
+        *MUTANTS_OF_DUMPS,
+        *MUTANTS_OF_EVALUATION,
         *MUTANTS_OF_KEYS,
         *MUTANTS_OF_LORA,
         *MUTANTS_OF_LOSSES,
@@ -56,6 +61,7 @@ MUTANTS = [
         *MUTANTS_OF_RANKS,
         *MUTANTS_OF_ROLLOUTS,
         *MUTANTS_OF_RUNS,
+        *MUTANTS_OF_SAMPLES,
         *MUTANTS_OF_TOKENS,
         *MUTANTS_OF_TRAINING,
     )

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pgtoolkit.comparison.statistics import mean_and_std
-from pgtoolkit.comparison.terminal import plural, spread
+from pgtoolkit.comparison import terminal
+from pgtoolkit.comparison.groups import Compared, Group, _limits, _rank, _sample
+from pgtoolkit.comparison.measures import AXES, DOCUMENTS, Goal, Reached
+from pgtoolkit.comparison.runs import Run
+from pgtoolkit.comparison.statistics import compare_all
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "benchmarks" / "data"
@@ -37,39 +40,87 @@ def values(table, column):
     return [float(row[column]) for row in table]
 
 
+def comparison(table, metric):
+    """The table as `pgtk compare --reach=METRIC=0.9` sorts and tests it."""
+    goal, found = Goal(metric, 0.9, "", 0.0, (64.0, 19200.0)), []
+    axes = {axis: f"{name}_to_{metric}_0.9" for axis, name in AXES.items() if f"{name}_to_{metric}_0.9" in table[0]}
+    for key, rows_of_group in groups(table, "loss", "aggregation").items():
+        reached = [
+            Reached(
+                {axis: float(row[to]) for axis, to in axes.items() if row[to]},
+                {axis: float(row[axis]) for axis in axes},
+                float(row.get(f"mean_{metric}", 0)),
+                float(row[f"final_{metric}"]),
+            )
+            for row in rows_of_group
+        ]
+        runs = [Run("", "", "done", config={"seed": row["seed"]}) for row in rows_of_group]
+        found.append(Group(dict(zip(("loss", "aggregation"), key, strict=True)), runs, runs, reached))
+    limits = _limits(goal, [one for group in found for one in group.reached])
+    compared = Compared(goal, limits, ["loss", "aggregation"], [], {}, found, [], [], [])
+    found.sort(key=lambda group: _rank(compared, group))
+    compared.comparisons = compare_all([_sample(compared, group) for group in found])
+    return compared
+
+
+def cell(compared, *key):
+    """How many documents one configuration needs, and how many of its seeds reached the threshold where not all did."""
+    group = next(group for group in compared.groups if tuple(group.values.values()) == key)
+    arrived, seeds = compared.arrived(group, DOCUMENTS), len(group.reached)
+    return terminal.spent(compared, group, DOCUMENTS) + (f" ({arrived} of {seeds})" if arrived < seeds else "")
+
+
+@pytest.mark.parametrize("file", ["README.md", "sweeps/README.md"])
+def test_documents_of_loss_by_aggregation(file):
+    compared = comparison(rows("loss_by_aggregation"), "exact_match")
+    for family in FAMILIES:
+        cells = [cell(compared, family, aggregation) for aggregation in AGGREGATIONS]
+        assert f"| `{family}` | {' | '.join(cells)} |" in (ROOT / file).read_text()
+
+
 @pytest.mark.parametrize(
-    ("file", "table", "machine"),
-    [
-        ("README.md", "loss_by_aggregation", ""),
-        ("sweeps/README.md", "loss_by_aggregation", ""),
-        ("docs/experiments.md", "loss_by_aggregation", ", machine of this page"),
-        ("docs/experiments.md", "loss_by_aggregation_second_machine", ", the other"),
-    ],
+    ("table", "machine"),
+    [("loss_by_aggregation", "machine of this page"), ("loss_by_aggregation_second_machine", "the other")],
 )
-def test_exact_match_of_loss_by_aggregation(file, table, machine):
+def test_exact_match_of_loss_by_aggregation(table, machine):
     by_configuration = groups(rows(table), "loss", "aggregation")
     for family in FAMILIES:
         finals = [values(by_configuration[family, one], "final_exact_match") for one in AGGREGATIONS]
         cells = [f"{statistics.fmean(one):.2f} ± {statistics.stdev(one):.2f}" for one in finals]
-        assert f"| `{family}`{machine} | {' | '.join(cells)} |" in (ROOT / file).read_text()
+        assert f"| `{family}`, {machine} | {' | '.join(cells)} |" in (ROOT / "docs/experiments.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("file", "tables"),
-    [
-        ("docs/experiments.md", ["loss_by_aggregation"]),
-        ("docs/experiments.md", ["loss_by_aggregation", "loss_by_aggregation_more_seeds"]),
-    ],
-)
-def test_comparisons(file, tables):
-    """A row per configuration as in the printed table, the curve left out."""
-    table, page = rows(*tables), re.sub(" +", " ", (ROOT / file).read_text())
-    if len(tables) > 1:
-        table = [row for row in table if row["aggregation"] in ("sample_mean", "constant")]
-    for key, runs in groups(table, "loss", "aggregation").items():
-        pairs = [mean_and_std(values(runs, name)) for name in ("final_reward", "best_reward")]
-        reached = [spread(pair, "{:.3f}".format) for pair in pairs]
-        assert " ".join([*key, str(len(runs)), *reached]) in page
+@pytest.mark.parametrize("file", ["docs/comparing.md", "docs/experiments.md"])
+def test_comparison_of_loss_by_aggregation(file):
+    """A row per configuration as in the printed table, the curve left out, and a row per pair where there are any."""
+    compared = comparison(rows("loss_by_aggregation"), "exact_match")
+    page = re.sub(" +", " ", (ROOT / file).read_text())
+    for row in terminal.group_rows(compared):
+        assert " ".join(row) in page
+    if f"adjusted for {len(compared.comparisons)} pairs" in " ".join(page.split()):
+        for line in differences(compared):
+            assert " ".join(line) in page
+
+
+def differences(compared):
+    """A row per pair with the first configuration."""
+    for one in compared.comparisons[: len(compared.groups) - 1]:
+        said, test, *numbers = terminal.difference_row(one, terminal.tested_format(compared))
+        yield [compared.groups[one.second].label, str(one.counts[1]), *numbers, test, said]
+
+
+def test_the_follow_up():
+    table = rows("loss_by_aggregation", "loss_by_aggregation_more_seeds")
+    table = [row for row in table if row["aggregation"] in ("sample_mean", "constant")]
+    compared, page = comparison(table, "reward"), (ROOT / "docs/experiments.md").read_text()
+    for group in compared.groups:
+        family, aggregation = group.values.values()
+        reached = f"{compared.arrived(group, DOCUMENTS)} of 6 | {terminal.spent(compared, group, DOCUMENTS)}"
+        assert f"| `{family}` | `{aggregation}` | {reached} |" in page
+    for one in compared.comparisons:
+        _, _, difference, interval, p, seeds = terminal.difference_row(one, terminal.tested_format(compared))
+        first, second = (compared.groups[place].label for place in (one.first, one.second))
+        assert f"| {second} | {first} | {difference} | {interval} | {p} | {seeds} |" in page
 
 
 @pytest.mark.parametrize("name", ["loss_by_aggregation", "clip_range", "metrics_cost"])
@@ -77,7 +128,7 @@ def test_cost_of_a_sweep(name):
     table, page = rows(name), (ROOT / "sweeps/README.md").read_text()
     line = next(line for line in page.splitlines() if line.startswith(f"| `pgtk sweep {name}`"))
     minutes = round(sum(values(table, "cpu_seconds")) / 60)
-    assert line.endswith(f"| {len(table)} | {plural(minutes, 'minute')} |")
+    assert line.endswith(f"| {len(table)} | {terminal.plural(minutes, 'minute')} |")
 
 
 def test_clip_range():

@@ -229,11 +229,12 @@ def _differences(compared):
     if not against_first:
         return _folded("Nothing to compare: one configuration has finished runs. Name more runs to compare it with.")
     write, groups = tested_format(compared), compared.groups
-    rows = [[f"against {groups[0].label} (n = {against_first[0].counts[0]})", *DIFFERENCES, "test", "verdict"]]
+    rows = [["", "n", *DIFFERENCES, "test", "verdict"]]
     for one in against_first:
         said, test, *numbers = difference_row(one, write)
-        rows.append([f"{groups[one.second].label} (n = {one.counts[1]})", *numbers, test, said])
-    table = (f"  {line}"[:WIDTH] for line in aligned(rows, WIDTH - 2))
+        rows.append([groups[one.second].label, str(one.counts[1]), *numbers, test, said])
+    first = f"against {groups[0].label} (n = {against_first[0].counts[0]})"
+    table = (f"  {line}"[:WIDTH] for line in [first, *aligned(rows, WIDTH - 2)])
     return [*_folded(question(compared)), *table, *_explained(worth(against_first))]
 
 

@@ -10,7 +10,7 @@ from importlib.resources import files
 
 from pgtoolkit.inspection.samples import Kept
 from pgtoolkit.inspection.samples_terminal import facts
-from pgtoolkit.runs.completions import CompletionRow, read_completions, some_prompts
+from pgtoolkit.runs.completions import CompletionRow, some_completions
 from pgtoolkit.system.legible import legible, shortened
 
 MOST_COMPLETIONS = 2000
@@ -22,12 +22,8 @@ def html(kept: list[Kept], step: int | None, run: str, command: str) -> str:
     """The page of these sets. step: of this one alone. command: what has made the page."""
     most, total, rows = MOST_COMPLETIONS // len(kept), 0, []
     for one in kept:
-        own = [(entry, file) for entry, file in one.entries if step in (None, entry.step)]
-        names = some_prompts([entry for entry, _ in own], most)
-        total += len(own)
-        for path in dict.fromkeys(file.path for entry, file in own if entry.name in names):
-            found = [row for row in read_completions(path) if row.name in names and step in (None, row.step)]
-            rows += [_plain(one.set, row) for row in found]
+        found, number = some_completions([*dict.fromkeys(file for _, file in one.entries)], most, step)
+        rows, total = [*rows, *(_plain(one.set, row) for row in found)], total + number
     count = f"{total:,} completions"
     if len(rows) < total:
         count = f"{len(rows):,} of {count}: some prompts, spread evenly, with all of theirs"

@@ -140,6 +140,21 @@ def some_prompts(entries: Sequence[Entry], most: int) -> set[str]:
     return set(names[-1:])
 
 
+def some_completions(
+    files: Sequence[CompletionFile], most: int, step: int | None = None
+) -> tuple[list[CompletionRow], int]:
+    """The completions of these files, and their number; of more than `most` those of `some_prompts`.
+
+    step: of this one alone.
+    """
+    entries = {file: [e for e in read_entries(file.path) if step in (None, e.step)] for file in files}
+    everything = [entry for own in entries.values() for entry in own]
+    names = some_prompts(everything, most)
+    read = [file.path for file, own in entries.items() if any(entry.name in names for entry in own)]
+    rows = [row for path in read for row in read_completions(path)]
+    return [row for row in rows if row.name in names and step in (None, row.step)], len(everything)
+
+
 def completion_files(run_dir: Path) -> list[CompletionFile]:
     """The files of a run directory, by set and step; none where there are none. Other files are passed over."""
     folder, found = run_dir / FOLDER, []

@@ -67,13 +67,20 @@ def num_weights(path: str | Path | None) -> int | None:
     folder, total = Path(os.path.expanduser(path or os.devnull)), 0
     for file in folder.glob("*.safetensors"):
         try:
-            with file.open("rb") as opened:
-                (length,) = struct.unpack("<Q", opened.read(8))
-                header = json.loads(opened.read(min(length, 10**8)))
+            total += sum(math.prod(entry["shape"]) for entry in _header(file)[1].values())
         except _UNREADABLE:
             return None
-        total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
     return total or None
+
+
+def _header(file: Path) -> tuple[int, dict[str, dict]]:
+    """(its bytes, the entry of each tensor) of a safetensors file; one of _UNREADABLE where it has none."""
+    with file.open("rb") as opened:
+        (length,) = struct.unpack("<Q", opened.read(8))
+        if length > min(size := os.fstat(opened.fileno()).st_size, 10**8):
+            raise ValueError(f"{size} bytes, which is less than its header")
+        entries = json.loads(opened.read(length))
+    return 8 + length, {name: entry for name, entry in entries.items() if name != "__metadata__"}
 
 
 def load_config(path: str) -> Any:
@@ -180,19 +187,15 @@ def _damage(file: Path, settings: dict) -> str | None:
         status = file.stat()
         if not stat.S_ISREG(status.st_mode):
             return "not a file"
-        with file.open("rb") as opened:
-            if file.suffix != ".safetensors":
-                return None if status.st_size else "empty"
-            (length,) = struct.unpack("<Q", opened.read(8))
-            if length > min(status.st_size, 10**8):
-                return f"{status.st_size} bytes, which is less than its header"
-            entries = {name: entry for name, entry in json.loads(opened.read(length)).items() if name != "__metadata__"}
-            ends = [entry["data_offsets"][1] for entry in entries.values()]
+        if file.suffix != ".safetensors":
+            file.open("rb").close()
+            return None if status.st_size else "empty"
+        length, entries = _header(file)
+        whole = length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     except FileNotFoundError:
         return "missing"
     except _UNREADABLE as error:
         return _reason(error)
-    whole = 8 + length + max(ends, default=0)
     if status.st_size != whole:
         return f"{status.st_size} bytes instead of {whole}"
     widths = (settings.get(key) for key in ("word_embed_proj_dim", "hidden_size", "n_embd"))

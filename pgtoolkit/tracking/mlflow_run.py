@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import logging
 import re
 import threading
+import time
 from pathlib import Path
 
 from pgtoolkit.config.paths import absolute_uri
+from pgtoolkit.runs.completions import completion_files
 from pgtoolkit.runs.directory import read_metrics, read_status
 from pgtoolkit.system.plain_files import refuse_other
 from pgtoolkit.system.redaction import redact
+from pgtoolkit.tracking.completions_table import TABLE, table_of
 from pgtoolkit.tracking.description import Description, describe
 from pgtoolkit.tracking.metric_batches import EVALUATION, RowFile, evaluations_of, metrics_of, system_metrics_of
 from pgtoolkit.tracking.store import (
@@ -40,6 +44,7 @@ for the whole run, and a row arrives whole, in one transaction."""
 _PARAMS_PER_CALL = 100  # MLflow's own limit
 _SECONDS_BETWEEN_DELIVERIES = 1.0
 _LONGEST_PAUSE = 30.0
+_SECONDS_BETWEEN_TABLES = 60.0
 _END_STATUS = {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 
 _log = logging.getLogger(__name__)
@@ -68,6 +73,8 @@ class MlflowTracker:
         self._wake = threading.Event()
         self._end: str | None = None  # the state to close the run with
         self._thread = None
+        self._completions: list[tuple] = []  # of which there is a table: their files, and when each was written
+        self._next_table = time.monotonic() + _SECONDS_BETWEEN_TABLES
 
     def start(self, run_dir: Path, consequence: str = "") -> None:
         """Open the MLflow run of this directory, or make it, and begin to deliver.
@@ -126,7 +133,7 @@ class MlflowTracker:
         atexit.unregister(self.finish)
         if self._system:
             self._system.stop()
-        self._missing = ["metrics", "artifacts", "the end of the run"]
+        self._missing = ["metrics", "artifacts", "completions", "the end of the run"]
         self._end = state
         self._wake.set()
         thread.join(6 * request_seconds() if limited else None)
@@ -187,6 +194,15 @@ class MlflowTracker:
             if (self._run_dir / name).exists():
                 self._client.log_artifact(self._run_id, str(self._run_dir / name))
 
+    def _log_completions(self):
+        """The table of completions, if others are kept than at the last time."""
+        now = [(file.path, file.path.stat().st_mtime_ns) for file in completion_files(self._run_dir)]
+        if now != self._completions and (table := table_of(self._run_dir)):
+            self._client.log_dict(self._run_id, table, TABLE)
+            tables = json.dumps([{"path": TABLE, "type": "table"}])
+            self._client.set_tag(self._run_id, "mlflow.loggedArtifacts", tables)  # by which its pages know a table
+            self._completions = now
+
     def _deliver_until_stopped(self):
         pause, failed, has_configuration = _SECONDS_BETWEEN_DELIVERIES, False, False
         while True:
@@ -196,6 +212,9 @@ class MlflowTracker:
                     self._log_artifacts(_AT_THE_START)
                     has_configuration = True
                 self._deliver()
+                if not last and time.monotonic() > self._next_table:
+                    self._log_completions()
+                    self._next_table = time.monotonic() + _SECONDS_BETWEEN_TABLES
                 if failed:
                     _log.info("MLflow answers again: metrics are complete")
                 pause, failed = _SECONDS_BETWEEN_DELIVERIES, False
@@ -226,6 +245,8 @@ class MlflowTracker:
     def _close(self):
         with self._delivering("artifacts"):
             self._log_artifacts(ARTIFACTS)
+        with self._delivering("completions"):
+            self._log_completions()
         if steps := _differing(read_metrics(self._run_dir / "metrics.jsonl"), self._metrics.delivered):
             self._missing.append(f"the new values of {_name_of(steps)}")
         with self._delivering("the end of the run"):

@@ -96,7 +96,7 @@ def evaluation_line(row: dict, max_steps: int, is_best: bool) -> str:
 
 def _with_error(name: str, row: dict) -> str:
     error = row.get(f"{name}_error")
-    return f"{name} {row[name]:.3f}" + ("" if error is None else f" ± {error:.3f}")
+    return f"{name} {row[name]:.3f}" + ("" if error is None else f"±{error:.3f}")
 
 
 def summary(rows: list[dict[str, float]], run_dir: Path, mlflow: dict[str, str] | None) -> str:

@@ -115,6 +115,6 @@ def test_the_report_draws_its_charts(sweep, page, tmp_path):
     assert all(width > 400 and length > 400 for width, length, _ in boxes[:2])
     assert all(width > 20 and length > 20 for width, length, _ in boxes[2:])  # as far as the quicker of the two came
     assert len({color for *_, color in boxes}) == 2
-    assert "reward by loss" in text(page)
+    assert "exact_match by loss" in text(page)
     assert page.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
     keep(page, "report")

@@ -76,7 +76,12 @@ def test_a_curve_whose_height_comes_early_has_the_larger_mean():
         # a share that one configuration reaches with both seeds
         ("exact_match", [[[0, 0.95], [0, 0.9]], [[0, 0.5]]], 0.9, "the default for a share"),
         # which takes every seed
-        ("exact_match", [[[0.1, 0.95], [0.3, 0.8]]], 0.808, "from 0.2, the mean start, to 0.875"),
+        (
+            "exact_match",
+            [[[0.1, 0.95], [0.3, 0.8]], [[0.2, 0.99], [0.2, 0.1]]],
+            0.74,
+            "from 0.2, the mean start, to 0.8, as",
+        ),
         # of a reward nobody knows the unit
         ("reward", [[[-1, 99]], [[1, 50]]], 89.1, "from 0, the mean start, to 99"),
         (HELD_OUT, [[[0, 1]]], 0.9, "the default for a share"),

@@ -14,6 +14,7 @@ from pgtoolkit.errors import PgtoolkitError
 from pgtoolkit.rollouts import completions
 from pgtoolkit.rollouts.completions import chosen
 from pgtoolkit.runs.completions import completion_files, read_completions
+from pgtoolkit.training import recorder
 
 
 def rows_of(folder):
@@ -63,6 +64,19 @@ def test_a_resumed_run_has_the_files_of_one_that_was_never_stopped(whole, tmp_pa
     )
     assert found.keys() == expected.keys()
     assert found == expected
+
+
+def test_a_checkpoint_comes_after_the_completions_up_to_it(tmp_path, monkeypatch):
+    """So that a run that is killed right after it loses none."""
+    save, kept = recorder.save_checkpoint, []
+
+    def spied(folder, state, *arguments):
+        kept.append((state["step"], [row.step for row in rows_of(folder.parent)]))
+        return save(folder, state, *arguments)
+
+    monkeypatch.setattr(recorder, "save_checkpoint", spied)
+    run(tmp_path / "run", "rollout.keep_completions=1", "trainer.max_steps=3", "trainer.checkpoint_every=2")
+    assert kept == [(2, [1, 2]), (3, [1, 2, 3])]
 
 
 def test_training_is_the_same_whatever_is_kept(whole, tmp_path):

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from builders.parallel_runs import run_on_ranks
-from builders.runs import SHORT, assert_equal, checkpoint_of, copy_as_of, metrics_of, run
+from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, run
+from omegaconf import OmegaConf
 
+from pgtoolkit.cli import main
 from pgtoolkit.rollouts.evaluation import mean_and_error, pass_at_k
 from pgtoolkit.runs.completions import read_completions
 from pgtoolkit.runs.directory import read_status
 from pgtoolkit.runs.files import read_evaluations
+from pgtoolkit.training.build import build
 from pgtoolkit.training.checkpoint import list_checkpoints
 
 EVALUATED = (
@@ -168,3 +172,67 @@ def test_a_goal_ends_the_run_which_can_be_resumed(evaluated, tmp_path, monkeypat
     assert (read_status(folder)["step"], read_status(folder)["reason"]) == (6, None)
     assert_same_training(folder, evaluated, [6])
     assert rows_of(folder) == rows_of(evaluated)
+
+
+def test_pgtk_evaluate_gives_the_numbers_of_the_run_and_writes_them(evaluated, tmp_path, monkeypatch, capsys):
+    """Of a checkpoint, and of the model that the configuration begins with: to the last bit."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["evaluate", str(evaluated), "--step", "4"]) == 0
+    said = capsys.readouterr().out
+    more = [one for one in EVALUATED if not one.startswith(("evaluation.every", "evaluation.best"))]
+    settings = ("task.num_digits=3", "model.hidden_size=32", "rollout.max_completion_length=4")
+    assert main(["evaluate", *settings, *more]) == 0
+    found = {row["step"]: folder for folder in Path("outputs/evaluations").iterdir() for row in rows_of(folder)}
+    assert sorted(found) == [0, 4]
+    for step, folder in found.items():
+        assert rows_of(folder) == [row for row in rows_of(evaluated) if row["step"] == step]
+        for name in ("held_out", "shorter"):
+            file = f"completions/evaluation_{name}_{step:06d}.parquet"
+            assert read_completions(folder / file) == read_completions(evaluated / file)
+    row = next(row for row in rows_of(evaluated) if row["step"] == 4)
+    assert f"{row['avg']:.4f} ± {row['avg_error']:.4f}" in said
+
+
+def test_the_best_checkpoint_is_exported_and_evaluated(evaluated, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = [row for row in read_evaluations(evaluated) if row["set"] == "held_out" and row["step"] > 0]
+    best = max(rows, key=lambda row: (row["avg"], row["step"]))["step"]
+    assert main(["export", str(evaluated), "folder", "--best"]) == 0
+    assert f"step {best} of" in capsys.readouterr().out
+    assert main(["evaluate", str(evaluated), "--best"]) == 0
+    assert f"{evaluated.name}, step {best}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere"], "nowhere needs a run directory, or a model's Hugging Face folder"),
+        (["RUN", "--step", "77"], "--step=77 needs one of the steps 1, 2, 3, 4, 5, 6 (got 77)"),
+        (["RUN", "loss=grpo"], "loss=grpo needs to be left out (got loss). Nothing is trained"),
+        (["RUN", "--best", "--step", "2"], "pgtk evaluate needs one model"),
+        (["--best"], "--best needs a run directory (got null)"),
+        (["task=prompts"], "task.path needs a value"),
+        (["RUN", "task=prompts", "task.path=none.jsonl"], "none.jsonl needs an existing file"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(evaluated, words, said, capsys):
+    assert main(["evaluate", *(str(evaluated) if word == "RUN" else word for word in words)]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_a_run_without_evaluations_has_no_best_checkpoint(plain, tmp_path, capsys):
+    assert main(["export", str(plain), str(tmp_path / "folder"), "--best"]) == 2
+    assert "--best needs a run with evaluations and checkpoints (got none)" in capsys.readouterr().err
+
+
+def test_prompts_of_training_in_another_file_are_counted_in_a_note(tmp_path, caplog):
+    for name, numbers in (("train", range(6)), ("test", (4, 5, 40, 51))):
+        text = "".join(json.dumps({"prompt": f"{i}=", "answer": str(i)}) + "\n" for i in numbers)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    more = ["task=prompts", f"task.path={tmp_path}/train.jsonl", f"evaluation.sets.test.path={tmp_path}/test.jsonl"]
+    shorter = [one for one in SHORT if not one.startswith("task.")]
+    with caplog.at_level("WARNING", logger="pgtoolkit"):
+        build(OmegaConf.to_object(config_of(*shorter, "evaluation.every=1", *more)))
+    assert "2 of the 4 prompts of evaluation set test are also prompts of training" in caplog.text

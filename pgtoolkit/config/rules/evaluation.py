@@ -29,6 +29,7 @@ from pgtoolkit.config.plan import documents_per_step
 from pgtoolkit.config.rules import run, scoring
 from pgtoolkit.config.rules.ranges import describe, within
 from pgtoolkit.config.schema import SCHEMAS, Config, EvaluationConfig
+from pgtoolkit.runs.completions import TRAINING
 from pgtoolkit.system.report import Report, text
 
 KINDS = ("reverse", "reasoning_gym", "prompts")
@@ -102,6 +103,9 @@ def _sets(c: Any, report: Report) -> None:
                 "Files and metrics bear it.",
             )
             report.refuse(f"evaluation.sets.{name}", needs, name, reason, _EXAMPLE)
+        elif name == TRAINING:
+            reason = "Completions of training bear it."
+            report.refuse(f"evaluation.sets.{name}", "another name", name, reason, "evaluation.sets.held_out.KEY=VALUE")
         elif not hasattr(one, "__dict__"):
             needs, reason = "keys with values", "They say what differs from the task."
             report.refuse(f"evaluation.sets.{name}", needs, text(one), reason, _EXAMPLE)
@@ -186,9 +190,10 @@ def _task(c: Any, one: HeldOut, report: Report) -> None:
     elif one.task.name == "reasoning_gym":
         run.installed(found, "task=reasoning_gym", "reasoning_gym", "reasoning-gym")
     else:
-        run.existing(found, "task.path", one.task.path)
         if one.task.path == "???":
             found.refuse("task.path", "a value", "none", "It names the file with the prompts.", "task.path=test.jsonl")
+        else:
+            run.existing(found, "task.path", one.task.path)
         if "math_verify" in scoring.verifiers(one.task, found):
             run.installed(found, "math_verify among the verifiers", "math_verify", "math-verify")
         scoring.processes(one.task, found)
