@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pgtoolkit import __version__
 from pgtoolkit.config.files import default_options, options, sweep_file, sweep_files
-from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, unusable
+from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, StorageError, unusable
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import print_error, refusal
 
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 def _dispatch(argv: list[str]) -> int:
     command = argv[0] if argv and argv[0][:1].isalpha() and "=" not in argv[0] else None
     # Those whose parsers know --help.
-    if command in ("compare", "convert", "diff", "evaluate", "export", "samples", "sync", "tokens", "ui"):
+    if command in ("compare", "convert", "diff", "doctor", "evaluate", "export", "samples", "sync", "tokens", "ui"):
         return COMMANDS[command][2](argv[1:])
     if "--help" in argv or "-h" in argv:
         print(help_page())
@@ -320,7 +320,7 @@ def _convert(argv: list[str]) -> int:
         "overrides", nargs="*", metavar="model.path=FOLDER", help="the policy that sampled, for a proof"
     )
     parser.add_argument("--reward-key", metavar="KEY", help="which reward counts, where a sample has several")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     if args.out.suffix != ".parquet" or args.out.exists() or not args.out.absolute().parent.is_dir():
         reason = "Nothing is written over, and folders are not made."
         got = "one that exists" if args.out.exists() else "no such file can be made"
@@ -335,6 +335,19 @@ def _convert(argv: list[str]) -> int:
     print(redact(convert.page(found, args.system, system, args.out)))
     print("next: " + "\n      ".join(convert.following(found.fields, shell_path(args.out))), flush=True)
     return 0
+
+
+def _doctor(argv: list[str]) -> int:
+    parser = _Parser("pgtk doctor", description="Whether recorded rollouts are fit for a comparison: docs/dumps.md.")
+    parser.add_argument("path", metavar="FILE", help="JSONL or Parquet file, a folder of them, or a glob")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="the loss that would train; a model to ask")
+    args = parser.parse_args(argv)
+
+    from pgtoolkit.dumps.doctor import diagnose, page
+
+    diagnosis = diagnose(args.path, args.overrides)
+    print(redact(page(diagnosis)), flush=True)
+    return DataError.exit_status if diagnosis.is_wrong else 0
 
 
 def _evaluate(argv: list[str]) -> int:
@@ -390,6 +403,7 @@ COMMANDS = {
     "compare": ("RUN_DIR...", "what varies, what was reached over seeds, seed noise; --html FILE", _compare),
     "convert": ("SYSTEM PATH OUT", "rollouts of another trainer as a file for rollout=recorded", _convert),
     "diff": ("RUN_A RUN_B", "what changed: configuration, code, packages, hardware", _diff),
+    "doctor": ("FILE [OVERRIDES]", "whether recorded rollouts are fit for a comparison", _doctor),
     "evaluate": ("[RUN] [OVERRIDES]", "avg and pass@k of a run, a folder or an initial model", _evaluate),
     "export": ("RUN_DIR DIR", "the newest checkpoint, or --best, as a Hugging Face folder", _export),
     "samples": ("RUN_DIR", "what the model wrote: best, worst, what changed; --html FILE", _samples),

@@ -47,11 +47,11 @@ hypothesis.settings.load_profile("untimed")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Drawing its curves is a third of what a short run takes: left white, but where tests look at pictures."""
+    """Drawing its curves is a third of what a short run takes: left white where no test looks at them."""
+    if item.path.parent.name not in ("config", "launch", "losses", "model", "ranks", "rollouts", "runs", "training"):
+        return (yield)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    if item.path.parent.name in ("comparison", "tracking"):
-        return (yield)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FigureCanvasAgg, "draw", lambda canvas: canvas.get_renderer())
         return (yield)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from mutants_of_comparison import MUTANTS_OF_COMPARISON
+from mutants_of_dumps import MUTANTS_OF_DUMPS
 from mutants_of_evaluation import MUTANTS_OF_EVALUATION
 from mutants_of_keys import MUTANTS_OF_KEYS
 from mutants_of_lora import MUTANTS_OF_LORA
@@ -50,6 +51,7 @@ MUTANTS = [
     Mutant(*row)
     for row in (
         *MUTANTS_OF_COMPARISON,
+        *MUTANTS_OF_DUMPS,
         *MUTANTS_OF_EVALUATION,
         *MUTANTS_OF_KEYS,
         *MUTANTS_OF_LORA,

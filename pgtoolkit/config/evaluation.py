@@ -14,7 +14,6 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from pgtoolkit.config.files import config_directory
-from pgtoolkit.config.schema import SCHEMAS
 
 USUAL = "held_out"
 """The set of a configuration that names none."""
@@ -64,6 +63,8 @@ def _held_out(c: Any, name: str, given: dict[str, Any]) -> HeldOut:
 
 def task_of_kind(c: Any, kind: str) -> Any:
     """A copy of the configured task, or the defaults of another kind, in the form that the configuration has."""
+    from pgtoolkit.config.schema import SCHEMAS  # loads Hydra, which what only reads runs has no use for
+
     if kind == c.task.name:
         return copy.copy(c.task)
     values = OmegaConf.to_container(OmegaConf.load(config_directory() / "task" / f"{kind}.yaml"))

@@ -136,11 +136,11 @@ class Judge:
         micro_batch = pack([document], [0]).counted().to(module.device)
         hidden, head, ranks = module.policy.loss_inputs(micro_batch)
         head = replace(head, fp32_logits=module.config.model.fp32_lm_head)
-        trained = micro_batch.labels >= 0
+        trained, how = micro_batch.labels >= 0, replace(module.computation, num_splits=1)
         found = []
         for temperature in temperatures:
             loss = replace(module.loss, temperature=float(temperature))
-            values = log_probs_of_hidden(hidden, head, micro_batch, loss, ranks, module.computation)
+            values, _ = log_probs_of_hidden(hidden, head, micro_batch, loss, ranks, how)
             found.append(values[trained].double().cpu().numpy())
         return np.stack(found)
 
@@ -181,3 +181,8 @@ class Judged:
             return float(np.exp(logs[place]))
         before, here, after = self._errors[place - 1 : place + 2]
         return float(np.exp(logs[place] + (logs[1] - logs[0]) * (before - after) / (2 * (before - 2 * here + after))))
+
+    @property
+    def improves(self) -> bool:
+        """Whether another temperature explains most of the squared differences."""
+        return float(np.min(self._errors)) < 0.25 * float(np.square(self.difference).sum())

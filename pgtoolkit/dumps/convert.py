@@ -13,7 +13,8 @@ import numpy as np
 from pgtoolkit.batch import OPTIONAL_VECTORS, Document
 from pgtoolkit.dumps.alignment import OWN, WHOSE, Branches, Judge, Judged
 from pgtoolkit.dumps.configuration import configured
-from pgtoolkit.dumps.systems import REFUSED, SYSTEMS, Context, System, Unusable
+from pgtoolkit.dumps.records import Context, Unusable
+from pgtoolkit.dumps.systems import REFUSED, SYSTEMS, System
 from pgtoolkit.errors import ConfigError, DataError, StorageError
 from pgtoolkit.rollouts.files import Problems, in_order
 from pgtoolkit.rollouts.rows import Row, Rules, parse_row
@@ -24,7 +25,7 @@ from pgtoolkit.system.report import refusal
 ANY_TOKEN = 2**31 - 1
 _SAMPLE_TOKENS, _JUDGED = 2**17, 8
 """The documents that alignment is told from: so many tokens, and documents that a model is asked of."""
-_FITS = 0.1
+FITS = 0.1
 """Mean absolute log-ratio up to which a model counts as the policy that sampled: bfloat16 makes half of it."""
 
 
@@ -224,7 +225,7 @@ def _by_model(name: str, sample: list[Document], judge: Judge) -> str:
         f"log-prob {np.abs(first).max():.2g}; mean over {len(judged.differences)} documents {difference:.2g}; "
         f"correlations at places -1, 0, +1: {correlations}"
     )
-    if difference > _FITS:
+    if difference > FITS:
         best = judged.best_temperature
         said += (
             f". This is NOT the policy that sampled at rollout.temperature={judge.temperature:g}: other weights, a "
@@ -273,5 +274,6 @@ def following(fields: frozenset[str], path: str) -> list[str]:
     estimator = "" if "reward" in fields and "group_id" in fields else " advantage=given"
     model = "model=huggingface model.path=FOLDER"
     return [
+        f"pgtk doctor {path}{estimator} {model}",
         f"pgtk rollout=recorded rollout.path={path}{estimator} {model}",
     ]

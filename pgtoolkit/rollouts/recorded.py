@@ -76,6 +76,11 @@ class RecordedRollouts:
         """Documents of all epochs."""
         return len(self._file) * self._config.epochs
 
+    @property
+    def groups(self) -> np.ndarray:
+        """(documents,) int64, the group of each of an epoch, in the order of the files."""
+        return self._group
+
     def document(self, position: int) -> Document:
         if not 0 <= position < self.num_documents:
             raise IndexError(f"position {position} is outside of the {self.num_documents} recorded documents")

@@ -11,7 +11,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 from builders.rollout_rows import VOCABULARY_SIZE, config, good_row, write_jsonl, write_parquet
 
 from pgtoolkit.errors import DataError
@@ -287,23 +286,6 @@ def test_a_file_larger_than_memory(tmp_path, suffix):
     count = 960 if suffix == ".jsonl" else 1600
     assert path.stat().st_size > 32 * 2**20
     assert done.stdout.split() == [str(count), str(2000 * len(range(0, count, 7)))], done.stderr[-2000:]
-
-
-def test_the_recipe_for_slime_dumps(tmp_path):
-    sample = {"tokens": [1, 2, 3, 4, 5], "response_length": 3, "loss_mask": None, "reward": 1, "group_index": 4}
-    sample |= {"rollout_log_probs": [-0.5, -0.25, -0.125], "status": "truncated"}
-    other = sample | {"loss_mask": [1, 0, 1], "reward": 0.0, "status": "completed"}
-    torch.save({"rollout_id": 0, "samples": [sample, other]}, tmp_path / "0.pt")
-    words = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
-    recipe = words.split("```python\n")[1].split("```")[0]
-    subprocess.run([sys.executable, "-c", recipe, "0.pt"], cwd=tmp_path, check=True)
-    source = load(tmp_path / "rollouts.jsonl")
-    first, second = source.document(0), source.document(1)
-    assert first.loss_mask.tolist() == [False, False, True, True, True]
-    assert second.loss_mask.tolist() == [False, False, True, False, True]
-    assert first.old_log_probs.tolist() == [-0.5, -0.25, -0.125]
-    assert (first.advantages[0], second.advantages[0], first.group, second.group) == (0.5, -0.5, 0, 0)
-    assert (first.truncated, second.truncated) == (True, False)
 
 
 def test_the_example_of_the_documentation(tmp_path):

@@ -1,0 +1,301 @@
+"""pgtk doctor: every fault that is put into good rollouts is found and measured, and good ones give no complaint."""
+
+import itertools
+import math
+from statistics import fmean
+
+import pytest
+import torch
+from builders.dumps import sampled
+from builders.models import save_with_tokenizer, small_llama
+from builders.rollout_rows import write_jsonl, write_parquet
+
+from pgtoolkit.cli import main
+from pgtoolkit.dumps.doctor import diagnose
+from pgtoolkit.errors import ConfigError, DataError
+
+GROUP = 4
+LOSS = ["loss=grpo", "aggregation=sample_mean"]
+
+
+def model(seed=0):
+    return small_llama(seed, initializer_range=0.6)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    folder = save_with_tokenizer(model(), tmp_path_factory.mktemp("policy"))
+    return ["model=huggingface", f"model.path={folder}"]
+
+
+@pytest.fixture(scope="module")
+def rollouts():
+    return sampled(model())
+
+
+@pytest.fixture
+def rows(rollouts):
+    """New ones for every test, which may change them."""
+    return rows_of(rollouts)
+
+
+def rows_of(rollouts):
+    return [
+        {
+            "token_ids": one.prompt + one.response,
+            "loss_mask": [False] * len(one.prompt) + [True] * len(one.response),
+            "old_log_probs": [0.0] * len(one.prompt) + one.trainer,
+            "sampling_log_probs": [0.0] * len(one.prompt) + one.sampler,
+            "reward": one.reward,
+            "group_id": one.group,
+            "truncated": one.truncated and number % 8 == 0,
+        }
+        for number, one in enumerate(rollouts)
+    ]
+
+
+def found(rows, tmp_path, *overrides, topic, level="wrong"):
+    """What one check says, whose level is the worst of that check."""
+    path = write_jsonl(tmp_path / "rollouts.jsonl", rows)
+    findings = [one for one in diagnose(str(path), [*LOSS, *overrides]).findings if one.topic == topic]
+    assert level in [one.level for one in findings], findings
+    return " ".join(one.says for one in findings if one.level == level)
+
+
+def test_good_rollouts_give_no_complaint(rows, policy, tmp_path, capsys):
+    """Of either format, from the file alone and with the policy that sampled."""
+    for row in rows:
+        row["truncated"] = False
+    for write, name in ((write_jsonl, "r.jsonl"), (write_parquet, "r.parquet")):
+        path = write(tmp_path / name, rows)
+        for more in ([], policy):
+            assert main(["doctor", str(path), *LOSS, *more]) == 0
+            said = " ".join(capsys.readouterr().out.split())
+            assert "nothing is wrong: 0 wrong, 0 worth a look" in said
+            assert "?" not in said
+            assert ("first document's mean ratio 1.0000" in said) == bool(more)
+    assert f"{path}: 64 documents of 16 groups, judged under loss=grpo aggregation=sample_mean" in said
+
+
+def moved(values, by):
+    return [*values[1:], 0.0] if by == 1 else [0.0, *values[:-1]]
+
+
+@pytest.mark.parametrize(("by", "whose"), [(1, "of the next token"), (-1, "of the token before")])
+def test_log_probs_one_place_off(by, whose, rows, policy, tmp_path, capsys):
+    """Told by documents that part, by the two kinds beside each other, and by the model."""
+    for row in rows:
+        row["old_log_probs"] = moved(row["old_log_probs"], by)
+    trained = [[v for v, m in zip(row["old_log_probs"], row["loss_mask"], strict=True) if m] for row in rows]
+    gaps = [abs(a - b) for values in trained for a, b in itertools.pairwise(values)]
+    said = found(rows, tmp_path, topic="alignment")
+    assert f"old_log_probs are those {whose}" in said
+    assert f"its logarithm is {fmean(gaps):.2g} in size on average" in said
+    assert "sampling_log_probs at a token's place fit old_log_probs" in said
+    assert "sampling_log_probs are those" not in said
+    assert f"old_log_probs are those {whose} (correlations at places" in found(rows, tmp_path, *policy, topic="model")
+    assert main(["doctor", str(tmp_path / "rollouts.jsonl")]) == 3
+    assert "not fit for a comparison" in capsys.readouterr().out
+
+
+def test_a_model_tells_where_no_documents_part(rows, policy, tmp_path):
+    alone = [row | {"old_log_probs": moved(row["old_log_probs"], 1), "group_id": n} for n, row in enumerate(rows[::4])]
+    for row in alone:
+        del row["sampling_log_probs"]
+    assert "Too few documents of a prompt" in found(alone, tmp_path, topic="alignment", level="?")
+    assert "are those of the next token" in found(alone, tmp_path, *policy, topic="model")
+
+
+@pytest.mark.parametrize(("sampled_at", "recorded_at"), [(0.6, 0.6), (0.6, 1.0)])
+def test_another_temperature(sampled_at, recorded_at, policy, tmp_path):
+    """The temperature at which the recorded log-probs fit best; also where they were taken before dividing by it."""
+    llama = model()
+    rollouts = sampled(llama, temperature=sampled_at)
+    for one in rollouts:
+        logits = llama(torch.tensor([one.prompt + one.response])).logits[0, len(one.prompt) - 1 : -1].double().detach()
+        own = (logits / recorded_at).log_softmax(-1).gather(1, torch.tensor(one.response)[:, None])[:, 0].tolist()
+        one.trainer, one.sampler = own, own
+    rows = rows_of(rollouts)
+    wrong = 1.0 if recorded_at == 0.6 else 0.6
+    said = found(rows, tmp_path, *policy, f"rollout.temperature={wrong}", topic="model")
+    assert f"old_log_probs fit the model at a temperature of {recorded_at:.2f}, not at" in said
+    assert f"Use rollout.temperature={recorded_at:.2f}" in said
+    right = found(rows, tmp_path, *policy, f"rollout.temperature={recorded_at}", topic="model", level="fine")
+    assert "old_log_probs are the model's" in right
+
+
+def test_other_weights_and_renormalised_log_probs(rows, policy, tmp_path):
+    other = save_with_tokenizer(model(5), tmp_path / "other")
+    said = found(rows, tmp_path, "model=huggingface", f"model.path={other}", topic="model")
+    assert "old_log_probs are not the model's" in said
+    assert "Other weights sampled them" in said
+    for row in rows:
+        row["old_log_probs"] = [value - math.log(0.8) if value < -0.3 else value for value in row["old_log_probs"]]
+    assert "top_p or top_k has cut" in found(rows, tmp_path, *policy, topic="model")
+
+
+def test_a_mask_that_begins_in_the_prompt(rows, policy, tmp_path):
+    for row in rows:
+        row["loss_mask"][2] = True
+    said = found(rows, tmp_path, topic="mask", level="look")
+    assert "The first trained token of 100 % of the documents has a log-prob of exactly 0, and 0 % of the other" in said
+    assert "the mask begins within the prompt" in found(rows, tmp_path, *policy, topic="model")
+
+
+def test_a_mask_that_begins_too_late(rows, tmp_path):
+    for row in rows:
+        row["loss_mask"][3] = False
+    assert "groups hold different prompts: " in found(rows, tmp_path, topic="groups")
+
+
+def test_a_mask_without_the_end_and_documents_without_a_mask(rows, tmp_path):
+    for row in rows:
+        row["loss_mask"][-1], row["truncated"] = False, False
+    assert "The last token of 100 % of the documents" in found(rows, tmp_path, topic="mask", level="look")
+    for row in rows[:16]:
+        row["loss_mask"] = [False] * len(row["loss_mask"])
+    empty = sum(not any(row["loss_mask"]) for row in rows) / len(rows)
+    said = found(rows, tmp_path, topic="mask", level="look")
+    assert f"{100 * empty:.3g} % of the documents train no token" in said
+    assert f"the weights w_t of all tokens add up to {1 - empty:.3g}" in said
+
+
+def test_groups_whose_numbers_begin_anew(rows, tmp_path):
+    """What advantages would be if each prompt were its own group, by hand."""
+    for number, row in enumerate(rows):
+        row["group_id"] = number // GROUP % 8
+        row["reward"] = float(number < 32)
+    said = found(rows, tmp_path, topic="groups")
+    assert "8 of 8 groups hold different prompts" in said
+    assert "Advantages would change by 100 % of their size" in said
+    assert "8 of 8 groups stand in several places" in found(rows, tmp_path, topic="groups", level="look")
+
+
+def test_groups_torn_apart_of_unequal_size_and_of_one(rows, tmp_path):
+    torn = rows[2:] + rows[:2]
+    said = found(torn, tmp_path, topic="groups", level="look")
+    assert "1 of 16 groups stand in several places of the files" in said
+    # Halves of rewards 0 and 1 give what the whole of 0, 1, 0, 1 gives.
+    assert "Advantages would change by 0 % of their size" in said
+    for row, reward in zip(torn[-2:], (1.0, 1.0), strict=True):
+        row["reward"] = reward
+    # The whole has mean 3/4, so advantages of 1/4 and -3/4; its halves have 0, and -1/2 and 1/2.
+    expected = (1 / 4 + 1 / 4 + 1 / 4 + 1 / 4) / (15 * 4 * 0.5 + 3 / 4 + 3 / 4)
+    said = found(torn, tmp_path, topic="groups", level="look")
+    assert f"Advantages would change by {100 * expected:.3g} % of their size" in said
+    said = found(rows[3:], tmp_path, topic="groups", level="look")
+    assert "1 of 16 groups have one document" in said
+    assert "Groups have 1 to 4 documents" in said
+    assert "a large group weighs up to 4 times a small one" in said
+    for number, row in enumerate(rows):
+        row["group_id"] = number
+    assert "64 of 64 groups have one document" in found(rows, tmp_path, topic="groups")
+
+
+def test_documents_that_are_there_twice(rows, tmp_path):
+    """Their share of the weight, by hand: under sample_mean and advantages of one size, that of the documents."""
+    twice = rows + rows[:8]
+    copies = len(twice) - len({str(row["token_ids"]) for row in twice})
+    said = found(twice, tmp_path, topic="duplicates")
+    assert f"{copies} documents repeat another one" in said
+    assert f"They carry {100 * copies / 72:.3g} % of the sum of w|A|" in said
+    assert copies < 12
+
+
+def test_equal_documents_of_a_certain_policy_are_no_copies(rows, tmp_path):
+    """Completions of probability 0.9 are expected to be equal."""
+    for row in rows:
+        row["token_ids"][3:], row["loss_mask"][3:] = [5, 11], [True, True]
+        for name in ("old_log_probs", "sampling_log_probs"):
+            row[name] = [0.0] * 3 + [math.log(0.9), 0.0]
+    pairs = 16 * GROUP * (GROUP - 1) // 2
+    said = found(rows, tmp_path, topic="duplicates", level="fine")
+    assert f"{pairs} pairs of documents are equal; the recorded log-probs let {0.9 * pairs:.3g} be expected" in said
+    for row in rows:
+        for name in ("old_log_probs", "sampling_log_probs"):
+            row[name] = [0.0] * 3 + [math.log(0.01), 0.0]
+    assert "let 0.96 be expected" in found(rows, tmp_path, topic="duplicates")
+
+
+@pytest.mark.parametrize("aggregation", ["sample_mean", "token_mean", "prompt_mean", "constant"])
+def test_what_truncated_documents_carry(aggregation, rows, tmp_path):
+    """The share of sum w|A| by the definitions of the aggregations; the first group has no advantages."""
+    for row in rows[:GROUP]:
+        row["reward"] = 1.0
+    more = [f"aggregation={aggregation}"] + (["aggregation.divisor=7"] if aggregation == "constant" else [])
+    lengths = [sum(row["loss_mask"]) for row in rows]
+    of_group = [sum(lengths[n // GROUP * GROUP :][:GROUP]) for n in range(len(rows))]
+    w = {
+        "sample_mean": [1 / (64 * n) for n in lengths],
+        "token_mean": [1 / sum(lengths)] * 64,
+        "prompt_mean": [1 / (16 * n) for n in of_group],
+        "constant": [1 / (64 * 7)] * 64,
+    }[aggregation]
+    cut = [row["truncated"] for row in rows]
+    size = [w[n] * lengths[n] * (0.5 if n >= GROUP else 0) for n in range(64)]
+    carried = sum(size[n] for n in range(64) if cut[n]) / sum(size)
+    path = write_jsonl(tmp_path / "rollouts.jsonl", rows)
+    findings = diagnose(str(path), ["loss=grpo", *more]).findings
+    says = next(one.says for one in findings if one.topic == "truncation")
+    assert cut[0]
+    assert sum(cut) > 2
+    assert f"{100 * sum(cut) / 64:.3g} % of the documents were truncated" in says
+    assert f"They carry {100 * carried:.3g} % of the sum of w|A|" in says
+    mean = fmean(0.0 if n < GROUP else -0.5 for n in range(64) if cut[n])
+    assert f"truncated {mean:+.2g}" in says
+
+
+def test_advantages_of_zero(rows, tmp_path):
+    for row in rows[:40]:
+        row["reward"] = 1.0
+    said = found(rows, tmp_path, topic="advantages", level="look")
+    assert "62.5 % of the documents (10 of 16 groups) have zero advantages" in said
+    assert "the gradient is 0.375 times that of the others alone" in said
+    for row in rows:
+        row["reward"] = 0.25
+    assert "Every advantage is 0" in found(rows, tmp_path, topic="advantages")
+
+
+def test_sampler_against_trainer(rollouts, rows, tmp_path):
+    """Mean, maximum and k3 over all tokens, and the clip's share and the epsilon, by hand."""
+    gaps = [[t - s for t, s in zip(one.trainer, one.sampler, strict=True)] for one in rollouts]
+    every = [gap for one in gaps for gap in one]
+    k3 = fmean(math.exp(gap) - 1 - gap for gap in every)
+    said = found(rows, tmp_path, topic="mismatch", level="fine")
+    assert f"differ by {fmean(every):.2g} a token on average and {max(every):.2g} at most; k3 is {k3:.2g}" in said
+    assert "takes 0 % of the ratios out of the clip of loss=grpo" in said
+    assert "for 99 % of the tokens to stay inside, epsilon has to be 0.02 or more" in said
+    means = [fmean(one) for one in gaps]
+    share = fmean(not -3e-4 <= math.expm1(mean) <= 4e-4 for mean in means)
+    path = write_jsonl(tmp_path / "rollouts.jsonl", rows)
+    says = next(one for one in diagnose(str(path), ["loss=gspo"]).findings if one.topic == "mismatch")
+    assert says.level == "look"
+    assert f"takes {100 * share:.3g} % of the ratios out of the clip of loss=gspo" in says.says
+    needed = sorted(math.expm1(mean) for mean in means)[-1]
+    assert f"for 99 % of the documents to stay inside, epsilon has to be {needed:.2g} or more" in says.says
+    for row in rows:
+        row["sampling_log_probs"] = row["old_log_probs"]
+    assert "sampling_log_probs are old_log_probs" in found(rows, tmp_path, topic="mismatch", level="?")
+
+
+def test_what_training_refuses_is_refused(rows, tmp_path):
+    rows[3]["old_log_probs"][4] = math.nan
+    path = write_jsonl(tmp_path / "rollouts.jsonl", rows)
+    with pytest.raises(DataError, match=r"rollouts.jsonl:4:old_log_probs: is nan at position 4, which is trained"):
+        diagnose(str(path), [])
+    with pytest.raises(ConfigError, match="loss=grpp"):
+        diagnose(str(path), ["loss=grpp"])
+    with pytest.raises(ConfigError, match="needs an existing file"):
+        diagnose(str(tmp_path / "none"), [])
+    with pytest.raises(ConfigError, match=r"aggregation.reducer=math.fsum needs null for pgtk doctor"):
+        diagnose(str(path), ["aggregation.reducer=math.fsum"])
+
+
+def test_rollouts_without_groups_or_advantages_of_their_own(rows, tmp_path):
+    for row in rows:
+        row |= {"advantage": 0.5, "id": str(len(row))}
+        del row["group_id"], row["reward"], row["truncated"], row["id"]
+    given = ("advantage=given",)
+    assert "does not say which documents share" in found(rows, tmp_path, *given, topic="groups", level="?")
+    assert "does not say of every document" in found(rows, tmp_path, *given, topic="truncation", level="?")
+    assert "0 % of the documents have zero" in found(rows, tmp_path, *given, topic="advantages", level="fine")
