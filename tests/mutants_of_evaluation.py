@@ -27,8 +27,8 @@ MUTANTS_OF_EVALUATION = [
     ),
     (
         "weights that are no numbers have a likeliest token",
-        "rollouts/samplers.py",
-        {"0 * scores.gather(-1, tokens))": "0.0)"},
+        "rollouts/sampling_settings.py",
+        {"tokens, 0 * scores.gather(-1, tokens)": "tokens, 0.0"},
         (f"{NUMBERS}::test_without_temperature_the_likeliest_token_is_taken",),
     ),
     (

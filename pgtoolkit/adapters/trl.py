@@ -29,7 +29,6 @@ from pgtoolkit.losses.corrections import (
     correction_of,
 )
 from pgtoolkit.losses.families import Family, Grpo, Gspo, family_of
-from pgtoolkit.losses.family import LOG_RATIO_LIMIT
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.metrics import MetricSums
 
@@ -228,7 +227,7 @@ class PolicyGradientTrainer(GRPOTrainer):
             metrics["aux_loss"].append(accelerator.gather_for_metrics(aux_loss).mean().item())
         terms, log_ratio = {"entropy": entropies.detach()}, log_probs.detach() - old
         if self.penalty is not None:
-            terms["kl"] = self.penalty.terms(log_probs.detach() - reference, log_ratio, LOG_RATIO_LIMIT)[0]
+            terms["kl"] = self.penalty.terms(log_probs.detach() - reference, log_ratio)[0]
         self._record_as_trl(metrics, mask, terms, self._clips(mask, log_ratio, advantages))
         self._record(metrics, out, last=not training or accelerator.sync_gradients)
         return loss

@@ -14,7 +14,6 @@ from pgtoolkit.runs.completions import (
     CompletionRow,
     read_completions,
     redacted,
-    write_completions,  # noqa: F401  (for evaluations)
     write_redacted,
 )
 

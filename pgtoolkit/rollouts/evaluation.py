@@ -14,12 +14,11 @@ from pgtoolkit.config.evaluation import powers_of_two, sampling
 from pgtoolkit.config.schema import Config, OldLogProbs, PolicyRolloutConfig
 from pgtoolkit.ranks.agreement import failing_together, gather
 from pgtoolkit.ranks.layout import Layout
-from pgtoolkit.rollouts.completions import write_completions
 from pgtoolkit.rollouts.prompts import TokenizedTask
 from pgtoolkit.rollouts.samplers import Completion, Request, Sampler
 from pgtoolkit.rollouts.shuffle import seed_of
 from pgtoolkit.rollouts.tasks import Prompt, Score, Task
-from pgtoolkit.runs.completions import FOLDER, CompletionRow
+from pgtoolkit.runs.completions import FOLDER, CompletionRow, write_completions
 
 
 @dataclass(frozen=True)

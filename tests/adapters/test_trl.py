@@ -29,6 +29,7 @@ EQUAL = [
     # (TRL's flags, our trainer's keywords, flags of both)
     ({"loss_type": "grpo"}, {"loss": "grpo", "aggregation": "sample_mean"}, {}),
     ({"loss_type": "dapo"}, {"loss": "grpo", "aggregation": "token_mean"}, {}),
+    ({}, {"loss": "grpo", "aggregation": "token_mean"}, {"beta": 0.3}),
     ({"loss_type": "dr_grpo"}, {"loss": "grpo", "aggregation": "constant", "divisor": 8}, {}),
     (
         {"epsilon_high": 0.28, "delta": 1.4},
@@ -55,7 +56,6 @@ EQUAL = [
         {},
     ),
     ({"loss_type": "bnpo"}, {"loss": "grpo", "aggregation": "token_mean"}, {"gradient_accumulation_steps": 1}),
-    ({}, {"loss": "grpo", "aggregation": "token_mean"}, {"beta": 0.3}),
     ({}, {"loss": "grpo", "aggregation": "token_mean"}, {"beta": 0.3, "use_bias_correction_kl": False}),
     (
         {"loss_type": "grpo"},

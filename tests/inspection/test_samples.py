@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -226,6 +228,13 @@ def test_the_page_holds_what_was_kept_and_nothing_that_acts(tmp_path, folder, mo
     assert only["answer"] == "@DATA@"
     assert len(only["completion"]) < 8100
     assert "more characters" in only["completion"]
+
+
+def test_a_run_is_shown_without_the_large_libraries(folder):
+    script = f"import sys; from pgtoolkit.cli import main; main(['samples', {str(folder)!r}]); print(*sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert shown.split()[0].endswith("run:")
+    assert {"torch", "transformers", "lightning", "mlflow"} & set(shown.split()) == set()
 
 
 def test_a_real_run_is_shown_and_written(tmp_path, capsys, monkeypatch):

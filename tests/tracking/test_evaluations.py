@@ -5,12 +5,12 @@ from builders.stores import history, start, train
 from pgtoolkit.tracking.progress import WIDTH, evaluation_line
 
 
-def rows(*steps):
+def rows(*steps, began=1e9):
     numbers = {"prompts": 3, "completions_per_prompt": 2, "pass@1": 0.25, "pass@1_error": 0.1, "pass@2": 0.5}
     return [
         {
             "step": s,
-            "time": 1e9 + s,
+            "time": began + s,
             "documents": 64 * s,
             "set": name,
             "avg": s / 8,
@@ -33,7 +33,7 @@ def test_evaluations_are_delivered_once(uri, run):
     assert [row["step"] for row in rows(0, 2)] == [0, 0, 2, 2]
     tracker = start(uri, run)
     train(run, 3, 6)
-    run.append_evaluations(rows(4, 6))
+    run.append_evaluations(rows(4, 6, began=1.1e9))
     assert tracker.finish("done") == []
     run_id = tracker.info["run_id"]
     for name in ("held_out", "test"):
