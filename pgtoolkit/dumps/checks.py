@@ -64,7 +64,7 @@ def _alignment(case: Case) -> list[Finding]:
                 Finding(
                     WRONG,
                     "alignment",
-                    f"{name} are those {WHOSE[shift]}: where two documents of a prompt part ({places} places), the "
+                    f"{name} are those {WHOSE[shift]}. Where two documents of a prompt part ({places} places), the "
                     f"last shared token's differ by {np.median(branches.shared):.2g} and the first different token's "
                     f"by {np.median(branches.differing):.2g} (medians). Every first ratio compares two tokens: its "
                     f"logarithm is {case.found.neighbours:.2g} in size on average, where it should be 0.",

@@ -184,7 +184,9 @@ def _read(path: Path, columns: Sequence[str] | None = None) -> pyarrow.Table:
 
     with storage(path), open_to_read(path) as file:
         try:
-            table = pq.read_table(file, columns=columns and list(columns), page_checksum_verification=True)
+            # Without threads, which a process that ends at once, such as before `head`, leaves behind.
+            options = {"use_threads": False, "pre_buffer": False, "page_checksum_verification": True}
+            table = pq.read_table(file, columns=columns and list(columns), **options)
             kinds = {name: str(kind) for name, kind in zip(table.schema.names, table.schema.types, strict=True)}
             for name in columns or _COLUMNS:
                 if kinds.get(name) != _COLUMNS[name]:
