@@ -81,7 +81,7 @@ MUTANTS_OF_DUMPS = [
     ),
     (
         "a fault has no exit status",
-        "cli.py",
+        "launch/commands.py",
         {"DataError.exit_status if diagnosis.is_wrong else 0": "0"},
         (f"{_DOCTOR}test_log_probs_one_place_off[1-of the next token]",),
     ),

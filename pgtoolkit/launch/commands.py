@@ -1,0 +1,266 @@
+"""The sub-commands that train nothing: their arguments, and the page or the file that each ends with."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+
+from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, StorageError
+from pgtoolkit.system.redaction import redact
+from pgtoolkit.system.report import refusal
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise ConfigError(f"{self.prog}: {message}. Use {' '.join(self.format_usage().split()[1:])}.")
+
+
+def _compare(argv: list[str]) -> int:
+    parser = _Parser("pgtk compare", description="Compare runs: which keys vary, what they reached, seed noise.")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, folder with runs, or a sweep's name")
+    parser.add_argument("--uri", metavar="URI", help="read this MLflow store; RUN is then an experiment or a sweep")
+    parser.add_argument("--metric", metavar="NAME", help="what is compared (default: held-out, exact_match or reward)")
+    parser.add_argument(
+        "--reach", metavar="METRIC=X", help="compare the documents it takes until METRIC is X or higher"
+    )
+    parser.add_argument("--best-of", metavar="KEY", help="of runs that differ in this key alone only the best")
+    for suffix, what in (("html", "report in one page"), ("csv", "row per run"), ("png", "picture of the curves")):
+        parser.add_argument(f"--{suffix}", type=Path, metavar="FILE", help=f"write a {what}")
+    args = parser.parse_args(argv)
+    files = {name: getattr(args, name) for name in ("html", "csv", "png") if getattr(args, name)}
+    for name, path in files.items():
+        _refuse_unwritable("comparison", name, path)
+
+    from pgtoolkit.comparison.files import write
+    from pgtoolkit.comparison.groups import compare
+    from pgtoolkit.comparison.runs import find_runs
+    from pgtoolkit.comparison.terminal import page
+    from pgtoolkit.tracking.next_commands import shell_path
+
+    if args.uri:
+        from pgtoolkit.comparison.stored import stored_runs
+
+        runs = stored_runs(args.uri, args.runs)
+    else:
+        runs = find_runs(args.runs)
+    compared = compare(runs, args.metric, args.best_of, args.reach)
+    print(page(compared), flush=True)
+    for name, path in files.items():
+        try:
+            write(compared, name, path, redact(shlex.join(["pgtk", "compare", *argv])))
+        except OSError as error:
+            raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
+        print(f"{name:<5}{shell_path(path)}", flush=True)
+    return 0
+
+
+def _samples(argv: list[str]) -> int:
+    parser = _Parser("pgtk samples", description="Show what a run's model wrote: best, worst, and what changed.")
+    parser.add_argument("run", metavar="RUN", type=Path, help="run directory")
+    parser.add_argument("--set", metavar="NAME", help="training, or a set of evaluation (default: one of evaluation)")
+    parser.add_argument("--step", type=int, metavar="N", help="of this step (default: the last; of --html all)")
+    parser.add_argument("--since", type=int, metavar="N", help="what changed since this step (default: the first)")
+    parser.add_argument("--count", type=_positive, default=3, metavar="N", help="completions of a kind (default: 3)")
+    parser.add_argument("--lines", type=_positive, default=8, metavar="N", help="lines of each text (default: 8)")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page to search and sort all of them")
+    args = parser.parse_args(argv)
+    if args.html:
+        _refuse_unwritable("samples", "html", args.html)
+
+    from pgtoolkit.inspection.samples import chosen_set, kept_by, samples
+    from pgtoolkit.inspection.samples_page import html
+    from pgtoolkit.inspection.samples_terminal import page
+    from pgtoolkit.runs.files import storage
+    from pgtoolkit.tracking.next_commands import shell_path
+
+    kept = kept_by(args.run)
+    found = samples(chosen_set(kept, args.set), args.step, args.since, args.count)
+    print(page(found, kept, shell_path(args.run), args.count, args.lines), flush=True)
+    if args.html:
+        sets = [kept[args.set]] if args.set else [*kept.values()]
+        text = html(sets, args.step, shell_path(args.run), redact(shlex.join(["pgtk", "samples", *argv])))
+        with storage(args.html):
+            args.html.write_text(text, encoding="utf-8")
+        print(f"\nhtml  {shell_path(args.html)}", flush=True)
+    return 0
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number >= 1")
+    return int(text)
+
+
+def _refuse_unwritable(command: str, name: str, path: Path) -> None:
+    if path.is_dir() or not path.parent.is_dir():
+        got = "a folder" if path.is_dir() else f"no folder {path.parent}"
+        reason = "The report is one file." if path.is_dir() else "Folders are not made."
+        raise ConfigError(
+            f"--{name}={path} needs the name of a file in a folder that exists (got {got}). {reason} "
+            f"Use --{name}={command}.{name}."
+        )
+
+
+def _diff(argv: list[str]) -> int:
+    parser = _Parser("pgtk diff", description="What changed between two runs: configuration, code, packages, hardware.")
+    parser.add_argument("first", metavar="RUN_A", type=Path)
+    parser.add_argument("second", metavar="RUN_B", type=Path)
+    args = parser.parse_args(argv)
+
+    from pgtoolkit.comparison.diff import page
+
+    print(page(args.first, args.second), flush=True)
+    return 0
+
+
+def _ui(argv: list[str]) -> int:
+    parser = _Parser("pgtk ui", description="Show MLflow's pages of the runs tracked from this directory.")
+    parser.add_argument("--port", default="5000", metavar="N", help="port on 127.0.0.1 (default: 5000)")
+    parser.add_argument("--uri", metavar="URI", help="another store (default: sqlite:///outputs/mlflow.db)")
+    args = parser.parse_args(argv)
+
+    from pgtoolkit.comparison.ui import serve
+
+    return serve(args.uri, args.port)
+
+
+def _sync(argv: list[str]) -> int:
+    parser = _Parser("pgtk sync", description="Deliver to MLflow what run directories hold and the store lacks.")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, or a folder with runs such as a sweep")
+    parser.add_argument("--uri", metavar="URI", help="another store than the run's own")
+    parser.add_argument("--experiment", metavar="NAME", help="another experiment than the run's own")
+    args = parser.parse_args(argv)
+
+    from pgtoolkit.comparison.runs import is_run, run_directories
+    from pgtoolkit.tracking.next_commands import shell_path
+    from pgtoolkit.tracking.sync import sync
+
+    failed = []
+    for directory in run_directories("pgtk sync", args.runs):
+        if not is_run(directory):
+            print(f"{shell_path(directory)}: it ended before its config.yaml was written", flush=True)
+            continue
+        try:
+            print(sync(directory, args.uri, args.experiment), flush=True)
+        except PgtoolkitError as error:  # such as of a run that is damaged, or still going on: the others do not wait
+            failed.append(error)
+    if failed:
+        worst = max(failed, key=lambda error: error.exit_status)
+        raise type(worst)("\n".join(dict.fromkeys(map(str, failed)))) from worst
+    return 0
+
+
+def _export(argv: list[str]) -> int:
+    parser = _Parser("pgtk export", description="Write a run's newest checkpoint as a Hugging Face folder.")
+    parser.add_argument("run", metavar="RUN", type=Path, help="run directory")
+    parser.add_argument("folder", metavar="DIR", type=Path, help="new or empty folder")
+    parser.add_argument("--best", action="store_true", help="the checkpoint with the highest evaluation.best instead")
+    args = parser.parse_args(argv)
+
+    from pgtoolkit.tracking.next_commands import shell_path
+    from pgtoolkit.training.export import export
+
+    step = export(args.run, args.folder, args.best)
+    print(f"step {step} of {shell_path(args.run)} is in {shell_path(args.folder)}; its README.md says how to load it")
+    return 0
+
+
+def _convert(argv: list[str]) -> int:
+    parser = _Parser("pgtk convert", description="Rollouts of another trainer as recorded rollouts: docs/dumps.md.")
+    parser.add_argument("system", metavar="SYSTEM", help="nemo-rl, open-instruct, slime, miles, prime-rl or pipelinerl")
+    parser.add_argument("path", metavar="PATH", help="a file of its dump, or the folder that holds them")
+    parser.add_argument("out", metavar="OUT", type=Path, help="a new .parquet file")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="model.path=FOLDER", help="the policy that sampled, for a proof"
+    )
+    parser.add_argument("--reward-key", metavar="KEY", help="which reward counts, where a sample has several")
+    args = parser.parse_intermixed_args(argv)
+    if args.out.suffix != ".parquet" or args.out.exists() or not args.out.absolute().parent.is_dir():
+        reason = "Nothing is written over, and folders are not made."
+        got = "one that exists" if args.out.exists() else "no such file can be made"
+        raise ConfigError(refusal(f"OUT={args.out}", "a new .parquet file in a folder that exists", got, reason, "one"))
+
+    from pgtoolkit.dumps import convert
+    from pgtoolkit.tracking.next_commands import shell_path
+
+    system, context = convert.system_of(args.system), convert.Context(args.reward_key)
+    judge = convert.judge_of(args.path, args.overrides) if args.overrides else None
+    found = convert.convert(system, args.path, args.out, context, judge)
+    print(redact(convert.page(found, args.system, system, args.out)))
+    print("next: " + "\n      ".join(convert.following(found.fields, shell_path(args.out))), flush=True)
+    return 0
+
+
+def _doctor(argv: list[str]) -> int:
+    parser = _Parser("pgtk doctor", description="Whether recorded rollouts are fit for a comparison: docs/dumps.md.")
+    parser.add_argument("path", metavar="FILE", help="JSONL or Parquet file, a folder of them, or a glob")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="the loss that would train; a model to ask")
+    args = parser.parse_args(argv)
+
+    from pgtoolkit.dumps.doctor import diagnose, page
+
+    diagnosis = diagnose(args.path, args.overrides)
+    print(redact(page(diagnosis)), flush=True)
+    return DataError.exit_status if diagnosis.is_wrong else 0
+
+
+def _evaluate(argv: list[str]) -> int:
+    parser = _Parser("pgtk evaluate", description="Measure a policy on prompts, without training: docs/evaluation.md.")
+    parser.add_argument("words", nargs="*", metavar="[RUN_OR_FOLDER] [OVERRIDES]", help="run, or Hugging Face folder")
+    parser.add_argument("--step", type=_positive, metavar="N", help="of a run, the checkpoint of this step")
+    parser.add_argument("--best", action="store_true", help="of a run, its best checkpoint instead of the newest")
+    args = parser.parse_intermixed_args(argv)
+    named = [word for word in args.words if "=" not in word or Path(word).exists()]
+    if len(named) > 1 or (args.best and args.step is not None):
+        got = " ".join(named) if len(named) > 1 else f"--best --step={args.step}"
+        use = "pgtk evaluate RUN_OR_FOLDER [--step N | --best] [task=...] [evaluation....]"
+        raise ConfigError(refusal("pgtk evaluate", "one model", got, "One is evaluated at a time.", use))
+
+    from pgtoolkit.launch.evaluate import Asked, evaluate
+
+    overrides = [word for word in args.words if word not in named]
+    print(redact(evaluate(Asked(Path(named[0]) if named else None, args.step, args.best, overrides))), flush=True)
+    return 0
+
+
+def _tokens(argv: list[str]) -> int:
+    parser = _Parser("pgtk tokens", description="What the loss did to each token of a step, beside other losses.")
+    what = "run directory or recorded rollouts, then overrides; loss=grpo,cispo stand side by side"
+    parser.add_argument("words", nargs="*", metavar="RUN [OVERRIDES]", help=what)
+    parser.add_argument(
+        "--step", type=_positive, metavar="N", help="default: the last before new rollouts, after a checkpoint"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="the page (default: tokens-RUN-N.html)")
+    args = parser.parse_intermixed_args(argv)
+    if args.html:
+        _refuse_unwritable("tokens", "html", args.html)
+
+    from pgtoolkit.inspection.tokens import inspect, summary
+    from pgtoolkit.inspection.tokens_page import html
+    from pgtoolkit.system.plain_files import write_atomically
+
+    named = args.words[:1] if args.words and ("=" not in args.words[0] or Path(args.words[0]).exists()) else []
+    inspected = inspect(*(named or [None]), args.words[len(named) :], args.step)
+    page = args.html or Path(f"tokens-{inspected.name}-{inspected.number}.html")
+    try:
+        write_atomically(page, html(inspected, redact(shlex.join(["pgtk", "tokens", *argv]))))
+    except OSError as error:
+        raise StorageError(f"{page} cannot be written: {error.strerror or error}") from error
+    print(summary(inspected, page), flush=True)
+    return 0
+
+
+REPORTS = {
+    "compare": ("RUN_DIR...", "what varies, what was reached over seeds, seed noise; --html FILE", _compare),
+    "convert": ("SYSTEM PATH OUT", "rollouts of another trainer as a file for rollout=recorded", _convert),
+    "diff": ("RUN_A RUN_B", "what changed: configuration, code, packages, hardware", _diff),
+    "doctor": ("FILE [OVERRIDES]", "whether recorded rollouts are fit for a comparison", _doctor),
+    "evaluate": ("[RUN] [OVERRIDES]", "avg and pass@k of a run, a folder or an initial model", _evaluate),
+    "export": ("RUN_DIR DIR", "the newest checkpoint, or --best, as a Hugging Face folder", _export),
+    "samples": ("RUN_DIR", "what the model wrote: best, worst, what changed; --html FILE", _samples),
+    "sync": ("RUN_DIR...", "deliver to MLflow what it lacks of runs, such as after an outage", _sync),
+    "tokens": ("RUN_DIR [loss=a,b]", "what losses do to each token of a step, side by side, as a page", _tokens),
+    "ui": ("", "MLflow's pages of the runs tracked from this directory; --port N", _ui),
+}
+"""As `cli.COMMANDS`: name -> what follows it, what it does, the function that does it with the words after its name."""
