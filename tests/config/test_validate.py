@@ -299,7 +299,7 @@ RULES = [
     ("tracking.uri=postgresql://me@host/db", "MLFLOW_TRACKING_USERNAME", "tracking.uri=postgresql://host/db"),
     (
         "rollout=recorded rollout.path=FILE sampler.max_sequences=8",
-        "sampler.max_sequences=8 needs rollout=policy (got rollout=recorded). It would be ignored",
+        "sampler.max_sequences=8 needs rollout=policy or evaluation.every > 0 (got rollout=recorded)",
         "sampler.max_sequences=8",
     ),
     ("sampler=vllm sampler.gpus=[0]", "numbers from 1 on (got 0)", "sampler=vllm sampler.gpus=[1]"),

@@ -15,7 +15,9 @@ from builders.runs import SHORT, checkpoint_of, copy_as_of, metrics_of, once, ru
 from builders.vllm_servers import COMMAND, gone, processes_of
 
 from pgtoolkit.errors import SamplerLost
+from pgtoolkit.runs.completions import read_completions
 from pgtoolkit.runs.directory import read_status
+from pgtoolkit.runs.files import read_evaluations
 
 PGTK = Path(sys.executable).with_name("pgtk")
 VLLM = ("sampler=vllm", f"sampler.executable={COMMAND}", "trainer.device=cpu", "rollout.stop=['99']")
@@ -50,6 +52,19 @@ def test_a_resumed_run_goes_on_to_the_last_bit(whole, tmp_path):
     assert metrics_of(cut) == metrics_of(whole)
     found, expected = (checkpoint_of(folder, 6)["model"] for folder in (cut, whole))
     assert all(bool((found[name] == weight).all()) for name, weight in expected.items())
+
+
+def test_evaluations_by_the_same_servers_leave_the_training_as_it_is(whole, tmp_path):
+    """With a length of their own; the servers get the weights of every evaluation."""
+    more = ("evaluation.every=1", "evaluation.prompts_per_set=3", "evaluation.max_completion_length=2")
+    found = run(tmp_path / "run", *VLLM, "rollout.old_log_probs=sampling", *more, "evaluation.sets.a.num_digits=1")
+    assert metrics_of(found) == metrics_of(whole)
+    rows = read_evaluations(found)
+    assert [row["step"] for row in rows] == list(range(7))
+    for row in rows:
+        completions = read_completions(found / "completions" / f"evaluation_a_{row['step']:06d}.parquet")
+        assert {one.version for one in completions} == {row["step"]}
+        assert max(one.tokens for one in completions) <= 2
 
 
 def test_a_lost_server_loses_no_step(whole, tmp_path):

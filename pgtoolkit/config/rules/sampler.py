@@ -34,7 +34,13 @@ def sampler(c: Any, typed: list[str], usual: Callable[[str], Any], report: Repor
     if not samples(c):
         if own := [override for override in typed if override.partition("=")[0].partition(".")[0] == "sampler"]:
             reason, needs = "It would be ignored: nothing is sampled.", "rollout=policy or evaluation.every > 0"
-            report.refuse(" ".join(own), needs, "rollout=recorded", reason, f"{needs}, or leave it out")
+            report.refuse(
+                " ".join(own),
+                needs,
+                "rollout=recorded",
+                reason,
+                "rollout=policy or evaluation.every=20, or leave it out",
+            )
     elif c.sampler.name == "vllm":
         _vllm(c, usual, report)
 
