@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pgtoolkit.api import log_prob_loss
+from pgtoolkit.adapters.trl_heads import add_fused_head, by_fused_head, by_log_probs, obstacles, trained_tokens
 from pgtoolkit.batch import StepTotals
 from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.losses.aggregation import aggregation_of
@@ -74,6 +74,8 @@ class PolicyGradientTrainer(GRPOTrainer):
     loss: a family by name or as an object, aggregation, divisor, correction: as in `pgtoolkit.policy_loss`. Without a
         correction it is the one that GRPOConfig describes (vllm_importance_sampling_...), if vLLM samples.
     kl: the kind of the penalty of GRPOConfig.beta; None for k3_ratio, or k3 without use_bias_correction_kl.
+    fused_head: whether pgtoolkit's LM head takes the place of TRL's; None for where the model allows it. The attribute
+        of this name then says whether it does.
 
     Raises ValueError for what the two configurations say twice, contradict or cannot do, all problems together.
     """
@@ -86,6 +88,7 @@ class PolicyGradientTrainer(GRPOTrainer):
         divisor: float | None = None,
         correction: str | Correction | None = None,
         kl: str | None = None,
+        fused_head: bool | None = None,
         **of_trl: Any,
     ):
         if GRPOTrainer is object:
@@ -98,6 +101,12 @@ class PolicyGradientTrainer(GRPOTrainer):
             raise ValueError("\n".join(problems))
         self._window: Window | None = None
         super().__init__(*arguments, **of_trl)
+        found = obstacles(self)
+        if fused_head and found:
+            raise ValueError(f"fused_head=True is impossible here: {'; '.join(found)}. Use fused_head=None.")
+        self.fused_head = not found if fused_head is None else fused_head
+        if self.fused_head:
+            add_fused_head(self.model)
 
     def _problems(self, args: Any) -> list[str]:
         default = {one.name: one.default for one in fields(args)}
@@ -171,7 +180,7 @@ class PolicyGradientTrainer(GRPOTrainer):
         if self.model.training:
             first = self._step % self.args.steps_per_generation
             pieces = self._buffered_inputs[first : first + self.current_gradient_accumulation_steps]
-        counts = torch.cat([_mask(piece).sum(1) for piece in pieces])
+        counts = torch.cat([trained_tokens(piece).sum(1) for piece in pieces])
         numbers = torch.stack([torch.full_like(counts.sum(), len(counts)), counts.sum(), (counts == 0).sum()])
         num_groups = 0
         if self.aggregation == "prompt_mean":
@@ -182,53 +191,49 @@ class PolicyGradientTrainer(GRPOTrainer):
         num_documents, num_tokens, num_empty, *_ = numbers = self.accelerator.reduce(numbers, reduction="sum")
         return StepTotals(num_documents, num_tokens, num_empty, *((num_groups, numbers[3:]) if num_groups else ()))
 
+    def loss_arguments(self, inputs: dict, mask: Tensor, log_probs: Tensor) -> tuple[tuple[Tensor, ...], dict]:
+        """Of a micro-batch: (old log-probs, advantages, documents), (T,) each, and keywords of a loss of pgtoolkit.
+
+        mask, log_probs: (B, length), without gradient: the old ones where TRL has none.
+        """
+        old, sampling = inputs.get("old_per_token_logps"), inputs.get("sampling_per_token_logps")
+        old = log_probs if old is None else old
+        if sampling is not None:  # as TRL has it: a token that vLLM could not score has a ratio of 1
+            sampling = torch.where(sampling.isnan(), old, sampling).reshape(-1)
+        documents = torch.arange(len(mask), device=mask.device)[:, None].expand_as(mask)
+        options = {
+            "loss": self.family,
+            "aggregation": self.aggregation,
+            "divisor": self.divisor,
+            "group_index": inputs.get("group_index"),
+            "num_documents": len(mask),
+            "totals": self._window.totals,
+            "correction": self.correction or self.correction_of_config(),
+            "sampling_log_probs": sampling,
+            "kl": self.penalty,
+            "ref_log_probs": inputs["ref_per_token_logps"].reshape(-1) if self.beta else None,
+            "metrics": "basic",
+        }
+        return tuple(x.reshape(-1) for x in (old, _advantages(inputs, mask), documents)), options
+
     def _compute_loss(self, model, inputs):
         """This micro-batch's share of the step's loss, times the processes, over which gradients are averaged."""
         training, accelerator = self.model.training, self.accelerator
         if self._window is None or not training:
             self._window = Window(self._totals(inputs))
-        mask, (log_probs, entropies, aux_loss) = _mask(inputs), self._forward(model, inputs)
-        old, sampling = inputs.get("old_per_token_logps"), inputs.get("sampling_per_token_logps")
-        old = log_probs.detach() if old is None else old
-        if sampling is not None:  # as TRL has it: a token that vLLM could not score has a ratio of 1
-            sampling = torch.where(sampling.isnan(), old, sampling)
-        reference = inputs["ref_per_token_logps"] if self.beta else None
-        advantages = inputs["advantages"]
-        advantages = (advantages if advantages.dim() == 2 else advantages[:, None]).expand_as(log_probs)
-        documents = torch.arange(len(mask), device=mask.device)[:, None].expand_as(mask)
-
-        def share(log_probs: Tensor, advantages: Tensor, **options: Any) -> PolicyLoss:
-            vectors = (x.reshape(-1) for x in (log_probs, old, advantages, documents, mask))
-            options = {name: x.reshape(-1) if isinstance(x, Tensor) else x for name, x in options.items()}
-            return log_prob_loss(*vectors, num_documents=len(mask), totals=self._window.totals, **options)
-
-        out = share(
-            log_probs,
-            advantages,
-            loss=self.family,
-            aggregation=self.aggregation,
-            divisor=self.divisor,
-            group_index=inputs.get("group_index"),
-            correction=self.correction or self.correction_of_config(),
-            sampling_log_probs=sampling,
-            kl=self.penalty,
-            ref_log_probs=reference,
-            metrics="basic",
-        )
-        loss = out.loss
-        if self.entropy_coef:  # of the mean over tokens whatever the aggregation, as TRL has it: minus the sum of H / N
-            bonus = share(entropies, torch.ones_like(entropies), loss="reinforce", aggregation="token_mean")
-            loss = loss + self.entropy_coef * bonus.loss
+        compute = by_fused_head if self.fused_head else by_log_probs
+        loss, out, old, entropies, aux_loss = compute(self, model, inputs)
         loss = loss * accelerator.num_processes
         metrics = self._metrics["train" if training else "eval"]
         if aux_loss is not None:
             number = self.current_gradient_accumulation_steps if training else 1
             loss = loss + self.router_aux_loss_coef * aux_loss / number
             metrics["aux_loss"].append(accelerator.gather_for_metrics(aux_loss).mean().item())
-        terms, log_ratio = {"entropy": entropies.detach()}, log_probs.detach() - old
+        mask, log_probs = trained_tokens(inputs), out.log_probs.view_as(old)
+        terms, log_ratio = {"entropy": entropies}, log_probs - old
         if self.penalty is not None:
-            terms["kl"] = self.penalty.terms(log_probs.detach() - reference, log_ratio)[0]
-        self._record_as_trl(metrics, mask, terms, self._clips(mask, log_ratio, advantages))
+            terms["kl"] = self.penalty.terms(log_probs - inputs["ref_per_token_logps"], log_ratio)[0]
+        self._record_as_trl(metrics, mask, terms, self._clips(mask, log_ratio, _advantages(inputs, mask)))
         self._record(metrics, out, last=not training or accelerator.sync_gradients)
         return loss
 
@@ -273,18 +278,8 @@ class PolicyGradientTrainer(GRPOTrainer):
         low, high = (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
         return {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low | high}
 
-    def _forward(self, model, inputs: dict) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(log-probs, entropies, (B, length) each, load-balancing loss or None), by TRL's own forward pass."""
-        known = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters
-        more = {name: inputs[name] for name in known if name in inputs}
-        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-        attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        flags = {"compute_entropy": True, "compute_aux_loss": self.aux_loss_enabled}
-        width = inputs["completion_ids"].shape[1]
-        return self._get_per_token_logps_and_entropies(model, ids, attention, width, **flags, **more)
 
-
-def _mask(inputs: dict) -> Tensor:
-    """(B, length) bool: the tokens that TRL trains."""
-    mask = inputs["completion_mask"] if "tool_mask" not in inputs else inputs["completion_mask"] * inputs["tool_mask"]
-    return mask.bool()
+def _advantages(inputs: dict, mask: Tensor) -> Tensor:
+    """(B, length): of each token; TRL has one a document, its subclasses may have one a token."""
+    given = inputs["advantages"]
+    return (given if given.dim() == 2 else given[:, None]).expand_as(mask)

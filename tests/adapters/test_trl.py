@@ -14,9 +14,11 @@ import pytest
 import torch
 
 pytest.importorskip("trl", reason="the extra trl")
+pytest.importorskip("peft", reason="the extra lora")
 
 from adapters import trl_runs
 from builders.models import small_llama
+from peft import LoraConfig
 
 from pgtoolkit import corrections, families
 
@@ -161,7 +163,9 @@ def test_two_processes_are_trls_and_share_their_totals(folder, tmp_path):
     token, prompt = ({"loss": "grpo", "aggregation": name} for name in ("token_mean", "prompt_mean"))
     small = {"ddp_backend": "gloo", "per_device_train_batch_size": 2}
     coarse = small | {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
-    tasks = [(None, small), (token, small), (prompt, small), (prompt, coarse), (token, small | {"beta": 0.1})]
+    tasks = [(None, small), (token, small), (prompt, small), (prompt, coarse)]
+    # Where DDP looks for the parameters of a step in what its forward pass returns.
+    tasks.append((token, small | {"beta": 0.1, "ddp_find_unused_parameters": True, "gradient_checkpointing": False}))
     tasks.append((None, tasks[-1][1]))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -199,6 +203,55 @@ def test_a_correction_of_ours_and_an_evaluation(folder):
         assert metrics["eval_pgtk/num_documents"] == 8
         found.append(metrics["eval_loss"])
     assert found[0] == found[1] != 0
+
+
+HEADS = [
+    # (our trainer's keywords, flags, of an engine)
+    ({"loss": GSPO, "aggregation": "sample_mean"}, {"temperature": 0.7, "beta": 0.3}, None),
+    ({"loss": "grpo", "aggregation": "token_mean"}, {"entropy_coef": 0.3, "num_iterations": 1}, None),
+    ({"loss": "vespo", "aggregation": "prompt_mean"}, {"cast_lm_head_to_fp32": True}, ENGINES[1]),
+    ({"loss": "cispo", "aggregation": "token_mean", "peft_config": LoraConfig(r=4)}, {}, None),
+]
+
+
+@pytest.mark.parametrize(("ours", "changes", "engine"), HEADS, ids=lambda one: str(one)[:60])
+def test_the_fused_head_changes_no_weight(ours, changes, engine, folder):
+    """Nor what is shown; and TRL's head is then called for old and reference's log-probs alone."""
+    results = []
+    for fused in (False, True):
+        torch.manual_seed(0)  # for the adapters
+        made = trl_runs.trainer(folder, ours | {"fused_head": fused}, TWICE | changes, engine)
+        start = torch.cat([x.detach().flatten() for x in made.model.parameters()])
+        calls, by_trl = [], made._get_per_token_logps_and_entropies
+
+        def counted(*arguments, by_trl=by_trl, calls=calls, **keywords):
+            calls.append(torch.is_grad_enabled())
+            return by_trl(*arguments, **keywords)
+
+        made._get_per_token_logps_and_entropies = counted
+        results.append(trl_runs.trained(made))
+        assert any(calls) == (not fused)
+    (exact, their_log), (found, log) = results
+    torch.testing.assert_close(found, exact, rtol=0, atol=2e-6)
+    assert float((found - start).norm()) > 0.1
+    for theirs, row in zip(their_log[:-1], log[:-1], strict=True):
+        for name in theirs.keys() - {"step_time"}:
+            assert row[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), name
+
+
+NOT_FUSED = [
+    ({}, {"entropy_coef": 0.3}, "GRPOConfig.entropy_coef is of a mean over tokens"),
+    ({"logit_scale": 0.5}, {}, "the model scales its logits by logit_scale"),
+]
+
+
+@pytest.mark.parametrize(("of_model", "changes", "reason"), NOT_FUSED, ids=lambda one: str(one)[:60])
+def test_where_the_head_cannot_be_fused_it_is_trls(of_model, changes, reason, tmp_path):
+    small_llama(**of_model).save_pretrained(tmp_path)
+    ours = {"loss": "grpo", "aggregation": "sample_mean"}
+    assert trl_runs.trainer(str(tmp_path), ours, changes).fused_head is False
+    with pytest.raises(ValueError, match=f"fused_head=True is impossible here: {reason}"):
+        trl_runs.trainer(str(tmp_path), ours | {"fused_head": True}, changes)
 
 
 REFUSED = [
