@@ -20,7 +20,7 @@ from pgtoolkit.rollouts.files import Problems, in_order
 from pgtoolkit.rollouts.rows import Row, Rules, parse_row
 from pgtoolkit.rollouts.writer import ROW_GROUP_TOKENS, write_parts
 from pgtoolkit.system.plain_files import replacing
-from pgtoolkit.system.report import refusal
+from pgtoolkit.system.report import plural, refusal
 
 ANY_TOKEN = 2**31 - 1
 _SAMPLE_TOKENS, _JUDGED = 2**17, 8
@@ -177,7 +177,7 @@ def _count(row: Row, found: Converted) -> None:
 
 
 def _dropped(context: Context) -> str:
-    return "; ".join(f"{count} documents: {reason}" for reason, count in context.dropped.items())
+    return "; ".join(f"{plural(count, 'document')}: {reason}" for reason, count in context.dropped.items())
 
 
 def _check(found: Converted, judge: Judge | None) -> None:
@@ -248,9 +248,10 @@ def _refuse_misplaced(name: str, shift: int | None, evidence: str) -> None:
 def page(found: Converted, name: str, system: System, out: Path) -> str:
     """What `pgtk convert` prints."""
     groups = sum(found.groups.values())
-    of = f" of {groups} groups" if groups else ", without groups"
-    lines = [f"{out}: {found.documents} documents{of}, {found.tokens} tokens, from {found.files} files of {name}"]
-    lines += [f"  dropped   {count} documents: {reason}" for reason, count in found.context.dropped.items()]
+    of = f" of {plural(groups, 'group')}" if groups else ", without groups"
+    documents, files = plural(found.documents, "document"), plural(found.files, "file")
+    lines = [f"{out}: {documents}{of}, {plural(found.tokens, 'token')}, from {files} of {name}"]
+    lines += [f"  dropped   {plural(count, 'document')}: {reason}" for reason, count in found.context.dropped.items()]
     lines += ["  dropped   nothing"] if not found.context.dropped else []
     lines += [f"  note      {count} {sentence}" for sentence, count in found.context.notes.items()]
     if groups:

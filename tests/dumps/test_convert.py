@@ -191,7 +191,7 @@ def test_what_nemo_rl_left_out_or_did_not_compute(rollouts, tmp_path, capsys):
     (tmp_path / "train_data_step3.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert convert("nemo-rl", tmp_path, tmp_path / "out.parquet") == 0
     said, rows = capsys.readouterr().out, rows_of(tmp_path / "out.parquet")
-    assert "dropped   1 documents: no token was generated" in said
+    assert "dropped   1 document: no token was generated" in said
     assert f"note      {len(rollouts) - 1} documents whose prev_logprobs NeMo-RL did not compute" in said
     assert "note      1 documents that NeMo-RL left out of its loss" in said
     assert "groups    1 of 3, 15 of 4 documents" in said
@@ -211,7 +211,7 @@ def test_what_open_instruct_does_not_say(rollouts, tmp_path, capsys):
     )
     assert convert("open-instruct", tmp_path, tmp_path / "out.parquet") == 0
     said, rows = capsys.readouterr().out, rows_of(tmp_path / "out.parquet")
-    assert "dropped   1 documents: an empty completion" in said
+    assert "dropped   1 document: an empty completion" in said
     assert "note      1 documents that called tools" in said
     assert rows[0]["loss_mask"] == [False] * 3 + [True] * (len(rollouts[0].response) - 1) + [False]
     assert rows[1]["loss_mask"][-1]
@@ -234,7 +234,7 @@ def test_rewards_and_masks_of_slime(rollouts, tmp_path, capsys):
     assert "has several rewards (acc, format). Use --reward-key KEY" in capsys.readouterr().err
     assert convert("slime", tmp_path, tmp_path / "out.parquet", "--reward-key", "acc") == 0
     said, rows = capsys.readouterr().out, rows_of(tmp_path / "out.parquet")
-    assert "dropped   1 documents: pictures" in said
+    assert "dropped   1 document: pictures" in said
     assert "note      1 documents that slime does not train on" in said
     assert [row["group_id"] for row in rows[:4]] == [0, 0, 0, 1]
     assert not any(rows[1]["loss_mask"])
@@ -244,7 +244,7 @@ def test_rewards_and_masks_of_slime(rollouts, tmp_path, capsys):
 def test_steps_of_prime_rl(rollouts, tmp_path, capsys):
     path = prime_rl(tmp_path, rollouts, rl_weights=lambda number, v: [0.0] * len(v) if number == 1 else v)
     assert convert("prime-rl", tmp_path, tmp_path / "out.parquet") == 0
-    assert "dropped   1 documents: no token of the policy-gradient loss" in capsys.readouterr().out
+    assert "dropped   1 document: no token of the policy-gradient loss" in capsys.readouterr().out
     (path.parent / "STABLE").unlink()
     assert convert("prime-rl", tmp_path, tmp_path / "other.parquet") == 3
     assert "rank_0.jsonl needs the file STABLE beside it" in capsys.readouterr().err
