@@ -54,9 +54,12 @@ def test_the_file_of_training_is_refused_and_another_is_not(tmp_path, monkeypatc
     for name in ("train.jsonl", "test.jsonl"):
         (tmp_path / name).write_text(json.dumps({"prompt": "1", "answer": "2"}) + "\n")
     task = ["task=prompts", "task.path=train.jsonl", ON, "rollout.max_completion_length=20"]
-    assert "are the prompts of training. Use evaluation.sets.NAME.path=FILE." in checked(*task)[1][0]
-    same = f"evaluation.sets.test.path={tmp_path}/./train.jsonl"
-    assert checked(*task, same)[1][0].startswith("evaluation.sets.test needs prompts that training does not ask")
+    (problem,) = checked(*task)[1]
+    assert "are the prompts of training. Use evaluation.sets.NAME.path=FILE." in problem
+    problems = checked(*task, f"evaluation.sets.test.path={tmp_path}/./train.jsonl")[1]
+    assert [one.partition(" (got")[0] for one in problems] == [
+        "evaluation.sets.test needs prompts that training does not ask"
+    ]
     assert checked(*task, "evaluation.sets.test.path=test.jsonl")[1:] == ([], [])
     assert (
         "evaluation.sets.test.path=none.jsonl needs an existing file"
