@@ -8,6 +8,8 @@ from builders.processes import world
 
 from pgtoolkit.kernels import losses
 
+pytestmark = pytest.mark.slow  # ranks are processes; test_parallel_loss.py has them as threads
+
 KINDS = ["data 2", "sequence 2", "sequence 4", "vocabulary 2", "data x vocabulary", "data x sequence"]
 TRITON = ["vocabulary 2", "sequence 2", "data x vocabulary", "sequence x vocabulary"]
 

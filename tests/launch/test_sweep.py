@@ -288,6 +288,7 @@ SIZES = {"loss_by_aggregation": 24, "clip_range": 8, "docs_per_step": 8, "metric
 SIZES |= {"staleness": 24, "learning_rate_by_aggregation": 24}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sweep_files())
 def test_every_sweep_is_valid(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)

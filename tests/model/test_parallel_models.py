@@ -19,6 +19,8 @@ from pgtoolkit.errors import ConfigError
 from pgtoolkit.model.sequence_data import local_tokens
 from pgtoolkit.model.spread import refuse_misfit
 
+pytestmark = pytest.mark.slow  # ranks are processes; test_parallel_loss.py has them as threads
+
 TOLERANCE = 1e-12
 GSPO = {"loss": "gspo", "aggregation": "sample_mean", "metrics": "with_entropy"}
 GRPO = {"loss": "grpo", "aggregation": "prompt_mean", "metrics": "basic"}

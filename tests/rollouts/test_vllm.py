@@ -24,6 +24,8 @@ from pgtoolkit.rollouts.server_process import free_port
 from pgtoolkit.rollouts.vllm import VllmSampler
 from pgtoolkit.training.build import build
 
+pytestmark = pytest.mark.slow  # servers are processes
+
 VLLM = ("sampler=vllm", f"sampler.executable={COMMAND}", "trainer.device=cpu")
 REQUESTS = [Request([1, 2, 10], 3, seed=5), Request([3, 4, 5, 10], 2, seed=9)]
 

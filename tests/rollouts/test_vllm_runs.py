@@ -19,6 +19,8 @@ from pgtoolkit.runs.completions import read_completions
 from pgtoolkit.runs.directory import read_status
 from pgtoolkit.runs.files import read_evaluations
 
+pytestmark = pytest.mark.slow  # servers are processes
+
 PGTK = Path(sys.executable).with_name("pgtk")
 VLLM = ("sampler=vllm", f"sampler.executable={COMMAND}", "trainer.device=cpu", "rollout.stop=['99']")
 ENDLESS = ("trainer.max_steps=100000", "trainer.keep_checkpoints=2")

@@ -172,6 +172,7 @@ def test_what_a_process_appended_before_it_ended_is_delivered(uri, run):
     assert history(uri, done.stdout.strip()) == [(step, step / 8) for step in range(1, 51)]
 
 
+@pytest.mark.slow
 def test_several_processes_create_the_store_at_once(tmp_path):
     uri = f"sqlite:///{tmp_path}/outputs/mlflow.db"
     code = (

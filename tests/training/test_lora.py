@@ -174,6 +174,7 @@ def test_a_folder_of_adapters_is_no_model(base, trained, tmp_path, capsys):
         assert f"model.path={folder} needs a whole model (got adapters, adapter_config.json)." in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "changes"),
     [

@@ -19,6 +19,8 @@ from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.model.build import character_tokenizer
 from pgtoolkit.training.checkpoint import MOMENTS, WEIGHTS, list_checkpoints, load_newest, save_checkpoint
 
+pytestmark = pytest.mark.slow  # ranks are processes
+
 SETTINGS = ["aggregation=constant", "aggregation.divisor=4"]
 
 

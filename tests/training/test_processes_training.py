@@ -17,6 +17,8 @@ from pgtoolkit.rollouts.recorded import RecordedRollouts
 from pgtoolkit.training.build import build, fit
 from pgtoolkit.training.recorder import Recorder
 
+pytestmark = pytest.mark.slow  # ranks are processes
+
 
 def error_on_rank(config, folder: Path, sizes: dict[str, int]) -> tuple:
     began = monotonic()
