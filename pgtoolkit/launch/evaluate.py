@@ -18,7 +18,7 @@ from pgtoolkit.config.names import name_from
 from pgtoolkit.config.paths import make_absolute
 from pgtoolkit.config.rules import run, sampler
 from pgtoolkit.config.rules.evaluation import evaluated
-from pgtoolkit.config.saved import saved_config
+from pgtoolkit.config.saved import MEASURED, saved_config
 from pgtoolkit.config.validate import resolve
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.launch.start import refusal as refused
@@ -31,19 +31,7 @@ from pgtoolkit.training.machine import check_machine
 FOLDER = Path("outputs/evaluations")
 """Where the results are, below the directory that the command was typed in."""
 
-_OF_EVALUATION = tuple(
-    f"evaluation.{key}"
-    for key in (
-        "prompts_per_set",
-        "completions_per_prompt",
-        "temperature",
-        "top_p",
-        "max_completion_length",
-        "seed",
-        "sets",
-    )
-)
-_OF_A_RUN = ("task", *_OF_EVALUATION, "sampler", "trainer.device", "trainer.num_threads")
+_OF_A_RUN = ("task", *MEASURED, "sampler", "trainer.device", "trainer.num_threads")
 _OF_A_MODEL = (
     *_OF_A_RUN,
     *("model", "seed", "experiment"),

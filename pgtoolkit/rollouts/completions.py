@@ -9,13 +9,7 @@ from pathlib import Path
 
 from pgtoolkit.batch import Document
 from pgtoolkit.rollouts.tasks import Prompt
-from pgtoolkit.runs.completions import (
-    FOLDER,
-    CompletionRow,
-    read_completions,
-    redacted,
-    write_redacted,
-)
+from pgtoolkit.runs.completions import FOLDER, CompletionRow, read_completions, redacted, write_redacted
 
 STEPS_PER_FILE = 100
 
