@@ -18,7 +18,7 @@ from pgtoolkit.dumps.systems import REFUSED, SYSTEMS, System
 from pgtoolkit.errors import ConfigError, DataError, StorageError
 from pgtoolkit.rollouts.files import Problems, in_order
 from pgtoolkit.rollouts.rows import Row, Rules, parse_row
-from pgtoolkit.rollouts.writer import ROW_GROUP_TOKENS, write_parts
+from pgtoolkit.rollouts.writer import write_parquet
 from pgtoolkit.system.plain_files import replacing
 from pgtoolkit.system.report import plural, refusal
 
@@ -59,7 +59,7 @@ def convert(system: System, path: str, out: Path, reward_key: str | None, judge:
     found = Converted(reward_key, len(files))
     try:
         with replacing(out) as file:
-            write_parts(file, _parts(_rows(system, files, found), found))
+            write_parquet(file, _counted(_rows(system, files, found), found))
             _check(found, judge)
     except OSError as error:
         raise StorageError(f"{out} cannot be written: {error.strerror or error}") from error
@@ -79,7 +79,7 @@ def _files(path: str, system: System) -> list[Path]:
 
 
 def _rows(system: System, files: list[Path], found: Converted) -> Iterator[Row]:
-    problems, rules = Problems("the dump cannot be converted"), Rules(ANY_TOKEN, False, False)
+    problems, rules = Problems("the dump cannot be converted"), Rules(ANY_TOKEN, ("old_log_probs",))
     common, numbers, sizes, ids = os.path.commonpath([file.parent for file in files]), {}, Counter(), set()
     for file in files:
         last, run = None, 0  # equal prompts that follow each other
@@ -118,9 +118,8 @@ def _rows(system: System, files: list[Path], found: Converted) -> Iterator[Row]:
     found.groups = Counter(sizes.values())
 
 
-def _parts(rows: Iterator[Row], found: Converted) -> Iterator[list[Row]]:
-    """The rows in parts of bounded size, counted; raises DataError where they do not all know the same."""
-    part, size = [], 0
+def _counted(rows: Iterator[Row], found: Converted) -> Iterator[Row]:
+    """The rows, counted; raises DataError where they do not all know the same."""
     for row in rows:
         fields = frozenset(name for name, value in vars(row).items() if value is not None)
         found.fields = found.fields or fields
@@ -135,13 +134,7 @@ def _parts(rows: Iterator[Row], found: Converted) -> Iterator[list[Row]]:
             found.sample.append(row.document(advantage, row.group_id or 0, row.id))
         found.documents += 1
         found.tokens += len(row.token_ids)
-        part.append(row)
-        size += len(row.token_ids)
-        if size >= ROW_GROUP_TOKENS:
-            yield part
-            part, size = [], 0
-    if part:
-        yield part
+        yield row
     if not found.documents:
         raise DataError(f"nothing can be converted: {'; '.join(_dropped(found)) or 'there are no documents'}")
 
