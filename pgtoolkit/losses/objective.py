@@ -200,7 +200,8 @@ class Objective:
 
     def token_terms(self, log_probs: Tensor) -> TokenTerms:
         """The terms of each token, kept for the same log-probs, since loss and metrics both ask for them."""
-        if self._last_terms and self._last_terms[0] is log_probs:
+        kept = not log_probs.requires_grad
+        if kept and self._last_terms and self._last_terms[0] is log_probs:
             return self._last_terms[1]
         family, advantages = self.family, self.scope_advantages
         # Dropped by selection before any arithmetic: what is not trained may hold NaN or infinity.
@@ -218,12 +219,11 @@ class Objective:
             slope = torch.where(was_clamped, 0.0, slope)
             slope = slope if derivative is None else slope * derivative
         factors = None
-        if self.off_policy is not None:
-            log_ratios = token_log_ratio.detach()
-            factors = Factors.of(self.off_policy, log_ratios, self.document_advantages, self.documents)
+        if (correction := self.off_policy) is not None:
+            factors = Factors.of(correction, token_log_ratio.detach(), self.document_advantages, self.documents)
             losses, slope = factors.values * losses, factors.values * slope
         terms = TokenTerms(losses, slope, log_ratio.exp(), log_ratio, was_clamped, token_log_ratio, factors)
-        if not log_probs.requires_grad:
+        if kept:
             self._last_terms[:] = log_probs, terms
         return terms
 
