@@ -130,9 +130,9 @@ MUTANTS_OF_PENALTIES = [
         "the reference follows the policy",
         "training/module.py",
         {
-            "        log_probs = self._log_probs(self.reference, micro_batch)[0]\n": (
+            "        log_probs = self.log_probs_of(self.reference.loss_inputs(micro_batch), micro_batch)[0]\n": (
                 "        self.reference.model.load_state_dict(self.model.state_dict())\n"
-                "        log_probs = self._log_probs(self.reference, micro_batch)[0]\n"
+                "        log_probs = self.log_probs_of(self.reference.loss_inputs(micro_batch), micro_batch)[0]\n"
             )
         },
         (f"{RUNS}::test_the_first_distance_is_exactly_zero[grpo]",),
@@ -141,10 +141,10 @@ MUTANTS_OF_PENALTIES = [
         "the reference of a resumed run is the checkpoint",
         "training/module.py",
         {
-            "        log_probs = self._log_probs(self.reference, micro_batch)[0]\n": (
+            "        log_probs = self.log_probs_of(self.reference.loss_inputs(micro_batch), micro_batch)[0]\n": (
                 "        if not hasattr(self, 'late'):\n"
                 "            self.late = self.reference.model.load_state_dict(self.model.state_dict())\n"
-                "        log_probs = self._log_probs(self.reference, micro_batch)[0]\n"
+                "        log_probs = self.log_probs_of(self.reference.loss_inputs(micro_batch), micro_batch)[0]\n"
             )
         },
         (f"{RUNS}::test_a_resumed_run_equals_one_that_was_never_stopped[initial]",),
