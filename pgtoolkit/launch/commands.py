@@ -179,9 +179,9 @@ def _convert(argv: list[str]) -> int:
     from pgtoolkit.dumps import convert
     from pgtoolkit.tracking.next_commands import shell_path
 
-    system, context = convert.system_of(args.system), convert.Context(args.reward_key)
+    system = convert.system_of(args.system)
     judge = convert.judge_of(args.path, args.overrides) if args.overrides else None
-    found = convert.convert(system, args.path, args.out, context, judge)
+    found = convert.convert(system, args.path, args.out, args.reward_key, judge)
     print(redact(convert.page(found, args.system, system, args.out)))
     print("next: " + "\n      ".join(convert.following(found.fields, shell_path(args.out))), flush=True)
     return 0
@@ -197,7 +197,7 @@ def _doctor(argv: list[str]) -> int:
 
     diagnosis = diagnose(args.path, args.overrides)
     print(redact(page(diagnosis)), flush=True)
-    return DataError.exit_status if diagnosis.is_wrong else 0
+    return DataError.exit_status if diagnosis.count("wrong") else 0
 
 
 def _evaluate(argv: list[str]) -> int:
