@@ -86,7 +86,7 @@ MUTANTS_OF_PROMPTS = [
     (
         "an Arrow stream that was cut off between two batches is read as a shorter one",
         "rollouts/files.py",
-        {"if mapped.read() != _END_OF_STREAM:": "if not mapped.size():"},
+        {"if file.read() != _END_OF_STREAM:": "if not file.size():"},
         (f"{DATASETS}::test_a_saved_data_set_that_is_not_whole",),
     ),
     (

@@ -29,7 +29,7 @@ MUTANTS_OF_ROLLOUTS = [
     (
         "a correction of two equal columns",
         "rollouts/recorded.py",
-        {"self._rules.needs_sampling_log_probs and not self._is_mismatched": "False"},
+        {'"sampling_log_probs" in self._rules.required and not self._is_mismatched': "False"},
         ("tests/training/test_training.py::test_a_correction_needs_sampling_log_probs_that_differ",),
     ),
     (

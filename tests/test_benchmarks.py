@@ -11,6 +11,7 @@ from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.losses.measures import measure
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="takes minutes on a GPU")
 def test_bench_runs_and_writes_what_it_printed(tmp_path, capsys):
     assert main(["--quick", "--repetitions", "1", "--output", str(tmp_path)]) == 0

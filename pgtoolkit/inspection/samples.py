@@ -1,37 +1,39 @@
-"""What a run's model wrote: the completions of a step, and how the answers to the same prompts changed."""
+"""`pgtk samples`: the best and the worst completions of a step, and how the answers to the same prompts changed."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import textwrap
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from pgtoolkit.comparison.runs import is_run, not_a_run
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.runs.completions import (
-    TRAINING,
-    CompletionFile,
-    CompletionRow,
-    Entry,
-    completion_files,
-    read_completions,
-    read_entries,
-)
+from pgtoolkit.runs.completions import TRAINING, CompletionFile, CompletionRow, completion_files, read_completions
 from pgtoolkit.runs.series import mean
+from pgtoolkit.system.legible import legible, lines_of
+from pgtoolkit.system.report import plural
+from pgtoolkit.tracking.progress import WIDTH
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What a run kept of one set, without the texts: each completion's entry, and its file."""
+    """What a run kept of one set: its files, and of each completion the step, the name and the reward."""
 
     set: str
-    entries: list[tuple[Entry, CompletionFile]]
+    files: list[CompletionFile]
+    entries: list[CompletionRow]
 
     @property
     def steps(self) -> list[int]:
         """Those that have completions, in order."""
-        return sorted({entry.step for entry, _ in self.entries})
+        return sorted({entry.step for entry in self.entries})
+
+    def rows(self, step: int) -> list[CompletionRow]:
+        """All that was kept at the step, in the order of the file."""
+        own = [file for file in self.files if file.first <= step <= file.last]
+        return [row for file in own for row in read_completions(file.path) if row.step == step]
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,6 @@ class Change:
     means: of their rewards at each. before, after: of each step the completion whose reward is nearest to the mean.
     """
 
-    name: str
     means: tuple[float, float]
     before: CompletionRow
     after: CompletionRow
@@ -51,9 +52,8 @@ class Change:
 class Samples:
     """What there is to be seen of one set at one step.
 
-    rows: all that was kept at the step, in the order of the file. since: the step from which on prompts were looked
-    for that came again up to `step`. counts: of those, how many have a mean reward that rose, fell and stayed.
-    changes: of those whose mean changed the largest, in falling order.
+    since: the step from which on prompts were looked for that came again up to `step`. counts: of those, how many have
+    a mean reward that rose, fell and stayed. changes: of those whose mean changed the largest, in falling order.
     """
 
     set: str
@@ -70,8 +70,10 @@ def kept_by(run_dir: Path) -> dict[str, Kept]:
         raise not_a_run(f"pgtk samples {run_dir}", run_dir, "a run directory")
     found: dict[str, Kept] = {}
     for file in completion_files(run_dir):
-        if entries := read_entries(file.path):
-            found.setdefault(file.set, Kept(file.set, [])).entries.extend((entry, file) for entry in entries)
+        if entries := read_completions(file.path, ("step", "name", "reward")):
+            kept = found.setdefault(file.set, Kept(file.set, [], []))
+            kept.files.append(file)
+            kept.entries.extend(entries)
     if not found:
         raise ConfigError(
             f"pgtk samples {run_dir} needs a run that kept completions (got none). Runs keep some with rollout=policy "
@@ -92,67 +94,128 @@ def chosen_set(kept: dict[str, Kept], name: str | None) -> Kept:
     return kept[name]
 
 
-def chosen_step(kept: Kept, option: str, step: int) -> int:
-    """The step, if it has completions. option: what it was typed as."""
-    steps = kept.steps
-    if step not in steps:
-        near = min(steps, key=lambda one: abs(one - step))
-        raise ConfigError(
-            f"{option}={step} needs a step that has completions of {kept.set} (got {step}). It has them of "
-            f"{listed(steps)}. Use {option}={near}."
-        )
-    return step
-
-
 def samples(kept: Kept, step: int | None = None, since: int | None = None, count: int = 3) -> Samples:
     """A set at a step, and so many of the prompts that changed since another.
 
     step: None for the last. since: None for the first. Raises ConfigError for one without completions.
     """
-    step = kept.steps[-1] if step is None else chosen_step(kept, "--step", step)
-    if since is not None and chosen_step(kept, "--since", since) >= step:
+    for option, one in (("--step", step), ("--since", since)):
+        if one not in (None, *kept.steps):
+            near = min(kept.steps, key=lambda known: abs(known - one))
+            raise ConfigError(
+                f"{option}={one} needs a step that has completions of {kept.set} (got {one}). It has them of "
+                f"{_listed(kept.steps)}. Use {option}={near}."
+            )
+    step = kept.steps[-1] if step is None else step
+    if since is not None and since >= step:
         reason = f"Completions of step {step} are compared with earlier ones."
         raise ConfigError(
             f"--since={since} needs a step before {step} (got {since}). {reason} Use another --step or --since."
         )
     since = kept.steps[0] if since is None else since
-    rows = functools.cache(functools.partial(_rows, kept))
-    again = _again(kept, since, step)
+    rewards: dict[str, dict[int, list[float]]] = {}  # of each prompt, by step
+    for entry in kept.entries:
+        if since <= entry.step <= step:
+            rewards.setdefault(entry.name, {}).setdefault(entry.step, []).append(entry.reward)
+    again = {name: steps for name, steps in rewards.items() if len(steps) > 1}
     rises = {name: mean(steps[max(steps)]) - mean(steps[min(steps)]) for name, steps in again.items()}
-    largest = sorted((name for name in rises if rises[name]), key=lambda name: -abs(rises[name]))[:count]
-    changes = [_change(name, again[name], rows) for name in largest]
     counts = [sum((by > 0) - (by < 0) == sign for by in rises.values()) for sign in (1, -1, 0)]
+    rows, changes = functools.cache(kept.rows), []
+    for name in sorted((name for name in rises if rises[name]), key=lambda name: -abs(rises[name]))[:count]:
+        ends = {at: mean(again[name][at]) for at in (min(again[name]), max(again[name]))}
+        own = {at: [row for row in rows(at) if row.name == name] for at in ends}
+        nearest = [min(own[at], key=lambda row: abs(row.reward - ends[row.step])) for at in ends]
+        changes.append(Change(tuple(ends.values()), *nearest))
     return Samples(kept.set, step, rows(step), since, tuple(counts), changes)
 
 
-def _change(name: str, rewards: dict[int, list[float]], rows: Callable[[int], list[CompletionRow]]) -> Change:
-    """rewards: of the prompt, by step."""
+def page(found: Samples, kept: dict[str, Kept], run: str, count: int, lines: int) -> str:
+    """For the terminal, at most WIDTH columns wide. run: as the user can paste it.
 
-    def nearest(step):
-        own = [row for row in rows(step) if row.name == name]
-        distances = [abs(row.reward - mean(rewards[step])) for row in own]
-        return own[distances.index(min(distances))]
+    count: completions of a kind. lines: of each text at most.
+    """
+    rewards = [row.reward for row in found.rows]
+    prompts = plural(len({row.name for row in found.rows}), "prompt")
+    shown = _folded(
+        f"{legible(run)}: {found.set}, step {found.step}: {plural(len(rewards), 'completion')} kept of {prompts}, mean "
+        f"reward of these {mean(rewards):.3f}"
+    )
+    others = [f"{name} ({_listed(one.steps)})" for name, one in kept.items() if name != found.set]
+    if others:
+        shown += _folded(f"Other sets: {', '.join(others)}")
+    times = Counter(map(_as_shown, found.rows))
+    best, worst = best_and_worst(found.rows, count)
+    title = "Best" if worst else f"All have reward {rewards[0]:.3f}; some of them"
+    for name, rows in ((title, best), ("Worst", worst)):
+        shown += ["", name] if rows else []
+        for row in rows:
+            again = f", {times[_as_shown(row)]} times" if times[_as_shown(row)] > 1 else ""
+            shown += _folded(f"{row.reward:.3f}  {legible(row.name)}: {facts(row)}{again}", "  ", " " * 9)
+            shown += _texts(row, {"completion": row}, lines)
+    shown += ["", *_folded(_changes(found))]
+    for change in found.changes:
+        before, after = change.means
+        shown.append(f"  {before:.3f} -> {after:.3f}  {legible(change.after.name)}"[:WIDTH])
+        shown += _texts(change.after, {f"step {row.step}": row for row in (change.before, change.after)}, lines)
+    return "\n".join(shown)
 
-    first, last = min(rewards), max(rewards)
-    return Change(name, (mean(rewards[first]), mean(rewards[last])), nearest(first), nearest(last))
+
+def best_and_worst(rows: list[CompletionRow], count: int) -> tuple[list[CompletionRow], list[CompletionRow]]:
+    """So many of either, each text of a prompt once; of equal rewards, several prompts come before one's second text.
+
+    No reward is the lowest among the best, or the highest among the worst; where all are alike there is no worst.
+    """
+    low, high = min(row.reward for row in rows), max(row.reward for row in rows)
+    seen: Counter[tuple] = Counter()
+    unlike = {}  # each with its place among those of its prompt with this reward
+    for row in rows:
+        if _as_shown(row) not in unlike:
+            unlike[_as_shown(row)] = seen[row.name, row.reward], row
+            seen[row.name, row.reward] += 1
+    ordered = [row for _, row in sorted(unlike.values(), key=lambda one: one[0])]
+    best = sorted((row for row in ordered if row.reward > low or low == high), key=lambda row: -row.reward)[:count]
+    worst = [row for row in ordered if row.reward < high and row not in best]
+    return best, sorted(worst, key=lambda row: row.reward)[:count]
 
 
-def _again(kept: Kept, since: int, step: int) -> dict[str, dict[int, list[float]]]:
-    """Of the prompts that have completions at several of these steps, the rewards at each."""
-    rewards: dict[str, dict[int, list[float]]] = {}
-    for entry, _ in kept.entries:
-        if since <= entry.step <= step:
-            rewards.setdefault(entry.name, {}).setdefault(entry.step, []).append(entry.reward)
-    return {name: steps for name, steps in rewards.items() if len(steps) > 1}
+def facts(row: CompletionRow) -> str:
+    """What is known of a completion besides its texts."""
+    parts = [f"{legible(name)} {score:.3g}" for name, score in row.rewards.items()]
+    advantage = [] if row.advantage is None else [f"advantage {row.advantage:+.3f}"]
+    ends = "cut off at its longest" if row.finish_reason == "length" else "ended by itself"
+    return ", ".join([*parts, *advantage, plural(row.tokens, "token"), ends, f"weights of update {row.version}"])
 
 
-def _rows(kept: Kept, step: int) -> list[CompletionRow]:
-    paths = dict.fromkeys(file.path for entry, file in kept.entries if entry.step == step)
-    return [row for path in paths for row in read_completions(path) if row.step == step]
+def _as_shown(row):
+    return row.name, row.completion, row.reward
 
 
-def listed(steps: list[int]) -> str:
+def _changes(found):
+    rose, fell, stayed = found.counts
+    if not any(found.counts):
+        again = "evaluations ask the same prompts each time" if found.set == TRAINING else "there is one evaluation"
+        return f"Changed since: no prompt has completions at two steps up to {found.step}; {again}."
+    how = f"{rose} better, {fell} worse, {stayed} the same, by the mean reward of what was kept of a prompt"
+    return f"Changed since step {found.since}: {how}"
+
+
+def _texts(row, completions, lines):
+    """Its prompt, completions by their labels, and its answer, if it has one."""
+    texts = {"prompt": row.prompt} | {label: one.completion for label, one in completions.items()}
+    texts |= {"answer": row.answer} if row.answer else {}
+    return [
+        f"    {label if place == 0 else '':<10}  {line}"
+        for label, text in texts.items()
+        for place, line in enumerate(lines_of(text, WIDTH - 4 - max(10, len(label)) - 2, lines))
+    ]
+
+
+def _listed(steps):
     """The steps in words, however many."""
     if len(steps) <= 6:
         return f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
     return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
+
+
+def _folded(sentence, indent="", further=""):
+    return textwrap.wrap(sentence, WIDTH, initial_indent=indent, subsequent_indent=further)

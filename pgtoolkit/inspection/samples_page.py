@@ -8,8 +8,7 @@ import re
 from html import escape
 from importlib.resources import files
 
-from pgtoolkit.inspection.samples import Kept
-from pgtoolkit.inspection.samples_terminal import facts
+from pgtoolkit.inspection.samples import Kept, facts
 from pgtoolkit.runs.completions import CompletionRow, some_completions
 from pgtoolkit.system.legible import legible, shortened
 
@@ -22,7 +21,7 @@ def html(kept: list[Kept], step: int | None, run: str, command: str) -> str:
     """The page of these sets. step: of this one alone. command: what has made the page."""
     most, total, rows = MOST_COMPLETIONS // len(kept), 0, []
     for one in kept:
-        found, number = some_completions([*dict.fromkeys(file for _, file in one.entries)], most, step)
+        found, number = some_completions(one.files, most, step)
         rows, total = [*rows, *(_plain(one.set, row) for row in found)], total + number
     count = f"{total:,} completions"
     if len(rows) < total:

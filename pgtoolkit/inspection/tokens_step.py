@@ -14,7 +14,7 @@ from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.rollouts.files import open_files
 from pgtoolkit.rollouts.rows import FIELDS, Row, Rules, parse_row
-from pgtoolkit.rollouts.steps import StepLoader
+from pgtoolkit.rollouts.steps import Source, StepLoader
 from pgtoolkit.rollouts.writer import batch_file
 from pgtoolkit.training.build import build, closes_on_groups, fit
 from pgtoolkit.training.frameworks import lightning
@@ -118,15 +118,13 @@ def _in_this_process(config: Config) -> Config:
     return config
 
 
-class RecordedBatches:
+class RecordedBatches(Source):
     """The batches that a run has recorded, as a source of the documents that stood at these positions of it."""
-
-    num_documents = None
 
     def __init__(self, folder: Path, rollout: PolicyRolloutConfig, vocabulary_size: int):
         self._folder = folder
         self._size = rollout.prompts_per_batch * rollout.group_size
-        self._rules = Rules(vocabulary_size, needs_reward=False, needs_advantage=True)
+        self._rules = Rules(vocabulary_size, ("old_log_probs", "advantage"))
         self._batch: tuple[int, list[Document]] = (-1, [])
 
     def document(self, position: int) -> Document:
@@ -149,21 +147,6 @@ class RecordedBatches:
         if len(rows) != self._size or not all(isinstance(row, Row) for row in rows):
             raise DataError(f"{path} needs the {self._size} documents of a batch (got others). Restore it.")
         return [row.document(None, row.group_id, row.id) for row in rows]
-
-    def before_step(self, position: int) -> None:
-        """All documents are there."""
-
-    def state_dict(self) -> dict:
-        return {}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Files have no state."""
-
-    def seconds(self) -> dict[str, float]:
-        return {}
-
-    def close(self) -> None:
-        """Nothing was started."""
 
 
 class _Watch(lightning.Callback):

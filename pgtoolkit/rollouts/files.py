@@ -6,10 +6,11 @@ import bisect
 import contextlib
 import functools
 import glob
+import itertools
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,14 @@ class RowFile:
             "checked as they were at its start. Keep them as they are until the run has ended."
         )
 
+    @contextlib.contextmanager
+    def _whole(self, what: str, use: str) -> Iterator[None]:
+        """Names the file where pyarrow finds it damaged."""
+        try:
+            yield
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise DataError(f"{self.label} is not a whole {what}: {error}. {use}") from error
+
     def _check_unchanged(self) -> None:
         if self._stamp_now() != self._stamp:
             raise self.changed()
@@ -159,30 +168,25 @@ class ParquetFile(RowFile):
     def __init__(self, path: Path, label: str, columns: Sequence[str]):
         super().__init__(path, label, columns)
         with self._opened() as file:
-            self.names = file.schema_arrow.names
-            self._columns = [name for name in self.names if name in columns]
-            self._starts = [0]  # the first row of each row group, and the end
-            for number in range(file.num_row_groups):
-                group = file.metadata.row_group(number)
-                self._starts.append(self._starts[-1] + group.num_rows)
-                if group.total_byte_size > MAX_ROW_GROUP_BYTES:
-                    raise DataError(
-                        f"{label} has a row group of {group.total_byte_size / 2**20:.0f} MiB; the limit is "
-                        f"{MAX_ROW_GROUP_BYTES // 2**20} MiB. Row groups are read whole. "
-                        "Write the file again with a smaller row_group_size."
-                    )
-            digest = (file.schema_arrow.metadata or {}).get(DIGEST_KEY)
-            self.digest = None if digest is None else int(digest)
+            schema, groups = file.schema_arrow, [file.metadata.row_group(i) for i in range(file.num_row_groups)]
+        self.names = schema.names
+        self._columns = [name for name in self.names if name in columns]
+        self._starts = [0, *itertools.accumulate(group.num_rows for group in groups)]  # of each row group, and the end
+        largest = max((group.total_byte_size for group in groups), default=0)
+        if largest > MAX_ROW_GROUP_BYTES:
+            raise DataError(
+                f"{label} has a row group of {largest / 2**20:.0f} MiB; the limit is {MAX_ROW_GROUP_BYTES // 2**20} "
+                "MiB. Row groups are read whole. Write the file again with a smaller row_group_size."
+            )
+        digest = (schema.metadata or {}).get(DIGEST_KEY)
+        self.digest = None if digest is None else int(digest)
         self._row_group = functools.lru_cache(maxsize=2)(self._read_row_group)
 
     def rows(self) -> Iterator[tuple[int, int, dict | str]]:
         with self._opened() as file:
-            place = 0
-            for group in range(file.num_row_groups):
-                for batch in file.iter_batches(64, [group], self._columns, use_threads=False):
-                    for i in range(batch.num_rows):
-                        yield place + 1, place, _fields(batch, i)
-                        place += 1
+            groups = range(file.num_row_groups)  # one by one: of several at once pyarrow would hold more than one
+            options = {"columns": self._columns, "use_threads": False}
+            yield from _rows_of(batch for group in groups for batch in file.iter_batches(64, [group], **options))
         self._check_unchanged()
 
     def row(self, place: int) -> dict | str:
@@ -197,39 +201,30 @@ class ParquetFile(RowFile):
     @contextlib.contextmanager
     def _opened(self) -> Iterator[pq.ParquetFile]:
         options = {"page_checksum_verification": True, "pre_buffer": False, "buffer_size": 2**20}
-        try:
-            with pq.ParquetFile(self.path, **options) as file:
-                yield file
-        except DataError:
-            raise
-        except (pa.ArrowException, OSError, ValueError) as error:  # what pyarrow raises for a damaged file
-            raise DataError(
-                f"{self.label} is not a whole Parquet file, truncated or damaged: {error}. Copy or write it again."
-            ) from error
+        damaged = self._whole("Parquet file, truncated or damaged", "Copy or write it again.")
+        with damaged, pq.ParquetFile(self.path, **options) as file:
+            yield file
 
 
 class ArrowFile(RowFile):
     """An Arrow stream, as `save_to_disk` of datasets writes it; read from the first row to the last only."""
 
     def rows(self) -> Iterator[tuple[int, int, dict | str]]:
-        try:
-            with pa.memory_map(str(self.path)) as mapped:
-                mapped.seek(max(0, mapped.size() - len(_END_OF_STREAM)))
-                if mapped.read() != _END_OF_STREAM:  # without which a stream may end after any batch
-                    raise pa.ArrowInvalid("its end is missing")
-                mapped.seek(0)
-                with pa.ipc.open_stream(mapped) as stream:
-                    self.names, place = stream.schema.names, 0
-                    for batch in stream:
-                        wanted = batch.select([name for name in self.names if name in self._columns])
-                        for i in range(batch.num_rows):
-                            yield place + 1, place, _fields(wanted, i)
-                            place += 1
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise DataError(
-                f"{self.label} is not a whole Arrow stream: {error}. Copy it, or save the data set again."
-            ) from error
+        with self._whole("Arrow stream", "Copy it, or save the data set again."), pa.memory_map(str(self.path)) as file:
+            file.seek(max(0, file.size() - len(_END_OF_STREAM)))
+            if file.read() != _END_OF_STREAM:  # without which a stream may end after any batch
+                raise pa.ArrowInvalid("its end is missing")
+            file.seek(0)
+            with pa.ipc.open_stream(file) as stream:
+                self.names = stream.schema.names
+                wanted = [name for name in self.names if name in self._columns]
+                yield from _rows_of(batch.select(wanted) for batch in stream)
         self._check_unchanged()
+
+
+def _rows_of(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, int, dict]]:
+    rows = (_fields(batch, i) for batch in batches for i in range(batch.num_rows))
+    return ((place + 1, place, row) for place, row in enumerate(rows))
 
 
 def _fields(table: pa.Table | pa.RecordBatch, row: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -16,11 +17,12 @@ from pgtoolkit.rollouts.advantages import batch_divisor, group_advantages
 from pgtoolkit.rollouts.files import Problems, RowFile, find_files, open_files
 from pgtoolkit.rollouts.rows import FIELDS, Row, Rules, parse_row
 from pgtoolkit.rollouts.shuffle import shuffled
+from pgtoolkit.rollouts.steps import Source
 
 log = logging.getLogger("pgtoolkit")
 
 
-class RecordedRollouts:
+class RecordedRollouts(Source):
     """The documents of JSONL and Parquet files (docs/data.md), `epochs` times over.
 
     estimator: `given` reads the recorded advantages; any other computes them from all rewards of a group.
@@ -54,21 +56,21 @@ class RecordedRollouts:
         self._seed = seed
         self._given = estimator == AdvantageEstimator.given
         self._needs_groups = "group_id" in needs or not self._given
-        asked = not self._given, self._given and reads_old_log_probs, reads_old_log_probs
-        limits = max_tokens, config.max_completion_length
-        self._rules = Rules(vocabulary_size, *asked, *limits, *(name in needs for name in OPTIONAL_VECTORS))
-        self._imitates = False
+        asked = {"reward": not self._given, "advantage": self._given and reads_old_log_probs}
+        asked |= {"old_log_probs": reads_old_log_probs} | {name: name in needs for name in OPTIONAL_VECTORS}
+        required = [name for name, is_asked in asked.items() if is_asked]
+        self._rules = Rules(vocabulary_size, required, max_tokens, config.max_completion_length)
         self._files = open_files(find_files(config.path, "rollout.path"), FIELDS)
         # One entry per document, in the order of the files. Arrays of machine words: lists would take ten times more.
         self._file, self._number, self._place = array("l"), array("q"), array("q")
         self._checksum = array("I")
         self._reward = array("d")
         self._group = array("q")
-        self._advantage = np.empty(0)
         self._first: dict[tuple[str, bool], int] = {}
         """(field, whether it is there) -> the first such row."""
         self._fingerprint = hashlib.sha256()
-        self._epoch_order: tuple[int, np.ndarray] = (-1, np.empty(0))
+        self._order = functools.lru_cache(maxsize=1)(self._order_of)
+        self._problems = Problems("the recorded rollouts cannot be trained on")
         self._read_all()
 
     @property
@@ -91,15 +93,6 @@ class RecordedRollouts:
         name = row.id or self._label(index)
         group = epoch * self._num_groups + int(self._group[index])
         return row.document(advantage, group, name if epoch == 0 else f"{name} (epoch {epoch + 1})")
-
-    def before_step(self, position: int) -> None:
-        """All documents are there."""
-
-    def seconds(self) -> dict[str, float]:
-        return {}
-
-    def close(self) -> None:
-        """Files are opened for each row anew."""
 
     def batch_end(self, position: int) -> int:
         return (position // len(self._file) + 1) * len(self._file)
@@ -127,14 +120,11 @@ class RecordedRollouts:
                     f"The position in the data would mean other documents. Use {key}={value}, or start a new run."
                 )
 
-    def _order(self, epoch: int) -> np.ndarray:
+    def _order_of(self, epoch: int) -> np.ndarray:
         """Index of each document of an epoch, in the order of positions."""
-        if self._epoch_order[0] != epoch:
-            ranks = np.arange(self._num_groups)
-            if self._config.shuffle:
-                ranks = shuffled(self._num_groups, self._seed, epoch)
-            self._epoch_order = (epoch, np.argsort(ranks[self._group], kind="stable"))
-        return self._epoch_order[1]
+        shuffles = self._config.shuffle
+        ranks = shuffled(self._num_groups, self._seed, epoch) if shuffles else np.arange(self._num_groups)
+        return np.argsort(ranks[self._group], kind="stable")
 
     def _read(self, index: int) -> Row:
         file = self._files[self._file[index]]
@@ -149,14 +139,13 @@ class RecordedRollouts:
 
     def _read_all(self) -> None:
         """The first pass: check every row, number the groups, compute the advantages."""
-        problems = Problems("the recorded rollouts cannot be trained on")
         groups: dict[int | str, int] = {}
         ids: dict[str, int] = {}
         num_trained, self._is_mismatched = 0, False
         for number, file in enumerate(self._files):
-            _check_columns(file, self._rules, problems)
-            num_trained += self._read_file(number, file, groups, ids, problems)
-        problems.raise_if_any()
+            self._check_columns(file)
+            num_trained += self._read_file(number, file, groups, ids)
+        self._problems.raise_if_any()
         if not self._file:
             names = ", ".join(file.label for file in self._files)
             raise DataError(f"rollout.path={self._config.path} needs at least one row (got none in {names}).")
@@ -165,31 +154,30 @@ class RecordedRollouts:
                 f"rollout.path={self._config.path} needs a trained token (got {len(self._file)} documents whose "
                 "loss_mask is false everywhere). Nothing would be learned. Mark the tokens of the completions as true."
             )
-        if self._rules.needs_sampling_log_probs and not self._is_mismatched:
+        if "sampling_log_probs" in self._rules.required and not self._is_mismatched:
             raise DataError(
                 f"rollout.path={self._config.path} needs sampling_log_probs other than old_log_probs (got the same in "
                 "every row). A correction would be 1 everywhere. Use old_log_probs that the trainer computed, or "
                 "correction=none."
             )
-        self._check_optional(problems)
-        self._number_groups(groups, problems)
-        if not self._given:
-            self._compute_advantages(problems)
-        problems.raise_if_any()
+        self._check_optional()
+        self._number_groups(groups)
+        self._compute_advantages()
+        self._problems.raise_if_any()
 
-    def _read_file(self, number: int, file: RowFile, groups: dict, ids: dict, problems: Problems) -> int:
+    def _read_file(self, number: int, file: RowFile, groups: dict, ids: dict) -> int:
         """Note each row's place, reward, group and id; returns the number of trained tokens."""
-        digest, start, num_trained = 0, len(self._file), 0
-        has_problem = False
+        digest, start, num_trained, num_rows = 0, len(self._file), 0, 0
         for row_number, place, raw in file.rows():
-            row = raw if isinstance(raw, str) else parse_row(raw, self._rules)
+            num_rows += 1
+            row = [("", raw)] if isinstance(raw, str) else parse_row(raw, self._rules)
             if not isinstance(row, Row):
-                has_problem = True
                 if isinstance(raw, dict):
                     _refuse_text_only(file.label, raw)
-                for field, reason in [("", row)] if isinstance(row, str) else row:
-                    problems.add(f"{file.label}:{row_number}" + (f":{field}" if field else ""), reason)
+                for field, reason in row:
+                    self._problems.add(f"{file.label}:{row_number}" + (f":{field}" if field else ""), reason)
                 continue
+            index = len(self._file)
             digest = row.digest(digest)
             num_trained += int(row.loss_mask.sum())
             self._is_mismatched |= not np.array_equal(row.old_log_probs, row.sampling_log_probs)
@@ -199,68 +187,68 @@ class RecordedRollouts:
             self._place.append(place)
             self._reward.append(np.nan if row.reward is None else row.reward)
             for field in ("old_log_probs", "advantage", "reward"):
-                self._first.setdefault((field, getattr(row, field) is not None), len(self._file) - 1)
+                self._first.setdefault((field, getattr(row, field) is not None), index)
             self._group.append(-1 if row.group_id is None else groups.setdefault(row.group_id, len(groups)))
-            index = len(self._file) - 1
             if row.id is not None and (first := ids.setdefault(row.id, index)) != index:
-                problems.add(f"{self._label(index)}:id", f"is {row.id!r} like that of {self._label(first)}")
-        if file.digest not in (None, digest) and not has_problem:
+                self._refuse(index, "id", f"is {row.id!r} like that of {self._label(first)}")
+        count = len(self._file) - start
+        if file.digest not in (None, digest) and count == num_rows:
             raise DataError(f"{file.label} is damaged: its rows are not those that were written. Copy it again.")
-        summary = [file.label, file.path.stat().st_size, len(self._file) - start, digest]
-        self._fingerprint.update(json.dumps(summary).encode())
+        self._fingerprint.update(json.dumps([file.label, file.path.stat().st_size, count, digest]).encode())
         return num_trained
 
-    def _check_optional(self, problems: Problems) -> None:
-        """What a row may lack is in all rows or in none."""
-        for field in ("old_log_probs", *(("advantage",) if self._given else ())):
-            if (field, True) in self._first and (field, False) in self._first:
-                problems.add(f"{self._label(self._first[field, False])}:{field}", "is missing; other rows have one")
-        if self._given and ("advantage", True) not in self._first:
-            if ("reward", True) in self._first:
-                reason = "is missing, and rows have a reward: advantage=dr_grpo makes advantages of rewards"
-                problems.add(f"{self._label(self._first['reward', True])}:advantage", reason)
-            else:
-                self._imitates = True
-                log.warning("note: no row has an advantage or a reward: every advantage is 1 (supervised fine-tuning).")
-        problems.raise_if_any()
+    def _check_columns(self, file: RowFile) -> None:
+        if file.names is None:
+            return
+        _refuse_text_only(file.label, file.names)
+        for name in FIELDS:
+            if name in ("token_ids", "loss_mask", *self._rules.required) and name not in file.names:
+                self._problems.add(file.label, f"has no column {name}; its columns are {', '.join(file.names)}")
+        self._problems.raise_if_any()
 
-    def _number_groups(self, groups: dict[int | str, int], problems: Problems) -> None:
+    def _check_optional(self) -> None:
+        """What a row may lack is in all rows or in none."""
+        for field in ("old_log_probs", "advantage") if self._given else ("old_log_probs",):
+            if (field, True) in self._first and (field, False) in self._first:
+                self._refuse(self._first[field, False], field, "is missing; other rows have one")
+        self._imitates = self._given and ("advantage", True) not in self._first
+        if self._imitates and ("reward", True) in self._first:
+            reason = "is missing, and rows have a reward: advantage=dr_grpo makes advantages of rewards"
+            self._refuse(self._first["reward", True], "advantage", reason)
+        elif self._imitates:
+            log.warning("note: no row has an advantage or a reward: every advantage is 1 (supervised fine-tuning).")
+        self._problems.raise_if_any()
+
+    def _number_groups(self, groups: dict[int | str, int]) -> None:
         """Number every document's group, where the data says which it is or `group_size` does."""
         size, self._group = self._config.group_size, np.asarray(self._group)
         missing = np.flatnonzero(self._group < 0)
-        self.has_groups = len(missing) == 0
-        if self.has_groups:
-            self._check_groups(list(groups), problems)
+        self.has_groups = len(missing) == 0 or size is not None
+        if len(missing) == 0:
+            self._check_groups(list(groups))
         elif groups or (self._needs_groups and size is None):
             others = "; other rows have one" if groups else ""
+            reason = f"is missing{others}. Documents of one prompt share it. Without any, set rollout.group_size"
             for index in missing:
-                problems.add(
-                    f"{self._label(index)}:group_id",
-                    f"is missing{others}. Documents of one prompt share it. Without any, set rollout.group_size",
-                )
-        elif size is not None:
-            self._group = np.arange(len(self._group)) // size
-            self.has_groups = True
+                self._refuse(index, "group_id", reason)
+        else:  # each alone where nothing asks which documents share a prompt
+            self._group = np.arange(len(self._group)) // (size or 1)
             for file, count in zip(self._files, np.bincount(self._file, minlength=len(self._files)), strict=True):
-                if count % size:
+                if count % (size or 1):
                     reason = f"has no group_id and {count} rows, which is no multiple of rollout.group_size={size}"
-                    problems.add(file.label, reason)
-        else:
-            self._group = np.arange(len(self._group))  # each alone: nothing asks which documents share a prompt
-        problems.raise_if_any()
+                    self._problems.add(file.label, reason)
+        self._problems.raise_if_any()
         self._num_groups = int(self._group.max()) + 1
         if self.has_groups and self._num_groups == len(self._group) and not self._given:
             log.warning("note: every group has one document, so every advantage is 0. Is group_id that of the prompt?")
 
-    def _check_groups(self, ids: list[int | str], problems: Problems) -> None:
+    def _check_groups(self, ids: list[int | str]) -> None:
         """Groups that the rows name: all of `group_size`, if that is given, and each in one file."""
         counts, size = np.bincount(self._group), self._config.group_size
         first = np.unique(self._group, return_index=True)[1]
         for number in np.flatnonzero(counts != size) if size is not None else ():
-            problems.add(
-                f"{self._label(first[number])}:group_id",
-                f"is {ids[number]!r}, a group of {counts[number]} documents; rollout.group_size={size}",
-            )
+            reason = f"is {ids[number]!r}, a group of {counts[number]} documents; rollout.group_size={size}"
+            self._refuse(first[number], "group_id", reason)
         spread = np.unique(self._group * len(self._files) + np.asarray(self._file)).size - len(counts)
         if spread:
             log.warning(
@@ -269,28 +257,20 @@ class RecordedRollouts:
                 spread,
             )
 
-    def _compute_advantages(self, problems: Problems) -> None:
+    def _compute_advantages(self) -> None:
+        if self._given:
+            return
+        rewards, self._advantage = np.asarray(self._reward), np.empty(len(self._reward))
         order = np.argsort(self._group, kind="stable")
-        rewards = np.asarray(self._reward)[order]
-        starts = np.flatnonzero(np.diff(self._group[order], prepend=-1))
-        self._advantage = np.empty(len(order))
-        divisor = batch_divisor(self._estimator, rewards.tolist())
-        for start, stop in zip(starts, [*starts[1:], len(order)], strict=True):
+        for members in np.split(order, np.flatnonzero(np.diff(self._group[order])) + 1):
             try:
-                advantages = group_advantages(self._estimator, rewards[start:stop].tolist())
-                self._advantage[order[start:stop]] = [advantage / divisor for advantage in advantages]
+                self._advantage[members] = group_advantages(self._estimator, rewards[members].tolist())
             except DataError as error:
-                problems.add(f"{self._label(order[start])}:group_id", str(error))
+                self._refuse(members[0], "group_id", str(error))
+        self._advantage /= batch_divisor(self._estimator, rewards.tolist())
 
-
-def _check_columns(file: RowFile, rules: Rules, problems: Problems) -> None:
-    if file.names is None:
-        return
-    _refuse_text_only(file.label, file.names)
-    for name in FIELDS:
-        if name in rules.required and name not in file.names:
-            problems.add(file.label, f"has no column {name}; its columns are {', '.join(file.names)}")
-    problems.raise_if_any()
+    def _refuse(self, index: int, field: str, reason: str) -> None:
+        self._problems.add(f"{self._label(index)}:{field}", reason)
 
 
 def _refuse_text_only(label: str, names) -> None:

@@ -2,61 +2,49 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import zlib
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
+import pyarrow as pa
 import torch
 
-from pgtoolkit.batch import OPTIONAL_VECTORS, Document, known_vectors
+from pgtoolkit.batch import OPTIONAL_VECTORS, Document
 from pgtoolkit.rollouts.advantages import MAX_REWARD, reward_problem
 
 MAX_LOG_PROB = 1e-3
 """Log-probs may exceed 0 by rounding, not by more than this."""
 
+_LOG_PROBS = ("old_log_probs", *OPTIONAL_VECTORS)
+_OF_THE_DOCUMENT = ("reward", "model_version", "truncated", "exact_match")
+"""Fields that a document has under the same names."""
+
 
 @dataclass(frozen=True)
 class Rules:
-    """What this run asks of a row. max_tokens: the longest document that fits; None: any length."""
+    """What this run asks of a row. required: fields that it needs besides token_ids and loss_mask.
 
-    vocabulary_size: int
-    needs_reward: bool
-    needs_advantage: bool
-    needs_old_log_probs: bool = True
-    max_tokens: int | None = None
-    max_completion_length: int | None = None
-    needs_sampling_log_probs: bool = False
-    needs_ref_log_probs: bool = False
-
-    @property
-    def required(self) -> set[str]:
-        names = ("reward", "advantage", "old_log_probs", *OPTIONAL_VECTORS)
-        return {"token_ids", "loss_mask", *(name for name in names if getattr(self, f"needs_{name}"))}
-
-
-@dataclass(frozen=True)
-class Row:
-    """A checked row, with the fields of the schema. Arrays have one entry per token; what is not trained is 0.
-
-    token_ids: (S,) int64. loss_mask: (S,) bool. old_log_probs, advantage, sampling_log_probs, ref_log_probs: (S,)
-    float32, each None if not recorded.
+    max_tokens: the longest document that fits; None: any length.
     """
 
-    token_ids: np.ndarray
-    loss_mask: np.ndarray
-    old_log_probs: np.ndarray | None
-    advantage: np.ndarray | None
-    reward: float | None
-    group_id: int | str | None
-    id: str | None
-    model_version: int | None
-    truncated: bool | None
-    exact_match: bool | None
-    sampling_log_probs: np.ndarray | None = None
-    ref_log_probs: np.ndarray | None = None
+    vocabulary_size: int
+    required: Collection[str] = ()
+    max_tokens: int | None = None
+    max_completion_length: int | None = None
+
+
+class Row(SimpleNamespace):
+    """A checked row: each of FIELDS, None if it is not recorded. Arrays have one entry per token.
+
+    token_ids: (S,) int64. loss_mask: (S,) bool. Log-probs and advantage: (S,) float32, 0 where nothing is trained.
+    measures: further numbers of the document that it records.
+    """
+
+    measures: ClassVar[dict[str, float]] = {}
 
     def digest(self, start: int) -> int:
         """CRC-32 of everything in the row, continued from `start`; independent of the file format.
@@ -75,79 +63,54 @@ class Row:
         """The row as a document; advantage: that of all its trained tokens, or None for the recorded ones."""
         mask = self.loss_mask
         advantages = self.advantage[mask] if advantage is None else np.full(mask.sum(), advantage, np.float32)
-        vectors = {name: getattr(self, name) for name in OPTIONAL_VECTORS}
+        vectors = {name: getattr(self, name) for name in _LOG_PROBS}
         return Document(
             tokens=torch.from_numpy(self.token_ids),
             loss_mask=torch.from_numpy(mask),
-            old_log_probs=None if self.old_log_probs is None else torch.from_numpy(self.old_log_probs[mask]),
             advantages=torch.from_numpy(advantages),
             group=group,
             name=name,
-            reward=self.reward,
-            exact_match=self.exact_match,
-            truncated=self.truncated,
-            model_version=self.model_version,
             **{name: None if x is None else torch.from_numpy(x[mask]) for name, x in vectors.items()},
+            **{name: getattr(self, name) for name in _OF_THE_DOCUMENT},
         )
-
-
-FIELDS = tuple(field.name for field in dataclasses.fields(Row))
 
 
 def row_of(document: Document) -> Row:
     """The row that records a document; its name becomes the id and its group the group_id."""
     mask = document.loss_mask.numpy()
 
-    def per_token(values: torch.Tensor) -> np.ndarray:
-        row = np.zeros(len(mask), values.numpy().dtype)
+    def per_token(values: torch.Tensor | None) -> np.ndarray | None:
+        if values is None:
+            return None
+        row = np.zeros(len(mask), np.float32)
         row[mask] = values.numpy()
         return row
 
     return Row(
         token_ids=document.tokens.numpy(),
         loss_mask=mask,
-        old_log_probs=per_token(document.old_log_probs),
         advantage=per_token(document.advantages),
-        reward=None if document.reward is None else float(document.reward),
         group_id=document.group,
         id=document.name,
-        model_version=document.model_version,
-        truncated=document.truncated,
-        exact_match=document.exact_match,
-        **{name: per_token(getattr(document, name)) for name in known_vectors(document)},
+        measures=document.measures,
+        **{name: per_token(getattr(document, name)) for name in _LOG_PROBS},
+        **{name: getattr(document, name) for name in _OF_THE_DOCUMENT},
     )
 
 
 def parse_row(raw: dict[str, Any], rules: Rules) -> Row | list[tuple[str, str]]:
     """The checked row, or its problems as (field, reason). Lists are Python lists or NumPy arrays."""
-    problems: list[tuple[str, str]] = []
-
-    def read(field: str, reader, *arguments):
-        value = raw.get(field)
+    row, problems = Row(), []
+    for name, (_, read) in FIELDS.items():
+        value = raw.get(name)
+        setattr(row, name, None)
         try:
             if value is not None:
-                return reader(value, *arguments)
-            if field in rules.required:
+                setattr(row, name, read(value, row, rules))
+            elif name in ("token_ids", "loss_mask") or name in rules.required:
                 raise _Unusable(f"is missing; the row has {', '.join(raw) or 'no fields'}")
         except _Unusable as reason:
-            problems.append((field, str(reason)))
-        return None
-
-    tokens = read("token_ids", _token_ids, rules)
-    mask = read("loss_mask", _loss_mask, tokens, rules)
-    row = Row(
-        token_ids=tokens,
-        loss_mask=mask,
-        old_log_probs=read("old_log_probs", _log_probs, tokens, mask),
-        advantage=read("advantage", _advantage, tokens, mask),
-        reward=read("reward", _reward),
-        group_id=read("group_id", _group_id),
-        id=read("id", lambda value: str(_group_id(value))),
-        model_version=read("model_version", _of_type, int, "an integer"),
-        truncated=read("truncated", _of_type, bool, "true or false"),
-        exact_match=read("exact_match", _of_type, bool, "true or false"),
-        **{name: read(name, _log_probs, tokens, mask) for name in OPTIONAL_VECTORS},
-    )
+            problems.append((name, str(reason)))
     return problems or row
 
 
@@ -155,7 +118,7 @@ class _Unusable(Exception):
     """Why the value of a field cannot be used."""
 
 
-def _token_ids(value: Any, rules: Rules) -> np.ndarray:
+def _token_ids(value: Any, _row: Row, rules: Rules) -> np.ndarray:
     tokens = _vector(value, {int}, "iu", "integers")
     if len(tokens) == 0:
         raise _Unusable("is empty; a document has at least one token")
@@ -169,11 +132,10 @@ def _token_ids(value: Any, rules: Rules) -> np.ndarray:
     return tokens.astype(np.int64)
 
 
-def _loss_mask(value: Any, tokens: np.ndarray | None, rules: Rules) -> np.ndarray:
-    mask = _vector(value, {bool, int}, "biu", "true and false, or 1 and 0,")
+def _loss_mask(value: Any, row: Row, rules: Rules) -> np.ndarray:
+    mask = _vector(value, {bool, int}, "biu", "true and false, or 1 and 0,", row)
     if (place := _first((mask != 0) & (mask != 1))) is not None:
         raise _Unusable(f"is {mask[place]} at position {place}; a token is trained or not: true or false, or 1 or 0")
-    _check_length(mask, tokens)
     if len(mask) and mask[0]:
         raise _Unusable("is true for the first token, which has nothing before it to be predicted from")
     trained, limit = int(mask.sum()), rules.max_completion_length
@@ -182,29 +144,28 @@ def _loss_mask(value: Any, tokens: np.ndarray | None, rules: Rules) -> np.ndarra
     return mask.astype(bool)
 
 
-def _log_probs(value: Any, tokens: np.ndarray | None, mask: np.ndarray | None) -> np.ndarray:
-    log_probs = _numbers_per_token(value, tokens, mask)
+def _log_probs(value: Any, row: Row, _rules: Rules) -> np.ndarray:
+    log_probs = _numbers_per_token(value, row)
     if (place := _first(log_probs > MAX_LOG_PROB)) is not None:
         raise _Unusable(f"is {log_probs[place]:g} at position {place}; a log-prob is at most 0")
     return log_probs
 
 
-def _advantage(value: Any, tokens: np.ndarray | None, mask: np.ndarray | None) -> np.ndarray | None:
+def _advantage(value: Any, row: Row, _rules: Rules) -> np.ndarray | None:
     if not isinstance(value, (list, np.ndarray)):
         number = np.float32(_reward(value))
-        return None if mask is None else np.where(mask, number, np.float32(0))
-    advantages = _numbers_per_token(value, tokens, mask)
-    if (np.abs(advantages) > MAX_REWARD).any():
-        place = int(np.abs(advantages).argmax())
+        return None if row.loss_mask is None else np.where(row.loss_mask, number, np.float32(0))
+    advantages = _numbers_per_token(value, row)
+    if (place := _first(np.abs(advantages) > MAX_REWARD)) is not None:
         raise _Unusable(f"at position {place} {reward_problem(float(advantages[place]))}")
     return advantages
 
 
-def _numbers_per_token(value: Any, tokens: np.ndarray | None, mask: np.ndarray | None) -> np.ndarray:
+def _numbers_per_token(value: Any, row: Row) -> np.ndarray:
     """(S,) float32, finite where trained; 0 elsewhere, where a null or NaN does no harm."""
     with np.errstate(over="ignore"):  # becomes inf, which is refused where it matters
-        values = _vector(value, {float, int, type(None)}, "fiu", "numbers").astype(np.float32)
-    _check_length(values, tokens)
+        values = _vector(value, {float, int, type(None)}, "fiu", "numbers", row).astype(np.float32)
+    mask = row.loss_mask
     if mask is None or len(mask) != len(values):
         return values
     if (place := _first(mask & ~np.isfinite(values))) is not None:
@@ -219,13 +180,11 @@ def _first(bad: np.ndarray) -> int | None:
     return int(bad.argmax()) if bad.any() else None
 
 
-def _check_length(values: np.ndarray, tokens: np.ndarray | None) -> None:
-    if tokens is not None and len(values) != len(tokens):
-        raise _Unusable(f"has {len(values)} entries and token_ids has {len(tokens)}; there is one for every token")
+def _vector(value: Any, types: set[type], kinds: str, what: str, row: Row | None = None) -> np.ndarray:
+    """A list or array as an array whose dtype is of one of the kinds; `types` are those of a list's elements.
 
-
-def _vector(value: Any, types: set[type], kinds: str, what: str) -> np.ndarray:
-    """A list or array as an array whose dtype is of one of the kinds; `types` are those of a list's elements."""
+    row: with the tokens, of which each has an entry.
+    """
     needs = f"needs a list of {what}"
     if isinstance(value, list):
         for kind in set(map(type, value)) - types:
@@ -242,10 +201,13 @@ def _vector(value: Any, types: set[type], kinds: str, what: str) -> np.ndarray:
         raise _Unusable(f"{needs} (got {value!r:.40})")
     if value.size and value.dtype.kind not in kinds:
         raise _Unusable(f"{needs} (got {value.dtype.name} values or nulls)")
+    tokens = value if row is None or row.token_ids is None else row.token_ids
+    if len(value) != len(tokens):
+        raise _Unusable(f"has {len(value)} entries and token_ids has {len(tokens)}; there is one for every token")
     return value
 
 
-def _reward(value: Any) -> float:
+def _reward(value: Any, *_: Any) -> float:
     try:
         if type(value) not in (int, float) or not math.isfinite(value):
             raise OverflowError
@@ -256,7 +218,7 @@ def _reward(value: Any) -> float:
     return float(value)
 
 
-def _group_id(value: Any) -> int | str:
+def _group_id(value: Any, *_: Any) -> int | str:
     if type(value) in (int, str) and value != "":
         return value
     raise _Unusable(f"needs an integer or a text that is not empty (got {value!r:.40})")
@@ -266,3 +228,21 @@ def _of_type(value: Any, kind: type, what: str) -> Any:
     if type(value) is not kind:
         raise _Unusable(f"needs {what} (got {value!r:.40})")
     return value
+
+
+_PER_TOKEN = pa.list_(pa.float32())
+
+FIELDS = {
+    "token_ids": (pa.list_(pa.int32()), _token_ids),
+    "loss_mask": (pa.list_(pa.bool_()), _loss_mask),
+    "old_log_probs": (_PER_TOKEN, _log_probs),
+    "advantage": (_PER_TOKEN, _advantage),
+    "reward": (pa.float64(), _reward),
+    "group_id": (pa.int64(), _group_id),
+    "id": (pa.string(), lambda value, *_: str(_group_id(value))),
+    "model_version": (pa.int64(), lambda value, *_: _of_type(value, int, "an integer")),
+    "truncated": (pa.bool_(), lambda value, *_: _of_type(value, bool, "true or false")),
+    "exact_match": (pa.bool_(), lambda value, *_: _of_type(value, bool, "true or false")),
+    **dict.fromkeys(OPTIONAL_VECTORS, (_PER_TOKEN, _log_probs)),
+}
+"""Each field with its type in a Parquet file, and what reads it: (value, row with the fields before it, rules)."""

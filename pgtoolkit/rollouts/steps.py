@@ -25,28 +25,32 @@ from pgtoolkit.rollouts.tasks import Prompt
 class Source(Protocol):
     """A stream of documents by position; the documents of a group stand next to each other.
 
-    A batch is what the stream comes in: one round of rollouts, or one pass over recorded files.
+    A batch is what the stream comes in: one round of rollouts, or one pass over recorded files. Whoever only reads
+    documents inherits what only those do who make them.
+    num_documents: None where they never end. has_groups: whether it is known which documents share a prompt.
     """
 
-    num_documents: int | None
+    num_documents: int | None = None
+    has_groups: bool = True
 
     def before_step(self, position: int) -> None:
         """Called once before the documents of a step are asked for: where in the stream it begins."""
-        ...
 
     def document(self, position: int) -> Document: ...
 
     def batch_end(self, position: int) -> int: ...
 
-    def state_dict(self) -> dict: ...
+    def state_dict(self) -> dict:
+        return {}
 
     def load_state_dict(self, state: dict) -> None: ...
 
     def seconds(self) -> dict[str, float]:
         """What making documents took since the last call, by stage; nothing where they are only read."""
-        ...
+        return {}
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End what making documents has started."""
 
 
 class StepLoader:
@@ -77,7 +81,7 @@ class StepLoader:
     @property
     def has_groups(self) -> bool:
         """Whether the data says which documents share a prompt, as that of recorded rollouts may not."""
-        return getattr(self._source, "has_groups", True)
+        return self._source.has_groups
 
     def __len__(self) -> int:
         return self._max_steps - self._num_steps

@@ -149,7 +149,8 @@ class Server:
         tokens = choice.get("token_ids")
         if not isinstance(tokens, list) or not tokens:
             raise self._odd("a completion has no token_ids. vLLM gives them since 0.10.2")
-        if odd := [token for token in tokens if not 0 <= token < sampling.vocabulary_size]:
+        numbers = torch.tensor(tokens)
+        if len(odd := numbers[(numbers < 0) | (numbers >= sampling.vocabulary_size)]):
             raise self._odd(
                 f"it sampled token {odd[0]}, and the trainer's vocabulary has {sampling.vocabulary_size} entries. It "
                 "serves another model"
@@ -159,27 +160,29 @@ class Server:
         log_probs = (choice.get("logprobs") or {}).get("token_logprobs")
         if not isinstance(log_probs, list) or len(log_probs) != len(tokens):
             raise self._odd("a completion has no log-prob for each of its tokens")
-        if odd := [one for one in log_probs if not _is_log_prob(one)]:
+        # vLLM writes null for NaN, and -9999 for minus infinity.
+        values = torch.tensor([math.nan if one is None else one for one in log_probs], dtype=torch.float64)
+        if len(odd := (~((values > -9999) & (values <= 1e-4))).nonzero()):
             raise self._odd(
-                f"the log-prob of a sampled token is {odd[0]}. Its weights give numbers that are none, or it was "
-                "started without --logprobs-mode processed_logprobs"
+                f"the log-prob of a sampled token is {log_probs[odd[0]]}. Its weights give numbers that are none, or "
+                "it was started without --logprobs-mode processed_logprobs"
             )
         # A server decodes token by token, and may see a stop string later than it stands in the whole text.
         stopped = sampling.stops.end(tokens)
-        kept = tokens[:stopped]
-        reason = "stop" if stopped else self._finish(kept, choice, sampling)
-        return Completion(torch.tensor(kept), torch.tensor(log_probs[:stopped]), reason, version)
+        reason = "stop" if stopped else self._finish(numbers, choice, sampling)
+        return Completion(numbers[:stopped], values[:stopped].float(), reason, version)
 
-    def _finish(self, tokens: list[int], choice: dict, sampling: Sampling) -> str:
-        reason, ended = choice.get("finish_reason"), [token in sampling.ends for token in tokens]
+    def _finish(self, tokens: Tensor, choice: dict, sampling: Sampling) -> str:
+        reason = choice.get("finish_reason")
+        *inside, last = torch.isin(tokens, torch.tensor(sampling.ends, dtype=torch.int64)).tolist()
         of_text = choice.get("stop_reason") in sampling.stops.strings
-        if reason == "stop" and (ended[-1] or of_text) and not any(ended[:-1]):
+        if reason == "stop" and (last or of_text) and not any(inside):
             return reason
-        if reason == "length" and len(tokens) == sampling.max_tokens and not any(ended):
+        if reason == "length" and len(tokens) == sampling.max_tokens and not last and not any(inside):
             return reason
         where = f"with token {tokens[-1]} after {len(tokens)} of at most {sampling.max_tokens} tokens"
-        inside = ", beyond an end-of-sequence token" if any(ended[:-1]) else ""
-        raise self._odd(f"a completion ends {where}{inside}, for the reason {reason}")
+        beyond = ", beyond an end-of-sequence token" if any(inside) else ""
+        raise self._odd(f"a completion ends {where}{beyond}, for the reason {reason}")
 
     def _call(self, method: str, path: str, body: dict | None, deadline: float) -> Any:
         """The JSON of the answer, None where it is empty."""
@@ -241,8 +244,3 @@ class Server:
 
     def _odd(self, what: str) -> SamplerLost:
         return SamplerLost(f"the sampling server {self.url} does not answer as asked: {what}. {LOST}")
-
-
-def _is_log_prob(value: Any) -> bool:
-    """vLLM writes null for NaN, and -9999 for minus infinity."""
-    return isinstance(value, int | float) and math.isfinite(value) and -9999 < value <= 1e-4

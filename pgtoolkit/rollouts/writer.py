@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -14,10 +17,11 @@ from pgtoolkit.batch import Document
 from pgtoolkit.config.rules.run import occupied_by_rollouts
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.rollouts.files import DIGEST_KEY
-from pgtoolkit.rollouts.rows import Row, row_of
+from pgtoolkit.rollouts.rows import FIELDS, Row, row_of
 from pgtoolkit.system.plain_files import replacing
 
 ROW_GROUP_TOKENS = 2**20
+"""A row group is read whole: it ends with the row that reaches so many tokens."""
 
 
 class RolloutWriter:
@@ -40,10 +44,13 @@ class RolloutWriter:
     def write(self, number: int, documents: list[Document]) -> Path:
         """Record the documents of batch `number`; returns the file. Raises StorageError when that is not possible."""
         path = batch_file(self._folder, number)
-        rows, measures = [row_of(document) for document in documents], [document.measures for document in documents]
+        rows = [row_of(document) for document in documents]
         try:
             with replacing(path) as file:
-                (_write_jsonl if path.suffix == ".jsonl" else _write_parquet)(file, rows, measures)
+                if path.suffix == ".jsonl":
+                    _write_jsonl(file, rows)
+                else:
+                    write_parquet(file, rows, functools.reduce(lambda digest, row: row.digest(digest), rows, 0))
         except OSError as error:
             raise StorageError(f"rollouts cannot be written to {path}: {error.strerror or error}") from error
         return path
@@ -54,54 +61,37 @@ def batch_file(folder: Path, number: int) -> Path:
     return folder / f"batch-{number:06d}{'.jsonl' if folder.suffix == '.jsonl' else '.parquet'}"
 
 
-_SCHEMA = pa.schema(
-    {
-        "token_ids": pa.list_(pa.int32()),
-        "loss_mask": pa.list_(pa.bool_()),
-        "old_log_probs": pa.list_(pa.float32()),
-        "advantage": pa.list_(pa.float32()),
-        "reward": pa.float64(),
-        "group_id": pa.int64(),
-        "id": pa.string(),
-        "model_version": pa.int64(),
-        "truncated": pa.bool_(),
-        "exact_match": pa.bool_(),
-        "sampling_log_probs": pa.list_(pa.float32()),
-        "ref_log_probs": pa.list_(pa.float32()),
-    }
-)
+def write_parquet(file: BinaryIO, rows: Iterable[Row], digest: int | None = None) -> None:
+    """Parquet with page checksums, a row group at a time in memory; digest: of the rows, where it is known before.
 
-
-def write_parts(file: BinaryIO, parts: Iterable[list[Row]]) -> None:
-    """Parquet with page checksums, a row group of each part, so that one part at a time is in memory.
-
-    The columns are what the first row knows. Raises StorageError where the disk does not take it.
+    The columns are what the rows of the first group know, and further ones of their measures, which training ignores.
     """
-    writer = None
-    for rows in parts:
-        if writer is None:
-            schema = pa.schema([field for field in _SCHEMA if getattr(rows[0], field.name) is not None])
-            writer = pq.ParquetWriter(file, schema, write_page_checksum=True)
-        writer.write_table(pa.table([[getattr(row, name) for row in rows] for name in schema.names], schema=schema))
-    if writer is not None:
-        writer.close()
+    groups = _row_groups(rows)
+    first = next(groups)
+    known = [(name, kind) for name, (kind, _) in FIELDS.items() if any(getattr(row, name) is not None for row in first)]
+    measures = [(name, pa.float64()) for name in dict.fromkeys(name for row in first for name in row.measures)]
+    schema = pa.schema([*known, *measures], None if digest is None else {DIGEST_KEY: str(digest)})
+    with pq.ParquetWriter(file, schema, write_page_checksum=True) as writer:
+        for group in itertools.chain([first], groups):
+            values = [[getattr(row, name) for row in group] for name, _ in known]
+            values += [[row.measures.get(name) for row in group] for name, _ in measures]
+            writer.write_table(pa.table(values, schema=schema))
 
 
-def _write_parquet(file: BinaryIO, rows: list[Row], measures: list[dict[str, float]]) -> None:
-    """measures: of each document, more columns for whoever reads the file; training ignores them."""
-    digest = 0
+def _row_groups(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    group, tokens = [], 0
     for row in rows:
-        digest = row.digest(digest)
-    known = [field for field in _SCHEMA if not rows or any(getattr(row, field.name) is not None for row in rows)]
-    table = pa.table([[getattr(row, field.name) for row in rows] for field in known], schema=pa.schema(known))
-    for name in dict.fromkeys(name for one in measures for name in one):
-        table = table.append_column(name, pa.array([one.get(name) for one in measures], pa.float64()))
-    table = table.replace_schema_metadata({DIGEST_KEY: str(digest)})
-    rows_per_group = max(1, ROW_GROUP_TOKENS * len(rows) // max(1, sum(len(row.token_ids) for row in rows)))
-    pq.write_table(table, file, row_group_size=rows_per_group, write_page_checksum=True)
+        group.append(row)
+        tokens += len(row.token_ids)
+        if tokens >= ROW_GROUP_TOKENS:
+            yield group
+            group, tokens = [], 0
+    if group:
+        yield group
 
 
-def _write_jsonl(file: BinaryIO, rows: list[Row], measures: list[dict[str, float]]) -> None:
-    for row, more in zip(rows, measures, strict=True):
-        plain = {key: value.tolist() if hasattr(value, "tolist") else value for key, value in vars(row).items()} | more
+def _write_jsonl(file: BinaryIO, rows: list[Row]) -> None:
+    for row in rows:
+        values = {name: getattr(row, name) for name in FIELDS} | row.measures
+        plain = {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in values.items()}
         file.write(json.dumps({key: value for key, value in plain.items() if value is not None}).encode() + b"\n")

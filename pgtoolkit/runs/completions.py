@@ -6,17 +6,14 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from pgtoolkit.errors import StorageError, first_line
 from pgtoolkit.runs.files import storage
 from pgtoolkit.system.plain_files import open_to_read, refuse_other_than_folder, remove, replacing
 from pgtoolkit.system.redaction import redact
-
-if TYPE_CHECKING:
-    import pyarrow
 
 FOLDER = "completions"
 """Where they lie in a run directory."""
@@ -26,15 +23,6 @@ TRAINING = "training"
 
 _REWARD_OF = "reward/"
 """What a column of one verifier's scores begins with, as its metric does."""
-
-_COLUMNS = {
-    **dict.fromkeys(("step", "tokens", "version"), "int64"),
-    **dict.fromkeys(("name", "prompt", "completion", "answer", "finish_reason"), "string"),
-    **dict.fromkeys(("reward", "advantage"), "double"),
-}
-"""The fields of a row but for `rewards`, with their types as Arrow names them."""
-
-_MAY_LACK = ("advantage", "answer")
 
 _NAME = re.compile(r"steps_(?P<first>\d+)-(?P<last>\d+)\.parquet|evaluation_(?P<set>.+)_(?P<step>\d+)\.parquet")
 
@@ -53,9 +41,9 @@ class CompletionRow:
 
     step: int
     name: str
-    prompt: str
-    completion: str
-    reward: float
+    prompt: str = ""
+    completion: str = ""
+    reward: float = 0.0
     rewards: dict[str, float] = field(default_factory=dict)
     advantage: float | None = None
     tokens: int = 0
@@ -64,16 +52,14 @@ class CompletionRow:
     answer: str | None = None
 
 
-class Entry(NamedTuple):
-    """Of a completion what can be read without its texts: fields of `CompletionRow`."""
+COLUMNS = {one.name: one.type for one in fields(CompletionRow) if one.name != "rewards"}
+"""The columns of a file but for `rewards`: their types as they stand above, where "| None" may be empty."""
 
-    step: int
-    name: str
-    reward: float
+_KINDS = {"int": "int64", "str": "string", "float": "double"}
+"""The same as Arrow names them."""
 
 
-@dataclass(frozen=True, order=True)
-class CompletionFile:
+class CompletionFile(NamedTuple):
     """One file: its set, its first and its last step, which are one in an evaluation, and where it lies."""
 
     set: str
@@ -104,7 +90,8 @@ def write_redacted(path: Path, rows: Sequence[CompletionRow]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    columns = {name: pa.array([getattr(row, name) for row in rows], kind) for name, kind in _COLUMNS.items()}
+    kinds = {name: _KINDS[kind.split()[0]] for name, kind in COLUMNS.items()}
+    columns = {name: pa.array([getattr(row, name) for row in rows], kind) for name, kind in kinds.items()}
     for name in dict.fromkeys(name for row in rows for name in row.rewards):
         columns[_REWARD_OF + name] = pa.array([row.rewards.get(name) for row in rows], "double")
     with storage(path):
@@ -114,23 +101,47 @@ def write_redacted(path: Path, rows: Sequence[CompletionRow]) -> None:
             pq.write_table(pa.table(columns), file, compression="zstd", write_page_checksum=True)
 
 
-def read_completions(path: Path) -> list[CompletionRow]:
-    """The rows of one file, as they were written. Raises StorageError for a file that is damaged, or a link."""
-    return [_row(columns) for columns in _read(path).to_pylist()]
+def read_completions(path: Path, columns: Sequence[str] | None = None) -> list[CompletionRow]:
+    """The rows of one file, as they were written; columns: of these fields alone, the others have their defaults.
+
+    Raises StorageError for a file that is damaged, or a link.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with storage(path), open_to_read(path) as file:
+        try:
+            # Without threads, which a process that ends at once, such as before `head`, leaves behind.
+            options = {"use_threads": False, "pre_buffer": False, "page_checksum_verification": True}
+            table = pq.read_table(file, columns=columns and list(columns), **options)
+            kinds = {field.name: str(field.type) for field in table.schema}
+            for name in columns or COLUMNS:
+                kind, *may_lack = COLUMNS[name].split()
+                if kinds.get(name) != _KINDS[kind]:
+                    raise ValueError(f"{name} is {kinds.get(name, 'missing')}")
+                if not may_lack and table[name].null_count:
+                    raise ValueError(f"{name} is empty in a row")
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise StorageError(
+                f"{path} is damaged ({first_line(error)}). It keeps completions to be looked at, and nothing else "
+                "depends on it; delete it to go on."
+            ) from error
+    scores = [name for name in kinds if name.startswith(_REWARD_OF)]
+    return [
+        CompletionRow(
+            **{name: row[name] for name in columns or COLUMNS},
+            rewards={name.removeprefix(_REWARD_OF): row[name] for name in scores if row[name] is not None},
+        )
+        for row in table.to_pylist()
+    ]
 
 
-def read_entries(path: Path) -> list[Entry]:
-    """An entry of each row of one file, in their order, without reading the texts. Errors as of `read_completions`."""
-    columns = _read(path, Entry._fields).to_pydict()
-    return [Entry(*row) for row in zip(*(columns[name] for name in Entry._fields), strict=True)]
-
-
-def some_prompts(entries: Sequence[Entry], most: int) -> set[str]:
+def some_prompts(rows: Sequence[CompletionRow], most: int) -> set[str]:
     """Names of prompts that together have at most so many completions: all of them, or some, spread evenly.
 
     The first is among them, and the last; where its completions alone are more, it stays.
     """
-    counts = Counter(entry.name for entry in entries)
+    counts = Counter(row.name for row in rows)
     names, number = [*counts], len(counts)
     while number > 1:
         chosen = {names[round(i * (len(names) - 1) / (number - 1))] for i in range(number)}
@@ -147,10 +158,11 @@ def some_completions(
 
     step: of this one alone.
     """
-    entries = {file: [e for e in read_entries(file.path) if step in (None, e.step)] for file in files}
-    everything = [entry for own in entries.values() for entry in own]
+    found = {file.path: read_completions(file.path, ("step", "name")) for file in files}
+    found = {path: [row for row in rows if step in (None, row.step)] for path, rows in found.items()}
+    everything = [row for rows in found.values() for row in rows]
     names = some_prompts(everything, most)
-    read = [file.path for file, own in entries.items() if any(entry.name in names for entry in own)]
+    read = [path for path, rows in found.items() if any(row.name in names for row in rows)]
     rows = [row for path in read for row in read_completions(path)]
     return [row for row in rows if row.name in names and step in (None, row.step)], len(everything)
 
@@ -175,33 +187,3 @@ def drop_completions_after(run_dir: Path, step: int) -> None:
                 remove(file.path)
             elif file.last > step:
                 write_redacted(file.path, [row for row in read_completions(file.path) if row.step <= step])
-
-
-def _read(path: Path, columns: Sequence[str] | None = None) -> pyarrow.Table:
-    """A file's columns, or these alone, seen to be as they are written."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    with storage(path), open_to_read(path) as file:
-        try:
-            # Without threads, which a process that ends at once, such as before `head`, leaves behind.
-            options = {"use_threads": False, "pre_buffer": False, "page_checksum_verification": True}
-            table = pq.read_table(file, columns=columns and list(columns), **options)
-            kinds = {name: str(kind) for name, kind in zip(table.schema.names, table.schema.types, strict=True)}
-            for name in columns or _COLUMNS:
-                if kinds.get(name) != _COLUMNS[name]:
-                    raise ValueError(f"{name} is {kinds.get(name, 'missing')}")
-                if name not in _MAY_LACK and table[name].null_count:
-                    raise ValueError(f"{name} is empty in a row")
-            return table
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise StorageError(
-                f"{path} is damaged ({first_line(error)}). It keeps completions to be looked at, and nothing else "
-                "depends on it; delete it to go on."
-            ) from error
-
-
-def _row(columns: dict) -> CompletionRow:
-    rewards = {name.removeprefix(_REWARD_OF): columns[name] for name in columns if name.startswith(_REWARD_OF)}
-    known = {name: value for name, value in rewards.items() if value is not None}
-    return CompletionRow(**{name: columns[name] for name in _COLUMNS}, rewards=known)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from pgtoolkit.runs.completions import completion_files, some_completions
+from pgtoolkit.runs.completions import COLUMNS, completion_files, some_completions
 from pgtoolkit.system.legible import legible, shortened
 
 TABLE = "completions.json"
@@ -14,19 +14,6 @@ TABLE = "completions.json"
 MOST_COMPLETIONS = 500
 MOST_CHARACTERS = 2000
 """Of each text: what a page of MLflow still shows in a moment. All of them are in the run directory."""
-
-_COLUMNS = (
-    "step",
-    "name",
-    "prompt",
-    "completion",
-    "reward",
-    "advantage",
-    "tokens",
-    "finish_reason",
-    "version",
-    "answer",
-)
 
 
 def table_of(run_dir: Path) -> dict[str, list] | None:
@@ -40,8 +27,8 @@ def table_of(run_dir: Path) -> dict[str, list] | None:
     if not found:
         return None
     parts = list(dict.fromkeys(part for _, row in found for part in row.rewards))
-    columns = ["set", *_COLUMNS, *(f"reward/{part}" for part in parts)]
-    cells = [[name, *(getattr(row, key) for key in _COLUMNS), *map(row.rewards.get, parts)] for name, row in found]
+    columns = ["set", *COLUMNS, *(f"reward/{part}" for part in parts)]
+    cells = [[name, *(getattr(row, key) for key in COLUMNS), *map(row.rewards.get, parts)] for name, row in found]
     return {"columns": [*map(legible, columns)], "data": [[*map(_shown, row)] for row in cells]}
 
 

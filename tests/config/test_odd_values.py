@@ -72,6 +72,7 @@ def test_all_keys_of_an_option_at_once(chosen, own):
         assert in_sentences(found), (typed, found)
 
 
+@pytest.mark.slow
 def test_single_keys():
     """A sample of all keys with all values, the same at each run of the tests."""
     pairs = [(chosen, key, value) for chosen, own in keys() for key in own for value in ODD]

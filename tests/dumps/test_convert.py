@@ -320,7 +320,7 @@ def test_rows_are_written_a_part_at_a_time(rollouts, tmp_path, monkeypatch):
     """Row groups of bounded size, and the same rows whatever the size."""
     open_instruct(tmp_path, rollouts)
     assert convert("open-instruct", tmp_path, tmp_path / "whole.parquet") == 0
-    monkeypatch.setattr("pgtoolkit.dumps.convert.ROW_GROUP_TOKENS", 50)
+    monkeypatch.setattr("pgtoolkit.rollouts.writer.ROW_GROUP_TOKENS", 50)
     assert convert("open-instruct", tmp_path, tmp_path / "parts.parquet") == 0
     parts = pq.ParquetFile(tmp_path / "parts.parquet")
     assert parts.num_row_groups > 3

@@ -13,10 +13,9 @@ from builders.runs import run
 from pgtoolkit.cli import main
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.inspection import samples_page
-from pgtoolkit.inspection.samples import chosen_set, kept_by, samples
+from pgtoolkit.inspection.samples import best_and_worst, chosen_set, kept_by, page, samples
 from pgtoolkit.inspection.samples_page import html
-from pgtoolkit.inspection.samples_terminal import best_and_worst, page
-from pgtoolkit.runs.completions import FOLDER, CompletionRow, Entry, some_prompts, write_completions
+from pgtoolkit.runs.completions import FOLDER, CompletionRow, some_prompts, write_completions
 from pgtoolkit.system.legible import legible, lines_of, shortened
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07</script><script>document.title='owned'</script>\u202eevil\u2028\x9b31m\r\u200b\ufeff"
@@ -65,7 +64,7 @@ def test_what_changed_is_told_by_the_mean_reward_of_each_prompt(folder):
     found = samples(chosen_set(kept, None), count=2)
     assert (found.set, found.step, found.since, found.counts) == ("held_out", 100, 0, (3, 0, 1))
     assert found.rows == EVALUATED[16:]
-    assert [(one.name, one.means) for one in found.changes] == [("b", (0.0, 0.875)), ("d", (0.0, 0.625))]
+    assert [(one.after.name, one.means) for one in found.changes] == [("b", (0.0, 0.875)), ("d", (0.0, 0.625))]
     # Of two completions as near to the mean the first.
     assert [(one.before.completion, one.after.completion) for one in found.changes] == [
         ("b at 0", "b with 1.0"),
@@ -73,7 +72,7 @@ def test_what_changed_is_told_by_the_mean_reward_of_each_prompt(folder):
     ]
     since = samples(chosen_set(kept, "held_out"), 100, 50)
     assert since.counts == (1, 3, 0)
-    assert [one.name for one in since.changes] == ["c", "a", "b"]
+    assert [one.after.name for one in since.changes] == ["c", "a", "b"]
     assert samples(chosen_set(kept, "held_out"), 0).counts == (0, 0, 0)
 
 
@@ -189,7 +188,7 @@ def test_long_texts_are_cut_in_their_middle():
 
 
 def test_of_many_prompts_some_are_taken_with_all_they_have():
-    entries = [Entry(step, f"p{number}", 0.0) for step in (1, 2) for number in range(100)]
+    entries = [CompletionRow(step, f"p{number}") for step in (1, 2) for number in range(100)]
     assert some_prompts(entries, 200) == {f"p{number}" for number in range(100)}
     chosen = some_prompts(entries, 10)
     assert {"p0", "p99"} < chosen

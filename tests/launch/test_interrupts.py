@@ -102,6 +102,7 @@ def test_a_second_interrupt_acts_at_once_and_leaves_a_run_that_resumes(tmp_path)
     assert status_of(tmp_path / "run")["state"] == "interrupted"
 
 
+@pytest.mark.slow
 def test_killed_and_resumed(tmp_path, monkeypatch):
     """SIGKILL leaves rows after the last checkpoint; the resumed run writes them again, once."""
     process = start(tmp_path, "trainer.max_steps=400", "trainer.checkpoint_every=4")

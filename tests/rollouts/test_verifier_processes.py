@@ -232,6 +232,7 @@ def test_a_run_with_processes_is_the_run_without(tmp_path):
         assert here["exact_match"] == here["reward/right"]
 
 
+@pytest.mark.slow
 def test_a_run_counts_what_timed_out_and_goes_on(tmp_path):
     """Those of two prompts of the four."""
     hanging = "def f(completion, answer):\n    while answer in '13':\n        pass\n    return 1\n"
@@ -247,6 +248,7 @@ def test_a_run_counts_what_timed_out_and_goes_on(tmp_path):
     assert [row["verifier_crash_fraction"] for row in rows] == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_within_a_batch_goes_on_with_its_measures(tmp_path):
     """They are part of the batch, which its checkpoint holds."""
     rows = [{"prompt": f"{i}{i}=", "answer": str(i)} for i in range(4)]

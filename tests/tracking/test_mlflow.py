@@ -206,6 +206,7 @@ def test_a_server_that_is_down_is_refused_at_once(run):
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.slow
 def test_a_server_that_never_answers_is_refused_within_seconds(run):
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))

@@ -162,6 +162,7 @@ def test_resume_at_every_step_is_bit_equal(tmp_path, overrides):
             assert_equal(checkpoint_of(resumed, later), checkpoint_of(whole, later))
 
 
+@pytest.mark.slow
 def test_resume_of_recorded_rollouts_is_bit_equal(tmp_path):
     run(tmp_path / "source", f"rollout.save_path={tmp_path / 'rollouts'}")
     overrides = (f"rollout.path={tmp_path / 'rollouts'}", "rollout.epochs=3", "rollout.shuffle=true")
