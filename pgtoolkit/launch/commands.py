@@ -131,15 +131,11 @@ def _sync(argv: list[str]) -> int:
     parser.add_argument("--experiment", metavar="NAME", help="another experiment than the run's own")
     args = parser.parse_args(argv)
 
-    from pgtoolkit.comparison.runs import is_run, run_directories
-    from pgtoolkit.tracking.next_commands import shell_path
+    from pgtoolkit.comparison.runs import run_directories
     from pgtoolkit.tracking.sync import sync
 
     failed = []
     for directory in run_directories("pgtk sync", args.runs):
-        if not is_run(directory):
-            print(f"{shell_path(directory)}: it ended before its config.yaml was written", flush=True)
-            continue
         try:
             print(sync(directory, args.uri, args.experiment), flush=True)
         except PgtoolkitError as error:  # such as of a run that is damaged, or still going on: the others do not wait
