@@ -105,14 +105,19 @@ def compare(
     """Gather the runs and compare what they reached. Raises ConfigError if no run has the metric.
 
     metric: None for the one that `chosen_metric` finds, or the one of `reach`. best_of: a varying key; of groups that
-    differ in it alone only the best one is compared. reach: METRIC=THRESHOLD.
+    differ in it alone only the best one is compared. reach: METRIC=THRESHOLD, in the place of `metric`.
     """
     readable = [run for run in runs if run.config]
     left_out = [(run, why_not_counted(run)) for run in runs if not run.config]
     if not readable:
         listing = "; ".join(f"{run.name}: {why}" for run, why in left_out)
         raise ConfigError(f"pgtk compare needs a run that can be read (got none). {listing}. Use other folders.")
-    metric, threshold, notes = _asked(readable, metric, reach)
+    option, threshold, notes = "--metric", None, []
+    if reach is not None:
+        option, (metric, threshold) = "--reach", parse_reach(reach)
+    elif metric is None:
+        metric, notes = chosen_metric(readable)
+    _refuse_unknown(readable, metric, option)
     keys, following, common = _varying([run.config for run in readable])
     by_values: dict[tuple, Group] = {}
     for run in readable:
@@ -135,23 +140,6 @@ def compare(
     compared.comparisons = compare_all([_sample(compared, group) for group in compared.groups])
     compared.notes += notes_on(compared)
     return compared
-
-
-def _asked(runs, metric, reach):
-    """(metric, threshold or None, notes)."""
-    threshold, notes, option = None, [], "--metric"
-    if reach is not None:
-        named, threshold = parse_reach(reach)
-        if metric not in (None, named):
-            raise ConfigError(
-                f"--reach={reach} needs the metric of --metric={metric} (got another). A comparison is by one metric. "
-                f"Use --reach={metric}={threshold:g}, or leave --metric out."
-            )
-        metric, option = named, "--reach"
-    if metric is None:
-        metric, notes = chosen_metric(runs)
-    _refuse_unknown(runs, metric, option)
-    return metric, threshold, notes
 
 
 def _limits(goal, found):
@@ -186,35 +174,26 @@ def _sample(compared, group):
 
 
 def _keep_best(compared, best_of):
-    compared.groups, beaten = _best_of(compared.groups, compared.keys, best_of)
-    compared.left_out += [
-        (run, f"{best_of}={text(group.values[best_of])} is not the best") for group in beaten for run in group.counted
-    ]
-    goal = compared.goal
-    best = (
-        f"fewest documents to {goal.metric} {goal.threshold:g}" if compared.by_documents else f"highest {goal.metric}"
-    )
-    compared.notes.append(
-        f"of each configuration the {best_of} with the {best} is shown. It was chosen by the same runs that are "
-        "compared, which flatters a configuration that has more values of it, or noisier ones: further seeds of the "
-        "chosen ones tell"
-    )
-
-
-def _best_of(groups, keys, best_of):
-    """(the first of the sorted groups that differ in one key alone, the others)."""
-    if best_of not in keys:
-        names = ", ".join(keys) or "none"
+    """Of the sorted groups that differ in one key alone the first stays."""
+    if best_of not in compared.keys:
+        names = ", ".join(compared.keys) or "none"
         raise ConfigError(
             f"--best-of={best_of} needs a key that tells the runs apart (got one of which they have the same value, or "
             f"that follows from others). These are {names}. Use another key, or leave the option out."
         )
-    chosen, beaten = {}, []
-    for group in groups:
+    chosen: dict[tuple, Group] = {}
+    for group in compared.groups:
         arm = tuple(repr(value) for key, value in group.values.items() if key != best_of)
         if chosen.setdefault(arm, group) is not group:
-            beaten.append(group)
-    return list(chosen.values()), beaten
+            why = f"{best_of}={text(group.values[best_of])} is not the best"
+            compared.left_out += [(run, why) for run in group.counted]
+    compared.groups, goal = list(chosen.values()), compared.goal
+    fewest = f"fewest documents to {goal.metric} {goal.threshold:g}" if compared.by_documents else ""
+    compared.notes.append(
+        f"of each configuration the {best_of} with the {fewest or f'highest {goal.metric}'} is shown. It was chosen by "
+        "the same runs that are compared, which flatters a configuration that has more values of it, or noisier ones: "
+        "further seeds of the chosen ones tell"
+    )
 
 
 def _shown(key):

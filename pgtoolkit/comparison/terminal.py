@@ -73,14 +73,11 @@ def definitions(compared: Compared) -> list[str]:
 def question(compared: Compared) -> str:
     """What the verdicts answer, and by which test."""
     goal, tested = compared.goal, sum(comparison.p is not None for comparison in compared.comparisons)
-    kinds = [word for word, paired in (("paired by seed", True), ("Welch's", False)) if _has(compared, paired)]
+    found = {comparison.paired for comparison in compared.comparisons}
+    kinds = [word for word, paired in (("paired by seed", True), ("Welch's", False)) if paired in found]
     adjusted = f", p adjusted for {tested} pairs (Holm)" if tested > 1 else ""
     what = f"Documents to {goal.metric} {goal.threshold:g}" if compared.by_documents else f"Final {goal.metric}"
     return f"More than seed noise? {what}, t-test, {' or '.join(kinds)}, two-sided{adjusted}:"
-
-
-def _has(compared, paired):
-    return any(one.paired == paired for one in compared.comparisons)
 
 
 def worth(comparisons: list[Comparison]) -> list[str]:

@@ -20,10 +20,9 @@ def _compare(argv: list[str]) -> int:
     parser = _Parser("pgtk compare", description="Compare runs: which keys vary, what they reached, seed noise.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, folder with runs, or a sweep's name")
     parser.add_argument("--uri", metavar="URI", help="read this MLflow store; RUN is then an experiment or a sweep")
-    parser.add_argument("--metric", metavar="NAME", help="what is compared (default: held-out, exact_match or reward)")
-    parser.add_argument(
-        "--reach", metavar="METRIC=X", help="compare the documents it takes until METRIC is X or higher"
-    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--metric", metavar="NAME", help="what is compared (default: held-out, exact_match or reward)")
+    what.add_argument("--reach", metavar="METRIC=X", help="compare the documents it takes until METRIC is X or higher")
     parser.add_argument("--best-of", metavar="KEY", help="of runs that differ in this key alone only the best")
     for suffix, what in (("html", "report in one page"), ("csv", "row per run"), ("png", "picture of the curves")):
         parser.add_argument(f"--{suffix}", type=Path, metavar="FILE", help=f"write a {what}")

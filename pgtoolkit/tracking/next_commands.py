@@ -19,6 +19,7 @@ from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.runs.files import known_provenance, leaves, read_config
 from pgtoolkit.system.functions import COMMANDS, functions_in
 from pgtoolkit.system.redaction import redact
+from pgtoolkit.system.report import key_of
 from pgtoolkit.tracking.store import search_literal
 
 UI_ADDRESS = "http://127.0.0.1:5000"
@@ -127,14 +128,12 @@ def counterpart_command(run_dir: str | Path) -> str:
 
 def compare_command(run_dir: str | Path) -> str:
     """The command that compares a run with its counterpart, once that has run; of a sweep's run, the whole sweep."""
-    from pgtoolkit.config.compose import parse  # loads hydra, which nothing else of tracking needs
-
     path = Path(run_dir).absolute()
     if (path.parent / "sweep.json").exists():
         return _pgtk("compare", _shortest(path.parent))
     chosen = read_config(run_dir)[0].get("tracking", {}).get("run_name")
     other = _counterpart(run_dir)
-    keeps_name = any(one.key_or_group == "tracking.run_name" and one.value() is not None for one in parse(other)[0])
+    keeps_name = any(key_of(one) == "tracking.run_name" and not one.endswith("=null") for one in other)
     name = name_of(chosen if keeps_name else None, other)
     # When the counterpart will start is not known: the shell finds its directory by its name.
     return f"{_pgtk('compare', _shortest(path))} outputs/*/??-??-??-??????-{name}"

@@ -298,7 +298,10 @@ def test_a_browser_shows_the_report(sweep, capsys):
         (["{sweep}", "--reach", "rewrd=0.5"], "Use --reach=reward."),
         (["{sweep}", "--reach", "0.9"], "--reach=0.9 needs METRIC=NUMBER."),
         (["{sweep}", "--reach", "reward=nan"], "--reach=reward=nan needs METRIC=NUMBER."),
-        (["{sweep}", "--reach", "reward=0.5", "--metric", "kl"], "Use --reach=kl=0.5, or leave --metric out."),
+        (
+            ["{sweep}", "--reach", "reward=0.5", "--metric", "kl"],
+            "argument --metric: not allowed with argument --reach.",
+        ),
         (["{sweep}", "--html", "no/such/r.html"], "Use --html=comparison.html."),
         (["{sweep}", "--png", "."], "Use --png=comparison.png."),
         (["{sweep}", "--color"], "unrecognized arguments: --color. Use pgtk compare"),
