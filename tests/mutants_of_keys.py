@@ -47,7 +47,7 @@ MUTANTS_OF_KEYS = [
     (
         "training ignores max_grad_norm",
         "training/accumulation.py",
-        {"math.inf if limit is None else limit": "math.inf"},
+        {"math.inf if self.max_grad_norm is None else self.max_grad_norm": "math.inf"},
         (f"{ROW}[optimizer.max_grad_norm]",),
     ),
     (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 from pathlib import Path
 
 import torch
@@ -106,21 +105,25 @@ def accelerator(config: Config) -> str:
 
 
 def _source(config: Config, task, module: PolicyGradientModule, room: int, resume: bool, run_dir: Path) -> Source:
-    estimator, rollout = config.advantage.estimator.value, config.rollout
+    rollout, correction = config.rollout, module.loss.correction
     if isinstance(rollout, PolicyRolloutConfig):
         writes = rollout.save_path and module.layout.rank == 0
         writer = RolloutWriter(rollout.save_path, resume) if writes else None
         with failing_together(module.layout):
             tokenized = _tokenized(config, config.task, task, module, room)
         sampler = _sampler(config, module, tokenized, room, run_dir)
-        _note_ignored(config, module)
+        if ignored := ignored_settings(module.policy, rollout):
+            values = ", ".join(f"{name}={value}" for name, value in ignored.items())
+            log.warning(
+                f"note: {config.model.path}/generation_config.json suggests {values}, which is ignored: completions "
+                "are sampled as rollout.temperature and rollout.top_p say, and nothing else."
+            )
         return PolicyRollouts(config, tokenized, sampler, module, module.layout, writer)
-    needs = ("group_id",) if config.aggregation.mode == AggregationMode.prompt_mean else ()
-    correction = module.loss.correction
+    needs = ("group_id",) if closes_on_groups(config) else ()
     needs += ("sampling_log_probs",) if correction is not None and not correction.of_policy else ()
     needs += ("ref_log_probs",) if config.kl.reference == "recorded" else ()
-    vocabulary_size, reads = module.policy.vocabulary_size, module.loss.reads_old_log_probs
-    source = RecordedRollouts(rollout, estimator, vocabulary_size, config.seed, needs, room, reads)
+    how = config.advantage.estimator.value, module.policy.vocabulary_size, config.seed, needs, room
+    source = RecordedRollouts(rollout, *how, module.loss.reads_old_log_probs)
     source.accept_changed = config.trainer.accept_changed_data
     return source
 
@@ -132,10 +135,9 @@ def evaluator_of(
 
     Raises ConfigError or DataError for sets whose prompts cannot be read, or have no room.
     """
-    how, shares = as_evaluated(config), isinstance(source, PolicyRollouts) and isinstance(source.sampler, VllmSampler)
-    room = min(
-        module.policy.max_positions, config.accumulation.max_tokens if config.sampler.name == "vllm" else sys.maxsize
-    )
+    how, room = as_evaluated(config), module.policy.max_positions
+    if config.sampler.name == "vllm":
+        room = min(room, config.accumulation.max_tokens)
     with failing_together(module.layout):
         sets = [_prompt_set(how, one, module, room) for one in held_out_sets(config)]
         for one, task in sets:
@@ -144,7 +146,7 @@ def evaluator_of(
                     f"note: {count} of the {one.count} prompts of evaluation set {one.name} are also prompts of "
                     "training: what is measured on those is not held out."
                 )
-    if shares:
+    if isinstance(source, PolicyRollouts) and isinstance(source.sampler, VllmSampler):
         sampler = source.sampler.sampling_otherwise(how.rollout, source.state_dict)
     else:
         sampler = _sampler(how, module, sets[0][0].task, room, run_dir)
@@ -185,12 +187,3 @@ def _sampler(config: Config, module: PolicyGradientModule, task: TokenizedTask, 
         prompts = task.encode([task.prompt(number) for number in range(16)])
     settings = functools.partial(write_settings, module)
     return VllmSampler(config, module, module.layout, prompts, room, settings, run_dir)
-
-
-def _note_ignored(config: Config, module: PolicyGradientModule) -> None:
-    if ignored := ignored_settings(module.policy, config.rollout):
-        values = ", ".join(f"{name}={value}" for name, value in ignored.items())
-        log.warning(
-            f"note: {config.model.path}/generation_config.json suggests {values}, which is ignored: completions are "
-            "sampled as rollout.temperature and rollout.top_p say, and nothing else."
-        )

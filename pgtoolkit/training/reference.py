@@ -35,13 +35,12 @@ def reference_of(config: Config, policy: Policy) -> Policy | None:
 
 def _loaded(path: str, policy: Policy) -> Policy:
     dtype = NumberType.float32 if policy.compute_dtype == torch.float32 else NumberType.bfloat16
-    settings = {"random_weights": False, "gradient_checkpointing": False, "fp32_lm_head": False}
-    settings |= {"lora_rank": None, "lora_alpha": 1.0, "lora_targets": []}
-    chosen = HuggingFaceModelConfig(name="huggingface", path=path, dtype=dtype, **settings)
-    on_gpu = policy.by_document  # as the policy was built
+    off = {"random_weights": False, "gradient_checkpointing": False, "fp32_lm_head": False}
+    no_lora = {"lora_rank": None, "lora_alpha": 1.0, "lora_targets": []}
+    chosen = HuggingFaceModelConfig(name="huggingface", path=path, dtype=dtype, **off, **no_lora)
     try:
         with torch.random.fork_rng(devices=[]):  # the same prompts and samples as of a run without it
-            loaded = build_policy(chosen, None, on_gpu)
+            loaded = build_policy(chosen, None, on_gpu=policy.by_document)  # as the policy was built
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path=", "kl.reference=")) from error
     sizes, tokens = [len(one.head.weight) for one in (policy, loaded)], policy.tokenizer.get_vocab()
