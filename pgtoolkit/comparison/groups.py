@@ -17,8 +17,7 @@ from pgtoolkit.comparison.measures import (
     parse_reach,
     reached,
 )
-from pgtoolkit.comparison.notes import notes_on, why_not_counted
-from pgtoolkit.comparison.runs import Run
+from pgtoolkit.comparison.runs import HELD_OUT, Run
 from pgtoolkit.comparison.statistics import Comparison, Sample, compare_all, mean_and_std
 from pgtoolkit.config.names import NO_EFFECT_ON_LEARNING
 from pgtoolkit.errors import ConfigError
@@ -29,6 +28,9 @@ _NOT_COMPARED = ("seed", *NO_EFFECT_ON_LEARNING)
 
 _PROMPTS = ("task.", "rollout.name", "rollout.path")
 """Beginnings of the keys that decide, with the seed, about the prompts of a run."""
+
+_SCALES_APART = 2
+"""By how much gradients may differ in length before it is noted."""
 
 _SHORT = (".name", ".mode", ".implementation", ".estimator")
 """Ends of the keys that hold a group's option, left out when they are shown: `loss`, not `loss.name`."""
@@ -108,7 +110,7 @@ def compare(
     differ in it alone only the best one is compared. reach: METRIC=THRESHOLD, in the place of `metric`.
     """
     readable = [run for run in runs if run.config]
-    left_out = [(run, why_not_counted(run)) for run in runs if not run.config]
+    left_out = [(run, run.why_not_counted()) for run in runs if not run.config]
     if not readable:
         listing = "; ".join(f"{run.name}: {why}" for run, why in left_out)
         raise ConfigError(f"pgtk compare needs a run that can be read (got none). {listing}. Use other folders.")
@@ -138,7 +140,7 @@ def compare(
     if best_of is not None:
         _keep_best(compared, best_of)
     compared.comparisons = compare_all([_sample(compared, group) for group in compared.groups])
-    compared.notes += notes_on(compared)
+    compared.notes += _notes(compared)
     return compared
 
 
@@ -227,7 +229,7 @@ def _count(group, metric):
     by_seed, others = {}, []
     for run in group.runs:
         if run.state != "done" or not run.values(metric):
-            others.append((run, why_not_counted(run, metric)))
+            others.append((run, run.why_not_counted(metric)))
             continue
         seed = run.config["seed"]
         if seed in by_seed:
@@ -246,3 +248,39 @@ def _refuse_unknown(runs, metric, option):
         got = f"one of {', '.join(known)}" if known else "runs with metrics; these have finished no step yet"
         use = f" Use {option}={nearest}." if nearest else " Wait for their first step, or use other runs."
         raise ConfigError(f"{option}={metric} needs {got}. No run has recorded that name.{use}")
+
+
+def _notes(compared):
+    """What makes the runs hard to compare, each in a sentence without its full stop."""
+    notes, counted = [], [run for group in compared.groups for run in group.counted]
+    if len({run.code for run in counted}) > 1:
+        notes.append("the runs come from different code: `pgtk diff RUN_A RUN_B` says what changed")
+    lengths = {run.step for run in counted}
+    if len(lengths) > 1:
+        steps = ", ".join(map(str, sorted(lengths)))
+        notes.append(f"the runs are of different length ({steps} steps): their ends do not compare, the mean does")
+    if compared.metric.startswith(HELD_OUT):
+        keys = {key for run in counted for key in run.config if key.startswith("evaluation.")} - {"evaluation.best"}
+        if names := sorted(key for key in keys if len({repr(run.config.get(key)) for run in counted}) > 1):
+            notes.append(
+                f"the runs were evaluated differently ({', '.join(names)}): on other prompts, with other "
+                "settings, or at other steps"
+            )
+    return notes + _scale_notes(compared.groups)
+
+
+def _scale_notes(groups):
+    """What is to know of gradients of different lengths."""
+    norms = {}
+    for group in groups:
+        if values := [value for run in group.counted for value in run.values("grad_norm")]:
+            norms[group.label] = statistics.median(values)
+    if len(norms) < 2 or max(norms.values()) <= _SCALES_APART * min(norms.values()):
+        return []
+    low, high = min(norms, key=norms.get), max(norms, key=norms.get)
+    times = f", {norms[high] / norms[low]:.3g} times as much" if norms[low] > 0 else ""
+    return [
+        f"the gradients are of different lengths: the median grad_norm is {norms[low]:.3g} with {low} and "
+        f"{norms[high]:.3g} with {high}{times}. Clipping to optimizer.max_grad_norm and AdamW's epsilon then act on "
+        "them differently, and one learning rate need not suit both: docs/comparing.md"
+    ]

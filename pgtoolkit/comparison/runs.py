@@ -26,6 +26,7 @@ from pgtoolkit.runs.files import (
     read_sweep,
 )
 from pgtoolkit.runs.provenance import code_of
+from pgtoolkit.runs.series import final
 from pgtoolkit.tracking.next_commands import shell_path
 
 SWEEPS = Path("outputs/sweeps")
@@ -68,6 +69,20 @@ class Run:
     def values(self, metric: str) -> list[float]:
         """The metric at every step that has it."""
         return [row[metric] for row in self.rows if metric in row]
+
+    def why_not_counted(self, metric: str = "") -> str:
+        """Why the run is in no mean, with what it has reached of the metric so far."""
+        if metric and self.state == "done":
+            return f"has no {metric}"
+        if self.state == "pending":
+            return "has not begun"
+        if self.state == "unreadable":
+            return f"unreadable: {self.reason}"
+        why = f"{self.state} at step {self.step}"
+        why += f" of {self.config['trainer.max_steps']}" if self.config else ""
+        so_far = self.values(metric)
+        why += f", {metric} {final(so_far):.3f} so far" if so_far else ""
+        return why + (f": {' '.join(self.reason.split())}" if self.reason else "")
 
 
 def find_runs(paths: Sequence[str]) -> list[Run]:

@@ -67,8 +67,7 @@ def _samples(argv: list[str]) -> int:
     if args.html:
         _refuse_unwritable("samples", "html", args.html)
 
-    from pgtoolkit.inspection.samples import chosen_set, kept_by, page, samples
-    from pgtoolkit.inspection.samples_page import html
+    from pgtoolkit.inspection.samples import chosen_set, html, kept_by, page, samples
     from pgtoolkit.runs.files import storage
     from pgtoolkit.tracking.next_commands import shell_path
 
