@@ -52,13 +52,13 @@ MUTANTS_OF_KEYS = [
     ),
     (
         "the optimizer ignores epsilon",
-        "training/optimizer.py",
+        "training/module.py",
         {", eps=config.epsilon": ""},
         (f"{ROW}[optimizer.epsilon]",),
     ),
     (
         "the cosine schedule is linear",
-        "training/optimizer.py",
+        "training/module.py",
         {"0.5 * (1.0 + math.cos(math.pi * progress))": "(1.0 - progress)"},
         (f"{ROW}[optimizer.schedule]",),
     ),
