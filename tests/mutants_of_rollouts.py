@@ -63,7 +63,7 @@ MUTANTS_OF_ROLLOUTS = [
     ),
     (
         "the punishment for length begins one token late",
-        "rollouts/overlong.py",
+        "rollouts/advantages.py",
         {"- (longest - buffer))": "- (longest - buffer) - 1)"},
         ("tests/rollouts/test_dynamic_sampling.py::test_the_punishment_is_that_of_the_paper",),
     ),
@@ -106,7 +106,7 @@ MUTANTS_OF_ROLLOUTS = [
     (
         "sampled log-probs not renormalised after top_p has cut the distribution",
         "rollouts/samplers.py",
-        {"[*temperature_and_top_p(self.settings), log_probs]": "[log_probs, *temperature_and_top_p(self.settings)]"},
+        {"[*temperature_and_top_p(self.settings), drawn]": "[drawn, *temperature_and_top_p(self.settings)]"},
         ("tests/rollouts/test_samplers.py::test_log_probs_are_those_of_the_distribution_sampled_from[1.0-0.7]",),
     ),
     (
@@ -124,7 +124,7 @@ MUTANTS_OF_ROLLOUTS = [
     (
         "a batch is sampled a step later than the lag says",
         "rollouts/policy.py",
-        {"self._accumulation) <= self._ahead:": "self._accumulation) < self._ahead:"},
+        {"self._run.accumulation) <= self._ahead:": "self._run.accumulation) < self._ahead:"},
         ("tests/rollouts/test_lag.py::test_ages_of_a_lag",),
     ),
     (
@@ -156,7 +156,7 @@ MUTANTS_OF_ROLLOUTS = [
     (
         "in the background the weights are sampled from as they are being trained",
         "rollouts/samplers.py",
-        {"keeps_weights or self._beside_training": "keeps_weights"},
+        {"None if self._beside_training or policy": "None if policy", "if self._beside_training:\n": "if False:\n"},
         ("tests/rollouts/test_overlap.py::test_a_batch_is_sampled_while_another_is_trained",),
     ),
     (
@@ -177,7 +177,12 @@ MUTANTS_OF_ROLLOUTS = [
     (
         "the scores of every sampled token are kept",
         "rollouts/samplers.py",
-        {"self._scores = scores": "self._scores = scores; self.__dict__.setdefault('all', []).append(scores)"},
+        {
+            "self.log_probs.append(log_probs.gather(-1, tokens))": (
+                "self.log_probs.append(log_probs.gather(-1, tokens))\n"
+                "        self.__dict__.setdefault('all', []).append(scores)"
+            )
+        },
         ("tests/rollouts/test_samplers.py::test_memory_does_not_grow_with_the_vocabulary_times_the_completion",),
     ),
     (
@@ -189,7 +194,7 @@ MUTANTS_OF_ROLLOUTS = [
     (
         "the sampler's copy keeps the weights that it was made with",
         "rollouts/samplers.py",
-        {"        if self._keeps_weights:\n": "        if self._keeps_weights and not version:\n"},
+        {"        if self._beside_training:\n": "        if self._beside_training and not version:\n"},
         ("tests/rollouts/test_samplers.py::test_a_copy_samples_as_the_policy_did_when_it_was_published[true]",),
     ),
     (

@@ -119,19 +119,17 @@ class TokenizedTask:
         prompts of one length in characters, so a few of them tell. Raises DataError; ConfigError where a prompt of that
         length, or not even an empty one, has room.
         """
-        room = longest_document - longest_completion
-        if room >= 1 and longest_prompt is not None:
-            if longest_prompt > room:
-                setting, needs = f"task.max_prompt_length={longest_prompt}", f"at most {room}"
-                reason = f"{_document(longest_document, longest_completion)}."
-                use = f"task.max_prompt_length={room}, or a larger accumulation.max_tokens if the model has positions"
-                raise ConfigError(refusal(setting, needs, longest_prompt, reason, use))
-            room = longest_prompt
+        room, document = longest_document - longest_completion, _document(longest_document, longest_completion)
         if room < 1:
             setting, tokens = f"rollout.max_completion_length={longest_completion}", f"{longest_document} tokens"
             reason = f"The model's positions or accumulation.max_tokens allow a document of {tokens}, prompt included."
             use = f"rollout.max_completion_length={longest_document // 2}"
-            raise ConfigError(f"{setting} needs less than {tokens} (got {longest_completion}). {reason} Use {use}.")
+            raise ConfigError(refusal(setting, f"less than {tokens}", longest_completion, reason, use))
+        if longest_prompt is not None and longest_prompt > room:
+            use = f"task.max_prompt_length={room}, or a larger accumulation.max_tokens if the model has positions"
+            setting, needs = f"task.max_prompt_length={longest_prompt}", f"at most {room}"
+            raise ConfigError(refusal(setting, needs, longest_prompt, f"{document}.", use))
+        room = longest_prompt or room
         task, total, bad = self._task, 0, []
         rows = task.rows()
         while prompts := list(itertools.islice(rows, _CHUNK)):
@@ -151,14 +149,13 @@ class TokenizedTask:
             return
         longest = max(length for _, length in bad)
         ways = ["task.too_long=skip"] if skippable else []
-        reason = _document(longest_document, longest_completion)
         if longest_prompt is not None:
-            reason = f"task.max_prompt_length={longest_prompt} says so"
+            document = f"task.max_prompt_length={longest_prompt} says so"
             ways += [f"task.max_prompt_length={longest}"] if longest > room else []
         elif longest > room:
-            document = longest + longest_completion
-            ways.append(f"accumulation.max_tokens={document} with a model of as many positions, or shorter prompts")
-        raise DataError(f"{several} {needed}. {reason}. Use {', or '.join(ways) or 'other prompts'}.")
+            tokens = f"accumulation.max_tokens={longest + longest_completion}"
+            ways.append(f"{tokens} with a model of as many positions, or shorter prompts")
+        raise DataError(f"{several} {needed}. {document}. Use {', or '.join(ways) or 'other prompts'}.")
 
 
 def _document(longest: int, longest_completion: int) -> str:

@@ -9,7 +9,8 @@ from builders.runs import built
 from keys import SMALL
 
 from pgtoolkit.config.evaluation import numbers_of, powers_of_two
-from pgtoolkit.rollouts.evaluation import _Answer, _numbers, mean_and_error, pass_at_k
+from pgtoolkit.rollouts.evaluation import _numbers, mean_and_error, pass_at_k
+from pgtoolkit.rollouts.tasks import Score
 from pgtoolkit.runs.completions import CompletionRow, read_completions
 
 
@@ -42,7 +43,7 @@ def answers(*groups):
     """Of (reward, exact match, tokens, finish reason, other measures) of each completion."""
     return [
         [
-            _Answer(CompletionRow(0, "p", "", "", reward, tokens=tokens, finish_reason=reason), exact, measures)
+            (CompletionRow(0, "p", "", "", reward, tokens=tokens, finish_reason=reason), Score(reward, exact, measures))
             for reward, exact, tokens, reason, measures in group
         ]
         for group in groups
