@@ -47,8 +47,8 @@ MUTANTS_OF_PROMPTS = [
         "the stop string is part of the text that is scored",
         "rollouts/prompts.py",
         {
-            "text = self._stops.before(self._tokenizer.decode(tokens, skip_special_tokens=True))": (
-                "text = self._tokenizer.decode(tokens, skip_special_tokens=True)"
+            "text = self._stops.before(self.tokenizer.decode(tokens, skip_special_tokens=True))": (
+                "text = self.tokenizer.decode(tokens, skip_special_tokens=True)"
             )
         },
         (f"{STOPS}::test_tokens_hold_the_string_and_the_scored_text_does_not",),
@@ -56,7 +56,7 @@ MUTANTS_OF_PROMPTS = [
     (
         "the last token of a completion that a stop string ended is taken for its end-of-sequence token",
         "rollouts/prompts.py",
-        {"if finished and int(tokens[-1]) in self._ends:": "if finished:"},
+        {"if finished and int(tokens[-1]) in self.ends:": "if finished:"},
         (f"{STOPS}::test_tokens_hold_the_string_and_the_scored_text_does_not",),
     ),
     (

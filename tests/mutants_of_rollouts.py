@@ -88,7 +88,7 @@ MUTANTS_OF_ROLLOUTS = [
     (
         "sampling ignores the temperature",
         "rollouts/sampling_settings.py",
-        {"temperature=float(temperature)": "temperature=1.0"},
+        {"temperature=float(rollout.temperature)": "temperature=1.0"},
         (
             "tests/rollouts/test_samplers.py::test_log_probs_are_those_of_the_distribution_sampled_from[0.5-None]",
             "tests/rollouts/test_samplers.py::test_tokens_are_as_frequent_as_the_distribution_says[2.0-None-False]",
@@ -118,13 +118,13 @@ MUTANTS_OF_ROLLOUTS = [
     (
         "the sampler is not told which weights it samples from after an update",
         "rollouts/policy.py",
-        {"policy.weights, self._trained.num_updates)": "policy.weights, 0)"},
+        {"policy.weights, self.trained.num_updates)": "policy.weights, 0)"},
         ("tests/rollouts/test_policy.py::test_every_prompt_is_sampled_with_the_weights_of_now",),
     ),
     (
         "a batch is sampled a step later than the lag says",
         "rollouts/policy.py",
-        {"self._run.accumulation) <= self._ahead:": "self._run.accumulation) < self._ahead:"},
+        {"self.config.accumulation) <= self._ahead:": "self.config.accumulation) < self._ahead:"},
         ("tests/rollouts/test_lag.py::test_ages_of_a_lag",),
     ),
     (
@@ -150,7 +150,7 @@ MUTANTS_OF_ROLLOUTS = [
     (
         "training waits for what is being sampled",
         "rollouts/policy.py",
-        {"            if self._config.max_staleness is None:\n": "            if True:\n"},
+        {"            if self._rollout.max_staleness is None:\n": "            if True:\n"},
         ("tests/rollouts/test_overlap.py::test_a_batch_is_sampled_while_another_is_trained",),
     ),
     (
@@ -162,7 +162,7 @@ MUTANTS_OF_ROLLOUTS = [
     (
         "what is sampled in the background draws from the random state of all",
         "rollouts/samplers.py",
-        {"1, generator=self._generator": "1, generator=None"},
+        {"1, generator=self.generator": "1, generator=None"},
         (
             "tests/rollouts/test_overlap.py::test_the_global_random_state_stays_as_it_is",
             "tests/rollouts/test_overlap.py::test_no_timing_and_nobody_elses_random_numbers_change_a_run",
@@ -265,14 +265,14 @@ MUTANTS_OF_ROLLOUTS = [
         "rollouts/steps.py",
         {
             "                documents = self._take()\n": "                documents = self._take()\n"
-            "                self._source.document(self._position)\n"
+            "                self.source.document(self._position)\n"
         },
         ("tests/rollouts/test_steps.py::test_the_next_batch_is_not_asked_for_before_it_is_needed[short-False]",),
     ),
     (
         "a step that closes on a group asks for the next batch before its update",
         "rollouts/steps.py",
-        {"self._close_on_groups and not at_batch_end and": "self._close_on_groups and"},
+        {"self.close_on_groups and not at_batch_end and": "self.close_on_groups and"},
         ("tests/rollouts/test_steps.py::test_the_next_batch_is_not_asked_for_before_it_is_needed[carry-True]",),
     ),
     (
@@ -293,7 +293,7 @@ MUTANTS_OF_ROLLOUTS = [
     (
         "a position in the data one step ahead of the weights",
         "rollouts/steps.py",
-        {'{"position": self._position,': '{"position": self._position + self._accumulation.docs_per_step,'},
+        {'{"position": self._position,': '{"position": self._position + self.accumulation.docs_per_step,'},
         ("tests/rollouts/test_steps.py::test_continuing_from_any_step[short-0]",),
     ),
     (

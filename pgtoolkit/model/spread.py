@@ -32,7 +32,7 @@ from pgtoolkit.model.attention import Documents, use_packed_attention
 from pgtoolkit.model.pipeline import Pipeline, keep_stage
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.model.sequence_data import documents_here
-from pgtoolkit.model.tensor import divide_further, shard_tensors, vocabulary_start
+from pgtoolkit.model.tensor import DividedMatrix, shard_tensors, vocabulary_start
 from pgtoolkit.ranks.collectives import local
 from pgtoolkit.ranks.layout import AXES, Layout
 from pgtoolkit.system.report import Report
@@ -157,7 +157,6 @@ def parallelize(policy: Policy, layout: Layout, config: Config) -> Policy:
     names = frozenset(name for name, parameter in model.named_parameters() if parameter in partial)
     sharded = parallelism.shard and layout.loss_group is not None
     if sharded:
-        divide_further(model)
         shard_fully(model, layout.loss_mesh)
     return ParallelPolicy(
         model,
@@ -188,6 +187,8 @@ def shard_fully(model: nn.Module, mesh: DeviceMesh) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+        elif isinstance(module, DividedMatrix):
+            module.resharded = True
 
 
 def _transformer_states(model: nn.Module, **inputs) -> Tensor:

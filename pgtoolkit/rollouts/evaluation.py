@@ -34,6 +34,7 @@ class PromptSet:
 _Answer = tuple[CompletionRow, Score]
 
 
+@dataclass
 class Evaluator:
     """Completes and scores sets of prompts with the weights as they are, on all data-parallel ranks together.
 
@@ -41,12 +42,12 @@ class Evaluator:
     `PolicyInTraining`. folder: the run directory, where the completions are written.
     """
 
-    def __init__(
-        self, sets: list[PromptSet], sampler: Sampler, trained: Any, completions: int, layout: Layout, folder: Path
-    ):
-        self.sets = sets
-        self._sampler, self._trained, self._completions = sampler, trained, completions
-        self._layout, self._folder = layout, folder
+    sets: list[PromptSet]
+    sampler: Sampler
+    trained: Any
+    completions: int
+    layout: Layout
+    folder: Path
 
     def evaluate(self, one: PromptSet, step: int) -> dict[str, Any]:
         """The numbers of one set, the same on every rank; see runs/evaluations.py. Called by every rank.
@@ -54,34 +55,34 @@ class Evaluator:
         Draws from torch's global random state, and where the sampler takes seeds, from those of set and step.
         """
         started = time.perf_counter()
-        rank, size = self._layout.rank_in("data_parallel"), self._layout.size("data_parallel")
-        with failing_together(self._layout):
+        rank, size = self.layout.rank_in("data_parallel"), self.layout.size("data_parallel")
+        with failing_together(self.layout):
             prompts = [one.task.prompt(number) for number in range(rank, one.count, size)]
             answers = self._answers(one, prompts, step)
-        shares = gather(answers, self._layout.group("data_parallel"))
+        shares = gather(answers, self.layout.group("data_parallel"))
         groups = [shares[i % size][i // size] for i in range(one.count)]
-        with failing_together(self._layout):
-            if self._layout.rank == 0:
+        with failing_together(self.layout):
+            if self.layout.rank == 0:
                 rows = [row for group in groups for row, _ in group]
-                write_completions(self._folder / FOLDER / f"evaluation_{one.name}_{step:06d}.parquet", rows)
+                write_completions(self.folder / FOLDER / f"evaluation_{one.name}_{step:06d}.parquet", rows)
         return {"set": one.name, **_numbers(groups), "seconds": round(time.perf_counter() - started, 3)}
 
     def close(self) -> None:
         """End what sampling and scoring have started."""
-        self._sampler.close()
+        self.sampler.close()
         for one in self.sets:
             one.task.close()
 
     def _answers(self, one: PromptSet, prompts: list[Prompt], step: int) -> list[list[_Answer]]:
         """Of each prompt its answers."""
-        count, tokens = self._completions, one.task.encode(prompts) if prompts else []
+        count, tokens = self.completions, one.task.encode(prompts) if prompts else []
         seeds = [seed_of(one.seed, prompt.index + (step << 32)) for prompt in prompts]
         requests = [Request(own, count, seed) for own, seed in zip(tokens, seeds, strict=True)]
-        self._sampler.publish(self._trained.policy.weights, self._trained.num_updates)
-        completions = self._sampler.complete(requests)
+        self.sampler.publish(self.trained.policy.weights, self.trained.num_updates)
+        completions = self.sampler.complete(requests)
         asked = [prompt for prompt in prompts for _ in range(count)]
         scores = one.task.scores(asked, completions)
-        decode, answers = self._trained.policy.tokenizer.decode, []
+        decode, answers = self.trained.policy.tokenizer.decode, []
         texts = [text for text in map(decode, tokens) for _ in range(count)]
         for prompt, text, completion, score in zip(asked, texts, completions, scores, strict=True):
             rewards = {k.removeprefix("reward/"): x for k, x in score.measures.items() if k.startswith("reward/")}

@@ -56,6 +56,7 @@ class _Sampling:
     completions: Callable[[], list[Completion]]
 
 
+@dataclass(eq=False)
 class PolicyRollouts(Source):
     """The endless source of a reinforcement-learning run: `prompts_per_batch` groups of `group_size` at a time.
 
@@ -66,25 +67,19 @@ class PolicyRollouts(Source):
     writer: records each batch.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        task: TokenizedTask,
-        sampler: Sampler,
-        trained: PolicyInTraining,
-        layout: Layout,
-        writer: RolloutWriter | None = None,
-    ):
-        self._run, self._config = config, config.rollout
-        self._estimator = config.advantage.estimator.value
-        self._task = task
-        self.sampler = sampler
-        self._trained = trained
-        self._layout = layout
-        self._writer = writer
+    config: Config
+    task: TokenizedTask
+    sampler: Sampler
+    trained: PolicyInTraining
+    layout: Layout
+    writer: RolloutWriter | None = None
+
+    def __post_init__(self):
+        self._rollout = self.config.rollout
+        self._estimator = self.config.advantage.estimator.value
+        self.batch_size = self._rollout.prompts_per_batch * self._rollout.group_size
+        self._ahead = steps_ahead(self._rollout, self.config.accumulation)
         self._seconds = dict.fromkeys(STAGES, 0.0)
-        self._batch_size = self._config.prompts_per_batch * self._config.group_size
-        self._ahead = steps_ahead(config.rollout, config.accumulation)
         self._number = -1
         self._next_prompt = 0
         self._batches: dict[int, list[Document]] = {}  # the one in use, of that number, and those that follow
@@ -95,21 +90,18 @@ class PolicyRollouts(Source):
         """Generate, or begin to, what is due before the step that begins at this position."""
         if self._ahead == 0:
             return
-        self._use(position // self._batch_size)
+        self._use(position // self.batch_size)
         following = self._number + len(self._batches) + (self._sampling is not None)
-        while steps_before(following, position, self._batch_size, self._run.accumulation) <= self._ahead:
+        while steps_before(following, position, self.batch_size, self.config.accumulation) <= self._ahead:
             self._begin(following)
-            if self._config.max_staleness is None:
+            if self._rollout.max_staleness is None:
                 self._finish()
             following += 1
 
     def document(self, position: int) -> Document:
-        number, place = divmod(position, self._batch_size)
+        number, place = divmod(position, self.batch_size)
         self._use(number)
         return self._batches[number][place]
-
-    def batch_end(self, position: int) -> int:
-        return (position // self._batch_size + 1) * self._batch_size
 
     def state_dict(self) -> dict:
         """Called by every rank: what is being sampled is waited for, and becomes part of the state."""
@@ -119,7 +111,7 @@ class PolicyRollouts(Source):
         return state | {"documents": [dict(vars(document)) for document in documents]}
 
     def load_state_dict(self, state: dict) -> None:
-        self._number, size = state["number"], self._batch_size
+        self._number, size = state["number"], self.batch_size
         documents = [Document(**document) for document in state["documents"]]
         starts = range(0, len(documents), size)
         self._batches = {self._number + i: documents[start : start + size] for i, start in enumerate(starts)}
@@ -127,7 +119,7 @@ class PolicyRollouts(Source):
 
     def prompt(self, document: Document) -> Prompt:
         """What a document of this source answers."""
-        return self._task.prompt(document.group)
+        return self.task.prompt(document.group)
 
     def seconds(self) -> dict[str, float]:
         """Of this process; waiting for other ranks is in none of the stages."""
@@ -136,7 +128,7 @@ class PolicyRollouts(Source):
 
     def close(self) -> None:
         """What is being sampled is given up."""
-        self._task.close()
+        self.task.close()
         self.sampler.close()
         if self._background is not None:
             self._background.abandon()
@@ -157,27 +149,27 @@ class PolicyRollouts(Source):
             self._finish()
         self._batches = {own: batch for own, batch in self._batches.items() if own >= number}
         self._number = number
-        if self._writer is not None:
-            self._writer.write(number, self._batches[number])
+        if self.writer is not None:
+            self.writer.write(number, self._batches[number])
 
     def _begin(self, number: int) -> None:
         """Have the prompts of a batch completed by the policy as it is now: here, or in the background."""
         self._finish()  # a sampler writes one batch at a time
-        self._sampling = self._sample(number, self._next_prompt, self._config.prompts_per_batch)
+        self._sampling = self._sample(number, self._next_prompt, self._rollout.prompts_per_batch)
 
     def _sample(self, number: int, first: int, count: int) -> _Sampling:
         """Of so many prompts from the first one on this rank's, for the batch of this number."""
-        rank, size = self._layout.rank_in("data_parallel"), self._layout.size("data_parallel")
+        rank, size = self.layout.rank_in("data_parallel"), self.layout.size("data_parallel")
         numbers = range(first + rank, first + count, size)
-        with failing_together(self._layout):
-            prompts = [self._task.prompt(number) for number in numbers]
-            tokens = self._task.encode(prompts) if prompts else []
-            seeds = [seed_of(self._run.seed, number) for number in numbers]
-            requests = [Request(o, self._config.group_size, seed) for o, seed in zip(tokens, seeds, strict=True)]
+        with failing_together(self.layout):
+            prompts = [self.task.prompt(number) for number in numbers]
+            tokens = self.task.encode(prompts) if prompts else []
+            seeds = [seed_of(self.config.seed, number) for number in numbers]
+            requests = [Request(o, self._rollout.group_size, seed) for o, seed in zip(tokens, seeds, strict=True)]
             with self._timed("sampling"):
-                self.sampler.publish(self._trained.policy.weights, self._trained.num_updates)
+                self.sampler.publish(self.trained.policy.weights, self.trained.num_updates)
             complete = partial(self.sampler.complete, requests)
-            if self._config.max_staleness is not None:
+            if self._rollout.max_staleness is not None:
                 self._background = InBackground(complete)
                 complete = self._background.result
         return _Sampling(number, prompts, tokens, complete)
@@ -187,7 +179,7 @@ class PolicyRollouts(Source):
         if self._sampling is None:
             return
         sampling, self._sampling = self._sampling, None
-        number, count = sampling.number, self._config.prompts_per_batch
+        number, count = sampling.number, self._rollout.prompts_per_batch
         next_prompt = self._next_prompt + count
 
         def further(missing: int) -> list[list[Document]]:
@@ -195,7 +187,7 @@ class PolicyRollouts(Source):
             first, next_prompt = next_prompt, next_prompt + missing
             return self._groups_of_all(self._sample(number, first, missing), missing)
 
-        groups = fill(self._groups_of_all(sampling, count), further, self._config.max_sampling_rounds)
+        groups = fill(self._groups_of_all(sampling, count), further, self._rollout.max_sampling_rounds)
         documents = [document for group in groups for document in group]
         divisor = batch_divisor(self._estimator, [document.reward for document in documents])
         if divisor != 1:
@@ -205,30 +197,30 @@ class PolicyRollouts(Source):
 
     def _groups_of_all(self, sampling: _Sampling, count: int) -> list[list[Document]]:
         """The documents of each of `count` prompts, of all ranks, in their order."""
-        with failing_together(self._layout):
+        with failing_together(self.layout):
             own = self._groups(sampling)
-        shares, size = gather(own, self._layout.group("data_parallel")), self._layout.size("data_parallel")
+        shares, size = gather(own, self.layout.group("data_parallel")), self.layout.size("data_parallel")
         return [shares[i % size][i // size] for i in range(count)]
 
     def _groups(self, sampling: _Sampling) -> list[list[Document]]:
         """The documents of each of its prompts."""
-        size = self._config.group_size
+        size = self._rollout.group_size
         with self._timed("sampling"):
             completions = sampling.completions()
         with self._timed("scoring"):
-            scores = self._task.scores([prompt for prompt in sampling.prompts for _ in range(size)], completions)
+            scores = self.task.scores([prompt for prompt in sampling.prompts for _ in range(size)], completions)
             scored = list(zip(completions, scores, strict=True))
             documents = []
             for i, (prompt, tokens) in enumerate(zip(sampling.prompts, sampling.tokens, strict=True)):
                 documents += self._group(prompt, tokens, scored[i * size : (i + 1) * size])
-        if self._config.old_log_probs == OldLogProbs.training:
+        if self._rollout.old_log_probs == OldLogProbs.training:
             with self._timed("old_log_probs"):
                 documents = self._with_training_log_probs(documents)
         return [documents[i : i + size] for i in range(0, len(documents), size)]
 
     def _group(self, prompt: Prompt, start: list[int], scored: list[tuple[Completion, Score]]) -> list[Document]:
         """Of one prompt, whose tokens are `start`."""
-        own = self._config
+        own = self._rollout
         longest, buffer, most = own.max_completion_length, own.overlong_buffer, own.overlong_penalty
         rewards = [x.reward + overlong_penalty(len(one.tokens), longest, buffer, most) for one, x in scored]
         try:
@@ -262,9 +254,9 @@ class PolicyRollouts(Source):
         The sampler's are kept beside them.
         """
         result = []
-        for part in cut(documents, self._run.accumulation.max_tokens):
+        for part in cut(documents, self.config.accumulation.max_tokens):
             micro_batch = pack(part, [0] * len(part))
-            log_probs = self._trained.log_probs(micro_batch).cpu()[micro_batch.labels >= 0]
+            log_probs = self.trained.log_probs(micro_batch).cpu()[micro_batch.labels >= 0]
             own = log_probs.split([document.num_trained for document in part])
             result += [
                 replace(d, old_log_probs=o.clone(), sampling_log_probs=d.old_log_probs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
@@ -90,8 +90,7 @@ class TransformersSampler:
                 f"positions (got {policy.model.config.model_type}). It is not known to be computed rightly otherwise. "
                 "Use sampler.static_cache=null."
             )
-        sizes = rollout.temperature, rollout.top_p, rollout.max_completion_length
-        self.settings = sampling_settings(policy.model, policy.tokenizer, *sizes)
+        self.settings = sampling_settings(policy, rollout)
         self._live, self._version = policy, 0
         self._beside_training, self._closed = rollout.max_staleness is not None, False
         self._policy = None if self._beside_training or policy.compute_dtype != torch.float32 else policy
@@ -214,6 +213,7 @@ class TransformersSampler:
         return Completion(tokens[:length].clone(), log_probs[:length].clone(), reason, self._version)
 
 
+@dataclass
 class _Draw:
     """Draws a token of each row, and gives its log-prob: (B,) int64 and float32, of logits (B, V).
 
@@ -221,13 +221,13 @@ class _Draw:
     the drawing; for who may call it between tokens.
     """
 
-    def __init__(self, processors: list, generator: torch.Generator | None, check: Callable[[], None]):
-        self._processors = processors
-        self.generator, self.check = generator, check
+    processors: list
+    generator: torch.Generator | None
+    check: Callable[[], None]
 
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         scores = logits.float()
-        for process in self._processors:
+        for process in self.processors:
             scores = process(None, scores)
         # The largest of all scores, each less the logarithm of an exponential number, is a draw from softmax.
         noise = torch.empty_like(scores).exponential_(generator=self.generator).log_().neg_()
@@ -235,22 +235,23 @@ class _Draw:
         return tokens, scores.gather(-1, tokens[:, None])[:, 0] - scores.logsumexp(-1)
 
 
+@dataclass
 class _Drawn:
     """The last logits processor: draws a token of each row, keeps its log-prob, (B, 1), and leaves no other choice.
 
     generator, check: as of `_Draw`.
     """
 
-    def __init__(self, generator: torch.Generator | None, check: Callable[[], None]):
-        self._generator, self._check = generator, check
-        self.log_probs: list[Tensor] = []
+    generator: torch.Generator | None
+    check: Callable[[], None]
+    log_probs: list[Tensor] = field(default_factory=list)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self._check()
+        self.check()
         log_probs = scores.float().log_softmax(-1)
         if log_probs.isnan().any():
             raise _not_finite()
-        tokens = torch.multinomial(scores.float().softmax(-1), 1, generator=self._generator)
+        tokens = torch.multinomial(scores.float().softmax(-1), 1, generator=self.generator)
         self.log_probs.append(log_probs.gather(-1, tokens))
         return torch.full_like(scores, -torch.inf).scatter_(-1, tokens, 0.0)
 

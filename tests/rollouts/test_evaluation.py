@@ -84,7 +84,7 @@ def test_without_temperature_the_likeliest_token_is_taken(tmp_path):
         for weight in module.parameters():
             weight.mul_(20 if weight.ndim > 1 else 1)
     evaluator, tokenizer = module.evaluator, module.policy.tokenizer
-    evaluator._folder = tmp_path
+    evaluator.folder = tmp_path
     evaluator.evaluate(evaluator.sets[0], 0)
     rows = read_completions(tmp_path / "completions" / "evaluation_held_out_000000.parquet")
     assert len(rows) == 5
