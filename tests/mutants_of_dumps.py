@@ -64,13 +64,13 @@ MUTANTS_OF_DUMPS = [
     (
         "a document's share is that of its weights, whatever its advantage",
         "dumps/examine.py",
-        {'self.documents["weight"] / some': 'self.documents["trained"] / some'},
+        {'self.documents["weight"] / self._denominators': 'self.documents["trained"] / self._denominators'},
         (f"{_DOCTOR}test_what_truncated_documents_carry[token_mean]",),
     ),
     (
         "every pair of equal documents counts twice in what is expected",
         "dumps/checks.py",
-        {"np.exp(log_prob[some])).sum() / 2)": "np.exp(log_prob[some])).sum())"},
+        {"np.exp(log_prob)).sum() / 2)": "np.exp(log_prob)).sum())"},
         (f"{_DOCTOR}test_equal_documents_of_a_certain_policy_are_no_copies",),
     ),
     (
@@ -82,7 +82,7 @@ MUTANTS_OF_DUMPS = [
     (
         "a fault has no exit status",
         "launch/commands.py",
-        {"DataError.exit_status if diagnosis.is_wrong else 0": "0"},
+        {'DataError.exit_status if diagnosis.count("wrong") else 0': "0"},
         (f"{_DOCTOR}test_log_probs_one_place_off[1-of the next token]",),
     ),
 ]

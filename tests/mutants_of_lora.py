@@ -59,7 +59,7 @@ MUTANTS_OF_LORA = [
     ),
     (
         "adapters put beside other weights than those that they were trained with",
-        "training/weights.py",
+        "training/state.py",
         {"!= policy.base_digest:": "!= policy.base_digest and found is None:"},
         (f"{RUNS}::test_adapters_beside_other_weights_are_refused",),
     ),

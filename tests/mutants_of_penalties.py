@@ -100,10 +100,22 @@ MUTANTS_OF_PENALTIES = [
         (f"{BONUS}::test_triton_matches_reference[grpo-sample_mean-dtype0]",),
     ),
     (
-        "Triton's single pass, which knows no reference",
-        "kernels/triton_passes.py",
-        {" or objective.penalties.kl is not None": ""},
+        "Triton's single pass knows no reference",
+        "kernels/triton_one_pass.py",
+        {"factor += pull * back": "factor += 0.0 * back"},
         (f"{KL}::test_triton_matches_reference[grpo-sample_mean-basic-k1-triton-dtype0]",),
+    ),
+    (
+        "nor do its vectors",
+        "kernels/triton_tokens.py",
+        {"slope + pull * back": "slope"},
+        ("tests/kernels/test_triton_families.py::test_vectors_match_those_of_pytorch[gspo-none]",),
+    ),
+    (
+        "k3_ratio without the gradient of its ratio, in Triton",
+        "kernels/triton_families.py",
+        {"tl.where(tl.abs(log_ratio) <= 20.0, both, slope)": "slope"},
+        (f"{KL}::test_triton_on_and_beyond_the_clamps[k3_ratio]",),
     ),
     (
         "the fused head rounds the gradient of a mean over a step to float16",
@@ -118,9 +130,9 @@ MUTANTS_OF_PENALTIES = [
         "the reference follows the policy",
         "training/module.py",
         {
-            "        log_probs = self._log_probs(self.reference, micro_batch)[0]\n": (
+            "        log_probs = self.log_probs_of(self.reference.loss_inputs(micro_batch), micro_batch)[0]\n": (
                 "        self.reference.model.load_state_dict(self.model.state_dict())\n"
-                "        log_probs = self._log_probs(self.reference, micro_batch)[0]\n"
+                "        log_probs = self.log_probs_of(self.reference.loss_inputs(micro_batch), micro_batch)[0]\n"
             )
         },
         (f"{RUNS}::test_the_first_distance_is_exactly_zero[grpo]",),
@@ -129,10 +141,10 @@ MUTANTS_OF_PENALTIES = [
         "the reference of a resumed run is the checkpoint",
         "training/module.py",
         {
-            "        log_probs = self._log_probs(self.reference, micro_batch)[0]\n": (
+            "        log_probs = self.log_probs_of(self.reference.loss_inputs(micro_batch), micro_batch)[0]\n": (
                 "        if not hasattr(self, 'late'):\n"
                 "            self.late = self.reference.model.load_state_dict(self.model.state_dict())\n"
-                "        log_probs = self._log_probs(self.reference, micro_batch)[0]\n"
+                "        log_probs = self.log_probs_of(self.reference.loss_inputs(micro_batch), micro_batch)[0]\n"
             )
         },
         (f"{RUNS}::test_a_resumed_run_equals_one_that_was_never_stopped[initial]",),

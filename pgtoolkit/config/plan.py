@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from pgtoolkit.config.evaluation import held_out_sets, is_on, sampling, times, watched
-from pgtoolkit.config.rules.step import family_of_config, longest_document
 from pgtoolkit.config.schedule import steps_ahead, steps_of
 from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.corrections import configured as configured_correction
+from pgtoolkit.losses.families import Family, configured
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.system.model_folder import model_settings, num_weights
 from pgtoolkit.system.report import is_whole, text
@@ -61,6 +61,11 @@ def equation(config: Any) -> list[str]:
         *factor,
         f"advantage ({config.advantage.estimator}): {ADVANTAGES[config.advantage.estimator]}",
     ]
+
+
+def family_of_config(config: Any) -> Family | None:
+    """The family of a configuration; None for one of the user's own, which only a run imports."""
+    return None if config.loss.name == "custom" else configured(config.loss)
 
 
 def penalties(config: Any) -> Iterator[str]:
@@ -183,6 +188,21 @@ def processes(parallelism: Any) -> Iterator[str]:
     if math.prod(sizes.values()) > 1:
         dealt = [DEALT[axis].format(size) for axis, size in sizes.items() if size > 1]
         yield f"processes: {math.prod(sizes.values())}; {', '.join(dealt)}"
+
+
+def longest_document(config: Any) -> tuple[int | None, int | None]:
+    """(prompt, completion) tokens of the longest document, each None where only the data knows."""
+    prompt = None
+    if config.task.name == "reverse" and config.model.name == "tiny" and config.rollout.name == "policy":
+        prompt = config.task.num_digits + 1
+    elif config.task.name != "reverse" and config.rollout.name == "policy":
+        prompt = config.task.max_prompt_length
+    return prompt, config.rollout.max_completion_length
+
+
+def tokens_at_least(config: Any) -> int:
+    """Tokens that the longest document has at least."""
+    return sum(tokens or 1 for tokens in longest_document(config))
 
 
 def documents_per_batch(rollout: Any) -> int | None:

@@ -14,12 +14,17 @@ from omegaconf.resolvers import oc
 
 from pgtoolkit.config.defaults import default
 from pgtoolkit.config.override_problems import unresolvable
-from pgtoolkit.config.rules import lora, parallelism, penalties, run, sampler, step
+from pgtoolkit.config.rules import parallelism, run, sampler, scoring, step
 from pgtoolkit.config.rules.evaluation import evaluation
 from pgtoolkit.config.rules.ranges import ranges
-from pgtoolkit.config.rules.schedule import schedule
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, text
+
+RULES = (
+    *(step.loss, step.aggregation, step.correction, step.advantage, step.accumulation),
+    *(run.rollout, scoring.stop, run.model, step.penalties, scoring.task, sampler.sampler, sampler.schedule),
+    *(run.kernel, parallelism.parallelism, run.trainer, run.tracking, evaluation, run.lora, run.optimizer),
+)
 
 
 def validate(config: DictConfig) -> Report:
@@ -29,28 +34,11 @@ def validate(config: DictConfig) -> Report:
 
 def resolve_and_validate(config: DictConfig) -> tuple[Any, Report]:
     """The configuration as plain objects, see `resolve`, with all problems and notes."""
-    report = Report()
-    plain = resolve(config, report)
     typed = OmegaConf.select(config, "hydra.overrides.task") or []
-    for rule in (
-        step.loss,
-        step.aggregation,
-        step.correction,
-        step.advantage,
-        step.accumulation,
-        run.rollout,
-        run.model,
-    ):
+    report = Report(usual=functools.partial(default, config), typed=list(typed))
+    plain = resolve(config, report)
+    for rule in RULES:
         rule(plain, report)
-    penalties.penalties(plain, report)
-    run.task(plain, list(typed), report)
-    sampler.sampler(plain, list(typed), functools.partial(default, config), report)
-    schedule(plain, report)
-    for rule in (run.kernel, parallelism.parallelism, run.trainer, run.tracking):
-        rule(plain, report)
-    evaluation(plain, functools.partial(default, config), report)
-    lora.lora(plain, {key: default(config, f"model.{key}") for key in ("lora_alpha", "lora_targets")}, report)
-    run.optimizer(plain, default(config, "optimizer.learning_rate"), report)
     return plain, report
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from pgtoolkit.batch import Document
 from pgtoolkit.config.schema import Config
-from pgtoolkit.kernels.losses import log_probs_of_hidden
 from pgtoolkit.model.build import build_policy
 from pgtoolkit.ranks.layout import ONE_PROCESS
 from pgtoolkit.rollouts.packing import pack
@@ -24,6 +23,8 @@ WHOSE = {NEXT: "of the next token", BEFORE: "of the token before"}
 
 ENOUGH = 8
 """Places that it takes to tell."""
+
+LOG_PROBS = "old_log_probs", "sampling_log_probs"
 
 _TEMPERATURES = 2.0 ** np.linspace(-1, 1, 29)
 """Multiples of the configured temperature, at which the model's log-probs are compared with the recorded ones."""
@@ -44,16 +45,14 @@ class Branches:
     values: list[float] = field(default_factory=list)
 
     def add(self, group: Sequence[Document]) -> None:
-        """group: documents of one prompt. Those of other weights, or without these log-probs, tell nothing."""
-        known = [one for one in group if getattr(one, self.name) is not None]
-        for one, other in _neighbours(known):
-            if one.model_version != other.model_version:
-                continue
+        """group: documents of one prompt, all with these log-probs. Those of other weights tell nothing."""
+        # Each with the next in the order of their tokens, with which it shares most.
+        for one, other in itertools.pairwise(sorted(group, key=lambda document: document.tokens.tolist())):
             length = min(one.num_tokens, other.num_tokens)
             different = (one.tokens[:length] != other.tokens[:length]).nonzero()
             place = int(different[0]) if len(different) else 0
-            masks = [document.loss_mask[place - 1 : place + 1].all() for document in (one, other)]
-            if place > 1 and all(masks):
+            both_trained = all(document.loss_mask[place - 1 : place + 1].all() for document in (one, other))
+            if one.model_version == other.model_version and place > 1 and both_trained:
                 first, second = (self._at(document, place) for document in (one, other))
                 self.shared.append(abs(first[0] - second[0]))
                 self.differing.append(abs(first[1] - second[1]))
@@ -74,11 +73,13 @@ class Branches:
             return OWN
         return NEXT if shared > 0.25 * spread else BEFORE
 
-
-def _neighbours(group: Sequence[Document]) -> list[tuple[Document, Document]]:
-    """Each document with the next in the order of their tokens, with which it shares most."""
-    ordered = sorted(group, key=lambda one: one.tokens.tolist())
-    return list(itertools.pairwise(ordered))
+    @property
+    def evidence(self) -> str:
+        """What `shift` is told by."""
+        return (
+            f"where two documents of a prompt part ({len(self.shared)} places), the last shared token's differ by "
+            f"{np.median(self.shared):.2g} and the first different token's by {np.median(self.differing):.2g} (medians)"
+        )
 
 
 @dataclass
@@ -91,21 +92,19 @@ class Shifts:
         """(N,) each, of the trained tokens of a document in order."""
         self.pairs.append((recorded, others))
 
-    @property
-    def correlations(self) -> dict[int, float]:
-        """Whose log-prob -> correlation; NaN where nothing varies."""
-        return {shift: self._correlation(shift) for shift in (BEFORE, OWN, NEXT)}
+    def __str__(self) -> str:
+        return "-1, 0, +1: " + ", ".join(f"{self._correlation(shift):.3f}" for shift in (BEFORE, OWN, NEXT))
 
     @property
     def shift(self) -> int | None:
         """Where the correlation is clearly highest; None where no place fits or too few tokens tell."""
-        found = self.correlations
-        best = max(found, key=lambda shift: np.nan_to_num(found[shift], nan=-1.0))
-        second = max(np.nan_to_num(found[shift], nan=-1.0) for shift in found if shift != best)
+        found = {shift: np.nan_to_num(self._correlation(shift), nan=-1.0) for shift in (BEFORE, OWN, NEXT)}
+        second, best = sorted(found.values())[-2:]
         enough = sum(len(recorded) for recorded, _ in self.pairs) >= 2 * ENOUGH
-        return best if enough and found[best] > 0.5 and found[best] > second + 0.1 else None
+        return max(found, key=found.get) if enough and best > 0.5 and best > second + 0.1 else None
 
     def _correlation(self, shift: int) -> float:
+        """NaN where nothing varies."""
         ahead, behind = max(0, shift), max(0, -shift)
         mine = np.concatenate([recorded[behind : len(recorded) - ahead] for recorded, _ in self.pairs])
         others = np.concatenate([other[ahead : len(other) - behind] for _, other in self.pairs])
@@ -130,47 +129,39 @@ class Judge:
         self.temperatures = self.temperature * _TEMPERATURES
 
     @torch.no_grad()
-    def log_probs(self, document: Document, temperatures: Sequence[float]) -> np.ndarray:
-        """(temperatures, N) of the trained tokens, by the forward pass that training uses."""
-        module = self._module
-        micro_batch = pack([document], [0]).counted().to(module.device)
-        hidden, head, ranks = module.policy.loss_inputs(micro_batch)
-        head = replace(head, fp32_logits=module.config.model.fp32_lm_head)
-        trained, how = micro_batch.labels >= 0, replace(module.computation, num_splits=1)
-        found = []
-        for temperature in temperatures:
-            loss = replace(module.loss, temperature=float(temperature))
-            values, _ = log_probs_of_hidden(hidden, head, micro_batch, loss, ranks, how)
-            found.append(values[trained].double().cpu().numpy())
-        return np.stack(found)
+    def log_probs(self, document: Document) -> np.ndarray:
+        """(1 + temperatures, N) of the trained tokens, by the forward pass that training uses; first at its own."""
+        micro_batch = pack([document], [0]).counted().to(self._module.device)
+        inputs, at = self._module.policy.loss_inputs(micro_batch), [self.temperature, *self.temperatures]
+        found = [self._module.log_probs_of(inputs, micro_batch, float(temperature))[0] for temperature in at]
+        return torch.stack(found)[:, micro_batch.labels >= 0].double().cpu().numpy()
 
 
-@dataclass
 class Judged:
-    """What a model makes of some documents' log-probs `name`.
+    """What a model makes of the log-probs `name` of some documents, each with trained tokens.
 
     shifts: see there. differences: (N,) of each document, the model's log-prob less the recorded one, which is the log
-    of the first ratio.
+    of the first ratio. difference: of all documents, one after the other.
     """
 
-    name: str
-    judge: Judge
-    shifts: Shifts = field(default_factory=Shifts)
-    differences: list[np.ndarray] = field(default_factory=list)
-    _errors: np.ndarray | float = 0.0
-
-    def add(self, document: Document) -> None:
-        if document.num_trained:
-            recorded = getattr(document, self.name).double().numpy()
-            at_all = self.judge.log_probs(document, [self.judge.temperature, *self.judge.temperatures])
+    def __init__(self, name: str, judge: Judge, documents: Sequence[Document]):
+        self.name, self.judge, self.shifts = name, judge, Shifts()
+        self.differences, self._errors = [], 0.0
+        for document in documents:
+            recorded, at_all = getattr(document, name).double().numpy(), judge.log_probs(document)
             self.shifts.add(recorded, at_all[0])
             self.differences.append(at_all[0] - recorded)
             self._errors = self._errors + np.square(at_all[1:] - recorded).sum(1)
+        self.difference = np.concatenate(self.differences)
 
     @property
-    def difference(self) -> np.ndarray:
-        """(tokens,) over all documents."""
-        return np.concatenate(self.differences)
+    def first_ratio(self) -> str:
+        return f"first document's mean ratio {np.exp(self.differences[0]).mean():.4f}"
+
+    @property
+    def size(self) -> float:
+        """Mean absolute difference of a token's log-prob."""
+        return float(np.abs(self.difference).mean())
 
     @property
     def best_temperature(self) -> float:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 
-from pgtoolkit.batch import OPTIONAL_VECTORS, Document
-from pgtoolkit.dumps.alignment import OWN, WHOSE, Branches, Judge, Judged
+from pgtoolkit.batch import Document
+from pgtoolkit.dumps.alignment import LOG_PROBS, OWN, WHOSE, Branches, Judge, Judged
 from pgtoolkit.dumps.configuration import configured
-from pgtoolkit.dumps.records import Context, Unusable
+from pgtoolkit.dumps.records import Converted, Unusable
 from pgtoolkit.dumps.systems import REFUSED, SYSTEMS, System
 from pgtoolkit.errors import ConfigError, DataError, StorageError
 from pgtoolkit.rollouts.files import Problems, in_order
@@ -27,20 +27,6 @@ _SAMPLE_TOKENS, _JUDGED = 2**17, 8
 """The documents that alignment is told from: so many tokens, and documents that a model is asked of."""
 FITS = 0.1
 """Mean absolute log-ratio up to which a model counts as the policy that sampled: bfloat16 makes half of it."""
-
-
-@dataclass
-class Converted:
-    """What became of a dump. fields: of every row. groups: size -> how many. sample: the first documents."""
-
-    context: Context
-    files: int
-    documents: int = 0
-    tokens: int = 0
-    fields: frozenset[str] | None = None
-    groups: Counter[int] = field(default_factory=Counter)
-    sample: list[Document] = field(default_factory=list)
-    proofs: list[str] = field(default_factory=list)
 
 
 def system_of(name: str) -> System:
@@ -67,10 +53,10 @@ def judge_of(path: str, overrides: list[str]) -> Judge:
     return Judge(config)
 
 
-def convert(system: System, path: str, out: Path, context: Context, judge: Judge | None) -> Converted:
+def convert(system: System, path: str, out: Path, reward_key: str | None, judge: Judge | None) -> Converted:
     """Write `out`, whole or not at all; raises DataError for what cannot be used, or whose log-probs are misplaced."""
     files = _files(path, system)
-    found = Converted(context, len(files))
+    found = Converted(reward_key, len(files))
     try:
         with replacing(out) as file:
             write_parquet(file, _counted(_rows(system, files, found), found))
@@ -96,11 +82,11 @@ def _rows(system: System, files: list[Path], found: Converted) -> Iterator[Row]:
     problems, rules = Problems("the dump cannot be converted"), Rules(ANY_TOKEN, ("old_log_probs",))
     common, numbers, sizes, ids = os.path.commonpath([file.parent for file in files]), {}, Counter(), set()
     for file in files:
-        runs = _Runs()
+        last, run = None, 0  # equal prompts that follow each other
         for place, record in system.read(file):
             label = f"{os.path.relpath(file, common)}:{place}"
             try:
-                raw = system.row(record, found.context)
+                raw = system.row(record, found)
             except Unusable as reason:
                 problems.add(label, str(reason))
                 continue
@@ -111,10 +97,11 @@ def _rows(system: System, files: list[Path], found: Converted) -> Iterator[Row]:
                 continue
             if raw is None:
                 continue
-            key = raw.pop("group_id", None)
-            prompt_length = raw.pop("prompt_length", None)
+            key, prompt_length = raw.pop("group_id", None), raw.pop("prompt_length", None)
             if key is None and prompt_length is not None:
-                key = runs.number(raw["token_ids"][:prompt_length])
+                prompt = raw["token_ids"][:prompt_length]
+                run, last = run + (prompt != last), prompt
+                key = run
             if key is not None:
                 raw["group_id"] = numbers.setdefault((str(file), key), len(numbers))
                 sizes[raw["group_id"]] += 1
@@ -131,18 +118,6 @@ def _rows(system: System, files: list[Path], found: Converted) -> Iterator[Row]:
     found.groups = Counter(sizes.values())
 
 
-class _Runs:
-    """Numbers prompts, of which equal ones that follow each other are one."""
-
-    def __init__(self):
-        self._last, self._number = None, -1
-
-    def number(self, prompt: list[int]) -> int:
-        if prompt != self._last:
-            self._last, self._number = prompt, self._number + 1
-        return self._number
-
-
 def _counted(rows: Iterator[Row], found: Converted) -> Iterator[Row]:
     """The rows, counted; raises DataError where they do not all know the same."""
     for row in rows:
@@ -154,42 +129,29 @@ def _counted(rows: Iterator[Row], found: Converted) -> Iterator[Row]:
                 "one of them alone). A file of recorded rollouts has a column for all or for none. Convert different "
                 "kinds of dumps one by one."
             )
-        _count(row, found)
+        if found.documents == 0 or found.tokens + len(row.token_ids) <= _SAMPLE_TOKENS:
+            advantage = None if row.advantage is not None else 0.0
+            found.sample.append(row.document(advantage, row.group_id or 0, row.id))
+        found.documents += 1
+        found.tokens += len(row.token_ids)
         yield row
     if not found.documents:
-        raise DataError(f"nothing can be converted: {_dropped(found.context) or 'there are no documents'}")
+        raise DataError(f"nothing can be converted: {'; '.join(_dropped(found)) or 'there are no documents'}")
 
 
-def _count(row: Row, found: Converted) -> None:
-    if found.documents == 0 or found.tokens + len(row.token_ids) <= _SAMPLE_TOKENS:
-        advantage = None if row.advantage is not None else 0.0
-        group = 0 if row.group_id is None else row.group_id
-        found.sample.append(row.document(advantage, group, row.id))
-    found.documents += 1
-    found.tokens += len(row.token_ids)
-
-
-def _dropped(context: Context) -> str:
-    return "; ".join(f"{plural(count, 'document')}: {reason}" for reason, count in context.dropped.items())
+def _dropped(found: Converted) -> list[str]:
+    return [f"{plural(count, 'document')}: {reason}" for reason, count in found.dropped.items()]
 
 
 def _check(found: Converted, judge: Judge | None) -> None:
     """Prove that log-probs are those of their own tokens, or raise DataError where they are not."""
-    for name in ("old_log_probs", *OPTIONAL_VECTORS):
-        if name not in found.fields or name == "ref_log_probs":
-            continue
-        branches, groups = Branches(name), {}
-        for document in found.sample:
-            groups.setdefault(document.group, []).append(document)
-        for group in groups.values():
-            branches.add(group)
+    for name in sorted(found.fields & set(LOG_PROBS)):
+        branches = Branches(name)
+        for _, group in groupby(sorted(found.sample, key=_group), _group):
+            branches.add(list(group))
         _refuse_misplaced(name, branches.shift, f"told from {len(branches.shared)} places where documents part")
         if branches.shift == OWN:
-            found.proofs.append(
-                f"{name} stand at their own tokens: where two documents of a prompt part ({len(branches.shared)} "
-                f"places), the last shared token's differ by {np.median(branches.shared):.2g} and the first different "
-                f"token's by {np.median(branches.differing):.2g} (medians)"
-            )
+            found.proofs.append(f"{name} stand at their own tokens: {branches.evidence}")
         elif judge is None:
             found.proofs.append(
                 f"{name}: nothing tells yet whether they stand at their own tokens ({len(branches.shared)} places "
@@ -199,26 +161,28 @@ def _check(found: Converted, judge: Judge | None) -> None:
             found.proofs.append(_by_model(name, found.sample, judge))
 
 
+def _group(document: Document) -> int:
+    return document.group
+
+
 def _by_model(name: str, sample: list[Document], judge: Judge) -> str:
-    judged = Judged(name, judge)
-    for document in [one for one in sample if one.num_trained and one.num_tokens <= judge.max_positions][:_JUDGED]:
+    documents = [one for one in sample if one.num_trained and one.num_tokens <= judge.max_positions][:_JUDGED]
+    if not documents:
+        return f"{name}: no document of at most {judge.max_positions} tokens for the model to judge"
+    for document in documents:
         if int(document.tokens.max()) >= judge.vocabulary_size:
             raise DataError(
                 f"{document.name} needs token ids of the model's vocabulary, below {judge.vocabulary_size} (got "
                 f"{int(document.tokens.max())}). Another model wrote it. Use model.path of the policy that sampled."
             )
-        judged.add(document)
-    if not judged.differences:
-        return f"{name}: no document of at most {judge.max_positions} tokens for the model to judge"
-    correlations = ", ".join(f"{value:.3f}" for value in judged.shifts.correlations.values())
-    _refuse_misplaced(name, judged.shifts.shift, f"correlations with the model at places -1, 0, +1: {correlations}")
-    first, difference = judged.differences[0], np.abs(judged.difference).mean()
+    judged = Judged(name, judge, documents)
+    _refuse_misplaced(name, judged.shifts.shift, f"correlations with the model at places {judged.shifts}")
     said = (
-        f"{name} against the model: first document's mean ratio {np.exp(first).mean():.4f}, largest difference of a "
-        f"log-prob {np.abs(first).max():.2g}; mean over {len(judged.differences)} documents {difference:.2g}; "
-        f"correlations at places -1, 0, +1: {correlations}"
+        f"{name} against the model: {judged.first_ratio}, largest difference of a log-prob "
+        f"{np.abs(judged.differences[0]).max():.2g}; mean over {len(documents)} documents {judged.size:.2g}; "
+        f"correlations at places {judged.shifts}"
     )
-    if difference > FITS:
+    if judged.size > FITS:
         best = judged.best_temperature
         said += (
             f". This is NOT the policy that sampled at rollout.temperature={judge.temperature:g}: other weights, a "
@@ -240,27 +204,19 @@ def _refuse_misplaced(name: str, shift: int | None, evidence: str) -> None:
 
 def page(found: Converted, name: str, system: System, out: Path) -> str:
     """What `pgtk convert` prints."""
-    groups = sum(found.groups.values())
+    groups, sizes = sum(found.groups.values()), found.groups
     of = f" of {plural(groups, 'group')}" if groups else ", without groups"
     documents, files = plural(found.documents, "document"), plural(found.files, "file")
     lines = [f"{out}: {documents}{of}, {plural(found.tokens, 'token')}, from {files} of {name}"]
-    lines += [f"  dropped   {plural(count, 'document')}: {reason}" for reason, count in found.context.dropped.items()]
-    lines += ["  dropped   nothing"] if not found.context.dropped else []
-    lines += [f"  note      {count} {sentence}" for sentence, count in found.context.notes.items()]
+    lines += [f"  dropped   {sentence}" for sentence in _dropped(found) or ["nothing"]]
+    lines += [f"  note      {count} {sentence}" for sentence, count in found.notes.items()]
     if groups:
-        sizes = ", ".join(f"{count} of {size}" for size, count in sorted(found.groups.items()))
-        if len(found.groups) > 6:
-            sizes = f"of {min(found.groups)} to {max(found.groups)}"
-        lines.append(f"  groups    {sizes} documents")
-    lines += [f"  column    {column}: {source}" for column, source in _sources(system, found)]
+        several = ", ".join(f"{count} of {size}" for size, count in sorted(sizes.items()))
+        lines.append(f"  groups    {several if len(sizes) <= 6 else f'of {min(sizes)} to {max(sizes)}'} documents")
+    known = {*found.fields, "reward", "group_id"}  # also that the dump has none
+    lines += [f"  column    {column}: {source}" for column, source in system.columns.items() if column in known]
     lines += [f"  proof     {proof}" for proof in found.proofs]
     return "\n".join(lines)
-
-
-def _sources(system: System, found: Converted) -> list[tuple[str, str]]:
-    columns = found.context.columns or system.columns
-    without = [name for name in ("reward", "group_id") if name not in found.fields]
-    return [(name, text) for name, text in columns.items() if name in found.fields or name in without]
 
 
 def following(fields: frozenset[str], path: str) -> list[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pgtoolkit.batch import Document
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.files import JsonlFile
 
@@ -18,17 +19,23 @@ class Unusable(Exception):
 
 
 @dataclass
-class Context:
-    """What a conversion was asked for and what it has met.
+class Converted:
+    """What became of a dump, of which reward_key says which of several rewards counts.
 
-    reward_key: which of several rewards counts. dropped: reason -> documents. notes: sentence -> how often it is true.
-    columns: as of `System`, where a system has several kinds of dumps.
+    dropped: reason -> documents. notes: sentence -> how often it is true. fields: of every row. groups: size -> how
+    many. sample: the first documents. proofs: what tells that log-probs stand at their own tokens.
     """
 
     reward_key: str | None = None
+    files: int = 0
+    documents: int = 0
+    tokens: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
-    columns: dict[str, str] = field(default_factory=dict)
+    fields: frozenset[str] | None = None
+    groups: Counter[int] = field(default_factory=Counter)
+    sample: list[Document] = field(default_factory=list)
+    proofs: list[str] = field(default_factory=list)
 
 
 def objects(path: Path) -> Iterator[tuple[str, dict]]:
@@ -88,17 +95,17 @@ def pickled(path: Path) -> Iterator[tuple[str, dict]]:
         yield str(number), sample
 
 
-def nemo_rl(record: dict, context: Context) -> dict[str, Any] | None:
+def nemo_rl(record: dict, found: Converted) -> dict[str, Any] | None:
     one = {key: value[0] if isinstance(value, list) and value else value for key, value in record.items()}
     length = one["input_lengths"]
     mask = [bool(trained) for trained in one["token_loss_mask"][:length]]
     if not any(mask):
-        context.dropped["no token was generated (token_loss_mask is 0 everywhere)"] += 1
+        found.dropped["no token was generated (token_loss_mask is 0 everywhere)"] += 1
         return None
     sampling, old = one["generation_logprobs"][:length], one["prev_logprobs"][:length]
     prompt_length = mask.index(True)
     if not any(old) and min(sampling) < -1e-3:
-        context.notes[
+        found.notes[
             "documents whose prev_logprobs NeMo-RL did not compute (all are 0, as with force_on_policy_ratio): "
             "generation_logprobs stand in both columns"
         ] += 1
@@ -106,7 +113,7 @@ def nemo_rl(record: dict, context: Context) -> dict[str, Any] | None:
     if one["sample_loss_mask"] not in (0, 1):
         raise Unusable(f"has sample_loss_mask={one['sample_loss_mask']}; it is 0 or 1")
     if one["sample_loss_mask"] == 0:
-        context.notes[
+        found.notes[
             "documents that NeMo-RL left out of its loss (sample_loss_mask 0): their rewards count for their groups, "
             "none of their tokens is trained, and they count as documents"
         ] += 1
@@ -122,17 +129,17 @@ def nemo_rl(record: dict, context: Context) -> dict[str, Any] | None:
     }
 
 
-def open_instruct(record: dict, context: Context) -> dict[str, Any] | None:
+def open_instruct(record: dict, found: Converted) -> dict[str, Any] | None:
     prompt, response, log_probs = record["prompt_tokens"], record["response_tokens"], record["logprobs"]
     if not log_probs or len(log_probs) != len(response):
-        context.dropped["no log-probs"] += 1
+        found.dropped["no log-probs"] += 1
         return None
     known = [value is not None and value == value for value in log_probs]
     if not any(known):
-        context.dropped["an empty completion: its one token is none that was sampled (log-prob NaN)"] += 1
+        found.dropped["an empty completion: its one token is none that was sampled (log-prob NaN)"] += 1
         return None
     if (record.get("request_info") or {}).get("num_calls"):
-        context.notes[
+        found.notes[
             "documents that called tools: what the tools wrote is told by a log-prob of exactly 0, and not trained"
         ] += 1
         known = [value != 0 and is_known for value, is_known in zip(log_probs, known, strict=True)]
@@ -145,52 +152,52 @@ def open_instruct(record: dict, context: Context) -> dict[str, Any] | None:
     }
 
 
-def slime(sample: dict, context: Context) -> dict[str, Any] | None:
+def slime(sample: dict, found: Converted) -> dict[str, Any] | None:
+    """A sample of --save-debug-rollout-data, or of --save-debug-train-data, whose names are others."""
     if sample.get("multimodal_inputs") or sample.get("multimodal_train_inputs"):
-        context.dropped["pictures or sounds, which token ids do not hold"] += 1
+        found.dropped["pictures or sounds, which token ids do not hold"] += 1
         return None
-    if "response_lengths" in sample:
-        return _slime_training(sample, context)
-    length, log_probs = sample["response_length"], sample["rollout_log_probs"]
+    sample = {key: value.tolist() if hasattr(value, "tolist") else value for key, value in sample.items()}
+    trained = "response_lengths" in sample
+    length, tokens = sample["response_lengths" if trained else "response_length"], sample["tokens"]
+    mask, log_probs = (sample[name] for name in (("loss_masks", "log_probs") if trained else _OF_ROLLOUTS))
     if not length or not log_probs:
-        context.dropped["no completion, or no rollout_log_probs"] += 1
+        found.dropped["no completion, or no log-probs"] += 1
         return None
-    mask = sample["loss_mask"]
     if sample.get("remove_sample"):
-        context.notes["documents that slime does not train on (remove_sample): none of their tokens is trained"] += 1
+        found.notes["documents that slime does not train on (remove_sample): none of their tokens is trained"] += 1
         mask = [0] * length
-    tokens = _plain(sample["tokens"])
-    return _after_prompt(tokens[:-length], tokens[-length:], [1] * length if mask is None else mask, log_probs) | {
-        "reward": _reward(sample["reward"], context.reward_key),
-        "group_id": sample["group_index"],
-        "truncated": sample["status"] == "truncated",
-    }
-
-
-def _slime_training(sample: dict, context: Context) -> dict[str, Any] | None:
-    context.columns = _OF_SLIME_TRAINING
-    length, tokens = int(sample["response_lengths"]), _plain(sample["tokens"])
-    row = _after_prompt(tokens[:-length], tokens[-length:], _plain(sample["loss_masks"]), _plain(sample["log_probs"]))
-    for ours, theirs in (("sampling_log_probs", "rollout_log_probs"), ("ref_log_probs", "ref_log_probs")):
+    row = _after_prompt(tokens[:-length], tokens[-length:], [1] * length if mask is None else mask, log_probs)
+    if not trained:
+        reward = _reward(sample["reward"], found.reward_key)
+        return row | {"reward": reward, "group_id": sample["group_index"], "truncated": sample["status"] == "truncated"}
+    for ours, theirs in _OF_TRAINING.items():
         if sample.get(theirs) is not None:
-            row[ours] = [0.0] * (len(tokens) - length) + _plain(sample[theirs])
-    reward = sample.get("local_raw_reward")
+            row[ours] = [0.0] * row["prompt_length"] + sample[theirs]
+    reward, truncated = sample.get("local_raw_reward"), sample.get("truncated")
     return row | {
-        "advantage": [0.0] * (len(tokens) - length) + _plain(sample["advantages"]),
-        "reward": None if reward is None else _reward(_plain(reward), context.reward_key),
-        "truncated": bool(sample["truncated"]) if "truncated" in sample else None,
+        "reward": None if reward is None else _reward(reward, found.reward_key),
+        "truncated": None if truncated is None else bool(truncated),
     }
 
 
-def prime_rl(record: dict, context: Context) -> dict[str, Any] | None:
+_OF_ROLLOUTS = "loss_mask", "rollout_log_probs"
+_OF_TRAINING = {
+    "sampling_log_probs": "rollout_log_probs",
+    "ref_log_probs": "ref_log_probs",
+    "advantage": "advantages",
+}
+
+
+def prime_rl(record: dict, found: Converted) -> dict[str, Any] | None:
     mask, weights = record["loss_mask"], record["rl_weights"]
     if any(weight not in (None, 0, 1) for weight in weights):
         raise Unusable("has rl_weights other than 0 and 1, which no field of a recorded rollout says")
     if any(weights[t] == 0 and mask[t] for t in range(len(mask))):
-        context.notes["documents with tokens outside of the policy-gradient loss (rl_weights 0): not trained"] += 1
+        found.notes["documents with tokens outside of the policy-gradient loss (rl_weights 0): not trained"] += 1
         mask = [trained and weight != 0 for trained, weight in zip(mask, weights, strict=True)]
     if not any(mask):
-        context.dropped["no token of the policy-gradient loss (rl_weights 0 everywhere)"] += 1
+        found.dropped["no token of the policy-gradient loss (rl_weights 0 everywhere)"] += 1
         return None
     return {
         "token_ids": record["token_ids"],
@@ -201,9 +208,9 @@ def prime_rl(record: dict, context: Context) -> dict[str, Any] | None:
     }
 
 
-def pipeline_rl(record: dict, context: Context) -> dict[str, Any] | None:
+def pipeline_rl(record: dict, found: Converted) -> dict[str, Any] | None:
     if record.get("visual_features"):
-        context.dropped["pictures, which token ids do not hold"] += 1
+        found.dropped["pictures, which token ids do not hold"] += 1
         return None
     labels, log_probs = record["labels"], list(record["logprobs"])
     mask = [label != -100 for label in labels]
@@ -231,11 +238,6 @@ def _after_prompt(prompt: list[int], response: list[int], mask: list, log_probs:
     }
 
 
-def _plain(values: Any) -> Any:
-    """A tensor as Python's numbers."""
-    return values.tolist() if hasattr(values, "tolist") else values
-
-
 def _reward(reward: Any, key: str | None) -> float:
     if isinstance(reward, dict):
         if key not in reward:
@@ -244,14 +246,3 @@ def _reward(reward: Any, key: str | None) -> float:
     if reward is None:
         raise Unusable("has no reward")
     return reward
-
-
-_OF_SLIME_TRAINING = {
-    "old_log_probs": "log_probs, by the trainer with the weights at the start of the rollout's first update",
-    "sampling_log_probs": "rollout_log_probs, by the engine that sampled",
-    "advantage": "advantages, of each token",
-    "reward": "local_raw_reward, before slime normalised it",
-    "group_id": "no field: documents in a row with the same prompt",
-    "loss_mask": "loss_masks of the response",
-    "truncated": "truncated",
-}

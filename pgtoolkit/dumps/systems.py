@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pgtoolkit.dumps import records
-from pgtoolkit.dumps.records import Context
+from pgtoolkit.dumps.records import Converted
 
 
 @dataclass(frozen=True)
@@ -16,14 +16,14 @@ class System:
     """A trainer's dump.
 
     names: its files in a folder, as a pattern; its other files are left alone. read(path) gives (place, record).
-    row(record, context) gives the fields of a row, or None for a document that was dropped. `group_id` of a row is what
+    row(record, found) gives the fields of a row, or None for a document that was dropped. `group_id` of a row is what
     the record says, of any type; where it says nothing, `prompt_length` lets equal prompts that follow each other be a
     group. columns: of each field of ours, where it comes from.
     """
 
     names: str
     read: Callable[[Path], Iterator[tuple[str, dict]]]
-    row: Callable[[dict, Context], dict[str, Any] | None]
+    row: Callable[[dict, Converted], dict[str, Any] | None]
     columns: dict[str, str]
 
 
@@ -60,11 +60,16 @@ SYSTEMS = {
         records.pickled,
         records.slime,
         {
-            "old_log_probs": f"rollout_log_probs, {_SAMPLER}",
-            "reward": "reward",
+            "old_log_probs": (
+                "rollout_log_probs, by the engine that sampled; of training data log_probs, by the trainer with the "
+                "weights at the start of the rollout's first update"
+            ),
+            "sampling_log_probs": "rollout_log_probs, by the engine that sampled",
+            "advantage": "advantages, of each token",
+            "reward": "reward; of training data local_raw_reward, before slime normalised it",
             "group_id": "group_index; where there is none, documents in a row with the same prompt",
-            "loss_mask": "loss_mask of the response; all of it where there is none",
-            "truncated": "status is truncated",
+            "loss_mask": "loss_mask or loss_masks of the response; all of it where there is none",
+            "truncated": "status or truncated",
         },
     ),
     "prime-rl": System(

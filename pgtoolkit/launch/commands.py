@@ -20,10 +20,9 @@ def _compare(argv: list[str]) -> int:
     parser = _Parser("pgtk compare", description="Compare runs: which keys vary, what they reached, seed noise.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, folder with runs, or a sweep's name")
     parser.add_argument("--uri", metavar="URI", help="read this MLflow store; RUN is then an experiment or a sweep")
-    parser.add_argument("--metric", metavar="NAME", help="what is compared (default: held-out, exact_match or reward)")
-    parser.add_argument(
-        "--reach", metavar="METRIC=X", help="compare the documents it takes until METRIC is X or higher"
-    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--metric", metavar="NAME", help="what is compared (default: held-out, exact_match or reward)")
+    what.add_argument("--reach", metavar="METRIC=X", help="compare the documents it takes until METRIC is X or higher")
     parser.add_argument("--best-of", metavar="KEY", help="of runs that differ in this key alone only the best")
     for suffix, what in (("html", "report in one page"), ("csv", "row per run"), ("png", "picture of the curves")):
         parser.add_argument(f"--{suffix}", type=Path, metavar="FILE", help=f"write a {what}")
@@ -68,8 +67,7 @@ def _samples(argv: list[str]) -> int:
     if args.html:
         _refuse_unwritable("samples", "html", args.html)
 
-    from pgtoolkit.inspection.samples import chosen_set, kept_by, page, samples
-    from pgtoolkit.inspection.samples_page import html
+    from pgtoolkit.inspection.samples import chosen_set, html, kept_by, page, samples
     from pgtoolkit.runs.files import storage
     from pgtoolkit.tracking.next_commands import shell_path
 
@@ -131,15 +129,11 @@ def _sync(argv: list[str]) -> int:
     parser.add_argument("--experiment", metavar="NAME", help="another experiment than the run's own")
     args = parser.parse_args(argv)
 
-    from pgtoolkit.comparison.runs import is_run, run_directories
-    from pgtoolkit.tracking.next_commands import shell_path
+    from pgtoolkit.comparison.runs import run_directories
     from pgtoolkit.tracking.sync import sync
 
     failed = []
     for directory in run_directories("pgtk sync", args.runs):
-        if not is_run(directory):
-            print(f"{shell_path(directory)}: it ended before its config.yaml was written", flush=True)
-            continue
         try:
             print(sync(directory, args.uri, args.experiment), flush=True)
         except PgtoolkitError as error:  # such as of a run that is damaged, or still going on: the others do not wait
@@ -183,9 +177,9 @@ def _convert(argv: list[str]) -> int:
     from pgtoolkit.dumps import convert
     from pgtoolkit.tracking.next_commands import shell_path
 
-    system, context = convert.system_of(args.system), convert.Context(args.reward_key)
+    system = convert.system_of(args.system)
     judge = convert.judge_of(args.path, args.overrides) if args.overrides else None
-    found = convert.convert(system, args.path, args.out, context, judge)
+    found = convert.convert(system, args.path, args.out, args.reward_key, judge)
     print(redact(convert.page(found, args.system, system, args.out)))
     print("next: " + "\n      ".join(convert.following(found.fields, shell_path(args.out))), flush=True)
     return 0
@@ -201,7 +195,7 @@ def _doctor(argv: list[str]) -> int:
 
     diagnosis = diagnose(args.path, args.overrides)
     print(redact(page(diagnosis)), flush=True)
-    return DataError.exit_status if diagnosis.is_wrong else 0
+    return DataError.exit_status if diagnosis.count("wrong") else 0
 
 
 def _evaluate(argv: list[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import time
@@ -70,7 +71,7 @@ def evaluate(asked: Asked) -> str:
         if trained is not None and (reason := are_training_prompts(trained, one)):
             print(f"note: set {one.name} holds prompts of the run's training. {reason}", flush=True)
 
-    from pgtoolkit.training.evaluate import evaluate as measured
+    from pgtoolkit.training.evaluations import evaluate as measured
     from pgtoolkit.training.export import saved_state
     from pgtoolkit.training.train import quieten
 
@@ -121,11 +122,11 @@ def _configuration(asked: Asked, of_run: bool) -> DictConfig:
 
 def _check(config: DictConfig, overrides: list[str]) -> list[str]:
     """The notes on a configuration; raises ConfigError or DataError with all problems."""
-    report = Report()
+    report = Report(usual=functools.partial(default, config), typed=overrides)
     plain = resolve(config, report)
     run.model(plain, report)
     evaluated(plain, report)
-    sampler.sampler(plain, overrides, lambda key: default(config, key), report)
+    sampler.sampler(plain, report)
     plain.rollout.name = "none"  # no rule on what is trained is to look at the prompts of the task
     check_machine(plain, report, begins=False)
     if report.problems:

@@ -205,7 +205,8 @@ class Server:
             except requests.RequestException as error:
                 raise SamplerLost(
                     f"the sampling server {self.url} did not answer {path} within "
-                    f"sampler.answer_seconds={self._answer_seconds}. It hangs, or has more to do than that allows. "
+                    f"sampler.answer_seconds={self._answer_seconds}. It hangs, is paused (POST {self.url}/resume), or "
+                    "has more to do than that allows. "
                     f"{self._words()}"
                 ) from error
             if answer.status_code == 503 and time.monotonic() < min(deadline, begin + _BUSY_SECONDS):

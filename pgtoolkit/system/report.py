@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,14 +17,37 @@ from pgtoolkit.system.redaction import redact
 
 @dataclass
 class Report:
-    """problems: refusals, one sentence form each. notes: legal but surprising choices."""
+    """problems: refusals, one sentence form each. notes: legal but surprising choices.
+
+    usual: the default of a key, in what is looked at. typed: the overrides that were typed, as far as they are known.
+    """
 
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    usual: Callable[[str], Any] = lambda key: None
+    typed: list[str] = field(default_factory=list)
 
     def refuse(self, setting: str, needs: str, got: Any, reason: str, use: str) -> None:
         """Add `setting needs X (got Y). Reason. Use override.`"""
         self.problems.append(refusal(setting, needs, got, reason, use))
+
+    def refuse_value(self, key: str, value: Any, needs: str, reason: str, better: Any) -> None:
+        """`refuse` a key's own value, where another value of it is the way out."""
+        self.refuse(f"{key}={text(value)}", needs, value, reason, f"{key}={text(better)}")
+
+    def refuse_ignored(
+        self, key: str, value: Any, where: tuple[str, Any], why: str, use: str = "", off: Any = None
+    ) -> None:
+        """`refuse` what would have no effect, unless it is the value `off`, which has none anywhere.
+
+        where: (what it needs, what there is). use: the override that makes it count, if it is not what it needs.
+        """
+        if value != off:
+            mend = f"{use or where[0]} or {key}={text(off)}"
+            self.refuse(f"{key}={text(value)}", *where, f"It would be ignored: {why}.", mend)
+
+    def typed_of(self, group: str) -> list[str]:
+        return [override for override in self.typed if re.match(rf"{group}[.=]", override)]
 
     def note(self, sentence: str) -> None:
         self.notes.append(sentence)
@@ -53,8 +77,6 @@ def text(value: Any) -> str:
     """A value as one types it in an override."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, list):
-        return f"[{','.join(map(text, value))}]"
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e16:
         return str(int(value))
     if isinstance(value, Sequence) and not isinstance(value, str):

@@ -9,15 +9,17 @@ import logging
 import re
 import threading
 import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from datetime import datetime
 from pathlib import Path
 
 from pgtoolkit.config.paths import absolute_uri
 from pgtoolkit.runs.completions import completion_files
-from pgtoolkit.runs.directory import read_metrics, read_status
+from pgtoolkit.runs.files import TIME, read_metrics, read_status
 from pgtoolkit.system.plain_files import refuse_other
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.tracking.completions_table import TABLE, table_of
-from pgtoolkit.tracking.description import Description, describe
+from pgtoolkit.tracking.description import TABLE, describe, table_of
 from pgtoolkit.tracking.metric_batches import EVALUATION, RowFile, evaluations_of, metrics_of, system_metrics_of
 from pgtoolkit.tracking.store import (
     failure,
@@ -88,21 +90,25 @@ class MlflowTracker:
         self._run_dir = Path(run_dir)
         for name in ARTIFACTS:
             refuse_other(self._run_dir / name)
-        described = describe(self._run_dir)
+        described, status = describe(self._run_dir), read_status(self._run_dir)
+        if started := status.get("started"):
+            started = int(1000 * datetime.strptime(started, TIME).timestamp())
         with raising_storage_errors(self.uri, consequence):
             self._client, experiment_id = open_store(self.uri, self.experiment)
             rows = read_metrics(self._run_dir / "metrics.jsonl")
-            run, delivered, superseded = self._known_run(described, experiment_id, rows)
+            run, delivered, superseded = self._known_run(status, experiment_id, rows)
             if run:
                 self._client.update_run(run.info.run_id, status="RUNNING")
                 if "reason" in run.data.tags:  # of the end that is none any more
                     self._client.delete_tag(run.info.run_id, "reason")
                 experiment_id = run.info.experiment_id
             else:
-                run = self._client.create_run(experiment_id, described.start_time, run_name=described.run_name)
+                run = self._client.create_run(experiment_id, started, run_name=described.run_name)
                 for other in superseded:
                     self._client.set_tag(other.info.run_id, SUPERSEDED, run.info.run_id)
-            evaluated = self._delivered_evaluations(run)
+            of_set = re.compile(EVALUATION.format("(.*)", "avg"))
+            averages = self._points(run, filter(of_set.fullmatch, run.data.metrics))
+            evaluated = {(of_set.fullmatch(name)[1], point.step) for name, point in averages}  # a row arrives whole
             self._run_id = run.info.run_id
             self._log_texts(described.tags, {} if run.data.params else described.params)
         self.info = {"uri": redact(self.uri), "experiment_id": experiment_id, "run_id": self._run_id}
@@ -139,45 +145,36 @@ class MlflowTracker:
         thread.join(6 * request_seconds() if limited else None)
         return list(self._missing)
 
-    def _known_run(self, described: Description, experiment_id: str, rows: list[dict]):
+    def _known_run(self, status: dict, experiment_id: str, rows: list[dict]):
         """The MLflow run that this directory has in this store, or None; its rows; runs it had with other values.
 
         It is found by its tag `pgtk.id`, also one of a process that was killed before it could write the id down.
         """
+        mlflow = status.get("mlflow") or {}
+        run_id = mlflow.get("run_id")
         everywhere = [experiment_id, *(one.experiment_id for one in self._client.search_experiments())]
-        own = f"tags.`pgtk.id` = {search_literal(str(described.identity))}"
+        own = f"tags.`pgtk.id` = {search_literal(str(status.get('id')))}"
         found = self._client.search_runs(list(dict.fromkeys(everywhere)), own, max_results=100)
-        found = sorted(found, key=lambda run: run.info.run_id != described.run_id)
-        is_found = described.run_id in (None, *(run.info.run_id for run in found))
-        if not is_found and described.store in (None, redact(self.uri)):
+        found = sorted(found, key=lambda run: run.info.run_id != run_id)
+        is_found = run_id in (None, *(run.info.run_id for run in found))
+        if not is_found and mlflow.get("uri") in (None, redact(self.uri)):
             message = "MLflow run %s is not in %s any more, or belongs to another run; another one gets all metrics"
-            _log.warning(message, described.run_id, redact(self.uri))
+            _log.warning(message, run_id, redact(self.uri))
         for run in found:
-            delivered = self._delivered_rows(run)
+            delivered: dict[int, set] = defaultdict(set)  # the pairs of _COMPARED of each row, by step
+            for name, point in self._points(run, _COMPARED):
+                delivered[point.step].add((name, point.value))
             if not (steps := _differing(rows, delivered)):
                 return run, delivered, []
             message = "MLflow run %s has other values than %s for %s; another one gets all metrics"
             _log.warning(message, run.info.run_id, self._run_dir / "metrics.jsonl", _name_of(steps))
         return None, {}, found
 
-    def _delivered_rows(self, run) -> dict[int, set]:
-        """The steps whose row an MLflow run holds, each with its (name, value) pairs of _COMPARED."""
-        rows: dict[int, set] = {}
-        for name in _COMPARED:
+    def _points(self, run, names: Iterable[str]) -> Iterator[tuple]:
+        """(name, point) of each value that an MLflow run has of these metrics."""
+        for name in names:
             if name in run.data.metrics:
-                for point in self._client.get_metric_history(run.info.run_id, name):
-                    rows.setdefault(point.step, set()).add((name, point.value))
-        return rows
-
-    def _delivered_evaluations(self, run) -> set[tuple[str, int]]:
-        """Set and step of each evaluation that an MLflow run holds; a row arrives whole."""
-        named = {name: re.fullmatch(EVALUATION.format("(.*)", "avg"), name) for name in run.data.metrics}
-        return {
-            (found[1], point.step)
-            for name, found in named.items()
-            if found
-            for point in self._client.get_metric_history(run.info.run_id, name)
-        }
+                yield from ((name, point) for point in self._client.get_metric_history(run.info.run_id, name))
 
     def _log_texts(self, tags, params):
         from mlflow.entities import Param, RunTag

@@ -166,7 +166,7 @@ def _merged_model(config: Config, state: dict) -> nn.Module:
     """The run's own model, read in float32, with a checkpoint's adapters in its weights."""
     from pgtoolkit.model.build import build_policy
     from pgtoolkit.model.lora import merge
-    from pgtoolkit.training.weights import load_weights
+    from pgtoolkit.training.state import load_weights
 
     policy = build_policy(dataclasses.replace(config.model, dtype=NumberType.float32), None, on_gpu=False)
     load_weights(policy, state)

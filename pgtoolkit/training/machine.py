@@ -17,8 +17,8 @@ from typing import Any
 
 from pgtoolkit.config.evaluation import entries, held_out_sets, is_on, samples
 from pgtoolkit.config.paths import NO_FOLDER
-from pgtoolkit.config.rules.penalties import needs_model
 from pgtoolkit.config.rules.run import needs_gpu, occupied_by_rollouts, refuse_triton
+from pgtoolkit.config.rules.step import needs_model
 from pgtoolkit.errors import ConfigError, DataError, first_line
 from pgtoolkit.system import model_folder
 from pgtoolkit.system.functions import REDUCER_KEYWORDS, import_function

@@ -23,6 +23,8 @@ from pgtoolkit.training.optimizer import learning_rate, make_optimizer
 
 log = logging.getLogger("pgtoolkit")
 
+Inputs = tuple[Tensor, LMHead, Ranks]
+
 
 class PolicyGradientModule(DynamicAccumulation):
     """Trains `policy` by the loss that `config` describes, together with the other ranks of `layout`.
@@ -95,34 +97,38 @@ class PolicyGradientModule(DynamicAccumulation):
             group["lr"] = rate
         return {"learning_rate": rate}
 
+    @torch.no_grad()
     def log_probs(self, micro_batch: MicroBatch, temperature: float | None = None) -> Tensor:
         """(T,) log-prob of each label by the forward pass that training uses; temperature: None for the run's."""
-        return self._log_probs(self.policy, micro_batch.counted().to(self.device), temperature)[0]
+        micro_batch = micro_batch.counted().to(self.device)
+        return self.log_probs_of(self.policy.loss_inputs(micro_batch), micro_batch, temperature)[0]
 
+    @torch.no_grad()
     def entropy(self, micro_batch: MicroBatch) -> Tensor:
         """(T,) entropy of the softmax before each label, 0 where labels < 0; the micro-batch is counted and on the
         module's device."""
-        return self._log_probs(self.policy, micro_batch, with_entropy=True)[1]
+        return self.log_probs_of(self.policy.loss_inputs(micro_batch), micro_batch, with_entropy=True)[1]
 
+    @torch.no_grad()
     def with_reference(self, micro_batch: MicroBatch) -> MicroBatch:
         """With the reference's log-probs, where it is a model and not a column of the data."""
         if self.reference is None:
             return micro_batch
-        log_probs = self._log_probs(self.reference, micro_batch)[0]
+        log_probs = self.log_probs_of(self.reference.loss_inputs(micro_batch), micro_batch)[0]
         if getattr(self.reference, "sharded", False):
             self.reference.model.reshard()  # FSDP2 keeps the head's unit together for a backward that does not come
         return replace(micro_batch, ref_log_probs=log_probs)
 
-    @torch.no_grad()
-    def _log_probs(
-        self, policy: Policy, micro_batch: MicroBatch, temperature: float | None = None, with_entropy: bool = False
+    def log_probs_of(
+        self, inputs: Inputs, micro_batch: MicroBatch, temperature: float | None = None, with_entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        hidden, head, ranks = policy.loss_inputs(micro_batch)
+        """`kernels.losses.log_probs_of_hidden` of what a policy's `loss_inputs` gave, under the run's settings."""
+        hidden, head, ranks = inputs
         how = replace(self.computation, num_splits=1)
         loss = self.loss if temperature is None else replace(self.loss, temperature=temperature)
         return log_probs_of_hidden(hidden, self._precise(head), micro_batch, loss, ranks, how, with_entropy)
 
-    def _loss(self, inputs: tuple[Tensor, LMHead, Ranks], micro_batch: MicroBatch, totals: StepTotals) -> PolicyLoss:
+    def _loss(self, inputs: Inputs, micro_batch: MicroBatch, totals: StepTotals) -> PolicyLoss:
         hidden, head, ranks = inputs
         return loss_of_hidden(hidden, self._precise(head), micro_batch, totals, self.loss, ranks, self.computation)
 

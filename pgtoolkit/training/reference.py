@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pgtoolkit.config.paths import NO_FOLDER
-from pgtoolkit.config.rules.penalties import needs_model
+from pgtoolkit.config.rules.step import needs_model
 from pgtoolkit.config.schema import Config, HuggingFaceModelConfig, NumberType
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model.build import build_policy

@@ -134,7 +134,7 @@ RULES = [
     (f"{PROMPTS} task.verifier=null", "needs task.verifiers (got none)", PROMPTS),
     (
         f"{PROMPTS} task.verifiers={{a:{{verifier:exact_match}}}}",
-        "task.verifier=exact_match with task.verifiers needs to be null",
+        "task.verifier=exact_match needs task.verifiers={} (got [a])",
         f"{PROMPTS} task.verifier=null task.verifiers={{a:{{verifier:exact_match}}}}",
     ),
     (
@@ -204,12 +204,12 @@ RULES = [
     ("model=huggingface", "model.path needs a value", "model=huggingface model.path=hub/name"),
     ("model=huggingface model.path=./nowhere", "existing", "model=huggingface model.path=FILE"),
     (f"{HUB} model.lora_rank=0", "a whole number from 1", f"{HUB} model.lora_rank=1"),
-    (f"{HUB} model.lora_alpha=8", "Without adapters it would be", f"{HUB} model.lora_rank=2 model.lora_alpha=8"),
+    (f"{HUB} model.lora_alpha=8", "ignored: there are no adapters", f"{HUB} model.lora_rank=2 model.lora_alpha=8"),
     (f"{HUB} model.lora_targets=[q_proj]", "model.lora_rank=16 or model.lora_targets=[all-linear]", f"{LORA}[q_proj]"),
     (f"{LORA}[q_proj,all-linear]", "all-linear by itself or names alone", f"{LORA}[all-linear]"),
-    (f"{LORA}[]", "names, each of them once (got none)", f"{LORA}[o_proj]"),
+    (f"{LORA}[]", "names, each of them once (got [])", f"{LORA}[o_proj]"),
     (f"{LORA}[q_proj,q_proj]", "(got [q_proj,q_proj])", f"{LORA}[q_proj,v_proj]"),
-    (f"{LORA}[[q_proj]]", "needs names (got [q_proj])", f"{LORA}[q_proj]"),
+    (f"{LORA}[[q_proj]]", "needs names (got [[q_proj]])", f"{LORA}[q_proj]"),
     (f"{LORA}q_proj", "needs a list of texts", f"{LORA}[q_proj]"),
     ("model.lora_rank=2", "model=huggingface", f"{HUB} model.lora_rank=2"),
     (

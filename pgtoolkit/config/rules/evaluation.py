@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +25,9 @@ from pgtoolkit.config.evaluation import (
     watched,
 )
 from pgtoolkit.config.plan import documents_per_step
-from pgtoolkit.config.rules import run, scoring
 from pgtoolkit.config.rules.ranges import describe, within
+from pgtoolkit.config.rules.run import room_for, room_for_answer
+from pgtoolkit.config.rules.scoring import prompts
 from pgtoolkit.config.schema import SCHEMAS, Config, EvaluationConfig
 from pgtoolkit.runs.completions import TRAINING
 from pgtoolkit.system.report import Report, text
@@ -39,27 +39,26 @@ _FEW = 0.01
 """Share of held-out prompts that training may also ask by chance before a note says so."""
 
 
-def evaluation(c: Any, usual: Callable[[str], Any], report: Report) -> None:
-    """usual: a key's default."""
+def evaluation(c: Any, report: Report) -> None:
     if not is_on(c):
-        _ignored(c, usual, report)
+        where, why = ("evaluation.every > 0", 0), "nothing is evaluated"
+        keys = [f"evaluation.{field.name}" for field in fields(EvaluationConfig) if field.name != "every"]
+        for key in [*keys, "trainer.stop_at"]:
+            group, name = key.split(".")
+            value = getattr(getattr(c, group), name)
+            value = vars(value) if hasattr(value, "__dict__") else value
+            report.refuse_ignored(key, value, where, why, "evaluation.every=20", report.usual(key))
         return
     held_out = evaluated(c, report)
     _best(c, report)
     for one in held_out:
         if reason := are_training_prompts(c, one):
-            files = one.files is not None
-            setting = (
-                f"evaluation.sets.{one.name}"
-                if entries(c.evaluation.sets)
-                else f"evaluation.every={c.evaluation.every}"
-            )
-            needs, got = (
-                "prompts that training does not ask",
-                f"those of {one.files[0]}" if files else f"seed {one.seed}",
-            )
-            use = "evaluation.sets.NAME.path=FILE" if files else f"evaluation.seed={(c.seed + 10**9) % 2**32}"
-            report.refuse(setting, needs, got, reason, use)
+            got, use = f"seed {one.seed}", f"evaluation.seed={(c.seed + 10**9) % 2**32}"
+            if one.files is not None:
+                got, use = f"those of {one.files[0]}", "evaluation.sets.NAME.path=FILE"
+            named, every = f"evaluation.sets.{one.name}", f"evaluation.every={c.evaluation.every}"
+            setting = named if entries(c.evaluation.sets) else every
+            report.refuse(setting, "prompts that training does not ask", got, reason, use)
         elif (share := _by_chance(c, one)) > _FEW:
             report.note(
                 f"about {share:.0%} of the prompts of evaluation set {one.name} are asked in training, too: there are "
@@ -77,18 +76,6 @@ def evaluated(c: Any, report: Report) -> list[HeldOut]:
     return held_out
 
 
-def _ignored(c: Any, usual: Callable[[str], Any], report: Report) -> None:
-    for field in fields(EvaluationConfig):
-        value = getattr(c.evaluation, field.name)
-        value = entries(value) if field.name == "sets" and hasattr(value, "__dict__") else value
-        if field.name != "every" and value != usual(f"evaluation.{field.name}"):
-            setting, reason = f"evaluation.{field.name}={text(value)}", "It would be ignored: nothing is evaluated."
-            report.refuse(setting, "evaluation.every > 0", 0, reason, "evaluation.every=20, or leave it out")
-    if c.trainer.stop_at is not None:
-        setting, reason = f"trainer.stop_at={text(c.trainer.stop_at)}", "Only an evaluation can reach it."
-        report.refuse(setting, "evaluation.every > 0", 0, reason, "evaluation.every=20 or trainer.stop_at=null")
-
-
 def _sets(c: Any, report: Report) -> None:
     """Refuses the entries of evaluation.sets that are none, and takes them away for the sake of what follows."""
     if not hasattr(c.evaluation.sets, "__dict__"):
@@ -98,11 +85,8 @@ def _sets(c: Any, report: Report) -> None:
     for name, one in list(vars(c.evaluation.sets).items()):
         before = len(report.problems)
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,39}", name):
-            needs, reason = (
-                "a name of up to 40 letters, digits, '_' and '-', a letter first",
-                "Files and metrics bear it.",
-            )
-            report.refuse(f"evaluation.sets.{name}", needs, name, reason, _EXAMPLE)
+            needs = "a name of up to 40 letters, digits, '_' and '-', a letter first"
+            report.refuse(f"evaluation.sets.{name}", needs, name, "Files and metrics bear it.", _EXAMPLE)
         elif name == TRAINING:
             reason = "Completions of training bear it."
             report.refuse(f"evaluation.sets.{name}", "another name", name, reason, "evaluation.sets.held_out.KEY=VALUE")
@@ -119,9 +103,7 @@ def _entry(c: Any, name: str, given: dict[str, Any], report: Report) -> None:
     """Each key of a set is one of its task's, or of OF_A_SET, and its value of the type and in the range."""
     kind, place = given.get("task", c.task.name), f"evaluation.sets.{name}"
     if kind not in KINDS:
-        report.refuse(
-            f"{place}.task={text(kind)}", f"one of {', '.join(KINDS)}", kind, "It is a task.", f"{place}.task=prompts"
-        )
+        report.refuse_value(f"{place}.task", kind, f"one of {', '.join(KINDS)}", "It is a task.", "prompts")
         return
     schema = SCHEMAS[f"task/{kind}"]
     of_task = {field.name: field for field in fields(schema) if field.name not in _NOT_OF_A_SET}
@@ -137,12 +119,11 @@ def _entry(c: Any, name: str, given: dict[str, Any], report: Report) -> None:
             reason = f"A set has the keys of task={kind} but for verifiers, and {', '.join(OF_A_SET)}."
             report.refuse(setting, f"one of {', '.join(known)}", key, reason, f"{place}.{near[0]}=VALUE")
         elif "range" in field.metadata:
-            if not within(field, value) and not (value is None and field.type.endswith("None")):
-                report.refuse(setting, describe(field), value, "Every number has a range.", f"{place}.{key}=NUMBER")
+            if not within(field, value):
+                report.refuse_value(f"{place}.{key}", value, describe(field), "Every number has a range.", "NUMBER")
         elif not _fits(schema, key, value):
-            report.refuse(
-                setting, "a value of the type of task's key", value, "Every key has a type.", f"task.{key}'s form"
-            )
+            needs = "a value of the type of task's key"
+            report.refuse(setting, needs, value, "Every key has a type.", f"task.{key}'s form")
 
 
 def _fits(schema: type, key: str, value: Any) -> bool:
@@ -156,19 +137,17 @@ def _fits(schema: type, key: str, value: Any) -> bool:
 
 def _sampling(c: Any, report: Report) -> None:
     how, own = sampling(c), c.evaluation
-    if how["temperature"] == 0 and own.completions_per_prompt > 1:
-        reason = "Without chance all completions of a prompt are the same."
-        use = "evaluation.completions_per_prompt=1 or a temperature above 0"
-        report.refuse(
-            "evaluation.temperature=0", "evaluation.completions_per_prompt=1", own.completions_per_prompt, reason, use
-        )
-    if how["temperature"] == 0 and own.top_p not in (None, 1):
-        reason, use = "It would be ignored: the likeliest token is taken.", "evaluation.top_p=null"
-        report.refuse(f"evaluation.top_p={text(own.top_p)}", "evaluation.temperature > 0", 0, reason, use)
+    if how["temperature"] == 0:
+        if own.completions_per_prompt > 1:
+            reason = "Without chance all completions of a prompt are the same."
+            needs, use = "evaluation.completions_per_prompt=1", "a temperature above 0"
+            report.refuse("evaluation.temperature=0", needs, own.completions_per_prompt, reason, f"{needs} or {use}")
+        if own.top_p != 1:
+            where, why = ("evaluation.temperature > 0", 0), "the likeliest token is taken"
+            report.refuse_ignored("evaluation.top_p", own.top_p, where, why, "evaluation.temperature=1")
     if how["max_completion_length"] is None:
         reason = "Recorded rollouts do not say how long a completion may become."
-        use = "evaluation.max_completion_length=256"
-        report.refuse("evaluation.max_completion_length=null", "a number", None, reason, use)
+        report.refuse_value("evaluation.max_completion_length", None, "a number", reason, 256)
 
 
 def _task(c: Any, one: HeldOut, report: Report) -> None:
@@ -176,27 +155,13 @@ def _task(c: Any, one: HeldOut, report: Report) -> None:
     found, place = Report(), f"evaluation.sets.{one.name}" if entries(c.evaluation.sets) else "task"
     length = sampling(c)["max_completion_length"]
     if one.task.name == "reverse":
-        if length < (needed := one.task.num_digits + 1):
-            setting, reason = f"task.num_digits={one.task.num_digits}", "A shorter completion is never right."
-            needs, use = f"evaluation.max_completion_length >= {needed}", f"evaluation.max_completion_length={needed}"
-            found.refuse(setting, needs, length, reason, use)
-        if c.model.name == "tiny" and c.model.max_positions < (needed := one.task.num_digits + 1 + length):
-            setting, reason = (
-                f"model.max_positions={c.model.max_positions}",
-                "The model has a position for every token.",
-            )
-            needs = f"the longest document of evaluation set {one.name}, {needed} tokens"
-            found.refuse(setting, needs, c.model.max_positions, reason, f"model.max_positions={needed}")
-    elif one.task.name == "reasoning_gym":
-        run.installed(found, "task=reasoning_gym", "reasoning_gym", "reasoning-gym")
+        room_for_answer(one.task.num_digits, "evaluation.max_completion_length", length, found)
+        tokens = one.task.num_digits + 1 + length
+        room_for(c, tokens, f"the longest document of evaluation set {one.name}", found)
+    elif getattr(one.task, "path", None) == "???":
+        found.refuse("task.path", "a value", "none", "It names the file with the prompts.", "task.path=test.jsonl")
     else:
-        if one.task.path == "???":
-            found.refuse("task.path", "a value", "none", "It names the file with the prompts.", "task.path=test.jsonl")
-        else:
-            run.existing(found, "task.path", one.task.path)
-        if "math_verify" in scoring.verifiers(one.task, found):
-            run.installed(found, "math_verify among the verifiers", "math_verify", "math-verify")
-        scoring.processes(one.task, found)
+        prompts(one.task, found)
     named = [problem.replace("task.", f"{place}.") for problem in found.problems]
     report.problems += [problem for problem in named if problem not in report.problems]
     report.notes += [note for note in found.notes if note not in report.notes]
@@ -205,34 +170,25 @@ def _task(c: Any, one: HeldOut, report: Report) -> None:
 def _best(c: Any, report: Report) -> None:
     own, stop_at = c.evaluation, c.trainer.stop_at
     if own.best is None:
-        if stop_at is not None:
-            setting, reason = f"trainer.stop_at={text(stop_at)}", "It is the value of the number that is named there."
-            report.refuse(setting, "evaluation.best", None, reason, "evaluation.best=pass@1")
+        where, why = ("evaluation.best", None), "it is a value of that number"
+        report.refuse_ignored("trainer.stop_at", stop_at, where, why, "evaluation.best=pass@1")
         return
     (name, number), names = watched(c), list(entries(own.sets)) or [USUAL]
     known = numbers_of(own.completions_per_prompt)
     setting = f"evaluation.best={own.best}"
     if name not in names:
-        report.refuse(
-            setting,
-            f"one of the sets {', '.join(names)}",
-            name,
-            "It is NUMBER or SET/NUMBER.",
-            f"evaluation.best={names[0]}/pass@1",
-        )
+        needs, reason = f"one of the sets {', '.join(names)}", "It is NUMBER or SET/NUMBER."
+        report.refuse(setting, needs, name, reason, f"evaluation.best={names[0]}/pass@1")
     elif number not in known:
+        reason, use = "More is better of each of them; the loss is no measure of a policy.", "evaluation.best=pass@1"
         k = number.removeprefix("pass@")
-        reason = "More is better of each of them; the loss is no measure of a policy."
-        use = "evaluation.best=pass@1"
-        if number.startswith("pass@") and k.isdigit() and int(k) > own.completions_per_prompt:
+        if k != number and k.isdigit() and int(k) > own.completions_per_prompt:
             reason = f"pass@k needs k completions of a prompt, and there are {own.completions_per_prompt}."
             use = f"evaluation.completions_per_prompt={k}"
         report.refuse(setting, f"one of {', '.join(known)}", number, reason, use)
     elif stop_at is not None and number != "avg" and not 0 < stop_at <= 1:
-        reason = f"{number} is a probability."
-        report.refuse(
-            f"trainer.stop_at={text(stop_at)}", "a number above 0, at most 1", stop_at, reason, "trainer.stop_at=0.9"
-        )
+        needs, reason = "a number above 0, at most 1", f"{number} is a probability."
+        report.refuse_value("trainer.stop_at", stop_at, needs, reason, 0.9)
 
 
 def _by_chance(c: Any, one: HeldOut) -> float:

@@ -19,20 +19,20 @@ def ranges(config: DictConfig, plain: Any, report: Report) -> None:
     config: as composed; plain: the same, resolved, which is changed.
     """
     for key, place, field in _numbers(plain):
-        value, may_be_none = getattr(place, field.name, None), field.type.endswith("None")
-        if within(field, value) or (value is None and may_be_none):
+        value = getattr(place, field.name, None)
+        if within(field, value):
             continue
         mend = default(config, key)
-        if mend is None and not may_be_none:
-            mend = field.metadata["range"][0]
+        mend = mend if within(field, mend) else field.metadata["range"][0]
         if value is not None:  # else `resolve` has said why
-            reason = comment(config, key) or "Every number has a range."
-            report.refuse(f"{key}={text(value)}", describe(field), value, reason, f"{key}={text(mend)}")
+            report.refuse_value(key, value, describe(field), comment(config, key) or "Every number has a range.", mend)
         setattr(place, field.name, mend)
 
 
 def within(field: Any, value: Any) -> bool:
-    """Whether a value is a number that the key of this field may have."""
+    """Whether a value is one that the number of this field may have."""
+    if value is None:
+        return field.type.endswith("None")
     least, most = field.metadata["range"]
     is_right = is_whole if field.type.startswith("int") else is_number
     return is_right(value) and least <= value <= most

@@ -1,4 +1,4 @@
-"""The rules on what a run runs on: rollouts, model, task, kernels, optimizer, trainer, tracking, a sweep's launcher."""
+"""The rules on what a run runs on: rollouts, model, LoRA, kernels, optimizer, trainer, tracking, a sweep's launcher."""
 
 from __future__ import annotations
 
@@ -9,24 +9,16 @@ import re
 from typing import Any
 from urllib.parse import urlsplit
 
-from pgtoolkit.config.evaluation import is_on
-from pgtoolkit.config.rules import scoring
-from pgtoolkit.config.rules.step import family_of_config, tokens_at_least
+from pgtoolkit.config.plan import family_of_config, tokens_at_least
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, is_whole, refusal, text
 
 
 def rollout(c: Any, report: Report) -> None:
     rollout = c.rollout
-    if rollout.name == "policy":
-        _policy(c, report)
-    else:
+    if rollout.name == "recorded":
         existing(report, "rollout.path", rollout.path)
-
-
-def _policy(c: Any, report: Report) -> None:
-    rollout = c.rollout
-    scoring.stop(c, report)
+        return
     if rollout.save_path is not None and batches_in(rollout.save_path) is None:
         setting, reason = f"rollout.save_path={rollout.save_path}", "It becomes a folder with one file per batch."
         needs, use = "a new or empty folder, or one of rollouts to resume", "rollout.save_path=recorded_rollouts"
@@ -41,13 +33,18 @@ def _policy(c: Any, report: Report) -> None:
         report.note(f"rollout.top_p={top_p} with rollout.old_log_probs={old}: {effect.get(old, 'ratios are off')}.")
     length = rollout.max_completion_length
     _overlong(c, length, report)
-    if c.task.name == "reverse" and length < (needed := c.task.num_digits + 1):
-        setting, needs = f"task.num_digits={c.task.num_digits}", f"rollout.max_completion_length >= {needed}"
-        reason = "The answer is the digits and the end of the sequence; a shorter completion is never right."
-        report.refuse(setting, needs, length, reason, f"rollout.max_completion_length={needed}")
-    elif c.task.name != "reverse" and length < 16:
+    if c.task.name == "reverse":
+        room_for_answer(c.task.num_digits, "rollout.max_completion_length", length, report)
+    elif length < 16:
         what = f"rollout.max_completion_length={length}"
         report.note(f"{what} is made for task=reverse; other tasks usually need longer answers.")
+
+
+def room_for_answer(digits: int, key: str, length: int, report: Report) -> None:
+    """Room for the right answer of task=reverse; key: of the longest completion."""
+    if length <= digits:
+        reason = "The answer is the digits and the end of the sequence; a shorter completion is never right."
+        report.refuse(f"task.num_digits={digits}", f"{key} >= {digits + 1}", length, reason, f"{key}={digits + 1}")
 
 
 def _overlong(c: Any, length: int, report: Report) -> None:
@@ -59,15 +56,14 @@ def _overlong(c: Any, length: int, report: Report) -> None:
         use = "rollout.lag or rollout.max_sampling_rounds=1"
         report.refuse(setting, "rollout.max_staleness=null", c.rollout.max_staleness, reason, use)
     if buffer is None:
-        if penalty != 1:
-            setting, reason = f"rollout.overlong_penalty={text(penalty)}", "It would be ignored."
-            use = "rollout.overlong_penalty=1.0"
-            report.refuse(setting, "rollout.overlong_buffer, in tokens", None, reason, use)
+        where, use = ("rollout.overlong_buffer, in tokens", None), "rollout.overlong_buffer=TOKENS"
+        why = "nothing is too long"
+        report.refuse_ignored("rollout.overlong_penalty", penalty, where, why, use, off=1)
         return
-    setting = f"rollout.overlong_buffer={buffer}"
     if buffer > length:
         needs, reason = f"at most rollout.max_completion_length={length}", "It is the end of the longest completion."
-        report.refuse(setting, needs, buffer, reason, f"rollout.overlong_buffer={max(1, length // 5)}")
+        report.refuse_value("rollout.overlong_buffer", buffer, needs, reason, max(1, length // 5))
+    setting = f"rollout.overlong_buffer={buffer}"
     if c.advantage.estimator == "max_rl":
         needs, reason = "another advantage than max_rl", "It makes rewards negative, by whose mean max_rl would divide."
         report.refuse(setting, needs, "advantage=max_rl", reason, "advantage=grpo")
@@ -76,25 +72,17 @@ def _overlong(c: Any, length: int, report: Report) -> None:
         report.note(f"{setting} with rollout.max_completion_length={length} punishes {right}, for its length.")
 
 
-def _of_group(group: str, typed: list[str]) -> list[str]:
-    return [override for override in typed if override.partition("=")[0].partition(".")[0] == group]
-
-
 def model(c: Any, report: Report) -> None:
     model = c.model
     if model.name == "tiny":
         width, heads = model.hidden_size, model.num_heads
         if width % heads:
-            reason, use = "Every head takes an equal share of the width.", f"model.hidden_size={width + -width % heads}"
-            report.refuse(f"model.hidden_size={width}", f"a multiple of model.num_heads={heads}", width, reason, use)
-        if (longest := tokens_at_least(c)) > model.max_positions:
-            setting, needs = f"model.max_positions={model.max_positions}", f"the longest document, {longest} tokens"
-            reason = "The model has a position for every token of a document."
-            report.refuse(setting, needs, model.max_positions, reason, f"model.max_positions={longest}")
-        if model.fp32_lm_head:
-            reason, use = "It would change nothing: all of the tiny model is float32.", "model.fp32_lm_head=false"
-            report.refuse("model.fp32_lm_head=true", "model=huggingface", "model=tiny", reason, use)
-    elif model.path is not None and (model.path == "" or model.path.startswith((".", "/", "~"))):
+            needs, reason = f"a multiple of model.num_heads={heads}", "Every head takes an equal share of the width."
+            report.refuse_value("model.hidden_size", width, needs, reason, width + -width % heads)
+        room_for(c, tokens_at_least(c), "the longest document", report)
+        where, why = ("model=huggingface", "model=tiny"), "all of the tiny model is float32"
+        report.refuse_ignored("model.fp32_lm_head", model.fp32_lm_head, where, why, off=False)
+    elif is_local(model.path):
         existing(report, "model.path", model.path)
     coarse = model.name == "huggingface" and model.dtype != "float32" and not model.fp32_lm_head
     family = family_of_config(c)
@@ -107,33 +95,54 @@ def model(c: Any, report: Report) -> None:
         )
 
 
-def task(c: Any, typed: list[str], report: Report) -> None:
-    """typed: the overrides that were typed, as far as they are known."""
-    task = c.task
-    if c.rollout.name == "recorded":
-        if (own := _of_group("task", typed)) and not is_on(c):
-            uses = "only gives model=tiny its characters" if c.model.name == "tiny" else "changes nothing"
-            report.note(f"{' '.join(own)} {uses}: with rollout=recorded prompts and rewards come from rollout.path.")
+def lora(c: Any, report: Report) -> None:
+    """What LoRA's keys need of the model, of the processes and of one another."""
+    model = c.model
+    if model.name != "huggingface":
         return
-    if task.name != "reverse":
-        scoring.chat(c, report)
-    if task.name == "reasoning_gym":
-        installed(report, "task=reasoning_gym", "reasoning_gym", "reasoning-gym")
-    elif task.name == "prompts":
-        existing(report, "task.path", task.path)
-        if "math_verify" in scoring.verifiers(task, report):
-            installed(report, "math_verify among the verifiers", "math_verify", "math-verify")
-        scoring.processes(task, report)
+    if model.lora_rank is None:
+        for key in ("lora_alpha", "lora_targets"):
+            where, off = ("model.lora_rank", None), report.usual(f"model.{key}")
+            why, use = "there are no adapters", "model.lora_rank=16"
+            report.refuse_ignored(f"model.{key}", getattr(model, key), where, why, use, off)
+        return
+    setting = f"model.lora_rank={model.lora_rank}"
+    installed(report, setting, "peft", "lora")
+    if model.random_weights:
+        reason = "Nearly all weights would stay random, and a checkpoint holds the adapters alone."
+        use = "model.lora_rank=null or model.random_weights=false"
+        report.refuse(setting, "a model that was trained", "model.random_weights=true", reason, use)
+    for axis in ("tensor_parallel", "pipeline_parallel"):
+        if (size := getattr(c.parallelism, axis)) > 1:
+            got, reason = f"parallelism.{axis}={size}", "Adapters stand beside whole matrices, and are stored together."
+            use = f"parallelism=ddp or parallelism=fsdp, with parallelism.{axis}=1"
+            report.refuse(setting, f"parallelism.{axis}=1", got, reason, use)
+    targets, needs = model.lora_targets, None
+    reason = "They say which layers get adapters."
+    if any(not isinstance(one, str) for one in targets):
+        needs = "names"
+    elif not targets or "" in targets or len(set(targets)) < len(targets):
+        needs = "names, each of them once"
+    elif "all-linear" in targets and len(targets) > 1:
+        needs = "all-linear by itself or names alone"
+        reason = "All linear layers but the head get adapters then; the other names would be ignored."
+    if needs:
+        report.refuse_value("model.lora_targets", targets, needs, reason, ["all-linear"])
+
+
+def room_for(c: Any, tokens: int, of: str, report: Report) -> None:
+    """The tiny model's positions for a document of so many tokens."""
+    if c.model.name == "tiny" and tokens > c.model.max_positions:
+        needs, reason = f"{of}, {tokens} tokens", "The model has a position for every token of a document."
+        report.refuse_value("model.max_positions", c.model.max_positions, needs, reason, tokens)
 
 
 def kernel(c: Any, report: Report) -> None:
     memory, chosen = c.kernel.logits_memory_mb, c.kernel.implementation
     splits = chosen == "auto" and c.loss.num_splits != 1
-    if memory is not None and (splits or chosen not in ("auto", "fused_linear")):
-        setting, reason = f"kernel.logits_memory_mb={memory}", "It would be ignored: the logits are materialised."
-        use = "kernel.logits_memory_mb=null" if splits else "kernel=fused_linear or kernel.logits_memory_mb=null"
-        needs = "loss.num_splits=1" if splits else "kernel=auto or kernel=fused_linear"
-        report.refuse(setting, needs, c.loss.num_splits if splits else chosen, reason, use)
+    if splits or chosen not in ("auto", "fused_linear"):
+        where = ("loss.num_splits=1", c.loss.num_splits) if splits else ("kernel=auto or kernel=fused_linear", chosen)
+        report.refuse_ignored("kernel.logits_memory_mb", memory, where, "the logits are materialised")
     if needs_gpu(c) and c.trainer.device == "cpu":
         refuse_triton("trainer.device=cpu", report)
 
@@ -148,8 +157,8 @@ def refuse_triton(got: str, report: Report) -> None:
     report.refuse("kernel=triton", "a GPU", got, reason, "kernel=torch")
 
 
-def optimizer(c: Any, usual_rate: float | None, report: Report) -> None:
-    """usual_rate: the default learning rate for models of this kind."""
+def optimizer(c: Any, report: Report) -> None:
+    usual_rate = report.usual("optimizer.learning_rate")  # for models of this kind
     warmup, steps, rate = c.optimizer.warmup_steps, c.trainer.max_steps, c.optimizer.learning_rate
     if warmup >= steps:
         settings = f"optimizer.warmup_steps={warmup} with trainer.max_steps={steps}"
@@ -162,10 +171,8 @@ def optimizer(c: Any, usual_rate: float | None, report: Report) -> None:
 
 
 def trainer(c: Any, report: Report) -> None:
-    t = c.trainer
-    if not re.fullmatch("auto|cpu|cuda", str(t.device)):
-        reason = "auto takes a GPU if there is one."
-        report.refuse(f"trainer.device={t.device}", "auto, cpu or cuda", t.device, reason, "trainer.device=auto")
+    if (device := str(c.trainer.device)) not in ("auto", "cpu", "cuda"):
+        report.refuse_value("trainer.device", device, "auto, cpu or cuda", "auto takes a GPU if there is one.", "auto")
 
 
 def tracking(c: Any, report: Report) -> None:
@@ -173,13 +180,11 @@ def tracking(c: Any, report: Report) -> None:
     if t.run_name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", str(t.run_name)):
         needs = "1 to 80 letters, digits, '.', '_' or '-', a letter or digit first"
         safe = re.sub(r"[^A-Za-z0-9._-]+", "-", str(t.run_name)).strip("-._")[:80] or "run"
-        reason = "It is also the name of the run directory."
-        report.refuse(f"tracking.run_name={t.run_name}", needs, t.run_name, reason, f"tracking.run_name={safe}")
+        report.refuse_value("tracking.run_name", t.run_name, needs, "It is also the name of the run directory.", safe)
     for key, off in (("uri", None), ("experiment", None), ("system_metrics", False)):
-        value = getattr(t, key)
-        if t.name == "none" and value != off:
-            setting, use = f"tracking.{key}={text(value)}", f"tracking=mlflow or tracking.{key}={text(off)}"
-            report.refuse(setting, "tracking=mlflow", "tracking=none", "It would be ignored.", use)
+        if t.name == "none":
+            where, why = ("tracking=mlflow", "tracking=none"), "nothing is tracked"
+            report.refuse_ignored(f"tracking.{key}", getattr(t, key), where, why, off=off)
     if t.name == "mlflow" and not t.experiment:
         reason = "MLflow keeps runs in experiments."
         report.refuse("tracking=mlflow", "tracking.experiment", t.experiment, reason, "tracking.experiment=pgtoolkit")
@@ -199,7 +204,7 @@ def _uri(uri: str, report: Report) -> None:
         report.refuse(f"tracking.uri={hidden}", "an address without user, password or key", "one with", reason, use)
     elif scheme not in ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks"):
         needs, reason = "sqlite:///FILE, http(s)://HOST:PORT or a database", "MLflow refuses plain files as a store."
-        report.refuse(f"tracking.uri={uri}", needs, uri, reason, "tracking.uri=sqlite:///outputs/mlflow.db")
+        report.refuse_value("tracking.uri", uri, needs, reason, "sqlite:///outputs/mlflow.db")
     elif scheme == "sqlite" and os.path.isdir(uri.partition(":///")[2] or "."):
         reason, use = "SQLite keeps a store in one file.", "tracking.uri=sqlite:///outputs/mlflow.db"
         report.refuse(f"tracking.uri={uri}", "sqlite:///FILE", "a folder", reason, use)
@@ -233,7 +238,12 @@ def existing(report: Report, path: str, value: Any) -> None:
     place = os.path.expanduser(value)  # as the functions of os.path, at home with any text
     if value == "" or (not os.path.exists(place) and not glob.glob(place, recursive=True)):
         reason = "There is nothing at that path, seen from the current directory."
-        report.refuse(f"{path}={value}", "an existing file, folder or glob", value, reason, f"{path}=PATH")
+        report.refuse_value(path, value, "an existing file, folder or glob", reason, "PATH")
+
+
+def is_local(path: str | None) -> bool:
+    """Whether the path of a model is one by its beginning, and no name on the Hugging Face hub."""
+    return path is not None and (path == "" or path.startswith((".", "/", "~")))
 
 
 def launcher(hydra: Any, report: Report) -> None:
@@ -244,10 +254,9 @@ def launcher(hydra: Any, report: Report) -> None:
             setting = f"hydra/{kind}={hydra.runtime.choices.get(f'hydra/{kind}')}"
             installed(report, setting, plugin, _EXTRAS[plugin])
     if "n_jobs" in hydra.launcher and "fail_fast" in hydra.launcher:
-        n_jobs, key = hydra.launcher.n_jobs, "hydra.launcher.n_jobs"
+        n_jobs = hydra.launcher.n_jobs
         if not (is_whole(n_jobs) and n_jobs >= 1):
-            setting, reason = f"{key}={text(n_jobs)}", "It counts jobs at a time."
-            report.refuse(setting, "a whole number >= 1", n_jobs, reason, f"{key}=1")
+            report.refuse_value("hydra.launcher.n_jobs", n_jobs, "a whole number >= 1", "It counts jobs at a time.", 1)
 
 
 _EXTRAS = {

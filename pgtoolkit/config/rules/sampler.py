@@ -1,14 +1,15 @@
-"""The rules on who writes the completions."""
+"""The rules on who writes the completions, and when: the sampler, rollout.lag and rollout.max_staleness."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
 from pgtoolkit.config.evaluation import samples
+from pgtoolkit.config.plan import documents_per_batch
 from pgtoolkit.config.rules.parallelism import world_size
+from pgtoolkit.config.schedule import steps_of
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, is_whole, text
 
@@ -29,37 +30,29 @@ _SET = {
 """Options of vLLM that pgtk gives it, and the keys that they come from."""
 
 
-def sampler(c: Any, typed: list[str], usual: Callable[[str], Any], report: Report) -> None:
-    """typed: the overrides that were typed, as far as they are known. usual: a key's default."""
-    if not samples(c):
-        if own := [override for override in typed if override.partition("=")[0].partition(".")[0] == "sampler"]:
-            reason, needs = "It would be ignored: nothing is sampled.", "rollout=policy or evaluation.every > 0"
-            report.refuse(
-                " ".join(own),
-                needs,
-                "rollout=recorded",
-                reason,
-                "rollout=policy or evaluation.every=20, or leave it out",
-            )
-    elif c.sampler.name == "vllm":
-        _vllm(c, usual, report)
+def sampler(c: Any, report: Report) -> None:
+    if samples(c):
+        if c.sampler.name == "vllm":
+            _vllm(c, report)
+    elif own := report.typed_of("sampler"):
+        reason, needs = "It would be ignored: nothing is sampled.", "rollout=policy or evaluation.every > 0"
+        use = "rollout=policy or evaluation.every=20, or leave it out"
+        report.refuse(" ".join(own), needs, "rollout=recorded", reason, use)
 
 
-def _vllm(c: Any, usual: Callable[[str], Any], report: Report) -> None:
+def _vllm(c: Any, report: Report) -> None:
     own, world = c.sampler, world_size(c.parallelism)
     for name in ("urls", "arguments", "gpus"):
         if not isinstance(getattr(own, name), list | None):  # as an interpolation may give
-            use = f"sampler.{name}={text(usual(f'sampler.{name}'))}"
+            use = f"sampler.{name}={text(report.usual(f'sampler.{name}'))}"
             report.refuse(f"sampler.{name}", "a list", "something else", "It has any number of entries.", use)
             return
     if own.urls:
         _urls(own.urls, report)
+        where, why = ("sampler.urls=[]", text(own.urls)), "it says how servers are started, and these run already"
         for name in _OF_STARTED:
-            value = getattr(own, name)
-            if value != usual(f"sampler.{name}"):
-                reason = "It says how servers are started, and would be ignored by those that run already."
-                setting = f"sampler.{name}={text(value)}"
-                report.refuse(setting, "sampler.urls=[]", text(own.urls), reason, "sampler.urls=[], or leave it out")
+            key = f"sampler.{name}"
+            report.refuse_ignored(key, getattr(own, name), where, why, off=report.usual(key))
     else:
         _started(c, world, report)
     if world > 1 and own.answer_seconds > (most := c.parallelism.timeout_seconds):
@@ -90,8 +83,7 @@ def _started(c: Any, world: int, report: Report) -> None:
     except ValueError:  # a quotation mark that is not closed
         command = []
     if not command:
-        reason, use = "It is how vLLM is called.", "sampler.executable=vllm"
-        report.refuse(f"sampler.executable={own.executable}", "a command", own.executable, reason, use)
+        report.refuse_value("sampler.executable", own.executable, "a command", "It is how vLLM is called.", "vllm")
     for argument in own.arguments:
         option = argument.partition("=")[0]
         if option in _SET:
@@ -100,11 +92,9 @@ def _started(c: Any, world: int, report: Report) -> None:
             report.refuse(f"sampler.arguments={got}", f"no {option}", argument, reason, use)
     if own.gpus is None:
         if own.tensor_parallel > 1:
-            setting, reason = (
-                f"sampler.tensor_parallel={own.tensor_parallel}",
-                "A server on the training GPU has that one.",
-            )
-            report.refuse(setting, "sampler.gpus", "null", reason, "sampler.gpus=[1,2] or sampler.tensor_parallel=1")
+            reason = "A server on the training GPU has that one."
+            use = "sampler.gpus=[1,2] or sampler.tensor_parallel=1"
+            report.refuse(f"sampler.tensor_parallel={own.tensor_parallel}", "sampler.gpus", "null", reason, use)
         return
     gpus, setting, size = own.gpus, f"sampler.gpus={text(own.gpus)}", own.tensor_parallel
     first = 0 if c.trainer.device == "cpu" else world
@@ -117,3 +107,41 @@ def _started(c: Any, world: int, report: Report) -> None:
     elif min(gpus) < first:
         needs, reason = f"numbers from {first} on", f"Training takes GPU 0{f' to {first - 1}' if first > 1 else ''}."
         report.refuse(setting, needs, min(gpus), reason, f"{use}, or sampler.gpus=null to share it")
+
+
+def schedule(c: Any, report: Report) -> None:
+    if c.rollout.name != "policy":
+        return
+    lag, most = c.rollout.lag, c.rollout.max_staleness
+    if lag and most is not None:
+        reason = "The one says how old documents are, the other how old they may become."
+        use = "rollout.lag=0 or rollout.max_staleness=null"
+        report.refuse(f"rollout.lag={lag}", "rollout.max_staleness=null", most, reason, use)
+    elif lag or most is not None:
+        setting = f"rollout.lag={lag}" if lag else f"rollout.max_staleness={most}"
+        if c.accumulation.docs_per_step == 0:
+            reason = "How many steps of so many micro-batches lie before a batch is not known ahead."
+            report.refuse(setting, "accumulation.docs_per_step > 0", 0, reason, "accumulation=dynamic")
+        elif most is not None:
+            _overlap(c, setting, report)
+
+
+def _overlap(c: Any, setting: str, report: Report) -> None:
+    """Training and sampling at the same time."""
+    most, last, old = c.rollout.max_staleness, c.accumulation.last_step, c.rollout.old_log_probs
+    if old != "sampling":
+        reason = "When a batch is there, the weights that wrote it are gone; others would give another ratio."
+        report.refuse(setting, "rollout.old_log_probs=sampling", old, reason, "rollout.old_log_probs=sampling")
+    if last == "carry":
+        reason = "Where a step is of two batches, the second is needed before the first is used up."
+        report.refuse(setting, "accumulation.last_step=short or drop", last, reason, "accumulation.last_step=short")
+        return
+    own = steps_of(documents_per_batch(c.rollout), c.accumulation)
+    if most < own:
+        needs, reason = f"at least the {own} steps of a batch", "Below it, there is nothing to train meanwhile."
+        report.refuse(setting, needs, most, reason, f"rollout.max_staleness={2 * own - 1}")
+    elif most > (longest := 2 * own - 1):
+        report.note(
+            f"{setting}: no document is trained more than {longest} updates after the weights that wrote it, since "
+            f"one batch is sampled while the one before, of {own} steps, is trained."
+        )

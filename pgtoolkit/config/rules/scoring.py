@@ -1,10 +1,12 @@
-"""The rules on what a model is asked and how it is scored: chats, stop strings, verifiers and their processes."""
+"""The rules on the task, what a model is asked and how it is scored: chats, stop strings, verifiers."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
+from pgtoolkit.config.evaluation import is_on
+from pgtoolkit.config.rules.run import existing, installed
 from pgtoolkit.config.rules.step import importable
 from pgtoolkit.system.report import Report, is_number, text
 
@@ -15,7 +17,29 @@ _KEYS = ("verifier", "weight", "pattern")
 _EXAMPLE = "'task.verifiers={answer: {verifier: math_verify}, short: {verifier: my_module.short, weight: 0.1}}'"
 
 
-def chat(c: Any, report: Report) -> None:
+def task(c: Any, report: Report) -> None:
+    if c.rollout.name == "recorded":
+        if (own := report.typed_of("task")) and not is_on(c):
+            uses = "only gives model=tiny its characters" if c.model.name == "tiny" else "changes nothing"
+            report.note(f"{' '.join(own)} {uses}: with rollout=recorded prompts and rewards come from rollout.path.")
+        return
+    if c.task.name != "reverse":
+        _chat(c, report)
+    prompts(c.task, report)
+
+
+def prompts(task: Any, report: Report) -> None:
+    """What the task of training, or of a set of held-out prompts, needs."""
+    if task.name == "reasoning_gym":
+        installed(report, "task=reasoning_gym", "reasoning_gym", "reasoning-gym")
+    elif task.name == "prompts":
+        existing(report, "task.path", task.path)
+        if "math_verify" in _verifiers(task, report):
+            installed(report, "math_verify among the verifiers", "math_verify", "math-verify")
+        _processes(task, report)
+
+
+def _chat(c: Any, report: Report) -> None:
     """A system message needs a chat template; whether the model's tokenizer has one, only the tokenizer knows."""
     system = c.task.system_prompt
     if not isinstance(system, str):
@@ -28,15 +52,15 @@ def chat(c: Any, report: Report) -> None:
 
 
 def stop(c: Any, report: Report) -> None:
-    given = c.rollout.stop
+    given = getattr(c.rollout, "stop", [])
     if not isinstance(given, list) or not all(isinstance(one, str) for one in given):  # as an interpolation may give
         reason, use = "Each of them ends a completion.", "rollout.stop=[]"
         report.refuse("rollout.stop", "a list of texts", "something else", reason, use)
         return
-    for one in c.rollout.stop:
+    for one in given:
         if one == "":
             reason = "Every completion contains it."
-            report.refuse(f"rollout.stop={c.rollout.stop}", "texts that are not empty", "''", reason, "rollout.stop=[]")
+            report.refuse(f"rollout.stop={given}", "texts that are not empty", "''", reason, "rollout.stop=[]")
         _backslashes("rollout.stop", one, report)
 
 
@@ -48,14 +72,16 @@ def _backslashes(key: str, value: str, report: Report) -> None:
         )
 
 
-def verifiers(task: Any, report: Report) -> set[str]:
+def _verifiers(task: Any, report: Report) -> set[str]:
     """Exactly one of task.verifier and task.verifiers, each with what it needs; returns those that are used."""
     if not hasattr(task.verifiers, "__dict__"):  # as an interpolation may give
         report.refuse("task.verifiers", "a dictionary", task.verifiers, "It names the verifiers.", _EXAMPLE)
         return set()
     several = vars(task.verifiers)
     if several:
-        _instead_of_one(task, report)
+        where, why = ("task.verifiers={}", text([*several])), "those score the completions"
+        for key in ("verifier", "pattern"):
+            report.refuse_ignored(f"task.{key}", getattr(task, key), where, why)
         for name, one in several.items():
             if _entry(f"task.verifiers.{name}", name, one, report):
                 _verifier(f"task.verifiers.{name}.", one.verifier, getattr(one, "pattern", None), report)
@@ -66,14 +92,6 @@ def verifiers(task: Any, report: Report) -> set[str]:
     else:
         _verifier("task.", task.verifier, task.pattern, report)
     return {str(task.verifier)}
-
-
-def _instead_of_one(task: Any, report: Report) -> None:
-    for key in ("verifier", "pattern"):
-        value = getattr(task, key)
-        if value is not None:
-            reason, use = "It would be ignored: those score the completions.", f"task.{key}=null"
-            report.refuse(f"task.{key}={value} with task.verifiers", "to be null", value, reason, use)
 
 
 def _entry(key: str, name: str, one: Any, report: Report) -> bool:
@@ -90,11 +108,10 @@ def _entry(key: str, name: str, one: Any, report: Report) -> bool:
     else:
         weight, shape = given.get("weight", 1), given.get("pattern")
         if not (is_number(weight) and 0 < abs(weight) <= 1e6):
-            reason, use = "The reward is the sum of weight x score.", f"{key}.weight=1"
-            report.refuse(f"{key}.weight={text(weight)}", "a number up to 1e6, not 0", weight, reason, use)
+            reason = "The reward is the sum of weight x score."
+            report.refuse_value(f"{key}.weight", weight, "a number up to 1e6, not 0", reason, 1)
         if not (shape is None or isinstance(shape, str)):
-            reason, use = "It is a regular expression.", f"{key}.pattern=null"
-            report.refuse(f"{key}.pattern={text(shape)}", "a text", shape, reason, use)
+            report.refuse_value(f"{key}.pattern", shape, "a text", "It is a regular expression.", None)
     return len(report.problems) == before
 
 
@@ -105,9 +122,9 @@ def _verifier(prefix: str, name: str, shape: str | None, report: Report) -> None
         importable(report, f"{prefix}verifier", str(name), "It scores the completions.", alternatives)
     if name == "regular_expression":
         _pattern(prefix, shape, report)
-    elif shape is not None:
-        reason, use = f"It would be ignored by verifier={name}.", f"{prefix}pattern=null"
-        report.refuse(f"{prefix}pattern={shape}", f"{prefix}verifier=regular_expression", name, reason, use)
+    else:
+        where = (f"{prefix}verifier=regular_expression", name)
+        report.refuse_ignored(f"{prefix}pattern", shape, where, "other verifiers take none")
 
 
 def _pattern(prefix: str, shape: str | None, report: Report) -> None:
@@ -124,13 +141,12 @@ def _pattern(prefix: str, shape: str | None, report: Report) -> None:
     report.refuse(f"{prefix}verifier=regular_expression", f"{prefix}pattern with one group", got, reason, use)
 
 
-def processes(task: Any, report: Report) -> None:
+def _processes(task: Any, report: Report) -> None:
     """A time limit and the processes that can keep it come together."""
     number, seconds = task.verifier_processes, task.verifier_seconds
     if number > 0 and seconds is None:
         reason, use = "A verifier in a process of its own has a time limit.", "task.verifier_seconds=10"
         report.refuse(f"task.verifier_processes={number}", "task.verifier_seconds", None, reason, use)
-    if number == 0 and seconds is not None:
-        setting, use = f"task.verifier_seconds={text(seconds)}", "task.verifier_processes=4"
-        reason = "It would be ignored: only a process of its own can be ended."
-        report.refuse(setting, "task.verifier_processes >= 1", number, reason, f"{use} or task.verifier_seconds=null")
+    if number == 0:
+        where, why = ("task.verifier_processes >= 1", number), "only a process of its own can be ended"
+        report.refuse_ignored("task.verifier_seconds", seconds, where, why, "task.verifier_processes=4")

@@ -1,14 +1,16 @@
-"""The rules on what a step computes: loss, aggregation, advantages, accumulation."""
+"""The rules on what a step computes: loss, aggregation, correction, advantages, penalties, accumulation."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
+from pgtoolkit.config.plan import documents_per_batch, family_of_config, tokens_at_least, vocabulary_size
+from pgtoolkit.config.rules.run import existing, is_local
 from pgtoolkit.losses.corrections import configured as configured_correction
-from pgtoolkit.losses.families import Family, configured
 from pgtoolkit.system.functions import is_findable, kind_of
-from pgtoolkit.system.report import Report, text
+from pgtoolkit.system.model_folder import model_settings
+from pgtoolkit.system.report import Report, is_whole, text
 
 
 def loss(c: Any, report: Report) -> None:
@@ -27,21 +29,15 @@ def loss(c: Any, report: Report) -> None:
         report.refuse(setting, needs, "kernel=fused_linear", reason, "kernel=torch or loss.num_splits=1")
 
 
-def family_of_config(c: Any) -> Family | None:
-    """The family of a configuration; None for one of the user's own, which only a run imports."""
-    return None if c.loss.name == "custom" else configured(c.loss)
-
-
 def aggregation(c: Any, report: Report) -> None:
     mode, divisor, reducer = c.aggregation.mode, c.aggregation.divisor, c.aggregation.reducer
-    if mode == "constant" and divisor is None:
+    if mode != "constant":
+        why = "only aggregation=constant divides by it"
+        report.refuse_ignored("aggregation.divisor", divisor, ("aggregation=constant", mode), why)
+    elif divisor is None:
         reason = "aggregation=constant divides by it; it must not depend on the data."
-        use = f"aggregation.divisor={c.rollout.max_completion_length or 'LONGEST_COMPLETION'}"
-        report.refuse("aggregation.divisor=null", "a number", None, reason, use)
-    if mode != "constant" and divisor is not None:
-        reason = "It would be ignored: only aggregation=constant divides by it."
-        use = "aggregation=constant or aggregation.divisor=null"
-        report.refuse(f"aggregation.divisor={text(divisor)}", "aggregation=constant", mode, reason, use)
+        longest = c.rollout.max_completion_length or "LONGEST_COMPLETION"
+        report.refuse_value("aggregation.divisor", divisor, "a number", reason, longest)
     if reducer is not None:
         importable(report, "aggregation.reducer", str(reducer), "It is imported when the run starts.")
         report.note(f"aggregation.reducer={reducer} takes the place of aggregation={mode}.")
@@ -63,9 +59,8 @@ def correction(c: Any, report: Report) -> None:
     """Bounds in their order, and sampling log-probs that differ from the old ones by what a correction is for."""
     low, high = getattr(c.correction, "low", None), getattr(c.correction, "high", None)
     if low is not None and low > high:
-        reason = "It is the lower of two bounds."
-        use = f"correction.low={text(high)} or a larger correction.high"
-        report.refuse(f"correction.low={text(low)}", f"at most correction.high={text(high)}", low, reason, use)
+        needs = f"at most correction.high={text(high)}"
+        report.refuse_value("correction.low", low, needs, "It is the lower of two bounds.", high)
         c.correction.low = None  # for the sake of what follows
     chosen, setting, rollout = configured_correction(c.correction), f"correction={c.correction.name}", c.rollout
     if chosen is None:
@@ -97,26 +92,63 @@ def advantage(c: Any, report: Report) -> None:
         report.refuse(f"advantage={estimator}", "rollout.group_size >= 2", size, reason, "rollout.group_size=8")
 
 
+def penalties(c: Any, report: Report) -> None:
+    """The KL against a reference, and which reference there is."""
+    kind, reference = c.kl.kind, c.kl.reference
+    if kind == "none":
+        where, why = ("kl=k1, k2, k3 or k3_ratio", "kl=none"), "there is no penalty against a reference"
+        for key in ("coefficient", "reference"):
+            report.refuse_ignored(f"kl.{key}", getattr(c.kl, key), where, why, use="kl=k3")
+        return
+    if c.kl.coefficient is None:
+        reason = "The penalty is multiplied by it."
+        report.refuse(f"kl={kind}", "kl.coefficient, a number", None, reason, "kl.coefficient=0.04")
+    if reference is None:
+        use = "kl.reference=initial for the run's first weights, or kl=none"
+        report.refuse(f"kl={kind}", "kl.reference", None, "A penalty pulls to something.", use)
+    if reference == "recorded" and c.rollout.name != "recorded":
+        reason = "The reference's log-probs of completions that are still to be sampled are in no file."
+        report.refuse("kl.reference=recorded", "rollout=recorded", "rollout=policy", reason, "kl.reference=initial")
+    if is_local(reference):
+        existing(report, "kl.reference", reference)
+    sizes = vocabulary_size(c.model, c.task), model_settings(reference).get("vocab_size")
+    if all(is_whole(size) for size in sizes) and sizes[0] != sizes[1]:
+        reason = "Its log-probs would be those of other tokens."
+        use = "a model of the same family, or kl.reference=initial"
+        report.refuse(f"kl.reference={reference}", f"a vocabulary of {sizes[0]} entries", sizes[1], reason, use)
+    if needs_model(c) and (stages := c.parallelism.pipeline_parallel) > 1:
+        reason = "The stages hand on the training policy's hidden states, and no others."
+        use = "kl.reference=recorded, or parallelism.pipeline_parallel=1"
+        report.refuse(f"kl={kind}", "parallelism.pipeline_parallel=1", stages, reason, use)
+    if kind == "k1" and c.accumulation.docs_per_step == documents_per_batch(c.rollout):
+        report.note(
+            "kl=k1 with one optimizer step per batch of rollouts: the gradient of the penalty has mean 0 on the "
+            "policy's own samples, so that it adds noise and pulls nowhere."
+        )
+
+
+def needs_model(c: Any) -> bool:
+    """Whether a second model computes the reference's log-probs."""
+    return c.kl.kind != "none" and c.kl.reference != "recorded"
+
+
 def accumulation(c: Any, report: Report) -> None:
     docs, fixed = c.accumulation.docs_per_step, c.accumulation.micro_batches_per_step
-    tokens, last = c.accumulation.max_tokens, c.accumulation.last_step
     if docs == 0 and fixed is None:
         reason = "With docs_per_step=0 a step is a fixed number of micro-batches."
         needs, use = "accumulation.micro_batches_per_step >= 1", "accumulation=fixed"
         report.refuse("accumulation.docs_per_step=0", needs, fixed, reason, use)
-    if docs > 0 and fixed is not None:
-        reason = "It would be ignored: documents are counted, not micro-batches."
-        setting, use = f"accumulation.micro_batches_per_step={fixed}", "accumulation.micro_batches_per_step=null"
-        report.refuse(setting, "accumulation.docs_per_step=0", docs, reason, use)
-    if (longest := tokens_at_least(c)) > tokens:
-        setting = f"accumulation.max_tokens={tokens}"
+    if docs > 0:
+        key, why = "accumulation.micro_batches_per_step", "documents are counted, not micro-batches"
+        report.refuse_ignored(key, fixed, ("accumulation.docs_per_step=0", docs), why)
+    if (longest := tokens_at_least(c)) > (tokens := c.accumulation.max_tokens):
         reason = "A document is never split over micro-batches, so the longest must fit into one."
         needs = f"at least the longest document, {longest} tokens"
-        report.refuse(setting, needs, tokens, reason, f"accumulation.max_tokens={longest}")
+        report.refuse_value("accumulation.max_tokens", tokens, needs, reason, longest)
     if c.aggregation.mode == "prompt_mean":
         _prompt_mean(c, docs, report)
     if c.rollout.name == "policy" and docs > 0:
-        _steps_per_batch(c, docs, last, report)
+        _steps_per_batch(c, docs, c.accumulation.last_step, report)
 
 
 def _prompt_mean(c: Any, docs: int, report: Report) -> None:
@@ -132,7 +164,7 @@ def _prompt_mean(c: Any, docs: int, report: Report) -> None:
 
 
 def _steps_per_batch(c: Any, docs: int, last: str, report: Report) -> None:
-    batch = c.rollout.prompts_per_batch * c.rollout.group_size
+    batch = documents_per_batch(c.rollout)
     if docs > batch and last == "drop":
         reason = "No batch of rollouts fills a step, so every one would be dropped."
         needs = f"accumulation.docs_per_step <= {batch}, the documents of a batch"
@@ -151,18 +183,3 @@ def _steps_per_batch(c: Any, docs: int, last: str, report: Report) -> None:
             "one optimizer step per batch of rollouts: every ratio is 1, nothing is clipped, and the losses differ "
             "only in their weights."
         )
-
-
-def longest_document(config: Any) -> tuple[int | None, int | None]:
-    """(prompt, completion) tokens of the longest document, each None where only the data knows."""
-    prompt = None
-    if config.task.name == "reverse" and config.model.name == "tiny" and config.rollout.name == "policy":
-        prompt = config.task.num_digits + 1
-    elif config.task.name != "reverse" and config.rollout.name == "policy":
-        prompt = config.task.max_prompt_length
-    return prompt, config.rollout.max_completion_length
-
-
-def tokens_at_least(config: Any) -> int:
-    """Tokens that the longest document has at least."""
-    return sum(tokens or 1 for tokens in longest_document(config))
