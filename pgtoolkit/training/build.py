@@ -120,9 +120,8 @@ def _source(config: Config, task, module: PolicyGradientModule, room: int, resum
     needs += ("sampling_log_probs",) if correction is not None and not correction.of_policy else ()
     needs += ("ref_log_probs",) if config.kl.reference == "recorded" else ()
     vocabulary_size, reads = module.policy.vocabulary_size, module.loss.reads_old_log_probs
-    source = RecordedRollouts(rollout, estimator, vocabulary_size, config.seed, needs, room, reads)
-    source.accept_changed = config.trainer.accept_changed_data
-    return source
+    accepts = config.trainer.accept_changed_data
+    return RecordedRollouts(rollout, estimator, vocabulary_size, config.seed, needs, room, reads, accepts)
 
 
 def evaluator_of(
