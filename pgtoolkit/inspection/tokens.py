@@ -24,7 +24,7 @@ from pgtoolkit.inspection.tokens_step import MadeStep, compared, make_again
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.runs.directory import config_drift, read_metrics
 from pgtoolkit.system.functions import FUNCTIONS
-from pgtoolkit.system.report import key_of, refusal
+from pgtoolkit.system.report import key_of
 from pgtoolkit.tracking.next_commands import shell_path
 from pgtoolkit.training.checkpoint import load_newest
 from pgtoolkit.training.loss import loss_of
@@ -72,18 +72,18 @@ class Inspected:
     columns: list[Column]
 
 
-def inspect(target: str | None, overrides: list[str], number: int | None) -> Inspected:
-    """The step of a run, or of a run that would be started on recorded rollouts or without anything.
+def inspect(target: str, overrides: list[str], number: int | None) -> Inspected:
+    """The step of a run, or of a run that would be started on recorded rollouts.
 
-    target: a run directory, a file or folder of recorded rollouts, or None. overrides: keys of the loss, with several
+    target: a run directory, or a file or folder of recorded rollouts. overrides: keys of the loss, with several
     values separated by commas, are what stands side by side; others configure what is no run. number: of the step;
     None for the last one of the batch that the newest checkpoint stands before.
     Raises ConfigError, DataError for a step that is not the one that the run has made, and what training raises.
     """
-    run_dir = Path(target) if target and is_run(Path(target)) else None
+    run_dir = Path(target) if is_run(Path(target)) else None
     of_loss = [one for one in overrides if key_of(one).split(".")[0] in OF_THE_LOSS]
     others = [one for one in overrides if one not in of_loss]
-    if target and not run_dir:
+    if not run_dir:
         others = [*_reading(target), *others]
     named = _named_by_the_run(run_dir, of_loss)
     varied = [one for one in of_loss if one not in named]
@@ -93,9 +93,6 @@ def inspect(target: str | None, overrides: list[str], number: int | None) -> Ins
     if run_dir and (others or named):
         _refuse_another_run(run_dir, own.config)
     config = OmegaConf.to_object(own.config)
-    if run_dir is None and (path := getattr(config.rollout, "save_path", None)):
-        setting, reason = f"rollout.save_path={path}", "A page is made, and no run."
-        raise ConfigError(refusal(setting, "to be left out", "a folder", reason, "rollout.save_path=null"))
     rows = read_metrics(run_dir / "metrics.jsonl") if run_dir else []
     number, checkpoint = _begin(run_dir, config, number, [row["step"] for row in rows])
     made = make_again(config, checkpoint, number)
@@ -107,7 +104,7 @@ def inspect(target: str | None, overrides: list[str], number: int | None) -> Ins
         beside = _composed(run_dir, others, [_with_functions([f"loss={name}"], named) for name in others_of_it])
     columns = list(_columns(made, [own, *beside]))
     title = "this run: " if run_dir else ""
-    name = Path(target).resolve().name if target else "new-run"
+    name = Path(target).resolve().name
     return Inspected(name, title, number, [*facts, *_notes(config, made, columns)], made, common_vectors(made), columns)
 
 

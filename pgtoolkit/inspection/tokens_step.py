@@ -123,18 +123,15 @@ class RecordedBatches(Source):
 
     def __init__(self, folder: Path, rollout: PolicyRolloutConfig, vocabulary_size: int):
         self._folder = folder
-        self._size = rollout.prompts_per_batch * rollout.group_size
+        self.batch_size = rollout.prompts_per_batch * rollout.group_size
         self._rules = Rules(vocabulary_size, ("old_log_probs", "advantage"))
         self._batch: tuple[int, list[Document]] = (-1, [])
 
     def document(self, position: int) -> Document:
-        number, place = divmod(position, self._size)
+        number, place = divmod(position, self.batch_size)
         if number != self._batch[0]:
             self._batch = (number, self._read(number))
         return self._batch[1][place]
-
-    def batch_end(self, position: int) -> int:
-        return (position // self._size + 1) * self._size
 
     def _read(self, number: int) -> list[Document]:
         path = batch_file(self._folder, number)
@@ -144,8 +141,8 @@ class RecordedBatches(Source):
                 "step are in it. Restore it, or use another --step."
             )
         rows = [parse_row(raw, self._rules) for _, _, raw in open_files([path], FIELDS)[0].rows()]
-        if len(rows) != self._size or not all(isinstance(row, Row) for row in rows):
-            raise DataError(f"{path} needs the {self._size} documents of a batch (got others). Restore it.")
+        if len(rows) != self.batch_size or not all(isinstance(row, Row) for row in rows):
+            raise DataError(f"{path} needs the {self.batch_size} documents of a batch (got others). Restore it.")
         return [row.document(None, row.group_id, row.id) for row in rows]
 
 

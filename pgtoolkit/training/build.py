@@ -135,9 +135,7 @@ def _source(config: Config, task, module: PolicyGradientModule, room: int, resum
     needs += ("sampling_log_probs",) if correction is not None and not correction.of_policy else ()
     needs += ("ref_log_probs",) if config.kl.reference == "recorded" else ()
     how = config.advantage.estimator.value, module.policy.vocabulary_size, config.seed, needs, room
-    source = RecordedRollouts(rollout, *how, module.loss.reads_old_log_probs)
-    source.accept_changed = config.trainer.accept_changed_data
-    return source
+    return RecordedRollouts(rollout, *how, module.loss.reads_old_log_probs, config.trainer.accept_changed_data)
 
 
 def evaluator_of(

@@ -56,9 +56,7 @@ def write_settings(module, folder: Path) -> None:
     in float32 whatever they came in), how completions are sampled, and the tokenizer. Of LoRA's adapters it is their
     own configuration: beside the model's, transformers would take the folder for a whole model.
     """
-    chosen, rollout = module.config.model, module.config.rollout
-    sizes = [getattr(rollout, name, None) for name in ("top_p", "max_completion_length")]
-    sampling = sampling_settings(module.model, module.policy.tokenizer, rollout.temperature, *sizes)
+    chosen, sampling = module.config.model, sampling_settings(module.policy, module.config.rollout)
     config = lora.settings(module.model, chosen.path) if module.policy.base_digest else _configuration(module)
     try:
         for part in (config, sampling, module.policy.tokenizer):

@@ -176,8 +176,6 @@ def test_recorded_rollouts_of_another_model(tmp_path, capsys):
     assert '"label": "aggregation=token_mean loss=reinforce"' in page.read_text()
     with pytest.raises(ConfigError, match=r"--step=301 needs at most trainer\.max_steps=300"):
         inspect(words[0], words[1:], 301)
-    with pytest.raises(ConfigError, match=r"rollout\.save_path=.*x needs to be left out \(got a folder\)"):
-        inspect(None, ["rollout.save_path=x"], 1)
     with pytest.raises(DataError, match=r"--step=3 needs so many steps of data \(got 1\)"):
         inspect(words[0], words[1:], 3)
 
