@@ -6,7 +6,7 @@ import contextlib
 import copy
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -105,23 +105,15 @@ class Policy:
         """Whether `decode` is known to compute what this model does."""
         return can_decode(self.model)
 
-    def decode(
-        self,
-        prompts: list[list[int]],
-        max_tokens: int,
-        ends: list[int],
-        draw: Callable,
-        fp32_lm_head: bool,
-        stopped: Callable | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Tokens (B, max_tokens) of one completion a prompt, and their log-probs: see `decoding.Decoding`."""
+    def decode(self, prompts: list[list[int]], max_tokens: int, fp32_lm_head: bool, **how) -> tuple[Tensor, Tensor]:
+        """Tokens (B, max_tokens) of one completion a prompt, and their log-probs; how: see `decoding.Decoding`."""
         self.model.eval()
         with decoding(self.model):
 
             def logits(hidden: Tensor) -> Tensor:
                 return linear(hidden, self.head.weight, self.head.bias, fp32_lm_head)
 
-            found = Decoding(self.model, logits, draw, ends, stopped).complete(prompts, max_tokens)
+            found = Decoding(self.model, logits, **how).complete(prompts, max_tokens)
         self.model.train()
         return found
 
