@@ -219,8 +219,8 @@ def _evaluate(argv: list[str]) -> int:
 
 def _tokens(argv: list[str]) -> int:
     parser = _Parser("pgtk tokens", description="What the loss did to each token of a step, beside other losses.")
-    what = "run directory or recorded rollouts, then overrides; loss=grpo,cispo stand side by side"
-    parser.add_argument("words", nargs="*", metavar="RUN [OVERRIDES]", help=what)
+    parser.add_argument("run", metavar="RUN", help="run directory, or recorded rollouts")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="loss=grpo,cispo stand side by side")
     parser.add_argument(
         "--step", type=_positive, metavar="N", help="default: the last before new rollouts, after a checkpoint"
     )
@@ -233,8 +233,7 @@ def _tokens(argv: list[str]) -> int:
     from pgtoolkit.inspection.tokens_page import html
     from pgtoolkit.system.plain_files import write_atomically
 
-    named = args.words[:1] if args.words and ("=" not in args.words[0] or Path(args.words[0]).exists()) else []
-    inspected = inspect(*(named or [None]), args.words[len(named) :], args.step)
+    inspected = inspect(args.run, args.overrides, args.step)
     page = args.html or Path(f"tokens-{inspected.name}-{inspected.number}.html")
     try:
         write_atomically(page, html(inspected, redact(shlex.join(["pgtk", "tokens", *argv]))))
