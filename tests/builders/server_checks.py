@@ -25,11 +25,11 @@ def trained(module, prompts: list[Request], completions: list) -> Iterator[torch
 
     prompts: requests, in their order.
     """
-    rollout, policy = module.config.rollout, module.policy
+    policy = module.policy
     copied = policy.copied()
     copied.load(policy.weights())
     model = copied.model.float()
-    how = sampling_settings(policy.model, policy.tokenizer, rollout.temperature, rollout.top_p)
+    how = sampling_settings(policy, module.config.rollout)
     expanded = [request for request in prompts for _ in range(request.completions)]
     for request, made in zip(expanded, completions, strict=True):
         text = torch.tensor([request.tokens + made.tokens.tolist()], device=model.device)

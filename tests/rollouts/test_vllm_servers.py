@@ -25,14 +25,12 @@ from pgtoolkit.rollouts.samplers import Request
 from pgtoolkit.rollouts.vllm import VllmSampler
 from pgtoolkit.rollouts.vllm_client import Server
 
-pytestmark = pytest.mark.slow  # servers are processes
-
 PROMPTS = [[(7 * i + i * j * j) % 10 for j in range(40)] + [10] for i in range(10)]  # of several blocks of a cache
 REQUESTS = [Request(prompt, 2 + i % 3, seed=1000 + 97 * i) for i, prompt in enumerate(PROMPTS)]
-KINDS = ["small", pytest.param("vllm", marks=pytest.mark.gpu)]
+VLLM = pytest.param("vllm", marks=pytest.mark.gpu)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[pytest.param("small", marks=pytest.mark.slow), VLLM])
 def servers(request, tmp_path_factory):
     folder, is_vllm = tmp_path_factory.mktemp(request.param), request.param == "vllm"
     with contextlib.closing(SharedServers(folder, is_vllm, [*STARTS] if is_vllm else ["first", "raw"])) as found:
@@ -40,7 +38,8 @@ def servers(request, tmp_path_factory):
         yield found
 
 
-of_vllm = pytest.mark.parametrize("servers", [pytest.param("vllm", marks=pytest.mark.gpu)], indirect=True)
+of_vllm = pytest.mark.parametrize("servers", [VLLM], indirect=True)
+quick = pytest.mark.parametrize("servers", ["small", VLLM], indirect=True)  # not slow
 
 
 @of_vllm
@@ -170,6 +169,7 @@ def test_two_servers_share_the_requests_and_get_the_same_weights(servers, tmp_pa
                 sampler.complete(REQUESTS[:6])
 
 
+@quick
 def test_log_probs_from_before_the_temperature_are_an_error(servers, tmp_path):
     joined = servers.joined(tmp_path, "rollout.temperature=0.7", to=("raw",))
     with joined as (module, sampler), pytest.raises(SamplerLost, match="--logprobs-mode processed_logprobs"):
@@ -183,6 +183,7 @@ def test_weights_that_did_not_change_are_no_fault(servers, tmp_path):
 
 
 @pytest.mark.parametrize("fault", [*ARRIVING, "stale prefix cache"])
+@quick
 def test_a_version_that_did_not_arrive_is_an_error(servers, tmp_path, monkeypatch, fault):
     if fault == "stale prefix cache":
         monkeypatch.setattr(VllmSampler, "_salt", "always the same")
@@ -217,6 +218,7 @@ def test_weights_that_stay_behind_by_a_little_are_seen(servers, tmp_path, monkey
 
 
 @pytest.mark.parametrize("fault", ASKED)
+@quick
 def test_what_was_not_asked_for_is_one_sentence(servers, tmp_path, fault):
     asked, expected, said = ASKED[fault]
     with servers.joined(tmp_path) as (module, sampler):
