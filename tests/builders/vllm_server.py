@@ -3,8 +3,8 @@
     python vllm_server.py [--fault NAME] [--after CALLS] [--marks FILE] serve FOLDER --port PORT [options of vLLM]
 
 It is a program of its own: pgtk starts it as it starts vLLM (`sampler.executable`). Like vLLM it has a child process,
-whose number it prints. --marks: where it notes how it was started, and each call; may have variables. The fault begins
-after so many calls for completions; `POST /fault {"name": ..., "after": ...}` sets another one.
+whose number it prints. --marks: where it notes how it was started, and each call; PORT in it is its own. The fault
+begins after so many calls for completions; `POST /fault {"name": ..., "after": ...}` sets another one.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fault")
     parser.add_argument("--after", type=int, default=0)
-    parser.add_argument("--marks", type=os.path.expandvars)
+    parser.add_argument("--marks")
     parser.add_argument("command", choices=["serve"])
     parser.add_argument("folder")
     parser.add_argument("--port", type=int)
@@ -208,6 +208,7 @@ def main() -> None:
     parser.add_argument("--logprobs-mode", default="raw_logprobs")
     parser.add_argument("--skip-tokenizer-init", action="store_true")
     options, _ = parser.parse_known_args()
+    options.marks = options.marks and options.marks.replace("PORT", str(options.port))
     names = ("CUDA_VISIBLE_DEVICES", "VLLM_SERVER_DEV_MODE", "VLLM_USE_V2_MODEL_RUNNER", "RANK")
     variables = {name: os.environ.get(name) for name in names}
     mark(options, f"start {json.dumps([variables, sys.argv[1:], os.environ.get('PYTHONPATH')])}")
