@@ -120,7 +120,7 @@ def test_nothing_is_spilled(usage_of, family, kl):
 @pytest.mark.slow
 @pytest.mark.parametrize("kl", ["none", "k3_ratio"])
 def test_little_is_spilled_for_a_bonus(usage_of, kl):
-    """But for what the entropy costs beyond its row: with four blocks a program nothing is, and the row is in 19 parts."""
+    """What the entropy takes beyond the row: nothing is with four blocks a program, but a row is then in 19 parts."""
     usage = usage_of("one_pass_bonus", "grpo", kl)
     assert int(re.search(r" STACK:(\d+) ", usage)[1]) <= 16, usage
 
