@@ -10,8 +10,9 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from pgtoolkit.config.overrides import FREE_FORM
 from pgtoolkit.config.paths import DATA, absolute, make_absolute
-from pgtoolkit.config.schema import FREE_FORM, SCHEMAS, Config
+from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.errors import ConfigError, first_line
 from pgtoolkit.runs.files import read_resolved
 

@@ -11,8 +11,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pgtoolkit.comparison.runs import is_run, not_a_run
-from pgtoolkit.config.compose import Composed, compose, jobs
+from pgtoolkit.config.compose import Composed, compose
 from pgtoolkit.config.names import plain_config
+from pgtoolkit.config.overrides import jobs
 from pgtoolkit.config.paths import DATA, make_absolute
 from pgtoolkit.config.plan import documents_per_batch, documents_per_step, equation
 from pgtoolkit.config.schema import Config

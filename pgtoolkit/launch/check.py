@@ -14,8 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.config import override_problems
-from pgtoolkit.config.compose import NO_CHOICE, Composed, compose, is_swept, jobs, parse
+from pgtoolkit.config.compose import Composed, compose
 from pgtoolkit.config.names import name_in, name_of
+from pgtoolkit.config.overrides import NO_CHOICE, is_swept, jobs, parse
 from pgtoolkit.config.plan import describe, documents_per_step
 from pgtoolkit.config.rules import places
 from pgtoolkit.config.rules.run import launcher

@@ -13,7 +13,8 @@ from hydra.core.utils import configure_log
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig
 
-from pgtoolkit.config.compose import name_directories, register
+from pgtoolkit.config.compose import name_directories
+from pgtoolkit.config.overrides import register
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError
 from pgtoolkit.launch import sweep_report
 from pgtoolkit.launch.check import Checked

@@ -14,8 +14,9 @@ from hydra.core.utils import run_job
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, open_dict
 
-from pgtoolkit.config.compose import NO_CHOICE, compose, hydra_form, register
+from pgtoolkit.config.compose import compose
 from pgtoolkit.config.files import config_directory
+from pgtoolkit.config.overrides import NO_CHOICE, hydra_form, register
 from pgtoolkit.config.paths import make_absolute
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, StorageError
 from pgtoolkit.launch.check import Run, check, check_resumed, check_run, notes, problems

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from pgtoolkit.config.names import name_of
 from pgtoolkit.config.paths import absolute_uri
-from pgtoolkit.config.rules.credentials import of_address
+from pgtoolkit.config.rules.executed import of_address
 from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.runs.files import known_provenance, leaves, read_config
 from pgtoolkit.system.functions import COMMANDS, functions_in
@@ -127,7 +127,7 @@ def counterpart_command(run_dir: str | Path) -> str:
 
 def compare_command(run_dir: str | Path) -> str:
     """The command that compares a run with its counterpart, once that has run; of a sweep's run, the whole sweep."""
-    from pgtoolkit.config.compose import parse  # loads hydra, which nothing else of tracking needs
+    from pgtoolkit.config.overrides import parse  # loads hydra, which nothing else of tracking needs
 
     path = Path(run_dir).absolute()
     if (path.parent / "sweep.json").exists():
