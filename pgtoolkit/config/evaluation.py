@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from pgtoolkit.config.files import config_directory
+from pgtoolkit.system.report import text
 
 USUAL = "held_out"
 """The set of a configuration that names none."""
@@ -37,6 +38,11 @@ class HeldOut:
     def files(self) -> tuple | None:
         """What tells its prompts from those of other files; None of a generator."""
         return _files_of(self.task) if self.task.name == "prompts" else None
+
+    @property
+    def source(self) -> str:
+        """Where its prompts come from, in words."""
+        return self.task.path if self.files else f"{self.task.name} with seed {self.seed}"
 
 
 def _files_of(task: Any) -> tuple[str, str | None]:
@@ -123,6 +129,13 @@ def sampling(c: Any) -> dict[str, Any]:
     }
 
 
+def how_sampled(c: Any) -> str:
+    """The same in words."""
+    how = sampling(c)
+    cut = "" if how["top_p"] in (None, 1) else f", top_p {text(how['top_p'])}"
+    return f"at temperature {text(how['temperature'])}{cut}, at most {how['max_completion_length']} tokens"
+
+
 def times(c: Any) -> int:
     """How often a run is evaluated at most."""
     return 1 + -(-c.trainer.max_steps // c.evaluation.every) if is_on(c) else 0
@@ -134,10 +147,7 @@ def are_training_prompts(c: Any, one: HeldOut) -> str | None:
         return None
     if one.files is not None:
         return "They are the prompts of training." if one.files == _files_of(c.task) else None
-    mine, theirs = (
-        {k: v for k, v in vars(task).items() if k in ("num_digits", "dataset")} for task in (one.task, c.task)
-    )
-    if mine != theirs:
+    if any(getattr(one.task, key, None) != getattr(c.task, key, None) for key in ("num_digits", "dataset")):
         return None
     if one.task.name == "reasoning_gym":  # whose questions have seeds of their own, which follow each other
         sizes = [entries(task.options).get("size", _DEFAULT_SIZE) for task in (c.task, one.task)]

@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
+from hydra.conf import HydraConf
 from hydra.core.override_parser.types import ChoiceSweep, Override
-from omegaconf import DictConfig, EnumNode, ListConfig
+from omegaconf import DictConfig, EnumNode, ListConfig, OmegaConf
 
 from pgtoolkit.config.defaults import comment, default
 from pgtoolkit.config.files import default_options
@@ -160,7 +161,11 @@ def composition_problem(error: Exception) -> str:
     drop = ("To append", "Config search path", "provider=", "reference_type", "object_type")
     lines = [line.strip().rstrip(".") for line in said.splitlines()]
     lines = [line for line in lines if line and not line.startswith(drop)]
-    return f"the configuration cannot be composed: {'; '.join(lines[:4])}."
+    hydra_keys = leaves({"hydra": OmegaConf.to_container(OmegaConf.structured(HydraConf))})
+    key = re.search(r"full_key: (\S+)", said)
+    near = nearest(key[1], [*_schema_keys(), *(name for name, _ in hydra_keys)]) if key else None
+    hint = f" Use {near}." if near and near != key[1] else ""
+    return f"the configuration cannot be composed: {'; '.join(lines[:4])}.{hint}"
 
 
 def _key_of_another_option(said: str) -> str | None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from pgtoolkit.config.evaluation import held_out_sets, is_on, sampling, times, watched
+from pgtoolkit.config.evaluation import held_out_sets, how_sampled, is_on, times, watched
 from pgtoolkit.config.schedule import steps_ahead, steps_of
 from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.corrections import configured as configured_correction
@@ -157,15 +157,13 @@ def ahead(config: Any) -> Iterator[str]:
 
 def evaluations(config: Any) -> Iterator[str]:
     """What is measured on which prompts, how often, and how many completions that costs."""
-    own, how, count = config.evaluation, sampling(config), times(config)
+    own, count = config.evaluation, times(config)
     yield f"every {own.every} steps, before the first and after the last: {count} times"
     each = own.completions_per_prompt
     total = sum(one.prompts * each for one in held_out_sets(config))
     for one in held_out_sets(config):
-        of = one.task.path if one.files else f"{one.task.name} with seed {one.seed}"
-        yield f"{one.name}: {of}; at most {one.prompts} prompts x {each} completions = {one.prompts * each}"
-    cut = "" if how["top_p"] in (None, 1) else f", top_p {text(how['top_p'])}"
-    yield f"sampled at temperature {text(how['temperature'])}{cut}, at most {how['max_completion_length']} tokens"
+        yield f"{one.name}: {one.source}; at most {one.prompts} prompts x {each} completions = {one.prompts * each}"
+    yield f"sampled {how_sampled(config)}"
     trained = config.trainer.max_steps * documents_per_step(config)
     beside = f", beside {trained} documents of training" if trained and config.rollout.name == "policy" else ""
     yield f"in all at most {count * total} completions{beside}"

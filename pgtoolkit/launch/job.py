@@ -79,7 +79,7 @@ def _load(config: DictConfig) -> None:
     if world_size(config.parallelism) == 1:
         importlib.import_module("pgtoolkit.training.train")
     else:
-        importlib.import_module("pgtoolkit.launch.local")
+        importlib.import_module("torch.distributed")
 
 
 def _leave(number, frame):
