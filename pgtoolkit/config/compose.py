@@ -179,7 +179,7 @@ def _set(config: DictConfig, key: str, value: Any, groups: dict[str, list[str]])
     try:
         OmegaConf.update(config, key, value)
     except OverflowError:  # a whole number that no float can hold
-        OmegaConf.update(config, key, math.copysign(math.inf, value))
+        OmegaConf.update(config, key, math.copysign(math.inf, 1 if value > 0 else -1))
     except OmegaConfBaseException:
         return [override_problems.wrong_type(config, key, value, node)]
     if isinstance(value, str) and "${" in value and "oc.env" not in value:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -27,7 +28,7 @@ from pgtoolkit.rollouts.stages import Stages
 from pgtoolkit.rollouts.steps import Source
 from pgtoolkit.rollouts.tasks import Prompt, Score
 from pgtoolkit.rollouts.writer import RolloutWriter
-from pgtoolkit.system.background import InBackground
+from pgtoolkit.system.background import in_background
 
 
 class PolicyInTraining(Protocol):
@@ -90,7 +91,7 @@ class PolicyRollouts(Source):
         self._next_prompt = 0
         self._batches: dict[int, list[Document]] = {}  # the one in use, of that number, and those that follow
         self._sampling: _Sampling | None = None
-        self._background: InBackground | None = None
+        self._background: Future | None = None
 
     def before_step(self, position: int) -> None:
         """Generate, or begin to, what is due before the step that begins at this position."""
@@ -138,7 +139,7 @@ class PolicyRollouts(Source):
         self._task.close()
         self._sampler.close()
         if self._background is not None:
-            self._background.abandon()
+            wait([self._background], timeout=10)  # for a call that was told to end
 
     def _use(self, number: int) -> None:
         """Make this the batch in use; those before it are used up."""
@@ -171,7 +172,7 @@ class PolicyRollouts(Source):
                 self._sampler.publish(self._trained.policy.weights, self._trained.num_updates)
             complete = partial(self._sampler.complete, requests)
             if self._config.max_staleness is not None:
-                self._background = InBackground(complete)
+                self._background = in_background(complete)
                 complete = self._background.result
         return _Sampling(number, prompts, tokens, complete)
 
