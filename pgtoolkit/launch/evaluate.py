@@ -24,7 +24,7 @@ from pgtoolkit.config.rules.evaluation import evaluated
 from pgtoolkit.config.saved import MEASURED, saved_config
 from pgtoolkit.config.validate import resolve
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.launch.start import refusal as refused
+from pgtoolkit.launch.start import refused
 from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, key_of, refusal

@@ -40,9 +40,8 @@ def run_sweep(checked: Checked) -> int:
         # Jobs of an earlier command that chose the same folder stay listed.
         sweep.jobs = {**{name: job for name, job in earlier.jobs.items() if name not in sweep.jobs}, **sweep.jobs}
         sweep.save()
-        print(
-            f"{sweep_report.summary(sweep.name, [sweep.jobs[name] for name in planned])}, in {sweep.folder}", flush=True
-        )
+        summary = sweep_report.summary(sweep.name, [sweep.jobs[name] for name in planned])
+        print(f"{summary}, in {sweep.folder}", flush=True)
         begun, interrupted = time.monotonic(), None
         try:
             _run_hydra(checked)
