@@ -51,7 +51,7 @@ def _files_of(task: Any) -> tuple[str, str | None]:
 
 def held_out_sets(c: Any) -> list[HeldOut]:
     """The sets of a configuration that the rules have passed."""
-    return [_held_out(c, name, entries(one)) for name, one in (entries(c.evaluation.sets) or {USUAL: {}}).items()]
+    return [_held_out(c, name, one) for name, one in (c.evaluation.sets or {USUAL: {}}).items()]
 
 
 def _held_out(c: Any, name: str, given: dict[str, Any]) -> HeldOut:
@@ -59,7 +59,7 @@ def _held_out(c: Any, name: str, given: dict[str, Any]) -> HeldOut:
     if "path" in given and task.name == "prompts":
         task.split = None
     if "verifier" in given and task.name == "prompts":
-        task.pattern, task.verifiers = None, type(task.verifiers)()
+        task.pattern, task.verifiers = None, {}
     for key, value in given.items():
         if key not in OF_A_SET:
             setattr(task, key, value)
@@ -75,14 +75,7 @@ def task_of_kind(c: Any, kind: str) -> Any:
         return copy.copy(c.task)
     values = OmegaConf.to_container(OmegaConf.load(config_directory() / "task" / f"{kind}.yaml"))
     del values["defaults"]
-    if isinstance(c.task, SimpleNamespace):
-        return SimpleNamespace(**{key: SimpleNamespace() if value == {} else value for key, value in values.items()})
-    return SCHEMAS[f"task/{kind}"](**values)
-
-
-def entries(value: Any) -> dict[str, Any]:
-    """What a dictionary of the configuration holds, in either form."""
-    return vars(value) if isinstance(value, SimpleNamespace) else dict(value)
+    return (SimpleNamespace if isinstance(c.task, SimpleNamespace) else SCHEMAS[f"task/{kind}"])(**values)
 
 
 def numbers_of(completions: int) -> list[str]:
@@ -100,7 +93,7 @@ def watched(c: Any) -> tuple[str, str] | None:
     if c.evaluation.best is None:
         return None
     name, _, number = c.evaluation.best.rpartition("/")
-    return name or next(iter(entries(c.evaluation.sets)), USUAL), number
+    return name or next(iter(c.evaluation.sets), USUAL), number
 
 
 def watched_in(saved: dict[str, Any]) -> tuple[str, str] | None:
@@ -150,7 +143,7 @@ def are_training_prompts(c: Any, one: HeldOut) -> str | None:
     if any(getattr(one.task, key, None) != getattr(c.task, key, None) for key in ("num_digits", "dataset")):
         return None
     if one.task.name == "reasoning_gym":  # whose questions have seeds of their own, which follow each other
-        sizes = [entries(task.options).get("size", _DEFAULT_SIZE) for task in (c.task, one.task)]
+        sizes = [task.options.get("size", _DEFAULT_SIZE) for task in (c.task, one.task)]
         if -sizes[1] < one.seed - c.seed < sizes[0]:
             return f"The question of row n comes from seed + n, so that {abs(one.seed - c.seed)} apart they overlap."
         return None

@@ -12,6 +12,7 @@ from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.corrections import configured as configured_correction
 from pgtoolkit.losses.families import Family, configured
 from pgtoolkit.losses.kl import KL
+from pgtoolkit.runs.files import leaves
 from pgtoolkit.system.model_folder import model_settings, num_weights
 from pgtoolkit.system.report import is_whole, text
 
@@ -235,13 +236,14 @@ def vocabulary_size(model: Any, task: Any) -> int | None:
     return size if is_whole(size) and size >= 1 else None
 
 
-def differences(config: Any, defaults: Any, prefix: str = "") -> Iterator[str]:
+def differences(config: Any, defaults: Any) -> Iterator[str]:
     """One line for each key whose value is not the default's."""
-    before = getattr(defaults, "__dict__", {})
-    for key, value in vars(config).items():
-        if hasattr(value, "__dict__"):
-            yield from differences(value, before.get(key), f"{prefix}{key}.")
-        elif key not in before:
-            yield f"{prefix}{key} = {text(value)}"
-        elif before[key] != value:
-            yield f"{prefix}{key} = {text(value)} (default {text(before[key])})"
+    now, before = (
+        dict(leaves({group: getattr(keys, "__dict__", keys) for group, keys in vars(one).items()}))
+        for one in (config, defaults)
+    )
+    for key, value in now.items():
+        if key not in before and value != {}:
+            yield f"{key} = {text(value)}"
+        elif before.get(key, value) != value:
+            yield f"{key} = {text(value)} (default {text(before[key])})"

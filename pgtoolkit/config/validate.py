@@ -42,13 +42,6 @@ def resolve_and_validate(config: DictConfig) -> tuple[Any, Report]:
     return plain, report
 
 
-def namespace(value: Any) -> Any:
-    """Nested dictionaries as objects with attributes."""
-    if isinstance(value, dict):
-        return SimpleNamespace(**{str(key): namespace(item) for key, item in value.items()})
-    return value
-
-
 def resolve(config: DictConfig, report: Report) -> Any:
     """The configuration as plain objects, with a problem for each key that is unset, does not resolve or is out of its
     range; it gets its default, for the sake of the rules that follow."""
@@ -57,7 +50,7 @@ def resolve(config: DictConfig, report: Report) -> Any:
         for group in config:
             if group != "hydra":
                 resolved[group] = _resolve_node(config, group, str(group), report)
-    plain = namespace(resolved)
+    plain = SimpleNamespace(**{g: SimpleNamespace(**v) if isinstance(v, dict) else v for g, v in resolved.items()})
     ranges(config, plain, report)
     return plain
 
