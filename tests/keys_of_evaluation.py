@@ -20,7 +20,7 @@ def evaluated(folder, *overrides):
     chosen = [one for one in FEW if one.partition("=")[0] not in {o.partition("=")[0] for o in overrides}]
     module, _ = module_and_steps(*chosen, *overrides)
     evaluator, found = module.evaluator, {}
-    evaluator._folder = folder
+    evaluator.folder = folder
     for one in evaluator.sets:
         torch.manual_seed(1)
         numbers = evaluator.evaluate(one, 0)

@@ -70,7 +70,7 @@ MUTANTS_OF_DUMPS = [
     (
         "every pair of equal documents counts twice in what is expected",
         "dumps/checks.py",
-        {'np.exp(known["log_prob"])).sum() / 2)': 'np.exp(known["log_prob"])).sum())'},
+        {"np.exp(log_prob)).sum() / 2)": "np.exp(log_prob)).sum())"},
         (f"{_DOCTOR}test_equal_documents_of_a_certain_policy_are_no_copies",),
     ),
     (

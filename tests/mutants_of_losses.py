@@ -53,13 +53,13 @@ MUTANTS_OF_LOSSES = [
     ),
     (
         "a sampler's NaN counts as a ratio of 1 (TRL)",
-        "losses/sampling.py",
-        {"torch.where(finite, values, torch.nan)": "torch.where(finite, values, 1.0)"},
+        "losses/corrections.py",
+        {"values.where(finite, math.nan)": "values.where(finite, 1.0)"},
         (f"{CORRECTIONS}::test_a_sampling_log_prob_that_is_not_finite_names_the_document[torch-nan-token masked]",),
     ),
     (
         "a correction's log-ratio is not clamped before exp",
-        "losses/sampling.py",
+        "losses/corrections.py",
         {"factors(clamped(over), clamped(log_ratio), advantages)": "factors(over, log_ratio, advantages)"},
         (f"{CORRECTIONS}::test_a_factor_is_at_most_e_to_the_20[TokenTruncate]",),
     ),
@@ -107,7 +107,7 @@ MUTANTS_OF_LOSSES = [
     ),
     (
         "VESPO's ratio by the mean of the log-ratios instead of their sum",
-        "losses/documents.py",
+        "losses/family.py",
         {"documents.broadcast(documents.sum(values))": "documents.broadcast(documents.mean(values))"},
         (f"{FORMULAS}[vespo]", "tests/losses/test_losses.py::test_matches_reference[1.0-vespo-sample_mean-basic]"),
     ),
@@ -165,7 +165,7 @@ MUTANTS_OF_LOSSES = [
     ),
     (
         "a phantom token for each fully masked document, in a loss without given totals (slime)",
-        "losses/totals.py",
+        "losses/documents.py",
         {"counts.sum(), (counts": "counts.clamp(min=1).sum(), (counts"},
         (
             "tests/losses/test_losses.py::test_a_masked_document_counts_as_a_document_and_adds_no_phantom_token[token_mean]",
@@ -185,7 +185,7 @@ MUTANTS_OF_LOSSES = [
     ),
     (
         "GSPO's ratio by the sum of the log-ratios instead of their mean (TRL #5814, NeMo-RL #2269)",
-        "losses/documents.py",
+        "losses/family.py",
         {"documents.mean(values)": "documents.sum(values)"},
         ("tests/losses/test_losses.py::test_gspo_ratio_is_the_exp_of_the_mean_and_not_of_the_sum",),
     ),

@@ -100,10 +100,22 @@ MUTANTS_OF_PENALTIES = [
         (f"{BONUS}::test_triton_matches_reference[grpo-sample_mean-dtype0]",),
     ),
     (
-        "Triton's single pass, which knows no reference",
-        "kernels/triton_passes.py",
-        {" or objective.penalties.kl is not None": ""},
+        "Triton's single pass knows no reference",
+        "kernels/triton_one_pass.py",
+        {"factor += pull * back": "factor += 0.0 * back"},
         (f"{KL}::test_triton_matches_reference[grpo-sample_mean-basic-k1-triton-dtype0]",),
+    ),
+    (
+        "nor do its vectors",
+        "kernels/triton_tokens.py",
+        {"slope + pull * back": "slope"},
+        ("tests/kernels/test_triton_families.py::test_vectors_match_those_of_pytorch[gspo-none]",),
+    ),
+    (
+        "k3_ratio without the gradient of its ratio, in Triton",
+        "kernels/triton_families.py",
+        {"tl.where(tl.abs(log_ratio) <= 20.0, both, slope)": "slope"},
+        (f"{KL}::test_triton_on_and_beyond_the_clamps[k3_ratio]",),
     ),
     (
         "the fused head rounds the gradient of a mean over a step to float16",
@@ -139,13 +151,13 @@ MUTANTS_OF_PENALTIES = [
     ),
     (
         "all of the reference in bfloat16, its norms and embedding too",
-        "training/reference.py",
+        "training/build.py",
         {"if isinstance(module, nn.Linear | Conv1D) and not": "if True or not"},
         (f"{RUNS}::test_the_first_distance_is_exactly_zero_in_bfloat16[False]",),
     ),
     (
         "to load a reference draws random numbers",
-        "training/reference.py",
+        "training/build.py",
         {"with torch.random.fork_rng(devices=[]):": "with torch.random.fork_rng(enabled=bool(torch.rand(1) < 0)):"},
         (f"{RUNS}::test_a_reference_of_its_own_changes_no_draw",),
     ),

@@ -47,8 +47,8 @@ MUTANTS_OF_PROMPTS = [
         "the stop string is part of the text that is scored",
         "rollouts/prompts.py",
         {
-            "text = self._stops.before(self._tokenizer.decode(tokens, skip_special_tokens=True))": (
-                "text = self._tokenizer.decode(tokens, skip_special_tokens=True)"
+            "text = self._stops.before(self.tokenizer.decode(tokens, skip_special_tokens=True))": (
+                "text = self.tokenizer.decode(tokens, skip_special_tokens=True)"
             )
         },
         (f"{STOPS}::test_tokens_hold_the_string_and_the_scored_text_does_not",),
@@ -56,7 +56,7 @@ MUTANTS_OF_PROMPTS = [
     (
         "the last token of a completion that a stop string ended is taken for its end-of-sequence token",
         "rollouts/prompts.py",
-        {"if finished and int(tokens[-1]) in self._ends:": "if finished:"},
+        {"if finished and int(tokens[-1]) in self.ends:": "if finished:"},
         (f"{STOPS}::test_tokens_hold_the_string_and_the_scored_text_does_not",),
     ),
     (
@@ -113,20 +113,26 @@ MUTANTS_OF_PROMPTS = [
     ),
     (
         "a verifier that spins in C outlives the process that trains",
-        "rollouts/verifier_worker.py",
+        "rollouts/verifier_processes.py",
         {"flags | os.O_ASYNC": "flags"},
         (f"{PROCESSES}::test_no_process_outlives_the_one_that_trains[busy-9]",),
     ),
     (
         "what a verifier has left behind outlives a run that is killed",
-        "rollouts/verifier_worker.py",
+        "rollouts/verifier_processes.py",
         {"os.killpg(os.getpgrp(), signal.SIGKILL)  # with what verifiers have left behind": "pass"},
         (f"{PROCESSES}::test_no_process_outlives_the_one_that_trains[idle-9]",),
     ),
     (
         "answers of verifiers stand in the order in which they came",
         "rollouts/verifier_processes.py",
-        {"return [found[number] for number in range(len(questions))]": "return [*found.values()]"},
+        {
+            "found = list(threads.map(self._outcome, questions))": (
+                "from concurrent.futures import as_completed\n"
+                "            asked = [threads.submit(self._outcome, question) for question in questions]\n"
+                "            found = [one.result() for one in as_completed(asked)]"
+            )
+        },
         (f"{PROCESSES}::test_a_verifier_that_hangs_scores_nothing_and_the_rest_goes_on[sleep 600]",),
     ),
     (

@@ -98,7 +98,7 @@ MUTANTS_OF_RANKS = [
     ),
     (
         "a step's totals counted on one rank",
-        "losses/totals.py",
+        "losses/documents.py",
         {"all_sum(numbers, data_group)": "numbers"},
         (f"{OPTIONS}::test_without_totals_the_ranks_together_are_the_step[grpo-sample_mean]",),
     ),

@@ -63,7 +63,7 @@ MUTANTS_OF_ROLLOUTS = [
     ),
     (
         "the punishment for length begins one token late",
-        "rollouts/overlong.py",
+        "rollouts/advantages.py",
         {"- (longest - buffer))": "- (longest - buffer) - 1)"},
         ("tests/rollouts/test_dynamic_sampling.py::test_the_punishment_is_that_of_the_paper",),
     ),
@@ -88,7 +88,7 @@ MUTANTS_OF_ROLLOUTS = [
     (
         "sampling ignores the temperature",
         "rollouts/sampling_settings.py",
-        {"temperature=float(temperature)": "temperature=1.0"},
+        {"temperature=float(rollout.temperature)": "temperature=1.0"},
         (
             "tests/rollouts/test_samplers.py::test_log_probs_are_those_of_the_distribution_sampled_from[0.5-None]",
             "tests/rollouts/test_samplers.py::test_tokens_are_as_frequent_as_the_distribution_says[2.0-None-False]",
@@ -106,7 +106,7 @@ MUTANTS_OF_ROLLOUTS = [
     (
         "sampled log-probs not renormalised after top_p has cut the distribution",
         "rollouts/samplers.py",
-        {"[*temperature_and_top_p(self.settings), log_probs]": "[log_probs, *temperature_and_top_p(self.settings)]"},
+        {"[*temperature_and_top_p(self.settings), drawn]": "[drawn, *temperature_and_top_p(self.settings)]"},
         ("tests/rollouts/test_samplers.py::test_log_probs_are_those_of_the_distribution_sampled_from[1.0-0.7]",),
     ),
     (
@@ -118,13 +118,13 @@ MUTANTS_OF_ROLLOUTS = [
     (
         "the sampler is not told which weights it samples from after an update",
         "rollouts/policy.py",
-        {"policy.weights, self._trained.num_updates)": "policy.weights, 0)"},
+        {"policy.weights, self.trained.num_updates)": "policy.weights, 0)"},
         ("tests/rollouts/test_policy.py::test_every_prompt_is_sampled_with_the_weights_of_now",),
     ),
     (
         "a batch is sampled a step later than the lag says",
         "rollouts/policy.py",
-        {"self._accumulation) <= self._ahead:": "self._accumulation) < self._ahead:"},
+        {"self.config.accumulation) <= self._ahead:": "self.config.accumulation) < self._ahead:"},
         ("tests/rollouts/test_lag.py::test_ages_of_a_lag",),
     ),
     (
@@ -150,19 +150,19 @@ MUTANTS_OF_ROLLOUTS = [
     (
         "training waits for what is being sampled",
         "rollouts/policy.py",
-        {"            if self._config.max_staleness is None:\n": "            if True:\n"},
+        {"            if self._rollout.max_staleness is None:\n": "            if True:\n"},
         ("tests/rollouts/test_overlap.py::test_a_batch_is_sampled_while_another_is_trained",),
     ),
     (
         "in the background the weights are sampled from as they are being trained",
         "rollouts/samplers.py",
-        {"keeps_weights or self._beside_training": "keeps_weights"},
+        {"None if self._beside_training or policy": "None if policy", "if self._beside_training:\n": "if False:\n"},
         ("tests/rollouts/test_overlap.py::test_a_batch_is_sampled_while_another_is_trained",),
     ),
     (
         "what is sampled in the background draws from the random state of all",
         "rollouts/samplers.py",
-        {"1, generator=self._generator": "1, generator=None"},
+        {"1, generator=self.generator": "1, generator=None"},
         (
             "tests/rollouts/test_overlap.py::test_the_global_random_state_stays_as_it_is",
             "tests/rollouts/test_overlap.py::test_no_timing_and_nobody_elses_random_numbers_change_a_run",
@@ -177,19 +177,24 @@ MUTANTS_OF_ROLLOUTS = [
     (
         "the scores of every sampled token are kept",
         "rollouts/samplers.py",
-        {"self._scores = scores": "self._scores = scores; self.__dict__.setdefault('all', []).append(scores)"},
+        {
+            "self.log_probs.append(log_probs.gather(-1, tokens))": (
+                "self.log_probs.append(log_probs.gather(-1, tokens))\n"
+                "        self.__dict__.setdefault('all', []).append(scores)"
+            )
+        },
         ("tests/rollouts/test_samplers.py::test_memory_does_not_grow_with_the_vocabulary_times_the_completion",),
     ),
     (
         "the sampler rounds its logits to bfloat16 where training computes them in float32",
         "model/policy.py",
-        {"self._float32_head(fp32_lm_head)": "self._float32_head(False)"},
+        {"if fp32_lm_head and dtype": "if False and dtype"},
         ("tests/rollouts/test_samplers.py::test_sampling_has_the_head_of_training[True]",),
     ),
     (
         "the sampler's copy keeps the weights that it was made with",
         "rollouts/samplers.py",
-        {"        if self._keeps_weights:\n": "        if self._keeps_weights and not version:\n"},
+        {"        if self._beside_training:\n": "        if self._beside_training and not version:\n"},
         ("tests/rollouts/test_samplers.py::test_a_copy_samples_as_the_policy_did_when_it_was_published[true]",),
     ),
     (
@@ -260,14 +265,14 @@ MUTANTS_OF_ROLLOUTS = [
         "rollouts/steps.py",
         {
             "                documents = self._take()\n": "                documents = self._take()\n"
-            "                self._source.document(self._position)\n"
+            "                self.source.document(self._position)\n"
         },
         ("tests/rollouts/test_steps.py::test_the_next_batch_is_not_asked_for_before_it_is_needed[short-False]",),
     ),
     (
         "a step that closes on a group asks for the next batch before its update",
         "rollouts/steps.py",
-        {"self._close_on_groups and not at_batch_end and": "self._close_on_groups and"},
+        {"self.close_on_groups and not at_batch_end and": "self.close_on_groups and"},
         ("tests/rollouts/test_steps.py::test_the_next_batch_is_not_asked_for_before_it_is_needed[carry-True]",),
     ),
     (
@@ -288,7 +293,7 @@ MUTANTS_OF_ROLLOUTS = [
     (
         "a position in the data one step ahead of the weights",
         "rollouts/steps.py",
-        {'{"position": self._position,': '{"position": self._position + self._accumulation.docs_per_step,'},
+        {'{"position": self._position,': '{"position": self._position + self.accumulation.docs_per_step,'},
         ("tests/rollouts/test_steps.py::test_continuing_from_any_step[short-0]",),
     ),
     (

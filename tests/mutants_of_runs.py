@@ -39,7 +39,7 @@ MUTANTS_OF_RUNS = [
     (
         "an MLflow run takes rows of whatever run names it",
         "tracking/mlflow_run.py",
-        {'own = f"tags.`pgtk.id` = {search_literal(str(described.identity))}"': 'own = ""'},
+        {"own = f\"tags.`pgtk.id` = {search_literal(str(status.get('id')))}\"": 'own = ""'},
         ("tests/tracking/test_sync.py::test_an_mlflow_run_takes_rows_of_its_own_run_only",),
     ),
 ]

@@ -53,7 +53,7 @@ MUTANTS_OF_SAMPLES = [
     ),
     (
         "a completion ends the script that holds it",
-        "inspection/samples_page.py",
+        "inspection/samples.py",
         {'.replace("<", "\\\\u003c")': ""},
         (f"{_SHOWN}_the_page_holds_what_was_kept_and_nothing_that_acts",),
     ),

@@ -17,8 +17,7 @@ from pgtoolkit.comparison.measures import (
     parse_reach,
     reached,
 )
-from pgtoolkit.comparison.notes import notes_on, why_not_counted
-from pgtoolkit.comparison.runs import Run
+from pgtoolkit.comparison.runs import HELD_OUT, Run
 from pgtoolkit.comparison.statistics import Comparison, Sample, compare_all, mean_and_std
 from pgtoolkit.config.names import NO_EFFECT_ON_LEARNING
 from pgtoolkit.errors import ConfigError
@@ -29,6 +28,9 @@ _NOT_COMPARED = ("seed", *NO_EFFECT_ON_LEARNING)
 
 _PROMPTS = ("task.", "rollout.name", "rollout.path")
 """Beginnings of the keys that decide, with the seed, about the prompts of a run."""
+
+_SCALES_APART = 2
+"""By how much gradients may differ in length before it is noted."""
 
 _SHORT = (".name", ".mode", ".implementation", ".estimator")
 """Ends of the keys that hold a group's option, left out when they are shown: `loss`, not `loss.name`."""
@@ -105,14 +107,19 @@ def compare(
     """Gather the runs and compare what they reached. Raises ConfigError if no run has the metric.
 
     metric: None for the one that `chosen_metric` finds, or the one of `reach`. best_of: a varying key; of groups that
-    differ in it alone only the best one is compared. reach: METRIC=THRESHOLD.
+    differ in it alone only the best one is compared. reach: METRIC=THRESHOLD, in the place of `metric`.
     """
     readable = [run for run in runs if run.config]
-    left_out = [(run, why_not_counted(run)) for run in runs if not run.config]
+    left_out = [(run, run.why_not_counted()) for run in runs if not run.config]
     if not readable:
         listing = "; ".join(f"{run.name}: {why}" for run, why in left_out)
         raise ConfigError(f"pgtk compare needs a run that can be read (got none). {listing}. Use other folders.")
-    metric, threshold, notes = _asked(readable, metric, reach)
+    option, threshold, notes = "--metric", None, []
+    if reach is not None:
+        option, (metric, threshold) = "--reach", parse_reach(reach)
+    elif metric is None:
+        metric, notes = chosen_metric(readable)
+    _refuse_unknown(readable, metric, option)
     keys, following, common = _varying([run.config for run in readable])
     by_values: dict[tuple, Group] = {}
     for run in readable:
@@ -133,25 +140,8 @@ def compare(
     if best_of is not None:
         _keep_best(compared, best_of)
     compared.comparisons = compare_all([_sample(compared, group) for group in compared.groups])
-    compared.notes += notes_on(compared)
+    compared.notes += _notes(compared)
     return compared
-
-
-def _asked(runs, metric, reach):
-    """(metric, threshold or None, notes)."""
-    threshold, notes, option = None, [], "--metric"
-    if reach is not None:
-        named, threshold = parse_reach(reach)
-        if metric not in (None, named):
-            raise ConfigError(
-                f"--reach={reach} needs the metric of --metric={metric} (got another). A comparison is by one metric. "
-                f"Use --reach={metric}={threshold:g}, or leave --metric out."
-            )
-        metric, option = named, "--reach"
-    if metric is None:
-        metric, notes = chosen_metric(runs)
-    _refuse_unknown(runs, metric, option)
-    return metric, threshold, notes
 
 
 def _limits(goal, found):
@@ -186,35 +176,26 @@ def _sample(compared, group):
 
 
 def _keep_best(compared, best_of):
-    compared.groups, beaten = _best_of(compared.groups, compared.keys, best_of)
-    compared.left_out += [
-        (run, f"{best_of}={text(group.values[best_of])} is not the best") for group in beaten for run in group.counted
-    ]
-    goal = compared.goal
-    best = (
-        f"fewest documents to {goal.metric} {goal.threshold:g}" if compared.by_documents else f"highest {goal.metric}"
-    )
-    compared.notes.append(
-        f"of each configuration the {best_of} with the {best} is shown. It was chosen by the same runs that are "
-        "compared, which flatters a configuration that has more values of it, or noisier ones: further seeds of the "
-        "chosen ones tell"
-    )
-
-
-def _best_of(groups, keys, best_of):
-    """(the first of the sorted groups that differ in one key alone, the others)."""
-    if best_of not in keys:
-        names = ", ".join(keys) or "none"
+    """Of the sorted groups that differ in one key alone the first stays."""
+    if best_of not in compared.keys:
+        names = ", ".join(compared.keys) or "none"
         raise ConfigError(
             f"--best-of={best_of} needs a key that tells the runs apart (got one of which they have the same value, or "
             f"that follows from others). These are {names}. Use another key, or leave the option out."
         )
-    chosen, beaten = {}, []
-    for group in groups:
+    chosen: dict[tuple, Group] = {}
+    for group in compared.groups:
         arm = tuple(repr(value) for key, value in group.values.items() if key != best_of)
         if chosen.setdefault(arm, group) is not group:
-            beaten.append(group)
-    return list(chosen.values()), beaten
+            why = f"{best_of}={text(group.values[best_of])} is not the best"
+            compared.left_out += [(run, why) for run in group.counted]
+    compared.groups, goal = list(chosen.values()), compared.goal
+    fewest = f"fewest documents to {goal.metric} {goal.threshold:g}" if compared.by_documents else ""
+    compared.notes.append(
+        f"of each configuration the {best_of} with the {fewest or f'highest {goal.metric}'} is shown. It was chosen by "
+        "the same runs that are compared, which flatters a configuration that has more values of it, or noisier ones: "
+        "further seeds of the chosen ones tell"
+    )
 
 
 def _shown(key):
@@ -248,7 +229,7 @@ def _count(group, metric):
     by_seed, others = {}, []
     for run in group.runs:
         if run.state != "done" or not run.values(metric):
-            others.append((run, why_not_counted(run, metric)))
+            others.append((run, run.why_not_counted(metric)))
             continue
         seed = run.config["seed"]
         if seed in by_seed:
@@ -267,3 +248,39 @@ def _refuse_unknown(runs, metric, option):
         got = f"one of {', '.join(known)}" if known else "runs with metrics; these have finished no step yet"
         use = f" Use {option}={nearest}." if nearest else " Wait for their first step, or use other runs."
         raise ConfigError(f"{option}={metric} needs {got}. No run has recorded that name.{use}")
+
+
+def _notes(compared):
+    """What makes the runs hard to compare, each in a sentence without its full stop."""
+    notes, counted = [], [run for group in compared.groups for run in group.counted]
+    if len({run.code for run in counted}) > 1:
+        notes.append("the runs come from different code: `pgtk diff RUN_A RUN_B` says what changed")
+    lengths = {run.step for run in counted}
+    if len(lengths) > 1:
+        steps = ", ".join(map(str, sorted(lengths)))
+        notes.append(f"the runs are of different length ({steps} steps): their ends do not compare, the mean does")
+    if compared.metric.startswith(HELD_OUT):
+        keys = {key for run in counted for key in run.config if key.startswith("evaluation.")} - {"evaluation.best"}
+        if names := sorted(key for key in keys if len({repr(run.config.get(key)) for run in counted}) > 1):
+            notes.append(
+                f"the runs were evaluated differently ({', '.join(names)}): on other prompts, with other "
+                "settings, or at other steps"
+            )
+    return notes + _scale_notes(compared.groups)
+
+
+def _scale_notes(groups):
+    """What is to know of gradients of different lengths."""
+    norms = {}
+    for group in groups:
+        if values := [value for run in group.counted for value in run.values("grad_norm")]:
+            norms[group.label] = statistics.median(values)
+    if len(norms) < 2 or max(norms.values()) <= _SCALES_APART * min(norms.values()):
+        return []
+    low, high = min(norms, key=norms.get), max(norms, key=norms.get)
+    times = f", {norms[high] / norms[low]:.3g} times as much" if norms[low] > 0 else ""
+    return [
+        f"the gradients are of different lengths: the median grad_norm is {norms[low]:.3g} with {low} and "
+        f"{norms[high]:.3g} with {high}{times}. Clipping to optimizer.max_grad_norm and AdamW's epsilon then act on "
+        "them differently, and one learning rate need not suit both: docs/comparing.md"
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from math import inf
+from math import isfinite, nan
 
 import numpy as np
 
@@ -86,8 +86,8 @@ def parse_reach(text: str) -> tuple[str, float]:
     try:
         threshold = float(value)
     except ValueError:
-        threshold = inf
-    if not metric or abs(threshold) == inf or threshold != threshold:
+        threshold = nan
+    if not metric or not isfinite(threshold):
         reason = "It is reached where the metric is at least that high."
         raise ConfigError(f"--reach={text} needs METRIC=NUMBER. {reason} Use --reach=exact_match=0.9.")
     return metric, threshold

@@ -26,6 +26,7 @@ from pgtoolkit.runs.files import (
     read_sweep,
 )
 from pgtoolkit.runs.provenance import code_of
+from pgtoolkit.runs.series import final
 from pgtoolkit.tracking.next_commands import shell_path
 
 SWEEPS = Path("outputs/sweeps")
@@ -69,6 +70,20 @@ class Run:
         """The metric at every step that has it."""
         return [row[metric] for row in self.rows if metric in row]
 
+    def why_not_counted(self, metric: str = "") -> str:
+        """Why the run is in no mean, with what it has reached of the metric so far."""
+        if metric and self.state == "done":
+            return f"has no {metric}"
+        if self.state == "pending":
+            return "has not begun"
+        if self.state == "unreadable":
+            return f"unreadable: {self.reason}"
+        why = f"{self.state} at step {self.step}"
+        why += f" of {self.config['trainer.max_steps']}" if self.config else ""
+        so_far = self.values(metric)
+        why += f", {metric} {final(so_far):.3f} so far" if so_far else ""
+        return why + (f": {' '.join(self.reason.split())}" if self.reason else "")
+
 
 def find_runs(paths: Sequence[str]) -> list[Run]:
     """The runs that are or lie below the given folders, each once, in the order of their names.
@@ -87,7 +102,7 @@ def sweep_folder(text: str) -> Path:
 
 
 def run_directories(command: str, paths: Sequence[str]) -> list[Path]:
-    """As `find_runs`, without reading them; jobs of a sweep whose run never began are among them.
+    """As `find_runs`, without reading them or jobs of a sweep whose run never began.
 
     Beside folders with runs, files and folders without any are passed over with a word: a shell's SWEEP/* names them.
     """
@@ -121,16 +136,11 @@ def is_run(path: Path) -> bool:
 
 
 def _run_directories(top: Path) -> Iterator[Path]:
-    if is_run(top):
-        yield top
-        return
     for folder, names, _ in os.walk(top):
-        path = Path(folder)
-        # A job of a sweep that ended before its run began has Hydra's folder only. It is to be named, too.
-        begun = path != top and (is_run(path) or ".hydra" in names)
+        begun = is_run(Path(folder))
         names[:] = [] if begun else sorted(n for n in names if not n.startswith(".") and n not in _PASSED_OVER)
         if begun:
-            yield path
+            yield Path(folder)
 
 
 def _jobs_without_run(folder):
@@ -147,32 +157,19 @@ def _jobs_without_run(folder):
 
 def read_run(path: Path) -> Run:
     """The run of this directory, whatever state it is in; never an exception for what is damaged."""
-    if not is_run(path):
-        return Run(path, path.name, "failed", "it ended before its config.yaml was written")
     try:
         config = dict(leaves(read_resolved(path)))
         if missing := [key for key in _IN_EVERY_RUN if key not in config]:
             raise StorageError(f"{path / 'config.yaml'} is damaged (it lacks {', '.join(missing)})")
-        status = read_status(path)
-        provenance = known_provenance(path)
-        rows = read_metrics(path / "metrics.jsonl")
-        evaluations = read_evaluations(path)
+        status, provenance = read_status(path), known_provenance(path)
+        rows, evaluations = read_metrics(path / "metrics.jsonl"), read_evaluations(path)
         _add_seconds(rows, [start["time"] for start in provenance.get("resumed", [])], evaluations)
         _add_tokens(rows)
         _add_evaluations(rows, evaluations)
-        state = status.get("state", "running")
+        state, step = status.get("state", "running"), rows[-1]["step"] if rows else status.get("step", 0)
         if state == "running" and not is_held(path):
             state = "killed"
-        return Run(
-            path,
-            path.name,
-            state,
-            status.get("reason"),
-            rows[-1]["step"] if rows else status.get("step", 0),
-            config,
-            rows,
-            code_of(provenance),
-        )
+        return Run(path, path.name, state, status.get("reason"), step, config, rows, code_of(provenance))
     except PgtoolkitError as error:
         return Run(path, path.name, "unreadable", first_line(error).rstrip("."))
 

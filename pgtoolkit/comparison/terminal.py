@@ -20,12 +20,12 @@ _NARROWEST_CURVE = 8
 
 def page(compared: Compared) -> str:
     """The comparison for the terminal, at most WIDTH columns wide."""
-    lines = [*_folded(heading(compared)), "", *_table(compared), *_explained(definitions(compared)), ""]
+    lines = [*folded(heading(compared)), "", *_table(compared), *_explained(definitions(compared)), ""]
     lines += _differences(compared)
     if compared.left_out:
         lines += ["", "In no mean:"]
-        lines += [line for left in left_out(compared) for line in _folded(left, "  ", "      ")]
-    lines += [line for note in compared.notes for line in _folded(f"Note: {note}")]
+        lines += [line for left in left_out(compared) for line in folded(left, "  ", "      ")]
+    lines += [line for note in compared.notes for line in folded(f"Note: {note}")]
     return "\n".join(lines)
 
 
@@ -73,14 +73,11 @@ def definitions(compared: Compared) -> list[str]:
 def question(compared: Compared) -> str:
     """What the verdicts answer, and by which test."""
     goal, tested = compared.goal, sum(comparison.p is not None for comparison in compared.comparisons)
-    kinds = [word for word, paired in (("paired by seed", True), ("Welch's", False)) if _has(compared, paired)]
+    found = {comparison.paired for comparison in compared.comparisons}
+    kinds = [word for word, paired in (("paired by seed", True), ("Welch's", False)) if paired in found]
     adjusted = f", p adjusted for {tested} pairs (Holm)" if tested > 1 else ""
     what = f"Documents to {goal.metric} {goal.threshold:g}" if compared.by_documents else f"Final {goal.metric}"
     return f"More than seed noise? {what}, t-test, {' or '.join(kinds)}, two-sided{adjusted}:"
-
-
-def _has(compared, paired):
-    return any(one.paired == paired for one in compared.comparisons)
 
 
 def worth(comparisons: list[Comparison]) -> list[str]:
@@ -227,7 +224,7 @@ def _table(compared):
 def _differences(compared):
     against_first = [one for one in compared.comparisons if one.first == 0]
     if not against_first:
-        return _folded("Nothing to compare: one configuration has finished runs. Name more runs to compare it with.")
+        return folded("Nothing to compare: one configuration has finished runs. Name more runs to compare it with.")
     write, groups = tested_format(compared), compared.groups
     rows = [["", "n", *DIFFERENCES, "test", "verdict"]]
     for one in against_first:
@@ -235,13 +232,13 @@ def _differences(compared):
         rows.append([groups[one.second].label, str(one.counts[1]), *numbers, test, said])
     first = f"against {groups[0].label} (n = {against_first[0].counts[0]})"
     table = (f"  {line}"[:WIDTH] for line in [first, *aligned(rows, WIDTH - 2)])
-    return [*_folded(question(compared)), *table, *_explained(worth(against_first))]
+    return [*folded(question(compared)), *table, *_explained(worth(against_first))]
 
 
 def _explained(sentences):
-    return [line for sentence in sentences for line in _folded(sentence, "", "  ")]
+    return [line for sentence in sentences for line in folded(sentence, "", "  ")]
 
 
-def _folded(sentence, indent="", further=""):
+def folded(sentence, indent="", further=""):
     """The sentence on lines of at most WIDTH columns."""
     return textwrap.wrap(sentence, WIDTH, initial_indent=indent, subsequent_indent=further)

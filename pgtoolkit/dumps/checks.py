@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
-import pandas as pd
 
 from pgtoolkit.dumps.alignment import OWN, WHOSE
 from pgtoolkit.dumps.examine import Examined, percent
@@ -92,31 +91,29 @@ def _groups(case: Examined) -> Iterator[Finding]:
         yield unknown("The file does not say which documents share a prompt.")
         return
     group, computed = case.documents["group"], case.config.advantage.estimator.value != "given"
-    # Of each document: its group's size, prompts and places in the files.
-    table = pd.DataFrame({"prompt": case.documents["prompt"], "place": _runs(group, case.in_files)})
-    by_group = table.groupby(group)
-    size = by_group["place"].transform("size").to_numpy()
-    mixed, torn = (by_group[name].transform("nunique").to_numpy() > 1 for name in table)
-    alone, number = size == 1, len(by_group)
+    numbers, sizes = np.unique(group, return_counts=True)
+    prompts, places = case.documents["prompt"], _runs(group, case.in_files)
+    mixed, torn = (_have_several(group, labels) for labels in (prompts, places))
+    alone = np.isin(group, numbers[sizes == 1])
 
-    def effect(chosen: np.ndarray, column: str, when: str) -> str:
+    def effect(chosen: np.ndarray, labels: np.ndarray, when: str) -> str:
         if not computed:
             return f"They carry {case.share(chosen)}."
-        labels = table.groupby([group, column], dropna=False).ngroup().to_numpy()
+        labels = np.unique(np.stack([group, labels]), axis=1, return_inverse=True)[1].ravel()
         return f"Advantages would change by {case.moved(labels)} of their size if {when} were a group of its own."
 
     def of_all(chosen: np.ndarray) -> str:
-        return f"{len(np.unique(group[chosen]))} of {number} groups"
+        return f"{len(np.unique(group[chosen]))} of {len(numbers)} groups"
 
     if mixed.any():
         yield wrong(
             f"{of_all(mixed)} hold different prompts: their numbers begin anew somewhere, or the mask begins too late. "
-            f"A completion is judged by rewards of other prompts. {effect(mixed, 'prompt', 'each prompt')}"
+            f"A completion is judged by rewards of other prompts. {effect(mixed, prompts, 'each prompt')}"
         )
     if torn.any():
         yield look(
             f"{of_all(torn)} stand in several places of the files. They are trained together, with advantages over all "
-            f"their documents, also those of different policies. {effect(torn, 'place', 'each place')}"
+            f"their documents, also those of different policies. {effect(torn, places, 'each place')}"
         )
     if alone.any():
         yield (wrong if alone.all() and computed else look)(
@@ -124,14 +121,21 @@ def _groups(case: Examined) -> Iterator[Finding]:
             + ("Its advantage is 0: it adds nothing" if computed else f"They carry {case.share(alone)}")
             + ". Is group_id that of the prompt?"
         )
-    if size.min() < size.max():
+    if sizes.min() < sizes.max():
         yield look(
-            f"Groups have {size.min()} to {size.max()} documents. Under sample_mean, token_mean and constant a large "
-            f"group weighs up to {size.max() / size.min():.3g} times a small one; under prompt_mean all weigh the "
+            f"Groups have {sizes.min()} to {sizes.max()} documents. Under sample_mean, token_mean and constant a large "
+            f"group weighs up to {sizes.max() / sizes.min():.3g} times a small one; under prompt_mean all weigh the "
             "same: a comparison of aggregations compares this, too."
         )
     elif not (mixed | torn | alone).any():
-        yield fine(f"{number} groups of {size[0]} documents, each of one prompt and in one place.")
+        yield fine(f"{len(numbers)} groups of {sizes[0]} documents, each of one prompt and in one place.")
+
+
+def _have_several(group: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """(documents,) whether the documents of each one's group have different labels, (documents,); NaN is none."""
+    pairs = np.unique(np.stack([group, labels])[:, ~np.isnan(labels)], axis=1)[0]
+    numbers, counts = np.unique(pairs, return_counts=True)
+    return np.isin(group, numbers[counts > 1])
 
 
 def _runs(group: np.ndarray, in_files: np.ndarray) -> np.ndarray:
@@ -143,17 +147,17 @@ def _runs(group: np.ndarray, in_files: np.ndarray) -> np.ndarray:
 
 def _duplicates(case: Examined) -> Iterator[Finding]:
     """Pairs of equal documents against those of chance: a document's probability, once for each other of its prompt."""
-    some = case.documents["trained"] > 0
-    known = pd.DataFrame(case.documents)[some]
-    others = known.groupby("prompt")["text"].transform("size") - 1
-    expected = float((others * np.exp(known["log_prob"])).sum() / 2)
-    equal = known.groupby("text").size()
+    some = np.flatnonzero(case.documents["trained"])
+    prompt, text, log_prob = (case.documents[name][some] for name in ("prompt", "text", "log_prob"))
+    _, which, counts = np.unique(prompt, return_inverse=True, return_counts=True)
+    expected = float(((counts[which.ravel()] - 1) * np.exp(log_prob)).sum() / 2)
+    _, first, equal = np.unique(text, return_index=True, return_counts=True)
     observed = float((equal * (equal - 1) / 2).sum())
     said = f"{int(observed)} pairs of documents are equal; the recorded log-probs let {expected:.3g} be expected."
     if observed <= expected + 4 * np.sqrt(expected) + 3:
         yield fine(said)
         return
-    again = known.index[known["text"].duplicated()].to_numpy()
+    again = np.delete(some, first)
     yield wrong(
         f"{said} {len(again)} documents repeat another one: a dump read twice, or a run that was resumed. They carry "
         f"{case.share(again)}, and count twice in the baselines of their groups."

@@ -1,20 +1,36 @@
-"""`pgtk samples`: the best and the worst completions of a step, and how the answers to the same prompts changed."""
+"""`pgtk samples`: the best and the worst completions, how answers changed, and all as one page by samples.html."""
 
 from __future__ import annotations
 
 import functools
-import textwrap
+import json
+import math
+import re
 from collections import Counter
 from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
 from pathlib import Path
 
 from pgtoolkit.comparison.runs import is_run, not_a_run
+from pgtoolkit.comparison.terminal import folded
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.runs.completions import TRAINING, CompletionFile, CompletionRow, completion_files, read_completions
+from pgtoolkit.runs.completions import (
+    TRAINING,
+    CompletionFile,
+    CompletionRow,
+    completion_files,
+    read_completions,
+    some_completions,
+)
 from pgtoolkit.runs.series import mean
-from pgtoolkit.system.legible import legible, lines_of
+from pgtoolkit.system.legible import legible, lines_of, shortened
 from pgtoolkit.system.report import plural
 from pgtoolkit.tracking.progress import WIDTH
+
+MOST_COMPLETIONS = 2000
+MOST_CHARACTERS = 8000
+"""Of each text. More completions, or longer ones, make a page that no browser likes."""
 
 
 @dataclass(frozen=True)
@@ -136,13 +152,13 @@ def page(found: Samples, kept: dict[str, Kept], run: str, count: int, lines: int
     """
     rewards = [row.reward for row in found.rows]
     prompts = plural(len({row.name for row in found.rows}), "prompt")
-    shown = _folded(
+    shown = folded(
         f"{legible(run)}: {found.set}, step {found.step}: {plural(len(rewards), 'completion')} kept of {prompts}, mean "
         f"reward of these {mean(rewards):.3f}"
     )
     others = [f"{name} ({_listed(one.steps)})" for name, one in kept.items() if name != found.set]
     if others:
-        shown += _folded(f"Other sets: {', '.join(others)}")
+        shown += folded(f"Other sets: {', '.join(others)}")
     times = Counter(map(_as_shown, found.rows))
     best, worst = best_and_worst(found.rows, count)
     title = "Best" if worst else f"All have reward {rewards[0]:.3f}; some of them"
@@ -150,9 +166,9 @@ def page(found: Samples, kept: dict[str, Kept], run: str, count: int, lines: int
         shown += ["", name] if rows else []
         for row in rows:
             again = f", {times[_as_shown(row)]} times" if times[_as_shown(row)] > 1 else ""
-            shown += _folded(f"{row.reward:.3f}  {legible(row.name)}: {facts(row)}{again}", "  ", " " * 9)
+            shown += folded(f"{row.reward:.3f}  {legible(row.name)}: {facts(row)}{again}", "  ", " " * 9)
             shown += _texts(row, {"completion": row}, lines)
-    shown += ["", *_folded(_changes(found))]
+    shown += ["", *folded(_changes(found))]
     for change in found.changes:
         before, after = change.means
         shown.append(f"  {before:.3f} -> {after:.3f}  {legible(change.after.name)}"[:WIDTH])
@@ -186,6 +202,31 @@ def facts(row: CompletionRow) -> str:
     return ", ".join([*parts, *advantage, plural(row.tokens, "token"), ends, f"weights of update {row.version}"])
 
 
+def html(kept: list[Kept], step: int | None, run: str, command: str) -> str:
+    """The page of these sets. step: of this one alone. command: what has made the page."""
+    most, total, rows = MOST_COMPLETIONS // len(kept), 0, []
+    for one in kept:
+        found, number = some_completions(one.files, most, step)
+        rows, total = [*rows, *(_plain(one.set, row) for row in found)], total + number
+    count = f"{total:,} completions"
+    if len(rows) < total:
+        count = f"{len(rows):,} of {count}: some prompts, spread evenly, with all of theirs"
+    data = {"about": legible(f"{run}: {count}"), "rows": rows}
+    # Whatever a model has written, nothing in it ends the script's element.
+    written = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    page = files(__package__).joinpath("samples.html").read_text(encoding="utf-8")
+    return re.sub("@(COMMAND|DATA)@", lambda found: written if found[1] == "DATA" else escape(legible(command)), page)
+
+
+def _plain(name: str, row: CompletionRow) -> dict:
+    texts = {key: getattr(row, key) for key in ("prompt", "completion", "answer")}
+    return {
+        **{key: text and shortened(legible(text), MOST_CHARACTERS) for key, text in texts.items()},
+        **{"set": name, "step": row.step, "name": legible(row.name), "tokens": row.tokens, "facts": facts(row)},
+        "reward": row.reward if math.isfinite(row.reward) else None,
+    }
+
+
 def _as_shown(row):
     return row.name, row.completion, row.reward
 
@@ -215,7 +256,3 @@ def _listed(steps):
     if len(steps) <= 6:
         return f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
     return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
-
-
-def _folded(sentence, indent="", further=""):
-    return textwrap.wrap(sentence, WIDTH, initial_indent=indent, subsequent_indent=further)

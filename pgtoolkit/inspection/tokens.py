@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pgtoolkit.comparison.runs import is_run, not_a_run
-from pgtoolkit.config.compose import Composed, compose
+from pgtoolkit.config.compose import compose
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.overrides import jobs
-from pgtoolkit.config.paths import DATA, make_absolute
+from pgtoolkit.config.paths import DATA
 from pgtoolkit.config.plan import documents_per_batch, documents_per_step, equation
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.dumps.configuration import reading
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.inspection.tokens_losses import Judged, common_vectors, judge
-from pgtoolkit.inspection.tokens_step import MadeStep, compared, make_again
+from pgtoolkit.inspection.tokens_step import MadeStep, make_again
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.runs.directory import config_drift, read_metrics
 from pgtoolkit.system.functions import FUNCTIONS
-from pgtoolkit.system.report import key_of, refusal
+from pgtoolkit.system.report import key_of
 from pgtoolkit.tracking.next_commands import shell_path
 from pgtoolkit.training.checkpoint import load_newest
 from pgtoolkit.training.loss import loss_of
@@ -43,17 +43,11 @@ _MOVABLE = (*DATA, "trainer.device", "trainer.num_threads")
 _TERMS = ("l_t", "+", "-", "w_t", "rho_t")
 """How the lines of an equation begin that say what a token's number is."""
 
+_OF_THE_UPDATE = ("seconds_", "time", "tokens_per_second", "peak_memory_gb", "num_micro_batches", "learning_rate")
+"""Metrics, by how their names begin, that say how a step was made, not what was known before its update."""
+
 _RELATIVE, _ABSOLUTE = 1e-3, 1e-5
 """Rounding of other hardware stays within; other documents or weights do not."""
-
-
-@dataclass(frozen=True)
-class Column:
-    """One of the losses that stand side by side. label: the overrides that choose it. lines: its equation."""
-
-    label: str
-    lines: list[str]
-    judged: Judged
 
 
 @dataclass(frozen=True)
@@ -70,66 +64,49 @@ class Inspected:
     facts: list[str]
     made: MadeStep
     common: dict
-    columns: list[Column]
+    columns: list[Judged]
 
 
-@dataclass(frozen=True)
-class _Subject:
-    """What is looked at. given: overrides that stand for it. run_dir: None where it is no run."""
+def inspect(target: str, overrides: list[str], number: int | None) -> Inspected:
+    """The step of a run, or of a run that would be started on recorded rollouts.
 
-    given: tuple[str, ...]
-    run_dir: Path | None = None
-
-    def compose(self, overrides: list[str]) -> Composed:
-        found = compose([*self.given, *overrides], run_dir=self.run_dir)
-        if found.config is not None and self.run_dir is None:
-            with open_dict(found.config):
-                found.config.pop("hydra", None)
-            make_absolute(found.config)
-        return found
-
-
-def inspect(target: str | None, overrides: list[str], number: int | None) -> Inspected:
-    """The step of a run, or of a run that would be started on recorded rollouts or without anything.
-
-    target: a run directory, a file or folder of recorded rollouts, or None. overrides: keys of the loss, with several
+    target: a run directory, or a file or folder of recorded rollouts. overrides: keys of the loss, with several
     values separated by commas, are what stands side by side; others configure what is no run. number: of the step;
     None for the last one of the batch that the newest checkpoint stands before.
     Raises ConfigError, DataError for a step that is not the one that the run has made, and what training raises.
     """
-    subject = _subject(target)
+    run_dir = Path(target) if is_run(Path(target)) else None
     of_loss = [one for one in overrides if key_of(one).split(".")[0] in OF_THE_LOSS]
     others = [one for one in overrides if one not in of_loss]
-    named = _named_by_the_run(subject, of_loss)
+    if not run_dir:
+        others = [*_reading(target), *others]
+    named = _named_by_the_run(run_dir, of_loss)
     varied = [one for one in of_loss if one not in named]
     chosen = [_with_functions(job, named) for job in jobs(varied)] if varied else []
-    first = named if subject.run_dir or not chosen else chosen[0]
-    own, *beside = _composed(subject, others, [first, *chosen])
-    if subject.run_dir is not None and (others or named):
-        _refuse_another_run(subject, own.config)
+    first = named if run_dir or not chosen else chosen[0]
+    own, *beside = _composed(run_dir, others, [first, *chosen])
+    if run_dir and (others or named):
+        _refuse_another_run(run_dir, own.config)
     config = OmegaConf.to_object(own.config)
-    if subject.run_dir is None and (path := getattr(config.rollout, "save_path", None)):
-        setting, reason = f"rollout.save_path={path}", "A page is made, and no run."
-        raise ConfigError(refusal(setting, "to be left out", "a folder", reason, "rollout.save_path=null"))
-    rows = read_metrics(subject.run_dir / "metrics.jsonl") if subject.run_dir else []
-    number, checkpoint = _begin(subject, config, number, [row["step"] for row in rows])
+    rows = read_metrics(run_dir / "metrics.jsonl") if run_dir else []
+    number, checkpoint = _begin(run_dir, config, number, [row["step"] for row in rows])
     made = make_again(config, checkpoint, number)
-    facts = [_weights(subject, checkpoint, number), f"Documents: {made.documents}."]
-    if subject.run_dir is not None:
+    facts = [_weights(run_dir, checkpoint, number), f"Documents: {made.documents}."]
+    if run_dir:
         facts.append(_proof(made, next(row for row in rows if row["step"] == number), number))
     if not chosen and made.has_old_log_probs:
         others_of_it = [name for name in INSTRUCTIVE if name != config.loss.name][:2]
-        beside = _composed(subject, others, [_with_functions([f"loss={name}"], named) for name in others_of_it])
+        beside = _composed(run_dir, others, [_with_functions([f"loss={name}"], named) for name in others_of_it])
     columns = list(_columns(made, [own, *beside]))
-    title = "this run: " if subject.run_dir else ""
-    name = Path(target).resolve().name if target else "new-run"
+    title = "this run: " if run_dir else ""
+    name = Path(target).resolve().name
     return Inspected(name, title, number, [*facts, *_notes(config, made, columns)], made, common_vectors(made), columns)
 
 
-def _named_by_the_run(subject: _Subject, of_loss: list[str]) -> list[str]:
+def _named_by_the_run(run_dir: Path | None, of_loss: list[str]) -> list[str]:
     """Of what was typed, the functions that the run itself has: no file makes pgtk import one, so they are typed."""
-    typed = [one for one in of_loss if key_of(one) in FUNCTIONS] if subject.run_dir else []
-    saved = subject.compose([]).config if typed else {}
+    typed = [one for one in of_loss if key_of(one) in FUNCTIONS] if run_dir else []
+    saved = compose([], run_dir=run_dir).config if typed else {}
     return [one for one in typed if OmegaConf.select(saved, key_of(one)) is not None]
 
 
@@ -139,19 +116,15 @@ def _with_functions(job: list[str], named: list[str]) -> list[str]:
     return [*(one for one in named if key_of(one) not in chosen and key_of(one).split(".")[0] not in chosen), *job]
 
 
-def _subject(target: str | None) -> _Subject:
-    if target is None:
-        return _Subject(())
+def _reading(target: str) -> tuple[str, str]:
+    """The overrides that stand for recorded rollouts."""
     path = Path(target)
-    if is_run(path):
-        return _Subject((), path)
     if not path.exists() or (path.is_dir() and not [*path.glob("*.jsonl"), *path.glob("*.parquet")]):
         raise not_a_run(f"pgtk tokens {target}", path, "a run directory, or recorded rollouts")
-    return _Subject(reading(target))
+    return reading(target)
 
 
-@dataclass(frozen=True)
-class _Configured:
+class _Configured(NamedTuple):
     """A configuration with the overrides of the loss that it has; values: the same as the rules have seen it."""
 
     job: list[str]
@@ -159,25 +132,27 @@ class _Configured:
     values: Any
 
 
-def _composed(subject: _Subject, others: list[str], jobs: list[list[str]]) -> list[_Configured]:
+def _composed(run_dir: Path | None, others: list[str], jobs: list[list[str]]) -> list[_Configured]:
     """The configuration of each job; ConfigError with every problem of any. What is wrong with servers is none, since
     none is started."""
     found, problems = [], []
     for job in jobs:
-        composed = subject.compose([*others, *job])
+        composed = compose([*others, *job], run_dir=run_dir)
         problems += composed.problems
         if composed.config is not None:
             values, report = resolve_and_validate(composed.config)
             problems += report.problems
+            with open_dict(composed.config):
+                composed.config.pop("hydra", None)
             found.append(_Configured(job, composed.config, values))
     if problems := [problem for problem in dict.fromkeys(problems) if not problem.startswith("sampler.")]:
         raise ConfigError("\n".join(problems))
     return found
 
 
-def _refuse_another_run(subject: _Subject, config: DictConfig) -> None:
+def _refuse_another_run(run_dir: Path, config: DictConfig) -> None:
     """A step is made again as it was: nothing of the run may be changed but the losses that stand beside its own."""
-    drift = config_drift(plain_config(subject.compose([]).config), plain_config(config))
+    drift = config_drift(plain_config(compose([], run_dir=run_dir).config), plain_config(config))
     if changed := [key for key in drift if key not in _MOVABLE]:
         before, now = drift[changed[0]]
         raise ConfigError(
@@ -186,26 +161,23 @@ def _refuse_another_run(subject: _Subject, config: DictConfig) -> None:
         )
 
 
-def _begin(subject: _Subject, config: Config, number: int | None, steps: list[int]) -> tuple[int, dict | None]:
+def _begin(run_dir: Path | None, config: Config, number: int | None, steps: list[int]) -> tuple[int, dict | None]:
     """(number of the step, the newest checkpoint before it); steps: those that the run has made."""
-    if subject.run_dir is None:
-        most, checkpoint = config.trainer.max_steps, None
+    most, checkpoint = steps[-1] if steps else config.trainer.max_steps, None
+    if run_dir is None:
         if number is not None and number > most:
             raise ConfigError(
                 f"--step={number} needs at most trainer.max_steps={most} (got {number}). Use --step={most}."
             )
+    elif not steps:
+        raise ConfigError(f"pgtk tokens {run_dir} needs a step that the run has made (got none). Use pgtk resume.")
+    elif number not in (None, *steps):
+        raise ConfigError(
+            f"--step={number} needs a step that the run has made (got {steps[0]} to {steps[-1]}). Of others "
+            f"nothing is known. Use --step={most}."
+        )
     else:
-        if not steps:
-            raise ConfigError(
-                f"pgtk tokens {subject.run_dir} needs a step that the run has made (got none). Use pgtk resume."
-            )
-        if number is not None and number not in steps:
-            raise ConfigError(
-                f"--step={number} needs a step that the run has made (got {steps[0]} to {steps[-1]}). Of others "
-                f"nothing is known. Use --step={steps[-1]}."
-            )
-        most = steps[-1]
-        checkpoint = load_newest(subject.run_dir / "checkpoints", most if number is None else number)
+        checkpoint = load_newest(run_dir / "checkpoints", most if number is None else number)
     return number or min(most, _last_of_batch(config, checkpoint)), checkpoint
 
 
@@ -218,7 +190,7 @@ def _last_of_batch(config: Config, checkpoint: dict | None) -> int:
     return done + -(-(batch - position % batch) // per_step)
 
 
-def _columns(made: MadeStep, configured: list[_Configured]) -> Iterator[Column]:
+def _columns(made: MadeStep, configured: list[_Configured]) -> Iterator[Judged]:
     """Each loss once, the first of them the run's own."""
     known: list[Loss] = []
     for one in configured:
@@ -227,11 +199,11 @@ def _columns(made: MadeStep, configured: list[_Configured]) -> Iterator[Column]:
             continue
         own = f"loss={one.values.loss.name} aggregation={one.values.aggregation.mode}"
         lines = [line for line in equation(one.values)[1:] if line.strip().startswith(_TERMS)]
-        yield Column(" ".join(one.job) if known else own, lines, judge(made, loss))
+        yield replace(judge(made, loss), label=" ".join(one.job) if known else own, lines=lines)
         known.append(loss)
 
 
-def _weights(subject: _Subject, checkpoint: dict | None, number: int) -> str:
+def _weights(run_dir: Path | None, checkpoint: dict | None, number: int) -> str:
     """What the new log-probs are of."""
     start, steps = 0 if checkpoint is None else checkpoint["step"], "the weights that the run begins with"
     if checkpoint is not None:
@@ -239,13 +211,14 @@ def _weights(subject: _Subject, checkpoint: dict | None, number: int) -> str:
     again = number - 1 - start
     if again:
         span = f"step {start + 1}" if again == 1 else f"steps {start + 1} to {number - 1}"
-        steps += f", with {span} made {'again ' if subject.run_dir else ''}in memory"
+        steps += f", with {span} made {'again ' if run_dir else ''}in memory"
     return f"Weights: those before the update of step {number}: {steps}."
 
 
 def _proof(made: MadeStep, row: dict[str, float], number: int) -> str:
     """That this is the step which the run has made; DataError where it is not."""
-    pairs = compared(made.metrics, row)
+    names = [name for name in row if name in made.metrics and not name.startswith(_OF_THE_UPDATE)]
+    pairs = {name: (made.metrics[name], row[name]) for name in names}
     unequal = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     if not unequal:
         return f"All {len(pairs)} recorded metrics of step {number} come out the same, bit for bit."
@@ -266,13 +239,13 @@ def _proof(made: MadeStep, row: dict[str, float], number: int) -> str:
     )
 
 
-def _notes(config: Config, made: MadeStep, columns: list[Column]) -> Iterator[str]:
+def _notes(config: Config, made: MadeStep, columns: list[Judged]) -> Iterator[str]:
     """What a reader would take otherwise."""
     sizes = made.step.totals.tokens_per_group.shape[0], getattr(config.rollout, "group_size", None)
     whole = sizes[1] is None or sizes[0] * sizes[1] == len(made.step.documents)
-    if not whole and any(column.judged.loss.aggregation.needs_groups for column in columns):
+    if not whole and any(column.loss.aggregation.needs_groups for column in columns):
         yield "Some prompts have documents in other steps as well: N_g counts those of this step."
-    if any(column.judged.loss.entropy_coefficient for column in columns):
+    if any(column.loss.entropy_coefficient for column in columns):
         yield "An entropy bonus is part of a token's share of the loss and not of its coefficient."
     if not made.has_old_log_probs:
         yield "The documents have no old log-probs: there is no ratio, and nothing is clipped."
@@ -284,13 +257,9 @@ def summary(inspected: Inspected, page: Path) -> str:
     size = f"{totals.num_documents} documents, {totals.num_tokens} trained tokens"
     lines = [f"step {inspected.number} of {inspected.name}: {size}", *inspected.facts]
     rows = [("", "loss", "cut below", "cut above", "capped")]
-    for column in inspected.columns:
-        one = column.judged
-        capped = one.count("below, capped", "above, capped")
-        rows.append(
-            (column.label, f"{one.total:.6g}", *map(str, (one.count("below, cut"), one.count("above, cut"), capped)))
-        )
+    for one in inspected.columns:
+        counts = one.count("below, cut"), one.count("above, cut"), one.count("below, capped", "above, capped")
+        rows.append((one.label, f"{one.total:.6g}", *map(str, counts)))
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    for label, *cells in rows:
-        lines.append("  ".join([label.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]))
+    lines += ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
     return "\n".join([*lines, f"page  {shell_path(page)}"])

@@ -22,9 +22,6 @@ from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.state import restore, restore_data
 from pgtoolkit.training.train import quieten
 
-_OF_THE_UPDATE = ("seconds_", "time", "tokens_per_second", "peak_memory_gb", "num_micro_batches", "learning_rate")
-"""Metrics, by how their names begin, that say how a step was made, not what was known before its update."""
-
 
 @dataclass(frozen=True)
 class Piece:
@@ -67,10 +64,12 @@ def make_again(config: Config, checkpoint: dict | None, number: int) -> MadeStep
     own, config = config, _in_this_process(config)
     module, loader = build(config)
     has_groups, watch = loader.has_groups, _Watch(number, checkpoint, own)
+    folder = getattr(own.rollout, "save_path", None)
+    is_recorded = folder is not None and Path(folder).is_dir()
     try:
-        if folder := _recorded(own):
+        if is_recorded:
             loader.close()
-            source = RecordedBatches(folder, config.rollout, module.policy.vocabulary_size)
+            source = RecordedBatches(Path(folder), config.rollout, module.policy.vocabulary_size)
             loader = StepLoader(source, config.accumulation, closes_on_groups(config), config.trainer.max_steps)
         if checkpoint is not None:
             restore_data(loader, checkpoint)
@@ -87,23 +86,13 @@ def make_again(config: Config, checkpoint: dict | None, number: int) -> MadeStep
         )
     if not watch.pieces:
         raise DataError(f"--step={number} needs a step with trained tokens (got none). Use another --step.")
-    if isinstance(own.rollout, PolicyRolloutConfig):
-        sampled = "sampled with the run's random numbers" if watch.sampled else "held by the checkpoint"
-        documents = f"recorded by the run in {folder}" if folder else sampled
-    else:
+    if not isinstance(own.rollout, PolicyRolloutConfig):
         documents = f"read from {own.rollout.path}"
+    elif is_recorded:
+        documents = f"recorded by the run in {folder}"
+    else:
+        documents = "sampled with the run's random numbers" if watch.sampled else "held by the checkpoint"
     return MadeStep(watch.step, watch.pieces, watch.metrics, has_groups, documents, module)
-
-
-def compared(made: dict[str, float], row: dict[str, float]) -> dict[str, tuple[float, float]]:
-    """Name -> (made, recorded) of each metric of the step that both have and that should be the same."""
-    return {name: (made[name], row[name]) for name in row if name in made and not name.startswith(_OF_THE_UPDATE)}
-
-
-def _recorded(config: Config) -> Path | None:
-    """The folder with the rollouts that the run has recorded, where it is still there."""
-    folder = getattr(config.rollout, "save_path", None)
-    return Path(folder) if folder and Path(folder).is_dir() else None
 
 
 def _in_this_process(config: Config) -> Config:
@@ -123,18 +112,15 @@ class RecordedBatches(Source):
 
     def __init__(self, folder: Path, rollout: PolicyRolloutConfig, vocabulary_size: int):
         self._folder = folder
-        self._size = rollout.prompts_per_batch * rollout.group_size
+        self.batch_size = rollout.prompts_per_batch * rollout.group_size
         self._rules = Rules(vocabulary_size, ("old_log_probs", "advantage"))
         self._batch: tuple[int, list[Document]] = (-1, [])
 
     def document(self, position: int) -> Document:
-        number, place = divmod(position, self._size)
+        number, place = divmod(position, self.batch_size)
         if number != self._batch[0]:
             self._batch = (number, self._read(number))
         return self._batch[1][place]
-
-    def batch_end(self, position: int) -> int:
-        return (position // self._size + 1) * self._size
 
     def _read(self, number: int) -> list[Document]:
         path = batch_file(self._folder, number)
@@ -144,8 +130,8 @@ class RecordedBatches(Source):
                 "step are in it. Restore it, or use another --step."
             )
         rows = [parse_row(raw, self._rules) for _, _, raw in open_files([path], FIELDS)[0].rows()]
-        if len(rows) != self._size or not all(isinstance(row, Row) for row in rows):
-            raise DataError(f"{path} needs the {self._size} documents of a batch (got others). Restore it.")
+        if len(rows) != self.batch_size or not all(isinstance(row, Row) for row in rows):
+            raise DataError(f"{path} needs the {self.batch_size} documents of a batch (got others). Restore it.")
         return [row.document(None, row.group_id, row.id) for row in rows]
 
 

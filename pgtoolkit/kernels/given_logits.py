@@ -2,7 +2,7 @@
 
 An implementation is a module with the passes over (T, V) logits: `forward`, `backward`, and the two in one. They do
 not know the loss family, but for Triton's single pass: it computes each coefficient itself, for families whose scope is
-the token and that have a formula in Triton, without a penalty.
+the token and that have a formula in Triton, without an entropy bonus.
 """
 
 from __future__ import annotations

@@ -173,3 +173,30 @@ def beyond_nothing(ratio, token_log_ratio, advantage, log_prob, _unused, _unused
     """Families without bounds."""
     never = ratio < 0
     return never, never, never, never
+
+
+@triton.jit
+def drawn_back(distance, log_ratio, KIND: tl.constexpr):
+    """(value, slope) of a penalty of `losses.kl`, and not of a family, from the new log-prob less the reference's.
+
+    log_ratio: of the new to the old log-prob.
+    """
+    finite = tl.abs(distance) < float("inf")
+    if KIND == "k1":
+        value, slope = distance, distance * 0 + 1
+    elif KIND == "k2":
+        value, slope = distance * distance / 2, distance
+    else:
+        x, ratio = _clamped(-distance)
+        # exp(x) - 1 - x; where x is small, by its series.
+        series = x * x * (0.5 + x * (1 / 6 + x * (1 / 24 + x / 120)))
+        value = tl.where(tl.abs(x) < 0.1, series, ratio - 1 - x)
+        slope = tl.where(tl.abs(distance) <= 20.0, -(value + x), 0.0)
+        if KIND == "k3_ratio":
+            finite = finite & (log_ratio == log_ratio)
+            _, ratio = _clamped(log_ratio)
+            # Of both factors; together they are the distance, of which exp would leave no digits in a difference.
+            both = tl.where(tl.abs(distance) <= 20.0, distance, value)
+            slope = ratio * tl.where(tl.abs(log_ratio) <= 20.0, both, slope)
+            value = value * ratio
+    return tl.where(finite, value, float("nan")), tl.where(finite, slope, float("nan"))

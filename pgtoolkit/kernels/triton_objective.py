@@ -1,7 +1,7 @@
 """The loss on vectors of one number per token on a GPU: launches of the kernels in `triton_tokens`.
 
-For float32, families and aggregations with a formula in Triton, and losses that no ranks share and that have neither a
-reference nor a correction by new log-probs; `losses.objective` computes all others.
+For float32, families and aggregations with a formula in Triton, and losses that no ranks share and that have no
+correction by new log-probs; `losses.objective` computes all others.
 """
 
 from __future__ import annotations
@@ -59,6 +59,17 @@ def numbers_of(family: Family) -> tuple[float, float, float, float]:
     numbers = [getattr(family, one.name) for one in fields(family)]
     numbers += [0.0] * (4 - len(numbers))
     return tuple(1.0 if number is None else float(number) for number in numbers)
+
+
+def penalty_of(objective: Objective) -> tuple[str | None, Tensor, Tensor]:
+    """(kind of the penalty against a reference or None, the reference's log-probs, weights of the penalty): (T,) each.
+
+    Where there is none, these are any vectors.
+    """
+    penalties = objective.penalties
+    if penalties.kl is None:
+        return None, objective.weights, objective.weights
+    return penalties.kl.kind, penalties.ref_log_probs, penalties.kl.coefficient * penalties.weights
 
 
 def make_weights(
@@ -139,8 +150,7 @@ def coefficients(objective: Objective, log_probs: Tensor) -> Tensor:
 
 def _has_kernel(objective: Objective, log_probs: Tensor) -> bool:
     shared = objective.documents is not None and objective.documents.group is not None
-    own = objective.off_policy is None and objective.penalties.kl is None
-    known = own and formula_of(objective.family) is not None
+    known = objective.off_policy is None and formula_of(objective.family) is not None
     return log_probs.dtype == torch.float32 and not shared and known
 
 
@@ -148,6 +158,7 @@ def _launch(objective: Objective, log_probs: Tensor, entropy: Tensor | None, lev
     """(coefficients, parts): (T,), and (D + 1, columns) float64, what each document adds; level -1: no parts."""
     documents, result = objective.documents, torch.empty_like(log_probs)
     family, formula = objective.family, formula_of(objective.family)
+    kind, *of_penalty = penalty_of(objective)
     if documents is None:
         index, num_documents = torch.zeros_like(objective.mask, dtype=torch.int64), 1
     else:
@@ -159,6 +170,7 @@ def _launch(objective: Objective, log_probs: Tensor, entropy: Tensor | None, lev
         objective.old_log_probs,
         objective.advantages,
         objective.weights,
+        *of_penalty,
         index,
         result,
         parts,
@@ -170,6 +182,7 @@ def _launch(objective: Objective, log_probs: Tensor, entropy: Tensor | None, lev
         BEYOND=formula.beyond,
         SCOPE=family.scope,
         OWN_WEIGHT=family.slope_of != "log_ratio",
+        KL=kind,
         LEVEL=level,
         BLOCK=_BLOCK,
         num_warps=8,

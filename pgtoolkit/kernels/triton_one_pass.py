@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pgtoolkit.kernels.triton_families import drawn_back
 from pgtoolkit.kernels.triton_two_pass import LN_2, LOWEST
 
 # A slot that nobody has written yet. Neither a (maximum, sum) pair nor a canonical NaN has all bits set.
@@ -79,6 +80,8 @@ def one_pass_kernel(
     old_log_probs,
     advantages,
     weights,
+    ref_log_probs,
+    pulls,
     log_probs,
     entropies,
     slots,
@@ -96,6 +99,7 @@ def one_pass_kernel(
     sixteen,
     upper,
     SURROGATE: tl.constexpr,
+    KL: tl.constexpr,
     ENTROPY: tl.constexpr,
     HALF: tl.constexpr,
     PTX: tl.constexpr,
@@ -107,7 +111,8 @@ def one_pass_kernel(
 
     words and out are `logits` and the result as words (HALF), or as they are (float32 logits). The result, which may
     overwrite the logits, is the gradient of the loss whose SURROGATE, a function of `triton_families`, takes number0 to
-    number3; without one it is the score onehot - softmax.
+    number3, and of a penalty of kind KL against ref_log_probs, which pulls weighs by token; without a SURROGATE it is
+    the score onehot - softmax.
     zero, sixteen and upper are 0, 16 and 0xFFFF0000, but the compiler does not know. Where the same words are unpacked
     again with them, it cannot keep what the first unpacking gave: that would take twice the registers of the row.
     """
@@ -197,7 +202,12 @@ def one_pass_kernel(
                     _prefetch(old_log_probs + after)
                     _prefetch(advantages + after)
                     _prefetch(weights + after)
+                    if KL is not None:
+                        _prefetch(ref_log_probs + after)
+                        _prefetch(pulls + after)
                 weight = tl.load(weights + row)
+                if KL is not None:
+                    reference, pull = tl.load(ref_log_probs + row), tl.load(pulls + row)
             if SHARE > 1:
                 # A power of two at least SHARE; the surplus reads member 0 again, and counts nothing below.
                 others = tl.arange(0, triton.next_power_of_2(SHARE))
@@ -231,7 +241,11 @@ def one_pass_kernel(
             factor = 1.0
             if SURROGATE is not None:
                 _, slope, _, _ = SURROGATE(log_prob - old, advantage, log_prob, number0, number1, number2, number3)
-                factor = weight * slope * inverse_temperature
+                factor = weight * slope
+                if KL is not None:
+                    _, back = drawn_back(log_prob - reference, log_prob - old, KL)
+                    factor += pull * back
+                factor *= inverse_temperature
             if factor != 0:
                 # -factor 2^(s (x - m) - log2 n), with |factor| in the exponent and the sign set on packed words.
                 offset = m * scale + log_sum - tl.log2(tl.abs(factor))

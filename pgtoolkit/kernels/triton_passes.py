@@ -29,6 +29,8 @@ _MAX_BLOCKS = 8
 it spills includes numbers that it then has to wait for."""
 _MAX_BLOCKS_SHARED_GRPO = 7
 """The same where programs share a row and each computes the coefficient, which takes registers too."""
+_MAX_BLOCKS_SHARED_KL = 6
+"""And where the coefficient has a penalty against a reference."""
 _MAX_SHARE = 32
 _cannot_launch: set[torch.device] = set()
 
@@ -115,10 +117,10 @@ def forward_gradient(
 ) -> tuple[Tensor, Tensor | None] | None:
     """(log_probs, entropy) and, in `out`, the gradient of an objective by token, with one read of the logits.
 
-    out may be the logits. None, and nothing done, where the family has no formula in Triton, the loss a penalty against
-    a reference, or a row cannot be kept on the chip.
+    out may be the logits. None, and nothing done, where the family has no formula in Triton, or a row cannot be kept on
+    the chip.
     """
-    if vectors.formula_of(objective.family) is None or objective.penalties.kl is not None:
+    if vectors.formula_of(objective.family) is None:
         return None
     return _one_pass(logits, labels, temperature, with_entropy, objective, out)
 
@@ -150,7 +152,10 @@ def _forward(logits, labels, temperature, with_entropy, vocabulary_start):
 def _one_pass(logits, labels, temperature, with_entropy, objective, out):
     rows, columns = logits.shape
     half = _HALVES.get(logits.dtype, "")
-    layout = _layout(logits, out, half, _MAX_BLOCKS if objective is None else _MAX_BLOCKS_SHARED_GRPO)
+    most = _MAX_BLOCKS
+    if objective is not None:
+        most = _MAX_BLOCKS_SHARED_GRPO if objective.penalties.kl is None else _MAX_BLOCKS_SHARED_KL
+    layout = _layout(logits, out, half, most)
     if layout is None:
         return None
     threads, share, blocks = layout
@@ -160,9 +165,10 @@ def _one_pass(logits, labels, temperature, with_entropy, objective, out):
     if rows == 0:
         return log_probs, entropy
     slots = torch.full((rows, (1 + with_entropy) * share if share > 1 else 0), -1, device=logits.device)
-    per_token = [log_probs] * 3
+    per_token, kind = [log_probs] * 5, None
     if objective is not None:
-        per_token = [objective.old_log_probs, objective.advantages, objective.weights]
+        kind, *of_penalty = vectors.penalty_of(objective)
+        per_token = [objective.old_log_probs, objective.advantages, objective.weights, *of_penalty]
     words = logits.view(torch.int32) if half else logits
     out_words = out.view(torch.int32) if half else out
     grid = 1
@@ -191,6 +197,7 @@ def _one_pass(logits, labels, temperature, with_entropy, objective, out):
             16,
             -65536,
             SURROGATE=None if objective is None else vectors.formula_of(objective.family).surrogate,
+            KL=kind,
             ENTROPY=with_entropy,
             HALF=half,
             PTX=not _INTERPRETED,

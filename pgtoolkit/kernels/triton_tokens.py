@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pgtoolkit.kernels.triton_families import drawn_back
+
 
 @triton.jit(do_not_specialize=["num_tokens", "num_documents", "over_documents", "over_tokens", "num_groups"])
 def weights_kernel(
@@ -90,6 +92,8 @@ def surrogate_kernel(
     old_log_probs,
     advantages,
     weights,
+    ref_log_probs,
+    pulls,
     document_index,
     coefficients,
     parts,
@@ -104,6 +108,7 @@ def surrogate_kernel(
     BEYOND: tl.constexpr,
     SCOPE: tl.constexpr,
     OWN_WEIGHT: tl.constexpr,
+    KL: tl.constexpr,
     LEVEL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -111,7 +116,8 @@ def surrogate_kernel(
 
     number0 to number3: the family's numbers. SURROGATE, TOKEN, BEYOND: its functions in `triton_families`; TOKEN may be
     None. SCOPE: its `scope`. OWN_WEIGHT: whether a slope is weighted by the token's weight, and not by the mean of the
-    document's. parts: a row a program, in the order of `losses.metrics`.
+    document's. KL: the kind of a penalty against ref_log_probs, which pulls weighs by token, or None.
+    parts: a row a program, in the order of `losses.metrics`.
     """
     BY_DOCUMENT: tl.constexpr = SCOPE != "token"
     document = tl.program_id(0)
@@ -183,8 +189,14 @@ def surrogate_kernel(
         if TOKEN is not None:
             limit = TOKEN(token_log_ratio, advantage, number0, number1, number2, number3)
             slope = tl.where(limit == token_log_ratio, slope, 0.0)
-        tl.store(coefficients + t, factor * slope, mask=taken)
-        loss_sum += (weight * loss).to(tl.float64)
+        loss, slope = weight * loss, factor * slope
+        if KL is not None:
+            reference = tl.load(ref_log_probs + t, mask=own, other=0.0)
+            pull = tl.load(pulls + t, mask=taken, other=0.0)
+            value, back = drawn_back(new - reference, token_log_ratio, KL)
+            loss, slope = loss + pull * value, slope + pull * back
+        tl.store(coefficients + t, slope, mask=taken)
+        loss_sum += loss.to(tl.float64)
         new_sum += new.to(tl.float64)
         if LEVEL >= 1:
             r = tl.where(own, ratio, 0.0).to(tl.float64)

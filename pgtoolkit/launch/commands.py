@@ -21,10 +21,9 @@ def _compare(argv: list[str]) -> int:
     parser = _Parser("pgtk compare", description="Compare runs: which keys vary, what they reached, seed noise.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, folder with runs, or a sweep's name")
     parser.add_argument("--uri", metavar="URI", help="read this MLflow store; RUN is then an experiment or a sweep")
-    parser.add_argument("--metric", metavar="NAME", help="what is compared (default: held-out, exact_match or reward)")
-    parser.add_argument(
-        "--reach", metavar="METRIC=X", help="compare the documents it takes until METRIC is X or higher"
-    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--metric", metavar="NAME", help="what is compared (default: held-out, exact_match or reward)")
+    what.add_argument("--reach", metavar="METRIC=X", help="compare the documents it takes until METRIC is X or higher")
     parser.add_argument("--best-of", metavar="KEY", help="of runs that differ in this key alone only the best")
     for suffix, what in (("html", "report in one page"), ("csv", "row per run"), ("png", "picture of the curves")):
         parser.add_argument(f"--{suffix}", type=_file(f"comparison.{suffix}"), metavar="FILE", help=f"write a {what}")
@@ -55,12 +54,11 @@ def _samples(argv: list[str]) -> int:
     parser.add_argument("--since", type=int, metavar="N", help="what changed since this step (default: the first)")
     parser.add_argument("--count", type=_positive, default=3, metavar="N", help="completions of a kind (default: 3)")
     parser.add_argument("--lines", type=_positive, default=8, metavar="N", help="lines of each text (default: 8)")
-    page = "write a page to search and sort all of them"
-    parser.add_argument("--html", type=_file("samples.html"), metavar="FILE", help=page)
+    what = "write a page to search and sort all of them"
+    parser.add_argument("--html", type=_file("samples.html"), metavar="FILE", help=what)
     args = parser.parse_args(argv)
 
-    from pgtoolkit.inspection.samples import chosen_set, kept_by, page, samples
-    from pgtoolkit.inspection.samples_page import html
+    from pgtoolkit.inspection.samples import chosen_set, html, kept_by, page, samples
     from pgtoolkit.tracking.next_commands import shell_path
 
     kept = kept_by(args.run)
@@ -125,15 +123,11 @@ def _sync(argv: list[str]) -> int:
     parser.add_argument("--experiment", metavar="NAME", help="another experiment than the run's own")
     args = parser.parse_args(argv)
 
-    from pgtoolkit.comparison.runs import is_run, run_directories
-    from pgtoolkit.tracking.next_commands import shell_path
+    from pgtoolkit.comparison.runs import run_directories
     from pgtoolkit.tracking.sync import sync
 
     failed = []
     for directory in run_directories("pgtk sync", args.runs):
-        if not is_run(directory):
-            print(f"{shell_path(directory)}: it ended before its config.yaml was written", flush=True)
-            continue
         try:
             print(sync(directory, args.uri, args.experiment), flush=True)
         except PgtoolkitError as error:  # such as of a run that is damaged, or still going on: the others do not wait
@@ -219,8 +213,8 @@ def _evaluate(argv: list[str]) -> int:
 
 def _tokens(argv: list[str]) -> int:
     parser = _Parser("pgtk tokens", description="What the loss did to each token of a step, beside other losses.")
-    what = "run directory or recorded rollouts, then overrides; loss=grpo,cispo stand side by side"
-    parser.add_argument("words", nargs="*", metavar="RUN [OVERRIDES]", help=what)
+    parser.add_argument("run", metavar="RUN", help="run directory, or recorded rollouts")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="loss=grpo,cispo stand side by side")
     parser.add_argument(
         "--step", type=_positive, metavar="N", help="default: the last before new rollouts, after a checkpoint"
     )
@@ -232,8 +226,7 @@ def _tokens(argv: list[str]) -> int:
     from pgtoolkit.inspection.tokens_page import html
     from pgtoolkit.system.plain_files import write_atomically
 
-    named = args.words[:1] if args.words and ("=" not in args.words[0] or Path(args.words[0]).exists()) else []
-    inspected = inspect(*(named or [None]), args.words[len(named) :], args.step)
+    inspected = inspect(args.run, args.overrides, args.step)
     page = args.html or Path(f"tokens-{inspected.name}-{inspected.number}.html")
     write_atomically(page, html(inspected, redact(shlex.join(["pgtk", "tokens", *argv]))))
     print(summary(inspected, page), flush=True)

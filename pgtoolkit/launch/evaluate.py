@@ -73,7 +73,7 @@ def evaluate(asked: Asked) -> str:
         if trained is not None and (reason := are_training_prompts(trained, one)):
             print(f"note: set {one.name} holds prompts of the run's training. {reason}", flush=True)
 
-    from pgtoolkit.training.evaluate import evaluate as measured
+    from pgtoolkit.training.evaluations import evaluate as measured
     from pgtoolkit.training.export import saved_state
     from pgtoolkit.training.train import quieten
 

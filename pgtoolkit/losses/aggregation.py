@@ -40,11 +40,7 @@ class Aggregation:
     equal_within_documents: ClassVar[bool] = True
 
     def weights(self, totals: StepTotals, documents: DocumentSums, mask: Tensor, group_index: Tensor | None) -> Tensor:
-        """w_t: (T,) float64, 0 where mask is False. group_index: as numbered in totals.tokens_per_group.
-
-        Raises ValueError where groups are needed and not known.
-        """
-        self.check_groups(group_index is not None and totals.tokens_per_group is not None)
+        """w_t: (T,) float64, 0 where mask is False. group_index: as numbered in totals.tokens_per_group."""
         denominator = documents.broadcast(self.denominators(totals, documents.counts, group_index).double())
         return (1.0 / denominator.where(mask, 1.0)).where(mask, 0.0)
 

@@ -7,16 +7,19 @@ No torch is imported here, so that `pgtk check` may read equations and defaults;
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pgtoolkit.losses.checks import check_name
-from pgtoolkit.losses.family import check_parameters, parameter
+from pgtoolkit.losses.family import LOG_RATIO_LIMIT, check_parameters, clamped, over_scope, parameter
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from pgtoolkit.losses.documents import DocumentSums
 
 Mean = StrEnum("Mean", ["product", "geometric"])
 Factor = StrEnum("Factor", ["document", "token", "one"])
@@ -68,6 +71,28 @@ class Correction(ABC):
         log_ratio: over the scope. token_log_ratio: of each token alone. Both are clamped to plus or minus 20.
         advantages: over the scope; only for what is `of_policy`.
         """
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What a correction makes of each token, (T,) each, without gradient.
+
+    values: rho. outside: bool, True beyond the correction's bounds. clamped: bool, True where the clamp acted on the
+    log-ratio that it looks at.
+    """
+
+    values: Tensor
+    outside: Tensor
+    clamped: Tensor
+
+    @classmethod
+    def of(cls, correction: Correction, log_ratio: Tensor, advantages: Tensor, documents: DocumentSums) -> Factors:
+        """log_ratio: (T,) of each token, not clamped, 0 where nothing is trained. advantages: over the scope."""
+        over = over_scope(correction, log_ratio, documents)
+        values, outside = correction.factors(clamped(over), clamped(log_ratio), advantages)
+        # The clamp makes a number of an infinite log-ratio, and a mask of NaN.
+        finite = over.isfinite() & log_ratio.isfinite()
+        return cls(values.where(finite, math.nan), outside, over.abs() > LOG_RATIO_LIMIT)
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,17 @@
-"""Sums over documents that come out the same on every run and device."""
+"""Sums over documents that come out the same on every run and device, and the totals of a step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from pgtoolkit.batch import StepTotals
 from pgtoolkit.losses.exchange import LinearMap, all_sum
-
-if TYPE_CHECKING:
-    from pgtoolkit.losses.corrections import Correction
-    from pgtoolkit.losses.family import Family
 
 
 @dataclass(eq=False)
@@ -99,13 +96,25 @@ class DocumentSums:
         return values[self.index]
 
 
-def scope_mean(of: Family | Correction, values: Tensor, documents: DocumentSums | None) -> Tensor:
-    """(T,) the values themselves, or the mean of each one's document for a family by document."""
-    return documents.broadcast(documents.mean(values)) if of.by_document else values
+def whole_step_totals(
+    documents: DocumentSums, group_index: Tensor | None, data_group: ProcessGroup | None = None
+) -> tuple[StepTotals, Tensor | None]:
+    """The totals of these documents as a whole step, and their groups renumbered from 0, (documents,).
 
-
-def over_scope(of: Family | Correction, values: Tensor, documents: DocumentSums | None) -> Tensor:
-    """(T,) the values themselves, or the mean or the sum of each one's document, as the family's scope says."""
-    if of.scope == "document_sum":
-        return documents.broadcast(documents.sum(values))
-    return scope_mean(of, values, documents)
+    data_group: ranks with other documents of the step, whose group_index has the same numbers for the same groups.
+    """
+    counts = documents.counts
+    numbers = torch.stack([torch.full_like(counts.sum(), len(counts)), counts.sum(), (counts == 0).sum()])
+    num_documents, num_tokens, num_empty = all_sum(numbers, data_group)
+    if data_group is None:
+        num_documents = documents.num_documents
+    if group_index is None:
+        return StepTotals(num_documents, num_tokens, num_empty), None
+    groups = group_index.unique()
+    if data_group is not None:
+        of_all = [None] * data_group.size()
+        dist.all_gather_object(of_all, groups.tolist(), data_group)
+        groups = groups.new_tensor(sorted(set().union(*of_all)))
+    group_index = torch.searchsorted(groups, group_index)
+    tokens_per_group = all_sum(torch.zeros_like(groups).index_add_(0, group_index, counts), data_group)
+    return StepTotals(num_documents, num_tokens, num_empty, len(groups), tokens_per_group), group_index

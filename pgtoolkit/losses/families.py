@@ -21,16 +21,23 @@ _MEAN = "exp(mean over the trained tokens of document d of {})"
 
 @dataclass(frozen=True)
 class _Clipped(Family):
-    """-min(ratio A, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) A), of a token's or a document's ratio."""
+    """-min(ratio A, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) A), of a token's or a document's ratio.
 
-    epsilon_low: float
+    epsilon_low: None for no lower bound.
+    """
+
+    epsilon_low: float | None
     epsilon_high: float
 
     silent_without_advantage: ClassVar[bool] = True
 
     @property
     def bounds(self) -> tuple[float, float]:
-        return 1 - self.epsilon_low, 1 + self.epsilon_high
+        return 0.0 if self.epsilon_low is None else 1 - self.epsilon_low, 1 + self.epsilon_high
+
+    def clip(self, ratio: str) -> str:
+        low = "0" if self.epsilon_low is None else f"1 - {self.epsilon_low:g}"
+        return f"clip({ratio}, {low}, 1 + {self.epsilon_high:g})"
 
     def surrogate(self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
         ratio, (lower, upper) = log_ratio.exp(), self.bounds
@@ -53,9 +60,8 @@ class Grpo(_Clipped):
 
     @property
     def equation(self) -> str:
-        clip = f"clip(r_t, 1 - {self.epsilon_low:g}, 1 + {self.epsilon_high:g})"
         dual = "" if self.dual_clip is None else f", where A_t < 0 at most -{self.dual_clip:g} A_t"
-        return f"-min(r_t A_t, {clip} A_t){dual},  {_RATIO}"
+        return f"-min(r_t A_t, {self.clip('r_t')} A_t){dual},  {_RATIO}"
 
     def surrogate(self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
         losses, slope = super().surrogate(log_ratio, advantages, log_probs)
@@ -80,8 +86,7 @@ class Gspo(_Clipped):
 
     @property
     def equation(self) -> str:
-        clip = f"clip(R_d, 1 - {self.epsilon_low:g}, 1 + {self.epsilon_high:g})"
-        return f"-min(R_d A_d, {clip} A_d),  R_d = {_MEAN.format('new - old log-prob')}"
+        return f"-min(R_d A_d, {self.clip('R_d')} A_d),  R_d = {_MEAN.format('new - old log-prob')}"
 
     def notes(self) -> list[str]:
         note = (
@@ -92,7 +97,7 @@ class Gspo(_Clipped):
 
 
 @dataclass(frozen=True)
-class Cispo(Family):
+class Cispo(_Clipped):
     """REINFORCE with a clipped ratio as its weight: every token keeps a gradient (arXiv 2506.13585, eq. 4 and 5).
 
     epsilon_low: None for no lower bound, as in the paper. epsilon_high: 4.0 is ScaleRL's cap of 5 (2510.13786).
@@ -102,18 +107,11 @@ class Cispo(Family):
     epsilon_high: float = parameter(4.0, 1e-9, 1e9)
 
     slope_of: ClassVar[str] = "log_prob"
-    silent_without_advantage: ClassVar[bool] = True
     clips_by_sign: ClassVar[bool] = False
 
     @property
-    def bounds(self) -> tuple[float, float]:
-        return 0.0 if self.epsilon_low is None else 1 - self.epsilon_low, 1 + self.epsilon_high
-
-    @property
     def equation(self) -> str:
-        low = "0" if self.epsilon_low is None else f"1 - {self.epsilon_low:g}"
-        clip = f"clip(r_t, {low}, 1 + {self.epsilon_high:g})"
-        return f"-{clip} A_t p_t, no gradient through the clip,  {_RATIO}, p_t the new"
+        return f"-{self.clip('r_t')} A_t p_t, no gradient through the clip,  {_RATIO}, p_t the new"
 
     def surrogate(self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
         slope = -log_ratio.detach().exp().clamp(*self.bounds) * advantages

@@ -20,6 +20,9 @@ from pgtoolkit.losses.checks import check_name, shown
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from pgtoolkit.losses.corrections import Correction
+    from pgtoolkit.losses.documents import DocumentSums
+
 LOG_RATIO_LIMIT = 20.0
 """The log-ratio is clamped to plus or minus this before exp: exp overflows float32 at 89, and the infinity would
 reach the gradient as 0 * inf through the branch that the clip did not select."""
@@ -121,3 +124,15 @@ class Family:
         if self.clips_by_sign:
             return low & (advantages < 0), high & (advantages > 0)
         return low & (advantages != 0), high & (advantages != 0)
+
+
+def scope_mean(of: Family | Correction, values: Tensor, documents: DocumentSums | None) -> Tensor:
+    """(T,) the values themselves, or the mean of each one's document for a family by document."""
+    return documents.broadcast(documents.mean(values)) if of.by_document else values
+
+
+def over_scope(of: Family | Correction, values: Tensor, documents: DocumentSums | None) -> Tensor:
+    """(T,) the values themselves, or the mean or the sum of each one's document, as the family's scope says."""
+    if of.scope == "document_sum":
+        return documents.broadcast(documents.sum(values))
+    return scope_mean(of, values, documents)

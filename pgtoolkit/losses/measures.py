@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pgtoolkit.losses.documents import over_scope
-from pgtoolkit.losses.family import clamped
+from pgtoolkit.losses.family import clamped, over_scope
 from pgtoolkit.losses.metrics import MetricSums
 
 if TYPE_CHECKING:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,16 +13,14 @@ from pgtoolkit.batch import StepTotals, Tokens
 from pgtoolkit.errors import DataError
 from pgtoolkit.losses.aggregation import Aggregation
 from pgtoolkit.losses.checks import check_name, check_not_negative, check_positive
-from pgtoolkit.losses.corrections import Correction
-from pgtoolkit.losses.documents import DocumentSums, over_scope, scope_mean
+from pgtoolkit.losses.corrections import Correction, Factors
+from pgtoolkit.losses.documents import DocumentSums, whole_step_totals
 from pgtoolkit.losses.exchange import Ranks
-from pgtoolkit.losses.family import LOG_RATIO_LIMIT, Family, clamped
+from pgtoolkit.losses.family import LOG_RATIO_LIMIT, Family, clamped, over_scope, scope_mean
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.measures import measure
 from pgtoolkit.losses.metrics import LEVELS, MetricSums
 from pgtoolkit.losses.penalties import Penalties
-from pgtoolkit.losses.sampling import Factors
-from pgtoolkit.losses.totals import whole_step_totals
 
 
 @dataclass(frozen=True)
@@ -51,8 +48,8 @@ class Loss:
     @property
     def reads_old_log_probs(self) -> bool:
         """False if neither loss nor gradient depends on them, so that documents without any can be trained on."""
-        of_kl = self.kl is not None and self.kl.reads_old_log_probs
-        return self.family.reads_old_log_probs or self.correction is not None or of_kl
+        asked = self.family.reads_old_log_probs or self.correction is not None
+        return asked or (self.kl is not None and self.kl.reads_old_log_probs)
 
     @property
     def level(self) -> str:
@@ -126,8 +123,7 @@ class Objective:
         graph: a slope by the document's mean is the same for all its tokens.
         """
         terms = self.token_terms(log_probs)
-        own = self.weights * terms.losses, self.gradient_weights * terms.slope
-        return self.penalties.with_kl(log_probs, *own)
+        return self.penalties.with_kl(log_probs, self.weights * terms.losses, self.gradient_weights * terms.slope)
 
     def coefficients(self, log_probs: Tensor) -> Tensor:
         """(T,) c_t alone."""
@@ -177,31 +173,30 @@ class Objective:
     def _data(self, log_probs: Tensor | None) -> Tensor:
         """(T,) not finite where something that was given is not."""
         given = self.old_log_probs, self.advantages, self.sampling_log_ratio, self.penalties.ref_log_probs, log_probs
-        return functools.reduce(torch.add, (x for x in given if x is not None))
+        first, *others = (x for x in given if x is not None)
+        return sum(others, first)
 
     def check_finite(self, log_probs: Tensor | None = None) -> None:
         """Raise DataError naming the first documents that hold a non-finite number at a trained position.
 
         Reads the result on the host: one synchronisation on a GPU.
         """
-        bad = self.not_finite(log_probs)
-        if bad.any():
-            documents = self.documents.index[bad].unique().tolist()
-            if documents[-1] == self.documents.num_documents:
-                raise ValueError(
-                    f"document_index at a trained position is negative or not below num_documents={documents[-1]}"
-                )
-            if not torch.isfinite(self.weights).all() and torch.isfinite(self._data(log_probs)[self.mask]).all():
-                raise ValueError(
-                    "the weight of a trained token is not finite: a reducer's, a factor, or the totals count none"
-                )
-            named = ", ".join(map(str, documents[:5])) + (", ..." if len(documents) > 5 else "")
-            given = "old_log_probs" if self.sampling_log_ratio is None else "old_log_probs, sampling_log_probs"
-            given += "" if self.penalties.ref_log_probs is None else ", ref_log_probs"
-            raise DataError(
-                f"non-finite logits, {given} or advantages at a trained position of document {named}, or a label "
-                "outside the vocabulary; mask the position (label -1) or drop the document"
-            )
+        if not (bad := self.not_finite(log_probs)).any():
+            return
+        documents = self.documents.index[bad].unique().tolist()
+        if documents[-1] == self.documents.num_documents:
+            what = f"negative or not below num_documents={documents[-1]}"
+            raise ValueError(f"document_index at a trained position is {what}")
+        if not torch.isfinite(self.weights).all() and torch.isfinite(self._data(log_probs)[self.mask]).all():
+            what = "a reducer's, a factor, or the totals count none"
+            raise ValueError(f"the weight of a trained token is not finite: {what}")
+        named = ", ".join(map(str, documents[:5])) + (", ..." if len(documents) > 5 else "")
+        given = "old_log_probs" if self.sampling_log_ratio is None else "old_log_probs, sampling_log_probs"
+        given += "" if self.penalties.ref_log_probs is None else ", ref_log_probs"
+        raise DataError(
+            f"non-finite logits, {given} or advantages at a trained position of document {named}, or a label "
+            "outside the vocabulary; mask the position (label -1) or drop the document"
+        )
 
     def token_terms(self, log_probs: Tensor) -> TokenTerms:
         """The terms of each token, kept for the same log-probs, since loss and metrics both ask for them."""
@@ -224,9 +219,8 @@ class Objective:
             slope = torch.where(was_clamped, 0.0, slope)
             slope = slope if derivative is None else slope * derivative
         factors = None
-        if self.off_policy is not None:
-            log_ratios = token_log_ratio.detach()
-            factors = Factors.of(self.off_policy, log_ratios, self.document_advantages, self.documents)
+        if (correction := self.off_policy) is not None:
+            factors = Factors.of(correction, token_log_ratio.detach(), self.document_advantages, self.documents)
             losses, slope = factors.values * losses, factors.values * slope
         terms = TokenTerms(losses, slope, log_ratio.exp(), log_ratio, was_clamped, token_log_ratio, factors)
         if kept:
@@ -250,7 +244,8 @@ def make_objective(
     """
     family, aggregation = loss.family, loss.aggregation
     off_policy = loss.correction if loss.correction is not None and loss.correction.of_policy else None
-    old_log_probs, advantages = (x.to(dtype).contiguous() for x in (tokens.old_log_probs, tokens.advantages))
+    given = tokens.old_log_probs, tokens.advantages, tokens.ref_log_probs
+    old_log_probs, advantages, ref_log_probs = (x if x is None else x.to(dtype).contiguous() for x in given)
     has_groups = tokens.group_index is not None and (totals is None or totals.tokens_per_group is not None)
     aggregation.check_groups(has_groups)
     made = scope_advantages = None
@@ -260,9 +255,9 @@ def make_objective(
         mask, documents, totals, weights = made
     else:
         mask = tokens.labels >= 0
-        number = tokens.num_documents
-        misplaced = mask & ((tokens.document_index < 0) | (tokens.document_index >= number))
-        documents = DocumentSums.of_tokens(tokens.document_index, mask & ~misplaced, number, ranks.sequence)
+        index, number = tokens.document_index, tokens.num_documents
+        misplaced = mask & ((index < 0) | (index >= number))
+        documents = DocumentSums.of_tokens(index, mask & ~misplaced, number, ranks.sequence)
         if ranks.sequence is not None:
             # First, since the documents' lengths, which the rest needs, travel with it.
             scope_advantages = scope_mean(family, torch.where(mask, advantages, 0.0), documents)
@@ -271,7 +266,6 @@ def make_objective(
             totals, group_index = whole_step_totals(documents, group_index, ranks.data)
         weights = aggregation.weights(totals, documents, mask, group_index)
         weights = torch.where(misplaced, torch.nan, weights).to(dtype)  # no document, no result
-    ref_log_probs = None if tokens.ref_log_probs is None else tokens.ref_log_probs.to(dtype).contiguous()
     penalties = Penalties(loss.kl, loss.entropy_coefficient, mask, weights, old_log_probs, ref_log_probs)
     correction, equal = loss.correction, aggregation.equal_within_documents
     sampling_log_ratio = factors = document_advantages = None

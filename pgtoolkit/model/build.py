@@ -14,6 +14,7 @@ from pgtoolkit.model import attention, lora
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.rollouts.prompts import END, tiny_tokenizer
 from pgtoolkit.system import model_folder
+from pgtoolkit.system.report import listed
 
 log = logging.getLogger("pgtoolkit")
 
@@ -117,19 +118,17 @@ def _trained(path: str, model_config, dtype: torch.dtype) -> nn.Module:
         for name, found, needed in sorted(report["mismatched_keys"])
     ]
     if lacks:
-        raise ConfigError(model_folder.refusal(path, needs, _listed(lacks), reason))
+        raise ConfigError(model_folder.refusal(path, needs, listed(lacks, 3), reason))
     if broken := [name for name, weight in model.named_parameters() if not _is_finite(weight)]:
-        got = f"NaN or infinity in {_listed(broken)}"
+        got = f"NaN or infinity in {listed(broken, 3)}"
         raise ConfigError(
             model_folder.refusal(path, "weights that are numbers", got, "Nothing can be learned from it.")
         )
     if more := sorted(report["unexpected_keys"]):
-        log.warning(f"note: the weights of model.path={path} hold {_listed(more)}, which its config.json does not use.")
+        log.warning(
+            f"note: the weights of model.path={path} hold {listed(more, 3)}, which its config.json does not use."
+        )
     return model
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _is_finite(weight: Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -134,6 +135,7 @@ def _in_window(length: int, window: int, device: torch.device) -> Tensor:
     return (places <= places[:, None]) & (places > places[:, None] - window)
 
 
+@dataclass
 class Decoding:
     """One completion of each prompt by a model that `decoding` has prepared.
 
@@ -145,17 +147,15 @@ class Decoding:
     they are dropped.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        logits: Callable[[Tensor], Tensor],
-        draw: Callable[[Tensor], tuple[Tensor, Tensor]],
-        ends: list[int],
-        stopped: Callable[[Tensor, int], Tensor] | None = None,
-    ):
-        self._model, self._logits, self._draw, self._stopped = model, logits, draw, stopped
-        self._device = model.device
-        self._ends = torch.tensor(ends, dtype=torch.int64, device=self._device)
+    model: nn.Module
+    logits: Callable[[Tensor], Tensor]
+    draw: Callable[[Tensor], tuple[Tensor, Tensor]]
+    ends: list[int]
+    stopped: Callable[[Tensor, int], Tensor] | None = None
+
+    def __post_init__(self):
+        self._device = self.model.device
+        self._ends = torch.tensor(self.ends, dtype=torch.int64, device=self._device)
 
     @torch.no_grad()
     def complete(self, prompts: list[list[int]], max_tokens: int) -> tuple[Tensor, Tensor]:
@@ -200,20 +200,20 @@ class Decoding:
         if self._device.type == "cuda" and most >= _GRAPH_PAYS:
             self._step()  # as the first use of a kernel may not be captured
             done, graph = 1, torch.cuda.CUDAGraph()
-            if self._draw.generator is not None:
-                graph.register_generator_state(self._draw.generator)
+            if self.draw.generator is not None:
+                graph.register_generator_state(self.draw.generator)
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._step()
             step = graph.replay
         while done < most:
-            self._draw.check()
+            self.draw.check()
             count = min(_CHECK_EVERY, most - done)
             for _ in range(count):
                 step()
             done += count
-            if self._stopped is not None:
+            if self.stopped is not None:
                 so_far = int(self._place)
-                self._finished |= self._stopped(self.tokens[self._rows, :so_far], so_far - self._asked)
+                self._finished |= self.stopped(self.tokens[self._rows, :so_far], so_far - self._asked)
                 self._asked = so_far
             going = (~self._finished).nonzero()[:, 0]
             if 2 * len(going) <= len(self._rows):
@@ -229,7 +229,7 @@ class Decoding:
         self._take(self._hidden(self._next[:, None], self._positions[:, None])[:, 0])
 
     def _take(self, hidden: Tensor) -> None:
-        tokens, log_probs = self._draw(self._logits(hidden))
+        tokens, log_probs = self.draw(self.logits(hidden))
         where = (self._rows, self._place.expand_as(self._rows))
         self.tokens.index_put_(where, tokens)
         self.log_probs.index_put_(where, log_probs)
@@ -239,7 +239,7 @@ class Decoding:
         self._place += 1
 
     def _hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        body = self._model.base_model
+        body = self.model.base_model
         return body(input_ids=tokens, position_ids=positions, use_cache=False, cache=self._cache).last_hidden_state
 
     def _drop_others(self, going: Tensor) -> None:

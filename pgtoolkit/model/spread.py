@@ -1,7 +1,14 @@
-"""The policy spread over processes: what each kind of parallelism does to the model, put together."""
+"""The policy spread over processes: what each kind of parallelism does to the model, put together, and FSDP2.
+
+With FSDP2 weights, gradients and optimizer states are divided among the ranks that see different data. A layer's
+weights are brought together while it computes. The gradient is the sum over the ranks, as everywhere here; FSDP2 would
+average. The embedding, the last norm and the head are one unit, which stays together from the model's forward until
+its backward, so that the loss can use the head in between.
+"""
 
 from __future__ import annotations
 
+import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +17,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.nn import functional
 
 from pgtoolkit.batch import MicroBatch
@@ -18,12 +27,12 @@ from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.kernels.losses import LMHead
 from pgtoolkit.losses.exchange import Ranks
+from pgtoolkit.model.architectures import architecture_of
 from pgtoolkit.model.attention import Documents, use_packed_attention
-from pgtoolkit.model.fully_sharded import shard_fully
 from pgtoolkit.model.pipeline import Pipeline, keep_stage
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.model.sequence_data import documents_here
-from pgtoolkit.model.tensor import divide_further, shard_tensors, vocabulary_start
+from pgtoolkit.model.tensor import DividedMatrix, shard_tensors, vocabulary_start
 from pgtoolkit.ranks.collectives import local
 from pgtoolkit.ranks.layout import AXES, Layout
 from pgtoolkit.system.report import Report
@@ -148,7 +157,6 @@ def parallelize(policy: Policy, layout: Layout, config: Config) -> Policy:
     names = frozenset(name for name, parameter in model.named_parameters() if parameter in partial)
     sharded = parallelism.shard and layout.loss_group is not None
     if sharded:
-        divide_further(model)
         shard_fully(model, layout.loss_mesh)
     return ParallelPolicy(
         model,
@@ -162,3 +170,27 @@ def parallelize(policy: Policy, layout: Layout, config: Config) -> Policy:
         max_tokens=config.accumulation.max_tokens,
         vocabulary=vocabulary,
     )
+
+
+def shard_fully(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Divide a transformers causal LM among the ranks of `mesh` (one axis), in place; parameters become DTensors.
+
+    Afterwards the hidden states come from `model.transformer_states(**inputs)`.
+    """
+    for layer in architecture_of(model).layers_of(model):
+        if next(layer.parameters(), None) is not None:  # a pipeline's stage has passed others on
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.transformer_states = types.MethodType(_transformer_states, model)
+    register_fsdp_forward_method(model, "transformer_states")
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        elif isinstance(module, DividedMatrix):
+            module.resharded = True
+
+
+def _transformer_states(model: nn.Module, **inputs) -> Tensor:
+    # Not a view, on which FSDP2's hook for the backward pass would not be safe.
+    return model.base_model(**inputs).last_hidden_state.clone()

@@ -42,13 +42,6 @@ def shard_tensors(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -
     return partial
 
 
-def divide_further(model: nn.Module) -> None:
-    """To be called where FSDP2 is going to divide the parts of a model that `shard_tensors` has divided."""
-    for module in model.modules():
-        if isinstance(module, _Matrix):
-            module.resharded = True
-
-
 def vocabulary_start(vocabulary: int, mesh: DeviceMesh) -> int:
     """The first token id of this rank's shard of the embedding and the head, which are cut as torch.chunk cuts."""
     return min(vocabulary, -(-vocabulary // mesh.size()) * mesh.get_local_rank())
@@ -112,7 +105,7 @@ def _sharded(parameter: nn.Parameter, mesh: DeviceMesh, axis: int) -> nn.Paramet
     return nn.Parameter(distribute_tensor(parameter.data, mesh, [Shard(axis)], src_data_rank=None))
 
 
-class _Matrix(nn.Module):
+class DividedMatrix(nn.Module):
     """A linear layer's weight and bias under their names; transposed: (in, out), as in GPT-2's Conv1D.
 
     resharded: FSDP2 divides them further, and holds this rank's part together only while it is used.
@@ -169,7 +162,7 @@ class _Part:
         leaf.grad = None
 
 
-class ColumnParallel(_Matrix):
+class ColumnParallel(DividedMatrix):
     """Each rank computes a share of the outputs, from an input that all have."""
 
     def __init__(self, layer: nn.Module, mesh: DeviceMesh):
@@ -182,7 +175,7 @@ class ColumnParallel(_Matrix):
         return functional.linear(x, self.matrix(), None if self.bias is None else self.part("bias"))
 
 
-class RowParallel(_Matrix):
+class RowParallel(DividedMatrix):
     """Each rank computes the part of all outputs that its share of the inputs gives; the sum is what comes out.
 
     by_tokens: a rank gets the sum for its share of the tokens only.
@@ -199,7 +192,7 @@ class RowParallel(_Matrix):
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
-class FusedHeads(_Matrix):
+class FusedHeads(DividedMatrix):
     """Query, key and value of this rank's heads, by a matrix (in, 3 * heads * width) that all ranks hold whole.
 
     A shard of it would be no shard of one tensor, but of three; so it is the work that is divided, not the memory.

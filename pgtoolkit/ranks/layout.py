@@ -39,8 +39,6 @@ class Layout:
 
         Every process calls this at the same time. Raises ValueError where the sizes do not multiply to the ranks.
         """
-        if unknown := sizes.keys() - set(AXES):
-            raise ValueError(f"the axes are {', '.join(AXES)} (got {', '.join(sorted(unknown))})")
         shape = tuple(sizes.get(axis, 1) for axis in AXES)
         if math.prod(shape) != dist.get_world_size():
             raise ValueError(f"{shape} needs {math.prod(shape)} processes (got {dist.get_world_size()})")

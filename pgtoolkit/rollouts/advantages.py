@@ -1,4 +1,4 @@
-"""Advantages, from the rewards of the completions of a prompt, and of a batch of prompts."""
+"""Advantages, from the rewards of the completions of a prompt, and of a batch of prompts; what lengths take off."""
 
 from __future__ import annotations
 
@@ -80,3 +80,12 @@ def _deviation(rewards: list[float]) -> float:
     """With n - 1; 0 for one reward."""
     mean = math.fsum(rewards) / len(rewards)
     return math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / max(1, len(rewards) - 1))
+
+
+def overlong_penalty(length: int, longest: int, buffer: int | None, most: float) -> float:
+    """What DAPO adds to the reward of a completion of `length` tokens, its end included (2503.14476, eq. 13).
+
+    0 up to longest - buffer tokens, from there on in equal steps, down to -most at `longest`; buffer: None for none.
+    """
+    beyond = 0 if buffer is None else max(0, min(length, longest) - (longest - buffer))
+    return -most * beyond / buffer if beyond else 0.0

@@ -59,14 +59,14 @@ class KeptCompletions:
         return self._folder / f"steps_{first:06d}-{first + STEPS_PER_FILE - 1:06d}.parquet"
 
     def _row(self, step: int, document: Document, prompt: Prompt) -> CompletionRow:
-        scores = {name.partition("/"): score for name, score in document.measures.items()}
+        rewards = {k.removeprefix("reward/"): x for k, x in document.measures.items() if k.startswith("reward/")}
         return CompletionRow(
             step=step,
             name=prompt.place,
             prompt=self._tokenizer.decode(document.tokens[~document.loss_mask]),
             completion=self._tokenizer.decode(document.tokens[document.loss_mask]),
             reward=document.reward,
-            rewards={name: score for (kind, _, name), score in scores.items() if kind == "reward"},
+            rewards=rewards,
             advantage=float(document.advantages[0]),
             tokens=document.num_trained,
             finish_reason="length" if document.truncated else "stop",

@@ -17,8 +17,6 @@ def pack(documents: list[Document], group_numbers: list[int], known: tuple[str, 
     Here alone tokens become labels: position t predicts token t + 1 of its document, with that token's old log-prob
     and advantage; the last position of a document predicts nothing. No documents give a micro-batch of length 0.
     """
-    if len(documents) != len(group_numbers):
-        raise ValueError(f"needs one group number per document (got {len(group_numbers)} for {len(documents)})")
     lengths = [document.num_tokens for document in documents]
     tokens = _concatenate([document.tokens for document in documents], torch.int64)
     trained = _concatenate([document.loss_mask for document in documents], torch.bool).nonzero().squeeze(1)

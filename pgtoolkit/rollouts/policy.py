@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,18 +19,18 @@ from pgtoolkit.config.schema import Config, OldLogProbs
 from pgtoolkit.errors import DataError
 from pgtoolkit.ranks.agreement import failing_together, gather
 from pgtoolkit.ranks.layout import Layout
-from pgtoolkit.rollouts.advantages import batch_divisor, group_advantages
+from pgtoolkit.rollouts.advantages import batch_divisor, group_advantages, overlong_penalty
 from pgtoolkit.rollouts.dynamic_sampling import fill
-from pgtoolkit.rollouts.overlong import overlong_penalty
 from pgtoolkit.rollouts.packing import cut, pack
 from pgtoolkit.rollouts.prompts import TokenizedTask
 from pgtoolkit.rollouts.samplers import Completion, Request, Sampler
 from pgtoolkit.rollouts.shuffle import seed_of
-from pgtoolkit.rollouts.stages import Stages
 from pgtoolkit.rollouts.steps import Source
 from pgtoolkit.rollouts.tasks import Prompt, Score
 from pgtoolkit.rollouts.writer import RolloutWriter
 from pgtoolkit.system.background import in_background
+
+STAGES = ("sampling", "scoring", "old_log_probs")
 
 
 class PolicyInTraining(Protocol):
@@ -55,6 +57,7 @@ class _Sampling:
     completions: Callable[[], list[Completion]]
 
 
+@dataclass(eq=False)
 class PolicyRollouts(Source):
     """The endless source of a reinforcement-learning run: `prompts_per_batch` groups of `group_size` at a time.
 
@@ -65,28 +68,19 @@ class PolicyRollouts(Source):
     writer: records each batch.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        task: TokenizedTask,
-        sampler: Sampler,
-        trained: PolicyInTraining,
-        layout: Layout,
-        writer: RolloutWriter | None = None,
-    ):
-        self._config = config.rollout
-        self._seed = config.seed
-        self._estimator = config.advantage.estimator.value
-        self._max_tokens = config.accumulation.max_tokens
-        self._task = task
-        self._sampler = self.sampler = sampler
-        self._trained = trained
-        self._layout = layout
-        self._writer = writer
-        self._stages = Stages()
-        self._batch_size = self._config.prompts_per_batch * self._config.group_size
-        self._accumulation = config.accumulation
-        self._ahead = steps_ahead(config.rollout, config.accumulation)
+    config: Config
+    task: TokenizedTask
+    sampler: Sampler
+    trained: PolicyInTraining
+    layout: Layout
+    writer: RolloutWriter | None = None
+
+    def __post_init__(self):
+        self._rollout = self.config.rollout
+        self._estimator = self.config.advantage.estimator.value
+        self.batch_size = self._rollout.prompts_per_batch * self._rollout.group_size
+        self._ahead = steps_ahead(self._rollout, self.config.accumulation)
+        self._seconds = dict.fromkeys(STAGES, 0.0)
         self._number = -1
         self._next_prompt = 0
         self._batches: dict[int, list[Document]] = {}  # the one in use, of that number, and those that follow
@@ -97,21 +91,18 @@ class PolicyRollouts(Source):
         """Generate, or begin to, what is due before the step that begins at this position."""
         if self._ahead == 0:
             return
-        self._use(position // self._batch_size)
+        self._use(position // self.batch_size)
         following = self._number + len(self._batches) + (self._sampling is not None)
-        while steps_before(following, position, self._batch_size, self._accumulation) <= self._ahead:
+        while steps_before(following, position, self.batch_size, self.config.accumulation) <= self._ahead:
             self._begin(following)
-            if self._config.max_staleness is None:
+            if self._rollout.max_staleness is None:
                 self._finish()
             following += 1
 
     def document(self, position: int) -> Document:
-        number, place = divmod(position, self._batch_size)
+        number, place = divmod(position, self.batch_size)
         self._use(number)
         return self._batches[number][place]
-
-    def batch_end(self, position: int) -> int:
-        return (position // self._batch_size + 1) * self._batch_size
 
     def state_dict(self) -> dict:
         """Called by every rank: what is being sampled is waited for, and becomes part of the state."""
@@ -121,7 +112,7 @@ class PolicyRollouts(Source):
         return state | {"documents": [dict(vars(document)) for document in documents]}
 
     def load_state_dict(self, state: dict) -> None:
-        self._number, size = state["number"], self._batch_size
+        self._number, size = state["number"], self.batch_size
         documents = [Document(**document) for document in state["documents"]]
         starts = range(0, len(documents), size)
         self._batches = {self._number + i: documents[start : start + size] for i, start in enumerate(starts)}
@@ -129,17 +120,25 @@ class PolicyRollouts(Source):
 
     def prompt(self, document: Document) -> Prompt:
         """What a document of this source answers."""
-        return self._task.prompt(document.group)
+        return self.task.prompt(document.group)
 
     def seconds(self) -> dict[str, float]:
-        return self._stages.taken()
+        """Of this process; waiting for other ranks is in none of the stages."""
+        taken, self._seconds = self._seconds, dict.fromkeys(STAGES, 0.0)
+        return taken
 
     def close(self) -> None:
         """What is being sampled is given up."""
-        self._task.close()
-        self._sampler.close()
+        self.task.close()
+        self.sampler.close()
         if self._background is not None:
             wait([self._background], timeout=10)  # for a call that was told to end
+
+    @contextlib.contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._seconds[stage] += time.perf_counter() - started
 
     def _use(self, number: int) -> None:
         """Make this the batch in use; those before it are used up."""
@@ -151,27 +150,27 @@ class PolicyRollouts(Source):
             self._finish()
         self._batches = {own: batch for own, batch in self._batches.items() if own >= number}
         self._number = number
-        if self._writer is not None:
-            self._writer.write(number, self._batches[number])
+        if self.writer is not None:
+            self.writer.write(number, self._batches[number])
 
     def _begin(self, number: int) -> None:
         """Have the prompts of a batch completed by the policy as it is now: here, or in the background."""
         self._finish()  # a sampler writes one batch at a time
-        self._sampling = self._sample(number, self._next_prompt, self._config.prompts_per_batch)
+        self._sampling = self._sample(number, self._next_prompt, self._rollout.prompts_per_batch)
 
     def _sample(self, number: int, first: int, count: int) -> _Sampling:
         """Of so many prompts from the first one on this rank's, for the batch of this number."""
-        rank, size = self._layout.rank_in("data_parallel"), self._layout.size("data_parallel")
+        rank, size = self.layout.rank_in("data_parallel"), self.layout.size("data_parallel")
         numbers = range(first + rank, first + count, size)
-        with failing_together(self._layout):
-            prompts = [self._task.prompt(number) for number in numbers]
-            tokens = self._task.encode(prompts) if prompts else []
-            seeds = [seed_of(self._seed, number) for number in numbers]
-            requests = [Request(o, self._config.group_size, seed) for o, seed in zip(tokens, seeds, strict=True)]
-            with self._stages.timed("sampling"):
-                self._sampler.publish(self._trained.policy.weights, self._trained.num_updates)
-            complete = partial(self._sampler.complete, requests)
-            if self._config.max_staleness is not None:
+        with failing_together(self.layout):
+            prompts = [self.task.prompt(number) for number in numbers]
+            tokens = self.task.encode(prompts) if prompts else []
+            seeds = [seed_of(self.config.seed, number) for number in numbers]
+            requests = [Request(o, self._rollout.group_size, seed) for o, seed in zip(tokens, seeds, strict=True)]
+            with self._timed("sampling"):
+                self.sampler.publish(self.trained.policy.weights, self.trained.num_updates)
+            complete = partial(self.sampler.complete, requests)
+            if self._rollout.max_staleness is not None:
                 self._background = in_background(complete)
                 complete = self._background.result
         return _Sampling(number, prompts, tokens, complete)
@@ -181,7 +180,7 @@ class PolicyRollouts(Source):
         if self._sampling is None:
             return
         sampling, self._sampling = self._sampling, None
-        number, count = sampling.number, self._config.prompts_per_batch
+        number, count = sampling.number, self._rollout.prompts_per_batch
         next_prompt = self._next_prompt + count
 
         def further(missing: int) -> list[list[Document]]:
@@ -189,7 +188,7 @@ class PolicyRollouts(Source):
             first, next_prompt = next_prompt, next_prompt + missing
             return self._groups_of_all(self._sample(number, first, missing), missing)
 
-        groups = fill(self._groups_of_all(sampling, count), further, self._config.max_sampling_rounds)
+        groups = fill(self._groups_of_all(sampling, count), further, self._rollout.max_sampling_rounds)
         documents = [document for group in groups for document in group]
         divisor = batch_divisor(self._estimator, [document.reward for document in documents])
         if divisor != 1:
@@ -199,43 +198,45 @@ class PolicyRollouts(Source):
 
     def _groups_of_all(self, sampling: _Sampling, count: int) -> list[list[Document]]:
         """The documents of each of `count` prompts, of all ranks, in their order."""
-        with failing_together(self._layout):
+        with failing_together(self.layout):
             own = self._groups(sampling)
-        shares, size = gather(own, self._layout.group("data_parallel")), self._layout.size("data_parallel")
+        shares, size = gather(own, self.layout.group("data_parallel")), self.layout.size("data_parallel")
         return [shares[i % size][i // size] for i in range(count)]
 
     def _groups(self, sampling: _Sampling) -> list[list[Document]]:
         """The documents of each of its prompts."""
-        size, documents = self._config.group_size, []
-        with self._stages.timed("sampling"):
+        size = self._rollout.group_size
+        with self._timed("sampling"):
             completions = sampling.completions()
-        with self._stages.timed("scoring"):
-            scores = self._task.scores([prompt for prompt in sampling.prompts for _ in range(size)], completions)
+        with self._timed("scoring"):
+            scores = self.task.scores([prompt for prompt in sampling.prompts for _ in range(size)], completions)
+            scored = list(zip(completions, scores, strict=True))
+            documents = []
             for i, (prompt, tokens) in enumerate(zip(sampling.prompts, sampling.tokens, strict=True)):
-                own = slice(i * size, (i + 1) * size)
-                documents += self._group(prompt, tokens, completions[own], scores[own])
-        if self._config.old_log_probs == OldLogProbs.training:
-            with self._stages.timed("old_log_probs"):
+                documents += self._group(prompt, tokens, scored[i * size : (i + 1) * size])
+        if self._rollout.old_log_probs == OldLogProbs.training:
+            with self._timed("old_log_probs"):
                 documents = self._with_training_log_probs(documents)
         return [documents[i : i + size] for i in range(0, len(documents), size)]
 
-    def _group(
-        self, prompt: Prompt, prompt_tokens: list[int], completions: list[Completion], scores: list[Score]
-    ) -> list[Document]:
-        rewards = [score.reward + self._penalty(one) for score, one in zip(scores, completions, strict=True)]
+    def _group(self, prompt: Prompt, start: list[int], scored: list[tuple[Completion, Score]]) -> list[Document]:
+        """Of one prompt, whose tokens are `start`."""
+        own = self._rollout
+        longest, buffer, most = own.max_completion_length, own.overlong_buffer, own.overlong_penalty
+        rewards = [x.reward + overlong_penalty(len(one.tokens), longest, buffer, most) for one, x in scored]
         try:
             advantages = group_advantages(self._estimator, rewards)
         except DataError as error:
             raise DataError(f"prompt {prompt.index}, {prompt.text[:60]!r}: {error}") from error
         documents = []
-        for i, (completion, score, advantage) in enumerate(zip(completions, scores, advantages, strict=True)):
-            tokens = torch.cat([torch.tensor(prompt_tokens), completion.tokens])
+        for i, (completion, score) in enumerate(scored):
+            tokens = torch.cat([torch.tensor(start), completion.tokens])
             documents.append(
                 Document(
                     tokens=tokens,
-                    loss_mask=torch.arange(len(tokens)) >= len(prompt_tokens),
+                    loss_mask=torch.arange(len(tokens)) >= len(start),
                     old_log_probs=completion.log_probs,
-                    advantages=torch.full((len(completion.tokens),), advantage),
+                    advantages=torch.full((len(completion.tokens),), advantages[i]),
                     group=prompt.index,
                     name=f"prompt {prompt.index}, completion {i}",
                     reward=rewards[i],
@@ -243,16 +244,10 @@ class PolicyRollouts(Source):
                     truncated=completion.finish_reason == "length",
                     model_version=completion.model_version,
                     measures=score.measures,
-                    task_reward=None if self._config.overlong_buffer is None else score.reward,
+                    task_reward=None if buffer is None else score.reward,
                 )
             )
         return documents
-
-    def _penalty(self, completion: Completion) -> float:
-        buffer, most = self._config.overlong_buffer, self._config.overlong_penalty
-        if buffer is None:
-            return 0.0
-        return overlong_penalty(len(completion.tokens), self._config.max_completion_length, buffer, most)
 
     def _with_training_log_probs(self, documents: list[Document]) -> list[Document]:
         """The documents with old log-probs from the forward pass that training uses, so that the first ratio is 1.
@@ -260,9 +255,9 @@ class PolicyRollouts(Source):
         The sampler's are kept beside them.
         """
         result = []
-        for part in cut(documents, self._max_tokens):
+        for part in cut(documents, self.config.accumulation.max_tokens):
             micro_batch = pack(part, [0] * len(part))
-            log_probs = self._trained.log_probs(micro_batch).cpu()[micro_batch.labels >= 0]
+            log_probs = self.trained.log_probs(micro_batch).cpu()[micro_batch.labels >= 0]
             own = log_probs.split([document.num_trained for document in part])
             result += [
                 replace(d, old_log_probs=o.clone(), sampling_log_probs=d.old_log_probs)

@@ -13,20 +13,21 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class PromptRow:
-    """One row: the prompt, its answer, its place, such as `a.jsonl:12`.
+class Prompt:
+    """A prompt, its reference answer, the index it was asked for by, and where it comes from, such as `a.jsonl:12`.
 
-    messages: of a chat; the text is then the content of the last one. None where the prompt is a text.
+    messages: of a chat, whose last content is the text; None where the prompt is a text.
     """
 
     text: str
     answer: str
+    index: int
     place: str
-    messages: tuple[Message, ...] | None
+    messages: tuple[Message, ...] | None = None
 
 
-def read_prompts(path: str, split: str | None, prompt_field: str, answer_field: str) -> list[PromptRow]:
-    """The rows of all files. Raises DataError with all that is wrong with them."""
+def read_prompts(path: str, split: str | None, prompt_field: str, answer_field: str) -> list[Prompt]:
+    """The rows of all files, by their numbers. Raises DataError with all that is wrong with them."""
     from pgtoolkit.rollouts.datasets import prompt_files
     from pgtoolkit.rollouts.files import Problems, open_files
 
@@ -49,7 +50,7 @@ def read_prompts(path: str, split: str | None, prompt_field: str, answer_field: 
                     problems.add(f"{place}:{field}", f"{reason}; the row has {there}")
             if len(found) == 2:
                 (text, messages), answer = found
-                prompts.append(PromptRow(text, answer, place, messages))
+                prompts.append(Prompt(text, answer, len(prompts), place, messages))
     problems.raise_if_any()
     if not prompts:
         raise DataError(f"task.path={path} needs at least one prompt (got none).")

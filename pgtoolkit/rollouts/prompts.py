@@ -7,7 +7,7 @@ import itertools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pgtoolkit.config.schema import HuggingFaceModelConfig, PromptsTaskConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError, DataError, first_line
@@ -15,7 +15,7 @@ from pgtoolkit.rollouts.chat import ChatTemplate, chat_of
 from pgtoolkit.rollouts.stops import StopStrings
 from pgtoolkit.rollouts.tasks import Prompt, Score, Task, TaskConfig, make_task
 from pgtoolkit.system.model_folder import end_tokens, load_generation_config, load_tokenizer
-from pgtoolkit.system.report import refusal
+from pgtoolkit.system.report import listed, refusal
 
 if TYPE_CHECKING:
     from pgtoolkit.rollouts.samplers import Completion
@@ -24,7 +24,6 @@ log = logging.getLogger("pgtoolkit")
 
 _CHUNK = 1000
 """Prompts given to a tokenizer in one call; it encodes them in parallel."""
-_SHOWN = 5
 
 END = "<end>"
 _PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
@@ -41,6 +40,7 @@ def tiny_tokenizer(alphabet: str | None):
     return tokenizer
 
 
+@dataclasses.dataclass
 class TokenizedTask:
     """A task as a model's tokenizer, of transformers, sees it.
 
@@ -48,22 +48,17 @@ class TokenizedTask:
     stop: texts that end a completion.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        tokenizer,
-        ends: Sequence[int] = (),
-        chat: ChatTemplate | None = None,
-        stop: Sequence[str] = (),
-    ):
-        self._task = task
-        self._tokenizer = tokenizer
-        self._ends = ends
-        self._chat = chat
-        self._stops = StopStrings(stop, tokenizer)
+    task: Task
+    tokenizer: Any
+    ends: Sequence[int] = ()
+    chat: ChatTemplate | None = None
+    stop: Sequence[str] = ()
+
+    def __post_init__(self):
+        self._stops = StopStrings(self.stop, self.tokenizer)
 
     def prompt(self, index: int) -> Prompt:
-        return self._task.prompt(index)
+        return self.task.prompt(index)
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """The tokens of each prompt: through the chat template, if there is one, exactly what that gives.
@@ -73,11 +68,11 @@ class TokenizedTask:
         that the tokenizer has no tokens for, or a chat without a template.
         """
         try:
-            if self._chat is not None:
-                return self._chat.encode(prompts)
+            if self.chat is not None:
+                return self.chat.encode(prompts)
             if any(prompt.messages is not None for prompt in prompts):
                 raise ValueError("it is a list of chat messages, and there is no chat template, or task.chat=never")
-            tokens = self._tokenizer([prompt.text for prompt in prompts])["input_ids"]
+            tokens = self.tokenizer([prompt.text for prompt in prompts])["input_ids"]
         except Exception as error:  # what the tokenizers library raises for a character it has no token for
             if len(prompts) > 1:
                 return [self.encode([prompt])[0] for prompt in prompts]
@@ -86,18 +81,18 @@ class TokenizedTask:
                 f"tokenizer: {first_line(error)}"
             ) from error
         for row in tokens:
-            while row and row[-1] in self._ends:
+            while row and row[-1] in self.ends:
                 row.pop()
         return tokens
 
     def scores(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
         """Of each completion, of the prompt at its place."""
         answers = [(prompt, *self._answer(one)) for prompt, one in zip(prompts, completions, strict=True)]
-        return self._task.scores(answers)
+        return self.task.scores(answers)
 
     def close(self) -> None:
         """End what scoring has started."""
-        self._task.close()
+        self.task.close()
 
     def _answer(self, completion: Completion) -> tuple[str, bool]:
         """The text that is scored, and whether the completion ended by itself.
@@ -105,9 +100,9 @@ class TokenizedTask:
         The end is no part of the text, whether or not the tokenizer holds it for a special token; nor is a stop string.
         """
         finished, tokens = completion.finish_reason == "stop", completion.tokens
-        if finished and int(tokens[-1]) in self._ends:
+        if finished and int(tokens[-1]) in self.ends:
             tokens = tokens[:-1]
-        text = self._stops.before(self._tokenizer.decode(tokens, skip_special_tokens=True))
+        text = self._stops.before(self.tokenizer.decode(tokens, skip_special_tokens=True))
         return text, finished
 
     def check_lengths(
@@ -119,20 +114,18 @@ class TokenizedTask:
         prompts of one length in characters, so a few of them tell. Raises DataError; ConfigError where a prompt of that
         length, or not even an empty one, has room.
         """
-        room = longest_document - longest_completion
-        if room >= 1 and longest_prompt is not None:
-            if longest_prompt > room:
-                setting, needs = f"task.max_prompt_length={longest_prompt}", f"at most {room}"
-                reason = f"{_document(longest_document, longest_completion)}."
-                use = f"task.max_prompt_length={room}, or a larger accumulation.max_tokens if the model has positions"
-                raise ConfigError(refusal(setting, needs, longest_prompt, reason, use))
-            room = longest_prompt
+        room, document = longest_document - longest_completion, _document(longest_document, longest_completion)
         if room < 1:
             setting, tokens = f"rollout.max_completion_length={longest_completion}", f"{longest_document} tokens"
             reason = f"The model's positions or accumulation.max_tokens allow a document of {tokens}, prompt included."
             use = f"rollout.max_completion_length={longest_document // 2}"
-            raise ConfigError(f"{setting} needs less than {tokens} (got {longest_completion}). {reason} Use {use}.")
-        task, total, bad = self._task, 0, []
+            raise ConfigError(refusal(setting, f"less than {tokens}", longest_completion, reason, use))
+        if longest_prompt is not None and longest_prompt > room:
+            use = f"task.max_prompt_length={room}, or a larger accumulation.max_tokens if the model has positions"
+            setting, needs = f"task.max_prompt_length={longest_prompt}", f"at most {room}"
+            raise ConfigError(refusal(setting, needs, longest_prompt, f"{document}.", use))
+        room = longest_prompt or room
+        task, total, bad = self.task, 0, []
         rows = task.rows()
         while prompts := list(itertools.islice(rows, _CHUNK)):
             total += len(prompts)
@@ -141,9 +134,8 @@ class TokenizedTask:
         if not bad:
             return
         several = f"{len(bad)} of {'the first ' if task.num_prompts is None else ''}{total} prompts"
-        listed = ", ".join(f"{prompt.place} has {length}" for prompt, length in bad[:_SHOWN])
-        listed += f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
-        needed = f"do not have 1 to {room} tokens: {listed}"
+        found = listed([f"{prompt.place} has {length}" for prompt, length in bad], 5)
+        needed = f"do not have 1 to {room} tokens: {found}"
         skippable = task.num_prompts is not None and len(bad) < total
         if skip and skippable:
             log.warning(f"note: task.too_long=skip leaves out {several}, which {needed}.")
@@ -151,14 +143,13 @@ class TokenizedTask:
             return
         longest = max(length for _, length in bad)
         ways = ["task.too_long=skip"] if skippable else []
-        reason = _document(longest_document, longest_completion)
         if longest_prompt is not None:
-            reason = f"task.max_prompt_length={longest_prompt} says so"
+            document = f"task.max_prompt_length={longest_prompt} says so"
             ways += [f"task.max_prompt_length={longest}"] if longest > room else []
         elif longest > room:
-            document = longest + longest_completion
-            ways.append(f"accumulation.max_tokens={document} with a model of as many positions, or shorter prompts")
-        raise DataError(f"{several} {needed}. {reason}. Use {', or '.join(ways) or 'other prompts'}.")
+            tokens = f"accumulation.max_tokens={longest + longest_completion}"
+            ways.append(f"{tokens} with a model of as many positions, or shorter prompts")
+        raise DataError(f"{several} {needed}. {document}. Use {', or '.join(ways) or 'other prompts'}.")
 
 
 def _document(longest: int, longest_completion: int) -> str:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 from array import array
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from pgtoolkit.rollouts.steps import Source
 log = logging.getLogger("pgtoolkit")
 
 
+@dataclass(eq=False)
 class RecordedRollouts(Source):
     """The documents of JSONL and Parquet files (docs/data.md), `epochs` times over.
 
@@ -30,78 +32,62 @@ class RecordedRollouts(Source):
     has an advantage or a reward are examples to imitate: every advantage is 1.
     vocabulary_size: of the model; token ids are below it. max_tokens: the longest document that fits, if limited.
     needs: fields that matter although the estimator does not ask for them: group_id (prompt_mean), sampling_log_probs
-    (a correction), ref_log_probs (a penalty). accept_changed: an attribute, whether a saved state of other data is
-    taken over.
+    (a correction), ref_log_probs (a penalty). accept_changed: whether a saved state of other data is taken over.
 
     The constructor reads every row once and raises DataError for what cannot be trained on, the first ten problems as
     file:row:field. It keeps about 60 bytes per document, among them a checksum by which a row that was changed is
     noticed when it is read again (DataError). The documents of a group have consecutive positions wherever they stand
     in the files; groups come in the order of their first document or, with shuffle, in another one every epoch.
-    batch_end is the end of the epoch. has_groups: whether the data says which documents share a prompt.
+    A batch is an epoch. groups: (documents,) int64, of an epoch, in the order of the files.
     """
 
-    def __init__(
-        self,
-        config: RecordedRolloutConfig,
-        estimator: str,
-        vocabulary_size: int,
-        seed: int = 0,
-        needs: tuple[str, ...] = (),
-        max_tokens: int | None = None,
-        reads_old_log_probs: bool = True,
-    ):
-        self._config = config
-        self.accept_changed = False
-        self._estimator = estimator
-        self._seed = seed
-        self._given = estimator == AdvantageEstimator.given
-        self._needs_groups = "group_id" in needs or not self._given
-        asked = {"reward": not self._given, "advantage": self._given and reads_old_log_probs}
-        asked |= {"old_log_probs": reads_old_log_probs} | {name: name in needs for name in OPTIONAL_VECTORS}
+    config: RecordedRolloutConfig
+    estimator: str
+    vocabulary_size: int
+    seed: int = 0
+    needs: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    reads_old_log_probs: bool = True
+    accept_changed: bool = False
+
+    def __post_init__(self):
+        self._given = self.estimator == AdvantageEstimator.given
+        self._needs_groups = "group_id" in self.needs or not self._given
+        asked = {"reward": not self._given, "advantage": self._given and self.reads_old_log_probs}
+        asked |= {"old_log_probs": self.reads_old_log_probs} | {name: name in self.needs for name in OPTIONAL_VECTORS}
         required = [name for name, is_asked in asked.items() if is_asked]
-        self._rules = Rules(vocabulary_size, required, max_tokens, config.max_completion_length)
-        self._files = open_files(find_files(config.path, "rollout.path"), FIELDS)
+        self._rules = Rules(self.vocabulary_size, required, self.max_tokens, self.config.max_completion_length)
+        self._files = open_files(find_files(self.config.path, "rollout.path"), FIELDS)
         # One entry per document, in the order of the files. Arrays of machine words: lists would take ten times more.
         self._file, self._number, self._place = array("l"), array("q"), array("q")
         self._checksum = array("I")
         self._reward = array("d")
-        self._group = array("q")
+        self.groups = array("q")
         self._first: dict[tuple[str, bool], int] = {}
         """(field, whether it is there) -> the first such row."""
         self._fingerprint = hashlib.sha256()
         self._order = functools.lru_cache(maxsize=1)(self._order_of)
         self._problems = Problems("the recorded rollouts cannot be trained on")
         self._read_all()
-
-    @property
-    def num_documents(self) -> int:
-        """Documents of all epochs."""
-        return len(self._file) * self._config.epochs
-
-    @property
-    def groups(self) -> np.ndarray:
-        """(documents,) int64, the group of each of an epoch, in the order of the files."""
-        return self._group
+        self.batch_size = len(self._file)
+        self.num_documents = self.batch_size * self.config.epochs
 
     def document(self, position: int) -> Document:
         if not 0 <= position < self.num_documents:
             raise IndexError(f"position {position} is outside of the {self.num_documents} recorded documents")
-        epoch, place = divmod(position, len(self._file))
+        epoch, place = divmod(position, self.batch_size)
         index = int(self._order(epoch)[place])
         row = self._read(index)
         advantage = 1.0 if self._imitates else None if self._given else self._advantage[index]
         name = row.id or self._label(index)
-        group = epoch * self._num_groups + int(self._group[index])
+        group = epoch * self._num_groups + int(self.groups[index])
         return row.document(advantage, group, name if epoch == 0 else f"{name} (epoch {epoch + 1})")
-
-    def batch_end(self, position: int) -> int:
-        return (position // len(self._file) + 1) * len(self._file)
 
     def state_dict(self) -> dict:
         return {
             "fingerprint": self._fingerprint.hexdigest(),
             "contents": f"{len(self._files)} files with {len(self._file)} documents",
-            "order": {"seed": self._seed, "rollout.shuffle": self._config.shuffle},
+            "order": {"seed": self.seed, "rollout.shuffle": self.config.shuffle},
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -109,7 +95,7 @@ class RecordedRollouts(Source):
         now = self.state_dict()
         if state["fingerprint"] != now["fingerprint"] and not self.accept_changed:
             raise DataError(
-                f"rollout.path={self._config.path} needs the data of the checkpoint, {state['contents']} "
+                f"rollout.path={self.config.path} needs the data of the checkpoint, {state['contents']} "
                 f"(got {now['contents']} and other contents). The position in the data would mean other documents. "
                 "Restore the files, or use trainer.accept_changed_data=true."
             )
@@ -122,9 +108,9 @@ class RecordedRollouts(Source):
 
     def _order_of(self, epoch: int) -> np.ndarray:
         """Index of each document of an epoch, in the order of positions."""
-        shuffles = self._config.shuffle
-        ranks = shuffled(self._num_groups, self._seed, epoch) if shuffles else np.arange(self._num_groups)
-        return np.argsort(ranks[self._group], kind="stable")
+        shuffles = self.config.shuffle
+        ranks = shuffled(self._num_groups, self.seed, epoch) if shuffles else np.arange(self._num_groups)
+        return np.argsort(ranks[self.groups], kind="stable")
 
     def _read(self, index: int) -> Row:
         file = self._files[self._file[index]]
@@ -148,15 +134,15 @@ class RecordedRollouts(Source):
         self._problems.raise_if_any()
         if not self._file:
             names = ", ".join(file.label for file in self._files)
-            raise DataError(f"rollout.path={self._config.path} needs at least one row (got none in {names}).")
+            raise DataError(f"rollout.path={self.config.path} needs at least one row (got none in {names}).")
         if num_trained == 0:
             raise DataError(
-                f"rollout.path={self._config.path} needs a trained token (got {len(self._file)} documents whose "
+                f"rollout.path={self.config.path} needs a trained token (got {len(self._file)} documents whose "
                 "loss_mask is false everywhere). Nothing would be learned. Mark the tokens of the completions as true."
             )
         if "sampling_log_probs" in self._rules.required and not self._is_mismatched:
             raise DataError(
-                f"rollout.path={self._config.path} needs sampling_log_probs other than old_log_probs (got the same in "
+                f"rollout.path={self.config.path} needs sampling_log_probs other than old_log_probs (got the same in "
                 "every row). A correction would be 1 everywhere. Use old_log_probs that the trainer computed, or "
                 "correction=none."
             )
@@ -172,8 +158,6 @@ class RecordedRollouts(Source):
             num_rows += 1
             row = [("", raw)] if isinstance(raw, str) else parse_row(raw, self._rules)
             if not isinstance(row, Row):
-                if isinstance(raw, dict):
-                    _refuse_text_only(file.label, raw)
                 for field, reason in row:
                     self._problems.add(f"{file.label}:{row_number}" + (f":{field}" if field else ""), reason)
                 continue
@@ -188,7 +172,7 @@ class RecordedRollouts(Source):
             self._reward.append(np.nan if row.reward is None else row.reward)
             for field in ("old_log_probs", "advantage", "reward"):
                 self._first.setdefault((field, getattr(row, field) is not None), index)
-            self._group.append(-1 if row.group_id is None else groups.setdefault(row.group_id, len(groups)))
+            self.groups.append(-1 if row.group_id is None else groups.setdefault(row.group_id, len(groups)))
             if row.id is not None and (first := ids.setdefault(row.id, index)) != index:
                 self._refuse(index, "id", f"is {row.id!r} like that of {self._label(first)}")
         count = len(self._file) - start
@@ -198,11 +182,8 @@ class RecordedRollouts(Source):
         return num_trained
 
     def _check_columns(self, file: RowFile) -> None:
-        if file.names is None:
-            return
-        _refuse_text_only(file.label, file.names)
-        for name in FIELDS:
-            if name in ("token_ids", "loss_mask", *self._rules.required) and name not in file.names:
+        for name in ("token_ids", "loss_mask", *self._rules.required):
+            if file.names is not None and name not in file.names:
                 self._problems.add(file.label, f"has no column {name}; its columns are {', '.join(file.names)}")
         self._problems.raise_if_any()
 
@@ -221,8 +202,8 @@ class RecordedRollouts(Source):
 
     def _number_groups(self, groups: dict[int | str, int]) -> None:
         """Number every document's group, where the data says which it is or `group_size` does."""
-        size, self._group = self._config.group_size, np.asarray(self._group)
-        missing = np.flatnonzero(self._group < 0)
+        size, self.groups = self.config.group_size, np.asarray(self.groups)
+        missing = np.flatnonzero(self.groups < 0)
         self.has_groups = len(missing) == 0 or size is not None
         if len(missing) == 0:
             self._check_groups(list(groups))
@@ -232,24 +213,24 @@ class RecordedRollouts(Source):
             for index in missing:
                 self._refuse(index, "group_id", reason)
         else:  # each alone where nothing asks which documents share a prompt
-            self._group = np.arange(len(self._group)) // (size or 1)
+            self.groups = np.arange(len(self.groups)) // (size or 1)
             for file, count in zip(self._files, np.bincount(self._file, minlength=len(self._files)), strict=True):
                 if count % (size or 1):
                     reason = f"has no group_id and {count} rows, which is no multiple of rollout.group_size={size}"
                     self._problems.add(file.label, reason)
         self._problems.raise_if_any()
-        self._num_groups = int(self._group.max()) + 1
-        if self.has_groups and self._num_groups == len(self._group) and not self._given:
+        self._num_groups = int(self.groups.max()) + 1
+        if self.has_groups and self._num_groups == len(self.groups) and not self._given:
             log.warning("note: every group has one document, so every advantage is 0. Is group_id that of the prompt?")
 
     def _check_groups(self, ids: list[int | str]) -> None:
         """Groups that the rows name: all of `group_size`, if that is given, and each in one file."""
-        counts, size = np.bincount(self._group), self._config.group_size
-        first = np.unique(self._group, return_index=True)[1]
+        size = self.config.group_size
+        _, first, counts = np.unique(self.groups, return_index=True, return_counts=True)
         for number in np.flatnonzero(counts != size) if size is not None else ():
             reason = f"is {ids[number]!r}, a group of {counts[number]} documents; rollout.group_size={size}"
             self._refuse(first[number], "group_id", reason)
-        spread = np.unique(self._group * len(self._files) + np.asarray(self._file)).size - len(counts)
+        spread = np.unique(self.groups * len(self._files) + np.asarray(self._file)).size - len(counts)
         if spread:
             log.warning(
                 "note: %d groups have documents in several files. A group_id means the same prompt in all of them; "
@@ -261,22 +242,13 @@ class RecordedRollouts(Source):
         if self._given:
             return
         rewards, self._advantage = np.asarray(self._reward), np.empty(len(self._reward))
-        order = np.argsort(self._group, kind="stable")
-        for members in np.split(order, np.flatnonzero(np.diff(self._group[order])) + 1):
+        order = np.argsort(self.groups, kind="stable")
+        for members in np.split(order, np.flatnonzero(np.diff(self.groups[order])) + 1):
             try:
-                self._advantage[members] = group_advantages(self._estimator, rewards[members].tolist())
+                self._advantage[members] = group_advantages(self.estimator, rewards[members].tolist())
             except DataError as error:
                 self._refuse(members[0], "group_id", str(error))
-        self._advantage /= batch_divisor(self._estimator, rewards.tolist())
+        self._advantage /= batch_divisor(self.estimator, rewards.tolist())
 
     def _refuse(self, index: int, field: str, reason: str) -> None:
         self._problems.add(f"{self._label(index)}:{field}", reason)
-
-
-def _refuse_text_only(label: str, names) -> None:
-    if "token_ids" not in names and "input" in names and "output" in names:
-        raise DataError(
-            f"{label} holds texts (input, output), such as verl's rollout dumps, and no token ids or log-probs. "
-            "The ratio of new to old policy needs the log-prob of every token as it was sampled, and tokenizing a text "
-            "again need not give the tokens that were sampled. Record token_ids and old_log_probs: docs/data.md."
-        )

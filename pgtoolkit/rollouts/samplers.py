@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
@@ -76,13 +76,13 @@ class TransformersSampler:
     """Samples from the model in training, many prompts in one batch with a KV cache.
 
     policy: a `Policy`, sampled from as it is; where it computes in another type than its weights have, from a copy of
-        them in that type, made for each call. keeps_weights: whether to sample from those published last instead, as is
-        done anyway where completions are asked for in a thread while the policy is trained (rollout.max_staleness).
+        them in that type, made for each call. With rollout.max_staleness completions are asked for in a thread while it
+        is trained, and come from a copy of the weights that were published last.
     settings: how completions are sampled; of the model's own generation_config.json only the ends are taken.
     Raises ConfigError for sampler.static_cache=true with a model that it is not known to work for.
     """
 
-    def __init__(self, policy: Any, config: Config, keeps_weights: bool = False):
+    def __init__(self, policy: Any, config: Config):
         rollout, self._static_cache = config.rollout, config.sampler.static_cache
         if self._static_cache and not policy.can_decode:
             raise ConfigError(
@@ -90,12 +90,10 @@ class TransformersSampler:
                 f"positions (got {policy.model.config.model_type}). It is not known to be computed rightly otherwise. "
                 "Use sampler.static_cache=null."
             )
-        sizes = rollout.temperature, rollout.top_p, rollout.max_completion_length
-        self.settings = sampling_settings(policy.model, policy.tokenizer, *sizes)
+        self.settings = sampling_settings(policy, rollout)
         self._live, self._version = policy, 0
         self._beside_training, self._closed = rollout.max_staleness is not None, False
-        self._keeps_weights = keeps_weights or self._beside_training
-        self._policy = None if self._keeps_weights or policy.compute_dtype != torch.float32 else policy
+        self._policy = None if self._beside_training or policy.compute_dtype != torch.float32 else policy
         self._generator = self._stream = None  # beside training, its own
         self._fp32_lm_head = config.model.fp32_lm_head
         self._max_sequences = config.sampler.max_sequences
@@ -103,7 +101,7 @@ class TransformersSampler:
 
     def publish(self, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
         self._version = version
-        if self._keeps_weights:
+        if self._beside_training:
             self._load(weights())
 
     def _load(self, weights: dict[str, Tensor]) -> None:
@@ -116,7 +114,7 @@ class TransformersSampler:
 
         Keeps one log-prob per token, however large the vocabulary.
         """
-        borrowed = not self._keeps_weights and self._policy is not self._live
+        borrowed = not self._beside_training and self._policy is not self._live
         if borrowed:
             self._load(self._live.weights())
         prompts = [request.tokens for request in requests for _ in range(request.completions)]
@@ -157,8 +155,8 @@ class TransformersSampler:
     def _decoded(self, prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Tokens and log-probs, (B, C), by a cache of fixed size."""
         draw = _Draw(temperature_and_top_p(self.settings), self._generator, self._check_open)
-        most, ends, stopped = self.settings.max_new_tokens, self._ends(), self._stopped if self._stops else None
-        found = self._policy.decode(prompts, most, ends, draw, self._fp32_lm_head, stopped)
+        how = {"draw": draw, "ends": self._ends(), "stopped": self._stopped if self._stops else None}
+        found = self._policy.decode(prompts, self.settings.max_new_tokens, self._fp32_lm_head, **how)
         if not found[1].isfinite().all():
             raise _not_finite()
         return found
@@ -172,30 +170,21 @@ class TransformersSampler:
         longest = max(map(len, prompts))
         tokens = torch.tensor([[padding] * (longest - len(p)) + p for p in prompts], device=model.device)
         attention_mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-        # Temperature and top_p are ours here: those of `generate` would come after every processor that it is given.
-        log_probs = _LogProbs()
-        processors = LogitsProcessorList([*temperature_and_top_p(self.settings), log_probs])
+        # All is drawn here, and `generate` takes the likeliest of what is left: its own temperature and top_p would
+        # come after every processor that it is given, and its draws from the global random state alone.
+        drawn = _Drawn(self._generator, self._check_open)
         settings = copy.deepcopy(self.settings)
-        settings.update(temperature=1.0, top_p=1.0)
-        if self._generator is not None:  # `generate` draws from the global random state alone, or takes the likeliest
-            processors.append(self._drawn)
-            settings.update(do_sample=False)
-        with self._policy.generating(self._fp32_lm_head), _finite_probabilities(), without_own_settings(model):
+        settings.update(temperature=1.0, top_p=1.0, do_sample=False)
+        with self._policy.generating(self._fp32_lm_head), without_own_settings(model):
             whole = model.generate(
                 input_ids=tokens,
                 attention_mask=attention_mask,
                 generation_config=settings,
-                logits_processor=processors,
+                logits_processor=LogitsProcessorList([*temperature_and_top_p(self.settings), drawn]),
                 # Not transformers' own for stop strings, which counts those that the prompt begins.
                 stopping_criteria=[lambda whole, *_, **__: self._stopped(whole[:, longest:], 1)] if self._stops else [],
             )
-        return whole[:, longest:], log_probs.of(whole[:, longest:])
-
-    def _drawn(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores, (B, V), of which the likeliest token is a draw from those given."""
-        self._check_open()
-        tokens = torch.multinomial(scores.float().softmax(-1), 1, generator=self._generator)
-        return torch.full_like(scores, -torch.inf).scatter_(-1, tokens, 0.0)
+        return whole[:, longest:], torch.cat(drawn.log_probs, dim=-1)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -224,6 +213,7 @@ class TransformersSampler:
         return Completion(tokens[:length].clone(), log_probs[:length].clone(), reason, self._version)
 
 
+@dataclass
 class _Draw:
     """Draws a token of each row, and gives its log-prob: (B,) int64 and float32, of logits (B, V).
 
@@ -231,13 +221,13 @@ class _Draw:
     the drawing; for who may call it between tokens.
     """
 
-    def __init__(self, processors: list, generator: torch.Generator | None, check: Callable[[], None]):
-        self._processors = processors
-        self.generator, self.check = generator, check
+    processors: list
+    generator: torch.Generator | None
+    check: Callable[[], None]
 
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         scores = logits.float()
-        for process in self._processors:
+        for process in self.processors:
             scores = process(None, scores)
         # The largest of all scores, each less the logarithm of an exponential number, is a draw from softmax.
         noise = torch.empty_like(scores).exponential_(generator=self.generator).log_().neg_()
@@ -245,37 +235,25 @@ class _Draw:
         return tokens, scores.gather(-1, tokens[:, None])[:, 0] - scores.logsumexp(-1)
 
 
-class _LogProbs:
-    """The last logits processor: keeps the log-prob of each sampled token, and the scores of one step at a time."""
+@dataclass
+class _Drawn:
+    """The last logits processor: draws a token of each row, keeps its log-prob, (B, 1), and leaves no other choice.
 
-    def __init__(self):
-        self._scores: Tensor | None = None
-        self._log_probs: list[Tensor] = []
+    generator, check: as of `_Draw`.
+    """
+
+    generator: torch.Generator | None
+    check: Callable[[], None]
+    log_probs: list[Tensor] = field(default_factory=list)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if self._scores is not None:
-            self._keep(input_ids[:, -1:])
-        self._scores = scores
-        return scores
-
-    def _keep(self, tokens: Tensor) -> None:
-        self._log_probs.append(self._scores.float().log_softmax(-1).gather(-1, tokens))
-
-    def of(self, sampled: Tensor) -> Tensor:
-        """(B, C) float32, of all sampled tokens, (B, C): the last of them no later call has shown."""
-        if len(self._log_probs) < sampled.shape[1]:
-            self._keep(sampled[:, -1:])
-        return torch.cat(self._log_probs[: sampled.shape[1]], dim=-1)
-
-
-@contextlib.contextmanager
-def _finite_probabilities():
-    try:
-        yield
-    except RuntimeError as error:
-        if "probability tensor contains" not in str(error):
-            raise
-        raise _not_finite() from error
+        self.check()
+        log_probs = scores.float().log_softmax(-1)
+        if log_probs.isnan().any():
+            raise _not_finite()
+        tokens = torch.multinomial(scores.float().softmax(-1), 1, generator=self.generator)
+        self.log_probs.append(log_probs.gather(-1, tokens))
+        return torch.full_like(scores, -torch.inf).scatter_(-1, tokens, 0.0)
 
 
 def _not_finite() -> NumericalError:

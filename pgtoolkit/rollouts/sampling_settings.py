@@ -8,27 +8,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pgtoolkit.config.schema import PolicyRolloutConfig
+from pgtoolkit.config.schema import PolicyRolloutConfig, RecordedRolloutConfig
 from pgtoolkit.system.model_folder import end_tokens
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 
-def sampling_settings(
-    model, tokenizer, temperature: float, top_p: float | None = None, max_completion_length: int | None = None
-) -> GenerationConfig:
+def sampling_settings(policy: Any, rollout: PolicyRolloutConfig | RecordedRolloutConfig) -> GenerationConfig:
     """How completions are sampled, for transformers; of the model's own settings only the ends are taken."""
     from transformers import GenerationConfig
 
-    ends = end_tokens(model.generation_config, tokenizer)
+    ends = end_tokens(policy.model.generation_config, policy.tokenizer)
+    top_p = getattr(rollout, "top_p", None)
     return GenerationConfig(
-        max_new_tokens=max_completion_length,
+        max_new_tokens=rollout.max_completion_length,
         do_sample=True,
-        temperature=float(temperature),
+        temperature=float(rollout.temperature),
         top_p=1.0 if top_p is None else top_p,
         top_k=0,
-        pad_token_id=tokenizer.pad_token_id or 0,
+        pad_token_id=policy.tokenizer.pad_token_id or 0,
         eos_token_id=ends[0] if len(ends) == 1 else ends or None,
     )
 
@@ -64,7 +63,7 @@ def without_own_settings(model):
 def ignored_settings(policy: Any, rollout: PolicyRolloutConfig) -> dict[str, Any]:
     """What of the model's own settings, from its generation_config.json, would sample differently."""
     own = policy.model.generation_config.to_dict()
-    used = sampling_settings(policy.model, policy.tokenizer, rollout.temperature, rollout.top_p)
+    used = sampling_settings(policy, rollout)
     found = {key: own.get(key) for key in _NEUTRAL}
     return {
         key: value

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -27,10 +27,12 @@ class Source(Protocol):
 
     A batch is what the stream comes in: one round of rollouts, or one pass over recorded files. Whoever only reads
     documents inherits what only those do who make them.
-    num_documents: None where they never end. has_groups: whether it is known which documents share a prompt.
+    num_documents: None where they never end. batch_size: documents of a batch. has_groups: whether it is known which
+    documents share a prompt.
     """
 
     num_documents: int | None = None
+    batch_size: int
     has_groups: bool = True
 
     def before_step(self, position: int) -> None:
@@ -38,7 +40,9 @@ class Source(Protocol):
 
     def document(self, position: int) -> Document: ...
 
-    def batch_end(self, position: int) -> int: ...
+    def batch_end(self, position: int) -> int:
+        """The position after the last document of this one's batch."""
+        return (position // self.batch_size + 1) * self.batch_size
 
     def state_dict(self) -> dict:
         return {}
@@ -53,6 +57,7 @@ class Source(Protocol):
         """End what making documents has started."""
 
 
+@dataclass(eq=False)
 class StepLoader:
     """Iterates over the steps from the current position on; at most `max_steps` in the whole run.
 
@@ -62,70 +67,62 @@ class StepLoader:
     previous step left, and the committed state is the state after the step just taken.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        accumulation: AccumulationConfig,
-        close_on_groups: bool,
-        max_steps: int,
-        layout: Layout = ONE_PROCESS,
-    ):
-        self._layout = layout
-        self._source = source
-        self._accumulation = accumulation
-        self._close_on_groups = close_on_groups
-        self._max_steps = max_steps
-        self._position = 0
-        self._num_steps = 0
+    source: Source
+    accumulation: AccumulationConfig
+    close_on_groups: bool
+    max_steps: int
+    layout: Layout = ONE_PROCESS
+    _position: int = 0
+    _num_steps: int = 0
 
     @property
     def has_groups(self) -> bool:
         """Whether the data says which documents share a prompt, as that of recorded rollouts may not."""
-        return self._source.has_groups
+        return self.source.has_groups
 
     def __len__(self) -> int:
-        return self._max_steps - self._num_steps
+        return self.max_steps - self._num_steps
 
     def __iter__(self) -> Iterator[Step]:
-        rank, size = self._layout.rank_in("data_parallel"), self._layout.size("data_parallel")
-        while self._num_steps < self._max_steps:
-            with failing_together(self._layout):
+        rank, size = self.layout.rank_in("data_parallel"), self.layout.size("data_parallel")
+        while self._num_steps < self.max_steps:
+            with failing_together(self.layout):
                 documents = self._take()
-            if self._layout.world_size > 1:
-                check_same(self._layout, f"the documents of step {self._num_steps + 1}", _digest(documents))
+            if self.layout.world_size > 1:
+                check_same(self.layout, f"the documents of step {self._num_steps + 1}", _digest(documents))
             if not documents:
                 return
             self._num_steps += 1
-            step = make_step(documents, self._accumulation.max_tokens, self._state(), rank, size)
-            yield replace(step, seconds=self._source.seconds())
+            step = make_step(documents, self.accumulation.max_tokens, self._state(), rank, size)
+            yield replace(step, seconds=self.source.seconds())
 
     def state_dict(self) -> dict:
         return settled(self._state())
 
     def _state(self) -> dict:
         """For `settled`: the source may be sampling, which is for a checkpoint to wait for, not for each step."""
-        return {"position": self._position, "num_steps": self._num_steps, "source": self._source.state_dict}
+        return {"position": self._position, "num_steps": self._num_steps, "source": self.source.state_dict}
 
     def prompt(self, document: Document) -> Prompt:
         """What a document of a step answers; only of those that a policy in training has written."""
-        return self._source.prompt(document)
+        return self.source.prompt(document)
 
     def load_state_dict(self, state: dict) -> None:
         self._position = state["position"]
         self._num_steps = state["num_steps"]
-        self._source.load_state_dict(state["source"])
+        self.source.load_state_dict(state["source"])
 
     def close(self) -> None:
         """End what the source started; no step is taken afterwards."""
-        self._source.close()
+        self.source.close()
 
     def _take(self) -> list[Document]:
         """The documents of the next step; none at the end of the data. Advances the position."""
-        self._source.before_step(self._position)
+        self.source.before_step(self._position)
         dropped = 0
         for _ in range(2):
             documents, self._position = self._collect(self._position)
-            if documents and self._accumulation.last_step == LastStep.drop and not self._is_full(documents):
+            if documents and self.accumulation.last_step == LastStep.drop and not self._is_full(documents):
                 dropped = len(documents)  # a step cut short by the end of its batch
             elif documents or self._num_steps > 0:
                 return documents
@@ -137,13 +134,13 @@ class StepLoader:
     def _collect(self, start: int) -> tuple[list[Document], int]:
         """Documents from `start` until the step is full or may not go on, and the position after them."""
         documents: list[Document] = []
-        position, end = start, self._source.num_documents
-        if self._accumulation.last_step != LastStep.carry and (end is None or start < end):
-            end = self._source.batch_end(start)
+        position, end = start, self.source.num_documents
+        if self.accumulation.last_step != LastStep.carry and (end is None or start < end):
+            end = self.source.batch_end(start)
         while end is None or position < end:
             if documents and self._closes_before(position, documents):
                 break
-            documents.append(self._source.document(position))
+            documents.append(self.source.document(position))
             position += 1
         return documents, position
 
@@ -153,20 +150,20 @@ class StepLoader:
         That document is looked at only where it must be: asking for it may start the next round of rollouts, which
         should wait for this step's update.
         """
-        if len(documents) < self._accumulation.docs_per_step:
+        if len(documents) < self.accumulation.docs_per_step:
             return False
-        at_batch_end = position == self._source.batch_end(position - 1)
-        if self._close_on_groups and not at_batch_end and self._source.document(position).group == documents[-1].group:
+        at_batch_end = position == self.source.batch_end(position - 1)
+        if self.close_on_groups and not at_batch_end and self.source.document(position).group == documents[-1].group:
             return False
-        if self._accumulation.docs_per_step > 0:
+        if self.accumulation.docs_per_step > 0:
             return True
-        with_next = cut([*documents, self._source.document(position)], self._accumulation.max_tokens)
-        return len(with_next) > self._accumulation.micro_batches_per_step
+        with_next = cut([*documents, self.source.document(position)], self.accumulation.max_tokens)
+        return len(with_next) > self.accumulation.micro_batches_per_step
 
     def _is_full(self, documents: list[Document]) -> bool:
-        if self._accumulation.docs_per_step > 0:
-            return len(documents) >= self._accumulation.docs_per_step
-        return len(cut(documents, self._accumulation.max_tokens)) >= self._accumulation.micro_batches_per_step
+        if self.accumulation.docs_per_step > 0:
+            return len(documents) >= self.accumulation.docs_per_step
+        return len(cut(documents, self.accumulation.max_tokens)) >= self.accumulation.micro_batches_per_step
 
 
 def settled(state_after: dict) -> dict:

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import hashlib
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from pgtoolkit.config.schema import PromptsTaskConfig, ReasoningGymTaskConfig, ReverseTaskConfig
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.rollouts.prompt_rows import read_prompts
+from pgtoolkit.rollouts.prompt_rows import Prompt, read_prompts
 from pgtoolkit.rollouts.verifier_processes import CRASH, TIMEOUT, VerifierProcesses
 from pgtoolkit.rollouts.verifiers import Named, Question, Verifiers
 from pgtoolkit.system.functions import blaming
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt, its reference answer, the index it was asked for by, and where it comes from, such as `a.jsonl:12`.
-
-    messages: of a chat, whose last content is the text; None where the prompt is a text.
-    """
-
-    text: str
-    answer: str
-    index: int
-    place: str
-    messages: tuple[dict, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -136,6 +122,9 @@ class _NumberedRows(Task):
     def prompt(self, index: int) -> Prompt:
         return self._prompt_of(self._row(index), index)
 
+    def _row(self, index: int) -> int:
+        return self._kept[index % self.num_prompts]
+
 
 class ReasoningGymTask(_NumberedRows):
     """A data set of the reasoning-gym package, which writes its questions from a seed and scores answers itself.
@@ -164,12 +153,7 @@ class ReasoningGymTask(_NumberedRows):
     def score(self, prompt: Prompt, completion: str, finished: bool) -> Score:
         with blaming(f"the scorer of {self._dataset} of reasoning-gym", DataError, _called_on(completion, prompt)):
             reward = float(self._score_answer(completion.strip(), self._entry(self._row(prompt.index))))
-        if not math.isfinite(reward):
-            raise DataError(f"reasoning-gym scored {completion[:60]!r} with {reward}; a reward must be finite")
         return Score(reward, reward >= 1)
-
-    def _row(self, index: int) -> int:
-        return self._kept[index % self.num_prompts]
 
     def _prompt_of(self, row: int, index: int) -> Prompt:
         entry = self._entry(row)
@@ -257,8 +241,7 @@ class PromptsTask(_NumberedRows):
         return self._kept[self._order(number, self.num_prompts)[place]]
 
     def _prompt_of(self, row: int, index: int) -> Prompt:
-        found = self._read[row]
-        return Prompt(found.text, found.answer, index, found.place, found.messages)
+        return dataclasses.replace(self._read[row], index=index)
 
 
 def _called_on(completion: str, prompt: Prompt) -> str:

@@ -1,24 +1,30 @@
-"""Verifiers in processes of their own: each answer has its time, and a verifier that dies takes nothing with it."""
+"""Verifiers in processes of their own: each answer has its time, and a verifier that dies takes nothing with it.
+
+Questions go in and scores come out over a socket. A process ends with the one that trains, however that ends and
+whatever a verifier is doing then. Both sides are here; nothing large is imported.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import logging
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
-import time
 import weakref
-from collections import deque
-from collections.abc import Sequence
-from multiprocessing.connection import Connection, wait
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any
 
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.rollouts.verifiers import Named, Question
+from pgtoolkit.rollouts.verifiers import Named, Question, Verifiers
 from pgtoolkit.system.report import refusal
 
 log = logging.getLogger("pgtoolkit")
@@ -31,7 +37,7 @@ TIMEOUT, CRASH = "timeout", "crash"
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from pgtoolkit.rollouts.verifier_worker import work; work(int(sys.argv[2]))"
+    "from pgtoolkit.rollouts.verifier_processes import work; work(int(sys.argv[2]))"
 )
 
 
@@ -42,10 +48,9 @@ class VerifierProcesses:
     """
 
     def __init__(self, named: Sequence[Named], processes: int, seconds: float):
-        self._named = named
-        self._processes = processes
-        self._seconds = seconds
+        self._named, self._processes, self._seconds = named, processes, seconds
         self._workers: list[_Worker] = []
+        self._idle: list[_Worker] = []
         self._said: set[str] = set()
         weakref.finalize(self, _end, self._workers)  # at the latest when the interpreter ends
 
@@ -55,11 +60,16 @@ class VerifierProcesses:
         Raises DataError where a function of the user's fails, for the first such question, and ConfigError where a
         process cannot be started.
         """
+        threads = ThreadPoolExecutor(self._processes)
         try:
-            found = self._outcomes(questions)
+            found = list(threads.map(self._outcome, questions))
         except BaseException:
             self.close()  # of answers that nobody waits for any more
             raise
+        finally:
+            threads.shutdown(cancel_futures=True)
+        for question, outcome in zip(questions, found, strict=True):
+            self._say(outcome, question)
         for outcome in found:
             if "error" in outcome:
                 raise DataError(outcome["error"])
@@ -67,58 +77,39 @@ class VerifierProcesses:
 
     def close(self) -> None:
         """End all processes, whatever they do."""
+        self._idle.clear()
         _end(self._workers)
 
-    def _outcomes(self, questions: Sequence[Question]) -> list[dict]:
-        found: dict[int, dict] = {}
-        waiting = deque(range(len(questions)))
-        while len(found) < len(questions):
-            self._hand_out(waiting, questions)
-            for worker in self._answered():
-                number, outcome = worker.number, self._outcome(worker)
-                if outcome is not None:
-                    found[number] = outcome
-                    self._say(outcome, questions[number])
-        return [found[number] for number in range(len(questions))]
-
-    def _hand_out(self, waiting: deque[int], questions: Sequence[Question]) -> None:
-        idle = [worker for worker in self._workers if worker.ready and worker.number is None]
-        starting = sum(not worker.ready for worker in self._workers)
-        while len(self._workers) < self._processes and len(idle) + starting < len(waiting):
-            self._workers.append(_Worker(self._named))
-            starting += 1
-        for worker in idle[: len(waiting)]:
-            worker.ask(waiting.popleft(), questions, self._seconds)
-
-    def _answered(self) -> list[_Worker]:
-        """Those with an answer, that have died, or whose time is over; waits until there is one."""
-        busy = [worker for worker in self._workers if not worker.ready or worker.number is not None]
-        first = min(worker.deadline for worker in busy)
-        ready = set(wait([worker.connection for worker in busy], max(0, first - time.monotonic())))
-        late = [worker for worker in busy if worker.deadline <= time.monotonic()]
-        return [worker for worker in busy if worker.connection in ready] or late
-
-    def _outcome(self, worker: _Worker) -> dict | None:
-        """What has become of its question; None for a process that has only just started."""
+    def _outcome(self, question: Question) -> dict:
+        """What has become of it, by a process that nobody else asks meanwhile. Called in a thread."""
         try:
-            if not worker.connection.poll():
-                raise TimeoutError
-            answer = json.loads(worker.connection.recv_bytes())
-        except (TimeoutError, EOFError, OSError) as error:
+            worker = self._idle.pop()
+        except IndexError:
+            worker = self._started()
+        outcome = self._answer(worker, dataclasses.asdict(question), self._seconds)
+        if "none" not in outcome:
+            self._idle.append(worker)
+        return outcome
+
+    def _answer(self, worker: _Worker, told: Any, seconds: float) -> dict:
+        """As `_Worker.answer` has it; one that is no more is forgotten."""
+        answer = worker.answer(told, seconds)
+        if "none" in answer:
             self._workers.remove(worker)
-            late = isinstance(error, TimeoutError)
-            how = worker.end(by_itself=not late)
-            if not worker.ready:
-                got = f"none within {START_SECONDS} seconds" if late else f"one that ended: {how}"
-                names = ", ".join(f"{one.key}={one.name}" for one in self._named)
-                reason = "Importing it runs its code."
-                use = "a verifier whose module can be imported in seconds"
-                raise ConfigError(refusal(names, "a process that imports it", got, reason, use)) from None
-            return {"none": TIMEOUT} if late else {"none": CRASH, "how": how}
-        if not worker.ready and "error" in answer:
+        return answer
+
+    def _started(self) -> _Worker:
+        worker = _Worker()
+        self._workers.append(worker)
+        answer = self._answer(worker, [dataclasses.asdict(one) for one in self._named], START_SECONDS)
+        if "error" in answer:
             raise ConfigError(answer["error"])
-        worker.ready, worker.number = True, None
-        return answer or None
+        if kind := answer.get("none"):
+            got = f"none within {START_SECONDS} seconds" if kind == TIMEOUT else f"one that ended: {answer['how']}"
+            names = ", ".join(f"{one.key}={one.name}" for one in self._named)
+            reason, use = "Importing it runs its code.", "a verifier whose module can be imported in seconds"
+            raise ConfigError(refusal(names, "a process that imports it", got, reason, use))
+        return worker
 
     def _say(self, outcome: dict, question: Question) -> None:
         kind = outcome.get("none")
@@ -128,7 +119,7 @@ class VerifierProcesses:
         named = self._named[question.number]
         what = {
             TIMEOUT: f"gave no answer within task.verifier_seconds={self._seconds:g}",
-            CRASH: f"ended its process: {outcome.get('how')}",
+            CRASH: f"ended its process: {outcome['how']}",
         }[kind]
         log.warning(
             f"note: {named.key}={named.name} {what} on {question.on}. The score is 0, and the run goes on. Said once; "
@@ -137,30 +128,30 @@ class VerifierProcesses:
 
 
 class _Worker:
-    """One process. ready: whether its verifiers are imported. number: of the question it is at, if at one."""
+    """One process, which is first told its verifiers, and then a question at a time."""
 
-    def __init__(self, named: Sequence[Named]):
+    def __init__(self):
         here, there = socket.socketpair()
         with there:
             # In a session of its own: what a terminal sends is for the process that trains, which needs its answers.
             arguments = [sys.executable, "-P", "-c", _PROGRAM, json.dumps(sys.path), str(there.fileno())]
             self._process = subprocess.Popen(arguments, pass_fds=[there.fileno()], start_new_session=True)
-        self.connection = Connection(here.detach())
-        self.connection.send_bytes(json.dumps([dataclasses.asdict(one) for one in named]).encode())
-        self.ready = False
-        self.number: int | None = None
-        self.deadline = time.monotonic() + START_SECONDS
+        self._connection = Connection(here.detach())
 
-    def ask(self, number: int, questions: Sequence[Question], seconds: float) -> None:
-        self.number, self.deadline = number, time.monotonic() + seconds
-        with contextlib.suppress(OSError):  # it has died: that is seen where its answer is waited for
-            self.connection.send_bytes(json.dumps(dataclasses.asdict(questions[number])).encode())
+    def answer(self, told: Any, seconds: float) -> dict:
+        """What it says to that; where it has died, or its time is over, which ends it, {"none": why, "how": ...}."""
+        try:
+            self._connection.send_bytes(json.dumps(told).encode())
+            if self._connection.poll(seconds):
+                return json.loads(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(1)
+            return {"none": CRASH, "how": self.end()}
+        return {"none": TIMEOUT, "how": self.end()}
 
-    def end(self, by_itself: bool = False) -> str:
-        """Kill it with what it has started; returns how it had ended, where it has closed its end of the socket."""
-        self.connection.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1 if by_itself else 0)
+    def end(self) -> str:
+        """Kill it with what it has started; returns how it had ended by itself."""
         code = self._process.poll()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -171,3 +162,54 @@ class _Worker:
 def _end(workers: list[_Worker]) -> None:
     while workers:
         workers.pop().end()
+
+
+def work(socket: int) -> None:
+    """Serve until the other end is closed.
+
+    In: the verifiers, then a question at a time. Out: {} once they are imported, then {"score"} for each question;
+    {"error"} in the place of either.
+    """
+    connection = Connection(socket)
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    fcntl.fcntl(socket, fcntl.F_SETOWN, -os.getpgrp())  # the whole group, of which this process is the first
+    with contextlib.suppress(EOFError, OSError):
+        named = json.loads(connection.recv_bytes())
+        try:
+            with _ending_with_the_other_end(socket):
+                verifiers = Verifiers([Named(**one) for one in named])
+            _send(connection, {})
+        except ConfigError as error:
+            _send(connection, {"error": str(error)})
+        while True:
+            question = Question(**json.loads(connection.recv_bytes()))
+            try:
+                with _ending_with_the_other_end(socket):
+                    answer = {"score": verifiers.score(question)}
+            except DataError as error:
+                answer = {"error": str(error)}
+            _send(connection, answer)
+    os.killpg(os.getpgrp(), signal.SIGKILL)  # with what verifiers have left behind
+
+
+def _send(connection: Connection, answer: dict) -> None:
+    sys.stdout.flush()  # what a verifier prints is not lost with its process
+    connection.send_bytes(json.dumps(answer).encode())
+
+
+@contextlib.contextmanager
+def _ending_with_the_other_end(socket: int) -> Iterator[None]:
+    """The kernel ends this process when the socket's other end closes, also within a function that never returns.
+
+    The other end sends nothing while it waits for an answer, so that anything that happens to the socket is its end.
+    """
+    flags = fcntl.fcntl(socket, fcntl.F_GETFL)
+    fcntl.fcntl(socket, fcntl.F_SETFL, flags | os.O_ASYNC)
+    closed = select.poll()
+    closed.register(socket, select.POLLHUP)
+    if closed.poll(0):  # before the kernel was told to watch
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+    try:
+        yield
+    finally:
+        fcntl.fcntl(socket, fcntl.F_SETFL, flags)

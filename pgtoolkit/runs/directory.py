@@ -30,7 +30,7 @@ from pgtoolkit.runs.files import (
     storage,
     write_metrics,
 )
-from pgtoolkit.system.plain_files import open_to_append, open_to_read, refuse_other, write_atomically
+from pgtoolkit.system.plain_files import open_to_append, open_to_read, write_atomically
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import key_of
 
@@ -70,7 +70,6 @@ class RunDirectory:
         self.path = Path(path).resolve()
         self.metrics_path = self.path / "metrics.jsonl"
         self.evaluations_path = self.path / "evaluations.jsonl"
-        self._metrics_file = None
         with storage(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock_file = _lock(self.path)
@@ -85,8 +84,7 @@ class RunDirectory:
         self.close()
 
     def close(self) -> None:
-        """Close the files and let go of the lock. A second call does nothing."""
-        self._close_metrics()
+        """Let go of the lock. A second call does nothing."""
         if self._lock_file.closed:
             return
         # Closing alone would leave the lock with processes forked from this one, such as data workers.
@@ -152,8 +150,8 @@ class RunDirectory:
             "sweep": sweep or before.get("sweep"),
         }
         with storage(path):
-            if self._metrics_file:
-                os.fsync(self._metrics_file.fileno())
+            if self.metrics_path.exists():
+                self._append(self.metrics_path, [], durable=True)
             write_atomically(path, json.dumps(status, indent=2) + "\n")
 
     def append_metrics(self, step: int, metrics: dict[str, float]) -> None:
@@ -162,41 +160,31 @@ class RunDirectory:
         for name, value in metrics.items():
             if math.isfinite(value):
                 row[name] = int(value) if isinstance(value, numbers.Integral) else float(value)
-        with storage(self.metrics_path):
-            if not self._metrics_file:
-                refuse_other(self.metrics_path)
-                # A torn last line would swallow the row appended after it.
-                if self.metrics_path.exists() and not self.metrics_path.read_bytes().endswith(b"\n"):
-                    write_metrics(self.metrics_path, self.read_metrics())
-                self._metrics_file = open_to_append(self.metrics_path)
-            self._metrics_file.write(json.dumps(row) + "\n")
-            self._metrics_file.flush()
+        self._append(self.metrics_path, [row])
 
     def append_evaluations(self, rows: list[dict[str, Any]]) -> None:
         """Add the rows of one step to evaluations.jsonl, on the disk once this returns; see runs/evaluations.py."""
-        with storage(self.evaluations_path), open_to_append(self.evaluations_path) as file:
+        self._append(self.evaluations_path, rows, durable=True)
+
+    def _append(self, path: Path, rows: list[dict], durable: bool = False) -> None:
+        """durable: what the file holds is on the disk afterwards."""
+        with storage(path), open_to_append(path) as file:
             file.write("".join(json.dumps(row) + "\n" for row in rows))
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
 
     def read_metrics(self) -> list[dict[str, float]]:
         """Every row of metrics.jsonl, oldest first; see `files.read_metrics`."""
         return read_metrics(self.metrics_path)
 
     def drop_metrics_after(self, step: int) -> None:
-        """Take away the rows of later steps, in one piece: a resumed run writes them anew."""
-        self._close_metrics()
-        with storage(self.metrics_path):
-            if self.metrics_path.exists():
-                write_metrics(self.metrics_path, [row for row in self.read_metrics() if row["step"] <= step])
-            if self.evaluations_path.exists():
-                rows = read_evaluations(self.path)
-                write_metrics(self.evaluations_path, [row for row in rows if row["step"] <= step])
-
-    def _close_metrics(self) -> None:
-        if self._metrics_file:
-            self._metrics_file.close()
-            self._metrics_file = None
+        """Take away the rows of later steps, and one that a kill has torn: a resumed run writes them anew."""
+        evaluations = self.evaluations_path, read_evaluations(self.path)
+        for path, rows in ((self.metrics_path, self.read_metrics()), evaluations):
+            if path.exists():
+                with storage(path):
+                    write_metrics(path, [row for row in rows if row["step"] <= step])
 
 
 def config_drift(old: dict, new: dict) -> dict[str, list]:

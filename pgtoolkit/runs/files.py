@@ -41,13 +41,13 @@ def read_resolved(run_dir: str | Path) -> dict:
 def read_status(run_dir: str | Path) -> dict[str, Any]:
     """A run's status.json, or {} before its first. A killed run still says `running`, though its lock is free."""
     advice = "Configuration, metrics and checkpoints are in other files; delete it to go on."
-    return _object_of(Path(run_dir) / "status.json", advice, _check_status)
+    return _object_of(Path(run_dir) / "status.json", advice, _STATUS)
 
 
 def read_provenance(run_dir: Path) -> dict:
     """provenance.json; {} where there is none. Raises StorageError if it is damaged."""
     advice = "It says where the run came from, and nothing else depends on it; delete it to go on."
-    return _object_of(run_dir / "provenance.json", advice, _check_provenance)
+    return _object_of(run_dir / "provenance.json", advice, _PROVENANCE)
 
 
 def known_provenance(run_dir: Path) -> dict:
@@ -60,13 +60,13 @@ def known_provenance(run_dir: Path) -> dict:
 
 def read_data(run_dir: Path) -> dict:
     """data.json, the digests of the data that a run reads; {} where there is none, as in older runs."""
-    return _object_of(run_dir / "data.json", "Delete it to go on without its comparison.", _check_data)
+    return _object_of(run_dir / "data.json", "Delete it to go on without its comparison.", _DATA)
 
 
 def read_sweep(folder: Path) -> dict:
     """sweep.json of a sweep's folder: `name`, `command` and `jobs`; {} where there is none."""
     advice = "Delete it to go on; the runs are known by their directories."
-    return _object_of(folder / "sweep.json", advice, _check_sweep)
+    return _object_of(folder / "sweep.json", advice, _SWEEP)
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
@@ -74,13 +74,13 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
     A torn last line, left by a kill, is passed over. Raises StorageError for a broken line anywhere else.
     """
-    rows = _objects_of(path, _check_row)
+    rows = _objects_of(path, _ROW)
     return [{name: value for name, value in row.items() if math.isfinite(value)} for row in rows]
 
 
 def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
     """The rows of evaluations.jsonl, see runs/evaluations.py; none where there is no such file."""
-    return _objects_of(run_dir / "evaluations.jsonl", _check_evaluation)
+    return _objects_of(run_dir / "evaluations.jsonl", {"set": str, **_ROW})
 
 
 def write_metrics(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -90,7 +90,7 @@ def write_metrics(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def read_drift(run_dir: Path) -> list[dict[str, Any]]:
     """The changes that resumes made to the configuration: `step` and `changes`, {key: [old, new]}, of each."""
-    return _objects_of(run_dir / "drift.jsonl", _check_drift)
+    return _objects_of(run_dir / "drift.jsonl", _DRIFT)
 
 
 @contextlib.contextmanager
@@ -150,19 +150,19 @@ def _parsed(path: Path, advice: str, parse: Callable[[bytes], Any], default: Any
         raise StorageError(f"{path} is damaged ({first_line(error)}). {advice}") from error
 
 
-def _object_of(path: Path, advice: str, check: Callable[[dict], None]) -> dict:
+def _object_of(path: Path, advice: str, shape: dict) -> dict:
     """The JSON object in a file, checked; {} where there is no file."""
-    return _parsed(path, advice, lambda data: _object(data, check), default={})
+    return _parsed(path, advice, lambda data: _object(data, shape), default={})
 
 
-def _objects_of(path: Path, check: Callable[[dict], None]) -> list[dict]:
+def _objects_of(path: Path, shape: dict) -> list[dict]:
     """The JSON objects in the lines of a file, checked, but for a torn last one; none where there is no file."""
     data = _content(path) or b""
     objects, lines = [], data.splitlines()
     torn = len(lines) if not data.endswith(b"\n") else None
     for number, line in enumerate(lines, start=1):
         try:
-            objects.append(_object(line, check))
+            objects.append(_object(line, shape))
         except _UNPARSED as error:
             if number != torn:
                 why = f"{path}:{number} is damaged ({first_line(error)}); delete the line to go on"
@@ -170,10 +170,9 @@ def _objects_of(path: Path, check: Callable[[dict], None]) -> list[dict]:
     return objects
 
 
-def _object(data: bytes, check: Callable[[dict], None]) -> dict:
+def _object(data: bytes, shape: dict) -> dict:
     found = json.loads(data)
-    _require(isinstance(found, dict), "not a JSON object")
-    check(found)
+    _check(found, shape)
     return found
 
 
@@ -198,88 +197,56 @@ def _yaml(data: bytes) -> Any:
 
 def _config(data: bytes) -> dict:
     config = _yaml(data)
+    _check(config, dict)
     # OmegaConf takes nothing, and null, for no keys, and a text for keys without values.
-    holds = isinstance(config, dict) and (any(v is not None for v in config.values()) or data.strip() == b"{}")
-    _require(holds, "not keys with values")
+    if data.strip() != b"{}" and all(value is None for value in config.values()):
+        raise ValueError("not keys with values")
     return config
 
 
 def _overrides(data: bytes) -> list[str]:
     overrides = _yaml(data)
-    holds = isinstance(overrides, list) and all(isinstance(one, str) for one in overrides)
-    _require(holds and (overrides or data.strip() == b"[]"), "not a list of overrides")
+    _check(overrides, [str])
+    if not overrides and data.strip() != b"[]":
+        raise ValueError("not a list of overrides")
     return overrides
 
 
-def _check_status(status: dict) -> None:
-    _require(status.get("state") in STATES, f"its state is not one of {', '.join(STATES)}")
-    _require(_is_count(status.get("step")), "its step is not a whole number")
-    for key in ("id", "reason", "started", "sweep"):
-        _require(isinstance(status.get(key), str | None), f"its {key} is not a text")
-    _require(_is_dict_of(status.get("mlflow") or {}, str), "its mlflow is not made of texts")
-    if started := status.get("started"):
-        datetime.strptime(started, TIME)
-
-
-def _check_row(row: dict) -> None:
-    _require(_is_count(row.get("step")), "its step is not a whole number")
-    for name, value in row.items():
-        _require(isinstance(value, numbers.Real) and not isinstance(value, bool), f"its {name} is not a number")
-        math.isfinite(value)  # OverflowError for a whole number that no float can hold
-
-
-def _check_evaluation(row: dict) -> None:
-    _require(isinstance(row.get("set"), str), "its set is not a text")
-    _check_row({name: value for name, value in row.items() if name != "set"})
-
-
-def _check_drift(entry: dict) -> None:
-    _require(_is_count(entry.get("step")), "its step is not a whole number")
-    changes = entry.get("changes")
-    holds = _is_dict_of(changes, list) and all(len(pair) == 2 for pair in changes.values())
-    _require(holds, "not keys with two values each")
-
-
-def _check_provenance(first: dict) -> None:
-    resumed = first.get("resumed", [])
-    _require(_is_list_of(resumed, dict), "its resumes are not objects")
-    for one in resumed:
-        datetime.strptime(str(one.get("time")), TIME)
-    for one in (first, *resumed):
-        for key in ("git", "gpus"):
-            _require(_is_list_of(one.get(key, []), dict), f"its {key} is no list")
-        for repository in one.get("git", []):
-            _require(isinstance(repository.get("commit"), str | None), "a commit is not a text")
-            _require(isinstance(repository.get("diff"), str), "a repository has no diff")
-        _require(_is_dict_of(one.get("packages", {}), str), "its packages are not texts")
-        _require(isinstance(one.get("memory_bytes", 0), int), "its memory is not a number")
-
-
-def _check_data(recorded: dict) -> None:
-    for key, files in recorded.items():
-        holds = isinstance(files, list) if key == "accepted" else _is_dict_of(files, dict)
-        _require(holds, f"its {key} is not made of digests")
-
-
-def _check_sweep(sweep: dict) -> None:
-    holds = isinstance(sweep.get("name"), str) and isinstance(sweep.get("command"), list)
-    holds = holds and _is_list_of(jobs := sweep.get("jobs"), dict)
-    texts = [job.get(key) for job in jobs for key in ("name", "directory", "status")] if holds else [None]
-    _require(_is_list_of(texts, str), "not the name, command and jobs of a sweep")
+def _check(value: Any, shape: Any, name: str = "content") -> None:
+    """ValueError if a JSON value does not have a shape: a type, or a function that is true of it; a list of the shape
+    of all items; a dictionary of the shapes of its keys, where `key?` may be missing or null, and str is any other.
+    """
+    kind = type(shape) if isinstance(shape, (dict, list)) else shape
+    if not (isinstance(value, kind) if isinstance(kind, type) else kind(value)):
+        raise ValueError(f"its {name} is not what is written there")
+    if isinstance(shape, list):
+        for item in value:
+            _check(item, shape[0], name)
+    elif isinstance(shape, dict):
+        shapes = {key.strip("?"): own for key, own in shape.items() if key is not str}
+        for key in shapes | (value if str in shape else {}):
+            if value.get(key) is not None or f"{key}?" not in shape:
+                _check(value.get(key), shapes.get(key, shape.get(str)), key)
 
 
 def _is_count(value: Any) -> bool:
     return is_whole(value) and value >= 0
 
 
-def _is_list_of(value: Any, kind: type) -> bool:
-    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
+def _is_number(value: Any) -> bool:
+    # OverflowError for a whole number that no float can hold
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value) is not None
 
 
-def _is_dict_of(value: Any, kind: type) -> bool:
-    return isinstance(value, dict) and _is_list_of(list(value.values()), kind)
+def _is_time(value: Any) -> bool:
+    return bool(datetime.strptime(str(value), TIME))
 
 
-def _require(holds: object, reason: str) -> None:
-    if not holds:
-        raise ValueError(reason)
+_STATUS = {"state": STATES.__contains__, "step": _is_count, "started?": _is_time, "mlflow?": {str: str}}
+_STATUS |= dict.fromkeys(("id?", "reason?", "sweep?"), str)
+_ROW = {"step": _is_count, str: _is_number}
+_DRIFT = {"step": _is_count, "changes": {str: lambda pair: isinstance(pair, list) and len(pair) == 2}}
+_START = {"git?": [{"commit?": str, "diff": str}], "gpus?": [dict], "packages?": {str: str}, "memory_bytes?": int}
+_PROVENANCE = {**_START, "resumed?": [{**_START, "time": _is_time}]}
+_DATA = {"accepted?": list, str: {str: dict}}
+_SWEEP = {"name": str, "command": list, "jobs": [{"name": str, "directory": str, "status": str}]}

@@ -6,7 +6,6 @@ import functools
 import importlib.metadata
 import os
 import platform
-import shutil
 import socket
 import subprocess
 import time
@@ -74,14 +73,10 @@ def _packages():
 
 
 def _repositories(package, directory):
-    found = []
     # A package installed below some repository (in a .venv, say) is not that repository's code: ask for a tracked file.
-    if _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None:
-        found.append(_line(package, "rev-parse", "--show-toplevel"))
-    top = _line(directory, "rev-parse", "--show-toplevel")
-    if top and top not in found:
-        found.append(top)
-    return [_repository(Path(path)) for path in found]
+    is_tracked = _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None
+    tops = [_line(folder, "rev-parse", "--show-toplevel") for folder in (*[package] * is_tracked, directory)]
+    return [_repository(top) for top in dict.fromkeys(filter(None, tops))]
 
 
 def _repository(top):
@@ -93,7 +88,7 @@ def _repository(top):
     left_out = _git(top, *command, "--name-only", "--", *secret, settings=off) or ""
     untracked = (_git(top, "ls-files", "--others", "--exclude-standard") or "").splitlines()
     return {
-        "path": str(top),
+        "path": top,
         "commit": _line(top, "rev-parse", "--verify", "HEAD"),
         "branch": _line(top, "symbolic-ref", "--short", "HEAD"),
         "diff": redact(diff)[:DIFF_LIMIT],
@@ -134,20 +129,15 @@ def _git(directory, *arguments, settings=(), limit=1 << 20):
                 process.kill()
     except OSError:
         return None
-    if process.returncode != 0 and len(output) < limit:
-        return None
-    return output.decode("utf-8", errors="replace")
+    succeeded = process.returncode == 0 or len(output) == limit
+    return output.decode("utf-8", errors="replace") if succeeded else None
 
 
 def _gpus():
-    if not shutil.which("nvidia-smi"):
-        return []
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         listing = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, subprocess.SubprocessError):  # there is none
         return []
-    return [
-        dict(zip(("name", "memory", "driver"), (field.strip() for field in line.split(",")), strict=True))
-        for line in listing.splitlines()
-    ]
+    rows = [map(str.strip, line.split(",")) for line in listing.splitlines()]
+    return [dict(zip(("name", "memory", "driver"), row, strict=True)) for row in rows]

@@ -89,6 +89,11 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
+def listed(names: Sequence[str], most: int) -> str:
+    """So many of them, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def is_number(value: Any) -> bool:
     """A finite int or float, not a bool."""
     return is_whole(value) or (isinstance(value, float) and math.isfinite(value))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
 
 from pgtoolkit.errors import StorageError
 from pgtoolkit.runs.series import smooth
@@ -63,9 +64,9 @@ def _draw(axes, rows, axis, lines):
         if right and handles:
             side = axes.twinx()
             sides.append(side)
-        x, y = zip(*points, strict=True)
+        x, y = np.array(points).T
         low, high = _limits(y)
-        handles.append(_line(side, x, [min(max(value, low), high) for value in y], color, label))
+        handles.append(_line(side, x, y.clip(low, high), color, label))
         _mark_cut(side, x, y, low, high, color)
         if any(on_right for *_, on_right in lines):
             side.set_ylabel(label, color=color, fontsize=9)
@@ -87,40 +88,26 @@ def _line(axes, x, y, color, label):
     return axes.plot(x, smooth(y, max(2, len(y) // 50)), color=color, label=label, linewidth=1.6)[0]
 
 
-def _limits(values: Sequence[float]) -> tuple[float, float]:
+def _limits(values: np.ndarray) -> tuple[float, float]:
     """What the axis shows: all values but spikes, of at most one in fifty and at least one, far from all others.
 
     Far is further than the others' whole range from it.
     """
-    ordered = sorted(values)
-    if len(ordered) <= _NEVER_CUT:
-        return ordered[0], ordered[-1]
+    ordered = np.sort(values)
     few = max(1, len(ordered) // 50)
-    low, high = ordered[few], ordered[-1 - few]
-    reach = high - low
-    if reach == 0:
-        return ordered[0], ordered[-1]
-    kept = [value for value in ordered if low - reach <= value <= high + reach]
-    return kept[0], kept[-1]
+    if len(ordered) > _NEVER_CUT and (reach := ordered[-1 - few] - ordered[few]) > 0:
+        ordered = ordered[(ordered >= ordered[few] - reach) & (ordered <= ordered[-1 - few] + reach)]
+    return ordered[0], ordered[-1]
 
 
 def _mark_cut(axes, x, y, low, high, color):
     """Arrows at the edge where values lie beyond the limits, with the most extreme one as a number."""
-    for cut, edge, marker, extreme in (
-        ([place for place, value in zip(x, y, strict=True) if value > high], high, "^", max(y)),
-        ([place for place, value in zip(x, y, strict=True) if value < low], low, "v", min(y)),
-    ):
-        if cut:
-            axes.plot(cut, [edge] * len(cut), color=color, linestyle="none", marker=marker, markersize=6, clip_on=False)
-            where = x[y.index(extreme)]
-            side = "left" if where < (x[0] + x[-1]) / 2 else "right"
-            axes.annotate(
-                f"{extreme:.3g}",
-                (where, edge),
-                xytext=(6 if side == "left" else -6, 0),
-                textcoords="offset points",
-                ha=side,
-                va="center",
-                fontsize=7,
-                color=color,
-            )
+    for beyond, edge, marker in ((y - high, high, "^"), (low - y, low, "v")):
+        if (cut := beyond > 0).any():
+            edges = np.full(cut.sum(), edge)
+            axes.plot(x[cut], edges, color=color, linestyle="none", marker=marker, markersize=6, clip_on=False)
+            furthest = beyond.argmax()
+            on_left = x[furthest] < (x[0] + x[-1]) / 2
+            style = {"textcoords": "offset points", "va": "center", "fontsize": 7, "color": color}
+            style |= {"xytext": (6, 0), "ha": "left"} if on_left else {"xytext": (-6, 0), "ha": "right"}
+            axes.annotate(f"{y[furthest]:.3g}", (x[furthest], edge), **style)

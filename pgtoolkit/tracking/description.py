@@ -1,36 +1,36 @@
-"""What MLflow is told of a run besides its metrics, read from the run directory alone."""
+"""What MLflow is told of a run besides its metrics, completions as a table among it, from the run directory alone."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import re
-from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from pgtoolkit.runs import files
+from pgtoolkit.runs.completions import COLUMNS, completion_files, some_completions
 from pgtoolkit.runs.files import leaves
 from pgtoolkit.runs.provenance import code_of
+from pgtoolkit.system.legible import legible, shortened
 from pgtoolkit.tracking.store import flatten, text_of
 
 _LONGEST_TAG = 4000
 
+TABLE = "completions.json"
+"""The artifact with some of the completions, which MLflow's pages show, search and sort."""
 
-@dataclass
-class Description:
-    """Of one run. identity: the same for a run and its copies; run_id: its MLflow run, as far as it has one,
-    in the store of this address.
+MOST_COMPLETIONS = 500
+MOST_CHARACTERS = 2000
+"""Of each text: what a page of MLflow still shows in a moment. All of them are in the run directory."""
 
-    start_time: milliseconds since 1970, or None.
-    """
+
+class Description(NamedTuple):
+    """Of one run, as texts."""
 
     run_name: str
     params: dict[str, str]
     tags: dict[str, str]
-    identity: str | None
-    run_id: str | None
-    store: str | None
-    start_time: int | None
 
 
 def describe(run_dir: Path) -> Description:
@@ -53,15 +53,10 @@ def describe(run_dir: Path) -> Description:
     }
     # In a sweep the folder's name ends with digits that stand for the configuration; here the parameters say it.
     folder = re.sub("-[0-9a-f]{8}$", "", run_dir.name) if status.get("sweep") else run_dir.name
-    started, mlflow = status.get("started"), status.get("mlflow") or {}
     return Description(
         run_name=settings.get("tracking.run_name") or folder,
         params=flatten(config),
         tags={key: text_of(key, value, _LONGEST_TAG) for key, value in tags.items() if value is not None},
-        identity=status.get("id"),
-        run_id=mlflow.get("run_id"),
-        store=mlflow.get("uri"),
-        start_time=int(datetime.strptime(started, files.TIME).timestamp() * 1000) if started else None,
     )
 
 
@@ -79,3 +74,25 @@ def _drift(run_dir):
             lines.append(f"{key}: {text_of(key, old)} -> {text_of(key, new)} (step {entry['step']})")
             tags[f"now.{key}"] = text_of(key, new)
     return {"drift": ", ".join(lines), **tags} if lines else {}
+
+
+def table_of(run_dir: Path) -> dict[str, list] | None:
+    """`columns`, and `data` with a list for each completion, as `mlflow.log_table` writes them; None of none."""
+    files = completion_files(run_dir)
+    sets = dict.fromkeys(file.set for file in files)
+    found = []
+    for name in sets:
+        own = [file for file in files if file.set == name]
+        found += [(name, row) for row in some_completions(own, MOST_COMPLETIONS // len(sets))[0]]
+    if not found:
+        return None
+    parts = list(dict.fromkeys(part for _, row in found for part in row.rewards))
+    columns = ["set", *COLUMNS, *(f"reward/{part}" for part in parts)]
+    cells = [[name, *(getattr(row, key) for key in COLUMNS), *map(row.rewards.get, parts)] for name, row in found]
+    return {"columns": [*map(legible, columns)], "data": [[*map(_shown, row)] for row in cells]}
+
+
+def _shown(value):
+    if isinstance(value, str):
+        return shortened(legible(value), MOST_CHARACTERS)
+    return None if isinstance(value, float) and not math.isfinite(value) else value

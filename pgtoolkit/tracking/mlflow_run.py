@@ -9,16 +9,18 @@ import logging
 import re
 import threading
 import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from datetime import datetime
 from pathlib import Path
 
 from pgtoolkit.config.paths import absolute_uri
 from pgtoolkit.runs.completions import completion_files
-from pgtoolkit.runs.directory import read_metrics, read_status
+from pgtoolkit.runs.files import TIME, read_metrics, read_status
 from pgtoolkit.system.plain_files import refuse_other
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.tracking.completions_table import TABLE, table_of
-from pgtoolkit.tracking.description import Description, describe
-from pgtoolkit.tracking.metric_batches import EVALUATION, RowFile, evaluations_of, metrics_of, system_metrics_of
+from pgtoolkit.tracking.description import TABLE, describe, table_of
+from pgtoolkit.tracking.metric_batches import EVALUATION, RowFile, evaluation_metrics_of, metrics_of, system_metrics_of
 from pgtoolkit.tracking.store import (
     failure,
     open_store,
@@ -70,11 +72,9 @@ class MlflowTracker:
         self.rows_delivered = 0
         self._measures_system = system_metrics
         self._system: SystemMetrics | None = None
-        self._wake = threading.Event()
-        self._end: str | None = None  # the state to close the run with
+        self._ended = threading.Event()
         self._thread = None
         self._completions: list[tuple] = []  # of which there is a table: their files, and when each was written
-        self._next_table = time.monotonic() + _SECONDS_BETWEEN_TABLES
 
     def start(self, run_dir: Path, consequence: str = "") -> None:
         """Open the MLflow run of this directory, or make it, and begin to deliver.
@@ -88,21 +88,25 @@ class MlflowTracker:
         self._run_dir = Path(run_dir)
         for name in ARTIFACTS:
             refuse_other(self._run_dir / name)
-        described = describe(self._run_dir)
+        described, status = describe(self._run_dir), read_status(self._run_dir)
+        if started := status.get("started"):
+            started = int(1000 * datetime.strptime(started, TIME).timestamp())
         with raising_storage_errors(self.uri, consequence):
             self._client, experiment_id = open_store(self.uri, self.experiment)
             rows = read_metrics(self._run_dir / "metrics.jsonl")
-            run, delivered, superseded = self._known_run(described, experiment_id, rows)
+            run, delivered, superseded = self._known_run(status, experiment_id, rows)
             if run:
                 self._client.update_run(run.info.run_id, status="RUNNING")
                 if "reason" in run.data.tags:  # of the end that is none any more
                     self._client.delete_tag(run.info.run_id, "reason")
                 experiment_id = run.info.experiment_id
             else:
-                run = self._client.create_run(experiment_id, described.start_time, run_name=described.run_name)
+                run = self._client.create_run(experiment_id, started, run_name=described.run_name)
                 for other in superseded:
                     self._client.set_tag(other.info.run_id, SUPERSEDED, run.info.run_id)
-            evaluated = self._delivered_evaluations(run)
+            of_set = re.compile(EVALUATION.format("(.*)", "avg"))
+            averages = self._points(run, filter(of_set.fullmatch, run.data.metrics))
+            evaluated = {(of_set.fullmatch(name)[1], point.step) for name, point in averages}  # a row arrives whole
             self._run_id = run.info.run_id
             self._log_texts(described.tags, {} if run.data.params else described.params)
         self.info = {"uri": redact(self.uri), "experiment_id": experiment_id, "run_id": self._run_id}
@@ -112,7 +116,7 @@ class MlflowTracker:
         self._files = [
             self._metrics,
             RowFile(self._run_dir / "system_metrics.jsonl", range(last + 1), system_metrics_of),
-            RowFile(self._run_dir / "evaluations.jsonl", (), evaluations_of(evaluated)),
+            RowFile(self._run_dir / "evaluations.jsonl", evaluated, evaluation_metrics_of),
         ]
         self._thread = threading.Thread(target=self._deliver_until_stopped, name="mlflow", daemon=True)
         self._thread.start()
@@ -134,50 +138,41 @@ class MlflowTracker:
         if self._system:
             self._system.stop()
         self._missing = ["metrics", "artifacts", "completions", "the end of the run"]
-        self._end = state
-        self._wake.set()
+        self._end_status = _END_STATUS[state]
+        self._ended.set()
         thread.join(6 * request_seconds() if limited else None)
         return list(self._missing)
 
-    def _known_run(self, described: Description, experiment_id: str, rows: list[dict]):
+    def _known_run(self, status: dict, experiment_id: str, rows: list[dict]):
         """The MLflow run that this directory has in this store, or None; its rows; runs it had with other values.
 
         It is found by its tag `pgtk.id`, also one of a process that was killed before it could write the id down.
         """
+        mlflow = status.get("mlflow") or {}
+        run_id = mlflow.get("run_id")
         everywhere = [experiment_id, *(one.experiment_id for one in self._client.search_experiments())]
-        own = f"tags.`pgtk.id` = {search_literal(str(described.identity))}"
+        own = f"tags.`pgtk.id` = {search_literal(str(status.get('id')))}"
         found = self._client.search_runs(list(dict.fromkeys(everywhere)), own, max_results=100)
-        found = sorted(found, key=lambda run: run.info.run_id != described.run_id)
-        is_found = described.run_id in (None, *(run.info.run_id for run in found))
-        if not is_found and described.store in (None, redact(self.uri)):
+        found = sorted(found, key=lambda run: run.info.run_id != run_id)
+        is_found = run_id in (None, *(run.info.run_id for run in found))
+        if not is_found and mlflow.get("uri") in (None, redact(self.uri)):
             message = "MLflow run %s is not in %s any more, or belongs to another run; another one gets all metrics"
-            _log.warning(message, described.run_id, redact(self.uri))
+            _log.warning(message, run_id, redact(self.uri))
         for run in found:
-            delivered = self._delivered_rows(run)
+            delivered: dict[int, set] = defaultdict(set)  # the pairs of _COMPARED of each row, by step
+            for name, point in self._points(run, _COMPARED):
+                delivered[point.step].add((name, point.value))
             if not (steps := _differing(rows, delivered)):
                 return run, delivered, []
             message = "MLflow run %s has other values than %s for %s; another one gets all metrics"
             _log.warning(message, run.info.run_id, self._run_dir / "metrics.jsonl", _name_of(steps))
         return None, {}, found
 
-    def _delivered_rows(self, run) -> dict[int, set]:
-        """The steps whose row an MLflow run holds, each with its (name, value) pairs of _COMPARED."""
-        rows: dict[int, set] = {}
-        for name in _COMPARED:
+    def _points(self, run, names: Iterable[str]) -> Iterator[tuple]:
+        """(name, point) of each value that an MLflow run has of these metrics."""
+        for name in names:
             if name in run.data.metrics:
-                for point in self._client.get_metric_history(run.info.run_id, name):
-                    rows.setdefault(point.step, set()).add((name, point.value))
-        return rows
-
-    def _delivered_evaluations(self, run) -> set[tuple[str, int]]:
-        """Set and step of each evaluation that an MLflow run holds; a row arrives whole."""
-        named = {name: re.fullmatch(EVALUATION.format("(.*)", "avg"), name) for name in run.data.metrics}
-        return {
-            (found[1], point.step)
-            for name, found in named.items()
-            if found
-            for point in self._client.get_metric_history(run.info.run_id, name)
-        }
+                yield from ((name, point) for point in self._client.get_metric_history(run.info.run_id, name))
 
     def _log_texts(self, tags, params):
         from mlflow.entities import Param, RunTag
@@ -204,17 +199,17 @@ class MlflowTracker:
             self._completions = now
 
     def _deliver_until_stopped(self):
-        pause, failed, has_configuration = _SECONDS_BETWEEN_DELIVERIES, False, False
+        pause, failed, first_files = _SECONDS_BETWEEN_DELIVERIES, False, _AT_THE_START
+        next_table = time.monotonic() + _SECONDS_BETWEEN_TABLES
         while True:
-            last = self._end is not None
+            last = self._ended.is_set()
             try:
-                if not has_configuration:  # now, so that a run that is killed has it there, too
-                    self._log_artifacts(_AT_THE_START)
-                    has_configuration = True
+                self._log_artifacts(first_files)  # now, so that a run that is killed has them there, too
+                first_files = ()
                 self._deliver()
-                if not last and time.monotonic() > self._next_table:
+                if not last and time.monotonic() > next_table:
                     self._log_completions()
-                    self._next_table = time.monotonic() + _SECONDS_BETWEEN_TABLES
+                    next_table = time.monotonic() + _SECONDS_BETWEEN_TABLES
                 if failed:
                     _log.info("MLflow answers again: metrics are complete")
                 pause, failed = _SECONDS_BETWEEN_DELIVERIES, False
@@ -228,8 +223,7 @@ class MlflowTracker:
                     self._missing.remove("metrics")
                 self._close()
                 return
-            if self._wake.wait(pause):
-                self._wake.clear()
+            self._ended.wait(pause)
 
     def _deliver(self):
         for file in self._files:
@@ -254,7 +248,7 @@ class MlflowTracker:
                 self._client.set_tag(self._run_id, "reason", text_of("reason", reason))
             # A delivery after the fact leaves the run as long as it was.
             end_time = self._metrics.last_time
-            self._client.set_terminated(self._run_id, status=_END_STATUS[self._end], end_time=end_time)
+            self._client.set_terminated(self._run_id, status=self._end_status, end_time=end_time)
 
     @contextlib.contextmanager
     def _delivering(self, what):

@@ -119,7 +119,7 @@ def has_counterpart(run_dir: str | Path) -> bool:
 def counterpart_command(run_dir: str | Path) -> str:
     """The command of the same run with the other loss; the first loss's own overrides are left out.
 
-    So is the folder of its recorded rollouts, which is occupied now.
+    So are its name, and the folder of its recorded rollouts, which is occupied now.
     """
     folder = _config_dir(run_dir)
     return _pgtk(*([f"--config-dir={_shortest(folder)}"] if folder else []), *_counterpart(run_dir))
@@ -127,15 +127,10 @@ def counterpart_command(run_dir: str | Path) -> str:
 
 def compare_command(run_dir: str | Path) -> str:
     """The command that compares a run with its counterpart, once that has run; of a sweep's run, the whole sweep."""
-    from pgtoolkit.config.overrides import parse  # loads hydra, which nothing else of tracking needs
-
     path = Path(run_dir).absolute()
     if (path.parent / "sweep.json").exists():
         return _pgtk("compare", _shortest(path.parent))
-    chosen = read_config(run_dir)[0].get("tracking", {}).get("run_name")
-    other = _counterpart(run_dir)
-    keeps_name = any(one.key_or_group == "tracking.run_name" and one.value() is not None for one in parse(other)[0])
-    name = name_of(chosen if keeps_name else None, other)
+    name = name_of(None, _counterpart(run_dir))
     # When the counterpart will start is not known: the shell finds its directory by its name.
     return f"{_pgtk('compare', _shortest(path))} outputs/*/??-??-??-??????-{name}"
 
@@ -143,7 +138,7 @@ def compare_command(run_dir: str | Path) -> str:
 def _counterpart(run_dir):
     config, overrides = read_config(run_dir)
     other = next(name for name in FAMILIES if name != config["loss"]["name"])
-    dropped = ("loss=", "loss.", "rollout.save_path=")
+    dropped = ("loss=", "loss.", "rollout.save_path=", "tracking.run_name=")
     return [f"loss={other}", *(override for override in overrides if not override.lstrip("+~").startswith(dropped))]
 
 

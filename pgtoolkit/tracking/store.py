@@ -106,14 +106,12 @@ def require_store(uri: str, setting: str, use: str) -> None:
     path = sqlite_path(uri)
     if path is None:
         return
-    got = "no such file"
-    if path.exists():
-        try:
-            with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as database:
-                database.execute("select 1 from experiments limit 1")
-            return
-        except sqlite3.Error as error:
-            got = str(error)
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as database:
+            database.execute("select 1 from experiments limit 1")
+        return
+    except sqlite3.Error as error:
+        got = str(error) if path.exists() else "no such file"
     shortest = min(os.path.relpath(path), str(path), key=len)
     raise ConfigError(
         f"{setting} needs an MLflow store (got {shortest}: {got}). Runs with tracking=mlflow make outputs/mlflow.db "

@@ -1,21 +1,30 @@
-"""The evaluations of a run: when they are made, which checkpoint is the best, and whether the goal is reached."""
+"""Evaluations of a run: when they are made, the best checkpoint, the goal; and of a policy that is not trained."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from pgtoolkit.config.evaluation import watched
+from pgtoolkit.config.schema import Config, PolicyRolloutConfig, TinyModelConfig
+from pgtoolkit.errors import ConfigError, DataError, first_line
+from pgtoolkit.model.build import build_policy
 from pgtoolkit.ranks.agreement import failing_together, gather
+from pgtoolkit.ranks.layout import ONE_PROCESS
 from pgtoolkit.rollouts.shuffle import seed_of
+from pgtoolkit.rollouts.tasks import Task, make_task
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.evaluations import best_checkpoint, best_of
 from pgtoolkit.runs.files import read_evaluations
 from pgtoolkit.tracking.progress import evaluation_line
-from pgtoolkit.training.state import random_numbers_of
+from pgtoolkit.training.build import accelerator, begin, evaluator_of
+from pgtoolkit.training.module import PolicyGradientModule
+from pgtoolkit.training.state import load_weights, random_numbers_of
 
 log = logging.getLogger("pgtoolkit")
 
@@ -81,3 +90,44 @@ def measure(module: Any, step: int) -> list[dict[str, Any]]:
             numbers = module.evaluator.evaluate(one, step)
         rows.append({"step": step, "time": round(time.time(), 3), "documents": module.documents_seen, **numbers})
     return rows
+
+
+def evaluate(
+    config: Config, folder: Path, trained: Config | None = None, state: dict | None = None
+) -> list[dict[str, Any]]:
+    """The rows, as of evaluations.jsonl, of the sets of a configuration; completions go to `folder`.
+
+    trained: the configuration of the run that a checkpoint is of. state: of the checkpoint; None for the weights that
+    the configuration begins with. The numbers are those that the run itself has measured with these weights, where the
+    prompts and the machine are the same.
+    """
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    begin(config)
+    origin, alphabet = trained or config, None
+    if isinstance(config.model, TinyModelConfig):  # whose vocabulary is that of the prompts
+        alphabet = make_task(origin.task, origin.seed).alphabet
+    policy = build_policy(config.model, alphabet, accelerator(config) == "gpu")
+    module = PolicyGradientModule(config, policy, ONE_PROCESS)
+    if state is not None:
+        try:
+            load_weights(policy, state)
+        except (ValueError, KeyError) as error:
+            raise ConfigError(f"the checkpoint does not fit the configured model: {first_line(error)}") from error
+        module.num_updates, module.documents_seen = state["num_updates"], state["documents_seen"]
+    module.to("cuda" if accelerator(config) == "gpu" else "cpu")
+    module.evaluator = evaluator_of(config, _trained_on(trained), module, None, folder)
+    with contextlib.closing(module.evaluator):
+        return measure(module, 0 if state is None else state["step"])
+
+
+def _trained_on(trained: Config | None) -> Task | None:
+    """The prompts of a run on rollouts of its own; None, with a word, where they are not there any more."""
+    if trained is None or not isinstance(trained.rollout, PolicyRolloutConfig):
+        return None
+    try:
+        return make_task(trained.task, trained.seed)
+    except (ConfigError, DataError) as error:
+        log.warning(f"note: whether the prompts are those of training is not known: {first_line(error)}")
+        return None

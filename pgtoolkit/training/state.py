@@ -12,16 +12,17 @@ import numpy
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pgtoolkit.config.schema import HuggingFaceModelConfig
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
 from pgtoolkit.model import lora
+from pgtoolkit.model.policy import Policy, named_weights
 from pgtoolkit.ranks.agreement import failing_together, gather
 from pgtoolkit.rollouts.sampling_settings import sampling_settings
 from pgtoolkit.system.model_folder import load_config
-from pgtoolkit.training.checkpoint import MOMENTS, open_tensors
+from pgtoolkit.training.checkpoint import ADAPTERS, MOMENTS, WEIGHTS, open_tensors
 from pgtoolkit.training.frameworks import lightning
-from pgtoolkit.training.weights import fill, load_weights, stored
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 """What AdamW keeps of each parameter."""
@@ -43,11 +44,8 @@ def snapshot(module, data_state: dict) -> tuple[dict, dict[str, dict[str, Tensor
     if module.policy.base_digest is not None:
         state["base_digest"] = module.policy.base_digest
     kind, weights = stored(module.policy)
-    moments = {
-        f"{name}.{field}": value
-        for name, weight in weights.items()
-        for field, value in module.optimizer.state.get(weight, {}).items()
-    }
+    of_each = {name: module.optimizer.state.get(weight, {}) for name, weight in weights.items()}
+    moments = {f"{name}.{field}": value for name, own in of_each.items() for field, value in own.items()}
     return state, {kind: weights, MOMENTS: moments}
 
 
@@ -58,9 +56,7 @@ def write_settings(module, folder: Path) -> None:
     in float32 whatever they came in), how completions are sampled, and the tokenizer. Of LoRA's adapters it is their
     own configuration: beside the model's, transformers would take the folder for a whole model.
     """
-    chosen, rollout = module.config.model, module.config.rollout
-    sizes = [getattr(rollout, name, None) for name in ("top_p", "max_completion_length")]
-    sampling = sampling_settings(module.model, module.policy.tokenizer, rollout.temperature, *sizes)
+    chosen, sampling = module.config.model, sampling_settings(module.policy, module.config.rollout)
     config = lora.settings(module.model, chosen.path) if module.policy.base_digest else _configuration(module)
     try:
         for part in (config, sampling, module.policy.tokenizer):
@@ -116,6 +112,54 @@ def _restore_tensors(module, state: dict, names: set[str]) -> None:
                 module.optimizer.state[parameter] = rooms
                 for field, room in rooms.items():
                     fill(room, f"{name}.{field}", files)
+
+
+def stored(policy: Policy) -> tuple[str, dict[str, Tensor]]:
+    """What a checkpoint holds of the model: the kind, and the tensors themselves by their names there."""
+    if policy.base_digest is None:
+        return WEIGHTS, named_weights(policy.model)
+    return ADAPTERS, lora.adapter_weights(policy.model)
+
+
+@torch.no_grad()
+def load_weights(policy: Policy, state: dict, names: set[str] | None = None) -> None:
+    """This rank's part of a checkpoint's weights, or of its adapters; names: of all of them, where others hold some.
+
+    Raises ValueError or SafetensorError where they are not those of the policy, and ConfigError for adapters that do
+    not fit to it.
+    """
+    kind, tensors = stored(policy)
+    names = tensors.keys() if names is None else names
+    if (found := state.get("base_digest")) != policy.base_digest:
+        raise ConfigError(f"the checkpoint does not fit the configured model: {_misfit(found, policy.base_digest)}")
+    with open_tensors(state["path"], kind) as files:
+        for name in sorted(names ^ files.keys()):
+            raise ValueError(f"{name} is {'missing' if name in names else 'none of its weights'}")
+        for name, tensor in tensors.items():
+            fill(tensor, name, files)
+
+
+def _misfit(found: str | None, needed: str | None) -> str:
+    """How what the adapters of a checkpoint stand beside differs from what the configuration describes."""
+    if found is None:
+        return "it holds all weights. Use model.lora_rank=null."
+    if needed is None:
+        return "it holds LoRA's adapters alone. Use model.lora_rank as it was."
+    return "its adapters were trained beside other weights than model.path has now. Use the model as it was."
+
+
+def fill(target: Tensor, name: str, files: dict) -> None:
+    """Copy a stored tensor, or this rank's part of it, into `target`."""
+    if name not in files:
+        raise ValueError(f"{name} is missing")
+    whole = files[name].get_tensor(name)
+    if (whole.shape, whole.dtype) != (target.shape, target.dtype):
+        found, needed = ([*tensor.shape, tensor.dtype] for tensor in (whole, target))
+        raise ValueError(f"{name} is of {found}, not of {needed}")
+    if isinstance(target, DTensor):  # every rank reads the file, so that none needs to send
+        whole = whole.to(target.device)
+        whole = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+    target.copy_(whole)
 
 
 def restore_data(loader, state: dict) -> None:

@@ -83,7 +83,7 @@ def built(*overrides: str) -> tuple[PolicyGradientModule, StepLoader]:
 
 def sampler_of(loader: StepLoader) -> TransformersSampler:
     """Who writes the completions of these steps."""
-    return loader._source._sampler
+    return loader.source.sampler
 
 
 def metrics_of(folder: Path) -> list[dict]:

@@ -29,6 +29,8 @@ class Engine:
     def __init__(self, options: argparse.Namespace):
         self.options = options
         self.lock = threading.Lock()
+        self.running = threading.Event()  # not while it is paused
+        self.running.set()
         self.calls = 0
         self.asleep = False
         self.cached: dict[tuple, object] = {}  # which weights have seen a prompt, as of its salt
@@ -83,8 +85,12 @@ class Engine:
         while len(tokens) < body["max_tokens"] + 3 * self.failing("too_long"):
             with torch.no_grad():
                 logits = model(torch.tensor([[*body["prompt"], *tokens]]), use_cache=False).logits[0, -1].float()
-            scaled = logits / (1.0 if self.failing("temperature") else body["temperature"])
-            token = int(torch.multinomial(scaled.softmax(-1), 1, generator=generator))
+            greedy = body["temperature"] == 0
+            scaled = logits / (1.0 if greedy or self.failing("temperature") else body["temperature"])
+            if (top_p := body.get("top_p", 1.0)) < 1:
+                scaled = TopPLogitsWarper(top_p)(None, scaled[None])[0]
+            chances = scaled.softmax(-1)
+            token = int(chances.argmax() if greedy else torch.multinomial(chances, 1, generator=generator))
             kept = logits if self.options.logprobs_mode == "raw_logprobs" or self.failing("raw") else scaled
             tokens.append(token)
             log_probs.append(float(kept.log_softmax(-1)[token]))
@@ -106,9 +112,10 @@ class Engine:
             "finish_reason": reason,
             "stop_reason": stop_reason,
             "text": "",
-            "logprobs": {"token_logprobs": log_probs},
+            "logprobs": None if body.get("logprobs") is None else {"token_logprobs": log_probs},
         }
-        return found if self.failing("no_ids") else found | {"token_ids": tokens}
+        with_ids = body.get("return_token_ids") and not self.failing("no_ids")
+        return found | {"token_ids": tokens if with_ids else None}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -134,6 +141,8 @@ class Handler(BaseHTTPRequestHandler):
             if path.path != "/v1/completions"
             else f"complete {body.get('seed', 'score' if 'prompt_logprobs' in body else None)}",
         )
+        if path.path == "/v1/completions":
+            engine.running.wait()
         with engine.lock:
             if path.path == "/fault":
                 engine.options.fault, engine.options.after, engine.calls = body["name"], body["after"], 0
@@ -148,6 +157,9 @@ class Handler(BaseHTTPRequestHandler):
                 except Exception as error:
                     return self._answer(500, {"error": f"{type(error).__name__}: {error}"})
                 self._answer(200, {"results": [None]})
+            elif path.path in ("/pause", "/resume"):
+                (engine.running.clear if path.path == "/pause" else engine.running.set)()
+                self._answer(200)
             elif path.path in ("/reset_prefix_cache", "/sleep", "/wake_up"):
                 if path.path == "/reset_prefix_cache" and engine.options.fault != "stale_cache":
                     engine.cached.clear()
@@ -171,6 +183,8 @@ class Handler(BaseHTTPRequestHandler):
             return self._answer(503, {"error": "paused"})
         if body.get("stop") and engine.tokenizer is None:
             return self._answer(400, {"error": "no tokenizer, no stop strings"})
+        if body.get("temperature", 1.0) < 0:
+            return self._answer(400, {"error": "temperature must be non-negative"})
         if engine.asleep:
             return self._answer(500, {"error": "the engine is asleep"})
         if engine.failing("no_json"):
@@ -211,7 +225,8 @@ def main() -> None:
     parser.add_argument("--logprobs-mode", default="raw_logprobs")
     parser.add_argument("--skip-tokenizer-init", action="store_true")
     options, _ = parser.parse_known_args()
-    variables = {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "VLLM_SERVER_DEV_MODE", "RANK")}
+    names = ("CUDA_VISIBLE_DEVICES", "VLLM_SERVER_DEV_MODE", "VLLM_USE_V2_MODEL_RUNNER", "RANK")
+    variables = {name: os.environ.get(name) for name in names}
     mark(options, f"start {json.dumps([variables, sys.argv[1:], os.environ.get('PYTHONPATH')])}")
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     print(f"engine {child.pid} of server {os.getpid()}", flush=True)
@@ -219,16 +234,22 @@ def main() -> None:
         time.sleep(3600)
     if options.fault == "does_not_start":
         sys.exit("ValueError: free memory on device is less than desired GPU memory utilization")
+    if options.fault == "model_refused":
+        print("ValidationError: 1 validation error for VllmConfig", flush=True)
+        sys.exit("  Value error, Model Runner V2 does not yet support: stock torch.compile [type=value_error]")
     if options.fault == "port_taken" and Path(options.marks).read_text().count("start [{") <= options.after:
         sys.exit("OSError: [Errno 98] Address already in use")
-    global torch, load_file, AutoModelForCausalLM, AutoTokenizer  # only now: most faults of a start are told at once
+    # Only now: most faults of a start are told at once.
+    global torch, load_file, AutoModelForCausalLM, AutoTokenizer, TopPLogitsWarper
     import torch
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.generation import TopPLogitsWarper
 
     engine = Engine(options)
     server = ThreadingHTTPServer(("127.0.0.1", options.port), Handler)
     server.engine = engine
+    mark(options, "up")
     server.serve_forever()
 
 

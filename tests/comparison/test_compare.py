@@ -162,7 +162,6 @@ def test_runs_that_do_not_count_are_named(sweep, capsys):
     save(sweep / "20-failed", "grpo", 7, 0.0, "failed", steps=5, reason="ValueError: no\nmore")
     save(sweep / "21-killed", "gspo", 8, 0.0, "running", steps=6)
     save(sweep / "22-again", "gspo", 0, 0.9, rise=8)
-    (sweep / "23-never" / ".hydra").mkdir(parents=True)
     shutil.copytree(sweep / "0-grpo-0", sweep / "24-broken")
     (sweep / "24-broken" / "config.yaml").write_text("a: [")
     with RunDirectory(save(sweep / "25-now", "grpo", 9, 0.0, "running", steps=3)):
@@ -172,13 +171,12 @@ def test_runs_that_do_not_count_are_named(sweep, capsys):
     assert "21-killed: killed at step 6 of 20" in text
     assert "0-gspo" not in text.split("In no mean")[0]
     assert "3-gspo-0: same configuration and seed as 22-again, which is newer" in text
-    assert "23-never: failed at step 0: it ended before its config.yaml was written" in text
     assert "24-broken: unreadable: " in text
     assert "25-now: running at step 3 of 20" in text
     assert "gspo  3 of 3   88 ± 16 " in text
     with (sweep / "runs.csv").open() as file:
         rows = {row["run"].rpartition("/")[2]: row for row in csv.DictReader(file)}
-    assert len(rows) == 12
+    assert len(rows) == 11
     assert float(rows["5-gspo-2"]["final_reward"]) == pytest.approx(0.98)
     assert (rows["5-gspo-2"]["loss"], rows["5-gspo-2"]["seed"], rows["5-gspo-2"]["counted"]) == ("gspo", "2", "yes")
     assert float(rows["5-gspo-2"]["documents_to_reward_0.81"]) == 104
@@ -300,7 +298,10 @@ def test_a_browser_shows_the_report(sweep, capsys):
         (["{sweep}", "--reach", "rewrd=0.5"], "Use --reach=reward."),
         (["{sweep}", "--reach", "0.9"], "--reach=0.9 needs METRIC=NUMBER."),
         (["{sweep}", "--reach", "reward=nan"], "--reach=reward=nan needs METRIC=NUMBER."),
-        (["{sweep}", "--reach", "reward=0.5", "--metric", "kl"], "Use --reach=kl=0.5, or leave --metric out."),
+        (
+            ["{sweep}", "--reach", "reward=0.5", "--metric", "kl"],
+            "argument --metric: not allowed with argument --reach.",
+        ),
         (["{sweep}", "--html", "no/such/r.html"], "Use --html=comparison.html."),
         (["{sweep}", "--png", "."], "Use --png=comparison.png."),
         (["{sweep}", "--color"], "unrecognized arguments: --color. Use pgtk compare"),

@@ -1,4 +1,4 @@
-"""The kernels compile for a GPU (none is needed) under every loss family, and the one-pass kernel keeps its row.
+"""The kernels compile for a GPU (none is needed) under every family and penalty, and the one-pass kernel keeps its row.
 
 One value that does not fit is read back from memory between two rows, which all programs of a row then wait for: 5 %
 of the time on an H200, and no other test would notice.
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from builders.losses import EVERY_LOSS
 
+from pgtoolkit.losses.kl import KINDS
 from pgtoolkit.losses.reference import BY_DOCUMENT
 
 VOCABULARY = 151936
@@ -38,10 +39,11 @@ def compiled(kernel, sizes, types, other, aligned, **options):
 numbers = dict.fromkeys(("number0", "number1", "number2", "number3"), "fp32")
 known = {name: family() for name, family in FAMILIES.items()} | {"dual_clip": Grpo(dual_clip=3.0), "score": None}
 
-def one_pass(family, formula):
+def one_pass(family, formula, kind):
     from pgtoolkit.kernels.triton_one_pass import one_pass_kernel
     threads, columns = 256, VOCABULARY
-    most = triton_passes._MAX_BLOCKS if family is None else triton_passes._MAX_BLOCKS_SHARED_GRPO
+    with_family = triton_passes._MAX_BLOCKS_SHARED_GRPO if kind is None else triton_passes._MAX_BLOCKS_SHARED_KL
+    most = triton_passes._MAX_BLOCKS if family is None else with_family
     needed = -(-columns // (2 * 4 * threads))
     share = -(-needed // most)
     sizes = dict(SURROGATE=formula and formula.surrogate, SHARE=share, BLOCKS=-(-needed // share), THREADS=threads)
@@ -50,23 +52,24 @@ def one_pass(family, formula):
     types |= dict.fromkeys(("num_rows", "zero", "sixteen", "upper"), "i32")
     types |= dict.fromkeys(strides := ("row_stride", "out_stride", "num_columns"), "i32")
     types |= dict.fromkeys(("scale", "inverse_temperature"), "fp32")
-    sizes |= dict(ENTROPY=False, HALF="bf16", PTX=True)
+    sizes |= dict(KL=kind, ENTROPY=False, HALF="bf16", PTX=True)
     registers = 65536 // triton_passes._RESIDENT_THREADS
     return compiled(one_pass_kernel, sizes, types, "*fp32", strides, num_warps=threads // 32, maxnreg=registers)
 
-def vectors(family, formula, level):
+def vectors(family, formula, kind, level):
     from pgtoolkit.kernels.triton_tokens import surrogate_kernel
     sizes = dict(SURROGATE=formula.surrogate, TOKEN=formula.token, BEYOND=formula.beyond, SCOPE=family.scope)
-    sizes |= dict(OWN_WEIGHT=family.slope_of != "log_ratio", LEVEL=level, BLOCK=triton_objective._BLOCK)
+    sizes |= dict(OWN_WEIGHT=family.slope_of != "log_ratio", KL=kind, LEVEL=level, BLOCK=triton_objective._BLOCK)
     types = dict(document_index="*i64", parts="*fp64", num_tokens="i32", num_documents="i32") | numbers
     return compiled(surrogate_kernel, sizes, types, "*fp32", (), num_warps=8)
 
 for line in sys.stdin:
-    kernel, name, path = line.split()
+    kernel, name, kind, path = line.split()
     family = known[name]
     formula = None if family is None else triton_objective.formula_of(family)
+    given = family, formula, None if kind == "none" else kind
     try:
-        made = one_pass(family, formula) if kernel == "one_pass" else vectors(family, formula, int(kernel))
+        made = one_pass(*given) if kernel == "one_pass" else vectors(*given, int(kernel))
         open(path, "wb").write(made)
         print("compiled", flush=True)
     except Exception as error:
@@ -90,9 +93,9 @@ def usage_of(tmp_path_factory):
         **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True},
     )
 
-    def usage(kernel: str, family: str) -> str:
-        compiled = folder / f"{kernel}_{family}.cubin"
-        print(kernel, family, compiled, file=process.stdin, flush=True)
+    def usage(kernel: str, family: str, kl: str = "none") -> str:
+        compiled = folder / f"{kernel}_{family}_{kl}.cubin"
+        print(kernel, family, kl, compiled, file=process.stdin, flush=True)
         assert process.stdout.readline() == "compiled\n"
         command = [str(tools / "cuobjdump"), "-res-usage", str(compiled)]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -103,15 +106,17 @@ def usage_of(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [*BY_TOKEN, "score"])
-def test_nothing_is_spilled(usage_of, family):
-    usage = usage_of("one_pass", family)
+@pytest.mark.parametrize(
+    ("family", "kl"), [*((one, "none") for one in [*BY_TOKEN, "score"]), *(("grpo", kind) for kind in KINDS)]
+)
+def test_nothing_is_spilled(usage_of, family, kl):
+    usage = usage_of("one_pass", family, kl)
     assert " STACK:0 " in usage, usage
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ALL)
-def test_the_kernel_over_vectors_compiles(usage_of, family):
+@pytest.mark.parametrize(("family", "kl"), [*((one, "none") for one in ALL), *(("gspo", kind) for kind in KINDS)])
+def test_the_kernel_over_vectors_compiles(usage_of, family, kl):
     """The compiler knows less of Python than the interpreter does. -1: the coefficients alone."""
     for level in ("-1", "2"):
-        assert "REG:" in usage_of(level, family)
+        assert "REG:" in usage_of(level, family, kl)

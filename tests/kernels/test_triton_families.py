@@ -4,6 +4,7 @@ Without a GPU the kernels run under Triton's interpreter.
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from pgtoolkit.kernels import triton_objective, triton_passes
 from pgtoolkit.kernels.fused_head import HeadOptions, LMHead, linear_loss
 from pgtoolkit.losses import reference
 from pgtoolkit.losses.aggregation import SampleMean
+from pgtoolkit.losses.kl import KINDS, KL
 from pgtoolkit.losses.objective import Loss
 
 DUAL = {"epsilon_low": 0.2, "epsilon_high": 0.25, "dual_clip": 1.3}
@@ -99,6 +101,9 @@ def test_vectors_match_those_of_pytorch(loss, parameters, level):
     tensors = [x[order].to(DEVICE) for x in (labels, old.float(), advantages.float(), index)]
     options = {"num_documents": 6, "dtype": torch.float32}
     objective = objective_of(tensors, loss, ("token_mean", None, rising), **options, **parameters)
+    if level == "none":  # this one with a penalty, whose metric is PyTorch's
+        kl, ref = KL(KINDS[NAMES.index(loss) % 4], 0.3), tensors[1] + 0.1 * tensors[2]
+        objective = replace(objective, penalties=replace(objective.penalties, kl=kl, ref_log_probs=ref))
     noise = 0.2 * torch.randn(len(labels), generator=torch.Generator().manual_seed(2))
     log_probs = torch.where(tensors[0] >= 0, tensors[1] + noise.to(DEVICE), 0.0)
     entropy = log_probs.abs() if level == "with_entropy" else None

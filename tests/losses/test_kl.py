@@ -1,6 +1,7 @@
 """The penalty against a reference: every kind against the specification, autograd and every cut."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ from builders.losses import (
     EVERY_LOSS,
     GRADIENT_ERROR,
     OBJECTIVES,
+    PARAMETERS,
     TEMPERATURE,
     corrected,
     make_case,
     make_head_case,
+    objective_of,
     options_of,
     relative_error,
 )
@@ -23,9 +26,10 @@ from builders.threads import on_ranks
 
 from pgtoolkit import kl, linear_policy_loss, log_prob_loss, policy_loss
 from pgtoolkit.errors import DataError
-from pgtoolkit.kernels import losses
+from pgtoolkit.kernels import losses, triton_objective
 from pgtoolkit.losses import reference
 from pgtoolkit.losses.kl import KINDS
+from pgtoolkit.losses.objective import Objective
 
 COEFFICIENT = 0.4
 KL = {kind: kl.KL(kind, coefficient=COEFFICIENT) for kind in KINDS}
@@ -117,6 +121,58 @@ def test_triton_matches_reference(loss, aggregation, level, kind, impl, dtype):
     assert float(out.loss.detach()) == pytest.approx(wanted.loss, rel=1e-5, abs=1e-5)
     assert relative_error(leaf.grad, 3 * wanted.gradient) < 1.1 * GRADIENT_ERROR[dtype]
     assert {k: float(v) for k, v in out.metrics.items()} == pytest.approx(wanted.metrics, rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # infinity times 0, in the interpreter
+@pytest.mark.parametrize("kind", KINDS)
+def test_triton_on_and_beyond_the_clamps(kind):
+    """Values and slopes, near 0 too, where a difference of exp has no digits left; and NaN for what is not finite."""
+    distance = torch.tensor([25.0, -25.0, 20.0, -20.0, 3.0, -3.0, 0.11, -0.09, 1e-3, -1e-4, 0.0], device=DEVICE)
+    log_ratio = torch.tensor([0.5, -25.0, 25.0, -0.5, 20.0, -20.0, 0.1, 0.2, -0.1, 0.3, 0.0], device=DEVICE)
+    labels, index = torch.zeros(11, dtype=torch.int64, device=DEVICE), torch.arange(11, device=DEVICE)
+    new = torch.full((11,), -0.5, device=DEVICE)
+
+    def evaluated(evaluate, ref, dtype):
+        tensors = labels, (new - log_ratio).to(dtype), torch.zeros_like(new, dtype=dtype), index
+        objective = objective_of(tensors, "reinforce", ("token_mean",), dtype=dtype)
+        objective = replace(objective, penalties=replace(objective.penalties, kl=KL[kind], ref_log_probs=ref.to(dtype)))
+        return evaluate(objective, new.to(dtype), None, "none")[:2]
+
+    found = evaluated(triton_objective.evaluate, new - distance, torch.float32)
+    wanted = evaluated(Objective.evaluate, new - distance, torch.float64)
+    for ours, exact in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=0)
+    for wrong in (math.nan, math.inf, -math.inf):
+        ref = torch.where(index == 4, wrong, new - distance)
+        value, coefficients = evaluated(triton_objective.evaluate, ref, torch.float32)
+        assert torch.isnan(value)
+        assert torch.isnan(coefficients).tolist() == (index == 4).tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("loss", "kind"), [(loss, KINDS[i % 4]) for i, loss in enumerate(EVERY_LOSS)])
+def test_on_a_gpu(loss, kind):
+    """Rows that several programs share, in bfloat16: against float64 on the same logits."""
+    draw = torch.Generator(DEVICE).manual_seed(0)
+    index = torch.arange(200, device=DEVICE) // 40
+    logits = (2 * torch.randn(200, 151936, generator=draw, device=DEVICE)).bfloat16()
+    labels = torch.randint(0, 151936, (200,), generator=draw, device=DEVICE)
+    new = logits.double().log_softmax(-1).gather(1, labels[:, None])[:, 0]
+    old, ref = (new + scale * torch.randn(200, generator=draw, device=DEVICE) for scale in (0.02, 0.3))
+    advantages = torch.randn(5, generator=draw, device=DEVICE)[index]
+    labels[::5] = -1
+    options = {"loss": loss, "aggregation": "token_mean", "metrics": "basic", "kl": KL[kind], **PARAMETERS[loss]}
+    results = []
+    for values, impl, dtype in ((logits, "triton", torch.float32), (logits.double(), "torch", torch.float64)):
+        leaf = values.clone().requires_grad_()
+        given = labels, old.to(dtype), advantages.to(dtype), index
+        out = policy_loss(leaf, *given, ref_log_probs=ref.to(dtype), impl=impl, **options)
+        out.loss.backward()
+        results.append((float(out.loss.detach()), leaf.grad, float(out.metrics["kl_ref"])))
+    (value, gradient, distance), (exact_value, exact, exact_distance) = results
+    assert value == pytest.approx(exact_value, rel=1e-4, abs=1e-5)
+    assert relative_error(gradient, exact) < GRADIENT_ERROR[torch.bfloat16] * 1.5
+    assert distance == pytest.approx(exact_distance, rel=1e-3)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 1000])

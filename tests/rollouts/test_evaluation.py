@@ -9,7 +9,8 @@ from builders.runs import built
 from keys import SMALL
 
 from pgtoolkit.config.evaluation import numbers_of, powers_of_two
-from pgtoolkit.rollouts.evaluation import _Answer, _numbers, mean_and_error, pass_at_k
+from pgtoolkit.rollouts.evaluation import _numbers, mean_and_error, pass_at_k
+from pgtoolkit.rollouts.tasks import Score
 from pgtoolkit.runs.completions import CompletionRow, read_completions
 
 
@@ -42,7 +43,7 @@ def answers(*groups):
     """Of (reward, exact match, tokens, finish reason, other measures) of each completion."""
     return [
         [
-            _Answer(CompletionRow(0, "p", "", "", reward, tokens=tokens, finish_reason=reason), exact, measures)
+            (CompletionRow(0, "p", "", "", reward, tokens=tokens, finish_reason=reason), Score(reward, exact, measures))
             for reward, exact, tokens, reason, measures in group
         ]
         for group in groups
@@ -83,7 +84,7 @@ def test_without_temperature_the_likeliest_token_is_taken(tmp_path):
         for weight in module.parameters():
             weight.mul_(20 if weight.ndim > 1 else 1)
     evaluator, tokenizer = module.evaluator, module.policy.tokenizer
-    evaluator._folder = tmp_path
+    evaluator.folder = tmp_path
     evaluator.evaluate(evaluator.sets[0], 0)
     rows = read_completions(tmp_path / "completions" / "evaluation_held_out_000000.parquet")
     assert len(rows) == 5

@@ -82,11 +82,6 @@ def test_no_documents_make_an_empty_micro_batch():
     assert batch.tokens.shape == batch.labels.shape == (0,)
 
 
-def test_one_group_number_per_document():
-    with pytest.raises(ValueError, match="got 1 for 2"):
-        pack([document([1], [False])] * 2, [0])
-
-
 @given(DOCUMENTS, st.integers(9, 20))
 def test_cut_keeps_order_and_takes_what_fits(documents, max_tokens):
     parts = cut(documents, max_tokens)

@@ -185,14 +185,6 @@ def test_ids_are_unique(tmp_path):
     assert "b.jsonl:2:id: is 'x' like that of a.jsonl:1" in refused(tmp_path)
 
 
-def test_texts_without_tokens_are_refused_with_the_reason(tmp_path):
-    row = {"input": "1+1=", "output": "2", "gts": "2", "score": 1.0, "step": 1}
-    for path in (write_jsonl(tmp_path / "1.jsonl", [row]), write_parquet(tmp_path / "1.parquet", [row])):
-        message = refused(path)
-        assert "verl" in message
-        assert "log-prob of every token" in message
-
-
 def test_missing_and_empty_files(tmp_path):
     (tmp_path / "dump.pt").write_bytes(b"")
     assert "got a folder with dump.pt" in refused(tmp_path)

@@ -3,6 +3,7 @@
 import gc
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -254,7 +255,8 @@ def test_a_copy_samples_as_the_policy_did_when_it_was_published(folder, static):
     """
     config = OmegaConf.to_object(settings(suggesting(folder), f"sampler.static_cache={static}"))
     module, loader = build(config)
-    live, kept = sampler_of(loader), TransformersSampler(module.policy, config, keeps_weights=True)
+    beside_training = replace(config, rollout=replace(config.rollout, max_staleness=1))
+    live, kept = sampler_of(loader), TransformersSampler(module.policy, beside_training)
     kept.publish(module.policy.weights, 0)
     before = sampled(live, [PROMPT, OTHER] * 8)
     assert same(sampled(kept, [PROMPT, OTHER] * 8), before)

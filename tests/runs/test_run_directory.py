@@ -109,6 +109,7 @@ def test_a_torn_last_line_is_passed_over_and_mended(tmp_path):
     path.write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "lo')
     with RunDirectory(tmp_path) as run:
         assert [row["step"] for row in run.read_metrics()] == [1]
+        run.drop_metrics_after(1)
         run.append_metrics(2, {"loss": 2.0})
         assert [row["step"] for row in run.read_metrics()] == [1, 2]
     path.write_text('{"step": 1}\n{"step": 2, "lo\n{"step": 3}\n')

@@ -7,8 +7,8 @@ from builders.stores import start, train
 from mlflow import MlflowClient
 
 from pgtoolkit.runs.completions import FOLDER, CompletionRow, write_completions
-from pgtoolkit.tracking import completions_table
-from pgtoolkit.tracking.completions_table import TABLE, table_of
+from pgtoolkit.tracking import description
+from pgtoolkit.tracking.description import TABLE, table_of
 from pgtoolkit.tracking.sync import sync
 
 
@@ -52,13 +52,13 @@ def test_mlflow_has_them_as_a_table_that_grows_with_the_run(uri, run, monkeypatc
 
 def test_the_table_is_no_larger_than_a_page_can_show(run, monkeypatch):
     assert table_of(run.path) is None
-    monkeypatch.setattr(completions_table, "MOST_COMPLETIONS", 10)
+    monkeypatch.setattr(description, "MOST_COMPLETIONS", 10)
     write(run, "steps_000001-000100", [row(step, f"p{step}") for step in range(1, 41)])
     write(run, "evaluation_a_000000", [row(0, f"q{i}") for i in range(4)])
     found = table_of(run.path)
     assert [(line[0], line[1]) for line in found["data"]] == [
         *(("a", 0) for _ in range(4)),
-        *(("training", step) for step in (1, 11, 21, 30, 40)),
+        *(("training", step) for step in (8, 16, 24, 32, 40)),
     ]
     assert len(found["data"][0]) == len(found["columns"])
 

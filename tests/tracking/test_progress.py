@@ -143,19 +143,15 @@ def test_compare_command_names_the_counterpart_or_the_sweep(tmp_path, monkeypatc
     assert compare_command(run_dir) == own
 
 
-@pytest.mark.parametrize(("typed", "name"), [("null", "loss-grpo"), ("mine", "mine")])
-def test_the_counterpart_of_a_run_has_its_name_only_if_that_was_typed(tmp_path, monkeypatch, typed, name):
+def test_the_counterpart_does_not_have_the_name_of_the_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    overrides = ["loss=gspo", f"tracking.run_name={typed}"]
-    chosen = "mine" if typed == "mine" else "loss-gspo_run-name-null"
     with RunDirectory(tmp_path / "run") as run:
-        run.write_config({"loss": {"name": "gspo"}, "tracking": {"run_name": chosen}}, overrides)
+        overrides = ["loss=gspo", "tracking.run_name=mine"]
+        run.write_config({"loss": {"name": "gspo"}, "tracking": {"run_name": "mine"}}, overrides)
     words = shlex.split(counterpart_command(tmp_path / "run"))[1:]
     named = compose(words).config
-    assert compare_command(tmp_path / "run").endswith(
-        f" run outputs/*/??-??-??-??????-{name_in(named.hydra, named.tracking.run_name)}"
-    )
-    assert name_in(named.hydra, named.tracking.run_name) == name
+    assert name_in(named.hydra, named.tracking.run_name) == "loss-grpo"
+    assert compare_command(tmp_path / "run").endswith(" run outputs/*/??-??-??-??????-loss-grpo")
 
 
 def test_paths_are_short_and_quoted(tmp_path, monkeypatch):

@@ -19,8 +19,8 @@ from pgtoolkit.errors import ConfigError
 from pgtoolkit.model.build import build_policy
 from pgtoolkit.training import checkpoint
 from pgtoolkit.training.checkpoint import load_newest
+from pgtoolkit.training.state import load_weights
 from pgtoolkit.training.train import train
-from pgtoolkit.training.weights import load_weights
 
 TOKENS = torch.tensor([[1, 2, 3, 10, 3, 2, 1, 11]])
 LORA = ("model.lora_rank=2", "model.lora_alpha=6", "optimizer.learning_rate=0.05")

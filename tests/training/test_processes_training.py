@@ -114,7 +114,7 @@ def failing_read(config, folder: Path, failing: int) -> str:
     ranks = layout(data_parallel=2)
     module, loader = build(config, layout=ranks)
     if ranks.rank == failing:
-        loader._source.document = lambda position: (_ for _ in ()).throw(DataError("rollouts.parquet is torn"))
+        loader.source.document = lambda position: (_ for _ in ()).throw(DataError("rollouts.parquet is torn"))
     with pytest.raises(DataError) as caught:
         fit(module, loader, config, Recorder(None, folder, config.trainer, None))
     return str(caught.value)

@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 
 from pgtoolkit.batch import Document
 from pgtoolkit.errors import ConfigError, DataError, Interrupted, NumericalError
+from pgtoolkit.rollouts.policy import STAGES
 from pgtoolkit.rollouts.samplers import TransformersSampler
-from pgtoolkit.rollouts.stages import STAGES
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.runs.directory import read_status
 from pgtoolkit.training.module import PolicyGradientModule

@@ -1,0 +1,110 @@
+"""What penalties and corrections cost on this machine, and how exact they are: `python -m benchmarks.terms`.
+
+Forward and backward of bfloat16 logits that are given, and of the fused head, each with an entropy bonus, a penalty
+against a reference (whose own forward pass is not in the times) and every correction, against the same loss without.
+Errors are those of the gradient against float64 on fewer tokens; without a GPU all is small and in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from benchmarks.kernels.measure import peak_bytes, seconds
+from benchmarks.kernels.workloads import Workload, document_lengths, head_matrices, make_workload
+from pgtoolkit import corrections, kl, linear_policy_loss, policy_loss
+from pgtoolkit.kernels.given_logits import choose_implementation
+
+_KL = kl.KL("k3", 0.04)
+# A threshold at which the workload's documents lie on both sides.
+_CORRECTIONS = dict.fromkeys(corrections.CORRECTIONS) | {"off_policy_mask": corrections.OffPolicyMask(threshold=5e-5)}
+TERMS = {
+    "none": {},
+    "entropy": {"entropy_coefficient": 0.01},
+    "kl": {"kl": _KL, "ref_log_probs": 0.2},
+    "entropy and kl": {"entropy_coefficient": 0.01, "kl": _KL, "ref_log_probs": 0.2},
+    "sampling log-probs": {"sampling_log_probs": 0.05},
+    **{name: {"sampling_log_probs": 0.05, "correction": one or name} for name, one in _CORRECTIONS.items()},
+}
+"""What a loss has beside itself; log-probs by how far, in the standard deviation, they lie from the old ones."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.terms", description=__doc__.partition("\n")[0])
+    parser.add_argument("--repetitions", type=int, default=9, help="calls of which the median is taken (9)")
+    repetitions = parser.parse_args().repetitions
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    large, small = ((8192, 4096, 151936), (512, 1024, 151936)) if device == "cuda" else ((256, 64, 4096),) * 2
+    machine = torch.cuda.get_device_name() if device == "cuda" else "CPU, a small version"
+    print(f"{machine}; torch {torch.__version__}; {large[0]} tokens, width {large[1]}, vocabulary {large[2]}")
+    print(f"{'':18}{'metrics':9}{'':20}{'ms':>9}{'of none':>9}{'MiB':>8}{'error':>10}")
+    states, head, workload = problem(*large, device)
+    few = problem(*small, device)
+    for fused in (False, True):
+        leaves = (states, head) if fused else ((states @ head.T).detach().requires_grad_(),)
+        for loss in ("grpo", "gspo"):
+            errors = {name: error(*few, fused, loss, term) for name, term in TERMS.items()}
+            for level in ("none", "basic"):
+                calls = {name: call(leaves, workload, loss, term, metrics=level) for name, term in TERMS.items()}
+                memory = {name: peak_bytes(run, device) for name, run in calls.items()}
+                times = seconds(calls, repetitions, device)
+                for name, time in times.items():
+                    what = f"{'fused head' if fused else 'logits'}, {loss}"
+                    mebibytes = "" if memory[name] is None else f"{memory[name] / 2**20:.0f}"
+                    ratio = f"{time / times['none']:9.3f}{mebibytes:>8}{errors[name]:10.1e}"
+                    print(f"{what:18}{level:9}{name:20}{1e3 * time:9.3f}{ratio}", flush=True)
+
+
+def problem(tokens: int, hidden_size: int, vocabulary: int, device: str) -> tuple[torch.Tensor, torch.Tensor, Workload]:
+    """Hidden states, head, and packed documents, of whose tokens GRPO clips 5 %."""
+    hidden, weight = head_matrices(tokens, hidden_size, vocabulary, device)
+    lengths = document_lengths(tokens, *((64, 2048) if tokens > 2048 else (4, 64)))
+    with torch.no_grad():
+        logits = hidden @ weight.T
+
+    def log_probs_of(labels):
+        return choose_implementation("auto", logits).forward(logits, labels, 1.0, False)[0]
+
+    return hidden, weight, make_workload("grpo", log_probs_of, vocabulary, lengths, device)
+
+
+def call(leaves: tuple, workload: Workload, loss: str, term: dict, **options):
+    """A function that computes loss and gradients of (hidden, weight) or of (logits,), and returns the gradients."""
+    options |= {"loss": loss, "num_documents": workload.num_documents, "check_finite": False, **term}
+    for seed, name in enumerate(("ref_log_probs", "sampling_log_probs")):
+        if name in term:
+            old = workload.old_log_probs
+            noise = torch.randn(len(old), generator=torch.Generator().manual_seed(seed)).to(old)
+            options[name] = old + term[name] * noise
+    if len(leaves) == 2:
+        options["counts"] = workload.counts()
+    compute = policy_loss if len(leaves) == 1 else linear_policy_loss
+
+    def run():
+        for leaf in leaves:
+            leaf.grad = None
+        compute(*leaves, *workload.tensors, **options).loss.backward()
+        return [leaf.grad for leaf in leaves]
+
+    return run
+
+
+def error(hidden, weight, workload: Workload, fused: bool, loss: str, term: dict) -> float:
+    """The largest relative error of a gradient, against float64 from the same numbers."""
+    if fused:  # with logits in float32, since a rounded one does not clip what an exact one does
+        found = call((hidden, weight), workload, loss, term, fp32_logits=True)()
+        leaves = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+        logits = leaves[0] @ leaves[1].T
+    else:
+        rounded = (hidden @ weight.T).detach().requires_grad_()
+        found = call((rounded,), workload, loss, term)()
+        leaves = [logits := rounded.detach().double().requires_grad_()]
+    by_logits = logits.detach().requires_grad_()
+    call((by_logits,), workload, loss, term, impl="torch")()
+    exact = torch.autograd.grad(logits, leaves, by_logits.grad) if fused else [by_logits.grad]
+    return max(float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""Servers that the tests of a file share, all started at once: the small one of ours, or vLLM itself on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from builders.models import save_with_tokenizer, small_llama
+from builders.runs import SHORT, config_of, sampler_of
+from builders.vllm_servers import COMMAND
+from pgtoolkit.rollouts import vllm_start
+from pgtoolkit.rollouts.vllm import VllmSampler
+from pgtoolkit.training.build import build
+
+ENDS = [11, 3]
+"""The model's end-of-sequence token, and one of a digit that its generation_config.json adds."""
+TOKENS = 6
+"""The most of a completion."""
+_SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+_MORE = {"max_position_embeddings": 512, "initializer_range": 0.12}
+_STARTS = {
+    "first": (),
+    "raw": ("--logprobs-mode=raw_logprobs", "--enforce-eager"),
+    "float32": ("--enforce-eager",),
+    "refused": ("--no-such-option",),
+}
+"""The servers, and how their arguments differ; the first is as users have it, and the others start sooner."""
+_DIFFERENT = {"raw": ("rollout.stop=['zzz']",), "float32": ("model.dtype=float32",)}
+"""Overrides: a text to stop at gives a server a tokenizer."""
+_MEMORY = f"--kv-cache-memory-bytes={2**30}"
+"""Fixed, since servers that start at once would each take the others' memory for their own."""
+
+
+def vllm_command() -> str:
+    """How vLLM is called here; skips the test where it is not."""
+    command = os.environ.get("PGTOOLKIT_VLLM") or shutil.which("vllm")
+    if command is None:
+        pytest.skip("needs vLLM: `vllm` on the PATH, or how it is called in PGTOOLKIT_VLLM")
+    return command
+
+
+class SharedServers:
+    """Servers around one small model, each started by a sampler of this process, which the tests' samplers join.
+
+    is_vllm: whether they are vLLM's, with the model in bfloat16, and runs of `pgtk` beside them that train for ever.
+    """
+
+    def __init__(self, folder: Path, is_vllm: bool):
+        self.is_vllm, self._folder = is_vllm, folder
+        self.free_memory = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
+        self.model = save_llama(folder / "model")
+        self.runs: dict[str, Run] = {}
+        command, device = (vllm_command(), "auto") if is_vllm else (COMMAND, "cpu")
+        self._settings = (
+            *(one for one in SHORT if not one.startswith("model.")),
+            *("sampler=vllm", "model=huggingface", f"model.path={self.model}", f"trainer.device={device}"),
+            f"model.dtype={'bfloat16' if is_vllm else 'float32'}",
+            *("task.num_digits=40", f"rollout.max_completion_length={TOKENS}", "accumulation.max_tokens=256"),
+            *("sampler.answer_seconds=60", "sampler.start_seconds=170"),
+        )
+        self._own = (f"sampler.executable={command}", "sampler.gpu_memory_share=0.05", "sampler.max_sequences=64")
+        names = [*_STARTS] if is_vllm else ["first", "raw"]
+        self.samplers = {name: self._built(name) for name in names}
+        self._taken = socket.create_server(("127.0.0.1", 0))
+        self._started: dict[str, Future] = {}
+
+    def start(self) -> None:
+        """All at once, until each is up or has failed."""
+        if self.is_vllm:
+            of_runs = (*self._settings, *self._own, arguments("--enforce-eager"), "task.num_digits=4")
+            self.runs = {name: Run(self._folder / name, of_runs) for name in ("interrupted", "killed")}
+        with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(thread_name_prefix="start") as pool:
+            patch.setattr(vllm_start, "free_port", self._free_port)
+            patch.setattr(VllmSampler, "_prove", _one_at_a_time(VllmSampler._prove))
+            for name, (module, sampler) in self.samplers.items():
+                self._started[name] = pool.submit(self._publish, name, module, sampler)
+
+    def url(self, name: str) -> str:
+        """Of a server that is up; raises what kept it from being so."""
+        self._started[name].result()
+        return self.samplers[name][1]._servers[0].url
+
+    def error(self, name: str) -> BaseException | None:
+        return self._started[name].exception()
+
+    @contextlib.contextmanager
+    def joined(self, run_dir: Path, *overrides: str, to: tuple[str, ...] = ("first",)) -> Iterator[tuple]:
+        """A policy of its own, and a sampler by the servers of these names."""
+        urls = ",".join(self.url(name) for name in to)
+        module, sampler = self.built(run_dir, f"sampler.urls=[{urls}]", *overrides)
+        try:
+            yield module, sampler
+        finally:
+            sampler.close()
+
+    def built(self, run_dir: Path, *overrides: str) -> tuple:
+        torch.manual_seed(0)
+        module, loader = build(OmegaConf.to_object(config_of(*self._settings, *overrides)), run_dir=run_dir)
+        return module.to("cuda" if self.is_vllm and torch.cuda.is_available() else "cpu"), sampler_of(loader)
+
+    def log(self, name: str) -> str:
+        return (self._folder / name / "vllm.log").read_text()
+
+    def processes(self, name: str) -> list[psutil.Process]:
+        """Those of a server, with its guard."""
+        guard = psutil.Process(self.samplers[name][1]._servers[0]._process._guard.pid)
+        return [guard, *guard.children(recursive=True)]
+
+    def engine(self, name: str) -> psutil.Process:
+        """The process that has the model."""
+        engines = [one for one in self.processes(name) if "EngineCore" in " ".join([*one.cmdline(), one.name()])]
+        return engines[0] if engines else self.processes(name)[1]
+
+    @contextlib.contextmanager
+    def stopped(self, name: str) -> Iterator[None]:
+        """The engine computes nothing meanwhile."""
+        engine = self.engine(name)
+        engine.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                engine.send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        self._taken.close()
+        for run in self.runs.values():
+            run.process.kill()
+            run.process.wait()
+        for _, sampler in self.samplers.values():
+            sampler.close()
+
+    def _built(self, name: str) -> tuple:
+        (self._folder / name).mkdir()
+        return self.built(self._folder / name, *self._own, arguments(*_STARTS[name]), *_DIFFERENT.get(name, ()))
+
+    def _publish(self, name: str, module, sampler) -> None:
+        threading.current_thread().name = name
+        sampler.publish(module.policy.weights, 0)
+
+    def _free_port(self) -> int:
+        """The first that is taken to be free for `raw` is not."""
+        if threading.current_thread().name == "raw":
+            threading.current_thread().name = "raw, again"
+            return self._taken.getsockname()[1]
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            return listening.getsockname()[1]
+
+
+def _one_at_a_time(function: Callable) -> Callable:
+    """What computes with the trainer's model may not be meant for several threads."""
+    lock = threading.Lock()
+
+    def locked(*arguments):
+        with lock:
+            return function(*arguments)
+
+    return locked
+
+
+def arguments(*more: str) -> str:
+    return f"sampler.arguments={[_MEMORY, *more]}"
+
+
+class Run:
+    """`pgtk` in a process of its own, which trains until it is ended."""
+
+    def __init__(self, folder: Path, settings: tuple[str, ...]):
+        folder.mkdir()
+        self.directory, self.log = folder / "run", folder / "terminal"
+        more = ("trainer.max_steps=1000000", "trainer.checkpoint_every=100000", f"hydra.run.dir={self.directory}")
+        chosen = {one.partition("=")[0]: one for one in (*settings, *more)}.values()
+        with self.log.open("w") as file:
+            command = [sys.executable, "-m", "pgtoolkit.cli", *chosen]
+            self.process = subprocess.Popen(command, cwd=folder, stdout=file, stderr=file)
+
+    def steps(self) -> int:
+        rows = self.directory / "metrics.jsonl"
+        return len(rows.read_text().splitlines()) if rows.exists() else 0
+
+    def wait_for_steps(self, count: int, seconds: float = 150) -> None:
+        deadline = time.monotonic() + seconds
+        while self.steps() < count:
+            assert time.monotonic() < deadline, self.log.read_text()[-3000:]
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            time.sleep(0.1)
+
+    def server(self) -> list[psutil.Process]:
+        """The processes of its server, with the guard."""
+        found = psutil.Process(self.process.pid).children(recursive=True)
+        guards = [one for one in found if "server_guard.py" in " ".join(one.cmdline())]
+        return [*guards, *(child for guard in guards for child in guard.children(recursive=True))]
+
+    def weights(self) -> Path:
+        """The folder that its server was started from."""
+        words = [word for one in self.server() for word in one.cmdline() if "/pgtk-weights-" in word]
+        return Path(words[0])
+
+
+def save_llama(folder: Path, alphabet_size: int = 12, **changes) -> Path:
+    """A small model with random weights whose log-probs tell one version of them from another."""
+    model = small_llama(vocab_size=alphabet_size, **(_SHAPE | _MORE | changes))
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = ENDS, ENDS[0]
+    return save_with_tokenizer(model, folder)

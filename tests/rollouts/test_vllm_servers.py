@@ -1,0 +1,347 @@
+"""What vLLM itself and the tests' small server have in common: the same tests against both.
+
+Those of vLLM need a CUDA device and vLLM 0.24, `vllm` on the PATH or how it is called in PGTOOLKIT_VLLM, and take about
+three minutes, half of them for the servers' start. The tests stand in the order in which the servers can bear them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import requests
+import torch
+from builders.server_checks import Otherwise, assert_trained, gone, share_of_equal, spoil, trained, update
+from builders.shared_servers import ENDS, TOKENS, SharedServers, save_llama
+
+from pgtoolkit.errors import SamplerLost
+from pgtoolkit.rollouts.samplers import Request
+from pgtoolkit.rollouts.vllm import VllmSampler
+from pgtoolkit.rollouts.vllm_client import Sampling, Server
+
+pytestmark = pytest.mark.slow  # servers are processes
+
+PROMPTS = [[(7 * i + i * j * j) % 10 for j in range(40)] + [10] for i in range(10)]  # of several blocks of a cache
+REQUESTS = [Request(prompt, 2 + i % 3, seed=1000 + 97 * i) for i, prompt in enumerate(PROMPTS)]
+KINDS = ["small", pytest.param("vllm", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def servers(request, tmp_path_factory):
+    found = SharedServers(tmp_path_factory.mktemp(request.param), is_vllm=request.param == "vllm")
+    try:
+        found.start()
+        yield found
+    finally:
+        found.close()
+
+
+of_vllm = pytest.mark.parametrize("servers", [pytest.param("vllm", marks=pytest.mark.gpu)], indirect=True)
+
+
+@of_vllm
+def test_ctrl_c_ends_the_run_and_its_server(servers):
+    run = servers.runs["interrupted"]
+    run.wait_for_steps(3)
+    server, weights = run.server(), run.weights()
+    assert str(weights).startswith("/dev/shm/")
+    assert weights.exists()
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.wait(60) == 75, run.log.read_text()[-2000:]
+    assert gone(server, 1)
+    assert not weights.exists()
+
+
+@of_vllm
+def test_a_run_that_is_killed_leaves_no_server(servers):
+    run = servers.runs["killed"]
+    run.wait_for_steps(3)
+    server, weights = run.server(), run.weights()
+    assert len(server) >= 3  # the guard, the server and its engine
+    run.process.kill()
+    run.process.wait()
+    assert gone(server)
+    assert not weights.exists()
+
+
+@of_vllm
+def test_an_argument_that_it_does_not_know_is_one_sentence(servers):
+    error = servers.error("refused")
+    assert isinstance(error, SamplerLost)
+    assert "ended with status 2. Its last words: " in str(error)
+    assert "unrecognized arguments: --no-such-option" in str(error)
+
+
+def test_a_port_that_another_program_has_taken_is_no_fault(servers):
+    assert servers.url("raw")
+    assert "address already in use" in servers.log("raw").lower()
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.6}, {"temperature": 0.7, "top_p": 0.5}], ids=str)
+def test_completions_have_the_log_probs_of_the_weights_published_last(servers, tmp_path, how):
+    """Of the same prompts before and after, which a server has in its cache."""
+    with servers.joined(tmp_path, *(f"rollout.{key}={value}" for key, value in how.items())) as (module, sampler):
+        ends = sampler._sampling.ends
+        assert ends == ENDS
+        for version in (0, 3, 4):
+            sampler.publish(module.policy.weights, version)
+            completions = sampler.complete(REQUESTS)
+            assert_trained(module, REQUESTS, completions)
+            for one in completions:
+                tokens = one.tokens.tolist()
+                assert not {*tokens[:-1]} & {*ends}
+                assert one.finish_reason == ("stop" if tokens[-1] in ends else "length")
+                assert tokens[-1] in ends or len(tokens) == TOKENS
+                assert one.model_version == version
+            assert len({tuple(one.tokens.tolist()) for one in completions}) > 5
+            if not how:
+                assert {one.tokens[-1].item() for one in completions} >= {*ends}
+            update(module)
+
+
+@of_vllm
+def test_a_model_in_float32_is_proved_too(servers, tmp_path):
+    with servers.joined(tmp_path, "model.dtype=float32", to=("float32",)) as (module, sampler):
+        for version in range(2):
+            sampler.publish(module.policy.weights, version)
+            assert_trained(module, REQUESTS, sampler.complete(REQUESTS))
+            update(module)
+
+
+def test_a_seed_makes_the_same_completions_again(servers, tmp_path):
+    """To vLLM's promise, which is for the same computation alone: another batch rounds otherwise."""
+    later = [dataclasses.replace(one, seed=one.seed + 5) for one in REQUESTS]
+    with servers.joined(tmp_path / "seeds") as (module, sampler):
+        sampler.publish(module.policy.weights, 0)
+        first, again = ([sampler.complete([one]) for one in REQUESTS] for _ in range(2))
+        together, others = sampler.complete(REQUESTS), sampler.complete(later)
+    first, again = ([made for several in found for made in several] for found in (first, again))
+    assert share_of_equal(first, again) > (0.85 if servers.is_vllm else 0.999)
+    assert share_of_equal(first, together) > (0.85 if servers.is_vllm else 0.999)
+    assert share_of_equal(first, others) < 0.5
+    with servers.joined(tmp_path / "none", "sampler.seeded=false") as (module, sampler):
+        sampler.publish(module.policy.weights, 0)
+        assert share_of_equal(sampler.complete(REQUESTS), sampler.complete(REQUESTS)) < 0.5
+
+
+def test_completions_end_with_the_token_that_completes_a_stop_string(servers, tmp_path):
+    with servers.joined(tmp_path / "without", to=("raw",)) as (module, sampler):
+        sampler.publish(module.policy.weights, 0)
+        counts = torch.cat([one.tokens[1:] for one in sampler.complete(REQUESTS)]).bincount()
+    decode = module.policy.tokenizer.decode
+    counts[sampler._sampling.ends] = 0
+    stops = [decode(counts.argmax()), "01"]
+    with servers.joined(tmp_path / "with", f"rollout.stop={json.dumps(stops)}", to=("raw",)) as (module, sampler):
+        sampler.publish(module.policy.weights, 0)
+        completions = sampler.complete(REQUESTS)
+        assert_trained(module, REQUESTS, completions)
+    texts = [decode(one.tokens, skip_special_tokens=True) for one in completions]
+    by_text = [any(stop in text for stop in stops) for text in texts]
+    assert sum(by_text) >= 3
+    for one, stopped in zip(completions, by_text, strict=True):
+        before = decode(one.tokens[:-1], skip_special_tokens=True)
+        assert not any(stop in before for stop in stops)
+        assert not stopped or one.finish_reason == "stop"
+
+
+def test_an_evaluation_takes_the_likeliest_tokens(servers, tmp_path):
+    with servers.joined(tmp_path) as (module, sampler):
+        rollout = dataclasses.replace(module.config.rollout, temperature=0.0, max_completion_length=3)
+        greedy = sampler.sampling_otherwise(rollout, lambda: None)
+        greedy.publish(module.policy.weights, 0)
+        single = [dataclasses.replace(one, completions=1) for one in REQUESTS]  # vLLM makes no more of the likeliest
+        completions = greedy.complete(single)
+        for row, made in zip(trained(module, single, completions), completions, strict=True):
+            assert len(made.tokens) == 3 or made.finish_reason == "stop"
+            assert (row.max(-1).values - row.gather(-1, made.tokens[:, None])[:, 0]).max() < 0.1
+
+
+def test_two_servers_share_the_requests_and_get_the_same_weights(servers, tmp_path):
+    with servers.joined(tmp_path, to=("first", "raw")) as (module, sampler):
+        for version in range(2):
+            sampler.publish(module.policy.weights, version)
+            assert_trained(module, REQUESTS, sampler.complete(REQUESTS))
+            update(module)
+        with servers.stopped("raw"):  # which has half of them
+            sampler._config.sampler.answer_seconds = 2
+            sampler._servers[1]._answer_seconds = 2
+            with pytest.raises(SamplerLost, match=f"{servers.url('raw')} did not answer"):
+                sampler.complete(REQUESTS[:6])
+
+
+def test_log_probs_from_before_the_temperature_are_an_error(servers, tmp_path):
+    joined = servers.joined(tmp_path, "rollout.temperature=0.7", to=("raw",))
+    with joined as (module, sampler), pytest.raises(SamplerLost, match="--logprobs-mode processed_logprobs"):
+        sampler.publish(module.policy.weights, 0)
+
+
+def test_weights_that_did_not_change_are_no_fault(servers, tmp_path):
+    with servers.joined(tmp_path, "rollout.top_p=0.5") as (module, sampler):
+        for version in range(3):
+            sampler.publish(module.policy.weights, version)
+
+
+ARRIVING: dict[str, Callable[[str, Any, Any], Any]] = {
+    "stale": lambda name, new, old: old,
+    "half": lambda name, new, old: old if ".mlp." in name else new,
+    "another model": lambda name, new, old: torch.randn_like(new) * new.std() if new.ndim > 1 else new,
+}
+"""What the server finds in the folder instead of the new weights."""
+
+
+@pytest.mark.parametrize("fault", [*ARRIVING, "stale prefix cache"])
+def test_a_version_that_did_not_arrive_is_an_error(servers, tmp_path, monkeypatch, fault):
+    if fault == "stale prefix cache":
+        monkeypatch.setattr(VllmSampler, "_salt", "always the same")
+        post = Server.post
+        monkeypatch.setattr(Server, "post", lambda self, path, end: None if "prefix" in path else post(self, path, end))
+    with servers.joined(tmp_path) as (module, sampler):
+        sampler.publish(module.policy.weights, 0)
+        update(module, 0.1)
+        if fault in ARRIVING:
+            spoil(monkeypatch, ARRIVING[fault])
+        with pytest.raises(SamplerLost, match="does not sample from the weights of version 1") as caught:
+            sampler.publish(module.policy.weights, 1)
+        print(caught.value)
+        monkeypatch.undo()
+        sampler.publish(module.policy.weights, 2)
+        assert_trained(module, REQUESTS[:3], sampler.complete(REQUESTS[:3]))
+
+
+def test_weights_that_stay_behind_by_a_little_are_seen(servers, tmp_path, monkeypatch):
+    """By less than rounding may explain, in the end; and new ones are not taken for those of before."""
+    with servers.joined(tmp_path, "sampler.tolerance=0.1") as (module, sampler):
+        publish_updates(module, sampler, range(3))
+        spoil(monkeypatch, ARRIVING["stale"])
+        with pytest.raises(SamplerLost, match=r"does not sample from the weights of version \d"):
+            publish_updates(module, sampler, range(3, 12))
+
+
+def publish_updates(module, sampler, versions: range) -> None:
+    for version in versions:
+        sampler.publish(module.policy.weights, version)
+        update(module, 3e-3)
+
+
+ASKED = {
+    "more tokens": ({}, {"max_tokens": 3}, r"a completion has \d tokens, and 3 is the most allowed"),
+    "fewer completions": ({"n": 1}, {}, r"it gave 1 completions instead of \d"),
+    "no end but one": ({"stop_token_ids": [11]}, {}, r"beyond an end-of-sequence token|ends with token 3 "),
+    "an end too many": ({"stop_token_ids": [11, 3, 5]}, {}, r"ends with token 5 after \d of at most 6 tokens"),
+    "no log-probs": ({"logprobs": None}, {}, r"a completion has no log-prob for each of its tokens"),
+    "no token ids": ({"return_token_ids": False}, {}, r"a completion has no token_ids"),
+    "other vocabulary": ({}, {"vocabulary_size": 4}, r"it sampled token \d+, and the trainer's vocabulary has 4"),
+    "an impossible option": ({"temperature": -1.0}, {}, r"answered /v1/completions with 4\d\d: .*temperature"),
+}
+"""What is changed of the call, and of what is expected, and what is said of the answer."""
+
+
+@pytest.mark.parametrize("fault", ASKED)
+def test_what_was_not_asked_for_is_one_sentence(servers, tmp_path, fault):
+    change, expected, said = ASKED[fault]
+    with servers.joined(tmp_path) as (module, sampler):
+        sampler.publish(module.policy.weights, 0)
+        asked = {field.name: getattr(sampler._sampling, field.name) for field in dataclasses.fields(Sampling)}
+        otherwise = Otherwise(**(asked | expected), change=change)
+        with pytest.raises(SamplerLost, match=said) as caught:
+            sampler.complete(REQUESTS, otherwise)
+        print(caught.value)
+        assert len(sampler.complete(REQUESTS)) == sum(one.completions for one in REQUESTS)
+
+
+def test_a_server_that_is_paused_for_a_moment_is_waited_for(servers, tmp_path):
+    with servers.joined(tmp_path) as (module, sampler):
+        sampler.publish(module.policy.weights, 0)
+        pause(servers)
+        resume = threading.Timer(2, requests.post, [f"{servers.url('first')}/resume"], {"timeout": 5})
+        resume.start()
+        begin = time.monotonic()
+        completions = sampler.complete(REQUESTS)
+        assert time.monotonic() - begin > 1.5
+        assert_trained(module, REQUESTS, completions)
+        resume.join()
+
+
+def pause(servers) -> None:
+    assert requests.post(f"{servers.url('first')}/pause", timeout=5).ok
+
+
+@pytest.mark.parametrize("fault", ["paused", "stopped"])
+def test_a_server_that_does_not_answer_is_one_sentence(servers, tmp_path, fault):
+    with servers.joined(tmp_path, "sampler.answer_seconds=3") as (module, sampler):
+        sampler.publish(module.policy.weights, 0)
+        begin = time.monotonic()
+        with servers.stopped("first") if fault == "stopped" else contextlib.nullcontext():
+            if fault == "paused":
+                pause(servers)
+            with pytest.raises(SamplerLost, match=r"did not answer /v1/completions within sampler.answer_seconds=3\."):
+                sampler.complete(REQUESTS[:3])  # more connections than that wait for the small server's attention
+            assert time.monotonic() - begin < 8
+            if fault == "paused":
+                requests.post(f"{servers.url('first')}/resume", timeout=5)
+        assert_trained(module, REQUESTS, sampler.complete(REQUESTS))  # it can be asked again
+
+
+def test_a_server_sleeps_between_batches(servers, tmp_path):
+    with servers.joined(tmp_path) as (module, sampler):
+        sampler._plan = dataclasses.replace(sampler._plan, sleeps=True)  # as on a GPU that it shares
+        for version in (0, 0, 1, 2):
+            if version:
+                update(module)
+            sampler.publish(module.policy.weights, version)
+            awake = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
+            completions = sampler.complete(REQUESTS)
+            if awake is not None:
+                assert torch.cuda.mem_get_info()[0] - awake > 0.9 * 2**30  # its cache
+            assert_trained(module, REQUESTS, completions)
+        sampler.publish(module.policy.weights, 2)  # awake for the next test
+
+
+SAID_OF_ANOTHER = r"answered /collective_rpc with 500|does not sample from the weights of version 0"
+
+
+@pytest.mark.parametrize("other", [{"num_hidden_layers": 3}, {"alphabet_size": 20}], ids=str)
+def test_another_model_than_the_trainers_is_one_sentence(servers, tmp_path, other):
+    folder = save_llama(tmp_path / "other", **other)
+    with servers.joined(tmp_path, f"model.path={folder}", to=("raw",)) as (module, sampler):
+        with pytest.raises(SamplerLost, match=SAID_OF_ANOTHER) as caught:
+            sampler.publish(module.policy.weights, 0)
+        print(caught.value)
+
+
+def test_a_server_that_is_killed_while_it_samples_is_one_sentence(servers):
+    _, sampler = servers.samplers["first"]
+    everything, folder = servers.processes("first"), sampler._folder.path
+    assert folder.exists()
+    with servers.stopped("first"):  # so that it has requests
+        killed = threading.Timer(1, servers.engine("first").kill)
+        killed.start()
+        begin = time.monotonic()
+        with pytest.raises(SamplerLost, match=r"Its last words: .*vllm\.log") as caught:
+            sampler.complete(REQUESTS)
+        assert time.monotonic() - begin < 60
+    print(caught.value)
+    sampler.close()
+    assert gone(everything, 1)
+    assert not folder.exists()
+
+
+def test_nothing_is_left_of_servers_that_are_closed(servers):
+    everything = [*servers.processes("raw"), *(servers.processes("float32") if servers.is_vllm else [])]
+    folders = [sampler._folder.path for _, sampler in servers.samplers.values()]
+    servers.close()
+    assert gone(everything, 1)
+    assert not any(folder.exists() for folder in folders)
+    if servers.free_memory is not None:
+        torch.cuda.empty_cache()
+        deadline = time.monotonic() + 10  # the driver takes a moment
+        while torch.cuda.mem_get_info()[0] < servers.free_memory - 2**30 and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert torch.cuda.mem_get_info()[0] > servers.free_memory - 2**30
