@@ -219,6 +219,7 @@ class VllmSamplerConfig:
     arguments: list[str]
     gpus: list[int] | None
     tensor_parallel: int = between(1, 1024)
+    servers_per_gpu: int = between(1, 64)
     gpu_memory_share: float = between(0.01, 1)
     max_sequences: int = between(1, 10**6)
     seeded: bool

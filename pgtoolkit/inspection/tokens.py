@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.dumps.configuration import reading
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.inspection.tokens_losses import Judged, common_vectors, judge
-from pgtoolkit.inspection.tokens_step import MadeStep, compared, make_again
+from pgtoolkit.inspection.tokens_step import MadeStep, make_again
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.runs.directory import config_drift, read_metrics
 from pgtoolkit.system.functions import FUNCTIONS
@@ -42,17 +42,11 @@ _MOVABLE = (*DATA, "trainer.device", "trainer.num_threads")
 _TERMS = ("l_t", "+", "-", "w_t", "rho_t")
 """How the lines of an equation begin that say what a token's number is."""
 
+_OF_THE_UPDATE = ("seconds_", "time", "tokens_per_second", "peak_memory_gb", "num_micro_batches", "learning_rate")
+"""Metrics, by how their names begin, that say how a step was made, not what was known before its update."""
+
 _RELATIVE, _ABSOLUTE = 1e-3, 1e-5
 """Rounding of other hardware stays within; other documents or weights do not."""
-
-
-@dataclass(frozen=True)
-class Column:
-    """One of the losses that stand side by side. label: the overrides that choose it. lines: its equation."""
-
-    label: str
-    lines: list[str]
-    judged: Judged
 
 
 @dataclass(frozen=True)
@@ -69,7 +63,7 @@ class Inspected:
     facts: list[str]
     made: MadeStep
     common: dict
-    columns: list[Column]
+    columns: list[Judged]
 
 
 def inspect(target: str, overrides: list[str], number: int | None) -> Inspected:
@@ -195,7 +189,7 @@ def _last_of_batch(config: Config, checkpoint: dict | None) -> int:
     return done + -(-(batch - position % batch) // per_step)
 
 
-def _columns(made: MadeStep, configured: list[_Configured]) -> Iterator[Column]:
+def _columns(made: MadeStep, configured: list[_Configured]) -> Iterator[Judged]:
     """Each loss once, the first of them the run's own."""
     known: list[Loss] = []
     for one in configured:
@@ -204,7 +198,7 @@ def _columns(made: MadeStep, configured: list[_Configured]) -> Iterator[Column]:
             continue
         own = f"loss={one.values.loss.name} aggregation={one.values.aggregation.mode}"
         lines = [line for line in equation(one.values)[1:] if line.strip().startswith(_TERMS)]
-        yield Column(" ".join(one.job) if known else own, lines, judge(made, loss))
+        yield replace(judge(made, loss), label=" ".join(one.job) if known else own, lines=lines)
         known.append(loss)
 
 
@@ -222,7 +216,8 @@ def _weights(run_dir: Path | None, checkpoint: dict | None, number: int) -> str:
 
 def _proof(made: MadeStep, row: dict[str, float], number: int) -> str:
     """That this is the step which the run has made; DataError where it is not."""
-    pairs = compared(made.metrics, row)
+    names = [name for name in row if name in made.metrics and not name.startswith(_OF_THE_UPDATE)]
+    pairs = {name: (made.metrics[name], row[name]) for name in names}
     unequal = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     if not unequal:
         return f"All {len(pairs)} recorded metrics of step {number} come out the same, bit for bit."
@@ -243,13 +238,13 @@ def _proof(made: MadeStep, row: dict[str, float], number: int) -> str:
     )
 
 
-def _notes(config: Config, made: MadeStep, columns: list[Column]) -> Iterator[str]:
+def _notes(config: Config, made: MadeStep, columns: list[Judged]) -> Iterator[str]:
     """What a reader would take otherwise."""
     sizes = made.step.totals.tokens_per_group.shape[0], getattr(config.rollout, "group_size", None)
     whole = sizes[1] is None or sizes[0] * sizes[1] == len(made.step.documents)
-    if not whole and any(column.judged.loss.aggregation.needs_groups for column in columns):
+    if not whole and any(column.loss.aggregation.needs_groups for column in columns):
         yield "Some prompts have documents in other steps as well: N_g counts those of this step."
-    if any(column.judged.loss.entropy_coefficient for column in columns):
+    if any(column.loss.entropy_coefficient for column in columns):
         yield "An entropy bonus is part of a token's share of the loss and not of its coefficient."
     if not made.has_old_log_probs:
         yield "The documents have no old log-probs: there is no ratio, and nothing is clipped."
@@ -261,10 +256,9 @@ def summary(inspected: Inspected, page: Path) -> str:
     size = f"{totals.num_documents} documents, {totals.num_tokens} trained tokens"
     lines = [f"step {inspected.number} of {inspected.name}: {size}", *inspected.facts]
     rows = [("", "loss", "cut below", "cut above", "capped")]
-    for column in inspected.columns:
-        one = column.judged
+    for one in inspected.columns:
         counts = one.count("below, cut"), one.count("above, cut"), one.count("below, capped", "above, capped")
-        rows.append((column.label, f"{one.total:.6g}", *map(str, counts)))
+        rows.append((one.label, f"{one.total:.6g}", *map(str, counts)))
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     lines += ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
     return "\n".join([*lines, f"page  {shell_path(page)}"])
