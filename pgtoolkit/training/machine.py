@@ -212,22 +212,20 @@ def _on_the_hub(name: str) -> str | None:
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    def problem(got: str, reason: str) -> str:
-        needs = "a folder, or a model on the Hugging Face hub"
-        use = "model.path=FOLDER with a local one, or the hub's name of it"
-        return refusal(f"model.path={name}", needs, got, reason, use)
-
+    got = "no such folder"
     try:
         if isinstance(try_to_load_from_cache(name, "config.json"), str):
             return None
-        if constants.HF_HUB_OFFLINE:
-            return problem("no such folder, and no download of it", "HF_HUB_OFFLINE=1 keeps from asking the hub.")
-        HfApi().model_info(name, timeout=_SECONDS_FOR_THE_HUB)
+        if not constants.HF_HUB_OFFLINE:
+            HfApi().model_info(name, timeout=_SECONDS_FOR_THE_HUB)
+            return None
+        got, reason = f"{got}, and no download of it", "HF_HUB_OFFLINE=1 keeps from asking the hub."
     except HFValidationError:
-        return problem("no such folder", "It cannot be a name on the hub, which is NAME or OWNER/NAME.")
+        reason = "It cannot be a name on the hub, which is NAME or OWNER/NAME."
     except Exception as error:  # the hub's client, its HTTP library and its proxies each raise their own
         folder = Path(name).parts[0]
         near = f" There is a folder {folder} here, without it." if glob.glob(glob.escape(folder)) else ""
-        got = f"no such folder, and from {constants.ENDPOINT}: {type(error).__name__}: {first_line(error)[:150]}"
-        return problem(got, f"It is neither here nor could the hub give it.{near}")
-    return None
+        got += f", and from {constants.ENDPOINT}: {type(error).__name__}: {first_line(error)[:150]}"
+        reason = f"It is neither here nor could the hub give it.{near}"
+    use = "model.path=FOLDER with a local one, or the hub's name of it"
+    return refusal(f"model.path={name}", "a folder, or a model on the Hugging Face hub", got, reason, use)
