@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pgtoolkit.comparison.runs import is_run, not_a_run
-from pgtoolkit.config.compose import compose, jobs
+from pgtoolkit.config.compose import compose
 from pgtoolkit.config.names import plain_config
+from pgtoolkit.config.overrides import jobs
 from pgtoolkit.config.paths import DATA
 from pgtoolkit.config.plan import documents_per_batch, documents_per_step, equation
 from pgtoolkit.config.schema import Config

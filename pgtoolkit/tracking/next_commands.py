@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from pgtoolkit.config.names import name_of
 from pgtoolkit.config.paths import absolute_uri
-from pgtoolkit.config.rules.credentials import of_address
+from pgtoolkit.config.rules.executed import of_address
 from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.runs.files import known_provenance, leaves, read_config
 from pgtoolkit.system.functions import COMMANDS, functions_in
