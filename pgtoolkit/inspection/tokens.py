@@ -234,8 +234,8 @@ def _proof(made: MadeStep, row: dict[str, float], number: int) -> str:
     raise DataError(
         f"--step={number} needs the step as the run has made it (got {name}={found:.6g}, and metrics.jsonl has "
         f"{recorded:.6g}; {len(far)} of {len(pairs)} metrics differ). {made.documents.capitalize()}; on other "
-        "hardware, or after a resume with other settings, that is another step. Use a step right after a checkpoint, or "
-        "rollout.save_path=FOLDER in a new run."
+        "hardware, or after a resume with other settings, that is another step. Use a step right after a checkpoint, "
+        "or rollout.save_path=FOLDER in a new run."
     )
 
 
