@@ -83,6 +83,20 @@ def gpus(monkeypatch):
     assert option("--tensor-parallel-size", "sampler.gpus=[1,3]") == "1"
 
 
+@key("sampler/vllm.servers_per_gpu")
+def servers_per_gpu(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for count, share, front_ends in ((1, "0.6", 4), (3, "0.2", 1)):
+        own = ("sampler.gpus=[1,2]", f"sampler.servers_per_gpu={count}", "sampler.gpu_memory_share=0.6")
+        assert planned(*own).gpus == ["1", "2"] * count
+        assert planned(*own).at_once == 2
+        assert float(option("--gpu-memory-utilization", *own)) == pytest.approx(float(share))
+        assert f"--api-server-count={front_ends}" in planned(*own).arguments
+    assert planned("sampler.servers_per_gpu=2").gpus == [None, None]
+    fixed = "sampler.arguments=['--kv-cache-memory-bytes=1G']"
+    assert [planned("sampler.servers_per_gpu=2", *more).at_once for more in ((), (fixed,))] == [1, 2]
+
+
 @key("sampler/vllm.gpu_memory_share")
 def gpu_memory_share():
     assert [option("--gpu-memory-utilization", f"sampler.gpu_memory_share={x}") for x in ("0.2", "1")] == ["0.2", "1.0"]

@@ -47,18 +47,18 @@ MUTANTS_OF_KEYS = [
     (
         "training ignores max_grad_norm",
         "training/accumulation.py",
-        {"math.inf if limit is None else limit": "math.inf"},
+        {"math.inf if self.max_grad_norm is None else self.max_grad_norm": "math.inf"},
         (f"{ROW}[optimizer.max_grad_norm]",),
     ),
     (
         "the optimizer ignores epsilon",
-        "training/optimizer.py",
+        "training/module.py",
         {", eps=config.epsilon": ""},
         (f"{ROW}[optimizer.epsilon]",),
     ),
     (
         "the cosine schedule is linear",
-        "training/optimizer.py",
+        "training/module.py",
         {"0.5 * (1.0 + math.cos(math.pi * progress))": "(1.0 - progress)"},
         (f"{ROW}[optimizer.schedule]",),
     ),

@@ -148,13 +148,13 @@ MUTANTS_OF_PENALTIES = [
     ),
     (
         "all of the reference in bfloat16, its norms and embedding too",
-        "training/reference.py",
+        "training/build.py",
         {"if isinstance(module, nn.Linear | Conv1D) and not": "if True or not"},
         (f"{RUNS}::test_the_first_distance_is_exactly_zero_in_bfloat16[False]",),
     ),
     (
         "to load a reference draws random numbers",
-        "training/reference.py",
+        "training/build.py",
         {"with torch.random.fork_rng(devices=[]):": "with torch.random.fork_rng(enabled=bool(torch.rand(1) < 0)):"},
         (f"{RUNS}::test_a_reference_of_its_own_changes_no_draw",),
     ),

@@ -188,7 +188,7 @@ MUTANTS_OF_ROLLOUTS = [
     (
         "the sampler rounds its logits to bfloat16 where training computes them in float32",
         "model/policy.py",
-        {"self._float32_head(fp32_lm_head)": "self._float32_head(False)"},
+        {"if fp32_lm_head and dtype": "if False and dtype"},
         ("tests/rollouts/test_samplers.py::test_sampling_has_the_head_of_training[True]",),
     ),
     (

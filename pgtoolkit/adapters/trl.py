@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import math
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -20,14 +20,7 @@ from pgtoolkit.adapters.trl_heads import add_fused_head, by_fused_head, by_log_p
 from pgtoolkit.batch import StepTotals
 from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.losses.aggregation import aggregation_of
-from pgtoolkit.losses.corrections import (
-    Correction,
-    SequenceMask,
-    SequenceTruncate,
-    TokenMask,
-    TokenTruncate,
-    correction_of,
-)
+from pgtoolkit.losses.corrections import CORRECTIONS, Correction, correction_of
 from pgtoolkit.losses.families import Family, Grpo, Gspo, family_of
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.metrics import MetricSums
@@ -51,21 +44,6 @@ INSTEAD = {
     "use_adaptive_entropy": "entropy_coef alone: pgtoolkit has no control of it",
 }
 """Fields of GRPOConfig that say what a loss is: they have to keep their defaults. What to use instead."""
-CORRECTIONS = {
-    "token_truncate": TokenTruncate,
-    "token_mask": TokenMask,
-    "sequence_truncate": SequenceTruncate,
-    "sequence_mask": SequenceMask,
-}
-"""vllm_importance_sampling_mode -> the same correction."""
-
-
-@dataclass
-class Window:
-    """What is known of an optimizer step: its totals, and the metrics of its micro-batches so far."""
-
-    totals: StepTotals
-    sums: MetricSums | None = None
 
 
 class PolicyGradientTrainer(GRPOTrainer):
@@ -99,7 +77,9 @@ class PolicyGradientTrainer(GRPOTrainer):
         problems = self._problems(given.get("args") or GRPOConfig())
         if problems:
             raise ValueError("\n".join(problems))
-        self._window: Window | None = None
+        # Of the optimizer step: its totals, and the metrics of its micro-batches so far.
+        self._totals: StepTotals | None = None
+        self._sums: MetricSums | None = None
         super().__init__(*arguments, **of_trl)
         found = obstacles(self)
         if fused_head and found:
@@ -162,7 +142,7 @@ class PolicyGradientTrainer(GRPOTrainer):
             return None
         high, low = self.vllm_importance_sampling_clip_max, self.vllm_importance_sampling_clip_min
         high = 1e9 if high is None else high  # no bound: ratios stop at e^20
-        return CORRECTIONS[self.vllm_importance_sampling_mode](low=low, high=high)
+        return CORRECTIONS[self.vllm_importance_sampling_mode](low=low, high=high)  # whose names are TRL's
 
     def _generate_and_score_completions(self, inputs):
         batch = super()._generate_and_score_completions(inputs)
@@ -174,7 +154,7 @@ class PolicyGradientTrainer(GRPOTrainer):
             batch["group_index"] = numbers // (self.num_generations if training else self.num_generations_eval)
         return batch
 
-    def _totals(self, inputs: dict) -> StepTotals:
+    def _counted(self, inputs: dict) -> StepTotals:
         """Of all micro-batches of this optimizer step on all processes; in an evaluation of this batch on all."""
         pieces = [inputs]
         if self.model.training:
@@ -207,7 +187,7 @@ class PolicyGradientTrainer(GRPOTrainer):
             "divisor": self.divisor,
             "group_index": inputs.get("group_index"),
             "num_documents": len(mask),
-            "totals": self._window.totals,
+            "totals": self._totals,
             "correction": self.correction or self.correction_of_config(),
             "sampling_log_probs": sampling,
             "kl": self.penalty,
@@ -219,8 +199,8 @@ class PolicyGradientTrainer(GRPOTrainer):
     def _compute_loss(self, model, inputs):
         """This micro-batch's share of the step's loss, times the processes, over which gradients are averaged."""
         training, accelerator = self.model.training, self.accelerator
-        if self._window is None or not training:
-            self._window = Window(self._totals(inputs))
+        if self._totals is None or not training:
+            self._totals, self._sums = self._counted(inputs), None
         compute = by_fused_head if self.fused_head else by_log_probs
         loss, out, old, entropies, aux_loss = compute(self, model, inputs)
         loss = loss * accelerator.num_processes
@@ -239,16 +219,14 @@ class PolicyGradientTrainer(GRPOTrainer):
 
     def _record(self, metrics: dict[str, list[float]], out: PolicyLoss, last: bool) -> None:
         """Add a micro-batch's metrics to the step's, which the last one completes and shows."""
-        window = self._window
-        window.sums = out.metric_sums if window.sums is None else window.sums.merge(out.metric_sums)
+        self._sums = out.metric_sums if self._sums is None else self._sums.merge(out.metric_sums)
         if last:
             group = dist.group.WORLD if self.accelerator.num_processes > 1 else None
-            _, sums = window.sums.all_reduce(out.loss, group)
-            found = {name: float(value) for name, value in sums.finalize(window.totals).items()}
-            for name, value in found.items():
+            _, sums = self._sums.all_reduce(out.loss, group)
+            for name, value in sums.finalize(self._totals).items():
                 if math.isfinite(value):
-                    metrics[f"pgtk/{name}"].append(value)
-            self._window = None
+                    metrics[f"pgtk/{name}"].append(float(value))
+            self._totals = None
 
     def _record_as_trl(self, metrics, mask: Tensor, terms: dict[str, Tensor], clips: dict[str, Tensor]) -> None:
         """A micro-batch's metrics by TRL's names and definitions, over all processes.

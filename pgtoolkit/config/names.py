@@ -18,7 +18,7 @@ NO_EFFECT_ON_LEARNING = (
     *("tracking.", "trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.accept_changed_data"),
     *("rollout.save_path", "rollout.keep_completions", "task.verifier_processes", "evaluation."),
     *("sampler.urls", "sampler.executable", "sampler.gpus", "sampler.gpu_memory_share", "sampler.weights_folder"),
-    *("sampler.tolerance", "sampler.start_seconds", "sampler.answer_seconds"),
+    *("sampler.servers_per_gpu", "sampler.tolerance", "sampler.start_seconds", "sampler.answer_seconds"),
 )
 """Beginnings of keys: a finished job with other values of them is finished, and they tell no two runs apart."""
 

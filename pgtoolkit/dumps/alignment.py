@@ -23,6 +23,8 @@ WHOSE = {NEXT: "of the next token", BEFORE: "of the token before"}
 
 ENOUGH = 8
 """Places that it takes to tell."""
+FITS = 0.1
+"""Mean absolute log-ratio up to which a model counts as the policy that sampled: bfloat16 makes half of it."""
 
 LOG_PROBS = "old_log_probs", "sampling_log_probs"
 
@@ -155,13 +157,40 @@ class Judged:
         self.difference = np.concatenate(self.differences)
 
     @property
-    def first_ratio(self) -> str:
-        return f"first document's mean ratio {np.exp(self.differences[0]).mean():.4f}"
-
-    @property
     def size(self) -> float:
         """Mean absolute difference of a token's log-prob."""
         return float(np.abs(self.difference).mean())
+
+    @property
+    def verdict(self) -> tuple[bool, str, str]:
+        """(whether the log-probs are the model's at its temperature, what they are, what to do about it)."""
+        name, temperature, best, gaps = self.name, self.judge.temperature, self.best_temperature, self.difference
+        ratio = np.exp(self.differences[0]).mean()
+        facts = f"(correlations at places {self.shifts}; first document's mean ratio {ratio:.4f})"
+        if self.shifts.shift in WHOSE:
+            return False, f"{name} are those {WHOSE[self.shifts.shift]} {facts}.", ""
+        first = np.mean([abs(gap[0]) for gap in self.differences])
+        rest = np.concatenate([gap[1:] for gap in self.differences])
+        fits = self.size <= FITS and not first > 10 * self.size + FITS
+        is_near = self.size <= 1e-3 or abs(np.log(best / temperature)) <= 0.02
+        if self._improves and not (fits and is_near):
+            what = f"{name} fit the model at a temperature of {best:.2f}, not at rollout.temperature={temperature:g}."
+            advice = (
+                f"Use rollout.temperature={best:.2f} if they were sampled at that; else they were taken before "
+                "dividing by the temperature: record them after it."
+            )
+            return False, what, advice
+        if fits:
+            return True, f"{name} are the model's {facts}.", ""
+        cause = "Other weights sampled them, or another model"
+        if len(rest) and np.abs(rest).mean() <= FITS:
+            cause = f"The first trained token's differ by {first:.2g}, the others by {np.abs(rest).mean():.2g}: the "
+            cause += "mask begins within the prompt"
+        elif (gaps < 1e-3).mean() > 0.95 and gaps.mean() < -0.02:
+            share = f"{100 * (gaps < 1e-3).mean():.3g} %"
+            cause = f"{share} of the tokens were recorded with more than the model's log-prob: top_p or top_k has cut "
+            cause += "the distribution and renormalised it"
+        return False, f"{name} are not the model's {facts}. {cause}.", ""
 
     @property
     def best_temperature(self) -> float:
@@ -174,6 +203,6 @@ class Judged:
         return float(np.exp(logs[place] + (logs[1] - logs[0]) * (before - after) / (2 * (before - 2 * here + after))))
 
     @property
-    def improves(self) -> bool:
+    def _improves(self) -> bool:
         """Whether another temperature explains most of the squared differences."""
         return float(np.min(self._errors)) < 0.25 * float(np.square(self.difference).sum())

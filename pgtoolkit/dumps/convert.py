@@ -6,9 +6,8 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
-
-import numpy as np
 
 from pgtoolkit.batch import Document
 from pgtoolkit.dumps.alignment import LOG_PROBS, OWN, WHOSE, Branches, Judge, Judged
@@ -25,8 +24,6 @@ from pgtoolkit.system.report import plural, refusal
 ANY_TOKEN = 2**31 - 1
 _SAMPLE_TOKENS, _JUDGED = 2**17, 8
 """The documents that alignment is told from: so many tokens, and documents that a model is asked of."""
-FITS = 0.1
-"""Mean absolute log-ratio up to which a model counts as the policy that sampled: bfloat16 makes half of it."""
 
 
 def system_of(name: str) -> System:
@@ -145,9 +142,10 @@ def _dropped(found: Converted) -> list[str]:
 
 def _check(found: Converted, judge: Judge | None) -> None:
     """Prove that log-probs are those of their own tokens, or raise DataError where they are not."""
+    in_groups = sorted(found.sample, key=attrgetter("group"))
     for name in sorted(found.fields & set(LOG_PROBS)):
         branches = Branches(name)
-        for _, group in groupby(sorted(found.sample, key=_group), _group):
+        for _, group in groupby(in_groups, attrgetter("group")):
             branches.add(list(group))
         _refuse_misplaced(name, branches.shift, f"told from {len(branches.shared)} places where documents part")
         if branches.shift == OWN:
@@ -159,10 +157,6 @@ def _check(found: Converted, judge: Judge | None) -> None:
             )
         if judge is not None:
             found.proofs.append(_by_model(name, found.sample, judge))
-
-
-def _group(document: Document) -> int:
-    return document.group
 
 
 def _by_model(name: str, sample: list[Document], judge: Judge) -> str:
@@ -177,21 +171,8 @@ def _by_model(name: str, sample: list[Document], judge: Judge) -> str:
             )
     judged = Judged(name, judge, documents)
     _refuse_misplaced(name, judged.shifts.shift, f"correlations with the model at places {judged.shifts}")
-    said = (
-        f"{name} against the model: {judged.first_ratio}, largest difference of a log-prob "
-        f"{np.abs(judged.differences[0]).max():.2g}; mean over {len(documents)} documents {judged.size:.2g}; "
-        f"correlations at places {judged.shifts}"
-    )
-    if judged.size > FITS:
-        best = judged.best_temperature
-        said += (
-            f". This is NOT the policy that sampled at rollout.temperature={judge.temperature:g}: other weights, a "
-            f"temperature (the best fit is {best:.2f}), or log-probs renormalised by top_p. Alignment is not proved"
-            if judged.shifts.shift != OWN
-            else f". They are aligned, but not at rollout.temperature={judge.temperature:g} of these weights (the best "
-            f"fit is {best:.2f})"
-        )
-    return said
+    _, what, advice = judged.verdict
+    return f"{what} They differ from its own by {judged.size:.2g} on average. {advice}".rstrip()
 
 
 def _refuse_misplaced(name: str, shift: int | None, evidence: str) -> None:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pgtoolkit.dumps.alignment import LOG_PROBS, WHOSE, Judge, Judged
+from pgtoolkit.dumps.alignment import LOG_PROBS, Judge, Judged
 from pgtoolkit.dumps.checks import Finding, fine, of_file, unknown, wrong
 from pgtoolkit.dumps.configuration import configured
-from pgtoolkit.dumps.convert import ANY_TOKEN, FITS
+from pgtoolkit.dumps.convert import ANY_TOKEN
 from pgtoolkit.dumps.examine import Examined, examine, outside, percent
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.rollouts.recorded import RecordedRollouts
@@ -70,43 +70,15 @@ def _model(case: Examined, rollouts: RecordedRollouts, judge: Judge) -> Iterator
 
 
 def _judged(case: Examined, judged: Judged, documents: list) -> Finding:
-    name, gaps = judged.name, judged.difference
-    recorded = [getattr(document, name).double().numpy() for document in documents]
+    recorded = [getattr(document, judged.name).double().numpy() for document in documents]
     new = [old + gap for old, gap in zip(recorded, judged.differences, strict=True)]
     share = outside(case.loss, documents, new, recorded) / len(documents)
-    first = np.mean([abs(gap[0]) for gap in judged.differences])
-    rest = np.concatenate([gap[1:] for gap in judged.differences])
-    facts = f"(correlations at places {judged.shifts}; {judged.first_ratio})"
+    fits, what, advice = judged.verdict
     effect = (
         f"The first ratios have logarithms of {judged.size:.2g} in size on average, and {percent(share)} of them are "
         f"outside of the clip of loss={case.config.loss.name} before anything is learned."
     )
-    if judged.shifts.shift in WHOSE:
-        return wrong(f"{name} are those {WHOSE[judged.shifts.shift]} {facts}. {effect}")
-    fits = judged.size <= FITS and not first > 10 * judged.size + FITS
-    is_near = judged.size <= 1e-3 or abs(np.log(judged.best_temperature / judged.judge.temperature)) <= 0.02
-    if judged.improves and not (fits and is_near):
-        return wrong(f"{name} {_temperature(judged.best_temperature, judged.judge.temperature, effect)}")
-    if fits:
-        return fine(f"{name} are the model's {facts}. {effect}")
-    cause = "Other weights sampled them, or another model"
-    if len(rest) and np.abs(rest).mean() <= FITS:
-        cause = f"The first trained token's differ by {first:.2g}, the others by {np.abs(rest).mean():.2g}: the mask "
-        cause += "begins within the prompt"
-    elif (gaps < 1e-3).mean() > 0.95 and gaps.mean() < -0.02:
-        cause = (
-            f"{percent((gaps < 1e-3).mean())} of the tokens were recorded with more than the model's log-prob: top_p "
-            "or top_k has cut the distribution and renormalised it"
-        )
-    return wrong(f"{name} are not the model's {facts}. {cause}. {effect}")
-
-
-def _temperature(best: float, temperature: float, effect: str) -> str:
-    return (
-        f"fit the model at a temperature of {best:.2f}, not at rollout.temperature={temperature:g}. {effect} "
-        f"Use rollout.temperature={best:.2f} if they were sampled at that; else they were taken before dividing by the "
-        "temperature: record them after it."
-    )
+    return (fine if fits else wrong)(f"{what} {effect} {advice}".rstrip())
 
 
 def page(diagnosis: Diagnosis) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -109,7 +110,7 @@ def examine(rollouts: RecordedRollouts, loss: Loss, config: Config) -> Examined:
     columns, branches, both, outside_clip = array("d"), {}, Shifts(), 0.0
     far, paired, numbers = np.zeros(len(_BINS) - 1), 0, {}
     documents: Iterator[Document] = map(rollouts.document, range(rollouts.num_documents))
-    for _, members in groupby(documents, lambda one: one.group):
+    for _, members in groupby(documents, attrgetter("group")):
         group = list(members)
         for name in LOG_PROBS:
             if all(getattr(document, name) is not None for document in group):

@@ -37,6 +37,9 @@ class Converted:
     sample: list[Document] = field(default_factory=list)
     proofs: list[str] = field(default_factory=list)
 
+    def drop(self, reason: str) -> None:
+        self.dropped[reason] += 1
+
 
 def objects(path: Path) -> Iterator[tuple[str, dict]]:
     for number, _, record in JsonlFile(path, path.name).rows():
@@ -100,8 +103,7 @@ def nemo_rl(record: dict, found: Converted) -> dict[str, Any] | None:
     length = one["input_lengths"]
     mask = [bool(trained) for trained in one["token_loss_mask"][:length]]
     if not any(mask):
-        found.dropped["no token was generated (token_loss_mask is 0 everywhere)"] += 1
-        return None
+        return found.drop("no token was generated (token_loss_mask is 0 everywhere)")
     sampling, old = one["generation_logprobs"][:length], one["prev_logprobs"][:length]
     prompt_length = mask.index(True)
     if not any(old) and min(sampling) < -1e-3:
@@ -132,12 +134,10 @@ def nemo_rl(record: dict, found: Converted) -> dict[str, Any] | None:
 def open_instruct(record: dict, found: Converted) -> dict[str, Any] | None:
     prompt, response, log_probs = record["prompt_tokens"], record["response_tokens"], record["logprobs"]
     if not log_probs or len(log_probs) != len(response):
-        found.dropped["no log-probs"] += 1
-        return None
+        return found.drop("no log-probs")
     known = [value is not None and value == value for value in log_probs]
     if not any(known):
-        found.dropped["an empty completion: its one token is none that was sampled (log-prob NaN)"] += 1
-        return None
+        return found.drop("an empty completion: its one token is none that was sampled (log-prob NaN)")
     if (record.get("request_info") or {}).get("num_calls"):
         found.notes[
             "documents that called tools: what the tools wrote is told by a log-prob of exactly 0, and not trained"
@@ -155,15 +155,13 @@ def open_instruct(record: dict, found: Converted) -> dict[str, Any] | None:
 def slime(sample: dict, found: Converted) -> dict[str, Any] | None:
     """A sample of --save-debug-rollout-data, or of --save-debug-train-data, whose names are others."""
     if sample.get("multimodal_inputs") or sample.get("multimodal_train_inputs"):
-        found.dropped["pictures or sounds, which token ids do not hold"] += 1
-        return None
+        return found.drop("pictures or sounds, which token ids do not hold")
     sample = {key: value.tolist() if hasattr(value, "tolist") else value for key, value in sample.items()}
     trained = "response_lengths" in sample
     length, tokens = sample["response_lengths" if trained else "response_length"], sample["tokens"]
     mask, log_probs = (sample[name] for name in (("loss_masks", "log_probs") if trained else _OF_ROLLOUTS))
     if not length or not log_probs:
-        found.dropped["no completion, or no log-probs"] += 1
-        return None
+        return found.drop("no completion, or no log-probs")
     if sample.get("remove_sample"):
         found.notes["documents that slime does not train on (remove_sample): none of their tokens is trained"] += 1
         mask = [0] * length
@@ -197,8 +195,7 @@ def prime_rl(record: dict, found: Converted) -> dict[str, Any] | None:
         found.notes["documents with tokens outside of the policy-gradient loss (rl_weights 0): not trained"] += 1
         mask = [trained and weight != 0 for trained, weight in zip(mask, weights, strict=True)]
     if not any(mask):
-        found.dropped["no token of the policy-gradient loss (rl_weights 0 everywhere)"] += 1
-        return None
+        return found.drop("no token of the policy-gradient loss (rl_weights 0 everywhere)")
     return {
         "token_ids": record["token_ids"],
         "loss_mask": mask,
@@ -210,8 +207,7 @@ def prime_rl(record: dict, found: Converted) -> dict[str, Any] | None:
 
 def pipeline_rl(record: dict, found: Converted) -> dict[str, Any] | None:
     if record.get("visual_features"):
-        found.dropped["pictures, which token ids do not hold"] += 1
-        return None
+        return found.drop("pictures, which token ids do not hold")
     labels, log_probs = record["labels"], list(record["logprobs"])
     mask = [label != -100 for label in labels]
     if sum(mask) != len(log_probs):

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pgtoolkit.comparison.runs import is_run, not_a_run
-from pgtoolkit.config.compose import compose, jobs
+from pgtoolkit.config.compose import compose
 from pgtoolkit.config.names import plain_config
+from pgtoolkit.config.overrides import jobs
 from pgtoolkit.config.paths import DATA
 from pgtoolkit.config.plan import documents_per_batch, documents_per_step, equation
 from pgtoolkit.config.schema import Config
@@ -20,11 +21,11 @@ from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.dumps.configuration import reading
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.inspection.tokens_losses import Judged, common_vectors, judge
-from pgtoolkit.inspection.tokens_step import MadeStep, compared, make_again
+from pgtoolkit.inspection.tokens_step import MadeStep, make_again
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.runs.directory import config_drift, read_metrics
 from pgtoolkit.system.functions import FUNCTIONS
-from pgtoolkit.system.report import key_of, refusal
+from pgtoolkit.system.report import key_of, plural
 from pgtoolkit.tracking.next_commands import shell_path
 from pgtoolkit.training.checkpoint import load_newest
 from pgtoolkit.training.loss import loss_of
@@ -42,17 +43,11 @@ _MOVABLE = (*DATA, "trainer.device", "trainer.num_threads")
 _TERMS = ("l_t", "+", "-", "w_t", "rho_t")
 """How the lines of an equation begin that say what a token's number is."""
 
+_OF_THE_UPDATE = ("seconds_", "time", "tokens_per_second", "peak_memory_gb", "num_micro_batches", "learning_rate")
+"""Metrics, by how their names begin, that say how a step was made, not what was known before its update."""
+
 _RELATIVE, _ABSOLUTE = 1e-3, 1e-5
 """Rounding of other hardware stays within; other documents or weights do not."""
-
-
-@dataclass(frozen=True)
-class Column:
-    """One of the losses that stand side by side. label: the overrides that choose it. lines: its equation."""
-
-    label: str
-    lines: list[str]
-    judged: Judged
 
 
 @dataclass(frozen=True)
@@ -69,21 +64,21 @@ class Inspected:
     facts: list[str]
     made: MadeStep
     common: dict
-    columns: list[Column]
+    columns: list[Judged]
 
 
-def inspect(target: str | None, overrides: list[str], number: int | None) -> Inspected:
-    """The step of a run, or of a run that would be started on recorded rollouts or without anything.
+def inspect(target: str, overrides: list[str], number: int | None) -> Inspected:
+    """The step of a run, or of a run that would be started on recorded rollouts.
 
-    target: a run directory, a file or folder of recorded rollouts, or None. overrides: keys of the loss, with several
+    target: a run directory, or a file or folder of recorded rollouts. overrides: keys of the loss, with several
     values separated by commas, are what stands side by side; others configure what is no run. number: of the step;
     None for the last one of the batch that the newest checkpoint stands before.
     Raises ConfigError, DataError for a step that is not the one that the run has made, and what training raises.
     """
-    run_dir = Path(target) if target and is_run(Path(target)) else None
+    run_dir = Path(target) if is_run(Path(target)) else None
     of_loss = [one for one in overrides if key_of(one).split(".")[0] in OF_THE_LOSS]
     others = [one for one in overrides if one not in of_loss]
-    if target and not run_dir:
+    if not run_dir:
         others = [*_reading(target), *others]
     named = _named_by_the_run(run_dir, of_loss)
     varied = [one for one in of_loss if one not in named]
@@ -93,9 +88,6 @@ def inspect(target: str | None, overrides: list[str], number: int | None) -> Ins
     if run_dir and (others or named):
         _refuse_another_run(run_dir, own.config)
     config = OmegaConf.to_object(own.config)
-    if run_dir is None and (path := getattr(config.rollout, "save_path", None)):
-        setting, reason = f"rollout.save_path={path}", "A page is made, and no run."
-        raise ConfigError(refusal(setting, "to be left out", "a folder", reason, "rollout.save_path=null"))
     rows = read_metrics(run_dir / "metrics.jsonl") if run_dir else []
     number, checkpoint = _begin(run_dir, config, number, [row["step"] for row in rows])
     made = make_again(config, checkpoint, number)
@@ -107,7 +99,7 @@ def inspect(target: str | None, overrides: list[str], number: int | None) -> Ins
         beside = _composed(run_dir, others, [_with_functions([f"loss={name}"], named) for name in others_of_it])
     columns = list(_columns(made, [own, *beside]))
     title = "this run: " if run_dir else ""
-    name = Path(target).resolve().name if target else "new-run"
+    name = Path(target).resolve().name
     return Inspected(name, title, number, [*facts, *_notes(config, made, columns)], made, common_vectors(made), columns)
 
 
@@ -198,7 +190,7 @@ def _last_of_batch(config: Config, checkpoint: dict | None) -> int:
     return done + -(-(batch - position % batch) // per_step)
 
 
-def _columns(made: MadeStep, configured: list[_Configured]) -> Iterator[Column]:
+def _columns(made: MadeStep, configured: list[_Configured]) -> Iterator[Judged]:
     """Each loss once, the first of them the run's own."""
     known: list[Loss] = []
     for one in configured:
@@ -207,7 +199,7 @@ def _columns(made: MadeStep, configured: list[_Configured]) -> Iterator[Column]:
             continue
         own = f"loss={one.values.loss.name} aggregation={one.values.aggregation.mode}"
         lines = [line for line in equation(one.values)[1:] if line.strip().startswith(_TERMS)]
-        yield Column(" ".join(one.job) if known else own, lines, judge(made, loss))
+        yield replace(judge(made, loss), label=" ".join(one.job) if known else own, lines=lines)
         known.append(loss)
 
 
@@ -225,7 +217,8 @@ def _weights(run_dir: Path | None, checkpoint: dict | None, number: int) -> str:
 
 def _proof(made: MadeStep, row: dict[str, float], number: int) -> str:
     """That this is the step which the run has made; DataError where it is not."""
-    pairs = compared(made.metrics, row)
+    names = [name for name in row if name in made.metrics and not name.startswith(_OF_THE_UPDATE)]
+    pairs = {name: (made.metrics[name], row[name]) for name in names}
     unequal = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     if not unequal:
         return f"All {len(pairs)} recorded metrics of step {number} come out the same, bit for bit."
@@ -240,19 +233,19 @@ def _proof(made: MadeStep, row: dict[str, float], number: int) -> str:
     name, (found, recorded) = next(iter(far.items()))
     raise DataError(
         f"--step={number} needs the step as the run has made it (got {name}={found:.6g}, and metrics.jsonl has "
-        f"{recorded:.6g}; {len(far)} metrics differ). {made.documents.capitalize()}; on other hardware, or after a "
-        "resume with other settings, that is another step. Use a step right after a checkpoint, or rollout.save_path="
-        "FOLDER in a new run."
+        f"{recorded:.6g}; {len(far)} of {len(pairs)} metrics differ). {made.documents.capitalize()}; on other "
+        "hardware, or after a resume with other settings, that is another step. Use a step right after a checkpoint, "
+        "or rollout.save_path=FOLDER in a new run."
     )
 
 
-def _notes(config: Config, made: MadeStep, columns: list[Column]) -> Iterator[str]:
+def _notes(config: Config, made: MadeStep, columns: list[Judged]) -> Iterator[str]:
     """What a reader would take otherwise."""
     sizes = made.step.totals.tokens_per_group.shape[0], getattr(config.rollout, "group_size", None)
     whole = sizes[1] is None or sizes[0] * sizes[1] == len(made.step.documents)
-    if not whole and any(column.judged.loss.aggregation.needs_groups for column in columns):
+    if not whole and any(column.loss.aggregation.needs_groups for column in columns):
         yield "Some prompts have documents in other steps as well: N_g counts those of this step."
-    if any(column.judged.loss.entropy_coefficient for column in columns):
+    if any(column.loss.entropy_coefficient for column in columns):
         yield "An entropy bonus is part of a token's share of the loss and not of its coefficient."
     if not made.has_old_log_probs:
         yield "The documents have no old log-probs: there is no ratio, and nothing is clipped."
@@ -261,13 +254,12 @@ def _notes(config: Config, made: MadeStep, columns: list[Column]) -> Iterator[st
 def summary(inspected: Inspected, page: Path) -> str:
     """What `pgtk tokens` prints."""
     totals = inspected.made.step.totals
-    size = f"{totals.num_documents} documents, {totals.num_tokens} trained tokens"
+    size = f"{plural(totals.num_documents, 'document')}, {plural(totals.num_tokens, 'trained token')}"
     lines = [f"step {inspected.number} of {inspected.name}: {size}", *inspected.facts]
     rows = [("", "loss", "cut below", "cut above", "capped")]
-    for column in inspected.columns:
-        one = column.judged
+    for one in inspected.columns:
         counts = one.count("below, cut"), one.count("above, cut"), one.count("below, capped", "above, capped")
-        rows.append((column.label, f"{one.total:.6g}", *map(str, counts)))
+        rows.append((one.label, f"{one.total:.6g}", *map(str, counts)))
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     lines += ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
     return "\n".join([*lines, f"page  {shell_path(page)}"])

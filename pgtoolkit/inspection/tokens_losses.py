@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ gradient is left (a weight that stays at the bound), or cut to 0. Clamped: the l
 
 @dataclass(frozen=True)
 class Judged:
-    """What one loss makes of a step.
+    """What one loss makes of a step. label: the overrides that choose it. lines: its equation.
 
     total: the step's loss, as training adds it up. vectors: by name, one number per trained token of the step in the
     order of its documents, float32 but for clip:
@@ -41,6 +41,8 @@ class Judged:
     loss: Loss
     total: float
     vectors: dict[str, np.ndarray]
+    label: str = ""
+    lines: list[str] = field(default_factory=list)
 
     def count(self, *clips: str) -> int:
         """How many tokens a bound does one of these to."""

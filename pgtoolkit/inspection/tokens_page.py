@@ -23,7 +23,6 @@ def html(inspected: Inspected, command: str) -> str:
     documents = inspected.made.step.documents
     ends = np.cumsum([document.num_trained for document in documents]).tolist()
     parts = [slice(end - document.num_trained, end) for document, end in zip(documents, ends, strict=True)]
-    judged = [column.judged for column in inspected.columns]
     data = {
         "title": legible(f"What the loss did to each token: step {inspected.number} of {inspected.name}"),
         "facts": list(map(legible, inspected.facts)),
@@ -36,17 +35,17 @@ def html(inspected: Inspected, command: str) -> str:
             {
                 "label": column.label,
                 "lines": column.lines,
-                "total": column.judged.total,
-                "cut": column.judged.count("below, cut", "above, cut"),
-                "capped": column.judged.count("below, capped", "above, capped"),
-                "vectors": list(column.judged.vectors),
-                "scales": _scales(column.judged.vectors),
+                "total": column.total,
+                "cut": column.count("below, cut", "above, cut"),
+                "capped": column.count("below, capped", "above, capped"),
+                "vectors": list(column.vectors),
+                "scales": _scales(column.vectors),
             }
             for column in inspected.columns
         ],
         "own": inspected.own,
         "documents": [
-            _facts(document, [one.vectors["clip"][part] for one in judged])
+            _facts(document, [one.vectors["clip"][part] for one in inspected.columns])
             for document, part in zip(documents, parts, strict=True)
         ],
         "texts": _texts(inspected.made.module.policy.tokenizer, documents),
@@ -89,7 +88,7 @@ def _facts(document: Document, clips: list[np.ndarray]) -> dict:
 
 def _packed(document: Document, part: slice, inspected: Inspected) -> str:
     """A document's tokens and numbers in the order that the page reads them."""
-    vectors = [*inspected.common.values(), *(v for one in inspected.columns for v in one.judged.vectors.values())]
+    vectors = [*inspected.common.values(), *(v for one in inspected.columns for v in one.vectors.values())]
     arrays = [document.tokens.numpy().astype("<u4"), document.loss_mask.numpy().astype("u1")]
     arrays += [values[part].astype("u1" if values.dtype == np.uint8 else "<f4") for values in vectors]
     planes = [array.view("u1").reshape(len(array), array.itemsize).T.tobytes() for array in arrays]

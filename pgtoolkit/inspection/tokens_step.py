@@ -22,9 +22,6 @@ from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.state import restore, restore_data
 from pgtoolkit.training.train import quieten
 
-_OF_THE_UPDATE = ("seconds_", "time", "tokens_per_second", "peak_memory_gb", "num_micro_batches", "learning_rate")
-"""Metrics, by how their names begin, that say how a step was made, not what was known before its update."""
-
 
 @dataclass(frozen=True)
 class Piece:
@@ -67,10 +64,12 @@ def make_again(config: Config, checkpoint: dict | None, number: int) -> MadeStep
     own, config = config, _in_this_process(config)
     module, loader = build(config)
     has_groups, watch = loader.has_groups, _Watch(number, checkpoint, own)
+    folder = getattr(own.rollout, "save_path", None)
+    is_recorded = folder is not None and Path(folder).is_dir()
     try:
-        if folder := _recorded(own):
+        if is_recorded:
             loader.close()
-            source = RecordedBatches(folder, config.rollout, module.policy.vocabulary_size)
+            source = RecordedBatches(Path(folder), config.rollout, module.policy.vocabulary_size)
             loader = StepLoader(source, config.accumulation, closes_on_groups(config), config.trainer.max_steps)
         if checkpoint is not None:
             restore_data(loader, checkpoint)
@@ -87,23 +86,13 @@ def make_again(config: Config, checkpoint: dict | None, number: int) -> MadeStep
         )
     if not watch.pieces:
         raise DataError(f"--step={number} needs a step with trained tokens (got none). Use another --step.")
-    if isinstance(own.rollout, PolicyRolloutConfig):
-        sampled = "sampled with the run's random numbers" if watch.sampled else "held by the checkpoint"
-        documents = f"recorded by the run in {folder}" if folder else sampled
-    else:
+    if not isinstance(own.rollout, PolicyRolloutConfig):
         documents = f"read from {own.rollout.path}"
+    elif is_recorded:
+        documents = f"recorded by the run in {folder}"
+    else:
+        documents = "sampled with the run's random numbers" if watch.sampled else "held by the checkpoint"
     return MadeStep(watch.step, watch.pieces, watch.metrics, has_groups, documents, module)
-
-
-def compared(made: dict[str, float], row: dict[str, float]) -> dict[str, tuple[float, float]]:
-    """Name -> (made, recorded) of each metric of the step that both have and that should be the same."""
-    return {name: (made[name], row[name]) for name in row if name in made and not name.startswith(_OF_THE_UPDATE)}
-
-
-def _recorded(config: Config) -> Path | None:
-    """The folder with the rollouts that the run has recorded, where it is still there."""
-    folder = getattr(config.rollout, "save_path", None)
-    return Path(folder) if folder and Path(folder).is_dir() else None
 
 
 def _in_this_process(config: Config) -> Config:

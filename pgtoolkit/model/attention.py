@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -22,35 +23,29 @@ NAME = "pgtoolkit_packed"
 class Documents:
     """Which keys the queries see: those of their own document, up to themselves, counted from the end of both.
 
-    queries, keys: of each document, how many lie here, in order. query_ends, key_ends: (documents + 1,) int32 on the
-    device, their running sums from 0. group: the ranks that hold a piece of the token axis each, where it is divided;
-    the keys are then those from first_key to last_key of the whole axis.
+    queries, keys: of each document, how many lie here, in order. group: the ranks that hold a piece of the token axis
+    each, where it is divided; the keys are then those from first_key to last_key of the whole axis.
     """
 
     queries: Sequence[int]
     keys: Sequence[int]
-    query_ends: Tensor
-    key_ends: Tensor
+    device: torch.device
     group: ProcessGroup | None = None
     first_key: int = 0
     last_key: int | None = None
-
-    @staticmethod
-    def of(queries: Sequence[int], keys: Sequence[int], device: torch.device, *piece) -> Documents:
-        """piece: group, first_key and last_key, where the token axis is divided."""
-        return Documents(queries, keys, _ends(queries, device), _ends(keys, device), *piece)
 
     @staticmethod
     def whole(lengths: Sequence[int], num_positions: int, device: torch.device) -> Documents:
         """Whole documents of these lengths; what is left over of the axis is padding, by itself."""
         rest = num_positions - sum(lengths)
         lengths = [*lengths, rest] if rest else list(lengths)
-        ends = _ends(lengths, device)
-        return Documents(lengths, lengths, ends, ends)
+        return Documents(lengths, lengths, device)
 
-
-def _ends(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
+    @functools.cached_property
+    def ends(self) -> list[Tensor]:
+        """Of queries and keys the running sums from 0, (documents + 1,) int32 each."""
+        sums = [torch.tensor([0, *accumulate(counts)], dtype=torch.int32) for counts in (self.queries, self.keys)]
+        return [one.to(self.device) for one in sums]
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype, head_width: int) -> bool:
@@ -116,8 +111,7 @@ def by_document(
             query,
             key,
             value,
-            documents.query_ends,
-            documents.key_ends,
+            *documents.ends,
             max(documents.queries),
             max(documents.keys),
             scale=scaling,

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,10 +74,6 @@ class Policy:
         named = {name: tensor.detach() for name, tensor in named_weights(self.model).items()}
         return named if self.base_digest is None else lora.merged_weights(self.model, named)
 
-    def without_adapters(self) -> contextlib.AbstractContextManager:
-        """Within, the policy is the model that training began with: that of the frozen weights alone."""
-        return lora.without_adapters(self.model)
-
     def copied(self) -> Policy:
         """The same model on the same device in compute_dtype, with weights of its own, which `load` fills."""
         from transformers import AutoModelForCausalLM
@@ -109,23 +105,15 @@ class Policy:
         """Whether `decode` is known to compute what this model does."""
         return can_decode(self.model)
 
-    def decode(
-        self,
-        prompts: list[list[int]],
-        max_tokens: int,
-        ends: list[int],
-        draw: Callable,
-        fp32_lm_head: bool,
-        stopped: Callable | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Tokens (B, max_tokens) of one completion a prompt, and their log-probs: see `decoding.Decoding`."""
+    def decode(self, prompts: list[list[int]], max_tokens: int, fp32_lm_head: bool, **how) -> tuple[Tensor, Tensor]:
+        """Tokens (B, max_tokens) of one completion a prompt, and their log-probs; how: see `decoding.Decoding`."""
         self.model.eval()
         with decoding(self.model):
 
             def logits(hidden: Tensor) -> Tensor:
                 return linear(hidden, self.head.weight, self.head.bias, fp32_lm_head)
 
-            found = Decoding(self.model, logits, draw, ends, stopped).complete(prompts, max_tokens)
+            found = Decoding(self.model, logits, **how).complete(prompts, max_tokens)
         self.model.train()
         return found
 
@@ -168,35 +156,27 @@ class Policy:
 
         fp32_lm_head: whether the head gives float32 logits of its half-precision operands, as it does in training.
         """
-        by_document = self.by_document
-        self.model.eval()
-        if by_document:
-            self.model.set_attn_implementation("sdpa")
-        with self.autocast(self.model.device), self._float32_head(fp32_lm_head):
-            yield
-        if by_document:
-            self.model.set_attn_implementation(attention.NAME)
-        self.model.train()
-
-    @contextlib.contextmanager
-    def _float32_head(self, wanted: bool):
-        """In half precision, the model calls its head as the loss computes it."""
-        if not wanted or self.compute_dtype == torch.float32:
-            yield
-            return
-        head = self.head
-        weight = head.weight.detach().to(self.compute_dtype)  # once, not for every token
+        by_document, head, dtype = self.by_document, self.head, self.compute_dtype
+        weight = head.weight.detach().to(dtype)  # once, not for every token
 
         def forward(hidden: Tensor) -> Tensor:
             with torch.autocast(hidden.device.type, enabled=False):
-                rows = hidden.flatten(end_dim=-2).to(self.compute_dtype)
+                rows = hidden.flatten(end_dim=-2).to(dtype)
                 return linear(rows, weight, head.bias, fp32=True).view(*hidden.shape[:-1], -1)
 
-        head.forward = forward
+        self.model.eval()
+        if by_document:
+            self.model.set_attn_implementation("sdpa")
+        if fp32_lm_head and dtype != torch.float32:
+            head.forward = forward
         try:
-            yield
+            with self.autocast(self.model.device):
+                yield
         finally:
-            del head.forward
+            vars(head).pop("forward", None)
+            if by_document:
+                self.model.set_attn_implementation(attention.NAME)
+            self.model.train()
 
     def autocast(self, device: torch.device):
         return torch.autocast(device.type, self.compute_dtype, enabled=self.compute_dtype != torch.float32)

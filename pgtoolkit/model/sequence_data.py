@@ -52,4 +52,4 @@ def documents_here(lengths: Sequence[int], num_here: int, group: ProcessGroup, d
         ends.append(num_here * group.size())
     here = [(max(a, start), min(b, stop), a) for a, b in pairwise(ends) if a < stop and b > start]
     queries, keys = [b - a for a, b, _ in here], [b - first for _, b, first in here]
-    return Documents.of(queries, keys, device, group, here[0][2], stop)
+    return Documents(queries, keys, device, group, here[0][2], stop)

@@ -225,8 +225,8 @@ class RecordedRollouts(Source):
 
     def _check_groups(self, ids: list[int | str]) -> None:
         """Groups that the rows name: all of `group_size`, if that is given, and each in one file."""
-        counts, size = np.bincount(self.groups), self.config.group_size
-        first = np.unique(self.groups, return_index=True)[1]
+        size = self.config.group_size
+        _, first, counts = np.unique(self.groups, return_index=True, return_counts=True)
         for number in np.flatnonzero(counts != size) if size is not None else ():
             reason = f"is {ids[number]!r}, a group of {counts[number]} documents; rollout.group_size={size}"
             self._refuse(first[number], "group_id", reason)

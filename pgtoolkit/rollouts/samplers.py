@@ -155,8 +155,8 @@ class TransformersSampler:
     def _decoded(self, prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Tokens and log-probs, (B, C), by a cache of fixed size."""
         draw = _Draw(temperature_and_top_p(self.settings), self._generator, self._check_open)
-        most, ends, stopped = self.settings.max_new_tokens, self._ends(), self._stopped if self._stops else None
-        found = self._policy.decode(prompts, most, ends, draw, self._fp32_lm_head, stopped)
+        how = {"draw": draw, "ends": self._ends(), "stopped": self._stopped if self._stops else None}
+        found = self._policy.decode(prompts, self.settings.max_new_tokens, self._fp32_lm_head, **how)
         if not found[1].isfinite().all():
             raise _not_finite()
         return found

@@ -60,7 +60,7 @@ class ServerProcess:
         with contextlib.suppress(OSError), open_to_read(self.log) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 2**16))
             lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-        errors = list(dict.fromkeys(line for line in lines if re.search(r"(Error|Exception)\b.*:? ", line)))
+        errors = list(dict.fromkeys(line for line in lines if re.search(r"(Error|Exception|Value error)\b.*:? ", line)))
         told = " | ".join(line[-300:] for line in (errors[-2:] or lines[-_LAST_LINES:]))
         return f"Its last words: {told}. All of them: {self.log}." if told else f"Its log, {self.log}, is empty."
 

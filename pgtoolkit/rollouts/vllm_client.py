@@ -24,6 +24,8 @@ _BUSY_SECONDS = 30
 """For how long a server may answer 503, as it does while it is paused."""
 LOST = "Nothing that was trained is lost."
 _CONNECTIONS = 1024
+V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+"""The variable that says which of its two parts that run the model vLLM uses."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +239,9 @@ class Server:
 
     def _check_process(self) -> None:
         if self._process is not None and (status := self._process.status) is not None:
-            raise SamplerLost(f"the sampling server {self.url} ended with status {status}. {self._words()}")
+            words = self._words()
+            use = f" Set {V2_RUNNER}=0 in the environment." if "Model Runner V2" in words else ""
+            raise SamplerLost(f"the sampling server {self.url} ended with status {status}. {words}{use}")
 
     def _words(self) -> str:
         return LOST if self._process is None else f"{self._process.last_words()} {LOST}"

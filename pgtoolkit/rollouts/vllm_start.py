@@ -17,7 +17,7 @@ from pgtoolkit.errors import ConfigError, SamplerLost
 from pgtoolkit.ranks.agreement import failing_together, gather
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.server_process import ServerProcess, free_port
-from pgtoolkit.rollouts.vllm_client import Server
+from pgtoolkit.rollouts.vllm_client import V2_RUNNER, Server
 from pgtoolkit.system.report import refusal
 
 log = logging.getLogger("pgtoolkit")
@@ -29,17 +29,26 @@ _VARIABLES = {
     "VLLM_SERVER_DEV_MODE": "1",  # without it there is no way to give it other weights
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # which would compile itself at the start
     "VLLM_NO_USAGE_STATS": "1",
+    V2_RUNNER: "1",  # draws tokens with seeds as fast as without
 }
+"""Where this process has one of them already, its value holds."""
+_FRONT_ENDS = 4
+"""Processes of the servers on a GPU that take requests and write answers, while one computes."""
+_FIXED = "--kv-cache-memory-bytes"
+"""The option that says how much memory a server takes for keys and values, which it measures otherwise."""
 
 
 @dataclass(frozen=True)
 class Plan:
     """What to start: for each server the GPUs it sees, as CUDA_VISIBLE_DEVICES has them (None: all), and its command.
 
-    sleeps: whether the servers are on the GPUs that train, and give their memory back while they do.
+    at_once: how many of them, the first on each of the GPUs, then the second on each: while a server measures its need
+    of memory, it takes what others on its GPU allocate for its own. sleeps: whether the servers are on the GPUs that
+    train, and give their memory back while they do.
     """
 
     gpus: list[str | None]
+    at_once: int
     arguments: list[str]
     sleeps: bool
 
@@ -48,7 +57,7 @@ def plan(config: Config, layout: Layout, number_type: str, room: int) -> Plan:
     """Of this configuration; called by every rank. number_type, room: of the model, and most tokens of a document."""
     own = config.sampler
     if own.urls:
-        return Plan([], [], False)
+        return Plan([], 0, [], False)
     on_gpu = torch.cuda.is_available() and config.trainer.device != "cpu"
     ranks = gather((socket.gethostname(), torch.cuda.current_device() if on_gpu else None), layout.world_group)
     with failing_together(layout):
@@ -67,19 +76,22 @@ def plan(config: Config, layout: Layout, number_type: str, room: int) -> Plan:
         "logprobs-mode": "processed_logprobs",
         "max-model-len": room,
         "max-num-seqs": own.max_sequences,
-        "gpu-memory-utilization": own.gpu_memory_share,
+        "gpu-memory-utilization": own.gpu_memory_share / own.servers_per_gpu,
         "tensor-parallel-size": own.tensor_parallel,
         "generation-config": "vllm",
         "seed": config.seed,
     }
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     arguments += [
+        f"--api-server-count={max(1, _FRONT_ENDS // own.servers_per_gpu)}",
         *([] if config.rollout.stop else ["--skip-tokenizer-init"]),  # text alone needs one
         "--disable-uvicorn-access-log",
         "--disable-log-stats",
         *(["--enable-sleep-mode"] if sleeps else []),
     ]
-    return Plan(gpus, [*arguments, *own.arguments], sleeps)
+    measures = not any(argument.startswith(_FIXED) for argument in own.arguments)
+    servers = gpus * own.servers_per_gpu
+    return Plan(servers, len(gpus if measures else servers), [*arguments, *own.arguments], sleeps)
 
 
 def _visible(gpus: list[int]) -> str:
@@ -94,11 +106,10 @@ class Servers:
 
     def __init__(self, config: Config, chosen: Plan, folder: Path, run_dir: Path):
         self._config, self._plan, self._folder, self._run_dir = config.sampler, chosen, folder, run_dir
-        self._begin = self._said = time.monotonic()
+        self._said = time.monotonic()
         self._starts = 0
         self.all = [Server(url, self._config.answer_seconds) for url in self._config.urls]
-        for number in range(len(chosen.gpus)):
-            self.all.append(self._start(number))
+        self._start_more()
 
     def are_up(self) -> bool:
         """Whether all answer by now. Raises SamplerLost if one has ended, or sampler.start_seconds are over."""
@@ -116,10 +127,19 @@ class Servers:
         if now - self._said > _PROGRESS_SECONDS:
             self._said = now
             log.info(f"waiting for the sampling server, which can take minutes: {now - self._begin:.0f} s")
-        if not waiting:
-            for server in self.all[len(self._config.urls) :]:
-                server.check_folder(self._folder, now + self._config.answer_seconds)
-        return not waiting
+        if waiting:
+            return False
+        for server in self.all[len(self._config.urls) :]:
+            server.check_folder(self._folder, now + self._config.answer_seconds)
+        return not self._start_more()
+
+    def _start_more(self) -> bool:
+        """Start those that come next; whether there were any."""
+        self._begin = time.monotonic()
+        numbers = range(len(self._plan.gpus))[len(self.all) :][: self._plan.at_once]
+        for number in numbers:
+            self.all.append(self._start(number))
+        return bool(numbers)
 
     def _start(self, number: int) -> Server:
         self._starts += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -29,13 +30,15 @@ class WeightsFolder:
 
     parent: where it is made; None for shared memory if there is room, else `fallback`. dtype: of its weights.
     The file stays mapped: a new version overwrites it in place, from the GPU without a copy in between. Whoever reads
-    it has to be done before.
+    it has to be done before. What of it is in shared memory is made known to CUDA, so that all tensors are copied at
+    once: its pages are locked then. Those of a file on a disk the GPU may not write behind the file system's back.
     """
 
     def __init__(self, parent: Path | None, fallback: Path, dtype: torch.dtype):
         self._parent, self._fallback, self._dtype = parent, fallback, dtype
         self._header: bytes | None = None
         self._rooms: dict[str, Tensor] = {}
+        self._known_at: int | None = None  # the address that CUDA knows
         self.path: Path | None = None
 
     def make(self, num_bytes: int, write_settings: Callable[[Path], None]) -> Path:
@@ -51,15 +54,23 @@ class WeightsFolder:
         return self.path
 
     def fill(self, weights: Mapping[str, Tensor]) -> None:
-        """Write whole tensors, as `whole` gives them. Raises StorageError where the disk, or the memory, is full."""
+        """Write whole tensors, as `whole` gives them; they are written when this returns.
+
+        Raises StorageError where the disk, or the memory, is full.
+        """
         header = _header({name: (self._type_of(tensor), tensor.shape) for name, tensor in weights.items()})
         if header != self._header:
             self._map(header)
-        for name, tensor in weights.items():
-            self._rooms[name].copy_(tensor.reshape(-1), non_blocking=False)
+        try:
+            for name, tensor in weights.items():
+                room = self._rooms[name]  # a copy to another type would wait, and be converted on the CPU
+                room.copy_(tensor.reshape(-1).to(room.dtype), non_blocking=self._known_at is not None)
+        finally:
+            for device in {tensor.device for tensor in weights.values() if tensor.is_cuda}:
+                torch.cuda.synchronize(device)
 
     def remove(self) -> None:
-        self._rooms, self._header = {}, None
+        self._forget()
         if self.path is not None:
             shutil.rmtree(self.path, ignore_errors=True)
 
@@ -68,7 +79,7 @@ class WeightsFolder:
 
     def _map(self, header: bytes) -> None:
         """The file of this header, and in memory the place of each tensor's numbers in it."""
-        self._rooms = {}
+        self._forget()
         file, entries = self.path / "model.safetensors", json.loads(header[8:])
         size = len(header) + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         try:
@@ -86,6 +97,23 @@ class WeightsFolder:
             first, end = (len(header) + offset for offset in entry["data_offsets"])
             self._rooms[name] = content[first:end].view(types[entry["dtype"]])
         self._header = header
+        if torch.cuda.is_initialized() and file.is_relative_to(_SHARED_MEMORY):
+            self._known_at = content.data_ptr() if _lock_pages(content) else None
+
+    def _forget(self) -> None:
+        if self._known_at is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._known_at)
+        self._rooms, self._header, self._known_at = {}, None, None
+
+
+def _lock_pages(content: Tensor) -> bool:
+    """Whether CUDA could; where it cannot, copies wait for one another."""
+    cuda = torch.cuda.cudart()
+    done = cuda.cudaHostRegister(content.data_ptr(), content.nbytes, 0) == cuda.cudaError.success
+    if not done:
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")  # whatever computes next would raise the error
+    return done
 
 
 def whole(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -139,16 +139,14 @@ def read_completions(path: Path, columns: Sequence[str] | None = None) -> list[C
 def some_prompts(rows: Sequence[CompletionRow], most: int) -> set[str]:
     """Names of prompts that together have at most so many completions: all of them, or some, spread evenly.
 
-    The first is among them, and the last; where its completions alone are more, it stays.
+    The last is among them; where its completions alone are more, it stays.
     """
     counts = Counter(row.name for row in rows)
-    names, number = [*counts], len(counts)
-    while number > 1:
-        chosen = {names[round(i * (len(names) - 1) / (number - 1))] for i in range(number)}
-        if (total := sum(counts[name] for name in chosen)) <= most:
-            return chosen
-        number = min(number - 1, max(2, number * most // total))
-    return set(names[-1:])
+    for apart in range(max(1, -(-len(rows) // most)), len(counts)):
+        chosen = [*counts][::-apart]
+        if sum(counts[name] for name in chosen) <= most:
+            return set(chosen)
+    return set([*counts][-1:])
 
 
 def some_completions(

@@ -23,10 +23,11 @@ _METRICS_PER_CALL = 1000  # MLflow's own limit
 class RowFile:
     """A file of rows, each with its step, and how far it has been delivered.
 
-    delivered: the steps whose rows are in the store. metrics_of: a row as MLflow's metrics.
+    delivered: the steps whose rows are in the store, of evaluations each with its set before it. metrics_of: a row as
+    MLflow's metrics.
     """
 
-    def __init__(self, path: Path, delivered: Container[int], metrics_of: Callable[[dict], list]):
+    def __init__(self, path: Path, delivered: Container, metrics_of: Callable[[dict], list]):
         self.offset = 0
         self.last_time: int | None = None  # of the last row, in milliseconds
         self.delivered = delivered
@@ -43,7 +44,8 @@ class RowFile:
                 if not line.endswith(b"\n"):
                     break  # still being written
                 row = json.loads(line)
-                new = self._metrics_of(row) if row["step"] not in self.delivered else []
+                known = (row["set"], row["step"]) if "set" in row else row["step"]
+                new = self._metrics_of(row) if known not in self.delivered else []
                 if metrics and len(metrics) + len(new) > _METRICS_PER_CALL:
                     break
                 metrics += new
@@ -66,30 +68,20 @@ def system_metrics_of(row: dict) -> list:
     return _as_metrics(row, "system/", row["step"], row)
 
 
-def evaluations_of(delivered: Container[tuple[str, int]]) -> Callable[[dict], list]:
-    """Of a row of evaluations.jsonl what it measured, as evaluation/SET/NAME, in whose names pass@k is pass_at_k.
-
-    delivered: set and step of each row that the store has.
-    """
-
-    def metrics(row: dict) -> list:
-        if (row["set"], row["step"]) in delivered:
-            return []
-        measured = {name.replace("@", "_at_"): value for name, value in row.items() if name not in _NOT_MEASURED}
-        return _as_metrics(row | measured, EVALUATION.format(row["set"], ""), row["step"], measured)
-
-    return metrics
+def evaluation_metrics_of(row: dict) -> list:
+    """Of a row of evaluations.jsonl what it measured, as evaluation/SET/NAME, in whose names pass@k is pass_at_k."""
+    measured = {name.replace("@", "_at_"): value for name, value in row.items() if name not in _NOT_MEASURED}
+    return _as_metrics(row | measured, EVALUATION.format(row["set"], ""), row["step"], measured)
 
 
 def _as_metrics(row: dict, prefix: str, step: int, names: Iterable[str]) -> list:
     """The finite values of these names, at the time of the row: a row that is sent again is the same row to MLflow."""
     from mlflow.entities import Metric
 
-    values = {name: row[name] for name in names if name in row and name not in ("step", "time")}
     return [
-        Metric(parameter_name(prefix + name), value, _milliseconds(row), step)
-        for name, value in values.items()
-        if math.isfinite(value)
+        Metric(parameter_name(prefix + name), row[name], _milliseconds(row), step)
+        for name in names
+        if name in row and name not in ("step", "time") and math.isfinite(row[name])
     ]
 
 

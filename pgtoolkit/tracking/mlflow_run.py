@@ -20,7 +20,7 @@ from pgtoolkit.runs.files import TIME, read_metrics, read_status
 from pgtoolkit.system.plain_files import refuse_other
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.tracking.description import TABLE, describe, table_of
-from pgtoolkit.tracking.metric_batches import EVALUATION, RowFile, evaluations_of, metrics_of, system_metrics_of
+from pgtoolkit.tracking.metric_batches import EVALUATION, RowFile, evaluation_metrics_of, metrics_of, system_metrics_of
 from pgtoolkit.tracking.store import (
     failure,
     open_store,
@@ -72,11 +72,9 @@ class MlflowTracker:
         self.rows_delivered = 0
         self._measures_system = system_metrics
         self._system: SystemMetrics | None = None
-        self._wake = threading.Event()
-        self._end: str | None = None  # the state to close the run with
+        self._ended = threading.Event()
         self._thread = None
         self._completions: list[tuple] = []  # of which there is a table: their files, and when each was written
-        self._next_table = time.monotonic() + _SECONDS_BETWEEN_TABLES
 
     def start(self, run_dir: Path, consequence: str = "") -> None:
         """Open the MLflow run of this directory, or make it, and begin to deliver.
@@ -118,7 +116,7 @@ class MlflowTracker:
         self._files = [
             self._metrics,
             RowFile(self._run_dir / "system_metrics.jsonl", range(last + 1), system_metrics_of),
-            RowFile(self._run_dir / "evaluations.jsonl", (), evaluations_of(evaluated)),
+            RowFile(self._run_dir / "evaluations.jsonl", evaluated, evaluation_metrics_of),
         ]
         self._thread = threading.Thread(target=self._deliver_until_stopped, name="mlflow", daemon=True)
         self._thread.start()
@@ -140,8 +138,8 @@ class MlflowTracker:
         if self._system:
             self._system.stop()
         self._missing = ["metrics", "artifacts", "completions", "the end of the run"]
-        self._end = state
-        self._wake.set()
+        self._end_status = _END_STATUS[state]
+        self._ended.set()
         thread.join(6 * request_seconds() if limited else None)
         return list(self._missing)
 
@@ -201,17 +199,17 @@ class MlflowTracker:
             self._completions = now
 
     def _deliver_until_stopped(self):
-        pause, failed, has_configuration = _SECONDS_BETWEEN_DELIVERIES, False, False
+        pause, failed, first_files = _SECONDS_BETWEEN_DELIVERIES, False, _AT_THE_START
+        next_table = time.monotonic() + _SECONDS_BETWEEN_TABLES
         while True:
-            last = self._end is not None
+            last = self._ended.is_set()
             try:
-                if not has_configuration:  # now, so that a run that is killed has it there, too
-                    self._log_artifacts(_AT_THE_START)
-                    has_configuration = True
+                self._log_artifacts(first_files)  # now, so that a run that is killed has them there, too
+                first_files = ()
                 self._deliver()
-                if not last and time.monotonic() > self._next_table:
+                if not last and time.monotonic() > next_table:
                     self._log_completions()
-                    self._next_table = time.monotonic() + _SECONDS_BETWEEN_TABLES
+                    next_table = time.monotonic() + _SECONDS_BETWEEN_TABLES
                 if failed:
                     _log.info("MLflow answers again: metrics are complete")
                 pause, failed = _SECONDS_BETWEEN_DELIVERIES, False
@@ -225,8 +223,7 @@ class MlflowTracker:
                     self._missing.remove("metrics")
                 self._close()
                 return
-            if self._wake.wait(pause):
-                self._wake.clear()
+            self._ended.wait(pause)
 
     def _deliver(self):
         for file in self._files:
@@ -251,7 +248,7 @@ class MlflowTracker:
                 self._client.set_tag(self._run_id, "reason", text_of("reason", reason))
             # A delivery after the fact leaves the run as long as it was.
             end_time = self._metrics.last_time
-            self._client.set_terminated(self._run_id, status=_END_STATUS[self._end], end_time=end_time)
+            self._client.set_terminated(self._run_id, status=self._end_status, end_time=end_time)
 
     @contextlib.contextmanager
     def _delivering(self, what):

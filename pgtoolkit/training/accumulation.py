@@ -118,9 +118,9 @@ class DynamicAccumulation(lightning.LightningModule):
             torch.cuda.current_stream(self.device).synchronize()
             found["peak_memory_gb"] = torch.cuda.max_memory_allocated(self.device) / 1e9
             torch.cuda.reset_peak_memory_stats(self.device)
-        seconds = step.seconds | {"update": time.perf_counter() - started}
-        found |= {f"seconds_{stage}": value for stage, value in seconds.items()}
-        return found | {"tokens_per_second": step.totals.num_tokens / seconds["update"]}
+        update = time.perf_counter() - started
+        found |= {f"seconds_{stage}": value for stage, value in (step.seconds | {"update": update}).items()}
+        return found | {"tokens_per_second": step.totals.num_tokens / update}
 
     def _update(self, step: Step) -> dict[str, float]:
         self.optimizer.zero_grad()
@@ -141,13 +141,9 @@ class DynamicAccumulation(lightning.LightningModule):
     def _step_metrics(self, outputs: list[PolicyLoss], step: Step) -> dict[str, float]:
         """Clips the gradient and reads all numbers of the step, those of all ranks, in one transfer to the host."""
         loss, sums = self._over_ranks(outputs)
-        limit = self.max_grad_norm
-        with_old_log_probs = all(document.old_log_probs is not None for document in step.documents)
-        metrics = {
-            "loss": loss,
-            "grad_norm": clip_gradients(self.parameters(), self.layout, math.inf if limit is None else limit),
-            **sums.finalize(step.totals, with_old_log_probs),
-        }
+        limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
+        metrics = {"loss": loss, "grad_norm": clip_gradients(self.parameters(), self.layout, limit)}
+        metrics |= sums.finalize(step.totals, all(document.old_log_probs is not None for document in step.documents))
         values = torch.stack([value.to(self.device, torch.float64) for value in metrics.values()]).tolist()
         counts = {name for name, value in metrics.items() if not value.is_floating_point()}
         return {name: int(x) if name in counts else x for name, x in zip(metrics, values, strict=True)}
@@ -191,7 +187,6 @@ def _not_finite(micro_batches: list[MicroBatch], outputs: list[PolicyLoss]) -> l
     for micro_batch, out in zip(micro_batches, outputs, strict=False):  # no output on early pipeline stages
         vectors = "old_log_probs", "advantages", *known_vectors(micro_batch)
         total = sum((getattr(micro_batch, name) for name in vectors), out.log_probs.cpu())
-        bad = ~torch.isfinite(total)
-        bad &= micro_batch.labels >= 0
+        bad = ~torch.isfinite(total) & (micro_batch.labels >= 0)
         names += [micro_batch.names[i] for i in micro_batch.document_index[bad].unique().tolist()]
     return names

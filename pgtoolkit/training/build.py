@@ -1,18 +1,30 @@
-"""From the configuration to what is trained, the steps it is trained on, and the loop that does it."""
+"""From the configuration to what is trained, its reference, the steps it is trained on, and the loop that does it."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from pgtoolkit.config.evaluation import HeldOut, held_out_sets, is_on
-from pgtoolkit.config.schema import AggregationMode, Config, PolicyRolloutConfig, TooLong
+from pgtoolkit.config.paths import NO_FOLDER
+from pgtoolkit.config.rules.step import needs_model
+from pgtoolkit.config.schema import (
+    AggregationMode,
+    Config,
+    HuggingFaceModelConfig,
+    NumberType,
+    PolicyRolloutConfig,
+    TooLong,
+)
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.build import build_policy
+from pgtoolkit.model.policy import Policy
 from pgtoolkit.model.spread import parallelize
 from pgtoolkit.ranks.agreement import failing_together
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
@@ -32,7 +44,6 @@ from pgtoolkit.system.report import Report
 from pgtoolkit.training.frameworks import lightning
 from pgtoolkit.training.machine import devices
 from pgtoolkit.training.module import PolicyGradientModule
-from pgtoolkit.training.reference import reference_of
 from pgtoolkit.training.state import seed_rank, write_settings
 
 log = logging.getLogger("pgtoolkit")
@@ -106,22 +117,25 @@ def accelerator(config: Config) -> str:
 
 
 def _source(config: Config, task, module: PolicyGradientModule, room: int, resume: bool, run_dir: Path) -> Source:
-    estimator, rollout = config.advantage.estimator.value, config.rollout
+    rollout, correction = config.rollout, module.loss.correction
     if isinstance(rollout, PolicyRolloutConfig):
         writes = rollout.save_path and module.layout.rank == 0
         writer = RolloutWriter(rollout.save_path, resume) if writes else None
         with failing_together(module.layout):
             tokenized = _tokenized(config, config.task, task, module, room)
         sampler = _sampler(config, module, tokenized, room, run_dir)
-        _note_ignored(config, module)
+        if ignored := ignored_settings(module.policy, rollout):
+            values = ", ".join(f"{name}={value}" for name, value in ignored.items())
+            log.warning(
+                f"note: {config.model.path}/generation_config.json suggests {values}, which is ignored: completions "
+                "are sampled as rollout.temperature and rollout.top_p say, and nothing else."
+            )
         return PolicyRollouts(config, tokenized, sampler, module, module.layout, writer)
-    needs = ("group_id",) if config.aggregation.mode == AggregationMode.prompt_mean else ()
-    correction = module.loss.correction
+    needs = ("group_id",) if closes_on_groups(config) else ()
     needs += ("sampling_log_probs",) if correction is not None and not correction.of_policy else ()
     needs += ("ref_log_probs",) if config.kl.reference == "recorded" else ()
-    vocabulary_size, reads = module.policy.vocabulary_size, module.loss.reads_old_log_probs
-    accepts = config.trainer.accept_changed_data
-    return RecordedRollouts(rollout, estimator, vocabulary_size, config.seed, needs, room, reads, accepts)
+    how = config.advantage.estimator.value, module.policy.vocabulary_size, config.seed, needs, room
+    return RecordedRollouts(rollout, *how, module.loss.reads_old_log_probs, config.trainer.accept_changed_data)
 
 
 def evaluator_of(
@@ -131,10 +145,9 @@ def evaluator_of(
 
     Raises ConfigError or DataError for sets whose prompts cannot be read, or have no room.
     """
-    how, shares = as_evaluated(config), isinstance(source, PolicyRollouts) and isinstance(source.sampler, VllmSampler)
-    room = min(
-        module.policy.max_positions, config.accumulation.max_tokens if config.sampler.name == "vllm" else sys.maxsize
-    )
+    how, room = as_evaluated(config), module.policy.max_positions
+    if config.sampler.name == "vllm":
+        room = min(room, config.accumulation.max_tokens)
     with failing_together(module.layout):
         sets = [_prompt_set(how, one, module, room) for one in held_out_sets(config)]
         for one, task in sets:
@@ -143,7 +156,7 @@ def evaluator_of(
                     f"note: {count} of the {one.count} prompts of evaluation set {one.name} are also prompts of "
                     "training: what is measured on those is not held out."
                 )
-    if shares:
+    if isinstance(source, PolicyRollouts) and isinstance(source.sampler, VllmSampler):
         sampler = source.sampler.sampling_otherwise(how.rollout, source.state_dict)
     else:
         sampler = _sampler(how, module, sets[0][0].task, room, run_dir)
@@ -186,10 +199,53 @@ def _sampler(config: Config, module: PolicyGradientModule, task: TokenizedTask, 
     return VllmSampler(config, module, module.layout, prompts, room, settings, run_dir)
 
 
-def _note_ignored(config: Config, module: PolicyGradientModule) -> None:
-    if ignored := ignored_settings(module.policy, config.rollout):
-        values = ", ".join(f"{name}={value}" for name, value in ignored.items())
-        log.warning(
-            f"note: {config.model.path}/generation_config.json suggests {values}, which is ignored: completions are "
-            "sampled as rollout.temperature and rollout.top_p say, and nothing else."
+def reference_of(config: Config, policy: Policy) -> Policy | None:
+    """The reference, frozen and whole; None where none is needed.
+
+    policy: as a run starts with it, from the seed or model.path: a resumed run, too, before its checkpoint is read. So
+    the initial weights need no place in a checkpoint. Raises ConfigError for one that cannot be loaded, or whose tokens
+    are others.
+    """
+    if not needs_model(config):
+        return None
+    path = config.kl.reference
+    loaded = replace(policy, model=copy.deepcopy(policy.model)) if path in NO_FOLDER else _loaded(path, policy)
+    model = loaded.model.requires_grad_(False)
+    if policy.compute_dtype != torch.float32:
+        _narrow(model, policy.compute_dtype)
+    return loaded
+
+
+def _loaded(path: str, policy: Policy) -> Policy:
+    dtype = NumberType.float32 if policy.compute_dtype == torch.float32 else NumberType.bfloat16
+    off = {"random_weights": False, "gradient_checkpointing": False, "fp32_lm_head": False}
+    no_lora = {"lora_rank": None, "lora_alpha": 1.0, "lora_targets": []}
+    chosen = HuggingFaceModelConfig(name="huggingface", path=path, dtype=dtype, **off, **no_lora)
+    try:
+        with torch.random.fork_rng(devices=[]):  # the same prompts and samples as of a run without it
+            loaded = build_policy(chosen, None, on_gpu=policy.by_document)  # as the policy was built
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.path=", "kl.reference=")) from error
+    sizes, tokens = [len(one.head.weight) for one in (policy, loaded)], policy.tokenizer.get_vocab()
+    if loaded.tokenizer.get_vocab() != tokens or sizes[0] != sizes[1]:
+        own = len(set(tokens.items()) & set(loaded.tokenizer.get_vocab().items()))
+        raise ConfigError(
+            f"kl.reference={path} needs the vocabulary of the policy, {sizes[0]} rows of the head and "
+            f"{len(tokens)} tokens (got {sizes[1]} rows, and {own} of these tokens under the same number). Its "
+            "log-probs would be those of other tokens. Use a model of the same family, or kl.reference=initial."
         )
+    return loaded
+
+
+def _narrow(model: nn.Module, dtype: torch.dtype) -> None:
+    """Keep what autocast would cast at each call in that type already: the matrices of linear layers.
+
+    The rest, such as norms and embeddings, computes in float32 in the policy as well: at the start of a run both then
+    have the same log-probs to the last bit.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    embeddings = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    for module in model.modules():
+        if isinstance(module, nn.Linear | Conv1D) and not embeddings & {id(p) for p in module.parameters()}:
+            module.to(dtype)

@@ -6,9 +6,10 @@ import contextlib
 import dataclasses
 import json
 import os
-import shutil
 import tempfile
+from importlib.resources import files
 from pathlib import Path
+from string import Template
 
 import torch
 from omegaconf import OmegaConf
@@ -32,7 +33,7 @@ from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import refusal
 from pgtoolkit.tracking.description import describe
 from pgtoolkit.tracking.next_commands import shell_path
-from pgtoolkit.training.checkpoint import list_checkpoints, load_newest, read_checkpoint, settings_of
+from pgtoolkit.training.checkpoint import list_checkpoints, load_newest, read_checkpoint, settings_of, step_of
 
 _SHOWN = ("reward", "exact_match", "loss", "kl_new_old", "completion_length")
 """Metrics that the card lists, as far as the run has them."""
@@ -54,23 +55,20 @@ def export(run_dir: Path, folder: Path, best: bool = False) -> int:
     _refuse_occupied(use, folder)
     state = saved_state(run_dir, use, best=best)
     config = _config(run_dir)
-    temporary = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        _write_model(config, state, temporary)
-        with contextlib.suppress(FileNotFoundError), open_to_read(run_dir / "curves.png") as picture:
-            (temporary / "curves.png").write_bytes(picture.read())
-        (temporary / "README.md").write_text(card(config, run_dir, state["step"]), encoding="utf-8")
-        temporary.chmod(0o755)  # temporary folders, and what safetensors writes, are their owner's alone
-        for file in temporary.iterdir():
-            file.chmod(0o644)
-        os.replace(temporary, folder)  # takes the place of an empty folder, too
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
+            whole = Path(temporary) / "whole"
+            whole.mkdir()
+            _write_model(config, state, whole)
+            with contextlib.suppress(FileNotFoundError), open_to_read(run_dir / "curves.png") as picture:
+                (whole / "curves.png").write_bytes(picture.read())
+            (whole / "README.md").write_text(card(config, run_dir, state["step"]), encoding="utf-8")
+            for file in whole.iterdir():
+                file.chmod(0o644)  # what safetensors writes is its owner's alone
+            os.replace(whole, folder)  # takes the place of an empty folder, too
     except OSError as error:
         raise StorageError(f"{folder} cannot be written: {error.strerror or error}") from error
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
     return state["step"]
 
 
@@ -95,7 +93,7 @@ def saved_state(run_dir: Path, use: str, step: int | None = None, best: bool = F
         )
     path = folder / f"step-{step:06d}"
     if not path.is_dir():
-        there = [int(found.name.removeprefix("step-")) for found in list_checkpoints(folder)]
+        there = [step_of(found) for found in list_checkpoints(folder)]
         reason = "The run keeps trainer.keep_checkpoints of them, and the best."
         needs, got = f"one of the steps {', '.join(map(str, there)) or 'with a checkpoint'}", step
         raise ConfigError(refusal(f"{use} --step={step}", needs, got, reason, f"--step={there[-1] if there else 'N'}"))
@@ -107,13 +105,10 @@ def saved_state(run_dir: Path, use: str, step: int | None = None, best: bool = F
         raise StorageError(f"the checkpoint {path} is damaged: {first_line(error)}. Use another one.") from error
 
 
-def _refuse_occupied(use, folder):
-    if not folder.is_dir():
-        got = "a file" if folder.exists() else None
-    else:
-        count = len(list(folder.iterdir()))
-        got = f"one with {count} {'entry' if count == 1 else 'entries'}" if count else None
-    if got:
+def _refuse_occupied(use: str, folder: Path) -> None:
+    count = len(list(folder.iterdir())) if folder.is_dir() else 0
+    if count or (folder.exists() and not folder.is_dir()):
+        got = f"one with {count} {'entry' if count == 1 else 'entries'}" if count else "a file"
         raise ConfigError(f"{use} needs a new or empty folder (got {got}). Nothing is overwritten. Use {folder}-2.")
 
 
@@ -175,70 +170,39 @@ def _merged_model(config: Config, state: dict) -> nn.Module:
 
 
 def card(config: Config, run_dir: Path, step: int) -> str:
-    """README.md: what was trained how, what it reached, and how to load it."""
-    described, status = describe(run_dir), read_status(run_dir)
-    resolved, overrides = read_config(run_dir)
+    """README.md: what was trained how, what it reached, and how to load it; export.md is its template."""
+    described, (resolved, overrides) = describe(run_dir), read_config(run_dir)
     rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] <= step]
-    aggregation = config.aggregation.reducer or config.aggregation.mode.value
-    header = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
-    if isinstance(config.model, HuggingFaceModelConfig) and not Path(config.model.path).is_absolute():
-        header.append(f"base_model: {config.model.path}")
-    header += ["tags:", "- pgtoolkit", "- policy-gradient", f"- {config.loss.name}", "---"]
-    seen = f", {rows[-1]['documents_seen']:,} documents" if rows and "documents_seen" in rows[-1] else ""
-    lines = [
-        *header,
-        f"# {described.run_name}",
-        "",
-        f"Trained by reinforcement learning with pgtoolkit: loss {config.loss.name}, aggregation {aggregation}, "
-        f"seed {config.seed}, task {config.task.name}. These are the weights after step {step} of "
-        f"{config.trainer.max_steps}{seen}; the run is {status.get('state', 'unknown')}.",
-        "",
-        *_results(rows),
-        *(["![Curves of the run](curves.png)", ""] if (run_dir / "curves.png").exists() else []),
-        "## Use",
-        "",
-        "```python",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "",
-        'folder = "."  # where this file lies',
-        'tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")',
-        "model = AutoModelForCausalLM.from_pretrained(folder)",
-        f'prompt = tokenizer({_prompt(config)}, return_tensors="pt")',
-        "print(tokenizer.decode(model.generate(**prompt)[0], skip_special_tokens=True))",
-        "```",
-        "",
-        "## Configuration",
-        "",
-        f"Overrides: `{redact(' '.join(overrides)) or 'none'}`. Code: {described.tags.get('git_commit', 'unknown')}.",
-        "",
-        "```yaml",
-        redact(OmegaConf.to_yaml(OmegaConf.create(resolved))).rstrip(),
-        "```",
-    ]
-    return "\n".join(lines) + "\n"
+    of_hub = isinstance(config.model, HuggingFaceModelConfig) and not Path(config.model.path).is_absolute()
+    prompt = '"..."'  # a place to put one
+    if isinstance(config.model, TinyModelConfig):
+        prompt = json.dumps(make_task(config.task, config.seed).prompt(0).text)
+    values = {
+        "base": f"base_model: {config.model.path}\n" if of_hub else "",
+        "name": described.run_name,
+        "loss": config.loss.name,
+        "aggregation": config.aggregation.reducer or config.aggregation.mode.value,
+        "seed": config.seed,
+        "task": config.task.name,
+        "step": step,
+        "max_steps": config.trainer.max_steps,
+        "seen": f", {rows[-1]['documents_seen']:,} documents" if rows and "documents_seen" in rows[-1] else "",
+        "state": read_status(run_dir).get("state", "unknown"),
+        "results": _results(rows) + ("![Curves of the run](curves.png)\n\n" * (run_dir / "curves.png").exists()),
+        "prompt": prompt,
+        "overrides": redact(" ".join(overrides)) or "none",
+        "code": described.tags.get("git_commit", "unknown"),
+        "configuration": redact(OmegaConf.to_yaml(OmegaConf.create(resolved))).rstrip(),
+    }
+    return Template(files(__package__).joinpath("export.md").read_text(encoding="utf-8")).substitute(values)
 
 
-def _results(rows):
+def _results(rows: list[dict]) -> str:
     found = {name: [row[name] for row in rows if name in row] for name in _SHOWN}
     if not any(found.values()):
-        return []
-    table = [
-        f"| {name} | {values[0]:.4g} | {final(values):.4g} | {best(values):.4g} |"
-        for name, values in found.items()
-        if values
-    ]
-    return [
-        "## Results",
-        "",
-        "| metric | first step | last tenth of the steps | highest tenth |",
-        "|---|---|---|---|",
-        *table,
-        "",
-    ]
-
-
-def _prompt(config: Config) -> str:
-    """A prompt as a literal: of the task where that is short and known, else a place to put one."""
-    if isinstance(config.model, TinyModelConfig):
-        return json.dumps(make_task(config.task, config.seed).prompt(0).text)
-    return '"..."'
+        return ""
+    lines = ["## Results", "", "| metric | first step | last tenth of the steps | highest tenth |", "|---|---|---|---|"]
+    for name, values in found.items():
+        if values:
+            lines.append(f"| {name} | {values[0]:.4g} | {final(values):.4g} | {best(values):.4g} |")
+    return "\n".join(lines) + "\n\n"

@@ -44,11 +44,8 @@ def snapshot(module, data_state: dict) -> tuple[dict, dict[str, dict[str, Tensor
     if module.policy.base_digest is not None:
         state["base_digest"] = module.policy.base_digest
     kind, weights = stored(module.policy)
-    moments = {
-        f"{name}.{field}": value
-        for name, weight in weights.items()
-        for field, value in module.optimizer.state.get(weight, {}).items()
-    }
+    of_each = {name: module.optimizer.state.get(weight, {}) for name, weight in weights.items()}
+    moments = {f"{name}.{field}": value for name, own in of_each.items() for field, value in own.items()}
     return state, {kind: weights, MOMENTS: moments}
 
 

@@ -103,8 +103,11 @@ def train(
             raise
         finally:
             if run is not None:
-                with _sigterm_ignored(layout):
-                    _finish(run, recorder, tracker, outcome, reason)
+                handler = signal.getsignal(signal.SIGTERM)
+                if layout.world_size > 1:  # such as torchrun's, which it sends to all once a process has failed
+                    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                _finish(run, recorder, tracker, outcome, reason)
+                signal.signal(signal.SIGTERM, handler)
     if outcome == "interrupted":
         raise Interrupted(
             f"stopped by {reason} after step {recorder.step}; saved up to step {recorder.saved_step}. "
@@ -136,28 +139,14 @@ def _prepare(config: Config, run: RunDirectory, resume: bool, resolved: dict, ov
     return checkpoint
 
 
-@contextlib.contextmanager
-def _sigterm_ignored(layout: Layout):
-    """While the last files are written: a launcher such as torchrun sends SIGTERM to all once a process has failed."""
-    if layout.world_size == 1:
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def _start_tracker(config: Config, run: RunDirectory) -> MlflowTracker | None:
     if config.tracking.name == "none":
         return None
     tracker = MlflowTracker(config.tracking.uri, config.tracking.experiment, config.tracking.system_metrics)
-    tracker.start(
-        run.path,
-        "Training has not started. Start the server or mend tracking.uri, or use tracking=none to keep the metrics in "
-        "the run directory only.",
+    advice = (
+        "Start the server or mend tracking.uri, or use tracking=none to keep the metrics in the run directory only."
     )
+    tracker.start(run.path, f"Training has not started. {advice}")
     run.set_status("running", read_status(run.path)["step"], mlflow=tracker.info)
     return tracker
 

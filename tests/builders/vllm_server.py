@@ -225,7 +225,8 @@ def main() -> None:
     parser.add_argument("--logprobs-mode", default="raw_logprobs")
     parser.add_argument("--skip-tokenizer-init", action="store_true")
     options, _ = parser.parse_known_args()
-    variables = {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "VLLM_SERVER_DEV_MODE", "RANK")}
+    names = ("CUDA_VISIBLE_DEVICES", "VLLM_SERVER_DEV_MODE", "VLLM_USE_V2_MODEL_RUNNER", "RANK")
+    variables = {name: os.environ.get(name) for name in names}
     mark(options, f"start {json.dumps([variables, sys.argv[1:], os.environ.get('PYTHONPATH')])}")
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     print(f"engine {child.pid} of server {os.getpid()}", flush=True)
@@ -233,6 +234,9 @@ def main() -> None:
         time.sleep(3600)
     if options.fault == "does_not_start":
         sys.exit("ValueError: free memory on device is less than desired GPU memory utilization")
+    if options.fault == "model_refused":
+        print("ValidationError: 1 validation error for VllmConfig", flush=True)
+        sys.exit("  Value error, Model Runner V2 does not yet support: stock torch.compile [type=value_error]")
     if options.fault == "port_taken" and Path(options.marks).read_text().count("start [{") <= options.after:
         sys.exit("OSError: [Errno 98] Address already in use")
     # Only now: most faults of a start are told at once.
@@ -245,6 +249,7 @@ def main() -> None:
     engine = Engine(options)
     server = ThreadingHTTPServer(("127.0.0.1", options.port), Handler)
     server.engine = engine
+    mark(options, "up")
     server.serve_forever()
 
 

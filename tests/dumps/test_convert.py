@@ -168,16 +168,17 @@ def test_the_policy_that_sampled_has_ratios_of_one(policy, rollouts, tmp_path, c
     model = ["model=huggingface", f"model.path={policy}"]
     assert convert("nemo-rl", tmp_path, tmp_path / "out.parquet", *model) == 0
     said = capsys.readouterr().out
-    assert "old_log_probs against the model: first document's mean ratio 1.0000" in said
-    assert "NOT" not in said
+    assert "old_log_probs are the model's (correlations at places -1, 0, +1: " in said
+    assert "first document's mean ratio 1.0000" in said
+    assert "are not the model's" not in said
     noise = sum(map(math.exp, (t - s for t, s in zip(rollouts[0].trainer, rollouts[0].sampler, strict=True))))
     mean = noise / len(rollouts[0].response)
-    assert f"sampling_log_probs against the model: first document's mean ratio {mean:.4f}" in said
+    assert f"first document's mean ratio {mean:.4f}" in said.partition("sampling_log_probs are the model's")[2]
     assert convert("nemo-rl", tmp_path, tmp_path / "hot.parquet", *model, "rollout.temperature=2") == 0
-    assert "not at rollout.temperature=2 of these weights (the best fit is 1.00)" in capsys.readouterr().out
+    assert "fit the model at a temperature of 1.00, not at rollout.temperature=2" in capsys.readouterr().out
     other = save_with_tokenizer(small_llama(5, initializer_range=0.6), tmp_path / "other")
     assert convert("nemo-rl", tmp_path, tmp_path / "not.parquet", "model=huggingface", f"model.path={other}") == 0
-    assert "This is NOT the policy that sampled at rollout.temperature=1" in capsys.readouterr().out
+    assert "old_log_probs are not the model's" in capsys.readouterr().out
 
 
 def test_what_nemo_rl_left_out_or_did_not_compute(rollouts, tmp_path, capsys):

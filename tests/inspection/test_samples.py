@@ -190,9 +190,7 @@ def test_of_many_prompts_some_are_taken_with_all_they_have():
     entries = [CompletionRow(step, f"p{number}") for step in (1, 2) for number in range(100)]
     assert some_prompts(entries, 200) == {f"p{number}" for number in range(100)}
     chosen = some_prompts(entries, 10)
-    assert {"p0", "p99"} < chosen
-    assert len(chosen) == 5
-    assert sorted(int(name[1:]) for name in chosen) == [0, 25, 50, 74, 99]
+    assert sorted(int(name[1:]) for name in chosen) == [19, 39, 59, 79, 99]
     assert some_prompts(entries, 1) == {"p99"}
     assert some_prompts([], 5) == set()
 

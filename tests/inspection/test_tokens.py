@@ -53,7 +53,7 @@ def with_config(folder, to, key, value):
 def assert_same_numbers(first, second):
     for one, other in (
         (first.common, second.common),
-        (first.columns[0].judged.vectors, second.columns[0].judged.vectors),
+        (first.columns[0].vectors, second.columns[0].vectors),
     ):
         assert one.keys() == other.keys()
         for name in one:
@@ -64,12 +64,12 @@ def test_the_step_is_the_one_that_the_run_has_made(unrecorded, shown):
     found, row = shown, metrics_of(unrecorded)[5]
     assert found.number == 6  # the last of the batch after the checkpoint before it
     assert [column.label for column in found.columns] == ["loss=grpo aggregation=constant", "loss=gspo", "loss=cispo"]
-    assert found.columns[0].judged.total == pytest.approx(row["loss"], rel=1e-5)
+    assert found.columns[0].total == pytest.approx(row["loss"], rel=1e-5)
     assert "bit for bit" in found.facts[2]
     assert "the checkpoint of step 5" in found.facts[0]
     assert found.facts[1] == "Documents: held by the checkpoint."
     # The share of the tokens that are cut is what the run has measured, by document.
-    clip, ends = found.columns[0].judged.vectors["clip"], np.cumsum([d.num_trained for d in found.made.step.documents])
+    clip, ends = found.columns[0].vectors["clip"], np.cumsum([d.num_trained for d in found.made.step.documents])
     shares = [np.isin(part, (3, 6)).mean() for part in np.split(clip, ends[:-1])]
     assert np.mean(shares) == pytest.approx(row["clipped_low_fraction"] + row["clipped_high_fraction"])
     assert np.mean(shares) > 0.1
@@ -131,7 +131,7 @@ def test_losses_are_chosen_by_overrides(unrecorded):
     more = "loss.epsilon_high=0.5 aggregation=token_mean"
     labels = ["loss=grpo aggregation=constant", f"loss=grpo {more}", f"loss=cispo {more}"]
     assert [column.label for column in found.columns] == labels
-    own, wide, cispo = (column.judged for column in found.columns)
+    own, wide, cispo = found.columns
     assert [one.loss.family.epsilon_high for one in (own, wide, cispo)] == [0.01, 0.5, 0.5]
     assert wide.count("above, cut") < own.count("above, cut")
     assert "1 + 0.5" in found.columns[1].lines[0]
@@ -144,7 +144,7 @@ def test_a_family_of_one_s_own_stands_beside_the_run_s_and_is_the_run_s(unrecord
     own = ["loss=custom", "loss.path=builders.families.Squared"]
     found = inspect(str(unrecorded), own, 6)
     assert [column.label for column in found.columns] == ["loss=grpo aggregation=constant", " ".join(own)]
-    assert type(found.columns[1].judged.loss.family).__name__ == "Squared"
+    assert type(found.columns[1].loss.family).__name__ == "Squared"
     custom = run(tmp_path / "custom", *own, "trainer.max_steps=2")
     with pytest.raises(ConfigError, match=r"loss\.path=builders\.families\.Squared needs to be typed"):
         inspect(str(custom), [], 2)
@@ -176,8 +176,6 @@ def test_recorded_rollouts_of_another_model(tmp_path, capsys):
     assert '"label": "aggregation=token_mean loss=reinforce"' in page.read_text()
     with pytest.raises(ConfigError, match=r"--step=301 needs at most trainer\.max_steps=300"):
         inspect(words[0], words[1:], 301)
-    with pytest.raises(ConfigError, match=r"rollout\.save_path=.*x needs to be left out \(got a folder\)"):
-        inspect(None, ["rollout.save_path=x"], 1)
     with pytest.raises(DataError, match=r"--step=3 needs so many steps of data \(got 1\)"):
         inspect(words[0], words[1:], 3)
 
@@ -193,7 +191,7 @@ def test_the_page_holds_every_number_bit_for_bit(shown):
     found = shown
     data, documents = unpacked(html(found, "pgtk tokens <run>"))
     assert data["common"][0] == "advantage"
-    vectors = list(found.common.values()) + [v for one in found.columns for v in one.judged.vectors.values()]
+    vectors = list(found.common.values()) + [v for one in found.columns for v in one.vectors.values()]
     start = 0
     for document, raw, facts in zip(found.made.step.documents, documents, data["documents"], strict=True):
         place = 0
@@ -212,7 +210,7 @@ def test_the_page_holds_every_number_bit_for_bit(shown):
             np.testing.assert_array_equal(take(len(own), own.dtype), own)
         assert place == len(raw)
         assert facts["cut"][0] == int(
-            np.isin(found.columns[0].judged.vectors["clip"][start : start + document.num_trained], (3, 6)).sum()
+            np.isin(found.columns[0].vectors["clip"][start : start + document.num_trained], (3, 6)).sum()
         )
         start += document.num_trained
     assert {data["texts"][str(token)] for token in document.tokens.tolist()} <= {*"0123456789=", "<end>"}

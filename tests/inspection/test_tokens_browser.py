@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from pgtoolkit.batch import Document
-from pgtoolkit.inspection.tokens import Column, Inspected, inspect
+from pgtoolkit.inspection.tokens import Inspected, inspect
 from pgtoolkit.inspection.tokens_losses import CLIPS, Judged
 from pgtoolkit.inspection.tokens_page import html
 from pgtoolkit.rollouts.steps import make_step
@@ -105,7 +105,7 @@ def test_texts_are_shown_and_do_nothing(page):
 
 
 def test_the_colours_are_the_numbers(page, shown):
-    clips = [column.judged.vectors["clip"] for column in shown.columns]
+    clips = [column.vectors["clip"] for column in shown.columns]
     choose(page, "clip")
     for number in range(4):
         for drawn, clip in zip(page.execute_script(CLASSES % number), clips, strict=True):
@@ -122,7 +122,7 @@ def test_the_colours_are_the_numbers(page, shown):
     }
     for quantity in ("coefficient", "share"):
         choose(page, quantity)
-        vectors = [column.judged.vectors[quantity] for column in shown.columns]
+        vectors = [column.vectors[quantity] for column in shown.columns]
         limit = max(np.quantile(np.abs(values), 0.99) for values in vectors)
         for drawn, values, clip in zip(page.execute_script(CLASSES % 1), vectors, clips, strict=True):
             for name, value, code in zip(drawn[2:], values[12:24], clip[12:24], strict=True):
@@ -130,7 +130,7 @@ def test_the_colours_are_the_numbers(page, shown):
                 cut = " cut" if CLIPS[code].endswith("cut") else ""
                 assert name == f"{'low' if value < 0 else 'high'}-{level}{cut}"
     choose(page, "ratio")
-    vectors = [column.judged.vectors["ratio"] for column in shown.columns]
+    vectors = [column.vectors["ratio"] for column in shown.columns]
     page.execute_script("document.querySelector('#shared').click()")
     for drawn, values in zip(page.execute_script(CLASSES % 0), vectors, strict=True):
         logs = np.log(values.astype(np.float64))
@@ -153,9 +153,9 @@ def test_mouse_and_keyboard_give_a_token_s_numbers(page, shown):
     )
     numbers = {name: [one.replace("\u2212", "-") for one in more] for name, *more in cells}
     for name, key in (("ratio", "ratio"), ("coefficient c_t", "coefficient"), ("weight w_t", "weight")):
-        expected = [float(column.judged.vectors[key][row]) for column in shown.columns]
+        expected = [float(column.vectors[key][row]) for column in shown.columns]
         assert [float(one) for one in numbers[name]] == pytest.approx(expected, rel=1e-4)
-    assert numbers["clip"] == [CLIPS[column.judged.vectors["clip"][row]] for column in shown.columns]
+    assert numbers["clip"] == [CLIPS[column.vectors["clip"][row]] for column in shown.columns]
     assert float(numbers["new log-prob p_t"][0]) == pytest.approx(float(shown.common["new_log_prob"][row]), rel=1e-4)
     assert page.execute_script("return document.querySelectorAll('.here').length") == 3  # in every column
     body.send_keys("]")
@@ -190,7 +190,7 @@ def test_long_steps_are_drawn_where_somebody_looks(browser, tmp_path):
     made = SimpleNamespace(
         step=make_step(documents, 2**20), module=SimpleNamespace(policy=SimpleNamespace(tokenizer=tokenizer))
     )
-    columns = [Column(name, [], Judged(None, 0.0, vectors)) for name in ("one", "two")]
+    columns = [Judged(None, 0.0, vectors, name) for name in ("one", "two")]
     whole = Inspected("long", "", 1, ["fact"], made, {"advantage": values}, columns)
     (tmp_path / "page.html").write_text(html(whole, "pgtk tokens"))
     browser.get(f"file://{tmp_path}/page.html")

@@ -31,7 +31,7 @@ class Draw:
 
 def decoded(policy, max_tokens, ends=(), prompts=PROMPTS):
     torch.manual_seed(0)
-    return policy.decode(list(prompts), max_tokens, list(ends), Draw(), False)
+    return policy.decode(list(prompts), max_tokens, False, draw=Draw(), ends=list(ends))
 
 
 @torch.no_grad()

@@ -183,21 +183,6 @@ def of_document(model, document):
     return rows[:-1].gather(-1, document.tokens[1:, None])[document.loss_mask[1:], 0]
 
 
-@torch.no_grad()
-def test_without_its_adapters_the_policy_is_the_model_that_training_began_with(folder):
-    policy = adapted(folder)
-    plain = AutoModelForCausalLM.from_pretrained(folder)
-    trained = [weight.requires_grad for weight in policy.model.parameters()]
-    before = logits(policy.model, TOKENS)
-    with policy.without_adapters():
-        assert torch.equal(logits(policy.model, TOKENS), logits(plain, TOKENS))
-        assert [weight.requires_grad for weight in policy.model.parameters()] == trained
-    with pytest.raises(KeyError), policy.without_adapters():
-        raise KeyError
-    assert torch.equal(logits(policy.model, TOKENS), before)
-    assert not torch.equal(before, logits(plain, TOKENS))
-
-
 @pytest.mark.parametrize(("dtype", "frozen"), [("bfloat16", torch.bfloat16), ("float32", torch.float32)])
 def test_frozen_weights_are_in_the_compute_type_and_adapters_in_float32_with_moments(folder, dtype, frozen):
     """Bytes of weights, gradients and moments, by number type; a step leaves the frozen ones as they are."""

@@ -53,7 +53,7 @@ def with_gradients(function, inputs):
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
 def test_a_query_sees_the_keys_of_its_document_up_to_itself(window, key_heads):
     inputs = tensors(4, key_heads, 6)
-    cut = Documents.of(QUERIES, KEYS, torch.device("cpu"))
+    cut = Documents(QUERIES, KEYS, torch.device("cpu"))
     found = with_gradients(lambda *x: by_document(*x, cut, 0.3, window), inputs)
     expected = with_gradients(lambda *x: reference(*x, 0.3, window), inputs)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
@@ -66,7 +66,7 @@ def test_the_kernel_does_the_same(window, key_heads):
     inputs = [x.bfloat16() for x in tensors(4, key_heads, 16)]
     scaling, device = 1 / math.sqrt(16), torch.device("cuda")
     assert attention.has_kernel(device, torch.bfloat16, 16)
-    cut = Documents.of(QUERIES, KEYS, device)
+    cut = Documents(QUERIES, KEYS, device)
     found = with_gradients(lambda *x: by_document(*x, cut, scaling, window), [x.to(device) for x in inputs])
     expected = with_gradients(lambda *x: reference(*x, scaling, window), [x.double() for x in inputs])
     for a, b in zip(found, expected, strict=True):

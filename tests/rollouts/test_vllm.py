@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 import time
@@ -17,11 +18,13 @@ import torch
 from builders.runs import SHORT, config_of, sampler_of
 from builders.vllm_servers import COMMAND, SERVER, gone, processes_of
 from omegaconf import OmegaConf
+from safetensors.torch import load_file
 
 from pgtoolkit.errors import SamplerLost, StorageError
 from pgtoolkit.rollouts.samplers import Request
 from pgtoolkit.rollouts.server_process import free_port
 from pgtoolkit.rollouts.vllm import VllmSampler
+from pgtoolkit.rollouts.weights_folder import WeightsFolder, _lock_pages
 from pgtoolkit.training.build import build
 
 pytestmark = pytest.mark.slow  # servers are processes
@@ -315,6 +318,7 @@ def test_nothing_listens_at_a_joined_address(tmp_path):
 
 STARTS = {
     "does_not_start": r"ended with status 1\. Its last words: .*free memory on device.*vllm\.log",
+    "model_refused": r"does not yet support: stock torch\.compile .*\. Set VLLM_USE_V2_MODEL_RUNNER=0 in the env",
     "never_up": r"does not answer within sampler\.start_seconds=2",
     "another_program": r"serves \['/another/model'\] and not .*another program has taken its port",
 }
@@ -356,7 +360,8 @@ def test_a_server_is_started_as_the_configuration_says(tmp_path, monkeypatch):
     assert len(starts) == 3
     assert len({arguments[arguments.index("--port") + 1] for _, arguments, _ in starts}) == 3
     variables, arguments, python_path = starts[-1]
-    assert variables == {"CUDA_VISIBLE_DEVICES": "5,GPU-6", "VLLM_SERVER_DEV_MODE": "1", "RANK": None}
+    own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+    assert variables == own | {"CUDA_VISIBLE_DEVICES": "5,GPU-6", "RANK": None}
     assert python_path == "/of/the/user"
     place = arguments.index("serve")
     assert arguments[place + 1] == str(folder)
@@ -373,8 +378,33 @@ def test_a_server_is_started_as_the_configuration_says(tmp_path, monkeypatch):
         "--seed": "3",
     }
     assert given.items() >= expected.items()
-    assert {"--skip-tokenizer-init", "--enforce-eager"} <= {*arguments}
+    assert {"--skip-tokenizer-init", "--enforce-eager", "--api-server-count=4"} <= {*arguments}
     assert "--enable-sleep-mode" not in arguments
+
+
+def test_servers_of_one_gpu_start_one_after_the_other(tmp_path, monkeypatch):
+    """As vLLM measures what memory it needs by what is taken meanwhile. A variable of the user's own holds."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    own = (f"sampler.executable={COMMAND} --marks {tmp_path}/marks", "sampler.gpus=[1,2]", "sampler.servers_per_gpu=2")
+    with closing(tmp_path, *own, "sampler.gpu_memory_share=0.5") as (module, sampler):
+        sampler.publish(module.policy.weights, 0)
+        many = [Request([1, 2, 10], 1, seed=seed) for seed in range(8)]
+        assert len(sampler.complete(many)) == 8
+        assert len(sampler._servers) == 4
+    lines = (tmp_path / "marks").read_text().splitlines()
+    kinds = [line.split()[0] for line in lines if line.split()[0] in ("start", "up")]
+    assert kinds == ["start", "start", "up", "up"] * 2
+    starts = [json.loads(line[6:]) for line in lines if line.startswith("start")]
+    assert sorted(one[0]["CUDA_VISIBLE_DEVICES"] for one in starts[:2]) == ["1", "2"]
+    assert sorted(one[0]["CUDA_VISIBLE_DEVICES"] for one in starts[2:]) == ["1", "2"]
+    for variables, arguments, _ in starts:
+        assert variables["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+        assert arguments[arguments.index("--gpu-memory-utilization") + 1] == "0.25"
+        assert "--api-server-count=2" in arguments
+    assert sorted(line for line in lines if re.fullmatch(r"complete [02-7]", line)) == [
+        f"complete {seed}" for seed in (0, *range(2, 8))
+    ]
 
 
 def test_a_server_that_dies_while_it_samples_is_one_sentence(tmp_path):
@@ -427,3 +457,27 @@ def test_a_server_of_its_own_keeps_its_weights_until_it_is_told(tmp_path):
         update(module)
         with pytest.raises(SamplerLost, match="still from those of version 0"):
             sampler.publish(module.policy.weights, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shared", [True, False])
+def test_weights_of_a_gpu_are_in_the_file_once_they_are_written(tmp_path, shared):
+    folder = WeightsFolder(None if shared else tmp_path, tmp_path, torch.bfloat16)
+    weights = {"large": torch.randn(8000, 5000, device="cuda"), "small": torch.randn(3, device="cuda")}
+    weights["count"] = torch.arange(7, device="cuda")
+    folder.make(2**27, lambda _: None)
+    try:
+        for _ in range(3):
+            folder.fill(weights)
+            found = load_file(folder.path / "model.safetensors")
+            for name, tensor in weights.items():
+                assert torch.equal(found[name], tensor.to(found[name].dtype).cpu())
+                tensor.add_(1)
+            assert (folder._known_at is not None) == shared
+        if shared:
+            content = folder._rooms["large"]
+            assert content.is_pinned()
+            assert not _lock_pages(content)  # a second time
+            assert torch.ones(3, device="cuda").sum().item() == 3
+    finally:
+        folder.remove()

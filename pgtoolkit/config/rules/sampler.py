@@ -13,7 +13,8 @@ from pgtoolkit.config.schedule import steps_of
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, is_whole, text
 
-_OF_STARTED = ("executable", "arguments", "gpus", "tensor_parallel", "gpu_memory_share", "max_sequences")
+_OF_STARTED = ("executable", "arguments", "gpus", "tensor_parallel", "servers_per_gpu", "gpu_memory_share")
+_OF_STARTED += ("max_sequences",)
 """Keys of sampler=vllm that say how servers are started."""
 _SET = {
     "--dtype": "model.dtype",
@@ -100,7 +101,8 @@ def _started(c: Any, world: int, report: Report) -> None:
     first = 0 if c.trainer.device == "cpu" else world
     use = f"sampler.gpus={text([first + i for i in range(size)])}"
     if not gpus or len({*gpus}) < len(gpus) or not all(is_whole(gpu) and gpu >= 0 for gpu in gpus):
-        report.refuse(setting, "numbers of GPUs from 0 on, each once", text(gpus), "Servers run on them.", use)
+        reason = "Servers run on them, on each as many as sampler.servers_per_gpu."
+        report.refuse(setting, "numbers of GPUs from 0 on, each once", text(gpus), reason, use)
     elif len(gpus) % size:
         needs, reason = f"a multiple of sampler.tensor_parallel={size} GPUs", "Each server takes so many."
         report.refuse(setting, needs, len(gpus), reason, use)
