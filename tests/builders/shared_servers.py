@@ -33,10 +33,11 @@ TOKENS = 6
 """The most of a completion."""
 _SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
 _MORE = {"max_position_embeddings": 512, "initializer_range": 0.12}
+_SOONER = ("--enforce-eager", "--api-server-count=1")
 _STARTS = {
     "first": (),
-    "raw": ("--logprobs-mode=raw_logprobs", "--enforce-eager"),
-    "float32": ("--enforce-eager",),
+    "raw": ("--logprobs-mode=raw_logprobs", *_SOONER),
+    "float32": _SOONER,
     "refused": ("--no-such-option",),
 }
 """The servers, and how their arguments differ; the first is as users have it, and the others start sooner."""
@@ -82,7 +83,7 @@ class SharedServers:
     def start(self) -> None:
         """All at once, until each is up or has failed."""
         if self.is_vllm:
-            of_runs = (*self._settings, *self._own, arguments("--enforce-eager"), "task.num_digits=4")
+            of_runs = (*self._settings, *self._own, arguments(*_SOONER), "task.num_digits=4")
             self.runs = {name: Run(self._folder / name, of_runs) for name in ("interrupted", "killed")}
         with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(thread_name_prefix="start") as pool:
             patch.setattr(vllm_start, "free_port", self._free_port)
