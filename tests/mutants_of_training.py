@@ -113,13 +113,13 @@ MUTANTS_OF_TRAINING = [
     (
         "checkpoints sorted by their names as texts",
         "training/checkpoint.py",
-        {"return sorted(found, key=_step_of)": "return sorted(found)"},
+        {"return sorted(found, key=step_of)": "return sorted(found)"},
         ("tests/training/test_checkpoint.py::test_steps_beyond_a_million_are_newer_than_those_before",),
     ),
     (
         "a damaged newest checkpoint counts among those that are kept",
         "training/checkpoint.py",
-        {"if _step_of(path) < step]": "if path != newest]"},
+        {"if step_of(path) < step]": "if path != newest]"},
         ("tests/training/test_checkpoint.py::test_a_damaged_newest_one_takes_no_place_of_those_that_are_kept[2]",),
     ),
     (

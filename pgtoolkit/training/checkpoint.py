@@ -91,7 +91,7 @@ def load_newest(folder: Path, before: int | None = None) -> dict | None:
     stay in its folder. None where no checkpoint was written yet.
     Raises StorageError if there are checkpoints but none can be read, or the newest is of another format.
     """
-    paths = [path for path in list_checkpoints(folder) if before is None or _step_of(path) < before]
+    paths = [path for path in list_checkpoints(folder) if before is None or step_of(path) < before]
     for path in reversed(paths):
         try:
             return read_checkpoint(path)
@@ -146,10 +146,11 @@ def list_checkpoints(folder: Path) -> list[Path]:
     """All checkpoints, those of format 1 included, oldest first; StorageError if `folder` is something else."""
     refuse_other_than_folder(folder)
     found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+(\.ckpt)?", path.name)]
-    return sorted(found, key=_step_of)
+    return sorted(found, key=step_of)
 
 
-def _step_of(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """After which step a checkpoint was written."""
     return int(path.stem.removeprefix("step-"))
 
 
@@ -159,10 +160,10 @@ def _prune(newest: Path, keep: int, best: int | None) -> None:
     One of a later step goes, too: the run was continued from before it, since it was damaged. What a kill left half
     written or half deleted goes as well. That one cannot be deleted is a warning.
     """
-    step = _step_of(newest)
-    before = [path for path in list_checkpoints(newest.parent) if _step_of(path) < step]
+    step, found = step_of(newest), list_checkpoints(newest.parent)
+    before = [path for path in found if step_of(path) < step]
     kept = {newest, *(before[-(keep - 1) :] if keep > 1 else [])}
-    for old in (*list_checkpoints(newest.parent), *newest.parent.glob(".step-*")):
+    for old in (*found, *newest.parent.glob(".step-*")):
         if old not in kept and old.name != f"step-{best or 0:06d}":
             try:
                 remove(old)

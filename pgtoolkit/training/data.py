@@ -65,15 +65,18 @@ def digests(config: Config) -> dict[str, dict[str, dict]]:
         if (folder := Path(path)).is_dir():
             inside = [file for file in folder.iterdir() if not file.name.startswith(".") and file.name != "README.md"]
             files[key] = sorted(file for file in inside if file.is_file())
-    if isinstance(config.task, PromptsTaskConfig):
-        files["task.path"] = prompt_files(config.task.path, config.task.split)
-    for one in held_out_sets(config) if is_on(config) and config.evaluation.sets else ():
-        if isinstance(one.task, PromptsTaskConfig):
-            files[f"evaluation.sets.{one.name}.path"] = prompt_files(one.task.path, one.task.split)
+    prompts = _prompts(config)
+    files |= {key: prompt_files(task.path, task.split) for key, task in prompts.items()}
     if isinstance(config.rollout, RecordedRolloutConfig):
         files["rollout.path"] = find_files(config.rollout.path, "rollout.path")
-    prompts = ("task.", "evaluation.")
-    return {key: _digests(paths, sampled=not key.startswith(prompts)) for key, paths in files.items()}
+    return {key: _digests(paths, sampled=key not in prompts) for key, paths in files.items()}
+
+
+def _prompts(config: Config) -> dict[str, PromptsTaskConfig]:
+    """By the key of their path: the tasks that read prompts from files."""
+    held_out = held_out_sets(config) if is_on(config) and config.evaluation.sets else ()
+    tasks = {"task.path": config.task} | {f"evaluation.sets.{one.name}.path": one.task for one in held_out}
+    return {key: task for key, task in tasks.items() if isinstance(task, PromptsTaskConfig)}
 
 
 def _digests(paths: list[Path], sampled: bool) -> dict[str, dict]:
@@ -109,10 +112,8 @@ def _difference(before: dict, now: dict) -> str:
 
 
 def _refusal(config: Config, key: str, step: int, difference: str) -> str:
-    if key.startswith("evaluation."):
-        value = next(one.task.path for one in held_out_sets(config) if key == f"evaluation.sets.{one.name}.path")
-    else:
-        value = operator.attrgetter(key)(config)
+    own = _prompts(config).get(key)
+    value = operator.attrgetter(key)(config) if own is None else own.path
     return (
         f"{key}={value} needs the contents that the run began with (got {difference}). "
         f"Its first {step} steps were made with those. Restore them, or use trainer.accept_changed_data=true."

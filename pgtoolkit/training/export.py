@@ -33,7 +33,7 @@ from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import refusal
 from pgtoolkit.tracking.description import describe
 from pgtoolkit.tracking.next_commands import shell_path
-from pgtoolkit.training.checkpoint import list_checkpoints, load_newest, read_checkpoint, settings_of
+from pgtoolkit.training.checkpoint import list_checkpoints, load_newest, read_checkpoint, settings_of, step_of
 
 _SHOWN = ("reward", "exact_match", "loss", "kl_new_old", "completion_length")
 """Metrics that the card lists, as far as the run has them."""
@@ -93,7 +93,7 @@ def saved_state(run_dir: Path, use: str, step: int | None = None, best: bool = F
         )
     path = folder / f"step-{step:06d}"
     if not path.is_dir():
-        there = [int(found.name.removeprefix("step-")) for found in list_checkpoints(folder)]
+        there = [step_of(found) for found in list_checkpoints(folder)]
         reason = "The run keeps trainer.keep_checkpoints of them, and the best."
         needs, got = f"one of the steps {', '.join(map(str, there)) or 'with a checkpoint'}", step
         raise ConfigError(refusal(f"{use} --step={step}", needs, got, reason, f"--step={there[-1] if there else 'N'}"))

@@ -83,15 +83,14 @@ def _imported_reducer(path: str) -> Reducer:
     def reducer(totals: StepTotals, *, mask: Tensor, **others) -> Tensor:
         with blaming(f"aggregation.reducer={path}", ConfigError, f"a micro-batch of {len(mask)} tokens"):
             weights = function(totals, mask=mask, **others)
-        fits = isinstance(weights, Tensor) and weights.shape == mask.shape and weights.device == mask.device
-        if not fits or not torch.isfinite(weights[mask]).all():
-            got = type(weights).__name__
-            if isinstance(weights, Tensor):
-                got = f"shape {tuple(weights.shape)} on {weights.device}" if not fits else "NaN or infinity"
-            raise ConfigError(
-                f"aggregation.reducer={path} needs to return one finite weight per token, shape {tuple(mask.shape)} on "
-                f"{mask.device} (got {got}). The weights of the step's tokens make its loss."
-            )
-        return weights
+        got, needs = type(weights).__name__, f"shape {tuple(mask.shape)} on {mask.device}"
+        if isinstance(weights, Tensor):
+            got = f"shape {tuple(weights.shape)} on {weights.device}"
+        if got == needs and torch.isfinite(weights[mask]).all():
+            return weights
+        raise ConfigError(
+            f"aggregation.reducer={path} needs to return one finite weight per token, {needs} (got "
+            f"{'NaN or infinity' if got == needs else got}). The weights of the step's tokens make its loss."
+        )
 
     return reducer

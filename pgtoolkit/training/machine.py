@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pgtoolkit.config.evaluation import entries, held_out_sets, is_on, samples
+from pgtoolkit.config.evaluation import held_out_sets, is_on, samples
 from pgtoolkit.config.paths import NO_FOLDER
 from pgtoolkit.config.rules.run import needs_gpu, occupied_by_rollouts, refuse_triton
 from pgtoolkit.config.rules.step import needs_model
@@ -81,10 +81,13 @@ def _functions(c: Any, report: Report) -> None:
     """The functions that were typed can be imported and called."""
     wanted = []
     for place, task in _tasks(c):
-        named = getattr(getattr(task, "verifiers", None), "__dict__", {})
-        several = [(f"{place}.verifiers.{name}.", one) for name, one in named.items()]
-        for prefix, one in several or [(f"{place}.", task)]:
-            path = getattr(one, "verifier", None)
+        named = getattr(task, "verifiers", None)
+        several = [
+            (f"{place}.verifiers.{name}.", one["verifier"])
+            for name, one in (named if isinstance(named, dict) else {}).items()
+            if isinstance(one, dict) and "verifier" in one
+        ]
+        for prefix, path in several or [(f"{place}.", getattr(task, "verifier", None))]:
             if "." in str(path):
                 wanted.append((f"{prefix}verifier", path, ("completion", "answer"), ()))
     if c.aggregation.reducer is not None:
@@ -97,7 +100,7 @@ def _functions(c: Any, report: Report) -> None:
         from pgtoolkit.training.loss import own_family
 
         with _added_to(report):
-            own_family(c.loss.path, vars(c.loss.options), c.loss.num_splits)
+            own_family(c.loss.path, c.loss.options, c.loss.num_splits)
 
 
 def _chat(c: Any, report: Report) -> None:
@@ -141,7 +144,7 @@ def _tasks(c: Any) -> Iterator[tuple[str, Any]]:
         yield "task", c.task
     if is_on(c):
         for one in held_out_sets(c):
-            yield f"evaluation.sets.{one.name}" if entries(c.evaluation.sets) else "task", one.task
+            yield f"evaluation.sets.{one.name}" if c.evaluation.sets else "task", one.task
 
 
 @functools.cache  # the jobs of a sweep share them
@@ -209,22 +212,20 @@ def _on_the_hub(name: str) -> str | None:
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    def problem(got: str, reason: str) -> str:
-        needs = "a folder, or a model on the Hugging Face hub"
-        use = "model.path=FOLDER with a local one, or the hub's name of it"
-        return refusal(f"model.path={name}", needs, got, reason, use)
-
+    got = "no such folder"
     try:
         if isinstance(try_to_load_from_cache(name, "config.json"), str):
             return None
-        if constants.HF_HUB_OFFLINE:
-            return problem("no such folder, and no download of it", "HF_HUB_OFFLINE=1 keeps from asking the hub.")
-        HfApi().model_info(name, timeout=_SECONDS_FOR_THE_HUB)
+        if not constants.HF_HUB_OFFLINE:
+            HfApi().model_info(name, timeout=_SECONDS_FOR_THE_HUB)
+            return None
+        got, reason = f"{got}, and no download of it", "HF_HUB_OFFLINE=1 keeps from asking the hub."
     except HFValidationError:
-        return problem("no such folder", "It cannot be a name on the hub, which is NAME or OWNER/NAME.")
+        reason = "It cannot be a name on the hub, which is NAME or OWNER/NAME."
     except Exception as error:  # the hub's client, its HTTP library and its proxies each raise their own
         folder = Path(name).parts[0]
         near = f" There is a folder {folder} here, without it." if glob.glob(glob.escape(folder)) else ""
-        got = f"no such folder, and from {constants.ENDPOINT}: {type(error).__name__}: {first_line(error)[:150]}"
-        return problem(got, f"It is neither here nor could the hub give it.{near}")
-    return None
+        got += f", and from {constants.ENDPOINT}: {type(error).__name__}: {first_line(error)[:150]}"
+        reason = f"It is neither here nor could the hub give it.{near}"
+    use = "model.path=FOLDER with a local one, or the hub's name of it"
+    return refusal(f"model.path={name}", "a folder, or a model on the Hugging Face hub", got, reason, use)

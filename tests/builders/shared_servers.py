@@ -31,10 +31,11 @@ TOKENS = 6
 """The most of a completion."""
 _SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
 _MORE = {"max_position_embeddings": 512, "initializer_range": 0.12}
+_SOONER = ("--enforce-eager", "--api-server-count=1")
 STARTS = {
     "first": (),
-    "raw": ("--logprobs-mode=raw_logprobs", "--enforce-eager"),
-    "float32": ("--enforce-eager",),
+    "raw": ("--logprobs-mode=raw_logprobs", *_SOONER),
+    "float32": _SOONER,
     "refused": ("--no-such-option",),
 }
 """The servers, and how their arguments differ; the first is as users have it, and the others start sooner."""
@@ -81,7 +82,7 @@ class SharedServers:
     def start(self) -> None:
         """All at once, until each is up or has failed."""
         if self.is_vllm:
-            own = (*self._own, _arguments("--enforce-eager"), "task.num_digits=4")
+            own = (*self._own, _arguments(*_SOONER), "task.num_digits=4")
             endless = ("trainer.max_steps=1000000", "trainer.checkpoint_every=100000")
             for name in ("interrupted", "killed"):
                 self.runs[name] = Command(self._folder / name, *self._settings, *own, *endless)

@@ -12,9 +12,10 @@ from builders.runs import run as train_short
 from omegaconf import OmegaConf
 
 from pgtoolkit.cli import main
-from pgtoolkit.config.compose import compose, jobs
+from pgtoolkit.config.compose import compose
 from pgtoolkit.config.files import config_directory, sweep_file, sweep_files
 from pgtoolkit.config.names import digest, plain_config
+from pgtoolkit.config.overrides import jobs
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.launch import job as one_job
 from pgtoolkit.launch.check import check, notes, page, problems
