@@ -12,7 +12,7 @@ import pytest
 import torch
 from builders.runs import SHORT, config_of, sampler_of
 from builders.server_checks import update
-from builders.shared_servers import ENDS, TOKENS, SharedServers
+from builders.shared_servers import SharedServers
 from builders.vllm_servers import COMMAND, processes_of
 from omegaconf import OmegaConf
 
@@ -54,22 +54,21 @@ def server(small):
     small.fault(None)
 
 
-def test_nothing_of_the_sampling_is_left_to_the_server(server, tmp_path):
-    more = ("rollout.temperature=0.6", "rollout.top_p=0.9", "rollout.stop=['01']")
-    with server.joined(tmp_path, *more) as (_, sampler):
+def test_nothing_of_the_sampling_is_left_to_the_server(tmp_path):
+    with closing(tmp_path, "rollout.temperature=0.6", "rollout.top_p=0.9", "rollout.stop=['01']") as (module, sampler):
         body = sampler._sampling.body(Request([1, 2], 3, seed=77), "salt")
     assert body == {
         "prompt": [1, 2],
         "n": 3,
         "seed": 77,
-        "max_tokens": TOKENS,
+        "max_tokens": 4,
         "temperature": 0.6,
         "top_p": 0.9,
         "top_k": 0,
         "min_p": 0.0,
         "repetition_penalty": 1.0,
         "stop": ["01"],
-        "stop_token_ids": ENDS,
+        "stop_token_ids": [module.policy.tokenizer.eos_token_id],
         "ignore_eos": True,
         "logprobs": 0,
         "return_token_ids": True,
