@@ -151,18 +151,22 @@ def some_prompts(rows: Sequence[CompletionRow], most: int) -> set[str]:
 
 def some_completions(
     files: Sequence[CompletionFile], most: int, step: int | None = None
-) -> tuple[list[CompletionRow], int]:
-    """The completions of these files, and their number; of more than `most` those of `some_prompts`.
+) -> tuple[list[tuple[str, CompletionRow]], int]:
+    """The completions of these files, each with its set, and their number; of more than `most`, which the sets share
+    alike, those of `some_prompts`.
 
     step: of this one alone.
     """
-    found = {file.path: read_completions(file.path, ("step", "name")) for file in files}
-    found = {path: [row for row in rows if step in (None, row.step)] for path, rows in found.items()}
-    everything = [row for rows in found.values() for row in rows]
-    names = some_prompts(everything, most)
-    read = [path for path, rows in found.items() if any(row.name in names for row in rows)]
-    rows = [row for path in read for row in read_completions(path)]
-    return [row for row in rows if row.name in names and step in (None, row.step)], len(everything)
+    chosen, total = [], 0
+    for name in (sets := dict.fromkeys(file.set for file in files)):
+        found = {file.path: read_completions(file.path, ("step", "name")) for file in files if file.set == name}
+        found = {path: [row for row in rows if step in (None, row.step)] for path, rows in found.items()}
+        everything = [row for rows in found.values() for row in rows]
+        total, names = total + len(everything), some_prompts(everything, most // len(sets))
+        for path in [path for path, rows in found.items() if any(row.name in names for row in rows)]:
+            own = [row for row in read_completions(path) if row.name in names and step in (None, row.step)]
+            chosen += [(name, row) for row in own]
+    return chosen, total
 
 
 def completion_files(run_dir: Path) -> list[CompletionFile]:
