@@ -13,7 +13,7 @@ from pgtoolkit.config.files import default_options, options, sweep_file, sweep_f
 from pgtoolkit.errors import ConfigError, PgtoolkitError, unusable
 from pgtoolkit.launch.commands import REPORTS
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.system.report import print_error
+from pgtoolkit.system.report import print_error, refusal
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -86,24 +86,18 @@ def _side_by_side(lines: list[str], width: int = 52) -> list[str]:
         if free is not None and len(line) <= 102 - width:
             joined[free], free = f"{joined[free]:<{width}}{line.removeprefix('  ')}", None
         else:
+            free = len(joined) if len(line) < width else free
             joined.append(line)
-            free = len(joined) - 1 if len(line) < width else free
     return joined
 
 
 def _unknown_command(word: str) -> ConfigError:
-    known = [*COMMANDS, "train", "run", "bench", *options()]
-    near = next(iter(difflib.get_close_matches(word, known, n=1)), None)
-    if near in ("train", "run"):
-        use = "pgtk [OVERRIDES], without a word, to train"
-    elif near == "bench":
-        use = "python -m benchmarks.kernels, in a checkout of pgtoolkit"
-    elif near is None:
-        use = "pgtk --help"
-    else:
-        use = f"pgtk {near}" + ("" if near in COMMANDS else "=OPTION")
-    reason = f"The commands are {', '.join(COMMANDS)}."
-    return ConfigError(f"{word} needs to be a command or key=value (got neither). {reason} Use {use}.")
+    uses = {name: f"pgtk {name}=OPTION" for name in options()} | {name: f"pgtk {name}" for name in COMMANDS}
+    uses |= dict.fromkeys(("train", "run"), "pgtk [OVERRIDES], without a word, to train")
+    uses["bench"] = "python -m benchmarks.kernels, in a checkout of pgtoolkit"
+    near = difflib.get_close_matches(word, uses, n=1)
+    reason, use = f"The commands are {', '.join(COMMANDS)}.", uses[near[0]] if near else "pgtk --help"
+    return ConfigError(refusal(word, "to be a command or key=value", "neither", reason, use))
 
 
 def _train(argv: list[str], file: Path | None = None, typed: list[str] | None = None) -> int:

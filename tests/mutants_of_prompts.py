@@ -138,7 +138,7 @@ MUTANTS_OF_PROMPTS = [
     (
         "a file names a function among several verifiers",
         "config/rules/executed.py",
-        {"for key in _functions_of(config):": "for key in FUNCTIONS:"},
+        {"(*_functions_of(config), *COMMANDS)": "(*FUNCTIONS, *COMMANDS)"},
         ("tests/config/test_executed.py::test_one_of_several_verifiers_is_typed_too",),
     ),
 ]

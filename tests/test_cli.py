@@ -11,8 +11,9 @@ import pytest
 from omegaconf import OmegaConf, open_dict
 
 from pgtoolkit.cli import help_page, main
-from pgtoolkit.config.compose import compose, hydra_form
+from pgtoolkit.config.compose import compose
 from pgtoolkit.config.files import options
+from pgtoolkit.config.overrides import hydra_form
 from pgtoolkit.config.plan import vocabulary_size
 
 

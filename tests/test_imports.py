@@ -31,7 +31,7 @@ ALSO_LIGHT = (
     "ranks.environment",
     "training.machine",
 )
-NOT_LIGHT = ("launch.local", "launch.worker", "launch.processes")
+NOT_LIGHT = ("launch.worker", "launch.processes")
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

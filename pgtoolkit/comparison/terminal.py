@@ -174,9 +174,10 @@ def spread(pair: tuple[float | None, float | None], write: Callable[[float | Non
 def spent(compared: Compared, group: Group, axis: str) -> str:
     """What it took to reach the threshold; ≥ the mean where a seed did not."""
     values = compared.spent(group, axis)
+    mean, std = mean_and_std(values)
     if compared.arrived(group, axis) < len(values):
-        return f"≥{whole(mean_and_std(values)[0])}"
-    return spread(mean_and_std(values), whole) if axis == DOCUMENTS else whole(mean_and_std(values)[0])
+        return f"≥{whole(mean)}"
+    return spread((mean, std if axis == DOCUMENTS else None), whole)
 
 
 def aligned(rows: list[list[str]], room: int, shrinking: int = 1) -> list[str]:

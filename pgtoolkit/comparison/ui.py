@@ -14,6 +14,7 @@ import time
 from pgtoolkit.config.paths import absolute_uri
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.system.redaction import redact
+from pgtoolkit.system.report import plural
 from pgtoolkit.tracking.next_commands import compare_url, ui_url
 from pgtoolkit.tracking.store import client_of, require_store, search_literal
 
@@ -113,7 +114,7 @@ def _addresses(client, address):
         jobs = [run.info for run in _runs(client, ids, f"tags.sweep = {search_literal(sweep)}")][::-1]  # as started
         experiments = sorted({job.experiment_id for job in jobs})
         lines += [
-            f"newest sweep  {sweep} ({len(jobs)} runs)",
+            f"newest sweep  {sweep} ({plural(len(jobs), 'run')})",
             f"compare       {compare_url(address, experiments, [job.run_id for job in jobs])}",
             f"charts        {ui_url(address, experiments[0], sweep=sweep)}",
         ]

@@ -12,26 +12,18 @@ from typing import Any
 
 import hydra
 from hydra._internal.config_loader_impl import get_overrides_dirname
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.config import override_problems
 from pgtoolkit.config.files import config_directory, options, plugins
-from pgtoolkit.config.names import digest, name_from, name_in, plain_config
+from pgtoolkit.config.overrides import FREE_FORM, NO_CHOICE, hydra_form, parse, register
 from pgtoolkit.config.paths import make_absolute
-from pgtoolkit.config.rules import credentials, executed
+from pgtoolkit.config.rules import executed
 from pgtoolkit.config.saved import cannot_change, saved_config
-from pgtoolkit.config.schema import FREE_FORM, register_schemas
 from pgtoolkit.runs.files import read_data
 from pgtoolkit.system.report import key_of, refusal
-
-NO_CHOICE = ("experiment=null", "debug=null")
-"""What the optional groups are by default; Hydra accepts it in its files but not as an override."""
-
 
 _NOT_TRAINING = ("seed", "model", "task", "rollout", "sampler", "evaluation", "accumulation", "trainer")
 """What of a run's configuration says what it trains, and how completions are sampled and computed."""
@@ -69,9 +61,9 @@ def compose(
     problems += override_problems.given_twice(parsed)
     parsed = [override for override in parsed if override.input_line not in NO_CHOICE]
     groups = options(config_dir)
+    register()
     saved = saved_config(run_dir) if run_dir else None
     if saved and only:
-        register()
         saved = OmegaConf.merge(saved, {})
         usual = compose_choices([])
         for group in set(saved) - {*_NOT_TRAINING}:
@@ -97,10 +89,9 @@ def compose(
         else:
             values.append(override)
     if saved:
-        register()
+        config = saved
         for choice in choices:
             saved[key_of(choice)] = compose_choices([choice])[key_of(choice)]
-        config = saved
     else:
         config, found = _of_files(choices, config_dir, sweep_file)
         problems += found
@@ -113,8 +104,7 @@ def compose(
         else:
             accepted.append(override)
     by_user = parsed if typed is None else parse(typed)[0]
-    problems += executed.functions(config, by_user) + executed.server(config, by_user)
-    problems += credentials.of_configuration(config, executed.typed_values(by_user))
+    problems += executed.not_typed(config, by_user)
     if saved:
         make_absolute(config)
     else:  # Hydra has seen the choices alone; the names of directories come from everything that was typed
@@ -142,21 +132,17 @@ def _of_files(
             raise  # a file that is there and cannot be read
         return None, [override_problems.composition_problem(error)]
     problems = executed.targets(config.hydra)
-    if found := override_problems.without_main(config):
+    if found := override_problems.incomplete(config):  # such a file is looked at no further
         return None, [*problems, *found]
     if config_dir or sweep_file:
         problems = _set_by_files(config, [one for one in choices if key_of(one).startswith("hydra")]) + problems
-    if found := override_problems.incomplete(config):
-        return None, [*problems, *found]
     return config, problems
 
 
 def _set_by_files(config: DictConfig, typed: list[str]) -> list[str]:
     """Problems with what files of the user's set of Hydra. They may choose a launcher or sweeper that conf/ has."""
     for kind in ("launcher", "sweeper"):
-        node = config.hydra._get_node(kind)
-        target = node.get("_target_") if isinstance(node, DictConfig) else None
-        if option := plugins(kind).get(target):
+        if option := plugins(kind).get(OmegaConf.select(config.hydra, f"{kind}._target_")):
             typed = [*(one for one in typed if key_of(one) != f"hydra/{kind}"), f"hydra/{kind}={option}"]
     try:
         own = compose_choices(typed)
@@ -206,43 +192,6 @@ def _set(config: DictConfig, key: str, value: Any, groups: dict[str, list[str]])
     return []
 
 
-def parse(overrides: list[str]) -> tuple[list[Override], list[str]]:
-    """The overrides in Hydra's grammar, and a problem for each that is not one."""
-    parsed, problems = [], []
-    for text in overrides:
-        try:
-            override = OverridesParser.create().parse_override(text)
-            if override.value_type == ValueType.GLOB_CHOICE_SWEEP:
-                raise ValueError("Options are chosen by their names, not by a pattern")
-            parsed.append(override)
-        except (HydraException, ValueError, RecursionError) as error:  # of thousands of digits, of lists in lists
-            problems.append(override_problems.unreadable(text, error, options()))
-    return parsed, problems
-
-
-def jobs(overrides: list[str]) -> list[list[str]]:
-    """The overrides of each run of a sweep: all combinations of the values separated by commas, of two overrides of
-    one key the later: a sweep's file comes before what is typed. Of an interval, which a searching sweeper draws from,
-    the two ends."""
-    parsed, problems = parse([override for override in overrides if override not in NO_CHOICE])
-    if problems:  # `compose` says them
-        return [overrides]
-    last = {override.key_or_group: override for override in parsed if not override.is_hydra_override()}
-    discrete = [_ends(override) if override.is_interval_sweep() else override for override in last.values()]
-    return BasicSweeper.split_arguments(discrete, None)[0]
-
-
-def _ends(override: Override) -> Override:
-    interval = override.value()
-    return OverridesParser.create().parse_override(f"{override.get_key_element()}={interval.start},{interval.end}")
-
-
-def is_swept(override: str) -> bool:
-    """Whether an override stands for several values."""
-    parsed, _ = parse([override])
-    return bool(parsed) and parsed[0].is_sweep_override()
-
-
 def compose_choices(choices: list[str], config_dir: Path | None = None, sweep_file: Path | None = None) -> DictConfig:
     """The files of the chosen options, put together by Hydra; raises its exceptions."""
     return copy.deepcopy(_compose_cached(tuple(choices), config_dir, sweep_file))
@@ -259,49 +208,3 @@ def _compose_cached(choices: tuple[str, ...], config_dir: Path | None, sweep_fil
         choices = [f"hydra.searchpath=[{folders}]", *choices]
     with hydra.initialize_config_dir(str(primary.parent), version_base="1.3"):
         return hydra.compose(primary.stem, overrides=list(choices), return_hydra_config=True)
-
-
-def hydra_form(override: str) -> str:
-    """The override as Hydra needs it: without a plus where the key exists, with it where it does not."""
-    plain = override.lstrip("+")
-    return f"++{plain}" if plain.startswith(tuple(FREE_FORM)) else plain
-
-
-def register() -> None:
-    """Make the schemas and the resolvers of conf/ known; may be called again."""
-    register_schemas()
-    for resolver in (_run_name, _sweep_name, _digest, _divide, _by_weights):
-        OmegaConf.register_new_resolver(f"pgtk.{resolver.__name__[1:]}", resolver, replace=True)
-
-
-def _run_name(_overrides=None, *, _root_: DictConfig) -> str:
-    try:
-        chosen = OmegaConf.select(_root_, "tracking.run_name")
-    except OmegaConfBaseException:
-        chosen = None  # `validate` says what is wrong with it
-    return name_in(_root_.hydra, chosen)
-
-
-def _sweep_name(overrides, *, _root_: DictConfig) -> str:
-    # What varies comes first: a long name is cut at its end.
-    typed = sorted((one for one in overrides if one not in NO_CHOICE), key=lambda one: not is_swept(one))
-    file = _root_.hydra.job.config_name
-    changed = name_from(typed, {}) if typed else "default"
-    return "_".join(name for name in (file, changed) if name not in ("config", "default")) or "default"
-
-
-def _digest(*, _root_: DictConfig) -> str:
-    return digest(plain_config(_root_))
-
-
-def _divide(dividend: float, divisor: float) -> float:
-    """For files of sweeps: what must change as another key does, such as steps for a number of documents."""
-    return dividend // divisor if dividend % divisor == 0 else dividend / divisor
-
-
-def _by_weights(random: Any, trained: Any, adapters: Any = None, *, _root_: DictConfig) -> Any:
-    """A default for models that learn from random weights, one for those that were trained before, one for LoRA."""
-    is_trained = OmegaConf.select(_root_, "model.name") == "huggingface"
-    if not is_trained or OmegaConf.select(_root_, "model.random_weights"):
-        return random
-    return trained if adapters is None or OmegaConf.select(_root_, "model.lora_rank") is None else adapters

@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from pgtoolkit.config.files import config_directory
+from pgtoolkit.system.report import text
 
 USUAL = "held_out"
 """The set of a configuration that names none."""
@@ -38,6 +39,11 @@ class HeldOut:
         """What tells its prompts from those of other files; None of a generator."""
         return _files_of(self.task) if self.task.name == "prompts" else None
 
+    @property
+    def source(self) -> str:
+        """Where its prompts come from, in words."""
+        return self.task.path if self.files else f"{self.task.name} with seed {self.seed}"
+
 
 def _files_of(task: Any) -> tuple[str, str | None]:
     return os.path.realpath(os.path.expanduser(str(task.path))), task.split
@@ -45,7 +51,7 @@ def _files_of(task: Any) -> tuple[str, str | None]:
 
 def held_out_sets(c: Any) -> list[HeldOut]:
     """The sets of a configuration that the rules have passed."""
-    return [_held_out(c, name, entries(one)) for name, one in (entries(c.evaluation.sets) or {USUAL: {}}).items()]
+    return [_held_out(c, name, one) for name, one in (c.evaluation.sets or {USUAL: {}}).items()]
 
 
 def _held_out(c: Any, name: str, given: dict[str, Any]) -> HeldOut:
@@ -53,7 +59,7 @@ def _held_out(c: Any, name: str, given: dict[str, Any]) -> HeldOut:
     if "path" in given and task.name == "prompts":
         task.split = None
     if "verifier" in given and task.name == "prompts":
-        task.pattern, task.verifiers = None, type(task.verifiers)()
+        task.pattern, task.verifiers = None, {}
     for key, value in given.items():
         if key not in OF_A_SET:
             setattr(task, key, value)
@@ -69,14 +75,7 @@ def task_of_kind(c: Any, kind: str) -> Any:
         return copy.copy(c.task)
     values = OmegaConf.to_container(OmegaConf.load(config_directory() / "task" / f"{kind}.yaml"))
     del values["defaults"]
-    if isinstance(c.task, SimpleNamespace):
-        return SimpleNamespace(**{key: SimpleNamespace() if value == {} else value for key, value in values.items()})
-    return SCHEMAS[f"task/{kind}"](**values)
-
-
-def entries(value: Any) -> dict[str, Any]:
-    """What a dictionary of the configuration holds, in either form."""
-    return vars(value) if isinstance(value, SimpleNamespace) else dict(value)
+    return (SimpleNamespace if isinstance(c.task, SimpleNamespace) else SCHEMAS[f"task/{kind}"])(**values)
 
 
 def numbers_of(completions: int) -> list[str]:
@@ -94,7 +93,7 @@ def watched(c: Any) -> tuple[str, str] | None:
     if c.evaluation.best is None:
         return None
     name, _, number = c.evaluation.best.rpartition("/")
-    return name or next(iter(entries(c.evaluation.sets)), USUAL), number
+    return name or next(iter(c.evaluation.sets), USUAL), number
 
 
 def watched_in(saved: dict[str, Any]) -> tuple[str, str] | None:
@@ -123,6 +122,13 @@ def sampling(c: Any) -> dict[str, Any]:
     }
 
 
+def how_sampled(c: Any) -> str:
+    """The same in words."""
+    how = sampling(c)
+    cut = "" if how["top_p"] in (None, 1) else f", top_p {text(how['top_p'])}"
+    return f"at temperature {text(how['temperature'])}{cut}, at most {how['max_completion_length']} tokens"
+
+
 def times(c: Any) -> int:
     """How often a run is evaluated at most."""
     return 1 + -(-c.trainer.max_steps // c.evaluation.every) if is_on(c) else 0
@@ -134,13 +140,10 @@ def are_training_prompts(c: Any, one: HeldOut) -> str | None:
         return None
     if one.files is not None:
         return "They are the prompts of training." if one.files == _files_of(c.task) else None
-    mine, theirs = (
-        {k: v for k, v in vars(task).items() if k in ("num_digits", "dataset")} for task in (one.task, c.task)
-    )
-    if mine != theirs:
+    if any(getattr(one.task, key, None) != getattr(c.task, key, None) for key in ("num_digits", "dataset")):
         return None
     if one.task.name == "reasoning_gym":  # whose questions have seeds of their own, which follow each other
-        sizes = [entries(task.options).get("size", _DEFAULT_SIZE) for task in (c.task, one.task)]
+        sizes = [task.options.get("size", _DEFAULT_SIZE) for task in (c.task, one.task)]
         if -sizes[1] < one.seed - c.seed < sizes[0]:
             return f"The question of row n comes from seed + n, so that {abs(one.seed - c.seed)} apart they overlap."
         return None

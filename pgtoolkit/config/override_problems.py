@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from typing import Any
 
 from hydra.conf import HydraConf
@@ -18,7 +18,7 @@ from pgtoolkit.config.schema import SCHEMAS
 from pgtoolkit.errors import first_line
 from pgtoolkit.runs.files import leaves
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.system.report import text
+from pgtoolkit.system.report import refusal, text
 
 _GROUPS = list(dict.fromkeys(schema.partition("/")[0] for schema in SCHEMAS))
 
@@ -49,15 +49,14 @@ def wrong_form(override: Override, groups: dict[str, list[str]]) -> str | None:
 def given_twice(parsed: list[Override]) -> list[str]:
     """A key with two values in one command, also inside of dictionaries: all but one would be ignored."""
     problems: list[str] = []
-    seen: dict[str, Override] = {}
+    seen: dict[str, str] = {}
     for override in parsed:
+        typed = override.input_line
         for key in _keys(override):
             if first := seen.get(key):
-                needs, use = f"to be the only value of {key}", f"{first.input_line} or {override.input_line}"
-                got = f"{first.input_line} before it"
-                reason = "One of the two would be ignored."
-                problems.append(f"{override.input_line} needs {needs} (got {got}). {reason} Use {use}.")
-        seen |= {key: override for key in _keys(override) if key not in seen}
+                needs, got, use = f"to be the only value of {key}", f"{first} before it", f"{first} or {typed}"
+                problems.append(refusal(typed, needs, got, "One of the two would be ignored.", use))
+        seen = dict.fromkeys(_keys(override), typed) | seen
     return problems
 
 
@@ -73,8 +72,8 @@ def unknown_option(override: Override, names: list[str]) -> str | None:
     key, value = override.key_or_group, override.value()
     if value is None and key in ("experiment", "debug"):
         return None
-    several = value if isinstance(value, list) and value and key in ("experiment", "debug") else [value]
-    wrong = [name for name in several if name not in names]
+    several = value if isinstance(value, list) and key in ("experiment", "debug") else [value]
+    wrong = [name for name in several or [value] if name not in names]
     if not wrong:
         return None
     near = nearest(text(wrong[0]), names)
@@ -83,31 +82,26 @@ def unknown_option(override: Override, names: list[str]) -> str | None:
     return f"{override.input_line} needs one of {', '.join(names)} (got {text(wrong[0])!r}). {reason} Use {use}."
 
 
-def without_main(config: DictConfig) -> list[str]:
-    """The problem with a sweep's file that does not begin with the main configuration."""
+def incomplete(config: DictConfig) -> list[str]:
+    """Groups that a file of the user's, or hydra.* keys, have left out or made something else than one option."""
     if lacking := [group for group in _GROUPS if group not in config.keys()]:  # noqa: SIM118 (`in` needs a value)
         reason = f"It lacks {', '.join(lacking)}: a sweep changes the main configuration."
-        needs = "the file of a sweep needs the main configuration among its defaults (got none)"
-        return [f"{needs}. {reason} Use defaults: [config, _self_]."]
-    return []
-
-
-def incomplete(config: DictConfig) -> list[str]:
-    """Groups that have become something else than one of their options, by a file of the user's or by hydra.* keys."""
+        needs, use = "the main configuration among its defaults", "defaults: [config, _self_]"
+        return [refusal("the file of a sweep", needs, "none", reason, use)]
     problems, defaults = [], default_options()
     for group in _GROUPS:
-        name = _entry(config._get_node(group), "name")
+        name = _entry(node := config._get_node(group), "name")
         types = SCHEMAS.get(group) or SCHEMAS.get(f"{group}/{name}")
-        if not _is_whole(node := config._get_node(group)) or types is not node._metadata.object_type:
-            got, use = name or node, f"override /{group}: {defaults[group]}"
+        if not _is_whole(node) or types is not node._metadata.object_type:
+            needs, use = "the keys of one of its options", f"override /{group}: {defaults[group]}"
             reason = "A file that sets keys of a group chooses its option in its defaults list."
-            problems.append(f"{group} needs the keys of one of its options (got {text(got)}). {reason} Use {use}.")
+            problems.append(refusal(group, needs, name or node, reason, use))
     for kind, use in (("launcher", "local"), ("sweeper", "basic")):
         node = config.hydra._get_node(kind)
-        if not _is_whole(node) or _entry(node, "_target_") is None:
+        if _entry(node, "_target_") is None:
             reason = "It names the plug-in of Hydra, and holds its settings."
-            needs, use = f"one of the options of hydra/{kind}", f"hydra/{kind}={use}"
-            problems.append(f"hydra.{kind} needs {needs} (got {text(node)}). {reason} Use {use}.")
+            needs = f"one of the options of hydra/{kind}"
+            problems.append(refusal(f"hydra.{kind}", needs, node, reason, f"hydra/{kind}={use}"))
     return problems
 
 
@@ -127,13 +121,11 @@ def unknown_key(config: DictConfig, key: str, value: Any, groups: Iterable[str])
         got = f"{group}={config[group].name}"
         reason, use = f"{got} does not have the key.", f"{having[0]} {key}={text(value)}"
         return f"{key}={text(value)} needs {' or '.join(having)} (got {got}). {reason} Use {use}."
-    near = _nearest_key(config, key, groups)
-    if near:
+    use = "`pgtk --help` for the groups and `pgtk --cfg job` for the keys"
+    if near := _nearest_key(config, key, groups):
         use = f"{near}={text(value)}"
-    elif group in config and leaf and isinstance(config[group], DictConfig):
+    elif leaf and isinstance(config.get(group), DictConfig):
         use = "one of " + ", ".join(f"{group}.{name}" for name in config[group] if name != "name")
-    else:
-        use = "`pgtk --help` for the groups and `pgtk --cfg job` for the keys"
     return f"{key}={text(value)} needs a key of the configuration (got {key!r}). There is no such key. Use {use}."
 
 
@@ -166,12 +158,12 @@ def composition_problem(error: Exception) -> str:
     said = f"{error}\n{error.__cause__ or ''}"
     if problem := _key_of_another_option(said):
         return problem
-    lines = [line.strip().rstrip(".") for line in said.splitlines()]
     drop = ("To append", "Config search path", "provider=", "reference_type", "object_type")
+    lines = [line.strip().rstrip(".") for line in said.splitlines()]
     lines = [line for line in lines if line and not line.startswith(drop)]
+    hydra_keys = leaves({"hydra": OmegaConf.to_container(OmegaConf.structured(HydraConf))})
     key = re.search(r"full_key: (\S+)", said)
-    hydra_keys = list(_dataclass_keys(OmegaConf.structured(HydraConf), "hydra."))
-    near = nearest(key[1], [*_schema_keys(), *hydra_keys]) if key else None
+    near = nearest(key[1], [*_schema_keys(), *(name for name, _ in hydra_keys)]) if key else None
     hint = f" Use {near}." if near and near != key[1] else ""
     return f"the configuration cannot be composed: {'; '.join(lines[:4])}.{hint}"
 
@@ -199,7 +191,7 @@ def _options_with(group: str, leaf: str) -> list[str]:
     ]
 
 
-def nearest(word: str, names: list[str], at_least: float = 0.5) -> str | None:
+def nearest(word: str, names: Iterable[str], at_least: float = 0.5) -> str | None:
     """The most similar name, if any is; swapped letters and initials (lr) count as most similar."""
 
     def similarity(name: str) -> float:
@@ -212,38 +204,24 @@ def nearest(word: str, names: list[str], at_least: float = 0.5) -> str | None:
 
 
 def _nearest_key(config: DictConfig, key: str, groups: Iterable[str]) -> str | None:
+    """In the same group first, then among the groups, all keys, and keys of this name in whatever group."""
     head, _, leaf = key.rpartition(".")
     sections = [group for group in config if group != "hydra" and isinstance(config[group], DictConfig)]
-    keys = [f"{group}.{name}" for group in sections for name in config[group].keys() if name != "name"]  # noqa: SIM118
-    if head in config:
-        inside = nearest(leaf, [name.split(".")[1] for name in keys if name.startswith(f"{head}.")], 0.6)
-        if inside:
-            return f"{head}.{inside}"
-    elif not head and (group := nearest(key, [*groups, "seed"], 0.7)):
+    places = {f"{group}.{name}": name for group in sections for name in config[group].keys() if name != "name"}  # noqa: SIM118
+    own = [name for place, name in places.items() if place.startswith(f"{head}.")]
+    if inside := nearest(leaf, own, 0.6):
+        return f"{head}.{inside}"
+    if not head and (group := nearest(key, [*groups, "seed"], 0.7)):
         return group
-    near = nearest(key, [name for name in keys if not name.startswith(f"{head}.")], 0.75)
-    if near is None and (last := nearest(leaf, [name.split(".")[1] for name in keys], 0.75)):
-        near = next(name for name in keys if name.split(".")[1] == last)
-    return near
+    others = [place for place in places if not place.startswith(f"{head}.")]
+    last = nearest(leaf, places.values(), 0.75)
+    return nearest(key, others, 0.75) or next((place for place, name in places.items() if name == last), None)
 
 
 def _schema_keys() -> list[str]:
     """Every key of every option that one may set."""
-    keys = {
-        f"{schema.partition('/')[0]}.{field.name}": None
-        for schema, types in SCHEMAS.items()
-        for field in fields(types)
-        if field.name != "name"
-    }
-    return ["seed", *keys]
-
-
-def _dataclass_keys(config: DictConfig, prefix: str) -> Iterable[str]:
-    for key in config:
-        node = config._get_node(key)
-        yield f"{prefix}{key}"
-        if isinstance(node, DictConfig) and is_dataclass(node._metadata.object_type):
-            yield from _dataclass_keys(node, f"{prefix}{key}.")
+    of = [(schema.partition("/")[0], field.name) for schema, types in SCHEMAS.items() for field in fields(types)]
+    return ["seed", *dict.fromkeys(f"{group}.{name}" for group, name in of if name != "name")]
 
 
 def _first_line(error: Exception) -> str:

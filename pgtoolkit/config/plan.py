@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from pgtoolkit.config.evaluation import held_out_sets, is_on, sampling, times, watched
+from pgtoolkit.config.evaluation import held_out_sets, how_sampled, is_on, times, watched
 from pgtoolkit.config.schedule import steps_ahead, steps_of
 from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.corrections import configured as configured_correction
 from pgtoolkit.losses.families import Family, configured
 from pgtoolkit.losses.kl import KL
+from pgtoolkit.runs.files import leaves
 from pgtoolkit.system.model_folder import model_settings, num_weights
 from pgtoolkit.system.report import is_whole, text
 
@@ -29,13 +30,13 @@ ADVANTAGES = {
 
 
 def describe(config: Any, defaults: Any) -> list[tuple[str, list[str]]]:
-    """(title, lines) of each section of the plan. config, defaults: plain namespaces of the resolved configurations."""
+    """(title, lines) of each section of the plan. config, defaults: resolved configurations as plain namespaces."""
     return [
         ("Loss", equation(config)),
-        *([("Reference", list(reference(config)))] if config.kl.kind != "none" else []),
+        ("Reference", [*reference(config)] if config.kl.kind != "none" else []),
         ("Step", list(arithmetic(config))),
         ("Logits", [logits_memory(config)]),
-        *([("Evaluation", list(evaluations(config)))] if is_on(config) else []),
+        ("Evaluation", [*evaluations(config)] if is_on(config) else []),
         ("Changed from the defaults", list(differences(config, defaults)) or ["nothing"]),
     ]
 
@@ -90,7 +91,8 @@ def reference(config: Any) -> Iterator[str]:
         size = f"{number} weights in float32, {4 * number / MEBIBYTE:.3g} MiB"
         if model.name == "huggingface" and model.dtype != "float32":
             size += "; where the model computes in bfloat16 its matrices take half of that"
-    yield f"memory: {size}{', over the ranks that share a model' if shares_weights(config.parallelism) else ''}"
+    shared = config.parallelism.shard or config.parallelism.tensor_parallel > 1
+    yield f"memory: {size}{', over the ranks that share a model' if shared else ''}"
     share = "a quarter" if getattr(model, "gradient_checkpointing", False) else "a third"
     yield f"time: a forward pass more of each micro-batch, about {share} of the arithmetic of an update"
 
@@ -102,11 +104,6 @@ def tiny_weights(config: Any) -> int | None:
         return None
     width, layer = model.hidden_size, 12 * model.hidden_size**2 + 13 * model.hidden_size
     return (2 * vocabulary + model.max_positions + 2) * width + model.num_layers * layer
-
-
-def shares_weights(parallelism: Any) -> bool:
-    """Whether the weights of a model are divided among ranks."""
-    return parallelism.shard or parallelism.tensor_parallel > 1
 
 
 def arithmetic(config: Any) -> Iterator[str]:
@@ -133,8 +130,7 @@ def arithmetic(config: Any) -> Iterator[str]:
     taken, ranks = documents_per_step(config), config.parallelism.data_parallel
     line = f"step: {taken} documents"
     if longest and room >= longest:
-        share = -(-taken // ranks)
-        line += f", in {-(-share // (room // longest))} micro-batches of at most {room} tokens"
+        line += f", in {math.ceil(math.ceil(taken / ranks) / (room // longest))} micro-batches of at most {room} tokens"
         line += " on each data rank" if ranks > 1 else ""
     if batch is not None:
         per_batch = {"short": -(-batch // taken), "drop": batch // taken}.get(accumulation.last_step, batch / taken)
@@ -157,15 +153,12 @@ def ahead(config: Any) -> Iterator[str]:
 
 def evaluations(config: Any) -> Iterator[str]:
     """What is measured on which prompts, how often, and how many completions that costs."""
-    own, how, count = config.evaluation, sampling(config), times(config)
-    yield f"every {own.every} steps, before the first and after the last: {count} times"
-    each = own.completions_per_prompt
-    total = sum(one.prompts * each for one in held_out_sets(config))
-    for one in held_out_sets(config):
-        of = one.task.path if one.files else f"{one.task.name} with seed {one.seed}"
-        yield f"{one.name}: {of}; at most {one.prompts} prompts x {each} completions = {one.prompts * each}"
-    cut = "" if how["top_p"] in (None, 1) else f", top_p {text(how['top_p'])}"
-    yield f"sampled at temperature {text(how['temperature'])}{cut}, at most {how['max_completion_length']} tokens"
+    each, count, sets = config.evaluation.completions_per_prompt, times(config), held_out_sets(config)
+    yield f"every {config.evaluation.every} steps, before the first and after the last: {count} times"
+    total = sum(one.prompts * each for one in sets)
+    for one in sets:
+        yield f"{one.name}: {one.source}; at most {one.prompts} prompts x {each} completions = {one.prompts * each}"
+    yield f"sampled {how_sampled(config)}"
     trained = config.trainer.max_steps * documents_per_step(config)
     beside = f", beside {trained} documents of training" if trained and config.rollout.name == "policy" else ""
     yield f"in all at most {count * total} completions{beside}"
@@ -193,10 +186,10 @@ def processes(parallelism: Any) -> Iterator[str]:
 def longest_document(config: Any) -> tuple[int | None, int | None]:
     """(prompt, completion) tokens of the longest document, each None where only the data knows."""
     prompt = None
-    if config.task.name == "reverse" and config.model.name == "tiny" and config.rollout.name == "policy":
-        prompt = config.task.num_digits + 1
-    elif config.task.name != "reverse" and config.rollout.name == "policy":
+    if config.rollout.name == "policy" and config.task.name != "reverse":
         prompt = config.task.max_prompt_length
+    elif config.rollout.name == "policy" and config.model.name == "tiny":
+        prompt = config.task.num_digits + 1
     return prompt, config.rollout.max_completion_length
 
 
@@ -226,14 +219,13 @@ def logits_memory(config: Any) -> str:
     whole = room * vocabulary * size / MEBIBYTE
     line = f"{room} tokens x {vocabulary} entries of the vocabulary x {size} bytes = {whole:.3g} MiB per micro-batch"
     limit = config.kernel.logits_memory_mb
-    fused = config.kernel.implementation in ("auto", "fused_linear") and config.loss.num_splits == 1
-    if fused and limit is None:
-        return line + ", a piece at a time, as large as the device's memory allows"
-    if fused:
-        return line + (f", of which at most {limit} MiB exist at once" if whole > limit else ", in one piece")
     if config.loss.num_splits > 1:
         return line + f", in {config.loss.num_splits} splits"
-    return line
+    if config.kernel.implementation not in ("auto", "fused_linear"):
+        return line
+    if limit is None:
+        return line + ", a piece at a time, as large as the device's memory allows"
+    return line + (f", of which at most {limit} MiB exist at once" if whole > limit else ", in one piece")
 
 
 def vocabulary_size(model: Any, task: Any) -> int | None:
@@ -244,13 +236,14 @@ def vocabulary_size(model: Any, task: Any) -> int | None:
     return size if is_whole(size) and size >= 1 else None
 
 
-def differences(config: Any, defaults: Any, prefix: str = "") -> Iterator[str]:
+def differences(config: Any, defaults: Any) -> Iterator[str]:
     """One line for each key whose value is not the default's."""
-    before = getattr(defaults, "__dict__", {})
-    for key, value in vars(config).items():
-        if hasattr(value, "__dict__"):
-            yield from differences(value, before.get(key), f"{prefix}{key}.")
-        elif key not in before:
-            yield f"{prefix}{key} = {text(value)}"
-        elif before[key] != value:
-            yield f"{prefix}{key} = {text(value)} (default {text(before[key])})"
+    now, before = (
+        dict(leaves({group: getattr(keys, "__dict__", keys) for group, keys in vars(one).items()}))
+        for one in (config, defaults)
+    )
+    for key, value in now.items():
+        if key not in before and value != {}:
+            yield f"{key} = {text(value)}"
+        elif before.get(key, value) != value:
+            yield f"{key} = {text(value)} (default {text(before[key])})"

@@ -3,49 +3,39 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from pgtoolkit.config.overrides import FREE_FORM
 from pgtoolkit.config.paths import DATA, absolute, make_absolute
-from pgtoolkit.config.schema import FREE_FORM, SCHEMAS, Config
+from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.errors import ConfigError, first_line
 from pgtoolkit.runs.files import read_resolved
 
-_SHAPE = ("", ".num_layers", ".hidden_size", ".max_positions", ".num_heads", ".path", ".random_weights")
-_SHAPE += (".lora_rank", ".lora_alpha", ".lora_targets")
+_SHAPE = ("num_layers", "hidden_size", "max_positions", "num_heads", "path", "random_weights")
+_SHAPE += ("lora_rank", "lora_alpha", "lora_targets")
 _BATCH = "the position in the data is counted in batches of this size"
 _AHEAD = "the checkpoint holds batches that were sampled ahead by these numbers"
 FIXED = {
-    **{f"model{key}": "the checkpoint holds the weights of this model" for key in _SHAPE},
+    **dict.fromkeys(["model", *(f"model.{key}" for key in _SHAPE)], "the checkpoint holds the weights of this model"),
     "seed": "prompts and the order of the data come from this seed",
     "task": "the position in the data belongs to this task",
     "rollout": "the position in the data belongs to this source",
     "rollout.path": "the position in the data belongs to these files",
     "rollout.shuffle": "the position in the data belongs to this order",
-    "rollout.prompts_per_batch": _BATCH,
-    "rollout.group_size": _BATCH,
-    "rollout.lag": _AHEAD,
-    "rollout.max_staleness": _AHEAD,
+    **dict.fromkeys(("rollout.prompts_per_batch", "rollout.group_size"), _BATCH),
+    **dict.fromkeys(("rollout.lag", "rollout.max_staleness"), _AHEAD),
     "experiment": "an experiment is chosen when a run starts",
     "debug": "a debugging run is chosen when a run starts",
 }
 """What a checkpoint cannot be continued without, and why; with a task, all of its keys."""
 
+_SAMPLED = ("temperature", "top_p", "max_completion_length")
 MEASURED = tuple(
-    f"evaluation.{key}"
-    for key in (
-        "prompts_per_set",
-        "completions_per_prompt",
-        "temperature",
-        "top_p",
-        "max_completion_length",
-        "seed",
-        "sets",
-    )
+    f"evaluation.{key}" for key in ("prompts_per_set", "completions_per_prompt", *_SAMPLED, "seed", "sets")
 )
 """What must stay, too, once a run is evaluated."""
 
@@ -62,10 +52,7 @@ ADDED_LATER = {
     "model/huggingface": {"lora_rank": None, "lora_alpha": 32.0, "lora_targets": ["all-linear"]},
     "parallelism": {"shard": False, "timeout_seconds": 300},
     "rollout/policy": {"lag": 0, "max_staleness": None, "stop": [], "keep_completions": 0},
-    "task/prompts": {
-        **{"split": None, "verifiers": {}, "verifier_processes": 0, "verifier_seconds": None},
-        **_PROMPTS,
-    },
+    "task/prompts": {"split": None, "verifiers": {}, "verifier_processes": 0, "verifier_seconds": None} | _PROMPTS,
     "task/reasoning_gym": _PROMPTS,
     "evaluation": {
         **{"every": 0, "prompts_per_set": 128, "completions_per_prompt": 4, "temperature": None, "top_p": None},
@@ -110,21 +97,15 @@ def typed(values: dict, file: str) -> DictConfig:
             if option is None or values[key.partition(".")[0]]["name"] == option:
                 OmegaConf.update(config, key, {})
                 OmegaConf.set_struct(OmegaConf.select(config, key), False)
-        return OmegaConf.merge(config, *_chosen(ADDED_LATER, values), values)
+        chosen = {f"{group}/{one.get('name')}" for group, one in values.items() if isinstance(one, dict)}
+        later = [{key.partition("/")[0]: ADDED_LATER[key]} for key in ADDED_LATER if "/" not in key or key in chosen]
+        return OmegaConf.merge(config, *later, values)
     except (KeyError, TypeError, OmegaConfBaseException) as error:
         reason = first_line(error) if isinstance(error, OmegaConfBaseException) else f"it has no {error}"
         raise ConfigError(
             f"{file} does not fit this version of pgtoolkit: {reason}. Use the version that "
             "provenance.json names, or start a new run."
         ) from error
-
-
-def _chosen(by_option: dict[str, dict], values: dict) -> Iterator[dict[str, dict]]:
-    """{group: keys} of each group, and of each option that the saved values have chosen."""
-    for schema, keys in by_option.items():
-        group, _, option = schema.partition("/")
-        if not option or option == values[group]["name"]:
-            yield {group: keys}
 
 
 def cannot_change(config: DictConfig, override: Override, movable: set[str]) -> str | None:

@@ -1,15 +1,10 @@
-"""The configuration schema: every key with its type and range. Values and their explanations live in `conf/`.
-
-`name` tells the options of a group apart. Cross-field rules are in `pgtoolkit.config.validate`.
-"""
+"""Every key with its type and range; `name` tells options apart. Values and explanations live in `conf/`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, make_dataclass
 from enum import StrEnum
 from typing import Any
-
-from hydra.core.config_store import ConfigStore
 
 from pgtoolkit.losses.corrections import CORRECTIONS, Factor, Mean  # noqa: F401  (types of keys, by their names)
 from pgtoolkit.losses.families import FAMILIES
@@ -24,9 +19,7 @@ def between(least: float, most: float) -> Any:
 AggregationMode = StrEnum("AggregationMode", ["sample_mean", "prompt_mean", "token_mean", "constant"])
 KLKind = StrEnum("KLKind", ["none", *KINDS])
 MetricsLevel = StrEnum("MetricsLevel", ["none", "basic", "with_entropy"])
-AdvantageEstimator = StrEnum(
-    "AdvantageEstimator", ["grpo", "dr_grpo", "rloo", "max_rl", "batch_std", "pass_at_k", "given"]
-)
+AdvantageEstimator = StrEnum("AdvantageEstimator", "grpo dr_grpo rloo max_rl batch_std pass_at_k given")
 KernelImplementation = StrEnum("KernelImplementation", ["auto", "torch", "triton", "fused_linear"])
 OldLogProbs = StrEnum("OldLogProbs", ["training", "sampling"])
 Chat = StrEnum("Chat", ["auto", "never"])
@@ -36,30 +29,12 @@ NumberType = StrEnum("NumberType", ["auto", "float32", "bfloat16"])
 Schedule = StrEnum("Schedule", ["constant", "linear", "cosine"])
 
 
-def _loss_config(family: type) -> type:
-    """The keys of a loss: the family's parameters, with their ranges, and how the logits are cut."""
-    return _config_of(f"{family.__name__}LossConfig", family, ("num_splits", "int", between(1, 65536)))
-
-
-def _config_of(name: str, kind: type, *more: tuple) -> type:
-    """A class `name` of the keys of an option: its name, the fields of `kind` with their ranges, and more."""
-    parameters = [(one.name, one.type, field(metadata=one.metadata)) for one in fields(kind)]
-    made = make_dataclass(name, [("name", "str"), *parameters, *more], namespace={"__module__": __name__})
-    globals()[made.__name__] = made  # where pickle looks for it: workers get the configuration as an object
+def _config_of(name: str, parameters: tuple = (), *more: tuple) -> type:
+    """A class of the keys of an option: its name, the parameters of a family or correction, and more."""
+    own = [(one.name, one.type, field(metadata=one.metadata)) for one in parameters]
+    made = make_dataclass(name, [("name", "str"), *own, *more], namespace={"__module__": __name__})
+    globals()[name] = made  # where pickle looks for it: workers get the configuration as an object
     return made
-
-
-@dataclass
-class NoCorrectionConfig:
-    name: str
-
-
-@dataclass
-class CustomLossConfig:
-    name: str
-    path: str
-    options: dict[str, Any]
-    num_splits: int = between(1, 65536)
 
 
 @dataclass
@@ -300,47 +275,25 @@ class Config:
     tracking: TrackingConfig
 
 
+_SPLITS = ("num_splits", "int", between(1, 65536))
+_SHAPES = {
+    "loss": {
+        **{name: _config_of(f"{kind.__name__}LossConfig", fields(kind), _SPLITS) for name, kind in FAMILIES.items()},
+        "custom": _config_of("CustomLossConfig", (), ("path", "str"), ("options", "dict[str, Any]"), _SPLITS),
+    },
+    "correction": {
+        "none": _config_of("NoCorrectionConfig"),
+        **{name: _config_of(f"{kind.__name__}Config", fields(kind)) for name, kind in CORRECTIONS.items()},
+    },
+    "model": {"tiny": TinyModelConfig, "huggingface": HuggingFaceModelConfig},
+    "task": {"reverse": ReverseTaskConfig, "reasoning_gym": ReasoningGymTaskConfig, "prompts": PromptsTaskConfig},
+    "rollout": {"policy": PolicyRolloutConfig, "recorded": RecordedRolloutConfig},
+    "sampler": {"transformers": TransformersSamplerConfig, "vllm": VllmSamplerConfig},
+}
 SCHEMAS = {
-    **{f"loss/{name}": _loss_config(family) for name, family in FAMILIES.items()},
-    "loss/custom": CustomLossConfig,
-    "aggregation": AggregationConfig,
-    "correction/none": NoCorrectionConfig,
-    **{f"correction/{name}": _config_of(f"{kind.__name__}Config", kind) for name, kind in CORRECTIONS.items()},
-    "kl": KLConfig,
-    "entropy": EntropyConfig,
-    "metrics": MetricsConfig,
-    "advantage": AdvantageConfig,
-    "kernel": KernelConfig,
-    "parallelism": ParallelismConfig,
-    "accumulation": AccumulationConfig,
-    "model/tiny": TinyModelConfig,
-    "model/huggingface": HuggingFaceModelConfig,
-    "task/reverse": ReverseTaskConfig,
-    "task/reasoning_gym": ReasoningGymTaskConfig,
-    "task/prompts": PromptsTaskConfig,
-    "rollout/policy": PolicyRolloutConfig,
-    "rollout/recorded": RecordedRolloutConfig,
-    "sampler/transformers": TransformersSamplerConfig,
-    "sampler/vllm": VllmSamplerConfig,
-    "optimizer": OptimizerConfig,
-    "evaluation": EvaluationConfig,
-    "trainer": TrainerConfig,
-    "tracking": TrackingConfig,
+    f"{group}/{option}" if option else group: schema
+    for group, one_shape in Config.__annotations__.items()
+    if group != "seed"
+    for option, schema in _SHAPES.get(group, {"": globals().get(one_shape)}).items()
 }
-
-
-FREE_FORM = {
-    **{"task.options": "reasoning_gym", "task.verifiers": "prompts", "loss.options": "custom"},
-    "evaluation.sets": None,
-}
-"""Where keys are not in the schema, and with which option: they belong to the data set, are names that the user gives
-to verifiers or to sets of prompts, or belong to the user's family. None: of a group with one shape."""
-
-
-def register_schemas() -> None:
-    """Make `schema` (and `schema_OPTION` in groups with several shapes) known to Hydra's defaults lists."""
-    store = ConfigStore.instance()
-    store.store(name="schema", node=Config)
-    for key, schema in SCHEMAS.items():
-        group, _, option = key.partition("/")
-        store.store(group=group, name=f"schema_{option}" if option else "schema", node=schema)
+"""The class of each group's keys, GROUP/OPTION where they differ between its options."""

@@ -42,13 +42,6 @@ def resolve_and_validate(config: DictConfig) -> tuple[Any, Report]:
     return plain, report
 
 
-def namespace(value: Any) -> Any:
-    """Nested dictionaries as objects with attributes."""
-    if isinstance(value, dict):
-        return SimpleNamespace(**{str(key): namespace(item) for key, item in value.items()})
-    return value
-
-
 def resolve(config: DictConfig, report: Report) -> Any:
     """The configuration as plain objects, with a problem for each key that is unset, does not resolve or is out of its
     range; it gets its default, for the sake of the rules that follow."""
@@ -57,7 +50,7 @@ def resolve(config: DictConfig, report: Report) -> Any:
         for group in config:
             if group != "hydra":
                 resolved[group] = _resolve_node(config, group, str(group), report)
-    plain = namespace(resolved)
+    plain = SimpleNamespace(**{g: SimpleNamespace(**v) if isinstance(v, dict) else v for g, v in resolved.items()})
     ranges(config, plain, report)
     return plain
 
@@ -78,8 +71,7 @@ def _without_environment() -> Iterator[None]:
 
 def _resolve_node(parent: DictConfig, key: Any, path: str, report: Report) -> Any:
     if key == "_target_":
-        reason, use = "A configuration never names code to be run.", "the options of the groups"
-        report.refuse(path, "to be left out", parent._get_node(key), reason, use)
+        report.refuse(path, "to be left out", parent._get_node(key), *_NO_CODE)
         return None
     raw = parent._get_node(key)
     if isinstance(raw, DictConfig) and not raw._is_none() and not raw._is_missing() and not raw._is_interpolation():
@@ -87,12 +79,11 @@ def _resolve_node(parent: DictConfig, key: Any, path: str, report: Report) -> An
     hidden = str(OmegaConf.to_container(raw, resolve=False) if OmegaConf.is_list(raw) else raw._value())
     try:
         if OmegaConf.is_missing(parent, key):
-            reason, example = _UNSET.get(path, ("??? stands for a value that is still to be given.", None))
-            usual = text(default(parent._get_root(), path)) if example is None else example
-            report.refuse(path, "a value", "none", reason, f"{path}={usual}")
+            usual = default(parent._get_root(), path)
+            reason, example = _UNSET.get(path, ("??? stands for a value that is still to be given.", usual))
+            report.refuse(path, "a value", "none", reason, f"{path}={text(example)}")
         elif "_target_" in hidden:
-            reason = "A configuration never names code to be run."
-            report.refuse(path, "plain values", "_target_", reason, "the options of the groups")
+            report.refuse(path, "plain values", "_target_", *_NO_CODE)
         elif "oc.env" in hidden:
             reason = "The value would be written to the run directory and to MLflow, where a secret does not belong."
             report.refuse(path, "a plain value", "an environment variable", reason, f"{path}=VALUE")
@@ -111,6 +102,7 @@ def _resolve_node(parent: DictConfig, key: Any, path: str, report: Report) -> An
     return default(parent._get_root(), path)
 
 
+_NO_CODE = ("A configuration never names code to be run.", "the options of the groups")
 _UNSET = {
     "loss.path": ("It names the class of your own family.", "my_module.MyFamily"),
     "model.path": ("It names the model: a local folder or a name on the Hugging Face hub.", "Qwen/Qwen3-0.6B"),

@@ -208,7 +208,7 @@ def html(kept: list[Kept], step: int | None, run: str, command: str) -> str:
     for one in kept:
         found, number = some_completions(one.files, most, step)
         rows, total = [*rows, *(_plain(one.set, row) for row in found)], total + number
-    count = f"{total:,} completions"
+    count = f"{total:,} completion{'s' * (total != 1)}"
     if len(rows) < total:
         count = f"{len(rows):,} of {count}: some prompts, spread evenly, with all of theirs"
     data = {"about": legible(f"{run}: {count}"), "rows": rows}

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pgtoolkit.comparison.runs import is_run, not_a_run
-from pgtoolkit.config.compose import compose, jobs
+from pgtoolkit.config.compose import compose
 from pgtoolkit.config.names import plain_config
+from pgtoolkit.config.overrides import jobs
 from pgtoolkit.config.paths import DATA
 from pgtoolkit.config.plan import documents_per_batch, documents_per_step, equation
 from pgtoolkit.config.schema import Config
@@ -24,7 +25,7 @@ from pgtoolkit.inspection.tokens_step import MadeStep, make_again
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.runs.directory import config_drift, read_metrics
 from pgtoolkit.system.functions import FUNCTIONS
-from pgtoolkit.system.report import key_of
+from pgtoolkit.system.report import key_of, plural
 from pgtoolkit.tracking.next_commands import shell_path
 from pgtoolkit.training.checkpoint import load_newest
 from pgtoolkit.training.loss import loss_of
@@ -232,9 +233,9 @@ def _proof(made: MadeStep, row: dict[str, float], number: int) -> str:
     name, (found, recorded) = next(iter(far.items()))
     raise DataError(
         f"--step={number} needs the step as the run has made it (got {name}={found:.6g}, and metrics.jsonl has "
-        f"{recorded:.6g}; {len(far)} metrics differ). {made.documents.capitalize()}; on other hardware, or after a "
-        "resume with other settings, that is another step. Use a step right after a checkpoint, or rollout.save_path="
-        "FOLDER in a new run."
+        f"{recorded:.6g}; {len(far)} of {len(pairs)} metrics differ). {made.documents.capitalize()}; on other "
+        "hardware, or after a resume with other settings, that is another step. Use a step right after a checkpoint, "
+        "or rollout.save_path=FOLDER in a new run."
     )
 
 
@@ -253,7 +254,7 @@ def _notes(config: Config, made: MadeStep, columns: list[Judged]) -> Iterator[st
 def summary(inspected: Inspected, page: Path) -> str:
     """What `pgtk tokens` prints."""
     totals = inspected.made.step.totals
-    size = f"{totals.num_documents} documents, {totals.num_tokens} trained tokens"
+    size = f"{plural(totals.num_documents, 'document')}, {plural(totals.num_tokens, 'trained token')}"
     lines = [f"step {inspected.number} of {inspected.name}: {size}", *inspected.facts]
     rows = [("", "loss", "cut below", "cut above", "capped")]
     for one in inspected.columns:

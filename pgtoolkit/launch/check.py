@@ -14,8 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.config import override_problems
-from pgtoolkit.config.compose import NO_CHOICE, Composed, compose, is_swept, jobs, parse
+from pgtoolkit.config.compose import Composed, compose
 from pgtoolkit.config.names import name_in, name_of
+from pgtoolkit.config.overrides import NO_CHOICE, is_swept, jobs, parse
 from pgtoolkit.config.plan import describe, documents_per_step
 from pgtoolkit.config.rules import places
 from pgtoolkit.config.rules.run import launcher
@@ -192,10 +193,8 @@ def _once(runs: list[Run], which: str) -> list[str]:
 
 def page(checked: Checked) -> str:
     """What `pgtk check` prints: the plan of the (first) run, then notes and problems of all."""
-    sections = []
     first = checked.runs[0]
-    if checked.is_sweep:
-        sections += _sweep_sections(checked)
+    sections = _sweep_sections(checked) if checked.is_sweep else []
     if first.config is not None:
         sections += describe(first.values, resolve_and_validate(compose([]).config)[0])
         chosen, hydra = first.values.tracking.run_name, first.config.hydra
@@ -223,10 +222,10 @@ def _sweep_sections(checked: Checked) -> list[tuple[str, list[str]]]:
     of = sweep.jobs if sweep else {}
     states = [of[run.directory].status if run.directory in of else "with problems" for run in runs]
     varying = varying_keys(runs)
+    title = f"Sweep of {len(runs)} runs; the plan is that of the first"
     if checked.searches:
-        title = f"Search of {_trials(runs)} trials; the plan is that of the first of {len(runs)} corners"
-    else:
-        title = f"Sweep of {len(runs)} runs; the plan is that of the first"
+        trials = checked.master.hydra.sweeper.get("n_trials")
+        title = f"Search of {trials} trials; the plan is that of the first of {len(runs)} corners"
     width, last = max(map(len, states)), len(str(len(runs) - 1))
     lines = [
         f"{number:>{last}}  {state:<{width}}  {_short(run, varying)}"
@@ -238,11 +237,12 @@ def _sweep_sections(checked: Checked) -> list[tuple[str, list[str]]]:
     whole += ["in all: " + " ".join(fixed)] if fixed else []
     if not checked.searches:
         whole.append("jobs: " + ", ".join(f"{count} {state}" for state, count in Counter(states).items()))
-    counts = [_documents(run.values) if run.config is not None else 0 for run in runs]
-    if 0 not in counts and not checked.searches:
-        rest = sum(count for count, state in zip(counts, states, strict=True) if state != "done")
-        line = f"documents: at most {sum(counts)} in all"
-        whole.append(line + (f", {rest} of them in jobs that are not done" if rest < sum(counts) else ""))
+        plans = [run.values for run in runs if run.config is not None]
+        counts = [plan.trainer.max_steps * documents_per_step(plan) for plan in plans]
+        if len(plans) == len(runs) and 0 not in counts:  # as where steps count micro-batches
+            rest = sum(count for count, state in zip(counts, states, strict=True) if state != "done")
+            line = f"documents: at most {sum(counts)} in all"
+            whole.append(line + (f", {rest} of them in jobs that are not done" if rest < sum(counts) else ""))
     return [(title, lines), ("The sweep", whole)]
 
 
@@ -261,12 +261,3 @@ def _short(run: Run, varying: dict[str, list[str]]) -> str:
     """What tells a run from the others of its sweep; all of its overrides where nothing does."""
     own = [override for override in run.overrides if key_of(override) in varying]
     return " ".join(own or run.overrides)
-
-
-def _trials(runs: list[Run]) -> Any:
-    return runs[0].config.hydra.sweeper.get("n_trials") if runs[0].config is not None else "?"
-
-
-def _documents(values: Any) -> int:
-    """Documents that a run trains on at most; 0 where its steps count micro-batches."""
-    return values.trainer.max_steps * documents_per_step(values)

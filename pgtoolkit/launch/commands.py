@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
-from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, StorageError
+from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import refusal
 
@@ -25,32 +26,23 @@ def _compare(argv: list[str]) -> int:
     what.add_argument("--reach", metavar="METRIC=X", help="compare the documents it takes until METRIC is X or higher")
     parser.add_argument("--best-of", metavar="KEY", help="of runs that differ in this key alone only the best")
     for suffix, what in (("html", "report in one page"), ("csv", "row per run"), ("png", "picture of the curves")):
-        parser.add_argument(f"--{suffix}", type=Path, metavar="FILE", help=f"write a {what}")
+        parser.add_argument(f"--{suffix}", type=_file(f"comparison.{suffix}"), metavar="FILE", help=f"write a {what}")
     args = parser.parse_args(argv)
-    files = {name: getattr(args, name) for name in ("html", "csv", "png") if getattr(args, name)}
-    for name, path in files.items():
-        _refuse_unwritable("comparison", name, path)
 
     from pgtoolkit.comparison.files import write
     from pgtoolkit.comparison.groups import compare
     from pgtoolkit.comparison.runs import find_runs
+    from pgtoolkit.comparison.stored import stored_runs
     from pgtoolkit.comparison.terminal import page
     from pgtoolkit.tracking.next_commands import shell_path
 
-    if args.uri:
-        from pgtoolkit.comparison.stored import stored_runs
-
-        runs = stored_runs(args.uri, args.runs)
-    else:
-        runs = find_runs(args.runs)
+    runs = stored_runs(args.uri, args.runs) if args.uri else find_runs(args.runs)
     compared = compare(runs, args.metric, args.best_of, args.reach)
     print(page(compared), flush=True)
-    for name, path in files.items():
-        try:
+    for name in ("html", "csv", "png"):
+        if path := getattr(args, name):
             write(compared, name, path, redact(shlex.join(["pgtk", "compare", *argv])))
-        except OSError as error:
-            raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
-        print(f"{name:<5}{shell_path(path)}", flush=True)
+            print(f"{name:<5}{shell_path(path)}", flush=True)
     return 0
 
 
@@ -62,13 +54,11 @@ def _samples(argv: list[str]) -> int:
     parser.add_argument("--since", type=int, metavar="N", help="what changed since this step (default: the first)")
     parser.add_argument("--count", type=_positive, default=3, metavar="N", help="completions of a kind (default: 3)")
     parser.add_argument("--lines", type=_positive, default=8, metavar="N", help="lines of each text (default: 8)")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page to search and sort all of them")
+    what = "write a page to search and sort all of them"
+    parser.add_argument("--html", type=_file("samples.html"), metavar="FILE", help=what)
     args = parser.parse_args(argv)
-    if args.html:
-        _refuse_unwritable("samples", "html", args.html)
 
     from pgtoolkit.inspection.samples import chosen_set, html, kept_by, page, samples
-    from pgtoolkit.runs.files import storage
     from pgtoolkit.tracking.next_commands import shell_path
 
     kept = kept_by(args.run)
@@ -77,8 +67,7 @@ def _samples(argv: list[str]) -> int:
     if args.html:
         sets = [kept[args.set]] if args.set else [*kept.values()]
         text = html(sets, args.step, shell_path(args.run), redact(shlex.join(["pgtk", "samples", *argv])))
-        with storage(args.html):
-            args.html.write_text(text, encoding="utf-8")
+        args.html.write_text(text, encoding="utf-8")
         print(f"\nhtml  {shell_path(args.html)}", flush=True)
     return 0
 
@@ -89,14 +78,19 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _refuse_unwritable(command: str, name: str, path: Path) -> None:
-    if path.is_dir() or not path.parent.is_dir():
-        got = "a folder" if path.is_dir() else f"no folder {path.parent}"
-        reason = "The report is one file." if path.is_dir() else "Folders are not made."
-        raise ConfigError(
-            f"--{name}={path} needs the name of a file in a folder that exists (got {got}). {reason} "
-            f"Use --{name}={command}.{name}."
-        )
+def _file(example: str) -> Callable[[str], Path]:
+    """The type of a flag for a file that is written; example: a name for it, which ends as the flag is called."""
+
+    def named(text: str) -> Path:
+        path, flag = Path(text), f"--{example.partition('.')[2]}"
+        if path.is_dir() or not path.parent.is_dir():
+            got = "a folder" if path.is_dir() else f"no folder {path.parent}"
+            reason = "The report is one file." if path.is_dir() else "Folders are not made."
+            needs = "the name of a file in a folder that exists"
+            raise ConfigError(refusal(f"{flag}={path}", needs, got, reason, f"{flag}={example}"))
+        return path
+
+    return named
 
 
 def _diff(argv: list[str]) -> int:
@@ -224,10 +218,9 @@ def _tokens(argv: list[str]) -> int:
     parser.add_argument(
         "--step", type=_positive, metavar="N", help="default: the last before new rollouts, after a checkpoint"
     )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="the page (default: tokens-RUN-N.html)")
+    page = "the page (default: tokens-RUN-N.html)"
+    parser.add_argument("--html", type=_file("tokens.html"), metavar="FILE", help=page)
     args = parser.parse_intermixed_args(argv)
-    if args.html:
-        _refuse_unwritable("tokens", "html", args.html)
 
     from pgtoolkit.inspection.tokens import inspect, summary
     from pgtoolkit.inspection.tokens_page import html
@@ -235,10 +228,7 @@ def _tokens(argv: list[str]) -> int:
 
     inspected = inspect(args.run, args.overrides, args.step)
     page = args.html or Path(f"tokens-{inspected.name}-{inspected.number}.html")
-    try:
-        write_atomically(page, html(inspected, redact(shlex.join(["pgtk", "tokens", *argv]))))
-    except OSError as error:
-        raise StorageError(f"{page} cannot be written: {error.strerror or error}") from error
+    write_atomically(page, html(inspected, redact(shlex.join(["pgtk", "tokens", *argv]))))
     print(summary(inspected, page), flush=True)
     return 0
 

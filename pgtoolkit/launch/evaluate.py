@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import json
 import shutil
 import time
@@ -14,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.defaults import default
-from pgtoolkit.config.evaluation import are_training_prompts, held_out_sets, sampling
+from pgtoolkit.config.evaluation import are_training_prompts, held_out_sets, how_sampled
 from pgtoolkit.config.names import name_from
 from pgtoolkit.config.paths import make_absolute
 from pgtoolkit.config.rules import run, sampler
@@ -22,10 +24,10 @@ from pgtoolkit.config.rules.evaluation import evaluated
 from pgtoolkit.config.saved import MEASURED, saved_config
 from pgtoolkit.config.validate import resolve
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.launch.start import refusal as refused
+from pgtoolkit.launch.start import refused
 from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.system.report import Report, key_of, refusal, text
+from pgtoolkit.system.report import Report, key_of, refusal
 from pgtoolkit.tracking.next_commands import shell_path
 from pgtoolkit.training.machine import check_machine
 
@@ -85,7 +87,10 @@ def evaluate(asked: Asked) -> str:
         shutil.rmtree(folder)
         raise
     write_atomically(folder / "evaluations.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    return page(rows, chosen, _model(asked, chosen, state), folder)
+    model = f"the initial model of model={chosen.model.name}, seed {chosen.seed}"
+    if asked.source is not None:
+        model = shell_path(asked.source) + ("" if state is None else f", step {state['step']}")
+    return page(rows, chosen, model, folder)
 
 
 def _configuration(asked: Asked, of_run: bool) -> DictConfig:
@@ -136,39 +141,25 @@ def _check(config: DictConfig, overrides: list[str]) -> list[str]:
 
 def _folder(asked: Asked) -> Path:
     name = name_from(asked.overrides, {}) if asked.source is None else asked.source.resolve().name
-    folder = FOLDER / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{name}"
-    number = 1
-    while True:
-        try:
+    name = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{name}"
+    for number in itertools.count(1):
+        folder = FOLDER / (name if number == 1 else f"{name}~{number}")
+        with contextlib.suppress(FileExistsError):
             folder.mkdir(parents=True)
             return folder
-        except FileExistsError:
-            number += 1
-            folder = folder.with_name(f"{folder.name.partition('~')[0]}~{number}")
-
-
-def _model(asked: Asked, config: Any, state: dict | None) -> str:
-    if asked.source is None:
-        return f"the initial model of model={config.model.name}, seed {config.seed}"
-    return shell_path(asked.source) + ("" if state is None else f", step {state['step']}")
 
 
 def page(rows: list[dict[str, Any]], config: Any, model: str, folder: Path) -> str:
     """The numbers of each set in a column, and where everything lies."""
-    how = sampling(config)
     names = [name for name in rows[0] if name not in ("step", "time", "documents", "set") and "_error" not in name]
     table = [["", *(row["set"] for row in rows)], *([name, *(_cell(row, name) for row in rows)] for name in names)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
-    entries = [("model", model)]
-    for one in held_out_sets(config):
-        entries.append((one.name, one.task.path if one.files else f"{one.task.name} with seed {one.seed}"))
-    cut = "" if how["top_p"] in (None, 1) else f", top_p {text(how['top_p'])}"
-    length = f"at most {how['max_completion_length']} tokens"
-    entries.append(
-        ("sampled", f"at temperature {text(how['temperature'])}{cut}, {length}, by sampler={config.sampler.name}")
-    )
-    entries += [
+    sets = {one.name: one.source for one in held_out_sets(config)}
+    entries = [
+        ("model", model),
+        *sets.items(),
+        ("sampled", f"{how_sampled(config)}, by sampler={config.sampler.name}"),
         ("results", shell_path(folder / "evaluations.jsonl")),
         ("completions", shell_path(folder / "completions")),
     ]
@@ -176,8 +167,7 @@ def page(rows: list[dict[str, Any]], config: Any, model: str, folder: Path) -> s
 
 
 def _cell(row: dict[str, Any], name: str) -> str:
-    value = row.get(name)
+    value, error = row.get(name), row.get(f"{name}_error")
     if value is None or isinstance(value, int):
         return "" if value is None else str(value)
-    error = row.get(f"{name}_error")
     return f"{value:.4g}" if error is None else f"{value:.4f} ± {error:.4f}"

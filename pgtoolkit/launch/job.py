@@ -65,21 +65,15 @@ def main(argv: list[str]) -> int:
     sys.argv = job["command"]  # what provenance.json names
     try:
         config = typed(job["config"], argv[0])
-        _load(config)
+        # The imports of training take seconds; an exception amid them, such as a signal's, breaks modules.
+        alone = world_size(config.parallelism) == 1
+        importlib.import_module("pgtoolkit.training.train" if alone else "torch.distributed")
         run(config, Path(job["directory"]), job["overrides"], job["sweep"])
     except (PgtoolkitError, OSError) as error:
         return print_error(unusable(error) if isinstance(error, OSError) else error)
     except KeyboardInterrupt:
         return Interrupted.exit_status
     return 0
-
-
-def _load(config: DictConfig) -> None:
-    """The imports of training, which take seconds; an exception amid them, such as a signal's, breaks modules."""
-    if world_size(config.parallelism) == 1:
-        importlib.import_module("pgtoolkit.training.train")
-    else:
-        importlib.import_module("pgtoolkit.launch.local")
 
 
 def _leave(number, frame):

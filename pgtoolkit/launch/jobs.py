@@ -48,9 +48,10 @@ def launch(master: DictConfig, configs: list[DictConfig], first: int, n_jobs: in
 
 
 def _returned(config, job, folder):
-    value = sweep_report.reached(folder / job.directory) if job.status == "done" else None
-    done = JobReturn(job.overrides, config, working_dir=str(folder / job.directory), status=JobStatus.COMPLETED)
-    done.return_value = value  # failures are told by the table and the exit status; Hydra would raise the first alone
+    directory = folder / job.directory
+    done = JobReturn(job.overrides, config, working_dir=str(directory), status=JobStatus.COMPLETED)
+    # Failures are told by the table and the exit status; Hydra would raise the first alone.
+    done.return_value = sweep_report.reached(directory) if job.status == "done" else None
     return done
 
 
@@ -59,7 +60,6 @@ class _Running:
     job: Job
     process: subprocess.Popen
     started: float
-    log: Path
     log_start: int
 
 
@@ -114,25 +114,15 @@ class _Jobs:
             return
         directory = self._sweep.folder / job.directory
         directory.mkdir(parents=True, exist_ok=True)
-        file, log = directory / ".job.json", self._sweep.folder / job.log
-        content = {
-            "command": self._sweep.command,
-            "sweep": self._sweep.name,
-            "directory": str(directory.resolve()),
-            "overrides": job.overrides,
-            "config": job.config,
-        }
-        write_atomically(file, json.dumps(content, indent=1) + "\n")
-        with open_to_append(log) as output:
+        content = {"command": self._sweep.command, "sweep": self._sweep.name, "directory": str(directory.resolve())}
+        content |= {"overrides": job.overrides, "config": job.config}
+        write_atomically(file := directory / ".job.json", json.dumps(content, indent=1) + "\n")
+        command = [sys.executable, "-P", "-m", "pgtoolkit.launch.job", str(file)]
+        with open_to_append(self._sweep.folder / job.log) as output:
             # A session of its own: Ctrl-C in the terminal reaches the jobs through this process alone, once.
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "pgtoolkit.launch.job", str(file)],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-            self._running.append(_Running(job, process, time.monotonic(), log, output.tell()))
+            session = {"stdin": subprocess.PIPE, "stdout": output, "stderr": output, "start_new_session": True}
+            process = subprocess.Popen(command, **session)
+            self._running.append(_Running(job, process, time.monotonic(), output.tell()))
         print(sweep_report.started(job, self._ended + len(self._running), len(self._jobs)), flush=True)
         job.status, job.reason = "running", None
         self._sweep.save()
@@ -157,7 +147,8 @@ class _Jobs:
             job.reason = job.reason or "stopped before it began"
         elif status != 0:
             if job.status != "failed" or not job.reason:
-                job.reason = sweep_report.last_line(one.log, one.log_start) or f"exit status {status}"
+                said = sweep_report.last_line(self._sweep.folder / job.log, one.log_start)
+                job.reason = said or f"exit status {status}"
             job.status = "failed"
         self._sweep.save()
         print(sweep_report.ended(job, self._sweep.folder, self._ended, len(self._jobs), taken), flush=True)

@@ -13,7 +13,8 @@ from hydra.core.utils import configure_log
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig
 
-from pgtoolkit.config.compose import name_directories, register
+from pgtoolkit.config.compose import name_directories
+from pgtoolkit.config.overrides import register
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError
 from pgtoolkit.launch import sweep_report
 from pgtoolkit.launch.check import Checked
@@ -39,9 +40,8 @@ def run_sweep(checked: Checked) -> int:
         # Jobs of an earlier command that chose the same folder stay listed.
         sweep.jobs = {**{name: job for name, job in earlier.jobs.items() if name not in sweep.jobs}, **sweep.jobs}
         sweep.save()
-        print(
-            f"{sweep_report.summary(sweep.name, [sweep.jobs[name] for name in planned])}, in {sweep.folder}", flush=True
-        )
+        summary = sweep_report.summary(sweep.name, [sweep.jobs[name] for name in planned])
+        print(f"{summary}, in {sweep.folder}", flush=True)
         begun, interrupted = time.monotonic(), None
         try:
             _run_hydra(checked)

@@ -1,26 +1,48 @@
-"""Trains on as many processes as the configuration says: this one, local workers, or those a launcher started."""
+"""Trains on as many processes as the configuration says: this one, local workers, or those a launcher started.
+
+Local workers are started, watched, and ended together; a signal lets a step of any length finish.
+"""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copy
 import gc
+import json
 import os
 import pickle
+import signal
+import socket
+import subprocess
+import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from subprocess import Popen
+from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
 
+from pgtoolkit import errors
 from pgtoolkit.config.rules.parallelism import world_size
-from pgtoolkit.errors import ConfigError
+from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, RankLost
 from pgtoolkit.launch.worker import Job, take_part
 from pgtoolkit.ranks.environment import joined
+from pgtoolkit.runs.directory import RunDirectory, read_status
 from pgtoolkit.system.imports import without
+from pgtoolkit.tracking.next_commands import resume_command
+from pgtoolkit.tracking.signals import StopSignal
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 _PROCESSES_PER_CORE = 16
 """More are a mistake in writing, and would take the machine's memory before anybody could say so."""
+GRACE_SECONDS = 30
+"""For rank 0 to write final status and curves once another has failed; 2 for the others, who have none to write."""
 
 
 def launch(job: Job) -> None:
@@ -43,12 +65,10 @@ def launch(job: Job) -> None:
 
         train(config, job.run_dir, job.resume, job.overrides, job.sweep)
     else:
-        from pgtoolkit.launch.local import run_workers
-
         _refuse_too_many(config.trainer.device, count)
         with tempfile.TemporaryDirectory(prefix="pgtk-") as folder:
             (Path(folder) / "job").write_bytes(pickle.dumps(job))
-            run_workers(Path(folder), count, job.run_dir, config.parallelism.timeout_seconds)
+            _run_workers(Path(folder), count, job.run_dir, config.parallelism.timeout_seconds)
 
 
 def _refuse_too_many(device: str, count: int) -> None:
@@ -66,3 +86,155 @@ def _refuse_too_many(device: str, count: int) -> None:
             f"trainer.device={device} needs a GPU for each of {count} processes (got {gpus}). NCCL does not "
             "share one. Use smaller sizes in parallelism, or trainer.device=cpu."
         )
+
+
+def _run_workers(folder: Path, count: int, run_dir: Path, timeout_seconds: float) -> None:
+    """Run the job in `folder` on so many local processes until all have ended; raises the error that ended them.
+
+    SIGINT and SIGTERM go on to the workers, who finish their step; StopSignal if they had not begun. A worker that
+    fails takes the others with it.
+    """
+    # Workers start with SIGINT blocked, which they undo: until then their interpreter would show where it was. Here it
+    # waits until it can be forwarded; the store's threads, which come next, must not have it either.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    store = loopback_store()
+    workers: dict[int, Popen] = {}
+    try:
+        for rank in range(count):
+            workers[rank] = _started(folder, rank, count, store.port)
+        with _forwarded(workers) as signals:
+            unanswering = _wait(workers, signals)
+    finally:
+        _end(workers, signal.SIGKILL)  # whatever happened here, nobody stays behind
+    try:
+        _conclude(folder, workers, signals, unanswering, timeout_seconds, run_dir)
+    except RankLost as error:
+        _record(run_dir, "failed", f"RankLost: {error}")
+        raise
+
+
+def loopback_store() -> TCPStore:
+    """Where the workers find each other: a port of the system's choice, so that two jobs of one sweep never meet.
+
+    It asks nobody for a password, and torch would open it to the network: only this machine may come in.
+    """
+    from torch.distributed import TCPStore
+
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    # The store closes the socket.
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
+def _started(folder: Path, rank: int, count: int, port: int) -> Popen:
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    own |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RUN_ID": "pgtk", "TORCHELASTIC_RESTART_COUNT": 0}
+    own |= {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
+    own |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    own |= {"PGTK_PYTHONPATH": os.environ.get("PYTHONPATH", "")}  # what servers in other environments get
+    environment = os.environ | {name: str(value) for name, value in own.items()}
+    command = [sys.executable, "-P", "-m", "pgtoolkit.launch.worker", str(folder)]
+    if rank == 0:
+        return Popen(command, env=environment, start_new_session=True)
+    # The others have nothing to say that rank 0 does not; what a library prints is looked at if one dies.
+    with _stderr(folder, rank).open("wb") as file:
+        return Popen(command, env=environment, start_new_session=True, stdout=subprocess.DEVNULL, stderr=file)
+
+
+def _stderr(folder: Path, rank: int) -> Path:
+    return folder / f"stderr-{rank}"
+
+
+@contextlib.contextmanager
+def _forwarded(workers: dict[int, Popen]) -> Iterator[list[int]]:
+    """SIGINT and SIGTERM of this process are the workers'; gives the numbers of those that came."""
+    came: list[int] = []
+
+    def forward(number, _frame) -> None:
+        came.append(number)
+        for process in workers.values():
+            process.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait(workers: dict[int, Popen], signals: list[int]) -> list[int]:
+    """Until all have ended; returns the ranks that had to be killed."""
+    deadline = None
+    while running := [rank for rank, process in workers.items() if process.poll() is None]:
+        failed = any(process.poll() for process in workers.values())
+        if deadline is None and (failed or signals.count(signal.SIGINT) > 1):
+            deadline = time.monotonic() + (GRACE_SECONDS if 0 in running else 2)
+        if failed and 0 not in running:
+            deadline = min(deadline, time.monotonic() + 2)
+        if deadline is not None and time.monotonic() > deadline:
+            _end(workers, signal.SIGTERM)
+            return running
+        time.sleep(0.05)
+    return []
+
+
+def _end(workers: dict[int, Popen], number: int) -> None:
+    """Signal those that still run, with all that they have started, and wait a little."""
+    running = [process for process in workers.values() if process.poll() is None]
+    for process in running:
+        os.killpg(process.pid, number)
+    deadline = time.monotonic() + 2
+    while any(process.poll() is None for process in running) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _conclude(folder, workers, signals, unanswering, timeout_seconds, run_dir) -> None:
+    """Raise the error that ended the job, if one did: what came first, not what followed from it."""
+    outcomes = {}
+    for rank in workers:
+        with contextlib.suppress(FileNotFoundError):
+            outcomes[rank] = json.loads((folder / f"rank-{rank}.json").read_text())
+    resume = f"Continue with: {resume_command(run_dir)}"
+    failed = {rank: found for rank, found in outcomes.items() if found["status"] and found["kind"] != "RankLost"}
+    for rank, found in failed.items():
+        if found["kind"] == "defect":
+            print(found["traceback"], file=sys.stderr)
+            raise PgtoolkitError(f"rank {rank} failed: {found['message']}")
+        where = "" if rank == 0 or found["on_all_ranks"] else f"rank {rank}: "
+        raise getattr(errors, found["kind"])(where + found["message"])
+    for found in outcomes.values():
+        if found["kind"] == "Interrupted":
+            raise Interrupted(found["message"])
+    if signals:
+        name = signal.Signals(signals[-1]).name
+        _record(run_dir, "interrupted", name)
+        raise StopSignal(name)
+    unknown = {rank: one.returncode for rank, one in workers.items() if rank not in (*outcomes, *unanswering)}
+    for rank, code in sorted(unknown.items(), key=lambda pair: pair[1] >= 0):  # by a signal first
+        how = f"ended with status {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+        if code == -signal.SIGKILL:
+            how += " (the system does so when memory runs out)"
+        elif code == -signal.SIGABRT and unanswering:  # as NCCL ends a process that has waited too long for others
+            how += f", and rank {', '.join(map(str, unanswering))} did not answer any more"
+        raise RankLost(f"rank {rank} {how}.{_last_words(_stderr(folder, rank))} {resume}")
+    for found in outcomes.values():
+        if found["status"] and unanswering:
+            names, limit = ", ".join(map(str, unanswering)), f"parallelism.timeout_seconds={timeout_seconds:g}"
+            raise RankLost(f"rank {names} did not answer within {limit} and was ended. {resume}")
+        if found["status"]:
+            raise RankLost(f"{found['message']}. {resume}")
+
+
+def _last_words(stderr: Path) -> str:
+    lines = stderr.read_text(errors="replace").strip().splitlines() if stderr.exists() else []
+    return f" Its last words: {' | '.join(lines[-5:])}." if lines else ""
+
+
+def _record(run_dir: Path, state: str, reason: str) -> None:
+    """How the run ended, in status.json, where rank 0 could not know it."""
+    with contextlib.suppress(PgtoolkitError), RunDirectory(run_dir) as run:
+        status = read_status(run.path)
+        if status.get("state") in ("running", "failed"):
+            run.set_status(state, status["step"], reason)

@@ -14,14 +14,16 @@ from hydra.core.utils import run_job
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, open_dict
 
-from pgtoolkit.config.compose import NO_CHOICE, compose, hydra_form, register
+from pgtoolkit.config.compose import compose
 from pgtoolkit.config.files import config_directory
+from pgtoolkit.config.overrides import NO_CHOICE, hydra_form, register
 from pgtoolkit.config.paths import make_absolute
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, StorageError
 from pgtoolkit.launch.check import Run, check, check_resumed, check_run, notes, problems
 from pgtoolkit.launch.job import named_by_hydra
 from pgtoolkit.launch.multirun import run_sweep
 from pgtoolkit.ranks.environment import joined
+from pgtoolkit.system.report import refusal
 from pgtoolkit.tracking.signals import stop_signals_recorded
 from pgtoolkit.training.machine import DataProblem
 
@@ -34,11 +36,10 @@ def hydra_arguments(argv: list[str]) -> Namespace:
             name = f"--{flag.replace('_', '-')}={value}"
             reason = "pgtk begins with its own conf/config.yaml: another would not be checked, and could run code."
             use = "pgtk sweep FILE.yaml, or --config-dir=FOLDER for options of your own"
-            raise ConfigError(f"{name} needs to be left out (got one). {reason} Use {use}.")
+            raise ConfigError(refusal(name, "to be left out", "one", reason, use))
     if args.config_dir is not None and not Path(args.config_dir).is_dir():
-        reason = "It holds options of your own, such as experiment/mine.yaml."
-        got = f"--config-dir={args.config_dir} needs a folder (got {args.config_dir})"
-        raise ConfigError(f"{got}. {reason} Use --config-dir=FOLDER.")
+        name, reason = f"--config-dir={args.config_dir}", "It holds options of your own, such as experiment/mine.yaml."
+        raise ConfigError(refusal(name, "a folder", args.config_dir, reason, "--config-dir=FOLDER"))
     return args
 
 
@@ -50,19 +51,20 @@ def train(argv: list[str], sweep_file: Path | None, command: list[str]) -> int:
     """
     args = hydra_arguments(argv)
     if args.cfg and args.multirun:
-        raise ConfigError("--cfg needs one run (got -m). It prints one configuration. Use pgtk check -m for a sweep.")
+        reason, use = "It prints one configuration.", "pgtk check -m for a sweep"
+        raise ConfigError(refusal("--cfg", "one run", "-m", reason, use))
     for_hydra = [hydra_form(arg) if arg in args.overrides else arg for arg in argv if arg not in NO_CHOICE]
     if args.info or args.hydra_help:
         return hydra_answers(for_hydra)
     rank = None if args.cfg else joined()
     if rank is not None and args.multirun:
         reason, use = "The runs of a sweep start their own processes.", "pgtk -m without torchrun or srun"
-        raise ConfigError(f"-m needs one process (got WORLD_SIZE={rank.world_size}). {reason} Use {use}.")
+        raise ConfigError(refusal("-m", "one process", f"WORLD_SIZE={rank.world_size}", reason, use))
     if rank is not None and rank.number > 0:
         return _train_as_other_rank(args.overrides, args.config_dir)
     checked = check(args.overrides, args.multirun, args.config_dir, not args.cfg, sweep_file, command)
     if found := problems(checked):
-        error = refusal(found)
+        error = refused(found)
         if not args.cfg:
             _end_other_ranks(error, checked.runs[0])
         raise error
@@ -80,12 +82,12 @@ def resume(run_dir: Path, overrides: list[str]) -> int:
     """Continue a run from its newest checkpoint; returns the exit status. Raises PgtoolkitError."""
     checked = check_resumed(run_dir, overrides)
     if found := problems(checked):
-        raise refusal(found)
+        raise refused(found)
     _launch(checked.runs[0].config, run_dir, overrides, resume=True)
     return 0
 
 
-def refusal(problems: list[str]) -> PgtoolkitError:
+def refused(problems: list[str]) -> PgtoolkitError:
     """All problems in one error, which has an exit status of its own if it is the data alone."""
     kind = DataError if all(isinstance(problem, DataProblem) for problem in problems) else ConfigError
     if len(problems) == 1:

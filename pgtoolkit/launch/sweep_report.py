@@ -42,9 +42,8 @@ def table(sweep: Sweep, jobs: list[Job]) -> str:
     """All jobs with state, steps, time and reward; below it the errors and logs of those that are not done."""
     lines = ["", f"{'state':<12}{'steps':>6}{'seconds':>9}{OBJECTIVE:>9}  run in {shell_path(sweep.folder)}"]
     for job in jobs:
-        value = reached(sweep.folder / job.directory)
+        value, spent = reached(sweep.folder / job.directory), f"{job.seconds:.0f}" if job.seconds else ""
         shown = "" if value is None else f"{value:.3f}"
-        spent = f"{job.seconds:.0f}" if job.seconds else ""
         lines.append(f"{job.status:<12}{job.step:>6}{spent:>9}{shown:>9}  {job.name}")
     for job in jobs:
         if job.status not in ("done", "pending"):

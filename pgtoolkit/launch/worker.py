@@ -112,13 +112,11 @@ def main(folder: Path) -> int:
     outcome = {"kind": "done", "status": 0}
     try:
         take_part(job, rank)
-    except PgtoolkitError as error:
-        status = 0 if isinstance(error, Interrupted) else error.exit_status
-        outcome = {"kind": type(error).__name__, "message": str(error), "status": status}
-        outcome["on_all_ranks"] = error.on_all_ranks
-    except OSError as error:
-        found = unusable(error)
-        outcome = {"kind": "StorageError", "message": str(found), "status": found.exit_status, "on_all_ranks": False}
+    except (PgtoolkitError, OSError) as error:
+        known = unusable(error) if isinstance(error, OSError) else error
+        status = 0 if isinstance(known, Interrupted) else known.exit_status
+        outcome = {"kind": type(known).__name__, "message": str(known), "status": status}
+        outcome["on_all_ranks"] = known.on_all_ranks
     except KeyboardInterrupt:
         return 130  # the command that sent it knows what to say
     except BaseException as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -27,7 +28,7 @@ from pgtoolkit.rollouts.shuffle import seed_of
 from pgtoolkit.rollouts.steps import Source
 from pgtoolkit.rollouts.tasks import Prompt, Score
 from pgtoolkit.rollouts.writer import RolloutWriter
-from pgtoolkit.system.background import InBackground
+from pgtoolkit.system.background import in_background
 
 STAGES = ("sampling", "scoring", "old_log_probs")
 
@@ -84,7 +85,7 @@ class PolicyRollouts(Source):
         self._next_prompt = 0
         self._batches: dict[int, list[Document]] = {}  # the one in use, of that number, and those that follow
         self._sampling: _Sampling | None = None
-        self._background: InBackground | None = None
+        self._background: Future | None = None
 
     def before_step(self, position: int) -> None:
         """Generate, or begin to, what is due before the step that begins at this position."""
@@ -131,7 +132,7 @@ class PolicyRollouts(Source):
         self.task.close()
         self.sampler.close()
         if self._background is not None:
-            self._background.abandon()
+            wait([self._background], timeout=10)  # for a call that was told to end
 
     @contextlib.contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
@@ -170,7 +171,7 @@ class PolicyRollouts(Source):
                 self.sampler.publish(self.trained.policy.weights, self.trained.num_updates)
             complete = partial(self.sampler.complete, requests)
             if self._rollout.max_staleness is not None:
-                self._background = InBackground(complete)
+                self._background = in_background(complete)
                 complete = self._background.result
         return _Sampling(number, prompts, tokens, complete)
 

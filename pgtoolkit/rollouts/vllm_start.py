@@ -34,7 +34,6 @@ _VARIABLES = {
 """Where this process has one of them already, its value holds."""
 _FRONT_ENDS = 4
 """Processes of the servers on a GPU that take requests and write answers, while one computes."""
-
 _FIXED = "--kv-cache-memory-bytes"
 """The option that says how much memory a server takes for keys and values, which it measures otherwise."""
 

@@ -63,7 +63,8 @@ class WeightsFolder:
             self._map(header)
         try:
             for name, tensor in weights.items():
-                self._rooms[name].copy_(tensor.reshape(-1), non_blocking=self._known_at is not None)
+                room = self._rooms[name]  # a copy to another type would wait, and be converted on the CPU
+                room.copy_(tensor.reshape(-1).to(room.dtype), non_blocking=self._known_at is not None)
         finally:
             for device in {tensor.device for tensor in weights.values() if tensor.is_cuda}:
                 torch.cuda.synchronize(device)

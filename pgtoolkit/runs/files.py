@@ -218,7 +218,7 @@ def _check(value: Any, shape: Any, name: str = "content") -> None:
     """
     kind = type(shape) if isinstance(shape, (dict, list)) else shape
     if not (isinstance(value, kind) if isinstance(kind, type) else kind(value)):
-        raise ValueError(f"its {name} is not what is written there")
+        raise ValueError(f"its {name} is not what pgtk writes there")
     if isinstance(shape, list):
         for item in value:
             _check(item, shape[0], name)

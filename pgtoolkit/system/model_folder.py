@@ -7,10 +7,11 @@ import json
 import math
 import os
 import stat
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from pgtoolkit.errors import ConfigError, first_line
 from pgtoolkit.system import report
@@ -24,7 +25,7 @@ ADAPTER_SETTINGS = "adapter_config.json"
 """What tells a folder of peft's adapters, which transformers would put into whatever model lies beside it."""
 _EMBEDDINGS = (".embed_tokens.weight", "wte.weight")
 """What the usual models call the matrix with a row for each entry of the vocabulary."""
-_UNREADABLE = (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError, struct.error)
+_UNREADABLE = (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError, SafetensorError)
 """What a file raises that is no JSON, or not the JSON or header that it should be."""
 _CUT_OFF = "A copy or download that was cut off looks so, or one of another model."
 _KIND = "It says what kind of model it is."
@@ -67,20 +68,16 @@ def num_weights(path: str | Path | None) -> int | None:
     folder, total = Path(os.path.expanduser(path or os.devnull)), 0
     for file in folder.glob("*.safetensors"):
         try:
-            total += sum(math.prod(entry["shape"]) for entry in _header(file)[1].values())
+            total += sum(map(math.prod, _shapes(file).values()))
         except _UNREADABLE:
             return None
     return total or None
 
 
-def _header(file: Path) -> tuple[int, dict[str, dict]]:
-    """(its bytes, the entry of each tensor) of a safetensors file; one of _UNREADABLE where it has none."""
-    with file.open("rb") as opened:
-        (length,) = struct.unpack("<Q", opened.read(8))
-        if length > min(size := os.fstat(opened.fileno()).st_size, 10**8):
-            raise ValueError(f"{size} bytes, which is less than its header")
-        entries = json.loads(opened.read(length))
-    return 8 + length, {name: entry for name, entry in entries.items() if name != "__metadata__"}
+def _shapes(file: Path) -> dict[str, list[int]]:
+    """The shape of each tensor in a safetensors file, by its header; one of _UNREADABLE where it is not whole."""
+    with safe_open(file, "np") as opened:
+        return {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118 (it is no dictionary)
 
 
 def load_config(path: str) -> Any:
@@ -190,20 +187,16 @@ def _damage(file: Path, settings: dict) -> str | None:
         if file.suffix != ".safetensors":
             file.open("rb").close()
             return None if status.st_size else "empty"
-        length, entries = _header(file)
-        whole = length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        shapes = _shapes(file)
     except FileNotFoundError:
         return "missing"
     except _UNREADABLE as error:
         return _reason(error)
-    if status.st_size != whole:
-        return f"{status.st_size} bytes instead of {whole}"
     widths = (settings.get(key) for key in ("word_embed_proj_dim", "hidden_size", "n_embd"))
     rows, width = settings.get("vocab_size"), next(filter(None, widths), None)
-    for name, entry in entries.items():
-        shape = entry.get("shape") or [0]
+    for name, shape in shapes.items():
         # More rows than the vocabulary: some models have tokens for pictures behind it.
-        if name.endswith(_EMBEDDINGS) and rows and width and not (shape[0] >= rows and shape[1:] == [width]):
+        if name.endswith(_EMBEDDINGS) and rows and width and not (shape[:1] >= [rows] and shape[1:] == [width]):
             return f"{name} has shape {shape} instead of {[rows, width]}"
     return None
 

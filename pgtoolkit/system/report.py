@@ -24,8 +24,8 @@ class Report:
 
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    usual: Callable[[str], Any] = lambda key: None
-    typed: list[str] = field(default_factory=list)
+    usual: Callable[[str], Any] = field(default=lambda key: None, compare=False, repr=False)
+    typed: list[str] = field(default_factory=list, compare=False)
 
     def refuse(self, setting: str, needs: str, got: Any, reason: str, use: str) -> None:
         """Add `setting needs X (got Y). Reason. Use override.`"""

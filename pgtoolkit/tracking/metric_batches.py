@@ -78,11 +78,10 @@ def _as_metrics(row: dict, prefix: str, step: int, names: Iterable[str]) -> list
     """The finite values of these names, at the time of the row: a row that is sent again is the same row to MLflow."""
     from mlflow.entities import Metric
 
-    values = {name: row[name] for name in names if name in row and name not in ("step", "time")}
     return [
-        Metric(parameter_name(prefix + name), value, _milliseconds(row), step)
-        for name, value in values.items()
-        if math.isfinite(value)
+        Metric(parameter_name(prefix + name), row[name], _milliseconds(row), step)
+        for name in names
+        if name in row and name not in ("step", "time") and math.isfinite(row[name])
     ]
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shlex
 import shutil
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from urllib.parse import quote
 
 from pgtoolkit.config.names import name_of
 from pgtoolkit.config.paths import absolute_uri
-from pgtoolkit.config.rules.credentials import of_address
+from pgtoolkit.config.rules.executed import of_address
 from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.runs.files import known_provenance, leaves, read_config
 from pgtoolkit.system.functions import COMMANDS, functions_in
@@ -144,9 +144,7 @@ def _counterpart(run_dir):
 
 def _config_dir(run_dir):
     """The folder with options of the user's own that the run was started with, or None."""
-    provenance, folder = known_provenance(Path(run_dir)), None
-    for argument, following in pairwise([*provenance.get("command", [])[1:], None]):
-        flag, is_given, value = argument.partition("=")
-        if flag in ("--config-dir", "-cd"):
-            folder = value if is_given else following
+    provenance, parser = known_provenance(Path(run_dir)), argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd", nargs="?")
+    folder = parser.parse_known_args(provenance.get("command", [])[1:])[0].config_dir
     return folder and Path(provenance["directory"], folder)

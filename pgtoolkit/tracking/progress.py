@@ -14,6 +14,7 @@ from pgtoolkit.config.evaluation import watched_in
 from pgtoolkit.runs.evaluations import best_checkpoint
 from pgtoolkit.runs.files import read_evaluations, read_resolved, read_status
 from pgtoolkit.runs.series import final, first, mean
+from pgtoolkit.system.report import plural
 from pgtoolkit.tracking.next_commands import (
     compare_command,
     counterpart_command,
@@ -155,7 +156,7 @@ def _rise(name, rows):
     # A fraction is drawn against 0 and 1: one success in a thousand is not a peak.
     bars = sparkline(values, span=(0, 1) if name == "exact_match" else None)
     ends, label = f"{first(values):.3f} -> {final(values):.3f}", name.replace("_", " ")
-    return f"{label:<12} {ends}  {bars}  (first and last tenth of {len(values)} steps)"
+    return f"{label:<12} {ends}  {bars}  (first and last tenth of {plural(len(values), 'step')})"
 
 
 def _count(value):

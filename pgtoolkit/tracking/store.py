@@ -15,7 +15,7 @@ from pgtoolkit.config.names import NO_EFFECT_ON_LEARNING
 from pgtoolkit.config.paths import sqlite_path
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.files import leaves
-from pgtoolkit.system.background import InBackground
+from pgtoolkit.system.background import in_background
 from pgtoolkit.system.imports import without
 from pgtoolkit.system.plain_files import open_to_append
 from pgtoolkit.system.redaction import redact
@@ -62,7 +62,7 @@ class _ClientWithTimeouts:
 
 def _call_within(seconds, function, *arguments, **keywords):
     try:
-        return InBackground(functools.partial(function, *arguments, **keywords)).result(seconds)
+        return in_background(functools.partial(function, *arguments, **keywords)).result(seconds)
     except TimeoutError as error:
         if error.args:  # the call's own
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pgtoolkit.config.rules.credentials import of_address
+from pgtoolkit.config.rules.executed import of_address
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.directory import RunDirectory, read_config, read_status
 from pgtoolkit.tracking.mlflow_run import MlflowTracker

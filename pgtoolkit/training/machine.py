@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pgtoolkit.config.evaluation import entries, held_out_sets, is_on, samples
+from pgtoolkit.config.evaluation import held_out_sets, is_on, samples
 from pgtoolkit.config.paths import NO_FOLDER
 from pgtoolkit.config.rules.run import needs_gpu, occupied_by_rollouts, refuse_triton
 from pgtoolkit.config.rules.step import needs_model
@@ -81,10 +81,13 @@ def _functions(c: Any, report: Report) -> None:
     """The functions that were typed can be imported and called."""
     wanted = []
     for place, task in _tasks(c):
-        named = getattr(getattr(task, "verifiers", None), "__dict__", {})
-        several = [(f"{place}.verifiers.{name}.", one) for name, one in named.items()]
-        for prefix, one in several or [(f"{place}.", task)]:
-            path = getattr(one, "verifier", None)
+        named = getattr(task, "verifiers", None)
+        several = [
+            (f"{place}.verifiers.{name}.", one["verifier"])
+            for name, one in (named if isinstance(named, dict) else {}).items()
+            if isinstance(one, dict) and "verifier" in one
+        ]
+        for prefix, path in several or [(f"{place}.", getattr(task, "verifier", None))]:
             if "." in str(path):
                 wanted.append((f"{prefix}verifier", path, ("completion", "answer"), ()))
     if c.aggregation.reducer is not None:
@@ -97,7 +100,7 @@ def _functions(c: Any, report: Report) -> None:
         from pgtoolkit.training.loss import own_family
 
         with _added_to(report):
-            own_family(c.loss.path, vars(c.loss.options), c.loss.num_splits)
+            own_family(c.loss.path, c.loss.options, c.loss.num_splits)
 
 
 def _chat(c: Any, report: Report) -> None:
@@ -141,7 +144,7 @@ def _tasks(c: Any) -> Iterator[tuple[str, Any]]:
         yield "task", c.task
     if is_on(c):
         for one in held_out_sets(c):
-            yield f"evaluation.sets.{one.name}" if entries(c.evaluation.sets) else "task", one.task
+            yield f"evaluation.sets.{one.name}" if c.evaluation.sets else "task", one.task
 
 
 @functools.cache  # the jobs of a sweep share them

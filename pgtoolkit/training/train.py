@@ -76,15 +76,15 @@ def train(
         try:
             with contextlib.ExitStack() as started, losing_ranks(layout, config.parallelism.timeout_seconds):
                 module, loader = build(config, resume, layout, folder)
-                started.callback(loader.close)
+                started.callback(loader.source.close)
                 if module.evaluator is not None:
                     started.callback(module.evaluator.close)
                 if checkpoint is not None:
                     restore_data(loader, checkpoint)
                 if run is not None:
                     if count := getattr(config.rollout, "keep_completions", 0):
-                        tokenizer = module.policy.tokenizer
-                        recorder.completions = KeptCompletions(run.path, count, loader.prompt, tokenizer, recorder.step)
+                        prompt, tokenizer = loader.source.prompt, module.policy.tokenizer
+                        recorder.completions = KeptCompletions(run.path, count, prompt, tokenizer, recorder.step)
                     tracker = _start_tracker(config, run)
                 if recorder.step < config.trainer.max_steps:
                     fit(module, loader, config, recorder)

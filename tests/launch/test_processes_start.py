@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 
 from pgtoolkit.errors import ConfigError, Interrupted, StorageError
 from pgtoolkit.launch import worker
-from pgtoolkit.launch.local import _conclude, loopback_store
+from pgtoolkit.launch.processes import _conclude, loopback_store
 from pgtoolkit.ranks.environment import Rank, first_host, joined
 from pgtoolkit.runs.directory import read_status
 from pgtoolkit.tracking.signals import stop_signals_recorded
@@ -88,7 +88,7 @@ def test_an_interruption_while_workers_start_is_no_defect(environment, monkeypat
     processes = {0: SimpleNamespace(returncode=130), 1: SimpleNamespace(returncode=-signal.SIGINT)}
     said = r"stopped by SIGINT; the run is interrupted at step 0. Continue with:"
     with pytest.raises(Interrupted, match=said), stop_signals_recorded(OmegaConf.create({"seed": 1}), run, []):
-        _conclude(tmp_path, processes, [signal.SIGINT], [], 300, {}, run)
+        _conclude(tmp_path, processes, [signal.SIGINT], [], 300, run)
     assert read_status(run)["reason"] == "SIGINT"
 
 
@@ -105,7 +105,7 @@ def test_a_full_disk_in_a_worker_is_no_defect(environment, monkeypatch, tmp_path
     processes = {rank: SimpleNamespace(returncode=6)}
     said = ("" if rank == 0 else "rank 1: ") + "outputs/x cannot be read or written: No space left on device"
     with pytest.raises(StorageError, match=f"^{said}$"):
-        _conclude(tmp_path, processes, [], [], 300, {}, tmp_path / "run")
+        _conclude(tmp_path, processes, [], [], 300, tmp_path / "run")
 
 
 def test_the_store_of_local_workers_is_reached_from_this_machine_alone():

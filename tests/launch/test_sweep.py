@@ -12,9 +12,10 @@ from builders.runs import run as train_short
 from omegaconf import OmegaConf
 
 from pgtoolkit.cli import main
-from pgtoolkit.config.compose import compose, jobs
+from pgtoolkit.config.compose import compose
 from pgtoolkit.config.files import config_directory, sweep_file, sweep_files
 from pgtoolkit.config.names import digest, plain_config
+from pgtoolkit.config.overrides import jobs
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.launch import job as one_job
 from pgtoolkit.launch.check import check, notes, page, problems
@@ -141,7 +142,7 @@ def test_a_sweep_is_held_by_one_launcher(tmp_path):
     saved = json.loads((tmp_path / "s" / "sweep.json").read_text())["jobs"][0]
     assert {"name", "directory", "overrides", "status", "reason", "log"} <= saved.keys()
     (tmp_path / "s" / "sweep.json").write_text('{"jobs": 3}')
-    with pytest.raises(StorageError, match=r"\(not the name, command and jobs of a sweep\)\. Delete it to go on"):
+    with pytest.raises(StorageError, match=r"\(its name is not what is written there\)\. Delete it to go on"):
         Sweep.load(tmp_path / "s")
 
 

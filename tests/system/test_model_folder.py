@@ -113,9 +113,9 @@ FOUND_BY_CHECK = {
     "tokenizer of another format": (put(TOKENIZER, {"a": 1}), "a tokenizer that transformers can load, such as token"),
     "half a tokenizer_config": (half("tokenizer_config.json"), "tokenizer_config.json: "),
     "no weights": (remove(WEIGHTS), "no model.safetensors or pytorch_model.bin"),
-    "empty weights": (put(WEIGHTS, b""), "model.safetensors: unpack requires a buffer of 8 bytes"),
+    "empty weights": (put(WEIGHTS, b""), "model.safetensors: Error while deserializing header: header too small"),
     "half of the weights": (half(WEIGHTS), "model.safetensors: "),
-    "header that is none": (put(WEIGHTS, b"\x08" + bytes(7) + b"garbage!" * 9), "model.safetensors: Expecting value"),
+    "header that is none": (put(WEIGHTS, b"\x08" + bytes(7) + b"garbage!" * 9), "deserializing header: invalid"),
     "weights of other shapes": (
         changed(CONFIG, hidden_size=32),
         "model.embed_tokens.weight has shape [12, 16] ins",

@@ -107,7 +107,7 @@ def test_summary_shows_the_rise_and_what_to_type(tmp_path, monkeypatch):
 def test_summary_without_mlflow_without_reward_and_with_a_server(tmp_path):
     save_config(tmp_path, "gspo", [])
     text = summary([{"step": 1, "loss": 0.5}], tmp_path, None)
-    assert text.startswith("loss         0.500 -> 0.500")
+    assert text.startswith("loss         0.500 -> 0.500  ▁  (first and last tenth of 1 step)\n")
     assert "MLflow" not in text
     assert "curves" not in text
     server = {"uri": "http://h:1", "experiment_id": "2", "run_id": "abc"}

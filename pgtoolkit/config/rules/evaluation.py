@@ -6,7 +6,6 @@ import difflib
 import math
 import re
 from dataclasses import fields
-from types import SimpleNamespace
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -17,7 +16,6 @@ from pgtoolkit.config.evaluation import (
     USUAL,
     HeldOut,
     are_training_prompts,
-    entries,
     held_out_sets,
     is_on,
     numbers_of,
@@ -46,7 +44,6 @@ def evaluation(c: Any, report: Report) -> None:
         for key in [*keys, "trainer.stop_at"]:
             group, name = key.split(".")
             value = getattr(getattr(c, group), name)
-            value = vars(value) if hasattr(value, "__dict__") else value
             report.refuse_ignored(key, value, where, why, "evaluation.every=20", report.usual(key))
         return
     held_out = evaluated(c, report)
@@ -57,7 +54,7 @@ def evaluation(c: Any, report: Report) -> None:
             if one.files is not None:
                 got, use = f"those of {one.files[0]}", "evaluation.sets.NAME.path=FILE"
             named, every = f"evaluation.sets.{one.name}", f"evaluation.every={c.evaluation.every}"
-            setting = named if entries(c.evaluation.sets) else every
+            setting = named if c.evaluation.sets else every
             report.refuse(setting, "prompts that training does not ask", got, reason, use)
         elif (share := _by_chance(c, one)) > _FEW:
             report.note(
@@ -78,11 +75,11 @@ def evaluated(c: Any, report: Report) -> list[HeldOut]:
 
 def _sets(c: Any, report: Report) -> None:
     """Refuses the entries of evaluation.sets that are none, and takes them away for the sake of what follows."""
-    if not hasattr(c.evaluation.sets, "__dict__"):
+    if not isinstance(c.evaluation.sets, dict):
         reason = "It names sets of prompts."
         report.refuse("evaluation.sets", "a dictionary", text(c.evaluation.sets), reason, _EXAMPLE)
-        c.evaluation.sets = SimpleNamespace()
-    for name, one in list(vars(c.evaluation.sets).items()):
+        c.evaluation.sets = {}
+    for name, one in [*c.evaluation.sets.items()]:
         before = len(report.problems)
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,39}", name):
             needs = "a name of up to 40 letters, digits, '_' and '-', a letter first"
@@ -90,13 +87,13 @@ def _sets(c: Any, report: Report) -> None:
         elif name == TRAINING:
             reason = "Completions of training bear it."
             report.refuse(f"evaluation.sets.{name}", "another name", name, reason, "evaluation.sets.held_out.KEY=VALUE")
-        elif not hasattr(one, "__dict__"):
+        elif not isinstance(one, dict):
             needs, reason = "keys with values", "They say what differs from the task."
             report.refuse(f"evaluation.sets.{name}", needs, text(one), reason, _EXAMPLE)
         else:
-            _entry(c, name, vars(one), report)
+            _entry(c, name, one, report)
         if len(report.problems) > before:
-            delattr(c.evaluation.sets, name)
+            del c.evaluation.sets[name]
 
 
 def _entry(c: Any, name: str, given: dict[str, Any], report: Report) -> None:
@@ -128,8 +125,7 @@ def _entry(c: Any, name: str, given: dict[str, Any], report: Report) -> None:
 
 def _fits(schema: type, key: str, value: Any) -> bool:
     try:
-        plain = entries(value) if hasattr(value, "__dict__") else value
-        OmegaConf.merge(OmegaConf.structured(schema), {key: plain})
+        OmegaConf.merge(OmegaConf.structured(schema), {key: value})
     except OmegaConfBaseException:
         return False
     return True
@@ -152,7 +148,7 @@ def _sampling(c: Any, report: Report) -> None:
 
 def _task(c: Any, one: HeldOut, report: Report) -> None:
     """The rules on a task, of the task of a set."""
-    found, place = Report(), f"evaluation.sets.{one.name}" if entries(c.evaluation.sets) else "task"
+    found, place = Report(), f"evaluation.sets.{one.name}" if c.evaluation.sets else "task"
     length = sampling(c)["max_completion_length"]
     if one.task.name == "reverse":
         room_for_answer(one.task.num_digits, "evaluation.max_completion_length", length, found)
@@ -173,7 +169,7 @@ def _best(c: Any, report: Report) -> None:
         where, why = ("evaluation.best", None), "it is a value of that number"
         report.refuse_ignored("trainer.stop_at", stop_at, where, why, "evaluation.best=pass@1")
         return
-    (name, number), names = watched(c), list(entries(own.sets)) or [USUAL]
+    (name, number), names = watched(c), [*own.sets] or [USUAL]
     known = numbers_of(own.completions_per_prompt)
     setting = f"evaluation.best={own.best}"
     if name not in names:

@@ -1,17 +1,21 @@
-"""What of a configuration runs code, Hydra's plug-ins and functions of the user's: who types chooses it, no file."""
+"""What who types chooses and no file: what runs code, plug-ins or functions, and servers that get credentials."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.runs.files import leaves
 from pgtoolkit.system.functions import COMMANDS, FUNCTIONS
+from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import refusal, text
+
+if TYPE_CHECKING:  # loads Hydra, which what only reads runs has no use for
+    from hydra.core.override_parser.types import Override
 
 _TARGETS = {
     ("launcher", "_target_"): ("hydra_plugins.", "hydra._internal.core_plugins."),
@@ -38,18 +42,24 @@ _OF_FILES = {
 _COMPUTED = {("runtime",), ("overrides",), ("searchpath",), ("job", "override_dirname"), ("job", "config_name")}
 """What Hydra or pgtk itself fills in, whatever a file says."""
 
+_CREDENTIALS = tuple(
+    f"MLFLOW_TRACKING_{name}" for name in ("USERNAME", "PASSWORD", "TOKEN", "AUTH", "AWS_SIGV4", "CLIENT_CERT_PATH")
+)
+_CREDENTIALS_FILE = "~/.mlflow/credentials"
+"""What MLflow shows any server that it calls."""
+
 
 def targets(hydra: DictConfig) -> list[str]:
     """Problems with what the node `hydra` has Hydra instantiate, besides launchers and sweepers that are installed."""
     reason, use = "A configuration never names code to be run.", "the options of hydra/launcher, hydra/sweeper"
-    foreign = [(path, value) for path, value in _leaves(_plain(hydra)) if _is_foreign(path, value)]
+    foreign = [(path, value) for path, value in _leaves(hydra) if _is_foreign(path, value)]
     return [refusal(_dotted(path), "to be left out", value, reason, use) for path, value in foreign]
 
 
 def set_by_files(hydra: DictConfig, typed: DictConfig) -> list[str]:
     """Problems with what files of the user's set in the node `hydra`; typed: the node without these files."""
-    problems, own = [], dict(_leaves(_plain(typed)))
-    for path, value in _leaves(_plain(hydra)):
+    problems, own = [], dict(_leaves(typed))
+    for path, value in _leaves(hydra):
         known = (path in own and own[path] == value) or _is_foreign(path, value)  # of which `targets` says more
         if not known and not any(path[:length] in _COMPUTED for length in (1, 2)) and not _harmless(path, value):
             reason = "A file sets places, numbers of jobs and what is swept, so that nobody's file runs code."
@@ -70,34 +80,45 @@ def search_path(typed: list[Override], sweep_file: Path | None) -> list[str]:
     return [refusal("hydra.searchpath", "to be left out", "a search path", reason, use)]
 
 
-def functions(config: DictConfig, typed: list[Override]) -> list[str]:
-    """Problems with functions that the configuration names and nobody has typed: no file makes pgtk import one."""
-    problems, values = [], typed_values(typed)
-    for key in _functions_of(config):
-        try:
-            value = OmegaConf.select(config, key)
-        except OmegaConfBaseException:  # `validate` says so
-            continue
-        if isinstance(value, str) and "." in value and "${" in str(values.get(key, "${")):
-            setting, reason = f"{key}={value}", "To import it runs its code, which only the command line asks for."
-            use = f"{setting} on the command line"
-            problems.append(refusal(setting, "to be typed", "it from a file", reason, use))
-    return problems
-
-
-def server(config: DictConfig, typed: list[Override]) -> list[str]:
-    """Problems with the program that samples, or its arguments, where they are a file's own and nobody's who types."""
-    problems, values = [], typed_values(typed)
-    for key, usual in COMMANDS.items():
-        try:
-            value = OmegaConf.select(config, key)
-        except OmegaConfBaseException:  # `validate` says so
-            continue
-        value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-        if value not in (None, usual) and "${" in str(values.get(key, "${")):
-            setting, reason = f"{key}={text(value)}", "It is run as a command, which only the command line asks for."
+def not_typed(config: DictConfig, typed: list[Override]) -> list[str]:
+    """Problems with functions, the program that samples and a server that nobody who types has named."""
+    values = dict(pair for override in typed for pair in leaves({override.key_or_group: override.value()}))
+    by_files = [key for key in (*_functions_of(config), *COMMANDS) if "${" in str(values.get(key, "${"))]
+    problems = []
+    for key in by_files:
+        value, reason = _selected(config, key), "To import it runs its code, which only the command line asks for."
+        harmless = not isinstance(value, str) or "." not in value
+        if key in COMMANDS:
+            harmless = value in (None, COMMANDS[key])
+            reason = "It is run as a command, which only the command line asks for."
+        if not harmless:
+            setting = f"{key}={text(value)}"
             problems.append(refusal(setting, "to be typed", "it from a file", reason, f"{setting} on the command line"))
+    uri = _selected(config, "tracking.uri")
+    if _selected(config, "tracking.name") != "none" and "${" in str(values.get("tracking.uri", "${")):
+        problems += [problem for problem in [of_address(uri, f"tracking.uri={uri}")] if problem]
     return problems
+
+
+def of_address(uri: str | None, use: str) -> str | None:
+    """The problem with a server that a file names, where credentials are set; use: what to type to mean it."""
+    if not str(uri).startswith(("http://", "https://")) or uri == os.environ.get("MLFLOW_TRACKING_URI"):
+        return None
+    found = [name for name in _CREDENTIALS if os.environ.get(name)]
+    found += [_CREDENTIALS_FILE] if Path(_CREDENTIALS_FILE).expanduser().is_file() else []
+    if not found:
+        return None
+    reason, use = f"What {found[0]} holds would be sent there.", f"{redact(use)} if you trust it"
+    return refusal(redact(f"tracking.uri={uri}"), "to be typed", "it from a file", reason, use)
+
+
+def _selected(config: DictConfig, key: str) -> Any:
+    """A plain value; None where it does not resolve, of which `validate` says more."""
+    try:
+        value = OmegaConf.select(config, key)
+        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    except OmegaConfBaseException:
+        return None
 
 
 def _functions_of(config: DictConfig) -> list[str]:
@@ -105,17 +126,9 @@ def _functions_of(config: DictConfig) -> list[str]:
     found = []
     for pattern in FUNCTIONS:
         place, star, _ = pattern.partition(".*")
-        try:
-            named = OmegaConf.select(config, place) if star else None
-        except OmegaConfBaseException:
-            named = None
-        found += [pattern.replace("*", str(name)) for name in named] if OmegaConf.is_dict(named) else [pattern]
+        named = _selected(config, place) if star else None
+        found += [pattern.replace("*", str(name)) for name in named] if isinstance(named, dict) else [pattern]
     return found
-
-
-def typed_values(typed: list[Override]) -> dict[str, Any]:
-    """Key to value of all that was typed, also in dictionaries."""
-    return dict(pair for override in typed for pair in leaves({override.key_or_group: override.value()}))
 
 
 def _is_foreign(path: tuple, value: Any) -> bool:
@@ -132,12 +145,9 @@ def _harmless(path: tuple, value: Any) -> bool:
     return path in _OF_FILES
 
 
-def _plain(hydra: DictConfig) -> dict:
-    return OmegaConf.to_container(hydra, resolve=False)
-
-
 def _leaves(node: Any, path: tuple = ()) -> list[tuple[tuple, Any]]:
     """(path, value) of everything in nested dictionaries and lists, empty ones included."""
+    node = OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else node
     if isinstance(node, dict | list) and node:
         items = node.items() if isinstance(node, dict) else enumerate(node)
         return [leaf for key, value in items for leaf in _leaves(value, (*path, str(key)))]

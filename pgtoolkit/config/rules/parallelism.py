@@ -27,13 +27,12 @@ def world_size(p: Any) -> int:
 
 
 def _world(p: Any, report: Report) -> None:
-    sizes = {name: getattr(p, name) for name in AXES}
     rank, product = joined(), world_size(p)
     if rank is not None and rank.world_size != product:
-        factors = " x ".join(f"{name}={size}" for name, size in sizes.items())
+        factors = " x ".join(f"{name}={getattr(p, name)}" for name in AXES)
         needs = f"the product of the parallel sizes, {product} = {factors}"
-        reason = "Every process has one place in the layout."
         use = f"as many processes, or without a launcher such as torchrun pgtk starts {product} itself"
+        reason = "Every process has one place in the layout."
         report.refuse(f"WORLD_SIZE={rank.world_size}", needs, rank.world_size, reason, use)
 
 
@@ -66,16 +65,12 @@ def _rollouts(c: Any, report: Report) -> None:
     whole = {name: 1 for name in AXES if name != "data_parallel"} | {"shard": False}
     if samples(c) and (spread := [name for name in whole if getattr(p, name) != whole[name]]):
         reason = "Completions are sampled by a whole model, and no rank would hold one."
-        setting = f"parallelism.{spread[0]}={text(getattr(p, spread[0]))}"
         mend = " ".join(f"parallelism.{name}={text(whole[name])}" for name in spread)
-        needs, got, use = "rollout=recorded", "rollout=policy", f"rollout=recorded rollout.path=PATH, or {mend}"
+        needs, got, use = "rollout=recorded", "rollout=policy", "rollout=recorded rollout.path=PATH"
         if c.rollout.name == "recorded":
-            needs, got, use = (
-                "evaluation.every=0",
-                c.evaluation.every,
-                f"pgtk evaluate on the run's checkpoints, or {mend}",
-            )
-        report.refuse(setting, needs, got, reason, use)
+            needs, got, use = "evaluation.every=0", c.evaluation.every, "pgtk evaluate on the run's checkpoints"
+        setting = f"parallelism.{spread[0]}={text(getattr(p, spread[0]))}"
+        report.refuse(setting, needs, got, reason, f"{use}, or {mend}")
 
 
 def fits(p: Any, known: dict[str, Any], vocabulary: int | None, report: Report) -> None:

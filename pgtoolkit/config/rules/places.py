@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path, PurePath
 
 from omegaconf import DictConfig, OmegaConf
@@ -11,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.errors import StorageError, first_line
 from pgtoolkit.runs.directory import occupied, occupied_by
-from pgtoolkit.system.plain_files import refuse_other, refuse_other_than_folder
+from pgtoolkit.system.plain_files import refuse_other
 from pgtoolkit.system.report import refusal
 
 _REASON = "A value or a name in it could otherwise write anywhere."
@@ -22,7 +21,7 @@ _OF_HYDRA = ("config.yaml", "hydra.yaml", "overrides.yaml")
 
 def of_run(config: DictConfig) -> list[str]:
     """Problems with the place of a single run; config: with its node `hydra`."""
-    if problems := _contained(config, "hydra.run.dir") + _inside(config):
+    if problems := _contained(config, "hydra.run.dir"):
         return problems
     inside = config.hydra.output_subdir  # Hydra writes there before the run itself looks
     return _free("hydra.run.dir", config.hydra.run.dir, ("sweep.json", *([] if inside is None else [str(inside)])))
@@ -30,11 +29,11 @@ def of_run(config: DictConfig) -> list[str]:
 
 def of_sweep(config: DictConfig) -> list[str]:
     """Problems with the folder of a sweep."""
-    if problems := _contained(config, "hydra.sweep.dir") + _inside(config):
+    if problems := _contained(config, "hydra.sweep.dir"):
         return problems
     folder = config.hydra.sweep.dir
     # Hydra writes the second itself.
-    return [*_free("hydra.sweep.dir", folder), *_links(refuse_other, Path(folder, "multirun.yaml"))]
+    return [*_free("hydra.sweep.dir", folder), *_links({Path(folder, "multirun.yaml"): "plain file"})]
 
 
 def of_job(folder: Path, directory: str, inside: str | None = None) -> list[str]:
@@ -46,23 +45,14 @@ def of_job(folder: Path, directory: str, inside: str | None = None) -> list[str]
         return [refusal(setting, "a folder inside hydra.sweep.dir", whole, _REASON, "the default")]
     if inside is None:
         return []
-    return _links(refuse_other_than_folder, whole / inside) or _links(
-        refuse_other, *(whole / inside / name for name in _OF_HYDRA)
-    )
+    return _links({whole / inside: "folder"} | {whole / inside / name: "plain file" for name in _OF_HYDRA})
 
 
-def _inside(config: DictConfig) -> list[str]:
-    inside, use = config.hydra.output_subdir, "hydra.output_subdir=.hydra"
-    if inside is None or not _leads_out(str(inside)):
-        return []
-    return [refusal(f"hydra.output_subdir={inside}", "a folder in the run directory", inside, _REASON, use)]
-
-
-def _links(refuse: Callable[[Path], None], *places: Path) -> list[str]:
+def _links(places: dict[Path, str]) -> list[str]:
     """Hydra would follow a link that lies where it writes."""
     try:
-        for place in places:
-            refuse(place)
+        for place, what in places.items():
+            refuse_other(place, what)
     except StorageError as error:
         return [str(error)]
     return []
@@ -76,23 +66,26 @@ def _free(key: str, path: str, more: tuple[str, ...] = ()) -> list[str]:
 
 def _contained(config: DictConfig, key: str) -> list[str]:
     """Without dots that lead upwards, and below the part that was typed before the first interpolation."""
-    node, use = OmegaConf.select(config, key.rpartition(".")[0]), f"{key}=FOLDER"
+    node, inside = OmegaConf.select(config, key.rpartition(".")[0]), str(config.hydra.output_subdir)
     raw = str(OmegaConf.to_container(node, resolve=False)["dir"])
+    setting, use = f"{key}={raw}", f"{key}=FOLDER"
     try:
         path = str(OmegaConf.select(config, key))
     except OmegaConfBaseException as error:
-        return [refusal(f"{key}={raw}", "a value that resolves", first_line(error), _NAMED, use)]
+        return [refusal(setting, "a value that resolves", first_line(error), _NAMED, use)]
     if OmegaConf.is_missing(node, "dir") or not _is_possible(path):
-        needs = "a path that a file system can hold"
-        return [refusal(f"{key}={raw}", needs, raw, _NAMED, f"{key}=outputs/FOLDER")]
-    fixed = raw.partition("${")[0].rpartition("/")
-    root = Path(fixed[0] + fixed[1] or ".").resolve()
+        return [refusal(setting, "a path that a file system can hold", raw, _NAMED, f"{key}=outputs/FOLDER")]
     if ".." in PurePath(path).parts:
         return [refusal(f"{key}={path}", "a path without '..'", path, _REASON, f"{key}={os.path.abspath(path)}")]
     if not path.isprintable():  # it also stands in the scripts of SLURM's jobs
         return [refusal(f"{key}={path!r}", "a path of printable characters", repr(path), _REASON, use)]
+    fixed = raw.partition("${")[0].rpartition("/")
+    root = Path(fixed[0] + fixed[1] or ".").resolve()
     if "${" in raw and not Path(path).resolve().is_relative_to(root):
-        return [refusal(f"{key}={raw}", f"a path below {root}", path, _REASON, use)]
+        return [refusal(setting, f"a path below {root}", path, _REASON, use)]
+    if _leads_out(inside):
+        needs, use = "a folder in the run directory", "hydra.output_subdir=.hydra"
+        return [refusal(f"hydra.output_subdir={inside}", needs, inside, _REASON, use)]
     return []
 
 

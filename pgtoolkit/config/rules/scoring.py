@@ -74,18 +74,17 @@ def _backslashes(key: str, value: str, report: Report) -> None:
 
 def _verifiers(task: Any, report: Report) -> set[str]:
     """Exactly one of task.verifier and task.verifiers, each with what it needs; returns those that are used."""
-    if not hasattr(task.verifiers, "__dict__"):  # as an interpolation may give
+    if not isinstance(task.verifiers, dict):  # as an interpolation may give
         report.refuse("task.verifiers", "a dictionary", task.verifiers, "It names the verifiers.", _EXAMPLE)
         return set()
-    several = vars(task.verifiers)
-    if several:
-        where, why = ("task.verifiers={}", text([*several])), "those score the completions"
+    if task.verifiers:
+        where, why = ("task.verifiers={}", text([*task.verifiers])), "those score the completions"
         for key in ("verifier", "pattern"):
             report.refuse_ignored(f"task.{key}", getattr(task, key), where, why)
+        several = {key: one for key, one in task.verifiers.items() if _entry(f"task.verifiers.{key}", key, one, report)}
         for name, one in several.items():
-            if _entry(f"task.verifiers.{name}", name, one, report):
-                _verifier(f"task.verifiers.{name}.", one.verifier, getattr(one, "pattern", None), report)
-        return {str(getattr(one, "verifier", None)) for one in several.values()}
+            _verifier(f"task.verifiers.{name}.", one["verifier"], one.get("pattern"), report)
+        return {one["verifier"] for one in several.values()}
     if task.verifier is None:
         reason, use = "Something has to score the completions.", f"task.verifier=exact_match or {_EXAMPLE}"
         report.refuse("task.verifier=null", "task.verifiers", "none", reason, use)
@@ -97,16 +96,14 @@ def _verifiers(task: Any, report: Report) -> set[str]:
 def _entry(key: str, name: str, one: Any, report: Report) -> bool:
     """Whether an entry of task.verifiers has the form of one."""
     before = len(report.problems)
-    given = vars(one) if hasattr(one, "__dict__") else None
     if not re.fullmatch(r"[A-Za-z]\w{0,39}", name):
         reason, use = "The metric reward/NAME bears it.", _EXAMPLE
         report.refuse(key, "a name of up to 40 letters, digits and '_', a letter first", name, reason, use)
-    if given is None or set(given) - set(_KEYS) or not isinstance(given.get("verifier"), str):
-        got = one if given is None else given
+    if not isinstance(one, dict) or set(one) - set(_KEYS) or not isinstance(one.get("verifier"), str):
         needs, reason = "the keys verifier and, if need be, weight and pattern", "It says what scores, and how much."
-        report.refuse(key, needs, got, reason, _EXAMPLE)
+        report.refuse(key, needs, one, reason, _EXAMPLE)
     else:
-        weight, shape = given.get("weight", 1), given.get("pattern")
+        weight, shape = one.get("weight", 1), one.get("pattern")
         if not (is_number(weight) and 0 < abs(weight) <= 1e6):
             reason = "The reward is the sum of weight x score."
             report.refuse_value(f"{key}.weight", weight, "a number up to 1e6, not 0", reason, 1)

@@ -1,0 +1,109 @@
+"""Overrides as Hydra reads them, and what it is told to read them by: the schemas, and the resolvers of conf/."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, ValueType
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from pgtoolkit.config import override_problems
+from pgtoolkit.config.files import options
+from pgtoolkit.config.names import digest, name_from, name_in, plain_config
+from pgtoolkit.config.schema import SCHEMAS, Config
+
+NO_CHOICE = ("experiment=null", "debug=null")
+"""What the optional groups are by default; Hydra accepts it in its files but not as an override."""
+
+FREE_FORM = {
+    **{"task.options": "reasoning_gym", "task.verifiers": "prompts", "loss.options": "custom"},
+    "evaluation.sets": None,
+}
+"""Where keys are not in the schema, and with which option: they belong to the data set, are names that the user gives
+to verifiers or to sets of prompts, or belong to the user's family. None: of a group with one shape."""
+
+
+def parse(overrides: list[str]) -> tuple[list[Override], list[str]]:
+    """The overrides in Hydra's grammar, and a problem for each that is not one."""
+    parsed, problems = [], []
+    for text in overrides:
+        try:
+            override = OverridesParser.create().parse_override(text)
+            if override.value_type == ValueType.GLOB_CHOICE_SWEEP:
+                raise ValueError("Options are chosen by their names, not by a pattern")
+            parsed.append(override)
+        except (HydraException, ValueError, RecursionError) as error:  # of thousands of digits, of lists in lists
+            problems.append(override_problems.unreadable(text, error, options()))
+    return parsed, problems
+
+
+def jobs(overrides: list[str]) -> list[list[str]]:
+    """The overrides of each run of a sweep: all combinations of the values separated by commas, of two overrides of
+    one key the later: a sweep's file comes before what is typed. Of an interval, which a searching sweeper draws from,
+    the two ends."""
+    parsed, problems = parse([override for override in overrides if override not in NO_CHOICE])
+    if problems:  # `compose` says them
+        return [overrides]
+    last = {one.key_or_group: one for one in parsed if not one.is_hydra_override()}
+    ends = {key: one.value() for key, one in last.items() if one.is_interval_sweep()}
+    last |= {key: parse([f"{key}={of.start},{of.end}"])[0][0] for key, of in ends.items()}
+    return BasicSweeper.split_arguments([*last.values()], None)[0]
+
+
+def is_swept(override: str) -> bool:
+    """Whether an override stands for several values."""
+    parsed, _ = parse([override])
+    return bool(parsed) and parsed[0].is_sweep_override()
+
+
+def hydra_form(override: str) -> str:
+    """The override as Hydra needs it: without a plus where the key exists, with it where it does not."""
+    plain = override.lstrip("+")
+    return f"++{plain}" if plain.startswith(tuple(FREE_FORM)) else plain
+
+
+def register() -> None:
+    """Make the schemas and the resolvers of conf/ known; may be called again."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Config)
+    for key, schema in SCHEMAS.items():
+        group, _, option = key.partition("/")
+        store.store(group=group, name=f"schema_{option}" if option else "schema", node=schema)
+    resolvers = {"run_name": _run_name, "sweep_name": _sweep_name, "divide": _divide, "by_weights": _by_weights}
+    resolvers["digest"] = lambda *, _root_: digest(plain_config(_root_))
+    for name, resolver in resolvers.items():
+        OmegaConf.register_new_resolver(f"pgtk.{name}", resolver, replace=True)
+
+
+def _run_name(_overrides=None, *, _root_: DictConfig) -> str:
+    try:
+        chosen = OmegaConf.select(_root_, "tracking.run_name")
+    except OmegaConfBaseException:
+        chosen = None  # `validate` says what is wrong with it
+    return name_in(_root_.hydra, chosen)
+
+
+def _sweep_name(overrides, *, _root_: DictConfig) -> str:
+    # What varies comes first: a long name is cut at its end.
+    typed = sorted((one for one in overrides if one not in NO_CHOICE), key=lambda one: not is_swept(one))
+    file = _root_.hydra.job.config_name
+    changed = name_from(typed, {}) if typed else "default"
+    return "_".join(name for name in (file, changed) if name not in ("config", "default")) or "default"
+
+
+def _divide(dividend: float, divisor: float) -> float:
+    """For files of sweeps: what must change as another key does, such as steps for a number of documents."""
+    return dividend // divisor if dividend % divisor == 0 else dividend / divisor
+
+
+def _by_weights(random: Any, trained: Any, adapters: Any = None, *, _root_: DictConfig) -> Any:
+    """A default for models that learn from random weights, one for those that were trained before, one for LoRA."""
+    is_trained = OmegaConf.select(_root_, "model.name") == "huggingface"
+    if not is_trained or OmegaConf.select(_root_, "model.random_weights"):
+        return random
+    return trained if adapters is None or OmegaConf.select(_root_, "model.lora_rank") is None else adapters
