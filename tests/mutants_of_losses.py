@@ -54,19 +54,19 @@ MUTANTS_OF_LOSSES = [
     (
         "a sampler's NaN counts as a ratio of 1 (TRL)",
         "losses/corrections.py",
-        {"values.where(finite, math.nan)": "values.where(finite, 1.0)"},
+        {"values.where(distance < math.inf, math.nan)": "values"},
         (f"{CORRECTIONS}::test_a_sampling_log_prob_that_is_not_finite_names_the_document[torch-nan-token masked]",),
     ),
     (
         "a correction's log-ratio is not clamped before exp",
         "losses/corrections.py",
-        {"factors(clamped(over), clamped(log_ratio), advantages)": "factors(over, log_ratio, advantages)"},
+        {"limited, distance = clamped(over)": "limited, distance = over"},
         (f"{CORRECTIONS}::test_a_factor_is_at_most_e_to_the_20[TokenTruncate]",),
     ),
     (
         "the bounds of a mask are outside",
         "losses/corrections.py",
-        {"(ratio < low) | (ratio > high)": "(ratio <= low) | (ratio >= high)"},
+        {"outside = ratio != within": "outside = (ratio <= low) | (ratio >= high)"},
         (f"{CORRECTIONS}::test_a_ratio_equal_to_a_bound_is_within[token_mask]",),
     ),
     (
@@ -90,7 +90,7 @@ MUTANTS_OF_LOSSES = [
     (
         "an effective sample size over documents of their factors",
         "losses/measures.py",
-        {"torch.ones_like(rho)], objective.mask.double())": "torch.ones_like(rho)])"},
+        {"values[: len(means)] *=": "values *="},
         (f"{CORRECTIONS}::test_worked_examples[token_truncate 0]",),
     ),
     (

@@ -91,12 +91,9 @@ MUTANTS_OF_PENALTIES = [
         (f"{PASSES}[dtype1-4098-torch]",),
     ),
     (
-        "Triton's single pass, which knows no bonus",
-        "kernels/given_logits.py",
-        {
-            " and not bonus and hasattr": " and hasattr",
-            "if bonus and wanted:": "if bonus and wanted and results is None:",
-        },
+        "Triton's single pass knows no bonus",
+        "kernels/triton_one_pass.py",
+        {"by_exponent = -bonus * LN_2": "by_exponent = 0.0 * bonus"},
         (f"{BONUS}::test_triton_matches_reference[grpo-sample_mean-dtype0]",),
     ),
     (

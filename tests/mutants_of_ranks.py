@@ -87,8 +87,8 @@ MUTANTS_OF_RANKS = [
     (
         "a rank without a token gives 0 to the extrema (Fast-LLM)",
         "losses/measures.py",
-        {"new_full((len(values), 1), -torch.inf)": "new_full((len(values), 1), 0.0)"},
-        (f"{RANKS}[sequence 4-grpo-sample_mean-basic]", f"{RANKS}[data 2-gspo-token_mean-basic]"),
+        {"new_full((len(values),), -torch.inf)": "new_full((len(values),), 0.0)"},
+        (f"{RANKS}[sequence 4-grpo-sample_mean-basic]",),
     ),
     (
         "the mean over ranks instead of the sum (prime-rl, DDP)",

@@ -233,7 +233,7 @@ MUTANTS_OF_ROLLOUTS = [
     (
         "what the sampler has started goes on after the run",
         "training/train.py",
-        {"                started.callback(loader.close)\n": ""},
+        {"                started.callback(loader.source.close)\n": ""},
         ("tests/training/test_training.py::test_the_sampler_is_closed_however_a_run_ends[RuntimeError]",),
     ),
     (

@@ -26,6 +26,7 @@ from mutants_of_ranks import MUTANTS_OF_RANKS
 from mutants_of_rollouts import MUTANTS_OF_ROLLOUTS
 from mutants_of_runs import MUTANTS_OF_RUNS
 from mutants_of_samples import MUTANTS_OF_SAMPLES
+from mutants_of_servers import MUTANTS_OF_SERVERS
 from mutants_of_tokens import MUTANTS_OF_TOKENS
 from mutants_of_training import MUTANTS_OF_TRAINING
 
@@ -62,6 +63,7 @@ MUTANTS = [
         *MUTANTS_OF_ROLLOUTS,
         *MUTANTS_OF_RUNS,
         *MUTANTS_OF_SAMPLES,
+        *MUTANTS_OF_SERVERS,
         *MUTANTS_OF_TOKENS,
         *MUTANTS_OF_TRAINING,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -14,14 +15,19 @@ is the GPU's time, as in a training step, whose queue is never empty. A synchron
 
 
 def seconds(calls: dict[str, Callable], repetitions: int, device: str) -> dict[str, float]:
-    """Median seconds of each call. The calls take turns, so that all see the same clocks and temperature."""
+    """Median seconds of each call. The calls take turns, so that all see the same clocks and temperature.
+
+    Each turn is in another order: under a limit of power a call is faster after one that drew less.
+    """
     for call in calls.values():
         call()
         call()
     marks = {name: [] for name in calls}
+    order, draw = list(calls), random.Random(0)
     for _ in range(repetitions):
-        for name, call in calls.items():
-            marks[name].append(_timed(call, device))
+        draw.shuffle(order)
+        for name in order:
+            marks[name].append(_timed(calls[name], device))
     if device == "cuda":
         torch.cuda.synchronize()
         return {name: statistics.median(a.elapsed_time(b) for a, b in pairs) / 1e3 for name, pairs in marks.items()}

@@ -63,12 +63,12 @@ def make_again(config: Config, checkpoint: dict | None, number: int) -> MadeStep
     quieten()
     own, config = config, _in_this_process(config)
     module, loader = build(config)
-    has_groups, watch = loader.has_groups, _Watch(number, checkpoint, own)
+    has_groups, watch = loader.source.has_groups, _Watch(number, checkpoint, own)
     folder = getattr(own.rollout, "save_path", None)
     is_recorded = folder is not None and Path(folder).is_dir()
     try:
         if is_recorded:
-            loader.close()
+            loader.source.close()
             source = RecordedBatches(Path(folder), config.rollout, module.policy.vocabulary_size)
             loader = StepLoader(source, config.accumulation, closes_on_groups(config), config.trainer.max_steps)
         if checkpoint is not None:
@@ -78,7 +78,7 @@ def make_again(config: Config, checkpoint: dict | None, number: int) -> MadeStep
         except SystemExit as stop:  # what Lightning makes of it
             raise KeyboardInterrupt from stop
     finally:
-        loader.close()
+        loader.source.close()
     if watch.step is None:
         last = watch.last
         raise DataError(

@@ -2,7 +2,7 @@
 
 An implementation is a module with the passes over (T, V) logits: `forward`, `backward`, and the two in one. They do
 not know the loss family, but for Triton's single pass: it computes each coefficient itself, for families whose scope is
-the token and that have a formula in Triton, without an entropy bonus.
+the token and that have a formula in Triton.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def logits_loss(
     wanted = torch.is_grad_enabled() and logits.requires_grad
     values, results = logits.detach(), None
     with torch.no_grad():
-        if wanted and not objective.by_document and not bonus and hasattr(implementation, "forward_gradient"):
+        if wanted and not objective.by_document and hasattr(implementation, "forward_gradient"):
             # A token's coefficient follows from its own log-prob: the gradient comes with the same read.
             gradient = values if overwrite else torch.empty_like(values)
             results = implementation.forward_gradient(values, labels, temperature, with_entropy, objective, gradient)
@@ -71,7 +71,7 @@ def logits_loss(
         else:
             log_probs, normalizer, entropy = implementation.forward(values, labels, temperature, with_entropy)
         loss, coefficients, sums = implementation.evaluate(objective, log_probs, entropy, level)
-        if bonus and wanted:
+        if bonus and wanted and results is None:
             coefficients = torch.stack([coefficients, objective.penalties.by_entropy])
             normalizer = torch.cat([normalizer, entropy[None]])
     if results is not None:

@@ -82,6 +82,7 @@ def one_pass_kernel(
     weights,
     ref_log_probs,
     pulls,
+    by_entropy,
     log_probs,
     entropies,
     slots,
@@ -100,6 +101,7 @@ def one_pass_kernel(
     upper,
     SURROGATE: tl.constexpr,
     KL: tl.constexpr,
+    BONUS: tl.constexpr,
     ENTROPY: tl.constexpr,
     HALF: tl.constexpr,
     PTX: tl.constexpr,
@@ -111,8 +113,8 @@ def one_pass_kernel(
 
     words and out are `logits` and the result as words (HALF), or as they are (float32 logits). The result, which may
     overwrite the logits, is the gradient of the loss whose SURROGATE, a function of `triton_families`, takes number0 to
-    number3, and of a penalty of kind KL against ref_log_probs, which pulls weighs by token; without a SURROGATE it is
-    the score onehot - softmax.
+    number3, of a penalty of kind KL against ref_log_probs, which pulls weighs by token, and (BONUS) of one whose
+    derivative by each row's entropy by_entropy has; without a SURROGATE it is the score onehot - softmax.
     zero, sixteen and upper are 0, 16 and 0xFFFF0000, but the compiler does not know. Where the same words are unpacked
     again with them, it cannot keep what the first unpacking gave: that would take twice the registers of the row.
     """
@@ -132,7 +134,7 @@ def one_pass_kernel(
     for turn in range(0, tl.cdiv(num_rows, num_groups)):
         # Rotated, so that a pattern in the rows (every other one trained) does not fall on the same programs each turn.
         next_row = (turn + 1) * num_groups + (group + turn + 1) % num_groups
-        factor = 0.0
+        factor, bonus = 0.0, 0.0
         if label >= 0:
             inside = label < num_columns
             source = words + row.to(tl.int64) * row_stride
@@ -205,9 +207,13 @@ def one_pass_kernel(
                     if KL is not None:
                         _prefetch(ref_log_probs + after)
                         _prefetch(pulls + after)
+                    if BONUS:
+                        _prefetch(by_entropy + after)
                 weight = tl.load(weights + row)
                 if KL is not None:
                     reference, pull = tl.load(ref_log_probs + row), tl.load(pulls + row)
+                if BONUS:
+                    bonus = tl.load(by_entropy + row) * inverse_temperature
             if SHARE > 1:
                 # A power of two at least SHARE; the surplus reads member 0 again, and counts nothing below.
                 others = tl.arange(0, triton.next_power_of_2(SHARE))
@@ -246,27 +252,40 @@ def one_pass_kernel(
                     _, back = drawn_back(log_prob - reference, log_prob - old, KL)
                     factor += pull * back
                 factor *= inverse_temperature
-            if factor != 0:
+            if (factor != 0) | (bonus != 0):
                 # -factor 2^(s (x - m) - log2 n), with |factor| in the exponent and the sign set on packed words.
                 offset = m * scale + log_sum - tl.log2(tl.abs(factor))
                 sign = tl.where(factor > 0, -2147450880, 0)  # 0x80008000
                 own = factor * (1 - tl.exp2(log_prob * (1 / LN_2)))
+                if BONUS:
+                    # p (base + by_exponent log2 p): both terms at once.
+                    offset = m * scale + log_sum
+                    by_exponent = -bonus * LN_2
+                    base = by_exponent * (log_sum - d / n) - factor
+                    log_p = log_prob * (1 / LN_2)
+                    own = factor + (base + by_exponent * log_p) * tl.exp2(log_p)
                 # `zero` again: the address is computed anew, and takes no registers while the row is kept.
                 place = (row + zero).to(tl.int64)
                 target = out + place * out_stride
                 for i in tl.static_range(BLOCKS):
                     columns = first + i * WORDS + lane
                     if HALF == "":
-                        values = -factor * tl.exp2((kept[i] - m) * scale - log_sum)
-                        values = values.to(out.dtype.element_ty)
+                        exponent = (kept[i] - m) * scale - log_sum
+                        slope = base + by_exponent * tl.maximum(exponent, -1000.0) if BONUS else -factor
+                        values = (slope * tl.exp2(exponent)).to(out.dtype.element_ty)
                     else:
                         if HALF == "bf16":
                             low = (kept[i] << sixteen).to(tl.float32, bitcast=True)
                             high = (kept[i] & upper).to(tl.float32, bitcast=True)
                         else:
                             low, high = _unpack(kept[i] ^ zero, HALF)
-                        low, high = tl.exp2(low * scale - offset), tl.exp2(high * scale - offset)
-                        values = _pack(low, high, HALF, PTX) ^ sign
+                        low, high = low * scale - offset, high * scale - offset
+                        if BONUS:
+                            low = tl.exp2(low) * (base + by_exponent * tl.maximum(low, -1000.0))
+                            high = tl.exp2(high) * (base + by_exponent * tl.maximum(high, -1000.0))
+                            values = _pack(low, high, HALF, PTX)
+                        else:
+                            values = _pack(tl.exp2(low), tl.exp2(high), HALF, PTX) ^ sign
                     tl.store(target + columns, values, mask=columns < num_words)
                 tl.debug_barrier()  # the row's stores land before the mended one
                 if (label >= first * per_word) & (label < (first + BLOCKS * WORDS) * per_word) & inside:
@@ -274,7 +293,7 @@ def one_pass_kernel(
                     tl.store(mended, own.to(out_elements.dtype.element_ty))
         else:
             next_label = tl.load(labels + next_row, mask=next_row < num_rows, other=-1).to(tl.int32)
-        if (factor == 0) & (row < num_rows):
+        if (factor == 0) & (bonus == 0) & (row < num_rows):
             # Untrained rows are not read, by selection: they may hold NaN or infinity.
             target = out + row.to(tl.int64) * out_stride
             for i in tl.static_range(BLOCKS):

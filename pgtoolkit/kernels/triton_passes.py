@@ -29,8 +29,8 @@ _MAX_BLOCKS = 8
 it spills includes numbers that it then has to wait for."""
 _MAX_BLOCKS_SHARED_GRPO = 7
 """The same where programs share a row and each computes the coefficient, which takes registers too."""
-_MAX_BLOCKS_SHARED_KL = 6
-"""And where the coefficient has a penalty against a reference."""
+_MAX_BLOCKS_SHARED_PENALTY = 6
+"""And where the loss has a penalty against a reference or an entropy bonus."""
 _MAX_SHARE = 32
 _cannot_launch: set[torch.device] = set()
 
@@ -154,7 +154,7 @@ def _one_pass(logits, labels, temperature, with_entropy, objective, out):
     half = _HALVES.get(logits.dtype, "")
     most = _MAX_BLOCKS
     if objective is not None:
-        most = _MAX_BLOCKS_SHARED_GRPO if objective.penalties.kl is None else _MAX_BLOCKS_SHARED_KL
+        most = _MAX_BLOCKS_SHARED_PENALTY if objective.penalties.active else _MAX_BLOCKS_SHARED_GRPO
     layout = _layout(logits, out, half, most)
     if layout is None:
         return None
@@ -165,10 +165,12 @@ def _one_pass(logits, labels, temperature, with_entropy, objective, out):
     if rows == 0:
         return log_probs, entropy
     slots = torch.full((rows, (1 + with_entropy) * share if share > 1 else 0), -1, device=logits.device)
-    per_token, kind = [log_probs] * 5, None
+    per_token, kind, bonus = [log_probs] * 6, None, False
     if objective is not None:
         kind, *of_penalty = vectors.penalty_of(objective)
+        bonus = objective.penalties.bonus
         per_token = [objective.old_log_probs, objective.advantages, objective.weights, *of_penalty]
+        per_token += [objective.penalties.by_entropy if bonus else log_probs]
     words = logits.view(torch.int32) if half else logits
     out_words = out.view(torch.int32) if half else out
     grid = 1
@@ -198,6 +200,7 @@ def _one_pass(logits, labels, temperature, with_entropy, objective, out):
             -65536,
             SURROGATE=None if objective is None else vectors.formula_of(objective.family).surrogate,
             KL=kind,
+            BONUS=bonus,
             ENTROPY=with_entropy,
             HALF=half,
             PTX=not _INTERPRETED,

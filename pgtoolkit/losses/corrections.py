@@ -89,10 +89,12 @@ class Factors:
     def of(cls, correction: Correction, log_ratio: Tensor, advantages: Tensor, documents: DocumentSums) -> Factors:
         """log_ratio: (T,) of each token, not clamped, 0 where nothing is trained. advantages: over the scope."""
         over = over_scope(correction, log_ratio, documents)
-        values, outside = correction.factors(clamped(over), clamped(log_ratio), advantages)
-        # The clamp makes a number of an infinite log-ratio, and a mask of NaN.
-        finite = over.isfinite() & log_ratio.isfinite()
-        return cls(values.where(finite, math.nan), outside, over.abs() > LOG_RATIO_LIMIT)
+        limited, distance = clamped(over), over.abs()
+        own = limited if over is log_ratio else clamped(log_ratio)
+        values, outside = correction.factors(limited, own, advantages)
+        # The clamp makes a number of an infinite log-ratio, and a mask of NaN. Over a document that has a token of such
+        # a log-ratio there is no finite one.
+        return cls(values.where(distance < math.inf, math.nan), outside, distance > LOG_RATIO_LIMIT)
 
 
 @dataclass(frozen=True)
@@ -126,11 +128,12 @@ class _Bounded(Correction):
 
     def factors(self, log_ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         ratio, (low, high) = log_ratio.exp(), self.bounds
-        outside = (ratio < low) | (ratio > high)
+        within = ratio.clamp(low, high)
+        outside = ratio != within
         if not self.masks:
-            return ratio.clamp(low, high), outside
-        kept = {"v_t": token_log_ratio.exp(), "V_d": ratio, "1": 1.0}[self.kept]
-        return (0 * log_ratio + kept).where(~outside, 0.0), outside
+            return within, outside
+        kept = {"v_t": token_log_ratio.exp, "V_d": lambda: ratio, "1": lambda: ratio.new_ones(len(ratio))}[self.kept]
+        return kept().where(~outside, 0.0), outside
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,9 @@ class DocumentSums:
     @cached_property
     def token_order(self) -> Tensor | None:
         """(T,) positions by document, untrained ones last; None where they lie in that order."""
-        # int32: half the passes of the sort. Made when a sum is first asked for.
-        return None if self.is_sorted else torch.sort(self.index.int(), stable=True).indices
+        # In a small type, since the sort's passes are one for each byte. Made when a sum is first asked for.
+        small = torch.int16 if self.num_documents < 2**15 else torch.int32
+        return None if self.is_sorted else torch.sort(self.index.to(small), stable=True).indices
 
     @property
     def counts(self) -> Tensor:

@@ -38,7 +38,7 @@ def measure(objective: Objective, level: str, log_probs: Tensor, entropy: Tensor
         values.append(entropy)
     v = objective.shares if family.by_document else objective.mask.double()
     weighted = v * ratio
-    sums = torch.cat([_sums(objective, values), torch.stack([weighted, weighted * ratio, v]).sum(1)])
+    sums = _sums(objective, values, [weighted, weighted * ratio, v])
     advantages = objective.advantages.double()
     maxima = _maxima(objective, [advantages, ratio, -advantages, -ratio])
     return with_more(objective, MetricSums(level, sums, maxima), log_probs)
@@ -56,20 +56,26 @@ def with_more(objective: Objective, sums: MetricSums, log_probs: Tensor) -> Metr
     """The sums joined by those of sampling log-probs, a reference and a correction, where there are any."""
     if sums.level == "none":
         return sums
+    kinds, means, of_size, maxima = [], [], [], []
     if (log_ratio := objective.sampling_log_ratio) is not None:
-        limited, distance = clamped(log_ratio), log_ratio.abs()
-        means = [limited.expm1() - limited, distance, _outside(objective, log_ratio)]
-        sums = sums.joined("sampling", _sums(objective, means), _maxima(objective, [distance]))
+        kinds.append("sampling")
+        limited, distance = clamped(log_ratio), log_ratio.abs().double()
+        means += [limited.expm1() - limited, distance, _outside(objective, log_ratio)]
+        maxima += [distance]
     if objective.penalties.ref_log_probs is not None:
-        means = _sums(objective, [objective.penalties.distance(log_probs)])
-        sums = sums.joined("reference", means, means.new_empty(0))
+        kinds.append("reference")
+        means += [objective.penalties.distance(log_probs)]
     factors = objective.factors if objective.off_policy is None else objective.token_terms(log_probs).factors
-    if factors is not None:
+    if factors is not None:  # the last of them, since the sums of its sample size follow all means
+        kinds.append("correction")
         rho = factors.values.double()
-        size = _sums(objective, [rho, rho * rho, torch.ones_like(rho)], objective.mask.double())
-        means = torch.cat([_sums(objective, [rho, factors.outside, factors.clamped]), size])
-        sums = sums.joined("correction", means, _maxima(objective, [rho, -rho]))
-    return sums
+        means += [rho, factors.outside, factors.clamped]
+        of_size += [rho, rho * rho, torch.ones_like(rho)]
+        maxima += [rho, -rho]
+    if not kinds:
+        return sums
+    found = _maxima(objective, maxima) if maxima else sums.maxima[:0]
+    return sums.joined(kinds, _sums(objective, means, of_size), found)
 
 
 def _outside(objective: Objective, log_ratio: Tensor) -> Tensor:
@@ -81,15 +87,16 @@ def _outside(objective: Objective, log_ratio: Tensor) -> Tensor:
     return low | high
 
 
-def _sums(objective: Objective, values: list[Tensor], weights: Tensor | None = None) -> Tensor:
-    """The sum of each over trained tokens, times the weights; None: the tokens' shares of their documents."""
+def _sums(objective: Objective, means: list[Tensor], others: list[Tensor] = ()) -> Tensor:
+    """The sum of each over trained tokens, of means times the tokens' shares of their documents."""
     # All at once: on a GPU each operation on a vector costs the same, however little it does.
-    weights = objective.shares if weights is None else weights
-    return (weights * torch.where(objective.mask, torch.stack([x.double() for x in values]), 0.0)).sum(1)
+    values = torch.where(objective.mask, torch.stack([x.double() for x in (*means, *others)]), 0.0)
+    values[: len(means)] *= objective.shares
+    return values.sum(1)
 
 
 def _maxima(objective: Objective, values: list[Tensor]) -> Tensor:
     values = torch.stack([x.double() for x in values])
-    # A piece without tokens has no maximum to take: -inf joins in.
-    lowest = values.new_full((len(values), 1), -torch.inf)
-    return torch.cat([torch.where(objective.mask, values, -torch.inf), lowest], 1).amax(1)
+    if not len(objective.mask):  # no maximum to take
+        return values.new_full((len(values),), -torch.inf)
+    return torch.where(objective.mask, values, -torch.inf).amax(1)

@@ -88,10 +88,10 @@ class MetricSums:
     maxima: Tensor
     more: tuple[str, ...] = ()
 
-    def joined(self, name: str, sums: Tensor, maxima: Tensor) -> MetricSums:
-        """With the metrics of a kind."""
+    def joined(self, kinds: list[str], sums: Tensor, maxima: Tensor) -> MetricSums:
+        """With the metrics of further kinds."""
         sums, maxima = torch.cat([self.sums, sums]), torch.cat([self.maxima, maxima])
-        return MetricSums(self.level, sums, maxima, (*self.more, name))
+        return MetricSums(self.level, sums, maxima, (*self.more, *kinds))
 
     def merge(self, other: MetricSums) -> MetricSums:
         if self.more != other.more:

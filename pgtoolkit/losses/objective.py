@@ -138,7 +138,7 @@ class Objective:
     @cached_property
     def shares(self) -> Tensor:
         """(T,) u: one over the document's length at its trained tokens, so that each document sums to one."""
-        return self.documents.broadcast(1.0 / self.documents.counts.clamp(min=1).double())
+        return self.documents.broadcast(self.documents.counts.clamp(min=1).double().reciprocal())
 
     @property
     def silent_without_advantage(self) -> bool:

@@ -217,7 +217,9 @@ class Decoding:
                 self._asked = so_far
             going = (~self._finished).nonzero()[:, 0]
             if 2 * len(going) <= len(self._rows):
-                self._drop_others(going)
+                self._cache.keep_rows(going)
+                self._rows, self._positions = self._rows[going], self._positions[going]
+                self._next, self._finished = self._next[going], self._finished[going]
                 break
         if graph is not None:
             graph.reset()
@@ -241,11 +243,6 @@ class Decoding:
     def _hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
         body = self.model.base_model
         return body(input_ids=tokens, position_ids=positions, use_cache=False, cache=self._cache).last_hidden_state
-
-    def _drop_others(self, going: Tensor) -> None:
-        self._cache.keep_rows(going)
-        self._rows, self._positions = self._rows[going], self._positions[going]
-        self._next, self._finished = self._next[going], self._finished[going]
 
 
 def _rounded(length: int) -> int:

@@ -51,10 +51,6 @@ class Pipeline:
         self.group = layout.group("pipeline_parallel")
         self._schedules: dict[int, Schedule1F1B] = {}
 
-    @property
-    def is_last(self) -> bool:
-        return self.number == self.count - 1
-
     def run(self, micro_batches: list[MicroBatch], loss_function: Callable) -> list:
         """Forward and backward of all micro-batches, on every stage at once; gradients add up in the parameters.
 
@@ -82,7 +78,7 @@ class Pipeline:
             positions[row, : len(micro_batch.tokens)] = micro_batch.position_ids
         inputs = (tokens,) if self.number == 0 else ()
         numbers = torch.arange(count)
-        target = numbers if self.is_last else None
+        target = numbers if self.number == self.count - 1 else None
         schedule.step(*inputs, position_ids=positions, number=numbers, target=target, return_outputs=False)
         return [outputs[index] for index in sorted(outputs)]
 

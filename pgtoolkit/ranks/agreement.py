@@ -68,25 +68,16 @@ def losing_ranks(layout: Layout, timeout_seconds: float) -> Iterator[None]:
     """Turns what torch raises when another process is gone, or silent for too long, into RankLost."""
     try:
         yield
-    except RuntimeError as error:
-        if layout.world_size == 1 or not _is_loss(error):
+    except RuntimeError as error:  # gloo has no type for a lost connection
+        is_lost = isinstance(error, dist.DistError) or any(word in str(error).lower() for word in _LOST)
+        if layout.world_size == 1 or not is_lost:
             raise
+        # Without the line of gloo's source before it and its advice after it.
+        reason = re.sub(r"^\[[^]]*\.cc:\d+\] ", "", first_line(error)).partition(". ")[0]
         raise RankLost(
             f"rank {layout.rank} waited for another process, which ended or did not answer within "
-            f"parallelism.timeout_seconds={timeout_seconds:g}: {_reason(error)}"
+            f"parallelism.timeout_seconds={timeout_seconds:g}: {reason}"
         ) from error
-
-
-def _reason(error: BaseException) -> str:
-    """Without the line of gloo's source before it and its advice after it."""
-    return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", first_line(error)).partition(". ")[0]
-
-
-def _is_loss(error: BaseException) -> bool:
-    """Whether the error is torch's for a lost connection; gloo has no type for it."""
-    if isinstance(error, dist.DistError):
-        return True
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _LOST)
 
 
 def _of_all(layout: Layout, number: int) -> list[int]:

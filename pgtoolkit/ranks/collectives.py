@@ -29,7 +29,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
     """The sum of the ranks' partial x; backward hands on the complete gradient as it is."""
-    return LinearMap.apply(x, lambda x: all_sum(x.contiguous(), group), _same)
+    return LinearMap.apply(x, lambda x: all_sum(x.contiguous(), group), lambda x: x.view_as(x))
 
 
 def gather(x: Tensor, group: ProcessGroup, axis: int, partial_gradient: bool) -> Tensor:
@@ -44,18 +44,14 @@ def gather(x: Tensor, group: ProcessGroup, axis: int, partial_gradient: bool) ->
 
 def piece(x: Tensor, group: ProcessGroup, axis: int) -> Tensor:
     """This rank's equal piece of x, the same on all ranks, along `axis`; backward gathers the pieces' gradients."""
-    where = {"group": group, "axis": axis}
-    return LinearMap.apply(x, partial(_piece, **where), partial(_gathered, **where))
+    return LinearMap.apply(x, partial(_piece, group=group, axis=axis), partial(_gathered, group=group, axis=axis))
 
 
 def sum_piece(x: Tensor, group: ProcessGroup, axis: int) -> Tensor:
     """This rank's equal piece along `axis` of the sum of the partial x; backward gathers the pieces' gradients."""
-    where = {"group": group, "axis": axis}
-    return LinearMap.apply(x, partial(_summed_piece, **where), partial(_gathered, **where))
-
-
-def _same(x: Tensor) -> Tensor:
-    return x.view_as(x)
+    return LinearMap.apply(
+        x, partial(_summed_piece, group=group, axis=axis), partial(_gathered, group=group, axis=axis)
+    )
 
 
 def _gathered(x: Tensor, group: ProcessGroup, axis: int) -> Tensor:

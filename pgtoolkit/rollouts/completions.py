@@ -31,7 +31,7 @@ class KeptCompletions:
         self._prompt_of, self._tokenizer = prompt_of, tokenizer
         self._rows: list[CompletionRow] = []  # of the file that grows
         self._path = self._path_of(step + 1)
-        self._last_write, self._is_written = time.monotonic(), True
+        self._last_write = time.monotonic()
         if self._path.exists():
             self._rows = read_completions(self._path)
 
@@ -43,16 +43,14 @@ class KeptCompletions:
         prompts = {document.group: self._prompt_of(document) for document in documents}
         kept = chosen(documents, {group: prompt.place for group, prompt in prompts.items()}, self._count)
         self._rows += redacted([self._row(step, document, prompts[document.group]) for document in kept])
-        self._is_written = False
         if time.monotonic() > self._last_write + _SECONDS_BETWEEN_WRITES:
             self.write()
 
     def write(self) -> None:
         """What is kept is on the disk."""
-        if self._is_written:
-            return
-        write_redacted(self._path, self._rows)
-        self._last_write, self._is_written = time.monotonic(), True
+        if self._rows:
+            write_redacted(self._path, self._rows)
+        self._last_write = time.monotonic()
 
     def _path_of(self, step: int) -> Path:
         first = step - (step - 1) % STEPS_PER_FILE

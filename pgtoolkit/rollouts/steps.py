@@ -19,7 +19,6 @@ from pgtoolkit.errors import DataError
 from pgtoolkit.ranks.agreement import check_same, failing_together
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.packing import cut, pack
-from pgtoolkit.rollouts.tasks import Prompt
 
 
 class Source(Protocol):
@@ -75,11 +74,6 @@ class StepLoader:
     _position: int = 0
     _num_steps: int = 0
 
-    @property
-    def has_groups(self) -> bool:
-        """Whether the data says which documents share a prompt, as that of recorded rollouts may not."""
-        return self.source.has_groups
-
     def __len__(self) -> int:
         return self.max_steps - self._num_steps
 
@@ -103,18 +97,10 @@ class StepLoader:
         """For `settled`: the source may be sampling, which is for a checkpoint to wait for, not for each step."""
         return {"position": self._position, "num_steps": self._num_steps, "source": self.source.state_dict}
 
-    def prompt(self, document: Document) -> Prompt:
-        """What a document of a step answers; only of those that a policy in training has written."""
-        return self.source.prompt(document)
-
     def load_state_dict(self, state: dict) -> None:
         self._position = state["position"]
         self._num_steps = state["num_steps"]
         self.source.load_state_dict(state["source"])
-
-    def close(self) -> None:
-        """End what the source started; no step is taken afterwards."""
-        self.source.close()
 
     def _take(self) -> list[Document]:
         """The documents of the next step; none at the end of the data. Advances the position."""

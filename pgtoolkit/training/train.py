@@ -76,15 +76,15 @@ def train(
         try:
             with contextlib.ExitStack() as started, losing_ranks(layout, config.parallelism.timeout_seconds):
                 module, loader = build(config, resume, layout, folder)
-                started.callback(loader.close)
+                started.callback(loader.source.close)
                 if module.evaluator is not None:
                     started.callback(module.evaluator.close)
                 if checkpoint is not None:
                     restore_data(loader, checkpoint)
                 if run is not None:
                     if count := getattr(config.rollout, "keep_completions", 0):
-                        tokenizer = module.policy.tokenizer
-                        recorder.completions = KeptCompletions(run.path, count, loader.prompt, tokenizer, recorder.step)
+                        prompt, tokenizer = loader.source.prompt, module.policy.tokenizer
+                        recorder.completions = KeptCompletions(run.path, count, prompt, tokenizer, recorder.step)
                     tracker = _start_tracker(config, run)
                 if recorder.step < config.trainer.max_steps:
                     fit(module, loader, config, recorder)
@@ -103,11 +103,11 @@ def train(
             raise
         finally:
             if run is not None:
-                handler = signal.getsignal(signal.SIGTERM)
-                if layout.world_size > 1:  # such as torchrun's, which it sends to all once a process has failed
-                    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                several = layout.world_size > 1  # once one has failed, a launcher such as torchrun ends all by SIGTERM
+                handler = signal.signal(signal.SIGTERM, signal.SIG_IGN) if several else None
                 _finish(run, recorder, tracker, outcome, reason)
-                signal.signal(signal.SIGTERM, handler)
+                if several:
+                    signal.signal(signal.SIGTERM, handler)
     if outcome == "interrupted":
         raise Interrupted(
             f"stopped by {reason} after step {recorder.step}; saved up to step {recorder.saved_step}. "

@@ -27,7 +27,7 @@ def trained(count, *overrides, prepare=lambda module, loader: None):
     for number, step in enumerate(itertools.islice(loader, count)):
         versions.append({name: weight.detach().clone() for name, weight in module.model.state_dict().items()})
         taken.append((step.documents, module.training_step(step, number)["metrics"]))
-    loader.close()
+    loader.source.close()
     return module, versions, taken
 
 

@@ -7,22 +7,20 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
+import requests
 import torch
 from omegaconf import OmegaConf
 
 from builders.models import save_with_tokenizer, small_llama
 from builders.runs import SHORT, config_of, sampler_of
-from builders.vllm_servers import COMMAND
+from builders.vllm_servers import COMMAND, Command
 from pgtoolkit.rollouts import vllm_start
 from pgtoolkit.rollouts.vllm import VllmSampler
 from pgtoolkit.training.build import build
@@ -34,7 +32,7 @@ TOKENS = 6
 _SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
 _MORE = {"max_position_embeddings": 512, "initializer_range": 0.12}
 _SOONER = ("--enforce-eager", "--api-server-count=1")
-_STARTS = {
+STARTS = {
     "first": (),
     "raw": ("--logprobs-mode=raw_logprobs", *_SOONER),
     "float32": _SOONER,
@@ -59,14 +57,16 @@ class SharedServers:
     """Servers around one small model, each started by a sampler of this process, which the tests' samplers join.
 
     is_vllm: whether they are vLLM's, with the model in bfloat16, and runs of `pgtk` beside them that train for ever.
+    names: of STARTS. marks: what the small ones note.
     """
 
-    def __init__(self, folder: Path, is_vllm: bool):
+    def __init__(self, folder: Path, is_vllm: bool, names: list[str]):
         self.is_vllm, self._folder = is_vllm, folder
         self.free_memory = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
         self.model = save_llama(folder / "model")
-        self.runs: dict[str, Run] = {}
-        command, device = (vllm_command(), "auto") if is_vllm else (COMMAND, "cpu")
+        self.marks = folder / "marks"
+        self.runs: dict[str, Command] = {}
+        command, device = (vllm_command(), "auto") if is_vllm else (f"{COMMAND} --marks {self.marks}", "cpu")
         self._settings = (
             *(one for one in SHORT if not one.startswith("model.")),
             *("sampler=vllm", "model=huggingface", f"model.path={self.model}", f"trainer.device={device}"),
@@ -75,7 +75,6 @@ class SharedServers:
             *("sampler.answer_seconds=60", "sampler.start_seconds=170"),
         )
         self._own = (f"sampler.executable={command}", "sampler.gpu_memory_share=0.05", "sampler.max_sequences=64")
-        names = [*_STARTS] if is_vllm else ["first", "raw"]
         self.samplers = {name: self._built(name) for name in names}
         self._taken = socket.create_server(("127.0.0.1", 0))
         self._started: dict[str, Future] = {}
@@ -83,8 +82,10 @@ class SharedServers:
     def start(self) -> None:
         """All at once, until each is up or has failed."""
         if self.is_vllm:
-            of_runs = (*self._settings, *self._own, arguments(*_SOONER), "task.num_digits=4")
-            self.runs = {name: Run(self._folder / name, of_runs) for name in ("interrupted", "killed")}
+            own = (*self._own, _arguments(*_SOONER), "task.num_digits=4")
+            endless = ("trainer.max_steps=1000000", "trainer.checkpoint_every=100000")
+            for name in ("interrupted", "killed"):
+                self.runs[name] = Command(self._folder / name, *self._settings, *own, *endless)
         with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(thread_name_prefix="start") as pool:
             patch.setattr(vllm_start, "free_port", self._free_port)
             patch.setattr(VllmSampler, "_prove", _one_at_a_time(VllmSampler._prove))
@@ -114,6 +115,13 @@ class SharedServers:
         module, loader = build(OmegaConf.to_object(config_of(*self._settings, *overrides)), run_dir=run_dir)
         return module.to("cuda" if self.is_vllm and torch.cuda.is_available() else "cpu"), sampler_of(loader)
 
+    def fault(self, name: str | None, of: str = "first") -> None:
+        """From now on, of a small server."""
+        requests.post(f"{self.url(of)}/fault", json={"name": name, "after": 0}, timeout=5)
+
+    def noted(self) -> list[str]:
+        return self.marks.read_text().splitlines()
+
     def log(self, name: str) -> str:
         return (self._folder / name / "vllm.log").read_text()
 
@@ -138,17 +146,25 @@ class SharedServers:
             with contextlib.suppress(psutil.NoSuchProcess):
                 engine.send_signal(signal.SIGCONT)
 
+    @contextlib.contextmanager
+    def paused(self, name: str) -> Iterator[None]:
+        """It takes requests meanwhile, and answers them afterwards."""
+        assert requests.post(f"{self.url(name)}/pause", timeout=5).ok
+        try:
+            yield
+        finally:
+            requests.post(f"{self.url(name)}/resume", timeout=5)
+
     def close(self) -> None:
         self._taken.close()
         for run in self.runs.values():
-            run.process.kill()
-            run.process.wait()
+            run.kill()
         for _, sampler in self.samplers.values():
             sampler.close()
 
     def _built(self, name: str) -> tuple:
         (self._folder / name).mkdir()
-        return self.built(self._folder / name, *self._own, arguments(*_STARTS[name]), *_DIFFERENT.get(name, ()))
+        return self.built(self._folder / name, *self._own, _arguments(*STARTS[name]), *_DIFFERENT.get(name, ()))
 
     def _publish(self, name: str, module, sampler) -> None:
         threading.current_thread().name = name
@@ -163,6 +179,10 @@ class SharedServers:
             return listening.getsockname()[1]
 
 
+def _arguments(*more: str) -> str:
+    return f"sampler.arguments={[_MEMORY, *more]}"
+
+
 def _one_at_a_time(function: Callable) -> Callable:
     """What computes with the trainer's model may not be meant for several threads."""
     lock = threading.Lock()
@@ -172,45 +192,6 @@ def _one_at_a_time(function: Callable) -> Callable:
             return function(*arguments)
 
     return locked
-
-
-def arguments(*more: str) -> str:
-    return f"sampler.arguments={[_MEMORY, *more]}"
-
-
-class Run:
-    """`pgtk` in a process of its own, which trains until it is ended."""
-
-    def __init__(self, folder: Path, settings: tuple[str, ...]):
-        folder.mkdir()
-        self.directory, self.log = folder / "run", folder / "terminal"
-        more = ("trainer.max_steps=1000000", "trainer.checkpoint_every=100000", f"hydra.run.dir={self.directory}")
-        chosen = {one.partition("=")[0]: one for one in (*settings, *more)}.values()
-        with self.log.open("w") as file:
-            command = [sys.executable, "-m", "pgtoolkit.cli", *chosen]
-            self.process = subprocess.Popen(command, cwd=folder, stdout=file, stderr=file)
-
-    def steps(self) -> int:
-        rows = self.directory / "metrics.jsonl"
-        return len(rows.read_text().splitlines()) if rows.exists() else 0
-
-    def wait_for_steps(self, count: int, seconds: float = 150) -> None:
-        deadline = time.monotonic() + seconds
-        while self.steps() < count:
-            assert time.monotonic() < deadline, self.log.read_text()[-3000:]
-            assert self.process.poll() is None, self.log.read_text()[-3000:]
-            time.sleep(0.1)
-
-    def server(self) -> list[psutil.Process]:
-        """The processes of its server, with the guard."""
-        found = psutil.Process(self.process.pid).children(recursive=True)
-        guards = [one for one in found if "server_guard.py" in " ".join(one.cmdline())]
-        return [*guards, *(child for guard in guards for child in guard.children(recursive=True))]
-
-    def weights(self) -> Path:
-        """The folder that its server was started from."""
-        words = [word for one in self.server() for word in one.cmdline() if "/pgtk-weights-" in word]
-        return Path(words[0])
 
 
 def save_llama(folder: Path, alphabet_size: int = 12, **changes) -> Path:

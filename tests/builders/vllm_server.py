@@ -3,8 +3,8 @@
     python vllm_server.py [--fault NAME] [--after CALLS] [--marks FILE] serve FOLDER --port PORT [options of vLLM]
 
 It is a program of its own: pgtk starts it as it starts vLLM (`sampler.executable`). Like vLLM it has a child process,
-whose number it prints. --marks: where it notes how it was started, and each call. The fault begins after so many calls
-for completions; `POST /fault {"name": ..., "after": ...}` sets another one.
+whose number it prints. --marks: where it notes how it was started, and each call; PORT in it is its own. The fault
+begins after so many calls for completions; `POST /fault {"name": ..., "after": ...}` sets another one.
 """
 
 from __future__ import annotations
@@ -45,15 +45,10 @@ class Engine:
     def reload(self, folder: str) -> None:
         if self.options.fault in ("stale", "stale_and_noisy"):
             return
-        if self.options.fault == "reload_error":
-            raise KeyError("layers.7.weight")
         self.model = copy.deepcopy(self.model)
         with torch.no_grad():
             for name, tensor in load_file(Path(folder) / "model.safetensors").items():
-                if not (self.options.fault == "half" and ".mlp." in name):
-                    self.model.get_parameter(name).copy_(tensor)
-                if self.options.fault == "other_model":
-                    torch.nn.init.normal_(self.model.get_parameter(name), std=0.3)
+                self.model.get_parameter(name).copy_(tensor)
 
     def score(self, body: dict) -> list[dict | None]:
         """The log-probs of a prompt's own tokens, in the form of vLLM's answer."""
@@ -67,8 +62,7 @@ class Engine:
 
     def complete(self, body: dict) -> list[dict]:
         """The choices of one prompt, in the form of vLLM's answer."""
-        key = (*([] if self.options.fault == "stale_cache" else [body.get("cache_salt")]), *body["prompt"])
-        model = self.cached.setdefault(key, self.model)
+        model = self.cached.setdefault((body.get("cache_salt"), *body["prompt"]), self.model)
         choices = []
         for index in range(body["n"]):
             generator = torch.Generator()
@@ -77,45 +71,43 @@ class Engine:
             else:
                 generator.manual_seed(body["seed"] + index)
             choices.append(self._choice(body, model, generator))
-        return choices[1:] if self.failing("too_few") else choices
+        return choices
 
     def _choice(self, body: dict, model, generator) -> dict:
         tokens, log_probs, reason, stop_reason = [], [], "length", None
-        ends = set() if self.failing("beyond_the_end") else {*body["stop_token_ids"]}
-        while len(tokens) < body["max_tokens"] + 3 * self.failing("too_long"):
+        while len(tokens) < body["max_tokens"]:
             with torch.no_grad():
                 logits = model(torch.tensor([[*body["prompt"], *tokens]]), use_cache=False).logits[0, -1].float()
             greedy = body["temperature"] == 0
-            scaled = logits / (1.0 if greedy or self.failing("temperature") else body["temperature"])
+            scaled = logits / (1.0 if greedy else body["temperature"])
             if (top_p := body.get("top_p", 1.0)) < 1:
                 scaled = TopPLogitsWarper(top_p)(None, scaled[None])[0]
             chances = scaled.softmax(-1)
             token = int(chances.argmax() if greedy else torch.multinomial(chances, 1, generator=generator))
-            kept = logits if self.options.logprobs_mode == "raw_logprobs" or self.failing("raw") else scaled
+            kept = logits if self.options.logprobs_mode == "raw_logprobs" else scaled
             tokens.append(token)
             log_probs.append(float(kept.log_softmax(-1)[token]))
-            if token in ends:
+            if token in body["stop_token_ids"]:
                 reason = "stop"
                 break
             # Some decoders give a token's text only with the next one.
             text = (
                 self.tokenizer.decode(tokens[: -1 if self.failing("late_stop") else None]) if body.get("stop") else ""
             )
-            if found := [one for one in body.get("stop", []) if one in text] + ["?"] * self.failing("odd_stop"):
+            if found := [one for one in body.get("stop", []) if one in text]:
                 reason, stop_reason = "stop", found[0]
                 break
         if self.failing("foreign_token"):
             tokens[0] = logits.numel() + 5
         if self.failing("null_log_probs"):
             log_probs[-1] = None
-        found = {
+        return {
             "finish_reason": reason,
             "stop_reason": stop_reason,
             "text": "",
             "logprobs": None if body.get("logprobs") is None else {"token_logprobs": log_probs},
+            "token_ids": tokens if body.get("return_token_ids") else None,
         }
-        with_ids = body.get("return_token_ids") and not self.failing("no_ids")
-        return found | {"token_ids": tokens if with_ids else None}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -135,14 +127,11 @@ class Handler(BaseHTTPRequestHandler):
         engine, path = self.server.engine, urlsplit(self.path)
         text = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         body = json.loads(text) if text else {}
-        mark(
-            engine.options,
-            self.path
-            if path.path != "/v1/completions"
-            else f"complete {body.get('seed', 'score' if 'prompt_logprobs' in body else None)}",
-        )
         if path.path == "/v1/completions":
+            mark(engine.options, f"complete {'score' if 'prompt_logprobs' in body else body.get('seed')}")
             engine.running.wait()
+        else:
+            mark(engine.options, self.path)
         with engine.lock:
             if path.path == "/fault":
                 engine.options.fault, engine.options.after, engine.calls = body["name"], body["after"], 0
@@ -161,7 +150,7 @@ class Handler(BaseHTTPRequestHandler):
                 (engine.running.clear if path.path == "/pause" else engine.running.set)()
                 self._answer(200)
             elif path.path in ("/reset_prefix_cache", "/sleep", "/wake_up"):
-                if path.path == "/reset_prefix_cache" and engine.options.fault != "stale_cache":
+                if path.path == "/reset_prefix_cache":
                     engine.cached.clear()
                 engine.asleep = path.path == "/sleep" or (engine.asleep and "kv_cache" not in path.query)
                 self._answer(200)
@@ -174,13 +163,9 @@ class Handler(BaseHTTPRequestHandler):
         if engine.failing("dies"):
             print("RuntimeError: CUDA error: an illegal memory access was encountered", flush=True)
             os._exit(1)
-        if engine.failing("hangs"):
-            engine.lock.release()
-            time.sleep(3600)
-        if engine.failing("paused") or (
-            engine.failing("busy_for_a_moment") and engine.calls < engine.options.after + 3
-        ):
-            return self._answer(503, {"error": "paused"})
+        for_a_moment = engine.failing("busy_for_a_moment") and engine.calls < engine.options.after + 3
+        if engine.failing("busy") or for_a_moment:
+            return self._answer(503, {"error": "busy"})
         if body.get("stop") and engine.tokenizer is None:
             return self._answer(400, {"error": "no tokenizer, no stop strings"})
         if body.get("temperature", 1.0) < 0:
@@ -191,9 +176,7 @@ class Handler(BaseHTTPRequestHandler):
             return self._answer(200, "<html>a proxy</html>")
         if "prompt_logprobs" in body:
             return self._answer(200, {"choices": [{"prompt_logprobs": engine.score(body)}]})
-        self._answer(200, {"choices": engine.complete(body)})
-
-        return None
+        return self._answer(200, {"choices": engine.complete(body)})
 
     def _answer(self, status: int, content: object = None) -> None:
         text = b"" if content is None else (content if isinstance(content, str) else json.dumps(content)).encode()
@@ -225,6 +208,7 @@ def main() -> None:
     parser.add_argument("--logprobs-mode", default="raw_logprobs")
     parser.add_argument("--skip-tokenizer-init", action="store_true")
     options, _ = parser.parse_known_args()
+    options.marks = options.marks and options.marks.replace("PORT", str(options.port))
     names = ("CUDA_VISIBLE_DEVICES", "VLLM_SERVER_DEV_MODE", "VLLM_USE_V2_MODEL_RUNNER", "RANK")
     variables = {name: os.environ.get(name) for name in names}
     mark(options, f"start {json.dumps([variables, sys.argv[1:], os.environ.get('PYTHONPATH')])}")

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from builders.runs import SHORT, checkpoint_of, copy_as_of, metrics_of, once, run
-from builders.vllm_servers import COMMAND, gone, processes_of
+from builders.runs import SHORT, checkpoint_of, copy_as_of, metrics_of, run
+from builders.vllm_servers import COMMAND, Command, gone, processes_of
 
 from pgtoolkit.errors import SamplerLost
 from pgtoolkit.runs.completions import read_completions
@@ -21,15 +19,16 @@ from pgtoolkit.runs.files import read_evaluations
 
 pytestmark = pytest.mark.slow  # servers are processes
 
-PGTK = Path(sys.executable).with_name("pgtk")
 VLLM = ("sampler=vllm", f"sampler.executable={COMMAND}", "trainer.device=cpu", "rollout.stop=['99']")
 ENDLESS = ("trainer.max_steps=100000", "trainer.keep_checkpoints=2")
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run of six steps, with the log-probs that the server has sampled with."""
-    return run(tmp_path_factory.mktemp("whole") / "run", *VLLM, "rollout.old_log_probs=sampling")
+    """A run of six steps, with the log-probs that the server has sampled with; beside it what the server noted."""
+    folder = tmp_path_factory.mktemp("whole")
+    own = f"sampler.executable={COMMAND} --marks {folder}/marks"
+    return run(folder / "run", *VLLM, "rollout.old_log_probs=sampling", own)
 
 
 def test_the_first_ratio_is_one(whole):
@@ -82,102 +81,76 @@ def test_a_lost_server_loses_no_step(whole, tmp_path):
     assert metrics_of(folder) == metrics_of(whole)
 
 
-class Command:
-    """`pgtk` with the short settings in `folder`/run."""
-
-    def __init__(self, folder: Path, *overrides: str):
-        self.directory, self.log = folder / "run", folder / "terminal"
-        settings = once(*SHORT, *VLLM, f"hydra.run.dir={self.directory}", *overrides)
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
-        with self.log.open("w") as file:
-            self.process = subprocess.Popen([PGTK, *settings], cwd=folder, stdout=file, stderr=file, env=environment)
-
-    def steps(self) -> int:
-        rows = self.directory / "metrics.jsonl"
-        return len(rows.read_text().splitlines()) if rows.exists() else 0
-
-    def wait_for_steps(self, count: int, seconds: float = 150) -> None:
-        deadline = time.monotonic() + seconds
-        while self.steps() < count:
-            assert time.monotonic() < deadline, self.log.read_text()
-            assert self.process.poll() is None, self.log.read_text()
-            time.sleep(0.05)
-
-    def folders(self) -> list[Path]:
-        return [path for path in (self.directory.parent / "weights").glob("pgtk-weights-*") if path.exists()]
+def started(folder: Path, *overrides: str) -> Command:
+    return Command(folder, *SHORT, *VLLM, *overrides)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_that_is_killed_leaves_no_server(tmp_path, ranks):
     more = ("parallelism=ddp",) if ranks > 1 else ()
-    command = Command(tmp_path, *ENDLESS, *more, f"sampler.weights_folder={tmp_path}/weights")
+    command = started(tmp_path, *ENDLESS, *more, f"sampler.weights_folder={tmp_path}/weights")
     command.wait_for_steps(3)
-    assert len(processes_of(command.directory)) == 2
-    assert len(command.folders()) == 1
-    command.process.kill()
-    command.process.wait()
-    assert gone(command.directory)
+    server, weights = processes_of(command.directory), command.weights()
+    assert len(server) == 2
+    assert [weights] == [*(tmp_path / "weights").iterdir()]
+    command.kill()
+    assert gone(server)
     deadline = time.monotonic() + 10
-    while command.folders() and time.monotonic() < deadline:
+    while weights.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert command.folders() == []
+    assert not weights.exists()
 
 
-@pytest.mark.slow
 def test_ctrl_c_ends_the_step_and_then_the_server(tmp_path):
-    command = Command(tmp_path, *ENDLESS)
+    command = started(tmp_path, *ENDLESS)
     command.wait_for_steps(3)
     command.process.send_signal(signal.SIGINT)
     assert command.process.wait(60) == 75
     assert processes_of(command.directory) == []
 
 
-@pytest.mark.slow
 def test_the_guard_itself_may_be_killed(tmp_path):
-    command = Command(tmp_path, *ENDLESS)
+    command = started(tmp_path, *ENDLESS)
     command.wait_for_steps(3)
-    server = next(process for process in processes_of(command.directory) if "serve" in process.cmdline())
-    server.parent().kill()
+    guard, *server = command.server()
+    guard.kill()
     assert command.process.wait(60) == 5
-    assert gone(command.directory)
+    assert gone(server)
     assert "ended with status" in command.log.read_text()
 
 
-@pytest.mark.slow
-def test_two_ranks_share_a_server(tmp_path):
-    """They learn what one process learns: each prompt has its seed, whoever asks."""
-    marks = tmp_path / "marks"
-    folders = []
-    for name, more in (("one", ()), ("two", ("parallelism=ddp",))):
-        (tmp_path / name).mkdir()
-        own = f"sampler.executable={COMMAND} --marks {marks}-{name}"
-        command = Command(tmp_path / name, *more, "rollout.old_log_probs=sampling", own)
-        assert command.process.wait(200) == 0, command.log.read_text()
-        folders.append(command.directory)
-    first, second = (metrics_of(folder) for folder in folders)
-    for one, two in zip(first, second, strict=True):
+def test_two_ranks_share_two_servers(whole, tmp_path):
+    """They learn what one process learns with one server: each prompt has its seed, whoever asks whom."""
+    own = f"sampler.executable={COMMAND} --marks {tmp_path}/marks-PORT"
+    more = ("parallelism=ddp", "rollout.old_log_probs=sampling", "sampler.servers_per_gpu=2")
+    command = started(tmp_path, *more, own)
+    assert command.process.wait(200) == 0, command.log.read_text()
+    for one, two in zip(metrics_of(whole), metrics_of(command.directory), strict=True):
         for key in ("reward", "loss", "ratio_new_old", "num_tokens", "grad_norm"):
             assert one[key] == pytest.approx(two[key], rel=1e-4, abs=1e-6), key
-    starts, syncs, asked = ([], [], [])
-    for name in ("one", "two"):
-        lines = Path(f"{marks}-{name}").read_text().splitlines()
-        starts.append(sum(line.startswith("start") for line in lines))
-        syncs.append(lines.count("/collective_rpc"))
-        asked.append(sorted(line for line in lines if line.startswith("complete")))
-    assert starts == [1, 1]
-    assert syncs == [2, 2]
-    assert asked[0] == asked[1]
-    variables, _, path = json.loads(Path(f"{marks}-two").read_text().splitlines()[0][6:])
-    assert variables["RANK"] is None
-    assert path == (os.environ.get("PYTHONPATH") or "")
-    assert processes_of(folders[1]) == []
+    asked = []
+    for marks in tmp_path.glob("marks-*"):
+        lines = marks.read_text().splitlines()
+        assert [line.split()[0] for line in lines].count("start") == 1
+        assert lines.count("/collective_rpc") == 2  # the first of three batches has the weights that it starts with
+        assert lines.count("complete score") == 3
+        variables, _, path = json.loads(lines[0][6:])
+        assert variables["RANK"] is None
+        assert path == (os.environ.get("PYTHONPATH") or "")
+        asked.append(prompts_of(lines))
+    assert [len(lines) for lines in asked] == [6, 6]  # of three batches of four prompts
+    assert sorted(asked[0] + asked[1]) == sorted(prompts_of((whole.parent / "marks").read_text().splitlines()))
+    assert processes_of(command.directory) == []
 
 
-@pytest.mark.slow
+def prompts_of(noted: list[str]) -> list[str]:
+    """The requests of training among what a server has noted: a proof's have the seed 1, or score a text."""
+    return [line for line in noted if line.startswith("complete ") and line not in ("complete 1", "complete score")]
+
+
 def test_a_fault_that_one_rank_meets_ends_all_with_one_message(tmp_path):
     own = f"sampler.executable={COMMAND} --fault foreign_token --after 6"
-    command = Command(tmp_path, "parallelism=ddp", own)
+    command = started(tmp_path, "parallelism=ddp", own)
     assert command.process.wait(200) == 5
     said = command.log.read_text()
     assert said.count("it sampled token") == 1
