@@ -132,10 +132,11 @@ def _of_files(
             raise  # a file that is there and cannot be read
         return None, [override_problems.composition_problem(error)]
     problems = executed.targets(config.hydra)
+    if found := override_problems.incomplete(config):  # such a file is looked at no further
+        return None, [*problems, *found]
     if config_dir or sweep_file:
         problems = _set_by_files(config, [one for one in choices if key_of(one).startswith("hydra")]) + problems
-    found = override_problems.incomplete(config)
-    return None if found else config, [*problems, *found]
+    return config, problems
 
 
 def _set_by_files(config: DictConfig, typed: list[str]) -> list[str]:

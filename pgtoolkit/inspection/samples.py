@@ -204,10 +204,8 @@ def facts(row: CompletionRow) -> str:
 
 def html(kept: list[Kept], step: int | None, run: str, command: str) -> str:
     """The page of these sets. step: of this one alone. command: what has made the page."""
-    most, total, rows = MOST_COMPLETIONS // len(kept), 0, []
-    for one in kept:
-        found, number = some_completions(one.files, most, step)
-        rows, total = [*rows, *(_plain(one.set, row) for row in found)], total + number
+    found, total = some_completions([file for one in kept for file in one.files], MOST_COMPLETIONS, step)
+    rows = [_plain(name, row) for name, row in found]
     count = f"{total:,} completion{'s' * (total != 1)}"
     if len(rows) < total:
         count = f"{len(rows):,} of {count}: some prompts, spread evenly, with all of theirs"

@@ -184,9 +184,7 @@ class ParquetFile(RowFile):
 
     def rows(self) -> Iterator[tuple[int, int, dict | str]]:
         with self._opened() as file:
-            groups = range(file.num_row_groups)  # one by one: of several at once pyarrow would hold more than one
-            options = {"columns": self._columns, "use_threads": False}
-            yield from _rows_of(batch for group in groups for batch in file.iter_batches(64, [group], **options))
+            yield from _rows_of(file.iter_batches(64, columns=self._columns, use_threads=False))
         self._check_unchanged()
 
     def row(self, place: int) -> dict | str:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pgtoolkit.errors import StorageError, first_line
 from pgtoolkit.runs.files import storage
-from pgtoolkit.system.plain_files import open_to_read, refuse_other_than_folder, remove, replacing
+from pgtoolkit.system.plain_files import open_to_read, refuse_other, remove, replacing
 from pgtoolkit.system.redaction import redact
 
 FOLDER = "completions"
@@ -95,7 +95,7 @@ def write_redacted(path: Path, rows: Sequence[CompletionRow]) -> None:
     for name in dict.fromkeys(name for row in rows for name in row.rewards):
         columns[_REWARD_OF + name] = pa.array([row.rewards.get(name) for row in rows], "double")
     with storage(path):
-        refuse_other_than_folder(path.parent)
+        refuse_other(path.parent, "folder")
         path.parent.mkdir(exist_ok=True)
         with replacing(path) as file:
             pq.write_table(pa.table(columns), file, compression="zstd", write_page_checksum=True)
@@ -151,24 +151,28 @@ def some_prompts(rows: Sequence[CompletionRow], most: int) -> set[str]:
 
 def some_completions(
     files: Sequence[CompletionFile], most: int, step: int | None = None
-) -> tuple[list[CompletionRow], int]:
-    """The completions of these files, and their number; of more than `most` those of `some_prompts`.
+) -> tuple[list[tuple[str, CompletionRow]], int]:
+    """The completions of these files, each with its set, and their number; of more than `most`, which the sets share
+    alike, those of `some_prompts`.
 
     step: of this one alone.
     """
-    found = {file.path: read_completions(file.path, ("step", "name")) for file in files}
-    found = {path: [row for row in rows if step in (None, row.step)] for path, rows in found.items()}
-    everything = [row for rows in found.values() for row in rows]
-    names = some_prompts(everything, most)
-    read = [path for path, rows in found.items() if any(row.name in names for row in rows)]
-    rows = [row for path in read for row in read_completions(path)]
-    return [row for row in rows if row.name in names and step in (None, row.step)], len(everything)
+    chosen, total = [], 0
+    for name in (sets := dict.fromkeys(file.set for file in files)):
+        found = {file.path: read_completions(file.path, ("step", "name")) for file in files if file.set == name}
+        found = {path: [row for row in rows if step in (None, row.step)] for path, rows in found.items()}
+        everything = [row for rows in found.values() for row in rows]
+        total, names = total + len(everything), some_prompts(everything, most // len(sets))
+        for path in [path for path, rows in found.items() if any(row.name in names for row in rows)]:
+            own = [row for row in read_completions(path) if row.name in names and step in (None, row.step)]
+            chosen += [(name, row) for row in own]
+    return chosen, total
 
 
 def completion_files(run_dir: Path) -> list[CompletionFile]:
     """The files of a run directory, by set and step; none where there are none. Other files are passed over."""
     folder, found = run_dir / FOLDER, []
-    refuse_other_than_folder(folder)
+    refuse_other(folder, "folder")
     with storage(folder):
         for path in folder.iterdir() if folder.is_dir() else ():
             if named := _NAME.fullmatch(path.name):

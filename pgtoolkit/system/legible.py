@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import unicodedata
 
 _ACTING = {"Cc", "Cf", "Cs", "Zl", "Zp"}
@@ -11,20 +12,15 @@ _HARMLESS = "\n\t\u200c\u200d"
 """Of those, line breaks and tabs, and the joiners that Persian, Indic scripts and emoji are written with."""
 
 
-class _Table(dict):
-    def __missing__(self, code: int) -> str:
-        character = chr(code)
-        acts = character not in _HARMLESS and unicodedata.category(character) in _ACTING
-        self[code] = f"<U+{code:04X}>" if acts else character
-        return self[code]
-
-
-_TABLE = _Table()
+@functools.cache
+def _shown(character: str) -> str:
+    acts = character not in _HARMLESS and unicodedata.category(character) in _ACTING
+    return f"<U+{ord(character):04X}>" if acts else character
 
 
 def legible(text: str) -> str:
     """The text with <U+001B> and the like in place of characters that would act on what shows it, or hide in it."""
-    return text.translate(_TABLE)
+    return "".join(map(_shown, text))
 
 
 def shortened(text: str, most: int) -> str:

@@ -56,22 +56,15 @@ def write_atomically(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def refuse_other(path: Path) -> None:
-    """StorageError if there is something under this name that is no plain file."""
-    if kind := _other(path):
-        raise StorageError(
-            f"{path} needs to be a plain file (got {kind}). A run reads and writes its own files only, and follows no "
-            "link out of its directory. Put the file itself in its place, or remove it."
-        )
+def refuse_other(path: Path, what: str = "plain file") -> None:
+    """StorageError if there is something under this name, inside a run directory, that is no plain file, or no folder.
 
-
-def refuse_other_than_folder(path: Path) -> None:
-    """StorageError if there is something under this name, inside a run directory, that is no folder."""
-    if path.is_symlink() or (path.exists() and not path.is_dir()):
-        got = f"a link to {os.readlink(path)}" if path.is_symlink() else "a file"
+    what: "plain file" or "folder".
+    """
+    if (kind := _kind(path)) not in (None, what):
         raise StorageError(
-            f"{path} needs to be a folder (got {got}). A run follows no link out of its directory. Put the folder "
-            "itself in its place, or remove it; the whole run directory may lie behind a link."
+            f"{path} needs to be a {what} (got a {kind}). A run reads and writes its own files only, and follows no "
+            f"link out of its directory, which may be one itself. Put the {what} in its place, or remove it."
         )
 
 
@@ -113,14 +106,13 @@ def _open(path: Path, flags: int) -> int:
     return descriptor
 
 
-def _other(path: Path) -> str | None:
-    """What lies there instead of a plain file; None for a plain file or nothing."""
+def _kind(path: Path) -> str | None:
+    """What lies there; None for nothing."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
         return None
-    if stat.S_ISREG(mode):
-        return None
     if stat.S_ISLNK(mode):
-        return f"a link to {os.readlink(path)}"
-    return "a folder" if stat.S_ISDIR(mode) else "a pipe" if stat.S_ISFIFO(mode) else "a special file"
+        return f"link to {os.readlink(path)}"
+    kinds = {stat.S_IFREG: "plain file", stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe"}
+    return kinds.get(stat.S_IFMT(mode), "special file")

@@ -78,12 +78,7 @@ def _drift(run_dir):
 
 def table_of(run_dir: Path) -> dict[str, list] | None:
     """`columns`, and `data` with a list for each completion, as `mlflow.log_table` writes them; None of none."""
-    files = completion_files(run_dir)
-    sets = dict.fromkeys(file.set for file in files)
-    found = []
-    for name in sets:
-        own = [file for file in files if file.set == name]
-        found += [(name, row) for row in some_completions(own, MOST_COMPLETIONS // len(sets))[0]]
+    found, _ = some_completions(completion_files(run_dir), MOST_COMPLETIONS)
     if not found:
         return None
     parts = list(dict.fromkeys(part for _, row in found for part in row.rewards))

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from pgtoolkit.errors import StorageError, first_line
 from pgtoolkit.ranks.agreement import failing_together, gather
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
-from pgtoolkit.system.plain_files import open_to_read, refuse_other_than_folder, remove, sync_folder
+from pgtoolkit.system.plain_files import open_to_read, refuse_other, remove, sync_folder
 
 log = logging.getLogger("pgtoolkit")
 
@@ -63,7 +63,7 @@ def save_checkpoint(
     try:
         with failing_together(layout), _storage(path):
             if layout.rank == 0:
-                refuse_other_than_folder(folder)
+                refuse_other(folder, "folder")
                 remove(temporary)
                 (temporary / "training").mkdir(parents=True)
         with failing_together(layout), _storage(path):
@@ -144,7 +144,7 @@ def settings_of(path: Path) -> dict[str, bytes]:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """All checkpoints, those of format 1 included, oldest first; StorageError if `folder` is something else."""
-    refuse_other_than_folder(folder)
+    refuse_other(folder, "folder")
     found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+(\.ckpt)?", path.name)]
     return sorted(found, key=step_of)
 
@@ -266,7 +266,7 @@ def _manifest(path: Path) -> dict[str, dict]:
     """Size and CRC-32 of each file of a checkpoint, by its name, which leads nowhere else."""
     found = {"format": 1}
     if path.suffix != ".ckpt":
-        refuse_other_than_folder(path)
+        refuse_other(path, "folder")
         found = json.loads(_read(path / _MANIFEST))
     if found["format"] != FORMAT:
         raise _OtherFormat(
@@ -277,7 +277,7 @@ def _manifest(path: Path) -> dict[str, dict]:
     for name in found["files"]:
         if not re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name):
             raise ValueError(f"{_MANIFEST} names {name!r}, which is no file of a checkpoint")
-        refuse_other_than_folder((path / name).parent)
+        refuse_other((path / name).parent, "folder")
     return found["files"]
 
 

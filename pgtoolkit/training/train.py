@@ -103,11 +103,11 @@ def train(
             raise
         finally:
             if run is not None:
-                handler = signal.getsignal(signal.SIGTERM)
-                if layout.world_size > 1:  # such as torchrun's, which it sends to all once a process has failed
-                    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                several = layout.world_size > 1  # once one has failed, a launcher such as torchrun ends all by SIGTERM
+                handler = signal.signal(signal.SIGTERM, signal.SIG_IGN) if several else None
                 _finish(run, recorder, tracker, outcome, reason)
-                signal.signal(signal.SIGTERM, handler)
+                if several:
+                    signal.signal(signal.SIGTERM, handler)
     if outcome == "interrupted":
         raise Interrupted(
             f"stopped by {reason} after step {recorder.step}; saved up to step {recorder.saved_step}. "

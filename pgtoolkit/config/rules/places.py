@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path, PurePath
 
 from omegaconf import DictConfig, OmegaConf
@@ -11,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.errors import StorageError, first_line
 from pgtoolkit.runs.directory import occupied, occupied_by
-from pgtoolkit.system.plain_files import refuse_other, refuse_other_than_folder
+from pgtoolkit.system.plain_files import refuse_other
 from pgtoolkit.system.report import refusal
 
 _REASON = "A value or a name in it could otherwise write anywhere."
@@ -34,7 +33,7 @@ def of_sweep(config: DictConfig) -> list[str]:
         return problems
     folder = config.hydra.sweep.dir
     # Hydra writes the second itself.
-    return [*_free("hydra.sweep.dir", folder), *_links(refuse_other, Path(folder, "multirun.yaml"))]
+    return [*_free("hydra.sweep.dir", folder), *_links({Path(folder, "multirun.yaml"): "plain file"})]
 
 
 def of_job(folder: Path, directory: str, inside: str | None = None) -> list[str]:
@@ -46,15 +45,14 @@ def of_job(folder: Path, directory: str, inside: str | None = None) -> list[str]
         return [refusal(setting, "a folder inside hydra.sweep.dir", whole, _REASON, "the default")]
     if inside is None:
         return []
-    files = [whole / inside / name for name in _OF_HYDRA]
-    return _links(refuse_other_than_folder, whole / inside) or _links(refuse_other, *files)
+    return _links({whole / inside: "folder"} | {whole / inside / name: "plain file" for name in _OF_HYDRA})
 
 
-def _links(refuse: Callable[[Path], None], *places: Path) -> list[str]:
+def _links(places: dict[Path, str]) -> list[str]:
     """Hydra would follow a link that lies where it writes."""
     try:
-        for place in places:
-            refuse(place)
+        for place, what in places.items():
+            refuse_other(place, what)
     except StorageError as error:
         return [str(error)]
     return []
