@@ -271,8 +271,8 @@ def one_pass_kernel(
                     columns = first + i * WORDS + lane
                     if HALF == "":
                         exponent = (kept[i] - m) * scale - log_sum
-                        slope = base + by_exponent * tl.maximum(exponent, -1000.0) if BONUS else -factor
-                        values = (slope * tl.exp2(exponent)).to(out.dtype.element_ty)
+                        by_p = base + by_exponent * tl.maximum(exponent, -1000.0) if BONUS else -factor
+                        values = (by_p * tl.exp2(exponent)).to(out.dtype.element_ty)
                     else:
                         if HALF == "bf16":
                             low = (kept[i] << sixteen).to(tl.float32, bitcast=True)

@@ -30,7 +30,7 @@ it spills includes numbers that it then has to wait for."""
 _MAX_BLOCKS_SHARED_GRPO = 7
 """The same where programs share a row and each computes the coefficient, which takes registers too."""
 _MAX_BLOCKS_SHARED_PENALTY = 6
-"""And where the loss has a penalty against a reference or an entropy bonus."""
+"""And where the loss has a penalty against a reference."""
 _MAX_SHARE = 32
 _cannot_launch: set[torch.device] = set()
 
@@ -154,7 +154,7 @@ def _one_pass(logits, labels, temperature, with_entropy, objective, out):
     half = _HALVES.get(logits.dtype, "")
     most = _MAX_BLOCKS
     if objective is not None:
-        most = _MAX_BLOCKS_SHARED_PENALTY if objective.penalties.active else _MAX_BLOCKS_SHARED_GRPO
+        most = _MAX_BLOCKS_SHARED_GRPO if objective.penalties.kl is None else _MAX_BLOCKS_SHARED_PENALTY
     layout = _layout(logits, out, half, most)
     if layout is None:
         return None

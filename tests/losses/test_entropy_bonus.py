@@ -95,6 +95,7 @@ def test_triton_matches_reference(loss, aggregation, dtype):
 
 def fused(problem, rows, factor=3, **options):
     leaves = problem.leaves()
+    options["group_index"] = problem.case.group_index.to(DEVICE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(losses, "rows_within", lambda memory, columns, dtype: rows)
         out = linear_policy_loss(*leaves[:2], *problem.tensors, bias=leaves[2], **options)
