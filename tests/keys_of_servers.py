@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from pgtoolkit.errors import SamplerLost
 from pgtoolkit.ranks.layout import ONE_PROCESS
 from pgtoolkit.rollouts.samplers import Completion, Request
-from pgtoolkit.rollouts.server_process import free_port
+from pgtoolkit.rollouts.server_process import reserve_port
 from pgtoolkit.rollouts.vllm_start import plan
 from pgtoolkit.training.build import build
 
@@ -60,7 +60,8 @@ def executable(tmp_path):
 
 @key("sampler/vllm.urls")
 def urls(tmp_path):
-    address = f"http://127.0.0.1:{free_port()}"
+    with reserve_port() as nobody_listens:
+        address = f"http://127.0.0.1:{nobody_listens.getsockname()[1]}"
     assert address in refusal(tmp_path, f"sampler.urls=[{address}]", "sampler.start_seconds=1")
     assert planned(f"sampler.urls=[{address}]").gpus == []
     assert planned().gpus == [None]

@@ -26,18 +26,18 @@ class ServerProcess:
     """A command that runs until `end`, or until this process is gone, even by SIGKILL.
 
     command: a program with its arguments. environment: variables that it gets besides those of this process.
-    log: file that takes what it prints. folder: is deleted with it when this process is gone.
+    log: file that takes what it prints. folder: is deleted with it when this process is gone. port: kept for it.
     Raises SamplerLost where the program does not exist.
     """
 
-    def __init__(self, command: list[str], environment: dict[str, str], log: Path, folder: Path):
+    def __init__(self, command: list[str], environment: dict[str, str], log: Path, folder: Path, port: socket.socket):
         variables = own_environment() | environment
         if shutil.which(command[0], path=variables.get("PATH")) is None:
             raise SamplerLost(
                 f"the sampling server cannot be started: there is no program {command[0]}. Give sampler.executable the "
                 "path of vllm in the environment that it is installed in, or sampler.urls those of running servers."
             )
-        self.log = log
+        self.log, self._port = log, port
         guard = [sys.executable, "-I", "-S", server_guard.__file__, str(os.getpid()), str(folder)]
         with open_to_append(log) as file:
             self._guard = subprocess.Popen(
@@ -72,6 +72,7 @@ class ServerProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._guard.pid, signal.SIGKILL)  # where the guard itself was killed
         self._guard.wait()
+        self._port.close()
 
 
 def own_environment() -> dict[str, str]:
@@ -89,7 +90,14 @@ def own_environment() -> dict[str, str]:
     return found
 
 
-def free_port() -> int:
-    """A port of this machine's own address that nobody listens to."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return listening.getsockname()[1]
+def reserve_port() -> socket.socket:
+    """A port of this machine's own address that nobody else is given, for a server that lets others bind it, too.
+
+    vLLM does (SO_REUSEPORT): two servers that had been given the same port, one after the other, would share it, and
+    each answer some of the other's requests. A socket that is bound and does not listen gets none.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved

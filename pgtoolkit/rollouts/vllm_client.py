@@ -101,11 +101,6 @@ class Server:
             return self._session.get(f"{self.url}/health", timeout=5).status_code == 200
         return False
 
-    def lost_its_port(self) -> bool:
-        """Whether it is ours and has ended, since another program has taken its port."""
-        ended = self._process is not None and self._process.status is not None
-        return ended and "address already in use" in self.last_words().lower()
-
     def last_words(self) -> str:
         return f"Nothing listens there, or the way is closed. {LOST}" if self._process is None else self._words()
 

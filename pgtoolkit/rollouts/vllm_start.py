@@ -16,15 +16,13 @@ from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, SamplerLost
 from pgtoolkit.ranks.agreement import failing_together, gather
 from pgtoolkit.ranks.layout import Layout
-from pgtoolkit.rollouts.server_process import ServerProcess, free_port
+from pgtoolkit.rollouts.server_process import ServerProcess, reserve_port
 from pgtoolkit.rollouts.vllm_client import V2_RUNNER, Server
 from pgtoolkit.system.report import refusal
 
 log = logging.getLogger("pgtoolkit")
 
 _PROGRESS_SECONDS = 15
-_PORTS = 3
-"""How many ports are tried: one that was free may be taken a moment later."""
 _VARIABLES = {
     "VLLM_SERVER_DEV_MODE": "1",  # without it there is no way to give it other weights
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # which would compile itself at the start
@@ -107,16 +105,11 @@ class Servers:
     def __init__(self, config: Config, chosen: Plan, folder: Path, run_dir: Path):
         self._config, self._plan, self._folder, self._run_dir = config.sampler, chosen, folder, run_dir
         self._said = time.monotonic()
-        self._starts = 0
         self.all = [Server(url, self._config.answer_seconds) for url in self._config.urls]
         self._start_more()
 
     def are_up(self) -> bool:
         """Whether all answer by now. Raises SamplerLost if one has ended, or sampler.start_seconds are over."""
-        for i, server in enumerate(self.all):
-            if server.lost_its_port() and self._starts < _PORTS + len(self.all):
-                server.close()
-                self.all[i] = self._start(i)
         waiting = [server for server in self.all if not server.is_up()]
         now, limit = time.monotonic(), self._config.start_seconds
         if waiting and now - self._begin > limit:
@@ -142,8 +135,8 @@ class Servers:
         return bool(numbers)
 
     def _start(self, number: int) -> Server:
-        self._starts += 1
-        port, gpus = free_port(), self._plan.gpus[number]
+        reserved, gpus = reserve_port(), self._plan.gpus[number]
+        port = reserved.getsockname()[1]
         log_file = self._run_dir / (f"vllm-{number}.log" if len(self._plan.gpus) > 1 else "vllm.log")
         address = ["--host", "127.0.0.1", "--port", str(port)]
         command = [*shlex.split(self._config.executable), "serve", str(self._folder), *address, *self._plan.arguments]
@@ -151,5 +144,5 @@ class Servers:
         variables |= {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
         where = "" if gpus is None else f" on GPU {gpus}"
         log.info(f"starting a sampling server{where}; its log: {log_file}")
-        process = ServerProcess(command, variables, log_file, self._folder)
+        process = ServerProcess(command, variables, log_file, self._folder, reserved)
         return Server(f"http://127.0.0.1:{port}", self._config.answer_seconds, process)

@@ -103,7 +103,7 @@ def quick(rows, number):
 def test_trl_with_these_flags_is_ours(flags, ours, common, folder):
     (exact, their_log), (found, log), way = both(flags, ours, common, folder)
     assert float(way) > 1
-    torch.testing.assert_close(found, exact, rtol=0, atol=2e-6)
+    torch.testing.assert_close(found, exact, rtol=0, atol=4e-6)
     for theirs, row in zip(their_log[:-1], log[:-1], strict=True):
         for name in theirs.keys() - NOT_SHOWN:
             assert row[name] == pytest.approx(theirs[name], abs=1e-5), name
@@ -129,7 +129,7 @@ def test_the_correction_for_an_engine_is_trls(engine, folder):
     task = {"loss_type": "grpo"}, {"loss": "grpo", "aggregation": "sample_mean"}, {}, folder
     (exact, _), (found, log), way = both(*task, engine)
     assert float(way) > 1
-    torch.testing.assert_close(found, exact, rtol=0, atol=2e-6)
+    torch.testing.assert_close(found, exact, rtol=0, atol=4e-6)
     assert log[0]["pgtk/difference_old_sampling"] > 0.2
     assert ("pgtk/correction_factor" in log[0]) == (engine != ENGINES[-1])
 
@@ -150,7 +150,7 @@ def test_a_step_does_not_depend_on_how_it_is_cut(aggregation, folder):
     fine = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
     results = [trl_runs.trained(trl_runs.trainer(folder, ours, TWICE | cut)) for cut in (whole, fine)]
     (exact, of_whole), (found, of_fine) = results
-    torch.testing.assert_close(found, exact, rtol=0, atol=2e-6)
+    torch.testing.assert_close(found, exact, rtol=0, atol=4e-6)
     for one, other in zip(of_whole[:-1], of_fine[:-1], strict=True):
         for name in (name for name in one if name.startswith("pgtk/")):
             assert other[name] == pytest.approx(one[name], abs=1e-5), name
@@ -182,9 +182,9 @@ def test_two_processes_are_trls_and_share_their_totals(folder, tmp_path):
     results = torch.load(tmp_path / "found.pt")
     exact, found, fine, whole, with_kl, exact_with_kl = (weights for weights, _ in results)
     log = results[2][1]
-    torch.testing.assert_close(found, exact, rtol=0, atol=2e-6)
-    torch.testing.assert_close(with_kl, exact_with_kl, rtol=0, atol=2e-6)
-    torch.testing.assert_close(fine, whole, rtol=0, atol=2e-6)
+    torch.testing.assert_close(found, exact, rtol=0, atol=4e-6)
+    torch.testing.assert_close(with_kl, exact_with_kl, rtol=0, atol=4e-6)
+    torch.testing.assert_close(fine, whole, rtol=0, atol=4e-6)
     assert log[0]["pgtk/num_groups"] == 2
     assert log[0]["pgtk/num_documents"] == 8
     assert float((fine - found).abs().max()) > 0.01
@@ -232,7 +232,7 @@ def test_the_fused_head_changes_no_weight(ours, changes, engine, folder):
         results.append(trl_runs.trained(made))
         assert any(calls) == (not fused)
     (exact, their_log), (found, log) = results
-    torch.testing.assert_close(found, exact, rtol=0, atol=2e-6)
+    torch.testing.assert_close(found, exact, rtol=0, atol=4e-6)
     assert float((found - start).norm()) > 0.1
     for theirs, row in zip(their_log[:-1], log[:-1], strict=True):
         for name in theirs.keys() - {"step_time"}:

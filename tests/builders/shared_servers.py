@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,7 +20,6 @@ from omegaconf import OmegaConf
 from builders.models import save_with_tokenizer, small_llama
 from builders.runs import SHORT, config_of, sampler_of
 from builders.vllm_servers import COMMAND, Command
-from pgtoolkit.rollouts import vllm_start
 from pgtoolkit.rollouts.vllm import VllmSampler
 from pgtoolkit.training.build import build
 
@@ -76,7 +74,6 @@ class SharedServers:
         )
         self._own = (f"sampler.executable={command}", "sampler.gpu_memory_share=0.05", "sampler.max_sequences=64")
         self.samplers = {name: self._built(name) for name in names}
-        self._taken = socket.create_server(("127.0.0.1", 0))
         self._started: dict[str, Future] = {}
 
     def start(self) -> None:
@@ -87,7 +84,6 @@ class SharedServers:
             for name in ("interrupted", "killed"):
                 self.runs[name] = Command(self._folder / name, *self._settings, *own, *endless)
         with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(thread_name_prefix="start") as pool:
-            patch.setattr(vllm_start, "free_port", self._free_port)
             patch.setattr(VllmSampler, "_prove", _one_at_a_time(VllmSampler._prove))
             for name, (module, sampler) in self.samplers.items():
                 self._started[name] = pool.submit(self._publish, name, module, sampler)
@@ -156,7 +152,6 @@ class SharedServers:
             requests.post(f"{self.url(name)}/resume", timeout=5)
 
     def close(self) -> None:
-        self._taken.close()
         for run in self.runs.values():
             run.kill()
         for _, sampler in self.samplers.values():
@@ -169,14 +164,6 @@ class SharedServers:
     def _publish(self, name: str, module, sampler) -> None:
         threading.current_thread().name = name
         sampler.publish(module.policy.weights, 0)
-
-    def _free_port(self) -> int:
-        """The first that is taken to be free for `raw` is not."""
-        if threading.current_thread().name == "raw":
-            threading.current_thread().name = "raw, again"
-            return self._taken.getsockname()[1]
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            return listening.getsockname()[1]
 
 
 def _arguments(*more: str) -> str:

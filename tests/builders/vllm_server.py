@@ -221,8 +221,6 @@ def main() -> None:
     if options.fault == "model_refused":
         print("ValidationError: 1 validation error for VllmConfig", flush=True)
         sys.exit("  Value error, Model Runner V2 does not yet support: stock torch.compile [type=value_error]")
-    if options.fault == "port_taken" and Path(options.marks).read_text().count("start [{") <= options.after:
-        sys.exit("OSError: [Errno 98] Address already in use")
     # Only now: most faults of a start are told at once.
     global torch, load_file, AutoModelForCausalLM, AutoTokenizer, TopPLogitsWarper
     import torch

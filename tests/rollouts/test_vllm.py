@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from omegaconf import OmegaConf
 
 from pgtoolkit.errors import SamplerLost
 from pgtoolkit.rollouts.samplers import Request
+from pgtoolkit.rollouts.server_process import reserve_port
 from pgtoolkit.training.build import build
 
 VLLM = ("sampler=vllm", f"sampler.executable={COMMAND}", "trainer.device=cpu")
@@ -183,14 +185,37 @@ def test_a_program_that_is_not_there_is_one_sentence(tmp_path):
     assert not sampler._folder.path.exists()
 
 
+def test_a_port_that_is_kept_for_a_server_is_given_to_no_other():
+    """vLLM binds it with SO_REUSEPORT, which lets two servers have it, and a connection reaches either."""
+
+    def bound(port: int) -> socket.socket:
+        found = socket.socket()
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        found.bind(("127.0.0.1", port))
+        return found
+
+    with contextlib.ExitStack() as opened, reserve_port() as reserved:
+        port = reserved.getsockname()[1]
+        assert port not in [opened.enter_context(bound(0)).getsockname()[1] for _ in range(500)]
+        with pytest.raises(OSError, match="in use"):
+            opened.enter_context(socket.socket()).bind(("127.0.0.1", port))
+        server = opened.enter_context(bound(port))
+        server.listen()
+        server.settimeout(10)
+        for _ in range(50):
+            opened.enter_context(socket.create_connection(("127.0.0.1", port)))
+            opened.enter_context(server.accept()[0])
+
+
 @pytest.mark.slow
 def test_a_server_is_started_as_the_configuration_says(tmp_path, monkeypatch):
-    """On another port where the first is taken by then; with the variables of its own environment."""
+    """With the variables of its own environment."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("PYTHONPATH", "/of/ranks")
     monkeypatch.setenv("PGTK_PYTHONPATH", "/of/the/user")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-6,7")
-    command = f"{COMMAND} --fault port_taken --after 2 --marks {tmp_path}/marks"
+    command = f"{COMMAND} --marks {tmp_path}/marks"
     own = ("sampler.gpus=[1,2]", "sampler.tensor_parallel=2", "sampler.arguments=['--enforce-eager']")
     sizes = ("sampler.gpu_memory_share=0.7", "sampler.max_sequences=11", "seed=3", "accumulation.max_tokens=20")
     with closing(tmp_path, f"sampler.executable={command}", *own, *sizes) as (module, sampler):
@@ -200,9 +225,7 @@ def test_a_server_is_started_as_the_configuration_says(tmp_path, monkeypatch):
     assert processes_of(tmp_path) == []
     assert not folder.exists()
     starts = [json.loads(line[6:]) for line in (tmp_path / "marks").read_text().splitlines() if line[:5] == "start"]
-    assert len(starts) == 3
-    assert len({arguments[arguments.index("--port") + 1] for _, arguments, _ in starts}) == 3
-    variables, arguments, python_path = starts[-1]
+    [(variables, arguments, python_path)] = starts
     own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
     assert variables == own | {"CUDA_VISIBLE_DEVICES": "5,GPU-6", "RANK": None}
     assert python_path == "/of/the/user"

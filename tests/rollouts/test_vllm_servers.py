@@ -68,11 +68,6 @@ def test_an_argument_that_it_does_not_know_is_one_sentence(servers):
     assert "unrecognized arguments: --no-such-option" in str(error)
 
 
-def test_a_port_that_another_program_has_taken_is_no_fault(servers):
-    assert servers.url("raw")
-    assert "address already in use" in servers.log("raw").lower()
-
-
 @pytest.mark.parametrize("how", [{}, {"temperature": 0.6}, {"temperature": 0.7, "top_p": 0.5}], ids=str)
 def test_completions_have_the_log_probs_of_the_weights_published_last(servers, tmp_path, how):
     """Of the same prompts before and after, which a server has in its cache."""
