@@ -140,6 +140,39 @@ def test_clip_range():
     assert f"{', '.join(outside[:3])} and {outside[3]} % of the documents" in page
 
 
+RATE = "optimizer.learning_rate"
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "lines"),
+    [
+        (
+            "learning_rate_by_aggregation",
+            ("aggregation", "sample_mean", "prompt_mean", "token_mean", "constant"),
+            {"3e-4": {RATE: "0.0003"}, "1e-3": {RATE: "0.001"}, "3e-3": {RATE: "0.003"}},
+        ),
+        (
+            "staleness",
+            ("rollout.lag", "0", "4", "16"),
+            {
+                f"`{loss}`, {text}": {"loss": loss, RATE: rate}
+                for loss in ("grpo", "gspo")
+                for text, rate in (("1e-3", "0.001"), ("3e-3", "0.003"))
+            },
+        ),
+        ("docs_per_step", ("accumulation.docs_per_step", "32", "64", "128", "256"), {"exact match": {}}),
+    ],
+)
+def test_exact_match_of_two_seeds(name, columns, lines):
+    page = (ROOT / "sweeps/README.md").read_text()
+    page = page[page.index(f"**{name}.**") :]
+    key, *options = columns
+    for first, chosen in lines.items():
+        of_option = groups([row for row in rows(name) if chosen.items() <= row.items()], key)
+        cells = [", ".join(f"{value:.2f}" for value in values(of_option[one,], "final_exact_match")) for one in options]
+        assert f"| {first} | {' | '.join(cells)} |" in page
+
+
 def test_metrics_cost():
     page = " ".join((ROOT / "sweeps/README.md").read_text().split())
     none, basic, entropy = (
