@@ -46,6 +46,9 @@ def prompt_files(path: str, split: str | None) -> list[Path]:
 def _saved(folder: Path) -> list[Path]:
     """The Arrow files of one data set."""
     state = _json(folder / "state.json")
+    if state.get("_indices_data_files"):
+        reason = "An old version of datasets kept an order beside the rows"
+        raise DataError(f"{folder} needs rows in the order of its files. {reason}. Save it again with a newer one.")
     files = [folder / Path(one["filename"]).name for one in state["_data_files"]]
     if missing := [file.name for file in files if not file.is_file()]:
         raise DataError(f"{folder} lacks {', '.join(missing)}, which its state.json names. Copy or save it again.")

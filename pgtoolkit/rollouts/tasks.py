@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -153,6 +154,8 @@ class ReasoningGymTask(_NumberedRows):
     def score(self, prompt: Prompt, completion: str, finished: bool) -> Score:
         with blaming(f"the scorer of {self._dataset} of reasoning-gym", DataError, _called_on(completion, prompt)):
             reward = float(self._score_answer(completion.strip(), self._entry(self._row(prompt.index))))
+        if not math.isfinite(reward):
+            raise DataError(f"reasoning-gym scored {completion[:60]!r} with {reward}; a reward must be finite")
         return Score(reward, reward >= 1)
 
     def _prompt_of(self, row: int, index: int) -> Prompt:

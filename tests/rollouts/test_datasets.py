@@ -85,6 +85,10 @@ def test_a_saved_data_set_that_is_not_whole(tmp_path):
     file.unlink()
     with pytest.raises(DataError, match=r"lacks data-00000-of-00002\.arrow, which its state\.json names"):
         texts(folder)
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps(state | {"_indices_data_files": [{"filename": "indices.arrow"}]}))
+    with pytest.raises(DataError, match="An old version of datasets kept an order beside the rows"):
+        texts(folder)
     (folder / "state.json").write_text("{")
     with pytest.raises(DataError, match=r"state\.json cannot be read"):
         texts(folder)
