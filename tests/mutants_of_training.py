@@ -126,7 +126,7 @@ MUTANTS_OF_TRAINING = [
         "the number of skipped steps is forgotten on resume",
         "training/state.py",
         {'module.num_skipped_steps = state["num_skipped_steps"]': "pass"},
-        ("tests/training/test_training.py::test_the_count_of_skipped_steps_goes_on_after_a_resume",),
+        ("tests/training/test_resume.py::test_the_count_of_skipped_steps_goes_on_after_a_resume",),
     ),
     (
         "the optimizer starts anew on resume",

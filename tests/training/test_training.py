@@ -1,4 +1,4 @@
-"""The training step and whole short runs: cuts, skipped steps, resume, learning."""
+"""The training step and whole short runs: cuts, skipped steps, learning."""
 
 import contextlib
 import dataclasses
@@ -11,11 +11,11 @@ import pytest
 import torch
 from builders.losses import EVERY_LOSS, OBJECTIVES, PARAMETERS
 from builders.rollout_rows import good_row, write_jsonl
-from builders.runs import SHORT, assert_equal, change_state, checkpoint_of, config_of, copy_as_of, metrics_of, run
+from builders.runs import SHORT, assert_equal, config_of, metrics_of, run
 from omegaconf import OmegaConf
 
 from pgtoolkit.batch import Document
-from pgtoolkit.errors import ConfigError, DataError, Interrupted, NumericalError
+from pgtoolkit.errors import DataError, Interrupted, NumericalError
 from pgtoolkit.rollouts.policy import STAGES
 from pgtoolkit.rollouts.samplers import TransformersSampler
 from pgtoolkit.rollouts.steps import make_step
@@ -141,89 +141,6 @@ def test_a_run_does_not_depend_on_max_tokens(tmp_path, max_tokens):
     for a, b in zip(found, expected, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=2e-5)
         assert a["reward"] == b["reward"]
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        (),
-        ("loss=grpo", "aggregation=prompt_mean", "accumulation.docs_per_step=4"),
-        ("correction=sequence_mask", "correction.high=1"),
-    ],
-)
-def test_resume_at_every_step_is_bit_equal(tmp_path, overrides):
-    """Weights, optimizer, rollouts, random state and every metric, from a checkpoint after any step."""
-    whole = run(tmp_path / "whole", *overrides)
-    for step in (2, 4) if overrides else range(1, 6):  # in a batch of rollouts, and after it
-        resumed = copy_as_of(whole, step, tmp_path / f"from {step}")
-        run(resumed, *overrides, resume=True)
-        assert metrics_of(resumed) == metrics_of(whole)
-        for later in range(step + 1, 7):
-            assert_equal(checkpoint_of(resumed, later), checkpoint_of(whole, later))
-
-
-@pytest.mark.slow
-def test_resume_of_recorded_rollouts_is_bit_equal(tmp_path):
-    run(tmp_path / "source", f"rollout.save_path={tmp_path / 'rollouts'}")
-    overrides = (f"rollout.path={tmp_path / 'rollouts'}", "rollout.epochs=3", "rollout.shuffle=true")
-    settings = [s for s in SHORT if not s.startswith("rollout.")]
-    settings = ["rollout=recorded", "aggregation.divisor=4", "trainer.max_steps=14", *settings[:-3], *settings[-2:]]
-
-    def train_recorded(folder, resume=False):
-        train(config_of(*settings, *overrides), folder, resume=resume)
-        return folder
-
-    whole = train_recorded(tmp_path / "whole")
-    assert metrics_of(whole)[-1]["step"] == 14
-    for step in (1, 5, 6, 7, 13):
-        resumed = train_recorded(copy_as_of(whole, step, tmp_path / f"from {step}"), resume=True)
-        assert metrics_of(resumed) == metrics_of(whole)
-        assert_equal(checkpoint_of(resumed, 14), checkpoint_of(whole, 14))
-
-
-def test_the_last_step_is_saved_also_where_the_data_ends_first(tmp_path):
-    run(tmp_path / "source", f"rollout.save_path={tmp_path / 'rollouts'}")
-    settings = [s for s in SHORT if not s.startswith(("rollout.", "trainer."))]
-    settings += ["rollout=recorded", "aggregation.divisor=4", f"rollout.path={tmp_path / 'rollouts'}"]
-    train(config_of(*settings), tmp_path / "run")
-    assert metrics_of(tmp_path / "run")[-1]["step"] == 6
-    assert checkpoint_of(tmp_path / "run", 6)["step"] == 6
-
-
-def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path):
-    whole = run(tmp_path / "whole", "trainer.max_steps=2")
-    killed = copy_as_of(whole, 0, tmp_path / "killed")
-    run(killed, "trainer.max_steps=2", resume=True)
-    assert metrics_of(killed) == metrics_of(whole)
-    assert_equal(checkpoint_of(killed, 2), checkpoint_of(whole, 2))
-
-
-def test_a_checkpoint_beyond_max_steps_is_refused_and_nothing_is_changed(tmp_path):
-    folder = run(tmp_path / "run", "trainer.max_steps=4")
-    before = (folder / "config.yaml").read_text()
-    with pytest.raises(ConfigError, match="needs at least the steps already made"):
-        run(folder, "trainer.max_steps=3", resume=True)
-    assert (folder / "config.yaml").read_text() == before
-    assert metrics_of(run(folder, "trainer.max_steps=4", resume=True))[-1]["step"] == 4
-
-
-def test_the_count_of_skipped_steps_goes_on_after_a_resume(tmp_path):
-    folder = run(tmp_path / "run", "trainer.max_steps=1")
-    assert checkpoint_of(folder, 1)["num_skipped_steps"] == 0
-    change_state(folder / "checkpoints" / "step-000001", num_skipped_steps=7)
-    run(folder, "trainer.max_steps=2", resume=True)
-    assert metrics_of(folder)[-1]["num_skipped_steps"] == 7
-    assert checkpoint_of(folder, 2)["num_skipped_steps"] == 7
-
-
-def test_a_changed_key_acts_on_resume(tmp_path):
-    """Nothing that the user sets is silently taken from the checkpoint instead."""
-    folder = run(tmp_path / "run", "trainer.max_steps=3")
-    run(folder, "optimizer.learning_rate=0.5", "optimizer.warmup_steps=0", "trainer.max_steps=5", resume=True)
-    rows = metrics_of(folder)
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
-    assert [row["learning_rate"] for row in rows[3:]] == [0.5, 0.5]
-    assert "optimizer.learning_rate" in (folder / "drift.jsonl").read_text()
 
 
 def test_a_step_that_is_not_finite_changes_no_weight_and_names_the_documents():
