@@ -84,6 +84,11 @@ def reference(config: Any) -> Iterator[str]:
         yield "the column ref_log_probs of the recorded rollouts; no second model"
         return
     yield "the weights that the run starts from, frozen" if chosen == "initial" else f"{chosen}, frozen"
+    share = "a quarter" if getattr(config.model, "gradient_checkpointing", False) else "a third"
+    yield f"time: a forward pass more of each micro-batch, about {share} of the arithmetic of an update"
+    if chosen == "initial" and getattr(config.model, "lora_rank", None) is not None:
+        yield "memory: none, since it is the model in training without its adapters"
+        return
     model, size = config.model, "unknown until it is loaded"
     path = getattr(model, "path", None) if chosen == "initial" else chosen
     number = tiny_weights(config) if model.name == "tiny" and chosen == "initial" else num_weights(path)
@@ -93,8 +98,6 @@ def reference(config: Any) -> Iterator[str]:
             size += "; where the model computes in bfloat16 its matrices take half of that"
     shared = config.parallelism.shard or config.parallelism.tensor_parallel > 1
     yield f"memory: {size}{', over the ranks that share a model' if shared else ''}"
-    share = "a quarter" if getattr(model, "gradient_checkpointing", False) else "a third"
-    yield f"time: a forward pass more of each micro-batch, about {share} of the arithmetic of an update"
 
 
 def tiny_weights(config: Any) -> int | None:

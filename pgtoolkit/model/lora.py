@@ -6,10 +6,12 @@ itself. peft puts the layers in place; its own dropout, of which old and new log
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import logging
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -94,6 +96,20 @@ def merge(model: nn.Module) -> None:
         layer.base_layer.weight.copy_(_merged(layer))
         model.set_submodule(name, layer.base_layer)
     del model.peft_config
+
+
+@contextlib.contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Within, the model computes as its frozen weights alone do; one without adapters computes as ever."""
+    layers = adapted_layers(model).values()
+    for layer in layers:
+        # Not layer.enable_adapters(False): for a while it would take requires_grad off, which FSDP2 reads only once.
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def settings(model: nn.Module, path: str) -> LoraConfig:

@@ -24,6 +24,7 @@ from pgtoolkit.config.schema import (
 )
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.build import build_policy
+from pgtoolkit.model.lora import adapted_layers
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.model.spread import parallelize
 from pgtoolkit.ranks.agreement import failing_together
@@ -61,9 +62,10 @@ def build(
     task = make_task(config.task, config.seed)
     policy = build_policy(config.model, task.alphabet, accelerator(config) == "gpu")
     reference = reference_of(config, policy)  # first: the policy is spread in place
-    if reference is not None:
+    if reference is not None and reference is not policy:
         reference = parallelize(reference, layout, config)
-    module = PolicyGradientModule(config, parallelize(policy, layout, config), layout, reference)
+    spread = parallelize(policy, layout, config)
+    module = PolicyGradientModule(config, spread, layout, spread if reference is policy else reference)
     room = min(policy.max_positions, config.accumulation.max_tokens)
     source = _source(config, task, module, room, resume, run_dir)
     if is_on(config):
@@ -200,7 +202,7 @@ def _sampler(config: Config, module: PolicyGradientModule, task: TokenizedTask, 
 
 
 def reference_of(config: Config, policy: Policy) -> Policy | None:
-    """The reference, frozen and whole; None where none is needed.
+    """The reference, frozen and whole; None where none is needed; the policy itself where its adapters are left out.
 
     policy: as a run starts with it, from the seed or model.path: a resumed run, too, before its checkpoint is read. So
     the initial weights need no place in a checkpoint. Raises ConfigError for one that cannot be loaded, or whose tokens
@@ -209,6 +211,8 @@ def reference_of(config: Config, policy: Policy) -> Policy | None:
     if not needs_model(config):
         return None
     path = config.kl.reference
+    if path == "initial" and adapted_layers(policy.model):
+        return policy  # the frozen weights under the adapters are those that the run starts from
     loaded = replace(policy, model=copy.deepcopy(policy.model)) if path in NO_FOLDER else _loaded(path, policy)
     model = loaded.model.requires_grad_(False)
     if policy.compute_dtype != torch.float32:

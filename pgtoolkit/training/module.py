@@ -14,6 +14,7 @@ from pgtoolkit.config.schema import Config, OptimizerConfig, Schedule
 from pgtoolkit.errors import DataError
 from pgtoolkit.kernels.losses import LMHead, PolicyLoss, log_probs_of_hidden, loss_of_hidden
 from pgtoolkit.losses.exchange import Ranks
+from pgtoolkit.model.lora import without_adapters
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.ranks.collectives import local
 from pgtoolkit.ranks.layout import Layout
@@ -30,7 +31,8 @@ Inputs = tuple[Tensor, LMHead, Ranks]
 class PolicyGradientModule(DynamicAccumulation):
     """Trains `policy` by the loss that `config` describes, together with the other ranks of `layout`.
 
-    reference: frozen, spread like the policy; None where the documents bring their ref_log_probs or none are needed.
+    reference: frozen, spread like the policy; None where the documents bring their ref_log_probs or none are needed;
+    the policy itself where it is what the policy is without its adapters.
     evaluator: measures the policy on held-out prompts, where the configuration asks for it.
     """
 
@@ -42,8 +44,9 @@ class PolicyGradientModule(DynamicAccumulation):
         self.config = config
         self.policy = policy
         self.model = policy.model  # registered here, so that Lightning moves it
-        if reference is not None:
-            self.reference, self.reference_model = reference, reference.model  # as above
+        self.reference = reference
+        if reference is not None and reference is not policy:
+            self.reference_model = reference.model  # as above
         self.loss = loss_of(config)
         self.computation = computation_of(config)
         self._noted_no_signal = self._noted_mismatch = False
@@ -115,7 +118,8 @@ class PolicyGradientModule(DynamicAccumulation):
         """With the reference's log-probs, where it is a model and not a column of the data."""
         if self.reference is None:
             return micro_batch
-        log_probs = self.log_probs_of(self.reference.loss_inputs(micro_batch), micro_batch)[0]
+        with without_adapters(self.reference.model):
+            log_probs = self.log_probs_of(self.reference.loss_inputs(micro_batch), micro_batch)[0]
         if getattr(self.reference, "sharded", False):
             self.reference.model.reshard()  # FSDP2 keeps the head's unit together for a backward that does not come
         return replace(micro_batch, ref_log_probs=log_probs)

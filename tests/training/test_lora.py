@@ -18,6 +18,7 @@ from pgtoolkit.config.validate import validate
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model.build import build_policy
 from pgtoolkit.training import checkpoint
+from pgtoolkit.training.build import build
 from pgtoolkit.training.checkpoint import load_newest
 from pgtoolkit.training.state import load_weights
 from pgtoolkit.training.train import train
@@ -93,6 +94,26 @@ def test_a_checkpoint_holds_the_adapters_alone(trained):
     fields = ("exp_avg", "exp_avg_sq", "step")
     assert found["optimizer"].keys() == {f"{name}.{field}" for name in weights for field in fields}
     assert sum(file.stat().st_size for file in path.glob("*.safetensors")) < 4 * (2 * 2 * 272 + 1500)
+
+
+def test_the_reference_is_the_model_without_its_adapters(base, tmp_path, capsys):
+    """The numbers of a copy of the base model, without one; also where a run goes on with adapters that have moved."""
+    own = settings(base, "kl=k3", "metrics=with_entropy")
+    for name, reference in {"within": "initial", "beside": str(base)}.items():
+        train(config_of(*own, f"kl.reference={reference}"), tmp_path / name)
+    found = metrics_of(tmp_path / "within")
+    assert [row["kl_ref"] > 1e-6 for row in found] == [False, True, True, True]
+    assert found == metrics_of(tmp_path / "beside")
+    assert_equal(checkpoint_of(tmp_path / "within", 4), checkpoint_of(tmp_path / "beside", 4))
+    resumed = copy_as_of(tmp_path / "within", 2, tmp_path / "resumed")
+    train(config_of(*own), resumed, resume=True)
+    assert metrics_of(resumed) == found
+    module, _ = build(OmegaConf.to_object(config_of(*own)))
+    assert module.reference is module.policy
+    assert sum(weight.numel() for weight in module.parameters()) == 6480
+    chosen = ("model=huggingface", f"model.path={base}", *LORA, "kl=k3", "rollout.max_completion_length=16")
+    assert main(["check", *chosen, "trainer.device=cpu"]) == 0
+    assert "memory: none, since it is the model in training without its adapters" in capsys.readouterr().out
 
 
 def test_transformers_and_peft_load_a_checkpoint_as_it_lies(base, trained):
