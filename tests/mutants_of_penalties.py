@@ -75,7 +75,7 @@ MUTANTS_OF_PENALTIES = [
         {"* LN_2 + tl.load(entropies + row))": "* LN_2)"},
         (
             f"{PASSES}[dtype1-4098-triton]",
-            f"{BONUS}::test_triton_matches_reference[grpo-sample_mean-dtype0]",
+            f"{BONUS}::test_triton_matches_reference[gspo-sample_mean-dtype0]",
         ),
     ),
     (

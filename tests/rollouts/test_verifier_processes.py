@@ -153,7 +153,8 @@ def test_what_a_verifier_started_ends_with_it(processes, tmp_path):
 
 
 PARENT = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
 from pgtoolkit.rollouts.verifier_processes import VerifierProcesses
 from pgtoolkit.rollouts.verifiers import Named, Question
 found = VerifierProcesses([Named("task.verifier", "builders.verifiers_for_tests.scripted")], 3, 600)
