@@ -158,7 +158,9 @@ class Server:
         if not isinstance(log_probs, list) or len(log_probs) != len(tokens):
             raise self._odd("a completion has no log-prob for each of its tokens")
         # vLLM writes null for NaN, and -9999 for minus infinity.
-        values = torch.tensor([math.nan if one is None else one for one in log_probs], dtype=torch.float64)
+        values = torch.tensor(
+            [one if isinstance(one, int | float) else math.nan for one in log_probs], dtype=torch.float64
+        )
         if len(odd := (~((values > -9999) & (values <= 1e-4))).nonzero()):
             raise self._odd(
                 f"the log-prob of a sampled token is {log_probs[odd[0]]}. Its weights give numbers that are none, or "
