@@ -138,10 +138,10 @@ MUTANTS_OF_PENALTIES = [
         "the reference of a resumed run is the checkpoint",
         "training/module.py",
         {
-            "        log_probs = self.log_probs_of(self.reference.loss_inputs(micro_batch), micro_batch)[0]\n": (
+            "        with without_adapters(self.reference.model):\n": (
                 "        if not hasattr(self, 'late'):\n"
                 "            self.late = self.reference.model.load_state_dict(self.model.state_dict())\n"
-                "        log_probs = self.log_probs_of(self.reference.loss_inputs(micro_batch), micro_batch)[0]\n"
+                "        with without_adapters(self.reference.model):\n"
             )
         },
         (f"{RUNS}::test_a_resumed_run_equals_one_that_was_never_stopped[initial]",),

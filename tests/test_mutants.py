@@ -32,7 +32,6 @@ from mutants_of_training import MUTANTS_OF_TRAINING
 
 REPOSITORY = Path(__file__).parents[1]
 ASSERTIONS = {"AssertionError", "Failed"}  # the latter of pytest.raises
-pytestmark = pytest.mark.mutants
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,12 @@ class Mutant:
     file: str
     edits: dict[str, str]
     caught_by: tuple[str, ...]
+
+    def applied_to(self, text: str) -> str:
+        for old, new in self.edits.items():
+            assert text.count(old) == 1, f"{self.name}: {old!r} occurs {text.count(old)} times in {self.file}"
+            text = text.replace(old, new)
+        return text
 
 
 MUTANTS = [
@@ -169,6 +174,14 @@ def server(tmp_path_factory):
     assert process.wait(timeout=60) == 0
 
 
+def test_each_mistake_fits_into_the_code_and_leaves_a_program():
+    for mutant in (*MUTANTS, *(Mutant(*row) for row in MUTANTS_ON_A_GPU)):
+        text = mutant.applied_to((REPOSITORY / "pgtoolkit" / mutant.file).read_text())
+        if mutant.file.endswith(".py"):
+            compile(text, mutant.name, "exec")
+
+
+@pytest.mark.mutants
 def test_without_a_mutation_the_named_tests_pass(server):
     tests = sorted({test for mutant in MUTANTS for test in mutant.caught_by})
     assert server.run(tests)["status"] == 0, server.output
@@ -178,15 +191,13 @@ def test_without_a_mutation_the_named_tests_pass(server):
 def mutated(server, mutant):
     """The server's copy, with the mistake in it."""
     file = server.folder / "pgtoolkit" / mutant.file
-    original = text = file.read_text()
-    for old, new in mutant.edits.items():
-        assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times in {mutant.file}"
-        text = text.replace(old, new)
-    file.write_text(text)
+    original = file.read_text()
+    file.write_text(mutant.applied_to(original))
     yield server
     file.write_text(original)
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize("mutant", [*MUTANTS, *ON_A_GPU], ids=lambda mutant: mutant.name)
 def test_the_mistake_is_caught(mutated, mutant):
     result = mutated.run(mutant.caught_by)

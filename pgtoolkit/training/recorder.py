@@ -5,6 +5,7 @@ Every rank has one: they stop after the same step and save together, but only th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -149,4 +150,7 @@ class Recorder(lightning.Callback):
     def _stop_after_this_step(self, number, _frame) -> None:
         self._signal = number
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        log.info(f"{signal.Signals(number).name}: finishing step {self.step + 1}, then saving")
+        # Not by the log: the signal may have come while a line of it is written, and a stream is not written to twice.
+        if self._run is not None:
+            with contextlib.suppress(OSError):
+                os.write(1, f"{signal.Signals(number).name}: finishing this step, then saving\n".encode())

@@ -64,6 +64,31 @@ def test_a_signal_ends_the_step_saves_and_tells_how_to_resume(tmp_path, number, 
     assert_equal(checkpoint_of(tmp_path / "run", last), checkpoint_of(whole, last))
 
 
+INTERRUPTED_WHILE_IT_SPEAKS = """
+import io, os, signal, sys
+from pgtoolkit.cli import main
+
+class Terminal(io.FileIO):
+    def write(self, text):
+        if b"step   3/" in bytes(text):
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().write(text)
+
+sys.stdout = io.TextIOWrapper(io.BufferedWriter(Terminal(1, "w")))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_signal_while_a_line_is_written_disturbs_nothing(tmp_path):
+    command = [sys.executable, "-c", INTERRUPTED_WHILE_IT_SPEAKS, *once(*SHORT, *LONG)]
+    command += [f"hydra.run.dir={tmp_path / 'run'}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 75, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "SIGINT: finishing this step, then saving\n" in done.stdout
+    assert status_of(tmp_path / "run")["step"] == 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "moment"), [(signal.SIGTERM, "imports"), (signal.SIGINT, "build")])
 def test_a_signal_before_the_first_step_leaves_a_run_that_resumes(tmp_path, number, moment):

@@ -183,7 +183,7 @@ def test_a_second_interrupt_does_not_wait_for_what_is_being_sampled(tmp_path):
     lines = iter(process.stdout.readline, "")
     assert any(line.startswith("step 2/") for line in lines)  # the next one waits for its documents
     process.send_signal(signal.SIGINT)
-    assert any("finishing step 3" in line for line in lines)
+    assert any("finishing this step" in line for line in lines)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 75, errors
