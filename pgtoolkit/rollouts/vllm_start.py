@@ -144,5 +144,5 @@ class Servers:
         variables |= {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
         where = "" if gpus is None else f" on GPU {gpus}"
         log.info(f"starting a sampling server{where}; its log: {log_file}")
-        process = ServerProcess(command, variables, log_file, self._folder, reserved)
+        process = ServerProcess(command, variables, log_file, reserved)
         return Server(f"http://127.0.0.1:{port}", self._config.answer_seconds, process)
