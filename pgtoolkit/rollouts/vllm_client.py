@@ -245,10 +245,14 @@ class Server:
                 f"--enable-sleep-mode. {LOST}"
             )
         if answer.status_code >= 300:  # sent on among them
-            key = "pgtk has no key for it: start it without --api-key and VLLM_API_KEY. "
+            use = ""
+            if answer.status_code == 401:
+                use = "pgtk has no key for it: start it without --api-key and VLLM_API_KEY. "
+            elif path == "/collective_rpc":
+                use = "Does it see that folder? sampler.weights_folder=FOLDER names one that all servers do. "
             raise SamplerLost(
-                f"the sampling server {self.url} answered {path} with {answer.status_code}: {said}. "
-                f"{key if answer.status_code == 401 else ''}{self._words()}"
+                f"the sampling server {self.url} answered {path} with {answer.status_code}: {said}. {use}"
+                f"{self._words()}"
             )
         try:
             return answer.json() if answer.content else None

@@ -117,9 +117,10 @@ class Servers:
                 f"the sampling server {waiting[0].url} does not answer within sampler.start_seconds={limit}. "
                 f"{waiting[0].last_words()}"
             )
-        if now - self._said > _PROGRESS_SECONDS:
+        if waiting and now - self._said > _PROGRESS_SECONDS:
             self._said = now
-            log.info(f"waiting for the sampling server, which can take minutes: {now - self._begin:.0f} s")
+            where = f"{waiting[0].url}, of at most {limit} s"
+            log.info(f"waiting for the sampling server {where}: {now - self._begin:.0f} s")
         if waiting:
             return False
         for server in self.all[len(self._config.urls) :]:
