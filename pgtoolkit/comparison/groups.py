@@ -190,6 +190,8 @@ def _keep_best(compared, best_of):
             why = f"{best_of}={text(group.values[best_of])} is not the best"
             compared.left_out += [(run, why) for run in group.counted]
     compared.groups, goal = list(chosen.values()), compared.goal
+    _, following, _ = _varying([run.config for group in compared.groups for run in group.runs])
+    compared.following = [name for name in map(_shown, following) if name not in compared.keys]
     fewest = f"fewest documents to {goal.metric} {goal.threshold:g}" if compared.by_documents else ""
     compared.notes.append(
         f"of each configuration the {best_of} with the {fewest or f'highest {goal.metric}'} is shown. It was chosen by "

@@ -34,10 +34,10 @@ def heading(compared: Compared) -> str:
     count = sum(len(group.runs) for group in compared.groups)
     counted = sum(len(group.counted) for group in compared.groups)
     start = f"{plural(count, 'run')} ({counted} counted) of {plural(len(compared.groups), 'configuration')}"
-    if not compared.keys:
+    if not (apart := [key for key in compared.keys if len({repr(one.values[key]) for one in compared.groups}) > 1]):
         return f"{start}: they differ in nothing but the seed"
     follows = f"; {', '.join(compared.following)} with them" if compared.following else ""
-    return f"{start}, which differ in {', '.join(compared.keys)}{follows}"
+    return f"{start}, which differ in {', '.join(apart)}{follows}"
 
 
 def definitions(compared: Compared) -> list[str]:

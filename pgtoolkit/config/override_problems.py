@@ -25,8 +25,14 @@ _GROUPS = list(dict.fromkeys(schema.partition("/")[0] for schema in SCHEMAS))
 
 def unreadable(override: str, error: Exception, groups: Iterable[str]) -> str:
     """Not in Hydra's grammar."""
-    near = nearest(override, [*groups, *_schema_keys()])
-    use = f"{near}=VALUE" if near and "=" not in override else "quotes around special characters: \"key='a, b'\""
+    near, (key, equals, value) = nearest(override, [*groups, *_schema_keys()]), override.partition("=")
+    use = "quotes around special characters: \"key='a, b'\""
+    if near and not equals:
+        use = f"{near}=VALUE"
+    elif "~/" in value:  # which a shell does not replace within a word
+        use = override.replace("~/", "$HOME/", 1)
+    elif equals and not set("'\"[]{}") & set(value):
+        use = f"\"{key}='{value}'\""
     return f"{override} needs the form key=value (got {override!r}). {_first_line(error)}. Use {use}."
 
 
@@ -137,7 +143,8 @@ def unresolvable(key: str, value: Any, error: Exception) -> str:
 def wrong_type(config: DictConfig, key: str, value: Any, node: Any) -> str:
     """A value that the type of its key does not allow."""
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    use = f"{key}={text(default(config, key))}"
+    is_whole = isinstance(value, float) and abs(value) < 1e16 and value.is_integer()  # as 1e3, which is 1000.0
+    use = f"{key}={text(value if is_whole and node._metadata.ref_type is int else default(config, key))}"
     if isinstance(node, EnumNode):
         names = [member.name for member in node.enum_type]
         needs, near = f"one of {', '.join(names)}", nearest(text(value), names)
@@ -149,8 +156,8 @@ def wrong_type(config: DictConfig, key: str, value: Any, node: Any) -> str:
     else:
         needs = words.get(node._metadata.ref_type, "another type") + (" or null" if node._is_optional() else "")
     reason = comment(config, key) or "Every key has a type."
-    got = value if isinstance(value, float) else text(value)  # 1e3 is a number, but not a whole one: 1000.0
-    return f"{key}={text(value)} needs {needs} (got {got!r}). {reason} Use {use}."
+    got = value if isinstance(value, float) else text(value)
+    return f"{key}={got} needs {needs} (got {got!r}). {reason} Use {use}."
 
 
 def composition_problem(error: Exception) -> str:
@@ -193,6 +200,7 @@ def _options_with(group: str, leaf: str) -> list[str]:
 
 def nearest(word: str, names: Iterable[str], at_least: float = 0.5) -> str | None:
     """The most similar name, if any is; swapped letters and initials (lr) count as most similar."""
+    word = word.lower()
 
     def similarity(name: str) -> float:
         initials = "".join(part[0] for part in name.rpartition(".")[2].split("_") if part)

@@ -190,7 +190,7 @@ def page(found: Converted, name: str, system: System, out: Path) -> str:
     documents, files = plural(found.documents, "document"), plural(found.files, "file")
     lines = [f"{out}: {documents}{of}, {plural(found.tokens, 'token')}, from {files} of {name}"]
     lines += [f"  dropped   {sentence}" for sentence in _dropped(found) or ["nothing"]]
-    lines += [f"  note      {count} {sentence}" for sentence, count in found.notes.items()]
+    lines += [f"  note      {plural(count, 'document')} {sentence}" for sentence, count in found.notes.items()]
     if groups:
         several = ", ".join(f"{count} of {size}" for size, count in sorted(sizes.items()))
         lines.append(f"  groups    {several if len(sizes) <= 6 else f'of {min(sizes)} to {max(sizes)}'} documents")

@@ -108,16 +108,16 @@ def nemo_rl(record: dict, found: Converted) -> dict[str, Any] | None:
     prompt_length = mask.index(True)
     if not any(old) and min(sampling) < -1e-3:
         found.notes[
-            "documents whose prev_logprobs NeMo-RL did not compute (all are 0, as with force_on_policy_ratio): "
-            "generation_logprobs stand in both columns"
+            "without prev_logprobs of NeMo-RL (all are 0, as with force_on_policy_ratio): generation_logprobs stand in "
+            "both columns"
         ] += 1
         old = sampling
     if one["sample_loss_mask"] not in (0, 1):
         raise Unusable(f"has sample_loss_mask={one['sample_loss_mask']}; it is 0 or 1")
     if one["sample_loss_mask"] == 0:
         found.notes[
-            "documents that NeMo-RL left out of its loss (sample_loss_mask 0): their rewards count for their groups, "
-            "none of their tokens is trained, and they count as documents"
+            "left out of its loss by NeMo-RL (sample_loss_mask 0): rewards count for the groups, no token is trained, "
+            "and denominators count the documents"
         ] += 1
         mask = [False] * length
     return {
@@ -139,9 +139,7 @@ def open_instruct(record: dict, found: Converted) -> dict[str, Any] | None:
     if not any(known):
         return found.drop("an empty completion: its one token is none that was sampled (log-prob NaN)")
     if (record.get("request_info") or {}).get("num_calls"):
-        found.notes[
-            "documents that called tools: what the tools wrote is told by a log-prob of exactly 0, and not trained"
-        ] += 1
+        found.notes["with calls of tools: what they wrote is told by a log-prob of exactly 0, and not trained"] += 1
         known = [value != 0 and is_known for value, is_known in zip(log_probs, known, strict=True)]
     return _after_prompt(prompt, response, known, log_probs) | {
         "advantage": record["advantage"],
@@ -163,7 +161,7 @@ def slime(sample: dict, found: Converted) -> dict[str, Any] | None:
     if not length or not log_probs:
         return found.drop("no completion, or no log-probs")
     if sample.get("remove_sample"):
-        found.notes["documents that slime does not train on (remove_sample): none of their tokens is trained"] += 1
+        found.notes["not trained by slime (remove_sample): trained here neither"] += 1
         mask = [0] * length
     row = _after_prompt(tokens[:-length], tokens[-length:], [1] * length if mask is None else mask, log_probs)
     if not trained:
@@ -192,7 +190,7 @@ def prime_rl(record: dict, found: Converted) -> dict[str, Any] | None:
     if any(weight not in (None, 0, 1) for weight in weights):
         raise Unusable("has rl_weights other than 0 and 1, which no field of a recorded rollout says")
     if any(weights[t] == 0 and mask[t] for t in range(len(mask))):
-        found.notes["documents with tokens outside of the policy-gradient loss (rl_weights 0): not trained"] += 1
+        found.notes["with tokens outside of the policy-gradient loss (rl_weights 0): those are not trained"] += 1
         mask = [trained and weight != 0 for trained, weight in zip(mask, weights, strict=True)]
     if not any(mask):
         return found.drop("no token of the policy-gradient loss (rl_weights 0 everywhere)")

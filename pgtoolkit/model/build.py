@@ -12,6 +12,7 @@ from pgtoolkit.config.schema import HuggingFaceModelConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model import attention, lora
 from pgtoolkit.model.policy import Policy
+from pgtoolkit.model.probe import keeps_documents_apart
 from pgtoolkit.rollouts.prompts import END, tiny_tokenizer
 from pgtoolkit.system import model_folder
 from pgtoolkit.system.report import listed
@@ -70,7 +71,16 @@ def _hugging_face(config: HuggingFaceModelConfig, on_gpu: bool) -> Policy:
     if os.path.isdir(config.path) and (problems := model_folder.problems(config.path, config.random_weights)):
         raise ConfigError(" ".join(problems))
     model_config = model_folder.load_config(config.path)
-    _switch_dropout_off(model_config)
+    kind, got = model_config.model_type, None
+    if getattr(model_config, "is_encoder_decoder", False):
+        needs, got = "a language model that only decodes", f"{kind}, an encoder and a decoder"
+        reason = "A document is one row of tokens to it."
+    elif kind == "phimoe":
+        needs, got = "a model that computes the same in training", f"{kind}, which then draws its experts at random"
+        reason = "The old and new log-probs of one policy would differ."
+    if got is not None:
+        raise ConfigError(model_folder.refusal(config.path, needs, got, reason))
+    _switch_noise_off(model_config)
     bfloat16 = config.dtype == "bfloat16" or (config.dtype == "auto" and on_gpu)
     dtype = torch.bfloat16 if bfloat16 else torch.float32
     tokenizer = model_folder.load_tokenizer(config.path)
@@ -83,10 +93,10 @@ def _hugging_face(config: HuggingFaceModelConfig, on_gpu: bool) -> Policy:
     model.train()  # without dropout it changes no number, but checkpointing acts only in this mode
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    _check_head(Policy(model, tokenizer), config.path)
+    packs = keeps_documents_apart(Policy(model, tokenizer), config.path)
     if on_gpu:
         attention.switch_on(model, dtype, torch.device("cuda"))
-    return Policy(model, tokenizer, dtype, lora.add_adapters(model, config) if config.lora_rank else None)
+    return Policy(model, tokenizer, dtype, lora.add_adapters(model, config) if config.lora_rank else None, packs)
 
 
 def _random(path: str, model_config) -> nn.Module:
@@ -135,25 +145,12 @@ def _is_finite(weight: Tensor) -> bool:
     return weight.numel() == 0 or all(bool(bound.isfinite()) for bound in weight.detach().aminmax())
 
 
-def _switch_dropout_off(model_config) -> None:
-    """Dropout would make the old and new log-probs of one policy differ."""
-    for key, value in model_config.to_dict().items():
-        if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, float):
+def _switch_noise_off(model_config) -> None:
+    """Dropout, layers left out, and jitter of experts' inputs would make old and new log-probs of one policy differ."""
+    from transformers import PreTrainedConfig
+
+    for key, value in [*vars(model_config).items()]:
+        if isinstance(value, PreTrainedConfig):
+            _switch_noise_off(value)
+        elif ("drop" in key or "jitter" in key) and isinstance(value, float):
             setattr(model_config, key, 0.0)
-
-
-@torch.no_grad()
-def _check_head(policy: Policy, path: str) -> None:
-    """Refuse a model whose logits are not `head(hidden)`: soft-capping or scaling would silently be left out."""
-    head = policy.head
-    tokens = torch.arange(4) % policy.model.config.get_text_config().vocab_size
-    positions = torch.arange(4)
-    if isinstance(head, nn.Linear):
-        expected = policy.model(input_ids=tokens[None], position_ids=positions[None], use_cache=False).logits[0]
-        found = head(policy.model.base_model(input_ids=tokens[None], position_ids=positions[None]).last_hidden_state[0])
-        if torch.allclose(expected, found, rtol=1e-3, atol=1e-4):
-            return
-    raise ConfigError(
-        f"model.path={path} needs a plain linear LM head (got {type(head).__name__} whose output is not the logits). "
-        "The loss computes logits itself as hidden @ weight.T + bias; soft-capping or scaling is not supported."
-    )

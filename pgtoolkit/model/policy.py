@@ -32,12 +32,14 @@ class Policy:
     """A transformers causal LM with its tokenizer. The body computes in `compute_dtype`; trained weights are float32.
 
     base_digest: where LoRA's adapters alone are trained, a digest of the other weights, which are in compute_dtype.
+    packs: whether the model keeps documents of one row apart by itself, where their position ids start again.
     """
 
     model: nn.Module
     tokenizer: object
     compute_dtype: torch.dtype = torch.float32
     base_digest: str | None = None
+    packs: bool = True
 
     pipeline = None  # not a field: what a policy in stages has in its place
 
@@ -61,6 +63,12 @@ class Policy:
     def max_positions(self) -> int:
         """Longest document in tokens that the model has positions for."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", sys.maxsize)
+
+    @property
+    def _longest_beside_others(self) -> int:
+        """Longest document in tokens that leaves the rotary positions of those in the same micro-batch as they are."""
+        rotary = getattr(self.model.config.get_text_config(), "rope_parameters", None) or {}
+        return rotary["original_max_position_embeddings"] if rotary.get("rope_type") == "longrope" else sys.maxsize
 
     @property
     def vocabulary_size(self) -> int:
@@ -124,11 +132,16 @@ class Policy:
         machines in the cheaper of two ways: one row per document, padded on the right, where causality alone keeps
         the padding out of sight; or, where padding would cost more than attention over the whole axis, one packed
         row: transformers takes a position id that does not continue the one before as the start of another document.
+        Of a model that does not, and of one whose rotary positions are others for long documents, each by itself.
         """
         tokens, positions, documents = micro_batch.tokens, micro_batch.position_ids, micro_batch.document_index
         lengths = micro_batch.document_lengths
         longest = max(lengths)
-        if self.by_document or len(lengths) * longest > _PADDING_LIMIT * len(tokens):
+        padded = len(lengths) * longest <= _PADDING_LIMIT * len(tokens)
+        if longest > self._longest_beside_others or not (padded or self.packs):
+            parts = zip(tokens.split(lengths), positions.split(lengths), lengths, strict=True)
+            return torch.cat([self._body(own[None], places[None], [n])[0] for own, places, n in parts])
+        if self.by_document or not padded:
             return self._body(tokens[None], positions[None], lengths)[0]
         rows = tokens.new_zeros(len(lengths), longest)
         rows[documents, positions] = tokens

@@ -1,8 +1,9 @@
-"""Runs a server for as long as the process that wants it lives, and leaves nothing of it behind, however that ends.
+"""Keeps a server, or a folder, for as long as the process that wants it lives, however that ends.
 
-A script of its own that knows the standard library alone: `python server_guard.py PARENT FOLDER COMMAND...`. When the
-process PARENT, which started it, is gone, or at SIGTERM, it ends the server and every process that came of it, and
-deletes FOLDER if PARENT could not. It ends with the server's status where the server ended by itself.
+A script of its own that knows the standard library alone. `python server_guard.py PARENT run COMMAND...`: when the
+process PARENT, which started it, is gone, or at SIGTERM, it ends the server and every process that came of it. It ends
+with the server's status where the server ended by itself. `python server_guard.py PARENT keep FOLDER`: when PARENT is
+gone it deletes FOLDER; PARENT kills it where it has done so itself.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ _DEATH_SIGNAL, _SUBREAPER = 1, 36
 """Options of Linux's prctl: PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER."""
 
 
-def main(parent: int, folder: str, command: list[str]) -> int:
+def run(parent: int, command: list[str]) -> int:
     stopped = []
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -29,16 +30,18 @@ def main(parent: int, folder: str, command: list[str]) -> int:
     server = subprocess.Popen(command, preexec_fn=_ending_with_parent)
     while server.poll() is None and not stopped and os.getppid() == parent:
         time.sleep(0.1)
-    _remove_if_alone(parent, folder)  # at once: it may be memory
     _end_all(server)
-    _remove_if_alone(parent, folder)  # the parent may have been killed while it waited for this end
     code = server.returncode
     return code if code >= 0 else 128 - code
 
 
-def _remove_if_alone(parent: int, folder: str) -> None:
-    if os.getppid() != parent:
-        shutil.rmtree(folder, ignore_errors=True)
+def keep(parent: int, folder: str) -> int:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # sent to all processes of a job, they are not the end of PARENT
+    while os.getppid() == parent:
+        time.sleep(0.1)
+    shutil.rmtree(folder, ignore_errors=True)
+    return 0
 
 
 def _ending_with_parent() -> None:
@@ -83,4 +86,5 @@ def _descendants() -> list[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))
+    process, what, *rest = sys.argv[1:]
+    sys.exit(run(int(process), rest) if what == "run" else keep(int(process), *rest))

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from pgtoolkit.errors import SamplerLost
 from pgtoolkit.rollouts import server_guard
@@ -26,11 +27,11 @@ class ServerProcess:
     """A command that runs until `end`, or until this process is gone, even by SIGKILL.
 
     command: a program with its arguments. environment: variables that it gets besides those of this process.
-    log: file that takes what it prints. folder: is deleted with it when this process is gone. port: kept for it.
+    log: file that takes what it prints. port: kept for it.
     Raises SamplerLost where the program does not exist.
     """
 
-    def __init__(self, command: list[str], environment: dict[str, str], log: Path, folder: Path, port: socket.socket):
+    def __init__(self, command: list[str], environment: dict[str, str], log: Path, port: socket.socket):
         variables = own_environment() | environment
         if shutil.which(command[0], path=variables.get("PATH")) is None:
             raise SamplerLost(
@@ -38,16 +39,8 @@ class ServerProcess:
                 "path of vllm in the environment that it is installed in, or sampler.urls those of running servers."
             )
         self.log, self._port = log, port
-        guard = [sys.executable, "-I", "-S", server_guard.__file__, str(os.getpid()), str(folder)]
         with open_to_append(log) as file:
-            self._guard = subprocess.Popen(
-                [*guard, *command],
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=variables,
-                start_new_session=True,  # Ctrl-C is for the training process, which ends this one in its time
-            )
+            self._guard = guard("run", *command, stdout=file, stderr=subprocess.STDOUT, env=variables)
 
     @property
     def status(self) -> int | None:
@@ -73,6 +66,16 @@ class ServerProcess:
             os.killpg(self._guard.pid, signal.SIGKILL)  # where the guard itself was killed
         self._guard.wait()
         self._port.close()
+
+
+def guard(*task: str, **how: Any) -> subprocess.Popen:
+    """A process that outlives this one, whatever ends this one, by as long as its task takes: see server_guard.py."""
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", server_guard.__file__, str(os.getpid()), *task],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is for the training process, which ends this one in its time
+        **how,
+    )
 
 
 def own_environment() -> dict[str, str]:

@@ -75,7 +75,7 @@ class StepLoader:
     _num_steps: int = 0
 
     def __len__(self) -> int:
-        return self.max_steps - self._num_steps
+        return max(1, self.max_steps - self._num_steps)  # of none Lightning would start nothing, no evaluation either
 
     def __iter__(self) -> Iterator[Step]:
         rank, size = self.layout.rank_in("data_parallel"), self.layout.size("data_parallel")

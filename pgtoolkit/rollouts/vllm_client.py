@@ -6,6 +6,7 @@ import contextlib
 import math
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from pgtoolkit.errors import SamplerLost, first_line
 from pgtoolkit.rollouts.samplers import Completion, Request
 from pgtoolkit.rollouts.server_process import ServerProcess
 from pgtoolkit.rollouts.stops import StopStrings
+from pgtoolkit.system.background import in_background
 
 _ATTEMPTS = 4
 """Of a call that found no connection; each waits longer than the one before."""
@@ -24,6 +26,7 @@ _BUSY_SECONDS = 30
 """For how long a server may answer 503, as it does while it is paused."""
 LOST = "Nothing that was trained is lost."
 _CONNECTIONS = 1024
+_NO_NUMBERS = "Its weights give numbers that are none"
 V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 """The variable that says which of its two parts that run the model vLLM uses."""
 
@@ -97,8 +100,8 @@ class Server:
     def is_up(self) -> bool:
         """Whether it answers by now; SamplerLost if it is ours and has ended."""
         self._check_process()
-        with contextlib.suppress(requests.RequestException):
-            return self._session.get(f"{self.url}/health", timeout=5).status_code == 200
+        with contextlib.suppress(requests.RequestException, TimeoutError):
+            return self._answer("GET", "/health", None, 5).status_code == 200
         return False
 
     def last_words(self) -> str:
@@ -129,7 +132,10 @@ class Server:
         if not isinstance(choices, list) or len(choices) != request.completions:
             count = len(choices) if isinstance(choices, list) else "no"
             raise self._odd(f"it gave {count} completions instead of {request.completions}")
-        return [self._completion(choice, sampling, version) for choice in choices]
+        try:
+            return [self._completion(choice, sampling, version) for choice in choices]
+        except (AttributeError, TypeError, ValueError, OverflowError, RuntimeError) as error:  # of any JSON at all
+            raise self._odd(f"a completion is not of the form of vLLM's ({first_line(error)})") from error
 
     def score(self, tokens: list[int], salt: str, deadline: float) -> Tensor:
         """(S - 1,) float32, the log-probs of a text's tokens from the second on, before temperature and cuts."""
@@ -138,15 +144,20 @@ class Server:
         try:
             entries = found["choices"][0]["prompt_logprobs"]
             values = [entry[str(token)]["logprob"] for token, entry in zip(tokens[1:], entries[1:], strict=True)]
-        except (TypeError, LookupError, ValueError):
+            scores = torch.tensor(values, dtype=torch.float32)
+        except (TypeError, LookupError, ValueError, OverflowError, RuntimeError):
             raise self._odd("it gave no prompt_logprobs for each token of a prompt") from None
-        return torch.tensor(values)
+        if len(odd := (~scores.isfinite()).nonzero()):
+            raise self._odd(f"the log-prob of a prompt's token is {scores[odd[0]].item()}. {_NO_NUMBERS}")
+        return scores
 
     def _completion(self, choice: dict, sampling: Sampling, version: int) -> Completion:
         tokens = choice.get("token_ids")
         if not isinstance(tokens, list) or not tokens:
             raise self._odd("a completion has no token_ids. vLLM gives them since 0.10.2")
         numbers = torch.tensor(tokens)
+        if numbers.dtype != torch.int64:
+            raise self._odd(f"its token_ids are no whole numbers: {tokens[:5]}")
         if len(odd := numbers[(numbers < 0) | (numbers >= sampling.vocabulary_size)]):
             raise self._odd(
                 f"it sampled token {odd[0]}, and the trainer's vocabulary has {sampling.vocabulary_size} entries. It "
@@ -163,8 +174,8 @@ class Server:
         )
         if len(odd := (~((values > -9999) & (values <= 1e-4))).nonzero()):
             raise self._odd(
-                f"the log-prob of a sampled token is {log_probs[odd[0]]}. Its weights give numbers that are none, or "
-                "it was started without --logprobs-mode processed_logprobs"
+                f"the log-prob of a sampled token is {log_probs[odd[0]]}. {_NO_NUMBERS}, or it was started without "
+                "--logprobs-mode processed_logprobs"
             )
         # A server decodes token by token, and may see a stop string later than it stands in the whole text.
         stopped = sampling.stops.end(tokens)
@@ -190,31 +201,39 @@ class Server:
             self._check_process()
             left = max(0.1, deadline - time.monotonic())
             try:
-                answer = self._session.request(method, self.url + path, json=body, timeout=(min(left, 10), left))
-            except requests.ConnectionError as error:  # a connection that could not be made in time among them
+                answer = self._answer(method, path, body, left)
+            except (requests.RequestException, TimeoutError) as error:
+                self._check_process()
+                over = time.monotonic() >= deadline
+                if over and not isinstance(error, requests.ConnectTimeout):
+                    raise SamplerLost(
+                        f"the sampling server {self.url} did not answer {path} within "
+                        f"sampler.answer_seconds={self._answer_seconds}. It hangs, is paused (POST {self.url}/resume), "
+                        f"or has more to do than that allows. {self._words()}"
+                    ) from error
                 attempt += 1
-                if attempt < _ATTEMPTS and time.monotonic() < deadline:
+                if attempt < _ATTEMPTS and not over:
                     time.sleep(0.2 * 2**attempt)
                     continue
-                self._check_process()
                 raise SamplerLost(
-                    f"the sampling server {self.url} cannot be reached: {first_line(error)[:300]}. Start it again. "
-                    f"{self.last_words()}"
-                ) from error
-            except requests.RequestException as error:
-                raise SamplerLost(
-                    f"the sampling server {self.url} did not answer {path} within "
-                    f"sampler.answer_seconds={self._answer_seconds}. It hangs, is paused (POST {self.url}/resume), or "
-                    "has more to do than that allows. "
-                    f"{self._words()}"
+                    f"the sampling server {self.url} cannot be reached, or breaks off its answers: "
+                    f"{first_line(error)[:300]}. Start it again. {self._words()}"
                 ) from error
             if answer.status_code == 503 and time.monotonic() < min(deadline, begin + _BUSY_SECONDS):
                 time.sleep(0.5)
                 continue
             return self._content(path, answer)
 
+    def _answer(self, method: str, path: str, body: dict | None, seconds: float) -> requests.Response:
+        """The whole answer, within so many seconds; TimeoutError where it is not there by then.
+
+        requests counts its own from the last byte that came. Where it is sent on, a POST would become a GET.
+        """
+        how = {"json": body, "timeout": (min(seconds, 10), seconds), "allow_redirects": False}
+        return in_background(partial(self._session.request, method, self.url + path, **how)).result(seconds)
+
     def _content(self, path: str, answer: requests.Response) -> Any:
-        said = " ".join(answer.text[:600].split())
+        said = " ".join(answer.content[:600].decode(errors="replace").split()) or answer.reason
         if answer.status_code == 503:
             raise SamplerLost(
                 f"the sampling server {self.url} answers 503 for more than {_BUSY_SECONDS} seconds ({said}). It is "
@@ -225,13 +244,19 @@ class Server:
                 f"the sampling server {self.url} has no {path}. Start it with VLLM_SERVER_DEV_MODE=1 and "
                 f"--enable-sleep-mode. {LOST}"
             )
-        if not answer.ok:
+        if answer.status_code >= 300:  # sent on among them
+            use = ""
+            if answer.status_code == 401:
+                use = "pgtk has no key for it: start it without --api-key and VLLM_API_KEY. "
+            elif path == "/collective_rpc":
+                use = "Does it see that folder? sampler.weights_folder=FOLDER names one that all servers do. "
             raise SamplerLost(
-                f"the sampling server {self.url} answered {path} with {answer.status_code}: {said}. {self._words()}"
+                f"the sampling server {self.url} answered {path} with {answer.status_code}: {said}. {use}"
+                f"{self._words()}"
             )
         try:
             return answer.json() if answer.content else None
-        except ValueError:
+        except (ValueError, RecursionError):
             raise self._odd(f"{path} answered what is no JSON: {said[:100]}") from None
 
     def _check_process(self) -> None:

@@ -117,9 +117,10 @@ class Servers:
                 f"the sampling server {waiting[0].url} does not answer within sampler.start_seconds={limit}. "
                 f"{waiting[0].last_words()}"
             )
-        if now - self._said > _PROGRESS_SECONDS:
+        if waiting and now - self._said > _PROGRESS_SECONDS:
             self._said = now
-            log.info(f"waiting for the sampling server, which can take minutes: {now - self._begin:.0f} s")
+            where = f"{waiting[0].url}, of at most {limit} s"
+            log.info(f"waiting for the sampling server {where}: {now - self._begin:.0f} s")
         if waiting:
             return False
         for server in self.all[len(self._config.urls) :]:
@@ -144,5 +145,5 @@ class Servers:
         variables |= {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
         where = "" if gpus is None else f" on GPU {gpus}"
         log.info(f"starting a sampling server{where}; its log: {log_file}")
-        process = ServerProcess(command, variables, log_file, self._folder, reserved)
+        process = ServerProcess(command, variables, log_file, reserved)
         return Server(f"http://127.0.0.1:{port}", self._config.answer_seconds, process)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import struct
-import tempfile
+import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from pgtoolkit.errors import StorageError
+from pgtoolkit.rollouts.server_process import guard
 
 _SHARED_MEMORY = Path("/dev/shm")
 _ROOM = 2**26
@@ -26,7 +28,7 @@ _NAMES |= {torch.bool: "BOOL", torch.uint8: "U8", torch.float64: "F64"}
 
 
 class WeightsFolder:
-    """A folder with `model.safetensors` and what else a model needs, for servers on this machine.
+    """A folder with `model.safetensors` and what else a model needs, until `remove`, or until this process is gone.
 
     parent: where it is made; None for shared memory if there is room, else `fallback`. dtype: of its weights.
     The file stays mapped: a new version overwrites it in place, from the GPU without a copy in between. Whoever reads
@@ -39,6 +41,7 @@ class WeightsFolder:
         self._header: bytes | None = None
         self._rooms: dict[str, Tensor] = {}
         self._known_at: int | None = None  # the address that CUDA knows
+        self._guard: subprocess.Popen | None = None
         self.path: Path | None = None
 
     def make(self, num_bytes: int, write_settings: Callable[[Path], None]) -> Path:
@@ -46,7 +49,10 @@ class WeightsFolder:
         try:
             parent = self._parent or _shared_memory(num_bytes) or self._fallback
             parent.mkdir(parents=True, exist_ok=True)
-            self.path = Path(tempfile.mkdtemp(prefix="pgtk-weights-", dir=parent))
+            self.path = parent / f"pgtk-weights-{secrets.token_hex(8)}"
+            # First, so that a kill at any moment leaves nothing in memory.
+            self._guard = guard("keep", str(self.path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            self.path.mkdir()
             write_settings(self.path)
             self.path.chmod(0o755)  # a joined server may be somebody else's
         except OSError as error:
@@ -73,6 +79,9 @@ class WeightsFolder:
         self._forget()
         if self.path is not None:
             shutil.rmtree(self.path, ignore_errors=True)
+        if self._guard is not None:
+            self._guard.kill()
+            self._guard.wait()
 
     def _type_of(self, tensor: Tensor) -> torch.dtype:
         return self._dtype if tensor.is_floating_point() else tensor.dtype

@@ -87,11 +87,16 @@ class ProgressLine:
 
 
 def evaluation_line(row: dict, max_steps: int, is_best: bool) -> str:
-    """What was measured on one set of prompts, in at most WIDTH columns; row: of evaluations.jsonl."""
+    """What was measured on one set of prompts, in at most WIDTH columns, without what they have no room for.
+
+    row: of evaluations.jsonl.
+    """
     ks = [name for name in row if name.startswith("pass@") and not name.endswith("_error")]
     fields = [f"step {row['step']:>{len(str(max_steps))}}/{max_steps} {row['set']}{' (best)' if is_best else ''}:"]
     fields += [_with_error(name, row) for name in dict.fromkeys((ks[0], ks[-1], "avg"))]
-    fields += [f"length {row['length']:.3g}", f"{row['seconds']:.3g} s"]
+    fields += [f"length {row['length']:.1f}", f"{row['seconds']:.1f} s"]
+    while len(fields) > 1 and len(" ".join(fields)) > WIDTH:
+        fields.pop()  # half a number would be another one
     return " ".join(fields)[:WIDTH]
 
 

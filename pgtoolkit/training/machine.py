@@ -1,4 +1,4 @@
-"""What a configuration needs of this machine: a GPU, functions, a model, prompts, a free folder.
+"""What a configuration needs of this machine: a GPU, functions, a model, prompts, a free folder, a place for the store.
 
 Checked before anything is made. Large libraries are imported only where the configuration needs what they alone know.
 """
@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from pgtoolkit.config.evaluation import held_out_sets, is_on, samples
-from pgtoolkit.config.paths import NO_FOLDER
+from pgtoolkit.config.paths import NO_FOLDER, absolute_uri, sqlite_path
+from pgtoolkit.config.rules.places import is_possible
 from pgtoolkit.config.rules.run import needs_gpu, occupied_by_rollouts, refuse_triton
 from pgtoolkit.config.rules.step import needs_model
 from pgtoolkit.errors import ConfigError, DataError, first_line
@@ -40,6 +41,7 @@ def check_machine(c: Any, report: Report, typed: bool = True, begins: bool = Tru
         _functions(c, report)
         _prompts(c, report)
     _chat(c, report)
+    _store(c, report)
     if begins and c.rollout.name == "policy" and (problem := occupied_by_rollouts(c.rollout.save_path)):
         report.problems.append(problem)
 
@@ -113,6 +115,34 @@ def _chat(c: Any, report: Report) -> None:
 
         with _added_to(report):
             chat_of(c.task, model_folder.load_tokenizer(c.model.path))
+
+
+def _store(c: Any, report: Report) -> None:
+    """A place where MLflow's database is, or can be made, if it is a file."""
+    uri = absolute_uri(c.tracking.uri)
+    if c.tracking.name != "mlflow" or (path := sqlite_path(uri)) is None or _has_problem("tracking.uri", report):
+        return
+    nearest = next(str(one) for one in (path, *path.parents) if os.path.exists(one))
+    if not is_possible(f"{path}-journal"):  # SQLite's own file beside it
+        got = "a name that is too long"
+    elif nearest != str(path) and not os.path.isdir(nearest):
+        got = f"a place below the file {nearest}"
+    elif not os.access(nearest, os.R_OK | os.W_OK):
+        got = f"{nearest}, which cannot be written"
+    elif nearest == str(path) and not _is_database(path):
+        got = "a file of another kind"
+    else:
+        return
+    needs, use = "an SQLite file, or a place for one", "tracking.uri=sqlite:///FILE with another, or tracking=none"
+    report.refuse(f"tracking.uri={uri}", needs, got, "MLflow keeps the run there.", use)
+
+
+def _is_database(path: Path) -> bool:
+    """Whether it is an SQLite file, or an empty one, of which SQLite makes one."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(16) in (b"", b"SQLite format 3\0")
 
 
 def _has_problem(beginning: str, report: Report) -> bool:

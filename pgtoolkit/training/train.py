@@ -86,7 +86,7 @@ def train(
                         prompt, tokenizer = loader.source.prompt, module.policy.tokenizer
                         recorder.completions = KeptCompletions(run.path, count, prompt, tokenizer, recorder.step)
                     tracker = _start_tracker(config, run)
-                if recorder.step < config.trainer.max_steps:
+                if recorder.step < config.trainer.max_steps or module.evaluator is not None:
                     fit(module, loader, config, recorder)
                 recorder.check_trained()
             stopped = recorder.interrupted_by

@@ -99,6 +99,10 @@ class Engine:
                 break
         if self.failing("foreign_token"):
             tokens[0] = logits.numel() + 5
+        if self.failing("words_for_tokens"):
+            tokens[0] = "5"
+        if self.failing("fractions_for_tokens"):
+            tokens[0] = 5.5
         if self.failing("null_log_probs"):
             log_probs[-1] = None
         return {
@@ -174,6 +178,8 @@ class Handler(BaseHTTPRequestHandler):
             return self._answer(500, {"error": "the engine is asleep"})
         if engine.failing("no_json"):
             return self._answer(200, "<html>a proxy</html>")
+        if engine.failing("sends_on"):
+            return self._answer(302)
         if "prompt_logprobs" in body:
             return self._answer(200, {"choices": [{"prompt_logprobs": engine.score(body)}]})
         return self._answer(200, {"choices": engine.complete(body)})
@@ -181,9 +187,18 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self, status: int, content: object = None) -> None:
         text = b"" if content is None else (content if isinstance(content, str) else json.dumps(content)).encode()
         self.send_response(status)
+        if status == 302:
+            self.send_header("Location", "/health")
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         with contextlib.suppress(BrokenPipeError):
+            if self.server.engine.failing("trickles"):
+                for place in range(12):
+                    self.wfile.write(text[place : place + 1])
+                    time.sleep(0.25)
+                text = text[12:]
+            if self.server.engine.failing("breaks_off"):
+                self.close_connection, text = True, text[:12]
             self.wfile.write(text)
 
     def log_message(self, *_: object) -> None:

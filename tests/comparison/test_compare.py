@@ -357,6 +357,21 @@ def test_each_configuration_at_its_best(tmp_path, capsys):
     said = " ".join(page(capsys, tmp_path, "--best-of=optimizer.learning_rate").split())
     assert "2-0: optimizer.learning_rate=0.0001 is not the best" in said
     assert "chosen by the same runs that are compared" in said
+    assert said.startswith(
+        "4 runs (4 counted) of 2 configurations, which differ in loss, optimizer.learning_rate; loss.ep"
+    )
+    said = " ".join(page(capsys, tmp_path, "--best-of=loss").split())  # both times a loss and its rate
+    assert said.startswith(
+        "4 runs (4 counted) of 2 configurations, which differ in loss, optimizer.learning_rate; loss.ep"
+    )
+
+
+def test_a_single_best_configuration_differs_in_nothing(tmp_path, capsys):
+    for seed in range(2):
+        save(tmp_path / f"a{seed}", "grpo", seed, 0.5)
+        save(tmp_path / f"b{seed}", "gspo", seed, 0.7)
+    said = page(capsys, tmp_path, "--best-of=loss")
+    assert said.startswith("2 runs (2 counted) of 1 configuration: they differ in nothing but the seed\n")
 
 
 @pytest.mark.parametrize("key", ["seed", "learning_rate", "loss.epsilon_low"])

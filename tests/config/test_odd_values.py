@@ -64,6 +64,7 @@ def in_sentences(found):
     return all(" needs " in one or one.startswith("the configuration cannot be composed: ") for one in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chosen", "own"), keys(), ids=lambda value: str(value)[:40])
 def test_all_keys_of_an_option_at_once(chosen, own):
     for first in range(0, len(ODD), 5):

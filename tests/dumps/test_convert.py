@@ -193,8 +193,8 @@ def test_what_nemo_rl_left_out_or_did_not_compute(rollouts, tmp_path, capsys):
     assert convert("nemo-rl", tmp_path, tmp_path / "out.parquet") == 0
     said, rows = capsys.readouterr().out, rows_of(tmp_path / "out.parquet")
     assert "dropped   1 document: no token was generated" in said
-    assert f"note      {len(rollouts) - 1} documents whose prev_logprobs NeMo-RL did not compute" in said
-    assert "note      1 documents that NeMo-RL left out of its loss" in said
+    assert f"note      {len(rollouts) - 1} documents without prev_logprobs of NeMo-RL" in said
+    assert "note      1 document left out of its loss by NeMo-RL" in said
     assert "groups    1 of 3, 15 of 4 documents" in said
     assert rows[1]["old_log_probs"] == rows[1]["sampling_log_probs"]
     assert [row["reward"] for row in rows[:6]] == [0, 0.125, 0.25, 0.375, 0.5, 0.75]
@@ -213,7 +213,7 @@ def test_what_open_instruct_does_not_say(rollouts, tmp_path, capsys):
     assert convert("open-instruct", tmp_path, tmp_path / "out.parquet") == 0
     said, rows = capsys.readouterr().out, rows_of(tmp_path / "out.parquet")
     assert "dropped   1 document: an empty completion" in said
-    assert "note      1 documents that called tools" in said
+    assert "note      1 document with calls of tools" in said
     assert rows[0]["loss_mask"] == [False] * 3 + [True] * (len(rollouts[0].response) - 1) + [False]
     assert rows[1]["loss_mask"][-1]
     path.write_text(path.read_text() * 2)
@@ -236,7 +236,7 @@ def test_rewards_and_masks_of_slime(rollouts, tmp_path, capsys):
     assert convert("slime", tmp_path, tmp_path / "out.parquet", "--reward-key", "acc") == 0
     said, rows = capsys.readouterr().out, rows_of(tmp_path / "out.parquet")
     assert "dropped   1 document: pictures" in said
-    assert "note      1 documents that slime does not train on" in said
+    assert "note      1 document not trained by slime" in said
     assert [row["group_id"] for row in rows[:4]] == [0, 0, 0, 1]
     assert not any(rows[1]["loss_mask"])
     assert rows[2]["loss_mask"][3:] == [False] + [True] * (len(rollouts[2].response) - 1)

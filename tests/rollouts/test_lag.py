@@ -87,7 +87,9 @@ AHEAD = {
 }
 
 
-@pytest.mark.parametrize("chosen", AHEAD)
+@pytest.mark.parametrize(
+    "chosen", ["lag", "overlap", *(pytest.param(name, marks=pytest.mark.slow) for name in ("carry", "drop"))]
+)
 def test_a_run_continues_bit_for_bit_from_every_step(tmp_path, chosen):
     overrides = [*AHEAD[chosen], "trainer.max_steps=9"]
     whole = run(tmp_path / "whole", *overrides)

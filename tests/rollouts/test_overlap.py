@@ -170,6 +170,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_does_not_wait_for_what_is_being_sampled(tmp_path):
     overrides = once(*SHORT, *overlap(3), "trainer.checkpoint_every=99", f"hydra.run.dir={tmp_path / 'run'}")
     process = subprocess.Popen(

@@ -94,6 +94,11 @@ FAULTS = {
     "null_log_probs": r"the log-prob of a sampled token is None",
     "no_json": r"/v1/completions answered what is no JSON: <html>",
     "busy": r"answers 503 for more than 0 seconds .*busy.*/resume",
+    "sends_on": r"answered /v1/completions with 302: Found\.",
+    "trickles": r"did not answer /v1/completions within sampler.answer_seconds=1\.",
+    "breaks_off": r"cannot be reached, or breaks off its answers: .*IncompleteRead",
+    "words_for_tokens": r"a completion is not of the form of vLLM's \(too many dimensions 'str'\)",
+    "fractions_for_tokens": r"its token_ids are no whole numbers: \[5\.5",
 }
 
 
@@ -101,15 +106,17 @@ FAULTS = {
 def test_a_fault_while_sampling_is_one_sentence(server, tmp_path, monkeypatch, fault):
     """Those that vLLM cannot be brought to; test_vllm_servers.py has the others."""
     monkeypatch.setattr("pgtoolkit.rollouts.vllm_client._BUSY_SECONDS", 0)
-    with server.joined(tmp_path, "sampler.answer_seconds=3") as (module, sampler):
+    monkeypatch.setattr("pgtoolkit.rollouts.vllm_client._ATTEMPTS", 2)
+    with server.joined(tmp_path, f"sampler.answer_seconds={1 if fault == 'trickles' else 3}") as (module, sampler):
         sampler.publish(module.policy.weights, 0)
         server.fault(fault)
         server.marks.write_text("")
         with pytest.raises(SamplerLost, match=FAULTS[fault]) as caught:
             sampler.complete(REQUESTS[:1])
         assert caught.value.exit_status == 5
-        assert server.noted() == ["complete 5"]  # asked once
+        assert server.noted() == ["complete 5"] * (2 if fault == "breaks_off" else 1)
         server.fault(None)
+        sampler._config.sampler.answer_seconds = 60
         assert len(sampler.complete(REQUESTS)) == 5  # it can be asked again
 
 

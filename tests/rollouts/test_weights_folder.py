@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +27,26 @@ def test_a_full_disk_is_one_sentence(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     folder.remove()
+
+
+def test_nothing_is_left_of_the_folder_of_a_process_that_is_killed(tmp_path):
+    """Of one without a server of its own, too, which joins others' for weeks."""
+    program = """if True:
+        import os, signal, sys, torch
+        from pathlib import Path
+        from pgtoolkit.rollouts.weights_folder import WeightsFolder
+
+        made = WeightsFolder(Path(sys.argv[1]), None, torch.float32).make(1, lambda folder: None)
+        print(made, made.exists(), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    path, existed = done.stdout.split()
+    assert existed == "True"
+    deadline = time.monotonic() + 30
+    while Path(path).exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(path).exists()
 
 
 @pytest.mark.gpu

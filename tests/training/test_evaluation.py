@@ -99,10 +99,12 @@ def test_a_resumed_run_goes_on_with_the_same_training_and_evaluations(evaluated,
     assert rows_of(folder) == rows_of(evaluated)
 
 
-def test_an_evaluation_that_a_signal_came_before_is_made_when_the_run_goes_on(evaluated, tmp_path):
-    folder = copy_as_of(evaluated, 4, tmp_path / "run")
+@pytest.mark.parametrize("step", [4, 6])
+def test_an_evaluation_that_was_not_made_is_made_when_the_run_goes_on(evaluated, tmp_path, step):
+    """A signal came before it, or the server that was to sample for it was lost; the last step's included."""
+    folder = copy_as_of(evaluated, step, tmp_path / "run")
     lines = (folder / "evaluations.jsonl").read_text().splitlines()
-    (folder / "evaluations.jsonl").write_text("".join(f"{line}\n" for line in lines if json.loads(line)["step"] < 4))
+    (folder / "evaluations.jsonl").write_text("".join(f"{line}\n" for line in lines if json.loads(line)["step"] < step))
     run(folder, *EVALUATED, resume=True)
     assert_same_training(folder, evaluated, range(1, 7))
     assert rows_of(folder) == rows_of(evaluated)

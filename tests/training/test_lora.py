@@ -63,7 +63,12 @@ def logits_in_training(base, run):
 
 
 @pytest.mark.parametrize(
-    "changes", [(), ("model.dtype=bfloat16", "model.gradient_checkpointing=true"), ("rollout.lag=1",)]
+    "changes",
+    [
+        (),
+        pytest.param(("model.dtype=bfloat16", "model.gradient_checkpointing=true"), marks=pytest.mark.slow),
+        pytest.param(("rollout.lag=1",), marks=pytest.mark.slow),
+    ],
 )
 def test_resumed_it_is_bit_equal(base, tmp_path, changes):
     config = config_of(*settings(base, *changes))

@@ -54,6 +54,30 @@ def test_a_check_of_the_defaults_imports_nothing_large(beside):
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=60)
 
 
+@pytest.mark.parametrize(
+    ("place", "got"),
+    [
+        ("text.txt", "a file of another kind"),
+        ("text.txt/below/mlflow.db", "a place below the file {}/text.txt"),
+        (f"{'x' * 250}.db", "a name that is too long"),
+        ("pipe", "a file of another kind"),
+    ],
+)
+def test_places_where_no_store_can_be(capsys, beside, place, got):
+    (beside / "text.txt").write_text("no database")
+    os.mkfifo(beside / "pipe")
+    said = refused(capsys, "trainer.max_steps=1", f"tracking.uri=sqlite:///{place}")
+    assert f"tracking.uri=sqlite:///{beside}/{place} needs an SQLite file, or a place for one (got " in said
+    assert f"(got {got.format(beside)}). MLflow keeps the run there. Use" in said
+
+
+@pytest.mark.parametrize("place", ["new/folder/mlflow.db", "empty.db"])
+def test_places_where_a_store_can_be(capsys, beside, place):
+    (beside / "empty.db").touch()
+    assert main(["check", f"tracking.uri=sqlite:///{place}"]) == 0
+    assert not (beside / "new").exists()
+
+
 def test_functions_that_are_not_there(capsys, beside):
     (beside / "prompts.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
     (beside / "mine.py").write_text("def verify(completion):\n    return 1\n")

@@ -65,6 +65,7 @@ def test_the_first_distance_is_exactly_zero_in_bfloat16(tmp_path, tied):
     assert not any(p.requires_grad for p in reference.parameters())
 
 
+@pytest.mark.slow
 def test_a_penalty_keeps_the_policy_nearer_to_the_reference(tmp_path):
     found = []
     for coefficient in (0.001, 3):
@@ -73,6 +74,7 @@ def test_a_penalty_keeps_the_policy_nearer_to_the_reference(tmp_path):
     assert found[1] < found[0] / 3
 
 
+@pytest.mark.slow
 def test_a_bonus_keeps_the_entropy_higher(tmp_path):
     found = []
     for coefficient in (0, 1):

@@ -39,7 +39,7 @@ def of_sweep(config: DictConfig) -> list[str]:
 def of_job(folder: Path, directory: str, inside: str | None = None) -> list[str]:
     """Problems with the place of a job in its sweep's folder; inside: hydra.output_subdir, where Hydra runs the job."""
     whole, setting = (folder / directory).resolve(), f"hydra.sweep.subdir={directory}"
-    if not _is_possible(str(whole)):
+    if not is_possible(str(whole)):
         return [refusal(setting, "a path that a file system can hold", directory, _NAMED, "the default")]
     if _leads_out(directory) or whole == folder.resolve() or not whole.is_relative_to(folder.resolve()):
         return [refusal(setting, "a folder inside hydra.sweep.dir", whole, _REASON, "the default")]
@@ -73,7 +73,7 @@ def _contained(config: DictConfig, key: str) -> list[str]:
         path = str(OmegaConf.select(config, key))
     except OmegaConfBaseException as error:
         return [refusal(setting, "a value that resolves", first_line(error), _NAMED, use)]
-    if OmegaConf.is_missing(node, "dir") or not _is_possible(path):
+    if OmegaConf.is_missing(node, "dir") or not is_possible(path):
         return [refusal(setting, "a path that a file system can hold", raw, _NAMED, f"{key}=outputs/FOLDER")]
     if ".." in PurePath(path).parts:
         return [refusal(f"{key}={path}", "a path without '..'", path, _REASON, f"{key}={os.path.abspath(path)}")]
@@ -89,7 +89,7 @@ def _contained(config: DictConfig, key: str) -> list[str]:
     return []
 
 
-def _is_possible(path: str) -> bool:
+def is_possible(path: str) -> bool:
     """Whether no part is longer than the 255 bytes that file systems allow, nor the whole than 4095."""
     parts = [*PurePath(path).parts, ""]
     return "\0" not in path and len(os.fsencode(path)) < 4096 and max(len(os.fsencode(part)) for part in parts) < 256
