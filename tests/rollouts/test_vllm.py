@@ -134,6 +134,14 @@ def test_a_server_without_its_endpoints_is_one_sentence(server, tmp_path):
         sampler.publish(module.policy.weights, 0)
 
 
+def test_another_program_at_an_address_is_one_sentence(server, tmp_path):
+    more = (f"sampler.urls=[{server.url('first')}/other]", "sampler.start_seconds=1")
+    module, sampler = server.built(tmp_path, *more)
+    said = r"/other does not answer within sampler\.start_seconds=1\. It answers /health with 404\."
+    with contextlib.closing(sampler), pytest.raises(SamplerLost, match=said):
+        sampler.publish(module.policy.weights, 0)
+
+
 BEHIND = {
     "stale": r"still from those of version 3: it answers to the last bit as it did",
     "stale_and_noisy": r"are 0\.\d+ from the trainer's of that version, and .* of version 3\.",
