@@ -80,9 +80,9 @@ class Proof:
         changed = (scores.double() - last.server).abs().mean().item()
         if not changed <= self._tolerance:
             raise SamplerLost(
-                f"the sampling server {url} got other weights than those of version {last.version} while it sampled: its "
-                f"log-probs of a text have changed by {changed:.2g} on average. Does another run use it? A server belongs "
-                f"to one run at a time. {LOST}"
+                f"the sampling server {url} got other weights than those of version {last.version} while it sampled: "
+                f"its log-probs of a text changed by {changed:.2g} on average. Does another run use it? A server is for one "
+                f"run at a time. {LOST}"
             )
 
     def _check_movement(self, what: str, url: str, now: _Scores) -> None:
