@@ -147,6 +147,7 @@ print(json.dumps([loaded, gc.isenabled(), looked_at < left_alone / 10, *found]))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=PACKAGE.parent)
     expected = [["lightning", "mlflow"], True, True, "torchmetrics.aggregation", "FastAPI"]
     assert json.loads(done.stdout) == expected, done.stderr
+    assert done.stderr == ""  # at its end neither
 
 
 @pytest.mark.slow

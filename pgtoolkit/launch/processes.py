@@ -5,10 +5,8 @@ Local workers are started, watched, and ended together; a signal lets a step of 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import copy
-import gc
 import json
 import os
 import pickle
@@ -51,8 +49,6 @@ def launch(job: Job) -> None:
     Where a launcher such as torchrun has started this process, the run directory is that of rank 0, and the other
     ranks may give any.
     """
-    # The end of the process frees all its memory; to look for garbage in it first would take seconds.
-    atexit.register(gc.freeze)
     config = copy.deepcopy(job.config)
     OmegaConf.resolve(config)  # the workers know no resolvers
     job = replace(job, config=config)

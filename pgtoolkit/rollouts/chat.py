@@ -19,6 +19,7 @@ class ChatTemplate:
     def __init__(self, tokenizer, system_prompt: str | None = None):
         self._tokenizer = tokenizer
         self._system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+        self._keeps_system = False  # until it was seen
 
     def messages(self, prompt: Prompt) -> list[dict]:
         """The conversation that the model is to continue. ValueError for two system messages."""
@@ -31,25 +32,37 @@ class ChatTemplate:
         """The tokens of each, exactly those of `apply_chat_template` with the beginning of the answer.
 
         What the template writes is all there is: the tokenizer adds no token of the beginning to the template's own.
+        ValueError for a system message that it leaves out.
         """
         conversations = [self.messages(prompt) for prompt in prompts]
+        first = next((own[0] for own in conversations if own[0]["role"] == "system"), None)
+        if first is not None and not self._keeps_system:
+            if got := self._problem([first]):
+                raise ValueError(f"it has a system message, and the chat template is {got}")
+            self._keeps_system = True
         return self._tokenizer.apply_chat_template(conversations, add_generation_prompt=True)["input_ids"]
 
     def problem(self) -> str | None:
-        """Why the template leaves the system message out, if it does."""
+        """Why the template leaves the run's system message out, if it does."""
+        return self._problem(self._system)
+
+    def _problem(self, system: list[dict]) -> str | None:
         user = {"role": "user", "content": _WORD}
         try:
-            shown = self._tokenizer.apply_chat_template([*self._system, user], tokenize=False)
+            shown = self._tokenizer.apply_chat_template([*system, user], tokenize=False)
         except Exception as error:  # a template raises what it likes
             return f"one that says: {first_line(error)}"
         # Templates strip white space around a message.
-        return None if not self._system or self._system[0]["content"].strip() in shown else "one that leaves it out"
+        return None if not system or system[0]["content"].strip() in shown else "one that leaves it out"
 
     def notes(self, ends: Sequence[int]) -> list[str]:
         """What may surprise of the template; ends: ids of the end-of-sequence tokens."""
         found = ["task.chat=auto: prompts go through the chat template of the model's tokenizer; never leaves it out."]
         answer = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _WORD}]
-        shown = self._tokenizer.apply_chat_template(answer, tokenize=False)
+        try:
+            shown = self._tokenizer.apply_chat_template(answer, tokenize=False)
+        except Exception:  # it has no place for answers, so that it ends none
+            shown = ""
         after = self._tokenizer(shown.rpartition(_WORD)[2], add_special_tokens=False)["input_ids"]
         if after and not set(after) & set(ends):
             names = " ".join(self._tokenizer.convert_ids_to_tokens(after)[:3])

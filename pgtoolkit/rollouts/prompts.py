@@ -45,7 +45,7 @@ class TokenizedTask:
     """A task as a model's tokenizer, of transformers, sees it.
 
     ends: ids of the end-of-sequence tokens. chat: the template that prompts go through; None: they are texts alone.
-    stop: texts that end a completion.
+    stop: texts that end a completion. vocabulary: how many tokens the model has weights of; None: not asked.
     """
 
     task: Task
@@ -53,6 +53,7 @@ class TokenizedTask:
     ends: Sequence[int] = ()
     chat: ChatTemplate | None = None
     stop: Sequence[str] = ()
+    vocabulary: int | None = None
 
     def __post_init__(self):
         self._stops = StopStrings(self.stop, self.tokenizer)
@@ -65,14 +66,12 @@ class TokenizedTask:
 
         A text alone gets the special tokens that the tokenizer adds by default, such as the first; an end-of-sequence
         token at the end is left out, after which a model begins another text. Raises DataError that names a prompt
-        that the tokenizer has no tokens for, or a chat without a template.
+        that the tokenizer or the model has no tokens for, or a chat without a template.
         """
         try:
-            if self.chat is not None:
-                return self.chat.encode(prompts)
-            if any(prompt.messages is not None for prompt in prompts):
-                raise ValueError("it is a list of chat messages, and there is no chat template, or task.chat=never")
-            tokens = self.tokenizer([prompt.text for prompt in prompts])["input_ids"]
+            tokens = self._tokens(prompts)
+            if self.vocabulary and (foreign := [token for row in tokens for token in row if token >= self.vocabulary]):
+                raise ValueError(f"it gives token {foreign[0]}, and the model has weights of {self.vocabulary} tokens")
         except Exception as error:  # what the tokenizers library raises for a character it has no token for
             if len(prompts) > 1:
                 return [self.encode([prompt])[0] for prompt in prompts]
@@ -80,6 +79,14 @@ class TokenizedTask:
                 f"the prompt {prompts[0].text[:60]!r} at {prompts[0].place} cannot be encoded by the model's "
                 f"tokenizer: {first_line(error)}"
             ) from error
+        return tokens
+
+    def _tokens(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        if self.chat is not None:
+            return self.chat.encode(prompts)
+        if any(prompt.messages is not None for prompt in prompts):
+            raise ValueError("it is a list of chat messages, and there is no chat template, or task.chat=never")
+        tokens = self.tokenizer([prompt.text for prompt in prompts])["input_ids"]
         for row in tokens:
             while row and row[-1] in self.ends:
                 row.pop()

@@ -170,7 +170,7 @@ def work(socket: int) -> None:
     In: the verifiers, then a question at a time. Out: {} once they are imported, then {"score"} for each question;
     {"error"} in the place of either.
     """
-    connection = Connection(socket)
+    connection, own = Connection(socket), os.getpid()
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     fcntl.fcntl(socket, fcntl.F_SETOWN, -os.getpgrp())  # the whole group, of which this process is the first
     with contextlib.suppress(EOFError, OSError):
@@ -188,6 +188,8 @@ def work(socket: int) -> None:
                     answer = {"score": verifiers.score(question)}
             except DataError as error:
                 answer = {"error": str(error)}
+            if os.getpid() != own:  # what a verifier has forked, and which came back as well, would answer once more
+                os._exit(0)
             _send(connection, answer)
     os.killpg(os.getpgrp(), signal.SIGKILL)  # with what verifiers have left behind
 

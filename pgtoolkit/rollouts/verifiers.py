@@ -48,8 +48,18 @@ class Verifiers:
             return float(self._functions[question.number](question.completion, question.answer))
 
     def scores(self, questions: Sequence[Question]) -> list[float]:
-        """Of each question, in their order."""
-        return [self.score(question) for question in questions]
+        """Of each question, in their order. Raises DataError also where a function of the user's would end the run."""
+        found = []
+        for question in questions:
+            try:
+                found.append(self.score(question))
+            except SystemExit as error:
+                named = self._named[question.number]
+                use = "task.verifier_processes and task.verifier_seconds, and such a completion scores 0"
+                raise DataError(
+                    f"{named.key}={named.name} raised SystemExit({error.code!r}) on {question.on}. Use {use}."
+                ) from error
+        return found
 
     def close(self) -> None:
         """Nothing was started."""

@@ -209,4 +209,8 @@ def end_tokens(generation_config, tokenizer) -> list[int]:
     """The ids that end a completion: the tokenizer's end-of-sequence token and all of the model's own settings."""
     own = generation_config.eos_token_id
     ids = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
+    if foreign := [token for token in ids if not (token is None or type(token) is int)]:
+        needs, reason = "the numbers of tokens", "They end a completion."
+        use = "one number or a list of them in generation_config.json"
+        raise ConfigError(report.refusal("eos_token_id of the model", needs, foreign[0], reason, use))
     return list(dict.fromkeys(token for token in ids if token is not None))

@@ -184,7 +184,7 @@ def _tokenized(
     tokenizer = module.policy.tokenizer
     ends = end_tokens(module.model.generation_config, tokenizer)
     chat = chat_of(chosen, tokenizer)
-    tokenized = TokenizedTask(task, tokenizer, ends, chat, config.rollout.stop)
+    tokenized = TokenizedTask(task, tokenizer, ends, chat, config.rollout.stop, module.policy.vocabulary_size)
     skip, longest_prompt = getattr(chosen, "too_long", None) == TooLong.skip, getattr(chosen, "max_prompt_length", None)
     tokenized.check_lengths(room, config.rollout.max_completion_length, skip, longest_prompt)
     for note in chat.notes(ends) if chat is not None else ():

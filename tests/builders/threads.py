@@ -11,10 +11,16 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed import multi_threaded_pg
 
 SECONDS = 60
 """After which ranks that wait for one that has left, or that waits elsewhere, are given up."""
+
+# Where a CUDA build of PyTorch sees no GPU, the first thread to enter this mode, as DTensor does, owns what guards the
+# devices of the whole process: once it has ended, the next one to enter would read freed memory. This thread stays.
+with FakeTensorMode():
+    pass
 
 
 def on_ranks(world_size: int, function: Callable, *arguments) -> list:
@@ -34,9 +40,6 @@ def on_ranks(world_size: int, function: Callable, *arguments) -> list:
         except BaseException as error:
             errors[rank] = error
             multi_threaded_pg.ProcessLocalGroup.exception_handle(error)
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
     try:

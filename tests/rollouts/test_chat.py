@@ -121,6 +121,25 @@ def test_a_system_prompt_that_would_be_ignored_is_refused(template, chosen, got)
     assert f"needs a chat template that has a place for it (got {got}). It would be ignored." in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("template", "said"), [(NO_SYSTEM, "one that says: System role not supported"), (DEAF, "one that leaves it out")]
+)
+def test_a_row_whose_system_message_would_be_ignored_is_refused(template, said):
+    tokenizer = tokenizer_of(template)
+    assert encoded(tokenizer, [TEXT])
+    with pytest.raises(
+        DataError, match=f"at p:2 cannot be .*: it has a system message, and the chat template is {said}"
+    ):
+        encoded(tokenizer, [TEXT, TALK])
+
+
+def test_a_template_without_a_place_for_answers_ends_none():
+    alone = "{% for m in messages if m['role'] != 'user' %}{{ raise_exception('users only') }}{% endfor %}" + DEAF
+    template = chat_of(task_config(), tokenizer_of(alone))
+    assert len(template.notes([])) == 1
+    assert len(template.encode([TEXT])[0]) == len("6 * 7?")
+
+
 def test_two_system_messages_are_refused_with_the_row():
     with pytest.raises(DataError, match=r"at p:2 .*it has a system message of its own beside task\.system_prompt"):
         encoded(tokenizer_of(CHATML), [TEXT, TALK], system_prompt="Think first.")

@@ -125,6 +125,11 @@ def test_what_is_ignored_is_said_once(folder, tmp_path, capsys):
     ]
 
 
+def test_an_end_that_is_no_token_number_is_refused(folder):
+    with pytest.raises(ConfigError, match=r"eos_token_id of the model needs the numbers of tokens \(got <end>\)"):
+        built(suggesting(folder, eos_token_id=[3, "<end>"]))
+
+
 def test_every_end_of_the_folder_and_the_tokenizer_ends_a_completion(folder):
     _, sampler = built(suggesting(folder, eos_token_id=[3, 7]), "rollout.max_completion_length=12")
     completions = sampler.complete(once([PROMPT] * 64))

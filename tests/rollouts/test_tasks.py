@@ -279,3 +279,11 @@ def test_a_prompt_that_cannot_be_encoded_is_named(tmp_path):
     prompts = [Prompt("a", "", 0, "p.jsonl:1"), Prompt("é", "", 1, "p.jsonl:2")]
     with pytest.raises(DataError, match=r"the prompt 'é' at p\.jsonl:2 cannot be encoded .*: 'ascii' codec"):
         encoded(prompts, lambda text: list(text.encode("ascii")))
+
+
+def test_a_prompt_with_a_token_that_the_model_has_no_weights_of_is_named():
+    prompts = [Prompt("ab", "", 0, "p.jsonl:1"), Prompt("ac", "", 1, "p.jsonl:2")]
+    tokenized = TokenizedTask(None, lambda texts: {"input_ids": [[*map(ord, x)] for x in texts]}, vocabulary=ord("c"))
+    assert tokenized.encode(prompts[:1]) == [[97, 98]]
+    with pytest.raises(DataError, match=r"'ac' at p\.jsonl:2 .*: it gives token 99, .* has weights of 99 tokens"):
+        tokenized.encode(prompts)

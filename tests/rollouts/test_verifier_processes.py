@@ -103,6 +103,19 @@ def test_a_verifier_that_ends_its_process_scores_nothing_and_the_rest_goes_on(pr
     ]
 
 
+def test_a_verifier_that_comes_back_twice_answers_once(processes):
+    assert processes(1).scores(questions(*(f"fork {i}" for i in range(8)))) == [0, 1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_verifier_that_would_end_the_run_is_an_error_and_ends_only_a_process_of_its_own(processes, caplog):
+    (asked,) = questions("quit 3")
+    with pytest.raises(
+        DataError, match=r"scripted raised SystemExit\('3'\) on the completion 'quit 3'\. Use task\.ver"
+    ):
+        Verifiers([Named("task.verifier", SCRIPTED)]).scores([asked])
+    assert processes().scores([asked]) == [CRASH]
+
+
 def test_an_exception_is_an_error_as_in_one_process(processes):
     asked = questions("a", "raise second", "sleep 0.3", "raise fourth")
     with pytest.raises(DataError) as here:
