@@ -81,8 +81,8 @@ class Proof:
         if not changed <= self._tolerance:
             raise SamplerLost(
                 f"the sampling server {url} got other weights than those of version {last.version} while it sampled: "
-                f"its log-probs of a text changed by {changed:.2g} on average. Does another run use it? A server is for one "
-                f"run at a time. {LOST}"
+                f"its log-probs of a text changed by {changed:.2g} on average. Does another run use it? A server is "
+                f"for one run at a time. {LOST}"
             )
 
     def _check_movement(self, what: str, url: str, now: _Scores) -> None:
