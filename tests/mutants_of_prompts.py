@@ -28,7 +28,7 @@ MUTANTS_OF_PROMPTS = [
     (
         "a system prompt that the template leaves out goes unnoticed",
         "rollouts/chat.py",
-        {"return None if not self._system or self._system[0]": "return None if self._system or self._system[0]"},
+        {"return None if not system or system[0]": "return None if system or system[0]"},
         (f"{CHAT}::test_a_system_prompt_that_would_be_ignored_is_refused[left out]",),
     ),
     (

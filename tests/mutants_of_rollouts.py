@@ -186,6 +186,12 @@ MUTANTS_OF_ROLLOUTS = [
         ("tests/rollouts/test_samplers.py::test_memory_does_not_grow_with_the_vocabulary_times_the_completion",),
     ),
     (
+        "documents share a row in a model that does not keep them apart",
+        "model/policy.py",
+        {"not (padded or self.packs)": "not (padded or True)"},
+        ("tests/model/test_probe.py::test_a_document_is_computed_as_if_it_were_alone[Mamba-mixed]",),
+    ),
+    (
         "the sampler rounds its logits to bfloat16 where training computes them in float32",
         "model/policy.py",
         {"if fp32_lm_head and dtype": "if False and dtype"},

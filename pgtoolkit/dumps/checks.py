@@ -11,6 +11,7 @@ import numpy as np
 from pgtoolkit.dumps.alignment import OWN, WHOSE
 from pgtoolkit.dumps.examine import Examined, percent
 from pgtoolkit.rollouts.data_metrics import LARGE_SHARE
+from pgtoolkit.system.report import plural
 
 _MOST, _FEW, _MANY = 0.5, 0.1, 0.05
 
@@ -58,7 +59,8 @@ def _mask(case: Examined) -> Iterator[Finding]:
             f"aggregation={case.loss.aggregation.name} the weights w_t of all tokens add up to {case.w.sum():.3g}."
         )
     elif not begins_at_zero and open_ends <= _MOST:
-        yield fine(f"It trains {int(trained.sum())} tokens, {trained.mean():.4g} a document, after the prompts.")
+        tokens = plural(int(trained.sum()), "token")
+        yield fine(f"It trains {tokens}, {trained.mean():.4g} a document, after the prompts.")
 
 
 def _alignment(case: Examined) -> Iterator[Finding]:
@@ -103,7 +105,7 @@ def _groups(case: Examined) -> Iterator[Finding]:
         return f"Advantages would change by {case.moved(labels)} of their size if {when} were a group of its own."
 
     def of_all(chosen: np.ndarray) -> str:
-        return f"{len(np.unique(group[chosen]))} of {len(numbers)} groups"
+        return f"{len(np.unique(group[chosen]))} of {plural(len(numbers), 'group')}"
 
     if mixed.any():
         yield wrong(
@@ -128,7 +130,8 @@ def _groups(case: Examined) -> Iterator[Finding]:
             "same: a comparison of aggregations compares this, too."
         )
     elif not (mixed | torn | alone).any():
-        yield fine(f"{len(numbers)} groups of {sizes[0]} documents, each of one prompt and in one place.")
+        groups, documents = plural(len(numbers), "group"), plural(sizes[0], "document")
+        yield fine(f"{groups} of {documents}, each of one prompt and in one place.")
 
 
 def _have_several(group: np.ndarray, labels: np.ndarray) -> np.ndarray:

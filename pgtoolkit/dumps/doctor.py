@@ -15,7 +15,7 @@ from pgtoolkit.dumps.convert import ANY_TOKEN
 from pgtoolkit.dumps.examine import Examined, examine, outside, percent
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.rollouts.recorded import RecordedRollouts
-from pgtoolkit.system.report import refusal
+from pgtoolkit.system.report import plural, refusal
 from pgtoolkit.training.loss import loss_of
 
 _JUDGED = 16
@@ -84,9 +84,9 @@ def _judged(case: Examined, judged: Judged, documents: list) -> Finding:
 def page(diagnosis: Diagnosis) -> str:
     """What `pgtk doctor` prints, at most 120 columns wide."""
     case, config = diagnosis.case, diagnosis.case.config
-    groups = f" of {len(np.unique(case.documents['group']))} groups" if case.has_groups else ""
+    groups = f" of {plural(len(np.unique(case.documents['group'])), 'group')}" if case.has_groups else ""
     lines = [
-        f"{diagnosis.path}: {case.num_documents} documents{groups}, judged under loss={config.loss.name} "
+        f"{diagnosis.path}: {plural(case.num_documents, 'document')}{groups}, judged under loss={config.loss.name} "
         f"aggregation={config.aggregation.mode.value} advantage={config.advantage.estimator.value}"
     ]
     for finding in diagnosis.findings:

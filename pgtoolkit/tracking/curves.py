@@ -102,12 +102,12 @@ def _limits(values: np.ndarray) -> tuple[float, float]:
 
 def _mark_cut(axes, x, y, low, high, color):
     """Arrows at the edge where values lie beyond the limits, with the most extreme one as a number."""
-    for beyond, edge, marker in ((y - high, high, "^"), (low - y, low, "v")):
+    for beyond, edge, marker, up in ((y - high, high, "^", -9), (low - y, low, "v", 9)):
         if (cut := beyond > 0).any():
             edges = np.full(cut.sum(), edge)
             axes.plot(x[cut], edges, color=color, linestyle="none", marker=marker, markersize=6, clip_on=False)
             furthest = beyond.argmax()
-            on_left = x[furthest] < (x[0] + x[-1]) / 2
             style = {"textcoords": "offset points", "va": "center", "fontsize": 7, "color": color}
-            style |= {"xytext": (6, 0), "ha": "left"} if on_left else {"xytext": (-6, 0), "ha": "right"}
+            on_left = x[furthest] < (x[0] + x[-1]) / 2  # and below or above the arrow: beside it another may lie
+            style |= {"xytext": (0, up), "ha": "left" if on_left else "right"}
             axes.annotate(f"{y[furthest]:.3g}", (x[furthest], edge), **style)
