@@ -246,6 +246,12 @@ def test_exit_statuses(tmp_path):
     unread = pgtk("--cfg", "job", "loss=gpro", cwd=tmp_path)
     assert unread.returncode == 2
     assert "Use loss=grpo." in unread.stderr
+    dashes = pgtk("--loss=grpo", cwd=tmp_path)
+    assert (dashes.returncode, dashes.stderr) == (
+        2,
+        "pgtk: error: unrecognized arguments: --loss=grpo. Overrides are written without dashes: loss=grpo. "
+        "Use pgtk --help.\n",
+    )
     assert pgtk("--version", cwd=tmp_path).stdout.startswith("pgtk ")
     assert list(tmp_path.iterdir()) == []
 

@@ -7,6 +7,7 @@ import copy
 import sys
 from argparse import Namespace
 from pathlib import Path
+from typing import NoReturn
 
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.utils import get_args_parser
@@ -30,7 +31,9 @@ from pgtoolkit.training.machine import DataProblem
 
 def hydra_arguments(argv: list[str]) -> Namespace:
     """The arguments as Hydra reads them. ConfigError for those of its flags that would go past what is checked."""
-    args = get_args_parser().parse_args(argv)
+    parser = get_args_parser()
+    parser.error = _not_understood
+    args = parser.parse_args(argv)
     for flag in ("config_path", "config_name", "experimental_rerun"):
         if (value := getattr(args, flag)) is not None:
             name = f"--{flag.replace('_', '-')}={value}"
@@ -41,6 +44,10 @@ def hydra_arguments(argv: list[str]) -> Namespace:
         name, reason = f"--config-dir={args.config_dir}", "It holds options of your own, such as experiment/mine.yaml."
         raise ConfigError(refusal(name, "a folder", args.config_dir, reason, "--config-dir=FOLDER"))
     return args
+
+
+def _not_understood(message: str) -> NoReturn:
+    raise ConfigError(f"{message}. Overrides are written without dashes: loss=grpo. Use pgtk --help.")
 
 
 def train(argv: list[str], sweep_file: Path | None, command: list[str]) -> int:

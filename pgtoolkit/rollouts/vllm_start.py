@@ -142,6 +142,7 @@ class Servers:
         address = ["--host", "127.0.0.1", "--port", str(port)]
         command = [*shlex.split(self._config.executable), "serve", str(self._folder), *address, *self._plan.arguments]
         variables = {name: os.environ.get(name, value) for name, value in _VARIABLES.items()}
+        variables["VLLM_API_KEY"] = ""  # it is no server of the user's, and answers nobody but this machine
         variables |= {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
         where = "" if gpus is None else f" on GPU {gpus}"
         log.info(f"starting a sampling server{where}; its log: {log_file}")

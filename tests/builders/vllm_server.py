@@ -224,7 +224,7 @@ def main() -> None:
     parser.add_argument("--skip-tokenizer-init", action="store_true")
     options, _ = parser.parse_known_args()
     options.marks = options.marks and options.marks.replace("PORT", str(options.port))
-    names = ("CUDA_VISIBLE_DEVICES", "VLLM_SERVER_DEV_MODE", "VLLM_USE_V2_MODEL_RUNNER", "RANK")
+    names = ("CUDA_VISIBLE_DEVICES", "VLLM_SERVER_DEV_MODE", "VLLM_USE_V2_MODEL_RUNNER", "VLLM_API_KEY", "RANK")
     variables = {name: os.environ.get(name) for name in names}
     mark(options, f"start {json.dumps([variables, sys.argv[1:], os.environ.get('PYTHONPATH')])}")
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])

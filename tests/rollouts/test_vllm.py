@@ -216,6 +216,7 @@ def test_a_server_is_started_as_the_configuration_says(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/of/ranks")
     monkeypatch.setenv("PGTK_PYTHONPATH", "/of/the/user")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-6,7")
+    monkeypatch.setenv("VLLM_API_KEY", "of the user's own server")
     command = f"{COMMAND} --marks {tmp_path}/marks"
     own = ("sampler.gpus=[1,2]", "sampler.tensor_parallel=2", "sampler.arguments=['--enforce-eager']")
     sizes = ("sampler.gpu_memory_share=0.7", "sampler.max_sequences=11", "seed=3", "accumulation.max_tokens=20")
@@ -227,7 +228,7 @@ def test_a_server_is_started_as_the_configuration_says(tmp_path, monkeypatch):
     assert not folder.exists()
     starts = [json.loads(line[6:]) for line in (tmp_path / "marks").read_text().splitlines() if line[:5] == "start"]
     [(variables, arguments, python_path)] = starts
-    own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+    own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_API_KEY": ""}
     assert variables == own | {"CUDA_VISIBLE_DEVICES": "5,GPU-6", "RANK": None}
     assert python_path == "/of/the/user"
     place = arguments.index("serve")
