@@ -73,6 +73,24 @@ MUTANTS_OF_SERVERS = [
         (f"{_SMALL}test_a_fault_while_sampling_is_one_sentence[busy]",),
     ),
     (
+        "an answer may take as long as something of it comes now and then",
+        "rollouts/vllm_client.py",
+        {"**how)).result(seconds)": "**how)).result()"},
+        (f"{_SMALL}test_a_fault_while_sampling_is_one_sentence[trickles]",),
+    ),
+    (
+        "another run may give a server its weights",
+        "rollouts/vllm_proof.py",
+        {"        if not changed <= self._tolerance:": "        if False:"},
+        (f"{_SMALL}test_weights_that_another_run_gives_a_server_are_seen_before_anything_is_trained",),
+    ),
+    (
+        "nobody deletes the weights of a killed run",
+        "rollouts/server_guard.py",
+        {"    shutil.rmtree(folder, ignore_errors=True)\n": ""},
+        ("tests/rollouts/test_weights_folder.py::test_nothing_is_left_of_the_folder_of_a_process_that_is_killed",),
+    ),
+    (
         "one server samples everything",
         "rollouts/vllm.py",
         {"self._servers[(i + self._layout.rank) % count]": "self._servers[0]"},

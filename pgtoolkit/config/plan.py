@@ -23,7 +23,7 @@ ADVANTAGES = {
     "dr_grpo": "reward - mean of the group",
     "rloo": "reward - mean of the other completions of the group",
     "max_rl": "(reward - mean of the group) / mean of the group",
-    "batch_std": "(reward - mean of the group) / standard deviation of all rewards of the batch",
+    "batch_std": "(reward - mean of the group) / standard deviation of all rewards of the batch (recorded: all rows)",
     "pass_at_k": "reward - largest of the others of the group, where it is the largest; else 0",
     "given": "as recorded with the rollouts",
 }

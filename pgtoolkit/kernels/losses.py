@@ -69,6 +69,8 @@ def loss_of_logits(
         if totals is not None:
             raise ValueError("impl='reference' computes whole steps: no totals")
         value, log_probs, entropy = _by_reference(logits, tokens, loss)
+        # The loops' bounds make numbers of what is none.
+        value = torch.where(objective.not_finite(log_probs).any(), torch.nan, value)
         sums = measure(objective, loss.level, log_probs, entropy)
     else:
         how = loss.temperature, loss.level, implementation, method.overwrite_logits

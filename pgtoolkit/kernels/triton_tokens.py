@@ -121,7 +121,7 @@ def surrogate_kernel(
     """
     BY_DOCUMENT: tl.constexpr = SCOPE != "token"
     document = tl.program_id(0)
-    real = document < num_documents
+    real = tl.full([BLOCK], document, tl.int32) < num_documents  # a vector also for Triton 3.9's interpreter
     n = tl.zeros([BLOCK], tl.float32)
     log_ratio_sum = tl.zeros([BLOCK], tl.float32)
     advantage_sum = tl.zeros([BLOCK], tl.float32)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from pgtoolkit.losses.family import Family
 
+Grid = tuple[Tensor, Tensor, Tensor]
+"""log-ratios, advantages and log-probs"""
+
 
 def check_family(family: Family) -> None:
     """Raise ValueError, naming the number, where a family's slopes or attributes disagree with its functions.
 
-    Looks at log-ratios between -3 and 3, advantages of both signs and 0, and log-probs between -6 and -0.01, in
-    float64: shapes, the derivatives that `token` and `surrogate` return, `silent_without_advantage`,
-    `reads_old_log_probs`, and the bounds.
+    Looks at every combination of 60 log-ratios from 5e-5 to 19 on both sides of 0, five advantages of both signs and 0,
+    and five log-probs between -12 and -0.01, in float64: shapes, the derivatives that `token` and `surrogate` return,
+    that no token's numbers depend on other tokens, `silent_without_advantage`, `reads_old_log_probs`, and the bounds.
+    What is wrong only between these numbers is not seen.
     """
     name = type(family).__name__
     if family.scope not in ("token", "document", "document_sum"):
@@ -22,22 +28,24 @@ def check_family(family: Family) -> None:
         raise ValueError(f"{name}.slope_of needs to be 'log_ratio', 'log_prob' or 'both' (got {family.slope_of!r})")
     if family.slope_of == "both" and family.by_document:
         raise ValueError(f"{name}.slope_of='both' needs scope='token' (got {family.scope!r})")
-    log_ratio, advantages, log_probs = _grid()
+    grid = log_ratio, advantages, log_probs = _grid()
     x, derivative = family.token(log_ratio, advantages)
     derivative = torch.ones_like(x) if derivative is None else derivative
-    _check_derivative(f"{name}.token", "log_ratio", x, derivative, log_ratio, log_ratio)
-    losses, slope = family.surrogate(log_ratio, advantages, log_probs)
+    _check_derivative(f"{name}.token", "log_ratio", x, derivative, log_ratio, grid)
+    losses, slope = family.surrogate(*grid)
     by = {"log_ratio": log_ratio, "log_prob": log_probs}
     if family.slope_of == "both":
         moved = torch.zeros_like(log_ratio).requires_grad_()  # log-prob and log-ratio move together
         losses, slope = family.surrogate(log_ratio + moved, advantages, log_probs + moved)
-        _check_derivative(f"{name}.surrogate", "log_prob", losses, slope, moved, log_ratio)
+        _check_derivative(f"{name}.surrogate", "log_prob", losses, slope, moved, grid)
     else:
-        _check_derivative(f"{name}.surrogate", family.slope_of, losses, slope, by.pop(family.slope_of), log_ratio)
+        _check_derivative(f"{name}.surrogate", family.slope_of, losses, slope, by.pop(family.slope_of), grid)
         ((other, leaf),) = by.items()
-        _check_derivative(f"{name}.surrogate", other, losses, torch.zeros_like(slope), leaf, log_ratio)
+        _check_derivative(f"{name}.surrogate", other, losses, torch.zeros_like(slope), leaf, grid)
     if family.silent_without_advantage and bool((slope[advantages == 0] != 0).any()):
         raise ValueError(f"{name}.silent_without_advantage needs a slope of 0 where the advantage is 0 (got another)")
+    _check_alone(f"{name}.token", (x, derivative), family.token, grid[:2])
+    _check_alone(f"{name}.surrogate", (losses, slope), family.surrogate, grid)
     if not family.reads_old_log_probs:
         for one, other in zip((losses, slope), family.surrogate(1.3 * log_ratio, advantages, log_probs), strict=True):
             if not torch.equal(one, other):
@@ -49,23 +57,25 @@ def check_family(family: Family) -> None:
     family.cuts(*family.outside(ratio, log_ratio.detach(), log_probs.detach()), ratio, advantages)
 
 
-def _grid() -> tuple[Tensor, Tensor, Tensor]:
-    # No round numbers: a clip's bound, where the derivative jumps, is not met by chance.
-    log_ratio = torch.linspace(-2.917, 3.013, 61, dtype=torch.float64)
-    advantages = torch.tensor([-1.37, 0.0, 0.83], dtype=torch.float64)
-    log_ratio, advantages = log_ratio.repeat(3), advantages.repeat_interleave(61)
-    log_probs = -0.01 - 6 * torch.linspace(0, 1, 183, dtype=torch.float64).sqrt()
-    return log_ratio.requires_grad_(), advantages, log_probs.requires_grad_()
+def _grid() -> Grid:
+    # No round numbers: a clip's bound, where the derivative jumps, is not met by chance. As many close to 0, where the
+    # clips of ratios by document act, as far away; and all with all, so that gates on a probability act on both sides.
+    above = torch.logspace(-4.3, 1.28, 30, dtype=torch.float64)
+    log_ratio = torch.cat([-0.97 * above.flip(0), above])
+    advantages = torch.tensor([-3.21, -0.37, 0.0, 0.43, 2.83], dtype=torch.float64)
+    log_probs = torch.tensor([-11.7, -3.1, -0.93, -0.21, -0.011], dtype=torch.float64)
+    log_ratio, advantages, log_probs = torch.cartesian_prod(log_ratio, advantages, log_probs).unbind(-1)
+    return log_ratio.contiguous().requires_grad_(), advantages.contiguous(), log_probs.contiguous().requires_grad_()
 
 
-def _check_derivative(what: str, by: str, values: Tensor, given: Tensor, leaf: Tensor, log_ratio: Tensor) -> None:
+def _check_derivative(what: str, by: str, values: Tensor, given: Tensor, leaf: Tensor, grid: Grid) -> None:
     for result in (values, given):
         if not isinstance(result, Tensor) or result.shape != leaf.shape:
             got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
             raise ValueError(f"{what} needs to return one number per token, shape {tuple(leaf.shape)} (got {got})")
         if len(wrong := (~torch.isfinite(result)).nonzero()):
-            got, at = (float(one[int(wrong[0])].detach()) for one in (result, log_ratio))
-            raise ValueError(f"{what} needs to return finite numbers (got {got:g}, at a log-ratio of {at:.6g})")
+            at, got = int(wrong[0]), result.detach()[wrong[0]].item()
+            raise ValueError(f"{what} needs to return finite numbers (got {got:g}, {_place(grid, at)})")
     found = None
     if values.requires_grad:
         found = torch.autograd.grad(values.sum(), leaf, retain_graph=True, allow_unused=True)[0]
@@ -75,6 +85,19 @@ def _check_derivative(what: str, by: str, values: Tensor, given: Tensor, leaf: T
         at = int(wrong[0])
         raise ValueError(
             f"{what} needs a slope that is the derivative of its value by the {by} "
-            f"(got {float(given[at].detach()):.6g}, where it is {float(found[at]):.6g}, "
-            f"at a log-ratio of {float(log_ratio[at].detach()):.6g})"
+            f"(got {float(given[at].detach()):.6g}, where it is {float(found[at]):.6g}, {_place(grid, at)})"
         )
+
+
+def _check_alone(what: str, results: tuple[Tensor, ...], function: Callable, grid: tuple[Tensor, ...]) -> None:
+    """The first half of the tokens must have the same numbers whatever the second half is."""
+    half = len(grid[0]) // 2
+    others = function(*(torch.cat([one[:half], one[:1].expand(half)]).detach() for one in grid))
+    for one, other in zip(results, others, strict=True):
+        if other is not None and not torch.equal(one[:half], other[:half]):
+            raise ValueError(f"{what} needs numbers of a token that do not depend on the other tokens (got others)")
+
+
+def _place(grid: Grid, at: int) -> str:
+    log_ratio, advantage, log_prob = (f"{float(one[at].detach()):.6g}" for one in grid)
+    return f"at a log-ratio of {log_ratio}, an advantage of {advantage} and a log-prob of {log_prob}"

@@ -9,10 +9,11 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from pgtoolkit.ranks.environment import AXES
 
+# Its name where torch has made it public, and warns of the private one.
+_set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
 _LOSS_AXES = ("data_parallel", "sequence_data_parallel")
 
 
@@ -46,7 +47,7 @@ class Layout:
         loss_mesh = mesh[_LOSS_AXES]._flatten("loss")
         # Groups made from the default one start with a timeout of their own, which is not its.
         for group in (*mesh.get_all_groups(), loss_mesh.get_group()):
-            _set_pg_timeout(timedelta(seconds=timeout_seconds), group)
+            _set_timeout(timedelta(seconds=timeout_seconds), group)
         return Layout(
             mesh=mesh,
             world_size=dist.get_world_size(),

@@ -103,6 +103,8 @@ class VllmSampler:
                 for server, one in shared
             ]
         )
+        if self._config.sampler.urls and self._layout.rank == 0:  # to others', another run may have given its weights
+            self._at_once([lambda server=server: self._check_kept(server) for server in self._servers])
         if self._plan.sleeps:
             self._put_to_sleep()
         return [completion for several in found for completion in several]
@@ -187,6 +189,10 @@ class VllmSampler:
         deadline, proof = self._deadline(), self._proof
         scores = server.score(proof.text, self._salt, deadline)
         return scores, server.complete(proof.request, proof.sampling, self._salt, self._version, deadline)
+
+    def _check_kept(self, server: Server) -> None:
+        scores = server.score(self._proof.text, self._salt, self._deadline())
+        self._proof.check_kept(server.url, scores)
 
     def _at_once(self, calls: list[Callable[[], Any]]) -> list[Any]:
         """What the calls return, in their order; the first error that one of them raises, at once."""

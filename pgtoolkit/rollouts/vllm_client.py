@@ -86,6 +86,7 @@ class Server:
         self.url = url.rstrip("/")
         self._answer_seconds = answer_seconds
         self._process = process
+        self._health = "Nothing listens there, or the way is closed."
         self._session = requests.Session()
         self._session.trust_env = False  # a proxy is not the way to a server beside us
         adapter = requests.adapters.HTTPAdapter(pool_maxsize=_CONNECTIONS)
@@ -101,11 +102,14 @@ class Server:
         """Whether it answers by now; SamplerLost if it is ours and has ended."""
         self._check_process()
         with contextlib.suppress(requests.RequestException, TimeoutError):
-            return self._answer("GET", "/health", None, 5).status_code == 200
+            status = self._answer("GET", "/health", None, 5).status_code
+            self._health = f"It answers /health with {status}."
+            return status == 200
         return False
 
     def last_words(self) -> str:
-        return f"Nothing listens there, or the way is closed. {LOST}" if self._process is None else self._words()
+        """What is known of it while it is not up."""
+        return f"{self._health} {LOST}" if self._process is None else self._words()
 
     def check_folder(self, folder: Path, deadline: float) -> None:
         """Raises SamplerLost where what answers is not the server that was started from this folder."""

@@ -74,6 +74,17 @@ class Proof:
             self._check_movement(what, url, _Scores(version, server.double(), text.double()))
             self._check_difference(what, (own - expected).abs())
 
+    def check_kept(self, url: str, scores: Tensor) -> None:
+        """Raises SamplerLost where a server has other weights than when they were checked; scores: of the text, now."""
+        last = self._last[url]
+        changed = (scores.double() - last.server).abs().mean().item()
+        if not changed <= self._tolerance:
+            raise SamplerLost(
+                f"the sampling server {url} got other weights than those of version {last.version} while it sampled: "
+                f"its log-probs of a text changed by {changed:.2g} on average. Does another run use it? A server is "
+                f"for one run at a time. {LOST}"
+            )
+
     def _check_movement(self, what: str, url: str, now: _Scores) -> None:
         last, anchor = self._last.get(url, now), self._anchors.setdefault(url, now)
         self._last[url] = now

@@ -68,12 +68,12 @@ def train(
                 checkpoint = read_checkpoint(path, check=False)
         folder = Path(run_dir) if run is None else run.path
         recorder = Recorder(run, folder, config.trainer, checkpoint)
-        if run is not None:
-            run.set_status("running", recorder.step, sweep=sweep)
-        if layout.world_size > 1:
-            sizes = ", ".join(f"{axis}={layout.size(axis)}" for axis in AXES if layout.size(axis) > 1)
-            log.info(f"{layout.world_size} processes: {sizes}")
         try:
+            if run is not None:
+                run.set_status("running", recorder.step, sweep=sweep)
+            if layout.world_size > 1:
+                sizes = ", ".join(f"{axis}={layout.size(axis)}" for axis in AXES if layout.size(axis) > 1)
+                log.info(f"{layout.world_size} processes: {sizes}")
             with contextlib.ExitStack() as started, losing_ranks(layout, config.parallelism.timeout_seconds):
                 module, loader = build(config, resume, layout, folder)
                 started.callback(loader.source.close)

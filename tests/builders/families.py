@@ -49,13 +49,13 @@ class NoBounds(Squared):
 
 @dataclass(frozen=True)
 class FailsLater(Squared):
-    """As it should be on the numbers that it is looked at with at the start, 183 of them."""
+    """As it should be on the numbers that it is looked at with at the start, 1500 of them."""
 
     sums: bool = False
 
     def surrogate(self, log_ratio, advantages, log_probs):
         losses, slope = super().surrogate(log_ratio, advantages, log_probs)
-        if len(log_ratio) == 183:
+        if len(log_ratio) == 1500:
             return losses, slope
         return (losses.sum(), slope) if self.sums else ({}[len(log_ratio)], slope)
 

@@ -310,8 +310,10 @@ RULES = [
         "sampler=vllm sampler.tensor_parallel=1",
     ),
     ("sampler=vllm sampler.urls=[host]", "http(s)://HOST:PORT", "sampler=vllm sampler.urls=['http://host:1']"),
+    ("sampler=vllm sampler.urls=['http://a:1/v1']", "http(s)://HOST:PORT", "sampler=vllm sampler.urls=['http://a:1']"),
+    ("sampler=vllm sampler.urls=['http://a:65536']", "http(s)://HOST:PORT", "sampler=vllm sampler.urls=['http://a:1']"),
     (
-        "sampler=vllm sampler.urls=['http://a:1','http://a:1']",
+        "sampler=vllm sampler.urls=['http://a:1','http://a:1/']",
         "each server once",
         "sampler=vllm sampler.urls=['http://a:1','http://b:1']",
     ),

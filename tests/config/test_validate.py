@@ -147,6 +147,8 @@ NOTES = [
     ("accumulation.docs_per_step=60 accumulation.last_step=carry", "mix documents", "accumulation.docs_per_step=64"),
     ("accumulation.docs_per_step=300", "never reached", "accumulation.docs_per_step=64"),
     ("accumulation.docs_per_step=256", "every ratio is 1", "accumulation.docs_per_step=128"),
+    ("loss=reinforce", "loss=reinforce has no ratio", "experiment=reinforce"),
+    ("experiment=reinforce rollout.lag=2", "loss=reinforce has no ratio", "loss=kimi"),
     ("rollout.top_p=0.9", "left out", "rollout.top_p=1"),
     (
         r"rollout.stop=['\n']",

@@ -123,7 +123,7 @@ def test_a_label_outside_the_vocabulary_is_an_error(impl, loss):
         for number, pair in enumerate(product((0, 2, 3), (math.nan, math.inf, -math.inf)))  # by turns
     ],
 )
-@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("impl", ["torch", "triton", "reference"])
 def test_what_is_not_finite_makes_the_loss_nan_where_nobody_looks_for_it(impl, loss, field, poison):
     """An infinite log-ratio would be clamped to 20, and an advantage that is infinite give an infinite loss."""
     case = make_case(lengths=(3, 1), vocabulary=3)

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import re
-import socket
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from omegaconf import OmegaConf
 
 from pgtoolkit.errors import SamplerLost
 from pgtoolkit.rollouts.samplers import Request
-from pgtoolkit.rollouts.server_process import reserve_port
 from pgtoolkit.training.build import build
 
 VLLM = ("sampler=vllm", f"sampler.executable={COMMAND}", "trainer.device=cpu")
@@ -134,6 +132,14 @@ def test_a_server_without_its_endpoints_is_one_sentence(server, tmp_path):
         sampler.publish(module.policy.weights, 0)
 
 
+def test_another_program_at_an_address_is_one_sentence(server, tmp_path):
+    more = (f"sampler.urls=[{server.url('first')}/other]", "sampler.start_seconds=1")
+    module, sampler = server.built(tmp_path, *more)
+    said = r"/other does not answer within sampler\.start_seconds=1\. It answers /health with 404\."
+    with contextlib.closing(sampler), pytest.raises(SamplerLost, match=said):
+        sampler.publish(module.policy.weights, 0)
+
+
 BEHIND = {
     "stale": r"still from those of version 3: it answers to the last bit as it did",
     "stale_and_noisy": r"are 0\.\d+ from the trainer's of that version, and .* of version 3\.",
@@ -149,6 +155,17 @@ def test_weights_that_stay_behind_by_less_than_the_tolerance_are_seen(server, tm
         server.fault(fault)
         with pytest.raises(SamplerLost, match=BEHIND[fault]):
             sampler.publish(module.policy.weights, 4)
+
+
+def test_weights_that_another_run_gives_a_server_are_seen_before_anything_is_trained(server, tmp_path):
+    with server.joined(tmp_path / "one") as (module, one), server.joined(tmp_path / "other") as (its_module, other):
+        one.publish(module.policy.weights, 0)
+        assert len(one.complete(REQUESTS)) == 5
+        update(its_module)
+        other.publish(its_module.policy.weights, 0)
+        with pytest.raises(SamplerLost, match=r"got other weights than those of version 0 .* by \d+\.\d+ on average"):
+            one.complete(REQUESTS)
+        assert len(other.complete(REQUESTS)) == 5
 
 
 def test_a_server_wakes_for_its_weights_before_its_cache(server, tmp_path):
@@ -190,29 +207,6 @@ def test_a_program_that_is_not_there_is_one_sentence(tmp_path):
             sampler.publish(module.policy.weights, 0)
         assert sampler._folder.path.exists()
     assert not sampler._folder.path.exists()
-
-
-def test_a_port_that_is_kept_for_a_server_is_given_to_no_other():
-    """vLLM binds it with SO_REUSEPORT, which lets two servers have it, and a connection reaches either."""
-
-    def bound(port: int) -> socket.socket:
-        found = socket.socket()
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        found.bind(("127.0.0.1", port))
-        return found
-
-    with contextlib.ExitStack() as opened, reserve_port() as reserved:
-        port = reserved.getsockname()[1]
-        assert port not in [opened.enter_context(bound(0)).getsockname()[1] for _ in range(500)]
-        with pytest.raises(OSError, match="in use"):
-            opened.enter_context(socket.socket()).bind(("127.0.0.1", port))
-        server = opened.enter_context(bound(port))
-        server.listen()
-        server.settimeout(10)
-        for _ in range(50):
-            opened.enter_context(socket.create_connection(("127.0.0.1", port)))
-            opened.enter_context(server.accept()[0])
 
 
 @pytest.mark.slow

@@ -278,6 +278,7 @@ def test_rules(overrides, problem):
 
 def test_k1_on_policy_is_told_to_pull_nowhere():
     note = "the gradient of the penalty has mean 0"
-    for docs, said in ((256, True), (64, False)):
-        found = validate(config_of("kl=k1", f"accumulation.docs_per_step={docs}", "aggregation=token_mean")).notes
+    for docs, lag, said in ((256, 0, True), (64, 0, False), (256, 1, False)):
+        settings = f"accumulation.docs_per_step={docs}", f"rollout.lag={lag}", "aggregation=token_mean"
+        found = validate(config_of("kl=k1", *settings)).notes
         assert any(note in one for one in found) is said

@@ -63,17 +63,19 @@ def _vllm(c: Any, report: Report) -> None:
 
 
 def _urls(urls: list[str], report: Report) -> None:
-    for url in urls:
+    plain = [url.rstrip("/") for url in urls]
+    for url in plain:
         try:
             parts = urlsplit(url)
             good = parts.scheme in ("http", "https") and parts.hostname and not (parts.query or parts.fragment)
-        except ValueError:  # such as a bracket that is not closed
+            good = good and parts.port != 0 and not parts.path.endswith("/v1")  # that is for clients of OpenAI's
+        except ValueError:  # such as a bracket that is not closed, or a port above 65535
             good = False
         if not good or redact(url) != url:
             reason, use = "It is the address of a server of vLLM.", "sampler.urls=[http://127.0.0.1:8000]"
             report.refuse(f"sampler.urls={text(urls)}", "http(s)://HOST:PORT for each", redact(url), reason, use)
-    if len({*urls}) < len(urls):
-        reason, use = "Each server gets its share of the requests.", f"sampler.urls={text([*dict.fromkeys(urls)])}"
+    if len({*plain}) < len(urls):
+        reason, use = "Each server gets its share of the requests.", f"sampler.urls={text([*dict.fromkeys(plain)])}"
         report.refuse(f"sampler.urls={text(urls)}", "each server once", text(urls), reason, use)
 
 

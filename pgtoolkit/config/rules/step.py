@@ -120,11 +120,16 @@ def penalties(c: Any, report: Report) -> None:
         reason = "The stages hand on the training policy's hidden states, and no others."
         use = "kl.reference=recorded, or parallelism.pipeline_parallel=1"
         report.refuse(f"kl={kind}", "parallelism.pipeline_parallel=1", stages, reason, use)
-    if kind == "k1" and c.accumulation.docs_per_step == documents_per_batch(c.rollout):
+    if kind == "k1" and c.accumulation.docs_per_step == documents_per_batch(c.rollout) and not _is_late(c.rollout):
         report.note(
             "kl=k1 with one optimizer step per batch of rollouts: the gradient of the penalty has mean 0 on the "
             "policy's own samples, so that it adds noise and pulls nowhere."
         )
+
+
+def _is_late(rollout: Any) -> bool:
+    """Whether completions are sampled before the updates in between are made."""
+    return bool(rollout.name == "policy" and (rollout.lag or rollout.max_staleness))
 
 
 def needs_model(c: Any) -> bool:
@@ -149,6 +154,13 @@ def accumulation(c: Any, report: Report) -> None:
         _prompt_mean(c, docs, report)
     if c.rollout.name == "policy" and docs > 0:
         _steps_per_batch(c, docs, c.accumulation.last_step, report)
+        family = family_of_config(c)
+        off_policy = docs < documents_per_batch(c.rollout) or _is_late(c.rollout)
+        if family is not None and not family.reads_old_log_probs and off_policy:
+            report.note(
+                f"loss={c.loss.name} has no ratio: where updates lie between sampling and a step, nothing corrects for "
+                "them. One step per batch of rollouts and no rollout.lag is what it is made for."
+            )
 
 
 def _prompt_mean(c: Any, docs: int, report: Report) -> None:
@@ -178,7 +190,7 @@ def _steps_per_batch(c: Any, docs: int, last: str, report: Report) -> None:
             "carry": "some steps mix documents of two batches, sampled by different policies",
         }[last]
         report.note(f"accumulation.docs_per_step={docs} does not divide the {batch} documents of a batch: {what}.")
-    elif docs == batch and not (c.rollout.lag or c.rollout.max_staleness):
+    elif docs == batch and not _is_late(c.rollout):
         report.note(
             "one optimizer step per batch of rollouts: every ratio is 1, nothing is clipped, and the losses differ "
             "only in their weights."
