@@ -40,8 +40,8 @@ def _leave_garbage() -> None:
 
     Except where Triton's bindings are nanobind's, as since Triton 3.9: these print what is left at the end as leaks.
     """
-    bindings = sys.modules.get("triton._C.libtriton")
-    if bindings is not None and type(bindings.ir.builder).__module__ == "nanobind":
+    bindings = getattr(sys.modules.get("triton._C.libtriton"), "ir", None)
+    if type(getattr(bindings, "builder", None)).__module__ == "nanobind":
         gc.unfreeze()
     else:
         gc.freeze()
