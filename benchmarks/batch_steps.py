@@ -11,7 +11,7 @@ import csv
 import sys
 from pathlib import Path
 
-from pgtoolkit.comparison.runs import find_runs
+from pgtoolkit.runs.find import find_runs
 
 METRICS = (
     "clipped_ratio_fraction",

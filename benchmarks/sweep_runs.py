@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.measures import AXES, Goal, reached
-from pgtoolkit.comparison.runs import Run, find_runs
+from pgtoolkit.runs.find import Run, find_runs
 from pgtoolkit.runs.series import best, final
 from pgtoolkit.system.report import text
 

@@ -7,9 +7,9 @@ import json
 import torch
 from keys import key, module_and_steps
 
-from pgtoolkit.rollouts.tasks import make_task
 from pgtoolkit.runs.completions import read_completions
 from pgtoolkit.runs.directory import RunDirectory
+from pgtoolkit.tasks.tasks import make_task
 from pgtoolkit.training.evaluations import Evaluations
 
 FEW = ("evaluation.every=1", "evaluation.prompts_per_set=3", "evaluation.completions_per_prompt=2")

@@ -19,9 +19,9 @@ from keys import (
 )
 
 from pgtoolkit.errors import DataError
-from pgtoolkit.rollouts.shuffle import shuffled
-from pgtoolkit.rollouts.tasks import make_task
 from pgtoolkit.runs.completions import completion_files, read_completions
+from pgtoolkit.tasks.shuffle import shuffled
+from pgtoolkit.tasks.tasks import make_task
 
 
 def sampled(*overrides):

@@ -15,9 +15,9 @@ from omegaconf import OmegaConf
 
 from pgtoolkit.errors import SamplerLost
 from pgtoolkit.ranks.layout import ONE_PROCESS
-from pgtoolkit.rollouts.samplers import Completion, Request
-from pgtoolkit.rollouts.server_process import reserve_port
-from pgtoolkit.rollouts.vllm_start import plan
+from pgtoolkit.sampling.server_process import reserve_port
+from pgtoolkit.sampling.vllm_start import plan
+from pgtoolkit.tasks.completion import Completion, Request
 from pgtoolkit.training.build import build
 
 

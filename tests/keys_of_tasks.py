@@ -16,7 +16,7 @@ from keys_of_rollouts import prompt_of, sampled
 
 from pgtoolkit.errors import DataError
 from pgtoolkit.model.build import character_tokenizer
-from pgtoolkit.rollouts.tasks import make_task
+from pgtoolkit.tasks.tasks import make_task
 
 
 def task_of(*overrides):

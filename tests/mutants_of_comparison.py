@@ -72,7 +72,7 @@ MUTANTS_OF_COMPARISON = [
     ),
     (
         "the time of evaluations counts as training",
-        "comparison/runs.py",
+        "runs/find.py",
         {' - evaluated[before["step"]]': ""},
         (f"{MEASURES}::test_held_out_metrics_come_first_and_their_time_is_no_training",),
     ),

@@ -27,7 +27,7 @@ MUTANTS_OF_EVALUATION = [
     ),
     (
         "weights that are no numbers have a likeliest token",
-        "rollouts/sampling_settings.py",
+        "sampling/sampling_settings.py",
         {"tokens, 0 * scores.gather(-1, tokens)": "tokens, 0.0"},
         (f"{NUMBERS}::test_without_temperature_the_likeliest_token_is_taken",),
     ),

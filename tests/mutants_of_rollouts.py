@@ -87,33 +87,33 @@ MUTANTS_OF_ROLLOUTS = [
     ),
     (
         "sampling ignores the temperature",
-        "rollouts/sampling_settings.py",
+        "sampling/sampling_settings.py",
         {"temperature=float(rollout.temperature)": "temperature=1.0"},
         (
-            "tests/rollouts/test_samplers.py::test_log_probs_are_those_of_the_distribution_sampled_from[0.5-None]",
-            "tests/rollouts/test_samplers.py::test_tokens_are_as_frequent_as_the_distribution_says[2.0-None-False]",
+            "tests/sampling/test_samplers.py::test_log_probs_are_those_of_the_distribution_sampled_from[0.5-None]",
+            "tests/sampling/test_samplers.py::test_tokens_are_as_frequent_as_the_distribution_says[2.0-None-False]",
         ),
     ),
     (
         "sampling ignores top_p",
-        "rollouts/sampling_settings.py",
+        "sampling/sampling_settings.py",
         {"top_p=1.0 if top_p is None else top_p": "top_p=1.0"},
         (
-            "tests/rollouts/test_samplers.py::test_log_probs_are_those_of_the_distribution_sampled_from[1.0-0.7]",
-            "tests/rollouts/test_samplers.py::test_tokens_are_as_frequent_as_the_distribution_says[0.6-0.8-False]",
+            "tests/sampling/test_samplers.py::test_log_probs_are_those_of_the_distribution_sampled_from[1.0-0.7]",
+            "tests/sampling/test_samplers.py::test_tokens_are_as_frequent_as_the_distribution_says[0.6-0.8-False]",
         ),
     ),
     (
         "sampled log-probs not renormalised after top_p has cut the distribution",
-        "rollouts/samplers.py",
+        "sampling/samplers.py",
         {"[*temperature_and_top_p(self.settings), drawn]": "[drawn, *temperature_and_top_p(self.settings)]"},
-        ("tests/rollouts/test_samplers.py::test_log_probs_are_those_of_the_distribution_sampled_from[1.0-0.7]",),
+        ("tests/sampling/test_samplers.py::test_log_probs_are_those_of_the_distribution_sampled_from[1.0-0.7]",),
     ),
     (
         "the model folder's generation_config.json acts on what is sampled",
-        "rollouts/sampling_settings.py",
+        "sampling/sampling_settings.py",
         {"own, model.generation_config = model.generation_config, GenerationConfig()": "own = model.generation_config"},
-        ("tests/rollouts/test_samplers.py::test_what_the_folder_suggests_does_not_act[repetition_penalty]",),
+        ("tests/sampling/test_samplers.py::test_what_the_folder_suggests_does_not_act[repetition_penalty]",),
     ),
     (
         "the sampler is not told which weights it samples from after an update",
@@ -155,13 +155,13 @@ MUTANTS_OF_ROLLOUTS = [
     ),
     (
         "in the background the weights are sampled from as they are being trained",
-        "rollouts/samplers.py",
+        "sampling/samplers.py",
         {"None if self._beside_training or policy": "None if policy", "if self._beside_training:\n": "if False:\n"},
         ("tests/rollouts/test_overlap.py::test_a_batch_is_sampled_while_another_is_trained",),
     ),
     (
         "what is sampled in the background draws from the random state of all",
-        "rollouts/samplers.py",
+        "sampling/samplers.py",
         {"1, generator=self.generator": "1, generator=None"},
         (
             "tests/rollouts/test_overlap.py::test_the_global_random_state_stays_as_it_is",
@@ -176,14 +176,14 @@ MUTANTS_OF_ROLLOUTS = [
     ),
     (
         "the scores of every sampled token are kept",
-        "rollouts/samplers.py",
+        "sampling/samplers.py",
         {
             "self.log_probs.append(log_probs.gather(-1, tokens))": (
                 "self.log_probs.append(log_probs.gather(-1, tokens))\n"
                 "        self.__dict__.setdefault('all', []).append(scores)"
             )
         },
-        ("tests/rollouts/test_samplers.py::test_memory_does_not_grow_with_the_vocabulary_times_the_completion",),
+        ("tests/sampling/test_samplers.py::test_memory_does_not_grow_with_the_vocabulary_times_the_completion",),
     ),
     (
         "documents share a row in a model that does not keep them apart",
@@ -195,19 +195,19 @@ MUTANTS_OF_ROLLOUTS = [
         "the sampler rounds its logits to bfloat16 where training computes them in float32",
         "model/policy.py",
         {"if fp32_lm_head and dtype": "if False and dtype"},
-        ("tests/rollouts/test_samplers.py::test_sampling_has_the_head_of_training[True]",),
+        ("tests/sampling/test_samplers.py::test_sampling_has_the_head_of_training[True]",),
     ),
     (
         "the sampler's copy keeps the weights that it was made with",
-        "rollouts/samplers.py",
+        "sampling/samplers.py",
         {"        if self._beside_training:\n": "        if self._beside_training and not version:\n"},
-        ("tests/rollouts/test_samplers.py::test_a_copy_samples_as_the_policy_did_when_it_was_published[true]",),
+        ("tests/sampling/test_samplers.py::test_a_copy_samples_as_the_policy_did_when_it_was_published[true]",),
     ),
     (
         "decoding takes the likeliest token",
-        "rollouts/samplers.py",
+        "sampling/samplers.py",
         {"(noise + scores).argmax(-1)": "scores.argmax(-1)"},
-        ("tests/rollouts/test_samplers.py::test_tokens_are_as_frequent_as_the_distribution_says[1.0-None-True]",),
+        ("tests/sampling/test_samplers.py::test_tokens_are_as_frequent_as_the_distribution_says[1.0-None-True]",),
     ),
     (
         "rows that go on get the keys of rows that have ended",
@@ -244,19 +244,19 @@ MUTANTS_OF_ROLLOUTS = [
     ),
     (
         "prompts without the token of the beginning that the model's tokenizer adds",
-        "rollouts/prompts.py",
+        "tasks/prompts.py",
         {'for prompt in prompts])["input_ids"]': 'for prompt in prompts], add_special_tokens=False)["input_ids"]'},
         ("tests/model/test_huggingface.py::test_prompts_are_tokens_as_the_tokenizer_makes_them",),
     ),
     (
         "labels that are not shifted: each position predicts its own token",
-        "rollouts/packing.py",
+        "packing.py",
         {"labels=labelled(tokens[trained], -1)": "labels=torch.where(labelled(tokens[trained], -1) < 0, -1, tokens)"},
         ("tests/rollouts/test_packing.py::test_a_document_without_a_trained_token_stays",),
     ),
     (
         "old log-probs that are not shifted with their labels",
-        "rollouts/packing.py",
+        "packing.py",
         {"labelled(_concatenate(old, torch.float32), 0.0)": "labelled(_concatenate(old, torch.float32), 0.0).roll(1)"},
         ("tests/losses/test_peers.py::test_old_log_probs_and_advantages_are_shifted_with_their_labels",),
     ),

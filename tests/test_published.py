@@ -11,8 +11,8 @@ import pytest
 from pgtoolkit.comparison import terminal
 from pgtoolkit.comparison.groups import Compared, Group, _limits, _rank, _sample
 from pgtoolkit.comparison.measures import AXES, DOCUMENTS, Goal, Reached
-from pgtoolkit.comparison.runs import Run
 from pgtoolkit.comparison.statistics import compare_all
+from pgtoolkit.runs.find import Run
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "benchmarks" / "data"

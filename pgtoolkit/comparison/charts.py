@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from pgtoolkit.comparison.groups import Compared
-from pgtoolkit.comparison.runs import Run
+from pgtoolkit.runs.find import Run
 from pgtoolkit.runs.series import smooth
 
 AXES = ("documents_seen", "seconds")

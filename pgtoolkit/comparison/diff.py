@@ -6,13 +6,13 @@ import sys
 from itertools import zip_longest
 from pathlib import Path
 
-from pgtoolkit.comparison.runs import is_run, not_a_run
 from pgtoolkit.comparison.terminal import aligned
 from pgtoolkit.runs.directory import config_drift
 from pgtoolkit.runs.files import known_provenance, read_config
+from pgtoolkit.runs.find import is_run, not_a_run
 from pgtoolkit.runs.provenance import last_start
 from pgtoolkit.system.report import text
-from pgtoolkit.tracking.next_commands import shell_path
+from pgtoolkit.system.shell import shell_path
 
 _HARDWARE = ("host", "platform", "cpus", "memory", "gpus")
 

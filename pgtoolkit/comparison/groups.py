@@ -17,10 +17,10 @@ from pgtoolkit.comparison.measures import (
     parse_reach,
     reached,
 )
-from pgtoolkit.comparison.runs import HELD_OUT, Run
 from pgtoolkit.comparison.statistics import Comparison, Sample, compare_all, mean_and_std
 from pgtoolkit.config.names import NO_EFFECT_ON_LEARNING
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.runs.find import HELD_OUT, Run
 from pgtoolkit.system.report import text
 
 _NOT_COMPARED = ("seed", *NO_EFFECT_ON_LEARNING)

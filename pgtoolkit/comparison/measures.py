@@ -8,8 +8,8 @@ from math import isfinite, nan
 
 import numpy as np
 
-from pgtoolkit.comparison.runs import HELD_OUT, Run
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.runs.find import HELD_OUT, Run
 from pgtoolkit.runs.series import final, first, mean
 
 AXES = {"documents_seen": "documents", "tokens_seen": "tokens", "seconds": "seconds"}

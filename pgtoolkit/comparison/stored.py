@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from pgtoolkit.comparison.runs import Run, is_run, read_run
 from pgtoolkit.config.paths import absolute_uri
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.runs.find import Run, is_run, read_run
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.tracking.mlflow_run import SUPERSEDED
 from pgtoolkit.tracking.store import client_of, raising_storage_errors, require_store, search_literal

@@ -46,8 +46,8 @@ def _write_report(sweep_folder: Path, name: str, folder: Path) -> str:
     """The comparison as files; returns it in Markdown."""
     from pgtoolkit.comparison.files import write
     from pgtoolkit.comparison.groups import compare
-    from pgtoolkit.comparison.runs import find_runs
     from pgtoolkit.comparison.terminal import page
+    from pgtoolkit.runs.find import find_runs
 
     try:
         compared = compare(find_runs([str(sweep_folder)]))

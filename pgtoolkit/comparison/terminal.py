@@ -9,8 +9,8 @@ from math import inf
 from pgtoolkit.comparison.charts import mean_curve
 from pgtoolkit.comparison.groups import Compared, Group
 from pgtoolkit.comparison.measures import AXES, DOCUMENTS, is_score
-from pgtoolkit.comparison.runs import HELD_OUT
 from pgtoolkit.comparison.statistics import LEVEL, MOST_SEEDS, POWER, Comparison, mean_and_std
+from pgtoolkit.runs.find import HELD_OUT
 from pgtoolkit.system.report import plural, text
 from pgtoolkit.tracking.progress import WIDTH, sparkline
 

@@ -12,8 +12,8 @@ import torch
 from pgtoolkit.batch import Document
 from pgtoolkit.config.schema import Config
 from pgtoolkit.model.build import build_policy
+from pgtoolkit.packing import pack
 from pgtoolkit.ranks.layout import ONE_PROCESS
-from pgtoolkit.rollouts.packing import pack
 from pgtoolkit.training.build import accelerator
 from pgtoolkit.training.module import PolicyGradientModule
 

@@ -15,11 +15,11 @@ from pgtoolkit.dumps.configuration import configured
 from pgtoolkit.dumps.records import Converted, Unusable
 from pgtoolkit.dumps.systems import REFUSED, SYSTEMS, System
 from pgtoolkit.errors import ConfigError, DataError, StorageError
-from pgtoolkit.rollouts.files import Problems, in_order
 from pgtoolkit.rollouts.rows import Row, Rules, parse_row
 from pgtoolkit.rollouts.writer import write_parquet
 from pgtoolkit.system.plain_files import replacing
 from pgtoolkit.system.report import plural, refusal
+from pgtoolkit.tasks.row_files import Problems, in_order
 
 ANY_TOKEN = 2**31 - 1
 _SAMPLE_TOKENS, _JUDGED = 2**17, 8

@@ -21,8 +21,8 @@ from pgtoolkit.kernels.losses import loss_of_log_probs
 from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.objective import Loss
+from pgtoolkit.packing import pack
 from pgtoolkit.rollouts.advantages import batch_divisor, group_advantages
-from pgtoolkit.rollouts.packing import pack
 from pgtoolkit.rollouts.recorded import RecordedRollouts
 
 _PAIRED_TOKENS = 2**17

@@ -11,7 +11,7 @@ from typing import Any
 
 from pgtoolkit.batch import Document
 from pgtoolkit.errors import DataError
-from pgtoolkit.rollouts.files import JsonlFile
+from pgtoolkit.tasks.row_files import JsonlFile
 
 
 class Unusable(Exception):

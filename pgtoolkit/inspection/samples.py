@@ -12,7 +12,6 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from pgtoolkit.comparison.runs import is_run, not_a_run
 from pgtoolkit.comparison.terminal import folded
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.completions import (
@@ -23,6 +22,7 @@ from pgtoolkit.runs.completions import (
     read_completions,
     some_completions,
 )
+from pgtoolkit.runs.find import is_run, not_a_run
 from pgtoolkit.runs.series import mean
 from pgtoolkit.system.legible import legible, lines_of, shortened
 from pgtoolkit.system.report import plural

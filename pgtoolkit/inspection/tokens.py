@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from pgtoolkit.comparison.runs import is_run, not_a_run
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.overrides import jobs
@@ -24,9 +23,10 @@ from pgtoolkit.inspection.tokens_losses import Judged, common_vectors, judge
 from pgtoolkit.inspection.tokens_step import MadeStep, make_again
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.runs.directory import config_drift, read_metrics
+from pgtoolkit.runs.find import is_run, not_a_run
 from pgtoolkit.system.functions import FUNCTIONS
 from pgtoolkit.system.report import key_of, plural
-from pgtoolkit.tracking.next_commands import shell_path
+from pgtoolkit.system.shell import shell_path
 from pgtoolkit.training.checkpoint import load_newest
 from pgtoolkit.training.loss import loss_of
 

@@ -12,10 +12,10 @@ from pgtoolkit.batch import Document, MicroBatch, Step
 from pgtoolkit.config.schema import Config, ParallelismConfig, PolicyRolloutConfig, TransformersSamplerConfig
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.kernels.losses import PolicyLoss
-from pgtoolkit.rollouts.files import open_files
 from pgtoolkit.rollouts.rows import FIELDS, Row, Rules, parse_row
 from pgtoolkit.rollouts.steps import Source, StepLoader
 from pgtoolkit.rollouts.writer import batch_file
+from pgtoolkit.tasks.row_files import open_files
 from pgtoolkit.training.build import build, closes_on_groups, fit
 from pgtoolkit.training.frameworks import lightning
 from pgtoolkit.training.module import PolicyGradientModule

@@ -209,7 +209,7 @@ def page(checked: Checked) -> str:
 
 
 def _first_prompt(config: DictConfig) -> list[str]:
-    from pgtoolkit.rollouts.prompts import preview
+    from pgtoolkit.tasks.prompts import preview
 
     try:
         return preview(OmegaConf.to_object(config.model), OmegaConf.to_object(config.task), config.seed)

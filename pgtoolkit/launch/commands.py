@@ -31,9 +31,9 @@ def _compare(argv: list[str]) -> int:
 
     from pgtoolkit.comparison.files import write
     from pgtoolkit.comparison.groups import compare
-    from pgtoolkit.comparison.runs import find_runs
     from pgtoolkit.comparison.stored import stored_runs
     from pgtoolkit.comparison.terminal import page
+    from pgtoolkit.runs.find import find_runs
     from pgtoolkit.tracking.next_commands import shell_path
 
     runs = stored_runs(args.uri, args.runs) if args.uri else find_runs(args.runs)
@@ -123,7 +123,7 @@ def _sync(argv: list[str]) -> int:
     parser.add_argument("--experiment", metavar="NAME", help="another experiment than the run's own")
     args = parser.parse_args(argv)
 
-    from pgtoolkit.comparison.runs import run_directories
+    from pgtoolkit.runs.find import run_directories
     from pgtoolkit.tracking.sync import sync
 
     failed = []

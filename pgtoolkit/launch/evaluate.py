@@ -28,7 +28,7 @@ from pgtoolkit.launch.start import refused
 from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, key_of, refusal
-from pgtoolkit.tracking.next_commands import shell_path
+from pgtoolkit.system.shell import shell_path
 from pgtoolkit.training.machine import check_machine
 
 FOLDER = Path("outputs/evaluations")
@@ -61,7 +61,7 @@ class Asked:
 
 def evaluate(asked: Asked) -> str:
     """Evaluate, write the results into a folder of their own, and give what to print. Raises PgtoolkitError."""
-    from pgtoolkit.comparison.runs import is_run
+    from pgtoolkit.runs.find import is_run
 
     of_run = asked.source is not None and is_run(asked.source)
     config = _configuration(asked, of_run)
@@ -103,7 +103,7 @@ def _configuration(asked: Asked, of_run: bool) -> DictConfig:
         run_dir = source
     elif source is not None:
         if not (source / "config.json").is_file():
-            from pgtoolkit.comparison.runs import not_a_run
+            from pgtoolkit.runs.find import not_a_run
 
             raise not_a_run(asked.command, source, "a run directory, or a model's Hugging Face folder")
         overrides = ["model=huggingface", f"model.path={json.dumps(str(source))}", *overrides]

@@ -10,7 +10,8 @@ from pgtoolkit.errors import PgtoolkitError
 from pgtoolkit.launch.sweep import Job, Sweep
 from pgtoolkit.runs.directory import read_metrics
 from pgtoolkit.runs.series import final
-from pgtoolkit.tracking.next_commands import program, shell_path
+from pgtoolkit.system.shell import shell_path
+from pgtoolkit.tracking.next_commands import program
 
 OBJECTIVE = "reward"
 """The metric that the lines and the table show, and that a searching sweeper is given."""

@@ -13,9 +13,9 @@ from pgtoolkit.errors import ConfigError
 from pgtoolkit.model import attention, lora
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.model.probe import keeps_documents_apart
-from pgtoolkit.rollouts.prompts import END, tiny_tokenizer
 from pgtoolkit.system import model_folder
 from pgtoolkit.system.report import listed
+from pgtoolkit.tasks.prompts import END, tiny_tokenizer
 
 log = logging.getLogger("pgtoolkit")
 

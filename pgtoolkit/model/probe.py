@@ -9,7 +9,7 @@ from torch.nn import Linear
 from pgtoolkit.batch import Document
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model.policy import Policy
-from pgtoolkit.rollouts.packing import pack
+from pgtoolkit.packing import pack
 from pgtoolkit.system import model_folder
 
 _TO_PACK, _TO_USE, _COARSER = 5e-4, 5e-3, 0.3

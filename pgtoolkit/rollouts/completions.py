@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pgtoolkit.batch import Document
-from pgtoolkit.rollouts.tasks import Prompt
 from pgtoolkit.runs.completions import FOLDER, CompletionRow, read_completions, redacted, write_redacted
+from pgtoolkit.tasks.tasks import Prompt
 
 STEPS_PER_FILE = 100
 

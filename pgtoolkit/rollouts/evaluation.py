@@ -14,11 +14,12 @@ from pgtoolkit.config.evaluation import powers_of_two, sampling
 from pgtoolkit.config.schema import Config, OldLogProbs, PolicyRolloutConfig
 from pgtoolkit.ranks.agreement import failing_together, gather
 from pgtoolkit.ranks.layout import Layout
-from pgtoolkit.rollouts.prompts import TokenizedTask
-from pgtoolkit.rollouts.samplers import Request, Sampler
-from pgtoolkit.rollouts.shuffle import seed_of
-from pgtoolkit.rollouts.tasks import Prompt, Score, Task
 from pgtoolkit.runs.completions import FOLDER, CompletionRow, write_completions
+from pgtoolkit.sampling.samplers import Sampler
+from pgtoolkit.tasks.completion import Request
+from pgtoolkit.tasks.prompts import TokenizedTask
+from pgtoolkit.tasks.shuffle import seed_of
+from pgtoolkit.tasks.tasks import Prompt, Score, Task
 
 
 @dataclass(frozen=True)

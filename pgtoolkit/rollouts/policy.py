@@ -17,18 +17,19 @@ from pgtoolkit.batch import Document, MicroBatch
 from pgtoolkit.config.schedule import steps_ahead, steps_before
 from pgtoolkit.config.schema import Config, OldLogProbs
 from pgtoolkit.errors import DataError
+from pgtoolkit.packing import cut, pack
 from pgtoolkit.ranks.agreement import failing_together, gather
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.advantages import batch_divisor, group_advantages, overlong_penalty
 from pgtoolkit.rollouts.dynamic_sampling import fill
-from pgtoolkit.rollouts.packing import cut, pack
-from pgtoolkit.rollouts.prompts import TokenizedTask
-from pgtoolkit.rollouts.samplers import Completion, Request, Sampler
-from pgtoolkit.rollouts.shuffle import seed_of
 from pgtoolkit.rollouts.steps import Source
-from pgtoolkit.rollouts.tasks import Prompt, Score
 from pgtoolkit.rollouts.writer import RolloutWriter
+from pgtoolkit.sampling.samplers import Sampler
 from pgtoolkit.system.background import in_background
+from pgtoolkit.tasks.completion import Completion, Request
+from pgtoolkit.tasks.prompts import TokenizedTask
+from pgtoolkit.tasks.shuffle import seed_of
+from pgtoolkit.tasks.tasks import Prompt, Score
 
 STAGES = ("sampling", "scoring", "old_log_probs")
 

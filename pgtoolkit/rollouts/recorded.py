@@ -15,10 +15,10 @@ from pgtoolkit.batch import OPTIONAL_VECTORS, Document
 from pgtoolkit.config.schema import AdvantageEstimator, RecordedRolloutConfig
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.rollouts.advantages import batch_divisor, group_advantages
-from pgtoolkit.rollouts.files import Problems, RowFile, find_files, open_files
 from pgtoolkit.rollouts.rows import FIELDS, Row, Rules, parse_row
-from pgtoolkit.rollouts.shuffle import shuffled
 from pgtoolkit.rollouts.steps import Source
+from pgtoolkit.tasks.row_files import Problems, RowFile, find_files, open_files
+from pgtoolkit.tasks.shuffle import shuffled
 
 log = logging.getLogger("pgtoolkit")
 

@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 from pgtoolkit.batch import Document
 from pgtoolkit.config.rules.run import occupied_by_rollouts
 from pgtoolkit.errors import ConfigError, StorageError
-from pgtoolkit.rollouts.files import DIGEST_KEY
 from pgtoolkit.rollouts.rows import FIELDS, Row, row_of
 from pgtoolkit.system.plain_files import replacing
+from pgtoolkit.tasks.row_files import DIGEST_KEY
 
 ROW_GROUP_TOKENS = 2**20
 """A row group is read whole: it ends with the row that reaches so many tokens."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import shutil
 import sys
@@ -19,20 +18,11 @@ from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.runs.files import known_provenance, leaves, read_config
 from pgtoolkit.system.functions import COMMANDS, functions_in
 from pgtoolkit.system.redaction import redact
+from pgtoolkit.system.shell import shell_path, shortest_path
 from pgtoolkit.tracking.store import search_literal
 
 UI_ADDRESS = "http://127.0.0.1:5000"
 """Where `mlflow server` listens unless told otherwise."""
-
-
-def shell_path(path: str | Path) -> str:
-    """The path quoted for a shell; relative to the current directory where that is shorter."""
-    return shlex.quote(_shortest(path))
-
-
-def _shortest(path):
-    absolute = os.path.abspath(path)
-    return min(os.path.relpath(absolute), absolute, key=len)
 
 
 def program(name: str) -> str:
@@ -57,7 +47,7 @@ def ui_command(uri: str | None) -> str | None:
     if uri == absolute_uri(None):
         return _pgtk("ui")
     path = uri.removeprefix("sqlite:///")
-    store = redact(uri) if path == uri else f"sqlite:///{_shortest(path)}"
+    store = redact(uri) if path == uri else f"sqlite:///{shortest_path(path)}"
     return _pgtk("ui", f"--uri={store}")
 
 
@@ -84,13 +74,13 @@ def _server(uri):
 
 def resume_command(run_dir: str | Path, overrides: Sequence[str] = ()) -> str:
     """The command that continues a run, with overrides if any; what no file may say is typed again."""
-    return _pgtk("resume", _shortest(run_dir), *_only_typed(run_dir), *overrides)
+    return _pgtk("resume", shortest_path(run_dir), *_only_typed(run_dir), *overrides)
 
 
 def sync_command(run_dir: str | Path) -> str:
     """The command that delivers to MLflow what it lacks of a run."""
     server = [f"--{one.removeprefix('tracking.')}" for one in _only_typed(run_dir) if one.startswith("tracking.uri=")]
-    return _pgtk("sync", _shortest(run_dir), *server)
+    return _pgtk("sync", shortest_path(run_dir), *server)
 
 
 def _only_typed(run_dir):
@@ -122,17 +112,17 @@ def counterpart_command(run_dir: str | Path) -> str:
     So are its name, and the folder of its recorded rollouts, which is occupied now.
     """
     folder = _config_dir(run_dir)
-    return _pgtk(*([f"--config-dir={_shortest(folder)}"] if folder else []), *_counterpart(run_dir))
+    return _pgtk(*([f"--config-dir={shortest_path(folder)}"] if folder else []), *_counterpart(run_dir))
 
 
 def compare_command(run_dir: str | Path) -> str:
     """The command that compares a run with its counterpart, once that has run; of a sweep's run, the whole sweep."""
     path = Path(run_dir).absolute()
     if (path.parent / "sweep.json").exists():
-        return _pgtk("compare", _shortest(path.parent))
+        return _pgtk("compare", shortest_path(path.parent))
     name = name_of(None, _counterpart(run_dir))
     # When the counterpart will start is not known: the shell finds its directory by its name.
-    return f"{_pgtk('compare', _shortest(path))} outputs/*/??-??-??-??????-{name}"
+    return f"{_pgtk('compare', shortest_path(path))} outputs/*/??-??-??-??????-{name}"
 
 
 def _counterpart(run_dir):

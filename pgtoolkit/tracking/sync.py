@@ -7,8 +7,8 @@ from pathlib import Path
 from pgtoolkit.config.rules.executed import of_address
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.directory import RunDirectory, read_config, read_status
+from pgtoolkit.system.shell import shell_path
 from pgtoolkit.tracking.mlflow_run import MlflowTracker
-from pgtoolkit.tracking.next_commands import shell_path
 
 DEFAULT_EXPERIMENT = "pgtoolkit"
 

@@ -29,19 +29,19 @@ from pgtoolkit.model.policy import Policy
 from pgtoolkit.model.spread import parallelize
 from pgtoolkit.ranks.agreement import failing_together
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
-from pgtoolkit.rollouts.chat import chat_of
 from pgtoolkit.rollouts.evaluation import Evaluator, PromptSet, as_evaluated, asked_by_both
 from pgtoolkit.rollouts.policy import PolicyRollouts
-from pgtoolkit.rollouts.prompts import TokenizedTask
 from pgtoolkit.rollouts.recorded import RecordedRollouts
-from pgtoolkit.rollouts.samplers import Sampler, TransformersSampler
-from pgtoolkit.rollouts.sampling_settings import ignored_settings
 from pgtoolkit.rollouts.steps import Source, StepLoader
-from pgtoolkit.rollouts.tasks import Task, TaskConfig, make_task
-from pgtoolkit.rollouts.vllm import VllmSampler
 from pgtoolkit.rollouts.writer import RolloutWriter
+from pgtoolkit.sampling.samplers import Sampler, TransformersSampler
+from pgtoolkit.sampling.sampling_settings import ignored_settings
+from pgtoolkit.sampling.vllm import VllmSampler
 from pgtoolkit.system.model_folder import end_tokens
 from pgtoolkit.system.report import Report
+from pgtoolkit.tasks.chat import chat_of
+from pgtoolkit.tasks.prompts import TokenizedTask
+from pgtoolkit.tasks.tasks import Task, TaskConfig, make_task
 from pgtoolkit.training.frameworks import lightning
 from pgtoolkit.training.machine import devices
 from pgtoolkit.training.module import PolicyGradientModule

@@ -13,10 +13,10 @@ from pgtoolkit.config.evaluation import held_out_sets, is_on
 from pgtoolkit.config.paths import NO_FOLDER
 from pgtoolkit.config.schema import Config, HuggingFaceModelConfig, PromptsTaskConfig, RecordedRolloutConfig
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.rollouts.datasets import prompt_files
-from pgtoolkit.rollouts.files import find_files
 from pgtoolkit.runs.files import read_data, storage
 from pgtoolkit.system.plain_files import write_atomically
+from pgtoolkit.tasks.datasets import prompt_files
+from pgtoolkit.tasks.row_files import find_files
 
 WHOLE_BYTES = 64 * 2**20
 """A larger file of rollouts or of a model is looked at in samples: weights of terabytes take seconds."""

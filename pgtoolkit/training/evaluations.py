@@ -16,11 +16,11 @@ from pgtoolkit.errors import ConfigError, DataError, first_line
 from pgtoolkit.model.build import build_policy
 from pgtoolkit.ranks.agreement import failing_together, gather
 from pgtoolkit.ranks.layout import ONE_PROCESS
-from pgtoolkit.rollouts.shuffle import seed_of
-from pgtoolkit.rollouts.tasks import Task, make_task
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.evaluations import best_checkpoint, best_of
 from pgtoolkit.runs.files import read_evaluations
+from pgtoolkit.tasks.shuffle import seed_of
+from pgtoolkit.tasks.tasks import Task, make_task
 from pgtoolkit.tracking.progress import evaluation_line
 from pgtoolkit.training.build import accelerator, begin, evaluator_of
 from pgtoolkit.training.module import PolicyGradientModule

@@ -16,23 +16,23 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
-from pgtoolkit.comparison.runs import is_run, not_a_run
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.evaluation import watched_in
 from pgtoolkit.config.schema import Config, HuggingFaceModelConfig, NumberType, PromptsTaskConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
-from pgtoolkit.rollouts.prompts import scored_by_nobody
-from pgtoolkit.rollouts.tasks import make_task
 from pgtoolkit.runs.directory import read_config, read_metrics, read_status
 from pgtoolkit.runs.evaluations import best_checkpoint
 from pgtoolkit.runs.files import read_resolved
+from pgtoolkit.runs.find import is_run, not_a_run
 from pgtoolkit.runs.series import best, final
 from pgtoolkit.system.model_folder import ADAPTER_SETTINGS, load_config
 from pgtoolkit.system.plain_files import open_to_read
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import refusal
+from pgtoolkit.system.shell import shell_path
+from pgtoolkit.tasks.prompts import scored_by_nobody
+from pgtoolkit.tasks.tasks import make_task
 from pgtoolkit.tracking.description import describe
-from pgtoolkit.tracking.next_commands import shell_path
 from pgtoolkit.training.checkpoint import list_checkpoints, load_newest, read_checkpoint, settings_of, step_of
 
 _SHOWN = ("reward", "exact_match", "loss", "kl_new_old", "completion_length")

@@ -111,7 +111,7 @@ def _chat(c: Any, report: Report) -> None:
     if c.rollout.name != "policy" or system is None or c.model.name != "huggingface" or not c.model.path:
         return
     if os.path.isdir(Path(c.model.path).expanduser()) and not report.problems:
-        from pgtoolkit.rollouts.chat import chat_of
+        from pgtoolkit.tasks.chat import chat_of
 
         with _added_to(report):
             chat_of(c.task, model_folder.load_tokenizer(c.model.path))
@@ -179,7 +179,7 @@ def _tasks(c: Any) -> Iterator[tuple[str, Any]]:
 
 @functools.cache  # the jobs of a sweep share them
 def _unreadable_prompts(_directory: str, *where: str | None) -> str | None:
-    from pgtoolkit.rollouts.prompt_rows import read_prompts
+    from pgtoolkit.tasks.prompt_rows import read_prompts
 
     try:
         read_prompts(*where)

@@ -19,7 +19,7 @@ from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_li
 from pgtoolkit.model import lora
 from pgtoolkit.model.policy import Policy, named_weights
 from pgtoolkit.ranks.agreement import failing_together, gather
-from pgtoolkit.rollouts.sampling_settings import sampling_settings
+from pgtoolkit.sampling.sampling_settings import sampling_settings
 from pgtoolkit.system.model_folder import load_config
 from pgtoolkit.training.checkpoint import ADAPTERS, MOMENTS, WEIGHTS, open_tensors
 from pgtoolkit.training.frameworks import lightning

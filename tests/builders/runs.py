@@ -12,8 +12,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.validate import validate
-from pgtoolkit.rollouts.samplers import TransformersSampler
 from pgtoolkit.rollouts.steps import StepLoader
+from pgtoolkit.sampling.samplers import TransformersSampler
 from pgtoolkit.training.build import build
 from pgtoolkit.training.checkpoint import (
     ADAPTERS,

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from pgtoolkit.rollouts.samplers import Request
-from pgtoolkit.rollouts.sampling_settings import sampling_settings, temperature_and_top_p
-from pgtoolkit.rollouts.vllm_client import Sampling
-from pgtoolkit.rollouts.weights_folder import WeightsFolder
+from pgtoolkit.sampling.sampling_settings import sampling_settings, temperature_and_top_p
+from pgtoolkit.sampling.vllm_client import Sampling
+from pgtoolkit.sampling.weights_folder import WeightsFolder
+from pgtoolkit.tasks.completion import Request
 
 
 def update(module, size: float = 0.05) -> None:

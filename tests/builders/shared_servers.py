@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from builders.models import save_with_tokenizer, small_llama
 from builders.runs import SHORT, config_of, sampler_of
 from builders.vllm_servers import COMMAND, Command
-from pgtoolkit.rollouts.vllm import VllmSampler
+from pgtoolkit.sampling.vllm import VllmSampler
 from pgtoolkit.training.build import build
 
 ENDS = [11, 3]

@@ -21,8 +21,8 @@ from pgtoolkit.losses.families import family_of
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.model.spread import parallelize
+from pgtoolkit.packing import pack
 from pgtoolkit.ranks.layout import AXES, ONE_PROCESS, Layout
-from pgtoolkit.rollouts.packing import pack
 from pgtoolkit.training.accumulation import DynamicAccumulation
 from pgtoolkit.training.module import PolicyGradientModule
 

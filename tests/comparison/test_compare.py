@@ -14,9 +14,9 @@ from omegaconf import OmegaConf
 from pgtoolkit.cli import main
 from pgtoolkit.comparison.charts import mean_curve
 from pgtoolkit.comparison.groups import compare
-from pgtoolkit.comparison.runs import find_runs
 from pgtoolkit.comparison.terminal import whole
 from pgtoolkit.runs.directory import RunDirectory
+from pgtoolkit.runs.find import find_runs
 from pgtoolkit.runs.series import best, final
 from pgtoolkit.tracking.progress import WIDTH
 

@@ -9,8 +9,8 @@ import pytest
 from pgtoolkit.cli import main
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.measures import Goal, goal_of, reached
-from pgtoolkit.comparison.runs import Run, find_runs
 from pgtoolkit.runs.directory import RunDirectory
+from pgtoolkit.runs.find import Run, find_runs
 
 HELD_OUT = "evaluation/held_out/pass@1"
 

@@ -60,8 +60,8 @@ from builders.runs import SHORT, assert_equal, built
 from pgtoolkit import linear_policy_loss, policy_loss
 from pgtoolkit.batch import Document, StepTotals
 from pgtoolkit.losses import reference
+from pgtoolkit.packing import pack
 from pgtoolkit.rollouts.data_metrics import data_metrics
-from pgtoolkit.rollouts.packing import pack
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.training.checkpoint import load_newest, save_checkpoint
 from pgtoolkit.training.state import restore, snapshot

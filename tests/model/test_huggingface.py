@@ -23,8 +23,8 @@ from pgtoolkit.cli import main
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.launch.check import check, problems
 from pgtoolkit.model.build import build_policy
-from pgtoolkit.rollouts.prompts import tiny_tokenizer
 from pgtoolkit.rollouts.steps import make_step
+from pgtoolkit.tasks.prompts import tiny_tokenizer
 from pgtoolkit.training.train import build, train
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32}

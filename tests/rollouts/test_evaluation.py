@@ -10,8 +10,8 @@ from keys import SMALL
 
 from pgtoolkit.config.evaluation import numbers_of, powers_of_two
 from pgtoolkit.rollouts.evaluation import _numbers, mean_and_error, pass_at_k
-from pgtoolkit.rollouts.tasks import Score
 from pgtoolkit.runs.completions import CompletionRow, read_completions
+from pgtoolkit.tasks.tasks import Score
 
 
 def by_enumeration(completions, right, k):

@@ -16,7 +16,8 @@ from builders.parallel_runs import run_on_ranks
 from builders.runs import SHORT, assert_equal, built, checkpoint_of, copy_as_of, metrics_of, once, run, sampler_of
 
 from pgtoolkit.errors import NumericalError
-from pgtoolkit.rollouts.samplers import Request, TransformersSampler
+from pgtoolkit.sampling.samplers import TransformersSampler
+from pgtoolkit.tasks.completion import Request
 from pgtoolkit.training.module import PolicyGradientModule
 
 SECONDS = 60
@@ -153,7 +154,7 @@ def test_ranks_sample_their_shares_and_continue_bit_for_bit(tmp_path):
 
 ENDLESS = """
 import sys, time
-from pgtoolkit.rollouts.samplers import TransformersSampler
+from pgtoolkit.sampling.samplers import TransformersSampler
 from pgtoolkit.cli import main
 
 generated, calls = TransformersSampler._generated, []

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pgtoolkit.batch import OPTIONAL_VECTORS, Document
 from pgtoolkit.errors import DataError
-from pgtoolkit.rollouts.packing import cut, pack
+from pgtoolkit.packing import cut, pack
 from pgtoolkit.rollouts.steps import make_step
 
 

@@ -8,10 +8,10 @@ from omegaconf import OmegaConf
 from pgtoolkit.config.schema import Config
 from pgtoolkit.ranks.layout import ONE_PROCESS
 from pgtoolkit.rollouts.policy import PolicyRollouts
-from pgtoolkit.rollouts.prompts import END, TokenizedTask
-from pgtoolkit.rollouts.samplers import Completion, Request
-from pgtoolkit.rollouts.shuffle import seed_of
-from pgtoolkit.rollouts.tasks import make_task
+from pgtoolkit.tasks.completion import Completion, Request
+from pgtoolkit.tasks.prompts import END, TokenizedTask
+from pgtoolkit.tasks.shuffle import seed_of
+from pgtoolkit.tasks.tasks import make_task
 from pgtoolkit.training.build import build
 
 TEXTS = ("", "12", "4321", "123")

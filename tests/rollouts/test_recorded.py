@@ -11,9 +11,9 @@ from builders.rollout_rows import VOCABULARY_SIZE, assert_same, config, good_row
 from pgtoolkit.batch import Document
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.rollouts.advantages import group_advantages
-from pgtoolkit.rollouts.files import open_files
 from pgtoolkit.rollouts.recorded import RecordedRollouts
 from pgtoolkit.rollouts.rows import FIELDS
+from pgtoolkit.tasks.row_files import open_files
 
 SCATTERED = [0, 1, 0, 2, 1, 0, 3, 3, 2, 0, 1]
 

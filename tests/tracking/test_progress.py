@@ -14,7 +14,8 @@ from pgtoolkit.config.compose import compose
 from pgtoolkit.config.names import name_in
 from pgtoolkit.errors import Interrupted
 from pgtoolkit.runs.directory import RunDirectory
-from pgtoolkit.tracking.next_commands import compare_command, counterpart_command, program, shell_path
+from pgtoolkit.system.shell import shell_path
+from pgtoolkit.tracking.next_commands import compare_command, counterpart_command, program
 from pgtoolkit.tracking.progress import WIDTH, ProgressLine, sparkline, summary
 from pgtoolkit.tracking.signals import stop_signals_recorded
 

@@ -17,8 +17,8 @@ from pgtoolkit.batch import Document
 from pgtoolkit.errors import NumericalError
 from pgtoolkit.losses import reference
 from pgtoolkit.model.policy import Policy
+from pgtoolkit.packing import pack
 from pgtoolkit.ranks.layout import ONE_PROCESS
-from pgtoolkit.rollouts.packing import pack
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.training.accumulation import DynamicAccumulation
 from pgtoolkit.training.frameworks import lightning

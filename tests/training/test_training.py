@@ -17,9 +17,9 @@ from omegaconf import OmegaConf
 from pgtoolkit.batch import Document
 from pgtoolkit.errors import DataError, Interrupted, NumericalError
 from pgtoolkit.rollouts.policy import STAGES
-from pgtoolkit.rollouts.samplers import TransformersSampler
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.runs.directory import read_status
+from pgtoolkit.sampling.samplers import TransformersSampler
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.recorder import Recorder
 from pgtoolkit.training.train import build, train

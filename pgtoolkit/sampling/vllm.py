@@ -18,13 +18,14 @@ from torch import Tensor
 from pgtoolkit.config.schema import Config, PolicyRolloutConfig
 from pgtoolkit.ranks.agreement import failing_together, gather
 from pgtoolkit.ranks.layout import Layout
-from pgtoolkit.rollouts.samplers import Completion, Request, Sampler
-from pgtoolkit.rollouts.stops import StopStrings
-from pgtoolkit.rollouts.vllm_client import Sampling, Server
-from pgtoolkit.rollouts.vllm_proof import Proof
-from pgtoolkit.rollouts.vllm_start import Servers, plan
-from pgtoolkit.rollouts.weights_folder import WeightsFolder, whole
+from pgtoolkit.sampling.samplers import Sampler
+from pgtoolkit.sampling.vllm_client import Sampling, Server
+from pgtoolkit.sampling.vllm_proof import Proof
+from pgtoolkit.sampling.vllm_start import Servers, plan
+from pgtoolkit.sampling.weights_folder import WeightsFolder, whole
 from pgtoolkit.system.model_folder import end_tokens
+from pgtoolkit.tasks.completion import Completion, Request
+from pgtoolkit.tasks.stops import StopStrings
 
 _IN_FLIGHT = 256
 """Requests under way at each server: with the fewest completions a request can have, as many as it samples at once."""

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.rollouts.files import SUFFIXES, find_files
 from pgtoolkit.system.report import refusal
+from pgtoolkit.tasks.row_files import SUFFIXES, find_files
 
 _USUAL = ("train", "test", "validation", "valid", "dev", "eval")
 """Names of splits; a folder with files of several is not meant as a whole."""

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.errors import SamplerLost, first_line
-from pgtoolkit.rollouts.samplers import Completion, Request
-from pgtoolkit.rollouts.server_process import ServerProcess
-from pgtoolkit.rollouts.stops import StopStrings
+from pgtoolkit.sampling.server_process import ServerProcess
 from pgtoolkit.system.background import in_background
+from pgtoolkit.tasks.completion import Completion, Request
+from pgtoolkit.tasks.stops import StopStrings
 
 _ATTEMPTS = 4
 """Of a call that found no connection; each waits longer than the one before."""

@@ -21,9 +21,9 @@ from builders.shared_servers import ENDS, STARTS, TOKENS, SharedServers, save_ll
 from builders.vllm_servers import gone
 
 from pgtoolkit.errors import SamplerLost
-from pgtoolkit.rollouts.samplers import Request
-from pgtoolkit.rollouts.vllm import VllmSampler
-from pgtoolkit.rollouts.vllm_client import Server
+from pgtoolkit.sampling.vllm import VllmSampler
+from pgtoolkit.sampling.vllm_client import Server
+from pgtoolkit.tasks.completion import Request
 
 PROMPTS = [[(7 * i + i * j * j) % 10 for j in range(40)] + [10] for i in range(10)]  # of several blocks of a cache
 REQUESTS = [Request(prompt, 2 + i % 3, seed=1000 + 97 * i) for i, prompt in enumerate(PROMPTS)]

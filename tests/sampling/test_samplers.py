@@ -13,7 +13,8 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaFo
 
 from pgtoolkit.errors import ConfigError, NumericalError
 from pgtoolkit.model.build import character_tokenizer
-from pgtoolkit.rollouts.samplers import Request, TransformersSampler
+from pgtoolkit.sampling.samplers import TransformersSampler
+from pgtoolkit.tasks.completion import Request
 from pgtoolkit.training.build import build
 from pgtoolkit.training.train import train
 

@@ -13,10 +13,10 @@ from typing import Protocol
 
 from pgtoolkit.config.schema import PromptsTaskConfig, ReasoningGymTaskConfig, ReverseTaskConfig
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.rollouts.prompt_rows import Prompt, read_prompts
-from pgtoolkit.rollouts.verifier_processes import CRASH, TIMEOUT, VerifierProcesses
-from pgtoolkit.rollouts.verifiers import Named, Question, Verifiers
 from pgtoolkit.system.functions import blaming
+from pgtoolkit.tasks.prompt_rows import Prompt, read_prompts
+from pgtoolkit.tasks.verifier_processes import CRASH, TIMEOUT, VerifierProcesses
+from pgtoolkit.tasks.verifiers import Named, Question, Verifiers
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class PromptsTask(_NumberedRows):
     """
 
     def __init__(self, config: PromptsTaskConfig, seed: int):
-        from pgtoolkit.rollouts.shuffle import shuffled  # not above: `pgtk check` does without NumPy and pyarrow
+        from pgtoolkit.tasks.shuffle import shuffled  # not above: `pgtk check` does without NumPy and pyarrow
 
         chosen = config.verifiers or {"": {"verifier": config.verifier, "pattern": config.pattern}}
         self._weights = {name: float(one.get("weight", 1)) for name, one in chosen.items()}

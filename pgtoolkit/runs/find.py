@@ -27,7 +27,7 @@ from pgtoolkit.runs.files import (
 )
 from pgtoolkit.runs.provenance import code_of
 from pgtoolkit.runs.series import final
-from pgtoolkit.tracking.next_commands import shell_path
+from pgtoolkit.system.shell import shell_path
 
 SWEEPS = Path("outputs/sweeps")
 """Where the folders of sweeps are, below the directory that they were started from."""

@@ -9,8 +9,8 @@ import pytest
 
 from pgtoolkit.config.schema import Chat, PromptsTaskConfig, ReasoningGymTaskConfig, ReverseTaskConfig, TooLong
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.rollouts.prompts import TokenizedTask
-from pgtoolkit.rollouts.tasks import Prompt, make_task
+from pgtoolkit.tasks.prompts import TokenizedTask
+from pgtoolkit.tasks.tasks import Prompt, make_task
 
 
 def prompts_config(path, **changes):

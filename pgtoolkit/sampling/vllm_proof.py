@@ -10,9 +10,9 @@ from torch import Tensor
 
 from pgtoolkit.batch import Document
 from pgtoolkit.errors import SamplerLost
-from pgtoolkit.rollouts.packing import pack
-from pgtoolkit.rollouts.samplers import Completion, Request
-from pgtoolkit.rollouts.vllm_client import LOST, Sampling
+from pgtoolkit.packing import pack
+from pgtoolkit.sampling.vllm_client import LOST, Sampling
+from pgtoolkit.tasks.completion import Completion, Request
 
 _COMPLETIONS, _TOKENS, _TEXT = 8, 16, 256
 _TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.1}

@@ -14,10 +14,10 @@ from pgtoolkit.config.schema import Chat, PromptsTaskConfig
 from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.build import character_tokenizer
-from pgtoolkit.rollouts.chat import ChatTemplate, chat_of
-from pgtoolkit.rollouts.prompts import TokenizedTask, preview
-from pgtoolkit.rollouts.samplers import Request
-from pgtoolkit.rollouts.tasks import Prompt
+from pgtoolkit.tasks.chat import ChatTemplate, chat_of
+from pgtoolkit.tasks.completion import Request
+from pgtoolkit.tasks.prompts import TokenizedTask, preview
+from pgtoolkit.tasks.tasks import Prompt
 from pgtoolkit.training.build import build
 from pgtoolkit.training.machine import check_machine
 from pgtoolkit.training.train import train

@@ -9,10 +9,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.rollouts.prompts import TokenizedTask
-from pgtoolkit.rollouts.samplers import Completion, Request
-from pgtoolkit.rollouts.stops import StopStrings
-from pgtoolkit.rollouts.tasks import Prompt, Score
+from pgtoolkit.tasks.completion import Completion, Request
+from pgtoolkit.tasks.prompts import TokenizedTask
+from pgtoolkit.tasks.stops import StopStrings
+from pgtoolkit.tasks.tasks import Prompt, Score
 from pgtoolkit.training.build import build
 from pgtoolkit.training.train import train
 

@@ -13,8 +13,8 @@ import pytest
 from builders.runs import SHORT, config_of, copy_as_of, metrics_of
 
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.rollouts.verifier_processes import CRASH, TIMEOUT, VerifierProcesses
-from pgtoolkit.rollouts.verifiers import Named, Question, Verifiers
+from pgtoolkit.tasks.verifier_processes import CRASH, TIMEOUT, VerifierProcesses
+from pgtoolkit.tasks.verifiers import Named, Question, Verifiers
 from pgtoolkit.training.train import train
 
 SCRIPTED = "builders.verifiers_for_tests.scripted"
@@ -168,8 +168,8 @@ def test_what_a_verifier_started_ends_with_it(processes, tmp_path):
 PARENT = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
-from pgtoolkit.rollouts.verifier_processes import VerifierProcesses
-from pgtoolkit.rollouts.verifiers import Named, Question
+from pgtoolkit.tasks.verifier_processes import VerifierProcesses
+from pgtoolkit.tasks.verifiers import Named, Question
 found = VerifierProcesses([Named("task.verifier", "builders.verifiers_for_tests.scripted")], 3, 600)
 found.scores([Question(0, text, "", "it") for text in (f"leave {sys.argv[3]}", "sleep 0.3", "sleep 0.3")])
 print(*(worker._process.pid for worker in found._workers), flush=True)

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from pgtoolkit.rollouts.server_process import reserve_port
+from pgtoolkit.sampling.server_process import reserve_port
 
 
 def test_a_port_that_is_kept_for_a_server_is_given_to_no_other():

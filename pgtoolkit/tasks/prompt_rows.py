@@ -28,8 +28,8 @@ class Prompt:
 
 def read_prompts(path: str, split: str | None, prompt_field: str, answer_field: str) -> list[Prompt]:
     """The rows of all files, by their numbers. Raises DataError with all that is wrong with them."""
-    from pgtoolkit.rollouts.datasets import prompt_files
-    from pgtoolkit.rollouts.files import Problems, open_files
+    from pgtoolkit.tasks.datasets import prompt_files
+    from pgtoolkit.tasks.row_files import Problems, open_files
 
     problems = Problems(f"the prompts of task.path={path} cannot be used")
     prompts = []

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from pgtoolkit.config.schema import HuggingFaceModelConfig, PromptsTaskConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError, DataError, first_line
-from pgtoolkit.rollouts.chat import ChatTemplate, chat_of
-from pgtoolkit.rollouts.stops import StopStrings
-from pgtoolkit.rollouts.tasks import Prompt, Score, Task, TaskConfig, make_task
 from pgtoolkit.system.model_folder import end_tokens, load_generation_config, load_tokenizer
 from pgtoolkit.system.report import listed, refusal
+from pgtoolkit.tasks.chat import ChatTemplate, chat_of
+from pgtoolkit.tasks.stops import StopStrings
+from pgtoolkit.tasks.tasks import Prompt, Score, Task, TaskConfig, make_task
 
 if TYPE_CHECKING:
-    from pgtoolkit.rollouts.samplers import Completion
+    from pgtoolkit.tasks.completion import Completion
 
 log = logging.getLogger("pgtoolkit")
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from pgtoolkit.errors import StorageError
-from pgtoolkit.rollouts.weights_folder import WeightsFolder, _lock_pages
+from pgtoolkit.sampling.weights_folder import WeightsFolder, _lock_pages
 
 
 def test_a_full_disk_is_one_sentence(tmp_path):
@@ -34,7 +34,7 @@ def test_nothing_is_left_of_the_folder_of_a_process_that_is_killed(tmp_path):
     program = """if True:
         import os, signal, sys, torch
         from pathlib import Path
-        from pgtoolkit.rollouts.weights_folder import WeightsFolder
+        from pgtoolkit.sampling.weights_folder import WeightsFolder
 
         made = WeightsFolder(Path(sys.argv[1]), None, torch.float32).make(1, lambda folder: None)
         print(made, made.exists(), flush=True)

@@ -16,8 +16,8 @@ from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, SamplerLost
 from pgtoolkit.ranks.agreement import failing_together, gather
 from pgtoolkit.ranks.layout import Layout
-from pgtoolkit.rollouts.server_process import ServerProcess, reserve_port
-from pgtoolkit.rollouts.vllm_client import V2_RUNNER, Server
+from pgtoolkit.sampling.server_process import ServerProcess, reserve_port
+from pgtoolkit.sampling.vllm_client import V2_RUNNER, Server
 from pgtoolkit.system.report import refusal
 
 log = logging.getLogger("pgtoolkit")

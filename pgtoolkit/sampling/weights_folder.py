@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from pgtoolkit.errors import StorageError
-from pgtoolkit.rollouts.server_process import guard
+from pgtoolkit.sampling.server_process import guard
 
 _SHARED_MEMORY = Path("/dev/shm")
 _ROOM = 2**26

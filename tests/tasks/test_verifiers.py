@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.rollouts.verifiers import make_verifier
+from pgtoolkit.tasks.verifiers import make_verifier
 
 
 def test_exact_match_ignores_white_space_around():

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.rollouts.prompt_rows import read_prompts
+from pgtoolkit.tasks.prompt_rows import read_prompts
 
 CHAT = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "6 * 7?"}]
 

@@ -24,8 +24,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.rollouts.verifiers import Named, Question, Verifiers
 from pgtoolkit.system.report import refusal
+from pgtoolkit.tasks.verifiers import Named, Question, Verifiers
 
 log = logging.getLogger("pgtoolkit")
 
@@ -37,7 +37,7 @@ TIMEOUT, CRASH = "timeout", "crash"
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from pgtoolkit.rollouts.verifier_processes import work; work(int(sys.argv[2]))"
+    "from pgtoolkit.tasks.verifier_processes import work; work(int(sys.argv[2]))"
 )
 
 

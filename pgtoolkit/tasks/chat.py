@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from pgtoolkit.config.schema import Chat
 from pgtoolkit.errors import ConfigError, first_line
-from pgtoolkit.rollouts.tasks import Prompt, TaskConfig
 from pgtoolkit.system.report import refusal
+from pgtoolkit.tasks.tasks import Prompt, TaskConfig
 
 _WORD = "example"
 """A message to see what a template makes of it."""

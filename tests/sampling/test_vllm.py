@@ -17,7 +17,7 @@ from builders.vllm_servers import COMMAND, processes_of
 from omegaconf import OmegaConf
 
 from pgtoolkit.errors import SamplerLost
-from pgtoolkit.rollouts.samplers import Request
+from pgtoolkit.tasks.completion import Request
 from pgtoolkit.training.build import build
 
 VLLM = ("sampler=vllm", f"sampler.executable={COMMAND}", "trainer.device=cpu")
@@ -103,8 +103,8 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_while_sampling_is_one_sentence(server, tmp_path, monkeypatch, fault):
     """Those that vLLM cannot be brought to; test_vllm_servers.py has the others."""
-    monkeypatch.setattr("pgtoolkit.rollouts.vllm_client._BUSY_SECONDS", 0)
-    monkeypatch.setattr("pgtoolkit.rollouts.vllm_client._ATTEMPTS", 2)
+    monkeypatch.setattr("pgtoolkit.sampling.vllm_client._BUSY_SECONDS", 0)
+    monkeypatch.setattr("pgtoolkit.sampling.vllm_client._ATTEMPTS", 2)
     with server.joined(tmp_path, f"sampler.answer_seconds={1 if fault == 'trickles' else 3}") as (module, sampler):
         sampler.publish(module.policy.weights, 0)
         server.fault(fault)

@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,39 +14,9 @@ from torch import Tensor
 from pgtoolkit.config.rules.parallelism import MODEL_TYPES
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, NumericalError
-from pgtoolkit.rollouts.sampling_settings import sampling_settings, temperature_and_top_p, without_own_settings
-from pgtoolkit.rollouts.stops import StopStrings
-
-
-@dataclass(frozen=True)
-class Request:
-    """One prompt to be completed.
-
-    tokens: the prompt's token ids. completions: how many completions of it are wanted.
-    seed: of this prompt in this run, below 2^32, for samplers that take a seed with each request.
-    """
-
-    tokens: list[int]
-    completions: int
-    seed: int
-
-
-@dataclass(frozen=True)
-class Completion:
-    """What a sampler wrote after one prompt.
-
-    tokens: (C,) int64, up to the end-of-sequence token or the one that completes a stop string (`StopStrings`),
-        whichever comes first, and with it.
-    log_probs: (C,) float32, of each token under the distribution it was sampled from: tempered, and renormalised if
-        top_p cuts it.
-    finish_reason: "stop" after an end-of-sequence token or a stop string, else "length", at the longest allowed.
-    model_version: of the weights that wrote it, as `publish` was told.
-    """
-
-    tokens: Tensor
-    log_probs: Tensor
-    finish_reason: Literal["stop", "length"]
-    model_version: int
+from pgtoolkit.sampling.sampling_settings import sampling_settings, temperature_and_top_p, without_own_settings
+from pgtoolkit.tasks.completion import Completion, Request
+from pgtoolkit.tasks.stops import StopStrings
 
 
 class Sampler(Protocol):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pgtoolkit.errors import SamplerLost
-from pgtoolkit.rollouts import server_guard
+from pgtoolkit.sampling import server_guard
 from pgtoolkit.system.plain_files import open_to_append, open_to_read
 
 _END_SECONDS = 15

@@ -1,0 +1,39 @@
+"""What a sampler is asked, and what it writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to be completed.
+
+    tokens: the prompt's token ids. completions: how many completions of it are wanted.
+    seed: of this prompt in this run, below 2^32, for samplers that take a seed with each request.
+    """
+
+    tokens: list[int]
+    completions: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a sampler wrote after one prompt.
+
+    tokens: (C,) int64, up to the end-of-sequence token or the one that completes a stop string (`StopStrings`),
+        whichever comes first, and with it.
+    log_probs: (C,) float32, of each token under the distribution it was sampled from: tempered, and renormalised if
+        top_p cuts it.
+    finish_reason: "stop" after an end-of-sequence token or a stop string, else "length", at the longest allowed.
+    model_version: of the weights that wrote it, as `publish` was told.
+    """
+
+    tokens: Tensor
+    log_probs: Tensor
+    finish_reason: Literal["stop", "length"]
+    model_version: int
