@@ -228,7 +228,8 @@ RULES = [
     (
         "rollout=recorded rollout.path=FILE parallelism=fsdp parallelism.data_parallel=1",
         "Use parallelism.data_parallel=2, or parallelism.shard=false",
-        "rollout=recorded rollout.path=FILE parallelism=fsdp parallelism.data_parallel=2",
+        "rollout=recorded rollout.path=FILE parallelism=fsdp parallelism.data_parallel=1 "
+        "parallelism.sequence_data_parallel=2",
     ),
     (
         "rollout=recorded rollout.path=FILE parallelism=sequence parallelism.tensor_parallel=1",
