@@ -16,7 +16,7 @@ from pgtoolkit.config.files import config_directory, default_options, options
 def default(config: DictConfig, key: str) -> Any:
     """The value that the chosen option gives the key, as it resolves in this configuration; None without one."""
     group, _, leaf = key.rpartition(".")
-    values = values_of(group, _chosen(config, group))
+    values = OmegaConf.create({leaf: values_of(group, _chosen(config, group)).get(leaf)})
     values._set_parent(config)  # for interpolations
     try:
         return values.get(leaf)
@@ -30,9 +30,13 @@ def comment(config: DictConfig, key: str) -> str:
     return comment_of(group, _chosen(config, group), leaf)
 
 
-def values_of(group: str, option: str | None) -> DictConfig:
+@functools.cache
+def values_of(group: str, option: str | None) -> dict[str, Any]:
     """The values of an option, not resolved, those of the options that it changes included; group "": of no group."""
-    return OmegaConf.merge(*(OmegaConf.load(file) for file in reversed(_files(group, option))), {})
+    values: dict[str, Any] = {}
+    for file in reversed(_files(group, option)):
+        values |= OmegaConf.to_container(OmegaConf.load(file))
+    return values
 
 
 def comment_of(group: str, option: str | None, leaf: str) -> str:
