@@ -110,6 +110,8 @@ def compose(
         make_absolute(config)
         for key, problem in () if evaluate else [*cannot_change(before, config, movable)]:
             problems.append(problem)
+            group = key.partition(".")[0]
+            key = group if group in map(key_of, choices) else key
             OmegaConf.update(config, key, OmegaConf.select(before, key), merge=False)
     else:  # Hydra has seen the choices alone; the names of directories come from everything that was typed
         config.hydra.overrides.task = [hydra_form(one.input_line) for one in parsed if one in accepted]

@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.config.key import Key, holds, value_of
 from pgtoolkit.config.keys import keys_of, shown
+from pgtoolkit.config.paths import make_absolute
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.errors import ConfigError, first_line
 from pgtoolkit.runs.files import leaves, plain, read_resolved
@@ -27,6 +28,7 @@ def saved_config(run_dir: Path) -> DictConfig:
             "starts. Use a directory below outputs/."
         )
     config = typed(read_resolved(run_dir), f"{run_dir}/config.yaml")
+    make_absolute(config)  # so that a path means the same file as one that is typed now
     config.trainer.accept_changed_data = False
     return config
 
@@ -36,7 +38,7 @@ def typed(values: dict, file: str) -> DictConfig:
     config = OmegaConf.structured(Config)
     try:
         for group in {schema.partition("/")[0] for schema in SCHEMAS}:
-            schema = group if group in SCHEMAS else f"{group}/{value_of(values, f'{group}.name')}"
+            schema = group if group in SCHEMAS else f"{group}/{values[group]['name']}"
             config[group] = OmegaConf.structured(SCHEMAS[schema])
         OmegaConf.set_struct(config, True)
         for key in keys_of(values):
@@ -47,7 +49,7 @@ def typed(values: dict, file: str) -> DictConfig:
         for name in sorted(OmegaConf.missing_keys(config)):
             raise KeyError(name)
         return config
-    except (KeyError, OmegaConfBaseException) as error:
+    except (KeyError, TypeError, OmegaConfBaseException) as error:
         reason = first_line(error) if isinstance(error, OmegaConfBaseException) else f"it has no {error}"
         raise ConfigError(
             f"{file} does not fit this version of pgtoolkit: {reason}. Use the version that "
