@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +83,9 @@ class UserFiles(FileConfigSource):
         return super().load_config(config_path)
 
 
+@functools.cache
 def register() -> None:
-    """Make the schemas and the resolvers of conf/ known, and how files are read; may be called again."""
+    """Make the schemas and the resolvers of conf/ known, and how files are read; once in a process."""
     Plugins.instance()  # which names Hydra's own reader of files
     SourcesRegistry.instance().types["file"] = UserFiles
     store = ConfigStore.instance()
