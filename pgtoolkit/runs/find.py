@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from pgtoolkit.runs.files import (
 )
 from pgtoolkit.runs.provenance import code_of
 from pgtoolkit.runs.series import final
+from pgtoolkit.system.report import say
 from pgtoolkit.system.shell import shell_path
 
 SWEEPS = Path("outputs/sweeps")
@@ -118,7 +118,7 @@ def run_directories(command: str, paths: Sequence[str]) -> list[Path]:
         needs = "a run directory, a folder that holds runs, or a sweep's name"
         raise not_a_run(f"{command} {missing[0]}", sweep_folder(missing[0]), needs)
     if without:
-        print(f"note: passed over, there is no run: {' '.join(map(shell_path, without))}", file=sys.stderr)
+        say(f"note: passed over, there is no run: {' '.join(map(shell_path, without))}", error=True)
     return list(found)
 
 

@@ -25,7 +25,7 @@ from pgtoolkit.system.shell import shell_path
 from pgtoolkit.tracking.curves import plot_curves
 from pgtoolkit.tracking.mlflow_run import MlflowTracker
 from pgtoolkit.tracking.next_commands import resume_command, sync_command
-from pgtoolkit.tracking.progress import Terminal, summary
+from pgtoolkit.tracking.progress import LegibleFormatter, Terminal, summary
 from pgtoolkit.tracking.signals import StopSignal
 from pgtoolkit.training.build import build, fit
 from pgtoolkit.training.checkpoint import load_newest, read_checkpoint, refuse_lost_checkpoint
@@ -180,7 +180,8 @@ def _logging_to(path: Path):
     with storage(path):
         opened = open_to_append(path)
     terminal, file = Terminal(sys.stdout), logging.StreamHandler(opened)
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    terminal.setFormatter(LegibleFormatter())
+    file.setFormatter(LegibleFormatter("%(asctime)s %(levelname)s %(message)s"))
     log.handlers, log.propagate = [terminal, file], False
     log.setLevel(logging.INFO)
     quieten()
