@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -67,8 +68,9 @@ def hydra_form(override: str) -> str:
     return f"++{plain}" if plain.startswith(tuple(FREE_FORM)) else plain
 
 
+@functools.cache
 def register() -> None:
-    """Make the schemas and the resolvers of conf/ known; may be called again."""
+    """Make the schemas and the resolvers of conf/ known, once in a process; may be called again."""
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
     for key, schema in SCHEMAS.items():
