@@ -237,6 +237,7 @@ def _is_time(value: Any) -> bool:
 
 
 _STATUS = {"state": STATES.__contains__, "step": _is_count, "started?": _is_time, "mlflow?": {str: str}}
+_STATUS["saved?"] = _is_count
 _STATUS |= dict.fromkeys(("id?", "reason?", "sweep?"), str)
 _ROW = {"step": _is_count, str: _is_number}
 _DRIFT = {"step": _is_count, "changes": {str: lambda pair: isinstance(pair, list) and len(pair) == 2}}
