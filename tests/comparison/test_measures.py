@@ -129,6 +129,27 @@ def test_a_run_that_ends_early_limits_the_others_unless_it_has_reached_the_thres
     assert [short.spent(group, "documents_seen") for group in short.groups] == [[20], [20]]
 
 
+def test_of_runs_that_never_arrive_the_shortest_limits_all():
+    """A run of 30 documents and one of 50 miss the threshold: what the third did in 40 is not within the limit."""
+    late = [0.0, 0.0, 0.0, 1.0, 1.0]
+    compared = compare(two_groups([(0, [0.0] * 3), (1, [0.0] * 5)], [(0, late)]), None, reach="exact_match=0.9")
+    assert compared.limits == {"documents_seen": 30, "tokens_seen": 9, "seconds": 0.0}
+    assert [compared.spent(group, "documents_seen") for group in compared.groups] == [[30], [30, 30]]
+    assert [compared.arrived(group, "documents_seen") for group in compared.groups] == [0, 0]
+
+
+def test_the_mean_is_taken_over_what_every_run_has_seen():
+    longer = run_of([0.0, 0.2, 0.4, 0.6, 0.8], loss="a")
+    later = run_of([0.0, 0.1, 0.2], step=15, loss="b")
+    goal = goal_of([[longer], [later]], "exact_match", None)
+    assert goal.span == (15, 45)
+    assert goal.window == 45 / 50
+    compared = compare([longer, later], "exact_match")
+    means = sorted(group.reached[0].mean for group in compared.groups)
+    # Trapezoids over 15 to 45: 0.1 to 0.2 at 20, 0.4 at 30, 0.6 at 40, 0.7 at 45; and 0 to 0.1 to 0.2.
+    assert means == pytest.approx([0.1, (0.15 * 5 + 0.3 * 10 + 0.5 * 10 + 0.65 * 5) / 30])
+
+
 def test_seeds_are_paired_where_their_prompts_are_the_same():
     runs = two_groups([(0, [0, 1]), (1, [0, 0.9])], [(1, [0, 0.8]), (0, [0, 0.7])])
     assert compare(runs, "exact_match").comparisons[0].paired
