@@ -91,4 +91,6 @@ def _leaves(config: Any, key: Key) -> list[tuple[str, Any]]:
         value = plain(OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value)
     except OmegaConfBaseException:  # of what does not resolve, `validate` says more
         value = None
-    return leaves({key.name: value}) if key.free else [(key.name, value)]
+    if key.free:
+        return leaves({key.name: value}) if value else []
+    return [(key.name, value)]
