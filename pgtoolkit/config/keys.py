@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import Any
 
 from pgtoolkit.config.key import Key, holds, value_of
 from pgtoolkit.config.schema import SCHEMAS, Config
@@ -30,17 +29,17 @@ OPTION_KEYS = {key.group: key.name for key in KEYS if key.option}
 _NAMED = {name: [key for key in KEYS if key.name == name] for name in {key.name for key in KEYS}}
 
 
-def keys_of(config: Any) -> Iterator[Key]:
+def keys_of(config: object) -> Iterator[Key]:
     """The keys of the options that a configuration has chosen; config: see `value_of`."""
     return (key for key in KEYS if _is_chosen(key, config))
 
 
-def _is_chosen(key: Key, config: Any) -> bool:
+def _is_chosen(key: Key, config: object) -> bool:
     group, _, option = key.schema.partition("/")
     return option in ("", value_of(config, f"{group}.name") if option else "")
 
 
-def key_named(name: str, config: Any) -> Key | None:
+def key_named(name: str, config: object) -> Key | None:
     """The key of this name in a configuration, or the free-form one that it lies in; of a group, the option's.
 
     None where there is none.
@@ -56,7 +55,7 @@ def is_inside(name: str, place: str) -> bool:
     return f"{name}.".startswith(f"{place}.")
 
 
-def changes_learning(name: str, config: Any) -> bool:
+def changes_learning(name: str, config: object) -> bool:
     """Whether runs that differ in this key of a configuration learn differently."""
     learns = True if (key := key_named(name, config)) is None else key.learns
     return learns if isinstance(learns, bool) else holds(learns, config)

@@ -15,10 +15,10 @@ from omegaconf import DictConfig
 
 from pgtoolkit.config.names import name_in, plain_config
 from pgtoolkit.config.paths import make_absolute
-from pgtoolkit.config.rules.parallelism import world_size
 from pgtoolkit.config.saved import typed
 from pgtoolkit.errors import Interrupted, PgtoolkitError, unusable
 from pgtoolkit.launch.sweep import refuse_another
+from pgtoolkit.ranks.environment import world_size
 from pgtoolkit.runs.directory import read_status
 from pgtoolkit.system.report import print_error
 from pgtoolkit.tracking.signals import stop_signals_recorded

@@ -88,7 +88,7 @@ def not_typed(config: DictConfig, typed: list[Override]) -> list[str]:
     return problems
 
 
-def named_code(config: Any, kind: str) -> dict[str, Any]:
+def named_code(config: object, kind: str) -> dict[str, Any]:
     """By key: the functions of the user's own, or the commands, that a configuration names; kind: as `Key.code`."""
     named = {}
     for key in keys_of(config):
