@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf, open_dict
@@ -13,8 +12,8 @@ from omegaconf import OmegaConf, open_dict
 from pgtoolkit.cli import help_page, main
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.files import options
+from pgtoolkit.config.models import vocabulary_size
 from pgtoolkit.config.overrides import hydra_form
-from pgtoolkit.config.plan import vocabulary_size
 from pgtoolkit.errors import ConfigError
 
 
@@ -373,7 +372,8 @@ def test_the_predicted_vocabulary_is_the_tokenizers(task):
     from pgtoolkit.tasks.tasks import ReverseTask
 
     alphabet = {"reverse": ReverseTask.alphabet, "reasoning_gym": None}[task]
-    predicted = vocabulary_size(SimpleNamespace(name="tiny"), SimpleNamespace(name=task))
+    config = resolve_and_validate(compose([f"task={task}"]).config)[0]
+    predicted = vocabulary_size(config.model, config.task)
     assert predicted == len(character_tokenizer(alphabet))
 
 

@@ -22,10 +22,18 @@ from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, text
 
 RULES = (
-    declared.ignored,
     *(step.loss, step.aggregation, step.correction, step.advantage, step.accumulation),
     *(run.rollout, scoring.stop, run.model, step.penalties, scoring.task, sampler.sampler, sampler.schedule),
-    *(run.kernel, parallelism.parallelism, run.trainer, run.tracking, evaluation, run.lora, run.optimizer),
+    *(
+        run.kernel,
+        parallelism.parallelism,
+        run.trainer,
+        run.tracking,
+        evaluation,
+        run.lora,
+        run.optimizer,
+        declared.ignored,
+    ),
 )
 
 
