@@ -14,6 +14,7 @@ from pgtoolkit.config.compose import compose
 from pgtoolkit.config.files import options
 from pgtoolkit.config.models import vocabulary_size
 from pgtoolkit.config.overrides import hydra_form
+from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import ConfigError
 
 
