@@ -117,7 +117,7 @@ class _Jobs:
             content = {"command": self._sweep.command, "sweep": self._sweep.name, "directory": str(directory)}
             content |= {"overrides": job.overrides, "config": job.config}
             write_atomically(file := directory / ".job.json", json.dumps(content, indent=1) + "\n")
-            files.append((str(file), str((self._sweep.folder / job.log).resolve())))
+            files.append((str(file), str(self._sweep.folder.resolve() / job.log)))
         sizes = [os.path.getsize(log) if os.path.exists(log) else 0 for _, log in files]
         for job, handle, size in zip(chosen, engine.start(files), sizes, strict=True):
             self._running.append(_Running(job, handle, time.monotonic(), size))
