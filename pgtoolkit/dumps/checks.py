@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from pgtoolkit.dumps.alignment import OWN, WHOSE
+from pgtoolkit.dumps.alignment import LOG_PROBS, OWN, WHOSE
 from pgtoolkit.dumps.examine import Examined, percent
 from pgtoolkit.rollouts.data_metrics import LARGE_SHARE
 from pgtoolkit.system.report import plural
@@ -65,6 +65,8 @@ def _mask(case: Examined) -> Iterator[Finding]:
 
 def _alignment(case: Examined) -> Iterator[Finding]:
     neighbours, trained = case.documents["neighbours"], case.documents["trained"]
+    if not case.branches:
+        yield unknown("The file has no log-probs that could stand at other tokens than their own.")
     for name, branches in case.branches.items():
         if branches.shift in WHOSE:
             size = neighbours.sum() / max(1, (trained - 1).clip(0).sum())
@@ -152,18 +154,28 @@ def _duplicates(case: Examined) -> Iterator[Finding]:
     """Pairs of equal documents against those of chance: a document's probability, once for each other of its prompt."""
     some = np.flatnonzero(case.documents["trained"])
     prompt, text, log_prob = (case.documents[name][some] for name in ("prompt", "text", "log_prob"))
-    _, which, counts = np.unique(prompt, return_inverse=True, return_counts=True)
-    expected = float(((counts[which.ravel()] - 1) * np.exp(log_prob)).sum() / 2)
     _, first, equal = np.unique(text, return_index=True, return_counts=True)
     observed = float((equal * (equal - 1) / 2).sum())
-    said = f"{int(observed)} pairs of documents are equal; the recorded log-probs let {expected:.3g} be expected."
+    again = np.delete(some, first)
+    carried = f"They carry {case.share(again)}, and count twice in the baselines of their groups."
+    said = f"{int(observed)} pairs of documents are equal"
+    if np.isnan(log_prob).any():
+        if not observed:
+            yield fine("No two documents are equal.")
+            return
+        yield look(
+            f"{said}. {len(again)} documents repeat another one; without log-probs it is not known how many would by "
+            f"chance. {carried}"
+        )
+        return
+    _, which, counts = np.unique(prompt, return_inverse=True, return_counts=True)
+    expected = float(((counts[which.ravel()] - 1) * np.exp(log_prob)).sum() / 2)
+    said = f"{said}; the recorded log-probs let {expected:.3g} be expected."
     if observed <= expected + 4 * np.sqrt(expected) + 3:
         yield fine(said)
         return
-    again = np.delete(some, first)
     yield wrong(
-        f"{said} {len(again)} documents repeat another one: a dump read twice, or a run that was resumed. They carry "
-        f"{case.share(again)}, and count twice in the baselines of their groups."
+        f"{said} {len(again)} documents repeat another one: a dump read twice, or a run that was resumed. {carried}"
     )
 
 
@@ -205,8 +217,10 @@ def _advantages(case: Examined) -> Iterator[Finding]:
 
 def _mismatch(case: Examined) -> Iterator[Finding]:
     if not case.differs:
-        known = "The file has one kind of log-probs alone"
-        if "sampling_log_probs" in case.branches:
+        known = "The file has no log-probs"
+        if case.branches:
+            known = f"The file has {' and '.join(case.branches)} alone"
+        if len(case.branches) == len(LOG_PROBS):
             known = "sampling_log_probs are old_log_probs, to the last bit"
         yield unknown(f"{known}: how far sampler and trainer differ is not known.")
         return

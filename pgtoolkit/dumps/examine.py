@@ -139,10 +139,11 @@ def _numbers(document: Document) -> dict[str, float]:
     completion. zeros: trained tokens whose log-prob is exactly 0. first_is_zero: whether the first is such a token.
     open_end: whether the last token is not trained. neighbours: sum of absolute differences of a log-prob and the next
     one. differs, gap, distance, largest, k3: of old less sampling log-probs, whether there are any, their sum, the sum
-    and the maximum of their sizes, and the sum of k3; NaN where one kind is not known.
+    and the maximum of their sizes, and the sum of k3. NaN where the log-probs that a number is made of are not known.
     """
     tokens, mask, trained = document.tokens.numpy(), document.loss_mask.numpy(), document.num_trained
-    old = np.zeros(trained) if document.old_log_probs is None else document.old_log_probs.double().numpy()
+    unknown = np.full(trained, np.nan)
+    old = unknown if document.old_log_probs is None else document.old_log_probs.double().numpy()
     sampling = old if document.sampling_log_probs is None else document.sampling_log_probs.double().numpy()
     advantages = document.advantages.double().numpy()
     gap = old - sampling

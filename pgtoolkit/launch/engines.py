@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, first_line
 from pgtoolkit.system.plain_files import open_to_append
-from pgtoolkit.system.report import refusal
+from pgtoolkit.system.report import refusal, say
 
 _SECONDS_TO_CONNECT = 30
 _SECONDS_TO_CANCEL = 60
@@ -165,7 +165,7 @@ def _require_ray(address: str | None) -> None:
     host, colon, port = place.rpartition(":")
     if not colon:
         return
-    print(f"connecting to Ray at {address}, for at most {_SECONDS_TO_CONNECT} s", flush=True)
+    say(f"connecting to Ray at {address}, for at most {_SECONDS_TO_CONNECT} s")
     try:
         socket.create_connection((host.strip("[]"), int(port)), _SECONDS_TO_CONNECT).close()
         if not protocol:

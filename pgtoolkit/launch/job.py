@@ -23,7 +23,7 @@ from pgtoolkit.errors import Interrupted, PgtoolkitError, unusable
 from pgtoolkit.launch.sweep import refuse_another
 from pgtoolkit.ranks.environment import joined
 from pgtoolkit.runs.directory import is_held, read_status
-from pgtoolkit.system.report import print_error
+from pgtoolkit.system.report import print_error, say
 from pgtoolkit.system.shell import shortest_path
 from pgtoolkit.tracking.signals import STOP_SIGNALS, stop_signals_recorded
 
@@ -37,7 +37,7 @@ def run(config: DictConfig, directory: Path, overrides: list[str], sweep: str | 
     if begun := (directory / "config.yaml").is_file():
         refuse_another(directory, plain_config(config))
     if begun and read_status(directory).get("state") == "done":
-        print(f"{shortest_path(directory)} is done: nothing is left to train", flush=True)
+        say(f"{shortest_path(directory)} is done: nothing is left to train")
         return
     alone = joined() is None
     with stop_signals_recorded(config, directory, overrides, sweep) if alone else contextlib.nullcontext():
@@ -50,7 +50,7 @@ def wait_until_free(directory: Path) -> None:
     """Another process may still hold the directory; one that does not let go is named when training begins."""
     if joined() is not None or not is_held(directory):
         return  # of several ranks another one may hold it already
-    print(f"waiting for another process that still runs {shortest_path(directory)}", flush=True)
+    say(f"waiting for another process that still runs {shortest_path(directory)}")
     end = time.monotonic() + _SECONDS_TO_BECOME_FREE
     while is_held(directory) and time.monotonic() < end:
         time.sleep(0.2)

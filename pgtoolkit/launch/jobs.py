@@ -18,6 +18,7 @@ from pgtoolkit.launch import sweep_report
 from pgtoolkit.launch.engines import Engine, JobHandle
 from pgtoolkit.launch.sweep import Job, Sweep, plan
 from pgtoolkit.system.plain_files import write_atomically
+from pgtoolkit.system.report import say
 from pgtoolkit.tracking.signals import STOP_SIGNALS
 
 STOPPED = (signal.SIGKILL, signal.SIGHUP, *STOP_SIGNALS)
@@ -121,7 +122,7 @@ class _Jobs:
         sizes = [os.path.getsize(log) if os.path.exists(log) else 0 for _, log in files]
         for job, handle, size in zip(chosen, engine.start(files), sizes, strict=True):
             self._running.append(_Running(job, handle, time.monotonic(), size))
-            print(sweep_report.started(job, self._ended + len(self._running), len(self._jobs)), flush=True)
+            say(sweep_report.started(job, self._ended + len(self._running), len(self._jobs)))
             job.status, job.reason = "running", None
         self._sweep.save()
 
@@ -146,16 +147,16 @@ class _Jobs:
                 job.reason = said or f"exit status {status}"
             job.status = "failed"
         self._sweep.save()
-        print(sweep_report.ended(job, self._sweep.folder, self._ended, len(self._jobs), taken), flush=True)
+        say(sweep_report.ended(job, self._sweep.folder, self._ended, len(self._jobs), taken))
         if job.status != "done" and self._fail_fast and not self._stopped_by and self._waiting + self._running:
-            print("--fail-fast: no further job is started; running ones save and stop", flush=True)
+            say("--fail-fast: no further job is started; running ones save and stop")
             self._waiting.clear()
             self._stop_all(signal.SIGTERM)
 
     def _stop(self, number: int) -> None:
         self._stopped_by = signal.Signals(number).name
         self._waiting.clear()
-        print(f"{self._stopped_by}: {len(self._running)} running jobs finish their step, save and stop", flush=True)
+        say(f"{self._stopped_by}: {len(self._running)} running jobs finish their step, save and stop")
         self._stop_all(number)
 
     def _stop_all(self, number: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import time
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError
 from pgtoolkit.launch import sweep_report
 from pgtoolkit.launch.check import Checked
 from pgtoolkit.launch.sweep import Sweep, plan
+from pgtoolkit.system.report import say
 
 
 def run_sweep(checked: Checked) -> int:
@@ -38,7 +38,7 @@ def run_sweep(checked: Checked) -> int:
         sweep.jobs = {**{name: job for name, job in earlier.jobs.items() if name not in sweep.jobs}, **sweep.jobs}
         sweep.save()
         summary = sweep_report.summary(sweep.name, [sweep.jobs[name] for name in planned])
-        print(f"{summary}, in {sweep.folder}", flush=True)
+        say(f"{summary}, in {sweep.folder}")
         begun, interrupted = time.monotonic(), None
         try:
             _run_hydra(checked)
@@ -47,9 +47,9 @@ def run_sweep(checked: Checked) -> int:
         ended = Sweep.load(sweep.folder)
         # A search plans nothing, and repeats what it finds done.
         jobs = [job for name, job in ended.jobs.items() if name in planned or not planned]
-        print(sweep_report.table(ended, jobs) + f", in {(time.monotonic() - begun) / 60:.1f} min", flush=True)
+        say(sweep_report.table(ended, jobs) + f", in {(time.monotonic() - begun) / 60:.1f} min")
         for line in sweep_report.next_steps(ended, jobs, again=not interrupted):
-            print(line, flush=True)
+            say(line)
         _publish(sweep.folder, config.tracking)
         if interrupted:
             raise Interrupted(f"{interrupted} Continue with: {sweep_report.command_of(ended)}")
@@ -96,4 +96,4 @@ def _publish(folder: Path, tracking: DictConfig) -> None:
     try:
         publish(folder, tracking.uri, tracking.experiment)
     except PgtoolkitError as error:
-        print(f"pgtk: warning: {error}", file=sys.stderr)
+        say(f"pgtk: warning: {error}", error=True)

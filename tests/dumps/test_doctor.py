@@ -302,3 +302,36 @@ def test_rollouts_without_groups_or_advantages_of_their_own(rows, tmp_path):
     assert "does not say which documents share" in found(rows, tmp_path, *given, topic="groups", level="?")
     assert "does not say of every document" in found(rows, tmp_path, *given, topic="truncation", level="?")
     assert "0 % of the documents have zero" in found(rows, tmp_path, *given, topic="advantages", level="fine")
+
+
+def test_without_log_probs_nothing_is_told_from_them(rows, tmp_path):
+    """Four answers to imitate, two of them equal: neither chance nor a log-prob of 0 is made of what is not there."""
+    rows = [{"token_ids": row["token_ids"][:4], "loss_mask": [False] * 3 + [True]} for row in rows[::16]]
+    imitated = ("loss=reinforce", "aggregation=token_mean", "advantage=given")
+
+    def said():
+        path = write_jsonl(tmp_path / "examples.jsonl", rows)
+        return {one.topic: (one.level, one.says) for one in diagnose(str(path), imitated).findings}
+
+    for number, row in enumerate(rows):
+        row["token_ids"][3] = number
+    assert said()["duplicates"] == ("fine", "No two documents are equal.")
+    assert said()["mask"] == ("fine", "It trains 4 tokens, 1 a document, after the prompts.")
+    assert said()["alignment"][0] == said()["mismatch"][0] == "?"
+    assert "The file has no log-probs" in said()["mismatch"][1]
+    rows[1] = rows[0]
+    level, says = said()["duplicates"]
+    assert level == "look"
+    assert says.startswith("1 pairs of documents are equal. 1 documents repeat another one; without log-probs")
+    assert "They carry 25 % of the sum of w|A|" in says
+
+
+def test_documents_of_other_weights_tell_nothing_of_places(rows, tmp_path):
+    """Log-probs of a shared token are those of one policy, or they differ for another reason than their place."""
+    for number, row in enumerate(rows):
+        row |= {"model_version": number % GROUP, "old_log_probs": moved(row["old_log_probs"], 1)}
+        del row["sampling_log_probs"]
+    assert "begin alike and part later (0 places)" in found(rows, tmp_path, topic="alignment", level="?")
+    for row in rows:
+        row["model_version"] = 5
+    assert "old_log_probs are those of the next token" in found(rows, tmp_path, topic="alignment")

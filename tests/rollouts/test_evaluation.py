@@ -96,3 +96,46 @@ def test_without_temperature_the_likeliest_token_is_taken(tmp_path):
     module.policy.head.weight.data.fill_(math.nan)
     with pytest.raises(Exception, match="probabilities are not finite"):
         evaluator.evaluate(evaluator.sets[0], 0)
+
+
+def evaluator_with(folder, *overrides):
+    module, _ = built(*SMALL, "evaluation.every=1", *overrides)
+    module.evaluator.folder = folder
+    return module.evaluator
+
+
+def test_a_stop_string_ends_the_completions_of_an_evaluation(tmp_path):
+    evaluator = evaluator_with(tmp_path, "rollout.stop=['7','2']", "evaluation.prompts_per_set=12")
+    torch.manual_seed(3)
+    evaluator.evaluate(evaluator.sets[0], 0)
+    rows = read_completions(tmp_path / "completions" / "evaluation_held_out_000000.parquet")
+    stopped = [row for row in rows if "7" in row.completion or "2" in row.completion]
+    assert 10 < len(stopped) < len(rows) == 48
+    for row in stopped:
+        assert not set("72") & set(row.completion[:-1])
+        assert row.finish_reason == "stop"
+
+
+class Listening:
+    """A sampler, beside which the seeds are noted that it is given with each prompt."""
+
+    def __init__(self, sampler):
+        self.sampler, self.publish, self.seeds = sampler, sampler.publish, []
+
+    def complete(self, requests):
+        self.seeds.append([request.seed for request in requests])
+        return self.sampler.complete(requests)
+
+
+def test_each_prompt_of_each_set_at_each_step_has_a_seed_of_its_own(tmp_path):
+    """Which samplers that take one draw from: equal ones would write the same completions again and again."""
+    sets = ("evaluation.sets.a.seed=7", "evaluation.sets.b.seed=8", "evaluation.prompts_per_set=5")
+    evaluator = evaluator_with(tmp_path, *sets)
+    evaluator.sampler = Listening(evaluator.sampler)
+    for prompts, step in itertools.product(evaluator.sets, (0, 1, 2, 2)):
+        evaluator.evaluate(prompts, step)
+    found = evaluator.sampler.seeds
+    assert (found[2], found[6]) == (found[3], found[7])
+    every = [seed for seeds in (*found[:3], *found[4:7]) for seed in seeds]
+    assert len(set(every)) == len(every) == 30
+    assert all(0 <= seed < 2**32 for seed in every)
