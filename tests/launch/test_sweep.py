@@ -57,11 +57,6 @@ def test_a_job_is_known_by_what_it_learns():
     assert all(re.fullmatch("[0-9a-f]{8}", one) for one in digests.values())
 
 
-def test_a_job_of_before_there_were_corrections_is_known():
-    now = plain_config(compose(["aggregation=constant"]).config)
-    assert digest(now) == digest({group: keys for group, keys in now.items() if group != "correction"})
-
-
 def test_the_digest_is_that_of_the_saved_configuration(tmp_path):
     config = config_of("seed=3")
     resolved = OmegaConf.to_container(config, resolve=True)
