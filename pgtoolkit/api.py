@@ -65,8 +65,8 @@ def policy_loss(
     correction: a factor without gradient on each token's loss, for the gap between who sampled it and old_log_probs: a
         name (the keys of pgtoolkit.corrections.CORRECTIONS) with its defaults, or an object such as
         pgtoolkit.corrections.TokenMask(low=0.2). sampling_log_probs: (T,) floating, as the sampler gave them, read only
-        where trained. A correction needs them (but for "off_policy_mask"); how far they lie from old_log_probs is among
-        the basic metrics.
+        where trained. A correction needs them; "off_policy_mask" takes old_log_probs where there are none. How far they
+        lie from old_log_probs is among the basic metrics.
     temperature: log-probs are log_softmax(logits / temperature).
     entropy_coefficient: of the entropy bonus: the loss has minus so much times the sum of w_t H_t, H_t the entropy of
         the softmax at each trained position. The metrics then have `entropy` from "basic" on.

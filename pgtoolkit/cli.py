@@ -12,8 +12,7 @@ from pgtoolkit import __version__
 from pgtoolkit.config.files import default_options, options, sweep_file, sweep_files
 from pgtoolkit.errors import ConfigError, PgtoolkitError, unusable
 from pgtoolkit.launch.commands import REPORTS
-from pgtoolkit.system.redaction import redact
-from pgtoolkit.system.report import print_error, refusal
+from pgtoolkit.system.report import print_error, refusal, say
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     except PgtoolkitError as error:
         return print_error(error)
     except KeyboardInterrupt:
-        print("pgtk: stopped by a keyboard interrupt", file=sys.stderr)
+        say("pgtk: stopped by a keyboard interrupt", error=True)
         return 130
     except BrokenPipeError:
         # The reader, such as `head`, has seen enough; python must not write to it again at exit.
@@ -45,10 +44,10 @@ def _dispatch(argv: list[str]) -> int:
     if command in REPORTS:  # whose parsers know --help
         return REPORTS[command][2](argv[1:])
     if "--help" in argv or "-h" in argv:
-        print(help_page())
+        say(help_page())
         return 0
     if "--version" in argv:
-        print(f"pgtk {__version__}")
+        say(f"pgtk {__version__}")
         return 0
     if command is None:
         return _train(argv)
@@ -124,7 +123,7 @@ def _check(argv: list[str]) -> int:
         file, argv = _sweep_file(argv[1:]), ["--multirun", *argv[2:]]
     args = hydra_arguments(_for_hydra(argv))
     checked = check(args.overrides, args.multirun, args.config_dir, sweep_file=file)
-    print(redact(page(checked)), flush=True)
+    say(page(checked))
     return ConfigError.exit_status if problems(checked) else 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-from html import escape
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,7 @@ import numpy as np
 from pgtoolkit.comparison.groups import Compared
 from pgtoolkit.runs.find import Run
 from pgtoolkit.runs.series import smooth
+from pgtoolkit.system.legible import escaped, legible
 
 AXES = ("documents_seen", "seconds")
 """What the two charts have on their x axis."""
@@ -19,6 +19,7 @@ AXES = ("documents_seen", "seconds")
 _COLORS = ("#2a78c2", "#d9731a", "#2e9e5b", "#c2417c", "#8a63c9", "#a8862a", "#2aa5a5", "#8c8c8c")
 _STYLES = ("solid", "dashed", "dotted")  # as matplotlib and CSS both call them
 _POINTS = 120
+_NO_FORMULAS = {"text.parse_math": False}  # of a path with two dollar signs in it
 
 
 def line_style(place: int) -> tuple[str, str]:
@@ -60,8 +61,8 @@ def svg(compared: Compared, axis: str) -> str:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    title = escape(f"{compared.metric} against {label_of(compared, axis)[0]}")
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": axis, "font.size": 12}):
+    title = escaped(f"{compared.metric} against {label_of(compared, axis)[0]}")
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": axis, "font.size": 12, **_NO_FORMULAS}):
         figure = Figure(figsize=(620 / 72, 330 / 72), layout="constrained")  # in points, of which there are 72 an inch
         _draw(figure.add_subplot(), compared, axis)
         file = io.StringIO()
@@ -70,7 +71,7 @@ def svg(compared: Compared, axis: str) -> str:
     text = file.getvalue().replace("#000000", "currentColor")
     head = f'<svg role="img" aria-label="{title}" '
     text = text[text.index("<svg ") :].replace("<svg ", head, 1).replace(">", f">\n<title>{title}</title>", 1)
-    labels = [escape(group.label) for group in compared.groups]
+    labels = [escaped(group.label) for group in compared.groups]
     return re.sub(
         r'(<g id="(mean|band|run)-(\d+)-[\w-]+">)\s*<path ',
         lambda found: f'{found[1]}<title>{labels[int(found[3])]}</title><path class="{found[2]}" ',
@@ -80,16 +81,21 @@ def svg(compared: Compared, axis: str) -> str:
 
 def write_png(compared: Compared, path: Path) -> None:
     """The charts side by side, with their legend."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.6), layout="constrained", dpi=100)
-    for place, axis in enumerate(AXES, start=1):
-        handles = _draw(figure.add_subplot(1, 2, place), compared, axis)
-    if handles:
-        title, columns = ", ".join(compared.keys) or None, min(4, len(handles))
-        labels = [f"{compared.groups[place].label} (n = {len(compared.groups[place].counted)})" for place in handles]
-        figure.legend(handles.values(), labels, loc="outside lower center", ncols=columns, frameon=False, title=title)
-    figure.savefig(path, format="png")
+    with rc_context(_NO_FORMULAS):
+        figure = Figure(figsize=(11, 4.6), layout="constrained", dpi=100)
+        for place, axis in enumerate(AXES, start=1):
+            handles = _draw(figure.add_subplot(1, 2, place), compared, axis)
+        if handles:
+            title, columns = legible(", ".join(compared.keys)) or None, min(4, len(handles))
+            groups = [compared.groups[place] for place in handles]
+            labels = [legible(f"{group.label} (n = {len(group.counted)})") for group in groups]
+            figure.legend(
+                handles.values(), labels, loc="outside lower center", ncols=columns, frameon=False, title=title
+            )
+        figure.savefig(path, format="png")
 
 
 def _draw(axes, compared, axis):
@@ -98,7 +104,7 @@ def _draw(axes, compared, axis):
 
     (label, unit), handles = label_of(compared, axis), {}
     axes.set_xlabel(label)
-    axes.set_ylabel(compared.metric)
+    axes.set_ylabel(legible(compared.metric))
     if axis == "documents_seen":  # 10k; half a minute is no 500m
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.25)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import csv
-from html import escape
 from pathlib import Path
 
 from pgtoolkit.comparison import charts, terminal
 from pgtoolkit.comparison.groups import Compared
 from pgtoolkit.comparison.measures import AXES, reached
 from pgtoolkit.runs.series import best
+from pgtoolkit.system.legible import escaped
 from pgtoolkit.system.report import text
 
 _CSS = """
@@ -79,21 +79,22 @@ def _page(compared: Compared, command: str) -> str:
     title = f"{compared.metric} by {' and '.join(compared.keys) or 'seed'}"
     common = [["key", "value"], *([key, text(value)] for key, value in compared.common.items())]
     sections = [
-        f"<h1>{escape(title)}</h1>",
-        f"<p>{escape(terminal.heading(compared))}.</p>",
-        *(f"<p><strong>Note:</strong> {escape(note)}</p>" for note in compared.notes),
+        f"<h1>{escaped(title)}</h1>",
+        f"<p>{escaped(terminal.heading(compared))}.</p>",
+        *(f"<p><strong>Note:</strong> {escaped(note)}</p>" for note in compared.notes),
         _charts(compared),
         _groups(compared),
         _differences(compared),
         _left_out(compared),
         _runs(compared),
         f"<details><summary>Configuration shared by all</summary>\n{_table(common)}</details>",
-        f'<p class="quiet">Made by <code>{escape(command)}</code></p>',
+        f'<p class="quiet">Made by <code>{escaped(command)}</code></p>',
     ]
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{_CSS}</style>\n</head>\n<body>\n"
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
+        f"<title>{escaped(title)}</title>\n<style>{_CSS}</style>\n</head>\n<body>\n"
         + "\n".join(filter(None, sections))
         + "\n</body>\n</html>\n"
     )
@@ -101,11 +102,11 @@ def _page(compared: Compared, command: str) -> str:
 
 def _charts(compared):
     legend = "".join(
-        f"<li>{_line(place)}{escape(_settings(group) or group.label)} (n = {len(group.counted)})</li>"
+        f"<li>{_line(place)}{escaped(_settings(group) or group.label)} (n = {len(group.counted)})</li>"
         for place, group in enumerate(compared.groups)
     )
     figures = "".join(
-        f"<figure><figcaption>{escape(compared.metric)} against {charts.label_of(compared, axis)[0]}</figcaption>\n"
+        f"<figure><figcaption>{escaped(compared.metric)} against {charts.label_of(compared, axis)[0]}</figcaption>\n"
         f"{charts.svg(compared, axis)}</figure>\n"
         for axis in charts.AXES
     )
@@ -135,14 +136,14 @@ def _groups(compared):
         else "At the end"
     )
     return (
-        f"<h2>{escape(what)}</h2>\n"
+        f"<h2>{escaped(what)}</h2>\n"
         f"{_table(rows, len(rows[0]) - len(compared.keys), range(len(rows)))}\n"
         f"{_quiet(terminal.definitions(compared))}"
     )
 
 
 def _quiet(sentences):
-    return f'<ul class="quiet">{"".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)}</ul>'
+    return f'<ul class="quiet">{"".join(f"<li>{escaped(sentence)}</li>" for sentence in sentences)}</ul>'
 
 
 def _differences(compared):
@@ -154,7 +155,7 @@ def _differences(compared):
         labels = [compared.groups[place].label for place in (one.first, one.second)]
         rows.append([*labels, " and ".join(map(str, one.counts)), *terminal.difference_row(one, write)])
     return (
-        f"<h2>Differences, second minus first</h2>\n<p>{escape(terminal.question(compared))}</p>\n"
+        f"<h2>Differences, second minus first</h2>\n<p>{escaped(terminal.question(compared))}</p>\n"
         f"{_table(rows, 4)}\n{_quiet(terminal.worth(compared.comparisons))}"
     )
 
@@ -162,7 +163,7 @@ def _differences(compared):
 def _left_out(compared):
     if not compared.left_out:
         return ""
-    items = "".join(f"<li>{escape(line)}</li>" for line in terminal.left_out(compared))
+    items = "".join(f"<li>{escaped(line)}</li>" for line in terminal.left_out(compared))
     return f"<h2>Runs in no mean</h2>\n<ul>{items}</ul>"
 
 
@@ -183,7 +184,7 @@ def _runs(compared):
 def _table(rows: list[list[str]], numbers: int = 0, places=()):
     """rows: the first is the header. numbers: how many of the last columns go to the right. places: of each row's
     group, whose line is shown."""
-    header, *rows = [[escape(cell) for cell in row] for row in rows]
+    header, *rows = [[escaped(cell) for cell in row] for row in rows]
     for place, row in zip(places, rows, strict=False):
         row[0] = _line(place) + row[0]
     lines = [f"<tr><th>{'</th><th>'.join(header)}</th></tr>"]

@@ -14,7 +14,7 @@ import time
 from pgtoolkit.config.paths import absolute_uri
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.system.report import plural
+from pgtoolkit.system.report import plural, say
 from pgtoolkit.tracking.next_commands import compare_url, ui_url
 from pgtoolkit.tracking.store import client_of, require_store, search_literal
 
@@ -45,10 +45,10 @@ def serve(uri: str | None, port: str) -> int:
             start_new_session=True,
         )
         try:
-            print(f"MLflow starts with {redact(store)}; Ctrl-C ends it.", flush=True)
+            say(f"MLflow starts with {redact(store)}; Ctrl-C ends it.")
             address = f"http://{_HOST}:{number}"
             if pages := _pages(server, address):
-                print(pages, flush=True)
+                say(pages)
                 server.wait()
             raise StorageError(_end(server, store, log))
         except KeyboardInterrupt:

@@ -17,11 +17,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.config import override_problems
-from pgtoolkit.config.files import config_directory, options, plugins
+from pgtoolkit.config.files import config_directory, options, plugins, read_options
 from pgtoolkit.config.overrides import FREE_FORM, NO_CHOICE, hydra_form, parse, register
 from pgtoolkit.config.paths import make_absolute
 from pgtoolkit.config.rules import executed
 from pgtoolkit.config.saved import cannot_change, saved_config
+from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.files import read_data
 from pgtoolkit.system.report import key_of, refusal
 
@@ -56,11 +57,12 @@ def compose(
     only: beginnings of the keys that may be typed, where nothing is trained; how a run was trained is then left out.
     """
     parsed, problems = parse(overrides)
-    if found := executed.search_path(parsed, sweep_file):
+    groups = options(config_dir)
+    primary = read_options(sweep_file) if sweep_file else OmegaConf.create()
+    if found := override_problems.options_as_keys(primary, groups) or executed.search_path(parsed, primary):
         return Composed(None, [*problems, *found])
     problems += override_problems.given_twice(parsed)
     parsed = [override for override in parsed if override.input_line not in NO_CHOICE]
-    groups = options(config_dir)
     register()
     saved = saved_config(run_dir) if run_dir else None
     if saved and only:
@@ -127,8 +129,11 @@ def _of_files(
     """The configuration of the chosen options, and the problems with what files of the user's set."""
     try:
         config = compose_choices(choices, config_dir, sweep_file)
+    except ConfigError as error:  # a file of the user's that is no YAML
+        return None, [str(error)]
     except Exception as error:  # Hydra refuses odd values of its own keys by many types of exception
-        if isinstance(error, OSError) and error.errno != errno.ENAMETOOLONG:
+        # To Hydra an option that is not there is an OSError, too.
+        if isinstance(error, OSError) and not isinstance(error, HydraException) and error.errno != errno.ENAMETOOLONG:
             raise  # a file that is there and cannot be read
         return None, [override_problems.composition_problem(error)]
     problems = executed.targets(config.hydra)

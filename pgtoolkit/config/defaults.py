@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,18 @@ from pgtoolkit.config.files import config_directory, default_options, options
 
 def default(config: DictConfig, key: str) -> Any:
     """The value that the chosen option gives the key, as it resolves in this configuration; None without one."""
-    file = _file(config, key)
-    values = OmegaConf.load(file) if file else OmegaConf.create()
+    file, name = _file(config, key), key.rpartition(".")[2]
+    values = OmegaConf.create({name: (_values(file) if file else {}).get(name)})
     values._set_parent(config)  # for interpolations
     try:
-        return values.get(key.rpartition(".")[2])
+        return values.get(name)
     except OmegaConfBaseException:
         return None
+
+
+@functools.cache
+def _values(file: Path) -> dict:
+    return OmegaConf.to_container(OmegaConf.load(file))
 
 
 def comment(config: DictConfig, key: str) -> str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from pathlib import Path
+from typing import Any
 
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.system.yaml_text import parse_yaml
 
 
 def config_directory() -> Path:
@@ -38,6 +41,17 @@ def sweep_file(name: str) -> Path:
     )
 
 
+def read_options(file: Path) -> Any:
+    """The keys in a file of a sweep or of an option, as OmegaConf has them. Raises ConfigError for what is no YAML."""
+    try:
+        return parse_yaml(file.read_bytes())
+    except ValueError as error:
+        reason = "A file of a sweep or of an option holds keys and their values."
+        use = "the files in sweeps/ and conf/ as examples"
+        raise ConfigError(f"{file} needs YAML that can be read (got {error}). {reason} Use {use}.") from error
+
+
+@functools.cache
 def _shipped(folder: str) -> Path:
     package = Path(__file__).resolve().parents[1]
     inside = package / folder
@@ -46,14 +60,26 @@ def _shipped(folder: str) -> Path:
 
 def options(config_dir: Path | None = None) -> dict[str, list[str]]:
     """Group -> its options: the YAML files in conf/ and in a directory of one's own."""
-    found: dict[str, set[str]] = {}
-    for root in filter(None, (config_directory(), config_dir)):
-        for file in root.glob("*/*.yaml"):
-            if file.parent.name != "hydra" and file.is_file():
-                found.setdefault(file.parent.name, set()).add(file.stem)
+    found = {group: {*names} for group, names in _shipped_options().items()}
+    for group, names in _options_in(config_dir).items() if config_dir else ():
+        found.setdefault(group, set()).update(names)
     return {group: sorted(names) for group, names in found.items()}
 
 
+@functools.cache
+def _shipped_options() -> dict[str, set[str]]:
+    return _options_in(config_directory())
+
+
+def _options_in(folder: Path) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for file in folder.glob("*/*.yaml"):
+        if file.parent.name != "hydra" and file.is_file():
+            found.setdefault(file.parent.name, set()).add(file.stem)
+    return found
+
+
+@functools.cache
 def default_options() -> dict[str, str]:
     """Group -> the option that conf/config.yaml chooses, in its order."""
     lines = (config_directory() / "config.yaml").read_text()

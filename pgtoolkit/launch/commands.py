@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.system.report import refusal
+from pgtoolkit.system.report import refusal, say
 
 
 class _Parser(argparse.ArgumentParser):
@@ -38,11 +38,11 @@ def _compare(argv: list[str]) -> int:
 
     runs = stored_runs(args.uri, args.runs) if args.uri else find_runs(args.runs)
     compared = compare(runs, args.metric, args.best_of, args.reach)
-    print(page(compared), flush=True)
+    say(page(compared))
     for name in ("html", "csv", "png"):
         if path := getattr(args, name):
             write(compared, name, path, redact(shlex.join(["pgtk", "compare", *argv])))
-            print(f"{name:<5}{shell_path(path)}", flush=True)
+            say(f"{name:<5}{shell_path(path)}")
     return 0
 
 
@@ -63,12 +63,12 @@ def _samples(argv: list[str]) -> int:
 
     kept = kept_by(args.run)
     found = samples(chosen_set(kept, args.set), args.step, args.since, args.count)
-    print(page(found, kept, shell_path(args.run), args.count, args.lines), flush=True)
+    say(page(found, kept, shell_path(args.run), args.count, args.lines))
     if args.html:
         sets = [kept[args.set]] if args.set else [*kept.values()]
         text = html(sets, args.step, shell_path(args.run), redact(shlex.join(["pgtk", "samples", *argv])))
         args.html.write_text(text, encoding="utf-8")
-        print(f"\nhtml  {shell_path(args.html)}", flush=True)
+        say(f"\nhtml  {shell_path(args.html)}")
     return 0
 
 
@@ -101,7 +101,7 @@ def _diff(argv: list[str]) -> int:
 
     from pgtoolkit.comparison.diff import page
 
-    print(page(args.first, args.second), flush=True)
+    say(page(args.first, args.second))
     return 0
 
 
@@ -129,7 +129,7 @@ def _sync(argv: list[str]) -> int:
     failed = []
     for directory in run_directories("pgtk sync", args.runs):
         try:
-            print(sync(directory, args.uri, args.experiment), flush=True)
+            say(sync(directory, args.uri, args.experiment))
         except PgtoolkitError as error:  # such as of a run that is damaged, or still going on: the others do not wait
             failed.append(error)
     if failed:
@@ -149,7 +149,7 @@ def _export(argv: list[str]) -> int:
     from pgtoolkit.training.export import export
 
     step = export(args.run, args.folder, args.best)
-    print(f"step {step} of {shell_path(args.run)} is in {shell_path(args.folder)}; its README.md says how to load it")
+    say(f"step {step} of {shell_path(args.run)} is in {shell_path(args.folder)}; its README.md says how to load it")
     return 0
 
 
@@ -174,8 +174,8 @@ def _convert(argv: list[str]) -> int:
     system = convert.system_of(args.system)
     policy = convert.policy_of(args.path, args.overrides) if args.overrides else None
     conversion = convert.convert(system, args.path, args.out, args.reward_key, policy)
-    print(redact(convert.render(conversion, args.system, system, args.out)))
-    print("next: " + "\n      ".join(convert.next_commands(conversion.fields, shell_path(args.out))), flush=True)
+    say(convert.render(conversion, args.system, system, args.out))
+    say("next: " + "\n      ".join(convert.next_commands(conversion.fields, shell_path(args.out))))
     return 0
 
 
@@ -188,7 +188,7 @@ def _doctor(argv: list[str]) -> int:
     from pgtoolkit.dumps.doctor import diagnose, render
 
     diagnosis = diagnose(args.path, args.overrides)
-    print(redact(render(diagnosis)), flush=True)
+    say(render(diagnosis))
     return DataError.exit_status if diagnosis.count("wrong") else 0
 
 
@@ -207,7 +207,7 @@ def _evaluate(argv: list[str]) -> int:
     from pgtoolkit.launch.evaluate import Asked, evaluate
 
     overrides = [word for word in args.words if word not in named]
-    print(redact(evaluate(Asked(Path(named[0]) if named else None, args.step, args.best, overrides))), flush=True)
+    say(evaluate(Asked(Path(named[0]) if named else None, args.step, args.best, overrides)))
     return 0
 
 
@@ -229,7 +229,7 @@ def _tokens(argv: list[str]) -> int:
     inspected = inspect(args.run, args.overrides, args.step)
     page = args.html or Path(f"tokens-{inspected.name}-{inspected.number}.html")
     write_atomically(page, html(inspected, redact(shlex.join(["pgtk", "tokens", *argv]))))
-    print(summary(inspected, page), flush=True)
+    say(summary(inspected, page))
     return 0
 
 

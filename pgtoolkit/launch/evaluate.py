@@ -27,7 +27,7 @@ from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.launch.start import refused
 from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.system.report import Report, key_of, refusal
+from pgtoolkit.system.report import Report, key_of, refusal, say
 from pgtoolkit.system.shell import shell_path
 from pgtoolkit.training.machine import check_machine
 
@@ -66,12 +66,12 @@ def evaluate(asked: Asked) -> str:
     of_run = asked.source is not None and is_run(asked.source)
     config = _configuration(asked, of_run)
     for note in _check(config, asked.overrides):
-        print(f"note: {note}", flush=True)
+        say(f"note: {note}")
     trained = OmegaConf.to_object(saved_config(asked.source)) if of_run else None
     chosen: Any = OmegaConf.to_object(config)
     for one in held_out_sets(chosen):
         if trained is not None and (reason := are_training_prompts(trained, one)):
-            print(f"note: set {one.name} holds prompts of the run's training. {reason}", flush=True)
+            say(f"note: set {one.name} holds prompts of the run's training. {reason}")
 
     from pgtoolkit.training.evaluations import evaluate as measured
     from pgtoolkit.training.export import saved_state

@@ -20,6 +20,7 @@ from pgtoolkit.launch import sweep_report
 from pgtoolkit.launch.sweep import Job, Sweep, plan
 from pgtoolkit.runs.directory import is_held
 from pgtoolkit.system.plain_files import open_to_append, write_atomically
+from pgtoolkit.system.report import say
 
 STOPPED = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals by which someone ends a process; by others it ends itself."""
@@ -104,7 +105,7 @@ class _Jobs:
         name = self._waiting[0].name
         if not self._running and name not in self._announced:
             self._announced.add(name)
-            print(f"waiting for another process that still runs {name}", flush=True)
+            say(f"waiting for another process that still runs {name}")
         return None
 
     def _start(self, job: Job) -> None:
@@ -123,7 +124,7 @@ class _Jobs:
             session = {"stdin": subprocess.PIPE, "stdout": output, "stderr": output, "start_new_session": True}
             process = subprocess.Popen(command, **session)
             self._running.append(_Running(job, process, time.monotonic(), output.tell()))
-        print(sweep_report.started(job, self._ended + len(self._running), len(self._jobs)), flush=True)
+        say(sweep_report.started(job, self._ended + len(self._running), len(self._jobs)))
         job.status, job.reason = "running", None
         self._sweep.save()
 
@@ -151,16 +152,16 @@ class _Jobs:
                 job.reason = said or f"exit status {status}"
             job.status = "failed"
         self._sweep.save()
-        print(sweep_report.ended(job, self._sweep.folder, self._ended, len(self._jobs), taken), flush=True)
+        say(sweep_report.ended(job, self._sweep.folder, self._ended, len(self._jobs), taken))
         if job.status != "done" and self._fail_fast and not self._stopped_by and self._waiting + self._running:
-            print("--fail-fast: no further job is started; running ones save and stop", flush=True)
+            say("--fail-fast: no further job is started; running ones save and stop")
             self._waiting.clear()
             self._signal_all(signal.SIGTERM)
 
     def _stop(self, number: int) -> None:
         self._stopped_by = signal.Signals(number).name
         self._waiting.clear()
-        print(f"{self._stopped_by}: {len(self._running)} running jobs finish their step, save and stop", flush=True)
+        say(f"{self._stopped_by}: {len(self._running)} running jobs finish their step, save and stop")
         self._signal_all(number)
 
     def _signal_all(self, number: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import time
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from pgtoolkit.launch import sweep_report
 from pgtoolkit.launch.check import Checked
 from pgtoolkit.launch.job import run_elsewhere
 from pgtoolkit.launch.sweep import LOCAL, Sweep, plan
+from pgtoolkit.system.report import say
 
 
 def run_sweep(checked: Checked) -> int:
@@ -41,7 +41,7 @@ def run_sweep(checked: Checked) -> int:
         sweep.jobs = {**{name: job for name, job in earlier.jobs.items() if name not in sweep.jobs}, **sweep.jobs}
         sweep.save()
         summary = sweep_report.summary(sweep.name, [sweep.jobs[name] for name in planned])
-        print(f"{summary}, in {sweep.folder}", flush=True)
+        say(f"{summary}, in {sweep.folder}")
         begun, interrupted = time.monotonic(), None
         try:
             _run_hydra(checked)
@@ -55,9 +55,9 @@ def run_sweep(checked: Checked) -> int:
                 job.config = sweep.jobs[job.directory].config
                 job.update_from(sweep.folder)
             ended.save()
-        print(sweep_report.table(ended, jobs) + f", in {(time.monotonic() - begun) / 60:.1f} min", flush=True)
+        say(sweep_report.table(ended, jobs) + f", in {(time.monotonic() - begun) / 60:.1f} min")
         for line in sweep_report.next_steps(ended, jobs, again=not interrupted):
-            print(line, flush=True)
+            say(line)
         _publish(sweep.folder, config.tracking)
         if interrupted:
             raise Interrupted(f"{interrupted} Continue with: {sweep_report.command_of(ended)}")
@@ -104,4 +104,4 @@ def _publish(folder: Path, tracking: DictConfig) -> None:
     try:
         publish(folder, tracking.uri, tracking.experiment)
     except PgtoolkitError as error:
-        print(f"pgtk: warning: {error}", file=sys.stderr)
+        say(f"pgtk: warning: {error}", error=True)

@@ -31,6 +31,7 @@ from pgtoolkit.launch.worker import Job, take_part
 from pgtoolkit.ranks.environment import joined
 from pgtoolkit.runs.directory import RunDirectory, read_status
 from pgtoolkit.system.imports import without
+from pgtoolkit.system.report import say
 from pgtoolkit.tracking.next_commands import resume_command
 from pgtoolkit.tracking.signals import StopSignal
 
@@ -196,7 +197,7 @@ def _conclude(folder, workers, signals, unanswering, timeout_seconds, run_dir) -
     failed = {rank: found for rank, found in outcomes.items() if found["status"] and found["kind"] != "RankLost"}
     for rank, found in failed.items():
         if found["kind"] == "defect":
-            print(found["traceback"], file=sys.stderr)
+            say(found["traceback"], error=True)
             raise PgtoolkitError(f"rank {rank} failed: {found['message']}")
         where = "" if rank == 0 or found["on_all_ranks"] else f"rank {rank}: "
         raise getattr(errors, found["kind"])(where + found["message"])

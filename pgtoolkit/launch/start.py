@@ -24,7 +24,7 @@ from pgtoolkit.launch.check import Run, check, check_resumed, check_run, notes, 
 from pgtoolkit.launch.job import named_by_hydra
 from pgtoolkit.launch.multirun import run_sweep
 from pgtoolkit.ranks.environment import joined
-from pgtoolkit.system.report import refusal
+from pgtoolkit.system.report import refusal, say
 from pgtoolkit.tracking.signals import stop_signals_recorded
 from pgtoolkit.training.machine import DataProblem
 
@@ -76,7 +76,7 @@ def train(argv: list[str], sweep_file: Path | None, command: list[str]) -> int:
             _end_other_ranks(error, checked.runs[0])
         raise error
     for note in notes(checked):
-        print(f"note: {note}", file=sys.stderr)
+        say(f"note: {note}", error=True)
     if args.cfg:
         return hydra_answers(for_hydra)
     if checked.sweep is not None:

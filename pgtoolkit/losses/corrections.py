@@ -33,8 +33,9 @@ class Correction(ABC):
 
     scope: as of a family: whether v_t is looked at by itself, or its geometric mean ("document") or product
         ("document_sum") over the document.
-    of_policy: True if the ratio is of the new to the old log-probs and not of the old to the sampling ones. It is then
-        known only after the forward pass, together with all tokens of the document.
+    of_policy: True if the ratio is of the new log-probs to those of the policy that sampled (the sampling log-probs
+        where they are known, else the old ones), and not of the old to the sampling ones. It is then known only after
+        the forward pass, together with all tokens of the document.
     equal_within_documents: whether the tokens of a document have the same factor.
     """
 
@@ -216,7 +217,8 @@ class SequenceMask(_Sequence):
 class OffPolicyMask(Correction):
     """Documents of negative advantage that the policy in training has left behind are left out (arXiv 2512.02556).
 
-    threshold: how far below the old log-probs the new ones may lie, in the mean over the document's tokens.
+    threshold: how far below the log-probs that the completion was sampled with the new ones may lie, in the mean over
+        the document's tokens. These are the sampling log-probs where they are known, else the old ones.
     """
 
     threshold: float = parameter(0.5, 0, 20)
@@ -226,8 +228,8 @@ class OffPolicyMask(Correction):
 
     @property
     def equation(self) -> str:
-        far = f"the mean over document d of old - new log-prob is above {self.threshold:g}"
-        return f"0 where A_d < 0 and {far}, else 1"
+        far = f"the mean over document d of sampling - new log-prob is above {self.threshold:g}"
+        return f"0 where A_d < 0 and {far}, else 1 (old - new where no sampling log-probs are known)"
 
     def factors(self, log_ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         masked = (advantages < 0) & (-log_ratio > self.threshold)

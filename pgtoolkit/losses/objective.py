@@ -84,7 +84,8 @@ class Objective:
     correction that is known before the forward pass. gradient_weights: what a token's slope is weighted by: the same,
     or its mean or sum over the document where the family's slope is the document's.
     known_scope_advantages: see `scope_advantages`. Where documents are spread over ranks, `documents` knows the group.
-    off_policy: a correction `of_policy`, and document_advantages the mean advantage that it looks at.
+    off_policy: a correction `of_policy`, document_advantages the mean advantage that it looks at, and
+    sampling_log_probs, where they are known, what it compares the new log-probs with.
     sampling_log_ratio: the old less the sampling log-probs, 0 where nothing is trained. factors: of another correction.
     """
 
@@ -100,6 +101,7 @@ class Objective:
     known_scope_advantages: Tensor | None = None
     off_policy: Correction | None = None
     document_advantages: Tensor | None = None
+    sampling_log_probs: Tensor | None = None
     sampling_log_ratio: Tensor | None = None
     factors: Factors | None = None
     _last_terms: list = field(default_factory=list, compare=False, repr=False)
@@ -157,7 +159,7 @@ class Objective:
         names = "mask", "old_log_probs", "advantages", "weights", "gradient_weights", "document_advantages"
         return replace(
             self,
-            **{name: x[rows] for name in names if (x := getattr(self, name)) is not None},
+            **{name: x[rows] for name in (*names, "sampling_log_probs") if (x := getattr(self, name)) is not None},
             documents=documents,
             penalties=self.penalties.take(rows),
             known_scope_advantages=self.scope_advantages[rows],
@@ -220,7 +222,10 @@ class Objective:
             slope = slope if derivative is None else slope * derivative
         factors = None
         if (correction := self.off_policy) is not None:
-            factors = Factors.of(correction, token_log_ratio.detach(), self.document_advantages, self.documents)
+            moved = token_log_ratio.detach()
+            if self.sampling_log_probs is not None:
+                moved = torch.where(self.mask, log_probs.detach() - self.sampling_log_probs, 0.0)
+            factors = Factors.of(correction, moved, self.document_advantages, self.documents)
             losses, slope = factors.values * losses, factors.values * slope
         terms = TokenTerms(losses, slope, log_ratio.exp(), log_ratio, was_clamped, token_log_ratio, factors)
         if kept:
@@ -244,8 +249,9 @@ def make_objective(
     """
     family, aggregation = loss.family, loss.aggregation
     off_policy = loss.correction if loss.correction is not None and loss.correction.of_policy else None
-    given = tokens.old_log_probs, tokens.advantages, tokens.ref_log_probs
-    old_log_probs, advantages, ref_log_probs = (x if x is None else x.to(dtype).contiguous() for x in given)
+    given = tokens.old_log_probs, tokens.advantages, tokens.sampling_log_probs, tokens.ref_log_probs
+    given = (x if x is None else x.to(dtype).contiguous() for x in given)
+    old_log_probs, advantages, sampling_log_probs, ref_log_probs = given
     has_groups = tokens.group_index is not None and (totals is None or totals.tokens_per_group is not None)
     aggregation.check_groups(has_groups)
     made = scope_advantages = None
@@ -266,11 +272,14 @@ def make_objective(
             totals, group_index = whole_step_totals(documents, group_index, ranks.data)
         weights = aggregation.weights(totals, documents, mask, group_index)
         weights = torch.where(misplaced, torch.nan, weights).to(dtype)  # no document, no result
-    penalties = Penalties(loss.kl, loss.entropy_coefficient, mask, weights, old_log_probs, ref_log_probs)
     correction, equal = loss.correction, aggregation.equal_within_documents
     sampling_log_ratio = factors = document_advantages = None
-    if tokens.sampling_log_probs is not None:
-        sampling_log_ratio = torch.where(mask, old_log_probs - tokens.sampling_log_probs.to(dtype), 0.0)
+    if sampling_log_probs is not None:
+        sampling_log_ratio = torch.where(mask, old_log_probs - sampling_log_probs, 0.0)
+    for measured in (sampling_log_ratio, ref_log_probs):
+        if measured is not None:  # no loss of such data, also where it only feeds a metric
+            weights = torch.where(mask & ~torch.isfinite(measured), torch.nan, weights)
+    penalties = Penalties(loss.kl, loss.entropy_coefficient, mask, weights, old_log_probs, ref_log_probs)
     if off_policy is not None:
         document_advantages = scope_mean(off_policy, torch.where(mask, advantages, 0.0), documents)
     elif correction is not None:
@@ -294,6 +303,7 @@ def make_objective(
         scope_advantages,
         off_policy,
         document_advantages,
+        None if off_policy is None else sampling_log_probs,
         sampling_log_ratio,
         factors,
     )

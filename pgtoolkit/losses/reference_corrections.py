@@ -11,7 +11,8 @@ def factors(correction, settings, tokens, p, o, b, advantage) -> dict[int, tuple
         return {}
     n = len(tokens)
     if correction == "off_policy_mask":
-        behind = math.fsum(o[t] - p[t] for t in tokens) / n
+        sampled = o if b is None else b
+        behind = math.fsum(sampled[t] - p[t] for t in tokens) / n
         masked = math.fsum(advantage[t] for t in tokens) / n < 0 and _clamp(behind) > settings["threshold"]
         return {t: (0.0 if masked else 1.0, masked, abs(behind) > 20) for t in tokens}
     low, high = settings["low"] or 0.0, settings["high"]

@@ -26,6 +26,7 @@ from pgtoolkit.runs.files import (
     read_evaluations,
     read_metrics,
     read_provenance,
+    read_resolved,
     read_status,
     storage,
     write_metrics,
@@ -70,6 +71,7 @@ class RunDirectory:
         self.path = Path(path).resolve()
         self.metrics_path = self.path / "metrics.jsonl"
         self.evaluations_path = self.path / "evaluations.jsonl"
+        self._bytes: dict[Path, int] = {}  # of the files that grow, as this process has left them
         with storage(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock_file = _lock(self.path)
@@ -126,12 +128,19 @@ class RunDirectory:
             write_atomically(path, json.dumps(provenance, indent=2) + "\n")
 
     def set_status(
-        self, state: str, step: int, reason: str | None = None, mlflow: dict | None = None, sweep: str | None = None
+        self,
+        state: str,
+        step: int,
+        reason: str | None = None,
+        mlflow: dict | None = None,
+        sweep: str | None = None,
+        saved: int | None = None,
     ) -> None:
         """Replace status.json in one piece; metrics appended before are on the disk when it says so.
 
-        state: one of STATES. step: optimizer steps done. mlflow: `MlflowTracker.info`, and sweep: the name of the
-        sweep that the run belongs to, are kept once given, as is `id`, which a run shares with its copies alone.
+        state: one of STATES. step: optimizer steps done. Kept once given are mlflow: `MlflowTracker.info`; sweep: the
+        name of the sweep that the run belongs to; saved: the step of the newest checkpoint; and `id`, which a run
+        shares with its copies alone.
         """
         if state not in STATES:
             raise ValueError(f"state {state!r} is not one of {', '.join(STATES)}")
@@ -148,10 +157,12 @@ class RunDirectory:
             "updated": _now(),
             "mlflow": mlflow or before.get("mlflow"),
             "sweep": sweep or before.get("sweep"),
+            "saved": before.get("saved", 0) if saved is None else saved,
         }
         with storage(path):
             if self.metrics_path.exists():
-                self._append(self.metrics_path, [], durable=True)
+                with open_to_append(self.metrics_path) as file:
+                    os.fsync(file.fileno())
             write_atomically(path, json.dumps(status, indent=2) + "\n")
 
     def append_metrics(self, step: int, metrics: dict[str, float]) -> None:
@@ -167,10 +178,21 @@ class RunDirectory:
         self._append(self.evaluations_path, rows, durable=True)
 
     def _append(self, path: Path, rows: list[dict], durable: bool = False) -> None:
-        """durable: what the file holds is on the disk afterwards."""
+        """durable: what the file holds is on the disk afterwards.
+
+        Raises StorageError where rows have gone, or came, that this process has not written.
+        """
         with storage(path), open_to_append(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != (expected := self._bytes.get(path, size)):
+                raise StorageError(
+                    f"{path} needs the {expected} bytes that this run has written (got {size}). It was deleted or "
+                    "changed during the run, and what it lacks is lost. Use pgtk resume to continue from the newest "
+                    "checkpoint without it."
+                )
             file.write("".join(json.dumps(row) + "\n" for row in rows))
             file.flush()
+            self._bytes[path] = os.fstat(file.fileno()).st_size
             if durable:
                 os.fsync(file.fileno())
 
@@ -182,9 +204,27 @@ class RunDirectory:
         """Take away the rows of later steps, and one that a kill has torn: a resumed run writes them anew."""
         evaluations = self.evaluations_path, read_evaluations(self.path)
         for path, rows in ((self.metrics_path, self.read_metrics()), evaluations):
+            self._bytes.pop(path, None)
             if path.exists():
                 with storage(path):
                     write_metrics(path, [row for row in rows if row["step"] <= step])
+
+
+def lost_checkpoint(run_dir: Path, newest: int) -> int:
+    """The last step that a run has saved, where that checkpoint was deleted; 0 where none was.
+
+    newest: step of the newest checkpoint that is there, damaged or not; 0 for none. Without a status.json the metrics
+    tell whether a checkpoint was due.
+    """
+    status = read_status(run_dir)
+    saved = status.get("saved", 0)
+    if not status and newest == 0:
+        trainer = read_resolved(run_dir).get("trainer", {})
+        due = min(trainer.get("checkpoint_every", 1), trainer.get("max_steps", 1))
+        rows = [*read_metrics(run_dir / "metrics.jsonl"), *read_evaluations(run_dir)]
+        recorded = max((row["step"] for row in rows), default=0)
+        saved = recorded if recorded >= due else 0
+    return saved if newest < saved else 0
 
 
 def config_drift(old: dict, new: dict) -> dict[str, list]:

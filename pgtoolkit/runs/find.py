@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from pgtoolkit.runs.files import (
 )
 from pgtoolkit.runs.provenance import code_of
 from pgtoolkit.runs.series import final
+from pgtoolkit.system.report import say
 from pgtoolkit.system.shell import shell_path
 
 SWEEPS = Path("outputs/sweeps")
@@ -50,7 +50,8 @@ class Run:
     """One run.
 
     path: where it lies. state: done, running, interrupted, failed, killed (it says `running`, but no process holds
-    it), pending (a sweep's job that has not begun), or unreadable. reason: why it is in that state, or None. config:
+    it), incomplete (done, and its metrics lack steps), pending (a sweep's job that has not begun), or unreadable.
+    reason: why it is in that state, or None. config:
     dotted key to value; empty for a run that cannot be read. rows: of metrics.jsonl, each with `seconds` since the
     first, the time of evaluations and between a stop and its resume left out; with `tokens_seen`, trained up to then;
     and with the metrics of that step's evaluations, the one before the first step as a row of its own. code: commits
@@ -117,7 +118,7 @@ def run_directories(command: str, paths: Sequence[str]) -> list[Path]:
         needs = "a run directory, a folder that holds runs, or a sweep's name"
         raise not_a_run(f"{command} {missing[0]}", sweep_folder(missing[0]), needs)
     if without:
-        print(f"note: passed over, there is no run: {' '.join(map(shell_path, without))}", file=sys.stderr)
+        say(f"note: passed over, there is no run: {' '.join(map(shell_path, without))}", error=True)
     return list(found)
 
 
@@ -163,13 +164,16 @@ def read_run(path: Path) -> Run:
             raise StorageError(f"{path / 'config.yaml'} is damaged (it lacks {', '.join(missing)})")
         status, provenance = read_status(path), known_provenance(path)
         rows, evaluations = read_metrics(path / "metrics.jsonl"), read_evaluations(path)
+        state, step = status.get("state", "running"), rows[-1]["step"] if rows else status.get("step", 0)
+        reason = status.get("reason")
+        if state == "running" and not is_held(path):
+            state = "killed"
+        if state == "done" and [row["step"] for row in rows] != [*range(1, status["step"] + 1)]:
+            state, reason = "incomplete", f"metrics.jsonl has {len(rows)} of its {status['step']} steps"
         _add_seconds(rows, [start["time"] for start in provenance.get("resumed", [])], evaluations)
         _add_tokens(rows)
         _add_evaluations(rows, evaluations)
-        state, step = status.get("state", "running"), rows[-1]["step"] if rows else status.get("step", 0)
-        if state == "running" and not is_held(path):
-            state = "killed"
-        return Run(path, path.name, state, status.get("reason"), step, config, rows, code_of(provenance))
+        return Run(path, path.name, state, reason, step, config, rows, code_of(provenance))
     except PgtoolkitError as error:
         return Run(path, path.name, "unreadable", first_line(error).rstrip("."))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import unicodedata
+from html import escape
 
 _ACTING = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 """Categories of characters that are no signs: controls, marks of direction and of other formats, line separators."""
@@ -21,6 +22,11 @@ def _shown(character: str) -> str:
 def legible(text: str) -> str:
     """The text with <U+001B> and the like in place of characters that would act on what shows it, or hide in it."""
     return "".join(map(_shown, text))
+
+
+def escaped(text: str) -> str:
+    """The legible text as it stands in an HTML page."""
+    return escape(legible(text))
 
 
 def shortened(text: str, most: int) -> str:

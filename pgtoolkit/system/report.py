@@ -12,6 +12,7 @@ from typing import Any
 from pgtoolkit.errors import PgtoolkitError
 from pgtoolkit.losses.checks import is_whole
 from pgtoolkit.ranks.environment import joined
+from pgtoolkit.system.legible import legible
 from pgtoolkit.system.redaction import redact
 
 
@@ -58,13 +59,21 @@ def refusal(setting: str, needs: str, got: Any, reason: str, use: str) -> str:
     return f"{setting} needs {needs} (got {text(got)}). {reason} Use {use}."
 
 
+def say(text: str, error: bool = False) -> None:
+    """Print for the user, on standard output or on that for errors: the one way to the terminal beside the log.
+
+    Without what looks like a secret; what a stranger has written, such as a run's name, acts on no terminal.
+    """
+    print(legible(redact(text)), file=sys.stderr if error else sys.stdout, flush=True)
+
+
 def print_error(error: PgtoolkitError) -> int:
     """Say it, of several processes once; returns its exit status."""
-    rank, said = joined(), redact(str(error))
+    rank = joined()
     if rank is None or rank.number == 0:
-        print(f"pgtk: error: {said}", file=sys.stderr)
+        say(f"pgtk: error: {error}", error=True)
     elif not error.on_all_ranks:
-        print(f"pgtk: error: rank {rank.number}: {said}", file=sys.stderr)
+        say(f"pgtk: error: rank {rank.number}: {error}", error=True)
     return error.exit_status
 
 

@@ -14,6 +14,7 @@ from pgtoolkit.config.evaluation import watched_in
 from pgtoolkit.runs.evaluations import best_checkpoint
 from pgtoolkit.runs.files import read_evaluations, read_resolved, read_status
 from pgtoolkit.runs.series import final, first, mean
+from pgtoolkit.system.legible import legible
 from pgtoolkit.system.report import plural
 from pgtoolkit.tracking.next_commands import (
     compare_command,
@@ -53,6 +54,13 @@ class Terminal(logging.StreamHandler):
             return
         self.stream = open(os.devnull, "w")  # noqa: SIM115 (for the rest of the run)
         os.dup2(self.stream.fileno(), sys.stdout.fileno())  # python flushes it once more at its end
+
+
+class LegibleFormatter(logging.Formatter):
+    """What a stranger has written, such as a server in its errors, acts neither on a terminal nor in run.log."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return legible(super().format(record))
 
 
 class ProgressLine:

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from pgtoolkit.errors import Interrupted
 from pgtoolkit.runs.directory import RunDirectory, read_status
 from pgtoolkit.runs.provenance import collect
+from pgtoolkit.system.report import say
 from pgtoolkit.tracking.next_commands import resume_command
 
 
@@ -45,7 +46,7 @@ def stop_signals_recorded(
                 run.set_status("interrupted", 0, str(stop), sweep=sweep)
         status = read_status(run_dir)
         if status["state"] == "done":
-            print(f"stopped by {stop} after the run was done", flush=True)
+            say(f"stopped by {stop} after the run was done")
             return
         raise Interrupted(
             f"stopped by {stop}; the run is {status['state']} at step {status['step']}. "

@@ -193,7 +193,7 @@ def _sampler(config: Config, module: PolicyGradientModule, task: TokenizedTask, 
         return TransformersSampler(module.policy, config)
     with failing_together(module.layout):
         prompts = task.encode([task.prompt(number) for number in range(16)])
-    settings = functools.partial(write_settings, module)
+    settings = functools.partial(write_settings, module, merged=True)
     return VllmSampler(config, module, module.layout, prompts, room, settings, run_dir)
 
 

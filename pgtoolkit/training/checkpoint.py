@@ -23,9 +23,10 @@ from safetensors.torch import load, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from pgtoolkit.errors import StorageError, first_line
+from pgtoolkit.errors import ConfigError, StorageError, first_line
 from pgtoolkit.ranks.agreement import failing_together, gather
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
+from pgtoolkit.runs.directory import lost_checkpoint
 from pgtoolkit.system.plain_files import open_to_read, refuse_other, remove, sync_folder
 
 log = logging.getLogger("pgtoolkit")
@@ -152,6 +153,21 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def step_of(path: Path) -> int:
     """After which step a checkpoint was written."""
     return int(path.stem.removeprefix("step-"))
+
+
+def refuse_lost_checkpoint(run_dir: Path, use: str) -> None:
+    """ConfigError where the newest checkpoint that a run has saved was deleted; use: the command, for what is said.
+
+    To go on from an earlier step, or from the first, would overwrite what the run has recorded since.
+    """
+    newest = max(map(step_of, list_checkpoints(run_dir / "checkpoints")), default=0)
+    if saved := lost_checkpoint(run_dir, newest):
+        raise ConfigError(
+            f"{use} needs the checkpoint of step {saved}, which the run has saved (got "
+            f"{f'step {newest} as the newest' if newest else 'none'}). It was deleted, and to train the steps after "
+            f"step {newest} again would overwrite their record. Use a new run in another directory"
+            + (f", or a copy of this one without its status.json to go on from step {newest}." if newest else ".")
+        )
 
 
 def _prune(newest: Path, keep: int, best: int | None) -> None:

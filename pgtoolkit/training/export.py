@@ -33,7 +33,14 @@ from pgtoolkit.system.shell import shell_path
 from pgtoolkit.tasks.prompts import scored_by_nobody
 from pgtoolkit.tasks.tasks import make_task
 from pgtoolkit.tracking.description import describe
-from pgtoolkit.training.checkpoint import list_checkpoints, load_newest, read_checkpoint, settings_of, step_of
+from pgtoolkit.training.checkpoint import (
+    list_checkpoints,
+    load_newest,
+    read_checkpoint,
+    refuse_lost_checkpoint,
+    settings_of,
+    step_of,
+)
 
 _SHOWN = ("reward", "exact_match", "loss", "kl_new_old", "completion_length")
 """Metrics that the card lists, as far as the run has them."""
@@ -87,6 +94,7 @@ def saved_state(run_dir: Path, use: str, step: int | None = None, best: bool = F
     if step is None:
         if (state := load_newest(folder)) is not None:
             return state
+        refuse_lost_checkpoint(run_dir, use)
         raise ConfigError(
             f"{use} needs a checkpoint (got none). A run saves one every trainer.checkpoint_every steps and at its "
             f"end. Use pgtk resume {shell_path(run_dir)}."

@@ -145,7 +145,7 @@ class Recorder(lightning.Callback):
         save_checkpoint(self._folder, state, tensors, settings, keep, module.layout, best)
         self._unsaved, self.saved_step = None, self.step
         if self._run is not None:
-            self._run.set_status("running", self.step)
+            self._run.set_status("running", self.step, saved=self.step)
 
     def _stop_after_this_step(self, number, _frame) -> None:
         self._signal = number

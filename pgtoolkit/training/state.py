@@ -49,15 +49,17 @@ def snapshot(module, data_state: dict) -> tuple[dict, dict[str, dict[str, Tensor
     return state, {kind: weights, MOMENTS: moments}
 
 
-def write_settings(module, folder: Path) -> None:
+def write_settings(module, folder: Path, merged: bool = False) -> None:
     """Write what transformers needs beside the weights; OSError if that fails.
 
     These are the configuration, whose `dtype` is the number type of the weights that training began with (it keeps them
-    in float32 whatever they came in), how completions are sampled, and the tokenizer. Of LoRA's adapters it is their
-    own configuration: beside the model's, transformers would take the folder for a whole model.
+    in float32 whatever they came in), how completions are sampled, and the tokenizer. merged: the folder's weights are
+    those of the whole model. Otherwise a folder of LoRA's adapters gets their own configuration: beside the model's,
+    transformers would take it for a whole model.
     """
     chosen, sampling = module.config.model, sampling_settings(module.policy, module.config.rollout)
-    config = lora.settings(module.model, chosen.path) if module.policy.base_digest else _configuration(module)
+    adapters = module.policy.base_digest is not None and not merged
+    config = lora.settings(module.model, chosen.path) if adapters else _configuration(module)
     try:
         for part in (config, sampling, module.policy.tokenizer):
             part.save_pretrained(folder)

@@ -21,13 +21,14 @@ from pgtoolkit.runs.directory import RunDirectory, read_status
 from pgtoolkit.runs.files import read_provenance, storage
 from pgtoolkit.runs.provenance import collect
 from pgtoolkit.system.plain_files import open_to_append
+from pgtoolkit.system.shell import shell_path
 from pgtoolkit.tracking.curves import plot_curves
 from pgtoolkit.tracking.mlflow_run import MlflowTracker
 from pgtoolkit.tracking.next_commands import resume_command, sync_command
-from pgtoolkit.tracking.progress import Terminal, summary
+from pgtoolkit.tracking.progress import LegibleFormatter, Terminal, summary
 from pgtoolkit.tracking.signals import StopSignal
 from pgtoolkit.training.build import build, fit
-from pgtoolkit.training.checkpoint import load_newest, read_checkpoint
+from pgtoolkit.training.checkpoint import load_newest, read_checkpoint, refuse_lost_checkpoint
 from pgtoolkit.training.data import record_data
 from pgtoolkit.training.recorder import Recorder
 from pgtoolkit.training.state import restore_data
@@ -117,7 +118,10 @@ def train(
 
 def _prepare(config: Config, run: RunDirectory, resume: bool, resolved: dict, overrides: list[str]) -> dict | None:
     """Write down what starts, or is continued, and from which data; returns the checkpoint to continue from, if any."""
-    checkpoint = load_newest(run.path / "checkpoints") if resume else None
+    checkpoint = None
+    if resume:
+        refuse_lost_checkpoint(run.path, f"pgtk resume {shell_path(run.path)}")
+        checkpoint = load_newest(run.path / "checkpoints")
     if resume and checkpoint is None:
         log.info("no checkpoint was written yet: starting again from the first step")
     step = 0 if checkpoint is None else checkpoint["step"]
@@ -176,7 +180,8 @@ def _logging_to(path: Path):
     with storage(path):
         opened = open_to_append(path)
     terminal, file = Terminal(sys.stdout), logging.StreamHandler(opened)
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    terminal.setFormatter(LegibleFormatter())
+    file.setFormatter(LegibleFormatter("%(asctime)s %(levelname)s %(message)s"))
     log.handlers, log.propagate = [terminal, file], False
     log.setLevel(logging.INFO)
     quieten()

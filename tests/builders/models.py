@@ -24,10 +24,12 @@ def small_llama(seed: int = 0, **changes) -> transformers.LlamaForCausalLM:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape | changes))
 
 
-def save_with_tokenizer(model: transformers.PreTrainedModel, folder: Path) -> Path:
+def save_with_tokenizer(model: transformers.PreTrainedModel, folder: Path, chat_template: str | None = None) -> Path:
     """The folder, with the model and a tokenizer of one token a character."""
     model.save_pretrained(folder)
-    character_tokenizer(ALPHABET).save_pretrained(folder)
+    tokenizer = character_tokenizer(ALPHABET)
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(folder)
     return folder
 
 

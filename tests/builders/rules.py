@@ -37,8 +37,9 @@ RULES = [
     (
         "correction=sequence_mask rollout.top_p=0.9",
         "correction=sequence_mask needs rollout.top_p=null (got 0.9). Sampling log-probs are renormalised",
-        "correction=off_policy_mask rollout.top_p=0.9",
+        "correction=off_policy_mask",
     ),
+    ("correction=off_policy_mask rollout.top_p=0.9", "needs rollout.top_p=null", "correction=off_policy_mask"),
     ("correction=token_mask rollout.top_p=0.9", "renormalised", "correction=token_mask rollout.top_p=1"),
     (
         "correction=off_policy_mask loss=grpo loss.num_splits=2 kernel=torch",

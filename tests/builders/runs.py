@@ -137,6 +137,8 @@ def copy_as_of(folder: Path, step: int, to: Path) -> Path:
     for path in list_checkpoints(to / "checkpoints"):
         if int(path.name.removeprefix("step-")) > step:
             shutil.rmtree(path)
+    status = json.loads((to / "status.json").read_text())
+    (to / "status.json").write_text(json.dumps(status | {"state": "running", "step": step, "saved": step}))
     return to
 
 

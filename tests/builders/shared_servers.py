@@ -181,8 +181,8 @@ def _one_at_a_time(function: Callable) -> Callable:
     return locked
 
 
-def save_llama(folder: Path, alphabet_size: int = 12, **changes) -> Path:
+def save_llama(folder: Path, alphabet_size: int = 12, chat_template: str | None = None, **changes) -> Path:
     """A small model with random weights whose log-probs tell one version of them from another."""
     model = small_llama(vocab_size=alphabet_size, **(_SHAPE | _MORE | changes))
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = ENDS, ENDS[0]
-    return save_with_tokenizer(model, folder)
+    return save_with_tokenizer(model, folder, chat_template)

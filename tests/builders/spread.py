@@ -24,7 +24,7 @@ from pgtoolkit.model.spread import parallelize
 from pgtoolkit.packing import pack
 from pgtoolkit.ranks.layout import AXES, ONE_PROCESS, Layout
 from pgtoolkit.training.accumulation import DynamicAccumulation
-from pgtoolkit.training.module import PolicyGradientModule
+from pgtoolkit.training.module import LocalAdamW, PolicyGradientModule
 
 LENGTHS = (9, 1, 4, 21, 2, 6, 3, 11)
 GROUPS = (0, 0, 1, 0, 2, 2, 2, 1)
@@ -92,7 +92,7 @@ class Module(PolicyGradientModule):
 def step(policy: Policy, layout: Layout, scale: int = 1, **objective) -> dict[str, torch.Tensor]:
     """Loss, norm of the gradient, metrics, and the gradient of each parameter, whole, of the fixed step."""
     module = Module(policy, layout, objective).to(next(policy.model.parameters()).device)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    optimizer = LocalAdamW(module.parameters(), lr=0.0, weight_decay=0.0, fused=True)  # as on a GPU, also without one
     module.optimizers = lambda use_pl_optimizer=True: optimizer
     module.manual_backward = lambda loss: loss.backward()
     whole = documents(policy.vocabulary_size, scale)

@@ -2,9 +2,11 @@
 
     python vllm_server.py [--fault NAME] [--after CALLS] [--marks FILE] serve FOLDER --port PORT [options of vLLM]
 
-It is a program of its own: pgtk starts it as it starts vLLM (`sampler.executable`). Like vLLM it has a child process,
-whose number it prints. --marks: where it notes how it was started, and each call; PORT in it is its own. The fault
-begins after so many calls for completions; `POST /fault {"name": ..., "after": ...}` sets another one.
+It is a program of its own: pgtk starts it as it starts vLLM (`sampler.executable`). It is as strict as vLLM: options
+that it does not know, a folder without config.json, weights that are missing or belong to no part of the model, and
+what is longer than the model's context are refused in vLLM's words. Like vLLM it has a child process, whose number it
+prints. --marks: where it notes how it was started, and each call; PORT in it is its own. The fault begins after so many
+calls for completions; `POST /fault {"name": ..., "after": ...}` sets another one.
 """
 
 from __future__ import annotations
@@ -35,9 +37,16 @@ class Engine:
         self.asleep = False
         self.cached: dict[tuple, object] = {}  # which weights have seen a prompt, as of its salt
         torch.set_num_threads(1)
-        loaded = AutoModelForCausalLM.from_pretrained(options.folder, dtype=getattr(torch, options.dtype)).eval()
+        config = AutoConfig.from_pretrained(options.folder)
+        longest = config.max_position_embeddings
+        options.max_model_len = options.max_model_len or longest
+        if options.max_model_len > longest:
+            sys.exit(
+                f"Value error, User-specified max_model_len ({options.max_model_len}) is greater than the derived one"
+            )
         self.tokenizer = None if options.skip_tokenizer_init else AutoTokenizer.from_pretrained(options.folder)
-        self.model = copy.deepcopy(loaded)  # its weights may be the file itself, which is to be written anew
+        self.model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype)).eval()
+        self._load(options.folder)
 
     def failing(self, fault: str) -> bool:
         return self.options.fault == fault and self.calls > self.options.after
@@ -46,9 +55,20 @@ class Engine:
         if self.options.fault in ("stale", "stale_and_noisy"):
             return
         self.model = copy.deepcopy(self.model)
-        with torch.no_grad():
-            for name, tensor in load_file(Path(folder) / "model.safetensors").items():
-                self.model.get_parameter(name).copy_(tensor)
+        self._load(folder)
+
+    def _load(self, folder: str) -> None:
+        """Exactly the weights that the model has; one that has several names, as that of a tied head, has one there."""
+        weights, rooms = load_file(Path(folder) / "model.safetensors"), self.model.state_dict()
+        if strange := sorted(weights.keys() - rooms.keys()):
+            raise ValueError(f"There is no module or parameter named '{strange[0]}' in {type(self.model).__name__}")
+        for name, tensor in weights.items():
+            if tensor.shape != rooms[name].shape:
+                raise ValueError(f"Attempted to load weight {name} of {[*tensor.shape]} into {[*rooms[name].shape]}")
+            rooms[name].copy_(tensor)
+        given = {rooms[name].data_ptr() for name in weights}
+        if missing := sorted(name for name, room in rooms.items() if room.data_ptr() not in given):
+            raise ValueError(f"Following weights were not initialized from checkpoint: {missing}")
 
     def score(self, body: dict) -> list[dict | None]:
         """The log-probs of a prompt's own tokens, in the form of vLLM's answer."""
@@ -62,6 +82,10 @@ class Engine:
 
     def complete(self, body: dict) -> list[dict]:
         """The choices of one prompt, in the form of vLLM's answer."""
+        if self.failing("another_prompt"):
+            body = body | {"prompt": [*body["prompt"][1:], body["prompt"][0]]}
+        if self.failing("ignores_temperature"):
+            body = body | {"temperature": 1.0}
         model = self.cached.setdefault((body.get("cache_salt"), *body["prompt"]), self.model)
         choices = []
         for index in range(body["n"]):
@@ -71,7 +95,7 @@ class Engine:
             else:
                 generator.manual_seed(body["seed"] + index)
             choices.append(self._choice(body, model, generator))
-        return choices
+        return choices if not self.failing("identical") else [choices[0]] * len(choices)
 
     def _choice(self, body: dict, model, generator) -> dict:
         tokens, log_probs, reason, stop_reason = [], [], "length", None
@@ -84,7 +108,8 @@ class Engine:
                 scaled = TopPLogitsWarper(top_p)(None, scaled[None])[0]
             chances = scaled.softmax(-1)
             token = int(chances.argmax() if greedy else torch.multinomial(chances, 1, generator=generator))
-            kept = logits if self.options.logprobs_mode == "raw_logprobs" else scaled
+            raw = self.options.logprobs_mode == "raw_logprobs" or self.failing("unprocessed")
+            kept = logits if raw else scaled
             tokens.append(token)
             log_probs.append(float(kept.log_softmax(-1)[token]))
             if token in body["stop_token_ids"]:
@@ -103,6 +128,10 @@ class Engine:
             tokens[0] = "5"
         if self.failing("fractions_for_tokens"):
             tokens[0] = 5.5
+        if self.failing("true_for_token"):
+            tokens[0] = True
+        if self.failing("zeros"):
+            log_probs = [0.0] * len(tokens)
         if self.failing("null_log_probs"):
             log_probs[-1] = None
         return {
@@ -111,6 +140,7 @@ class Engine:
             "text": "",
             "logprobs": None if body.get("logprobs") is None else {"token_logprobs": log_probs},
             "token_ids": tokens if body.get("return_token_ids") else None,
+            "prompt_token_ids": body["prompt"] if body.get("return_token_ids") else None,
         }
 
 
@@ -123,7 +153,7 @@ class Handler(BaseHTTPRequestHandler):
         engine = self.server.engine
         if self.path == "/v1/models":
             root = "/another/model" if engine.options.fault == "another_program" else engine.options.folder
-            self._answer(200, {"data": [{"id": engine.options.folder, "root": root, "max_model_len": 1024}]})
+            self._answer(200, {"data": [{"id": engine.options.folder, "root": root}]})
         else:
             self._answer(200 if self.path == "/health" else 404)
 
@@ -174,6 +204,10 @@ class Handler(BaseHTTPRequestHandler):
             return self._answer(400, {"error": "no tokenizer, no stop strings"})
         if body.get("temperature", 1.0) < 0:
             return self._answer(400, {"error": "temperature must be non-negative"})
+        if len(body["prompt"]) + body["max_tokens"] > engine.options.max_model_len:
+            return self._answer(
+                400, {"error": f"This model's maximum context length is {engine.options.max_model_len}"}
+            )
         if engine.asleep:
             return self._answer(500, {"error": "the engine is asleep"})
         if engine.failing("no_json"):
@@ -221,8 +255,15 @@ def main() -> None:
     parser.add_argument("--port", type=int)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--logprobs-mode", default="raw_logprobs")
-    parser.add_argument("--skip-tokenizer-init", action="store_true")
-    options, _ = parser.parse_known_args()
+    parser.add_argument("--max-model-len", type=int)
+    for name in ("host", "max-num-seqs", "gpu-memory-utilization", "tensor-parallel-size", "generation-config", "seed"):
+        parser.add_argument(f"--{name}")
+    for name in ("api-server-count", "kv-cache-memory-bytes"):
+        parser.add_argument(f"--{name}")
+    for name in ("skip-tokenizer-init", "enforce-eager", "enable-sleep-mode", "disable-log-stats"):
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--disable-uvicorn-access-log", action="store_true")
+    options = parser.parse_args()
     options.marks = options.marks and options.marks.replace("PORT", str(options.port))
     names = ("CUDA_VISIBLE_DEVICES", "VLLM_SERVER_DEV_MODE", "VLLM_USE_V2_MODEL_RUNNER", "VLLM_API_KEY", "RANK")
     variables = {name: os.environ.get(name) for name in names}
@@ -236,11 +277,13 @@ def main() -> None:
     if options.fault == "model_refused":
         print("ValidationError: 1 validation error for VllmConfig", flush=True)
         sys.exit("  Value error, Model Runner V2 does not yet support: stock torch.compile [type=value_error]")
+    if not Path(options.folder, "config.json").is_file():
+        sys.exit(f"ValueError: Invalid repository ID or local directory specified: '{options.folder}'.")
     # Only now: most faults of a start are told at once.
-    global torch, load_file, AutoModelForCausalLM, AutoTokenizer, TopPLogitsWarper
+    global torch, load_file, AutoConfig, AutoModelForCausalLM, AutoTokenizer, TopPLogitsWarper
     import torch
     from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.generation import TopPLogitsWarper
 
     engine = Engine(options)

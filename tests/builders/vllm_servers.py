@@ -44,13 +44,13 @@ def _lives(process: psutil.Process) -> bool:
 
 
 class Command:
-    """`pgtk` in a process of its own, with `folder`/run as its run directory."""
+    """`pgtk` in a process of its own, with `folder`/run as its run directory; environment: what it has besides ours."""
 
-    def __init__(self, folder: Path, *overrides: str):
+    def __init__(self, folder: Path, *overrides: str, environment: dict[str, str] | None = None):
         folder.mkdir(exist_ok=True)
         self.directory, self.log = folder / "run", folder / "terminal"
         settings = once(*overrides, f"hydra.run.dir={self.directory}")
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {})
         with self.log.open("w") as file:
             command = [sys.executable, "-m", "pgtoolkit.cli", *settings]
             self.process = subprocess.Popen(command, cwd=folder, stdout=file, stderr=file, env=environment)

@@ -280,6 +280,28 @@ def test_the_report_is_one_page_that_needs_nothing_else(sweep, capsys):
     assert (sweep / "r.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+def test_what_a_stranger_has_written_acts_on_no_terminal_and_no_page(tmp_path, capsys):
+    """An escape sequence, a mark of direction and a formula, in every text of a run that commands show."""
+    strange = "\x1b]0;x\x07 \u202egro.elpmaxe $\\frac$ <b>"
+    for seed, loss in enumerate((strange, "grpo")):
+        folder = save(tmp_path / f"run-{seed}-{strange if seed else ''}", loss, seed, 0.5, "done", more={strange: loss})
+        save(tmp_path / f"failed-{seed}", loss, seed, 0.5, "failed", reason=strange)
+        (folder / "provenance.json").write_text(json.dumps({"git": [], "packages": {strange: loss}}))
+    pages = [tmp_path / f"page.{kind}" for kind in ("html", "png")]
+    runs = [str(path) for path in sorted(tmp_path.iterdir()) if path.is_dir()]
+    assert main(["compare", *runs, "--html", str(pages[0]), "--png", str(pages[1])]) == 0
+    assert main(["diff", *runs[-2:]]) == 0
+    assert main(["compare", *runs, f"--metric={strange}"]) == 2
+    assert main(["resume", str(tmp_path / strange)]) == 2
+    assert main(["export", str(tmp_path / strange), str(tmp_path / "model")]) == 2
+    said = capsys.readouterr()
+    for text in (said.out, said.err, pages[0].read_text()):
+        assert not {"\x1b", "\x07", "\u202e"} & set(text)
+        assert "U+202E" in text
+    assert "&lt;U+202E&gt;gro.elpmaxe $\\frac$ &lt;b&gt;" in pages[0].read_text()
+    assert "default-src 'none'; style-src 'unsafe-inline'\">" in pages[0].read_text()
+
+
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
 def test_a_browser_shows_the_report(sweep, capsys):
     page(capsys, sweep, "--html", sweep / "r.html")
@@ -324,7 +346,7 @@ def test_a_page_for_the_terminal_loads_none_of_the_large_libraries(sweep):
     assert subprocess.run(command, capture_output=True, text=True).stdout.splitlines()[-1] == "set()"
 
 
-@pytest.mark.parametrize(("norm", "noted"), [(0.4, True), (0.5, False), (2.0, False), (2.1, True)])
+@pytest.mark.parametrize(("norm", "noted"), [(0.0, True), (0.4, True), (0.5, False), (2.0, False), (2.1, True)])
 def test_gradients_of_different_lengths_are_noted(tmp_path, capsys, norm, noted):
     """From a factor of more than 2 on."""
     for seed in range(2):
@@ -332,7 +354,8 @@ def test_gradients_of_different_lengths_are_noted(tmp_path, capsys, norm, noted)
         save(tmp_path / f"b{seed}", "gspo", seed, 0.5, grad_norm=norm)
     said = " ".join(page(capsys, tmp_path).split())
     low, high = sorted([(1.0, "grpo"), (norm, "gspo")])
-    told = f"grad_norm is {low[0]:.3g} with {low[1]} and {high[0]:.3g} with {high[1]}, {high[0] / low[0]:.3g} times"
+    told = f"grad_norm is {low[0]:.3g} with {low[1]} and {high[0]:.3g} with {high[1]}"
+    told += f", {high[0] / low[0]:.3g} times" if norm else ". Clipping"
     assert (told in said) == noted
     assert ("different lengths" in said) == noted
 

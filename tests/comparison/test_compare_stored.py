@@ -165,7 +165,8 @@ def test_a_resume_that_changed_a_key_is_compared_by_the_new_value(uri, tmp_path,
                 run.set_status("running", 0)
                 tracker = MlflowTracker(uri, "resumed")
                 tracker.start(run.path)
-                run.append_metrics(max_steps, {"reward": max_steps / 32, "documents_seen": 8})
+                for step in range(len(run.read_metrics()) + 1, max_steps + 1):
+                    run.append_metrics(step, {"reward": max_steps / 32, "documents_seen": 8})
                 stopped = max_steps < lengths[-1]
                 run.set_status("interrupted" if stopped else "done", max_steps, "SIGTERM" if stopped else None)
                 tracker.finish("interrupted" if stopped else "done")

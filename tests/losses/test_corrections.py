@@ -82,6 +82,12 @@ def test_a_document_that_the_policy_has_left_is_masked_where_its_advantage_is_ne
         rho = torch.tensor([1.0, 1, 1, kept, kept, kept, 1, 1], dtype=torch.float64)
         torch.testing.assert_close(gradient, -rho * ADVANTAGES / 8, rtol=1e-12, atol=1e-15)
         assert metrics["correction_outside_fraction"] == pytest.approx((not kept) / 3)
+    # Where it is known what the completion was sampled with, that is what counts: b - p is 0.5 less log V.
+    for v, kept in ((LOG_V.abs(), True), (-LOG_V.abs(), False)):
+        mask = corrections.OffPolicyMask(threshold=0.6)
+        _, gradient, metrics = of_log_probs(mask, log_ratio=-behind, v=v)
+        assert gradient.tolist()[3:6] == ([0.5 / 8] * 3 if kept else [0] * 3)
+        assert metrics["correction_outside_fraction"] == pytest.approx((not kept) / 3)
     uneven = ADVANTAGES.clone()
     uneven[3:6] = torch.tensor([-3.0, 1.0, 1.0])  # negative in the mean: one document is one decision
     _, gradient, _ = of_log_probs(corrections.OffPolicyMask(0.2), log_ratio=-behind, v=None, advantages=uneven)
@@ -229,7 +235,7 @@ def test_a_sampling_log_prob_that_is_not_finite_names_the_document(impl, poison,
     with pytest.raises(DataError, match=r"sampling_log_probs or advantages at a trained position of document 3,"):
         function(*inputs, *case.tensors[1:], **given)
     unchecked = function(*inputs, *case.tensors[1:], check_finite=False, metrics="basic", **given)
-    assert math.isnan(unchecked.loss) is (correction is not None)
+    assert math.isnan(unchecked.loss)  # as by the reference, also where they are only measured
     assert not math.isfinite(unchecked.metrics["kl_old_sampling"]) or not math.isfinite(
         unchecked.metrics["max_difference_old_sampling"]
     )

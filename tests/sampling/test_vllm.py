@@ -12,7 +12,7 @@ import pytest
 import torch
 from builders.runs import SHORT, config_of, sampler_of
 from builders.server_checks import update
-from builders.shared_servers import SharedServers
+from builders.shared_servers import SharedServers, save_llama
 from builders.vllm_servers import COMMAND, processes_of
 from omegaconf import OmegaConf
 
@@ -293,3 +293,27 @@ def test_the_weights_of_the_folder_are_a_hugging_face_model(tmp_path):
     assert AutoTokenizer.from_pretrained(folder)("12=").input_ids == module.policy.tokenizer("12=").input_ids
     sampler.close()
     assert list((tmp_path / "weights").iterdir()) == []
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_folder_of_a_policy_with_adapters_is_a_whole_model(tmp_path, tied):
+    """No adapter is left in it: transformers, like a server, loads a model that computes what is trained."""
+    from transformers import AutoModelForCausalLM
+
+    model = save_llama(tmp_path / "model", tie_word_embeddings=tied)
+    lora = ("model=huggingface", f"model.path={model}", "model.dtype=float32", "model.lora_rank=3")
+    own = (one for one in SHORT if not one.startswith("model."))
+    config = config_of(*own, *VLLM, *lora, f"sampler.weights_folder={tmp_path}/weights")
+    module, loader = build(OmegaConf.to_object(config), run_dir=tmp_path)
+    sampler = sampler_of(loader)
+    with contextlib.closing(sampler):
+        update(module)
+        sampler._write(module.policy.weights())
+        assert not (sampler._folder.path / "adapter_config.json").exists()
+        loaded, report = AutoModelForCausalLM.from_pretrained(sampler._folder.path, output_loading_info=True)
+        assert not {*report["missing_keys"], *report["unexpected_keys"]}
+        text = torch.tensor([[1, 2, 3, 10]])
+        found, expected = (one(text).logits for one in (loaded, module.policy.model))
+        base = AutoModelForCausalLM.from_pretrained(model)(text).logits
+    assert (found - expected).abs().max() < 1e-5
+    assert (found - base).abs().max() > 0.01

@@ -125,7 +125,9 @@ def test_data_may_lie_elsewhere_when_a_run_is_resumed(copy, tmp_path, monkeypatc
 
 
 def test_a_run_that_has_no_checkpoint_starts_with_the_data_of_today(copy):
+    """As after a kill before the first one."""
     shutil.rmtree(copy / "first" / "checkpoints")
+    (copy / "first" / "status.json").write_text('{"state": "running", "step": 0}')
     CHANGES["task.path"][2](copy / "prompts.jsonl")
     assert main(["resume", str(copy / "first")]) == 0
     assert "accepted" not in json.loads((copy / "first" / "data.json").read_text())

@@ -1,9 +1,14 @@
 """Runs that are resumed: bit-equal at every step, killed early, with changed keys, beyond their data."""
 
+import shutil
+
 import pytest
 from builders.runs import SHORT, assert_equal, change_state, checkpoint_of, config_of, copy_as_of, metrics_of, run
 
-from pgtoolkit.errors import ConfigError
+from pgtoolkit.cli import main
+from pgtoolkit.errors import ConfigError, StorageError
+from pgtoolkit.runs.directory import RunDirectory, read_status
+from pgtoolkit.runs.find import read_run
 from pgtoolkit.training.train import train
 
 
@@ -60,6 +65,55 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path):
     run(killed, "trainer.max_steps=2", resume=True)
     assert metrics_of(killed) == metrics_of(whole)
     assert_equal(checkpoint_of(killed, 2), checkpoint_of(whole, 2))
+
+
+@pytest.mark.parametrize(
+    ("deleted", "gone", "left"),
+    [(("checkpoints",), 4, "none"), (("checkpoints", "status.json"), 4, "none"), (("step-000004",), 4, "step 3")],
+)
+def test_a_run_whose_checkpoints_were_deleted_is_refused_and_its_record_stays(tmp_path, capsys, deleted, gone, left):
+    folder = run(tmp_path / "run", "trainer.max_steps=4")
+    for name in deleted:
+        path = next(folder.rglob(name))
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".log"}
+    for command in (["resume"], ["resume", "trainer.max_steps=6"], ["export", str(tmp_path / "model")]):
+        if command[0] == "export" and left != "none":
+            continue
+        assert main([command[0], str(folder), *command[1:]]) == 2
+        said = capsys.readouterr().err
+        assert f"needs the checkpoint of step {gone}, which the run has saved (got {left}" in said
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_copy_without_its_status_goes_on_from_an_earlier_checkpoint(tmp_path):
+    folder = run(tmp_path / "run", "trainer.max_steps=4")
+    shutil.rmtree(folder / "checkpoints" / "step-000004")
+    (folder / "status.json").unlink()
+    assert metrics_of(run(folder, "trainer.max_steps=5", resume=True))[-1]["step"] == 5
+
+
+def test_metrics_deleted_during_a_run_end_it(tmp_path):
+    """The next row says so; a comparison does not count what is left of the curve."""
+    folder = tmp_path / "run"
+    with RunDirectory(folder) as opened:
+        opened.append_metrics(1, {"loss": 0.5})
+        opened.append_metrics(2, {"loss": 0.5})
+        opened.metrics_path.unlink()
+        with pytest.raises(StorageError, match=r"metrics.jsonl needs the \d+ bytes .* \(got 0\)"):
+            opened.append_metrics(3, {"loss": 0.5})
+        opened.set_status("failed", 3, "StorageError")
+    assert read_status(folder)["state"] == "failed"
+
+
+def test_a_finished_run_that_lacks_rows_of_its_metrics_is_not_counted(tmp_path):
+    folder = run(tmp_path / "run", "trainer.max_steps=4")
+    assert read_run(folder).state == "done"
+    rows = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    for left in (rows[1:], rows[:3], [rows[0], *rows[2:]]):
+        (folder / "metrics.jsonl").write_text("".join(left))
+        found = read_run(folder)
+        assert (found.state, found.reason) == ("incomplete", "metrics.jsonl has 3 of its 4 steps")
 
 
 def test_a_checkpoint_beyond_max_steps_is_refused_and_nothing_is_changed(tmp_path):

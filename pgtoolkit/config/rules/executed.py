@@ -69,11 +69,13 @@ def set_by_files(hydra: DictConfig, typed: DictConfig) -> list[str]:
     return problems
 
 
-def search_path(typed: list[Override], sweep_file: Path | None) -> list[str]:
-    """The problem with a search path of one's own: Hydra imports the packages in it, before anything can be seen."""
-    primary = OmegaConf.load(sweep_file) if sweep_file else OmegaConf.create()
+def search_path(typed: list[Override], primary: DictConfig) -> list[str]:
+    """The problem with a search path of one's own: Hydra imports the packages in it, before anything can be seen.
+
+    primary: the keys in the file of a sweep.
+    """
     if not any(override.key_or_group == "hydra.searchpath" for override in typed) and not (
-        OmegaConf.is_dict(primary) and OmegaConf.select(primary, "hydra.searchpath")
+        OmegaConf.select(primary, "hydra.searchpath")
     ):
         return []
     reason, use = "Options of your own lie in one folder, laid out as conf/ is.", "--config-dir=FOLDER"
