@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pgtoolkit.config.key import Key, holds, value_of
+from pgtoolkit.config.key import Key, holds, parts, value_of
 from pgtoolkit.config.keys import keys_of, shown
 from pgtoolkit.config.paths import make_absolute
 from pgtoolkit.config.schema import SCHEMAS, Config
@@ -60,6 +60,14 @@ def typed(values: dict, file: str) -> DictConfig:
 def fixed_keys(config: object) -> Iterator[Key]:
     """The keys that a run of this configuration cannot be continued without."""
     return (key for key in keys_of(config) if key.fixed and (not key.fixed_if or holds(key.fixed_if, config)))
+
+
+def record_of(config: object) -> dict[str, Any]:
+    """What a checkpoint keeps of its configuration: the values of the fixed keys, and of those that make them fixed."""
+    names = set()
+    for key in fixed_keys(config):
+        names |= {key.name, *(parts(condition)[0] for condition in key.fixed_if.split(" or ") if condition)}
+    return {name: plain(value_of(config, name)) for name in sorted(names)}
 
 
 def cannot_change(before: object, now: object, movable: set[str]) -> Iterator[tuple[str, str]]:

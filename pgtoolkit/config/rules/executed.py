@@ -45,11 +45,8 @@ def set_by_files(hydra: DictConfig, typed: DictConfig) -> list[str]:
     problems, known = [], dict(_leaves(typed))
     for path, value in _leaves(hydra):
         is_known = (path in known and known[path] == value) or _is_foreign(path, value)  # of which `targets` says more
-        if (
-            not is_known
-            and not any(path[:length] in _COMPUTED for length in (1, 2))
-            and not _harmless(path, value, known)
-        ):
+        is_computed = any(path[:length] in _COMPUTED for length in (1, 2))
+        if not (is_known or is_computed or _harmless(path, value, known)):
             reason = "A file sets places, numbers of jobs and what is swept, so that nobody's file runs code."
             use = f"{_dotted(path)}=VALUE on the command line, or leave it out"
             got = "it from a file of a sweep or of --config-dir"
