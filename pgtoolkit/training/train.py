@@ -152,10 +152,9 @@ def _refuse_another(config: Config, run_dir: Path, checkpoint: dict) -> None:
     movable = {*read_data(run_dir)}  # files that may lie elsewhere now: their contents are compared
     problems = [problem for _, problem in cannot_change(json.loads(checkpoint["config"]), config, movable)]
     if problems:
-        changed = (
-            f"{shell_path(run_dir / 'config.yaml')} is not as it was at the checkpoint of step {checkpoint['step']}"
-        )
-        raise ConfigError("\n".join([*problems, f"{changed}: put the value back to continue this run."]))
+        file, step = shell_path(run_dir / "config.yaml"), checkpoint["step"]
+        way_out = f"{file} has changed since the checkpoint of step {step}: put the value back to continue this run."
+        raise ConfigError("\n".join([*problems, way_out]))
 
 
 def _start_tracker(config: Config, run: RunDirectory) -> MlflowTracker | None:
