@@ -59,7 +59,7 @@ def _shipped(folder: str) -> Path:
 
 
 def options(config_dir: Path | None = None) -> dict[str, list[str]]:
-    """Group -> its options: YAML files in conf/ and in a folder of one's own, but for `_NAME.yaml`, which some share."""
+    """Group -> its options: YAML files in conf/ and in a folder of one's own, but for _NAME.yaml, which some share."""
     found = {group: {*names} for group, names in _shipped_options().items()}
     for group, names in _options_in(config_dir).items() if config_dir else ():
         found.setdefault(group, set()).update(names)
