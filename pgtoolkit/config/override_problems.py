@@ -24,6 +24,16 @@ from pgtoolkit.system.report import refusal, text
 _HYDRAS = ("hydra", "config")
 """Hydra's own settings, of which conf/hydra/pgtk.yaml is made."""
 _GROUPS = list(dict.fromkeys(schema.partition("/")[0] for schema in SCHEMAS))
+_LISTS = {
+    f"{schema.partition('/')[0]}.{one.name}"
+    for schema, types in SCHEMAS.items()
+    for one in fields(types)
+    if str(one.type).startswith("list[str")
+}
+"""Keys whose value is a list of texts."""
+
+_ALSO_CALLED = {"ppo": "loss=grpo, whose clip is PPO's"}
+"""What the field calls an option, where that name is none of ours."""
 
 
 def unreadable(override: str, error: Exception, groups: Iterable[str]) -> str:
@@ -34,9 +44,17 @@ def unreadable(override: str, error: Exception, groups: Iterable[str]) -> str:
         use = f"{near}=VALUE"
     elif "~/" in value:  # which a shell does not replace within a word
         use = override.replace("~/", "$HOME/", 1)
+    elif key in _LISTS:
+        use = _as_list(key, value)
     elif equals and not set("'\"[]{}") & set(value):
         use = f"\"{key}='{value}'\""
     return f"{override} needs the form key=value (got {override!r}). {_first_line(error)}. Use {use}."
+
+
+def _as_list(key: str, value: str) -> str:
+    """The override, for a shell, that makes a list of what was typed."""
+    inside = value.strip().strip("'[]\"")
+    return f"'{key}=[\"{inside}\"]'"
 
 
 def wrong_form(override: Override, groups: dict[str, list[str]]) -> str | None:
@@ -76,17 +94,20 @@ def _keys(override: Override) -> list[str]:
     return list(dict.fromkeys(leaf for one in values for leaf, _ in leaves({key: one})))
 
 
-def unknown_option(override: Override, names: list[str]) -> str | None:
-    """An option that its group does not have."""
+def unknown_option(override: Override, groups: dict[str, list[str]]) -> str | None:
+    """An option that its group does not have; the way out may be an option of another one."""
     key, value = override.key_or_group, override.value()
+    names = groups[key]
     if value is None and key in ("experiment", "debug"):
         return None
     several = value if isinstance(value, list) and key in ("experiment", "debug") else [value]
     wrong = [name for name in several or [value] if name not in names]
     if not wrong:
         return None
-    near = nearest(text(wrong[0]), names)
+    near, word = nearest(text(wrong[0]), names), text(wrong[0])
     use = f"{key}={near}" if near else " or ".join(f"{key}={name}" for name in names)
+    if elsewhere := _ALSO_CALLED.get(word) or next((f"{one}={word}" for one in groups if word in groups[one]), None):
+        use = elsewhere
     reason = f"The options of {key} are the files in conf/{key}."
     return f"{override.input_line} needs one of {', '.join(names)} (got {text(wrong[0])!r}). {reason} Use {use}."
 
@@ -171,6 +192,7 @@ def wrong_type(config: DictConfig, key: str, value: Any, node: Any) -> str:
         needs = "a dictionary"
     elif isinstance(node, ListConfig):
         needs = "a list of texts"
+        use = _as_list(key, value) if isinstance(value, str) else use
     else:
         needs = words.get(node._metadata.ref_type, "another type") + (" or null" if node._is_optional() else "")
     reason = comment(config, key) or "Every key has a type."

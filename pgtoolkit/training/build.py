@@ -31,7 +31,7 @@ from pgtoolkit.ranks.agreement import failing_together
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.evaluation import Evaluator, PromptSet, as_evaluated, asked_by_both
 from pgtoolkit.rollouts.policy import PolicyRollouts
-from pgtoolkit.rollouts.recorded import RecordedRollouts
+from pgtoolkit.rollouts.recorded import RecordedRollouts, needed_fields
 from pgtoolkit.rollouts.steps import Source, StepLoader
 from pgtoolkit.rollouts.writer import RolloutWriter
 from pgtoolkit.sampling.samplers import Sampler, TransformersSampler
@@ -133,9 +133,7 @@ def _source(config: Config, task, module: PolicyGradientModule, room: int, resum
                 "are sampled as rollout.temperature and rollout.top_p say, and nothing else."
             )
         return PolicyRollouts(config, tokenized, sampler, module, module.layout, writer)
-    needs = ("group_id",) if closes_on_groups(config) else ()
-    needs += ("sampling_log_probs",) if correction is not None and not correction.of_policy else ()
-    needs += ("ref_log_probs",) if config.kl.reference == "recorded" else ()
+    needs = needed_fields(config, correction)
     how = config.advantage.estimator.value, module.policy.vocabulary_size, config.seed, needs, room
     return RecordedRollouts(rollout, *how, module.loss.reads_old_log_probs, config.trainer.accept_changed_data)
 
