@@ -82,5 +82,5 @@ def test_the_sweep_of_a_real_model_has_nothing_to_complain_of(capsys):
     assert "Sweep of 6 runs" in page
     assert "varies: loss = grpo, gspo, cispo" in page
     assert "rollouts: 64 prompts x 8 completions = 512 documents a batch" in page
-    assert "model.lora_rank = 32 (default null)" in page
+    assert "  model.lora_rank = 32\n" in page
     assert page.rstrip().endswith("Problems\n  none")
