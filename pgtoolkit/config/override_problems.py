@@ -15,6 +15,7 @@ from omegaconf import DictConfig, EnumNode, ListConfig, OmegaConf
 
 from pgtoolkit.config.defaults import comment, default
 from pgtoolkit.config.files import default_options
+from pgtoolkit.config.keys import KEYS
 from pgtoolkit.config.schema import SCHEMAS
 from pgtoolkit.errors import first_line
 from pgtoolkit.runs.files import leaves
@@ -24,15 +25,10 @@ from pgtoolkit.system.report import refusal, text
 _HYDRAS = ("hydra", "config")
 """Hydra's own settings, of which conf/hydra/pgtk.yaml is made."""
 _GROUPS = list(dict.fromkeys(schema.partition("/")[0] for schema in SCHEMAS))
-_LISTS = {
-    f"{schema.partition('/')[0]}.{one.name}"
-    for schema, types in SCHEMAS.items()
-    for one in fields(types)
-    if str(one.type).startswith("list[str")
-}
+_LISTS = {key.name for key in KEYS if key.type == "list[str]"}
 """Keys whose value is a list of texts."""
 
-_ALSO_CALLED = {"ppo": "loss=grpo, whose clip is PPO's"}
+ALSO_CALLED = {"ppo": "loss=grpo"}
 """What the field calls an option, where that name is none of ours."""
 
 
@@ -106,7 +102,7 @@ def unknown_option(override: Override, groups: dict[str, list[str]]) -> str | No
         return None
     near, word = nearest(text(wrong[0]), names), text(wrong[0])
     use = f"{key}={near}" if near else " or ".join(f"{key}={name}" for name in names)
-    if elsewhere := _ALSO_CALLED.get(word) or next((f"{one}={word}" for one in groups if word in groups[one]), None):
+    if elsewhere := ALSO_CALLED.get(word) or next((f"{one}={word}" for one in groups if word in groups[one]), None):
         use = elsewhere
     reason = f"The options of {key} are the files in conf/{key}."
     return f"{override.input_line} needs one of {', '.join(names)} (got {text(wrong[0])!r}). {reason} Use {use}."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import fnmatch
 import importlib
 import importlib.machinery
 import inspect
@@ -13,22 +12,11 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from pgtoolkit.errors import ConfigError, PgtoolkitError, first_line
 from pgtoolkit.system.report import refusal
 
 _PACKAGE = Path(__file__).parents[1]
-
-FUNCTIONS = (
-    *("task.verifier", "task.verifiers.*.verifier", "evaluation.sets.*.verifier"),
-    *("aggregation.reducer", "loss.path"),
-)
-"""Keys whose value may be a dotted path; * stands for any name. It is imported where the user has typed it, and never
-because a file names it, such as a run's config.yaml: `config/rules/executed.py`."""
-
-COMMANDS = {"sampler.executable": "vllm", "sampler.arguments": []}
-"""Keys that make up a command, with what is harmless of each; anything else is run by the same word alone."""
 
 REDUCER_KEYWORDS = ("mask", "document_index", "tokens_per_document", "group_index")
 """What a reducer is called with, after the step's totals."""
@@ -84,12 +72,6 @@ def _wrong_options(path: str, options: Sequence[str], signature: inspect.Signatu
     reason = f"Its fields are {', '.join(fields)}." if fields else "It has no fields."
     use = f"loss.options.{near}=VALUE" if near else "loss.options={}"
     return refusal(f"loss.options.{name}", f"a field of {path}", "another name" if unknown else "no value", reason, use)
-
-
-def functions_in(settings: dict[str, Any]) -> dict[str, str]:
-    """By key: the dotted paths among the values of a configuration, given by dotted keys."""
-    keys = (key for pattern in FUNCTIONS for key in fnmatch.filter(settings, pattern))
-    return {key: settings[key] for key in keys if "." in str(settings[key])}
 
 
 def kind_of(key: str) -> str:
