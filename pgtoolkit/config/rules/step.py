@@ -67,10 +67,9 @@ def correction(c: Any, report: Report) -> None:
         return
     for note in chosen.notes():
         report.note(note)
-    if chosen.of_policy:
-        if c.loss.num_splits != 1:
-            reason = "It masks whole documents, by all their new log-probs."
-            report.refuse(setting, "loss.num_splits=1", c.loss.num_splits, reason, "loss.num_splits=1")
+    if chosen.of_policy and c.loss.num_splits != 1:
+        reason = "It masks whole documents, by all their new log-probs."
+        report.refuse(setting, "loss.num_splits=1", c.loss.num_splits, reason, "loss.num_splits=1")
     if rollout.name == "policy" and rollout.old_log_probs == "sampling":
         if chosen.of_policy:
             return
