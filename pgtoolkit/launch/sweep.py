@@ -75,7 +75,6 @@ class Job:
 def refuse_another(directory: Path, config: dict) -> None:
     """ConfigError if a run of another configuration has begun in the directory of a job."""
     saved = read_config(directory)[0]
-    make_absolute(saved)  # as older ones were not
     if differing := changed(saved, config):
         key, (before, now) = next(iter(differing.items()))
         raise ConfigError(

@@ -66,7 +66,12 @@ def _free(key: str, path: str, more: tuple[str, ...] = ()) -> list[str]:
 
 def _contained(config: DictConfig, key: str) -> list[str]:
     """Without dots that lead upwards, and below the part that was typed before the first interpolation."""
-    node, inside = OmegaConf.select(config, key.rpartition(".")[0]), str(config.hydra.output_subdir)
+    try:
+        inside = str(config.hydra.output_subdir)
+    except OmegaConfBaseException as error:
+        use = "hydra.output_subdir=.hydra"
+        return [refusal("hydra.output_subdir", "a value that resolves", first_line(error), _NAMED, use)]
+    node = OmegaConf.select(config, key.rpartition(".")[0])
     raw = str(OmegaConf.to_container(node, resolve=False)["dir"])
     setting, use = f"{key}={raw}", f"{key}=FOLDER"
     try:
