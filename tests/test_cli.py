@@ -363,7 +363,7 @@ def test_resume_needs_a_run_directory(tmp_path, capsys):
     assert "without config.yaml" in refused(capsys, "resume", str(tmp_path))
     (tmp_path / "config.yaml").write_text("seed: [")
     assert main(["resume", str(tmp_path)]) == 6
-    assert f"{tmp_path}/config.yaml is damaged (while parsing a flow " in capsys.readouterr().err
+    assert f"{tmp_path}/config.yaml is damaged (no YAML, line 1: " in capsys.readouterr().err
     (tmp_path / "config.yaml").write_text("seed: 1")
     assert "does not fit this version" in refused(capsys, "resume", str(tmp_path))
 
