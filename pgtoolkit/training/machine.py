@@ -88,7 +88,7 @@ def _server(c: Any, report: Report) -> None:
         return
     program = shlex.split(own.executable)[0]
     if shutil.which(program) is None:
-        reason = "vLLM is installed in an environment of its own, since its versions of libraries are others."
+        reason = "vLLM needs other versions of libraries, so it has an environment of its own."
         use = "sampler.executable=ENVIRONMENT/bin/vllm, or sampler.urls=[http://HOST:PORT]"
         report.refuse(f"sampler.executable={own.executable}", "a program that is there", "none", reason, use)
     if own.gpus:
@@ -303,6 +303,6 @@ def _on_the_hub(name: str) -> str | None:
         folder = Path(name).parts[0]
         near = f" There is a folder {folder} here, without it." if glob.glob(glob.escape(folder)) else ""
         got += f", and from {constants.ENDPOINT}: {type(error).__name__}: {first_line(error)[:150]}"
-        reason = f"It is neither here nor could the hub give it.{near}"
+        reason = f"There is no such folder here, and the hub did not provide it.{near}"
     use = "model.path=FOLDER with a local one, or the hub's name of it"
     return refusal(f"model.path={name}", "a folder, or a model on the Hugging Face hub", got, reason, use)

@@ -69,7 +69,10 @@ def _overlong(c: Any, length: int, report: Report) -> None:
         report.refuse_ignored("rollout.overlong_penalty", penalty, where, why, use, off=1)
         return
     if buffer > length:
-        needs, reason = f"at most rollout.max_completion_length={length}", "It is the end of the longest completion."
+        needs, reason = (
+            f"at most rollout.max_completion_length={length}",
+            "It is the last part of the longest completion.",
+        )
         report.refuse_value("rollout.overlong_buffer", buffer, needs, reason, max(1, length // 5))
     setting = f"rollout.overlong_buffer={buffer}"
     if c.advantage.estimator == "max_rl":

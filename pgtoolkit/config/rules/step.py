@@ -111,7 +111,7 @@ def penalties(c: Any, report: Report) -> None:
         report.refuse(f"kl={kind}", "kl.coefficient, a number", None, reason, "kl.coefficient=0.04")
     if reference is None:
         use = "kl.reference=initial for the run's first weights, or kl=none"
-        report.refuse(f"kl={kind}", "kl.reference", None, "A penalty pulls to something.", use)
+        report.refuse(f"kl={kind}", "kl.reference", None, "A penalty is the distance from a reference.", use)
     if reference == "recorded" and c.rollout.name != "recorded":
         reason = "The reference's log-probs of completions that are still to be sampled are in no file."
         report.refuse("kl.reference=recorded", "rollout=recorded", "rollout=policy", reason, "kl.reference=initial")
