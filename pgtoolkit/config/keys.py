@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from pgtoolkit.config.key import Key, holds, value_of
+from pgtoolkit.config.key import Key, holds, parts, value_of
 from pgtoolkit.config.schema import SCHEMAS, Config
 
 
@@ -76,3 +76,10 @@ def shown(name: str) -> str:
     """A key as it is typed: the group for the key that names its option."""
     group = name.rpartition(".")[0]
     return group if OPTION_KEYS.get(group) == name else name
+
+
+def in_words(condition: str) -> str:
+    """A condition as it is told: `model=huggingface`, `evaluation.every > 0`, `kl other than none`."""
+    forms = {"=": "{}={}", ">": "{} > {}", "!=": "{} other than {}"}
+    single = [parts(one) for one in condition.split(" or ")]
+    return " or ".join(forms[operator].format(shown(name), value) for name, operator, value in single)

@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 
 from pgtoolkit.config.defaults import comment, default
 from pgtoolkit.config.key import Key, holds, parts, value_of
-from pgtoolkit.config.keys import keys_of, shown
+from pgtoolkit.config.keys import in_words, keys_of, shown
 from pgtoolkit.config.schema import Config
 from pgtoolkit.system.report import Report, is_number, is_whole, text
 
@@ -73,10 +73,3 @@ def ignored(c: Config, report: Report) -> None:
             reason = f"It has no effect while {shown(decides)}={got}."
             use = f"{key.use or needs} or {key.name}={text(usual)}"
             report.refuse(f"{key.name}={text(value)}", needs, got, reason, use)
-
-
-def in_words(condition: str) -> str:
-    """A condition as it is told: `model=huggingface`, `evaluation.every > 0`, `another kl than none`."""
-    forms = {"=": "{}={}", ">": "{} > {}", "!=": "another {} than {}"}
-    single = [parts(one) for one in condition.split(" or ")]
-    return " or ".join(forms[operator].format(shown(name), value) for name, operator, value in single)

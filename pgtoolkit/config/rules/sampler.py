@@ -45,7 +45,7 @@ def _vllm(c: Config, sampler: VllmSamplerConfig, report: Report) -> None:
     else:
         _started(c, sampler, world, report)
     if world > 1 and sampler.answer_seconds > (most := c.parallelism.timeout_seconds):
-        setting, reason = f"sampler.answer_seconds={sampler.answer_seconds}", "Other ranks would give up before."
+        setting, reason = f"sampler.answer_seconds={sampler.answer_seconds}", "The other ranks would not wait so long."
         needs = f"at most parallelism.timeout_seconds={most}"
         report.refuse(
             setting, needs, sampler.answer_seconds, reason, f"parallelism.timeout_seconds={sampler.answer_seconds}"
@@ -95,7 +95,7 @@ def _started(c: Config, sampler: VllmSamplerConfig, world: int, report: Report) 
         reason = "Servers run on them, on each as many as sampler.servers_per_gpu."
         report.refuse(setting, "numbers of GPUs from 0 on, each once", text(gpus), reason, use)
     elif len(gpus) % size:
-        needs, reason = f"a multiple of sampler.tensor_parallel={size} GPUs", "Each server takes so many."
+        needs, reason = f"a multiple of sampler.tensor_parallel={size} GPUs", "Each server takes that many."
         report.refuse(setting, needs, len(gpus), reason, use)
     elif min(gpus) < first:
         needs, reason = f"numbers from {first} on", f"Training takes GPU 0{f' to {first - 1}' if first > 1 else ''}."
@@ -113,7 +113,7 @@ def schedule(c: Config, report: Report) -> None:
     elif lag or most is not None:
         setting = f"rollout.lag={lag}" if lag else f"rollout.max_staleness={most}"
         if c.accumulation.docs_per_step == 0:
-            reason = "How many steps of so many micro-batches lie before a batch is not known ahead."
+            reason = "The number of steps before a batch is not known then."
             report.refuse(setting, "accumulation.docs_per_step > 0", 0, reason, "accumulation=dynamic")
         elif most is not None:
             _overlap(c, setting, report)
