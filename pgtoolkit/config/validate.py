@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from dataclasses import is_dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -17,7 +16,7 @@ from pgtoolkit.config.keys import key_named
 from pgtoolkit.config.override_problems import unresolvable
 from pgtoolkit.config.rules import declared, parallelism, run, sampler, scoring, step
 from pgtoolkit.config.rules.evaluation import evaluation
-from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, text
 
@@ -59,8 +58,10 @@ def resolve(config: DictConfig, report: Report) -> Config:
     with _without_environment():
         for group in config:
             if group != "hydra":
-                value, schema = _resolve_node(config, group, str(group), report), OmegaConf.get_type(config, group)
-                groups[group] = schema(**value) if is_dataclass(schema) else value
+                value = _resolve_node(config, group, str(group), report)
+                if isinstance(value, dict):
+                    value = (SCHEMAS.get(group) or SCHEMAS[f"{group}/{value['name']}"])(**value)
+                groups[group] = value
     resolved = Config(**groups)
     declared.values(config, resolved, report)
     return resolved
