@@ -131,8 +131,9 @@ def _resume(argv: list[str]) -> int:
     if not argv or (not Path(argv[0]).is_dir() and (argv[0].startswith("-") or "=" in argv[0])):
         raise ConfigError("pgtk resume needs a run directory (got none). Use pgtk resume outputs/DATE/TIME-NAME.")
     from pgtoolkit.launch.start import resume
+    from pgtoolkit.system.plain_files import plain_run
 
-    return resume(Path(argv[0]), argv[1:])
+    return resume(plain_run(argv[0]), argv[1:])
 
 
 def _sweep_file(argv: list[str]) -> Path:

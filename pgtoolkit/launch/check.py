@@ -146,9 +146,7 @@ def _plan(checked: Checked, folder: Path, command: list[str]) -> None:
         if run.config is None or run.report.problems:
             continue
         job = plan(run.config, run.overrides, number, folder, checked.unnamed)
-        hydra = run.config.hydra
-        inside = None if "fail_fast" in hydra.launcher else hydra.output_subdir
-        run.report.problems += places.of_job(folder, job.directory, inside)
+        run.report.problems += places.of_job(folder, job.directory)
         run.directory = job.directory
         first = sweep.jobs.setdefault(job.directory, job)
         if first is not job and first.config != job.config:

@@ -19,7 +19,7 @@ from pgtoolkit.errors import Interrupted, PgtoolkitError
 from pgtoolkit.launch import sweep_report
 from pgtoolkit.launch.sweep import Job, Sweep, plan
 from pgtoolkit.runs.directory import is_held
-from pgtoolkit.system.plain_files import open_to_append, write_atomically
+from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.system.report import say
 
 STOPPED = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -119,7 +119,7 @@ class _Jobs:
         content |= {"overrides": job.overrides, "config": job.config}
         write_atomically(file := directory / ".job.json", json.dumps(content, indent=1) + "\n")
         command = [sys.executable, "-P", "-m", "pgtoolkit.launch.job", str(file)]
-        with open_to_append(self._sweep.folder / job.log) as output:
+        with (self._sweep.folder / job.log).open("a+", encoding="utf-8") as output:
             # A session of its own: Ctrl-C in the terminal reaches the jobs through this process alone, once.
             session = {"stdin": subprocess.PIPE, "stdout": output, "stderr": output, "start_new_session": True}
             process = subprocess.Popen(command, **session)

@@ -31,7 +31,7 @@ from pgtoolkit.runs.files import (
     storage,
     write_metrics,
 )
-from pgtoolkit.system.plain_files import open_to_append, open_to_read, write_atomically
+from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import key_of
 
@@ -112,7 +112,7 @@ class RunDirectory:
                 kept = (old for old in old_overrides if not {key_of(old), key_of(old).partition(".")[0]} & given)
                 overrides = [*kept, *overrides]
             if drift:
-                with open_to_append(self.path / "drift.jsonl") as file:
+                with (self.path / "drift.jsonl").open("a+", encoding="utf-8") as file:
                     file.write(json.dumps({"time": _now(), "step": step, "changes": drift}) + "\n")
             write_atomically(self.path / "overrides.yaml", _to_yaml(list(overrides)))
             write_atomically(config_path, _to_yaml(resolved))  # last: it says that both are there
@@ -161,7 +161,7 @@ class RunDirectory:
         }
         with storage(path):
             if self.metrics_path.exists():
-                with open_to_append(self.metrics_path) as file:
+                with self.metrics_path.open("a+", encoding="utf-8") as file:
                     os.fsync(file.fileno())
             write_atomically(path, json.dumps(status, indent=2) + "\n")
 
@@ -182,7 +182,7 @@ class RunDirectory:
 
         Raises StorageError where rows have gone, or came, that this process has not written.
         """
-        with storage(path), open_to_append(path) as file:
+        with storage(path), path.open("a+", encoding="utf-8") as file:
             size = os.fstat(file.fileno()).st_size
             if size != (expected := self._bytes.get(path, size)):
                 raise StorageError(
@@ -237,7 +237,7 @@ def config_drift(old: dict, new: dict) -> dict[str, list]:
 def is_held(run_dir: Path) -> bool:
     """Whether a living process holds this run directory."""
     try:
-        with open_to_read(run_dir / ".lock") as file:
+        with (run_dir / ".lock").open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -247,7 +247,7 @@ def is_held(run_dir: Path) -> bool:
 
 
 def _lock(path):
-    file = open_to_append(path / ".lock")
+    file = (path / ".lock").open("a+", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -8,15 +8,12 @@ from pathlib import Path, PurePath
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pgtoolkit.errors import StorageError, first_line
+from pgtoolkit.errors import first_line
 from pgtoolkit.runs.directory import occupied, occupied_by
-from pgtoolkit.system.plain_files import refuse_other
 from pgtoolkit.system.report import refusal
 
 _REASON = "A value or a name in it could otherwise write anywhere."
 _NAMED = "It names a folder."
-_OF_HYDRA = ("config.yaml", "hydra.yaml", "overrides.yaml")
-"""What Hydra writes of a job that it runs itself."""
 
 
 def of_run(config: DictConfig) -> list[str]:
@@ -31,30 +28,16 @@ def of_sweep(config: DictConfig) -> list[str]:
     """Problems with the folder of a sweep."""
     if problems := _contained(config, "hydra.sweep.dir"):
         return problems
-    folder = config.hydra.sweep.dir
-    # Hydra writes the second itself.
-    return [*_free("hydra.sweep.dir", folder), *_links({Path(folder, "multirun.yaml"): "plain file"})]
+    return _free("hydra.sweep.dir", config.hydra.sweep.dir)
 
 
-def of_job(folder: Path, directory: str, inside: str | None = None) -> list[str]:
-    """Problems with the place of a job in its sweep's folder; inside: hydra.output_subdir, where Hydra runs the job."""
+def of_job(folder: Path, directory: str) -> list[str]:
+    """Problems with the place of a job in its sweep's folder."""
     whole, setting = (folder / directory).resolve(), f"hydra.sweep.subdir={directory}"
     if not is_possible(str(whole)):
         return [refusal(setting, "a path that a file system can hold", directory, _NAMED, "the default")]
     if _leads_out(directory) or whole == folder.resolve() or not whole.is_relative_to(folder.resolve()):
         return [refusal(setting, "a folder inside hydra.sweep.dir", whole, _REASON, "the default")]
-    if inside is None:
-        return []
-    return _links({whole / inside: "folder"} | {whole / inside / name: "plain file" for name in _OF_HYDRA})
-
-
-def _links(places: dict[Path, str]) -> list[str]:
-    """Hydra would follow a link that lies where it writes."""
-    try:
-        for place, what in places.items():
-            refuse_other(place, what)
-    except StorageError as error:
-        return [str(error)]
     return []
 
 
