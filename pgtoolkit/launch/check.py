@@ -22,7 +22,7 @@ from pgtoolkit.config.rules import places
 from pgtoolkit.config.rules.run import launcher
 from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import PgtoolkitError, first_line
-from pgtoolkit.launch.sweep import Sweep, plan
+from pgtoolkit.launch.sweep import LOCAL, Sweep, plan
 from pgtoolkit.system.report import Report, key_of
 from pgtoolkit.training.machine import check_machine
 
@@ -101,7 +101,7 @@ def check(
     if rules:
         launcher(master.hydra, checked.report)
         for run in runs:
-            if run.config is not None and "fail_fast" in master.hydra.launcher:  # ours: the jobs run here
+            if run.config is not None and master.hydra.launcher._target_ == LOCAL:  # the jobs run here
                 check_machine(run.values, run.report, begins=False)
         try:
             master.hydra.overrides.task = of_jobs

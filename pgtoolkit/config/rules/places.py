@@ -20,8 +20,7 @@ def of_run(config: DictConfig) -> list[str]:
     """Problems with the place of a single run; config: with its node `hydra`."""
     if problems := _contained(config, "hydra.run.dir"):
         return problems
-    inside = config.hydra.output_subdir  # Hydra writes there before the run itself looks
-    return _free("hydra.run.dir", config.hydra.run.dir, ("sweep.json", *([] if inside is None else [str(inside)])))
+    return _free("hydra.run.dir", config.hydra.run.dir, ("sweep.json",))
 
 
 def of_sweep(config: DictConfig) -> list[str]:
