@@ -20,18 +20,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.config import override_problems
 from pgtoolkit.config.files import config_directory, options, read_options
+from pgtoolkit.config.keys import KEYS
 from pgtoolkit.config.names import digest, name_from, name_in, plain_config
 from pgtoolkit.config.schema import SCHEMAS, Config
 
 NO_CHOICE = ("experiment=null", "debug=null")
 """What the optional groups are by default; Hydra accepts it in its files but not as an override."""
-
-FREE_FORM = {
-    **{"task.options": "reasoning_gym", "task.verifiers": "prompts", "loss.options": "custom"},
-    "evaluation.sets": None,
-}
-"""Where keys are not in the schema, and with which option: they belong to the data set, are names that the user gives
-to verifiers or to sets of prompts, or belong to the user's family. None: of a group with one shape."""
 
 
 def parse(overrides: list[str]) -> tuple[list[Override], list[str]]:
@@ -70,7 +64,7 @@ def is_swept(override: str) -> bool:
 def hydra_form(override: str) -> str:
     """The override as Hydra needs it: without a plus where the key exists, with it where it does not."""
     plain = override.lstrip("+")
-    return f"++{plain}" if plain.startswith(tuple(FREE_FORM)) else plain
+    return f"++{plain}" if plain.startswith(tuple(key.name for key in KEYS if key.free)) else plain
 
 
 class UserFiles(FileConfigSource):
