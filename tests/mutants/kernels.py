@@ -48,7 +48,7 @@ def the_entropy_has_no_gradient(right, logits, labels, normalizer, coefficients,
 
 @mutant(
     "kernels.products:_MixedLinear.backward",
-    "tests/kernels/test_weight_gradient.py::test_float32_weight_under_a_bfloat16_model",
+    "tests/kernels/test_weight_gradient.py::test_the_gradient_of_a_weight_of_another_type_is_rounded_once",
 )
 def a_head_s_gradient_is_added_up_in_its_own_type(right, ctx, gradient):
     hidden, weight = ctx.saved_tensors
@@ -58,7 +58,7 @@ def a_head_s_gradient_is_added_up_in_its_own_type(right, ctx, gradient):
 
 @mutant(
     "kernels.products:_MixedLinear.backward",
-    "tests/kernels/test_weight_gradient.py::test_float32_weight_under_a_bfloat16_model",
+    "tests/kernels/test_weight_gradient.py::test_the_gradient_of_a_weight_of_another_type_is_rounded_once",
 )
 def a_head_s_gradient_is_added_up_in_float32_where_it_is_float64(right, ctx, gradient):
     hidden, weight = ctx.saved_tensors

@@ -21,7 +21,7 @@ def the_error_is_the_deviation(right, values):
 
 @mutant(
     "training.evaluations:seed_of",
-    "tests/rollouts/test_evaluation.py::test_each_prompt_of_each_set_at_each_step_has_a_seed_of_its_own",
+    "tests/training/test_evaluation.py::test_every_rank_and_step_draws_numbers_of_its_own_in_an_evaluation",
 )
 def ranks_evaluate_with_the_same_random_numbers(right, seed, number):
     return right(seed, number % 2**32)
@@ -106,14 +106,9 @@ def runs_that_never_got_there_count_as_the_longest(right, goal, found):
     return {axis: max(values) if values else limits[axis] for axis, values in seen.items()}
 
 
-@mutant(
-    "dumps.alignment:Branches.add",
-    "tests/dumps/test_doctor.py::test_documents_of_other_weights_tell_nothing_of_places",
-)
-def log_probs_of_other_weights_are_compared(right, self, group):
-    from dataclasses import replace
-
-    return right(self, [replace(document, model_version=0) for document in group])
+@mutant("dumps.alignment:Comparison._correlation", "tests/dumps/test_doctor.py::test_log_probs_one_place_off")
+def log_probs_are_compared_at_their_own_places_alone(right, self, shift):
+    return right(self, 0)
 
 
 @mutant(

@@ -164,7 +164,7 @@ def recorded_log_probs_are_those_of_the_sampler(right, document):
 
 @mutant(
     "rollouts.data_metrics:data_metrics",
-    "tests/rollouts/test_dynamic_sampling.py::test_a_measure_is_the_mean_over_the_documents_that_have_it",
+    "tests/rollouts/test_data_metrics.py::test_a_number_is_the_mean_over_the_documents_that_know_it",
 )
 def a_measure_that_some_documents_lack_counts_them_as_zero(right, documents, num_updates):
     names = {name for document in documents for name in document.measures}
@@ -178,3 +178,11 @@ def a_measure_that_some_documents_lack_counts_them_as_zero(right, documents, num
 )
 def staleness_is_the_version_of_the_weights(right, documents, num_updates):
     return right(documents, 2 * num_updates)
+
+
+@mutant(
+    "rollouts.data_metrics:_groups_without_signal",
+    "tests/rollouts/test_data_metrics.py::test_a_group_with_one_advantage_has_a_signal_wherever_that_stands",
+)
+def the_last_document_says_whether_its_group_has_a_signal(right, documents):
+    return right(list({document.group: document for document in documents}.values()))

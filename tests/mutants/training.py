@@ -70,7 +70,10 @@ def loss_and_metrics_are_those_of_one_rank(right, self, outputs):
         self.layout = layout
 
 
-@mutant("training.accumulation:DynamicAccumulation._step_metrics", "tests/training/test_supervised.py")
+@mutant(
+    "training.accumulation:DynamicAccumulation._step_metrics",
+    "tests/training/test_accumulation.py::test_a_step_with_and_without_old_log_probs_has_no_metric_that_compares_them",
+)
 def a_step_has_old_log_probs_where_one_of_its_documents_has(right, self, outputs, step):
     having = [document for document in step.documents if document.old_log_probs is not None]
     return right(self, outputs, replace(step, documents=having or step.documents))
@@ -131,7 +134,10 @@ def fp32_lm_head_is_left_out(right, self, head):
     return replace(head, fp32_logits=False)
 
 
-@mutant("training.module:PolicyGradientModule.with_reference", "tests/training/test_reference.py")
+@mutant(
+    "training.module:PolicyGradientModule.with_reference",
+    "tests/training/test_reference.py::test_the_first_distance_is_exactly_zero",
+)
 def the_reference_is_the_policy_in_training(right, self, micro_batch):
     if self.reference is None:
         return micro_batch
