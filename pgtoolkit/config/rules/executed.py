@@ -26,7 +26,8 @@ _TARGETS = {
 _OF_FILES = {("mode",), ("output_subdir",), ("run", "dir"), ("sweep", "dir"), ("sweep", "subdir"), ("job", "name")}
 """Keys below `hydra` that a file of the user's may set, beside those of its launcher and sweeper."""
 
-_ONLY_TYPED = {"_target_", "setup", "additional_parameters", "submitit_folder", "address", "storage"}
+_ONLY_TYPED = {"_target_", "setup", "additional_parameters", "submitit_folder", "address"}
+_ONLY_TYPED |= {"storage", "search_space", "custom_search_space"}
 """Keys of launchers and sweepers whose values are run, or name a place or a server that is given what runs."""
 
 _COMPUTED = {("runtime",), ("overrides",), ("searchpath",), ("job", "override_dirname"), ("job", "config_name")}
