@@ -79,11 +79,12 @@ def test_gmpo_counts_the_tokens_that_it_clips():
 
 
 def test_dppo_counts_the_tokens_that_it_leaves_out():
-    new, old = torch.tensor([0.9, 0.5, 0.2, 0.2], dtype=torch.float64), torch.tensor([0.6, 0.45, 0.6, 0.6]).double()
+    """By how far the probability has moved: a ratio of 2.5 between small ones is within."""
+    new, old = torch.tensor([0.9, 0.05, 0.2, 0.2], dtype=torch.float64), torch.tensor([0.6, 0.02, 0.6, 0.6]).double()
     advantages = torch.tensor([1.0, 1.0, 1.0, -1.0], dtype=torch.float64)
     options = {"new": new.log(), "log_ratio": new.log() - old.log(), "advantages": advantages}
     _, gradient, metrics = coefficients(families.Dppo(delta_low=0.2, delta_high=0.2), **options)
-    expected = torch.tensor([0.0, -0.5 / 0.45, -0.2 / 0.6, 0.0], dtype=torch.float64) / 4
+    expected = torch.tensor([0.0, -0.05 / 0.02, -0.2 / 0.6, 0.0], dtype=torch.float64) / 4
     torch.testing.assert_close(gradient, expected, rtol=1e-7, atol=1e-12)
     assert metrics["clipped_high_fraction"] == pytest.approx(1 / 3 / 2)
     assert metrics["clipped_low_fraction"] == pytest.approx(1 / 2)

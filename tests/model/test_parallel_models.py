@@ -121,6 +121,7 @@ def test_a_rank_gets_its_piece_of_the_packed_axis():
         layout = SimpleNamespace(size=sizes.get, rank_in=lambda _axis, rank=rank: rank)
         pieces.append(local_tokens(micro_batch, layout))
     assert [piece.labels.tolist() for piece in pieces] == [[0, 1, 2, 3], [4, 5, 6, -1], [-1, -1, -1, -1]]
+    assert [piece.position_ids.tolist() for piece in pieces] == [[0, 1, 2, 3], [4, 5, 6, 0], [0, 0, 0, 0]]
     assert [piece.document_index.tolist() for piece in pieces] == [[0, 0, 0, 1], [1, 1, 1, 1], [1, 1, 1, 1]]
     assert all(piece.names == ("a", "b") and piece.group_index.tolist() == [0, 0] for piece in pieces)
 

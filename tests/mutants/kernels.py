@@ -10,25 +10,22 @@ from mutants import mutant
 from pgtoolkit.kernels.products import accumulate_matmul
 from pgtoolkit.kernels.triton_families import _clamped, _or_nan
 
+VECTORS = "tests/kernels/test_triton_families.py::test_vectors_match_those_of_pytorch"
+SHARDS = "tests/kernels/test_passes.py::test_vocabulary_shards_merge"
+REFERENCE = "tests/losses/test_losses.py::test_matches_reference"
 
-@mutant("kernels.torch_passes:forward_shard", "tests/losses/test_losses.py::test_matches_reference")
+
+@mutant("kernels.torch_passes:forward_shard", REFERENCE)
 def logits_are_not_divided_by_the_temperature(right, logits, labels, temperature, *more):
     return right(logits, labels, 1.0, *more)
 
 
-@mutant("kernels.torch_passes:forward_shard", "tests/kernels/test_passes.py::test_vocabulary_shards_merge")
+@mutant("kernels.torch_passes:forward_shard", SHARDS)
 def every_shard_of_the_vocabulary_begins_at_zero(right, logits, labels, temperature, with_entropy, vocabulary_start):
     return right(logits, labels, temperature, with_entropy, 0)
 
 
-@mutant("kernels.torch_passes:merge_shards", "tests/kernels/test_passes.py::test_vocabulary_shards_merge")
-def shards_are_merged_without_the_temperature(right, shards, labels, temperature):
-    if len(shards) == 1:
-        return right(shards, labels, temperature)
-    return right([torch.cat([part[:1] / temperature, part[1:]]) for part in shards], labels, 1.0)
-
-
-@mutant("kernels.torch_passes:backward", "tests/losses/test_losses.py::test_matches_reference")
+@mutant("kernels.torch_passes:backward", REFERENCE)
 def the_gradient_is_not_divided_by_the_temperature(
     right, logits, labels, normalizer, coefficients, temperature, *more, **k
 ):
@@ -95,14 +92,6 @@ def a_rank_s_share_of_a_chunk_does_not_fit(right, lengths, capacity):
     return right([(min(held),) * len(held) for held in lengths], capacity)
 
 
-@mutant("losses.objective:Objective.take", "tests/losses/test_kl.py::test_fused_head")
-def a_chunk_has_the_penalties_of_the_first_rows(right, self, rows, documents):
-    import dataclasses
-
-    first = torch.arange(len(self.mask[rows]), device=self.mask.device)
-    return dataclasses.replace(right(self, rows, documents), penalties=self.penalties.take(first))
-
-
 @mutant("losses.exchange:all_sum", "tests/kernels/test_parallel_loss.py::test_given_logits")
 def sums_over_ranks_are_means(right, values, group):
     total = right(values, group)
@@ -118,7 +107,7 @@ def a_label_that_no_shard_holds_has_a_log_prob(right, self, logits, labels, temp
     return log_probs.nan_to_num(0.0), *others
 
 
-@mutant("kernels.triton_families:clipped", "tests/kernels/test_triton_families.py::test_vectors_match_those_of_pytorch")
+@mutant("kernels.triton_families:clipped", VECTORS)
 def the_clip_in_triton_does_not_look_at_the_sign(right):
     return _clipped_on_both_sides
 
@@ -132,10 +121,7 @@ def _clipped_on_both_sides(log_ratio, advantage, log_prob, below, above, dual_cl
     return _or_nan(loss, log_ratio, advantage), slope, _or_nan(ratio, log_ratio, advantage), limited
 
 
-@mutant(
-    "kernels.triton_families:pulled_back",
-    "tests/kernels/test_triton_families.py::test_vectors_match_those_of_pytorch",
-)
+@mutant("kernels.triton_families:pulled_back", VECTORS)
 def kimi_s_pull_in_triton_has_no_gradient(right):
     return _not_pulled_back
 
@@ -158,15 +144,6 @@ def triton_makes_a_number_of_nan(right):
 @triton.jit
 def _value_alone(value, log_ratio, advantage):
     return value
-
-
-@mutant(
-    "kernels.triton_objective:numbers_of",
-    "tests/kernels/test_triton_families.py::test_vectors_match_those_of_pytorch",
-)
-def triton_s_upper_bound_is_the_lower_one(right, family):
-    first, _, *others = right(family)
-    return (first, first, *others)
 
 
 @mutant("kernels.triton_passes:forward_gradient", "tests/kernels/test_kernels.py::test_loss_matches_reference")

@@ -90,7 +90,10 @@ def p_is_not_adjusted(right, samples):
     return found
 
 
-@mutant("comparison.statistics:mean_and_std", "tests/comparison/test_compare.py::test_final_and_best")
+@mutant(
+    "comparison.statistics:mean_and_std",
+    "tests/comparison/test_compare.py::test_runs_that_differ_in_the_seed_are_one_group",
+)
 def the_deviation_of_seeds_is_that_of_the_population(right, values):
     mean, deviation = right(values)
     return mean, None if deviation is None else deviation * math.sqrt(1 - 1 / len(values))

@@ -6,11 +6,10 @@ import torch
 
 from mutants import mutant
 
+SUMMED = "tests/ranks/test_processes_steps.py::test_gradients_are_summed_bitwise_alike_on_all_ranks"
 
-@mutant(
-    "ranks.gradients:sum_gradients",
-    "tests/ranks/test_processes_steps.py::test_gradients_are_summed_bitwise_alike_on_all_ranks",
-)
+
+@mutant("ranks.gradients:sum_gradients", SUMMED)
 def gradients_are_averaged_over_ranks(right, parameters, group):
     parameters = list(parameters)
     right(parameters, group)
@@ -19,10 +18,7 @@ def gradients_are_averaged_over_ranks(right, parameters, group):
             parameter.grad /= group.size()
 
 
-@mutant(
-    "ranks.gradients:_buckets",
-    "tests/ranks/test_processes_steps.py::test_gradients_are_summed_bitwise_alike_on_all_ranks",
-)
+@mutant("ranks.gradients:_buckets", SUMMED)
 def gradients_beyond_the_first_bucket_stay_one_rank_s(right, gradients):
     return list(right(gradients))[:1]
 

@@ -1,7 +1,5 @@
 """Mistakes of decoding, of what a sampler gives, of tasks and their verifiers."""
 
-import torch
-
 from mutants import mutant
 
 
@@ -40,14 +38,6 @@ def weights_that_are_no_numbers_have_a_likeliest_token(right, input_ids, scores)
 @mutant("model.decoding:Cache.go_on", "tests/model/test_decoding.py::test_log_probs_are_the_models_own")
 def tokens_are_written_one_place_late(right, self, positions):
     return right(self, positions + 1)
-
-
-@mutant(
-    "model.decoding:Cache.keep_rows",
-    "tests/model/test_decoding.py::test_rows_that_have_ended_are_dropped_and_the_others_go_on",
-)
-def what_goes_on_has_the_cache_of_the_first_prompts(right, self, rows):
-    return right(self, torch.arange(len(rows), device=rows.device))
 
 
 @mutant("model.decoding:_in_window", "tests/model/test_decoding.py::test_log_probs_are_the_models_own")

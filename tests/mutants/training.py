@@ -5,11 +5,11 @@ from dataclasses import replace
 
 from mutants import mutant
 
+CUT = "tests/training/test_accumulation.py::test_the_documented_module_trains_the_same_however_its_steps_are_cut"
+RESUMED = "tests/training/test_resume.py::test_resume_at_every_step_is_bit_equal"
 
-@mutant(
-    "training.accumulation:DynamicAccumulation.backward_of_all",
-    "tests/training/test_accumulation.py::test_the_documented_module_trains_the_same_however_its_steps_are_cut",
-)
+
+@mutant("training.accumulation:DynamicAccumulation.backward_of_all", CUT)
 def the_loss_is_divided_by_the_number_of_micro_batches(right, self, micro_batches, totals):
     outputs = right(self, micro_batches, totals)
     for parameter in self.parameters():
@@ -18,28 +18,19 @@ def the_loss_is_divided_by_the_number_of_micro_batches(right, self, micro_batche
     return outputs
 
 
-@mutant(
-    "training.accumulation:DynamicAccumulation.backward_of_all",
-    "tests/training/test_accumulation.py::test_the_documented_module_trains_the_same_however_its_steps_are_cut",
-)
+@mutant("training.accumulation:DynamicAccumulation.backward_of_all", CUT)
 def a_micro_batch_of_the_step_is_left_out(right, self, micro_batches, totals):
     return right(self, micro_batches[:-1], totals)
 
 
-@mutant(
-    "training.accumulation:DynamicAccumulation.backward_of_all",
-    "tests/training/test_accumulation.py::test_the_documented_module_trains_the_same_however_its_steps_are_cut",
-)
+@mutant("training.accumulation:DynamicAccumulation.backward_of_all", CUT)
 def only_the_gradient_of_the_last_micro_batch_is_kept(right, self, micro_batches, totals):
     right(self, micro_batches[:-1], totals)
     self.optimizer.zero_grad()
     return right(self, micro_batches[-1:], totals)
 
 
-@mutant(
-    "training.accumulation:DynamicAccumulation.backward_of_all",
-    "tests/training/test_accumulation.py::test_the_documented_module_trains_the_same_however_its_steps_are_cut",
-)
+@mutant("training.accumulation:DynamicAccumulation.backward_of_all", CUT)
 def each_micro_batch_is_divided_by_totals_of_its_own(right, self, micro_batches, totals):
     found = []
     for one in micro_batches:
@@ -113,19 +104,6 @@ def the_cosine_schedule_is_linear(right, config, num_updates, max_steps):
     return right(replace(config, schedule=Schedule.linear) if linear else config, num_updates, max_steps)
 
 
-@mutant("training.module:make_optimizer", "tests/config/test_keys.py::test_the_key_acts[optimizer.weight_decay]")
-def norms_and_biases_are_decayed(right, model, config):
-    optimizer = right(model, config)
-    for group in optimizer.param_groups:
-        group["weight_decay"] = config.weight_decay
-    return optimizer
-
-
-@mutant("training.module:make_optimizer", "tests/config/test_keys.py::test_the_key_acts[optimizer.epsilon]")
-def the_optimizer_has_an_epsilon_of_its_own(right, model, config):
-    return right(model, replace(config, epsilon=1e-8))
-
-
 @mutant(
     "training.module:PolicyGradientModule._precise",
     "tests/config/test_keys.py::test_the_key_acts[model/huggingface.fp32_lm_head]",
@@ -163,11 +141,6 @@ def the_best_checkpoint_is_deleted_with_the_old_ones(right, newest, keep, best):
     return right(newest, keep, None)
 
 
-@mutant("training.checkpoint:_prune", "tests/training/test_checkpoint.py::test_the_newest_are_kept")
-def one_checkpoint_less_is_kept(right, newest, keep, best):
-    return right(newest, keep - 1, best)
-
-
 @mutant(
     "training.checkpoint:_fingerprint",
     "tests/training/test_checkpoint.py::test_a_damaged_checkpoint_is_passed_over_with_a_warning",
@@ -197,12 +170,6 @@ def skipped_steps_are_forgotten(right, module, state):
     module.num_skipped_steps = 0
 
 
-@mutant("training.state:restore", "tests/training/test_resume.py::test_resume_at_every_step_is_bit_equal")
-def the_learning_rate_schedule_begins_anew(right, module, state):
-    right(module, state)
-    module.num_updates = 0
-
-
 @mutant("training.state:set_random_state", "tests/training/test_checkpoint.py::test_random_state_round_trip")
 def random_numbers_begin_anew(right, state):
     return None
@@ -210,7 +177,7 @@ def random_numbers_begin_anew(right, state):
 
 @mutant(
     "training.state:seed_rank",
-    "tests/training/test_processes_checkpoint.py::test_another_number_of_ranks_continues",
+    "tests/training/test_checkpoint.py::test_a_rank_that_is_new_on_resume_draws_numbers_of_its_own",
 )
 def a_rank_that_is_new_on_resume_draws_what_its_first_step_drew(right, seed, rank, step=0):
     return right(seed, rank, 0)
@@ -256,9 +223,3 @@ def the_reference_has_the_adapters_of_the_policy(right, model):
 )
 def an_export_is_the_model_without_its_adapters(right, policy, state, names=None):
     return None
-
-
-@mutant("training.state:fill", "tests/training/test_resume.py::test_resume_at_every_step_is_bit_equal")
-def weights_are_rounded_on_their_way_from_a_checkpoint(right, target, name, files):
-    right(target, name, files)
-    target.copy_(target.bfloat16().to(target.dtype))

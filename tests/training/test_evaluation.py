@@ -161,7 +161,8 @@ def test_the_best_checkpoint_survives_later_ones_and_a_resume(evaluated, tmp_pat
 
 
 def test_a_goal_ends_the_run_which_can_be_resumed(evaluated, tmp_path, monkeypatch):
-    goal = min(row["avg"] for row in read_evaluations(evaluated) if row["set"] == "held_out" and row["step"] in (2, 4))
+    """By a value that is exactly the goal as well."""
+    goal = max(row["avg"] for row in read_evaluations(evaluated) if row["set"] == "held_out" and row["step"] in (2, 4))
     first = next(
         row["step"]
         for row in read_evaluations(evaluated)
