@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError
+from pgtoolkit.system.plain_files import plain_run, write_atomically
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import refusal, say
 
@@ -36,6 +37,15 @@ def _compare(argv: list[str]) -> int:
     from pgtoolkit.runs.find import find_runs
     from pgtoolkit.tracking.next_commands import shell_path
 
+    if overrides := [word for word in args.runs if "=" in word and not Path(word).exists()]:
+        from pgtoolkit.config.names import name_from
+        from pgtoolkit.config.overrides import is_swept
+
+        overrides.sort(key=lambda word: not is_swept(word))  # as in the name of the folder
+        folder = "_".join([*(word for word in args.runs if word not in overrides), name_from(overrides, {})])
+        reason = "A sweep with overrides has a folder of its own, named after them."
+        got = " ".join(overrides)
+        raise ConfigError(refusal("pgtk compare", "runs, folders or sweeps", got, reason, f"pgtk compare {folder}"))
     runs = stored_runs(args.uri, args.runs) if args.uri else find_runs(args.runs)
     compared = compare(runs, args.metric, args.best_of, args.reach)
     say(page(compared))
@@ -48,7 +58,7 @@ def _compare(argv: list[str]) -> int:
 
 def _samples(argv: list[str]) -> int:
     parser = _Parser("pgtk samples", description="Show what a run's model wrote: best, worst, and what changed.")
-    parser.add_argument("run", metavar="RUN", type=Path, help="run directory")
+    parser.add_argument("run", metavar="RUN", type=plain_run, help="run directory")
     parser.add_argument("--set", metavar="NAME", help="training, or a set of evaluation (default: one of evaluation)")
     parser.add_argument("--step", type=int, metavar="N", help="of this step (default: the last; of --html all)")
     parser.add_argument("--since", type=int, metavar="N", help="what changed since this step (default: the first)")
@@ -95,8 +105,8 @@ def _file(example: str) -> Callable[[str], Path]:
 
 def _diff(argv: list[str]) -> int:
     parser = _Parser("pgtk diff", description="What changed between two runs: configuration, code, packages, hardware.")
-    parser.add_argument("first", metavar="RUN_A", type=Path)
-    parser.add_argument("second", metavar="RUN_B", type=Path)
+    parser.add_argument("first", metavar="RUN_A", type=plain_run)
+    parser.add_argument("second", metavar="RUN_B", type=plain_run)
     args = parser.parse_args(argv)
 
     from pgtoolkit.comparison.diff import page
@@ -140,7 +150,7 @@ def _sync(argv: list[str]) -> int:
 
 def _export(argv: list[str]) -> int:
     parser = _Parser("pgtk export", description="Write a run's newest checkpoint as a Hugging Face folder.")
-    parser.add_argument("run", metavar="RUN", type=Path, help="run directory")
+    parser.add_argument("run", metavar="RUN", type=plain_run, help="run directory")
     parser.add_argument("folder", metavar="DIR", type=Path, help="new or empty folder")
     parser.add_argument("--best", action="store_true", help="the checkpoint with the highest evaluation.best instead")
     args = parser.parse_args(argv)
@@ -207,7 +217,7 @@ def _evaluate(argv: list[str]) -> int:
     from pgtoolkit.launch.evaluate import Asked, evaluate
 
     overrides = [word for word in args.words if word not in named]
-    say(evaluate(Asked(Path(named[0]) if named else None, args.step, args.best, overrides)))
+    say(evaluate(Asked(plain_run(named[0]) if named else None, args.step, args.best, overrides)))
     return 0
 
 
@@ -224,12 +234,22 @@ def _tokens(argv: list[str]) -> int:
 
     from pgtoolkit.inspection.tokens import inspect, summary
     from pgtoolkit.inspection.tokens_page import html
-    from pgtoolkit.system.plain_files import write_atomically
 
-    inspected = inspect(args.run, args.overrides, args.step)
+    inspected = inspect(str(plain_run(args.run)), args.overrides, args.step)
     page = args.html or Path(f"tokens-{inspected.name}-{inspected.number}.html")
     write_atomically(page, html(inspected, redact(shlex.join(["pgtk", "tokens", *argv]))))
     say(summary(inspected, page))
+    return 0
+
+
+def _explain(argv: list[str]) -> int:
+    parser = _Parser("pgtk explain", description="What a key, a group, an option, a metric or an exit status means.")
+    parser.add_argument("words", nargs="+", metavar="WORD", help="or a sentence of pgtk's, whose words are explained")
+    args = parser.parse_args(argv)
+
+    from pgtoolkit.config.explain import explain
+
+    say(explain(" ".join(args.words)))
     return 0
 
 
@@ -239,6 +259,7 @@ REPORTS = {
     "diff": ("RUN_A RUN_B", "what changed: configuration, code, packages, hardware", _diff),
     "doctor": ("FILE [OVERRIDES]", "whether recorded rollouts are fit for a comparison", _doctor),
     "evaluate": ("[RUN] [OVERRIDES]", "avg and pass@k of a run, a folder or an initial model", _evaluate),
+    "explain": ("WORD", "what a key, group, option, metric or exit status means", _explain),
     "export": ("RUN_DIR DIR", "the newest checkpoint, or --best, as a Hugging Face folder", _export),
     "samples": ("RUN_DIR", "what the model wrote: best, worst, what changed; --html FILE", _samples),
     "sync": ("RUN_DIR...", "deliver to MLflow what it lacks of runs, such as after an outage", _sync),

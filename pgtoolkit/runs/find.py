@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import statistics
 from collections import defaultdict
@@ -26,6 +27,7 @@ from pgtoolkit.runs.files import (
 )
 from pgtoolkit.runs.provenance import code_of
 from pgtoolkit.runs.series import final
+from pgtoolkit.system.plain_files import refuse_links
 from pgtoolkit.system.report import say
 from pgtoolkit.system.shell import shell_path
 
@@ -127,6 +129,8 @@ def not_a_run(use: str, path: Path, needs: str) -> ConfigError:
     got = "a file" if path.is_file() else "a folder without runs" if path.is_dir() else "no such folder"
     newest = max(_run_directories(Path("outputs")), key=lambda run: run.stat().st_mtime, default=None)
     instead = f"a run directory such as {shell_path(newest)}" if newest else "a folder that pgtk has trained in"
+    if near := sorted(SWEEPS.glob(f"{glob.escape(path.name)}_*")):  # the same sweep with overrides
+        instead = " or ".join(folder.name for folder in near[:3])
     reason = "A run writes its config.yaml there when it starts."
     return ConfigError(f"{use} needs {needs} (got {path}: {got}). {reason} Use {instead}.")
 
@@ -159,6 +163,7 @@ def _jobs_without_run(folder):
 def read_run(path: Path) -> Run:
     """The run of this directory, whatever state it is in; never an exception for what is damaged."""
     try:
+        refuse_links(path)
         config = dict(leaves(read_resolved(path)))
         if missing := [key for key in _IN_EVERY_RUN if key not in config]:
             raise StorageError(f"{path / 'config.yaml'} is damaged (it lacks {', '.join(missing)})")
