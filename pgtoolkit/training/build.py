@@ -13,7 +13,6 @@ from torch import nn
 
 from pgtoolkit.config.evaluation import HeldOut, held_out_sets, is_on
 from pgtoolkit.config.paths import NO_FOLDER
-from pgtoolkit.config.rules.step import needs_model
 from pgtoolkit.config.schema import (
     AggregationMode,
     Config,
@@ -204,7 +203,7 @@ def reference_of(config: Config, policy: Policy) -> Policy | None:
     the initial weights need no place in a checkpoint. Raises ConfigError for one that cannot be loaded, or whose tokens
     are others.
     """
-    if not needs_model(config):
+    if not config.kl.needs_model:
         return None
     path = config.kl.reference
     if path == "initial" and adapted_layers(policy.model):
