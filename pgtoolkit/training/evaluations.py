@@ -22,8 +22,9 @@ from pgtoolkit.runs.records import read_evaluations
 from pgtoolkit.tasks.shuffle import seed_of
 from pgtoolkit.tasks.tasks import Task, make_task
 from pgtoolkit.tracking.progress import evaluation_line
-from pgtoolkit.training.build import accelerator, begin, evaluator_of
+from pgtoolkit.training.build import accelerator, begin
 from pgtoolkit.training.module import PolicyGradientModule
+from pgtoolkit.training.sources import evaluator_of
 from pgtoolkit.training.state import load_weights, random_numbers_of
 
 log = logging.getLogger("pgtoolkit")
