@@ -13,7 +13,7 @@ from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.corrections import configured as configured_correction
 from pgtoolkit.losses.families import Family, configured
 from pgtoolkit.losses.kl import KL
-from pgtoolkit.runs.files import leaves
+from pgtoolkit.runs.records import leaves
 from pgtoolkit.system.model_folder import num_weights
 from pgtoolkit.system.report import text
 
