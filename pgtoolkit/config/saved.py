@@ -15,7 +15,7 @@ from pgtoolkit.config.keys import keys_of, shown
 from pgtoolkit.config.paths import make_absolute
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.errors import ConfigError, first_line
-from pgtoolkit.runs.files import leaves, plain, read_resolved
+from pgtoolkit.runs.records import leaves, plain, read_resolved
 from pgtoolkit.system.report import text
 
 

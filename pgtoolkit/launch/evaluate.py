@@ -84,7 +84,7 @@ def evaluate(asked: Asked) -> str:
     model = f"the initial model of model={chosen.model.name}, seed {chosen.seed}"
     if asked.source is not None:
         model = shell_path(asked.source) + ("" if state is None else f", step {state['step']}")
-    return page(rows, chosen, model, folder)
+    return render_evaluation(rows, chosen, model, folder)
 
 
 def _configuration(asked: Asked, of_run: bool) -> DictConfig:
@@ -145,7 +145,7 @@ def _folder(asked: Asked) -> Path:
             return folder
 
 
-def page(rows: list[dict[str, Any]], config: Config, model: str, folder: Path) -> str:
+def render_evaluation(rows: list[dict[str, Any]], config: Config, model: str, folder: Path) -> str:
     """The numbers of each set in a column, and where everything lies."""
     names = [name for name in rows[0] if name not in ("step", "time", "documents", "set") and "_error" not in name]
     table = [["", *(row["set"] for row in rows)], *([name, *(_cell(row, name) for row in rows)] for name in names)]

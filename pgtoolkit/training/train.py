@@ -20,8 +20,8 @@ from pgtoolkit.ranks.layout import AXES, ONE_PROCESS, Layout
 from pgtoolkit.rollouts.completions import KeptCompletions
 from pgtoolkit.runs.completions import drop_completions_after
 from pgtoolkit.runs.directory import RunDirectory, read_status
-from pgtoolkit.runs.files import read_data, read_provenance, storage
 from pgtoolkit.runs.provenance import collect
+from pgtoolkit.runs.records import read_data, read_provenance, storage
 from pgtoolkit.system.shell import shell_path
 from pgtoolkit.tracking.curves import plot_curves
 from pgtoolkit.tracking.mlflow_run import MlflowTracker

@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pgtoolkit.config.defaults import default
 from pgtoolkit.config.key import value_of
 from pgtoolkit.config.keys import keys_of
-from pgtoolkit.runs.files import leaves
+from pgtoolkit.runs.records import leaves
 from pgtoolkit.system.report import refusal, text
 
 if TYPE_CHECKING:  # loads Hydra, which what only reads runs has no use for
