@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
@@ -25,6 +26,7 @@ from pgtoolkit.rollouts.dynamic_sampling import fill
 from pgtoolkit.rollouts.steps import Source
 from pgtoolkit.rollouts.writer import RolloutWriter
 from pgtoolkit.sampling.samplers import Sampler
+from pgtoolkit.sampling.vllm_proof import check_batch
 from pgtoolkit.system.background import in_background
 from pgtoolkit.tasks.completion import Completion, Request
 from pgtoolkit.tasks.prompts import TokenizedTask
@@ -218,6 +220,10 @@ class PolicyRollouts(Source):
         if self._rollout.old_log_probs == OldLogProbs.training:
             with self._timed("old_log_probs"):
                 documents = self._with_training_log_probs(documents)
+            self._check_sampler(documents)
+        elif self.sampler.tolerance is not None and self._rollout.max_staleness is None:
+            with self._timed("old_log_probs"):
+                self._check_sampler(self._with_training_log_probs(self._some(documents)))
         return [documents[i : i + size] for i in range(0, len(documents), size)]
 
     def _group(self, prompt: Prompt, start: list[int], scored: list[tuple[Completion, Score]]) -> list[Document]:
@@ -249,6 +255,18 @@ class PolicyRollouts(Source):
                 )
             )
         return documents
+
+    def _some(self, documents: list[Document]) -> list[Document]:
+        """Every so many-th, as many as fit a micro-batch: enough to check what wrote them."""
+        every = math.ceil(sum(d.num_tokens for d in documents) / self.config.accumulation.max_tokens)
+        return cut(documents[:: max(1, every)], self.config.accumulation.max_tokens)[0] if documents else []
+
+    def _check_sampler(self, documents: list[Document]) -> None:
+        """documents: with log-probs of both. Raises SamplerLost where those of a server are not the trainer's."""
+        if self.sampler.tolerance is not None and documents:
+            sampled = torch.cat([document.sampling_log_probs for document in documents])
+            trainer = torch.cat([document.old_log_probs for document in documents])
+            check_batch(sampled, trainer, self.sampler.tolerance, self._rollout.top_p)
 
     def _with_training_log_probs(self, documents: list[Document]) -> list[Document]:
         """The documents with old log-probs from the forward pass that training uses, so that the first ratio is 1.

@@ -62,8 +62,9 @@ class VllmSampler:
             seeded=own.seeded,
         )
         self._proof = Proof(trained, self._sampling, prompts, room, own.tolerance)
+        self.tolerance = self._proof.tolerance
         parent = None if own.weights_folder is None else Path(own.weights_folder)
-        self._folder = WeightsFolder(parent, run_dir, policy.compute_dtype)
+        self._folder = WeightsFolder(parent, run_dir, policy.compute_dtype, for_others=bool(own.urls))
         self._plan = plan(config, layout, str(policy.compute_dtype).removeprefix("torch."), room)
         self._servers: list[Server] = []
         self._run_name = ""
@@ -150,8 +151,10 @@ class VllmSampler:
             up = gather(up, self._layout.world_group)[0]
             time.sleep(0 if up else 0.2)
         urls = [server.url for server in self._servers]
-        self._run_name, urls = gather((self._folder.path and self._folder.path.name, urls), self._layout.world_group)[0]
-        self._servers = self._servers or [Server(url, self._config.sampler.answer_seconds) for url in urls]
+        run_name, key = self._folder.path and self._folder.path.name, started and started.key
+        self._run_name, urls, key = gather((run_name, urls, key), self._layout.world_group)[0]
+        seconds = self._config.sampler.answer_seconds
+        self._servers = self._servers or [Server(url, seconds, key=key) for url in urls]
 
     def _wake(self, server: Server, load: bool) -> None:
         """load: and give it the weights that lie in the folder, before it takes the rest of its memory back."""
@@ -226,6 +229,7 @@ class _SameServers:
 
     def __init__(self, owner: VllmSampler, sampling: Sampling, settle: Callable[[], object]):
         self._owner, self._sampling, self._settle = owner, sampling, settle
+        self.tolerance = owner.tolerance
 
     def publish(self, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
         self._settle()  # servers have one version of the weights at a time

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import time
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 import requests
 import torch
+import urllib3
 from torch import Tensor
 
 from pgtoolkit.errors import SamplerLost, first_line
@@ -22,8 +25,12 @@ from pgtoolkit.tasks.stops import StopStrings
 
 _ATTEMPTS = 4
 """Of a call that found no connection; each waits longer than the one before."""
-_BUSY_SECONDS = 30
-"""For how long a server may answer 503, as it does while it is paused."""
+_BUSY_SECONDS, _BUSY_PAUSE = 30, 0.5
+"""For how long a server may answer 503, as it does while it is paused, and after how long it is asked again."""
+_MOST_BYTES, _BYTES_PER_TOKEN = 2**20, 2**10
+"""Most bytes of an answer, and how many more for each token that was asked for or is sent back."""
+_BY_CHANCE = -30.0
+"""Log-probability below which it is no chance that completions of a prompt are the same."""
 LOST = "Nothing that was trained is lost."
 _CONNECTIONS = 1024
 _NO_NUMBERS = "Its weights give numbers that are none"
@@ -76,19 +83,30 @@ class Sampling:
         )
 
 
+@dataclass(frozen=True)
+class _Answer:
+    status: int
+    reason: str
+    content: bytes
+
+
 class Server:
     """A server at `url`; answer_seconds: the longest that a call may take; process: its process, if it is ours.
 
+    key: what it lets requests in with; None where it wants none.
     Each call raises SamplerLost at its deadline, as of time.monotonic(), or before, for whatever is not as it should.
     """
 
-    def __init__(self, url: str, answer_seconds: int, process: ServerProcess | None = None):
+    def __init__(self, url: str, answer_seconds: int, process: ServerProcess | None = None, key: str | None = None):
         self.url = url.rstrip("/")
         self._answer_seconds = answer_seconds
         self._process = process
         self._health = "Nothing listens there, or the way is closed."
         self._session = requests.Session()
         self._session.trust_env = False  # a proxy is not the way to a server beside us
+        self._session.headers["Accept-Encoding"] = "identity"  # a packed answer is larger than it looks
+        if key is not None:
+            self._session.headers["Authorization"] = f"Bearer {key}"
         adapter = requests.adapters.HTTPAdapter(pool_maxsize=_CONNECTIONS)
         for scheme in ("http://", "https://"):
             self._session.mount(scheme, adapter)
@@ -102,7 +120,7 @@ class Server:
         """Whether it answers by now; SamplerLost if it is ours and has ended."""
         self._check_process()
         with contextlib.suppress(requests.RequestException, TimeoutError):
-            status = self._answer("GET", "/health", None, 5).status_code
+            status = self._answer("GET", "/health", None, 5, _MOST_BYTES).status
             self._health = f"It answers /health with {status}."
             return status == 200
         return False
@@ -131,20 +149,37 @@ class Server:
         self, request: Request, sampling: Sampling, salt: str, version: int, deadline: float
     ) -> list[Completion]:
         """The completions of one request, each checked to be what was asked for; version: of the weights."""
-        found = self._call("POST", "/v1/completions", sampling.body(request, salt), deadline)
+        tokens = request.completions * (len(request.tokens) + sampling.max_tokens)
+        found = self._call("POST", "/v1/completions", sampling.body(request, salt), deadline, tokens)
         choices = found.get("choices") if isinstance(found, dict) else None
         if not isinstance(choices, list) or len(choices) != request.completions:
             count = len(choices) if isinstance(choices, list) else "no"
             raise self._odd(f"it gave {count} completions instead of {request.completions}")
         try:
-            return [self._completion(choice, sampling, version) for choice in choices]
+            if any(choice.get("prompt_token_ids") != request.tokens for choice in choices):
+                raise self._odd("it completed another prompt than it was given, or does not say which")
+            completions = [self._completion(choice, sampling, version) for choice in choices]
         except (AttributeError, TypeError, ValueError, OverflowError, RuntimeError) as error:  # of any JSON at all
             raise self._odd(f"a completion is not of the form of vLLM's ({first_line(error)})") from error
+        if sampling.temperature > 0:
+            self._check_distinct(completions)
+        return completions
+
+    def _check_distinct(self, completions: list[Completion]) -> None:
+        """Any k of n draws are the same with a chance of at most C(n, k) p^(k - 1) where that one has chance p."""
+        counts = Counter(tuple(completion.tokens.tolist()) for completion in completions)
+        for completion in completions:
+            same, log_prob = counts[tuple(completion.tokens.tolist())], completion.log_probs.double().sum().item()
+            if (same - 1) * log_prob + math.log(math.comb(len(completions), same)) < _BY_CHANCE:
+                raise self._odd(
+                    f"{same} of {len(completions)} completions of a prompt are the same, whose log-prob is "
+                    f"{log_prob:.0f}: it did not draw each of them"
+                )
 
     def score(self, tokens: list[int], salt: str, deadline: float) -> Tensor:
         """(S - 1,) float32, the log-probs of a text's tokens from the second on, before temperature and cuts."""
         body = {"prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0, "cache_salt": salt, "return_token_ids": True}
-        found = self._call("POST", "/v1/completions", body, deadline)
+        found = self._call("POST", "/v1/completions", body, deadline, len(tokens))
         try:
             entries = found["choices"][0]["prompt_logprobs"]
             values = [entry[str(token)]["logprob"] for token, entry in zip(tokens[1:], entries[1:], strict=True)]
@@ -159,9 +194,9 @@ class Server:
         tokens = choice.get("token_ids")
         if not isinstance(tokens, list) or not tokens:
             raise self._odd("a completion has no token_ids. vLLM gives them since 0.10.2")
+        if odd := [token for token in tokens if type(token) is not int]:  # True is an instance of int
+            raise self._odd(f"its token_ids are no whole numbers: {odd[:5]}")
         numbers = torch.tensor(tokens)
-        if numbers.dtype != torch.int64:
-            raise self._odd(f"its token_ids are no whole numbers: {tokens[:5]}")
         if len(odd := numbers[(numbers < 0) | (numbers >= sampling.vocabulary_size)]):
             raise self._odd(
                 f"it sampled token {odd[0]}, and the trainer's vocabulary has {sampling.vocabulary_size} entries. It "
@@ -174,7 +209,7 @@ class Server:
             raise self._odd("a completion has no log-prob for each of its tokens")
         # vLLM writes null for NaN, and -9999 for minus infinity.
         values = torch.tensor(
-            [one if isinstance(one, int | float) else math.nan for one in log_probs], dtype=torch.float64
+            [one if type(one) in (int, float) else math.nan for one in log_probs], dtype=torch.float64
         )
         if len(odd := (~((values > -9999) & (values <= 1e-4))).nonzero()):
             raise self._odd(
@@ -198,15 +233,16 @@ class Server:
         beyond = ", beyond an end-of-sequence token" if any(inside) else ""
         raise self._odd(f"a completion ends {where}{beyond}, for the reason {reason}")
 
-    def _call(self, method: str, path: str, body: dict | None, deadline: float) -> Any:
-        """The JSON of the answer, None where it is empty."""
+    def _call(self, method: str, path: str, body: dict | None, deadline: float, tokens: int = 0) -> Any:
+        """The JSON of the answer, None where it is empty; tokens: most that it tells of."""
         begin, attempt = time.monotonic(), 0
+        most = _MOST_BYTES + _BYTES_PER_TOKEN * tokens
         while True:
             self._check_process()
             left = max(0.1, deadline - time.monotonic())
             try:
-                answer = self._answer(method, path, body, left)
-            except (requests.RequestException, TimeoutError) as error:
+                answer = self._answer(method, path, body, left, most)
+            except (requests.RequestException, urllib3.exceptions.HTTPError, TimeoutError) as error:
                 self._check_process()
                 over = time.monotonic() >= deadline
                 if over and not isinstance(error, requests.ConnectTimeout):
@@ -223,43 +259,57 @@ class Server:
                     f"the sampling server {self.url} cannot be reached, or breaks off its answers: "
                     f"{first_line(error)[:300]}. Start it again. {self._words()}"
                 ) from error
-            if answer.status_code == 503 and time.monotonic() < min(deadline, begin + _BUSY_SECONDS):
-                time.sleep(0.5)
+            if answer.status == 503 and time.monotonic() + _BUSY_PAUSE < min(deadline, begin + _BUSY_SECONDS):
+                time.sleep(_BUSY_PAUSE)
                 continue
-            return self._content(path, answer)
+            return self._content(path, answer, time.monotonic() - begin)
 
-    def _answer(self, method: str, path: str, body: dict | None, seconds: float) -> requests.Response:
+    def _answer(self, method: str, path: str, body: dict | None, seconds: float, most: int) -> _Answer:
         """The whole answer, within so many seconds; TimeoutError where it is not there by then.
 
         requests counts its own from the last byte that came. Where it is sent on, a POST would become a GET.
+        most: bytes of it; SamplerLost where there are more.
         """
-        how = {"json": body, "timeout": (min(seconds, 10), seconds), "allow_redirects": False}
-        return in_background(partial(self._session.request, method, self.url + path, **how)).result(seconds)
+        return in_background(partial(self._read, method, path, body, seconds, most)).result(seconds)
 
-    def _content(self, path: str, answer: requests.Response) -> Any:
+    def _read(self, method: str, path: str, body: dict | None, seconds: float, most: int) -> _Answer:
+        end, content = time.monotonic() + seconds, bytearray()
+        how = {"json": body, "timeout": (min(seconds, 10), seconds), "allow_redirects": False, "stream": True}
+        with self._session.request(method, self.url + path, **how) as answer:
+            for part in answer.raw.stream(2**16, decode_content=False):
+                content += part
+                if len(content) > most:
+                    raise self._odd(f"its answer to {path} has more than the {most} bytes that were asked for")
+                if time.monotonic() > end:  # whoever waited has given up
+                    raise TimeoutError
+            if (packed := answer.headers.get("Content-Encoding", "identity")) != "identity":
+                raise self._odd(f"its answer to {path} is packed ({packed:.20}), which was not asked for")
+            return _Answer(answer.status_code, answer.reason, bytes(content))
+
+    def _content(self, path: str, answer: _Answer, seconds: float) -> Any:
+        """seconds: since it was asked for the first time."""
         said = " ".join(answer.content[:600].decode(errors="replace").split()) or answer.reason
-        if answer.status_code == 503:
+        if answer.status == 503:
             raise SamplerLost(
-                f"the sampling server {self.url} answers 503 for more than {_BUSY_SECONDS} seconds ({said}). It is "
+                f"the sampling server {self.url} still answers {path} with 503 after {seconds:.0f} s ({said}). It is "
                 f"paused, or its engine is dead. POST {self.url}/resume, or start it again. {self._words()}"
             )
-        if answer.status_code in (404, 405):
+        if answer.status in (404, 405):
             raise SamplerLost(
                 f"the sampling server {self.url} has no {path}. Start it with VLLM_SERVER_DEV_MODE=1 and "
                 f"--enable-sleep-mode. {LOST}"
             )
-        if answer.status_code >= 300:  # sent on among them
+        if answer.status >= 300:  # sent on among them
             use = ""
-            if answer.status_code == 401:
-                use = "pgtk has no key for it: start it without --api-key and VLLM_API_KEY. "
+            if answer.status == 401:
+                use = "It wants a key: give pgtk the same VLLM_API_KEY in its environment. "
             elif path == "/collective_rpc":
                 use = "Does it see that folder? sampler.weights_folder=FOLDER names one that all servers do. "
             raise SamplerLost(
-                f"the sampling server {self.url} answered {path} with {answer.status_code}: {said}. {use}"
-                f"{self._words()}"
+                f"the sampling server {self.url} answered {path} with {answer.status}: {said}. {use}{self._words()}"
             )
         try:
-            return answer.json() if answer.content else None
+            return json.loads(answer.content) if answer.content else None
         except (ValueError, RecursionError):
             raise self._odd(f"{path} answered what is no JSON: {said[:100]}") from None
 

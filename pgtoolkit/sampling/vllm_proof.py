@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,7 +47,7 @@ class Proof:
 
     def __init__(self, trained: Any, sampling: Sampling, prompts: list[list[int]], room: int, tolerance: float | None):
         self._trained = trained
-        self._tolerance = _TOLERANCE[trained.policy.compute_dtype] if tolerance is None else tolerance
+        self.tolerance = _TOLERANCE[trained.policy.compute_dtype] if tolerance is None else tolerance
         self._last: dict[str, _Scores] = {}
         self._anchors: dict[str, _Scores] = {}
         self.request = Request(prompts[0], _COMPLETIONS, seed=1)
@@ -78,7 +79,7 @@ class Proof:
         """Raises SamplerLost where a server has other weights than when they were checked; scores: of the text, now."""
         last = self._last[url]
         changed = (scores.double() - last.server).abs().mean().item()
-        if not changed <= self._tolerance:
+        if not changed <= self.tolerance:
             raise SamplerLost(
                 f"the sampling server {url} got other weights than those of version {last.version} while it sampled: "
                 f"its log-probs of a text changed by {changed:.2g} on average. Does another run use it? A server is "
@@ -89,7 +90,7 @@ class Proof:
         last, anchor = self._last.get(url, now), self._anchors.setdefault(url, now)
         self._last[url] = now
         moved = (now.trainer - last.trainer).abs().mean().item()
-        if torch.equal(now.server, last.server) and moved > _MOVED * self._tolerance:
+        if torch.equal(now.server, last.server) and moved > _MOVED * self.tolerance:
             raise SamplerLost(
                 f"{what}, but still from those of version {last.version}: it answers to the last bit as it did, and "
                 f"the trainer's log-probs have changed by {moved:.2g} on average. {_NOT_ARRIVED}"
@@ -106,10 +107,10 @@ class Proof:
 
     def _check_difference(self, what: str, difference: Tensor) -> None:
         mean, largest = difference.mean().item(), difference.max().item()
-        if not mean <= self._tolerance:
+        if not mean <= self.tolerance:
             raise SamplerLost(
                 f"{what}: the log-probs of {len(difference)} tokens differ from the trainer's by {mean:.2g} on average "
-                f"and {largest:.2g} at most, where sampler.tolerance={self._tolerance:g} is allowed on average. Old or "
+                f"and {largest:.2g} at most, where sampler.tolerance={self.tolerance:g} is allowed on average. Old or "
                 "partly old weights, another model, another temperature, an old prefix cache, or log-probs from before "
                 f"the temperature look so: start it with --logprobs-mode processed_logprobs. {LOST}"
             )
@@ -129,6 +130,23 @@ class Proof:
         ]
         micro_batch = pack(documents, [0] * len(documents))
         return self._trained.log_probs(micro_batch, temperature).cpu()[micro_batch.labels >= 0]
+
+
+def check_batch(sampled: Tensor, trainer: Tensor, tolerance: float, top_p: float | None) -> None:
+    """Raises SamplerLost where the log-probs that servers gave are not the trainer's of the same tokens, (N,) each.
+
+    top_p: those of a server are of the tokens that it keeps, which have this probability or more together.
+    """
+    below, above = (trainer - sampled).clamp(min=0), (sampled - trainer + math.log(top_p or 1.0)).clamp(min=0)
+    difference = below + above
+    mean, largest = difference.mean().item(), difference.max().item()
+    if not mean <= tolerance:
+        raise SamplerLost(
+            f"the sampling servers wrote a batch that the trainer's weights would not: the log-probs of {len(sampled)} "
+            f"tokens differ from the trainer's by {mean:.2g} on average and {largest:.2g} at most, where "
+            f"sampler.tolerance={tolerance:g} is allowed on average. Another prompt, a temperature that is ignored, or "
+            f"log-probs from before the temperature look so. The batch is not trained. {LOST}"
+        )
 
 
 _NOT_ARRIVED = f"The new weights did not reach it: does it see sampler.weights_folder? Start it again. {LOST}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shlex
 import socket
 import time
@@ -105,7 +106,9 @@ class Servers:
     def __init__(self, config: Config, chosen: Plan, folder: Path, run_dir: Path):
         self._config, self._plan, self._folder, self._run_dir = config.sampler, chosen, folder, run_dir
         self._said = time.monotonic()
-        self.all = [Server(url, self._config.answer_seconds) for url in self._config.urls]
+        # A port is open to everybody on the machine.
+        self.key = os.environ.get("VLLM_API_KEY") or (secrets.token_hex(16) if chosen.gpus else None)
+        self.all = [Server(url, self._config.answer_seconds, key=self.key) for url in self._config.urls]
         self._start_more()
 
     def are_up(self) -> bool:
@@ -142,9 +145,9 @@ class Servers:
         address = ["--host", "127.0.0.1", "--port", str(port)]
         command = [*shlex.split(self._config.executable), "serve", str(self._folder), *address, *self._plan.arguments]
         variables = {name: os.environ.get(name, value) for name, value in _VARIABLES.items()}
-        variables["VLLM_API_KEY"] = ""  # it is no server of the user's, and answers nobody but this machine
+        variables["VLLM_API_KEY"] = self.key  # which is its owner's alone to read there, other than in its arguments
         variables |= {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
         where = "" if gpus is None else f" on GPU {gpus}"
         log.info(f"starting a sampling server{where}; its log: {log_file}")
         process = ServerProcess(command, variables, log_file, reserved)
-        return Server(f"http://127.0.0.1:{port}", self._config.answer_seconds, process)
+        return Server(f"http://127.0.0.1:{port}", self._config.answer_seconds, process, self.key)

@@ -31,13 +31,15 @@ class WeightsFolder:
     """A folder with `model.safetensors` and what else a model needs, until `remove`, or until this process is gone.
 
     parent: where it is made; None for shared memory if there is room, else `fallback`. dtype: of its weights.
+    for_others: whether other users of the machine may read it, one of whom may have started the server.
     The file stays mapped: a new version overwrites it in place, from the GPU without a copy in between. Whoever reads
     it has to be done before. What of it is in shared memory is made known to CUDA, so that all tensors are copied at
     once: its pages are locked then. Those of a file on a disk the GPU may not write behind the file system's back.
     """
 
-    def __init__(self, parent: Path | None, fallback: Path, dtype: torch.dtype):
+    def __init__(self, parent: Path | None, fallback: Path, dtype: torch.dtype, for_others: bool = False):
         self._parent, self._fallback, self._dtype = parent, fallback, dtype
+        self._more_rights = 0o055 if for_others else 0
         self._header: bytes | None = None
         self._rooms: dict[str, Tensor] = {}
         self._known_at: int | None = None  # the address that CUDA knows
@@ -52,9 +54,9 @@ class WeightsFolder:
             self.path = parent / f"pgtk-weights-{secrets.token_hex(8)}"
             # First, so that a kill at any moment leaves nothing in memory.
             self._guard = guard("keep", str(self.path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            self.path.mkdir()
+            self.path.mkdir(0o700)
             write_settings(self.path)
-            self.path.chmod(0o755)  # a joined server may be somebody else's
+            self.path.chmod(0o700 | self._more_rights)
         except OSError as error:
             raise _refused(self.path or parent, error) from error
         return self.path

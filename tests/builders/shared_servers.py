@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from builders.models import save_with_tokenizer, small_llama
 from builders.runs import SHORT, config_of, sampler_of
 from builders.vllm_servers import COMMAND, Command
+from pgtoolkit.rollouts.policy import PolicyRollouts
 from pgtoolkit.sampling.vllm import VllmSampler
 from pgtoolkit.training.build import build
 
@@ -60,6 +61,8 @@ class SharedServers:
 
     def __init__(self, folder: Path, is_vllm: bool, names: list[str]):
         self.is_vllm, self._folder = is_vllm, folder
+        self._environment = pytest.MonkeyPatch()
+        self._environment.setenv("VLLM_API_KEY", "of the tests")  # those who join need it
         self.free_memory = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
         self.model = save_llama(folder / "model")
         self.marks = folder / "marks"
@@ -96,6 +99,11 @@ class SharedServers:
     def error(self, name: str) -> BaseException | None:
         return self._started[name].exception()
 
+    def source(self, run_dir: Path, *overrides: str) -> PolicyRollouts:
+        """Rollouts of a policy of its own, sampled by the first server."""
+        _, loader = self._build(run_dir, f"sampler.urls=[{self.url('first')}]", *overrides)
+        return loader.source
+
     @contextlib.contextmanager
     def joined(self, run_dir: Path, *overrides: str, to: tuple[str, ...] = ("first",)) -> Iterator[tuple]:
         """A policy of its own, and a sampler by the servers of these names."""
@@ -107,9 +115,13 @@ class SharedServers:
             sampler.close()
 
     def built(self, run_dir: Path, *overrides: str) -> tuple:
+        module, loader = self._build(run_dir, *overrides)
+        return module, sampler_of(loader)
+
+    def _build(self, run_dir: Path, *overrides: str) -> tuple:
         torch.manual_seed(0)
         module, loader = build(OmegaConf.to_object(config_of(*self._settings, *overrides)), run_dir=run_dir)
-        return module.to("cuda" if self.is_vllm and torch.cuda.is_available() else "cpu"), sampler_of(loader)
+        return module.to("cuda" if self.is_vllm and torch.cuda.is_available() else "cpu"), loader
 
     def fault(self, name: str | None, of: str = "first") -> None:
         """From now on, of a small server."""
@@ -156,6 +168,7 @@ class SharedServers:
             run.kill()
         for _, sampler in self.samplers.values():
             sampler.close()
+        self._environment.undo()
 
     def _built(self, name: str) -> tuple:
         (self._folder / name).mkdir()

@@ -58,7 +58,8 @@ def test_a_resumed_run_goes_on_to_the_last_bit(whole, tmp_path):
 def test_evaluations_by_the_same_servers_leave_the_training_as_it_is(whole, tmp_path):
     """With a length of their own; the servers get the weights of every evaluation."""
     more = ("evaluation.every=1", "evaluation.prompts_per_set=3", "evaluation.max_completion_length=2")
-    found = run(tmp_path / "run", *VLLM, "rollout.old_log_probs=sampling", *more, "evaluation.sets.a.num_digits=1")
+    more += ("evaluation.sets.a.num_digits=1", f"sampler.executable={COMMAND} --marks {tmp_path}/marks")
+    found = run(tmp_path / "run", *VLLM, "rollout.old_log_probs=sampling", *more)
     assert metrics_of(found) == metrics_of(whole)
     rows = read_evaluations(found)
     assert [row["step"] for row in rows] == list(range(7))
@@ -66,6 +67,8 @@ def test_evaluations_by_the_same_servers_leave_the_training_as_it_is(whole, tmp_
         completions = read_completions(found / "completions" / f"evaluation_a_{row['step']:06d}.parquet")
         assert {one.version for one in completions} == {row["step"]}
         assert max(one.tokens for one in completions) <= 2
+    seeds = prompts_of((tmp_path / "marks").read_text().splitlines())
+    assert len(seeds) == len({*seeds}) == 3 * 4 + 7 * 3  # each evaluation draws anew
 
 
 def test_a_lost_server_loses_no_step(whole, tmp_path):
