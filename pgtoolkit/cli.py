@@ -128,11 +128,21 @@ def _check(argv: list[str]) -> int:
 
 
 def _resume(argv: list[str]) -> int:
-    if not argv or (not Path(argv[0]).is_dir() and (argv[0].startswith("-") or "=" in argv[0])):
-        raise ConfigError("pgtk resume needs a run directory (got none). Use pgtk resume outputs/DATE/TIME-NAME.")
     from pgtoolkit.launch.start import resume
 
-    return resume(Path(argv[0]), argv[1:])
+    return resume(_run_dir("resume", argv, "outputs/DATE/TIME-NAME"), argv[1:])
+
+
+def _continue(argv: list[str]) -> int:
+    from pgtoolkit.launch.start import start_or_continue
+
+    return start_or_continue(_run_dir("continue", argv, "outputs/NAME OVERRIDES"), argv[1:])
+
+
+def _run_dir(command: str, argv: list[str], example: str) -> Path:
+    if not argv or (not Path(argv[0]).is_dir() and (argv[0].startswith("-") or "=" in argv[0])):
+        raise ConfigError(f"pgtk {command} needs a run directory (got none). Use pgtk {command} {example}.")
+    return Path(argv[0])
 
 
 def _sweep_file(argv: list[str]) -> Path:
@@ -151,6 +161,7 @@ COMMANDS = {
     "sweep": ("NAME [OVERRIDES]", "train what a file in sweeps/ describes; repeated, it continues", _sweep),
     "check": ("...", "of any of these: print the plan and every problem, start nothing", _check),
     "resume": ("RUN_DIR [OVERRIDES]", "continue a run from its newest checkpoint", _resume),
+    "continue": ("RUN_DIR [OVERRIDES]", "start a run there, or continue it: a job script can repeat it", _continue),
     **REPORTS,
 }
 """Name -> what follows it, what it does, and the function that does it with the words after its name."""

@@ -1,6 +1,7 @@
 """Wings and their order: imports run downward, and the large libraries are loaded where they are needed alone."""
 
 import ast
+import functools
 import json
 import re
 import subprocess
@@ -46,11 +47,15 @@ ALSO_LIGHT = (
 )
 NOT_LIGHT = ("launch.worker", "launch.processes")
 FILES = sorted(PACKAGE.rglob("*.py"))
+parsed = functools.cache(lambda file: ast.parse(file.read_text()))
 
 
 def module(file: Path) -> str:
     """Its dotted name within the package."""
     return ".".join(file.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module(file) for file in FILES}
 
 
 def wing(name: str) -> str:
@@ -63,7 +68,7 @@ def is_light(name: str) -> bool:
 
 def imports(file: Path, module_level_only: bool = False) -> set[str]:
     """Dotted names of what a file imports."""
-    tree = ast.parse(file.read_text())
+    tree = parsed(file)
     nodes = _outside_functions(tree) if module_level_only else ast.walk(tree)
     found = set()
     for node in nodes:
@@ -85,23 +90,20 @@ def _outside_functions(node):
 
 def own(names: set[str]) -> set[str]:
     """Those of the package, as names of its modules."""
-    modules = {module(file) for file in FILES}
-    found = set()
-    for name in names:
-        if name.startswith("pgtoolkit."):
-            name = name.removeprefix("pgtoolkit.")
-            found.add(name if name in modules else name.rpartition(".")[0])
-    return found - {""}
+    inside = {name.removeprefix("pgtoolkit.") for name in names if name.startswith("pgtoolkit.")}
+    return {name if name in MODULES else name.rpartition(".")[0] for name in inside} - {""}
 
 
 def roots(names: set[str]) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file.parent != PACKAGE or file.stem in ORDER], ids=module)
-def test_imports_run_downward(file):
-    known = {wing(other) for other in own(imports(file))}
-    assert known <= set(ORDER[: ORDER.index(wing(module(file))) + 1])
+def test_imports_run_downward():
+    places = {name: place for place, name in enumerate(ORDER)}
+    for file in FILES:
+        if file.parent != PACKAGE or file.stem in ORDER:
+            place = places[wing(module(file))]
+            assert [one for one in own(imports(file)) if places[wing(one)] > place] == [], file
 
 
 def test_only_five_files_stand_at_the_top():
@@ -121,16 +123,21 @@ def test_the_architecture_has_a_line_for_every_file():
     assert sorted(listed) == files
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if is_light(module(file))], ids=module)
-def test_the_command_line_starts_without_the_heavy_libraries(file):
-    names = imports(file, module_level_only=True)
-    assert roots(names) & HEAVY == set()
-    assert {name for name in own(names) if not is_light(name)} == set()
+def test_the_command_line_starts_without_the_heavy_libraries():
+    for file in FILES:
+        if is_light(module(file)):
+            names = imports(file, module_level_only=True)
+            assert roots(names) & HEAVY == set(), file
+            assert {name for name in own(names) if not is_light(name)} == set(), file
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if wing(module(file)) in ("losses", "kernels")], ids=module)
-def test_losses_and_kernels_know_only_torch(file):
-    assert roots(imports(file)) & (HEAVY | {"hydra", "omegaconf", "numpy"}) <= {"torch", "triton"}
+def of_wings(*wings):
+    return [file for file in FILES if wing(module(file)) in wings]
+
+
+def test_losses_and_kernels_know_only_torch():
+    for file in of_wings("losses", "kernels"):
+        assert roots(imports(file)) & (HEAVY | {"hydra", "omegaconf", "numpy"}) <= {"torch", "triton"}, file
 
 
 def test_only_the_kernels_named_for_it_import_triton():
@@ -139,9 +146,9 @@ def test_only_the_kernels_named_for_it_import_triton():
     assert {file.name.partition("_")[0] for file in users} == {"triton"}
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if wing(module(file)) in ("runs", "tracking")], ids=module)
-def test_run_directories_and_tracking_know_no_torch(file):
-    assert roots(imports(file)) & TORCH == set()
+def test_run_directories_and_tracking_know_no_torch():
+    for file in of_wings("runs", "tracking"):
+        assert roots(imports(file)) & TORCH == set(), file
 
 
 def test_a_run_loads_nothing_that_others_need_of_its_libraries():

@@ -89,11 +89,9 @@ def write_png(compared: Compared, path: Path) -> None:
         for place, axis in enumerate(AXES, start=1):
             handles = _draw(figure.add_subplot(1, 2, place), compared, axis)
         if handles:
-            title, columns = ", ".join(compared.keys) or None, min(4, len(handles))
-            labels = [
-                legible(f"{group.label} (n = {len(group.counted)})")
-                for group in map(compared.groups.__getitem__, handles)
-            ]
+            title, columns = legible(", ".join(compared.keys)) or None, min(4, len(handles))
+            groups = [compared.groups[place] for place in handles]
+            labels = [legible(f"{group.label} (n = {len(group.counted)})") for group in groups]
             figure.legend(
                 handles.values(), labels, loc="outside lower center", ncols=columns, frameon=False, title=title
             )

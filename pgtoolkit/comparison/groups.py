@@ -18,22 +18,14 @@ from pgtoolkit.comparison.measures import (
     reached,
 )
 from pgtoolkit.comparison.statistics import Comparison, Sample, compare_all, mean_and_std
-from pgtoolkit.config.names import NO_EFFECT_ON_LEARNING
+from pgtoolkit.config.keys import changes_learning, key_named, shown
+from pgtoolkit.config.schema import POSITION
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.find import HELD_OUT, Run
 from pgtoolkit.system.report import text
 
-_NOT_COMPARED = ("seed", *NO_EFFECT_ON_LEARNING)
-"""The seed makes the runs of a group."""
-
-_PROMPTS = ("task.", "rollout.name", "rollout.path")
-"""Beginnings of the keys that decide, with the seed, about the prompts of a run."""
-
 _SCALES_APART = 2
 """By how much gradients may differ in length before it is noted."""
-
-_SHORT = (".name", ".mode", ".implementation", ".estimator")
-"""Ends of the keys that hold a group's option, left out when they are shown: `loss`, not `loss.name`."""
 
 
 @dataclass
@@ -129,13 +121,14 @@ def compare(
     groups = list(by_values.values())
     for group in groups:
         left_out += _count(group, metric)
-        group.values = {_shown(key): value for key, value in group.values.items()}
+        group.values = {shown(key): value for key, value in group.values.items()}
     goal = goal_of([group.counted for group in groups], metric, threshold)
     for group in groups:
         group.reached = [reached(run, goal) for run in group.counted]
     limits = _limits(goal, [one for group in groups for one in group.reached])
-    shown, follow = ([_shown(key) for key in names] for names in (keys, following))
-    compared = Compared(goal, limits, shown, follow, common, groups, [], left_out, notes)
+    compared = Compared(
+        goal, limits, [*map(shown, keys)], [*map(shown, following)], common, groups, [], left_out, notes
+    )
     groups.sort(key=lambda group: _rank(compared, group))
     if best_of is not None:
         _keep_best(compared, best_of)
@@ -170,7 +163,7 @@ def _sample(compared, group):
     prompts = [
         (key, repr(value))
         for key, value in sorted(group.runs[0].config.items())
-        if key.startswith(_PROMPTS) and not key.startswith(NO_EFFECT_ON_LEARNING)
+        if (declared := key_named(key, group.runs[0].config)) is not None and declared.fixed == POSITION
     ]
     return Sample(dict(zip((run.config["seed"] for run in group.counted), values, strict=True)), prompts)
 
@@ -191,7 +184,7 @@ def _keep_best(compared, best_of):
             compared.left_out += [(run, why) for run in group.counted]
     compared.groups, goal = list(chosen.values()), compared.goal
     _, following, _ = _varying([run.config for group in compared.groups for run in group.runs])
-    compared.following = [name for name in map(_shown, following) if name not in compared.keys]
+    compared.following = [name for name in map(shown, following) if name not in compared.keys]
     fewest = f"fewest documents to {goal.metric} {goal.threshold:g}" if compared.by_documents else ""
     compared.notes.append(
         f"of each configuration the {best_of} with the {fewest or f'highest {goal.metric}'} is shown. It was chosen by "
@@ -200,16 +193,10 @@ def _keep_best(compared, best_of):
     )
 
 
-def _shown(key):
-    for end in _SHORT:
-        if key.count(".") == 1 and key.endswith(end):
-            return key.removesuffix(end)
-    return key
-
-
 def _varying(configs):
     """(keys that tell the configurations apart, keys that follow from those, what all share)."""
-    names = list(dict.fromkeys(key for config in configs for key in config if not key.startswith(_NOT_COMPARED)))
+    learning = (key for config in configs for key in config if changes_learning(key, config))
+    names = [key for key in dict.fromkeys(learning) if key != "seed"]  # which makes the runs of a group
     keys, following, common = [], [], {}
     classes = [()] * len(configs)
     for name in names:

@@ -64,20 +64,28 @@ def is_share(metric: str) -> bool:
 
 
 def chosen_metric(runs: list[Run]) -> tuple[str, list[str]]:
-    """(what is compared where no metric is named, notes): held-out before exact_match before reward."""
+    """(what is compared where no metric is named, notes): held-out before exact_match before reward.
+
+    A share that is 0 in all runs tells nothing apart, and is taken only where reward is no better.
+    """
     done = [run for run in runs if run.state == "done"] or runs
     held_out = dict.fromkeys(
         name for run in done for row in run.rows for name in row if name.startswith(HELD_OUT) and is_share(name)
     )
     firsts = [name for name in held_out if name.endswith("/pass@1")]
-    metric = next((name for name in (*firsts, "exact_match") if all(run.values(name) for run in done)), "reward")
-    if firsts and metric not in firsts:
+    notes = []
+    if firsts and not all(run.values(firsts[0]) for run in done):
         some = sum(bool(run.values(firsts[0])) for run in done)
-        return metric, [
+        notes.append(
             f"{some} of {len(done)} finished runs have {firsts[0]}, measured on held-out prompts. So that none is left "
-            f"out all are compared by {metric}, measured in training; --metric={firsts[0]} compares those that have it"
-        ]
-    return metric, []
+            f"out all are compared by a metric of training; --metric={firsts[0]} compares those that have it"
+        )
+    shares = [name for name in (*firsts, "exact_match") if all(run.values(name) for run in done)]
+    if moving := [name for name in (*shares, "reward") if any(any(run.values(name)) for run in done)]:
+        if skipped := shares[: shares.index(moving[0])] if moving[0] in shares else shares:
+            notes.append(f"{' and '.join(skipped)} is 0 in every run: they are compared by {moving[0]}")
+        return moving[0], notes
+    return next(iter(shares), "reward"), notes
 
 
 def parse_reach(text: str) -> tuple[str, float]:

@@ -8,7 +8,7 @@ from math import inf
 
 from pgtoolkit.comparison.charts import mean_curve
 from pgtoolkit.comparison.groups import Compared, Group
-from pgtoolkit.comparison.measures import AXES, DOCUMENTS, is_score
+from pgtoolkit.comparison.measures import AXES, DOCUMENTS, is_score, is_share
 from pgtoolkit.comparison.statistics import LEVEL, MOST_SEEDS, POWER, Comparison, mean_and_std
 from pgtoolkit.runs.find import HELD_OUT
 from pgtoolkit.system.report import plural, text
@@ -218,6 +218,8 @@ def _table(compared):
     room = min(_WIDEST_CURVE, max(0, WIDTH - width - 2))
     means = [list(mean_curve(group.counted, compared.metric, DOCUMENTS)[1]) for group in compared.groups]
     span = (min(map(min, filter(None, means)), default=0), max(map(max, filter(None, means)), default=0))
+    if is_share(compared.metric):  # against 0 and 1: one success in fifty is not a peak
+        span = (0, 1)
     bars = ["over documents seen"[:room], *(sparkline(mean, room, span) for mean in means)]
     return [f"{line:<{width}}  {bar}".rstrip()[:WIDTH] for line, bar in zip(lines, bars, strict=True)]
 

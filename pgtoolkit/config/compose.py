@@ -8,7 +8,7 @@ import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import hydra
 from hydra._internal.config_loader_impl import get_overrides_dirname
@@ -17,16 +17,15 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.config import override_problems
-from pgtoolkit.config.files import config_directory, options, plugins
-from pgtoolkit.config.overrides import FREE_FORM, NO_CHOICE, hydra_form, parse, register
+from pgtoolkit.config.files import config_directory, options, plugins, read_options
+from pgtoolkit.config.keys import KEYS, evaluated_keys, is_inside, keys_of
+from pgtoolkit.config.overrides import NO_CHOICE, hydra_form, parse, register
 from pgtoolkit.config.paths import make_absolute
 from pgtoolkit.config.rules import executed
 from pgtoolkit.config.saved import cannot_change, saved_config
+from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.files import read_data
 from pgtoolkit.system.report import key_of, refusal
-
-_NOT_TRAINING = ("seed", "model", "task", "rollout", "sampler", "evaluation", "accumulation", "trainer")
-"""What of a run's configuration says what it trains, and how completions are sampled and computed."""
 
 
 @dataclass
@@ -46,37 +45,41 @@ def compose(
     sweep_file: Path | None = None,
     typed: list[str] | None = None,
     run_dir: Path | None = None,
-    only: tuple[str, ...] | None = None,
+    evaluate: Literal["run", "model"] | None = None,
 ) -> Composed:
     """The configuration of one run.
 
     config_dir: a folder of the user's with more options. sweep_file: the primary configuration instead of conf/'s.
     typed: those of the overrides that come from the command line, where not all do. run_dir: a run to be continued or
     exported, whose saved configuration takes the place of the files. Raises ConfigError if it has none.
-    only: beginnings of the keys that may be typed, where nothing is trained; how a run was trained is then left out.
+    evaluate: what is evaluated, where nothing is trained: only keys that say so may be typed (see `Key`), and how a run
+    was trained is left out.
     """
     parsed, problems = parse(overrides)
-    if found := executed.search_path(parsed, sweep_file):
+    groups = options(config_dir)
+    primary = read_options(sweep_file) if sweep_file else OmegaConf.create()
+    if found := override_problems.options_as_keys(primary, groups) or executed.search_path(parsed, primary):
         return Composed(None, [*problems, *found])
     problems += override_problems.given_twice(parsed)
     parsed = [override for override in parsed if override.input_line not in NO_CHOICE]
-    groups = options(config_dir)
     register()
     saved = saved_config(run_dir) if run_dir else None
-    if saved and only:
-        saved = OmegaConf.merge(saved, {})
+    if saved and evaluate:
         usual = compose_choices([])
-        for group in set(saved) - {*_NOT_TRAINING}:
+        for group in {key.group for key in KEYS} - {key.group for key in KEYS if key.evaluate}:
             saved[group] = usual[group]
     movable = set(read_data(run_dir)) if run_dir else set()  # keys whose contents are known
     choices, values, accepted = [], [], []
     for override in parsed:
         key = override.key_or_group
         problem = override_problems.wrong_form(override, groups)
-        if only and not problem and not key.startswith(only):
-            reason, use = "Nothing is trained: it would be ignored.", f"the keys {', '.join(only)}"
+        if evaluate and not problem and not any(is_inside(key, name) for name in evaluated_keys(evaluate)):
+            reason, use = "Nothing is trained: it would be ignored.", f"the keys {', '.join(evaluated_keys(evaluate))}"
             problem = refusal(override.input_line, "to be left out", key, reason, use)
-        if problem or (saved and not only and (problem := cannot_change(saved, override, movable))):
+        if saved and not evaluate and key in ("experiment", "debug"):
+            reason, use = "A run is continued as it was: these are chosen when it starts.", "a new run"
+            problem = refusal(override.input_line, "to be left out", key, reason, use)
+        if problem:
             problems.append(problem)
         elif key.split(".")[0].split("/")[0] == "hydra" and not saved:
             choices.append(override.input_line)
@@ -89,9 +92,9 @@ def compose(
         else:
             values.append(override)
     if saved:
-        config = saved
+        config, before = saved, copy.deepcopy(saved)
         for choice in choices:
-            saved[key_of(choice)] = compose_choices([choice])[key_of(choice)]
+            config[key_of(choice)] = compose_choices([choice])[key_of(choice)]
     else:
         config, found = _of_files(choices, config_dir, sweep_file)
         problems += found
@@ -107,6 +110,11 @@ def compose(
     problems += executed.not_typed(config, by_user)
     if saved:
         make_absolute(config)
+        for key, problem in () if evaluate else [*cannot_change(before, config, movable)]:
+            problems.append(problem)
+            group = key.partition(".")[0]
+            key = group if group in map(key_of, choices) else key
+            OmegaConf.update(config, key, OmegaConf.select(before, key), merge=False)
     else:  # Hydra has seen the choices alone; the names of directories come from everything that was typed
         config.hydra.overrides.task = [hydra_form(one.input_line) for one in parsed if one in accepted]
         name_directories(config.hydra, config.hydra.job.config.override_dirname.exclude_keys)
@@ -127,8 +135,11 @@ def _of_files(
     """The configuration of the chosen options, and the problems with what files of the user's set."""
     try:
         config = compose_choices(choices, config_dir, sweep_file)
+    except ConfigError as error:  # a file of the user's that is no YAML
+        return None, [str(error)]
     except Exception as error:  # Hydra refuses odd values of its own keys by many types of exception
-        if isinstance(error, OSError) and error.errno != errno.ENAMETOOLONG:
+        # To Hydra an option that is not there is an OSError, too.
+        if isinstance(error, OSError) and not isinstance(error, HydraException) and error.errno != errno.ENAMETOOLONG:
             raise  # a file that is there and cannot be read
         return None, [override_problems.composition_problem(error)]
     problems = executed.targets(config.hydra)
@@ -153,10 +164,10 @@ def _set_by_files(config: DictConfig, typed: list[str]) -> list[str]:
 
 def _set(config: DictConfig, key: str, value: Any, groups: dict[str, list[str]]) -> list[str]:
     """Set one key, or several given as a dictionary; returns the problems, with which nothing is set."""
-    free = next((place for place in FREE_FORM if f"{key}.".startswith(f"{place}.")), None)
-    if free and config[group := free.partition(".")[0]].get("name") == FREE_FORM[free]:
-        if key == free and not isinstance(value, dict):
-            return [override_problems.wrong_type(config, key, value, config[group]._get_node(key.partition(".")[2]))]
+    free = next((known for known in keys_of(config) if known.free and is_inside(key, known.name)), None)
+    if free:
+        if key == free.name and not isinstance(value, dict):
+            return [override_problems.wrong_type(config, key, value, config[free.group]._get_node(free.leaf))]
         try:
             with open_dict(config):
                 OmegaConf.update(config, key, value, force_add=True)

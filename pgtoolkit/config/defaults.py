@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,36 +15,55 @@ from pgtoolkit.config.files import config_directory, default_options, options
 
 def default(config: DictConfig, key: str) -> Any:
     """The value that the chosen option gives the key, as it resolves in this configuration; None without one."""
-    file, name = _file(config, key), key.rpartition(".")[2]
-    values = OmegaConf.create({name: (_values(file) if file else {}).get(name)})
+    group, _, leaf = key.rpartition(".")
+    values = OmegaConf.create({leaf: values_of(group, _chosen(config, group)).get(leaf)})
     values._set_parent(config)  # for interpolations
     try:
-        return values.get(name)
+        return values.get(leaf)
     except OmegaConfBaseException:
         return None
 
 
-@functools.cache
-def _values(file: Path) -> dict:
-    return OmegaConf.to_container(OmegaConf.load(file))
-
-
 def comment(config: DictConfig, key: str) -> str:
-    """What stands above the key in the file of the chosen option, on its last line; empty without one."""
-    file, leaf = _file(config, key), key.rpartition(".")[2]
-    lines = file.read_text().splitlines() if file else []
-    at = next((i for i, line in enumerate(lines) if line.startswith(f"{leaf}:")), 0)
-    return lines[at - 1].lstrip("# ") if at else ""
+    """What stands above the key in the file of the chosen option; empty without one."""
+    group, _, leaf = key.rpartition(".")
+    return comment_of(group, _chosen(config, group), leaf)
 
 
-def _file(config: DictConfig, key: str) -> Path | None:
-    """The file of the chosen option; where it is not ours, of the one that the values name, or of the default."""
-    group = key.rpartition(".")[0]
+@functools.cache
+def values_of(group: str, option: str | None) -> dict[str, Any]:
+    """The values of an option, not resolved, those of the options that it changes included; group "": of no group."""
+    values: dict[str, Any] = {}
+    for file in reversed(_files(group, option)):
+        values |= OmegaConf.to_container(OmegaConf.load(file))
+    return values
+
+
+def comment_of(group: str, option: str | None, leaf: str) -> str:
+    """What stands above a key of an option, on one line."""
+    for file in _files(group, option):
+        above = re.search(rf"((?:^#.*\n)+){leaf}:", file.read_text(), re.MULTILINE)
+        if above:
+            return " ".join(line.lstrip("# ") for line in above[1].splitlines())
+    return ""
+
+
+@functools.cache
+def _files(group: str, option: str | None) -> list[Path]:
+    """The file of an option, then those of the options that it changes; none for an option that is not ours."""
     if not group:
-        return config_directory() / "config.yaml"
-    chosen = OmegaConf.select(config, f"hydra.runtime.choices.{group}")
+        return [config_directory() / "config.yaml"]
+    file = config_directory() / group / f"{option}.yaml"
+    if not file.is_file():
+        return []
+    bases = [name for name in OmegaConf.load(file).get("defaults", []) if not name.startswith(("schema", "_self_"))]
+    return [file, *(base for name in bases for base in _files(group, name))]
+
+
+def _chosen(config: DictConfig, group: str) -> str | None:
+    """The chosen option; where it is not ours, the one that the values name, or the default."""
+    chosen = OmegaConf.select(config, f"hydra.runtime.choices.{group}") if group else None
     nodes = config._get_node(group) if group in config else None
     named = [nodes._get_node(name)._value() for name in nodes] if isinstance(nodes, DictConfig) else []
     ours = options().get(group, [])
-    option = next((name for name in (chosen, *named, default_options().get(group)) if name in ours), None)
-    return config_directory() / group / f"{option}.yaml" if option else None
+    return next((name for name in (chosen, *named, default_options().get(group)) if name in ours), None)

@@ -6,8 +6,10 @@ import difflib
 import functools
 import re
 from pathlib import Path
+from typing import Any
 
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.system.yaml_text import parse_yaml
 
 
 def config_directory() -> Path:
@@ -37,6 +39,16 @@ def sweep_file(name: str) -> Path:
         f"pgtk sweep {name} needs a sweep that exists (got {got}). The sweeps are files in sweeps/, or your own file "
         f"ending in .yaml. Use {use}."
     )
+
+
+def read_options(file: Path) -> Any:
+    """The keys in a file of a sweep or of an option, as OmegaConf has them. Raises ConfigError for what is no YAML."""
+    try:
+        return parse_yaml(file.read_bytes())
+    except ValueError as error:
+        reason = "A file of a sweep or of an option holds keys and their values."
+        use = "the files in sweeps/ and conf/ as examples"
+        raise ConfigError(f"{file} needs YAML that can be read (got {error}). {reason} Use {use}.") from error
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The name of a run, the digest of a job, and the one list of keys that do not change what is learned."""
+"""The name of a run, and the digest by which a job is known."""
 
 from __future__ import annotations
 
@@ -10,25 +10,10 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from pgtoolkit.config.files import default_options
+from pgtoolkit.config.keys import changes_learning
 from pgtoolkit.runs.directory import config_drift
 from pgtoolkit.runs.files import leaves, plain
 from pgtoolkit.system.report import key_of
-
-NO_EFFECT_ON_LEARNING = (
-    *("tracking.", "trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.accept_changed_data"),
-    *("rollout.save_path", "rollout.keep_completions", "task.verifier_processes", "evaluation."),
-    *("sampler.urls", "sampler.executable", "sampler.gpus", "sampler.gpu_memory_share", "sampler.weights_folder"),
-    *("sampler.servers_per_gpu", "sampler.tolerance", "sampler.start_seconds", "sampler.answer_seconds"),
-)
-"""Beginnings of keys: a finished job with other values of them is finished, and they tell no two runs apart."""
-
-
-AS_BEFORE = (
-    ("correction.name", "none"),
-    ("trainer.stop_at", None),
-    *(("kl.kind", "none"), ("kl.coefficient", None), ("kl.reference", None), ("entropy.coefficient", 0.0)),
-)
-"""Values of keys that came later which change nothing: not in the digest, so that earlier jobs keep their names."""
 
 
 def plain_config(config: DictConfig) -> dict:
@@ -42,17 +27,14 @@ def plain_config(config: DictConfig) -> dict:
 
 def digest(config: dict) -> str:
     """Eight hexadecimal digits that tell plain configurations apart by what they learn; the same on every machine."""
-    pairs = [(key, value) for key, value in leaves(config) if not key.startswith(NO_EFFECT_ON_LEARNING)]
-    pairs = [pair for pair in pairs if pair not in AS_BEFORE]
-    if "save_path" in config["rollout"]:
-        pairs.append(("rollout.save_path", None))  # as the digests in the names of earlier sweeps' jobs have it
+    pairs = [pair for pair in leaves(config) if changes_learning(pair[0], config)]
     return hashlib.sha256(json.dumps(sorted(pairs)).encode()).hexdigest()[:8]
 
 
 def changed(before: dict, now: dict) -> dict[str, list]:
     """The keys on which two configurations learn differently: {key: [value before, value now]}."""
     drift = config_drift(before, now)
-    return {key: values for key, values in drift.items() if not key.startswith(NO_EFFECT_ON_LEARNING)}
+    return {key: values for key, values in drift.items() if changes_learning(key, now)}
 
 
 def name_of(chosen: str | None, overrides: list[str], in_sweep: bool = False) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from hydra.conf import HydraConf
 from hydra.core.override_parser.types import ChoiceSweep, Override
+from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, EnumNode, ListConfig, OmegaConf
 
 from pgtoolkit.config.defaults import comment, default
@@ -20,6 +21,8 @@ from pgtoolkit.runs.files import leaves
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import refusal, text
 
+_HYDRAS = ("hydra", "config")
+"""Hydra's own settings, of which conf/hydra/pgtk.yaml is made."""
 _GROUPS = list(dict.fromkeys(schema.partition("/")[0] for schema in SCHEMAS))
 
 
@@ -86,6 +89,21 @@ def unknown_option(override: Override, names: list[str]) -> str | None:
     use = f"{key}={near}" if near else " or ".join(f"{key}={name}" for name in names)
     reason = f"The options of {key} are the files in conf/{key}."
     return f"{override.input_line} needs one of {', '.join(names)} (got {text(wrong[0])!r}). {reason} Use {use}."
+
+
+def options_as_keys(primary: Any, groups: Iterable[str]) -> list[str]:
+    """The problems with a sweep's file that is no dictionary, or that sets a group where it has to choose an option."""
+    if not OmegaConf.is_dict(primary):
+        reason, use = "It changes the main configuration.", "the files in sweeps/ as examples"
+        return [refusal("the file of a sweep", "keys and their values", "a list", reason, use)]
+    problems = []
+    for group in groups:
+        node = primary._get_node(group)
+        if node is not None and not OmegaConf.is_config(node):
+            line = f"{group}: {text(node._value())}"
+            reason, use = "A group's option is a file, which Hydra adds to the configuration.", f"- override /{line}"
+            problems.append(refusal(line, "to stand in the list `defaults:`", "a key", reason, use))
+    return problems
 
 
 def incomplete(config: DictConfig) -> list[str]:
@@ -162,6 +180,12 @@ def wrong_type(config: DictConfig, key: str, value: Any, node: Any) -> str:
 
 def composition_problem(error: Exception) -> str:
     """Hydra's refusal of one of its own keys or of a file of the user's, on one line."""
+    if isinstance(error, MissingConfigException) and error.options:
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        names = [option for option in error.options if not option.endswith("schema") and (group, option) != _HYDRAS]
+        near = names[0] if len(names) == 1 else nearest(name, names)
+        reason, use = "An option is a file in the folder of its group.", f"{group}={near}" if near else "one of these"
+        return refusal(f"{group}={name}", f"one of {', '.join(names)}", name, reason, use)
     said = f"{error}\n{error.__cause__ or ''}"
     if problem := _key_of_another_option(said):
         return problem

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, ValueType
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.config import override_problems
-from pgtoolkit.config.files import options
+from pgtoolkit.config.files import config_directory, options, read_options
+from pgtoolkit.config.keys import KEYS
 from pgtoolkit.config.names import digest, name_from, name_in, plain_config
 from pgtoolkit.config.schema import SCHEMAS, Config
 
 NO_CHOICE = ("experiment=null", "debug=null")
 """What the optional groups are by default; Hydra accepts it in its files but not as an override."""
-
-FREE_FORM = {
-    **{"task.options": "reasoning_gym", "task.verifiers": "prompts", "loss.options": "custom"},
-    "evaluation.sets": None,
-}
-"""Where keys are not in the schema, and with which option: they belong to the data set, are names that the user gives
-to verifiers or to sets of prompts, or belong to the user's family. None: of a group with one shape."""
 
 
 def parse(overrides: list[str]) -> tuple[list[Override], list[str]]:
@@ -65,12 +64,24 @@ def is_swept(override: str) -> bool:
 def hydra_form(override: str) -> str:
     """The override as Hydra needs it: without a plus where the key exists, with it where it does not."""
     plain = override.lstrip("+")
-    return f"++{plain}" if plain.startswith(tuple(FREE_FORM)) else plain
+    return f"++{plain}" if plain.startswith(tuple(key.name for key in KEYS if key.free)) else plain
+
+
+class UserFiles(FileConfigSource):
+    """Files of options as Hydra reads them, those of a user's own only if they are YAML without aliases."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        file = Path(self.path, self._normalize_file_name(config_path))
+        if file.is_file() and not file.is_relative_to(config_directory()):
+            read_options(file)
+        return super().load_config(config_path)
 
 
 @functools.cache
 def register() -> None:
-    """Make the schemas and the resolvers of conf/ known, once in a process; may be called again."""
+    """Make the schemas and the resolvers of conf/ known, and how files are read; once in a process."""
+    Plugins.instance()  # which names Hydra's own reader of files
+    SourcesRegistry.instance().types["file"] = UserFiles
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
     for key, schema in SCHEMAS.items():

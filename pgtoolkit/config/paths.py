@@ -8,8 +8,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-DATA = ("model.path", "kl.reference", "task.path", "rollout.path")
-"""Keys that name what a run reads from outside of its directory."""
+from pgtoolkit.config.key import value_of
+from pgtoolkit.config.keys import keys_of
 
 NO_FOLDER = ("initial", "recorded")
 """Values of kl.reference that name no model: the run's first weights, and log-probs recorded with the rollouts."""
@@ -17,26 +17,25 @@ NO_FOLDER = ("initial", "recorded")
 
 def make_absolute(config: DictConfig | dict) -> None:
     """Let a run's configuration mean the same files from every directory; its relative paths are seen from this one."""
-    for key in (*DATA, "rollout.save_path", "sampler.weights_folder"):
-        group, name = key.split(".")
-        if name in config[group] and isinstance(value := config[group][name], str):
-            config[group][name] = absolute(key, value)
-    for one in (config["evaluation"]["sets"] if "evaluation" in config else {}).values():
-        if (OmegaConf.is_dict(one) or isinstance(one, dict)) and isinstance(value := one.get("path"), str):
-            one["path"] = absolute("task.path", value)
+    for key in keys_of(config):
+        if (key.reads or key.writes) and isinstance(value := value_of(config, key.name), str):
+            config[key.group][key.leaf] = absolute(value, key.reads)
+    for given in config["evaluation"]["sets"].values():
+        if (OmegaConf.is_dict(given) or isinstance(given, dict)) and isinstance(value := given.get("path"), str):
+            given["path"] = absolute(value, "data")
     if config["tracking"]["name"] == "mlflow":
         config["tracking"]["uri"] = absolute_uri(config["tracking"]["uri"])
 
 
-def absolute(key: str, value: str) -> str:
-    """The value of a key that names a place, without the current directory's help."""
-    if key == "kl.reference" and value in NO_FOLDER:
+def absolute(value: str, reads: str | None) -> str:
+    """The value of a key that names a place, without the current directory's help; reads: see `Key`."""
+    if reads == "reference" and value in NO_FOLDER:
         return value
     place = Path(value).expanduser()
     if value == "" or place.is_absolute():
         return value and str(place)
-    if key in DATA and not place.exists():
-        if key in ("model.path", "kl.reference") and not value.startswith("."):
+    if reads and not place.exists():
+        if reads != "data" and not value.startswith("."):
             return value  # a name on the Hugging Face hub
         return os.path.join(glob.escape(os.getcwd()), place)  # a pattern
     return str(Path.cwd() / place)

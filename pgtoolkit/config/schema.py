@@ -1,4 +1,4 @@
-"""Every key with its type and range; `name` tells options apart. Values and explanations live in `conf/`."""
+"""Every key with its type and all that is true of it (`key.Key`). Values and explanations live in `conf/`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,27 @@ from dataclasses import dataclass, field, fields, make_dataclass
 from enum import StrEnum
 from typing import Any
 
+from pgtoolkit.config.key import key
 from pgtoolkit.losses.corrections import CORRECTIONS, Factor, Mean  # noqa: F401  (types of keys, by their names)
 from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.losses.kl import KINDS
 
+_WEIGHTS = "the checkpoint holds the weights of this model"
+POSITION = "the position in the data belongs to it"
+"""Why a resumed run cannot change the keys that decide, with the seed, which prompts it trains on."""
+_BATCH = "the position in the data is counted in batches of this size"
+_AHEAD = "the checkpoint holds batches that were sampled ahead by these numbers"
+_IS_AHEAD = "rollout.lag>0 or rollout.max_staleness>0"
+_MEASURED = "its evaluations so far would not compare with those to come"
 
-def between(least: float, most: float) -> Any:
-    """A number from `least` to `most`, both included: wide enough for what anybody means, beyond it a slip."""
-    return field(metadata={"range": (least, most)})
-
+_EVALUATED = {"only_if": "evaluation.every>0", "use": "evaluation.every=20"}
+_MEASURES = _EVALUATED | {"fixed": _MEASURED, "fixed_if": "evaluation.every>0", "evaluate": "run"}
+_PENALIZED = {"only_if": "kl.kind!=none", "use": "kl=k3"}
+_ADAPTED = {"fixed": _WEIGHTS, "only_if": "model.lora_rank>0", "use": "model.lora_rank=16"}
+_TRACKED = {"only_if": "tracking.name=mlflow"}
+_STARTED = {"only_if": "sampler.urls=[]"}
+_CUT = {"learns": False}
+"""How a step is cut changes nothing of it."""
 
 AggregationMode = StrEnum("AggregationMode", ["sample_mean", "prompt_mean", "token_mean", "constant"])
 KLKind = StrEnum("KLKind", ["none", *KINDS])
@@ -29,262 +41,294 @@ NumberType = StrEnum("NumberType", ["auto", "float32", "bfloat16"])
 Schedule = StrEnum("Schedule", ["constant", "linear", "cosine"])
 
 
-def _config_of(name: str, parameters: tuple = (), *more: tuple) -> type:
-    """A class of the keys of an option: its name, the parameters of a family or correction, and more."""
-    own = [(one.name, one.type, field(metadata=one.metadata)) for one in parameters]
-    made = make_dataclass(name, [("name", "str"), *own, *more], namespace={"__module__": __name__})
-    globals()[name] = made  # where pickle looks for it: workers get the configuration as an object
-    return made
+@dataclass
+class LossConfig:
+    name: str = key(option=True)
+    num_splits: int = key(1, 65536)
+
+
+@dataclass
+class CustomLossConfig(LossConfig):
+    path: str = key(code="function", example="my_module.MyFamily")
+    options: dict[str, Any] = key(free=True)
+
+
+@dataclass
+class CorrectionConfig:
+    name: str = key(option=True)
 
 
 @dataclass
 class AggregationConfig:
-    mode: AggregationMode
-    divisor: float | None = between(1e-6, 1e12)
-    reducer: str | None
+    mode: AggregationMode = key(option=True)
+    divisor: float | None = key(1e-6, 1e12, only_if="aggregation.mode=constant")
+    reducer: str | None = key(code="function")
 
 
 @dataclass
 class KLConfig:
-    kind: KLKind
-    coefficient: float | None = between(1e-6, 1000)
-    reference: str | None
+    kind: KLKind = key(option=True)
+    coefficient: float | None = key(1e-6, 1000, **_PENALIZED)
+    reference: str | None = key(reads="reference", **_PENALIZED)
 
 
 @dataclass
 class EntropyConfig:
-    coefficient: float = between(0, 1000)
+    coefficient: float = key(0, 1000)
 
 
 @dataclass
 class MetricsConfig:
-    level: MetricsLevel
+    level: MetricsLevel = key(option=True)
 
 
 @dataclass
 class AdvantageConfig:
-    estimator: AdvantageEstimator
+    estimator: AdvantageEstimator = key(option=True)
 
 
 @dataclass
 class KernelConfig:
-    implementation: KernelImplementation
-    logits_memory_mb: int | None = between(1, 2**20)
+    implementation: KernelImplementation = key(option=True)
+    logits_memory_mb: int | None = key(
+        1, 2**20, only_if="kernel.implementation=auto or kernel.implementation=fused_linear"
+    )
 
 
 @dataclass
 class ParallelismConfig:
-    data_parallel: int = between(1, 65536)
-    shard: bool
-    tensor_parallel: int = between(1, 65536)
-    sequence_parallel: bool
-    sequence_data_parallel: int = between(1, 65536)
-    pipeline_parallel: int = between(1, 65536)
-    timeout_seconds: int = between(1, 604800)
+    data_parallel: int = key(1, 65536, learns="rollout.name=policy")  # each rank draws its own completions
+    shard: bool = key(**_CUT)
+    tensor_parallel: int = key(1, 65536, **_CUT)
+    sequence_parallel: bool = key(**_CUT)
+    sequence_data_parallel: int = key(1, 65536, **_CUT)
+    pipeline_parallel: int = key(1, 65536, **_CUT)
+    timeout_seconds: int = key(1, 604800, learns=False)
 
 
 @dataclass
 class AccumulationConfig:
-    docs_per_step: int = between(0, 10**6)
-    max_tokens: int = between(1, 10**7)
-    micro_batches_per_step: int | None = between(1, 10**6)
-    last_step: LastStep
+    docs_per_step: int = key(0, 10**6, fixed=_AHEAD, fixed_if=_IS_AHEAD)
+    max_tokens: int = key(1, 10**7)
+    micro_batches_per_step: int | None = key(1, 10**6, only_if="accumulation.docs_per_step=0")
+    last_step: LastStep = key(fixed=_AHEAD, fixed_if=_IS_AHEAD)
 
 
 @dataclass
-class TinyModelConfig:
-    name: str
-    num_layers: int = between(1, 1000)
-    hidden_size: int = between(1, 65536)
-    num_heads: int = between(1, 1000)
-    max_positions: int = between(1, 10**6)
+class ModelConfig:
+    name: str = key(option=True, fixed=_WEIGHTS)
     fp32_lm_head: bool
 
 
 @dataclass
-class HuggingFaceModelConfig:
-    name: str
-    path: str
-    random_weights: bool
+class TinyModelConfig(ModelConfig):
+    fp32_lm_head: bool = key(only_if="model.name=huggingface")
+    num_layers: int = key(1, 1000, fixed=_WEIGHTS)
+    hidden_size: int = key(1, 65536, fixed=_WEIGHTS)
+    num_heads: int = key(1, 1000, fixed=_WEIGHTS)
+    max_positions: int = key(1, 10**6, fixed=_WEIGHTS)
+
+
+@dataclass
+class HuggingFaceModelConfig(ModelConfig):
+    path: str = key(reads="model", fixed=_WEIGHTS, example="Qwen/Qwen3-0.6B")
+    random_weights: bool = key(fixed=_WEIGHTS)
     dtype: NumberType
     gradient_checkpointing: bool
-    fp32_lm_head: bool
-    lora_rank: int | None = between(1, 65536)
-    lora_alpha: float = between(1e-6, 1e9)
-    lora_targets: list[str]
+    lora_rank: int | None = key(1, 65536, fixed=_WEIGHTS)
+    lora_alpha: float = key(1e-6, 1e9, **_ADAPTED)
+    lora_targets: list[str] = key(**_ADAPTED)
 
 
 @dataclass
-class ReverseTaskConfig:
-    name: str
-    num_digits: int = between(1, 1000)
+class TaskConfig:
+    name: str = key(option=True)
 
 
 @dataclass
-class ReasoningGymTaskConfig:
-    name: str
-    dataset: str
-    options: dict[str, Any]
+class ReverseTaskConfig(TaskConfig):
+    num_digits: int = key(1, 1000)
+
+
+@dataclass
+class WrittenTaskConfig(TaskConfig):
+    """Prompts in words, which a tokenizer cuts, perhaps with a chat template."""
+
     chat: Chat
     system_prompt: str | None
-    max_prompt_length: int | None = between(1, 10**7)
+    max_prompt_length: int | None = key(1, 10**7)
     too_long: TooLong
 
 
 @dataclass
-class PromptsTaskConfig:
-    name: str
-    path: str
+class ReasoningGymTaskConfig(WrittenTaskConfig):
+    dataset: str = key(example="chain_sum")
+    options: dict[str, Any] = key(free=True)
+
+
+@dataclass
+class PromptsTaskConfig(WrittenTaskConfig):
+    path: str = key(reads="data", example="prompts.jsonl")
     split: str | None
     prompt_field: str
     answer_field: str
-    verifier: str | None
+    verifier: str | None = key(code="function")
     pattern: str | None
-    verifiers: dict[str, Any]
-    verifier_processes: int = between(0, 1024)
-    verifier_seconds: float | None = between(0.01, 86400)
-    chat: Chat
-    system_prompt: str | None
-    max_prompt_length: int | None = between(1, 10**7)
-    too_long: TooLong
+    verifiers: dict[str, Any] = key(free=True, code="function")
+    verifier_processes: int = key(0, 1024, learns=False, fixed="")
+    verifier_seconds: float | None = key(
+        0.01, 86400, fixed="", only_if="task.verifier_processes>0", use="task.verifier_processes=4"
+    )
 
 
 @dataclass
-class PolicyRolloutConfig:
-    name: str
-    prompts_per_batch: int = between(1, 10**6)
-    group_size: int = between(1, 10**6)
-    max_completion_length: int = between(1, 10**6)
-    temperature: float = between(0.01, 100)
-    top_p: float | None = between(1e-6, 1)
-    stop: list[str]
+class RolloutConfig:
+    name: str = key(option=True, fixed=POSITION)
+    group_size: int | None = key(1, 10**6)
+    max_completion_length: int | None = key(1, 10**6)
+    temperature: float = key(0.01, 100, evaluate="model")
+
+
+@dataclass
+class PolicyRolloutConfig(RolloutConfig):
+    prompts_per_batch: int = key(1, 10**6, fixed=_BATCH)
+    group_size: int = key(1, 10**6, fixed=_BATCH)
+    max_completion_length: int = key(1, 10**6, evaluate="model")
+    top_p: float | None = key(1e-6, 1, evaluate="model")
+    stop: list[str] = key(evaluate="model")
     old_log_probs: OldLogProbs
-    overlong_buffer: int | None = between(1, 10**6)
-    overlong_penalty: float = between(0, 1e6)
-    max_sampling_rounds: int = between(1, 1000)
-    lag: int = between(0, 10**6)
-    max_staleness: int | None = between(1, 10**6)
-    keep_completions: int = between(0, 10**6)
-    save_path: str | None
+    overlong_buffer: int | None = key(1, 10**6)
+    overlong_penalty: float = key(0, 1e6, only_if="rollout.overlong_buffer>0", use="rollout.overlong_buffer=TOKENS")
+    max_sampling_rounds: int = key(1, 1000)
+    lag: int = key(0, 10**6, fixed=_AHEAD)
+    max_staleness: int | None = key(1, 10**6, fixed=_AHEAD)
+    keep_completions: int = key(0, 10**6, learns=False)
+    save_path: str | None = key(writes=True, learns=False)
 
 
 @dataclass
-class RecordedRolloutConfig:
-    name: str
-    path: str
-    epochs: int = between(1, 10**6)
-    shuffle: bool
-    group_size: int | None = between(1, 10**6)
-    max_completion_length: int | None = between(1, 10**6)
-    temperature: float = between(0.01, 100)
+class RecordedRolloutConfig(RolloutConfig):
+    path: str = key(reads="data", fixed=POSITION, example="rollouts.parquet")
+    epochs: int = key(1, 10**6)
+    shuffle: bool = key(fixed=POSITION)
+    group_size: int | None = key(1, 10**6, fixed=_BATCH)
 
 
 @dataclass
-class TransformersSamplerConfig:
-    name: str
-    max_sequences: int | None = between(1, 10**6)
+class SamplerConfig:
+    name: str = key(option=True)
+    max_sequences: int | None = key(1, 10**6)
+
+
+@dataclass
+class TransformersSamplerConfig(SamplerConfig):
     static_cache: bool | None
 
 
 @dataclass
-class VllmSamplerConfig:
-    name: str
-    urls: list[str]
-    executable: str
-    arguments: list[str]
-    gpus: list[int] | None
-    tensor_parallel: int = between(1, 1024)
-    servers_per_gpu: int = between(1, 64)
-    gpu_memory_share: float = between(0.01, 1)
-    max_sequences: int = between(1, 10**6)
+class VllmSamplerConfig(SamplerConfig):
+    max_sequences: int = key(1, 10**6, **_STARTED)
+    urls: list[str] = key(learns=False)
+    executable: str = key(code="command", learns=False, **_STARTED)
+    arguments: list[str] = key(code="command", **_STARTED)
+    gpus: list[int] | None = key(learns=False, **_STARTED)
+    tensor_parallel: int = key(1, 1024, **_STARTED)
+    servers_per_gpu: int = key(1, 64, learns=False, **_STARTED)
+    gpu_memory_share: float = key(0.01, 1, learns=False, **_STARTED)
     seeded: bool
-    weights_folder: str | None
-    tolerance: float | None = between(1e-9, 100)
-    start_seconds: int = between(1, 604800)
-    answer_seconds: int = between(1, 604800)
+    weights_folder: str | None = key(writes=True, learns=False)
+    tolerance: float | None = key(1e-9, 100, learns=False)
+    start_seconds: int = key(1, 604800, learns=False)
+    answer_seconds: int = key(1, 604800, learns=False)
 
 
 @dataclass
 class OptimizerConfig:
-    learning_rate: float = between(1e-12, 1e5)
-    beta1: float = between(0, 0.999999)
-    beta2: float = between(0, 0.999999)
-    epsilon: float = between(1e-30, 1e4)
-    weight_decay: float = between(0, 10)
-    max_grad_norm: float | None = between(1e-6, 1e9)
-    warmup_steps: int = between(0, 10**9)
+    learning_rate: float = key(1e-12, 1e5)
+    beta1: float = key(0, 0.999999)
+    beta2: float = key(0, 0.999999)
+    epsilon: float = key(1e-30, 1e4)
+    weight_decay: float = key(0, 10)
+    max_grad_norm: float | None = key(1e-6, 1e9)
+    warmup_steps: int = key(0, 10**9)
     schedule: Schedule
 
 
 @dataclass
 class TrainerConfig:
-    max_steps: int = between(1, 10**9)
-    device: str
-    num_threads: int | None = between(1, 1024)
-    checkpoint_every: int = between(1, 10**9)
-    keep_checkpoints: int = between(1, 10**6)
-    max_bad_steps: int = between(1, 10**6)
-    accept_changed_data: bool
-    stop_at: float | None = between(0, 1e9)
+    max_steps: int = key(1, 10**9)
+    device: str = key(evaluate="run", machine=True)
+    num_threads: int | None = key(1, 1024, evaluate="run", machine=True)
+    checkpoint_every: int = key(1, 10**9, learns=False)
+    keep_checkpoints: int = key(1, 10**6, learns=False)
+    max_bad_steps: int = key(1, 10**6)
+    accept_changed_data: bool = key(learns=False)
+    stop_at: float | None = key(0, 1e9, **_EVALUATED)
 
 
 @dataclass
 class EvaluationConfig:
-    every: int = between(0, 10**9)
-    prompts_per_set: int = between(1, 10**6)
-    completions_per_prompt: int = between(1, 10**4)
-    temperature: float | None = between(0, 100)
-    top_p: float | None = between(1e-6, 1)
-    max_completion_length: int | None = between(1, 10**6)
-    seed: int = between(0, 2**32 - 1)
-    sets: dict[str, Any]
-    best: str | None
+    every: int = key(0, 10**9)
+    prompts_per_set: int = key(1, 10**6, **_MEASURES)
+    completions_per_prompt: int = key(1, 10**4, **_MEASURES)
+    temperature: float | None = key(0, 100, **_MEASURES)
+    top_p: float | None = key(1e-6, 1, **_MEASURES)
+    max_completion_length: int | None = key(1, 10**6, **_MEASURES)
+    seed: int = key(0, 2**32 - 1, **_MEASURES)
+    sets: dict[str, Any] = key(free=True, code="function", **_MEASURES)
+    best: str | None = key(**_EVALUATED)
 
 
 @dataclass
 class TrackingConfig:
-    name: str
-    uri: str | None
-    experiment: str | None
+    name: str = key(option=True)
+    uri: str | None = key(**_TRACKED)
+    experiment: str | None = key(**_TRACKED)
     run_name: str | None
-    system_metrics: bool
+    system_metrics: bool = key(**_TRACKED)
 
 
 @dataclass
 class Config:
-    """The whole experiment. Groups with several shapes are typed by the option that was chosen."""
+    """The whole experiment. What a group declares holds for all of its keys that do not declare it themselves.
 
-    seed: int = between(0, 2**32 - 1)
-    loss: Any
+    Groups with several shapes are objects of the class of the option that was chosen, which inherits from the one here.
+    """
+
+    seed: int = key(0, 2**32 - 1, fixed="prompts and the order of the data come from this seed", evaluate="model")
+    loss: LossConfig
     aggregation: AggregationConfig
-    correction: Any
+    correction: CorrectionConfig
     kl: KLConfig
     entropy: EntropyConfig
     metrics: MetricsConfig
     advantage: AdvantageConfig
     kernel: KernelConfig
     parallelism: ParallelismConfig
-    accumulation: AccumulationConfig
-    model: Any
-    task: Any
-    rollout: Any
-    sampler: Any
+    accumulation: AccumulationConfig = key(evaluate="kept")
+    model: ModelConfig = key(evaluate="model")
+    task: TaskConfig = key(fixed=POSITION, evaluate="run")
+    rollout: RolloutConfig = key(evaluate="kept")
+    sampler: SamplerConfig = key(learns="rollout.name=policy", evaluate="run")
     optimizer: OptimizerConfig
-    evaluation: EvaluationConfig
-    trainer: TrainerConfig
-    tracking: TrackingConfig
+    evaluation: EvaluationConfig = key(learns=False, evaluate="kept")
+    trainer: TrainerConfig = key(evaluate="kept")
+    tracking: TrackingConfig = key(learns=False)
 
 
-_SPLITS = ("num_splits", "int", between(1, 65536))
+def _config_of(kind: type, base: type) -> type:
+    """The class of the keys of an option: the parameters of a family or correction, after the keys that all have."""
+    parameters = [(given.name, given.type, field(metadata=given.metadata)) for given in fields(kind)]
+    name = kind.__name__ + base.__name__
+    made = make_dataclass(name, parameters, bases=(base,), namespace={"__module__": __name__})
+    globals()[name] = made  # where pickle looks for it: workers get the configuration as an object
+    return made
+
+
 _SHAPES = {
-    "loss": {
-        **{name: _config_of(f"{kind.__name__}LossConfig", fields(kind), _SPLITS) for name, kind in FAMILIES.items()},
-        "custom": _config_of("CustomLossConfig", (), ("path", "str"), ("options", "dict[str, Any]"), _SPLITS),
-    },
-    "correction": {
-        "none": _config_of("NoCorrectionConfig"),
-        **{name: _config_of(f"{kind.__name__}Config", fields(kind)) for name, kind in CORRECTIONS.items()},
-    },
+    "loss": {name: _config_of(kind, LossConfig) for name, kind in FAMILIES.items()} | {"custom": CustomLossConfig},
+    "correction": {"none": CorrectionConfig}
+    | {name: _config_of(kind, CorrectionConfig) for name, kind in CORRECTIONS.items()},
     "model": {"tiny": TinyModelConfig, "huggingface": HuggingFaceModelConfig},
     "task": {"reverse": ReverseTaskConfig, "reasoning_gym": ReasoningGymTaskConfig, "prompts": PromptsTaskConfig},
     "rollout": {"policy": PolicyRolloutConfig, "recorded": RecordedRolloutConfig},

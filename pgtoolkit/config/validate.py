@@ -12,7 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from pgtoolkit.config.defaults import default
+from pgtoolkit.config.defaults import comment, default
+from pgtoolkit.config.keys import key_named
 from pgtoolkit.config.override_problems import unresolvable
 from pgtoolkit.config.rules import parallelism, run, sampler, scoring, step
 from pgtoolkit.config.rules.evaluation import evaluation
@@ -80,8 +81,9 @@ def _resolve_node(parent: DictConfig, key: Any, path: str, report: Report) -> An
     try:
         if OmegaConf.is_missing(parent, key):
             usual = default(parent._get_root(), path)
-            reason, example = _UNSET.get(path, ("??? stands for a value that is still to be given.", usual))
-            report.refuse(path, "a value", "none", reason, f"{path}={text(example)}")
+            example = getattr(key_named(path, parent._get_root()), "example", "") or text(usual)
+            reason = comment(parent._get_root(), path) or "??? stands for a value that is still to be given."
+            report.refuse(path, "a value", "none", reason, f"{path}={example}")
         elif "_target_" in hidden:
             report.refuse(path, "plain values", "_target_", *_NO_CODE)
         elif "oc.env" in hidden:
@@ -103,11 +105,3 @@ def _resolve_node(parent: DictConfig, key: Any, path: str, report: Report) -> An
 
 
 _NO_CODE = ("A configuration never names code to be run.", "the options of the groups")
-_UNSET = {
-    "loss.path": ("It names the class of your own family.", "my_module.MyFamily"),
-    "model.path": ("It names the model: a local folder or a name on the Hugging Face hub.", "Qwen/Qwen3-0.6B"),
-    "task.dataset": ("It names a data set of the reasoning-gym package.", "chain_sum"),
-    "task.path": ("It names the JSONL or Parquet file with the prompts.", "prompts.jsonl"),
-    "rollout.path": ("It names the recorded rollouts: a JSONL or Parquet file, or a folder.", "rollouts.parquet"),
-}
-"""Keys without a default: why they are needed, and an example."""

@@ -1,18 +1,27 @@
-"""What of a file of recorded rollouts is wrong, told without a model, and what it does to the loss."""
+"""What of recorded rollouts is wrong, told without a model, and what it does to the loss."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
+import torch
 
-from pgtoolkit.dumps.alignment import LOG_PROBS, OWN, WHOSE
-from pgtoolkit.dumps.examine import Examined, percent
+from pgtoolkit.batch import Document, StepTotals
+from pgtoolkit.dumps.alignment import LOG_PROBS, Comparison
+from pgtoolkit.kernels.losses import loss_of_log_probs
+from pgtoolkit.losses.aggregation import aggregation_of
+from pgtoolkit.losses.exchange import Ranks
+from pgtoolkit.losses.objective import Loss
+from pgtoolkit.packing import pack
 from pgtoolkit.rollouts.data_metrics import LARGE_SHARE
+from pgtoolkit.rollouts.recorded import RecordedRollouts
 from pgtoolkit.system.report import plural
 
+_COMPARED_TOKENS = 2**17
+"""Tokens whose two log-probs are kept, to see whether they stand at the same places."""
 _MOST, _FEW, _MANY = 0.5, 0.1, 0.05
 
 
@@ -20,120 +29,218 @@ _MOST, _FEW, _MANY = 0.5, 0.1, 0.05
 class Finding:
     """level: "wrong", "look" (worth a look), "fine" or "?". says: whole sentences, the last about the loss."""
 
+    topic: str
     level: str
     says: str
-    topic: str = ""
 
 
-wrong, look, fine, unknown = (partial(Finding, level) for level in ("wrong", "look", "fine", "?"))
+@dataclass(frozen=True)
+class Rollouts:
+    """Recorded rollouts under the loss that would train on them.
+
+    numbers: those that `_numbers` has of each document, (documents,) in the order in which training reads them.
+    in_files: (documents,) the place of each in the order of the files. w: (documents,) the sum of w_t over the tokens
+    of each. w_advantage: the same of w_t |A_t|. pairs: sampling and old log-probs of the first documents with both.
+    outside: share of the ratios that old less sampling log-probs alone take out of the clip.
+    """
+
+    loss: Loss
+    has_groups: bool
+    has_advantages: bool
+    numbers: dict[str, np.ndarray]
+    in_files: np.ndarray
+    w: np.ndarray
+    w_advantage: np.ndarray
+    pairs: list[tuple[np.ndarray, np.ndarray]]
+    outside: float
+
+    def share(self, chosen: np.ndarray) -> str:
+        """What the chosen documents carry of the loss."""
+        total = self.w_advantage.sum()
+        return percent(self.w_advantage[chosen].sum() / total if total else 0.0) + " of the sum of w|A|"
 
 
-def of_file(case: Examined) -> list[Finding]:
+def examine(rollouts: RecordedRollouts, loss: Loss, has_advantages: bool) -> Rollouts:
+    """Read every document once; about 120 bytes of each stay. has_advantages: the file's own are trained on."""
+    rows, pairs, tokens, outside_clip = [], [], 0, 0.0
+    for position in range(rollouts.num_documents):
+        document = rollouts.document(position)
+        rows.append(_numbers(document))
+        if document.num_trained and all(getattr(document, name) is not None for name in LOG_PROBS):
+            old, sampling = (getattr(document, name).double().numpy() for name in LOG_PROBS)
+            outside_clip += outside(loss, document, old, sampling)
+            if tokens < _COMPARED_TOKENS:
+                pairs.append((sampling, old))
+                tokens += len(old)
+    numbers = {name: np.array([row[name] for row in rows], float) for name in rows[0]}
+    w = numbers["trained"] / _denominators(loss, numbers)
+    w_advantage = w * numbers["weight"] / np.maximum(1, numbers["trained"])
+    in_files, groups = np.argsort(rollouts.groups, kind="stable"), rollouts.has_groups
+    share = outside_clip / len(rows)
+    return Rollouts(loss, groups, has_advantages, numbers, in_files, w, w_advantage, pairs, share)
+
+
+def _numbers(document: Document) -> dict[str, float]:
+    """What is kept of a document; NaN is unknown.
+
+    weight: sum of its absolute advantages. advantage: their mean. prompt, text: 48 bits of a digest of the tokens
+    before the first trained one, and of all. log_prob: of the whole completion. zeros: trained tokens whose log-prob is
+    exactly 0. first_is_zero: whether the first is one. open_end: whether the last token is not trained. distance,
+    largest: sum and maximum of the absolute differences of the two kinds of log-probs.
+    """
+    tokens, mask, trained = document.tokens.numpy(), document.loss_mask.numpy(), document.num_trained
+    old, sampling = document.old_log_probs, document.sampling_log_probs
+    sampler = old if sampling is None else sampling
+    gap = None if old is None or sampling is None else (old.double() - sampling.double()).abs()
+    advantages = document.advantages.double()
+    return {
+        "group": document.group,
+        "trained": trained,
+        "weight": float(advantages.abs().sum()),
+        "advantage": float(advantages.mean()) if trained else 0.0,
+        "truncated": np.nan if document.truncated is None else document.truncated,
+        "prompt": _digest(tokens[: int(mask.argmax())]) if trained else np.nan,
+        "text": _digest(tokens),
+        "log_prob": np.nan if sampler is None else float(sampler.double().sum()),
+        "zeros": np.nan if old is None else int((old == 0).sum()),
+        "first_is_zero": old is not None and bool(trained) and float(old[0]) == 0,
+        "open_end": bool(trained) and not mask[-1],
+        "distance": np.nan if gap is None else float(gap.sum()),
+        "largest": float(gap.max()) if gap is not None and trained else 0.0,
+    }
+
+
+def _digest(tokens: np.ndarray) -> int:
+    return int.from_bytes(hashlib.blake2b(tokens.tobytes(), digest_size=6).digest())
+
+
+def _denominators(loss: Loss, numbers: dict[str, np.ndarray]) -> np.ndarray:
+    """(documents,) the aggregation's; 1 where nothing is trained."""
+    counts, groups = (torch.from_numpy(numbers[name]).long() for name in ("trained", "group"))
+    per_group = torch.zeros(int(groups.max()) + 1, dtype=torch.int64).index_add_(0, groups, counts)
+    totals = StepTotals(len(counts), int(counts.sum()), int((counts == 0).sum()), len(per_group), per_group)
+    return np.where(counts > 0, loss.aggregation.denominators(totals, counts, groups).double(), 1.0)
+
+
+def outside(loss: Loss, document: Document, new: np.ndarray, old: np.ndarray) -> float:
+    """The share of a document's tokens whose ratios of these log-probs, (N,), lie outside of the family's clip."""
+    measured = Loss(loss.family, aggregation_of("token_mean"), loss.temperature, "basic")
+    micro_batch = pack([replace(document, old_log_probs=torch.from_numpy(old).float())], [0])
+    log_probs = torch.zeros(len(micro_batch.labels), dtype=torch.float64)
+    log_probs[micro_batch.labels >= 0] = torch.from_numpy(new)
+    piece = loss_of_log_probs(log_probs, micro_batch, None, measured, Ranks(), False)
+    return float(piece.metric_sums.finalize(piece.totals)["clipped_ratio_fraction"])
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+def check(rollouts: Rollouts) -> list[Finding]:
     """Every check that needs no model; each finds something to say."""
     checks = (_mask, _alignment, _groups, _duplicates, _truncation, _advantages, _mismatch)
-    return [replace(finding, topic=check.__name__[1:]) for check in checks for finding in check(case)]
+    return [Finding(one.__name__[1:], level, says) for one in checks for level, says in one(rollouts)]
 
 
-def _mask(case: Examined) -> Iterator[Finding]:
-    trained, zeros, first = (case.documents[name] for name in ("trained", "zeros", "first_is_zero"))
-    some = trained > 0
+def _mask(rollouts: Rollouts) -> Iterator[tuple[str, str]]:
+    trained, zeros, first = (rollouts.numbers[name] for name in ("trained", "zeros", "first_is_zero"))
+    some, finds_nothing = trained > 0, True
     others = (zeros - first).sum() / max(1, (trained - some).sum())
-    begins_at_zero = first[some].mean() > _MOST and others < _FEW
-    whole = some & (case.documents["truncated"] != 1)
-    open_ends = case.documents["open_end"][whole].mean() if whole.any() else 0.0
-    if begins_at_zero:
-        yield look(
+    if first[some].mean() > _MOST and others < _FEW:
+        finds_nothing = False
+        yield (
+            "look",
             f"The first trained token of {percent(first[some].mean())} of the documents has a log-prob of exactly 0, "
             f"and {percent(others)} of the other tokens have one. Either the mask begins within the prompt, or the "
-            "log-probs stand one place too late. A policy that gives this token the log-prob -x has the ratio exp(-x) "
-            "there, where it should be 1; with a model this command says how much that is."
+            "log-probs stand one place too late.",
         )
-    if open_ends > _MOST:
-        yield look(
+    whole = some & (rollouts.numbers["truncated"] != 1)
+    if whole.any() and (open_ends := rollouts.numbers["open_end"][whole].mean()) > _MOST:
+        finds_nothing = False
+        yield (
+            "look",
             f"The last token of {percent(open_ends)} of the documents that were not truncated is not trained. If it "
-            "ends the sequence, the loss never teaches the model to stop."
+            "ends the sequence, the loss never teaches the model to stop.",
         )
     if not some.all():
-        yield look(
+        yield (
+            "look",
             f"{percent(1 - some.mean())} of the documents train no token. They count as documents: under "
-            f"aggregation={case.loss.aggregation.name} the weights w_t of all tokens add up to {case.w.sum():.3g}."
+            f"aggregation={rollouts.loss.aggregation.name} the weights w_t of all tokens add up to "
+            f"{rollouts.w.sum():.3g}.",
         )
-    elif not begins_at_zero and open_ends <= _MOST:
+    elif finds_nothing:
         tokens = plural(int(trained.sum()), "token")
-        yield fine(f"It trains {tokens}, {trained.mean():.4g} a document, after the prompts.")
+        yield "fine", f"It trains {tokens}, {trained.mean():.4g} a document, after the prompts."
 
 
-def _alignment(case: Examined) -> Iterator[Finding]:
-    neighbours, trained = case.documents["neighbours"], case.documents["trained"]
-    if not case.branches:
-        yield unknown("The file has no log-probs that could stand at other tokens than their own.")
-    for name, branches in case.branches.items():
-        if branches.shift in WHOSE:
-            size = neighbours.sum() / max(1, (trained - 1).clip(0).sum())
-            yield wrong(
-                f"{name} are those {WHOSE[branches.shift]}. {branches.evidence.capitalize()}. Every first ratio "
-                f"compares two tokens: its logarithm is {size:.2g} in size on average, where it should be 0."
-            )
-        elif branches.shift == OWN:
-            yield fine(f"{name} stand at their own tokens (told at {len(branches.shared)} places).")
-        else:
-            yield unknown(
-                f"Too few documents of a prompt begin alike and part later ({len(branches.shared)} places) to tell "
-                f"whether {name} stand at their own tokens. The policy that sampled tells: model=huggingface "
-                "model.path=FOLDER."
-            )
-    if case.differs and case.both.shift in WHOSE:
-        yield wrong(
-            f"sampling_log_probs at a token's place fit old_log_probs {WHOSE[case.both.shift]} best (correlations at "
-            f"places {case.both}). One of the two is misplaced, and a correction weighs each token by its gap to "
-            "another one."
-        )
-
-
-def _groups(case: Examined) -> Iterator[Finding]:
-    if not case.has_groups:
-        yield unknown("The file does not say which documents share a prompt.")
+def _alignment(rollouts: Rollouts) -> Iterator[tuple[str, str]]:
+    by_model = "The policy that sampled tells: model=huggingface model.path=FOLDER."
+    if not _differs(rollouts):
+        yield "?", f"Without two kinds of log-probs it is not known whether they stand at their own tokens. {by_model}"
         return
-    group, computed = case.documents["group"], case.config.advantage.estimator.value != "given"
-    numbers, sizes = np.unique(group, return_counts=True)
-    prompts, places = case.documents["prompt"], _runs(group, case.in_files)
-    mixed, torn = (_have_several(group, labels) for labels in (prompts, places))
-    alone = np.isin(group, numbers[sizes == 1])
+    comparison = Comparison(rollouts.pairs)
+    if comparison.whose:
+        yield (
+            "wrong",
+            f"sampling_log_probs at a token's place are those {comparison.whose} {comparison}. One of the two kinds "
+            "is misplaced, and a correction weighs each token by its gap to another one.",
+        )
+    else:
+        yield "fine", f"old_log_probs and sampling_log_probs stand at the same tokens {comparison}."
 
-    def effect(chosen: np.ndarray, labels: np.ndarray, when: str) -> str:
-        if not computed:
-            return f"They carry {case.share(chosen)}."
-        labels = np.unique(np.stack([group, labels]), axis=1, return_inverse=True)[1].ravel()
-        return f"Advantages would change by {case.moved(labels)} of their size if {when} were a group of its own."
+
+def _differs(rollouts: Rollouts) -> bool:
+    """Whether both kinds of log-probs are known and differ anywhere."""
+    return bool(np.nansum(rollouts.numbers["distance"]))
+
+
+def _groups(rollouts: Rollouts) -> Iterator[tuple[str, str]]:
+    if not rollouts.has_groups:
+        yield "?", "The file does not say which documents share a prompt."
+        return
+    group = rollouts.numbers["group"]
+    numbers, sizes = np.unique(group, return_counts=True)
+    in_order = np.empty(len(group))
+    in_order[rollouts.in_files] = group
+    places = np.cumsum(np.diff(in_order, prepend=in_order[0]) != 0)[rollouts.in_files]
+    mixed, torn = (_have_several(group, labels) for labels in (rollouts.numbers["prompt"], places))
+    alone = np.isin(group, numbers[sizes == 1])
 
     def of_all(chosen: np.ndarray) -> str:
         return f"{len(np.unique(group[chosen]))} of {plural(len(numbers), 'group')}"
 
     if mixed.any():
-        yield wrong(
+        yield (
+            "wrong",
             f"{of_all(mixed)} hold different prompts: their numbers begin anew somewhere, or the mask begins too late. "
-            f"A completion is judged by rewards of other prompts. {effect(mixed, prompts, 'each prompt')}"
+            f"A completion is judged by rewards of other prompts. They carry {rollouts.share(mixed)}.",
         )
     if torn.any():
-        yield look(
+        yield (
+            "look",
             f"{of_all(torn)} stand in several places of the files. They are trained together, with advantages over all "
-            f"their documents, also those of different policies. {effect(torn, places, 'each place')}"
+            f"their documents, also those of different policies. They carry {rollouts.share(torn)}.",
         )
     if alone.any():
-        yield (wrong if alone.all() and computed else look)(
-            f"{of_all(alone)} have one document, which nothing can be compared with. "
-            + ("Its advantage is 0: it adds nothing" if computed else f"They carry {case.share(alone)}")
-            + ". Is group_id that of the prompt?"
+        effect = "Its advantage is 0: it adds nothing"
+        if rollouts.has_advantages:
+            effect = f"They carry {rollouts.share(alone)}"
+        yield (
+            "wrong" if alone.all() and not rollouts.has_advantages else "look",
+            f"{of_all(alone)} have one document, which nothing can be compared with. {effect}. Is group_id that of the "
+            "prompt?",
         )
     if sizes.min() < sizes.max():
-        yield look(
+        yield (
+            "look",
             f"Groups have {sizes.min()} to {sizes.max()} documents. Under sample_mean, token_mean and constant a large "
             f"group weighs up to {sizes.max() / sizes.min():.3g} times a small one; under prompt_mean all weigh the "
-            "same: a comparison of aggregations compares this, too."
+            "same: a comparison of aggregations compares this, too.",
         )
     elif not (mixed | torn | alone).any():
         groups, documents = plural(len(numbers), "group"), plural(sizes[0], "document")
-        yield fine(f"{groups} of {documents}, each of one prompt and in one place.")
+        yield "fine", f"{groups} of {documents}, each of one prompt and in one place."
 
 
 def _have_several(group: np.ndarray, labels: np.ndarray) -> np.ndarray:
@@ -143,98 +250,74 @@ def _have_several(group: np.ndarray, labels: np.ndarray) -> np.ndarray:
     return np.isin(group, numbers[counts > 1])
 
 
-def _runs(group: np.ndarray, in_files: np.ndarray) -> np.ndarray:
-    """(documents,) which run of neighbours of one group, in the order of the files, a document belongs to."""
-    in_order = np.empty(len(group))
-    in_order[in_files] = group
-    return np.cumsum(np.diff(in_order, prepend=in_order[0]) != 0)[in_files]
-
-
-def _duplicates(case: Examined) -> Iterator[Finding]:
+def _duplicates(rollouts: Rollouts) -> Iterator[tuple[str, str]]:
     """Pairs of equal documents against those of chance: a document's probability, once for each other of its prompt."""
-    some = np.flatnonzero(case.documents["trained"])
-    prompt, text, log_prob = (case.documents[name][some] for name in ("prompt", "text", "log_prob"))
+    some = np.flatnonzero(rollouts.numbers["trained"])
+    prompt, text, log_prob = (rollouts.numbers[name][some] for name in ("prompt", "text", "log_prob"))
     _, first, equal = np.unique(text, return_index=True, return_counts=True)
-    observed = float((equal * (equal - 1) / 2).sum())
-    again = np.delete(some, first)
-    carried = f"They carry {case.share(again)}, and count twice in the baselines of their groups."
-    said = f"{int(observed)} pairs of documents are equal"
-    if np.isnan(log_prob).any():
-        if not observed:
-            yield fine("No two documents are equal.")
-            return
-        yield look(
-            f"{said}. {len(again)} documents repeat another one; without log-probs it is not known how many would by "
-            f"chance. {carried}"
-        )
-        return
-    _, which, counts = np.unique(prompt, return_inverse=True, return_counts=True)
-    expected = float(((counts[which.ravel()] - 1) * np.exp(log_prob)).sum() / 2)
-    said = f"{said}; the recorded log-probs let {expected:.3g} be expected."
-    if observed <= expected + 4 * np.sqrt(expected) + 3:
-        yield fine(said)
-        return
-    yield wrong(
-        f"{said} {len(again)} documents repeat another one: a dump read twice, or a run that was resumed. {carried}"
-    )
+    observed, again = int((equal * (equal - 1) / 2).sum()), np.delete(some, first)
+    says = f"{plural(observed, 'pair')} of documents are equal"
+    carried = f"They carry {rollouts.share(again)}, and count twice in the baselines of their groups."
+    if not observed:
+        yield "fine", "No two documents are equal."
+    elif np.isnan(log_prob).any():
+        chance = "without log-probs it is not known how many would by chance"
+        yield "look", f"{says}. {plural(len(again), 'document')} repeat another one; {chance}. {carried}"
+    else:
+        _, which, counts = np.unique(prompt, return_inverse=True, return_counts=True)
+        expected = float(((counts[which.ravel()] - 1) * np.exp(log_prob)).sum() / 2)
+        says += f"; the recorded log-probs let {expected:.3g} be expected."
+        if observed <= expected + 4 * np.sqrt(expected) + 3:
+            yield "fine", says
+        else:
+            cause = "a dump read twice, or a run that was resumed"
+            yield "wrong", f"{says} {plural(len(again), 'document')} repeat another one: {cause}. {carried}"
 
 
-def _truncation(case: Examined) -> Iterator[Finding]:
-    truncated, trained = case.documents["truncated"], case.documents["trained"]
+def _truncation(rollouts: Rollouts) -> Iterator[tuple[str, str]]:
+    truncated, trained = rollouts.numbers["truncated"], rollouts.numbers["trained"]
     if np.isnan(truncated).any():
-        yield unknown("The file does not say of every document whether it was truncated.")
+        yield "?", "The file does not say of every document whether it was truncated."
         return
     cut = truncated == 1
     tokens = trained[cut].sum() / max(1, trained.sum())
-    said = f"{percent(cut.mean())} of the documents were truncated, with {percent(tokens)} of the trained tokens."
+    says = f"{percent(cut.mean())} of the documents were truncated, with {percent(tokens)} of the trained tokens."
     if cut.any():
-        means = ", ".join(
-            f"{kind} {case.documents['advantage'][chosen].mean():+.2g}"
-            for kind, chosen in (("truncated", cut), ("whole", ~cut))
-            if chosen.any()
-        )
-        said += (
-            f" They carry {case.share(cut)}; advantages on average: {means}. Their last token is no end of an answer."
-        )
-    yield (look if cut.mean() > _MANY else fine)(said)
+        mean = rollouts.numbers["advantage"][cut].mean()
+        says += f" They carry {rollouts.share(cut)}; their mean advantage is {mean:+.2g}."
+    yield "look" if cut.mean() > _MANY else "fine", says
 
 
-def _advantages(case: Examined) -> Iterator[Finding]:
-    nothing, group = (case.documents["weight"] == 0) & (case.documents["trained"] > 0), case.documents["group"]
+def _advantages(rollouts: Rollouts) -> Iterator[tuple[str, str]]:
+    nothing = (rollouts.numbers["weight"] == 0) & (rollouts.numbers["trained"] > 0)
+    group = rollouts.numbers["group"]
     if nothing.all():
-        yield wrong("Every advantage is 0: the loss has no gradient. Are the rewards of every group equal?")
+        yield "wrong", "Every advantage is 0: the loss has no gradient. Are the rewards of every group equal?"
         return
-    diluted = case.w[nothing].sum() / case.w.sum()
     number = len(np.unique(group))
     empty = number - len(np.unique(group[~nothing]))
-    of_groups = f" ({empty} of {number} groups)" if case.has_groups else ""
-    yield (look if nothing.mean() > _MOST else fine)(
+    of_groups = f" ({empty} of {number} groups)" if rollouts.has_groups else ""
+    left = 1 - rollouts.w[nothing].sum() / rollouts.w.sum()
+    yield (
+        "look" if nothing.mean() > _MOST else "fine",
         f"{percent(nothing.mean())} of the documents{of_groups} have zero advantages. They add no gradient and count "
-        f"in the denominators: under aggregation={case.loss.aggregation.name} the gradient is {1 - diluted:.3g} times "
-        "that of the others alone."
+        f"in the denominators: under aggregation={rollouts.loss.aggregation.name} the gradient is {left:.3g} times "
+        "that of the others alone.",
     )
 
 
-def _mismatch(case: Examined) -> Iterator[Finding]:
-    if not case.differs:
-        known = "The file has no log-probs"
-        if case.branches:
-            known = f"The file has {' and '.join(case.branches)} alone"
-        if len(case.branches) == len(LOG_PROBS):
-            known = "sampling_log_probs are old_log_probs, to the last bit"
-        yield unknown(f"{known}: how far sampler and trainer differ is not known.")
+def _mismatch(rollouts: Rollouts) -> Iterator[tuple[str, str]]:
+    if not _differs(rollouts):
+        known = "sampling_log_probs are old_log_probs, to the last bit"
+        if not rollouts.pairs:
+            known = "The file has no two kinds of log-probs"
+        yield "?", f"{known}: how far sampler and trainer differ is not known."
         return
-    share, tokens, trained = case.outside / case.num_documents, case.far.sum(), case.documents["trained"]
-    gap, distance, largest, k3 = (case.documents[name] for name in ("gap", "distance", "largest", "k3"))
-    if (scope := case.loss.family.scope) == "token":
-        epsilon, what = case.epsilon(0.99), "tokens"
-    else:
-        over = gap / np.maximum(1, trained) if scope == "document" else gap
-        far = np.abs(np.expm1(over[~np.isnan(over)].clip(-20, 20)))
-        epsilon, what = float(np.quantile(far, 0.99, method="higher")), "documents"
-    yield (look if share > LARGE_SHARE else fine)(
-        f"Sampler and trainer differ by {np.nansum(distance) / tokens:.2g} a token on average and "
-        f"{np.nanmax(largest):.2g} at most; k3 is {np.nansum(k3) / tokens:.2g}. This alone takes {percent(share)} of "
-        f"the ratios out of the clip of loss={case.config.loss.name}: for 99 % of the {what} to stay inside, epsilon "
-        f"has to be {epsilon:.2g} or more."
+    distance = rollouts.numbers["distance"]
+    mean = np.nansum(distance) / rollouts.numbers["trained"][~np.isnan(distance)].sum()
+    yield (
+        "look" if rollouts.outside > LARGE_SHARE else "fine",
+        f"Sampler and trainer differ by {mean:.2g} a token on average and {rollouts.numbers['largest'].max():.2g} at "
+        f"most. This alone takes {percent(rollouts.outside)} of the ratios out of the clip of "
+        f"loss={rollouts.loss.family.name}.",
     )

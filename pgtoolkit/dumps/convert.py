@@ -3,35 +3,53 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections import Counter
-from collections.abc import Iterator
-from itertools import groupby
-from operator import attrgetter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pgtoolkit.batch import Document
-from pgtoolkit.dumps.alignment import LOG_PROBS, OWN, WHOSE, Branches, Judge, Judged
+from pgtoolkit.dumps.alignment import LOG_PROBS, Comparison, SamplingPolicy
 from pgtoolkit.dumps.configuration import configured
-from pgtoolkit.dumps.records import Converted, Unusable
-from pgtoolkit.dumps.systems import REFUSED, SYSTEMS, System
+from pgtoolkit.dumps.systems import REFUSED, SYSTEMS, Dropped, System, Unusable, reward_of
 from pgtoolkit.errors import ConfigError, DataError, StorageError
 from pgtoolkit.rollouts.rows import Row, Rules, parse_row
 from pgtoolkit.rollouts.writer import write_parquet
 from pgtoolkit.system.plain_files import replacing
 from pgtoolkit.system.report import plural, refusal
-from pgtoolkit.tasks.row_files import Problems, in_order
+from pgtoolkit.tasks.row_files import JsonlFile, Problems, in_order
 
 ANY_TOKEN = 2**31 - 1
-_SAMPLE_TOKENS, _JUDGED = 2**17, 8
-"""The documents that alignment is told from: so many tokens, and documents that a model is asked of."""
+_COMPARED_TOKENS, _ASKED_DOCUMENTS = 2**17, 8
+"""Tokens whose two log-probs are compared with each other, and documents that a model is asked about."""
+
+
+@dataclass
+class Conversion:
+    """What became of a dump.
+
+    dropped: reason -> documents. notes: sentence -> how many documents it is true of. fields: of every row. groups:
+    size -> how many. sample: the first documents. proofs: what tells that log-probs stand at their own tokens.
+    """
+
+    files: int
+    documents: int = 0
+    tokens: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter)
+    fields: frozenset[str] = frozenset()
+    groups: Counter[int] = field(default_factory=Counter)
+    sample: list[Document] = field(default_factory=list)
+    proofs: list[str] = field(default_factory=list)
 
 
 def system_of(name: str) -> System:
     """Raises ConfigError for a system whose dumps cannot be replayed, or that is not known."""
     if name in REFUSED:
-        what, use = REFUSED[name]
+        holds, use = REFUSED[name]
         needs, reason = "dumps with token ids and log-probs", "A text tokenized again need not give its tokens."
-        raise ConfigError(refusal(name, needs, what, f"The loss needs the log-prob of every token. {reason}", use))
+        raise ConfigError(refusal(name, needs, holds, f"The loss needs the log-prob of every token. {reason}", use))
     if name not in SYSTEMS:
         known = ", ".join(SYSTEMS)
         reason = "Any other dump becomes rows of docs/data.md by a script of yours."
@@ -39,68 +57,116 @@ def system_of(name: str) -> System:
     return SYSTEMS[name]
 
 
-def judge_of(path: str, overrides: list[str]) -> Judge:
-    """The model of the overrides; ConfigError for one that is none that sampled, and for keys of other things."""
+def policy_of(path: str, overrides: list[str]) -> SamplingPolicy:
+    """The model of the overrides; ConfigError for one that cannot have sampled, and for keys of other things."""
     config = configured(path, overrides)
     others = [one for one in overrides if not one.startswith(("model", "rollout.temperature=", "trainer.device="))]
     if others or config.model.name != "huggingface":
         needs, got = "a model folder and the temperature it sampled at", ", ".join(others) or "model=tiny"
         reason = "They prove that log-probs stand at their tokens; nothing is trained."
         raise ConfigError(refusal("pgtk convert", needs, got, reason, "model=huggingface model.path=FOLDER"))
-    return Judge(config)
+    return SamplingPolicy(config)
 
 
-def convert(system: System, path: str, out: Path, reward_key: str | None, judge: Judge | None) -> Converted:
+def convert(system: System, path: str, out: Path, reward_key: str | None, policy: SamplingPolicy | None) -> Conversion:
     """Write `out`, whole or not at all; raises DataError for what cannot be used, or whose log-probs are misplaced."""
     files = _files(path, system)
-    found = Converted(reward_key, len(files))
+    conversion = Conversion(len(files))
     try:
         with replacing(out) as file:
-            write_parquet(file, _counted(_rows(system, files, found), found))
-            _check(found, judge)
+            write_parquet(file, _counted(_rows(system, files, reward_key, conversion), conversion))
+            _check_alignment(conversion, policy)
     except OSError as error:
         raise StorageError(f"{out} cannot be written: {error.strerror or error}") from error
-    return found
+    return conversion
 
 
 def _files(path: str, system: System) -> list[Path]:
     place = Path(path).expanduser()
     if place.is_dir():
-        files = [file for file in place.rglob(system.names) if file.is_file()]
+        files = [file for file in place.rglob(system.files) if file.is_file()]
         got = f"a folder with none of them; it has {', '.join(sorted(os.listdir(place))[:8]) or 'nothing'}"
     else:
         files, got = [place] if place.is_file() else [], "no such file or folder"
     if not files:
-        raise DataError(refusal(f"PATH={path}", f"files {system.names}", got, "They are the dump.", "their folder"))
+        raise DataError(refusal(f"PATH={path}", f"files {system.files}", got, "They are the dump.", "their folder"))
     return in_order(files)
 
 
-def _rows(system: System, files: list[Path], found: Converted) -> Iterator[Row]:
+class _ListsFile(JsonlFile):
+    """PipelineRL's: one array of objects per line."""
+
+    kind = list
+
+
+def _records(file: Path) -> Iterator[tuple[str, dict]]:
+    """(place, record) of each record of a file: of torch, or JSONL with an object or an array of objects per line."""
+    if file.suffix == ".pt":
+        yield from ((str(number), sample) for number, sample in enumerate(_pickled(file)))
+        return
+    with file.open("rb") as opened:
+        is_lists = opened.read(1) == b"["
+    for number, _, line in (_ListsFile if is_lists else JsonlFile)(file, file.name).rows():
+        if isinstance(line, str):
+            raise DataError(f"{file}:{number}: {line}")
+        # The texts of a line are a group, whatever they call it: numbers of groups begin anew when a run is resumed.
+        texts = [(f"{number}[{place}]", text | {"line": number}) for place, text in enumerate(line)] if is_lists else ()
+        yield from texts or [(str(number), line)]
+
+
+def _pickled(file: Path) -> list[dict]:
+    """The samples of one of slime's files, which are read whole, one rollout each; nothing in them is run."""
+    import torch
+
+    try:
+        payload = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        got = next((line for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line), str(error))
+        raise DataError(
+            f"{file} needs plain numbers, texts, lists and tensors (got more: {got.strip()[:200]}). Loading it would "
+            "run code from the file. Where you trust it, save its samples again with slime, without their metadata."
+        ) from error
+    except (RuntimeError, EOFError, OSError) as error:
+        raise DataError(f"{file} is no whole file of torch.save: {error}. Copy it again.") from error
+    if not isinstance(payload, dict) or not isinstance(payload.get("samples"), list):
+        # miles' training data has a file per rank, and ranks that share a model hold the same samples.
+        raise DataError(f"{file} needs a list of samples (got none). Use a file of --save-debug-rollout-data.")
+    return payload["samples"]
+
+
+def _rows(system: System, files: list[Path], reward_key: str | None, conversion: Conversion) -> Iterator[Row]:
     problems, rules = Problems("the dump cannot be converted"), Rules(ANY_TOKEN, ("old_log_probs",))
     common, numbers, sizes, ids = os.path.commonpath([file.parent for file in files]), {}, Counter(), set()
     for file in files:
-        last, run = None, 0  # equal prompts that follow each other
-        for place, record in system.read(file):
+        if system.marker and not (file.parent / system.marker).exists():
+            raise DataError(
+                f"{file} needs the file {system.marker} beside it (got none). It is written when the step's export is "
+                "whole. Wait for it, or convert the other steps."
+            )
+        last_prompt, run = None, 0
+        for place, record in _records(file):
             label = f"{os.path.relpath(file, common)}:{place}"
             try:
-                raw = system.row(record, found)
+                prepared = system.prepare(record, conversion.notes)
+                raw = {ours: prepared.get(theirs) for ours, theirs in system.columns.items()}
+                raw["reward"] = reward_of(raw.get("reward"), reward_key)
+            except Dropped as reason:
+                conversion.dropped[str(reason)] += 1
+                continue
             except Unusable as reason:
                 problems.add(label, str(reason))
                 continue
             except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
                 fields = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-                what = f"{type(error).__name__}: {error}"
-                problems.add(label, f"is no record of this system ({what}); its fields are {fields[:200]}")
+                said = f"{type(error).__name__}: {error}"
+                problems.add(label, f"is no record of this system ({said}); its fields are {fields[:200]}")
                 continue
-            if raw is None:
-                continue
-            key, prompt_length = raw.pop("group_id", None), raw.pop("prompt_length", None)
-            if key is None and prompt_length is not None:
-                prompt = raw["token_ids"][:prompt_length]
-                run, last = run + (prompt != last), prompt
-                key = run
-            if key is not None:
-                raw["group_id"] = numbers.setdefault((str(file), key), len(numbers))
+            group = raw.get("group_id")
+            if group is None and (prompt := prepared.get("prompt")) is not None:
+                run, last_prompt = run + (prompt != last_prompt), prompt
+                group = run
+            if group is not None:
+                raw["group_id"] = numbers.setdefault((str(file), group), len(numbers))
                 sizes[raw["group_id"]] += 1
             row = parse_row(raw | {"id": raw.get("id", label)}, rules)
             if isinstance(row, list):
@@ -112,95 +178,88 @@ def _rows(system: System, files: list[Path], found: Converted) -> Iterator[Row]:
             ids.add(row.id)
             yield row
     problems.raise_if_any()
-    found.groups = Counter(sizes.values())
+    conversion.groups = Counter(sizes.values())
 
 
-def _counted(rows: Iterator[Row], found: Converted) -> Iterator[Row]:
+def _counted(rows: Iterator[Row], conversion: Conversion) -> Iterator[Row]:
     """The rows, counted; raises DataError where they do not all know the same."""
     for row in rows:
         fields = frozenset(name for name, value in vars(row).items() if value is not None)
-        found.fields = found.fields or fields
-        if fields != found.fields:
+        conversion.fields = conversion.fields or fields
+        if fields != conversion.fields:
             raise DataError(
-                f"{row.id} needs the fields of the first document (got {', '.join(sorted(fields ^ found.fields))} in "
-                "one of them alone). A file of recorded rollouts has a column for all or for none. Convert different "
-                "kinds of dumps one by one."
+                f"{row.id} needs the fields of the first document (got {', '.join(sorted(fields ^ conversion.fields))} "
+                "in one of them alone). A file of recorded rollouts has a column for all or for none. Convert "
+                "different kinds of dumps one by one."
             )
-        if found.documents == 0 or found.tokens + len(row.token_ids) <= _SAMPLE_TOKENS:
+        if conversion.documents == 0 or conversion.tokens + len(row.token_ids) <= _COMPARED_TOKENS:
             advantage = None if row.advantage is not None else 0.0
-            found.sample.append(row.document(advantage, row.group_id or 0, row.id))
-        found.documents += 1
-        found.tokens += len(row.token_ids)
+            conversion.sample.append(row.document(advantage, row.group_id or 0, row.id))
+        conversion.documents += 1
+        conversion.tokens += len(row.token_ids)
         yield row
-    if not found.documents:
-        raise DataError(f"nothing can be converted: {'; '.join(_dropped(found)) or 'there are no documents'}")
+    if not conversion.documents:
+        raise DataError(f"nothing can be converted: {'; '.join(_dropped(conversion)) or 'there are no documents'}")
 
 
-def _dropped(found: Converted) -> list[str]:
-    return [f"{plural(count, 'document')}: {reason}" for reason, count in found.dropped.items()]
+def _dropped(conversion: Conversion) -> list[str]:
+    return [f"{plural(count, 'document')}: {reason}" for reason, count in conversion.dropped.items()]
 
 
-def _check(found: Converted, judge: Judge | None) -> None:
+def _check_alignment(conversion: Conversion, policy: SamplingPolicy | None) -> None:
     """Prove that log-probs are those of their own tokens, or raise DataError where they are not."""
-    in_groups = sorted(found.sample, key=attrgetter("group"))
-    for name in sorted(found.fields & set(LOG_PROBS)):
-        branches = Branches(name)
-        for _, group in groupby(in_groups, attrgetter("group")):
-            branches.add(list(group))
-        _refuse_misplaced(name, branches.shift, f"told from {len(branches.shared)} places where documents part")
-        if branches.shift == OWN:
-            found.proofs.append(f"{name} stand at their own tokens: {branches.evidence}")
-        elif judge is None:
-            found.proofs.append(
-                f"{name}: nothing tells yet whether they stand at their own tokens ({len(branches.shared)} places "
-                "where documents of a prompt part). Add model=huggingface model.path=FOLDER of the policy that sampled"
-            )
-        if judge is not None:
-            found.proofs.append(_by_model(name, found.sample, judge))
+    known = [name for name in LOG_PROBS if name in conversion.fields]
+    documents = [one for one in conversion.sample if one.num_trained]
+    if len(known) == 2 and documents:
+        pairs = [(one.sampling_log_probs.double().numpy(), one.old_log_probs.double().numpy()) for one in documents]
+        comparison = Comparison(pairs)
+        _refuse_misplaced("sampling_log_probs beside old_log_probs", comparison)
+        conversion.proofs.append(f"sampling_log_probs stand at the tokens of old_log_probs {comparison}")
+    if policy is None:
+        conversion.proofs.append(
+            "the policy that sampled tells whether log-probs stand at their own tokens: add model=huggingface "
+            "model.path=FOLDER"
+        )
+        return
+    short = [one for one in documents if one.num_tokens <= policy.max_positions][:_ASKED_DOCUMENTS]
+    if not short:
+        conversion.proofs.append(f"no document of at most {policy.max_positions} tokens for the model to judge")
+        return
+    for name in known:
+        comparison = policy.compare(name, short)
+        _refuse_misplaced(name, comparison)
+        fits = f"{name} {'are' if comparison.fits else 'are not'} the model's {comparison}"
+        conversion.proofs.append(f"{fits}; they differ by {comparison.size:.2g} a token")
 
 
-def _by_model(name: str, sample: list[Document], judge: Judge) -> str:
-    documents = [one for one in sample if one.num_trained and one.num_tokens <= judge.max_positions][:_JUDGED]
-    if not documents:
-        return f"{name}: no document of at most {judge.max_positions} tokens for the model to judge"
-    for document in documents:
-        if int(document.tokens.max()) >= judge.vocabulary_size:
-            raise DataError(
-                f"{document.name} needs token ids of the model's vocabulary, below {judge.vocabulary_size} (got "
-                f"{int(document.tokens.max())}). Another model wrote it. Use model.path of the policy that sampled."
-            )
-    judged = Judged(name, judge, documents)
-    _refuse_misplaced(name, judged.shifts.shift, f"correlations with the model at places {judged.shifts}")
-    _, what, advice = judged.verdict
-    return f"{what} They differ from its own by {judged.size:.2g} on average. {advice}".rstrip()
-
-
-def _refuse_misplaced(name: str, shift: int | None, evidence: str) -> None:
-    if shift in WHOSE:
+def _refuse_misplaced(names: str, comparison: Comparison) -> None:
+    if comparison.whose:
         raise DataError(
-            f"{name} needs the log-prob of each token itself (got that {WHOSE[shift]}; {evidence}). Every ratio would "
-            "compare two different tokens. Nothing was written. Move the log-probs by one place in the dump's writer."
+            f"{names} needs the log-prob of each token itself (got that {comparison.whose} {comparison}). Every ratio "
+            "would compare two different tokens. Nothing was written. Move the log-probs by one place in the dump's "
+            "writer."
         )
 
 
-def page(found: Converted, name: str, system: System, out: Path) -> str:
+def render(conversion: Conversion, name: str, system: System, out: Path) -> str:
     """What `pgtk convert` prints."""
-    groups, sizes = sum(found.groups.values()), found.groups
-    of = f" of {plural(groups, 'group')}" if groups else ", without groups"
-    documents, files = plural(found.documents, "document"), plural(found.files, "file")
-    lines = [f"{out}: {documents}{of}, {plural(found.tokens, 'token')}, from {files} of {name}"]
-    lines += [f"  dropped   {sentence}" for sentence in _dropped(found) or ["nothing"]]
-    lines += [f"  note      {plural(count, 'document')} {sentence}" for sentence, count in found.notes.items()]
+    groups, sizes = sum(conversion.groups.values()), conversion.groups
+    of_groups = f" of {plural(groups, 'group')}" if groups else ", without groups"
+    documents, files = plural(conversion.documents, "document"), plural(conversion.files, "file")
+    lines = [f"{out}: {documents}{of_groups}, {plural(conversion.tokens, 'token')}, from {files} of {name}"]
+    lines += [f"  dropped   {sentence}" for sentence in _dropped(conversion) or ["nothing"]]
+    lines += [f"  note      {plural(count, 'document')} {sentence}" for sentence, count in conversion.notes.items()]
     if groups:
         several = ", ".join(f"{count} of {size}" for size, count in sorted(sizes.items()))
         lines.append(f"  groups    {several if len(sizes) <= 6 else f'of {min(sizes)} to {max(sizes)}'} documents")
-    known = {*found.fields, "reward", "group_id"}  # also that the dump has none
-    lines += [f"  column    {column}: {source}" for column, source in system.columns.items() if column in known]
-    lines += [f"  proof     {proof}" for proof in found.proofs]
-    return "\n".join(lines)
+    known = {"group_id": "documents in a row with the same prompt"} | system.columns
+    lines += [f"  column    {ours}: {theirs}" for ours, theirs in known.items() if ours in conversion.fields]
+    missing = [ours for ours in ("reward", "group_id") if ours not in conversion.fields]
+    lines += [f"  column    {ours}: the dump has none" for ours in missing]
+    return "\n".join([*lines, *(f"  proof     {proof}" for proof in conversion.proofs)])
 
 
-def following(fields: frozenset[str], path: str) -> list[str]:
+def next_commands(fields: Sequence[str], path: str) -> list[str]:
     """The commands that come next."""
     estimator = "" if "reward" in fields and "group_id" in fields else " advantage=given"
     model = "model=huggingface model.path=FOLDER"

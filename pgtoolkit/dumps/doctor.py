@@ -8,17 +8,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pgtoolkit.dumps.alignment import LOG_PROBS, Judge, Judged
-from pgtoolkit.dumps.checks import Finding, fine, of_file, unknown, wrong
+from pgtoolkit.config.schema import Config
+from pgtoolkit.dumps.alignment import LOG_PROBS, SamplingPolicy
+from pgtoolkit.dumps.checks import Finding, Rollouts, check, examine, outside, percent
 from pgtoolkit.dumps.configuration import configured
 from pgtoolkit.dumps.convert import ANY_TOKEN
-from pgtoolkit.dumps.examine import Examined, examine, outside, percent
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.losses.objective import Loss
 from pgtoolkit.rollouts.recorded import RecordedRollouts
 from pgtoolkit.system.report import plural, refusal
+from pgtoolkit.training.data import recorded_rollouts
 from pgtoolkit.training.loss import loss_of
 
-_JUDGED = 16
+_ASKED_DOCUMENTS = 16
 """Documents that a model is asked about."""
 
 
@@ -27,7 +29,8 @@ class Diagnosis:
     """What was looked at, and what was found."""
 
     path: str
-    case: Examined
+    config: Config
+    rollouts: Rollouts
     findings: list[Finding]
 
     def count(self, level: str) -> int:
@@ -35,58 +38,55 @@ class Diagnosis:
 
 
 def diagnose(path: str, overrides: Sequence[str]) -> Diagnosis:
-    """Read the rollouts as training would, and judge them; DataError for what training refuses."""
+    """Read the rollouts as training would, and examine them; DataError for what training refuses."""
     config = configured(path, overrides)
     if config.aggregation.reducer:
         reason = "The weights of the four aggregations are known here."
         setting = f"aggregation.reducer={config.aggregation.reducer}"
         raise ConfigError(refusal(setting, "null for pgtk doctor", "a function", reason, "aggregation=token_mean"))
-    loss, judge = loss_of(config), Judge(config) if config.model.name == "huggingface" else None
-    rollouts = RecordedRollouts(
-        replace(config.rollout, shuffle=False, epochs=1),
-        config.advantage.estimator.value,
-        ANY_TOKEN if judge is None else judge.vocabulary_size,
-        needs=("group_id",) if config.aggregation.mode.value == "prompt_mean" else (),
-        max_tokens=None if judge is None else judge.max_positions,
-        reads_old_log_probs=loss.reads_old_log_probs,
-    )
-    case = examine(rollouts, loss, config)
-    findings = of_file(case)
-    if judge is not None:
-        findings += [replace(finding, topic="model") for finding in _model(case, rollouts, judge)]
-    return Diagnosis(path, case, findings)
+    loss, policy = loss_of(config), SamplingPolicy(config) if config.model.name == "huggingface" else None
+    in_order = replace(config, rollout=replace(config.rollout, shuffle=False, epochs=1))
+    limits = (ANY_TOKEN, None) if policy is None else (policy.vocabulary_size, policy.max_positions)
+    source = recorded_rollouts(in_order, loss, *limits)
+    rollouts = examine(source, loss, config.advantage.estimator.value == "given")
+    findings = check(rollouts)
+    if policy is not None:
+        findings += [Finding("model", level, says) for level, says in _model(loss, source, policy)]
+    return Diagnosis(path, config, rollouts, findings)
 
 
-def _model(case: Examined, rollouts: RecordedRollouts, judge: Judge) -> Iterator[Finding]:
+def _model(loss: Loss, source: RecordedRollouts, policy: SamplingPolicy) -> Iterator[tuple[str, str]]:
     """The first ratios, of documents from all over the file."""
-    positions = np.unique(np.linspace(0, rollouts.num_documents - 1, _JUDGED).astype(int))
-    documents = [rollouts.document(int(position)) for position in positions]
-    documents = [one for one in documents if one.num_trained and one.old_log_probs is not None]
-    for name in LOG_PROBS if case.differs else LOG_PROBS[:1]:
-        if known := [one for one in documents if getattr(one, name) is not None]:
-            yield _judged(case, Judged(name, judge, known), known)
-    if not documents:
-        yield unknown("No document has log-probs that a model could be asked about.")
+    positions = np.unique(np.linspace(0, source.num_documents - 1, _ASKED_DOCUMENTS).astype(int))
+    documents = [document for document in map(source.document, positions.tolist()) if document.num_trained]
+    for name in LOG_PROBS:
+        known = [document for document in documents if getattr(document, name) is not None]
+        if not known:
+            continue
+        comparison = policy.compare(name, known)
+        pairs = zip(known, comparison.pairs, strict=True)
+        share = sum(outside(loss, document, new, recorded) for document, (recorded, new) in pairs) / len(known)
+        effect = (
+            f"The first ratios have logarithms of {comparison.size:.2g} in size on average, and {percent(share)} of "
+            f"them are outside of the clip of loss={loss.family.name} before anything is learned."
+        )
+        if comparison.whose:
+            yield "wrong", f"{name} are those {comparison.whose} {comparison}. {effect}"
+        elif comparison.fits:
+            yield "fine", f"{name} are the model's {comparison}. {effect}"
+        else:
+            cause = "Other weights sampled them, or at another temperature, or top_p has cut the distribution"
+            yield "wrong", f"{name} are not the model's {comparison}. {effect} {cause}."
+    if not any(getattr(document, name) is not None for document in documents for name in LOG_PROBS):
+        yield "?", "No document has log-probs that a model could be asked about."
 
 
-def _judged(case: Examined, judged: Judged, documents: list) -> Finding:
-    recorded = [getattr(document, judged.name).double().numpy() for document in documents]
-    new = [old + gap for old, gap in zip(recorded, judged.differences, strict=True)]
-    share = outside(case.loss, documents, new, recorded) / len(documents)
-    fits, what, advice = judged.verdict
-    effect = (
-        f"The first ratios have logarithms of {judged.size:.2g} in size on average, and {percent(share)} of them are "
-        f"outside of the clip of loss={case.config.loss.name} before anything is learned."
-    )
-    return (fine if fits else wrong)(f"{what} {effect} {advice}".rstrip())
-
-
-def page(diagnosis: Diagnosis) -> str:
+def render(diagnosis: Diagnosis) -> str:
     """What `pgtk doctor` prints, at most 120 columns wide."""
-    case, config = diagnosis.case, diagnosis.case.config
-    groups = f" of {plural(len(np.unique(case.documents['group'])), 'group')}" if case.has_groups else ""
+    config, group = diagnosis.config, diagnosis.rollouts.numbers["group"]
+    groups = f" of {plural(len(np.unique(group)), 'group')}" if diagnosis.rollouts.has_groups else ""
     lines = [
-        f"{diagnosis.path}: {plural(case.num_documents, 'document')}{groups}, judged under loss={config.loss.name} "
+        f"{diagnosis.path}: {plural(len(group), 'document')}{groups}, judged under loss={config.loss.name} "
         f"aggregation={config.aggregation.mode.value} advantage={config.advantage.estimator.value}"
     ]
     for finding in diagnosis.findings:

@@ -1,125 +1,238 @@
-"""Which dumps of other trainers can be replayed, where each column comes from, and which cannot."""
+"""Which dumps of other trainers can be replayed: their files, where each column comes from, and what a record needs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from pgtoolkit.dumps import records
-from pgtoolkit.dumps.records import Converted
+
+class Dropped(Exception):
+    """Why a document has no place among recorded rollouts."""
+
+
+class Unusable(Exception):
+    """Why a record cannot be used, as the end of a sentence that begins with its place."""
 
 
 @dataclass(frozen=True)
 class System:
     """A trainer's dump.
 
-    names: its files in a folder, as a pattern; its other files are left alone. read(path) gives (place, record).
-    row(record, found) gives the fields of a row, or None for a document that was dropped. `group_id` of a row is what
-    the record says, of any type; where it says nothing, `prompt_length` lets equal prompts that follow each other be a
-    group. columns: of each field of ours, where it comes from.
+    files: of a folder, as a pattern. columns: of each field of ours, theirs; docs/dumps.md says what they are.
+    prepare(record, notes) gives a record with these fields: lists of the whole document, prompt included. It counts in
+    notes what of a document is other than the dump says, and raises Dropped or Unusable.
+    Where no field names the group, documents in a row with the same `prompt` are one, if the record has that.
+    marker: a file that stands beside those that are whole.
     """
 
-    names: str
-    read: Callable[[Path], Iterator[tuple[str, dict]]]
-    row: Callable[[dict, Converted], dict[str, Any] | None]
+    files: str
+    prepare: Callable[[dict, Counter[str]], dict]
     columns: dict[str, str]
+    marker: str | None = None
 
 
-_SAMPLER = "by the engine that sampled; the dump has none of the trainer"
+def _nemo_rl(record: dict, notes: Counter[str]) -> dict:
+    record = {key: value[0] if isinstance(value, list) and value else value for key, value in record.items()}
+    length = record["input_lengths"]
+    record = {key: value[:length] if isinstance(value, list) else value for key, value in record.items()}
+    mask = [bool(trained) for trained in record["token_loss_mask"]]
+    if not any(mask):
+        raise Dropped("no token was generated (token_loss_mask is 0 everywhere)")
+    record |= {"token_loss_mask": mask, "prompt": record["token_ids"][: mask.index(True)]}
+    if not any(record["prev_logprobs"]) and min(record["generation_logprobs"]) < -1e-3:
+        notes[
+            "without prev_logprobs of NeMo-RL (all are 0, as with force_on_policy_ratio): generation_logprobs stand in "
+            "both columns"
+        ] += 1
+        record["prev_logprobs"] = record["generation_logprobs"]
+    if record["sample_loss_mask"] not in (0, 1):
+        raise Unusable(f"has sample_loss_mask={record['sample_loss_mask']}; it is 0 or 1")
+    if record["sample_loss_mask"] == 0:
+        notes[
+            "left out of its loss by NeMo-RL (sample_loss_mask 0): rewards count for the groups, no token is trained, "
+            "and denominators count the documents"
+        ] += 1
+        record["token_loss_mask"] = [False] * length
+    return record | {"rewards": record.get("filtered_rewards", record["rewards"])}
+
+
+def _open_instruct(record: dict, notes: Counter[str]) -> dict:
+    prompt, response, log_probs = record["prompt_tokens"], record["response_tokens"], record["logprobs"]
+    if not log_probs or len(log_probs) != len(response):
+        raise Dropped("no log-probs")
+    sampled = [value is not None and value == value for value in log_probs]
+    if not any(sampled):
+        raise Dropped("an empty completion: its one token is none that was sampled (log-prob NaN)")
+    if (record.get("request_info") or {}).get("num_calls"):
+        notes["with calls of tools: what they wrote is told by a log-prob of exactly 0, and not trained"] += 1
+        sampled = [value != 0 and known for value, known in zip(log_probs, sampled, strict=True)]
+    return record | {
+        "response_tokens": prompt + response,
+        "logprobs": _after(prompt, log_probs),
+        "sampled": _after(prompt, sampled),
+        "prompt_idx": (record["step"], record["prompt_idx"]),
+        "sample_idx": f"{record['step']}:{record['sample_idx']}",
+        "finish_reason": record["finish_reason"] == "length",
+    }
+
+
+def _slime(sample: dict, notes: Counter[str]) -> dict:
+    """Of --save-debug-rollout-data, or of --save-debug-train-data, whose names are others."""
+    if sample.get("multimodal_inputs") or sample.get("multimodal_train_inputs"):
+        raise Dropped("pictures or sounds, which token ids do not hold")
+    sample = {key: value.tolist() if hasattr(value, "tolist") else value for key, value in sample.items()}
+    if trained := "response_lengths" in sample:
+        sample |= {"response_length": sample["response_lengths"], "loss_mask": sample["loss_masks"]}
+        sample |= {"reward": sample.get("local_raw_reward"), "group_index": None}
+    else:
+        sample |= {"log_probs": sample["rollout_log_probs"], "truncated": sample["status"] == "truncated"}
+        del sample["rollout_log_probs"]
+    length, tokens = sample["response_length"], sample["tokens"]
+    if not length or not sample["log_probs"]:
+        raise Dropped("no completion, or no log-probs")
+    if sample["loss_mask"] is None:
+        sample["loss_mask"] = [1] * length
+    if sample.get("remove_sample"):
+        notes["not trained by slime (remove_sample): trained here neither"] += 1
+        sample["loss_mask"] = [0] * length
+    if sample["reward"] is None and not trained:
+        raise Unusable("has no reward")
+    prompt = tokens[:-length]
+    vectors = ("loss_mask", "log_probs", "rollout_log_probs", "ref_log_probs", "advantages")
+    sample |= {name: _after(prompt, sample[name]) for name in vectors if sample.get(name) is not None}
+    truncated = sample.get("truncated")
+    return sample | {"prompt": prompt, "truncated": None if truncated is None else bool(truncated)}
+
+
+def _prime_rl(record: dict, notes: Counter[str]) -> dict:
+    mask, weights = record["loss_mask"], record["rl_weights"]
+    if any(weight not in (None, 0, 1) for weight in weights):
+        raise Unusable("has rl_weights other than 0 and 1, which no field of a recorded rollout says")
+    if any(weight == 0 and trained for weight, trained in zip(weights, mask, strict=True)):
+        notes["with tokens outside of the policy-gradient loss (rl_weights 0): those are not trained"] += 1
+        mask = [bool(trained) and weight != 0 for trained, weight in zip(mask, weights, strict=True)]
+    if not any(mask):
+        raise Dropped("no token of the policy-gradient loss (rl_weights 0 everywhere)")
+    return record | {"loss_mask": mask}
+
+
+def _pipeline_rl(record: dict, _notes: Counter[str]) -> dict:
+    if record.get("visual_features"):
+        raise Dropped("pictures, which token ids do not hold")
+    mask, log_probs = [label != -100 for label in record["labels"]], record["logprobs"]
+    if sum(mask) != len(log_probs):
+        raise Unusable(f"has {len(log_probs)} logprobs and {sum(mask)} labels other than -100; there is one for each")
+    values = iter(log_probs)
+    return record | {
+        "labels": mask,
+        "logprobs": [next(values) if trained else 0.0 for trained in mask],
+        "finished": not record["finished"],
+        "group_id": (record["line"], record["metadata"].get("step_index", 0)),
+    }
+
+
+def _after(prompt: Sequence, values: Sequence) -> list:
+    """What belongs to the tokens of a response, of the whole document."""
+    return [0] * len(prompt) + list(values)
+
+
 SYSTEMS = {
     "nemo-rl": System(
         "train_data_step*.jsonl",
-        records.objects,
-        records.nemo_rl,
+        _nemo_rl,
         {
-            "old_log_probs": "prev_logprobs, by the trainer with the weights at the start of the step",
-            "sampling_log_probs": "generation_logprobs, by the engine that sampled",
-            "advantage": "advantages, of each token",
-            "reward": "rewards; with dynamic sampling filtered_rewards, which are those of these documents",
-            "group_id": "no field: documents in a row with the same prompt",
-            "loss_mask": "token_loss_mask, cut at input_lengths as all lists",
+            "token_ids": "token_ids",
+            "loss_mask": "token_loss_mask",
+            "old_log_probs": "prev_logprobs",
+            "sampling_log_probs": "generation_logprobs",
+            "advantage": "advantages",
+            "reward": "rewards",
         },
     ),
     "open-instruct": System(
         "*_rollouts_*.jsonl",
-        records.objects,
-        records.open_instruct,
+        _open_instruct,
         {
-            "old_log_probs": f"logprobs, {_SAMPLER}",
+            "token_ids": "response_tokens",
+            "loss_mask": "sampled",
+            "old_log_probs": "logprobs",
             "advantage": "advantage",
             "reward": "reward",
-            "group_id": "step and prompt_idx",
-            "loss_mask": "all of response_tokens; the dump has no mask",
-            "truncated": "finish_reason is length",
+            "group_id": "prompt_idx",
+            "truncated": "finish_reason",
+            "id": "sample_idx",
         },
     ),
     "slime": System(
         "*.pt",
-        records.pickled,
-        records.slime,
+        _slime,
         {
-            "old_log_probs": (
-                "rollout_log_probs, by the engine that sampled; of training data log_probs, by the trainer with the "
-                "weights at the start of the rollout's first update"
-            ),
-            "sampling_log_probs": "rollout_log_probs, by the engine that sampled",
-            "advantage": "advantages, of each token",
-            "reward": "reward; of training data local_raw_reward, before slime normalised it",
-            "group_id": "group_index; where there is none, documents in a row with the same prompt",
-            "loss_mask": "loss_mask or loss_masks of the response; all of it where there is none",
-            "truncated": "status or truncated",
+            "token_ids": "tokens",
+            "loss_mask": "loss_mask",
+            "old_log_probs": "log_probs",
+            "sampling_log_probs": "rollout_log_probs",
+            "ref_log_probs": "ref_log_probs",
+            "advantage": "advantages",
+            "reward": "reward",
+            "group_id": "group_index",
+            "truncated": "truncated",
         },
     ),
     "prime-rl": System(
         "rank_*.jsonl",
-        records.stable,
-        records.prime_rl,
+        _prime_rl,
         {
-            "old_log_probs": (
-                "trainer_logprobs, by the trainer with the weights that the step began with; prime-rl's own loss takes "
-                "its ratio against inference_logprobs"
-            ),
-            "sampling_log_probs": "inference_logprobs, by the engine that sampled, maybe with older weights",
-            "advantage": "advantages, of each token",
-            "reward": "no field: train with advantage=given",
-            "group_id": "no field: aggregation=prompt_mean needs one",
-            "loss_mask": "loss_mask, less tokens with rl_weights 0",
+            "token_ids": "token_ids",
+            "loss_mask": "loss_mask",
+            "old_log_probs": "trainer_logprobs",
+            "sampling_log_probs": "inference_logprobs",
+            "advantage": "advantages",
         },
+        marker="STABLE",
     ),
     "pipelinerl": System(
         "*.jsonl",
-        records.lists,
-        records.pipeline_rl,
+        _pipeline_rl,
         {
-            "old_log_probs": f"logprobs, {_SAMPLER}",
+            "token_ids": "input_ids",
+            "loss_mask": "labels",
+            "old_log_probs": "logprobs",
             "reward": "reward",
-            "group_id": "the line of the stream and metadata.step_index: a line is a group",
-            "loss_mask": "labels other than -100",
-            "truncated": "not finished",
+            "group_id": "group_id",
+            "truncated": "finished",
         },
     ),
 }
 SYSTEMS["miles"] = SYSTEMS["slime"]
 
+_ROWS = "rows of docs/data.md"
 REFUSED = {
     "verl": (
-        "texts and scores (trainer.rollout_data_dir), or pickles that run code as they are loaded (RolloutSkip's "
-        "gen_batch.dp)",
+        "texts and scores (trainer.rollout_data_dir), or pickles that run code as they are loaded",
         "_log_rollout_data of its trainer to write input_ids, response_mask, rollout_log_probs (with "
         "actor_rollout_ref.rollout.calculate_log_probs=true), old_log_probs, token_level_scores and uid of `batch` as "
-        "rows of docs/data.md",
+        f"{_ROWS}",
     ),
     "trl": (
         "texts and rewards (log_completions)",
         "a subclass of GRPOTrainer whose _generate_and_score_completions writes prompt_ids, completion_ids, "
-        "sampling_per_token_logps and advantages of what it returns as rows of docs/data.md",
+        f"sampling_per_token_logps and advantages of what it returns as {_ROWS}",
     ),
     "skyrl": (
         "pickles that run code as they are loaded (dump_data_batch)",
         "the place that writes them, so that sequences, loss_mask, rollout_logprobs, action_log_probs and rewards are "
-        "rows of docs/data.md",
+        f"{_ROWS}",
     ),
 }
 """System -> (what its dumps are, what to switch on or change in it)."""
+
+
+def reward_of(reward: Any, key: str | None) -> float:
+    """The reward that counts, where a record may have several by name."""
+    if not isinstance(reward, dict):
+        return reward
+    if key not in reward:
+        raise Unusable(f"has several rewards ({', '.join(map(str, reward))}). Use --reward-key KEY")
+    return reward[key]

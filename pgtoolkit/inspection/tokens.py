@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pgtoolkit.config.compose import compose
+from pgtoolkit.config.keys import KEYS, keys_of
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.overrides import jobs
-from pgtoolkit.config.paths import DATA
 from pgtoolkit.config.plan import documents_per_batch, documents_per_step, equation
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.validate import resolve_and_validate
@@ -24,7 +24,6 @@ from pgtoolkit.inspection.tokens_step import MadeStep, make_again
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.runs.directory import config_drift, read_metrics
 from pgtoolkit.runs.find import is_run, not_a_run
-from pgtoolkit.system.functions import FUNCTIONS
 from pgtoolkit.system.report import key_of, plural
 from pgtoolkit.system.shell import shell_path
 from pgtoolkit.training.checkpoint import load_newest
@@ -36,9 +35,6 @@ OF_THE_LOSS = ("loss", "aggregation", "correction", "kl", "entropy")
 INSTRUCTIVE = ("grpo", "gspo", "cispo")
 """Families that stand beside a run's own where none is named: a ratio of a token, one of a document, and a clip that
 leaves every gradient."""
-
-_MOVABLE = (*DATA, "trainer.device", "trainer.num_threads")
-"""Keys that may differ from the run's: where its files lie now, and what computes."""
 
 _TERMS = ("l_t", "+", "-", "w_t", "rho_t")
 """How the lines of an equation begin that say what a token's number is."""
@@ -105,7 +101,8 @@ def inspect(target: str, overrides: list[str], number: int | None) -> Inspected:
 
 def _named_by_the_run(run_dir: Path | None, of_loss: list[str]) -> list[str]:
     """Of what was typed, the functions that the run itself has: no file makes pgtk import one, so they are typed."""
-    typed = [one for one in of_loss if key_of(one) in FUNCTIONS] if run_dir else []
+    functions = {key.name for key in KEYS if key.code == "function"}
+    typed = [override for override in of_loss if key_of(override) in functions] if run_dir else []
     saved = compose([], run_dir=run_dir).config if typed else {}
     return [one for one in typed if OmegaConf.select(saved, key_of(one)) is not None]
 
@@ -153,7 +150,8 @@ def _composed(run_dir: Path | None, others: list[str], jobs: list[list[str]]) ->
 def _refuse_another_run(run_dir: Path, config: DictConfig) -> None:
     """A step is made again as it was: nothing of the run may be changed but the losses that stand beside its own."""
     drift = config_drift(plain_config(compose([], run_dir=run_dir).config), plain_config(config))
-    if changed := [key for key in drift if key not in _MOVABLE]:
+    movable = {key.name for key in keys_of(config) if key.reads or key.machine}  # where files lie now, what computes
+    if changed := [key for key in drift if key not in movable]:
         before, now = drift[changed[0]]
         raise ConfigError(
             f"{changed[0]}={now} needs to stay as the run had it (got {now}, was {before}). A step is made again as it "

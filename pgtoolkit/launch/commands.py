@@ -172,10 +172,10 @@ def _convert(argv: list[str]) -> int:
     from pgtoolkit.tracking.next_commands import shell_path
 
     system = convert.system_of(args.system)
-    judge = convert.judge_of(args.path, args.overrides) if args.overrides else None
-    found = convert.convert(system, args.path, args.out, args.reward_key, judge)
-    say(convert.page(found, args.system, system, args.out))
-    say("next: " + "\n      ".join(convert.following(found.fields, shell_path(args.out))))
+    policy = convert.policy_of(args.path, args.overrides) if args.overrides else None
+    conversion = convert.convert(system, args.path, args.out, args.reward_key, policy)
+    say(convert.render(conversion, args.system, system, args.out))
+    say("next: " + "\n      ".join(convert.next_commands(conversion.fields, shell_path(args.out))))
     return 0
 
 
@@ -185,10 +185,10 @@ def _doctor(argv: list[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="the loss that would train; a model to ask")
     args = parser.parse_args(argv)
 
-    from pgtoolkit.dumps.doctor import diagnose, page
+    from pgtoolkit.dumps.doctor import diagnose, render
 
     diagnosis = diagnose(args.path, args.overrides)
-    say(page(diagnosis))
+    say(render(diagnosis))
     return DataError.exit_status if diagnosis.count("wrong") else 0
 
 

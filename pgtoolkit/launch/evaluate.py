@@ -21,7 +21,7 @@ from pgtoolkit.config.names import name_from
 from pgtoolkit.config.paths import make_absolute
 from pgtoolkit.config.rules import run, sampler
 from pgtoolkit.config.rules.evaluation import evaluated
-from pgtoolkit.config.saved import MEASURED, saved_config
+from pgtoolkit.config.saved import saved_config
 from pgtoolkit.config.validate import resolve
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.launch.start import refused
@@ -33,13 +33,6 @@ from pgtoolkit.training.machine import check_machine
 
 FOLDER = Path("outputs/evaluations")
 """Where the results are, below the directory that the command was typed in."""
-
-_OF_A_RUN = ("task", *MEASURED, "sampler", "trainer.device", "trainer.num_threads")
-_OF_A_MODEL = (
-    *_OF_A_RUN,
-    *("model", "seed", "experiment"),
-    *("rollout.temperature", "rollout.top_p", "rollout.max_completion_length", "rollout.stop"),
-)
 
 
 @dataclass(frozen=True)
@@ -107,7 +100,7 @@ def _configuration(asked: Asked, of_run: bool) -> DictConfig:
 
             raise not_a_run(asked.command, source, "a run directory, or a model's Hugging Face folder")
         overrides = ["model=huggingface", f"model.path={json.dumps(str(source))}", *overrides]
-    composed = compose(overrides, run_dir=run_dir, typed=asked.overrides, only=_OF_A_RUN if of_run else _OF_A_MODEL)
+    composed = compose(overrides, run_dir=run_dir, typed=asked.overrides, evaluate="run" if of_run else "model")
     if composed.problems:
         raise refused(composed.problems)
     config, typed = composed.config, {key_of(override) for override in asked.overrides}

@@ -84,9 +84,9 @@ class Objective:
     correction that is known before the forward pass. gradient_weights: what a token's slope is weighted by: the same,
     or its mean or sum over the document where the family's slope is the document's.
     known_scope_advantages: see `scope_advantages`. Where documents are spread over ranks, `documents` knows the group.
-    off_policy: a correction `of_policy`, and document_advantages the mean advantage that it looks at.
-    sampling_log_probs: (T,), of a correction `of_policy` where they are known. sampling_log_ratio: the old less the sampling log-probs, 0
-        where nothing is trained. factors: of another correction.
+    off_policy: a correction `of_policy`, document_advantages the mean advantage that it looks at, and
+    sampling_log_probs, where they are known, what it compares the new log-probs with.
+    sampling_log_ratio: the old less the sampling log-probs, 0 where nothing is trained. factors: of another correction.
     """
 
     family: Family

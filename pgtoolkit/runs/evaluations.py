@@ -26,13 +26,15 @@ from pgtoolkit.runs.files import read_evaluations
 
 
 def best_of(rows: list[dict[str, Any]], watched: tuple[str, str], steps: Container[int]) -> dict[str, Any] | None:
-    """The row with the highest value among those of these steps, of equal ones the latest; None without any.
+    """The row with the highest value among those of these steps; None without any.
+
+    Of equal ones, such as a pass@1 of 0 while nothing succeeds, that with the highest avg; of these the latest.
 
     watched: the name of the set, and of the number.
     """
     name, number = watched
     found = [row for row in rows if row["set"] == name and number in row and row["step"] in steps]
-    return max(found, key=lambda row: (row[number], row["step"]), default=None)
+    return max(found, key=lambda row: (row[number], row["avg"], row["step"]), default=None)
 
 
 def best_checkpoint(run_dir: Path, watched: tuple[str, str] | None) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ from typing import Any
 from pgtoolkit.errors import StorageError, first_line
 from pgtoolkit.losses.checks import is_whole
 from pgtoolkit.system.plain_files import open_to_read, write_atomically
+from pgtoolkit.system.yaml_text import parse_yaml
 
 STATES = ("running", "done", "failed", "interrupted")
 TIME = "%Y-%m-%dT%H:%M:%S%z"
@@ -179,20 +180,13 @@ def _object(data: bytes, shape: dict) -> dict:
 @functools.lru_cache(maxsize=16)
 def _parsed_yaml(data: bytes) -> Any:
     """Not to be changed. A run reads its own configuration again and again."""
-    from omegaconf import OmegaConf
-
-    return OmegaConf.create(data.decode())
+    return parse_yaml(data)
 
 
 def _yaml(data: bytes) -> Any:
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
 
-    try:
-        return OmegaConf.to_container(_parsed_yaml(data))
-    except (OmegaConfBaseException, YAMLError, OSError, AssertionError, AttributeError, TypeError) as error:
-        raise ValueError(first_line(error)) from error
+    return OmegaConf.to_container(_parsed_yaml(data))
 
 
 def _config(data: bytes) -> dict:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import importlib
 import importlib.machinery
 import inspect
@@ -17,16 +16,6 @@ from typing import Any
 from pgtoolkit.errors import ConfigError, PgtoolkitError
 
 _PACKAGE = Path(__file__).parents[1]
-
-FUNCTIONS = (
-    *("task.verifier", "task.verifiers.*.verifier", "evaluation.sets.*.verifier"),
-    *("aggregation.reducer", "loss.path"),
-)
-"""Keys whose value may be a dotted path; * stands for any name. It is imported where the user has typed it, and never
-because a file names it, such as a run's config.yaml: `config/rules/executed.py`."""
-
-COMMANDS = {"sampler.executable": "vllm", "sampler.arguments": []}
-"""Keys that make up a command, with what is harmless of each; anything else is run by the same word alone."""
 
 REDUCER_KEYWORDS = ("mask", "document_index", "tokens_per_document", "group_index")
 """What a reducer is called with, after the step's totals."""
@@ -51,12 +40,6 @@ def import_function(key: str, path: str, *arguments: Any, **keywords: Any) -> Ca
             f"(got {type(error).__name__}: {error}). Use {key}=package.module.{kind_of(key)}."
         ) from error
     return function
-
-
-def functions_in(settings: dict[str, Any]) -> dict[str, str]:
-    """By key: the dotted paths among the values of a configuration, given by dotted keys."""
-    keys = (key for pattern in FUNCTIONS for key in fnmatch.filter(settings, pattern))
-    return {key: settings[key] for key in keys if "." in str(settings[key])}
 
 
 def kind_of(key: str) -> str:

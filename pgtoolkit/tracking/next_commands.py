@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
+from omegaconf import OmegaConf
+
 from pgtoolkit.config.names import name_of
 from pgtoolkit.config.paths import absolute_uri
-from pgtoolkit.config.rules.executed import of_address
+from pgtoolkit.config.rules.executed import named_code
 from pgtoolkit.losses.families import FAMILIES
-from pgtoolkit.runs.files import known_provenance, leaves, read_config
-from pgtoolkit.system.functions import COMMANDS, functions_in
+from pgtoolkit.runs.files import known_provenance, read_config, read_resolved
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.shell import shell_path, shortest_path
 from pgtoolkit.tracking.store import search_literal
@@ -79,24 +80,20 @@ def resume_command(run_dir: str | Path, overrides: Sequence[str] = ()) -> str:
 
 def sync_command(run_dir: str | Path) -> str:
     """The command that delivers to MLflow what it lacks of a run."""
-    server = [f"--{one.removeprefix('tracking.')}" for one in _only_typed(run_dir) if one.startswith("tracking.uri=")]
-    return _pgtk("sync", shortest_path(run_dir), *server)
+    return _pgtk("sync", shortest_path(run_dir))
 
 
 def _only_typed(run_dir):
-    """Overrides with functions and commands of the user's own, and with a server that gets credentials."""
+    """Overrides with functions and commands of the user's own."""
     try:
-        settings = dict(leaves(read_config(run_dir)[0]))
+        config = OmegaConf.create(read_resolved(run_dir))
     except Exception:  # before the configuration is written, or where it is damaged
         return []
-    typed = [f"{key}={value}" for key, value in functions_in(settings).items()]
-    for key, usual in COMMANDS.items():
-        if settings.get(key, usual) != usual:
-            value = settings[key]
-            quoted = value if isinstance(value, str) else f"[{','.join(map(repr, value))}]"
-            typed.append(f"{key}={quoted}")
-    uri = settings.get("tracking.uri")
-    return typed + ([f"tracking.uri={uri}"] if of_address(uri, "") else [])
+    named = named_code(config, "function") | named_code(config, "command")
+    quoted = {
+        key: value if isinstance(value, str) else f"[{','.join(map(repr, value))}]" for key, value in named.items()
+    }
+    return [f"{key}={value}" for key, value in quoted.items()]
 
 
 def has_counterpart(run_dir: str | Path) -> bool:

@@ -11,7 +11,7 @@ import re
 import sqlite3
 from pathlib import Path
 
-from pgtoolkit.config.names import NO_EFFECT_ON_LEARNING
+from pgtoolkit.config.keys import changes_learning
 from pgtoolkit.config.paths import sqlite_path
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.files import leaves
@@ -144,7 +144,7 @@ def flatten(config: dict) -> dict[str, str]:
 
     What tells no runs apart is left out; the artifact config.yaml has it all.
     """
-    pairs = ((key, value) for key, value in leaves(config) if not key.startswith(NO_EFFECT_ON_LEARNING))
+    pairs = ((key, value) for key, value in leaves(config) if changes_learning(key, config))
     return {parameter_name(key): text_of(key, value) for key, value in pairs}
 
 

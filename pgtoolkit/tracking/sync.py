@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pgtoolkit.config.rules.executed import of_address
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.directory import RunDirectory, read_config, read_status
 from pgtoolkit.system.shell import shell_path
@@ -17,8 +16,8 @@ def sync(run_dir: Path, uri: str | None = None, experiment: str | None = None) -
     """Deliver one run and say on one line what was missing; a second call finds nothing to do.
 
     uri: another store than the run's own, which gets the whole run; needed for a run with tracking=none.
-    experiment: another one than the run's own. Raises ConfigError for a run that is still running, has no store, or one
-    that nobody typed and credentials would go to; StorageError if the store does not answer or fails on the way.
+    experiment: another one than the run's own. Raises ConfigError for a run that is still running or has no store,
+    StorageError if the store does not answer or fails on the way.
     """
     config, status = read_config(run_dir)[0], read_status(run_dir)
     tracking = config.get("tracking", {})
@@ -29,8 +28,6 @@ def sync(run_dir: Path, uri: str | None = None, experiment: str | None = None) -
         )
     # A relative address was meant from where the run was started; its status has the absolute one.
     own = (status.get("mlflow") or {}).get("uri") or tracking.get("uri")
-    if uri is None and (problem := of_address(own, f"--uri={own}")):
-        raise ConfigError(problem)
     name = experiment or tracking.get("experiment") or DEFAULT_EXPERIMENT
     with RunDirectory(run_dir) as run:
         state = status.get("state", "failed")

@@ -31,7 +31,6 @@ from pgtoolkit.ranks.agreement import failing_together
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.evaluation import Evaluator, PromptSet, as_evaluated, asked_by_both
 from pgtoolkit.rollouts.policy import PolicyRollouts
-from pgtoolkit.rollouts.recorded import RecordedRollouts
 from pgtoolkit.rollouts.steps import Source, StepLoader
 from pgtoolkit.rollouts.writer import RolloutWriter
 from pgtoolkit.sampling.samplers import Sampler, TransformersSampler
@@ -42,6 +41,7 @@ from pgtoolkit.system.report import Report
 from pgtoolkit.tasks.chat import chat_of
 from pgtoolkit.tasks.prompts import TokenizedTask
 from pgtoolkit.tasks.tasks import Task, TaskConfig, make_task
+from pgtoolkit.training.data import recorded_rollouts
 from pgtoolkit.training.frameworks import lightning
 from pgtoolkit.training.machine import devices
 from pgtoolkit.training.module import PolicyGradientModule
@@ -119,7 +119,7 @@ def accelerator(config: Config) -> str:
 
 
 def _source(config: Config, task, module: PolicyGradientModule, room: int, resume: bool, run_dir: Path) -> Source:
-    rollout, correction = config.rollout, module.loss.correction
+    rollout = config.rollout
     if isinstance(rollout, PolicyRolloutConfig):
         writes = rollout.save_path and module.layout.rank == 0
         writer = RolloutWriter(rollout.save_path, resume) if writes else None
@@ -133,11 +133,7 @@ def _source(config: Config, task, module: PolicyGradientModule, room: int, resum
                 "are sampled as rollout.temperature and rollout.top_p say, and nothing else."
             )
         return PolicyRollouts(config, tokenized, sampler, module, module.layout, writer)
-    needs = ("group_id",) if closes_on_groups(config) else ()
-    needs += ("sampling_log_probs",) if correction is not None and not correction.of_policy else ()
-    needs += ("ref_log_probs",) if config.kl.reference == "recorded" else ()
-    how = config.advantage.estimator.value, module.policy.vocabulary_size, config.seed, needs, room
-    return RecordedRollouts(rollout, *how, module.loss.reads_old_log_probs, config.trainer.accept_changed_data)
+    return recorded_rollouts(config, module.loss, module.policy.vocabulary_size, room)
 
 
 def evaluator_of(

@@ -346,7 +346,7 @@ def test_a_page_for_the_terminal_loads_none_of_the_large_libraries(sweep):
     assert subprocess.run(command, capture_output=True, text=True).stdout.splitlines()[-1] == "set()"
 
 
-@pytest.mark.parametrize(("norm", "noted"), [(0.4, True), (0.5, False), (2.0, False), (2.1, True)])
+@pytest.mark.parametrize(("norm", "noted"), [(0.0, True), (0.4, True), (0.5, False), (2.0, False), (2.1, True)])
 def test_gradients_of_different_lengths_are_noted(tmp_path, capsys, norm, noted):
     """From a factor of more than 2 on."""
     for seed in range(2):
@@ -354,7 +354,8 @@ def test_gradients_of_different_lengths_are_noted(tmp_path, capsys, norm, noted)
         save(tmp_path / f"b{seed}", "gspo", seed, 0.5, grad_norm=norm)
     said = " ".join(page(capsys, tmp_path).split())
     low, high = sorted([(1.0, "grpo"), (norm, "gspo")])
-    told = f"grad_norm is {low[0]:.3g} with {low[1]} and {high[0]:.3g} with {high[1]}, {high[0] / low[0]:.3g} times"
+    told = f"grad_norm is {low[0]:.3g} with {low[1]} and {high[0]:.3g} with {high[1]}"
+    told += f", {high[0] / low[0]:.3g} times" if norm else ". Clipping"
     assert (told in said) == noted
     assert ("different lengths" in said) == noted
 

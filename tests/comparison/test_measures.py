@@ -8,8 +8,10 @@ import pytest
 
 from pgtoolkit.cli import main
 from pgtoolkit.comparison.groups import compare
-from pgtoolkit.comparison.measures import Goal, goal_of, reached
+from pgtoolkit.comparison.measures import Goal, chosen_metric, goal_of, reached
+from pgtoolkit.comparison.terminal import page
 from pgtoolkit.runs.directory import RunDirectory
+from pgtoolkit.runs.evaluations import best_of
 from pgtoolkit.runs.find import Run, find_runs
 
 HELD_OUT = "evaluation/held_out/pass@1"
@@ -123,6 +125,12 @@ def test_a_run_that_ends_early_limits_the_others_unless_it_has_reached_the_thres
     there = compare(two_groups([(0, [0.0, 1.0])], [(0, long)]), "exact_match", reach="exact_match=0.9")
     assert there.limits["documents_seen"] == float("inf")
     assert [there.spent(group, "documents_seen") for group in there.groups] == [[20], [90]]
+    for run in (both := two_groups([(0, [0.0, 0.0, 1.0])], [(0, [0.0] * 3)])):
+        for row in run.rows:
+            del row["seconds"], row["tokens_seen"]
+    exactly = compare(both, None, reach="exact_match=0.9")  # at the limit itself, and on the axes that all have
+    assert exactly.limits == {"documents_seen": 30}
+    assert sorted(exactly.arrived(group, "documents_seen") for group in exactly.groups) == [0, 1]
     short = compare(two_groups([(0, [0.0, 0.5])], [(0, long)]), None, reach="exact_match=0.9")
     assert short.limits["documents_seen"] == 20
     assert [short.arrived(group, "documents_seen") for group in short.groups] == [0, 0]
@@ -216,6 +224,37 @@ def test_without_held_out_metrics_in_every_run_none_is_left_out(tmp_path):
     assert "1 of 2 finished runs have evaluation/held_out/pass@1" in compared.notes[0]
     assert [len(group.counted) for group in compared.groups] == [1, 1]
     assert compare(find_runs([str(tmp_path / "b0")])).notes == []
+
+
+def test_a_share_that_is_zero_throughout_is_not_what_runs_are_compared_by(tmp_path, capsys):
+    """Unless reward tells no more. A share is drawn against 0 and 1: of 0.02 nothing is to be seen."""
+    runs = two_groups([(0, [0.0] * 9)], [(0, [0.0] * 9)])
+    for run in runs:
+        for row in run.rows:
+            row["reward"] = 0.1 * row["step"]
+    assert chosen_metric(runs) == ("reward", ["exact_match is 0 in every run: they are compared by reward"])
+    runs[0].rows[3]["exact_match"] = 0.02
+    broken = run_of([0.5], "reward")
+    broken.state = "failed"  # which has no say where others are done
+    assert chosen_metric([*runs, broken]) == ("exact_match", [])
+    assert "▁▁▁▁▁▁▁▁▁" in page(compare(runs))
+    assert "█" in page(compare(runs, "reward"))
+    for run in runs:
+        for row in run.rows:
+            row["exact_match"] = row["reward"] = 0.0
+    assert chosen_metric(runs) == ("exact_match", [])
+
+
+def test_of_equal_evaluations_the_one_with_the_higher_reward_is_the_best(tmp_path):
+    """A pass@1 of 0 throughout, whose mean reward once was 0.008: a later 0 is not the best."""
+    values = [(2, 0.0, 0.008), (4, 0.0, 0.0), (6, 0.0, 0.0)]
+    rows = [{"set": "held_out", "step": step, "pass@1": share, "avg": avg} for step, share, avg in values]
+    assert best_of(rows, ("held_out", "pass@1"), {2, 4, 6})["step"] == 2
+    assert best_of(rows, ("held_out", "pass@1"), {4, 6})["step"] == 6  # all else equal, the latest
+    rows[1]["pass@1"] = 0.1
+    assert best_of(rows, ("held_out", "pass@1"), {2, 4, 6})["step"] == 4
+    assert best_of(rows, ("held_out", "avg"), {2, 4, 6})["step"] == 2
+    assert best_of(rows, ("other", "pass@1"), {2, 4, 6}) is None
 
 
 def test_runs_that_were_evaluated_differently_are_noted(tmp_path):

@@ -266,6 +266,6 @@ def test_looking_at_a_run_imports_nothing_of_it(theirs, capsys):
     said = refused(capsys, "resume", "run", "trainer.max_steps=2")
     for word in ("task.verifier=evil.score", "aggregation.reducer=evil.weights"):
         assert f"{word} needs to be typed (got it from a file)" in said
-    words = ["task.verifier=evil.score", "aggregation.reducer=evil.weights"]
+    words = ["aggregation.reducer=evil.weights", "task.verifier=evil.score"]
     assert resume_command(theirs).endswith(f"resume run {' '.join(words)}")
     assert compose(words, run_dir=theirs).problems == []

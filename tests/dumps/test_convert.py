@@ -55,7 +55,8 @@ def test_a_dump_trains_to_the_loss_of_the_reference(kind, policy, rollouts, tmp_
     EVERY[kind](tmp_path, rollouts)
     out = tmp_path / "out.parquet"
     assert convert(kind, tmp_path, out) == 0
-    assert "stand at their own tokens" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert ("sampling_log_probs stand at the tokens of old_log_probs" in said) == (kind in WITH_BOTH)
     rows = rows_of(out)
     assert len(rows) == len(rollouts)
     for row, one in zip(rows, rollouts, strict=True):
@@ -128,39 +129,28 @@ def tokens_before(_, values):
 
 
 MOVED = {
-    "nemo-rl": ("generation_logprobs", "sampling_log_probs"),
-    "open-instruct": ("logprobs", "old_log_probs"),
-    "slime": ("rollout_log_probs", "old_log_probs"),
-    "prime-rl": ("inference_logprobs", "sampling_log_probs"),
-    "pipelinerl": ("logprobs", "old_log_probs"),
+    "nemo-rl": "generation_logprobs",
+    "open-instruct": "logprobs",
+    "slime": "rollout_log_probs",
+    "prime-rl": "inference_logprobs",
+    "pipelinerl": "logprobs",
 }
-
-
-@pytest.mark.parametrize("change", [next_tokens, tokens_before])
-@pytest.mark.parametrize("kind", MOVED)
-def test_log_probs_one_place_off_are_refused(kind, change, rollouts, tmp_path, capsys):
-    """Told from documents that part, without a model; nothing is left behind."""
-    name, ours = MOVED[kind]
-    WRITERS[kind](tmp_path, rollouts, **{name: change})
-    assert convert(kind, tmp_path, tmp_path / "out.parquet") == 3
-    said = capsys.readouterr().err
-    whose = "of the next token" if change is next_tokens else "of the token before"
-    assert f"{ours} needs the log-prob of each token itself (got that {whose}" in said
-    assert not list(tmp_path.glob("*.parquet*"))
-    assert not list(tmp_path.glob(".*"))
 
 
 @pytest.mark.parametrize(
     ("change", "whose"), [(next_tokens, "of the next token"), (tokens_before, "of the token before")]
 )
-def test_a_model_finds_it_where_no_documents_part(change, whose, policy, rollouts, tmp_path, capsys):
-    alone = [one for number, one in enumerate(rollouts) if number % 4 == 0 and len(one.response) > 2]
-    open_instruct(tmp_path, alone, logprobs=change)
-    model = ["model=huggingface", f"model.path={policy}"]
-    assert convert("open-instruct", tmp_path, tmp_path / "out.parquet") == 0
-    assert "nothing tells yet whether they stand at their own tokens" in capsys.readouterr().out
-    assert convert("open-instruct", tmp_path, tmp_path / "other.parquet", *model) == 3
-    assert f"(got that {whose}; correlations with the model at places -1, 0, +1: " in capsys.readouterr().err
+@pytest.mark.parametrize("kind", MOVED)
+def test_log_probs_one_place_off_are_refused(kind, change, whose, policy, rollouts, tmp_path, capsys):
+    """Told by the other log-probs of the dump, or by the policy that sampled; nothing is left behind."""
+    WRITERS[kind](tmp_path, rollouts, **{MOVED[kind]: change})
+    model = [] if kind in WITH_BOTH else ["model=huggingface", f"model.path={policy}"]
+    assert convert(kind, tmp_path, tmp_path / "out.parquet", *model) == 3
+    name = "sampling_log_probs beside old_log_probs" if kind in WITH_BOTH else "old_log_probs"
+    said = capsys.readouterr().err
+    assert f"{name} needs the log-prob of each token itself (got that {whose} (correlations at places" in said
+    assert not list(tmp_path.glob("*.parquet*"))
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_the_policy_that_sampled_has_ratios_of_one(policy, rollouts, tmp_path, capsys):
@@ -174,11 +164,13 @@ def test_the_policy_that_sampled_has_ratios_of_one(policy, rollouts, tmp_path, c
     noise = sum(map(math.exp, (t - s for t, s in zip(rollouts[0].trainer, rollouts[0].sampler, strict=True))))
     mean = noise / len(rollouts[0].response)
     assert f"first document's mean ratio {mean:.4f}" in said.partition("sampling_log_probs are the model's")[2]
-    assert convert("nemo-rl", tmp_path, tmp_path / "hot.parquet", *model, "rollout.temperature=2") == 0
-    assert "fit the model at a temperature of 1.00, not at rollout.temperature=2" in capsys.readouterr().out
+    gaps = [abs(t - s) for one in rollouts[:8] for t, s in zip(one.trainer, one.sampler, strict=True)]
+    assert f"they differ by {sum(gaps) / len(gaps):.2g} a token" in said
     other = save_with_tokenizer(small_llama(5, initializer_range=0.6), tmp_path / "other")
-    assert convert("nemo-rl", tmp_path, tmp_path / "not.parquet", "model=huggingface", f"model.path={other}") == 0
-    assert "old_log_probs are not the model's" in capsys.readouterr().out
+    for path, temperature in ((policy, 2), (other, 1)):
+        more = ["model=huggingface", f"model.path={path}", f"rollout.temperature={temperature}"]
+        assert convert("nemo-rl", tmp_path, tmp_path / f"{temperature}.parquet", *more) == 0
+        assert "old_log_probs are not the model's" in capsys.readouterr().out
 
 
 def test_what_nemo_rl_left_out_or_did_not_compute(rollouts, tmp_path, capsys):
@@ -280,7 +272,7 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("system", "payload", "says"),
     [
-        ("miles", {"rollout_data": {"tokens": []}, "rank": 0}, "Use the files of --save-debug-rollout-data"),
+        ("miles", {"rollout_data": {"tokens": []}, "rank": 0}, "Use a file of --save-debug-rollout-data"),
         ("slime", {"other": 1}, "needs a list of samples"),
         ("slime", {"samples": [{"tokens": [1]}]}, "is no record of this system"),
     ],
@@ -301,7 +293,7 @@ def test_other_files_of_torch_are_refused(system, payload, says, tmp_path, capsy
         (["nemo-rl", ".", "o.parquet"], 3, "needs files train_data_step*.jsonl (got a folder with none of them"),
         (["nemo-rl", "none", "o.parquet"], 3, "(got no such file or folder)"),
         (["nemo-rl", "text.jsonl", "o.parquet"], 3, "its fields are input, output"),
-        (["pipelinerl", "text.jsonl", "o.parquet"], 3, "not a JSON array (got dict)"),
+        (["pipelinerl", "text.jsonl", "o.parquet"], 3, "is no record of this system"),
         (["nemo-rl", ".", "o.jsonl"], 2, "needs a new .parquet file"),
         (["nemo-rl", ".", "text.jsonl"], 2, "needs a new .parquet file"),
         (["nemo-rl", ".", "o.parquet", "loss=grpo"], 2, "(got loss=grpo)"),

@@ -1,7 +1,6 @@
 """DAPO's dynamic sampling and its punishment of long completions."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -91,14 +90,3 @@ def test_a_resumed_run_samples_what_it_would_have_sampled(tmp_path):
         assert_equal(checkpoint_of(resumed, 5)["model"], checkpoint_of(whole, 5)["model"])
     state = json.loads((whole / "checkpoints" / "step-000005" / "training" / "state.json").read_text())
     assert state["data"]["source"]["next_prompt"] > 12  # three batches of four prompts, and those that were dropped
-
-
-def test_a_measure_is_the_mean_over_the_documents_that_have_it():
-    documents = [
-        replace(one, measures=had)
-        for one, had in zip(group(0, 1.0, 0.0, 0.5), ({"a": 3.0}, {}, {"a": 0.0}), strict=True)
-    ]
-    documents[1].measures["b"] = 0.25
-    metrics = data_metrics(documents, 0)
-    assert (metrics["a"], metrics["b"], metrics["reward"]) == (1.5, 0.25, 0.5)
-    assert "exact_match" not in metrics

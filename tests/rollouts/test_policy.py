@@ -1,5 +1,7 @@
 """Rollouts of a sampler that writes what it is told to: prompts in, documents out."""
 
+import statistics
+
 import pytest
 import torch
 from builders.runs import SHORT, config_of
@@ -97,6 +99,20 @@ def test_old_log_probs_are_those_of_the_sampler_or_of_training(chosen):
             assert torch.equal(document.sampling_log_probs, own)
         else:
             assert document.sampling_log_probs is None
+
+
+@pytest.mark.parametrize("estimator", ["dr_grpo", "batch_std"])
+def test_the_whole_batch_divides_advantages_and_leaves_rewards_alone(estimator):
+    """What is taken off for the length is known of no document where nothing is."""
+    _, task, _, source = rollouts(f"advantage={estimator}", "aggregation=sample_mean")
+    documents = [source.document(place) for place in range(16)]
+    rewards = [task.score(task.prompt(i // 4), TEXTS[i % 4], FINISHED[i % 4]).reward for i in range(16)]
+    assert [(document.reward, document.task_reward) for document in documents] == [(r, None) for r in rewards]
+    divisor = statistics.stdev(rewards) + 1e-6 if estimator == "batch_std" else 1
+    assert abs(divisor - 1) > 0.5 or estimator == "dr_grpo"
+    for i, document in enumerate(documents):
+        centred = rewards[i] - statistics.fmean(rewards[i // 4 * 4 : i // 4 * 4 + 4])
+        assert document.advantages.tolist() == pytest.approx([centred / divisor] * document.num_trained, rel=1e-6)
 
 
 def test_a_state_that_does_not_fit_its_tokens_is_refused():

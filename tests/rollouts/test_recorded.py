@@ -1,6 +1,7 @@
 """Recorded rollouts as a source: order, groups, advantages, resume."""
 
 import os
+import statistics
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -35,12 +36,13 @@ def rows_of(groups, **changes):
 
 
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet])
-@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "batch_std"])
 def test_groups_stand_together_with_advantages_from_all_their_rewards(tmp_path, write, estimator):
     rows = rows_of([f"g{group}" for group in SCATTERED])
     path = write(tmp_path / f"r.{write.__name__.removeprefix('write_')}", rows)
     read = documents(source(path, estimator))
     order = [i for group in range(4) for i, other in enumerate(SCATTERED) if other == group]
+    divisor = statistics.stdev(row["reward"] for row in rows) + 1e-6 if estimator == "batch_std" else 1.0
     assert len(read) == len(order)
     for document, index in zip(read, order, strict=True):
         members = [i for i, other in enumerate(SCATTERED) if other == SCATTERED[index]]
@@ -50,7 +52,7 @@ def test_groups_stand_together_with_advantages_from_all_their_rewards(tmp_path, 
             tokens=torch.tensor(rows[index]["token_ids"]),
             loss_mask=mask,
             old_log_probs=torch.tensor(rows[index]["old_log_probs"])[mask],
-            advantages=torch.full((int(mask.sum()),), advantages[members.index(index)]),
+            advantages=torch.full((int(mask.sum()),), advantages[members.index(index)] / divisor),
             group=SCATTERED[index],
             name=f"{path.name}:{index + 1}",
             reward=rows[index]["reward"],
@@ -127,6 +129,8 @@ def test_group_ids_and_group_size(tmp_path, caplog):
     write_jsonl(path, rows_of([5, 5, 6, 5, 6]))
     with pytest.raises(DataError, match=r"r\.jsonl:1:group_id: is 5, a group of 3 documents; rollout\.group_size=2"):
         source(path, group_size=2)
+    with pytest.raises(DataError, match=r"r\.jsonl:3:group_id: is 6, a group of 2 documents; rollout\.group_size=3"):
+        source(path, group_size=3)
     with pytest.raises(DataError, match=r"r\.jsonl:2:group_id: rloo compares"):
         source(write_jsonl(path, rows_of([0, 1, 0])), "rloo")
     source(write_jsonl(path, rows_of([0, 1, 2])), "grpo")

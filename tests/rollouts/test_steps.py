@@ -11,7 +11,7 @@ from pgtoolkit.batch import Document
 from pgtoolkit.config.schema import AccumulationConfig, LastStep
 from pgtoolkit.errors import DataError, RankLost
 from pgtoolkit.ranks.layout import Layout
-from pgtoolkit.rollouts.steps import StepLoader, make_step, settled
+from pgtoolkit.rollouts.steps import StepLoader, divide_among_ranks, make_step, settled
 
 
 class Files:
@@ -111,6 +111,11 @@ def test_totals_count_what_is_masked_and_empty():
     totals = make_step(docs, 8, {}).totals
     assert (totals.num_documents, totals.num_tokens, totals.num_empty_documents, totals.num_groups) == (4, 5, 2, 3)
     assert totals.tokens_per_group.tolist() == [2, 3, 0]
+
+
+def test_ranks_get_about_as_many_tokens_and_every_document_once():
+    shares = divide_among_ranks([document(n, length, trained=1) for n, length in enumerate([2, 2, 3, 3, 9, 5])], 2)
+    assert [[one.num_tokens for one in share] for share in shares] == [[2, 2, 9], [3, 3, 5]]
 
 
 def test_groups_have_one_number_in_all_micro_batches_of_a_step():

@@ -1,5 +1,6 @@
 """Recording rollouts: what is written reads back equal, whole, and never silently different."""
 
+import json
 import os
 import random
 import resource
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -67,6 +69,17 @@ def test_what_is_written_reads_back_equal(tmp_path, suffix, sampled):
     assert [path.name for path in paths] == [f"batch-{n:06d}{suffix or '.parquet'}" for n in (0, 1)]
     for first, second in zip(written, documents(source(folder, "given", needs=("group_id",))), strict=True):
         assert_same(first, second)
+
+
+@pytest.mark.parametrize("suffix", ["", ".jsonl"])
+def test_measures_are_columns_beside_the_fields(tmp_path, suffix):
+    """Which no training reads; a document that lacks one has none."""
+    measured = [{"reward/a": 0.25, "verifier_crash_fraction": 1.0}, {"reward/a": 0.5}]
+    written = [replace(one, measures=had) for one, had in zip(some_documents(count=2), measured, strict=True)]
+    (file,) = [RolloutWriter(tmp_path / f"saved{suffix}").write(0, written)]
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if suffix else pq.read_table(file).to_pylist()
+    assert [(row["reward/a"], row.get("verifier_crash_fraction")) for row in rows] == [(0.25, 1.0), (0.5, None)]
+    assert [one.measures for one in documents(source(tmp_path / f"saved{suffix}", "given"))] == [{}, {}]
 
 
 def test_a_resumed_writer_neither_loses_nor_doubles(tmp_path):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from pgtoolkit.config.defaults import default
+from pgtoolkit.config.key import value_of
+from pgtoolkit.config.keys import keys_of
 from pgtoolkit.runs.files import leaves
-from pgtoolkit.system.functions import COMMANDS, FUNCTIONS
-from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import refusal, text
 
 if TYPE_CHECKING:  # loads Hydra, which what only reads runs has no use for
@@ -42,12 +41,6 @@ _OF_FILES = {
 _COMPUTED = {("runtime",), ("overrides",), ("searchpath",), ("job", "override_dirname"), ("job", "config_name")}
 """What Hydra or pgtk itself fills in, whatever a file says."""
 
-_CREDENTIALS = tuple(
-    f"MLFLOW_TRACKING_{name}" for name in ("USERNAME", "PASSWORD", "TOKEN", "AUTH", "AWS_SIGV4", "CLIENT_CERT_PATH")
-)
-_CREDENTIALS_FILE = "~/.mlflow/credentials"
-"""What MLflow shows any server that it calls."""
-
 
 def targets(hydra: DictConfig) -> list[str]:
     """Problems with what the node `hydra` has Hydra instantiate, besides launchers and sweepers that are installed."""
@@ -69,11 +62,13 @@ def set_by_files(hydra: DictConfig, typed: DictConfig) -> list[str]:
     return problems
 
 
-def search_path(typed: list[Override], sweep_file: Path | None) -> list[str]:
-    """The problem with a search path of one's own: Hydra imports the packages in it, before anything can be seen."""
-    primary = OmegaConf.load(sweep_file) if sweep_file else OmegaConf.create()
+def search_path(typed: list[Override], primary: DictConfig) -> list[str]:
+    """The problem with a search path of one's own: Hydra imports the packages in it, before anything can be seen.
+
+    primary: the keys in the file of a sweep.
+    """
     if not any(override.key_or_group == "hydra.searchpath" for override in typed) and not (
-        OmegaConf.is_dict(primary) and OmegaConf.select(primary, "hydra.searchpath")
+        OmegaConf.select(primary, "hydra.searchpath")
     ):
         return []
     reason, use = "Options of your own lie in one folder, laid out as conf/ is.", "--config-dir=FOLDER"
@@ -81,54 +76,46 @@ def search_path(typed: list[Override], sweep_file: Path | None) -> list[str]:
 
 
 def not_typed(config: DictConfig, typed: list[Override]) -> list[str]:
-    """Problems with functions, the program that samples and a server that nobody who types has named."""
+    """Problems with functions and commands that a file names and nobody who types."""
     values = dict(pair for override in typed for pair in leaves({override.key_or_group: override.value()}))
-    by_files = [key for key in (*_functions_of(config), *COMMANDS) if "${" in str(values.get(key, "${"))]
     problems = []
-    for key in by_files:
-        value, reason = _selected(config, key), "To import it runs its code, which only the command line asks for."
-        harmless = not isinstance(value, str) or "." not in value
-        if key in COMMANDS:
-            harmless = value in (None, COMMANDS[key])
-            reason = "It is run as a command, which only the command line asks for."
-        if not harmless:
-            setting = f"{key}={text(value)}"
-            problems.append(refusal(setting, "to be typed", "it from a file", reason, f"{setting} on the command line"))
-    uri = _selected(config, "tracking.uri")
-    if _selected(config, "tracking.name") != "none" and "${" in str(values.get("tracking.uri", "${")):
-        problems += [problem for problem in [of_address(uri, f"tracking.uri={uri}")] if problem]
+    for kind, reason in _RUNS.items():
+        for key, value in named_code(config, kind).items():
+            if "${" in str(values.get(key, "${")):
+                setting = f"{key}={text(value)}"
+                use = f"{setting} on the command line"
+                problems.append(refusal(setting, "to be typed", "it from a file", reason, use))
     return problems
 
 
-def of_address(uri: str | None, use: str) -> str | None:
-    """The problem with a server that a file names, where credentials are set; use: what to type to mean it."""
-    if not str(uri).startswith(("http://", "https://")) or uri == os.environ.get("MLFLOW_TRACKING_URI"):
-        return None
-    found = [name for name in _CREDENTIALS if os.environ.get(name)]
-    found += [_CREDENTIALS_FILE] if Path(_CREDENTIALS_FILE).expanduser().is_file() else []
-    if not found:
-        return None
-    reason, use = f"What {found[0]} holds would be sent there.", f"{redact(use)} if you trust it"
-    return refusal(redact(f"tracking.uri={uri}"), "to be typed", "it from a file", reason, use)
+def named_code(config: Any, kind: str) -> dict[str, Any]:
+    """By key: the functions of the user's own, or the commands, that a configuration names; kind: as `Key.code`."""
+    named = {}
+    for key in keys_of(config):
+        if key.code == kind:
+            value = _selected(config, key.name)
+            entries = value if key.free and isinstance(value, dict) else {}
+            named |= {f"{key.name}.{name}.verifier": value_of(entries, f"{name}.verifier") for name in entries}
+            if not key.free:
+                named[key.name] = value
+    if kind == "function":
+        return {key: value for key, value in named.items() if isinstance(value, str) and "." in value}
+    return {key: value for key, value in named.items() if value not in (None, default(config, key))}
+
+
+_RUNS = {
+    "function": "To import it runs its code, which only the command line asks for.",
+    "command": "It is run as a command, which only the command line asks for.",
+}
 
 
 def _selected(config: DictConfig, key: str) -> Any:
     """A plain value; None where it does not resolve, of which `validate` says more."""
     try:
-        value = OmegaConf.select(config, key)
+        value = value_of(config, key)
         return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
     except OmegaConfBaseException:
         return None
-
-
-def _functions_of(config: DictConfig) -> list[str]:
-    """The keys that may name a function, with the names that this configuration gives."""
-    found = []
-    for pattern in FUNCTIONS:
-        place, star, _ = pattern.partition(".*")
-        named = _selected(config, place) if star else None
-        found += [pattern.replace("*", str(name)) for name in named] if isinstance(named, dict) else [pattern]
-    return found
 
 
 def _is_foreign(path: tuple, value: Any) -> bool:

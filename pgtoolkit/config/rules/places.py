@@ -16,15 +16,19 @@ from pgtoolkit.system.report import refusal
 _REASON = "A value or a name in it could otherwise write anywhere."
 _NAMED = "It names a folder."
 _OF_HYDRA = ("config.yaml", "hydra.yaml", "overrides.yaml")
-"""What Hydra writes of a job that it runs itself."""
+"""What Hydra writes of a run."""
 
 
 def of_run(config: DictConfig) -> list[str]:
     """Problems with the place of a single run; config: with its node `hydra`."""
     if problems := _contained(config, "hydra.run.dir"):
         return problems
-    inside = config.hydra.output_subdir  # Hydra writes there before the run itself looks
-    return _free("hydra.run.dir", config.hydra.run.dir, ("sweep.json", *([] if inside is None else [str(inside)])))
+    folder, inside = config.hydra.run.dir, config.hydra.output_subdir
+    problems = _free("hydra.run.dir", folder, ("sweep.json",))
+    if inside is None:
+        return problems
+    place = Path(folder, str(inside))  # Hydra writes there before the run itself looks
+    return problems + _links({place: "folder"} | {place / name: "plain file" for name in _OF_HYDRA})
 
 
 def of_sweep(config: DictConfig) -> list[str]:
@@ -36,16 +40,14 @@ def of_sweep(config: DictConfig) -> list[str]:
     return [*_free("hydra.sweep.dir", folder), *_links({Path(folder, "multirun.yaml"): "plain file"})]
 
 
-def of_job(folder: Path, directory: str, inside: str | None = None) -> list[str]:
-    """Problems with the place of a job in its sweep's folder; inside: hydra.output_subdir, where Hydra runs the job."""
+def of_job(folder: Path, directory: str) -> list[str]:
+    """Problems with the place of a job in its sweep's folder."""
     whole, setting = (folder / directory).resolve(), f"hydra.sweep.subdir={directory}"
     if not is_possible(str(whole)):
         return [refusal(setting, "a path that a file system can hold", directory, _NAMED, "the default")]
     if _leads_out(directory) or whole == folder.resolve() or not whole.is_relative_to(folder.resolve()):
         return [refusal(setting, "a folder inside hydra.sweep.dir", whole, _REASON, "the default")]
-    if inside is None:
-        return []
-    return _links({whole / inside: "folder"} | {whole / inside / name: "plain file" for name in _OF_HYDRA})
+    return []
 
 
 def _links(places: dict[Path, str]) -> list[str]:
@@ -66,7 +68,12 @@ def _free(key: str, path: str, more: tuple[str, ...] = ()) -> list[str]:
 
 def _contained(config: DictConfig, key: str) -> list[str]:
     """Without dots that lead upwards, and below the part that was typed before the first interpolation."""
-    node, inside = OmegaConf.select(config, key.rpartition(".")[0]), str(config.hydra.output_subdir)
+    try:
+        inside = str(config.hydra.output_subdir)
+    except OmegaConfBaseException as error:
+        use = "hydra.output_subdir=.hydra"
+        return [refusal("hydra.output_subdir", "a value that resolves", first_line(error), _NAMED, use)]
+    node = OmegaConf.select(config, key.rpartition(".")[0])
     raw = str(OmegaConf.to_container(node, resolve=False)["dir"])
     setting, use = f"{key}={raw}", f"{key}=FOLDER"
     try:

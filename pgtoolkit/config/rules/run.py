@@ -247,24 +247,29 @@ def is_local(path: str | None) -> bool:
 
 
 def launcher(hydra: Any, report: Report) -> None:
-    """The plug-ins that run a sweep are there, and our own has sensible settings; hydra: Hydra's own node."""
+    """The plug-ins that run a sweep are ours and there, and the local one has sensible settings; hydra: its node."""
     for kind in ("launcher", "sweeper"):
-        plugin = ".".join(str(hydra[kind].get("_target_")).split(".")[:2])
-        if plugin in _EXTRAS:
-            setting = f"hydra/{kind}={hydra.runtime.choices.get(f'hydra/{kind}')}"
-            installed(report, setting, plugin, _EXTRAS[plugin])
-    if "n_jobs" in hydra.launcher and "fail_fast" in hydra.launcher:
+        target = str(hydra[kind].get("_target_"))
+        setting = f"hydra/{kind}={hydra.runtime.choices.get(f'hydra/{kind}')}"
+        if target in _EXTRAS:
+            installed(report, setting, *_EXTRAS[target])
+        elif kind == "launcher" and not target.startswith(_LAUNCHERS):
+            reason = "Other launchers of Hydra run jobs that pgtk could not stop, continue or leave out."
+            use = "hydra/launcher=local"
+            report.refuse(setting, "one of local, slurm and ray_cluster", setting.partition("=")[2], reason, use)
+    if "n_jobs" in hydra.launcher:
         n_jobs = hydra.launcher.n_jobs
         if not (is_whole(n_jobs) and n_jobs >= 1):
             report.refuse_value("hydra.launcher.n_jobs", n_jobs, "a whole number >= 1", "It counts jobs at a time.", 1)
 
 
+_LAUNCHERS = "hydra_plugins.pgtk_launcher."
 _EXTRAS = {
-    "hydra_plugins.hydra_submitit_launcher": "submitit",
-    "hydra_plugins.hydra_ray_launcher": "ray",
-    "hydra_plugins.hydra_optuna_sweeper": "optuna",
+    f"{_LAUNCHERS}SlurmLauncher": ("submitit", "submitit"),
+    f"{_LAUNCHERS}RayLauncher": ("ray", "ray"),
+    "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper": ("hydra_plugins.hydra_optuna_sweeper", "optuna"),
 }
-"""Plug-in of Hydra -> the extra of pgtoolkit that installs it."""
+"""Plug-in of Hydra -> the package that it needs, and the extra of pgtoolkit that installs it."""
 
 
 def installed(report: Report, setting: str, module: str, extra: str) -> None:

@@ -67,20 +67,16 @@ def correction(c: Any, report: Report) -> None:
         return
     for note in chosen.notes():
         report.note(note)
-    if chosen.of_policy:
-        if c.loss.num_splits != 1:
-            reason = "It masks whole documents, by all their new log-probs."
-            report.refuse(setting, "loss.num_splits=1", c.loss.num_splits, reason, "loss.num_splits=1")
-    elif rollout.name == "policy" and rollout.old_log_probs == "sampling":
+    if chosen.of_policy and c.loss.num_splits != 1:
+        reason = "It masks whole documents, by all their new log-probs."
+        report.refuse(setting, "loss.num_splits=1", c.loss.num_splits, reason, "loss.num_splits=1")
+    if rollout.name == "policy" and rollout.old_log_probs == "sampling":
+        if chosen.of_policy:
+            return
         reason = "The old log-probs are then the sampler's own, and the factor is 1 everywhere."
         use = "rollout.old_log_probs=training"
         report.refuse(setting, use, "sampling", reason, f"{use} or correction=none")
-    if (
-        rollout.name == "policy"
-        and rollout.old_log_probs != "sampling"
-        and rollout.top_p is not None
-        and rollout.top_p < 1
-    ):
+    elif rollout.name == "policy" and rollout.top_p is not None and rollout.top_p < 1:
         reason = "Sampling log-probs are renormalised over what top_p keeps, so each ratio would hold that share."
         use = "rollout.top_p=null or correction=none"
         report.refuse(setting, "rollout.top_p=null", rollout.top_p, reason, use)

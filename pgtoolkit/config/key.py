@@ -1,0 +1,97 @@
+"""What a key declares where it stands in the schema, and the conditions that such a declaration may name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pgtoolkit.system.report import text
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of one option of its group, with all that is true of it.
+
+    name: such as `rollout.lag`. schema: the option that has it, `rollout/policy`; the group alone where all of its
+    options have the same keys; empty for `seed`. type: as annotated, such as `int | None`.
+    range: (least, most), both included, of a number.
+    learns: whether runs with different values of it learn differently: it is then part of a job's digest and a
+        difference between runs. A condition where it depends on other keys.
+    fixed: why a resumed run cannot change it. fixed_if: the condition under which it cannot.
+    only_if: the condition without which it has no effect; another value than the usual one is then refused.
+    use: what to type for the condition to hold, where that is not the condition itself.
+    reads: it names what a run reads from outside of its directory: "data", a "model", which may be a name on the
+        Hugging Face hub, or a "reference", a model or what `NO_FOLDER` names. It is made absolute, and the contents are
+        digested. writes: it names a folder that is written;
+        it is made absolute.
+    code: it may name code, a "function" by its dotted path or a "command", which only the command line may do.
+    free: its keys are not in the schema. option: it names the option of its group: `loss=grpo` sets it.
+    evaluate: whether `pgtk evaluate` takes it on the command line: of a "run" and of a model's folder, or of a "model"
+        alone; "kept": the run's value holds. Other keys get their defaults there, since nothing is trained.
+    machine: it says how this machine computes, which may differ where a step is made again.
+    example: what to type where there is no default.
+    """
+
+    name: str
+    schema: str
+    type: str
+    range: tuple[float, float] | None = None
+    learns: bool | str = True
+    fixed: str = ""
+    fixed_if: str = ""
+    only_if: str = ""
+    use: str = ""
+    reads: Literal["data", "model", "reference"] | None = None
+    writes: bool = False
+    code: Literal["function", "command"] | None = None
+    free: bool = False
+    option: bool = False
+    evaluate: Literal["run", "model", "kept"] | None = None
+    machine: bool = False
+    example: str = ""
+
+    @property
+    def group(self) -> str:
+        return self.name.rpartition(".")[0]
+
+    @property
+    def leaf(self) -> str:
+        return self.name.rpartition(".")[2]
+
+
+def key(least: float | None = None, most: float | None = None, **declared: Any) -> Any:
+    """The field of a key in the schema. least, most: the range of a number, both included: wide enough for what anybody
+    means, beyond it a slip. declared: see `Key`; what a group declares holds for its keys that do not declare it.
+    """
+    if least is not None:
+        declared["range"] = (least, most)
+    return field(metadata=declared)
+
+
+def holds(condition: str, config: Any) -> bool:
+    """Whether a condition holds: `KEY=VALUE`, `KEY!=VALUE` or `KEY>NUMBER`, or several, joined by ` or `."""
+    return any(_holds(*parts(one), config) for one in condition.split(" or "))
+
+
+def parts(condition: str) -> tuple[str, str, str]:
+    """(key, operator, value) of a single condition."""
+    return re.fullmatch(r"([\w.]+)(!=|=|>)(.*)", condition).groups()
+
+
+def value_of(config: Any, name: str) -> Any:
+    """The value of a key in a configuration: an object, nested dictionaries, or one dictionary by dotted keys.
+
+    None where there is no such key. name: also of a group, for the option that was chosen.
+    """
+    for part in [name] if isinstance(config, Mapping) and name in config else name.split("."):
+        config = config.get(part) if isinstance(config, Mapping) else getattr(config, part, None)
+    return config
+
+
+def _holds(name: str, operator: str, expected: str, config: Any) -> bool:
+    value = value_of(config, name)
+    if operator == ">":
+        return isinstance(value, int | float) and value > float(expected)
+    return (text(value) == expected) is (operator == "=")

@@ -1,0 +1,151 @@
+"""The table of keys: digest, comparison, resume, absolute paths and what a file may name follow each declaration."""
+
+import copy
+import dataclasses
+import functools
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from pgtoolkit.config.compose import compose
+from pgtoolkit.config.key import holds
+from pgtoolkit.config.keys import KEYS, evaluated_keys
+from pgtoolkit.config.names import changed, digest, plain_config
+from pgtoolkit.config.paths import make_absolute
+from pgtoolkit.config.rules.executed import named_code
+from pgtoolkit.config.saved import cannot_change
+
+NEEDED = {
+    "loss/custom": ["loss.path=my_module.MyFamily"],
+    "model/huggingface": ["model.path=hub/name"],
+    "task/reasoning_gym": ["task.dataset=chain_sum"],
+    "task/prompts": ["task.path=x.jsonl"],
+    "rollout/recorded": ["rollout.path=rows.jsonl"],
+}
+IDS = [f"{key.schema or 'top'}.{key.leaf}" for key in KEYS]
+
+
+def of_option(schema, *more):
+    """The plain configuration with the option of a schema."""
+    chosen = (schema.replace("/", "="),) if "/" in schema else ()
+    return copy.deepcopy(composed(*chosen, *NEEDED.get(schema, ()), *more))
+
+
+@functools.cache
+def composed(*overrides):
+    return plain_config(compose([*overrides]).config)
+
+
+def other(key, value):
+    """Another value of a key, which no rule looks at here."""
+    if key.free:
+        return {"other": {"verifier": "my_module.score"}}
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    return ["other"] if isinstance(value, list) else f"{value}-other"
+
+
+def with_other(config, key):
+    config = copy.deepcopy(config)
+    place = config[key.group] if key.group else config
+    place[key.leaf] = other(key, place[key.leaf])
+    return config
+
+
+LEARNS = {
+    True: {"seed", "loss.epsilon_low", "rollout.stop", "rollout.lag", "sampler.seeded", "trainer.max_steps"},
+    False: {"parallelism.timeout_seconds", "parallelism.shard", "evaluation.every", "sampler.urls", "tracking.uri"},
+}
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if not key.option], ids=lambda key: f"{key.schema}.{key.leaf}")
+def test_digest_and_comparison_follow_learns(key):
+    config = of_option(key.schema)
+    after = with_other(config, key)
+    learns = key.learns if isinstance(key.learns, bool) else holds(key.learns, config)
+    assert (digest(config) != digest(after)) is learns
+    names = changed(config, after)
+    assert bool(names) is learns
+    assert all(name.startswith(key.name) for name in names)
+    assert key.name not in LEARNS[not learns]
+
+
+def test_the_sampler_learns_only_where_it_writes_what_is_trained():
+    sampled, recorded = ([], ["rollout=recorded", "rollout.path=rows.jsonl", "evaluation.every=1"])
+    for overrides, differ in ((sampled, True), (recorded, False)):
+        configs = [plain_config(compose([*overrides, f"sampler={name}"]).config) for name in ("transformers", "vllm")]
+        assert (digest(configs[0]) != digest(configs[1])) is differ
+
+
+@pytest.mark.parametrize("key", KEYS, ids=IDS)
+def test_a_resume_follows_fixed(key):
+    more = ["rollout.lag=1"] * (key.schema != "rollout/recorded")
+    config = of_option(key.schema, "evaluation.every=1", *more)
+    after = with_other(config, key)
+    problems = [*cannot_change(config, after, set())]
+    assert [place for place, _ in problems][:1] == ([key.group if key.option else key.name] if key.fixed else [])
+    assert all(f"A run is continued as it was: {key.fixed}. Use a new run." in problem for _, problem in problems)
+    if key.fixed_if:  # where its condition does not hold
+        config = of_option(key.schema)
+        assert [*cannot_change(config, with_other(config, key), set())] == []
+
+
+def test_files_may_lie_elsewhere_where_their_contents_are_known():
+    config = of_option("rollout/recorded")
+    after = copy.deepcopy(config)
+    after["rollout"]["path"] = "/moved/rows.jsonl"
+    assert len([*cannot_change(config, after, set())]) == 1
+    assert [*cannot_change(config, after, {"rollout.path"})] == []
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if key.type.startswith("str")], ids=lambda key: key.name)
+def test_paths_follow_reads_and_writes(key, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("there").touch()
+    config = of_option(key.schema)
+    config[key.group][key.leaf] = "there"
+    made = copy.deepcopy(config)
+    make_absolute(made)
+    is_place = key.reads or key.writes
+    assert made[key.group][key.leaf] == (str(tmp_path / "there") if is_place else "there") or key.name == "tracking.uri"
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if not key.option], ids=lambda key: f"{key.schema}.{key.leaf}")
+def test_only_keys_that_say_so_name_code(key):
+    config = with_other(of_option(key.schema), key)
+    for kind, value in (("function", "my_module.score"), ("command", "my_command")):
+        named = {name for name in named_code(OmegaConf.create(config), kind) if name.startswith(key.name)}
+        if key.type.startswith("str"):
+            config[key.group][key.leaf] = value
+            named = {name for name in named_code(OmegaConf.create(config), kind) if name == key.name}
+        assert bool(named) is (key.code == kind)
+
+
+def test_what_pgtk_evaluate_takes():
+    assert {"task", "sampler", "trainer.device", "evaluation.sets"} <= {*evaluated_keys("run")}
+    assert {"model", "seed", "rollout.temperature", "experiment"} <= {*evaluated_keys("model")} - {
+        *evaluated_keys("run")
+    }
+    assert not {"loss.name", "optimizer.learning_rate", "trainer.max_steps", "evaluation.every"} & {
+        *evaluated_keys("model")
+    }
+
+
+def test_every_declaration_is_one_of_the_key_and_names_keys_that_there_are():
+    names = {key.name for key in KEYS}
+    for key in KEYS:
+        for condition in filter(None, (key.fixed_if, key.only_if, key.learns if isinstance(key.learns, str) else "")):
+            for single in condition.split(" or "):
+                assert single.replace("!=", "=").replace(">", "=").partition("=")[0] in names
+    assert len(KEYS) == len({(key.name, key.schema) for key in KEYS})
+    assert {field.name for field in dataclasses.fields(KEYS[0])} >= {
+        "learns",
+        "fixed",
+        "only_if",
+        "reads",
+        "code",
+        "free",
+    }

@@ -1,0 +1,79 @@
+"""YAML of anybody's: a run's configuration, a sweep, options of a user's own. What cannot be read is one sentence."""
+
+import shutil
+
+import pytest
+
+from pgtoolkit.cli import main
+from pgtoolkit.errors import StorageError
+from pgtoolkit.runs.files import read_resolved
+from pgtoolkit.system.yaml_text import parse_yaml
+
+BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10)
+)
+"""Ten to the tenth texts, in less than a kilobyte."""
+
+
+def refusal(capsys, *arguments):
+    assert main(list(arguments)) == 2
+    said = capsys.readouterr()
+    return (said.err or said.out.partition("Problems (1)\n")[2]).strip()
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_aliases_are_refused_before_they_are_followed(tmp_path, capsys):
+    assert len(BOMB) < 1000
+    (tmp_path / "bomb.yaml").write_text(BOMB)
+    said = refusal(capsys, "sweep", "bomb.yaml")
+    assert "bomb.yaml needs YAML that can be read (got line 2 has the alias *a0" in said
+    (tmp_path / "mine/loss").mkdir(parents=True)
+    shutil.copy("bomb.yaml", "mine/loss/large.yaml")
+    assert "large.yaml needs YAML that can be read" in refusal(capsys, "check", "--config-dir=mine", "loss=large")
+    (tmp_path / "config.yaml").write_text(BOMB)
+    with pytest.raises(StorageError, match=r"config.yaml is damaged \(line 2 has the alias \*a0"):
+        read_resolved(tmp_path)
+
+
+def test_a_star_or_an_ampersand_alone_is_a_text():
+    assert parse_yaml(b"a: 2 * 3 & 4\nb: '*c &d'\n") == {"a": "2 * 3 & 4", "b": "*c &d"}
+
+
+def test_lists_within_lists_are_bounded():
+    with pytest.raises(ValueError, match="too deep"):
+        parse_yaml(b"[" * 20_000)
+
+
+@pytest.mark.parametrize("command", ["sweep", "check sweep"])
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[a: b\n  - : {", "mine.yaml needs YAML that can be read (got no YAML, line 2:"),
+        ("defaults: [config, _self_]\nloss: cispo\n", "Use - override /loss: cispo."),
+        ("- seed\n", "the file of a sweep needs keys and their values (got a list)"),
+    ],
+)
+def test_a_sweep_that_cannot_be_read_is_one_sentence(tmp_path, capsys, command, text, says):
+    (tmp_path / "mine.yaml").write_text(text)
+    said = refusal(capsys, *command.split(), "mine.yaml")
+    assert says in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("hydra=off", "hydra=off needs one of pgtk (got off)"),
+        ("hydra/launcher=_target_", "hydra/launcher=_target_ needs one of basic, local"),
+        ("hydra.output_subdir=${oc.decode:1}", "hydra.output_subdir needs a value that resolves"),
+    ],
+)
+def test_options_of_hydra_that_are_none_are_one_sentence(capsys, override, says):
+    for command in ([], ["check"]):
+        said = refusal(capsys, *command, override).removeprefix("pgtk: error: ")
+        assert said.startswith(says)
+        assert "\n" not in said
