@@ -90,7 +90,7 @@ class Elsewhere(Squared):
     ("family", "message"),
     [
         (WrongSlope, r"WrongSlope.surrogate needs a slope that is the derivative of its value by the log_ratio .got"),
-        (ForgottenStop, "ForgottenStop.surrogate needs a slope that is the derivative of its value by the log_ratio"),
+        (ForgottenStop, r"ForgottenStop.surrogate needs a slope .* by the log_ratio .* needs \.detach\(\)"),
         (NotSilent, "silent_without_advantage needs a slope of 0"),
         (OneNumber, r"one number per token, shape \(1500,\) \(got \(\)\)"),
         (WrongToken, "WrongToken.token needs a slope"),
