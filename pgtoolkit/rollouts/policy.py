@@ -25,8 +25,8 @@ from pgtoolkit.rollouts.advantages import batch_divisor, group_advantages, overl
 from pgtoolkit.rollouts.dynamic_sampling import fill
 from pgtoolkit.rollouts.steps import Source
 from pgtoolkit.rollouts.writer import RolloutWriter
+from pgtoolkit.sampling.proof import check_batch
 from pgtoolkit.sampling.samplers import Sampler
-from pgtoolkit.sampling.vllm_proof import check_batch
 from pgtoolkit.system.background import in_background
 from pgtoolkit.tasks.completion import Completion, Request
 from pgtoolkit.tasks.prompts import TokenizedTask
@@ -221,7 +221,7 @@ class PolicyRollouts(Source):
             with self._timed("old_log_probs"):
                 documents = self._with_training_log_probs(documents)
             self._check_sampler(documents)
-        elif self.sampler.tolerance is not None and self._rollout.max_staleness is None:
+        elif self.sampler.tolerance is not None and self._is_current(documents):
             with self._timed("old_log_probs"):
                 self._check_sampler(self._with_training_log_probs(self._some(documents)))
         return [documents[i : i + size] for i in range(0, len(documents), size)]
@@ -255,6 +255,10 @@ class PolicyRollouts(Source):
                 )
             )
         return documents
+
+    def _is_current(self, documents: list[Document]) -> bool:
+        """Whether the weights that wrote them are still the policy's."""
+        return {document.model_version for document in documents} == {self.trained.num_updates}
 
     def _some(self, documents: list[Document]) -> list[Document]:
         """Every so many-th, as many as fit a micro-batch: enough to check what wrote them."""

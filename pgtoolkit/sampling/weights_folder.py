@@ -8,7 +8,6 @@ import os
 import secrets
 import shutil
 import struct
-import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from pgtoolkit.errors import StorageError
-from pgtoolkit.sampling.server_process import guard
+from pgtoolkit.sampling.server_process import Guard
 
 _SHARED_MEMORY = Path("/dev/shm")
 _ROOM = 2**26
@@ -43,7 +42,7 @@ class WeightsFolder:
         self._header: bytes | None = None
         self._rooms: dict[str, Tensor] = {}
         self._known_at: int | None = None  # the address that CUDA knows
-        self._guard: subprocess.Popen | None = None
+        self.guard: Guard | None = None
         self.path: Path | None = None
 
     def make(self, num_bytes: int, write_settings: Callable[[Path], None]) -> Path:
@@ -53,7 +52,7 @@ class WeightsFolder:
             parent.mkdir(parents=True, exist_ok=True)
             self.path = parent / f"pgtk-weights-{secrets.token_hex(8)}"
             # First, so that a kill at any moment leaves nothing in memory.
-            self._guard = guard("keep", str(self.path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            self.guard = Guard(self.path)
             self.path.mkdir(0o700)
             write_settings(self.path)
             self.path.chmod(0o700 | self._more_rights)
@@ -78,12 +77,11 @@ class WeightsFolder:
                 torch.cuda.synchronize(device)
 
     def remove(self) -> None:
+        """With the servers that were started from it."""
         self._forget()
-        if self.path is not None:
-            shutil.rmtree(self.path, ignore_errors=True)
-        if self._guard is not None:
-            self._guard.kill()
-            self._guard.wait()
+        if self.guard is not None:
+            self.guard.end()
+            shutil.rmtree(self.path, ignore_errors=True)  # where the guard was killed
 
     def _type_of(self, tensor: Tensor) -> torch.dtype:
         return self._dtype if tensor.is_floating_point() else tensor.dtype

@@ -21,7 +21,7 @@ from builders.models import save_with_tokenizer, small_llama
 from builders.runs import SHORT, config_of, sampler_of
 from builders.vllm_servers import COMMAND, Command
 from pgtoolkit.rollouts.policy import PolicyRollouts
-from pgtoolkit.sampling.vllm import VllmSampler
+from pgtoolkit.sampling.servers import ServerSampler
 from pgtoolkit.training.build import build
 
 ENDS = [11, 3]
@@ -87,7 +87,7 @@ class SharedServers:
             for name in ("interrupted", "killed"):
                 self.runs[name] = Command(self._folder / name, *self._settings, *own, *endless)
         with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(thread_name_prefix="start") as pool:
-            patch.setattr(VllmSampler, "_prove", _one_at_a_time(VllmSampler._prove))
+            patch.setattr(ServerSampler, "_prove", _one_at_a_time(ServerSampler._prove))
             for name, (module, sampler) in self.samplers.items():
                 self._started[name] = pool.submit(self._publish, name, module, sampler)
 
@@ -99,9 +99,9 @@ class SharedServers:
     def error(self, name: str) -> BaseException | None:
         return self._started[name].exception()
 
-    def source(self, run_dir: Path, *overrides: str) -> PolicyRollouts:
-        """Rollouts of a policy of its own, sampled by the first server."""
-        _, loader = self._build(run_dir, f"sampler.urls=[{self.url('first')}]", *overrides)
+    def source(self, run_dir: Path, *overrides: str, of: str = "first") -> PolicyRollouts:
+        """Rollouts of a policy of its own, sampled by a server."""
+        _, loader = self._build(run_dir, f"sampler.urls=[{self.url(of)}]", *overrides)
         return loader.source
 
     @contextlib.contextmanager
@@ -135,7 +135,7 @@ class SharedServers:
 
     def processes(self, name: str) -> list[psutil.Process]:
         """Those of a server, with its guard."""
-        guard = psutil.Process(self.samplers[name][1]._servers[0]._process._guard.pid)
+        guard = psutil.Process(self.samplers[name][1]._folder.guard._process.pid)
         return [guard, *guard.children(recursive=True)]
 
     def engine(self, name: str) -> psutil.Process:

@@ -53,7 +53,7 @@ class Engine:
         return self.options.fault == fault and self.calls > self.options.after
 
     def reload(self, folder: str) -> None:
-        if self.options.fault in ("stale", "stale_and_noisy"):
+        if self.options.fault == "stale":
             return
         self.model = copy.deepcopy(self.model)
         self._load(folder)
@@ -76,8 +76,6 @@ class Engine:
         tokens = body["prompt"]
         with torch.no_grad():
             log_probs = self.model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
-        if self.options.fault == "stale_and_noisy":
-            log_probs += 1e-6 * torch.randn_like(log_probs)
         rows = zip(log_probs, tokens[1:], strict=False)
         return [None, *({str(token): {"logprob": float(row[token]), "rank": 1}} for row, token in rows)]
 
@@ -152,14 +150,7 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        engine = self.server.engine
-        if not self._may():
-            self._answer(401, {"error": "Unauthorized"})
-        elif self.path == "/v1/models":
-            root = "/another/model" if engine.options.fault == "another_program" else engine.options.folder
-            self._answer(200, {"data": [{"id": engine.options.folder, "root": root}]})
-        else:
-            self._answer(200 if self.path == "/health" else 404)
+        self._answer(200 if self.path == "/health" else 404)
 
     def do_POST(self) -> None:
         engine, path = self.server.engine, urlsplit(self.path)
@@ -272,7 +263,7 @@ def mark(options: argparse.Namespace, line: str) -> None:
             file.write(f"{line}\n")
 
 
-def main() -> None:
+def main(handler: type[Handler] = Handler) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fault")
     parser.add_argument("--after", type=int, default=0)
@@ -314,7 +305,7 @@ def main() -> None:
     from transformers.generation import TopPLogitsWarper
 
     engine = Engine(options)
-    server = ThreadingHTTPServer(("127.0.0.1", options.port), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", options.port), handler)
     server.engine = engine
     mark(options, "up")
     server.serve_forever()
