@@ -42,14 +42,14 @@ class Job:
 def take_part(job: Job, rank: Rank) -> None:
     """Train as one of rank.world_size processes, all of which call this; the run directory is that of rank 0."""
     with without():
-        from pgtoolkit.ranks.agreement import failing_together, gather
+        from pgtoolkit.ranks.agreement import failing_together, gather_objects
         from pgtoolkit.training.train import train
 
     with _process_group(job.config, rank) as layout:
         with failing_together(layout):
             if job.refused is not None:
                 raise job.refused
-        run_dir = gather(job.run_dir, layout.world_group)[0]
+        run_dir = gather_objects(job.run_dir, layout.world_group)[0]
         try:
             train(job.config, run_dir, job.resume, job.overrides, job.sweep, layout)
         except Interrupted:

@@ -19,7 +19,7 @@ from pgtoolkit.config.schedule import steps_ahead, steps_before
 from pgtoolkit.config.schema import Config, OldLogProbs
 from pgtoolkit.errors import DataError
 from pgtoolkit.packing import cut, pack
-from pgtoolkit.ranks.agreement import failing_together, gather
+from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.advantages import batch_divisor, group_advantages, overlong_penalty
 from pgtoolkit.rollouts.dynamic_sampling import fill
@@ -203,7 +203,7 @@ class PolicyRollouts(Source):
         """The documents of each of `count` prompts, of all ranks, in their order."""
         with failing_together(self.layout):
             own = self._groups(sampling)
-        shares, size = gather(own, self.layout.group("data_parallel")), self.layout.size("data_parallel")
+        shares, size = gather_objects(own, self.layout.group("data_parallel")), self.layout.size("data_parallel")
         return [shares[i % size][i // size] for i in range(count)]
 
     def _groups(self, sampling: _Sampling) -> list[list[Document]]:

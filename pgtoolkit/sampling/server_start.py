@@ -13,7 +13,7 @@ import torch
 
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, SamplerLost
-from pgtoolkit.ranks.agreement import failing_together, gather
+from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.sampling.server_api import Plan, ServerApi
 from pgtoolkit.sampling.server_client import Server
@@ -32,7 +32,7 @@ def plan(api: ServerApi, config: Config, layout: Layout, number_type: str, room:
     if chosen.urls:
         return Plan([], 0, False, number_type, room)
     on_gpu = torch.cuda.is_available() and config.trainer.device != "cpu"
-    ranks = gather((socket.gethostname(), torch.cuda.current_device() if on_gpu else None), layout.world_group)
+    ranks = gather_objects((socket.gethostname(), torch.cuda.current_device() if on_gpu else None), layout.world_group)
     with failing_together(layout):
         if len({host for host, _ in ranks}) > 1:
             reason = "A run on several machines starts no servers: they would all be on the machine of rank 0."

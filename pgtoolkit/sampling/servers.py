@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.config.schema import Config, PolicyRolloutConfig
-from pgtoolkit.ranks.agreement import failing_together, gather
+from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.sampling.proof import Proof
 from pgtoolkit.sampling.samplers import Sampler
@@ -152,10 +152,10 @@ class ServerSampler:
             with failing_together(self._layout):
                 up = started is not None and started.are_up()
             # However long it takes, no rank waits long for another.
-            up = gather(up, self._layout.world_group)[0]
+            up = gather_objects(up, self._layout.world_group)[0]
             time.sleep(0 if up else 0.2)
         told = None if started is None else (self._folder.path.name, started.key, [one.url for one in started.all])
-        self._run_name, key, urls = gather(told, self._layout.world_group)[0]
+        self._run_name, key, urls = gather_objects(told, self._layout.world_group)[0]
         seconds = self._config.sampler.answer_seconds
         self._servers = self._servers or [Server(self._api, url, seconds, key=key) for url in urls]
 
@@ -185,7 +185,7 @@ class ServerSampler:
         with failing_together(self._layout):
             if self._layout.rank == 0:
                 scores = self._of_each(self._score)
-        scores = gather(scores, self._layout.world_group)[0]
+        scores = gather_objects(scores, self._layout.world_group)[0]
         with failing_together(self._layout):
             self._proof.check([server.url for server in self._servers], scores, self._version)
 
