@@ -32,7 +32,7 @@ _MOST_BYTES, _BYTES_PER_TOKEN = 2**20, 2**10
 _BY_CHANCE = -30.0
 """Log-probability below which it is no chance that completions of a prompt are the same."""
 _CONNECTIONS = 1024
-_NOT_FINITE = "Its weights give NaN or infinity"
+_NOT_FINITE = "Its weights give log-probs that are NaN or infinite"
 _FORM = (AttributeError, LookupError, TypeError, ValueError, OverflowError, RuntimeError)
 """What reading an answer raises that is some other JSON."""
 

@@ -233,8 +233,8 @@ def test_training_with_a_family_of_ones_own_does_not_depend_on_the_cut(family, t
         ("NoBounds", [], "NoBounds.bounds need to be two ratios, the lower one first (got 1.2, 0.8)"),
         ("no_family", [], "float is no Family"),
         ("SquaredByDocument", ["loss.num_splits=2", "kernel=torch"], "cuts the documents"),
-        ("Squared", ["loss.options.taw=3"], "unexpected keyword argument 'taw'"),
-        ("Nothing", [], "no attribute 'Nothing'"),
+        ("Squared", ["loss.options.taw=3"], "Its fields are tau. Use loss.options.tau=VALUE."),
+        ("Nothing", [], "(got no Nothing)"),
     ],
 )
 def test_check_refuses_a_family_that_cannot_be_trained_with(name, options, message):
