@@ -14,6 +14,7 @@ from pgtoolkit.config.files import sweep_file, sweep_files
 from pgtoolkit.errors import ConfigError, PgtoolkitError, unusable
 from pgtoolkit.launch.commands import REPORTS
 from pgtoolkit.launch.help import help_page, unknown_command
+from pgtoolkit.system.plain_files import plain_run
 from pgtoolkit.system.report import print_error, say
 
 
@@ -74,7 +75,7 @@ def _sweep(argv: list[str]) -> int:
 
 
 def _check(argv: list[str]) -> int:
-    from pgtoolkit.launch.check import check, page, problems
+    from pgtoolkit.launch.check import check, problems, render_plan
     from pgtoolkit.launch.start import hydra_arguments
 
     file = None
@@ -82,7 +83,7 @@ def _check(argv: list[str]) -> int:
         file, argv = _sweep_file(argv[1:]), ["--multirun", *argv[2:]]
     args = hydra_arguments(_for_hydra(argv))
     checked = check(args.overrides, args.multirun, args.config_dir, sweep_file=file)
-    say(page(checked))
+    say(render_plan(checked))
     return ConfigError.exit_status if problems(checked) else 0
 
 
@@ -101,7 +102,7 @@ def _continue(argv: list[str]) -> int:
 def _run_dir(command: str, argv: list[str], example: str) -> Path:
     if not argv or (not Path(argv[0]).is_dir() and (argv[0].startswith("-") or "=" in argv[0])):
         raise ConfigError(f"pgtk {command} needs a run directory (got none). Use pgtk {command} {example}.")
-    return Path(argv[0])
+    return plain_run(argv[0])
 
 
 def _sweep_file(argv: list[str]) -> Path:

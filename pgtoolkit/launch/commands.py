@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError
+from pgtoolkit.system.plain_files import plain_run, write_atomically
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import refusal, say
 
@@ -29,10 +30,10 @@ def _compare(argv: list[str]) -> int:
         parser.add_argument(f"--{suffix}", type=_file(f"comparison.{suffix}"), metavar="FILE", help=f"write a {what}")
     args = parser.parse_args(argv)
 
-    from pgtoolkit.comparison.files import write
     from pgtoolkit.comparison.groups import compare
+    from pgtoolkit.comparison.reports import write
     from pgtoolkit.comparison.stored import stored_runs
-    from pgtoolkit.comparison.terminal import page
+    from pgtoolkit.comparison.terminal import render_comparison
     from pgtoolkit.runs.find import find_runs
     from pgtoolkit.tracking.next_commands import shell_path
 
@@ -47,7 +48,7 @@ def _compare(argv: list[str]) -> int:
         raise ConfigError(refusal("pgtk compare", "runs, folders or sweeps", got, reason, f"pgtk compare {folder}"))
     runs = stored_runs(args.uri, args.runs) if args.uri else find_runs(args.runs)
     compared = compare(runs, args.metric, args.best_of, args.reach)
-    say(page(compared))
+    say(render_comparison(compared))
     for name in ("html", "csv", "png"):
         if path := getattr(args, name):
             write(compared, name, path, redact(shlex.join(["pgtk", "compare", *argv])))
@@ -57,7 +58,7 @@ def _compare(argv: list[str]) -> int:
 
 def _samples(argv: list[str]) -> int:
     parser = _Parser("pgtk samples", description="Show what a run's model wrote: best, worst, and what changed.")
-    parser.add_argument("run", metavar="RUN", type=Path, help="run directory")
+    parser.add_argument("run", metavar="RUN", type=plain_run, help="run directory")
     parser.add_argument("--set", metavar="NAME", help="training, or a set of evaluation (default: one of evaluation)")
     parser.add_argument("--step", type=int, metavar="N", help="of this step (default: the last; of --html all)")
     parser.add_argument("--since", type=int, metavar="N", help="what changed since this step (default: the first)")
@@ -67,12 +68,12 @@ def _samples(argv: list[str]) -> int:
     parser.add_argument("--html", type=_file("samples.html"), metavar="FILE", help=what)
     args = parser.parse_args(argv)
 
-    from pgtoolkit.inspection.samples import chosen_set, html, kept_by, page, samples
+    from pgtoolkit.inspection.samples import chosen_set, html, kept_by, render_samples, samples
     from pgtoolkit.tracking.next_commands import shell_path
 
     kept = kept_by(args.run)
     found = samples(chosen_set(kept, args.set), args.step, args.since, args.count)
-    say(page(found, kept, shell_path(args.run), args.count, args.lines))
+    say(render_samples(found, kept, shell_path(args.run), args.count, args.lines))
     if args.html:
         sets = [kept[args.set]] if args.set else [*kept.values()]
         text = html(sets, args.step, shell_path(args.run), redact(shlex.join(["pgtk", "samples", *argv])))
@@ -104,13 +105,13 @@ def _file(example: str) -> Callable[[str], Path]:
 
 def _diff(argv: list[str]) -> int:
     parser = _Parser("pgtk diff", description="What changed between two runs: configuration, code, packages, hardware.")
-    parser.add_argument("first", metavar="RUN_A", type=Path)
-    parser.add_argument("second", metavar="RUN_B", type=Path)
+    parser.add_argument("first", metavar="RUN_A", type=plain_run)
+    parser.add_argument("second", metavar="RUN_B", type=plain_run)
     args = parser.parse_args(argv)
 
-    from pgtoolkit.comparison.diff import page
+    from pgtoolkit.comparison.diff import render_diff
 
-    say(page(args.first, args.second))
+    say(render_diff(args.first, args.second))
     return 0
 
 
@@ -149,7 +150,7 @@ def _sync(argv: list[str]) -> int:
 
 def _export(argv: list[str]) -> int:
     parser = _Parser("pgtk export", description="Write a run's newest checkpoint as a Hugging Face folder.")
-    parser.add_argument("run", metavar="RUN", type=Path, help="run directory")
+    parser.add_argument("run", metavar="RUN", type=plain_run, help="run directory")
     parser.add_argument("folder", metavar="DIR", type=Path, help="new or empty folder")
     parser.add_argument("--best", action="store_true", help="the checkpoint with the highest evaluation.best instead")
     args = parser.parse_args(argv)
@@ -216,7 +217,7 @@ def _evaluate(argv: list[str]) -> int:
     from pgtoolkit.launch.evaluate import Asked, evaluate
 
     overrides = [word for word in args.words if word not in named]
-    say(evaluate(Asked(Path(named[0]) if named else None, args.step, args.best, overrides)))
+    say(evaluate(Asked(plain_run(named[0]) if named else None, args.step, args.best, overrides)))
     return 0
 
 
@@ -233,9 +234,8 @@ def _tokens(argv: list[str]) -> int:
 
     from pgtoolkit.inspection.tokens import inspect, summary
     from pgtoolkit.inspection.tokens_page import html
-    from pgtoolkit.system.plain_files import write_atomically
 
-    inspected = inspect(args.run, args.overrides, args.step)
+    inspected = inspect(str(plain_run(args.run)), args.overrides, args.step)
     page = args.html or Path(f"tokens-{inspected.name}-{inspected.number}.html")
     write_atomically(page, html(inspected, redact(shlex.join(["pgtk", "tokens", *argv]))))
     say(summary(inspected, page))

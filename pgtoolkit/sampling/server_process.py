@@ -16,7 +16,6 @@ from pathlib import Path
 
 from pgtoolkit.errors import SamplerLost
 from pgtoolkit.sampling import server_guard
-from pgtoolkit.system.plain_files import open_to_append, open_to_read
 
 _END_SECONDS = 15
 """More than the guard gives the servers."""
@@ -50,7 +49,6 @@ class Guard:
                 f"the sampling server cannot be started: there is no program {command[0]}. Give sampler.executable the "
                 "path of vllm in the environment that it is installed in, or sampler.urls those of running servers."
             )
-        open_to_append(log).close()  # no link, nothing but a file
         server = ServerProcess(self, self._started, log, port)
         self._started += 1
         with contextlib.suppress(BrokenPipeError):  # as its status then says
@@ -95,7 +93,7 @@ class ServerProcess:
     def last_words(self) -> str:
         """The last lines of the log that tell of an error, or else its last lines, and where the log is."""
         lines = []
-        with contextlib.suppress(OSError), open_to_read(self.log) as file:
+        with contextlib.suppress(OSError), self.log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 2**16))
             lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
         errors = list(dict.fromkeys(line for line in lines if re.search(r"(Error|Exception|Value error)\b.*:? ", line)))

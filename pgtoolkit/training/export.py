@@ -17,16 +17,15 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
 from pgtoolkit.config.compose import compose
-from pgtoolkit.config.evaluation import watched_in
+from pgtoolkit.config.evaluation import watched
 from pgtoolkit.config.schema import Config, HuggingFaceModelConfig, NumberType, PromptsTaskConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
 from pgtoolkit.runs.directory import read_config, read_metrics, read_status
 from pgtoolkit.runs.evaluations import best_checkpoint
-from pgtoolkit.runs.files import read_resolved
 from pgtoolkit.runs.find import is_run, not_a_run
+from pgtoolkit.runs.records import read_resolved
 from pgtoolkit.runs.series import best, final
 from pgtoolkit.system.model_folder import ADAPTER_SETTINGS, load_config
-from pgtoolkit.system.plain_files import open_to_read
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import refusal
 from pgtoolkit.system.shell import shell_path
@@ -68,7 +67,7 @@ def export(run_dir: Path, folder: Path, best: bool = False) -> int:
             whole = Path(temporary) / "whole"
             whole.mkdir()
             _write_model(config, state, whole)
-            with contextlib.suppress(FileNotFoundError), open_to_read(run_dir / "curves.png") as picture:
+            with contextlib.suppress(FileNotFoundError), (run_dir / "curves.png").open("rb") as picture:
                 (whole / "curves.png").write_bytes(picture.read())
             (whole / "README.md").write_text(card(config, run_dir, state["step"]), encoding="utf-8")
             for file in whole.iterdir():
@@ -86,7 +85,7 @@ def saved_state(run_dir: Path, use: str, step: int | None = None, best: bool = F
     """
     folder = run_dir / "checkpoints"
     if best:
-        row = best_checkpoint(run_dir, watched_in(read_resolved(run_dir)))
+        row = best_checkpoint(run_dir, watched(read_resolved(run_dir)))
         if row is None:
             reason = "A run keeps one by evaluation.best, from its first evaluation after a step on."
             raise ConfigError(refusal(f"{use} --best", "a run with evaluations and checkpoints", "none", reason, use))

@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import numbers
+import re
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from enum import Enum
@@ -15,7 +16,7 @@ from typing import Any
 
 from pgtoolkit.errors import StorageError, first_line
 from pgtoolkit.losses.checks import is_whole
-from pgtoolkit.system.plain_files import open_to_read, write_atomically
+from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.system.yaml_text import parse_yaml
 
 STATES = ("running", "done", "failed", "interrupted")
@@ -126,11 +127,10 @@ def plain(value: Any) -> Any:
 
 
 def _content(path: Path) -> bytes | None:
-    """The content of a plain file; None where there is none."""
+    """The content of a file; None where there is none."""
     with storage(path):
         try:
-            with open_to_read(path) as file:
-                return file.read()
+            return path.read_bytes()
         except FileNotFoundError:
             return None
 
@@ -190,6 +190,8 @@ def _yaml(data: bytes) -> Any:
 
 
 def _config(data: bytes) -> dict:
+    if re.search(rb"\$\{.*\$\{", data):  # of which ten in each of ten lines stand for gigabytes, too
+        raise ValueError("a line has several ${...}, and a run writes values")
     config = _yaml(data)
     _check(config, dict)
     # OmegaConf takes nothing, and null, for no keys, and a text for keys without values.
