@@ -19,12 +19,13 @@ from pgtoolkit.runs.completions import completion_files
 from pgtoolkit.runs.files import TIME, read_metrics, read_status
 from pgtoolkit.system.plain_files import refuse_other
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.tracking.description import TABLE, describe, table_of
+from pgtoolkit.tracking.description import TABLE, Description, describe, table_of
 from pgtoolkit.tracking.metric_batches import EVALUATION, RowFile, evaluation_metrics_of, metrics_of, system_metrics_of
 from pgtoolkit.tracking.store import (
     failure,
     open_store,
     parameter_name,
+    patiently,
     raising_storage_errors,
     request_seconds,
     search_literal,
@@ -83,7 +84,8 @@ class MlflowTracker:
         first ones, and what changed is in the tag `drift`. On a resume call it after `drop_metrics_after`.
         Afterwards `info` holds uri, experiment_id and run_id.
 
-        Raises StorageError, ending with `consequence`, within seconds if the store does not answer or refuses.
+        Raises StorageError, ending with `consequence`: at once if the store refuses, after `patiently` if it is there
+        and does not answer in time.
         """
         self._run_dir = Path(run_dir)
         for name in ARTIFACTS:
@@ -92,23 +94,9 @@ class MlflowTracker:
         if started := status.get("started"):
             started = int(1000 * datetime.strptime(started, TIME).timestamp())
         with raising_storage_errors(self.uri, consequence):
-            self._client, experiment_id = open_store(self.uri, self.experiment)
             rows = read_metrics(self._run_dir / "metrics.jsonl")
-            run, delivered, superseded = self._known_run(status, experiment_id, rows)
-            if run:
-                self._client.update_run(run.info.run_id, status="RUNNING")
-                if "reason" in run.data.tags:  # of the end that is none any more
-                    self._client.delete_tag(run.info.run_id, "reason")
-                experiment_id = run.info.experiment_id
-            else:
-                run = self._client.create_run(experiment_id, started, run_name=described.run_name)
-                for other in superseded:
-                    self._client.set_tag(other.info.run_id, SUPERSEDED, run.info.run_id)
-            of_set = re.compile(EVALUATION.format("(.*)", "avg"))
-            averages = self._points(run, filter(of_set.fullmatch, run.data.metrics))
-            evaluated = {(of_set.fullmatch(name)[1], point.step) for name, point in averages}  # a row arrives whole
-            self._run_id = run.info.run_id
-            self._log_texts(described.tags, {} if run.data.params else described.params)
+            opened = patiently(self.uri, lambda: self._open(described, status, started, rows))
+        run, experiment_id, delivered, evaluated = opened
         self.info = {"uri": redact(self.uri), "experiment_id": experiment_id, "run_id": self._run_id}
         # Rows of the machine's load are never written anew: the last step says which are there.
         last = max((m.step for m in run.data.to_proto().metrics if m.key.startswith("system/")), default=-1)
@@ -124,6 +112,27 @@ class MlflowTracker:
             self._system = SystemMetrics(self._run_dir / "system_metrics.jsonl")
         # A daemon thread is cut off when the interpreter ends; what it still holds must not be.
         atexit.register(self.finish, "failed")
+
+    def _open(self, described: Description, status: dict, started: int | None, rows: list[dict]):
+        """The MLflow run of the directory, its experiment's id, and which rows of metrics and evaluations it has."""
+        self._client, experiment_id = open_store(self.uri, self.experiment)
+        run, delivered, superseded = self._known_run(status, experiment_id, rows)
+        if run:
+            self._client.update_run(run.info.run_id, status="RUNNING")
+            if "reason" in run.data.tags:  # of the end that is none any more
+                self._client.delete_tag(run.info.run_id, "reason")
+            experiment_id = run.info.experiment_id
+        else:
+            known = {"pgtk.id": str(status.get("id"))}  # by which it is found if the answer to this call comes too late
+            run = self._client.create_run(experiment_id, started, known, described.run_name)
+            for other in superseded:
+                self._client.set_tag(other.info.run_id, SUPERSEDED, run.info.run_id)
+        of_set = re.compile(EVALUATION.format("(.*)", "avg"))
+        averages = self._points(run, filter(of_set.fullmatch, run.data.metrics))
+        evaluated = {(of_set.fullmatch(name)[1], point.step) for name, point in averages}  # a row arrives whole
+        self._run_id = run.info.run_id
+        self._log_texts(described.tags, {} if run.data.params else described.params)
+        return run, experiment_id, delivered, evaluated
 
     def finish(self, state: str, limited: bool = True) -> list[str]:
         """Deliver the rest and close the run; returns what did not reach MLflow, by name. A second call does nothing.
