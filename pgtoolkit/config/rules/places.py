@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path, PurePath
 
 from omegaconf import DictConfig, OmegaConf
@@ -62,8 +63,15 @@ def _links(places: dict[Path, str]) -> list[str]:
 
 def _free(key: str, path: str, more: tuple[str, ...] = ()) -> list[str]:
     """Without a run, or `more`, in it."""
-    by = occupied_by(Path(path), more)
-    return [occupied(f"{key}={path}", Path(path), by)] if by else []
+    if by := occupied_by(Path(path), more):
+        return [occupied(f"{key}={path}", Path(path), by)]
+    nearest = next(place for place in (Path(path).absolute(), *Path(path).absolute().parents) if os.path.lexists(place))
+    try:
+        with tempfile.TemporaryDirectory(prefix=".pgtk-", dir=nearest):  # some file systems refuse what they allow
+            return []
+    except OSError as error:
+        got, use = f"{nearest}: {error.strerror or error}", f"{key}=outputs/FOLDER"
+        return [refusal(f"{key}={path}", "a place where folders can be made", got, _NAMED, use)]
 
 
 def _contained(config: DictConfig, key: str) -> list[str]:

@@ -13,6 +13,9 @@ from pgtoolkit.config.plan import family_of_config, tokens_at_least
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, is_whole, refusal, text
 
+MOST_DOCUMENTS = 10**6
+"""Of a batch of rollouts: as many as accumulation.docs_per_step may be."""
+
 
 def rollout(c: Any, report: Report) -> None:
     rollout = c.rollout
@@ -23,6 +26,11 @@ def rollout(c: Any, report: Report) -> None:
         setting, reason = f"rollout.save_path={rollout.save_path}", "It becomes a folder with one file per batch."
         needs, use = "a new or empty folder, or one of rollouts to resume", "rollout.save_path=recorded_rollouts"
         report.refuse(setting, needs, "other files at that place", reason, use)
+    if (batch := rollout.prompts_per_batch * rollout.group_size) > MOST_DOCUMENTS:
+        setting = f"rollout.prompts_per_batch={rollout.prompts_per_batch}"
+        needs, got = f"at most {MOST_DOCUMENTS} documents a batch", f"{batch}, with {rollout.group_size} of each prompt"
+        use = f"rollout.prompts_per_batch={max(1, MOST_DOCUMENTS // rollout.group_size)}"
+        report.refuse(setting, needs, got, "A batch is kept in memory until it is trained on.", use)
     top_p = rollout.top_p
     if top_p is not None and top_p < 1:
         effect = {
@@ -61,7 +69,10 @@ def _overlong(c: Any, length: int, report: Report) -> None:
         report.refuse_ignored("rollout.overlong_penalty", penalty, where, why, use, off=1)
         return
     if buffer > length:
-        needs, reason = f"at most rollout.max_completion_length={length}", "It is the end of the longest completion."
+        needs, reason = (
+            f"at most rollout.max_completion_length={length}",
+            "It is the last part of the longest completion.",
+        )
         report.refuse_value("rollout.overlong_buffer", buffer, needs, reason, max(1, length // 5))
     setting = f"rollout.overlong_buffer={buffer}"
     if c.advantage.estimator == "max_rl":
