@@ -23,7 +23,6 @@ from pgtoolkit.system.plain_files import remove, write_atomically
 from pgtoolkit.tracking.curves import plot_curves
 from pgtoolkit.tracking.mlflow_run import ARTIFACTS
 from pgtoolkit.tracking.store import open_store
-from pgtoolkit.tracking.system_metrics import SystemMetrics
 from pgtoolkit.training.checkpoint import load_newest
 from pgtoolkit.training.data import record_data
 from pgtoolkit.training.train import _logging_to
@@ -55,12 +54,11 @@ def everything(folder):
         run.append_metrics(2, {"loss": 0.5})
         save_state(folder / "checkpoints", state(1))
         plot_curves(run.read_metrics(), folder / "curves.png", "run")
-        SystemMetrics(folder / "system_metrics.jsonl").stop()
 
 
 WRITTEN = (
     *(".lock", "config.yaml", "overrides.yaml", "provenance.json", "status.json", "metrics.jsonl", "drift.jsonl"),
-    *("run.log", "data.json", "curves.png", "system_metrics.jsonl"),
+    *("run.log", "data.json", "curves.png"),
 )
 
 
