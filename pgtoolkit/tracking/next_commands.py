@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import shutil
 import sys
@@ -90,10 +91,14 @@ def _only_typed(run_dir):
     except Exception:  # before the configuration is written, or where it is damaged
         return []
     named = named_code(config, "function") | named_code(config, "command") | folders_outside(config, Path(run_dir))
-    quoted = {
-        key: value if isinstance(value, str) else f"[{','.join(map(repr, value))}]" for key, value in named.items()
-    }
-    return [f"{key}={value}" for key, value in quoted.items()]
+    return [f"{key}={_quoted(value)}" for key, value in named.items()]
+
+
+def _quoted(value: str | list) -> str:
+    """A text, or several, as Hydra reads them in an override."""
+    if not isinstance(value, str):
+        return f"[{','.join(map(repr, value))}]"
+    return value if re.fullmatch(r"[\w./:~+@-]*", value) else repr(value)
 
 
 def has_counterpart(run_dir: str | Path) -> bool:
