@@ -108,7 +108,8 @@ class MlflowTracker:
             if "reason" in run.data.tags:  # of the end that is none any more
                 self._client.delete_tag(run.info.run_id, "reason")
         else:
-            known = {"pgtk.id": str(status.get("id"))}  # by which it is found if the answer to this call comes too late
+            # By its tag it is found again if the answer to this call comes too late.
+            known = {"pgtk.id": status["id"]} if status.get("id") else {}
             run = self._client.create_run(experiment_id, started, known, described.run_name)
         of_set = re.compile(EVALUATION.format("(.*)", "avg"))
         averages = self._points(run, filter(of_set.fullmatch, run.data.metrics))
