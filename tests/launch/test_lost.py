@@ -181,9 +181,6 @@ def test_data_that_ends_before_the_last_step_is_said_and_can_be_read_again(tmp_p
         "rollout.path=rows.jsonl",
         "advantage=given",
         "model.hidden_size=32",
-    ]
-    recorded += [
-        "model.hidden_size=32",
         "accumulation.docs_per_step=8",
         "trainer.max_steps=5",
         "aggregation=token_mean",
