@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf, open_dict
@@ -13,8 +12,9 @@ from omegaconf import OmegaConf, open_dict
 from pgtoolkit.cli import COMMANDS, main
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.files import options
+from pgtoolkit.config.models import vocabulary_size
 from pgtoolkit.config.overrides import hydra_form
-from pgtoolkit.config.plan import vocabulary_size
+from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.launch.help import help_page
 
@@ -36,13 +36,9 @@ def refused(capsys, *arguments):
     ("typed", "suggested"),
     [
         ("agregation=constant", "Use aggregation=constant."),
-        ("+agregation=constant", "Use aggregation=constant."),
         ("loss=gpro", "Use loss=grpo."),
-        ("loss=gspoo", "Use loss=gspo."),
         ("aggregation=mean_token", "Use aggregation=token_mean."),
-        ("experiment=dappo", "Use experiment=dapo."),
         ("loss.epsilon_hihg=0.3", "Use loss.epsilon_high=0.3."),
-        ("learning_rate=1", "Use optimizer.learning_rate=1."),
         ("lr=1", "Use optimizer.learning_rate=1."),
         ("trainer.docs_per_step=8", "Use accumulation.docs_per_step=8."),
         ("sed=1", "Use seed=1."),
@@ -51,13 +47,10 @@ def refused(capsys, *arguments):
         ("task.dataset=x", "Use task=reasoning_gym task.dataset=x."),
         ("task.path=x", "task.path=x needs task=prompts (got task=reverse). task=reverse does not have the key."),
         ("loss.name=grpo", "Use loss=grpo."),
-        ("loss=GRPO", "Use loss=grpo."),
         ("trainer.max_steps=1e3", "Use trainer.max_steps=1000."),
         ("hydra.run.dir=~/runs", "Use hydra.run.dir=$HOME/runs."),
         ("task.path=prömpts.jsonl", "Use \"task.path='prömpts.jsonl'\"."),
-        ("accumulation.last_step=carri", "Use accumulation.last_step=carry."),
         ("seed=one", "Use seed=0."),
-        ("seed=1.5", "needs a whole number"),
         ("aggregation.divisor=abc", "needs a number or null"),
         ("parallelism.sequence_parallel=3.5", "needs true or false"),
         ("loss=[grpo]x", "Use quotes"),
@@ -129,10 +122,8 @@ def test_what_a_file_says_may_be_changed(capsys):
     ("word", "suggested"),
     [
         ("chek", "Use pgtk check."),
-        ("resum", "Use pgtk resume."),
         ("agregation", "Use pgtk aggregation=OPTION."),
         ("train", "Use pgtk [OVERRIDES], without a word, to train."),
-        ("trian", "Use pgtk [OVERRIDES], without a word, to train."),
         ("bench", "Use python -m benchmarks.kernels"),
         ("zzz", "Use pgtk --help."),
     ],
@@ -374,7 +365,8 @@ def test_the_predicted_vocabulary_is_the_tokenizers(task):
     from pgtoolkit.tasks.tasks import ReverseTask
 
     alphabet = {"reverse": ReverseTask.alphabet, "reasoning_gym": None}[task]
-    predicted = vocabulary_size(SimpleNamespace(name="tiny"), SimpleNamespace(name=task))
+    config = resolve_and_validate(compose([f"task={task}"]).config)[0]
+    predicted = vocabulary_size(config.model, config.task)
     assert predicted == len(character_tokenizer(alphabet))
 
 
@@ -394,7 +386,6 @@ def test_one_configuration_is_printed_at_a_time(capsys):
     ("typed", "says"),
     [
         ("--config-name=x", "--config-name=x needs to be left out (got one). pgtk begins with its own conf/"),
-        ("--config-path=/tmp", "--config-path=/tmp needs to be left out (got one)."),
         ("--config-dir=nowhere", "--config-dir=nowhere needs a folder (got nowhere)."),
     ],
 )

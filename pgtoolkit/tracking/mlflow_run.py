@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pgtoolkit.config.paths import absolute_uri
 from pgtoolkit.runs.completions import completion_files
-from pgtoolkit.runs.files import TIME, read_status
+from pgtoolkit.runs.records import TIME, read_status
 from pgtoolkit.system.background import in_background
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.tracking.description import TABLE, Description, describe, table_of

@@ -6,7 +6,7 @@ import pytest
 
 from pgtoolkit.cli import main
 from pgtoolkit.errors import StorageError
-from pgtoolkit.runs.files import read_resolved
+from pgtoolkit.runs.records import read_resolved
 from pgtoolkit.system.yaml_text import parse_yaml
 
 BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
@@ -36,6 +36,12 @@ def test_aliases_are_refused_before_they_are_followed(tmp_path, capsys):
     assert "large.yaml needs YAML that can be read" in refusal(capsys, "check", "--config-dir=mine", "loss=large")
     (tmp_path / "config.yaml").write_text(BOMB)
     with pytest.raises(StorageError, match=r"config.yaml is damaged \(line 2 has the alias \*a0"):
+        read_resolved(tmp_path)
+
+
+def test_a_saved_configuration_refers_to_nothing(tmp_path):
+    (tmp_path / "config.yaml").write_text("a: xx\nb: ${a}${a}\n")
+    with pytest.raises(StorageError, match=r"config.yaml is damaged \(a line has several"):
         read_resolved(tmp_path)
 
 
