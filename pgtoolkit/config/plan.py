@@ -92,7 +92,7 @@ def reference(config: Config) -> Iterator[str]:
         return
     model, size = config.model, "unknown until it is loaded"
     path = getattr(model, "path", None) if chosen == "initial" else chosen
-    number = tiny_weights(config) if model.name == "tiny" and chosen == "initial" else num_weights(path)
+    number = tiny_weights(model, config.task) if model.name == "tiny" and chosen == "initial" else num_weights(path)
     if number is not None:
         size = f"{number} weights in float32, {4 * number / MEBIBYTE:.3g} MiB"
         if model.name == "huggingface" and model.dtype != "float32":
