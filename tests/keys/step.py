@@ -102,7 +102,7 @@ def correction_name():
     assert len({round(loss, 8) for loss in losses}) == len(losses)
 
 
-BOUNDS = {"low": (None, 0.5, 0.8, 0.95), "high": (1.0, 2.0, 9.0), "threshold": (0.1, 0.25, 2.0)}
+BOUNDS = {"low": (None, 0.5, 0.8, 0.95), "high": (1.0, 2.0, 9.0), "threshold": (0.1, 1.0, 2.0)}
 BOUNDS |= {"mean": ("product", "geometric"), "factor": ("document", "token", "one")}
 
 

@@ -1,6 +1,5 @@
 """Checkpoints: whole or absent, newest readable first, nothing executed on loading."""
 
-import contextlib
 import json
 import os
 import pickle
@@ -353,14 +352,13 @@ def test_moments_that_cannot_be_are_refused(trained, tmp_path, capsys, field, nu
 def test_a_rank_that_is_new_on_resume_draws_numbers_of_its_own(trained):
     """Of the seed, the rank and the step: of none of the ranks that were there, nor those of its start."""
     loaded = load_newest(trained / "checkpoints")
-    module, loader = built(*SHORT)
-    with contextlib.closing(loader):
-        optimizer = make_optimizer(module.model, module.config.optimizer)
-        module.optimizers = lambda use_pl_optimizer=True: optimizer
-        restore(module, loaded | {"random": []})
-        assert torch.initial_seed() == module.config.seed + 7919 * loaded["step"] > module.config.seed
-        restore(module, loaded)
-        assert_equal(random_state(), loaded["random"][0])
+    module = built(*SHORT)[0].float()
+    optimizer = make_optimizer(module.model, module.config.optimizer)
+    module.optimizers = lambda use_pl_optimizer=True: optimizer
+    restore(module, loaded | {"random": []})
+    assert torch.initial_seed() == module.config.seed + 7919 * loaded["step"] > module.config.seed
+    restore(module, loaded)
+    assert_equal(random_state(), loaded["random"][0])
     for rank, step in ((1, 0), (2, 0), (1, 4), (2, 4)):
         seed_rank(3, rank, step)
         assert torch.initial_seed() == 3 + 1_000_003 * rank + 7919 * step

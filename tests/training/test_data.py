@@ -63,20 +63,6 @@ def test_resume_and_export_from_another_directory(copy, tmp_path, monkeypatch):
     assert recorded == ["batch-000000.parquet", "batch-000001.parquet"]
 
 
-def test_a_run_of_an_older_version_is_resumed_where_it_was_started(copy, monkeypatch):
-    """With relative paths, without digests, and without a group of today."""
-    monkeypatch.chdir(copy)
-    for run, key, path in (("first", "task.path", "prompts.jsonl"), ("second", "model.path", "policy")):
-        config = OmegaConf.load(run + "/config.yaml")
-        OmegaConf.update(config, key, path)
-        del config.trainer["accept_changed_data"], config["sampler"]
-        OmegaConf.save(config, run + "/config.yaml")
-        (copy / run / "data.json").unlink()
-        assert main(["resume", run, "trainer.max_steps=3", f"{key}={path}"]) == 0
-        assert OmegaConf.select(OmegaConf.load(run + "/config.yaml"), key) == str(copy / path)
-        assert key in json.loads((copy / run / "data.json").read_text())
-
-
 def other_rewards(file):
     table = pq.read_table(file)
     column = table.schema.get_field_index("reward")

@@ -245,18 +245,6 @@ def test_large_adapters_are_one_file(base, tmp_path, monkeypatch):
     AutoModelForCausalLM.from_pretrained(path)
 
 
-def test_a_run_from_before_there_was_lora_is_resumed_with_all_weights(base, tmp_path):
-    own = [one for one in settings(base) if one.partition("=")[0] not in ("model.lora_rank", "model.lora_alpha")]
-    train(config_of(*own, "trainer.max_steps=1"), tmp_path / "run")
-    saved = OmegaConf.load(tmp_path / "run" / "config.yaml")
-    for key in ("lora_rank", "lora_alpha", "lora_targets"):
-        del saved.model[key]
-    OmegaConf.save(saved, tmp_path / "run" / "config.yaml")
-    assert main(["resume", str(tmp_path / "run"), "trainer.max_steps=2"]) == 0
-    assert OmegaConf.load(tmp_path / "run" / "config.yaml").model.lora_rank is None
-    assert checkpoint_of(tmp_path / "run", 2)["model"].keys() == load_file(base / "model.safetensors").keys()
-
-
 def test_without_peft_it_is_refused(base, monkeypatch):
     monkeypatch.setattr("pgtoolkit.config.rules.run._is_installed", lambda name: name != "peft")
     (problem,) = validate(config_of(*settings(base))).problems
