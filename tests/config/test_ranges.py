@@ -5,7 +5,6 @@ import math
 import pytest
 
 from pgtoolkit.config.compose import compose, compose_choices
-from pgtoolkit.config.files import config_directory
 from pgtoolkit.config.keys import KEYS
 from pgtoolkit.config.rules.declared import describe, within
 from pgtoolkit.config.saved import typed
@@ -117,14 +116,3 @@ def test_a_resumed_run_knows_the_defaults_without_the_choices():
     divisor, epsilon = sorted(validate(resumed).problems)
     assert divisor.endswith("Use aggregation.divisor=7.")
     assert epsilon.endswith("Use loss.epsilon_low=0.2.")
-
-
-def test_the_ranges_are_in_the_documentation():
-    text = (config_directory().parent / "docs" / "configuration.md").read_text()
-    rows = {}
-    for key in NUMBERS:
-        group = choice(key)[0] if key.group == "loss" else key.group  # each family has parameters of its own
-        rows.setdefault(group, {})[key.leaf] = f"`{key.leaf}` {describe(key).rpartition(' from ')[2]}"
-    for group, entries in rows.items():
-        row = f"| `{group}` | {', '.join(entries.values())} |" if group else f"| | {', '.join(entries.values())} |"
-        assert row in text, row
