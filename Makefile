@@ -1,7 +1,9 @@
-# make demo: set up .venv and run the main job. make test: set up .venv and run the tests, but for those that take long
-# and rarely fail, which make test-all runs as well. make lint: style checks.
+# make demo: set up .venv and run the main job. make test: add what the tests need, and run them but for those that take
+# long and rarely fail, which make test-all runs as well. make lint: style checks.
 PYTHON ?= python3
 INSTALLED := .venv/.installed
+FOR_TESTS := .venv/.installed-for-tests
+PIP := .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist worksteal
 
 .PHONY: demo test test-all lint format clean
@@ -9,17 +11,17 @@ PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist worksteal
 demo: $(INSTALLED)
 	.venv/bin/pgtk loss=gspo aggregation=constant
 
-test: $(INSTALLED)
+test: $(FOR_TESTS)
 	$(PYTEST) -m "not slow and not mutants"
 
-test-all: $(INSTALLED)
+test-all: $(FOR_TESTS)
 	$(PYTEST)
 
-lint: $(INSTALLED)
+lint: $(FOR_TESTS)
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 
-format: $(INSTALLED)
+format: $(FOR_TESTS)
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
 
@@ -29,6 +31,11 @@ clean:
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "pgtoolkit needs Python 3.11 or later; choose one with: make PYTHON=python3.12 ..."; exit 1; }
-	$(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	@test -d .venv || $(PYTHON) -m venv .venv
+	@echo "Installing pgtoolkit and what it needs into .venv; most of the time and the space goes to PyTorch."
+	$(PIP) -e .
+	@touch $@
+
+$(FOR_TESTS): $(INSTALLED)
+	$(PIP) -e ".[test]"
 	@touch $@

@@ -1,4 +1,4 @@
-"""Hydra's way in to the launcher of sweeps: Hydra takes plug-ins only from the package `hydra_plugins`.
+"""Hydra's way in to the launchers of sweeps: Hydra takes plug-ins only from the package `hydra_plugins`.
 
 Hydra runs this file before it is known as a module, so that annotations cannot be put off to later here.
 """
@@ -11,7 +11,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 
 @dataclass
@@ -24,12 +24,11 @@ class LocalLauncherConfig:
 ConfigStore.instance().store(group="hydra/launcher", name="local_schema", node=LocalLauncherConfig, provider="pgtk")
 
 
-class LocalLauncher(Launcher):
-    """Every job in a fresh process on this machine; see `pgtoolkit.launch.jobs`."""
+class _Launcher(Launcher):
+    """Every job in a fresh process; see `pgtoolkit.launch.jobs`. settings: the keys of hydra.launcher."""
 
-    def __init__(self, n_jobs: int, fail_fast: bool):
-        self._n_jobs = n_jobs
-        self._fail_fast = fail_fast
+    def __init__(self, fail_fast: bool, **settings: Any):
+        self._fail_fast, self._settings = fail_fast, settings
         self._context: HydraContext | None = None
         self._config: DictConfig | None = None
 
@@ -41,4 +40,33 @@ class LocalLauncher(Launcher):
 
         load = self._context.config_loader.load_sweep_config
         configs = [load(self._config, list(overrides)) for overrides in job_overrides]
-        return launch(self._config, configs, initial_job_idx, self._n_jobs, self._fail_fast)
+        return launch(self._config, configs, initial_job_idx, self._engine, self._fail_fast)
+
+
+class LocalLauncher(_Launcher):
+    """On this machine. settings: n_jobs."""
+
+    def _engine(self):
+        from pgtoolkit.launch.engines import LocalEngine
+
+        return LocalEngine(**self._settings)
+
+
+class RayLauncher(_Launcher):
+    """On a Ray cluster. settings: ray, with init and remote."""
+
+    def _engine(self):
+        from pgtoolkit.launch.engines import RayEngine
+
+        return RayEngine(**OmegaConf.to_container(OmegaConf.create(self._settings["ray"]), resolve=True))
+
+
+class SlurmLauncher(_Launcher):
+    """Through submitit. settings: cluster, submitit_folder, max_num_timeout, and what its executor takes."""
+
+    def _engine(self):
+        from pgtoolkit.launch.engines import SubmititEngine
+
+        settings = OmegaConf.to_container(OmegaConf.create(self._settings), resolve=True)
+        named = {name: settings.pop(name) for name in ("cluster", "submitit_folder", "max_num_timeout")}
+        return SubmititEngine(**named, parameters=settings)

@@ -9,6 +9,7 @@ _EXPORTS = {
     "policy_loss": "pgtoolkit.api",
     "linear_policy_loss": "pgtoolkit.api",
     "log_prob_loss": "pgtoolkit.api",
+    "from_padded": "pgtoolkit.losses.padded",
     "PolicyLoss": "pgtoolkit.kernels.losses",
     "StepTotals": "pgtoolkit.batch",
     "families": "pgtoolkit.losses.families",

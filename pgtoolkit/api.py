@@ -51,8 +51,10 @@ def policy_loss(
 ) -> PolicyLoss:
     """Policy-gradient loss of packed documents, differentiable with respect to their logits.
 
-    logits: (T, V) floating. labels: (T,) int64, the token to predict at each position, negative where not trained.
-    old_log_probs, advantages: (T,) floating, read only where trained. document_index: (T,) int64, 0-based.
+    logits: (T, V) floating. labels: (T,) int64, the token that the logits at each position predict, negative where
+        not trained: labels[t] is token t + 1 of the document, not token t (`from_padded` makes all of these of (B, T)).
+    old_log_probs, advantages: (T,) floating, of that same token, read only where trained. document_index: (T,) int64,
+        0-based.
     loss: the name of a family (the keys of pgtoolkit.families.FAMILIES) with the values of its paper, or a family
         object, such as pgtoolkit.families.Cispo(epsilon_high=2.0).
     parameters: other values than the paper's for a family given by name, such as epsilon_low and epsilon_high.
@@ -75,8 +77,9 @@ def policy_loss(
         metrics have `kl_ref` from "basic" on.
     metrics: "none", "basic" or "with_entropy". impl: "torch", "triton" (a GPU, or a CPU under Triton's interpreter),
         "auto" (by device) or "reference" (plain float64 loops, for tests).
-    check_finite: refuse non-finite numbers, and documents outside num_documents, at trained positions; costs one
-        synchronisation on a GPU. With False they make the loss NaN, infinities included.
+    check_finite: refuse non-finite numbers, log-probs above 0.001 and documents outside num_documents at trained
+        positions, and totals of fewer tokens than are here; costs one synchronisation on a GPU. With False, numbers
+        that are not finite make the loss NaN, infinities included.
     overwrite_logits: write the gradient over the logits, which saves its memory; the loss can then be backpropagated
         once, and the logits are lost.
 

@@ -86,8 +86,9 @@ class DocumentCounts:
 class Tokens:
     """What the loss knows of the positions of a piece of a step, but for their logits.
 
-    labels, document_index: (T,) int64; labels[t] is the token to predict at position t, negative where nothing is
-        trained. old_log_probs, advantages: (T,) floating, aligned with labels, read only where trained.
+    labels, document_index: (T,) int64; labels[t] is the token to predict at position t, which is token t + 1 of the
+        document, negative where nothing is trained. old_log_probs, advantages: (T,) floating, aligned with labels, read
+        only where trained.
     sampling_log_probs, ref_log_probs: the same, or None; see `OPTIONAL_VECTORS`.
     factors: the same, or None: rho_t as the caller has computed it; l_t is multiplied by it, beside any correction.
     num_documents: of this piece. group_index: (documents,) int64, each document's group as the totals number them.

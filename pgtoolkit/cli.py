@@ -1,18 +1,20 @@
-"""The command `pgtk`: which sub-command a line means, its help, and how errors end."""
+"""The command `pgtk`: which sub-command a line means, and how errors end.
+
+`pgtk loss=gspo` goes from `main` over `_train` to `launch/start.py`, `launch/processes.py` and `training/train.py`.
+"""
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
-import textwrap
 from pathlib import Path
 
 from pgtoolkit import __version__
-from pgtoolkit.config.files import default_options, options, sweep_file, sweep_files
+from pgtoolkit.config.files import sweep_file, sweep_files
 from pgtoolkit.errors import ConfigError, PgtoolkitError, unusable
 from pgtoolkit.launch.commands import REPORTS
-from pgtoolkit.system.report import print_error, refusal, say
+from pgtoolkit.launch.help import help_page, unknown_command
+from pgtoolkit.system.report import print_error, say
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,7 +46,7 @@ def _dispatch(argv: list[str]) -> int:
     if command in REPORTS:  # whose parsers know --help
         return REPORTS[command][2](argv[1:])
     if "--help" in argv or "-h" in argv:
-        say(help_page())
+        say(help_page(COMMANDS))
         return 0
     if "--version" in argv:
         say(f"pgtk {__version__}")
@@ -52,51 +54,8 @@ def _dispatch(argv: list[str]) -> int:
     if command is None:
         return _train(argv)
     if command not in COMMANDS:
-        raise _unknown_command(command)
+        raise unknown_command(command, COMMANDS)
     return COMMANDS[command][2](argv[1:])
-
-
-def help_page() -> str:
-    """Commands, groups with their options, examples: one screen of at most 32 lines."""
-    lines = ["Policy-gradient losses for language models, compared by declarative configuration. Commands:"]
-    lines.append(f"  pgtk {'[OVERRIDES]':<28}train, results in outputs/; -m a=1,2 b=3,4 runs all four")
-    lines += [f"  pgtk {f'{name} {words}':<28}{says}" for name, (words, says, _) in COMMANDS.items()]
-    lines.append("Groups (GROUP=OPTION; * is the default):")
-    defaults, single, columns = default_options(), [], []
-    for group, names in sorted(options().items(), key=lambda item: [*defaults, item[0]].index(item[0])):
-        if len(names) == 1:
-            single.append(f"{group} ({names[0]})")
-            continue
-        marked = [f"{name}*" if defaults.get(group) == name else name for name in names]
-        columns.append(f"  {group:<13}" + "  ".join(marked))
-    for line in _side_by_side(columns):
-        lines += textwrap.wrap(line, 100, subsequent_indent=" " * 15)
-    lines.append("  with one option: " + ", ".join(single))
-    lines.append("Single keys: loss.epsilon_high=0.28 seed=1; all of them with their meaning: conf/, or pgtk --cfg job")
-    lines.append("Examples: pgtk loss=gspo aggregation=constant  |  pgtk check experiment=dapo  |  pgtk debug=short")
-    return "\n".join(lines)
-
-
-def _side_by_side(lines: list[str], width: int = 52) -> list[str]:
-    """Two on one line of 100 columns where both are short: one and the next short one after it."""
-    joined: list[str] = []
-    free = None  # number of a line that has room for another
-    for line in lines:
-        if free is not None and len(line) <= 102 - width:
-            joined[free], free = f"{joined[free]:<{width}}{line.removeprefix('  ')}", None
-        else:
-            free = len(joined) if len(line) < width else free
-            joined.append(line)
-    return joined
-
-
-def _unknown_command(word: str) -> ConfigError:
-    uses = {name: f"pgtk {name}=OPTION" for name in options()} | {name: f"pgtk {name}" for name in COMMANDS}
-    uses |= dict.fromkeys(("train", "run"), "pgtk [OVERRIDES], without a word, to train")
-    uses["bench"] = "python -m benchmarks.kernels, in a checkout of pgtoolkit"
-    near = difflib.get_close_matches(word, uses, n=1)
-    reason, use = f"The commands are {', '.join(COMMANDS)}.", uses[near[0]] if near else "pgtk --help"
-    return ConfigError(refusal(word, "to be a command or key=value", "neither", reason, use))
 
 
 def _train(argv: list[str], file: Path | None = None, typed: list[str] | None = None) -> int:
@@ -128,11 +87,21 @@ def _check(argv: list[str]) -> int:
 
 
 def _resume(argv: list[str]) -> int:
-    if not argv or (not Path(argv[0]).is_dir() and (argv[0].startswith("-") or "=" in argv[0])):
-        raise ConfigError("pgtk resume needs a run directory (got none). Use pgtk resume outputs/DATE/TIME-NAME.")
     from pgtoolkit.launch.start import resume
 
-    return resume(Path(argv[0]), argv[1:])
+    return resume(_run_dir("resume", argv, "outputs/DATE/TIME-NAME"), argv[1:])
+
+
+def _continue(argv: list[str]) -> int:
+    from pgtoolkit.launch.start import start_or_continue
+
+    return start_or_continue(_run_dir("continue", argv, "outputs/NAME OVERRIDES"), argv[1:])
+
+
+def _run_dir(command: str, argv: list[str], example: str) -> Path:
+    if not argv or (not Path(argv[0]).is_dir() and (argv[0].startswith("-") or "=" in argv[0])):
+        raise ConfigError(f"pgtk {command} needs a run directory (got none). Use pgtk {command} {example}.")
+    return Path(argv[0])
 
 
 def _sweep_file(argv: list[str]) -> Path:
@@ -151,6 +120,7 @@ COMMANDS = {
     "sweep": ("NAME [OVERRIDES]", "train what a file in sweeps/ describes; repeated, it continues", _sweep),
     "check": ("...", "of any of these: print the plan and every problem, start nothing", _check),
     "resume": ("RUN_DIR [OVERRIDES]", "continue a run from its newest checkpoint", _resume),
+    "continue": ("DIR [OVERRIDES]", "start a run there, or continue it: a job script can repeat it", _continue),
     **REPORTS,
 }
 """Name -> what follows it, what it does, and the function that does it with the words after its name."""

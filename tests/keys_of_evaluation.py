@@ -112,7 +112,7 @@ def best_and_goal(tmp_path):
         for best, expected in (("avg", 6), ("pass@1", 4), ("b/avg", 2), ("null", None)):
             module, _ = module_and_steps("evaluation.every=2", f"evaluation.best={best}", *named)
             assert Evaluations(run, module).best_step == expected
-        for goal, expected in ((0.25, [4]), (0.15, [4, 6]), (0.9, [])):
+        for goal, expected in ((0.25, [4]), (0.2, [4, 6]), (0.15, [4, 6]), (0.9, [])):
             module, _ = module_and_steps("evaluation.every=2", f"trainer.stop_at={goal}", *named)
             evaluations = Evaluations(run, module)
             assert [step for step in values if evaluations.reached(step)] == expected

@@ -23,7 +23,7 @@ def page(compared: Compared) -> str:
     lines = [*folded(heading(compared)), "", *_table(compared), *_explained(definitions(compared)), ""]
     lines += _differences(compared)
     if compared.left_out:
-        lines += ["", "In no mean:"]
+        lines += ["", "Excluded from averages:"]
         lines += [line for left in left_out(compared) for line in folded(left, "  ", "      ")]
     lines += [line for note in compared.notes for line in folded(f"Note: {note}")]
     return "\n".join(lines)
@@ -57,7 +57,7 @@ def definitions(compared: Compared) -> list[str]:
         if any(limit < inf for limit in compared.limits.values()):
             looked = ", ".join(f"{whole(limit)} {AXES[axis]}" for axis, limit in compared.limits.items())
             said.append(
-                f"≥: a seed that did not come to it counts with what was looked at ({looked}), so the mean is a lower "
+                f"≥: a seed that never reached it counts as the search limit ({looked}), so the mean is a lower "
                 "bound (restricted mean, Royston and Parmar 2013)."
             )
     elif is_score(metric):
@@ -102,7 +102,7 @@ def worth(comparisons: list[Comparison]) -> list[str]:
 def verdict(comparison: Comparison) -> str:
     """What can be said of a difference."""
     if min(comparison.counts) < 2:
-        return "takes 2 seeds of each"
+        return "needs 2 seeds per configuration"
     if comparison.p is None:
         return "no noise to test by"
     if comparison.adjusted_p < LEVEL:

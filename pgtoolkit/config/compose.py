@@ -84,7 +84,7 @@ def compose(
         elif key.split(".")[0].split("/")[0] == "hydra" and not saved:
             choices.append(override.input_line)
         elif key in groups and not isinstance(override.value(), dict):
-            if problem := override_problems.unknown_option(override, groups[key]):
+            if problem := override_problems.unknown_option(override, groups):
                 problems.append(problem)
             else:
                 choices.append(hydra_form(override.input_line))

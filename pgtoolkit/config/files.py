@@ -58,6 +58,11 @@ def _shipped(folder: str) -> Path:
     return inside if inside.is_dir() else package.parent / folder
 
 
+def docs_page(name: str) -> str:
+    """The text of a page of docs/ that comes with pgtoolkit: see pyproject.toml for which do."""
+    return (_shipped("docs") / name).read_text(encoding="utf-8")
+
+
 def options(config_dir: Path | None = None) -> dict[str, list[str]]:
     """Group -> its options: the YAML files in conf/ and in a directory of one's own."""
     found = {group: {*names} for group, names in _shipped_options().items()}

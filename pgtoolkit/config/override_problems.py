@@ -15,6 +15,7 @@ from omegaconf import DictConfig, EnumNode, ListConfig, OmegaConf
 
 from pgtoolkit.config.defaults import comment, default
 from pgtoolkit.config.files import default_options
+from pgtoolkit.config.keys import KEYS
 from pgtoolkit.config.schema import SCHEMAS
 from pgtoolkit.errors import first_line
 from pgtoolkit.runs.files import leaves
@@ -24,6 +25,11 @@ from pgtoolkit.system.report import refusal, text
 _HYDRAS = ("hydra", "config")
 """Hydra's own settings, of which conf/hydra/pgtk.yaml is made."""
 _GROUPS = list(dict.fromkeys(schema.partition("/")[0] for schema in SCHEMAS))
+_LISTS = {key.name for key in KEYS if key.type == "list[str]"}
+"""Keys whose value is a list of texts."""
+
+ALSO_CALLED = {"ppo": "loss=grpo"}
+"""What the field calls an option, where that name is none of ours."""
 
 
 def unreadable(override: str, error: Exception, groups: Iterable[str]) -> str:
@@ -34,9 +40,17 @@ def unreadable(override: str, error: Exception, groups: Iterable[str]) -> str:
         use = f"{near}=VALUE"
     elif "~/" in value:  # which a shell does not replace within a word
         use = override.replace("~/", "$HOME/", 1)
+    elif key in _LISTS:
+        use = _as_list(key, value)
     elif equals and not set("'\"[]{}") & set(value):
         use = f"\"{key}='{value}'\""
     return f"{override} needs the form key=value (got {override!r}). {_first_line(error)}. Use {use}."
+
+
+def _as_list(key: str, value: str) -> str:
+    """The override, for a shell, that makes a list of what was typed."""
+    inside = value.strip().strip("'[]\"")
+    return f"'{key}=[\"{inside}\"]'"
 
 
 def wrong_form(override: Override, groups: dict[str, list[str]]) -> str | None:
@@ -76,17 +90,20 @@ def _keys(override: Override) -> list[str]:
     return list(dict.fromkeys(leaf for one in values for leaf, _ in leaves({key: one})))
 
 
-def unknown_option(override: Override, names: list[str]) -> str | None:
-    """An option that its group does not have."""
+def unknown_option(override: Override, groups: dict[str, list[str]]) -> str | None:
+    """An option that its group does not have; the way out may be an option of another one."""
     key, value = override.key_or_group, override.value()
+    names = groups[key]
     if value is None and key in ("experiment", "debug"):
         return None
     several = value if isinstance(value, list) and key in ("experiment", "debug") else [value]
     wrong = [name for name in several or [value] if name not in names]
     if not wrong:
         return None
-    near = nearest(text(wrong[0]), names)
+    near, word = nearest(text(wrong[0]), names), text(wrong[0])
     use = f"{key}={near}" if near else " or ".join(f"{key}={name}" for name in names)
+    if elsewhere := ALSO_CALLED.get(word) or next((f"{one}={word}" for one in groups if word in groups[one]), None):
+        use = elsewhere
     reason = f"The options of {key} are the files in conf/{key}."
     return f"{override.input_line} needs one of {', '.join(names)} (got {text(wrong[0])!r}). {reason} Use {use}."
 
@@ -171,6 +188,7 @@ def wrong_type(config: DictConfig, key: str, value: Any, node: Any) -> str:
         needs = "a dictionary"
     elif isinstance(node, ListConfig):
         needs = "a list of texts"
+        use = _as_list(key, value) if isinstance(value, str) else use
     else:
         needs = words.get(node._metadata.ref_type, "another type") + (" or null" if node._is_optional() else "")
     reason = comment(config, key) or "Every key has a type."

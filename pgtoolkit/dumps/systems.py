@@ -217,8 +217,7 @@ REFUSED = {
     ),
     "trl": (
         "texts and rewards (log_completions)",
-        "a subclass of GRPOTrainer whose _generate_and_score_completions writes prompt_ids, completion_ids, "
-        f"sampling_per_token_logps and advantages of what it returns as {_ROWS}",
+        "the subclass of GRPOTrainer in docs/dumps.md, which writes a file for rollout=recorded as it trains",
     ),
     "skyrl": (
         "pickles that run code as they are loaded (dump_data_batch)",

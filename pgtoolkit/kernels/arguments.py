@@ -63,7 +63,20 @@ def check_reference(kl: KL | None, ref_log_probs: Tensor | None, metrics: str) -
 def check_rows(name: str, rows: Tensor) -> None:
     """ValueError unless rows, whose keyword is `name`, is a matrix of floating point."""
     if not isinstance(rows, Tensor) or rows.dim() != 2 or not rows.is_floating_point():
-        raise ValueError(f"{name} needs two dimensions of floating point (got {shown(rows)})")
+        raise ValueError(f"{name} needs two dimensions of floating point (got {shown(rows)}){_way_in(name, rows)}")
+
+
+def _way_in(key: str, value: Any) -> str:
+    """The end of a sentence that refuses a shape or a type: what makes the right one of it."""
+    if not hasattr(value, "shape"):
+        return ""
+    if not isinstance(value, Tensor):
+        return ". This is no tensor: use torch.as_tensor, or pgtoolkit.from_padded, which takes numpy arrays"
+    if value.dim() == (3 if key in ("logits", "hidden") else 2):
+        return ". The tokens of all documents lie on one axis: pgtoolkit.from_padded makes one of (B, T)"
+    if key == "advantages" and value.dim() == 1:
+        return ". Of one advantage a document, (D,), advantages[document_index] has one a token"
+    return ""
 
 
 def check_head(hidden: Tensor, head: LMHead, loss: Loss, method: Computation) -> None:
@@ -101,7 +114,7 @@ def check_head(hidden: Tensor, head: LMHead, loss: Loss, method: Computation) ->
 def check_tensor(key: str, value: Any, like: Tensor, shape, needed: str, whole: bool = False) -> None:
     """Refuse anything but a tensor of that shape (None: refuse any), described by `needed`, on the device of `like`."""
     if not isinstance(value, Tensor) or value.shape != shape:
-        raise ValueError(f"{key} needs {needed} (got {shown(value)})")
+        raise ValueError(f"{key} needs {needed} (got {shown(value)}){_way_in(key, value)}")
     if whole and value.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{key} needs dtype int64 (got {shown(value)})")
     if not whole and not value.is_floating_point():
@@ -176,6 +189,12 @@ def check_totals(totals: StepTotals | None, num_documents: int, group_index: Ten
             least = value
         if least < 0:
             raise ValueError(f"totals.{name} needs numbers >= 0 (got {least})")
+    counted = totals.num_documents
+    if is_whole(counted) and num_documents > counted:
+        raise ValueError(
+            f"totals.num_documents needs to count at least the {num_documents} documents of this call (got {counted}). "
+            "Totals are those of the whole step."
+        )
     if (totals.num_groups is None) != (totals.tokens_per_group is None):
         raise ValueError("totals needs both of num_groups and tokens_per_group, or neither")
     if group_index is not None and totals.tokens_per_group is not None and not group_index.is_cuda:

@@ -93,7 +93,7 @@ def make_plan(
         lengths, has_gradient = ([[number] for number in numbers] for numbers in (known.trained, with_slope))
         num_trained, num_informative = sum(known.trained), sum(with_slope) if with_gradient else 0
     else:
-        num_bad = objective.not_finite().sum(0, keepdim=True)
+        num_bad = objective.refused().sum(0, keepdim=True)
         if by_document:
             here = documents.index.new_zeros(documents.num_documents + 1)
             here = here.index_add_(0, documents.index, informative.long())[:-1]

@@ -187,7 +187,7 @@ class _FusedPass:
                 parts.append(last_piece.log_probs)
             if chunk is plan.chunks[-1]:
                 # All log-probs are known: the answer reaches the host while the last products run.
-                self.any_not_finite = AnyOnHost(objective.not_finite(self.log_probs))
+                self.any_not_finite = AnyOnHost(objective.refused(self.log_probs))
             if not chunk.needs_gradient:
                 continue
             share = ordered.take(slice(chunk.start, chunk.stop), chunk.documents)

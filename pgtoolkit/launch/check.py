@@ -22,7 +22,7 @@ from pgtoolkit.config.rules import places
 from pgtoolkit.config.rules.run import launcher
 from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import PgtoolkitError, first_line
-from pgtoolkit.launch.sweep import Sweep, plan
+from pgtoolkit.launch.sweep import LOCAL, Sweep, plan
 from pgtoolkit.system.report import Report, key_of
 from pgtoolkit.training.machine import check_machine
 
@@ -101,7 +101,7 @@ def check(
     if rules:
         launcher(master.hydra, checked.report)
         for run in runs:
-            if run.config is not None and "fail_fast" in master.hydra.launcher:  # ours: the jobs run here
+            if run.config is not None and master.hydra.launcher._target_ == LOCAL:  # the jobs run here
                 check_machine(run.values, run.report, begins=False)
         try:
             master.hydra.overrides.task = of_jobs
@@ -146,9 +146,7 @@ def _plan(checked: Checked, folder: Path, command: list[str]) -> None:
         if run.config is None or run.report.problems:
             continue
         job = plan(run.config, run.overrides, number, folder, checked.unnamed)
-        hydra = run.config.hydra
-        inside = None if "fail_fast" in hydra.launcher else hydra.output_subdir
-        run.report.problems += places.of_job(folder, job.directory, inside)
+        run.report.problems += places.of_job(folder, job.directory)
         run.directory = job.directory
         first = sweep.jobs.setdefault(job.directory, job)
         if first is not job and first.config != job.config:

@@ -36,6 +36,15 @@ def _compare(argv: list[str]) -> int:
     from pgtoolkit.runs.find import find_runs
     from pgtoolkit.tracking.next_commands import shell_path
 
+    if overrides := [word for word in args.runs if "=" in word and not Path(word).exists()]:
+        from pgtoolkit.config.names import name_from
+        from pgtoolkit.config.overrides import is_swept
+
+        overrides.sort(key=lambda word: not is_swept(word))  # as in the name of the folder
+        folder = "_".join([*(word for word in args.runs if word not in overrides), name_from(overrides, {})])
+        reason = "A sweep with overrides has a folder of its own, named after them."
+        got = " ".join(overrides)
+        raise ConfigError(refusal("pgtk compare", "runs, folders or sweeps", got, reason, f"pgtk compare {folder}"))
     runs = stored_runs(args.uri, args.runs) if args.uri else find_runs(args.runs)
     compared = compare(runs, args.metric, args.best_of, args.reach)
     say(page(compared))
@@ -233,12 +242,24 @@ def _tokens(argv: list[str]) -> int:
     return 0
 
 
+def _explain(argv: list[str]) -> int:
+    parser = _Parser("pgtk explain", description="What a key, a group, an option, a metric or an exit status means.")
+    parser.add_argument("words", nargs="+", metavar="WORD", help="or a sentence of pgtk's, whose words are explained")
+    args = parser.parse_args(argv)
+
+    from pgtoolkit.config.explain import explain
+
+    say(explain(" ".join(args.words)))
+    return 0
+
+
 REPORTS = {
     "compare": ("RUN_DIR...", "what varies, what was reached over seeds, seed noise; --html FILE", _compare),
     "convert": ("SYSTEM PATH OUT", "rollouts of another trainer as a file for rollout=recorded", _convert),
     "diff": ("RUN_A RUN_B", "what changed: configuration, code, packages, hardware", _diff),
     "doctor": ("FILE [OVERRIDES]", "whether recorded rollouts are fit for a comparison", _doctor),
     "evaluate": ("[RUN] [OVERRIDES]", "avg and pass@k of a run, a folder or an initial model", _evaluate),
+    "explain": ("WORD", "what a key, group, option, metric or exit status means", _explain),
     "export": ("RUN_DIR DIR", "the newest checkpoint, or --best, as a Hugging Face folder", _export),
     "samples": ("RUN_DIR", "what the model wrote: best, worst, what changed; --html FILE", _samples),
     "sync": ("RUN_DIR...", "deliver to MLflow what it lacks of runs, such as after an outage", _sync),

@@ -1,13 +1,15 @@
-"""One job of a sweep: a process of its own (`python -m pgtoolkit.launch.job FILE`), or in another launcher's."""
+"""One job of a sweep, in a process of its own: `python -m pgtoolkit.launch.job FILE`."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -19,33 +21,39 @@ from pgtoolkit.config.rules.parallelism import world_size
 from pgtoolkit.config.saved import typed
 from pgtoolkit.errors import Interrupted, PgtoolkitError, unusable
 from pgtoolkit.launch.sweep import refuse_another
-from pgtoolkit.runs.directory import read_status
-from pgtoolkit.system.report import print_error
-from pgtoolkit.tracking.signals import stop_signals_recorded
+from pgtoolkit.ranks.environment import joined
+from pgtoolkit.runs.directory import is_held, read_status
+from pgtoolkit.system.report import print_error, say
+from pgtoolkit.system.shell import shortest_path
+from pgtoolkit.tracking.signals import STOP_SIGNALS, stop_signals_recorded
+
+_SECONDS_TO_BECOME_FREE = 600
+"""For a process whose launcher was killed, which finishes its step and saves."""
 
 
-def run(config: DictConfig, directory: Path, overrides: list[str], sweep: str) -> None:
-    """Train the job in its directory: from its newest checkpoint if it was begun before; nothing if it is done."""
+def run(config: DictConfig, directory: Path, overrides: list[str], sweep: str | None = None) -> None:
+    """Train in the directory: from its newest checkpoint if a run was begun there before; nothing if it is done."""
+    wait_until_free(directory)
     if begun := (directory / "config.yaml").is_file():
         refuse_another(directory, plain_config(config))
     if begun and read_status(directory).get("state") == "done":
+        say(f"{shortest_path(directory)} is done: nothing is left to train")
         return
-    with stop_signals_recorded(config, directory, overrides, sweep):
+    alone = joined() is None
+    with stop_signals_recorded(config, directory, overrides, sweep) if alone else contextlib.nullcontext():
         from pgtoolkit.launch.processes import Job, launch
 
         launch(Job(config, directory, begun, overrides, sweep))
 
 
-def run_elsewhere(config: DictConfig) -> None:
-    """The job that a launcher other than ours runs, such as SLURM's; its run directory says what became of it."""
-    run_dir, overrides = named_by_hydra(config)
-    try:
-        run(config, run_dir, overrides, Path(HydraConfig.get().sweep.dir).name)
-    except Interrupted as stop:
-        # Ends a sweep too, whose launcher goes on after any other exception.
-        raise SystemExit(print_error(stop)) from None
-    except PgtoolkitError as error:
-        print_error(error)
+def wait_until_free(directory: Path) -> None:
+    """Another process may still hold the directory; one that does not let go is named when training begins."""
+    if joined() is not None or not is_held(directory):
+        return  # of several ranks another one may hold it already
+    say(f"waiting for another process that still runs {shortest_path(directory)}")
+    end = time.monotonic() + _SECONDS_TO_BECOME_FREE
+    while is_held(directory) and time.monotonic() < end:
+        time.sleep(0.2)
 
 
 def named_by_hydra(config: DictConfig) -> tuple[Path, list[str]]:
@@ -58,7 +66,7 @@ def named_by_hydra(config: DictConfig) -> tuple[Path, list[str]]:
 
 def main(argv: list[str]) -> int:
     """Run the job that the launcher wrote into a file; returns the exit status."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOP_SIGNALS:
         signal.signal(number, _leave)
     threading.Thread(target=_stop_with_launcher, daemon=True).start()
     job = json.loads(Path(argv[0]).read_text())

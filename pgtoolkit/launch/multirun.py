@@ -13,19 +13,16 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig
 
 from pgtoolkit.config.compose import name_directories
-from pgtoolkit.config.overrides import register
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError
 from pgtoolkit.launch import sweep_report
 from pgtoolkit.launch.check import Checked
-from pgtoolkit.launch.job import run_elsewhere
-from pgtoolkit.launch.sweep import LOCAL, Sweep, plan
+from pgtoolkit.launch.sweep import Sweep, plan
 from pgtoolkit.system.report import say
 
 
 def run_sweep(checked: Checked) -> int:
     """Run the checked jobs, each if it is not done; returns the exit status: 1 if a job failed.
 
-    Where our own launcher does not run the jobs, the run directories alone say what became of them.
     Raises Interrupted after a signal.
     """
     sweep, config = checked.sweep, checked.runs[0].config
@@ -50,11 +47,6 @@ def run_sweep(checked: Checked) -> int:
         ended = Sweep.load(sweep.folder)
         # A search plans nothing, and repeats what it finds done.
         jobs = [job for name, job in ended.jobs.items() if name in planned or not planned]
-        if config.hydra.launcher._target_ != LOCAL:
-            for job in jobs:
-                job.config = sweep.jobs[job.directory].config
-                job.update_from(sweep.folder)
-            ended.save()
         say(sweep_report.table(ended, jobs) + f", in {(time.monotonic() - begun) / 60:.1f} min")
         for line in sweep_report.next_steps(ended, jobs, again=not interrupted):
             say(line)
@@ -71,7 +63,8 @@ def _run_hydra(checked: Checked) -> None:
     name_directories(master.hydra, checked.unnamed)
     configure_log(master.hydra.hydra_logging, master.hydra.verbose)
     context = HydraContext(_CheckedJobs(checked), Callbacks(master))
-    sweeper = Plugins.instance().instantiate_sweeper(config=master, hydra_context=context, task_function=run_elsewhere)
+    # Our launchers need no function of Hydra's: each job is a process that reads its configuration from a file.
+    sweeper = Plugins.instance().instantiate_sweeper(config=master, hydra_context=context, task_function=lambda _: None)
     sweeper.sweep(arguments=checked.arguments)
 
 
@@ -84,7 +77,6 @@ class _CheckedJobs:
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
         """The configuration of one job, with the node `hydra`."""
-        register()  # a launcher may have sent this object to another machine
         if (config := self._configs.get(tuple(sweep_overrides))) is not None:
             return copy.deepcopy(config)
         # Of values that a searching sweeper has drawn.

@@ -29,17 +29,20 @@ from pgtoolkit.config.rules.parallelism import world_size
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, RankLost
 from pgtoolkit.launch.worker import Job, take_part
 from pgtoolkit.ranks.environment import joined
-from pgtoolkit.runs.directory import RunDirectory, read_status
+from pgtoolkit.runs.directory import record_end
 from pgtoolkit.system.imports import without
 from pgtoolkit.system.report import say
 from pgtoolkit.tracking.next_commands import resume_command
-from pgtoolkit.tracking.signals import StopSignal
+from pgtoolkit.tracking.signals import STOP_SIGNALS, StopSignal
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 _PROCESSES_PER_CORE = 16
 """More are a mistake in writing, and would take the machine's memory before anybody could say so."""
+AFTER_WORKERS = ("running", "failed")
+"""States that a worker may have left: who has started it knows better why it failed."""
+
 GRACE_SECONDS = 30
 """For rank 0 to write final status and curves once another has failed; 2 for the others, who have none to write."""
 
@@ -88,7 +91,7 @@ def _refuse_too_many(device: str, count: int) -> None:
 def _run_workers(folder: Path, count: int, run_dir: Path, timeout_seconds: float) -> None:
     """Run the job in `folder` on so many local processes until all have ended; raises the error that ended them.
 
-    SIGINT and SIGTERM go on to the workers, who finish their step; StopSignal if they had not begun. A worker that
+    STOP_SIGNALS go on to the workers, who finish their step; StopSignal if they had not begun. A worker that
     fails takes the others with it.
     """
     # Workers start with SIGINT blocked, which they undo: until then their interpreter would show where it was. Here it
@@ -106,7 +109,7 @@ def _run_workers(folder: Path, count: int, run_dir: Path, timeout_seconds: float
     try:
         _conclude(folder, workers, signals, unanswering, timeout_seconds, run_dir)
     except RankLost as error:
-        _record(run_dir, "failed", f"RankLost: {error}")
+        record_end(run_dir, "failed", f"RankLost: {error}", AFTER_WORKERS)
         raise
 
 
@@ -144,7 +147,7 @@ def _stderr(folder: Path, rank: int) -> Path:
 
 @contextlib.contextmanager
 def _forwarded(workers: dict[int, Popen]) -> Iterator[list[int]]:
-    """SIGINT and SIGTERM of this process are the workers'; gives the numbers of those that came."""
+    """STOP_SIGNALS of this process are the workers'; gives the numbers of those that came."""
     came: list[int] = []
 
     def forward(number, _frame) -> None:
@@ -152,7 +155,7 @@ def _forwarded(workers: dict[int, Popen]) -> Iterator[list[int]]:
         for process in workers.values():
             process.send_signal(number)
 
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         yield came
@@ -206,7 +209,7 @@ def _conclude(folder, workers, signals, unanswering, timeout_seconds, run_dir) -
             raise Interrupted(found["message"])
     if signals:
         name = signal.Signals(signals[-1]).name
-        _record(run_dir, "interrupted", name)
+        record_end(run_dir, "interrupted", name, AFTER_WORKERS)
         raise StopSignal(name)
     unknown = {rank: one.returncode for rank, one in workers.items() if rank not in (*outcomes, *unanswering)}
     for rank, code in sorted(unknown.items(), key=lambda pair: pair[1] >= 0):  # by a signal first
@@ -227,11 +230,3 @@ def _conclude(folder, workers, signals, unanswering, timeout_seconds, run_dir) -
 def _last_words(stderr: Path) -> str:
     lines = stderr.read_text(errors="replace").strip().splitlines() if stderr.exists() else []
     return f" Its last words: {' | '.join(lines[-5:])}." if lines else ""
-
-
-def _record(run_dir: Path, state: str, reason: str) -> None:
-    """How the run ended, in status.json, where rank 0 could not know it."""
-    with contextlib.suppress(PgtoolkitError), RunDirectory(run_dir) as run:
-        status = read_status(run.path)
-        if status.get("state") in ("running", "failed"):
-            run.set_status(state, status["step"], reason)

@@ -17,16 +17,18 @@ from omegaconf import DictConfig, open_dict
 
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.files import config_directory
+from pgtoolkit.config.names import name_in
 from pgtoolkit.config.overrides import NO_CHOICE, hydra_form, register
 from pgtoolkit.config.paths import make_absolute
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, StorageError
 from pgtoolkit.launch.check import Run, check, check_resumed, check_run, notes, problems
-from pgtoolkit.launch.job import named_by_hydra
+from pgtoolkit.launch.job import named_by_hydra, wait_until_free
+from pgtoolkit.launch.job import run as start_job
 from pgtoolkit.launch.multirun import run_sweep
 from pgtoolkit.ranks.environment import joined
 from pgtoolkit.system.report import refusal, say
 from pgtoolkit.tracking.signals import stop_signals_recorded
-from pgtoolkit.training.machine import DataProblem
+from pgtoolkit.training.machine import DataProblem, check_machine
 
 
 def hydra_arguments(argv: list[str]) -> Namespace:
@@ -91,6 +93,30 @@ def resume(run_dir: Path, overrides: list[str]) -> int:
     if found := problems(checked):
         raise refused(found)
     _launch(checked.runs[0].config, run_dir, overrides, resume=True)
+    return 0
+
+
+def start_or_continue(run_dir: Path, argv: list[str]) -> int:
+    """Start the run of these overrides in run_dir, continue it if it was begun there, or do nothing if it is done.
+
+    Returns the exit status. Raises PgtoolkitError, also where a run of another configuration lies there.
+    """
+    wait_until_free(run_dir)
+    if not (run_dir / "config.yaml").is_file():
+        place = str(run_dir).replace("\\", "\\\\").replace("'", "\\'")
+        return train([*argv, f"hydra.run.dir='{place}'"], None, ["pgtk", "continue", str(run_dir), *argv])
+    args = hydra_arguments(argv)
+    run = check_run(compose(args.overrides, args.config_dir and Path(args.config_dir)), args.overrides)
+    if (rank := joined()) is None or rank.number == 0:
+        check_machine(run.values, run.report, begins=False)
+    if run.report.problems:
+        if rank is not None and rank.number > 0:
+            return ConfigError.exit_status  # rank 0 says why
+        error = refused(run.report.problems)
+        _end_other_ranks(error, run)
+        raise error
+    run.config.tracking.run_name = name_in(run.config.hydra, run.config.tracking.run_name)
+    start_job(_without_hydra(run.config), run_dir, args.overrides)
     return 0
 
 

@@ -21,9 +21,10 @@ from pgtoolkit.runs.directory import is_held
 from pgtoolkit.runs.files import read_config, read_status, read_sweep, storage
 from pgtoolkit.system.plain_files import open_to_append, write_atomically
 from pgtoolkit.system.report import text
+from pgtoolkit.system.shell import shell_path
 
 LOCAL = "hydra_plugins.pgtk_launcher.LocalLauncher"
-"""Our own launcher; others choose a job's directory by themselves, by hydra.sweep.subdir."""
+"""The launcher whose jobs run on this machine."""
 
 OUTPUT = "output.log"
 """What a job's process printed, in the job's directory."""
@@ -78,8 +79,9 @@ def refuse_another(directory: Path, config: dict) -> None:
     if differing := changed(saved, config):
         key, (before, now) = next(iter(differing.items()))
         raise ConfigError(
-            f"{directory} needs to be free for this job (got a run with {key}={text(before)}, not {text(now)}). "
-            "A run is continued as it was. Use another hydra.sweep.dir, or remove the folder."
+            f"{directory} needs to be free for this run (got one with {key}={text(before)}, not {text(now)}). "
+            f"A run is continued as it was. Use another directory, or pgtk resume {shell_path(directory)} {key}=... to "
+            "change what a run can change."
         )
 
 
@@ -94,7 +96,7 @@ def plan(config: DictConfig, overrides: list[str], number: int, folder: Path, un
     hydra.mode, hydra.sweep.dir = RunMode.MULTIRUN, str(folder)
     name_directories(hydra, unnamed)
     directory, resolved = os.path.normpath(str(hydra.sweep.subdir)), plain_config(config)
-    if hydra.launcher._target_ == LOCAL and not (folder / directory).exists():
+    if not (folder / directory).exists():
         # Where something else varied, the same configuration had another name.
         same = sorted(folder.glob(f"*-{digest(resolved)}"))
         directory = same[0].name if same else directory

@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, RankLost, first_line, unusable
 from pgtoolkit.ranks.environment import AXES, Rank, joined
+from pgtoolkit.runs.directory import record_end
 from pgtoolkit.system.imports import without
 
 
@@ -53,6 +54,10 @@ def take_part(job: Job, rank: Rank) -> None:
             train(job.config, run_dir, job.resume, job.overrides, job.sweep, layout)
         except Interrupted:
             _wait_for_all()
+            raise
+        except RankLost as error:
+            if rank.number > 0:  # which may be the last to know, where the node of rank 0 is gone
+                record_end(run_dir, "failed", f"RankLost: {error}")
             raise
         _wait_for_all()
 

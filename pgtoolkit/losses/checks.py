@@ -8,6 +8,9 @@ from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
 
+MAX_LOG_PROB = 1e-3
+"""Log-probs are at most 0; so much more may be rounding, as of half precision."""
+
 
 def check_name(key: str, value: Any, known: Iterable[str]) -> None:
     """ValueError unless value is one of the known names."""

@@ -58,6 +58,11 @@ class Grpo(_Clipped):
     epsilon_high: float = parameter(0.2, 1e-9, 1e9)
     dual_clip: float | None = parameter(None, 1, 1e9)
 
+    def notes(self) -> list[str]:
+        high = self.epsilon_high
+        note = f"loss.epsilon_high={high:g} clips above a ratio of 1 + {high:g} = {1 + high:g}; DAPO's is 0.28."
+        return [note] if high >= 1 else []
+
     @property
     def equation(self) -> str:
         dual = "" if self.dual_clip is None else f", where A_t < 0 at most -{self.dual_clip:g} A_t"

@@ -12,7 +12,7 @@ from torch import Tensor
 from pgtoolkit.batch import StepTotals, Tokens
 from pgtoolkit.errors import DataError
 from pgtoolkit.losses.aggregation import Aggregation
-from pgtoolkit.losses.checks import check_name, check_not_negative, check_positive
+from pgtoolkit.losses.checks import MAX_LOG_PROB, check_name, check_not_negative, check_positive
 from pgtoolkit.losses.corrections import Correction, Factors
 from pgtoolkit.losses.documents import DocumentSums, whole_step_totals
 from pgtoolkit.losses.exchange import Ranks
@@ -84,8 +84,8 @@ class Objective:
     correction that is known before the forward pass. gradient_weights: what a token's slope is weighted by: the same,
     or its mean or sum over the document where the family's slope is the document's.
     known_scope_advantages: see `scope_advantages`. Where documents are spread over ranks, `documents` knows the group.
-    off_policy: a correction `of_policy`, document_advantages the mean advantage that it looks at, and
-    sampling_log_probs, where they are known, what it compares the new log-probs with.
+    off_policy: a correction `of_policy`, and document_advantages the mean advantage that it looks at. It compares the
+    new log-probs with sampling_log_probs, where they are known.
     sampling_log_ratio: the old less the sampling log-probs, 0 where nothing is trained. factors: of another correction.
     """
 
@@ -172,6 +172,18 @@ class Objective:
         """(T,) bool: trained positions whose weight, any log-prob that is known or advantage is not finite."""
         return self.mask & ~torch.isfinite(self._data(log_probs) + self.weights)
 
+    def refused(self, log_probs: Tensor | None = None) -> Tensor:
+        """(T,) bool: what `check_finite` refuses. Also log-probs above 0, and all of a piece with too many tokens."""
+        bad = self.not_finite(log_probs) | (self.documents.counts_here.sum() > self.totals.num_tokens)
+        for values in self._given_log_probs().values():
+            bad |= self.mask & (values > MAX_LOG_PROB)
+        return bad
+
+    def _given_log_probs(self) -> dict[str, Tensor]:
+        known = {"old_log_probs": self.old_log_probs, "sampling_log_probs": self.sampling_log_probs}
+        known["ref_log_probs"] = self.penalties.ref_log_probs
+        return {name: values for name, values in known.items() if values is not None}
+
     def _data(self, log_probs: Tensor | None) -> Tensor:
         """(T,) not finite where something that was given is not."""
         given = self.old_log_probs, self.advantages, self.sampling_log_ratio, self.penalties.ref_log_probs, log_probs
@@ -181,10 +193,19 @@ class Objective:
     def check_finite(self, log_probs: Tensor | None = None) -> None:
         """Raise DataError naming the first documents that hold a non-finite number at a trained position.
 
+        So for log-probs above 0; and ValueError for totals of fewer tokens than are here.
         Reads the result on the host: one synchronisation on a GPU.
         """
-        if not (bad := self.not_finite(log_probs)).any():
+        if not self.refused(log_probs).any():
             return
+        trained, all_trained = int(self.documents.counts_here.sum()), int(self.totals.num_tokens)
+        if trained > all_trained:
+            raise ValueError(
+                f"totals.num_tokens needs to count at least the {trained} trained tokens of this piece (got "
+                f"{all_trained}). Totals are those of the whole step."
+            )
+        if not (bad := self.not_finite(log_probs)).any():
+            self._refuse_positive()
         documents = self.documents.index[bad].unique().tolist()
         if documents[-1] == self.documents.num_documents:
             what = f"negative or not below num_documents={documents[-1]}"
@@ -199,6 +220,16 @@ class Objective:
             f"non-finite logits, {given} or advantages at a trained position of document {named}, or a label "
             "outside the vocabulary; mask the position (label -1) or drop the document"
         )
+
+    def _refuse_positive(self) -> None:
+        """For a number above 0 among the log-probs, all of which are finite."""
+        for name, values in self._given_log_probs().items():
+            if (bad := self.mask & (values > MAX_LOG_PROB)).any():
+                document, worst = int(self.documents.index[bad][0]), float(values[bad].max())
+                raise DataError(
+                    f"{name} needs log-probs, which are at most 0, at trained positions (got {worst:.6g} in document "
+                    f"{document}). Probabilities are given as their logarithms, and logits as their log_softmax."
+                )
 
     def token_terms(self, log_probs: Tensor) -> TokenTerms:
         """The terms of each token, kept for the same log-probs, since loss and metrics both ask for them."""
@@ -223,7 +254,7 @@ class Objective:
         factors = None
         if (correction := self.off_policy) is not None:
             moved = token_log_ratio.detach()
-            if self.sampling_log_probs is not None:
+            if self.sampling_log_probs is not None:  # else o stands for it
                 moved = torch.where(self.mask, log_probs.detach() - self.sampling_log_probs, 0.0)
             factors = Factors.of(correction, moved, self.document_advantages, self.documents)
             losses, slope = factors.values * losses, factors.values * slope
@@ -303,7 +334,7 @@ def make_objective(
         scope_advantages,
         off_policy,
         document_advantages,
-        None if off_policy is None else sampling_log_probs,
+        sampling_log_probs,
         sampling_log_ratio,
         factors,
     )

@@ -85,7 +85,8 @@ def _check_derivative(what: str, by: str, values: Tensor, given: Tensor, leaf: T
         at = int(wrong[0])
         raise ValueError(
             f"{what} needs a slope that is the derivative of its value by the {by} "
-            f"(got {float(given[at].detach()):.6g}, where it is {float(found[at]):.6g}, {_place(grid, at)})"
+            f"(got {float(given[at].detach()):.6g}, where it is {float(found[at]):.6g}, {_place(grid, at)}). "
+            "A factor that is to have no gradient needs .detach()"
         )
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import logging
 from array import array
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from pgtoolkit.batch import OPTIONAL_VECTORS, Document
 from pgtoolkit.config.schema import AdvantageEstimator, RecordedRolloutConfig
 from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.losses.corrections import Correction
 from pgtoolkit.rollouts.advantages import batch_divisor, group_advantages
 from pgtoolkit.rollouts.rows import FIELDS, Row, Rules, parse_row
 from pgtoolkit.rollouts.steps import Source
@@ -53,9 +57,7 @@ class RecordedRollouts(Source):
     def __post_init__(self):
         self._given = self.estimator == AdvantageEstimator.given
         self._needs_groups = "group_id" in self.needs or not self._given
-        asked = {"reward": not self._given, "advantage": self._given and self.reads_old_log_probs}
-        asked |= {"old_log_probs": self.reads_old_log_probs} | {name: name in self.needs for name in OPTIONAL_VECTORS}
-        required = [name for name, is_asked in asked.items() if is_asked]
+        required = _required(self.estimator, self.reads_old_log_probs, self.needs)
         self._rules = Rules(self.vocabulary_size, required, self.max_tokens, self.config.max_completion_length)
         self._files = open_files(find_files(self.config.path, "rollout.path"), FIELDS)
         # One entry per document, in the order of the files. Arrays of machine words: lists would take ten times more.
@@ -129,7 +131,7 @@ class RecordedRollouts(Source):
         ids: dict[str, int] = {}
         num_trained, self._is_mismatched = 0, False
         for number, file in enumerate(self._files):
-            self._check_columns(file)
+            _check_columns(file, self._rules, self._problems)
             num_trained += self._read_file(number, file, groups, ids)
         self._problems.raise_if_any()
         if not self._file:
@@ -180,12 +182,6 @@ class RecordedRollouts(Source):
             raise DataError(f"{file.label} is damaged: its rows are not those that were written. Copy it again.")
         self._fingerprint.update(json.dumps([file.label, file.path.stat().st_size, count, digest]).encode())
         return num_trained
-
-    def _check_columns(self, file: RowFile) -> None:
-        for name in ("token_ids", "loss_mask", *self._rules.required):
-            if file.names is not None and name not in file.names:
-                self._problems.add(file.label, f"has no column {name}; its columns are {', '.join(file.names)}")
-        self._problems.raise_if_any()
 
     def _check_optional(self) -> None:
         """What a row may lack is in all rows or in none."""
@@ -252,3 +248,48 @@ class RecordedRollouts(Source):
 
     def _refuse(self, index: int, field: str, reason: str) -> None:
         self._problems.add(f"{self._label(index)}:{field}", reason)
+
+
+def needed_fields(config: Any, correction: Correction | None) -> tuple[str, ...]:
+    """Fields of a row that a configuration reads whatever its advantage: for groups, a correction, a penalty."""
+    needs = ("group_id",) if config.aggregation.mode == "prompt_mean" else ()
+    needs += ("sampling_log_probs",) if correction is not None and not correction.of_policy else ()
+    return needs + (("ref_log_probs",) if config.kl.reference == "recorded" else ())
+
+
+def check_first_rows(
+    config: Any, reads_old_log_probs: bool, needs: tuple[str, ...], vocabulary_size: int, max_tokens: int
+) -> None:
+    """The columns and the first 100 rows of each file, as `RecordedRollouts` will check all of them.
+
+    config: a whole configuration. Raises DataError, as a run would.
+    """
+    rollout, estimator = config.rollout, config.advantage.estimator
+    required = _required(estimator, reads_old_log_probs, needs)
+    rules = Rules(vocabulary_size, required, max_tokens, rollout.max_completion_length)
+    problems, empty = Problems("the recorded rollouts cannot be trained on"), True
+    for file in open_files(find_files(rollout.path, "rollout.path"), FIELDS):
+        _check_columns(file, rules, problems)
+        for number, _, raw in itertools.islice(file.rows(), 100):
+            row = [("", raw)] if isinstance(raw, str) else parse_row(raw, rules)
+            for field, reason in row if isinstance(row, list) else ():
+                problems.add(f"{file.label}:{number}" + (f":{field}" if field else ""), reason)
+            empty = False
+    problems.raise_if_any()
+    if empty:
+        raise DataError(f"rollout.path={rollout.path} needs at least one row (got none).")
+
+
+def _required(estimator: str, reads_old_log_probs: bool, needs: Collection[str]) -> list[str]:
+    """Fields that every row needs besides its tokens and their mask."""
+    is_given = estimator == AdvantageEstimator.given
+    asked = {"reward": not is_given, "advantage": is_given and reads_old_log_probs}
+    asked |= {"old_log_probs": reads_old_log_probs} | {name: name in needs for name in OPTIONAL_VECTORS}
+    return [name for name, is_asked in asked.items() if is_asked]
+
+
+def _check_columns(file: RowFile, rules: Rules, problems: Problems) -> None:
+    for name in ("token_ids", "loss_mask", *rules.required):
+        if file.names is not None and name not in file.names:
+            problems.add(file.label, f"has no column {name}; its columns are {', '.join(file.names)}")
+    problems.raise_if_any()

@@ -14,10 +14,8 @@ import pyarrow as pa
 import torch
 
 from pgtoolkit.batch import OPTIONAL_VECTORS, Document
+from pgtoolkit.losses.checks import MAX_LOG_PROB
 from pgtoolkit.rollouts.advantages import MAX_REWARD, reward_problem
-
-MAX_LOG_PROB = 1e-3
-"""Log-probs may exceed 0 by rounding, not by more than this."""
 
 _LOG_PROBS = ("old_log_probs", *OPTIONAL_VECTORS)
 _OF_THE_DOCUMENT = ("reward", "model_version", "truncated", "exact_match")

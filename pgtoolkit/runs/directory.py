@@ -16,7 +16,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from pgtoolkit.errors import ConfigError, StorageError
+from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError
 from pgtoolkit.runs.files import (
     STATES,
     TIME,
@@ -31,7 +31,7 @@ from pgtoolkit.runs.files import (
     storage,
     write_metrics,
 )
-from pgtoolkit.system.plain_files import open_to_append, open_to_read, write_atomically
+from pgtoolkit.system.plain_files import open_to_append, open_to_read, overwrite, write_atomically
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import key_of
 
@@ -49,10 +49,11 @@ def occupied_by(run_dir: Path, more: tuple[str, ...] = ()) -> str | None:
 def occupied(setting: str, run_dir: Path, by: str) -> str:
     """The refusal of a run in such a directory."""
     path = shlex.quote(str(run_dir))
-    resume = f"pgtk resume {path} to continue that run, or " if (run_dir / "config.yaml").is_file() else ""
+    begun = (run_dir / "config.yaml").is_file()
+    resume = f"pgtk resume {path} to continue that run, pgtk continue {path} in a script that is repeated, or "
     return (
         f"{setting} needs a directory without a run (got one with {by}). A second run would mix its configuration and "
-        f"metrics with the checkpoints of the first. Use {resume}another directory."
+        f"metrics with the checkpoints of the first. Use {resume if begun else ''}another directory."
     )
 
 
@@ -159,11 +160,17 @@ class RunDirectory:
             "sweep": sweep or before.get("sweep"),
             "saved": before.get("saved", 0) if saved is None else saved,
         }
-        with storage(path):
-            if self.metrics_path.exists():
-                with open_to_append(self.metrics_path) as file:
-                    os.fsync(file.fileno())
-            write_atomically(path, json.dumps(status, indent=2) + "\n")
+        content = json.dumps(status, indent=2) + "\n"
+        try:
+            with storage(path):
+                if self.metrics_path.exists():
+                    with open_to_append(self.metrics_path) as file:
+                        os.fsync(file.fileno())
+                write_atomically(path, content)
+        except StorageError:  # a full disk has no room for a second file; what lies there must not say that it runs
+            with contextlib.suppress(OSError):
+                overwrite(path, content)
+            raise
 
     def append_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Add one line to metrics.jsonl: `step`, `time` (seconds since 1970) and the finite values; ints stay ints."""
@@ -244,6 +251,21 @@ def is_held(run_dir: Path) -> bool:
     except (OSError, StorageError):
         return False
     return False
+
+
+def record_end(run_dir: Path, state: str, reason: str, after: tuple[str, ...] = ("running",)) -> None:
+    """How a run ended, in its status.json and run.log, where the process that wrote to it could not say so itself.
+
+    after: the states that are replaced. Nothing happens while another process holds the directory, where there is none,
+    or where it cannot be written.
+    """
+    with contextlib.suppress(PgtoolkitError, OSError):
+        if read_status(run_dir).get("state") not in after:
+            return
+        with RunDirectory(run_dir) as run:
+            run.set_status(state, read_status(run_dir)["step"], reason)
+            with open_to_append(run.path / "run.log") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')},000 ERROR {redact(reason)}\n")
 
 
 def _lock(path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import statistics
 from collections import defaultdict
@@ -127,6 +128,8 @@ def not_a_run(use: str, path: Path, needs: str) -> ConfigError:
     got = "a file" if path.is_file() else "a folder without runs" if path.is_dir() else "no such folder"
     newest = max(_run_directories(Path("outputs")), key=lambda run: run.stat().st_mtime, default=None)
     instead = f"a run directory such as {shell_path(newest)}" if newest else "a folder that pgtk has trained in"
+    if near := sorted(SWEEPS.glob(f"{glob.escape(path.name)}_*")):  # the same sweep with overrides
+        instead = " or ".join(folder.name for folder in near[:3])
     reason = "A run writes its config.yaml there when it starts."
     return ConfigError(f"{use} needs {needs} (got {path}: {got}). {reason} Use {instead}.")
 

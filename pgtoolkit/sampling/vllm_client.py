@@ -26,7 +26,7 @@ _BUSY_SECONDS = 30
 """For how long a server may answer 503, as it does while it is paused."""
 LOST = "Nothing that was trained is lost."
 _CONNECTIONS = 1024
-_NO_NUMBERS = "Its weights give numbers that are none"
+_NO_NUMBERS = "Its weights give log-probs that are NaN"
 V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 """The variable that says which of its two parts that run the model vLLM uses."""
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import importlib.machinery
 import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from pgtoolkit.errors import ConfigError, PgtoolkitError
+from pgtoolkit.errors import ConfigError, PgtoolkitError, first_line
+from pgtoolkit.system.report import refusal
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -21,25 +22,56 @@ REDUCER_KEYWORDS = ("mask", "document_index", "tokens_per_document", "group_inde
 """What a reducer is called with, after the step's totals."""
 
 
-def import_function(key: str, path: str, *arguments: Any, **keywords: Any) -> Callable:
-    """The function or class at `package.module.name`, seen also from the current directory; arguments: an example call.
+def import_function(key: str, path: str, arguments: Sequence[str] = (), keywords: Sequence[str] = ()) -> Callable:
+    """The function or class at `package.module.name`, seen also from the current directory.
 
-    key: the configuration key that holds the path. Raises ConfigError if there is nothing such, or if
-    it could not be called with these arguments.
+    key: the configuration key that holds the path. arguments, keywords: the names of what it is called with. Raises
+    ConfigError if there is nothing such, or if it could not be called so.
     """
     module, _, name = path.rpartition(".")
+    kind, setting = kind_of(key), f"{key}={path}"
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # an installed command does not look there by itself
     try:
-        function = getattr(importlib.import_module(module), name)
-        with contextlib.suppress(ValueError):  # some functions written in C do not tell their arguments
-            inspect.signature(function).bind(*arguments, **keywords)
+        imported = importlib.import_module(module)
     except Exception as error:  # importing runs the user's code
-        raise ConfigError(
-            f"{key}={path} needs a {kind_of(key)} that can be imported and called "
-            f"(got {type(error).__name__}: {error}). Use {key}=package.module.{kind_of(key)}."
-        ) from error
+        reason = "It is looked for in the current directory and where Python finds its packages."
+        got, use = f"{type(error).__name__}: {first_line(error)}", f"{key}=package.module.{kind}"
+        raise ConfigError(refusal(setting, f"a {kind} that can be imported", got, reason, use)) from error
+    function = getattr(imported, name, None)
+    if not callable(function):
+        names = [other for other, value in vars(imported).items() if getattr(value, "__module__", None) == module]
+        near = difflib.get_close_matches(name, names, n=1)
+        got = f"no {name}" if function is None else f"a value of type {type(function).__name__}"
+        reason = f"{module} has {', '.join(names[:8]) or f'no {kind}'}."
+        use = f"{key}={module}.{near[0] if near else kind}"
+        raise ConfigError(refusal(setting, f"a {kind} in the module {module}", got, reason, use))
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions written in C do not tell their arguments
+        return function
+    try:
+        signature.bind(*arguments, **dict.fromkeys(keywords))
+    except TypeError as error:
+        if kind == "class":
+            raise ConfigError(_wrong_options(path, keywords, signature)) from error
+        call = ", ".join([*arguments, *(["*", *keywords] if keywords else [])])
+        reason = "It is called so for every micro-batch." if keywords else "It is called so for every completion."
+        needs, got = f"a function that can be called as {name}({call})", f"{name}{signature}"
+        raise ConfigError(refusal(setting, needs, got, reason, f"def {name}({call})")) from error
     return function
+
+
+def _wrong_options(path: str, options: Sequence[str], signature: inspect.Signature) -> str:
+    """The keys below loss.options are the fields of the class."""
+    fields = [*signature.parameters]
+    unknown = [name for name in options if name not in fields]
+    unset = [name for name, one in signature.parameters.items() if one.default is one.empty and name not in options]
+    name = (unknown or unset)[0]
+    near = next(iter([*difflib.get_close_matches(name, fields, n=1), *unset, *fields]), None)
+    reason = f"Its fields are {', '.join(fields)}." if fields else "It has no fields."
+    use = f"loss.options.{near}=VALUE" if near else "loss.options={}"
+    return refusal(f"loss.options.{name}", f"a field of {path}", "another name" if unknown else "no value", reason, use)
 
 
 def kind_of(key: str) -> str:

@@ -56,6 +56,18 @@ def write_atomically(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
+def overwrite(path: Path, text: str) -> None:
+    """Write over the beginning of a text file that is there, which takes no further block of a full disk.
+
+    Not in one piece: only where `write_atomically` has failed. Spaces take the place of what was longer before.
+    """
+    with os.fdopen(_open(path, os.O_RDWR), "rb+") as file:
+        content = text.encode()
+        file.write(content.ljust(os.fstat(file.fileno()).st_size))
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def refuse_other(path: Path, what: str = "plain file") -> None:
     """StorageError if there is something under this name, inside a run directory, that is no plain file, or no folder.
 

@@ -47,7 +47,8 @@ def read_prompts(path: str, split: str | None, prompt_field: str, answer_field: 
                         raise ValueError("is missing")
                     found.append(read(row[field]))
                 except ValueError as reason:
-                    problems.add(f"{place}:{field}", f"{reason}; the row has {there}")
+                    use = ". Use task.prompt_field=messages" if field == prompt_field and "messages" in row else ""
+                    problems.add(f"{place}:{field}", f"{reason}; the row has {there}{use}")
             if len(found) == 2:
                 (text, messages), answer = found
                 prompts.append(Prompt(text, answer, len(prompts), place, messages))

@@ -120,7 +120,7 @@ def _math_verify(key: str) -> Verifier:
 
 
 def _imported(key: str, path: str) -> Verifier:
-    function = import_function(key, path, "completion", "answer")
+    function = import_function(key, path, ("completion", "answer"))
 
     def verify(completion: str, answer: str) -> float:
         reward = function(completion, answer)

@@ -17,9 +17,12 @@ from pgtoolkit.runs.provenance import collect
 from pgtoolkit.system.report import say
 from pgtoolkit.tracking.next_commands import resume_command
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+"""Let a run finish its step, save and stop; the last is what SLURM is asked to send before it takes a node away."""
+
 
 class StopSignal(KeyboardInterrupt):
-    """A first SIGINT or SIGTERM; str() is its name."""
+    """The first of STOP_SIGNALS; str() is its name."""
 
 
 @contextlib.contextmanager
@@ -35,7 +38,7 @@ def stop_signals_recorded(
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, _raise) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, _raise) for number in STOP_SIGNALS}
     try:
         yield
     except StopSignal as stop:
@@ -60,4 +63,5 @@ def stop_signals_recorded(
 def _raise(number, _frame):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # which may come to each process of a job, and from the one above it
     raise StopSignal(signal.Signals(number).name)

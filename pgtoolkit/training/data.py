@@ -12,7 +12,6 @@ from pathlib import Path
 from pgtoolkit.config.evaluation import held_out_sets, is_on
 from pgtoolkit.config.paths import NO_FOLDER
 from pgtoolkit.config.schema import (
-    AggregationMode,
     Config,
     HuggingFaceModelConfig,
     PromptsTaskConfig,
@@ -20,7 +19,7 @@ from pgtoolkit.config.schema import (
 )
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.losses.objective import Loss
-from pgtoolkit.rollouts.recorded import RecordedRollouts
+from pgtoolkit.rollouts.recorded import RecordedRollouts, needed_fields
 from pgtoolkit.runs.files import read_data, storage
 from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.tasks.datasets import prompt_files
@@ -37,9 +36,7 @@ log = logging.getLogger("pgtoolkit")
 
 def recorded_rollouts(config: Config, loss: Loss, vocabulary_size: int, max_tokens: int | None) -> RecordedRollouts:
     """The recorded rollouts of a configuration, with what its loss needs of them; DataError where they lack that."""
-    needs = ("group_id",) if config.aggregation.mode == AggregationMode.prompt_mean else ()
-    needs += ("sampling_log_probs",) if loss.correction is not None and not loss.correction.of_policy else ()
-    needs += ("ref_log_probs",) if config.kl.reference == "recorded" else ()
+    needs = needed_fields(config, loss.correction)
     estimator, accepts = config.advantage.estimator.value, config.trainer.accept_changed_data
     options = config.seed, needs, max_tokens, loss.reads_old_log_probs, accepts
     return RecordedRollouts(config.rollout, estimator, vocabulary_size, *options)

@@ -46,7 +46,7 @@ def computation_of(config: Config) -> Computation:
 
 def own_family(path: str, options: dict[str, Any], num_splits: int) -> Family:
     """A family of the user's own; ConfigError for one that cannot be made, or whose slopes are not its own."""
-    setting, made = f"loss.path={path}", import_function("loss.path", path, **options)
+    setting, made = f"loss.path={path}", import_function("loss.path", path, (), [*options])
     try:
         family = made(**options)
         if not isinstance(family, Family):
@@ -78,7 +78,7 @@ def _checked(function: Callable, setting: str) -> Callable:
 
 def _imported_reducer(path: str) -> Reducer:
     """The function at a dotted path, which must return finite weights for tokens; ConfigError for what it does else."""
-    function = import_function("aggregation.reducer", path, None, **dict.fromkeys(REDUCER_KEYWORDS))
+    function = import_function("aggregation.reducer", path, ("totals",), REDUCER_KEYWORDS)
 
     def reducer(totals: StepTotals, *, mask: Tensor, **others) -> Tensor:
         with blaming(f"aggregation.reducer={path}", ConfigError, f"a micro-batch of {len(mask)} tokens"):

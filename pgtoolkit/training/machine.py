@@ -16,13 +16,20 @@ from typing import Any
 
 from pgtoolkit.config.evaluation import held_out_sets, is_on, samples
 from pgtoolkit.config.paths import NO_FOLDER, absolute_uri, sqlite_path
+from pgtoolkit.config.plan import family_of_config, vocabulary_size
+from pgtoolkit.config.rules.parallelism import world_size
 from pgtoolkit.config.rules.places import is_possible
 from pgtoolkit.config.rules.run import needs_gpu, occupied_by_rollouts, refuse_triton
 from pgtoolkit.config.rules.step import needs_model
 from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.losses.corrections import configured as configured_correction
+from pgtoolkit.ranks.environment import AXES, joined
 from pgtoolkit.system import model_folder
 from pgtoolkit.system.functions import REDUCER_KEYWORDS, import_function
 from pgtoolkit.system.report import Report, is_whole, refusal, text
+
+_PROCESSES_PER_CORE = 16
+"""Many more than compute well; far less than fill the memory."""
 
 
 def check_machine(c: Any, report: Report, typed: bool = True, begins: bool = True) -> None:
@@ -32,11 +39,13 @@ def check_machine(c: Any, report: Report, typed: bool = True, begins: bool = Tru
     before, such as the job of a sweep.
     """
     devices(c, report)
+    _processes(c, report)
     _model(c, report)
     _server(c, report)
     if typed:
         _functions(c, report)
         _prompts(c, report)
+        _recorded(c, report)
     _chat(c, report)
     _store(c, report)
     if begins and c.rollout.name == "policy" and (problem := occupied_by_rollouts(c.rollout.save_path)):
@@ -58,6 +67,18 @@ def devices(c: Any, report: Report) -> None:
         refuse_triton("none", report)
 
 
+def _processes(c: Any, report: Report) -> None:
+    """As many processes as this machine has room for, where pgtk starts them itself."""
+    cores = os.cpu_count() or 1
+    size = world_size(c.parallelism)
+    if joined() is None and size > (most := _PROCESSES_PER_CORE * cores):
+        sizes = " ".join(f"parallelism.{axis}={getattr(c.parallelism, axis)}" for axis in AXES)
+        setting = next(one for one in sizes.split() if not one.endswith("=1"))
+        reason = f"pgtk starts all of them here, and this machine has {cores} CPU cores."
+        use = "torchrun or srun over several machines, or smaller sizes"
+        report.refuse(setting, f"at most {most} processes on this machine", f"{size} of them", reason, use)
+
+
 def _server(c: Any, report: Report) -> None:
     """The program that is to sample, and the GPUs that it alone is to use."""
     sampler = c.sampler
@@ -65,7 +86,7 @@ def _server(c: Any, report: Report) -> None:
         return
     program = shlex.split(sampler.executable)[0]
     if shutil.which(program) is None:
-        reason = "vLLM is installed in an environment of its own, since its versions of libraries are others."
+        reason = "vLLM needs other versions of libraries, so it has an environment of its own."
         use = "sampler.executable=ENVIRONMENT/bin/vllm, or sampler.urls=[http://HOST:PORT]"
         report.refuse(f"sampler.executable={sampler.executable}", "a program that is there", "none", reason, use)
     if sampler.gpus:
@@ -90,11 +111,11 @@ def _functions(c: Any, report: Report) -> None:
             if "." in str(path):
                 wanted.append((f"{prefix}verifier", path, ("completion", "answer"), ()))
     if c.aggregation.reducer is not None:
-        wanted.append(("aggregation.reducer", c.aggregation.reducer, (None,), REDUCER_KEYWORDS))
+        wanted.append(("aggregation.reducer", c.aggregation.reducer, ("totals",), REDUCER_KEYWORDS))
     for key, path, arguments, keywords in wanted:
         if not _has_problem(f"{key}=", report):
             with _added_to(report):
-                import_function(key, str(path), *arguments, **dict.fromkeys(keywords))
+                import_function(key, str(path), arguments, keywords)
     if c.loss.name == "custom" and not _has_problem("loss.", report):
         from pgtoolkit.training.loss import own_family
 
@@ -161,8 +182,30 @@ def _prompts(c: Any, report: Report) -> None:
         if task.name != "prompts" or task.path is None or _has_problem(f"{place}.path", report):
             continue
         where = task.path, task.split, task.prompt_field, task.answer_field
-        if problem := _unreadable_prompts(os.getcwd(), *where):
+        no_template = "model=tiny" if c.model.name == "tiny" else "task.chat=never" if task.chat == "never" else None
+        if problem := _unreadable_prompts(os.getcwd(), no_template, *where):
             report.problems.append(type(problem)(problem.replace("task.", f"{place}.")))
+
+
+def _recorded(c: Any, report: Report) -> None:
+    """Recorded rollouts whose first rows this configuration can train on."""
+    if c.rollout.name != "recorded" or c.rollout.path is None or _has_problem("rollout.path", report):
+        return
+    from pgtoolkit.rollouts.recorded import check_first_rows, needed_fields
+
+    family = family_of_config(c)
+    correction = configured_correction(c.correction)
+    # Whether a family of the user's own reads them is known once it is imported.
+    reads_old = correction is not None or c.kl.kind == "k3_ratio" or (family is not None and family.reads_old_log_probs)
+    positions = c.model.max_positions if c.model.name == "tiny" else None
+    if c.model.name == "huggingface":
+        positions = model_folder.model_settings(c.model.path).get("max_position_embeddings")
+    room = min(c.accumulation.max_tokens, positions) if is_whole(positions) else c.accumulation.max_tokens
+    try:
+        needs = needed_fields(c, correction)
+        check_first_rows(c, reads_old, needs, vocabulary_size(c.model, c.task) or 2**31, room)
+    except DataError as error:
+        report.problems.append(DataProblem(error))
 
 
 def _tasks(c: Any) -> Iterator[tuple[str, Any]]:
@@ -175,11 +218,16 @@ def _tasks(c: Any) -> Iterator[tuple[str, Any]]:
 
 
 @functools.cache  # the jobs of a sweep share them
-def _unreadable_prompts(_directory: str, *where: str | None) -> str | None:
+def _unreadable_prompts(_directory: str, no_template: str | None, *where: str | None) -> str | None:
+    """no_template: the setting that leaves chat messages without a template."""
     from pgtoolkit.tasks.prompt_rows import read_prompts
 
     try:
-        read_prompts(*where)
+        if any(prompt.messages is not None for prompt in read_prompts(*where)) and no_template:
+            reason = "Messages become tokens by the model's chat template."
+            use = "model=huggingface with task.chat=auto"
+            setting = f"task.prompt_field={where[2]}"
+            return refusal(setting, "texts", f"chat messages with {no_template}", reason, use)
     except ConfigError as error:
         return str(error)
     except DataError as error:

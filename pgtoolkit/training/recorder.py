@@ -21,6 +21,7 @@ from pgtoolkit.rollouts.data_metrics import mismatch_note
 from pgtoolkit.rollouts.steps import settled
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.tracking.progress import ProgressLine
+from pgtoolkit.tracking.signals import STOP_SIGNALS
 from pgtoolkit.training.checkpoint import save_checkpoint
 from pgtoolkit.training.evaluations import Evaluations
 from pgtoolkit.training.frameworks import lightning
@@ -38,7 +39,7 @@ class Recorder(lightning.Callback):
 
     run: None on ranks other than 0. checkpoint: the state to continue from, or None for a fresh run.
     completions: an attribute, where some are kept; rank 0's.
-    The first SIGINT or SIGTERM, to any rank, lets the step finish and saves it (`interrupted_by` is then set); a
+    The first of STOP_SIGNALS, to any rank, lets the step finish and saves it (`interrupted_by` is then set); a
     second SIGINT acts at once. Several ranks stop in the same way when the process that started them is gone.
     `reached` says in words that the goal of trainer.stop_at was, which ends the run as well.
     """
@@ -65,7 +66,7 @@ class Recorder(lightning.Callback):
         if self._checkpoint is not None:
             restore(module, self._checkpoint)
             self._checkpoint = None
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOP_SIGNALS:
             signal.signal(number, self._stop_after_this_step)  # Lightning puts its caller's handlers back at the end
         if module.evaluator is not None:
             self._evaluations = Evaluations(self._run, module)

@@ -12,7 +12,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from pgtoolkit.config.schema import Config
-from pgtoolkit.errors import ConfigError, Interrupted, SamplerLost, StorageError
+from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, SamplerLost, StorageError
 from pgtoolkit.ranks.agreement import failing_together, gather, losing_ranks
 from pgtoolkit.ranks.layout import AXES, ONE_PROCESS, Layout
 from pgtoolkit.rollouts.completions import KeptCompletions
@@ -109,11 +109,11 @@ def train(
                 _finish(run, recorder, tracker, outcome, reason)
                 if several:
                     signal.signal(signal.SIGTERM, handler)
-    if outcome == "interrupted":
-        raise Interrupted(
-            f"stopped by {reason} after step {recorder.step}; saved up to step {recorder.saved_step}. "
-            f"Continue with: {resume_command(folder)}"
-        )
+        if outcome == "interrupted":
+            raise Interrupted(
+                f"stopped by {reason} after step {recorder.step}; saved up to step {recorder.saved_step}. "
+                f"Continue with: {resume_command(folder)}"
+            )
 
 
 def _prepare(config: Config, run: RunDirectory, resume: bool, resolved: dict, overrides: list[str]) -> dict | None:
@@ -187,6 +187,9 @@ def _logging_to(path: Path):
     quieten()
     try:
         yield
+    except PgtoolkitError as error:  # which the terminal is told by what has called this
+        file.handle(log.makeRecord(log.name, logging.ERROR, __file__, 0, str(error), (), None))
+        raise
     finally:
         log.handlers, log.propagate = [], True
         opened.close()

@@ -91,7 +91,7 @@ class Case:
         draw = torch.Generator().manual_seed(4)
         noise = 0.2 * torch.randn(len(self.labels), generator=draw, dtype=torch.float64)
         drift = 0.05 * torch.randn(self.num_documents, generator=draw, dtype=torch.float64)
-        return self.old_log_probs + noise + drift[self.document_index]
+        return (self.old_log_probs + noise + drift[self.document_index]).clamp(max=0)
 
 
 def options_of(case: Case, loss: str, aggregation: str, **more) -> dict:
@@ -135,7 +135,8 @@ def make_case(seed: int = 0, vocabulary: int = 13, lengths=(7, 1, 5, 12, 3, 4), 
     labels[document_index == count - 1] = -1
     groups = torch.tensor([0, 1, 0, 2, 1, 2])
     group_index = groups[torch.arange(count) % len(groups)]
-    return Case(logits, labels, new + noise + drift[document_index], advantages, document_index, group_index, count)
+    old = (new + noise + drift[document_index]).clamp(max=0)
+    return Case(logits, labels, old, advantages, document_index, group_index, count)
 
 
 @dataclass(frozen=True)

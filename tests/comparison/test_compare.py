@@ -125,7 +125,7 @@ def test_the_page_says_it_all(sweep, capsys):
     words = " ".join(text.split())
     assert "reward is measured on the prompts of training" in words
     assert "nine tenths of the way from 0, the mean start, to 0.9, as high as a configuration ends with" in words
-    assert "counts with what was looked at (160 documents, 1,000 tokens, " in words
+    assert "counts as the search limit (160 documents, 1,000 tokens, " in words
     assert "Documents to reward 0.81, t-test, paired by seed, two-sided:" in words
     assert (
         "against gspo (n = 3) n difference interval p seeds test verdict grpo 3 +40 [+32, +56] 0.038 4 paired" in words
@@ -139,7 +139,7 @@ def test_one_seed_says_nothing(tmp_path, capsys):
     save(tmp_path / "b", "gspo", 0, 0.6)
     text = page(capsys, tmp_path / "a", tmp_path / "b")
     assert "gspo  1 of 1   152" in text
-    assert "takes 2 seeds of each" in text
+    assert "needs 2 seeds per configuration" in text
     assert "±  " not in text
     assert "interval:" not in text
     alone = page(capsys, tmp_path / "a")
@@ -169,7 +169,7 @@ def test_runs_that_do_not_count_are_named(sweep, capsys):
     assert "(6 counted) of 2 configurations" in text
     assert "20-failed: failed at step 5 of 20, reward 0.000 so far: ValueError: no more" in text
     assert "21-killed: killed at step 6 of 20" in text
-    assert "0-gspo" not in text.split("In no mean")[0]
+    assert "0-gspo" not in text.split("Excluded from averages")[0]
     assert "3-gspo-0: same configuration and seed as 22-again, which is newer" in text
     assert "24-broken: unreadable: " in text
     assert "25-now: running at step 3 of 20" in text

@@ -110,7 +110,7 @@ def test_the_last_start_counts_and_missing_provenance_is_said(tmp_path, monkeypa
         (["a", "empty"], "got empty: a folder without runs"),
         (["nowhere", "a"], "got nowhere: no such folder"),
         (["a", "file"], "got file: a file"),
-        (["a", "broken"], "error: broken/config.yaml is damaged (while parsing a flow node). "),
+        (["a", "broken"], "error: broken/config.yaml is damaged (no YAML, line 1: "),
         (["a"], "required: RUN_B. Use pgtk diff"),
         (["a", "a", "a"], "unrecognized arguments: a."),
     ],

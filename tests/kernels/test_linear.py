@@ -14,7 +14,7 @@ from builders.losses import (
     relative_error,
 )
 
-from pgtoolkit import linear_policy_loss
+from pgtoolkit import kl, linear_policy_loss
 from pgtoolkit.batch import DocumentCounts
 from pgtoolkit.kernels import fused_head as linear_module
 from pgtoolkit.kernels.fused_head import HeadOptions, LMHead, linear_loss
@@ -221,9 +221,17 @@ def test_only_the_pieces_before_the_last_come_twice(monkeypatch):
     assert computed == [2, 5, 5, 2, 5]
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_counts_known_on_the_host(loss):
-    """The same chunks, hence the same bits, without asking the device; refused for another number of documents."""
+PULL = kl.KL("k3", coefficient=0.5)
+
+
+@pytest.mark.parametrize(
+    ("loss", "penalty"), [*((loss, None) for loss in (*LOSSES, "kimi")), ("grpo", PULL), ("gspo", PULL)]
+)
+def test_counts_known_on_the_host(loss, penalty):
+    """The same chunks, hence the same bits, without asking the device; refused for another number of documents.
+
+    Tokens of advantage 0 have a gradient under `kimi` and under a penalty.
+    """
     problem = make_head_case(vocabulary=40000, hidden_size=32)
     labels, _, advantages, index = (x.cpu() for x in problem.tensors)
     trained = [int(((labels >= 0) & (index == d)).sum()) for d in range(6)]
@@ -233,11 +241,16 @@ def test_counts_known_on_the_host(loss):
     for counts in (None, DocumentCounts(trained, informative)):
         leaves = problem.leaves()
         options = {"loss": loss, "logits_memory_mb": 1, "check_finite": False, "num_documents": 6, **PARAMETERS[loss]}
+        if penalty is not None:
+            options |= {"kl": penalty, "ref_log_probs": problem.tensors[1] - 0.3}
         out = linear_policy_loss(*leaves[:2], *problem.tensors, bias=leaves[2], counts=counts, **options)
         out.loss.backward()
         results.append([out.loss.detach(), *(x.grad for x in leaves)])
     for first, second in zip(*results, strict=True):
         assert torch.equal(first, second)
+    silent = (labels >= 0) & (advantages == 0)
+    assert silent.any()
+    assert bool((results[1][1].cpu()[silent] != 0).any()) is (loss == "kimi" or penalty is not None)
     with pytest.raises(ValueError, match="counts needs 6 documents"):
         linear_policy_loss(*leaves[:2], *problem.tensors, counts=DocumentCounts([1], [1]), **options)
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pgtoolkit import linear_policy_loss, policy_loss
 from pgtoolkit.errors import DataError
-from pgtoolkit.kernels.products import accumulate_matmul, matmul
+from pgtoolkit.kernels.products import accumulate_matmul, linear, matmul
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -121,6 +121,22 @@ class LikeTheWeight(TorchDispatchMode):
         if name in ("mm", "addmm", "addmm_", "zeros", "new_zeros", "zeros_like") and out.shape == self.shape:
             self.found.append(name)
         return out
+
+
+@pytest.mark.parametrize(
+    ("dtype", "of_weight"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float32), (torch.float16, None)]
+)
+def test_the_gradient_of_a_weight_of_another_type_is_rounded_once(dtype, of_weight):
+    """From sums in float32, or in float64 where the hidden states are; as materialised logits have it."""
+    draw = torch.Generator().manual_seed(0)
+    hidden, gradient = (torch.randn(300, n, generator=draw, dtype=torch.float64).to(dtype) for n in (8, 5))
+    weight = torch.randn(5, 8, generator=draw).to(of_weight or dtype).requires_grad_()
+    linear(hidden, weight, None, True).backward(gradient.to(torch.float64 if dtype == torch.float64 else torch.float32))
+    exact = gradient.double().T @ hidden.double()
+    if dtype == torch.float64:
+        assert torch.equal(weight.grad, exact.float())
+    else:
+        assert relative_error(weight.grad, exact) < (1e-6 if of_weight else 4e-4)
 
 
 @pytest.mark.parametrize("fp32_logits", [False, True])

@@ -52,6 +52,7 @@ def of_log_probs(
     """(loss, its derivative by each new log-prob, metrics) with token_mean; v: the old less the sampling log-probs."""
     leaf, old = new.clone().requires_grad_(), new - log_ratio
     given = {"loss": family, "aggregation": "token_mean", "metrics": "basic", "correction": correction} | options
+    given |= {"check_finite": False}  # which refuses the log-probs above 0 that some differences take
     mask = torch.ones(len(new), dtype=torch.bool)
     sampling = None if v is None else old - v
     out = log_prob_loss(leaf, old, advantages, DOCUMENTS[: len(new)], mask, sampling_log_probs=sampling, **given)

@@ -23,7 +23,7 @@ def coefficients(family, new=NEW, log_ratio=LOG_RATIO, advantages=ADVANTAGES, **
         loss=family,
         aggregation="token_mean",
         metrics="basic",
-        **options,
+        **{"check_finite": False} | options,  # which refuses the log-probs above 0 that some ratios take
     )
     out.loss.backward()
     return float(out.loss.detach()), new.grad, {name: float(value) for name, value in out.metrics.items()}

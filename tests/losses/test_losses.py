@@ -394,3 +394,6 @@ def test_the_sum_of_the_weights_is_known_before_the_step(aggregation):
     assert chosen.weight_sum(totals) == pytest.approx(float(weights.abs().sum()), rel=1e-12)
     expected = {"sample_mean": 5 / 6, "prompt_mean": 1, "token_mean": 1, "constant": totals.num_tokens / 30}
     assert chosen.weight_sum(totals) == pytest.approx(expected[aggregation])
+    # Of four groups one has no trained token: its share is 0, as that of an empty document is.
+    totals = StepTotals(6, totals.num_tokens, 1, 4, torch.tensor([3, 0, totals.num_tokens - 5, 2]))
+    assert chosen.weight_sum(totals) == pytest.approx(expected[aggregation] if aggregation != "prompt_mean" else 0.75)

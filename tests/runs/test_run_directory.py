@@ -161,7 +161,7 @@ def test_storage_that_cannot_be_written_is_a_storage_error(tmp_path):
         RunDirectory(tmp_path / "file" / "run")
 
 
-@pytest.mark.parametrize("left", ["config.yaml", "status.json", "metrics.jsonl", "checkpoints", ".hydra", "sweep.json"])
+@pytest.mark.parametrize("left", ["config.yaml", "status.json", "metrics.jsonl", "checkpoints", "sweep.json"])
 def test_a_second_run_into_a_directory_is_refused_before_anything_is_written(tmp_path, monkeypatch, capsys, left):
     """Also behind a link: the name is enough."""
     monkeypatch.chdir(tmp_path)
@@ -185,7 +185,10 @@ def test_the_refusal_of_a_second_run_names_resume_and_a_free_directory_is_accept
     assert main(["check", "hydra.run.dir='my run'", "loss=gpro"]) == 2
     said = capsys.readouterr().out
     assert "Problems (2)" in said
-    assert "Use pgtk resume 'my run' to continue that run, or another directory." in said
+    assert (
+        "Use pgtk resume 'my run' to continue that run, pgtk continue 'my run' in a script that is repeated, or another"
+        in said
+    )
     assert main(["check", "hydra.run.dir=free"]) == 0
 
 
@@ -197,7 +200,10 @@ def test_a_sweep_into_the_directory_of_a_run_is_refused(tmp_path, monkeypatch, c
     assert main(["-m", "seed=1,2", "hydra.sweep.dir='my run'"]) == 2
     said = capsys.readouterr().err
     assert "pgtk: error: hydra.sweep.dir=my run needs a directory without a run (got one with config.yaml)." in said
-    assert "Use pgtk resume 'my run' to continue that run, or another directory." in said
+    assert (
+        "Use pgtk resume 'my run' to continue that run, pgtk continue 'my run' in a script that is repeated, or another"
+        in said
+    )
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -213,10 +219,10 @@ def test_training_anew_in_a_directory_with_a_run_is_refused_whoever_starts_it(tm
     RunDirectory(tmp_path).close()  # nothing holds it
 
 
-def test_a_job_of_another_launcher_does_not_continue_another_run(tmp_path):
+def test_a_job_does_not_continue_another_run(tmp_path):
     config = config_of(*SHORT)
     with RunDirectory(tmp_path) as run:
         run.write_config(plain_config(config) | {"seed": 1}, [])
         run.set_status("interrupted", 3)
-    with pytest.raises(ConfigError, match=r"got a run with seed=1, not 0\)"):
+    with pytest.raises(ConfigError, match=r"got one with seed=1, not 0\)"):
         job.run(config, tmp_path, [], "sweep")

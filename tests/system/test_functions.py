@@ -83,4 +83,4 @@ def test_what_can_be_found_is_told_without_importing(beside):
     assert not is_findable("nowhere.f")
     with pytest.raises(ConfigError, match="imported"):
         import_function("key", "explosive.f")
-    assert import_function("key", "torch.sum", torch.ones(2))(torch.ones(2)) == 2
+    assert import_function("key", "torch.sum", ["input"])(torch.ones(2)) == 2

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from pgtoolkit.batch import Document
 from pgtoolkit.cli import main
 from pgtoolkit.errors import StorageError
+from pgtoolkit.launch.engines import LocalEngine
 from pgtoolkit.launch.jobs import _Jobs
 from pgtoolkit.launch.sweep import Job, Sweep
 from pgtoolkit.rollouts.writer import RolloutWriter
@@ -154,7 +155,7 @@ def test_a_sweep_follows_no_link(tmp_path, outside, name):
     def launch():
         with sweep.held():
             sweep.save()
-            _Jobs(sweep, [job], 1, False).run()
+            _Jobs(sweep, [job], False).run(lambda: LocalEngine(1))
 
     with pytest.raises(StorageError, match=REFUSED):
         launch()
@@ -163,16 +164,16 @@ def test_a_sweep_follows_no_link(tmp_path, outside, name):
             Sweep.load(folder)
 
 
-@pytest.mark.parametrize(
-    "name", ["multirun.yaml", "job-1/.hydra", "job-1/.hydra/config.yaml", "job-1/.hydra/hydra.yaml"]
-)
+@pytest.mark.parametrize("name", ["multirun.yaml", ".hydra", ".hydra/config.yaml", ".hydra/hydra.yaml"])
 def test_what_hydra_writes_itself_goes_through_no_link(tmp_path, outside, capsys, name):
-    """Of a sweep always, of its jobs with another launcher than ours."""
-    path = tmp_path / "sweep" / name
+    """Of a sweep the first, of a single run the others."""
+    path = tmp_path / "place" / name
     path.parent.mkdir(parents=True)
     path.symlink_to(outside)
-    places = [f"hydra.sweep.dir={tmp_path}/sweep", "hydra.sweep.subdir=job-${seed}"]
-    assert main(["-m", *SHORT, "seed=1", *places, "hydra/launcher=basic"]) == 2
+    place = (
+        ["-m", f"hydra.sweep.dir={tmp_path}/place"] if name == "multirun.yaml" else [f"hydra.run.dir={tmp_path}/place"]
+    )
+    assert main([*place, *SHORT, "seed=1"]) == 2
     assert f"{path} needs to be a " in (said := capsys.readouterr().err)
     assert said.count("got a link to") == 1
 

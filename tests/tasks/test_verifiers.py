@@ -29,7 +29,7 @@ def test_regular_expression_compares_what_it_captured_last():
     "name", ["no_such_name", "no_such_package.module.function", "math.no_such_function", "math.pi"]
 )
 def test_what_cannot_be_a_verifier(name):
-    with pytest.raises(ConfigError, match=f"task.verifier={name} needs a function that can be imported and called"):
+    with pytest.raises(ConfigError, match=f"task.verifier={name} needs a function "):
         make_verifier(name)
 
 

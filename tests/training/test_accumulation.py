@@ -105,6 +105,8 @@ def test_the_documented_module_trains_the_same_however_its_steps_are_cut(tmp_pat
 class Small(DynamicAccumulation):
     """As the documented one, but without clipping, and without Lightning's trainer."""
 
+    loss = "gspo"
+
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.model = model()
@@ -120,7 +122,7 @@ class Small(DynamicAccumulation):
         vectors = (micro_batch.labels, micro_batch.old_log_probs, micro_batch.advantages, micro_batch.document_index)
         options = {"num_documents": micro_batch.num_documents, "totals": totals, "check_finite": False}
         options |= {"group_index": micro_batch.group_index, "aggregation": "prompt_mean", "metrics": "basic"}
-        return pgtoolkit.policy_loss(self.model(micro_batch.tokens), *vectors, loss="gspo", **options)
+        return pgtoolkit.policy_loss(self.model(micro_batch.tokens), *vectors, loss=self.loss, **options)
 
 
 def one_step(ranks, max_tokens: int) -> tuple[dict, list, list]:
@@ -184,3 +186,14 @@ def test_a_trainer_that_would_average_gradients_is_refused():
     module.trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False)
     with pytest.raises(ValueError, match=r"needs a Trainer of one device in each process \(got 2 devices\)"):
         module.on_fit_start()
+
+
+def test_a_step_with_and_without_old_log_probs_has_no_metric_that_compares_them():
+    """Zeros stand for those that are not known: a ratio of them is no number of the policy."""
+    module = Small(ONE_PROCESS)
+    module.loss = "reinforce"
+    known, unknown = documents()[:2], [dataclasses.replace(d, old_log_probs=None) for d in documents()[2:4]]
+    for step, compared in ((known + unknown, False), (unknown, False), (known, True)):
+        metrics = module.training_step(make_step(step, 1000), 0)["metrics"]
+        assert ("ratio_new_old" in metrics, "old_logprobs" in metrics) == (compared, compared)
+        assert math.isfinite(metrics["new_logprobs"])

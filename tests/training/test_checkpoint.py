@@ -1,5 +1,6 @@
 """Checkpoints: whole or absent, newest readable first, nothing executed on loading."""
 
+import contextlib
 import json
 import os
 import pickle
@@ -13,7 +14,18 @@ import numpy
 import pytest
 import torch
 from builders.models import save_with_tokenizer, small_llama
-from builders.runs import SHORT, config_of, contents_of, copy_as_of, replace_file, run, save_state, state
+from builders.runs import (
+    SHORT,
+    assert_equal,
+    built,
+    config_of,
+    contents_of,
+    copy_as_of,
+    replace_file,
+    run,
+    save_state,
+    state,
+)
 from safetensors.torch import save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -21,7 +33,8 @@ from pgtoolkit.cli import main
 from pgtoolkit.errors import StorageError
 from pgtoolkit.training import checkpoint
 from pgtoolkit.training.checkpoint import list_checkpoints, load_newest
-from pgtoolkit.training.state import random_state, set_random_state
+from pgtoolkit.training.module import make_optimizer
+from pgtoolkit.training.state import random_state, restore, seed_rank, set_random_state
 from pgtoolkit.training.train import train
 
 
@@ -329,3 +342,31 @@ def test_moments_of_another_model_are_refused(trained, tmp_path, capsys, change,
     replace_file(path, "training/optimizer-00001-00001.safetensors", data)
     assert main(["resume", str(folder), "trainer.max_steps=3"]) == 2
     assert f"the checkpoint does not fit the configured model: {says}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("field", "number"), [("exp_avg_sq", -1e-9), ("exp_avg", float("nan")), ("step", -1.0)])
+def test_moments_that_cannot_be_are_refused(trained, tmp_path, capsys, field, number):
+    """AdamW would take the root of a negative second moment, and make NaN of the weights."""
+    folder = copy_as_of(trained, 2, tmp_path / "run")
+    path, name = folder / "checkpoints" / "step-000002", f"lm_head.weight.{field}"
+    moments = contents_of(path)["optimizer"]
+    moments[name].view(-1)[-1] = number
+    replace_file(path, "training/optimizer-00001-00001.safetensors", save(moments))
+    assert main(["resume", str(folder), "trainer.max_steps=3"]) == 6
+    assert f"is damaged: {name} of the optimizer holds negative numbers or NaN. Remove" in capsys.readouterr().err
+
+
+def test_a_rank_that_is_new_on_resume_draws_numbers_of_its_own(trained):
+    """Of the seed, the rank and the step: of none of the ranks that were there, nor those of its start."""
+    loaded = load_newest(trained / "checkpoints")
+    module, loader = built(*SHORT)
+    with contextlib.closing(loader):
+        optimizer = make_optimizer(module.model, module.config.optimizer)
+        module.optimizers = lambda use_pl_optimizer=True: optimizer
+        restore(module, loaded | {"random": []})
+        assert torch.initial_seed() == module.config.seed + 7919 * loaded["step"] > module.config.seed
+        restore(module, loaded)
+        assert_equal(random_state(), loaded["random"][0])
+    for rank, step in ((1, 0), (2, 0), (1, 4), (2, 4)):
+        seed_rank(3, rank, step)
+        assert torch.initial_seed() == 3 + 1_000_003 * rank + 7919 * step

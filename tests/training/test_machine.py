@@ -80,8 +80,8 @@ def test_functions_that_are_not_there(capsys, beside):
     (beside / "mine.py").write_text("def verify(completion):\n    return 1\n")
     both = ("task.verifier=mine.verify", "aggregation.reducer=mine.reduce")
     said = refused(capsys, *PROMPTS, "task.path=prompts.jsonl", *both)
-    assert "task.verifier=mine.verify needs a function that can be imported and called (got TypeError: too many" in said
-    assert "aggregation.reducer=mine.reduce needs a function that can be imported and called (got AttributeErr" in said
+    assert "task.verifier=mine.verify needs a function that can be called as verify(completion, answer) (got " in said
+    assert "aggregation.reducer=mine.reduce needs a function in the module mine (got no reduce)" in said
 
 
 def test_prompts_that_are_not_there(capsys, beside):
@@ -96,7 +96,7 @@ def test_a_pattern_has_one_group(capsys, beside):
     (beside / "prompts.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
     pattern = ("task.verifier=regular_expression", "task.pattern='(a)(b)'")
     said = refused(capsys, *PROMPTS, "task.path=prompts.jsonl", *pattern)
-    assert "needs task.pattern with one group (got (a)(b) with 2; (?:...) only binds)." in said
+    assert "needs task.pattern with one group (got (a)(b) with 2; (?:...) is a group that captures nothing)." in said
 
 
 def test_recorded_rollouts_of_another_run(capsys, beside):

@@ -85,7 +85,7 @@ def _sets(c: Any, report: Report) -> None:
             needs = "a name of up to 40 letters, digits, '_' and '-', a letter first"
             report.refuse(f"evaluation.sets.{name}", needs, name, "Files and metrics bear it.", _EXAMPLE)
         elif name == TRAINING:
-            reason = "Completions of training bear it."
+            reason = "The completions of training have that name."
             report.refuse(f"evaluation.sets.{name}", "another name", name, reason, "evaluation.sets.held_out.KEY=VALUE")
         elif not isinstance(one, dict):
             needs, reason = "keys with values", "They say what differs from the task."
@@ -135,7 +135,7 @@ def _sampling(c: Any, report: Report) -> None:
     how, own = sampling(c), c.evaluation
     if how["temperature"] == 0:
         if own.completions_per_prompt > 1:
-            reason = "Without chance all completions of a prompt are the same."
+            reason = "At temperature 0 all completions of a prompt are the same."
             needs, use = "evaluation.completions_per_prompt=1", "a temperature above 0"
             report.refuse("evaluation.temperature=0", needs, own.completions_per_prompt, reason, f"{needs} or {use}")
         if own.top_p != 1:
@@ -176,7 +176,7 @@ def _best(c: Any, report: Report) -> None:
         needs, reason = f"one of the sets {', '.join(names)}", "It is NUMBER or SET/NUMBER."
         report.refuse(setting, needs, name, reason, f"evaluation.best={names[0]}/pass@1")
     elif number not in known:
-        reason, use = "More is better of each of them; the loss is no measure of a policy.", "evaluation.best=pass@1"
+        reason, use = "The best is the highest, and a loss does not say how good a policy is.", "evaluation.best=pass@1"
         k = number.removeprefix("pass@")
         if k != number and k.isdigit() and int(k) > own.completions_per_prompt:
             reason = f"pass@k needs k completions of a prompt, and there are {own.completions_per_prompt}."

@@ -55,7 +55,7 @@ def set_by_files(hydra: DictConfig, typed: DictConfig) -> list[str]:
     for path, value in _leaves(hydra):
         known = (path in own and own[path] == value) or _is_foreign(path, value)  # of which `targets` says more
         if not known and not any(path[:length] in _COMPUTED for length in (1, 2)) and not _harmless(path, value):
-            reason = "A file sets places, numbers of jobs and what is swept, so that nobody's file runs code."
+            reason = "Only the command line may set what can run code."
             use = f"{_dotted(path)}=VALUE on the command line, or leave it out"
             got = "it from a file of a sweep or of --config-dir"
             problems.append(refusal(_dotted(path), "to be typed", got, reason, use))

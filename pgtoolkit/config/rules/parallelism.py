@@ -82,7 +82,7 @@ def fits(p: Any, known: dict[str, Any], vocabulary: int | None, report: Report) 
     spread = [f"{name}={getattr(p, name)}" for name in AXES if name != "data_parallel" and getattr(p, name) > 1]
     spread += ["shard=true"] if p.shard else []
     if spread and known.get("type") not in (None, *MODEL_TYPES):
-        needs, reason = f"a model of type {', '.join(MODEL_TYPES)}", "pgtoolkit knows where the matrices of these are."
+        needs, reason = f"a model of type {', '.join(MODEL_TYPES)}", "Only models of these types can be spread."
         report.refuse(f"parallelism.{spread[0]}", needs, known["type"], reason, "parallelism=ddp")
     setting = f"parallelism.tensor_parallel={tensor}"
     heads = {what: known.get(what) for what in ("attention heads", "key-value heads")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path, PurePath
 
 from omegaconf import DictConfig, OmegaConf
@@ -16,15 +17,19 @@ from pgtoolkit.system.report import refusal
 _REASON = "A value or a name in it could otherwise write anywhere."
 _NAMED = "It names a folder."
 _OF_HYDRA = ("config.yaml", "hydra.yaml", "overrides.yaml")
-"""What Hydra writes of a job that it runs itself."""
+"""What Hydra writes of a run."""
 
 
 def of_run(config: DictConfig) -> list[str]:
     """Problems with the place of a single run; config: with its node `hydra`."""
     if problems := _contained(config, "hydra.run.dir"):
         return problems
-    inside = config.hydra.output_subdir  # Hydra writes there before the run itself looks
-    return _free("hydra.run.dir", config.hydra.run.dir, ("sweep.json", *([] if inside is None else [str(inside)])))
+    folder, inside = config.hydra.run.dir, config.hydra.output_subdir
+    problems = _free("hydra.run.dir", folder, ("sweep.json",))
+    if inside is None:
+        return problems
+    place = Path(folder, str(inside))  # Hydra writes there before the run itself looks
+    return problems + _links({place: "folder"} | {place / name: "plain file" for name in _OF_HYDRA})
 
 
 def of_sweep(config: DictConfig) -> list[str]:
@@ -36,16 +41,14 @@ def of_sweep(config: DictConfig) -> list[str]:
     return [*_free("hydra.sweep.dir", folder), *_links({Path(folder, "multirun.yaml"): "plain file"})]
 
 
-def of_job(folder: Path, directory: str, inside: str | None = None) -> list[str]:
-    """Problems with the place of a job in its sweep's folder; inside: hydra.output_subdir, where Hydra runs the job."""
+def of_job(folder: Path, directory: str) -> list[str]:
+    """Problems with the place of a job in its sweep's folder."""
     whole, setting = (folder / directory).resolve(), f"hydra.sweep.subdir={directory}"
     if not is_possible(str(whole)):
         return [refusal(setting, "a path that a file system can hold", directory, _NAMED, "the default")]
     if _leads_out(directory) or whole == folder.resolve() or not whole.is_relative_to(folder.resolve()):
         return [refusal(setting, "a folder inside hydra.sweep.dir", whole, _REASON, "the default")]
-    if inside is None:
-        return []
-    return _links({whole / inside: "folder"} | {whole / inside / name: "plain file" for name in _OF_HYDRA})
+    return []
 
 
 def _links(places: dict[Path, str]) -> list[str]:
@@ -60,8 +63,15 @@ def _links(places: dict[Path, str]) -> list[str]:
 
 def _free(key: str, path: str, more: tuple[str, ...] = ()) -> list[str]:
     """Without a run, or `more`, in it."""
-    by = occupied_by(Path(path), more)
-    return [occupied(f"{key}={path}", Path(path), by)] if by else []
+    if by := occupied_by(Path(path), more):
+        return [occupied(f"{key}={path}", Path(path), by)]
+    nearest = next(place for place in (Path(path).absolute(), *Path(path).absolute().parents) if os.path.lexists(place))
+    try:
+        with tempfile.TemporaryDirectory(prefix=".pgtk-", dir=nearest):  # some file systems refuse what they allow
+            return []
+    except OSError as error:
+        got, use = f"{nearest}: {error.strerror or error}", f"{key}=outputs/FOLDER"
+        return [refusal(f"{key}={path}", "a place where folders can be made", got, _NAMED, use)]
 
 
 def _contained(config: DictConfig, key: str) -> list[str]:

@@ -13,6 +13,9 @@ from pgtoolkit.config.plan import family_of_config, tokens_at_least
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, is_whole, refusal, text
 
+MOST_DOCUMENTS = 10**6
+"""Of a batch of rollouts: as many as accumulation.docs_per_step may be."""
+
 
 def rollout(c: Any, report: Report) -> None:
     rollout = c.rollout
@@ -23,6 +26,11 @@ def rollout(c: Any, report: Report) -> None:
         setting, reason = f"rollout.save_path={rollout.save_path}", "It becomes a folder with one file per batch."
         needs, use = "a new or empty folder, or one of rollouts to resume", "rollout.save_path=recorded_rollouts"
         report.refuse(setting, needs, "other files at that place", reason, use)
+    if (batch := rollout.prompts_per_batch * rollout.group_size) > MOST_DOCUMENTS:
+        setting = f"rollout.prompts_per_batch={rollout.prompts_per_batch}"
+        needs, got = f"at most {MOST_DOCUMENTS} documents a batch", f"{batch}, with {rollout.group_size} of each prompt"
+        use = f"rollout.prompts_per_batch={max(1, MOST_DOCUMENTS // rollout.group_size)}"
+        report.refuse(setting, needs, got, "A batch is kept in memory until it is trained on.", use)
     top_p = rollout.top_p
     if top_p is not None and top_p < 1:
         effect = {
@@ -61,7 +69,10 @@ def _overlong(c: Any, length: int, report: Report) -> None:
         report.refuse_ignored("rollout.overlong_penalty", penalty, where, why, use, off=1)
         return
     if buffer > length:
-        needs, reason = f"at most rollout.max_completion_length={length}", "It is the end of the longest completion."
+        needs, reason = (
+            f"at most rollout.max_completion_length={length}",
+            "It is the last part of the longest completion.",
+        )
         report.refuse_value("rollout.overlong_buffer", buffer, needs, reason, max(1, length // 5))
     setting = f"rollout.overlong_buffer={buffer}"
     if c.advantage.estimator == "max_rl":
@@ -247,24 +258,29 @@ def is_local(path: str | None) -> bool:
 
 
 def launcher(hydra: Any, report: Report) -> None:
-    """The plug-ins that run a sweep are there, and our own has sensible settings; hydra: Hydra's own node."""
+    """The plug-ins that run a sweep are ours and there, and the local one has sensible settings; hydra: its node."""
     for kind in ("launcher", "sweeper"):
-        plugin = ".".join(str(hydra[kind].get("_target_")).split(".")[:2])
-        if plugin in _EXTRAS:
-            setting = f"hydra/{kind}={hydra.runtime.choices.get(f'hydra/{kind}')}"
-            installed(report, setting, plugin, _EXTRAS[plugin])
-    if "n_jobs" in hydra.launcher and "fail_fast" in hydra.launcher:
+        target = str(hydra[kind].get("_target_"))
+        setting = f"hydra/{kind}={hydra.runtime.choices.get(f'hydra/{kind}')}"
+        if target in _EXTRAS:
+            installed(report, setting, *_EXTRAS[target])
+        elif kind == "launcher" and not target.startswith(_LAUNCHERS):
+            reason = "Other launchers of Hydra run jobs that pgtk could not stop, continue or leave out."
+            use = "hydra/launcher=local"
+            report.refuse(setting, "one of local, slurm and ray_cluster", setting.partition("=")[2], reason, use)
+    if "n_jobs" in hydra.launcher:
         n_jobs = hydra.launcher.n_jobs
         if not (is_whole(n_jobs) and n_jobs >= 1):
             report.refuse_value("hydra.launcher.n_jobs", n_jobs, "a whole number >= 1", "It counts jobs at a time.", 1)
 
 
+_LAUNCHERS = "hydra_plugins.pgtk_launcher."
 _EXTRAS = {
-    "hydra_plugins.hydra_submitit_launcher": "submitit",
-    "hydra_plugins.hydra_ray_launcher": "ray",
-    "hydra_plugins.hydra_optuna_sweeper": "optuna",
+    f"{_LAUNCHERS}SlurmLauncher": ("submitit", "submitit"),
+    f"{_LAUNCHERS}RayLauncher": ("ray", "ray"),
+    "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper": ("hydra_plugins.hydra_optuna_sweeper", "optuna"),
 }
-"""Plug-in of Hydra -> the extra of pgtoolkit that installs it."""
+"""Plug-in of Hydra -> the package that it needs, and the extra of pgtoolkit that installs it."""
 
 
 def installed(report: Report, setting: str, module: str, extra: str) -> None:

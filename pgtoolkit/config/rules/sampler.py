@@ -57,7 +57,10 @@ def _vllm(c: Any, report: Report) -> None:
     else:
         _started(c, world, report)
     if world > 1 and own.answer_seconds > (most := c.parallelism.timeout_seconds):
-        setting, reason = f"sampler.answer_seconds={own.answer_seconds}", "Other ranks would give up before."
+        setting, reason = (
+            f"sampler.answer_seconds={own.answer_seconds}",
+            "The other ranks would not wait so long.",
+        )
         needs = f"at most parallelism.timeout_seconds={most}"
         report.refuse(setting, needs, own.answer_seconds, reason, f"parallelism.timeout_seconds={own.answer_seconds}")
 
@@ -106,7 +109,7 @@ def _started(c: Any, world: int, report: Report) -> None:
         reason = "Servers run on them, on each as many as sampler.servers_per_gpu."
         report.refuse(setting, "numbers of GPUs from 0 on, each once", text(gpus), reason, use)
     elif len(gpus) % size:
-        needs, reason = f"a multiple of sampler.tensor_parallel={size} GPUs", "Each server takes so many."
+        needs, reason = f"a multiple of sampler.tensor_parallel={size} GPUs", "Each server takes that many."
         report.refuse(setting, needs, len(gpus), reason, use)
     elif min(gpus) < first:
         needs, reason = f"numbers from {first} on", f"Training takes GPU 0{f' to {first - 1}' if first > 1 else ''}."
@@ -124,7 +127,7 @@ def schedule(c: Any, report: Report) -> None:
     elif lag or most is not None:
         setting = f"rollout.lag={lag}" if lag else f"rollout.max_staleness={most}"
         if c.accumulation.docs_per_step == 0:
-            reason = "How many steps of so many micro-batches lie before a batch is not known ahead."
+            reason = "The number of steps before a batch is not known then."
             report.refuse(setting, "accumulation.docs_per_step > 0", 0, reason, "accumulation=dynamic")
         elif most is not None:
             _overlap(c, setting, report)

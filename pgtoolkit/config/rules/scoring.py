@@ -86,7 +86,7 @@ def _verifiers(task: Any, report: Report) -> set[str]:
             _verifier(f"task.verifiers.{name}.", one["verifier"], one.get("pattern"), report)
         return {one["verifier"] for one in several.values()}
     if task.verifier is None:
-        reason, use = "Something has to score the completions.", f"task.verifier=exact_match or {_EXAMPLE}"
+        reason, use = "Completions need a score.", f"task.verifier=exact_match or {_EXAMPLE}"
         report.refuse("task.verifier=null", "task.verifiers", "none", reason, use)
     else:
         _verifier("task.", task.verifier, task.pattern, report)
@@ -97,7 +97,7 @@ def _entry(key: str, name: str, one: Any, report: Report) -> bool:
     """Whether an entry of task.verifiers has the form of one."""
     before = len(report.problems)
     if not re.fullmatch(r"[A-Za-z]\w{0,39}", name):
-        reason, use = "The metric reward/NAME bears it.", _EXAMPLE
+        reason, use = "The metric reward/NAME is named after it.", _EXAMPLE
         report.refuse(key, "a name of up to 40 letters, digits and '_', a letter first", name, reason, use)
     if not isinstance(one, dict) or set(one) - set(_KEYS) or not isinstance(one.get("verifier"), str):
         needs, reason = "the keys verifier and, if need be, weight and pattern", "It says what scores, and how much."
@@ -131,7 +131,7 @@ def _pattern(prefix: str, shape: str | None, report: Report) -> None:
             groups = re.compile(shape).groups
             if groups == 1:
                 return
-            got = f"{shape} with {groups}; (?:...) only binds"
+            got = f"{shape} with {groups}; (?:...) is a group that captures nothing"
     except re.error as error:
         got = f"{shape}: {error}"
     reason, use = "What its group finds last is compared with the answer.", f"\"{prefix}pattern='answer: (.*)'\""

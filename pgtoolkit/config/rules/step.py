@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from pathlib import Path
 from typing import Any
 
 from pgtoolkit.config.plan import documents_per_batch, family_of_config, tokens_at_least, vocabulary_size
@@ -52,7 +54,11 @@ def importable(report: Report, key: str, path: str, reason: str, alternatives: s
     if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", path):
         report.refuse(f"{key}={path}", needs, path, reason, use)
     elif not is_findable(path):
-        report.refuse(f"{key}={path}", needs, f"no module {path.partition('.')[0]}", reason, use)
+        module, _, name = path.partition(".")
+        near = difflib.get_close_matches(module, [file.stem for file in Path().glob("*.py")], n=1)
+        use = f"{key}={near[0]}.{name}" if near else use
+        reason = f"No module {module} is in the current directory, or where Python finds its packages."
+        report.refuse(f"{key}={path}", needs, f"no module {module}", reason, use)
 
 
 def correction(c: Any, report: Report) -> None:
@@ -105,7 +111,7 @@ def penalties(c: Any, report: Report) -> None:
         report.refuse(f"kl={kind}", "kl.coefficient, a number", None, reason, "kl.coefficient=0.04")
     if reference is None:
         use = "kl.reference=initial for the run's first weights, or kl=none"
-        report.refuse(f"kl={kind}", "kl.reference", None, "A penalty pulls to something.", use)
+        report.refuse(f"kl={kind}", "kl.reference", None, "A penalty is the distance from a reference.", use)
     if reference == "recorded" and c.rollout.name != "recorded":
         reason = "The reference's log-probs of completions that are still to be sampled are in no file."
         report.refuse("kl.reference=recorded", "rollout=recorded", "rollout=policy", reason, "kl.reference=initial")

@@ -1,0 +1,270 @@
+"""Where the jobs of a sweep run: as processes of this machine, on a Ray cluster, or through submitit on SLURM."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, first_line
+from pgtoolkit.system.plain_files import open_to_append
+from pgtoolkit.system.report import refusal, say
+
+_SECONDS_TO_CONNECT = 30
+_SECONDS_TO_CANCEL = 60
+"""SLURM kills a cancelled job after its KillWait, usually 30 s; one that has never begun leaves nothing to wait for."""
+
+
+class JobHandle(Protocol):
+    """A job that was started. reason: what the engine says of one that did not end by itself."""
+
+    reason: str | None
+
+    def poll(self) -> int | None:
+        """The exit status once the job has ended; negative where a signal ended it."""
+
+    def stop(self, number: int) -> None:
+        """Let the job save and stop; number: of the signal that asks for it."""
+
+
+class Engine(Protocol):
+    """Runs `python -m pgtoolkit.launch.job FILE` for each job, so many at a time."""
+
+    at_a_time: int
+
+    def start(self, jobs: Sequence[tuple[str, str]]) -> Sequence[JobHandle]:
+        """jobs: absolute paths of each job's file, which `jobs` writes, and of its log."""
+
+    def close(self) -> None:
+        """Let go of the cluster once all jobs have ended."""
+
+
+class JobProcess:
+    """The process of one job on this machine, in a session of its own; it saves and stops when this process ends.
+
+    file: the job's description, see `jobs`. log: what the process prints is added to it.
+    """
+
+    reason: str | None = None
+
+    def __init__(self, file: str | Path, log: str | Path):
+        command = [sys.executable, "-P", "-m", "pgtoolkit.launch.job", str(file)]
+        with open_to_append(Path(log)) as output:
+            # A session of its own: Ctrl-C in the terminal reaches the jobs through this process alone, once.
+            streams = {"stdin": subprocess.PIPE, "stdout": output, "stderr": output}
+            self._process = subprocess.Popen(command, **streams, start_new_session=True)
+
+    def poll(self) -> int | None:
+        if (status := self._process.poll()) is not None:
+            self._process.stdin.close()
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # what a killed job may have left of its own processes
+        return status
+
+    def stop(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def wait(self) -> int:
+        """Until it has ended; also in a signal handler, which may have interrupted a `poll`."""
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        return self.poll()
+
+
+class LocalEngine:
+    """n_jobs processes at a time on this machine."""
+
+    def __init__(self, n_jobs: int):
+        self.at_a_time = n_jobs
+
+    def start(self, jobs: Sequence[tuple[str, str]]) -> list[JobProcess]:
+        return [JobProcess(file, log) for file, log in jobs]
+
+    def close(self) -> None:
+        pass
+
+
+class RayEngine:
+    """Every job a task of Ray, which starts it again on another worker where one is lost.
+
+    init: for ray.init. remote: for ray.remote. Raises ConfigError where there is no such cluster.
+    """
+
+    at_a_time = sys.maxsize
+
+    def __init__(self, init: dict[str, Any], remote: dict[str, Any]):
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would report to its makers
+        import ray
+
+        self._ray = ray
+        address = init.get("address")
+        _require_ray(address)
+        if address is None:  # nothing listens to the network
+            init = {"_node_ip_address": "127.0.0.1", "include_dashboard": False} | init
+        handler = signal.getsignal(signal.SIGTERM)
+        try:
+            ray.init(**{"log_to_driver": False, "logging_level": "ERROR"} | init)
+        except PgtoolkitError:  # of a signal
+            raise
+        except Exception as error:  # Ray has no common type
+            raise _no_ray(address, first_line(error)) from error
+        finally:
+            signal.signal(signal.SIGTERM, handler)  # Ray's own would end this process at once
+        self._task = ray.remote(**remote)(_run_job)
+
+    def start(self, jobs: Sequence[tuple[str, str]]) -> list[_RayTask]:
+        return [_RayTask(self._ray, self._task.remote(os.getcwd(), file, log)) for file, log in jobs]
+
+    def close(self) -> None:
+        self._ray.shutdown()
+
+
+class _RayTask:
+    def __init__(self, ray, reference):
+        self._ray, self._reference = ray, reference
+        self.reason: str | None = None
+
+    def poll(self) -> int | None:
+        if not self._ray.wait([self._reference], timeout=0)[0]:
+            return None
+        try:
+            return self._ray.get(self._reference)
+        except self._ray.exceptions.TaskCancelledError:
+            return Interrupted.exit_status
+        except Exception as error:  # a worker that was lost, or cannot run pgtoolkit
+            self.reason = f"Ray: {_last_line(error)}"
+            return PgtoolkitError.exit_status
+
+    def stop(self, _number: int) -> None:
+        self._ray.cancel(self._reference)
+
+
+def _run_job(folder: str, file: str, log: str) -> int:
+    """A job on a worker of Ray, which raises KeyboardInterrupt where it is cancelled; returns the exit status."""
+    os.chdir(folder)
+    process = JobProcess(file, log)
+    try:
+        while (status := process.poll()) is None:
+            time.sleep(0.2)
+    except KeyboardInterrupt:
+        process.stop(signal.SIGTERM)
+        return process.wait()
+    return status
+
+
+def _require_ray(address: str | None) -> None:
+    """ConfigError if no Ray answers at HOST:PORT, for which Ray itself would wait for minutes, deaf to signals."""
+    protocol, _, place = (address or "").rpartition("://")
+    host, colon, port = place.rpartition(":")
+    if not colon:
+        return
+    say(f"connecting to Ray at {address}, for at most {_SECONDS_TO_CONNECT} s")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _SECONDS_TO_CONNECT).close()
+        if not protocol:
+            command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", f"--address={address}"]
+            subprocess.run(command, capture_output=True, timeout=_SECONDS_TO_CONNECT, check=True)
+    except (OSError, ValueError, OverflowError) as error:
+        raise _no_ray(address, first_line(error)) from error
+    except subprocess.SubprocessError as error:
+        raise _no_ray(address, f"no answer of Ray within {_SECONDS_TO_CONNECT} s") from error
+
+
+def _no_ray(address: str | None, got: str) -> ConfigError:
+    reason, use = "Jobs are sent to its head.", "ray start --head there, or hydra.launcher.ray.init.address=null"
+    return ConfigError(
+        refusal(f"hydra.launcher.ray.init.address={address or 'null'}", "a Ray cluster that answers", got, reason, use)
+    )
+
+
+class SubmititEngine:
+    """Every job one of submitit's, on SLURM an element of one array; a preempted job saves and is queued again.
+
+    cluster: slurm, or local for submitit's processes of this machine. parameters: of submitit's executor, by the names
+    of conf/hydra/launcher/slurm.yaml. Raises ConfigError where submitit refuses them, or there is no SLURM.
+    """
+
+    at_a_time = sys.maxsize
+
+    def __init__(self, cluster: str, submitit_folder: str, max_num_timeout: int, parameters: dict[str, Any]):
+        import submitit
+
+        with self._refused():
+            limit = {f"{cluster}_max_num_timeout": max_num_timeout}
+            self._executor = submitit.AutoExecutor(submitit_folder, cluster=cluster, **limit)
+            of_all = submitit.AutoExecutor._typed_parameters()
+            named = {name if name in of_all else f"slurm_{name}": value for name, value in parameters.items()}
+            self._executor.update_parameters(**named)
+
+    def start(self, jobs: Sequence[tuple[str, str]]) -> list[_SubmittedJob]:
+        with self._refused():
+            return [_SubmittedJob(job) for job in self._executor.map_array(_JobOfSubmitit(), *zip(*jobs, strict=True))]
+
+    def close(self) -> None:
+        pass
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _refused():
+        try:
+            yield
+        except Exception as error:  # submitit has no common type
+            reason, use = "It takes the jobs of the sweep.", "its options in conf/hydra/launcher/slurm.yaml"
+            needs = "a cluster that takes such jobs"
+            raise ConfigError(refusal("hydra/launcher=slurm", needs, _last_line(error), reason, use)) from error
+
+
+class _SubmittedJob:
+    def __init__(self, job):
+        self._job, self._cancelled = job, None
+        self.reason: str | None = None
+
+    def poll(self) -> int | None:
+        if self._cancelled and time.monotonic() > self._cancelled + _SECONDS_TO_CANCEL:
+            return Interrupted.exit_status
+        if not self._job.done():
+            return None
+        try:
+            return max(self._job.results())
+        except Exception as error:  # it was cancelled or killed, or ran out of time too often
+            self.reason = f"{self._job.cluster}: {_last_line(error)}" if self._cancelled is None else None
+            return Interrupted.exit_status
+
+    def stop(self, _number: int) -> None:
+        if self._cancelled is None:
+            self._cancelled = time.monotonic()
+            self._job.cancel(check=False)
+
+
+class _JobOfSubmitit:
+    """What submitit runs on a node: the job's process, to which it passes on what it is told."""
+
+    _process: JobProcess | None = None
+
+    def __call__(self, file: str, log: str) -> int:
+        self._process = JobProcess(file, log)
+        signal.signal(signal.SIGTERM, lambda number, _: self._process.stop(number))
+        while (status := self._process.poll()) is None:
+            time.sleep(0.2)
+        return status
+
+    def checkpoint(self, file: str, log: str):
+        """submitit asks for this when the job is preempted or out of time: save, then take a place in the queue."""
+        import submitit
+
+        if self._process is not None:
+            self._process.stop(signal.SIGUSR2)
+            self._process.wait()
+        return submitit.helpers.DelayedSubmission(_JobOfSubmitit(), file, log)
+
+
+def _last_line(error: BaseException) -> str:
+    """Of an exception that quotes the traceback of another process."""
+    return (str(error).strip() or type(error).__name__).splitlines()[-1].strip()

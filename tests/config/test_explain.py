@@ -1,0 +1,76 @@
+"""`pgtk explain`: no key, option or metric lacks an explanation, and docs/keys.md is what the schema and conf/ say."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from builders.runs import metrics_of, run
+
+from pgtoolkit.cli import main
+from pgtoolkit.config import key_reference
+from pgtoolkit.config.explain import explain, explanations
+from pgtoolkit.config.files import options
+from pgtoolkit.config.keys import KEYS
+from pgtoolkit.errors import PgtoolkitError
+from pgtoolkit.losses.metrics import _KINDS
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_every_key_and_option_is_explained():
+    known = explanations()
+    for key in KEYS:
+        assert key.name in known or key.option, key.name
+    assert not [entry.name for entry in key_reference.entries() if not entry.says]
+    for group, names in options().items():
+        assert all(f"{group}={name}" in known[group][0] and f"{group}={name}" in known for name in names)
+
+
+def test_every_metric_and_exit_status_is_explained(tmp_path):
+    known = explanations()
+    for kind in _KINDS.values():
+        assert {*kind.means, *kind.maxima, *kind.minima, *kind.sums, kind.sample_size or "loss"} <= {*known}
+    row = metrics_of(run(tmp_path / "run", "metrics=with_entropy"))[0]
+    assert [name for name in row if name not in known] == ["step", "time"]
+    assert all(str(kind.exit_status) in known for kind in PgtoolkitError.__subclasses__())
+
+
+def test_the_page_of_keys_is_made_from_the_schema():
+    made = "python -m pgtoolkit.config.key_reference > docs/keys.md"
+    assert (DOCS / "keys.md").read_text() == key_reference.page(), made
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("loss.epsilon_high=0.28", "number from 1e-09 to 1000000000"),
+        ("kl.coefficient", "It needs kl other than none"),
+        ("rollout.lag", "`pgtk resume` keeps it: the checkpoint holds batches that were sampled ahead"),
+        ("max_completion_length", "default: 7, with model=huggingface 256"),
+        ("gspo", "l_t = -min(R_d A_d, clip(R_d, 1 - 0.0003, 1 + 0.0004) A_d)"),
+        ("constant", "verl loss_agg_mode: `seq-mean-token-sum-norm`"),
+        ("experiment=dapo", "TRL: `loss_type=dapo epsilon=0.2 epsilon_high=0.28`"),
+        ("ppo", "loss=grpo: an option"),
+        ("kl_ref", "never negative level: basic, where a reference is known"),
+        ("75", "stopped by a signal after saving a checkpoint; it can be resumed"),
+        ("clip_ratio_c", "the dual clip, which verl always has"),
+        ("accumulation.docs_per_step=96 does not divide the 256 documents of a batch", "Documents per optimizer step"),
+    ],
+)
+def test_what_is_said(words, says):
+    assert says in " ".join(explain(words).split())
+
+
+@pytest.mark.parametrize(("word", "near"), [("epsilonhigh", "epsilon_high"), ("gsop", "gspo"), ("entropi", "entropy")])
+def test_an_unknown_word_gets_the_nearest(capsys, word, near):
+    assert main(["explain", word]) == 2
+    assert capsys.readouterr().err.endswith(f"Use pgtk explain {near}.\n")
+
+
+def test_it_loads_no_torch():
+    code = "import sys; from pgtoolkit.cli import main; main(['explain', 'gspo']); assert 'torch' not in sys.modules"
+    assert (
+        "one ratio per document"
+        in subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    )

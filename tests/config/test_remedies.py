@@ -1,0 +1,120 @@
+"""What a refusal says to use is typed as it stands, and accepted."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from pgtoolkit.cli import main
+
+MODULE = """
+from dataclasses import dataclass
+from pgtoolkit.losses.families import Reinforce
+
+@dataclass(frozen=True)
+class Mine(Reinforce):
+    tau: float = 1.0
+    scale: float = 2.0
+
+def score(completion, answer):
+    return 1.0
+
+def short(completion):
+    return 1.0
+
+def weights(totals, *, mask, document_index, tokens_per_document, group_index):
+    return mask.double() / totals.num_tokens
+
+def of_totals(totals):
+    return 1.0
+"""
+PROMPTS = "task=prompts task.path=prompts.jsonl"
+CHAT = "task=prompts task.path=chats.jsonl task.verifier=exact_match"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """A current directory with a module of the user's own, and prompts."""
+    (tmp_path / "my_verifier.py").write_text(MODULE)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "12=", "answer": "21"}\n')
+    chat = {"messages": [{"role": "user", "content": "12="}], "answer": "21"}
+    (tmp_path / "chats.jsonl").write_text(json.dumps(chat) + "\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def problems(capsys, *overrides):
+    """What `pgtk check` refuses."""
+    main(["check", *overrides])
+    return capsys.readouterr().out.partition("\nProblems")[2].partition("\n")[2].strip()
+
+
+@pytest.mark.parametrize(
+    ("typed", "before", "use"),
+    [
+        ("loss=ppo", "", "loss=grpo"),
+        ("loss=dapo", "", "experiment=dapo"),
+        ("aggregation=rloo", "", "experiment=rloo"),
+        ("rollout.stop=</answer>", "", "'rollout.stop=[\"</answer>\"]'"),
+        ("rollout.stop=[</answer>]", "", "'rollout.stop=[\"</answer>\"]'"),
+        ("rollout.stop='</answer>'", "", "'rollout.stop=[\"</answer>\"]'"),
+        ("rollout.stop=END", "", "'rollout.stop=[\"END\"]'"),
+        ("loss.options.tua=2", "loss=custom loss.path=my_verifier.Mine", "loss.options.tau=VALUE"),
+        ("task.verifier=my_verifier.scor", PROMPTS, "task.verifier=my_verifier.score"),
+        ("task.verifier=my_verifer.score", PROMPTS, "task.verifier=my_verifier.score"),
+        ("aggregation.reducer=my_verifier.weight", "", "aggregation.reducer=my_verifier.weights"),
+        ("task.path=chats.jsonl", "task=prompts task.verifier=exact_match", "task.prompt_field=messages"),
+    ],
+)
+def test_what_is_to_be_used_is_accepted(capsys, typed, before, use):
+    said = problems(capsys, *before.split(), typed)
+    assert re.search(r"Use (.*?)\.?$", said, re.DOTALL)[1] == use
+    instead = shlex.split(use.replace("VALUE", "2"))
+    if use == "task.prompt_field=messages":
+        assert "needs texts (got chat messages with model=tiny)" in problems(capsys, *CHAT.split(), *instead)
+        return
+    assert problems(capsys, *before.split(), *instead) == "none"
+
+
+@pytest.mark.parametrize(
+    ("typed", "before", "says", "function", "good"),
+    [
+        (
+            "task.verifier=my_verifier.{}",
+            PROMPTS,
+            "short(completion, answer) (got short(completion))",
+            "short",
+            "score",
+        ),
+        (
+            "aggregation.reducer=my_verifier.{}",
+            "",
+            "of_totals(totals, *, mask, document_index, tokens_per_document, group_index) (got of_totals(totals))",
+            "of_totals",
+            "weights",
+        ),
+    ],
+)
+def test_a_function_with_other_arguments_is_told_how_it_is_called(capsys, typed, before, says, function, good):
+    said = problems(capsys, *before.split(), typed.format(function))
+    assert f"needs a function that can be called as {says}" in said
+    assert problems(capsys, *before.split(), typed.format(good)) == "none"
+
+
+def test_a_sweep_with_overrides_is_compared_by_the_name_of_its_folder(capsys):
+    assert main(["compare", "clip_range", "trainer.max_steps=2", "seed=0,1"]) == 2
+    assert capsys.readouterr().err.endswith("Use pgtk compare clip_range_seed-0-1_max-steps-2.\n")
+    main(["check", "sweep", "clip_range", "trainer.max_steps=2", "seed=0,1"])
+    assert "folder: outputs/sweeps/clip_range_seed-0-1_max-steps-2\n" in capsys.readouterr().out
+    Path("outputs/sweeps/clip_range_max-steps-2").mkdir(parents=True)
+    assert main(["compare", "clip_range"]) == 2
+    assert capsys.readouterr().err.endswith("Use clip_range_max-steps-2.\n")
+
+
+def test_a_bound_of_the_ratio_given_as_a_ratio_is_noted(capsys):
+    main(["check", "loss=grpo", "loss.epsilon_high=1.28"])
+    assert "  loss.epsilon_high=1.28 clips above a ratio of 1 + 1.28 = 2.28; DAPO's is 0.28" in capsys.readouterr().out
+    main(["check", "loss=grpo", "loss.epsilon_high=0.28"])
+    assert "clips above a ratio of" not in capsys.readouterr().out

@@ -1,0 +1,175 @@
+"""Sweeps on Ray and through submitit, with both of them really running on this machine, and the runs they leave."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from builders.runs import SHORT, assert_equal, checkpoint_of, metrics_of, once
+from builders.runs import run as train_short
+
+pytestmark = pytest.mark.slow
+PGTK = Path(sys.executable).with_name("pgtk")
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+STEPS = 120
+LONG = (f"trainer.max_steps={STEPS}", "trainer.checkpoint_every=10")
+RAY = ("hydra/launcher=ray_cluster", "hydra.launcher.ray.init.address=auto")
+SUBMITIT = ("hydra/launcher=slurm", "hydra.launcher.cluster=local", "hydra.launcher.gpus_per_node=null")
+
+
+@contextlib.contextmanager
+def started(folder, *overrides):
+    """A sweep in folder/sweep as a process, which does not outlive the block."""
+    command = [PGTK, "-m", *once(*SHORT, *overrides), "hydra.sweep.dir=sweep"]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, **streams)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def sweep(folder, *overrides) -> tuple[int, str]:
+    with started(folder, *overrides) as process:
+        return ended(process)
+
+
+def ended(process) -> tuple[int, str]:
+    output, _ = process.communicate(timeout=300)
+    assert "Traceback" not in output
+    return process.returncode, output
+
+
+def wait_for_steps(folder, name, steps):
+    """The run directory of a job that has made so many steps."""
+    end = time.monotonic() + 120
+    while time.monotonic() < end:
+        for rows in (folder / "sweep").glob(f"{name}*/metrics.jsonl"):
+            if rows.read_bytes().count(b"\n") >= steps:
+                return rows.parent
+        time.sleep(0.05)
+    raise AssertionError("waited in vain")
+
+
+def status_of(directory) -> dict:
+    return json.loads((directory / "status.json").read_text())
+
+
+def assert_whole(directory, tmp_path, *overrides):
+    """That the run is equal to one that nobody interrupted."""
+    whole = train_short(tmp_path / f"whole-{directory.name}", *LONG, *overrides)
+    assert metrics_of(directory) == metrics_of(whole)
+    assert_equal(checkpoint_of(directory, STEPS), checkpoint_of(whole, STEPS))
+
+
+@pytest.fixture(scope="module")
+def ray_head():
+    """A head of Ray on the loopback interface, and the processes it has started."""
+    command = [PGTK.with_name("ray"), "start", "--head", "--block", "--node-ip-address=127.0.0.1", "--num-cpus=2"]
+    command += ["--port=0", "--include-dashboard=false", "--disable-usage-stats"]
+    head = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT)
+    try:
+        for line in head.stdout:
+            if "Ray runtime started" in line:
+                break
+        yield psutil.Process(head.pid)
+    finally:
+        head.terminate()
+        head.wait(timeout=60)
+
+
+def test_a_killed_worker_of_ray_is_replaced_and_finished_jobs_are_not_sent_again(tmp_path, ray_head):
+    with started(tmp_path, *RAY, *LONG, "seed=0,1") as launcher:
+        first = wait_for_steps(tmp_path, "seed-0", 25)
+        process = psutil.Process(status_of(first)["pid"])
+        assert process.ppid() in {child.pid for child in ray_head.children(recursive=True)}
+        psutil.Process(process.ppid()).kill()
+        status, output = ended(launcher)
+    assert status == 0, output
+    assert len(json.loads((first / "provenance.json").read_text())["resumed"]) == 1
+    for seed in (0, 1):
+        (directory,) = (tmp_path / "sweep").glob(f"seed-{seed}-*")
+        assert_whole(directory, tmp_path, f"seed={seed}")
+    times = {file: file.stat().st_mtime_ns for file in (tmp_path / "sweep").glob("seed-*/**/*")}
+    status, output = sweep(tmp_path, *RAY, *LONG, "seed=0,1")
+    assert status == 0, output
+    assert not re.search("connecting|starts", output)
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "sweep").glob("seed-*/**/*")} == times
+
+
+def test_a_signal_to_a_sweep_on_ray_saves_its_jobs(tmp_path, ray_head):
+    with started(tmp_path, *RAY, "trainer.max_steps=5000", "trainer.checkpoint_every=5000", "seed=0,1,2") as launcher:
+        directory = wait_for_steps(tmp_path, "seed-0", 5)
+        launcher.send_signal(signal.SIGTERM)
+        status, output = ended(launcher)
+    assert status == 75, output
+    found = status_of(directory)
+    assert (found["state"], found["reason"]) == ("interrupted", "SIGTERM")
+    assert (directory / "checkpoints" / f"step-{found['step']:06d}" / "manifest.json").exists()
+    assert "Continue with: " in output
+
+
+def test_a_failing_job_on_ray_is_one_line_with_its_log(tmp_path, ray_head):
+    wrong = ("optimizer.learning_rate=1e5", "optimizer.warmup_steps=0", "optimizer.weight_decay=10", "seed=0,1")
+    status, output = sweep(tmp_path, *RAY, *wrong)
+    assert status == 1, output
+    assert len(re.findall(r"^failed: seed-\d-\w+\n  .*not finite.*\n  log: sweep/.*output.log$", output, re.M)) == 2
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_head_that_does_not_answer_is_said_and_a_signal_ends_the_wait(tmp_path, listens):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        if not listens:
+            server.close()
+        with started(tmp_path, *RAY[:1], f"hydra.launcher.ray.init.address={address}", "seed=0,1") as launcher:
+            if listens:
+                while "connecting to Ray" not in launcher.stdout.readline():
+                    pass
+                launcher.send_signal(signal.SIGTERM)
+            status, output = ended(launcher)
+    assert status == (75 if listens else 2), output
+    said = "stopped by SIGTERM" if listens else f"address={address} needs a Ray cluster that answers (got "
+    assert said in output
+
+
+def test_a_preempted_job_of_submitit_saves_and_is_queued_again(tmp_path):
+    command = (*SUBMITIT, f"trainer.max_steps={STEPS}", "trainer.checkpoint_every=1000", "seed=0")
+    with started(tmp_path, *command) as launcher:
+        directory = wait_for_steps(tmp_path, "", 25)
+        task = psutil.Process(status_of(directory)["pid"]).parent()
+        assert "submitit.core._submit" in task.cmdline()
+        task.send_signal(signal.SIGUSR2)
+        status, output = ended(launcher)
+    assert status == 0, output
+    assert len(json.loads((directory / "provenance.json").read_text())["resumed"]) == 1
+    log = (directory / "run.log").read_text()
+    saved = int(re.search(r"^.*SIGUSR2 after step (\d+); saved up to step \1", log, re.MULTILINE)[1])
+    assert 25 <= saved < STEPS
+    whole = train_short(tmp_path / "whole", *LONG, "seed=0")
+    assert metrics_of(directory) == metrics_of(whole)
+    status, output = sweep(tmp_path, *command)
+    assert status == 0, output
+    assert "starts" not in output
+
+
+def test_what_slurm_refuses_is_one_sentence(tmp_path):
+    path = os.pathsep.join(part for part in ENVIRONMENT["PATH"].split(os.pathsep) if not Path(part, "sbatch").exists())
+    command = [PGTK, "-m", *SHORT, "seed=0,1", "hydra/launcher=slurm", "hydra.sweep.dir=sweep"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=ENVIRONMENT | {"PATH": path}
+    )
+    assert done.returncode == 2, done.stderr
+    assert "hydra/launcher=slurm needs a cluster that takes such jobs (got " in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,140 @@
+"""The way in from (B, T): the same loss and gradient as from the tokens on one axis, and what is refused."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from builders.losses import make_case, relative_error
+from torch import nn
+
+from pgtoolkit import StepTotals, from_padded, linear_policy_loss, log_prob_loss, policy_loss
+
+CASE = make_case()
+D, LONGEST = CASE.num_documents, 12
+ROWS = [(CASE.document_index == d).nonzero()[:, 0] for d in range(D)]
+
+
+def padded(values, filler, left=False):
+    """(D, LONGEST, ...) of (T, ...), on either side."""
+    whole = values.new_full((D, LONGEST, *values.shape[1:]), filler)
+    for d, rows in enumerate(ROWS):
+        whole[d, LONGEST - len(rows) if left else 0 :][: len(rows)] = values[rows]
+    return whole
+
+
+def given(left=False, **more):
+    labels = padded(CASE.labels, 3, left)  # padding with a token of the vocabulary, which the mask takes out
+    mask = padded((CASE.labels >= 0).long(), 0, left)
+    vectors = {"old_log_probs": padded(CASE.old_log_probs, torch.nan, left), "mask": mask, "labels": labels}
+    return vectors | {"advantages": torch.stack([CASE.advantages[rows[0]] for rows in ROWS])} | more
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("as_numpy", [False, True])
+def test_the_loss_of_padded_rows_is_that_of_the_tokens(left, as_numpy):
+    options = {"loss": "gspo", "aggregation": "prompt_mean", "group_index": CASE.group_index}
+    exact = CASE.logits.clone().requires_grad_()
+    expected = policy_loss(exact, *CASE.tensors[1:], num_documents=D, **options)
+    expected.loss.backward()
+    vectors = {name: x.numpy() if as_numpy else x for name, x in given(left).items()}
+    logits = padded(CASE.logits, 7.0, left).requires_grad_()
+    out = policy_loss(**from_padded(logits=logits, **vectors), **options)
+    out.loss.backward()
+    assert out.loss.item() == pytest.approx(expected.loss.item(), rel=1e-13)
+    assert relative_error(logits.grad, padded(exact.grad, 0.0, left)) < 1e-13
+    again = padded(CASE.logits, 7.0, left)
+    eye = torch.eye(13, dtype=torch.float64)
+    assert float(linear_policy_loss(lm_head_weight=eye, **from_padded(hidden=again, **vectors), **options).loss) == (
+        pytest.approx(expected.loss.item(), rel=1e-12)
+    )
+    del vectors["labels"]
+    log_probs = padded(expected.log_probs, torch.nan, left)
+    by_token = padded(CASE.advantages, 0.0, left)
+    arguments = from_padded(log_probs=log_probs, **vectors | {"advantages": by_token})
+    assert float(log_prob_loss(**arguments, **options).loss) == pytest.approx(expected.loss.item(), rel=1e-12)
+
+
+LOGITS = padded(CASE.logits, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({}, "needs one of logits, hidden and log_probs .got none"),
+        ({"logits": LOGITS, "hidden": LOGITS}, "needs one of .* .got logits, hidden"),
+        ({"logits": CASE.logits}, r"needs logits of shape \(B, T, V\) .got \(32, 13\)"),
+        ({"logits": LOGITS, "labels": None}, "needs labels with logits"),
+        ({"log_probs": LOGITS[..., 0], "mask": None}, "needs mask with log_probs"),
+        ({"logits": LOGITS, "advantages": torch.ones(5)}, r"advantages needs shape \(6, 12\) .* a document, \(6,\)"),
+        ({"logits": LOGITS, "labels": torch.ones(6, 11)}, r"label t is token t \+ 1.* .got \(6, 11\)"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(changed, message):
+    with pytest.raises(ValueError, match=message):
+        from_padded(**given(**changed))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("logits", LOGITS, "logits needs two dimensions .* pgtoolkit.from_padded makes one of"),
+        ("labels", given()["labels"], "labels needs .* pgtoolkit.from_padded makes one of"),
+        ("old_log_probs", CASE.old_log_probs.numpy(), "old_log_probs needs .* use torch.as_tensor, or pgtoolkit.from_"),
+        ("advantages", given()["advantages"], r"Of one advantage a document, \(D,\), advantages\[document_index\]"),
+    ],
+)
+def test_messages_name_the_way_in(name, value, message):
+    names = "logits", "labels", "old_log_probs", "advantages", "document_index"
+    with pytest.raises(ValueError, match=message):
+        policy_loss(**dict(zip(names, CASE.tensors, strict=True)) | {name: value})
+
+
+def test_the_documented_step_of_two_micro_batches_has_the_gradient_of_the_whole():
+    """The block of docs/losses.md, as it stands there."""
+    section = (Path(__file__).parents[2] / "docs" / "losses.md").read_text().partition("## Pieces and ranks")[2]
+    code = re.search(r"```python\n(.*?)```", section, flags=re.DOTALL).group(1)
+    torch.manual_seed(0)
+    model = nn.Embedding(13, 13).double()
+    tokens, whole = torch.randint(0, 13, (D, LONGEST)), given()
+    whole["labels"] = torch.where(whole.pop("mask") > 0, whole["labels"], -1)
+    micro_batches = [{"tokens": tokens[a:b]} | {name: x[a:b] for name, x in whole.items()} for a, b in ((0, 2), (2, 6))]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    exec(
+        compile(code, "docs/losses.md", "exec"),
+        {"torch": torch, "micro_batches": micro_batches, "model": model, "optimizer": optimizer},
+    )
+    found = model.weight.grad
+    model.weight.grad = None
+    policy_loss(**from_padded(logits=model(tokens), **whole), loss="grpo", aggregation="token_mean").loss.backward()
+    assert relative_error(found, model.weight.grad) < 1e-13
+
+
+@pytest.mark.parametrize("function", ["policy_loss", "linear_policy_loss", "log_prob_loss"])
+def test_probabilities_and_totals_of_less_than_the_piece_are_refused(function):
+    logits, labels, old, advantages, index = CASE.tensors
+
+    def call(old, **more):
+        more = {"num_documents": D, "loss": "grpo"} | more
+        if function == "policy_loss":
+            return policy_loss(logits, labels, old, advantages, index, **more)
+        if function == "linear_policy_loss":
+            return linear_policy_loss(logits, torch.eye(13).double(), labels, old, advantages, index, **more)
+        log_probs = policy_loss(*CASE.tensors, num_documents=D).log_probs
+        return log_prob_loss(log_probs, old, advantages, index, labels >= 0, **more)
+
+    probability = torch.where(index == 3, old.exp(), old)
+    message = r"old_log_probs needs log-probs, which are at most 0, .* in document 3\). Probabilities are"
+    with pytest.raises(ValueError, match=message):
+        call(probability)
+    sampling = {"sampling_log_probs": probability, "metrics": "basic"}
+    with pytest.raises(ValueError, match=r"sampling_log_probs needs log-probs"):
+        call(old, **sampling)
+    assert torch.isfinite(call(probability, check_finite=False).loss)
+    call(torch.where(labels < 0, 1.0, old.clamp(max=-1e-3) + 1e-3))  # untrained ones are not read; 0 is rounding
+    number = int((labels >= 0).sum())
+    assert torch.isfinite(call(old, totals=StepTotals(D, number, 1)).loss)
+    with pytest.raises(ValueError, match=rf"totals.num_tokens needs to count at least the {number} trained tokens"):
+        call(old, totals=StepTotals(D, torch.tensor(number - 1), 1))
+    with pytest.raises(ValueError, match=r"totals.num_documents needs to count at least the 6 documents"):
+        call(old, totals=StepTotals(D - 1, number, 1))
