@@ -245,8 +245,8 @@ def _model(c: Any, report: Report) -> None:
         if os.path.isdir(Path(c.model.path).expanduser()):
             _positions(c, report)
     if needs_model(c) and c.kl.reference and c.kl.reference not in NO_FOLDER:
-        found = _unusable(os.getcwd(), c.kl.reference, False)
-        report.problems += [problem.replace("model.path=", "kl.reference=") for problem in found]
+        problems = _unusable(os.getcwd(), c.kl.reference, False)
+        report.problems += [problem.replace("model.path=", "kl.reference=") for problem in problems]
 
 
 def _positions(c: Any, report: Report) -> None:
@@ -263,11 +263,11 @@ def _positions(c: Any, report: Report) -> None:
 def _unusable(_directory: str, path: str, random_weights: bool) -> list[str]:
     """The problems of a model's folder, or of its name on the hub, as those of model.path: by loading what is small."""
     folder, report = Path(path).expanduser(), Report()
-    if not folder.is_dir() and path.startswith((".", "/", "~")):
-        return []  # which the rule on existing paths has refused
     if folder.exists() and not folder.is_dir():
         reason = "A model is made of several files: config.json, its tokenizer, its weights."
         return [refusal(f"model.path={path}", "a folder", "a file", reason, "model.path=FOLDER")]
+    if not folder.exists() and path.startswith((".", "/", "~")):
+        return []  # which the rule on existing paths has refused
     with _added_to(report):
         model_folder.load_config(path)
         if folder.is_dir():
