@@ -98,8 +98,8 @@ def watched(c: Any) -> tuple[str, str] | None:
 
 def watched_in(saved: dict[str, Any]) -> tuple[str, str] | None:
     """The same of a configuration as it was saved, perhaps before there were evaluations."""
-    evaluation = saved.get("evaluation")
-    return None if evaluation is None else watched(SimpleNamespace(evaluation=SimpleNamespace(**evaluation)))
+    own = saved.get("evaluation")
+    return None if own is None else watched(SimpleNamespace(evaluation=SimpleNamespace(**own)))
 
 
 def is_on(c: Any) -> bool:
@@ -113,20 +113,20 @@ def samples(c: Any) -> bool:
 
 def sampling(c: Any) -> dict[str, Any]:
     """How the completions of an evaluation are sampled: the keys of rollout=policy that say so."""
-    evaluation, rollout = c.evaluation, c.rollout
+    own, rollout = c.evaluation, c.rollout
     return {
-        "temperature": rollout.temperature if evaluation.temperature is None else evaluation.temperature,
-        "top_p": getattr(rollout, "top_p", None) if evaluation.top_p is None else evaluation.top_p,
-        "max_completion_length": evaluation.max_completion_length or rollout.max_completion_length,
+        "temperature": rollout.temperature if own.temperature is None else own.temperature,
+        "top_p": getattr(rollout, "top_p", None) if own.top_p is None else own.top_p,
+        "max_completion_length": own.max_completion_length or rollout.max_completion_length,
         "stop": getattr(rollout, "stop", []),
     }
 
 
 def how_sampled(c: Any) -> str:
     """The same in words."""
-    settings = sampling(c)
-    cut = "" if settings["top_p"] in (None, 1) else f", top_p {text(settings['top_p'])}"
-    return f"at temperature {text(settings['temperature'])}{cut}, at most {settings['max_completion_length']} tokens"
+    how = sampling(c)
+    cut = "" if how["top_p"] in (None, 1) else f", top_p {text(how['top_p'])}"
+    return f"at temperature {text(how['temperature'])}{cut}, at most {how['max_completion_length']} tokens"
 
 
 def times(c: Any) -> int:

@@ -104,8 +104,8 @@ def _entry(c: Any, name: str, given: dict[str, Any], report: Report) -> None:
         return
     schema = SCHEMAS[f"task/{kind}"]
     of_task = {field.name: field for field in fields(schema) if field.name not in _NOT_OF_A_SET}
-    of_all = {field.name: field for field in fields(EvaluationConfig) + fields(Config)}
-    of_set = {"seed": of_all["seed"], "prompts": of_all["prompts_per_set"]}
+    own = {field.name: field for field in fields(EvaluationConfig) + fields(Config)}
+    of_set = {"seed": own["seed"], "prompts": own["prompts_per_set"]}
     for key, value in given.items():
         field, setting = (of_set | of_task).get(key), f"{place}.{key}={text(value)}"
         if key == "task":
@@ -132,56 +132,54 @@ def _fits(schema: type, key: str, value: Any) -> bool:
 
 
 def _sampling(c: Any, report: Report) -> None:
-    settings, evaluation = sampling(c), c.evaluation
-    if settings["temperature"] == 0:
-        if evaluation.completions_per_prompt > 1:
+    how, own = sampling(c), c.evaluation
+    if how["temperature"] == 0:
+        if own.completions_per_prompt > 1:
             reason = "At temperature 0 all completions of a prompt are the same."
             needs, use = "evaluation.completions_per_prompt=1", "a temperature above 0"
-            report.refuse(
-                "evaluation.temperature=0", needs, evaluation.completions_per_prompt, reason, f"{needs} or {use}"
-            )
-        if evaluation.top_p != 1:
+            report.refuse("evaluation.temperature=0", needs, own.completions_per_prompt, reason, f"{needs} or {use}")
+        if own.top_p != 1:
             where, why = ("evaluation.temperature > 0", 0), "the likeliest token is taken"
-            report.refuse_ignored("evaluation.top_p", evaluation.top_p, where, why, "evaluation.temperature=1")
-    if settings["max_completion_length"] is None:
+            report.refuse_ignored("evaluation.top_p", own.top_p, where, why, "evaluation.temperature=1")
+    if how["max_completion_length"] is None:
         reason = "Recorded rollouts do not say how long a completion may become."
         report.refuse_value("evaluation.max_completion_length", None, "a number", reason, 256)
 
 
 def _task(c: Any, one: HeldOut, report: Report) -> None:
     """The rules on a task, of the task of a set."""
-    of_task, place = Report(), f"evaluation.sets.{one.name}" if c.evaluation.sets else "task"
+    found, place = Report(), f"evaluation.sets.{one.name}" if c.evaluation.sets else "task"
     length = sampling(c)["max_completion_length"]
     if one.task.name == "reverse":
-        room_for_answer(one.task.num_digits, "evaluation.max_completion_length", length, of_task)
+        room_for_answer(one.task.num_digits, "evaluation.max_completion_length", length, found)
         tokens = one.task.num_digits + 1 + length
-        room_for(c, tokens, f"the longest document of evaluation set {one.name}", of_task)
+        room_for(c, tokens, f"the longest document of evaluation set {one.name}", found)
     elif getattr(one.task, "path", None) == "???":
-        of_task.refuse("task.path", "a value", "none", "It names the file with the prompts.", "task.path=test.jsonl")
+        found.refuse("task.path", "a value", "none", "It names the file with the prompts.", "task.path=test.jsonl")
     else:
-        prompts(one.task, of_task)
-    named = [problem.replace("task.", f"{place}.") for problem in of_task.problems]
+        prompts(one.task, found)
+    named = [problem.replace("task.", f"{place}.") for problem in found.problems]
     report.problems += [problem for problem in named if problem not in report.problems]
-    report.notes += [note for note in of_task.notes if note not in report.notes]
+    report.notes += [note for note in found.notes if note not in report.notes]
 
 
 def _best(c: Any, report: Report) -> None:
-    evaluation, stop_at = c.evaluation, c.trainer.stop_at
-    if evaluation.best is None:
+    own, stop_at = c.evaluation, c.trainer.stop_at
+    if own.best is None:
         where, why = ("evaluation.best", None), "it is a value of that number"
         report.refuse_ignored("trainer.stop_at", stop_at, where, why, "evaluation.best=pass@1")
         return
-    (name, number), names = watched(c), [*evaluation.sets] or [USUAL]
-    known = numbers_of(evaluation.completions_per_prompt)
-    setting = f"evaluation.best={evaluation.best}"
+    (name, number), names = watched(c), [*own.sets] or [USUAL]
+    known = numbers_of(own.completions_per_prompt)
+    setting = f"evaluation.best={own.best}"
     if name not in names:
         needs, reason = f"one of the sets {', '.join(names)}", "It is NUMBER or SET/NUMBER."
         report.refuse(setting, needs, name, reason, f"evaluation.best={names[0]}/pass@1")
     elif number not in known:
         reason, use = "The best is the highest, and a loss does not say how good a policy is.", "evaluation.best=pass@1"
         k = number.removeprefix("pass@")
-        if k != number and k.isdigit() and int(k) > evaluation.completions_per_prompt:
-            reason = f"pass@k needs k completions of a prompt, and there are {evaluation.completions_per_prompt}."
+        if k != number and k.isdigit() and int(k) > own.completions_per_prompt:
+            reason = f"pass@k needs k completions of a prompt, and there are {own.completions_per_prompt}."
             use = f"evaluation.completions_per_prompt={k}"
         report.refuse(setting, f"one of {', '.join(known)}", number, reason, use)
     elif stop_at is not None and number != "avg" and not 0 < stop_at <= 1:
