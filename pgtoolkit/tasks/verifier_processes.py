@@ -188,9 +188,8 @@ def work(socket: int) -> None:
                     answer = {"score": verifiers.score(question)}
             except DataError as error:
                 answer = {"error": str(error)}
-            if (
-                os.getpid() != process_id
-            ):  # what a verifier has forked, and which came back as well, would answer once more
+            # What a verifier has forked, and which came back as well, would answer once more.
+            if os.getpid() != process_id:
                 os._exit(0)
             _send(connection, answer)
     os.killpg(os.getpgrp(), signal.SIGKILL)  # with what verifiers have left behind
