@@ -14,6 +14,7 @@ from pgtoolkit.config.files import sweep_file, sweep_files
 from pgtoolkit.errors import ConfigError, PgtoolkitError, unusable
 from pgtoolkit.launch.commands import REPORTS
 from pgtoolkit.launch.help import help_page, unknown_command
+from pgtoolkit.system.plain_files import plain_run
 from pgtoolkit.system.report import print_error, say
 
 
@@ -101,7 +102,7 @@ def _continue(argv: list[str]) -> int:
 def _run_dir(command: str, argv: list[str], example: str) -> Path:
     if not argv or (not Path(argv[0]).is_dir() and (argv[0].startswith("-") or "=" in argv[0])):
         raise ConfigError(f"pgtk {command} needs a run directory (got none). Use pgtk {command} {example}.")
-    return Path(argv[0])
+    return plain_run(argv[0])
 
 
 def _sweep_file(argv: list[str]) -> Path:

@@ -84,7 +84,7 @@ def sampled_documents() -> list[Document]:
     draw, documents = torch.Generator().manual_seed(4), some_documents()
     return [
         replace(d, sampling_log_probs=d.old_log_probs + 0.3 * torch.randn(len(d.old_log_probs), generator=draw) + shift)
-        for d, shift in zip(documents, (-0.3, 0.2, 0.05, -0.1, 0.6, -0.6), strict=True)
+        for d, shift in zip(documents, (-0.3, 0.2, 0.05, -0.1, -0.6, 0.6), strict=True)
     ]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError
+from pgtoolkit.system.plain_files import plain_run, write_atomically
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import refusal, say
 
@@ -57,7 +58,7 @@ def _compare(argv: list[str]) -> int:
 
 def _samples(argv: list[str]) -> int:
     parser = _Parser("pgtk samples", description="Show what a run's model wrote: best, worst, and what changed.")
-    parser.add_argument("run", metavar="RUN", type=Path, help="run directory")
+    parser.add_argument("run", metavar="RUN", type=plain_run, help="run directory")
     parser.add_argument("--set", metavar="NAME", help="training, or a set of evaluation (default: one of evaluation)")
     parser.add_argument("--step", type=int, metavar="N", help="of this step (default: the last; of --html all)")
     parser.add_argument("--since", type=int, metavar="N", help="what changed since this step (default: the first)")
@@ -104,8 +105,8 @@ def _file(example: str) -> Callable[[str], Path]:
 
 def _diff(argv: list[str]) -> int:
     parser = _Parser("pgtk diff", description="What changed between two runs: configuration, code, packages, hardware.")
-    parser.add_argument("first", metavar="RUN_A", type=Path)
-    parser.add_argument("second", metavar="RUN_B", type=Path)
+    parser.add_argument("first", metavar="RUN_A", type=plain_run)
+    parser.add_argument("second", metavar="RUN_B", type=plain_run)
     args = parser.parse_args(argv)
 
     from pgtoolkit.comparison.diff import page
@@ -149,7 +150,7 @@ def _sync(argv: list[str]) -> int:
 
 def _export(argv: list[str]) -> int:
     parser = _Parser("pgtk export", description="Write a run's newest checkpoint as a Hugging Face folder.")
-    parser.add_argument("run", metavar="RUN", type=Path, help="run directory")
+    parser.add_argument("run", metavar="RUN", type=plain_run, help="run directory")
     parser.add_argument("folder", metavar="DIR", type=Path, help="new or empty folder")
     parser.add_argument("--best", action="store_true", help="the checkpoint with the highest evaluation.best instead")
     args = parser.parse_args(argv)
@@ -216,7 +217,7 @@ def _evaluate(argv: list[str]) -> int:
     from pgtoolkit.launch.evaluate import Asked, evaluate
 
     overrides = [word for word in args.words if word not in named]
-    say(evaluate(Asked(Path(named[0]) if named else None, args.step, args.best, overrides)))
+    say(evaluate(Asked(plain_run(named[0]) if named else None, args.step, args.best, overrides)))
     return 0
 
 
@@ -233,9 +234,8 @@ def _tokens(argv: list[str]) -> int:
 
     from pgtoolkit.inspection.tokens import inspect, summary
     from pgtoolkit.inspection.tokens_page import html
-    from pgtoolkit.system.plain_files import write_atomically
 
-    inspected = inspect(args.run, args.overrides, args.step)
+    inspected = inspect(str(plain_run(args.run)), args.overrides, args.step)
     page = args.html or Path(f"tokens-{inspected.name}-{inspected.number}.html")
     write_atomically(page, html(inspected, redact(shlex.join(["pgtk", "tokens", *argv]))))
     say(summary(inspected, page))

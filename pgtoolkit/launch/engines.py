@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, first_line
-from pgtoolkit.system.plain_files import open_to_append
 from pgtoolkit.system.report import refusal, say
 
 _SECONDS_TO_CONNECT = 30
@@ -56,7 +55,7 @@ class JobProcess:
 
     def __init__(self, file: str | Path, log: str | Path):
         command = [sys.executable, "-P", "-m", "pgtoolkit.launch.job", str(file)]
-        with open_to_append(Path(log)) as output:
+        with Path(log).open("a+", encoding="utf-8") as output:
             # A session of its own: Ctrl-C in the terminal reaches the jobs through this process alone, once.
             streams = {"stdin": subprocess.PIPE, "stdout": output, "stderr": output}
             self._process = subprocess.Popen(command, **streams, start_new_session=True)

@@ -19,7 +19,7 @@ from pgtoolkit.config.paths import make_absolute
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.directory import is_held
 from pgtoolkit.runs.files import read_config, read_status, read_sweep, storage
-from pgtoolkit.system.plain_files import open_to_append, write_atomically
+from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.system.report import text
 from pgtoolkit.system.shell import shell_path
 
@@ -134,7 +134,7 @@ class Sweep:
         """Make the folder and keep other launchers out of it, until this process ends in whatever way."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            file = open_to_append(self.folder / ".lock")
+            file = (self.folder / ".lock").open("a+", encoding="utf-8")
         except OSError as error:
             raise StorageError(
                 f"the sweep's folder {self.folder} cannot be made: {error.strerror or error}. "

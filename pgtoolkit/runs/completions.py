@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pgtoolkit.errors import StorageError, first_line
 from pgtoolkit.runs.files import storage
-from pgtoolkit.system.plain_files import open_to_read, refuse_other, remove, replacing
+from pgtoolkit.system.plain_files import remove, replacing
 from pgtoolkit.system.redaction import redact
 
 FOLDER = "completions"
@@ -95,7 +95,6 @@ def write_redacted(path: Path, rows: Sequence[CompletionRow]) -> None:
     for name in dict.fromkeys(name for row in rows for name in row.rewards):
         columns[_REWARD_OF + name] = pa.array([row.rewards.get(name) for row in rows], "double")
     with storage(path):
-        refuse_other(path.parent, "folder")
         path.parent.mkdir(exist_ok=True)
         with replacing(path) as file:
             pq.write_table(pa.table(columns), file, compression="zstd", write_page_checksum=True)
@@ -109,7 +108,7 @@ def read_completions(path: Path, columns: Sequence[str] | None = None) -> list[C
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    with storage(path), open_to_read(path) as file:
+    with storage(path), path.open("rb") as file:
         try:
             # Without threads, which a process that ends at once, such as before `head`, leaves behind.
             options = {"use_threads": False, "pre_buffer": False, "page_checksum_verification": True}
@@ -172,7 +171,6 @@ def some_completions(
 def completion_files(run_dir: Path) -> list[CompletionFile]:
     """The files of a run directory, by set and step; none where there are none. Other files are passed over."""
     folder, found = run_dir / FOLDER, []
-    refuse_other(folder, "folder")
     with storage(folder):
         for path in folder.iterdir() if folder.is_dir() else ():
             if named := _NAME.fullmatch(path.name):

@@ -31,7 +31,7 @@ from pgtoolkit.runs.files import (
     storage,
     write_metrics,
 )
-from pgtoolkit.system.plain_files import open_to_append, open_to_read, overwrite, write_atomically
+from pgtoolkit.system.plain_files import overwrite, write_atomically
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import key_of
 
@@ -113,7 +113,7 @@ class RunDirectory:
                 kept = (old for old in old_overrides if not {key_of(old), key_of(old).partition(".")[0]} & given)
                 overrides = [*kept, *overrides]
             if drift:
-                with open_to_append(self.path / "drift.jsonl") as file:
+                with (self.path / "drift.jsonl").open("a+", encoding="utf-8") as file:
                     file.write(json.dumps({"time": _now(), "step": step, "changes": drift}) + "\n")
             write_atomically(self.path / "overrides.yaml", _to_yaml(list(overrides)))
             write_atomically(config_path, _to_yaml(resolved))  # last: it says that both are there
@@ -164,7 +164,7 @@ class RunDirectory:
         try:
             with storage(path):
                 if self.metrics_path.exists():
-                    with open_to_append(self.metrics_path) as file:
+                    with self.metrics_path.open("a+", encoding="utf-8") as file:
                         os.fsync(file.fileno())
                 write_atomically(path, content)
         except StorageError:  # a full disk has no room for a second file; what lies there must not say that it runs
@@ -189,7 +189,7 @@ class RunDirectory:
 
         Raises StorageError where rows have gone, or came, that this process has not written.
         """
-        with storage(path), open_to_append(path) as file:
+        with storage(path), path.open("a+", encoding="utf-8") as file:
             size = os.fstat(file.fileno()).st_size
             if size != (expected := self._bytes.get(path, size)):
                 raise StorageError(
@@ -244,7 +244,7 @@ def config_drift(old: dict, new: dict) -> dict[str, list]:
 def is_held(run_dir: Path) -> bool:
     """Whether a living process holds this run directory."""
     try:
-        with open_to_read(run_dir / ".lock") as file:
+        with (run_dir / ".lock").open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -264,12 +264,12 @@ def record_end(run_dir: Path, state: str, reason: str, after: tuple[str, ...] = 
             return
         with RunDirectory(run_dir) as run:
             run.set_status(state, read_status(run_dir)["step"], reason)
-            with open_to_append(run.path / "run.log") as file:
+            with (run.path / "run.log").open("a+", encoding="utf-8") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')},000 ERROR {redact(reason)}\n")
 
 
 def _lock(path):
-    file = open_to_append(path / ".lock")
+    file = (path / ".lock").open("a+", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -15,7 +15,7 @@ from typing import Any
 
 from pgtoolkit.errors import StorageError, first_line
 from pgtoolkit.losses.checks import is_whole
-from pgtoolkit.system.plain_files import open_to_read, write_atomically
+from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.system.yaml_text import parse_yaml
 
 STATES = ("running", "done", "failed", "interrupted")
@@ -126,11 +126,10 @@ def plain(value: Any) -> Any:
 
 
 def _content(path: Path) -> bytes | None:
-    """The content of a plain file; None where there is none."""
+    """The content of a file; None where there is none."""
     with storage(path):
         try:
-            with open_to_read(path) as file:
-                return file.read()
+            return path.read_bytes()
         except FileNotFoundError:
             return None
 

@@ -27,6 +27,7 @@ from pgtoolkit.runs.files import (
 )
 from pgtoolkit.runs.provenance import code_of
 from pgtoolkit.runs.series import final
+from pgtoolkit.system.plain_files import refuse_links
 from pgtoolkit.system.report import say
 from pgtoolkit.system.shell import shell_path
 
@@ -162,6 +163,7 @@ def _jobs_without_run(folder):
 def read_run(path: Path) -> Run:
     """The run of this directory, whatever state it is in; never an exception for what is damaged."""
     try:
+        refuse_links(path)
         config = dict(leaves(read_resolved(path)))
         if missing := [key for key in _IN_EVERY_RUN if key not in config]:
             raise StorageError(f"{path / 'config.yaml'} is damaged (it lacks {', '.join(missing)})")

@@ -15,7 +15,6 @@ from typing import Any
 
 from pgtoolkit.errors import SamplerLost
 from pgtoolkit.sampling import server_guard
-from pgtoolkit.system.plain_files import open_to_append, open_to_read
 
 _END_SECONDS = 15
 """More than the guard gives the server."""
@@ -39,7 +38,7 @@ class ServerProcess:
                 "path of vllm in the environment that it is installed in, or sampler.urls those of running servers."
             )
         self.log, self._port = log, port
-        with open_to_append(log) as file:
+        with log.open("a+", encoding="utf-8") as file:
             self._guard = guard("run", *command, stdout=file, stderr=subprocess.STDOUT, env=variables)
 
     @property
@@ -50,7 +49,7 @@ class ServerProcess:
     def last_words(self) -> str:
         """The last lines of the log that tell of an error, or else its last lines, and where the log is."""
         lines = []
-        with contextlib.suppress(OSError), open_to_read(self.log) as file:
+        with contextlib.suppress(OSError), self.log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 2**16))
             lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
         errors = list(dict.fromkeys(line for line in lines if re.search(r"(Error|Exception|Value error)\b.*:? ", line)))

@@ -1,7 +1,7 @@
-"""How files of a run are opened and replaced: as plain files, never through a link, whole or not at all.
+"""How files of a run are replaced, whole or not at all; and the check of a run directory that somebody else made.
 
-A run directory may come from somebody else. A link in it would lead what is written, or uploaded, to any file of the
-user's, and a pipe would keep its reader waiting for ever. Links above the run directory are the user's own.
+A link in it would lead what is written, or uploaded, to any file of the user's, and a pipe would keep its reader
+waiting for ever. Links above the run directory are the user's own.
 """
 
 from __future__ import annotations
@@ -12,19 +12,31 @@ import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import BinaryIO
 
 from pgtoolkit.errors import StorageError
 
 
-def open_to_read(path: Path) -> BinaryIO:
-    """The plain file of this name; StorageError for anything else there, OSError if it cannot be read."""
-    return os.fdopen(_open(path, os.O_RDONLY), "rb")
+def refuse_links(run_dir: Path) -> None:
+    """StorageError where a run directory holds a link or a special file: asked once, by each command that opens one."""
+    kinds = {stat.S_IFLNK: "link", stat.S_IFIFO: "pipe"}
+    for folder, folders, files in os.walk(run_dir):  # which follows no link
+        for name in (*folders, *files):
+            path = os.path.join(folder, name)
+            kind = stat.S_IFMT(os.lstat(path).st_mode)
+            if kind not in (stat.S_IFREG, stat.S_IFDIR):
+                raise StorageError(
+                    f"{path} needs to be a plain file or a folder (got a {kinds.get(kind, 'special file')}). A run "
+                    "reads and writes its own files only; its directory may be a link itself. Use a copy without it."
+                )
 
 
-def open_to_append(path: Path) -> TextIO:
-    """The plain file of this name, made if there is none, to read and to append to; errors as of `open_to_read`."""
-    return os.fdopen(_open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+", encoding="utf-8")
+def plain_run(text: str) -> Path:
+    """The path that a command was given, once it is known to be no run directory with links in it."""
+    path = Path(text)
+    if os.path.lexists(path / "config.yaml"):
+        refuse_links(path)
+    return path
 
 
 @contextlib.contextmanager
@@ -34,12 +46,10 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     A reader, or a kill at any moment, finds the old content or the new, never a part; a kill leaves at most one file
     `.NAME.tmp`, which the next one removes. After an exception everything is as before.
     """
-    refuse_other(path)
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.unlink(missing_ok=True)  # of a link, the link itself
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    temporary.unlink(missing_ok=True)
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with open(temporary, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -61,35 +71,21 @@ def overwrite(path: Path, text: str) -> None:
 
     Not in one piece: only where `write_atomically` has failed. Spaces take the place of what was longer before.
     """
-    with os.fdopen(_open(path, os.O_RDWR), "rb+") as file:
+    with path.open("rb+") as file:
         content = text.encode()
         file.write(content.ljust(os.fstat(file.fileno()).st_size))
         file.flush()
         os.fsync(file.fileno())
 
 
-def refuse_other(path: Path, what: str = "plain file") -> None:
-    """StorageError if there is something under this name, inside a run directory, that is no plain file, or no folder.
-
-    what: "plain file" or "folder".
-    """
-    if (kind := _kind(path)) not in (None, what):
-        raise StorageError(
-            f"{path} needs to be a {what} (got a {kind}). A run reads and writes its own files only, and follows no "
-            f"link out of its directory, which may be one itself. Put the {what} in its place, or remove it."
-        )
-
-
 def remove(path: Path) -> None:
-    """Delete a file, a link (not what it leads to) or a whole folder; of the last, a kill leaves none of it in its
-    place. Nothing happens where there is none."""
-    if path.is_symlink() or not path.is_dir():
+    """Delete a file or a whole folder, of which a kill leaves nothing in its place; nothing happens without one."""
+    if not path.is_dir():
         path.unlink(missing_ok=True)
         return
     removed = path.with_name(f".{path.name.removeprefix('.')}.old")
     if removed != path:
-        if removed.is_symlink() or removed.exists():
-            remove(removed)
+        shutil.rmtree(removed, ignore_errors=True)
         path.rename(removed)
     shutil.rmtree(removed)
 
@@ -101,30 +97,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _open(path: Path, flags: int) -> int:
-    try:
-        # Without O_NONBLOCK a pipe would keep us waiting for its other end; to plain files it means nothing.
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    except FileNotFoundError:
-        raise
-    except OSError:
-        refuse_other(path)
-        raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        refuse_other(path)
-    return descriptor
-
-
-def _kind(path: Path) -> str | None:
-    """What lies there; None for nothing."""
-    try:
-        mode = os.lstat(path).st_mode
-    except FileNotFoundError:
-        return None
-    if stat.S_ISLNK(mode):
-        return f"link to {os.readlink(path)}"
-    kinds = {stat.S_IFREG: "plain file", stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe"}
-    return kinds.get(stat.S_IFMT(mode), "special file")

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 
-from pgtoolkit.system.plain_files import open_to_read
 from pgtoolkit.tracking.store import parameter_name
 
 BY_DOCUMENTS = ("reward", "exact_match", "loss", "kl_new_old", "clipped_ratio_fraction", "entropy")
@@ -38,7 +37,7 @@ class RowFile:
         rows, metrics, offset = 0, [], self.offset
         if not self._path.exists():
             return rows, metrics, offset
-        with open_to_read(self._path) as file:
+        with self._path.open("rb") as file:
             file.seek(offset)
             for line in file:
                 if not line.endswith(b"\n"):

@@ -17,7 +17,6 @@ from pathlib import Path
 from pgtoolkit.config.paths import absolute_uri
 from pgtoolkit.runs.completions import completion_files
 from pgtoolkit.runs.files import TIME, read_metrics, read_status
-from pgtoolkit.system.plain_files import refuse_other
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.tracking.description import TABLE, describe, table_of
 from pgtoolkit.tracking.metric_batches import EVALUATION, RowFile, evaluation_metrics_of, metrics_of, system_metrics_of
@@ -86,8 +85,6 @@ class MlflowTracker:
         Raises StorageError, ending with `consequence`, within seconds if the store does not answer or refuses.
         """
         self._run_dir = Path(run_dir)
-        for name in ARTIFACTS:
-            refuse_other(self._run_dir / name)
         described, status = describe(self._run_dir), read_status(self._run_dir)
         if started := status.get("started"):
             started = int(1000 * datetime.strptime(started, TIME).timestamp())
@@ -185,7 +182,6 @@ class MlflowTracker:
 
     def _log_artifacts(self, names):
         for name in names:
-            refuse_other(self._run_dir / name)  # what a link leads to is no file of the run
             if (self._run_dir / name).exists():
                 self._client.log_artifact(self._run_id, str(self._run_dir / name))
 

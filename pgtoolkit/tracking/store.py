@@ -17,7 +17,6 @@ from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.files import leaves
 from pgtoolkit.system.background import in_background
 from pgtoolkit.system.imports import without
-from pgtoolkit.system.plain_files import open_to_append
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import text
 
@@ -93,7 +92,7 @@ def _creation_lock(database):
         yield
         return
     database.parent.mkdir(parents=True, exist_ok=True)
-    with open_to_append(database.with_name(f".{database.name}.lock")) as file:
+    with database.with_name(f".{database.name}.lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.directory import RunDirectory, read_config, read_status
+from pgtoolkit.system.plain_files import refuse_links
 from pgtoolkit.system.shell import shell_path
 from pgtoolkit.tracking.mlflow_run import MlflowTracker
 
@@ -19,6 +20,7 @@ def sync(run_dir: Path, uri: str | None = None, experiment: str | None = None) -
     experiment: another one than the run's own. Raises ConfigError for a run that is still running or has no store,
     StorageError if the store does not answer or fails on the way.
     """
+    refuse_links(run_dir)
     config, status = read_config(run_dir)[0], read_status(run_dir)
     tracking = config.get("tracking", {})
     if uri is None and tracking.get("name") == "none":

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 from pgtoolkit.runs.files import read_metrics, write_metrics
-from pgtoolkit.system.plain_files import open_to_append
 
 _SECONDS_BETWEEN_SAMPLES = 10.0
 
@@ -52,7 +51,7 @@ class SystemMetrics:
             monitor.collect_metrics()
             row |= monitor.aggregate_metrics()
             monitor.clear_metrics()
-        with open_to_append(self._path) as file:
+        with self._path.open("a+", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         self._step += 1
 

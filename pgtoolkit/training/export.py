@@ -26,7 +26,6 @@ from pgtoolkit.runs.files import read_resolved
 from pgtoolkit.runs.find import is_run, not_a_run
 from pgtoolkit.runs.series import best, final
 from pgtoolkit.system.model_folder import ADAPTER_SETTINGS, load_config
-from pgtoolkit.system.plain_files import open_to_read
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import refusal
 from pgtoolkit.system.shell import shell_path
@@ -68,7 +67,7 @@ def export(run_dir: Path, folder: Path, best: bool = False) -> int:
             whole = Path(temporary) / "whole"
             whole.mkdir()
             _write_model(config, state, whole)
-            with contextlib.suppress(FileNotFoundError), open_to_read(run_dir / "curves.png") as picture:
+            with contextlib.suppress(FileNotFoundError), (run_dir / "curves.png").open("rb") as picture:
                 (whole / "curves.png").write_bytes(picture.read())
             (whole / "README.md").write_text(card(config, run_dir, state["step"]), encoding="utf-8")
             for file in whole.iterdir():

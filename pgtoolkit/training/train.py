@@ -20,7 +20,6 @@ from pgtoolkit.runs.completions import drop_completions_after
 from pgtoolkit.runs.directory import RunDirectory, read_status
 from pgtoolkit.runs.files import read_provenance, storage
 from pgtoolkit.runs.provenance import collect
-from pgtoolkit.system.plain_files import open_to_append
 from pgtoolkit.system.shell import shell_path
 from pgtoolkit.tracking.curves import plot_curves
 from pgtoolkit.tracking.mlflow_run import MlflowTracker
@@ -178,7 +177,7 @@ def _finish(
 def _logging_to(path: Path):
     """Plain lines on the terminal, the same with their time in `path`; Lightning and torch only when they warn."""
     with storage(path):
-        opened = open_to_append(path)
+        opened = path.open("a+", encoding="utf-8")
     terminal, file = Terminal(sys.stdout), logging.StreamHandler(opened)
     terminal.setFormatter(LegibleFormatter())
     file.setFormatter(LegibleFormatter("%(asctime)s %(levelname)s %(message)s"))

@@ -60,21 +60,3 @@ def test_a_file_that_is_damaged_or_foreign_is_refused(tmp_path):
         reason = name if " is " in name else ""
         with pytest.raises(StorageError, match=rf"evaluation_a_1\.parquet is damaged \(.*{reason}.*delete it to go on"):
             read_completions(path)
-
-
-def test_nothing_is_written_or_read_through_a_link(tmp_path):
-    outside, folder = tmp_path / "outside", tmp_path / "run" / "completions"
-    outside.mkdir()
-    folder.parent.mkdir()
-    folder.symlink_to(outside)
-    for attempt in (lambda: write(folder / "evaluation_a_1.parquet", [ROW]), lambda: completion_files(folder.parent)):
-        with pytest.raises(StorageError, match="a link to"):
-            attempt()
-    folder.unlink()
-    folder.mkdir()
-    write(outside / "own.parquet", [ROW])
-    (folder / "evaluation_a_1.parquet").symlink_to(outside / "own.parquet")
-    for attempt in (write, lambda path, rows: read_completions(path)):
-        with pytest.raises(StorageError, match="a link to"):
-            attempt(folder / "evaluation_a_1.parquet", [])
-    assert read_completions(outside / "own.parquet") == [ROW]

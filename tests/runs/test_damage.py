@@ -1,7 +1,6 @@
 """Damaged files of a run: one message that names the file and the way to go on, whatever command meets it."""
 
 import json
-import os
 import shutil
 
 import pytest
@@ -48,12 +47,6 @@ def bad(folder, name, damage):
     elif damage == "folder":
         path.unlink()
         path.mkdir()
-    elif damage == "pipe":
-        path.unlink()
-        os.mkfifo(path)
-    elif damage == "link":
-        path.unlink()
-        path.symlink_to("nowhere")
     else:
         path.write_bytes(
             {
@@ -74,7 +67,7 @@ def bad(folder, name, damage):
         )
 
 
-KINDS = ("no file", "folder", "pipe", "link", "empty", "half", "first half of each line", "binary", "text", "list")
+KINDS = ("no file", "folder", "empty", "half", "first half of each line", "binary", "text", "list")
 KINDS += ("number", "null", "object", "nan", "deep", "huge number", "text for a step")
 
 

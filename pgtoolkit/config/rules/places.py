@@ -9,36 +9,26 @@ from pathlib import Path, PurePath
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pgtoolkit.errors import StorageError, first_line
+from pgtoolkit.errors import first_line
 from pgtoolkit.runs.directory import occupied, occupied_by
-from pgtoolkit.system.plain_files import refuse_other
 from pgtoolkit.system.report import refusal
 
 _REASON = "A value or a name in it could otherwise write anywhere."
 _NAMED = "It names a folder."
-_OF_HYDRA = ("config.yaml", "hydra.yaml", "overrides.yaml")
-"""What Hydra writes of a run."""
 
 
 def of_run(config: DictConfig) -> list[str]:
     """Problems with the place of a single run; config: with its node `hydra`."""
     if problems := _contained(config, "hydra.run.dir"):
         return problems
-    folder, inside = config.hydra.run.dir, config.hydra.output_subdir
-    problems = _free("hydra.run.dir", folder, ("sweep.json",))
-    if inside is None:
-        return problems
-    place = Path(folder, str(inside))  # Hydra writes there before the run itself looks
-    return problems + _links({place: "folder"} | {place / name: "plain file" for name in _OF_HYDRA})
+    return _free("hydra.run.dir", config.hydra.run.dir, ("sweep.json",))
 
 
 def of_sweep(config: DictConfig) -> list[str]:
     """Problems with the folder of a sweep."""
     if problems := _contained(config, "hydra.sweep.dir"):
         return problems
-    folder = config.hydra.sweep.dir
-    # Hydra writes the second itself.
-    return [*_free("hydra.sweep.dir", folder), *_links({Path(folder, "multirun.yaml"): "plain file"})]
+    return _free("hydra.sweep.dir", config.hydra.sweep.dir)
 
 
 def of_job(folder: Path, directory: str) -> list[str]:
@@ -48,16 +38,6 @@ def of_job(folder: Path, directory: str) -> list[str]:
         return [refusal(setting, "a path that a file system can hold", directory, _NAMED, "the default")]
     if _leads_out(directory) or whole == folder.resolve() or not whole.is_relative_to(folder.resolve()):
         return [refusal(setting, "a folder inside hydra.sweep.dir", whole, _REASON, "the default")]
-    return []
-
-
-def _links(places: dict[Path, str]) -> list[str]:
-    """Hydra would follow a link that lies where it writes."""
-    try:
-        for place, what in places.items():
-            refuse_other(place, what)
-    except StorageError as error:
-        return [str(error)]
     return []
 
 

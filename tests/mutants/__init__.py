@@ -1,0 +1,114 @@
+"""Wrong functions in the place of right ones, by name, each with the tests of which every one must notice.
+
+    @mutant("ranks.gradients:sum_gradients", "tests/ranks/test_processes_steps.py::test_gradients_are_summed")
+    def averages_gradients(right, parameters, group): ...
+
+The wrong function gets the right one before its arguments. A refactoring leaves a mutant alone as long as there is
+something of the name; what is no function, or no part of pgtoolkit, is replaced by the value that `wrong(right)` gives.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+VARIABLE = "PGTOOLKIT_MUTANT"
+"""Names the mutant of a process and of those that it starts."""
+
+FILES = ("losses", "kernels", "ranks", "training", "rollouts", "sampling", "measurements")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """wrong in the place of target, MODULE:NAME below pgtoolkit, and the tests that notice it, FILE::TEST."""
+
+    name: str
+    target: str
+    wrong: Callable
+    caught_by: tuple[str, ...]
+
+    @property
+    def module(self) -> str:
+        return f"pgtoolkit.{self.target.partition(':')[0]}"
+
+    def place(self) -> tuple[Any, str, Any]:
+        """(what has the attribute, its name, what is there); AttributeError where nothing of that name is."""
+        module, path = importlib.import_module(self.module), self.target.partition(":")[2]
+        *outer, name = path.split(".")
+        owner = functools.reduce(getattr, outer, module)
+        return owner, name, vars(owner)[name] if name in vars(owner) else getattr(owner, name)
+
+    def apply(self) -> None:
+        """In this process, for whoever has imported it already as well."""
+        owner, name, found = self.place()
+        right = found.__func__ if isinstance(found, staticmethod | classmethod) else found
+        if isinstance(right, property):
+            setattr(owner, name, property(functools.partial(self.wrong, right.fget)))
+        elif isinstance(right, types.FunctionType) and not right.__closure__ and right.__module__ == self.module:
+            _replace(right, self.wrong)
+        elif isinstance(right, types.FunctionType) and not isinstance(owner, types.ModuleType):
+            kind = type(found) if found is not right else functools.partialmethod
+            setattr(owner, name, kind(functools.partial(self.wrong, right)))
+        else:
+            value = functools.partial(self.wrong, right) if _takes(self.wrong) else self.wrong(right)
+            if hasattr(right, "rewriter"):  # one of Triton's interpreter, which others hold in tables
+                vars(right).update(vars(value))
+                return
+            everywhere = getattr(right, "__module__", None) == self.module
+            for holder in [one for one in sys.modules.values() if everywhere and _is_ours(one)] or [owner]:
+                for key, held in list(vars(holder).items()):
+                    if held is right:
+                        setattr(holder, key, value)
+            setattr(owner, name, value)
+
+
+def _takes(wrong: Callable) -> bool:
+    """Whether it is a wrong function, or gives one."""
+    return len(inspect.signature(wrong).parameters) > 1
+
+
+def _is_ours(module: types.ModuleType) -> bool:
+    return getattr(module, "__name__", "").partition(".")[0] == "pgtoolkit"
+
+
+def _replace(function: types.FunctionType, wrong: Callable) -> None:
+    """Inside of the function, so that it does not matter who holds it."""
+    right = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+    right.__kwdefaults__, function.__signature__ = function.__kwdefaults__, inspect.signature(function)
+    name = f"_mutated_{function.__name__}"
+    function.__globals__[name] = functools.partial(wrong, right)
+    made: dict = {}
+    exec(f"def replaced(*arguments, **keywords): return {name}(*arguments, **keywords)", made)
+    function.__code__, function.__defaults__, function.__kwdefaults__ = made["replaced"].__code__, None, None
+
+
+MUTANTS: list[Mutant] = []
+
+
+def mutant(target: str, *caught_by: str) -> Callable:
+    """The function that follows is wrong in the place of target."""
+
+    def added(wrong: Callable) -> Callable:
+        MUTANTS.append(Mutant(wrong.__name__, target, wrong, caught_by))
+        return wrong
+
+    return added
+
+
+def all_mutants() -> list[Mutant]:
+    for file in FILES:
+        importlib.import_module(f"mutants.{file}")
+    return MUTANTS
+
+
+def apply_named() -> None:
+    """What a process does that was started by one with a mutant."""
+    if name := os.environ.get(VARIABLE):
+        next(one for one in all_mutants() if one.name == name).apply()

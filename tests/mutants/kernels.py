@@ -1,0 +1,178 @@
+"""Mistakes of the passes over the vocabulary, the fused head and its chunks, and Triton's kernels."""
+
+import copy
+
+import torch
+import triton
+import triton.language as tl
+
+from mutants import mutant
+from pgtoolkit.kernels.products import accumulate_matmul
+from pgtoolkit.kernels.triton_families import _clamped, _or_nan
+
+
+@mutant("kernels.torch_passes:forward_shard", "tests/losses/test_losses.py::test_matches_reference")
+def logits_are_not_divided_by_the_temperature(right, logits, labels, temperature, *more):
+    return right(logits, labels, 1.0, *more)
+
+
+@mutant("kernels.torch_passes:forward_shard", "tests/kernels/test_passes.py::test_vocabulary_shards_merge")
+def every_shard_of_the_vocabulary_begins_at_zero(right, logits, labels, temperature, with_entropy, vocabulary_start):
+    return right(logits, labels, temperature, with_entropy, 0)
+
+
+@mutant("kernels.torch_passes:merge_shards", "tests/kernels/test_passes.py::test_vocabulary_shards_merge")
+def shards_are_merged_without_the_temperature(right, shards, labels, temperature):
+    if len(shards) == 1:
+        return right(shards, labels, temperature)
+    return right([torch.cat([part[:1] / temperature, part[1:]]) for part in shards], labels, 1.0)
+
+
+@mutant("kernels.torch_passes:backward", "tests/losses/test_losses.py::test_matches_reference")
+def the_gradient_is_not_divided_by_the_temperature(
+    right, logits, labels, normalizer, coefficients, temperature, *more, **k
+):
+    return right(logits, labels, normalizer, coefficients * temperature, temperature, *more, **k)
+
+
+@mutant("kernels.torch_passes:backward", "tests/losses/test_losses.py::test_masked_positions_may_hold_anything")
+def rows_that_are_not_trained_are_multiplied_by_zero(right, logits, labels, *more, **keywords):
+    untrained = (labels < 0).unsqueeze(-1) & ~torch.isfinite(logits)
+    return torch.where(untrained, torch.nan, right(logits, labels, *more, **keywords))
+
+
+@mutant("kernels.torch_passes:backward", "tests/losses/test_entropy_bonus.py::test_matches_reference")
+def the_entropy_has_no_gradient(right, logits, labels, normalizer, coefficients, *more, **keywords):
+    return right(logits, labels, normalizer[:2], torch.atleast_2d(coefficients)[0], *more, **keywords)
+
+
+@mutant(
+    "kernels.products:_MixedLinear.backward",
+    "tests/kernels/test_weight_gradient.py::test_the_gradient_of_a_weight_of_another_type_is_rounded_once",
+)
+def a_head_s_gradient_is_added_up_in_its_own_type(right, ctx, gradient):
+    hidden, weight = ctx.saved_tensors
+    total = (gradient.to(hidden.dtype).T @ hidden).to(weight.dtype) if ctx.needs_input_grad[1] else None
+    return right(ctx, gradient)[0], total, None
+
+
+@mutant(
+    "kernels.products:_MixedLinear.backward",
+    "tests/kernels/test_weight_gradient.py::test_the_gradient_of_a_weight_of_another_type_is_rounded_once",
+)
+def a_head_s_gradient_is_added_up_in_float32_where_it_is_float64(right, ctx, gradient):
+    hidden, weight = ctx.saved_tensors
+    if not ctx.needs_input_grad[1]:
+        return right(ctx, gradient)
+    total = hidden.new_zeros(weight.shape, dtype=torch.float32)
+    accumulate_matmul(total, gradient.to(hidden.dtype).float().T, hidden.float(), 1.0)
+    return right(ctx, gradient)[0], total.to(weight.dtype), None
+
+
+@mutant(
+    "kernels.products:_MixedLinear.backward",
+    "tests/kernels/test_weight_gradient.py::test_a_frozen_head_has_no_product_for_its_gradient",
+)
+def a_frozen_head_has_a_gradient(right, ctx, gradient):
+    ctx.needs_input_grad = (True, True, False)
+    return right(ctx, gradient)
+
+
+@mutant("kernels.chunks:make_plan", "tests/kernels/test_linear.py::test_counts_known_on_the_host")
+def tokens_without_advantage_have_no_gradient_under_kimi_and_penalties(right, objective, *more, **keywords):
+    """Where the documents' lengths are known, and nowhere else."""
+    silent = copy.copy(objective)
+    informative = objective.informative
+    kind = type(
+        "Silent", (type(objective),), {"silent_without_advantage": True, "informative": lambda _: informative()}
+    )
+    object.__setattr__(silent, "__class__", kind)
+    return right(silent, *more, **keywords)
+
+
+@mutant("kernels.chunks:common_bins", "tests/kernels/test_parallel_loss_options.py::test_bins_that_no_rank_overfills")
+def a_rank_s_share_of_a_chunk_does_not_fit(right, lengths, capacity):
+    return right([(min(held),) * len(held) for held in lengths], capacity)
+
+
+@mutant("losses.objective:Objective.take", "tests/losses/test_kl.py::test_fused_head")
+def a_chunk_has_the_penalties_of_the_first_rows(right, self, rows, documents):
+    import dataclasses
+
+    first = torch.arange(len(self.mask[rows]), device=self.mask.device)
+    return dataclasses.replace(right(self, rows, documents), penalties=self.penalties.take(first))
+
+
+@mutant("losses.exchange:all_sum", "tests/kernels/test_parallel_loss.py::test_given_logits")
+def sums_over_ranks_are_means(right, values, group):
+    total = right(values, group)
+    return total if group is None else (total / group.size()).to(total.dtype)
+
+
+@mutant(
+    "kernels.shards:VocabularyShard.forward",
+    "tests/kernels/test_parallel_loss_options.py::test_a_label_that_no_shard_holds_or_two_do",
+)
+def a_label_that_no_shard_holds_has_a_log_prob(right, self, logits, labels, temperature, with_entropy):
+    log_probs, *others = right(self, logits, labels, temperature, with_entropy)
+    return log_probs.nan_to_num(0.0), *others
+
+
+@mutant("kernels.triton_families:clipped", "tests/kernels/test_triton_families.py::test_vectors_match_those_of_pytorch")
+def the_clip_in_triton_does_not_look_at_the_sign(right):
+    return _clipped_on_both_sides
+
+
+@triton.jit
+def _clipped_on_both_sides(log_ratio, advantage, log_prob, below, above, dual_clip, _unused):
+    limited, ratio = _clamped(log_ratio)
+    limit = tl.minimum(tl.maximum(ratio, 1 - below), 1 + above)
+    slope = tl.where((ratio <= 1 + above) & (ratio >= 1 - below), -ratio * advantage, 0.0)
+    loss = -tl.minimum(ratio * advantage, limit * advantage)
+    return _or_nan(loss, log_ratio, advantage), slope, _or_nan(ratio, log_ratio, advantage), limited
+
+
+@mutant(
+    "kernels.triton_families:pulled_back",
+    "tests/kernels/test_triton_families.py::test_vectors_match_those_of_pytorch",
+)
+def kimi_s_pull_in_triton_has_no_gradient(right):
+    return _not_pulled_back
+
+
+@triton.jit
+def _not_pulled_back(log_ratio, advantage, log_prob, tau, _unused, _unused_too, _unused_as_well):
+    limited, ratio = _clamped(log_ratio)
+    loss = tau / 2 * limited * limited - advantage * log_prob
+    return _or_nan(loss, log_ratio, advantage), -advantage, _or_nan(ratio, log_ratio, advantage), limited
+
+
+@mutant(
+    "kernels.triton_families:_or_nan",
+    "tests/kernels/test_triton_families.py::test_what_is_not_finite_is_not_hidden",
+)
+def triton_makes_a_number_of_nan(right):
+    return _value_alone
+
+
+@triton.jit
+def _value_alone(value, log_ratio, advantage):
+    return value
+
+
+@mutant(
+    "kernels.triton_objective:numbers_of",
+    "tests/kernels/test_triton_families.py::test_vectors_match_those_of_pytorch",
+)
+def triton_s_upper_bound_is_the_lower_one(right, family):
+    first, _, *others = right(family)
+    return (first, first, *others)
+
+
+@mutant("kernels.triton_passes:forward_gradient", "tests/kernels/test_kernels.py::test_loss_matches_reference")
+def triton_s_single_pass_has_no_temperature_in_its_gradient(
+    right, logits, labels, temperature, with_entropy, objective, out
+):
+    found = right(logits, labels, temperature, with_entropy, objective, out)
+    out.mul_(temperature)
+    return found

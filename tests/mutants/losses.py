@@ -1,0 +1,321 @@
+"""Mistakes of loss families, aggregations, corrections, penalties and the metrics of the loss."""
+
+from dataclasses import replace
+
+import torch
+
+from mutants import mutant
+
+# Aggregations: the weight of a token.
+
+
+@mutant("losses.aggregation:SampleMean.denominators", "tests/losses/test_losses.py::test_matches_reference")
+def documents_without_a_token_are_not_counted(right, self, totals, counts, group_index):
+    return right(self, replace(totals, num_documents=totals.num_documents - totals.num_empty_documents), counts, None)
+
+
+@mutant("losses.aggregation:PromptMean.denominators", "tests/losses/test_losses.py::test_matches_reference")
+def prompt_mean_is_the_mean_of_its_documents_means(right, self, totals, counts, group_index):
+    documents = torch.bincount(group_index, minlength=totals.num_groups)
+    return counts * documents[group_index] * totals.num_groups
+
+
+@mutant(
+    "losses.aggregation:PromptMean.denominators",
+    "tests/losses/test_invariance.py::test_micro_batches_order_and_padding",
+)
+def prompts_of_this_piece_alone(right, self, totals, counts, group_index):
+    return right(self, replace(totals, num_groups=len(group_index.unique())), counts, group_index)
+
+
+@mutant(
+    "losses.aggregation:TokenMean.denominators",
+    "tests/losses/test_invariance.py::test_micro_batches_order_and_padding",
+)
+def tokens_of_this_piece_alone(right, self, totals, counts, group_index):
+    return counts * 0 + counts.sum()
+
+
+@mutant("losses.aggregation:Constant.denominators", "tests/losses/test_losses.py::test_matches_reference")
+def the_constant_is_no_mean_over_documents(right, self, totals, counts, group_index):
+    return right(self, replace(totals, num_documents=1), counts, group_index)
+
+
+@mutant(
+    "losses.aggregation:Aggregation.weights",
+    "tests/losses/test_losses.py::test_a_masked_document_counts_as_a_document_and_adds_no_phantom_token",
+)
+def tokens_that_are_not_trained_have_a_weight(right, self, totals, documents, mask, group_index):
+    return right(self, totals, documents, torch.ones_like(mask), group_index)
+
+
+@mutant(
+    "losses.aggregation:SampleMean.weight_sum",
+    "tests/losses/test_losses.py::test_the_sum_of_the_weights_is_known_before_the_step",
+)
+def the_weights_of_a_step_with_empty_documents_sum_to_one(right, self, totals):
+    return 1.0
+
+
+@mutant(
+    "losses.aggregation:PromptMean.weight_sum",
+    "tests/losses/test_losses.py::test_the_sum_of_the_weights_is_known_before_the_step",
+)
+def the_weights_of_a_step_with_empty_groups_sum_to_one(right, self, totals):
+    return 1.0
+
+
+# Sums over documents.
+
+
+@mutant("losses.documents:DocumentSums.of_tokens", "tests/losses/test_losses.py::test_matches_reference")
+def padding_belongs_to_its_document(right, cls, document_index, mask, num_documents, group=None):
+    return right(cls, document_index.clamp(0, num_documents - 1), torch.ones_like(mask), num_documents, group)
+
+
+@mutant("losses.documents:whole_step_totals", "tests/losses/test_losses.py::test_groups_may_have_any_numbers")
+def groups_are_counted_by_their_largest_number(right, documents, group_index, data_group=None):
+    totals, groups = right(documents, group_index, data_group)
+    return (totals, groups) if group_index is None else (replace(totals, num_groups=int(group_index.max()) + 1), groups)
+
+
+@mutant(
+    "losses.family:scope_mean",
+    "tests/losses/test_family_formulas.py::test_loss_and_coefficients_are_those_of_the_paper",
+)
+def a_document_has_the_advantages_of_its_tokens(right, of, values, documents):
+    return values
+
+
+@mutant(
+    "losses.family:over_scope",
+    "tests/losses/test_family_formulas.py::test_loss_and_coefficients_are_those_of_the_paper",
+)
+def a_product_over_the_document_is_its_mean(right, of, values, documents):
+    return documents.broadcast(documents.mean(values)) if of.scope == "document_sum" else right(of, values, documents)
+
+
+# Families.
+
+
+@mutant("losses.family:clamped", "tests/losses/test_family_formulas.py::test_huge_log_ratios_count_as_twenty")
+def no_log_ratio_is_clamped(right, log_ratio):
+    return log_ratio
+
+
+@mutant("losses.families:Gspo.scope", "tests/losses/test_losses.py::test_matches_reference")
+def gspo_takes_the_ratio_of_the_token(right):
+    return "token"
+
+
+@mutant(
+    "losses.families:_Clipped.surrogate",
+    "tests/losses/test_family_formulas.py::test_loss_and_coefficients_are_those_of_the_paper",
+)
+def the_upper_bound_is_the_lower_one(right, self, log_ratio, advantages, log_probs):
+    return right(replace(self, epsilon_high=self.epsilon_low or self.epsilon_high), log_ratio, advantages, log_probs)
+
+
+@mutant(
+    "losses.families:_Clipped.surrogate",
+    "tests/losses/test_family_formulas.py::test_loss_and_coefficients_are_those_of_the_paper",
+)
+def the_clip_acts_whatever_the_sign_of_the_advantage(right, self, log_ratio, advantages, log_probs):
+    losses, slope = right(self, log_ratio, advantages, log_probs)
+    low, high = self.bounds
+    ratio = log_ratio.exp()
+    return losses, slope.where((ratio >= low) & (ratio <= high), 0.0)
+
+
+@mutant(
+    "losses.families:_Clipped.surrogate",
+    "tests/losses/test_losses.py::test_the_gradient_passes_at_the_clip_bound_itself",
+)
+def a_ratio_at_the_bound_has_no_gradient(right, self, log_ratio, advantages, log_probs):
+    losses, slope = right(self, log_ratio, advantages, log_probs)
+    ratio = log_ratio.exp()
+    return losses, slope.where((ratio != self.bounds[0]) & (ratio != self.bounds[1]), 0.0)
+
+
+@mutant(
+    "losses.families:Grpo.surrogate",
+    "tests/losses/test_family_formulas.py::test_loss_and_coefficients_are_those_of_the_paper",
+)
+def the_dual_clip_is_left_out(right, self, log_ratio, advantages, log_probs):
+    return right(replace(self, dual_clip=None), log_ratio, advantages, log_probs)
+
+
+@mutant("losses.families:Cispo.surrogate", "tests/losses/test_losses.py::test_matches_reference")
+def cispo_is_not_clipped(right, self, log_ratio, advantages, log_probs):
+    slope = -log_ratio.detach().exp() * advantages
+    return slope * log_probs, slope
+
+
+@mutant(
+    "losses.families:Sapo.surrogate",
+    "tests/losses/test_family_formulas.py::test_loss_and_coefficients_are_those_of_the_paper",
+)
+def sapo_takes_the_temperature_of_the_other_sign(right, self, log_ratio, advantages, log_probs):
+    swapped = {"temperature_positive": self.temperature_negative, "temperature_negative": self.temperature_positive}
+    return right(replace(self, **swapped), log_ratio, advantages, log_probs)
+
+
+@mutant(
+    "losses.families:Gmpo.token",
+    "tests/losses/test_family_formulas.py::test_loss_and_coefficients_are_those_of_the_paper",
+)
+def gmpo_clips_on_both_sides(right, self, log_ratio, advantages):
+    clipped = log_ratio.clamp(-self.epsilon_low, self.epsilon_high)
+    return clipped, (clipped == log_ratio).to(log_ratio.dtype)
+
+
+@mutant(
+    "losses.families:Dppo.surrogate",
+    "tests/losses/test_family_formulas.py::test_loss_and_coefficients_are_those_of_the_paper",
+)
+def dppo_has_no_cap(right, self, log_ratio, advantages, log_probs):
+    return right(replace(self, ratio_cap=1e9), log_ratio, advantages, log_probs)
+
+
+@mutant(
+    "losses.families:Dppo.outside",
+    "tests/losses/test_family_formulas.py::test_dppo_counts_the_tokens_that_it_leaves_out",
+)
+def dppo_compares_ratios_in_the_place_of_probabilities(right, self, ratio, token_log_ratio, log_probs):
+    return ratio - 1 < -self.delta_low, ratio - 1 > self.delta_high
+
+
+@mutant(
+    "losses.families:Vespo.surrogate",
+    "tests/losses/test_family_formulas.py::test_loss_and_coefficients_are_those_of_the_paper",
+)
+def vespo_has_one_decay_for_both_signs(right, self, log_ratio, advantages, log_probs):
+    return right(replace(self, decay_negative=self.decay_positive), log_ratio, advantages, log_probs)
+
+
+@mutant(
+    "losses.families:Kimi.surrogate",
+    "tests/losses/test_family_formulas.py::test_loss_and_coefficients_are_those_of_the_paper",
+)
+def kimi_pulls_twice_as_strongly(right, self, log_ratio, advantages, log_probs):
+    return right(replace(self, tau=2 * self.tau), log_ratio, advantages, log_probs)
+
+
+@mutant(
+    "losses.families:Reinforce.surrogate",
+    "tests/losses/test_family_formulas.py::test_loss_and_coefficients_are_those_of_the_paper",
+)
+def reinforce_weighs_by_the_ratio(right, self, log_ratio, advantages, log_probs):
+    slope = -advantages * log_ratio.detach().exp()
+    return slope * log_probs, slope
+
+
+# Corrections.
+
+
+@mutant(
+    "losses.corrections:_Bounded.factors",
+    "tests/losses/test_corrections.py::test_a_ratio_equal_to_a_bound_is_within",
+)
+def the_bounds_of_a_mask_are_outside(right, self, log_ratio, token_log_ratio, advantages):
+    values, outside = right(self, log_ratio, token_log_ratio, advantages)
+    ratio = log_ratio.exp()
+    outside = outside | (ratio == self.bounds[0]) | (ratio == self.bounds[1])
+    return values.where(~outside, 0.0) if self.masks else values, outside
+
+
+@mutant("losses.corrections:_Bounded.factors", "tests/losses/test_corrections.py::test_worked_examples")
+def a_mask_divides_by_what_it_keeps(right, self, log_ratio, token_log_ratio, advantages):
+    values, outside = right(self, log_ratio, token_log_ratio, advantages)
+    return values / (~outside).double().mean().clamp(min=0.1).to(values.dtype), outside
+
+
+@mutant("losses.corrections:_Bounded.factors", "tests/losses/test_corrections.py::test_worked_examples")
+def the_ratio_is_of_sampler_to_trainer(right, self, log_ratio, token_log_ratio, advantages):
+    return right(self, -log_ratio, -token_log_ratio, advantages)
+
+
+@mutant(
+    "losses.corrections:OffPolicyMask.factors",
+    "tests/losses/test_corrections.py::test_a_document_that_the_policy_has_left_is_masked_where_its_advantage_is_negative",
+)
+def documents_of_positive_advantage_are_masked_too(right, self, log_ratio, token_log_ratio, advantages):
+    return right(self, log_ratio, token_log_ratio, advantages * 0 - 1)
+
+
+@mutant(
+    "losses.corrections:SequenceMask.equal_within_documents",
+    "tests/losses/test_corrections.py::test_the_gradient_is_autograds_of_the_plain_formula",
+)
+def a_token_s_factor_is_its_document_s(right, self):
+    return True
+
+
+# Penalties.
+
+
+@mutant("losses.kl:KL.terms", "tests/losses/test_kl.py::test_value_and_gradient_are_those_of_the_formula")
+def the_kl_is_of_the_reference_to_the_policy(right, self, distance, log_ratio):
+    values, slopes = right(self, -distance, log_ratio)
+    return values, -slopes
+
+
+@mutant("losses.kl:KL.terms", "tests/losses/test_kl.py::test_value_and_gradient_are_those_of_the_formula")
+def k3_by_the_ratio_of_one(right, self, distance, log_ratio):
+    return right(self, distance, log_ratio * 0)
+
+
+@mutant("losses.kl:KL.terms", "tests/losses/test_kl.py::test_value_and_gradient_are_those_of_the_formula")
+def a_clamped_distance_still_has_a_slope(right, self, distance, log_ratio):
+    values, slopes = right(self, distance, log_ratio)
+    return values, slopes.where(distance.abs() <= 20, right(self, distance.clamp(-20, 20), log_ratio)[1])
+
+
+@mutant("losses.penalties:Penalties.by_entropy", "tests/losses/test_entropy_bonus.py::test_matches_reference")
+def the_entropy_is_made_small(right, self):
+    return -right(self)
+
+
+@mutant("losses.penalties:Penalties.with_kl", "tests/losses/test_kl.py::test_matches_reference")
+def a_penalty_has_the_weight_of_one_token(right, self, log_probs, losses, coefficients):
+    return right(replace(self, weights=self.mask / self.mask.sum()), log_probs, losses, coefficients)
+
+
+@mutant("losses.objective:Objective.silent_without_advantage", "tests/losses/test_kl.py::test_fused_head")
+def a_penalty_needs_an_advantage(right, self):
+    return self.family.silent_without_advantage
+
+
+# Metrics.
+
+
+@mutant("losses.family:Family.cuts", "tests/losses/test_losses.py::test_matches_reference")
+def what_is_cut_does_not_look_at_the_sign(right, self, low, high, ratio, advantages):
+    return low, high
+
+
+@mutant("losses.family:Family.outside", "tests/losses/test_peers.py::test_the_clip_does_not_act_at_its_bounds")
+def at_the_bound_counts_as_clipped(right, self, ratio, token_log_ratio, log_probs):
+    return ratio <= self.bounds[0], ratio >= self.bounds[1]
+
+
+@mutant("losses.metrics:_Kind.finalize", "tests/losses/test_losses.py::test_matches_reference")
+def the_sample_size_without_its_weights(right, self, sums, maxima, num_documents):
+    found = right(self, sums, maxima, num_documents)
+    return {name: value * 0.5 if name == self.sample_size else value for name, value in found.items()}
+
+
+@mutant("losses.metrics:MetricSums.merge", "tests/losses/test_invariance.py::test_micro_batches_order_and_padding")
+def extrema_of_the_last_piece(right, self, other):
+    return replace(right(self, other), maxima=other.maxima)
+
+
+@mutant("losses.metrics:MetricSums.all_reduce", "tests/kernels/test_parallel_loss.py::test_given_logits")
+def extrema_of_one_rank(right, self, loss, group):
+    loss, sums = right(self, loss, group)
+    return loss, replace(sums, maxima=self.maxima)
+
+
+@mutant("losses.measures:_maxima", "tests/losses/test_losses.py::test_matches_reference")
+def extrema_begin_from_zero(right, objective, values):
+    return right(objective, values).clamp(min=0.0)

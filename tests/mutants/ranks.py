@@ -1,0 +1,92 @@
+"""Mistakes of what ranks share: gradients, norms, documents, agreement, shards of the model."""
+
+from dataclasses import replace
+
+import torch
+
+from mutants import mutant
+
+
+@mutant(
+    "ranks.gradients:sum_gradients",
+    "tests/ranks/test_processes_steps.py::test_gradients_are_summed_bitwise_alike_on_all_ranks",
+)
+def gradients_are_averaged_over_ranks(right, parameters, group):
+    parameters = list(parameters)
+    right(parameters, group)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad /= group.size()
+
+
+@mutant(
+    "ranks.gradients:_buckets",
+    "tests/ranks/test_processes_steps.py::test_gradients_are_summed_bitwise_alike_on_all_ranks",
+)
+def gradients_beyond_the_first_bucket_stay_one_rank_s(right, gradients):
+    return list(right(gradients))[:1]
+
+
+@mutant(
+    "ranks.gradients:clip_gradients",
+    "tests/training/test_processes_training.py::test_every_kind_of_parallelism_trains_as_one_process_does",
+)
+def the_norm_is_that_of_one_rank_s_part(right, parameters, layout, limit):
+    from pgtoolkit.ranks.layout import ONE_PROCESS
+
+    return right(list(parameters), layout, limit) if layout is ONE_PROCESS else _norm_here(parameters, limit)
+
+
+def _norm_here(parameters, limit):
+    from pgtoolkit.ranks.gradients import local
+
+    gradients = [local(one.grad) for one in parameters if one.grad is not None]
+    norm = torch.stack(torch._foreach_norm(gradients)).double().square().sum().sqrt()
+    torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0).to(gradients[0].dtype))
+    return norm
+
+
+@mutant(
+    "ranks.agreement:check_same",
+    "tests/training/test_processes_training.py::test_ranks_that_read_other_documents_say_so",
+)
+def ranks_may_hold_other_documents(right, layout, what, digest):
+    return right(layout, what, 0)
+
+
+@mutant(
+    "ranks.agreement:failing_together",
+    "tests/ranks/test_processes_steps.py::test_an_error_of_one_rank_is_raised_by_all",
+)
+def an_error_of_one_rank_is_its_own(right, layout):
+    from pgtoolkit.ranks.layout import ONE_PROCESS
+
+    return right(ONE_PROCESS)
+
+
+@mutant(
+    "model.sequence_data:local_tokens",
+    "tests/model/test_parallel_models.py::test_a_rank_gets_its_piece_of_the_packed_axis",
+)
+def each_rank_counts_positions_from_zero(right, micro_batch, layout):
+    part = right(micro_batch, layout)
+    if layout.size("sequence_data_parallel") == 1:
+        return part
+    return replace(part, position_ids=torch.arange(len(part.position_ids)))
+
+
+@mutant(
+    "model.tensor:vocabulary_start",
+    "tests/model/test_parallel_models.py::test_the_step_is_the_same_however_the_model_is_spread",
+)
+def the_head_s_shards_all_begin_at_zero(right, vocabulary, mesh):
+    return 0
+
+
+@mutant(
+    "rollouts.steps:divide_among_ranks",
+    "tests/ranks/test_processes_steps.py::test_every_rank_gets_as_many_micro_batches_and_together_they_hold_the_step_once",
+)
+def the_last_document_is_no_rank_s(right, documents, num_ranks):
+    shares = right(documents, num_ranks)
+    return [share[:-1] if len(share) > 1 and num_ranks > 1 else share for share in shares]

@@ -1,0 +1,188 @@
+"""Mistakes of rewards, advantages, steps, packing, the order of data, and metrics of the data."""
+
+from dataclasses import replace
+
+import torch
+
+from mutants import mutant
+
+
+@mutant("rollouts.advantages:group_advantages", "tests/rollouts/test_advantages.py::test_worked_example")
+def rloo_compares_with_the_mean_of_all(right, estimator, rewards):
+    return right("dr_grpo" if estimator == "rloo" else estimator, rewards)
+
+
+@mutant("rollouts.advantages:_deviation", "tests/rollouts/test_advantages.py::test_worked_example")
+def the_deviation_is_that_of_the_population(right, rewards):
+    return right(rewards) * ((len(rewards) - 1) / len(rewards)) ** 0.5
+
+
+@mutant("rollouts.advantages:group_advantages", "tests/rollouts/test_advantages.py::test_worked_example")
+def pass_at_k_rewards_every_good_completion(right, estimator, rewards):
+    found = right(estimator, rewards)
+    return [abs(one) + 0.1 * (reward > 0) for one, reward in zip(found, rewards, strict=True)]
+
+
+@mutant(
+    "rollouts.advantages:overlong_penalty",
+    "tests/rollouts/test_dynamic_sampling.py::test_the_punishment_is_that_of_the_paper",
+)
+def the_buffer_begins_one_token_late(right, length, longest, buffer, most):
+    return right(length - 1, longest, buffer, most)
+
+
+@mutant(
+    "rollouts.advantages:batch_divisor",
+    "tests/rollouts/test_advantages.py::test_a_batch_is_divided_by_the_deviation_of_its_rewards",
+)
+def the_batch_s_deviation_is_that_of_its_first_group(right, estimator, rewards):
+    return right(estimator, rewards[: len(rewards) // 2])
+
+
+@mutant(
+    "rollouts.dynamic_sampling:teaches",
+    "tests/rollouts/test_dynamic_sampling.py::test_what_is_taken_off_for_the_length_does_not_make_a_group_worth_keeping",
+)
+def a_group_of_other_lengths_teaches(right, group):
+    return len({document.reward for document in group}) > 1
+
+
+@mutant("packing:pack", "tests/rollouts/test_packing.py::test_every_position_predicts_the_next_token_of_its_document")
+def a_position_predicts_its_own_token(right, documents, group_numbers, known=None):
+    batch = right(documents, group_numbers, known)
+    return replace(batch, labels=torch.where(batch.labels >= 0, batch.tokens, -1))
+
+
+@mutant("packing:pack", "tests/rollouts/test_packing.py::test_every_position_predicts_the_next_token_of_its_document")
+def positions_go_on_over_documents(right, documents, group_numbers, known=None):
+    batch = right(documents, group_numbers, known)
+    return replace(batch, position_ids=torch.arange(len(batch.tokens)))
+
+
+@mutant("packing:pack", "tests/losses/test_peers.py::test_old_log_probs_and_advantages_are_shifted_with_their_labels")
+def old_log_probs_stand_one_place_late(right, documents, group_numbers, known=None):
+    batch = right(documents, group_numbers, known)
+    return replace(batch, old_log_probs=batch.old_log_probs.roll(1))
+
+
+@mutant("packing:cut", "tests/rollouts/test_packing.py::test_cut_keeps_order_and_takes_what_fits")
+def a_micro_batch_holds_one_document_at_most(right, documents, max_tokens):
+    return [[document] for document in documents]
+
+
+@mutant(
+    "rollouts.steps:make_step",
+    "tests/ranks/test_processes_steps.py::test_every_rank_gets_as_many_micro_batches_and_together_they_hold_the_step_once",
+)
+def the_totals_are_those_of_one_rank(right, documents, max_tokens, state_after=None, data_rank=0, data_size=1):
+    step = right(documents, max_tokens, state_after, data_rank, data_size)
+    held = sum(one.num_documents for one in step.micro_batches)
+    return replace(step, totals=replace(step.totals, num_documents=held))
+
+
+@mutant("rollouts.steps:make_step", "tests/rollouts/test_steps.py::test_totals_count_what_is_masked_and_empty")
+def empty_documents_count_as_trained(right, documents, *more, **keywords):
+    step = right(documents, *more, **keywords)
+    return replace(step, totals=replace(step.totals, num_empty_documents=0))
+
+
+@mutant(
+    "rollouts.steps:make_step",
+    "tests/ranks/test_processes_steps.py::test_every_rank_gets_as_many_micro_batches_and_together_they_hold_the_step_once",
+)
+def ranks_have_other_numbers_of_micro_batches(right, documents, *more, **keywords):
+    step = right(documents, *more, **keywords)
+    return replace(step, micro_batches=[one for one in step.micro_batches if one.num_documents])
+
+
+@mutant(
+    "rollouts.steps:StepLoader._closes_before",
+    "tests/rollouts/test_steps.py::test_a_step_closes_on_a_group_when_asked",
+)
+def a_step_ends_within_a_group(right, self, position, documents):
+    kept, self.close_on_groups = self.close_on_groups, False
+    try:
+        return right(self, position, documents)
+    finally:
+        self.close_on_groups = kept
+
+
+@mutant("rollouts.steps:StepLoader._is_full", "tests/rollouts/test_steps.py::test_docs_per_step_at_the_end_of_a_batch")
+def a_short_step_is_not_dropped(right, self, documents):
+    return True
+
+
+@mutant("rollouts.steps:_digest", "tests/rollouts/test_steps.py::test_ranks_that_hold_other_documents_are_told")
+def old_log_probs_are_no_part_of_what_ranks_compare(right, documents):
+    return right([replace(document, old_log_probs=None) for document in documents])
+
+
+@mutant(
+    "config.schedule:steps_ahead",
+    "tests/rollouts/test_lag.py::test_a_batch_is_of_the_weights_of_so_many_updates_ago",
+)
+def batches_are_one_step_too_old(right, rollout, accumulation):
+    ahead = right(rollout, accumulation)
+    return ahead + 1 if ahead else 0
+
+
+@mutant("config.schedule:steps_before", "tests/rollouts/test_lag.py::test_when_a_batch_begins_is_known_ahead")
+def a_batch_that_is_carried_over_is_counted_anew(right, number, position, batch_size, accumulation):
+    return right(number, position // batch_size * batch_size, batch_size, accumulation)
+
+
+@mutant(
+    "rollouts.policy:PolicyRollouts.state_dict",
+    "tests/rollouts/test_lag.py::test_a_run_continues_bit_for_bit_from_every_step",
+)
+def the_next_prompt_is_asked_again_after_a_resume(right, self):
+    return right(self) | {"next_prompt": 0}
+
+
+@mutant(
+    "rollouts.policy:PolicyRollouts._with_training_log_probs",
+    "tests/rollouts/test_policy.py::test_old_log_probs_are_those_of_the_sampler_or_of_training",
+)
+def the_sampler_s_log_probs_stay_the_old_ones(right, self, documents):
+    found = right(self, documents)
+    return [replace(d, old_log_probs=before.old_log_probs) for d, before in zip(found, documents, strict=True)]
+
+
+@mutant(
+    "rollouts.recorded:RecordedRollouts._order_of",
+    "tests/rollouts/test_recorded.py::test_every_epoch_is_the_data_once_and_shuffled_by_groups",
+)
+def every_epoch_has_the_order_of_the_first(right, self, epoch):
+    return right(self, 0)
+
+
+@mutant("rollouts.rows:row_of", "tests/rollouts/test_writer.py::test_what_is_written_reads_back_equal")
+def recorded_log_probs_are_those_of_the_sampler(right, document):
+    sampling = document.sampling_log_probs
+    return right(document if sampling is None else replace(document, old_log_probs=sampling))
+
+
+@mutant(
+    "rollouts.data_metrics:data_metrics",
+    "tests/rollouts/test_data_metrics.py::test_a_number_is_the_mean_over_the_documents_that_know_it",
+)
+def a_measure_that_some_documents_lack_counts_them_as_zero(right, documents, num_updates):
+    names = {name for document in documents for name in document.measures}
+    whole = [replace(d, measures=dict.fromkeys(names, 0.0) | d.measures) for d in documents]
+    return right(whole, num_updates)
+
+
+@mutant(
+    "rollouts.data_metrics:data_metrics",
+    "tests/losses/test_peers.py::test_counters_near_2_to_the_24_are_subtracted_exactly",
+)
+def staleness_is_the_version_of_the_weights(right, documents, num_updates):
+    return right(documents, 2 * num_updates)
+
+
+@mutant(
+    "rollouts.data_metrics:_groups_without_signal",
+    "tests/rollouts/test_data_metrics.py::test_a_group_with_one_advantage_has_a_signal_wherever_that_stands",
+)
+def the_last_document_says_whether_its_group_has_a_signal(right, documents):
+    return right(list({document.group: document for document in documents}.values()))

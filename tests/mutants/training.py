@@ -1,0 +1,264 @@
+"""Mistakes of accumulation, updates, checkpoints, resumes and adapters."""
+
+import math
+from dataclasses import replace
+
+from mutants import mutant
+
+
+@mutant(
+    "training.accumulation:DynamicAccumulation.backward_of_all",
+    "tests/training/test_accumulation.py::test_the_documented_module_trains_the_same_however_its_steps_are_cut",
+)
+def the_loss_is_divided_by_the_number_of_micro_batches(right, self, micro_batches, totals):
+    outputs = right(self, micro_batches, totals)
+    for parameter in self.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= len(micro_batches)
+    return outputs
+
+
+@mutant(
+    "training.accumulation:DynamicAccumulation.backward_of_all",
+    "tests/training/test_accumulation.py::test_the_documented_module_trains_the_same_however_its_steps_are_cut",
+)
+def a_micro_batch_of_the_step_is_left_out(right, self, micro_batches, totals):
+    return right(self, micro_batches[:-1], totals)
+
+
+@mutant(
+    "training.accumulation:DynamicAccumulation.backward_of_all",
+    "tests/training/test_accumulation.py::test_the_documented_module_trains_the_same_however_its_steps_are_cut",
+)
+def only_the_gradient_of_the_last_micro_batch_is_kept(right, self, micro_batches, totals):
+    right(self, micro_batches[:-1], totals)
+    self.optimizer.zero_grad()
+    return right(self, micro_batches[-1:], totals)
+
+
+@mutant(
+    "training.accumulation:DynamicAccumulation.backward_of_all",
+    "tests/training/test_accumulation.py::test_the_documented_module_trains_the_same_however_its_steps_are_cut",
+)
+def each_micro_batch_is_divided_by_totals_of_its_own(right, self, micro_batches, totals):
+    found = []
+    for one in micro_batches:
+        trained = int((one.labels >= 0).sum())
+        found += right(self, [one], replace(totals, num_documents=one.num_documents, num_tokens=trained))
+    return found
+
+
+@mutant(
+    "training.accumulation:DynamicAccumulation.gradient_groups",
+    "tests/training/test_accumulation.py::test_any_module_is_driven_over_data_parallel_ranks",
+)
+def a_module_of_the_user_s_own_keeps_one_rank_s_gradients(right, self):
+    return []
+
+
+@mutant(
+    "training.accumulation:DynamicAccumulation._over_ranks",
+    "tests/training/test_accumulation.py::test_any_module_is_driven_over_data_parallel_ranks",
+)
+def loss_and_metrics_are_those_of_one_rank(right, self, outputs):
+    from pgtoolkit.ranks.layout import ONE_PROCESS
+
+    layout, self.layout = self.layout, ONE_PROCESS
+    try:
+        return right(self, outputs)
+    finally:
+        self.layout = layout
+
+
+@mutant(
+    "training.accumulation:DynamicAccumulation._step_metrics",
+    "tests/training/test_accumulation.py::test_a_step_with_and_without_old_log_probs_has_no_metric_that_compares_them",
+)
+def a_step_has_old_log_probs_where_one_of_its_documents_has(right, self, outputs, step):
+    having = [document for document in step.documents if document.old_log_probs is not None]
+    return right(self, outputs, replace(step, documents=having or step.documents))
+
+
+@mutant(
+    "training.accumulation:DynamicAccumulation._step_metrics",
+    "tests/training/test_training.py::test_a_gradient_whose_norm_is_infinite_changes_no_weight",
+)
+def a_gradient_that_is_not_finite_updates(right, self, outputs, step):
+    metrics = right(self, outputs, step)
+    return metrics | {name: 1.0 for name in ("loss", "grad_norm") if not math.isfinite(metrics[name])}
+
+
+@mutant(
+    "training.accumulation:DynamicAccumulation._skip_bad_step",
+    "tests/training/test_training.py::test_bad_steps_count_only_in_a_row",
+)
+def bad_steps_count_also_where_good_ones_lie_between(right, self, step, bad_documents, metrics):
+    self._bad_steps_in_a_row = self.num_skipped_steps
+    return right(self, step, bad_documents, metrics)
+
+
+@mutant(
+    "training.module:learning_rate",
+    "tests/losses/test_peers.py::test_an_update_is_made_at_the_reported_learning_rate",
+)
+def the_rate_is_always_the_configured_one(right, config, num_updates, max_steps):
+    return config.learning_rate
+
+
+@mutant("training.module:learning_rate", "tests/config/test_keys.py::test_the_key_acts[optimizer.schedule]")
+def the_cosine_schedule_is_linear(right, config, num_updates, max_steps):
+    from pgtoolkit.config.schema import Schedule
+
+    linear = config.schedule == Schedule.cosine
+    return right(replace(config, schedule=Schedule.linear) if linear else config, num_updates, max_steps)
+
+
+@mutant("training.module:make_optimizer", "tests/config/test_keys.py::test_the_key_acts[optimizer.weight_decay]")
+def norms_and_biases_are_decayed(right, model, config):
+    optimizer = right(model, config)
+    for group in optimizer.param_groups:
+        group["weight_decay"] = config.weight_decay
+    return optimizer
+
+
+@mutant("training.module:make_optimizer", "tests/config/test_keys.py::test_the_key_acts[optimizer.epsilon]")
+def the_optimizer_has_an_epsilon_of_its_own(right, model, config):
+    return right(model, replace(config, epsilon=1e-8))
+
+
+@mutant(
+    "training.module:PolicyGradientModule._precise",
+    "tests/config/test_keys.py::test_the_key_acts[model/huggingface.fp32_lm_head]",
+)
+def fp32_lm_head_is_left_out(right, self, head):
+    return replace(head, fp32_logits=False)
+
+
+@mutant(
+    "training.module:PolicyGradientModule.with_reference",
+    "tests/training/test_reference.py::test_the_first_distance_is_exactly_zero",
+)
+def the_reference_is_the_policy_in_training(right, self, micro_batch):
+    if self.reference is None:
+        return micro_batch
+    return replace(micro_batch, ref_log_probs=self.log_probs(micro_batch))
+
+
+# Checkpoints.
+
+
+@mutant(
+    "training.checkpoint:list_checkpoints",
+    "tests/training/test_checkpoint.py::test_steps_beyond_a_million_are_newer_than_those_before",
+)
+def checkpoints_are_sorted_by_their_names(right, folder):
+    return sorted(right(folder), key=str)
+
+
+@mutant(
+    "training.checkpoint:_prune",
+    "tests/training/test_evaluation.py::test_the_best_checkpoint_survives_later_ones_and_a_resume",
+)
+def the_best_checkpoint_is_deleted_with_the_old_ones(right, newest, keep, best):
+    return right(newest, keep, None)
+
+
+@mutant("training.checkpoint:_prune", "tests/training/test_checkpoint.py::test_the_newest_are_kept")
+def one_checkpoint_less_is_kept(right, newest, keep, best):
+    return right(newest, keep - 1, best)
+
+
+@mutant(
+    "training.checkpoint:_fingerprint",
+    "tests/training/test_checkpoint.py::test_a_damaged_checkpoint_is_passed_over_with_a_warning",
+)
+def a_damaged_file_has_the_fingerprint_of_a_whole_one(right, path):
+    return dict.fromkeys(right(path), 0)
+
+
+# Resumes.
+
+
+@mutant(
+    "training.state:_restore_tensors",
+    "tests/losses/test_peers.py::test_resume_takes_moments_from_the_checkpoint_and_settings_from_the_configuration",
+)
+def the_moments_of_the_optimizer_begin_anew(right, module, state, names):
+    right(module, state, names)
+    module.optimizer.state.clear()
+
+
+@mutant(
+    "training.state:restore",
+    "tests/training/test_resume.py::test_the_count_of_skipped_steps_goes_on_after_a_resume",
+)
+def skipped_steps_are_forgotten(right, module, state):
+    right(module, state)
+    module.num_skipped_steps = 0
+
+
+@mutant("training.state:restore", "tests/training/test_resume.py::test_resume_at_every_step_is_bit_equal")
+def the_learning_rate_schedule_begins_anew(right, module, state):
+    right(module, state)
+    module.num_updates = 0
+
+
+@mutant("training.state:set_random_state", "tests/training/test_checkpoint.py::test_random_state_round_trip")
+def random_numbers_begin_anew(right, state):
+    return None
+
+
+@mutant(
+    "training.state:seed_rank",
+    "tests/training/test_processes_checkpoint.py::test_another_number_of_ranks_continues",
+)
+def a_rank_that_is_new_on_resume_draws_what_its_first_step_drew(right, seed, rank, step=0):
+    return right(seed, rank, 0)
+
+
+@mutant(
+    "training.state:random_numbers_of",
+    "tests/training/test_evaluation.py::test_an_evaluation_changes_no_bit_of_the_training",
+)
+def an_evaluation_draws_from_the_numbers_of_training(right, seed):
+    import contextlib
+
+    return contextlib.nullcontext()
+
+
+@mutant("training.state:restore_data", "tests/training/test_resume.py::test_resume_of_recorded_rollouts_is_bit_equal")
+def the_place_in_the_data_begins_anew(right, loader, state):
+    right(loader, state)
+    loader._position = 0
+
+
+# Adapters.
+
+
+@mutant("model.lora:_merged", "tests/model/test_lora.py::test_the_merged_weights_are_the_policy")
+def the_sampler_has_the_weights_that_training_began_with(right, layer):
+    return layer.get_base_layer().weight
+
+
+@mutant(
+    "model.lora:without_adapters",
+    "tests/training/test_lora.py::test_the_reference_is_the_model_without_its_adapters",
+)
+def the_reference_has_the_adapters_of_the_policy(right, model):
+    import contextlib
+
+    return contextlib.nullcontext()
+
+
+@mutant(
+    "training.state:load_weights",
+    "tests/training/test_lora.py::test_an_export_is_the_whole_model_in_its_own_number_type",
+)
+def an_export_is_the_model_without_its_adapters(right, policy, state, names=None):
+    return None
+
+
+@mutant("training.state:fill", "tests/training/test_resume.py::test_resume_at_every_step_is_bit_equal")
+def weights_are_rounded_on_their_way_from_a_checkpoint(right, target, name, files):
+    right(target, name, files)
+    target.copy_(target.bfloat16().to(target.dtype))
