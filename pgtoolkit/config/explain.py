@@ -36,8 +36,7 @@ def explain(text: str) -> str:
     word = ALSO_CALLED.get(text.lower(), text).removeprefix("pgtk ")
     if found := known.get(word) or known.get(word.partition("=")[0] if "." in word else ""):
         return "\n\n".join(found)
-    inside = re.findall(r"[\w./@=]+", text) if " " in text.strip() else []
-    inside = [one.strip(".") for one in inside]
+    inside = [one.strip(".") for one in re.findall(r"[\w./@=]+", text)] if " " in text.strip() else []
     words = dict.fromkeys(name for one in inside for name in (one, one.partition("=")[0]) if _is_a_name(name, known))
     if words:
         return "\n\n".join(page for name in words for page in known[name])
@@ -104,9 +103,8 @@ def _option(group: str, name: str) -> str:
         shown |= {"advantage": ADVANTAGES[name]}
     for heads, row in _table("losses.md"):
         if row[0] == f"`{name}`" and group == _group_of_table(heads):
-            shown |= {
-                head: cell for head, cell in zip(heads, row, strict=False) if head in _ELSEWHERE and len(cell) > 1
-            }
+            cells = zip(heads, row, strict=False)
+            shown |= {head: cell for head, cell in cells if head in _ELSEWHERE and len(cell) > 1}
     paper = re.search(rf"pgtk {group}={name}\n.*?\n```\n(.*?)(?=\n#|\Z)", docs_page("papers.md"), re.DOTALL)
     for line in re.findall(r"^\* (.*?)(?=\n\*|\Z)", paper[1].strip() if paper else "", re.DOTALL | re.MULTILINE):
         shown[line.partition(": ")[0]] = line.partition(": ")[2]

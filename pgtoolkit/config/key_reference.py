@@ -20,16 +20,8 @@ from pgtoolkit.config.key import Key
 from pgtoolkit.config.keys import KEYS, OPTION_KEYS
 from pgtoolkit.system.report import text
 
-_TYPES = {
-    **{
-        "int": "whole number",
-        "float": "number",
-        "bool": "true or false",
-        "str": "text",
-        "dict[str, Any]": "dictionary",
-    },
-    **{"list[str]": "list of texts", "list[int]": "list of whole numbers"},
-}
+_TYPES = {"int": "whole number", "float": "number", "bool": "true or false", "str": "text"}
+_TYPES |= {"dict[str, Any]": "dictionary", "list[str]": "list of texts", "list[int]": "list of whole numbers"}
 
 
 @dataclass

@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import numbers
+import re
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from enum import Enum
@@ -189,6 +190,8 @@ def _yaml(data: bytes) -> Any:
 
 
 def _config(data: bytes) -> dict:
+    if re.search(rb"\$\{.*\$\{", data):  # of which ten in each of ten lines stand for gigabytes, too
+        raise ValueError("a line has several ${...}, and a run writes values")
     config = _yaml(data)
     _check(config, dict)
     # OmegaConf takes nothing, and null, for no keys, and a text for keys without values.

@@ -1,157 +1,152 @@
-"""Every experiment that a paper describes, against TRL's and verl's own code with the flags that docs/papers.md names.
-
-Both compute the loss of the same tensors, (6, 9) in float64, one micro-batch that is the whole step; loss and gradient.
-What is compared is the loss of `pgtk experiment=NAME`, from its configuration; advantages are the same on all sides.
-"""
+"""docs/papers.md against the code that it speaks of: our losses, TRL's and verl's own, on the same log-probs."""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 import torch
-from builders.padded import LENGTHS, WIDTH, batch, ours
-from builders.runs import config_of
-from omegaconf import OmegaConf
-from torch import nn
 
-from pgtoolkit.losses.family import clamped
-from pgtoolkit.training.loss import loss_of
+from pgtoolkit import log_prob_loss
+from pgtoolkit.config.compose import compose
+from pgtoolkit.config.plan import equation
+from pgtoolkit.config.validate import resolve_and_validate
+from pgtoolkit.losses.families import configured
+from pgtoolkit.losses.kl import KL
 
-SEQUENCE = {"importance_sampling_level": "sequence"}
-BOUNDS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
-NO_DUAL_CLIP = {"clip_ratio_c": 1e6}
-NARROW = {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}
-BY_DOCUMENT, SUM = {"loss_agg_mode": "seq-mean-token-mean"}, {"loss_agg_mode": "seq-mean-token-sum"}
-L = 7
-"""max_completion_length of experiment=dr_grpo without other settings, which is its divisor."""
-PAPERS = {
-    # experiment: (TRL's flags, verl's loss_mode and flags); None where they have none
-    "grpo": (
-        {"loss_type": "grpo", "epsilon": 0.2, "beta": 0.04, "use_bias_correction_kl": False},
-        (
-            "vanilla",
-            BOUNDS
-            | NO_DUAL_CLIP
-            | BY_DOCUMENT
-            | {"use_kl_loss": True, "kl_loss_coef": 0.04, "kl_loss_type": "low_var_kl"},
-        ),
-    ),
-    "dapo": (
-        {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28},
-        ("vanilla", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28} | NO_DUAL_CLIP),
-    ),
-    "dr_grpo": (
-        {"loss_type": "dr_grpo", "epsilon": 0.2, "max_completion_length": L},
-        (
-            "vanilla",
-            BOUNDS | NO_DUAL_CLIP | {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": L},
-        ),
-    ),
-    "gspo_paper": (
-        SEQUENCE | {"loss_type": "grpo", "epsilon": 3e-4, "epsilon_high": 4e-4},
-        ("gspo", NARROW | BY_DOCUMENT),
-    ),
-    "luspo": (SEQUENCE | {"loss_type": "luspo", "epsilon": 3e-4, "epsilon_high": 4e-4}, ("gspo", NARROW | SUM)),
-    "cispo": (
-        {"loss_type": "cispo", "epsilon_high": 5.0},
-        ("cispo", {"clip_ratio_low": 1.0, "clip_ratio_high": 4.0}),
-    ),
-    "sapo": (
-        {"loss_type": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05},
-        ("sapo", {"tau_pos": 1.0, "tau_neg": 1.05} | BY_DOCUMENT),
-    ),
-    "gmpo": (None, ("geo_mean", {"clip_ratio_low": 0.4, "clip_ratio_high": 0.4} | BY_DOCUMENT)),
-    "dppo": (None, ("dppo_tv", BOUNDS | {"clip_ratio_c": 20.0})),
-    "vespo": ({"loss_type": "vespo"}, None),
-    "kimi": (None, ("dro", {"dro_beta": 0.1})),
-    "icepop": (
-        {
-            "loss_type": "grpo",
-            "epsilon": 0.2,
-            "vllm_importance_sampling_mode": "token_mask",
-            "vllm_importance_sampling_clip_min": 0.5,
-            "vllm_importance_sampling_clip_max": 5.0,
-        },
-        None,
-    ),
-    "reinforce": (None, ("gpg", SUM)),
-    "rloo": (None, ("vanilla", BOUNDS | NO_DUAL_CLIP | SUM)),
-}
+PAGE = Path(__file__).parents[2] / "docs/papers.md"
+SECTIONS = {part.partition("\n")[0]: part for part in PAGE.read_text().split("\n## ")[1:]}
+LENGTHS, WIDTH = (7, 1, 5, 9, 3, 4), 9
+ADVANTAGES = torch.tensor([1.0, -0.5, 0.8, -1.2, 0.3, -0.9], dtype=torch.float64)
 
 
-def sampled():
-    """(log-probs of the sampler, of a reference), (6, 9), some of them beyond the bounds of the masks."""
-    draw = torch.Generator().manual_seed(8)
-    old = batch()[1]
-    return [old + scale * torch.randn(old.shape, generator=draw, dtype=torch.float64) for scale in (0.6, 0.3)]
+def configuration(section):
+    """The resolved configuration of a section's command."""
+    (command,) = re.findall(r"^pgtk (.*)$", SECTIONS[section], flags=re.MULTILINE)
+    return resolve_and_validate(compose(command.split()).config)[0]
 
 
-def of_experiment(name):
-    """(loss, gradient) by the configuration of the experiment."""
-    config = OmegaConf.to_object(config_of(f"experiment={name}"))
-    loss, (sampling, reference) = loss_of(config), sampled()
-    given = {"correction": loss.correction, "kl": loss.kl}
-    given |= {"sampling_log_probs": sampling} if loss.correction is not None else {}
-    given |= {"ref_log_probs": reference} if loss.kl is not None else {}
-    return ours(loss.family, {}, loss.aggregation.name, config.aggregation.divisor, **given)
+def flags(section, peer):
+    """A peer's flags, with their values in Python's types; {} where the section says that there are none."""
+    (line,) = re.findall(rf"^\* {peer}: (.*?)(?=^\* )", SECTIONS[section], flags=re.MULTILINE | re.DOTALL)
+    found = re.match(r"`([^`]*=[^`]*)`", line)
+    return {} if found is None else {key: value(text) for key, text in (x.split("=") for x in found[1].split())}
 
 
-@pytest.mark.parametrize("name", [name for name, (flags, _) in PAPERS.items() if flags is not None])
-def test_trl_with_these_flags_is_the_experiment(name):
-    pytest.importorskip("trl", reason="the extra trl")
-    found, exact = by_trl(PAPERS[name][0]), of_experiment(name)
-    # The temperatures of its `sapo` are float32.
-    same(found, exact, 1e-6 if name == "sapo" else 1e-12)
+def value(text):
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"True": True, "False": False}.get(text, text)
 
 
-@pytest.mark.parametrize("name", [name for name, (_, flags) in PAPERS.items() if flags is not None])
-def test_verl_with_these_flags_is_the_experiment(name):
-    pytest.importorskip("verl", reason="the extra verl")
-    from adapters.verl_steps import ONE, step
-
-    mode, flags = PAPERS[name][1]
-    found, exact = step(mode, flags, ONE, reference=sampled()[1]), of_experiment(name)
-    same(found[:2], exact, 1e-7)  # verl adds 1e-8 to a document's length
-
-
-def same(found, exact, tolerance):
-    assert float(found[0]) == pytest.approx(float(exact[0]), rel=tolerance)
-    torch.testing.assert_close(found[1], exact[1], rtol=tolerance, atol=1e-13)
-    assert (exact[1] != 0).any()
+def batch():
+    """(new, old, reference, mask), (B, WIDTH) float64: some documents stay within every clip, others leave them."""
+    generator = torch.Generator().manual_seed(5)
+    shape = (len(LENGTHS), WIDTH)
+    old = -2 + 0.5 * torch.randn(*shape, generator=generator, dtype=torch.float64)
+    drift = torch.tensor([3e-4, 0.15, 3e-4, 0.5, 1.5, 0.15], dtype=torch.float64)[:, None]
+    new = old + drift * torch.randn(*shape, generator=generator, dtype=torch.float64)
+    reference = new + 0.1 * torch.randn(*shape, generator=generator, dtype=torch.float64)
+    return new, old, reference, torch.arange(WIDTH) < torch.tensor(LENGTHS)[:, None]
 
 
-def by_trl(flags):
-    """(loss, gradient by the log-probs) of TRL's own `_compute_loss`, to which only the log-probs are given."""
-    import tempfile
-
-    from accelerate import Accelerator
-    from trl import GRPOConfig, GRPOTrainer
-
-    args = GRPOConfig(tempfile.mkdtemp(), report_to=[], bf16=False, use_cpu=True, **flags)
-    new, old, advantages, mask = batch()
-    sampling, reference = sampled()
+def ours(config):
+    """(loss, gradient by the log-probs) of the step under a configuration."""
+    new, old, reference, mask = batch()
     leaf = new.clone().requires_grad_()
-    trainer = GRPOTrainer.__new__(GRPOTrainer)
-    names = "loss_type", "importance_sampling_level", "beta", "off_policy_mask_threshold", "top_entropy_quantile"
-    vars(trainer).update({name: getattr(args, name) for name in (*names, "max_completion_length")})
-    trainer.args, trainer.model, trainer.accelerator = args, nn.Identity().train(), Accelerator(cpu=True)
-    trainer.epsilon_low = args.epsilon
+    documents = torch.arange(len(LENGTHS))[:, None].expand_as(mask)
+    vectors = (leaf, old, ADVANTAGES[:, None].expand_as(old), documents, mask)
+    penalty = {} if config.kl.kind == "none" else {"kl": KL(config.kl.kind, config.kl.coefficient)}
+    out = log_prob_loss(
+        *(vector.flatten() for vector in vectors),
+        **{"loss": configured(config.loss), "aggregation": config.aggregation.mode},
+        divisor=config.aggregation.divisor,
+        **(penalty and penalty | {"ref_log_probs": reference.flatten()}),
+    )
+    out.loss.backward()
+    return out.loss.detach(), leaf.grad
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_the_page_has_the_equation_that_check_prints(section):
+    config = configuration(section)
+    printed = [line.strip() for line in equation(config)]
+    written = [line.strip() for line in SECTIONS[section].split("```")[1].splitlines()[2:]]
+    assert len(written) >= 2
+    assert [line for line in written if line not in printed] == []
+
+
+def test_the_page_has_every_experiment():
+    named = {re.search(r"experiment=(\w+)", text)[1] for text in SECTIONS.values()}
+    assert named == {file.stem for file in (PAGE.parents[1] / "conf/experiment").glob("*.yaml")}
+
+
+@pytest.mark.parametrize("section", [section for section in SECTIONS if flags(section, "TRL")])
+def test_trls_own_loss_with_these_flags_is_ours(section, tmp_path):
+    trl = pytest.importorskip("trl", reason="the extra trl")
+    from accelerate import Accelerator
+
+    chosen = flags(section, "TRL")
+    quiet = {"report_to": [], "bf16": False, "use_cpu": True, "per_device_train_batch_size": 8, "num_generations": 2}
+    args = trl.GRPOConfig(str(tmp_path), gradient_accumulation_steps=1, **(quiet | chosen))
+    new, old, reference, mask = batch()
+    leaf = new.clone().requires_grad_()
+    trainer = trl.GRPOTrainer.__new__(trl.GRPOTrainer)  # its loss alone: no model, no data
+    trainer.args, trainer.accelerator = args, Accelerator(cpu=True)
+    trainer.model = torch.nn.Identity()
+    trainer.aux_loss_enabled = trainer.use_vllm = trainer._entropy_bonus_enabled = False
+    trainer.vllm_importance_sampling_correction = False
+    trainer.top_entropy_quantile, trainer.off_policy_mask_threshold = 1.0, None
+    trainer.loss_type, trainer.importance_sampling_level = args.loss_type, args.importance_sampling_level
+    trainer.beta, trainer.epsilon_low = args.beta, args.epsilon
     trainer.epsilon_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-    trainer.use_vllm = "vllm_importance_sampling_mode" in flags
-    trainer.vllm_importance_sampling_correction = True
-    trainer.aux_loss_enabled = trainer._entropy_bonus_enabled = False
-    trainer.current_gradient_accumulation_steps = args.steps_per_generation = 1
-    trainer._metrics = {"train": defaultdict(list)}
+    trainer.max_completion_length, trainer.current_gradient_accumulation_steps = args.max_completion_length, 1
+    trainer._metrics = defaultdict(lambda: defaultdict(list))
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (leaf, torch.zeros_like(leaf), None)
-    ids = torch.ones(len(LENGTHS), WIDTH, dtype=torch.int64)
-    inputs = {"prompt_ids": ids, "prompt_mask": ids, "completion_ids": ids, "completion_mask": mask.long()}
-    inputs |= {"advantages": advantages, "old_per_token_logps": old, "ref_per_token_logps": reference}
-    inputs["num_items_in_batch"] = mask.sum()
-    if trainer.use_vllm:  # as TRL makes it where it samples, which tests/adapters/test_trl.py has it do
-        ratio = clamped(old - sampling).exp()
-        low, high = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
-        inputs["importance_sampling_ratio"] = ratio.where((ratio >= low) & (ratio <= high), 0.0)
-    loss = trainer._compute_loss(None, inputs)
+    ids = torch.zeros(mask.shape, dtype=torch.int64)
+    loss = trainer._compute_loss(
+        trainer.model,
+        {
+            **{"prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids},
+            **{"completion_mask": mask.long(), "advantages": ADVANTAGES, "old_per_token_logps": old},
+            **{"ref_per_token_logps": reference, "num_items_in_batch": mask.sum()},
+        },
+    )
     loss.backward()
-    return loss.detach(), leaf.grad
+    # TRL keeps the temperatures of SAPO in float32.
+    assert_equal((loss.detach(), leaf.grad), ours(configuration(section)), 1e-6 if section == "SAPO" else 1e-12)
+
+
+@pytest.mark.parametrize("section", [section for section in SECTIONS if flags(section, "verl")])
+def test_verls_own_loss_with_these_flags_is_ours(section):
+    pytest.importorskip("verl", reason="the extra verl")
+    from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, kl_penalty
+    from verl.workers.config import FSDPActorConfig, PolicyLossConfig
+
+    chosen = flags(section, "verl")
+    policy = PolicyLossConfig(**{key: chosen.pop(key) for key in ("loss_mode", "dro_beta") if key in chosen})
+    config = FSDPActorConfig(ppo_micro_batch_size_per_gpu=1, rollout_n=2, policy_loss=policy, **chosen)
+    new, old, reference, mask = batch()
+    totals = {"dp_size": 1, "batch_num_tokens": int(mask.sum()), "global_batch_size": len(LENGTHS)}
+    config.global_batch_info.update(totals, loss_scale_factor=config.loss_scale_factor)
+    leaf = new.clone().requires_grad_()
+    advantages = ADVANTAGES[:, None].expand_as(old)
+    own = get_policy_loss_fn(policy.loss_mode)
+    loss, _ = own(old, leaf, advantages, mask.long(), config.loss_agg_mode, config)
+    if config.use_kl_loss:
+        penalty = kl_penalty(leaf, reference, config.kl_loss_type)
+        loss = loss + config.kl_loss_coef * agg_loss(penalty, mask.long(), config.loss_agg_mode, **totals)
+    loss.backward()
+    # verl adds 1e-8 to the lengths of documents.
+    assert_equal((loss.detach(), leaf.grad), ours(configuration(section)), 1e-7)
+
+
+def assert_equal(theirs, exact, tolerance):
+    assert float(theirs[0]) == pytest.approx(float(exact[0]), rel=tolerance)
+    torch.testing.assert_close(theirs[1], exact[1], rtol=tolerance, atol=1e-14)
+    assert (exact[1] != 0).any()

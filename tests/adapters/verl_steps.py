@@ -18,7 +18,7 @@ CUT = [[range(0, 1), range(1, 4)], [range(4, 5), range(5, 6)]]
 """Documents of each micro-batch of each rank."""
 
 
-def step(loss_mode, flags=None, cut=CUT, weights=None, reference=None):
+def step(loss_mode, flags=None, cut=CUT, weights=None):
     """(loss, gradient by the log-probs (B, WIDTH), the last micro-batch's metrics) of a step that is cut as verl does.
 
     Prompts stand before the completions, as in verl's data; the log-probs are those of whole sequences.
@@ -41,7 +41,6 @@ def step(loss_mode, flags=None, cut=CUT, weights=None, reference=None):
                     "position_ids": torch.arange(PROMPT + WIDTH).expand(len(rows), -1),
                     **{"old_log_probs": old[rows], "advantages": advantages[rows, None].expand(-1, WIDTH).contiguous()},
                     **({} if weights is None else {"rollout_is_weights": weights[rows]}),
-                    **({} if reference is None else {"ref_log_prob": reference[rows]}),
                 },
                 batch_size=len(rows),
             )

@@ -39,6 +39,12 @@ def test_aliases_are_refused_before_they_are_followed(tmp_path, capsys):
         read_resolved(tmp_path)
 
 
+def test_a_saved_configuration_refers_to_nothing(tmp_path):
+    (tmp_path / "config.yaml").write_text("a: xx\nb: ${a}${a}\n")
+    with pytest.raises(StorageError, match=r"config.yaml is damaged \(a line has several"):
+        read_resolved(tmp_path)
+
+
 def test_a_star_or_an_ampersand_alone_is_a_text():
     assert parse_yaml(b"a: 2 * 3 & 4\nb: '*c &d'\n") == {"a": "2 * 3 & 4", "b": "*c &d"}
 
