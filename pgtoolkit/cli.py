@@ -75,7 +75,7 @@ def _sweep(argv: list[str]) -> int:
 
 
 def _check(argv: list[str]) -> int:
-    from pgtoolkit.launch.check import check, page, problems
+    from pgtoolkit.launch.check import check, problems, render_plan
     from pgtoolkit.launch.start import hydra_arguments
 
     file = None
@@ -83,7 +83,7 @@ def _check(argv: list[str]) -> int:
         file, argv = _sweep_file(argv[1:]), ["--multirun", *argv[2:]]
     args = hydra_arguments(_for_hydra(argv))
     checked = check(args.overrides, args.multirun, args.config_dir, sweep_file=file)
-    say(page(checked))
+    say(render_plan(checked))
     return ConfigError.exit_status if problems(checked) else 0
 
 

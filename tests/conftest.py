@@ -1,8 +1,10 @@
 """Settings every test shares: Triton's interpreter where there is no GPU, one thread, no hub, examples untimed."""
 
+import copy
 import functools
 import inspect
 import os
+from pathlib import Path
 
 # Set before anything imports triton: its language module reads the variable once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -35,6 +37,30 @@ def quicken_interpreter():
     interpreter._patch_builtin = patch_builtin
 
 
+def quicken_hydra():
+    """At every composition it parses all files anew, and puts together for each what a default in its list could stand
+    for: half of its time. Those of conf/ stay as they are, and only an interpolation stands for anything."""
+    from hydra._internal import defaults_list
+    from hydra._internal.config_repository import ConfigRepository, ObjectType
+
+    load, make, kept = ConfigRepository.load_config, defaults_list._create_interpolation_map, {}
+    shipped = f"{Path(__file__).parents[1]}/conf"
+
+    def load_config(repository, config_path):
+        source = repository._find_object_source(config_path, ObjectType.CONFIG)
+        if source is None or source.path != shipped:
+            return load(repository, config_path)
+        if config_path not in kept:
+            kept[config_path] = load(repository, config_path)
+        return copy.deepcopy(kept[config_path])
+
+    def interpolation_map(overrides, defaults, self_added):
+        return make(overrides, defaults, self_added) if any(one.is_interpolation() for one in defaults) else None
+
+    ConfigRepository.load_config, defaults_list._create_interpolation_map = load_config, interpolation_map
+
+
+quicken_hydra()
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     quicken_interpreter()

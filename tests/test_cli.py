@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf, open_dict
@@ -13,8 +12,9 @@ from omegaconf import OmegaConf, open_dict
 from pgtoolkit.cli import COMMANDS, main
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.files import options
+from pgtoolkit.config.models import vocabulary_size
 from pgtoolkit.config.overrides import hydra_form
-from pgtoolkit.config.plan import vocabulary_size
+from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.launch.help import help_page
 
@@ -365,7 +365,8 @@ def test_the_predicted_vocabulary_is_the_tokenizers(task):
     from pgtoolkit.tasks.tasks import ReverseTask
 
     alphabet = {"reverse": ReverseTask.alphabet, "reasoning_gym": None}[task]
-    predicted = vocabulary_size(SimpleNamespace(name="tiny"), SimpleNamespace(name=task))
+    config = resolve_and_validate(compose([f"task={task}"]).config)[0]
+    predicted = vocabulary_size(config.model, config.task)
     assert predicted == len(character_tokenizer(alphabet))
 
 

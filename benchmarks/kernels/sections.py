@@ -127,7 +127,7 @@ def _passes_alone(leaf, workload, implementation) -> dict:
     values, labels, objective = leaf.detach(), workload.labels, workload.objective()
     out = torch.empty_like(values)
     name = implementation.__name__.rpartition(".")[2].removesuffix("_passes")
-    if workload.loss == "grpo" and hasattr(implementation, "forward_gradient"):
+    if workload.loss == "grpo" and implementation.one_pass:
         return {
             (name, "passes alone"): lambda: implementation.forward_gradient(values, labels, 1.0, False, objective, out)
         }

@@ -8,16 +8,16 @@ from pathlib import Path
 
 from pgtoolkit.comparison.terminal import aligned
 from pgtoolkit.runs.directory import config_drift
-from pgtoolkit.runs.files import known_provenance, read_config
 from pgtoolkit.runs.find import is_run, not_a_run
 from pgtoolkit.runs.provenance import last_start
+from pgtoolkit.runs.records import known_provenance, read_config
 from pgtoolkit.system.report import text
 from pgtoolkit.system.shell import shell_path
 
 _HARDWARE = ("host", "platform", "cpus", "memory", "gpus")
 
 
-def page(first: Path, second: Path) -> str:
+def render_diff(first: Path, second: Path) -> str:
     """The differences for the terminal; sections without any are named in the last line.
 
     Raises ConfigError for a folder that is no run.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pgtoolkit.config.paths import absolute_uri
 from pgtoolkit.errors import ConfigError, StorageError
-from pgtoolkit.runs.files import read_sweep
+from pgtoolkit.runs.records import read_sweep
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.tracking.store import open_store, raising_storage_errors, search_literal
 
@@ -44,16 +44,16 @@ def publish(sweep_folder: Path, uri: str | None, experiment: str) -> dict[str, s
 
 def _write_report(sweep_folder: Path, name: str, folder: Path) -> str:
     """The comparison as files; returns it in Markdown."""
-    from pgtoolkit.comparison.files import write
     from pgtoolkit.comparison.groups import compare
-    from pgtoolkit.comparison.terminal import page
+    from pgtoolkit.comparison.reports import write
+    from pgtoolkit.comparison.terminal import render_comparison
     from pgtoolkit.runs.find import find_runs
 
     try:
         compared = compare(find_runs([str(sweep_folder)]))
     except ConfigError as error:
         return f"No comparison yet: {error}"
-    text = page(compared)
+    text = render_comparison(compared)
     (folder / "comparison.txt").write_text(text + "\n", encoding="utf-8")
     for file in ("comparison.html", "comparison.png", "runs.csv"):
         write(compared, file[-4:].strip("."), folder / file, f"pgtk compare {name}")

@@ -18,7 +18,7 @@ _WIDEST_CURVE = 30
 _NARROWEST_CURVE = 8
 
 
-def page(compared: Compared) -> str:
+def render_comparison(compared: Compared) -> str:
     """The comparison for the terminal, at most WIDTH columns wide."""
     lines = [*folded(heading(compared)), "", *_table(compared), *_explained(definitions(compared)), ""]
     lines += _differences(compared)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 from collections.abc import Callable
 
 from pgtoolkit.config.files import sweep_files
@@ -28,8 +29,8 @@ def complete(argv: list[str], commands: list[str], hydra: Callable[[list[str]], 
         found, quiet = io.StringIO(), contextlib.suppress(Exception, SystemExit)
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(found), quiet:
             hydra(argv)
-        # Hydra takes the types of the keys for options, which nobody means.
-        print(" ".join(word for word in found.getvalue().split() if "=schema" not in word), flush=True)
+        # Hydra takes the types of the keys, and what options share, for options, which nobody means.
+        print(" ".join(word for word in found.getvalue().split() if not re.search("=(schema|_)", word)), flush=True)
     return 0
 
 

@@ -24,7 +24,7 @@ from pgtoolkit.config.paths import make_absolute
 from pgtoolkit.config.rules import executed
 from pgtoolkit.config.saved import cannot_change, saved_config
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.runs.files import read_data
+from pgtoolkit.runs.records import read_data
 from pgtoolkit.system.report import key_of, refusal
 
 

@@ -48,6 +48,13 @@ def comment_of(group: str, option: str | None, leaf: str) -> str:
     return ""
 
 
+def group_comment(group: str) -> str:
+    """What stands above a group in conf/config.yaml, without the list of its options, as a sentence."""
+    above = re.search(rf"((?:^  #.*\n)+)  - {group}: ", (config_directory() / "config.yaml").read_text(), re.MULTILINE)
+    says = " ".join(line.lstrip("# ") for line in above[1].splitlines()).rpartition(": ")[0]
+    return f"{says[:1].upper()}{says[1:]}."
+
+
 @functools.cache
 def _files(group: str, option: str | None) -> list[Path]:
     """The file of an option, then those of the options that it changes; none for an option that is not ours."""

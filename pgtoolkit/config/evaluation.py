@@ -1,19 +1,15 @@
-"""What a configuration says of evaluation: its sets of held-out prompts, the numbers measured, how often.
-
-Each function takes the configuration as plain namespaces, as the rules have it, or as the objects of the schema.
-"""
+"""What a configuration says of evaluation: its sets of held-out prompts, the numbers measured, how often."""
 
 from __future__ import annotations
 
 import copy
 import os
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from pgtoolkit.config.files import config_directory
+from pgtoolkit.config.defaults import values_of
+from pgtoolkit.config.key import value_of
+from pgtoolkit.config.schema import SCHEMAS, Config, TaskConfig
 from pgtoolkit.system.report import text
 
 USUAL = "held_out"
@@ -30,7 +26,7 @@ class HeldOut:
     """One set: a task's keys, the seed it is made with, and how many of its prompts are taken, if it has so many."""
 
     name: str
-    task: Any
+    task: TaskConfig
     seed: int
     prompts: int
 
@@ -45,16 +41,16 @@ class HeldOut:
         return self.task.path if self.files else f"{self.task.name} with seed {self.seed}"
 
 
-def _files_of(task: Any) -> tuple[str, str | None]:
+def _files_of(task: TaskConfig) -> tuple[str, str | None]:
     return os.path.realpath(os.path.expanduser(str(task.path))), task.split
 
 
-def held_out_sets(c: Any) -> list[HeldOut]:
+def held_out_sets(c: Config) -> list[HeldOut]:
     """The sets of a configuration that the rules have passed."""
     return [_held_out(c, name, one) for name, one in (c.evaluation.sets or {USUAL: {}}).items()]
 
 
-def _held_out(c: Any, name: str, given: dict[str, Any]) -> HeldOut:
+def _held_out(c: Config, name: str, given: dict[str, Any]) -> HeldOut:
     task = task_of_kind(c, given.get("task", c.task.name))
     if "path" in given and task.name == "prompts":
         task.split = None
@@ -67,15 +63,12 @@ def _held_out(c: Any, name: str, given: dict[str, Any]) -> HeldOut:
     return HeldOut(name, task, given.get("seed", seed), given.get("prompts", prompts))
 
 
-def task_of_kind(c: Any, kind: str) -> Any:
-    """A copy of the configured task, or the defaults of another kind, in the form that the configuration has."""
-    from pgtoolkit.config.schema import SCHEMAS  # loads Hydra, which what only reads runs has no use for
-
+def task_of_kind(c: Config, kind: str) -> TaskConfig:
+    """A copy of the configured task, or the defaults of another kind."""
     if kind == c.task.name:
         return copy.copy(c.task)
-    values = OmegaConf.to_container(OmegaConf.load(config_directory() / "task" / f"{kind}.yaml"))
-    del values["defaults"]
-    return (SimpleNamespace if isinstance(c.task, SimpleNamespace) else SCHEMAS[f"task/{kind}"])(**values)
+    values = {key: value for key, value in copy.deepcopy(values_of("task", kind)).items() if key != "defaults"}
+    return SCHEMAS[f"task/{kind}"](**values)
 
 
 def numbers_of(completions: int) -> list[str]:
@@ -88,30 +81,25 @@ def powers_of_two(most: int) -> list[int]:
     return [2**i for i in range(most.bit_length())]
 
 
-def watched(c: Any) -> tuple[str, str] | None:
-    """The set and the number of evaluation.best; None without one."""
-    if c.evaluation.best is None:
+def watched(config: object) -> tuple[str, str] | None:
+    """The set and the number of evaluation.best in a configuration, see `value_of`; None without one."""
+    best = value_of(config, "evaluation.best")
+    if best is None:
         return None
-    name, _, number = c.evaluation.best.rpartition("/")
-    return name or next(iter(c.evaluation.sets), USUAL), number
+    name, _, number = best.rpartition("/")
+    return name or next(iter(value_of(config, "evaluation.sets")), USUAL), number
 
 
-def watched_in(saved: dict[str, Any]) -> tuple[str, str] | None:
-    """The same of a configuration as it was saved, perhaps before there were evaluations."""
-    own = saved.get("evaluation")
-    return None if own is None else watched(SimpleNamespace(evaluation=SimpleNamespace(**own)))
-
-
-def is_on(c: Any) -> bool:
+def is_on(c: Config) -> bool:
     return c.evaluation.every > 0
 
 
-def samples(c: Any) -> bool:
+def samples(c: Config) -> bool:
     """Whether a run writes completions: to train on, or in its evaluations alone."""
     return c.rollout.name == "policy" or is_on(c)
 
 
-def sampling(c: Any) -> dict[str, Any]:
+def sampling(c: Config) -> dict[str, Any]:
     """How the completions of an evaluation are sampled: the keys of rollout=policy that say so."""
     own, rollout = c.evaluation, c.rollout
     return {
@@ -122,19 +110,19 @@ def sampling(c: Any) -> dict[str, Any]:
     }
 
 
-def how_sampled(c: Any) -> str:
+def how_sampled(c: Config) -> str:
     """The same in words."""
     how = sampling(c)
     cut = "" if how["top_p"] in (None, 1) else f", top_p {text(how['top_p'])}"
     return f"at temperature {text(how['temperature'])}{cut}, at most {how['max_completion_length']} tokens"
 
 
-def times(c: Any) -> int:
+def times(c: Config) -> int:
     """How often a run is evaluated at most."""
     return 1 + -(-c.trainer.max_steps // c.evaluation.every) if is_on(c) else 0
 
 
-def are_training_prompts(c: Any, one: HeldOut) -> str | None:
+def are_training_prompts(c: Config, one: HeldOut) -> str | None:
     """Why a set holds prompts that the configuration trains on, as far as the two descriptions tell; else None."""
     if c.rollout.name != "policy" or one.task.name != c.task.name:
         return None

@@ -64,7 +64,7 @@ def docs_page(name: str) -> str:
 
 
 def options(config_dir: Path | None = None) -> dict[str, list[str]]:
-    """Group -> its options: the YAML files in conf/ and in a directory of one's own."""
+    """Group -> its options: YAML files in conf/ and in a folder of one's own, but for _NAME.yaml, which some share."""
     found = {group: {*names} for group, names in _shipped_options().items()}
     for group, names in _options_in(config_dir).items() if config_dir else ():
         found.setdefault(group, set()).update(names)
@@ -79,7 +79,7 @@ def _shipped_options() -> dict[str, set[str]]:
 def _options_in(folder: Path) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for file in folder.glob("*/*.yaml"):
-        if file.parent.name != "hydra" and file.is_file():
+        if file.parent.name != "hydra" and file.is_file() and not file.name.startswith("_"):
             found.setdefault(file.parent.name, set()).add(file.stem)
     return found
 

@@ -70,7 +70,7 @@ def key(least: float | None = None, most: float | None = None, **declared: Any) 
     return field(metadata=declared)
 
 
-def holds(condition: str, config: Any) -> bool:
+def holds(condition: str, config: object) -> bool:
     """Whether a condition holds: `KEY=VALUE`, `KEY!=VALUE` or `KEY>NUMBER`, or several, joined by ` or `."""
     return any(_holds(*parts(one), config) for one in condition.split(" or "))
 
@@ -80,7 +80,7 @@ def parts(condition: str) -> tuple[str, str, str]:
     return re.fullmatch(r"([\w.]+)(!=|=|>)(.*)", condition).groups()
 
 
-def value_of(config: Any, name: str) -> Any:
+def value_of(config: object, name: str) -> Any:
     """The value of a key in a configuration: an object, nested dictionaries, or one dictionary by dotted keys.
 
     None where there is no such key. name: also of a group, for the option that was chosen.
@@ -90,7 +90,7 @@ def value_of(config: Any, name: str) -> Any:
     return config
 
 
-def _holds(name: str, operator: str, expected: str, config: Any) -> bool:
+def _holds(name: str, operator: str, expected: str, config: object) -> bool:
     value = value_of(config, name)
     if operator == ">":
         return isinstance(value, int | float) and value > float(expected)

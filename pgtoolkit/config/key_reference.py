@@ -14,10 +14,10 @@ from enum import EnumMeta
 from typing import Any
 
 from pgtoolkit.config import schema
-from pgtoolkit.config.defaults import comment_of, values_of
+from pgtoolkit.config.defaults import comment_of, group_comment, values_of
 from pgtoolkit.config.files import default_options, options
 from pgtoolkit.config.key import Key
-from pgtoolkit.config.keys import KEYS, OPTION_KEYS
+from pgtoolkit.config.keys import KEYS, in_words
 from pgtoolkit.system.report import text
 
 _TYPES = {"int": "whole number", "float": "number", "bool": "true or false", "str": "text"}
@@ -72,22 +72,16 @@ class Entry:
         """What it needs, and what it decides besides its own meaning; whole sentences."""
         key = self.key
         if key.only_if:
-            yield f"It needs {_condition(key.only_if)}; without that any value but the default is refused."
+            yield f"It needs {in_words(key.only_if)}; without that any value but the default is refused."
         if key.fixed:
-            yield f"`pgtk resume` keeps it{f', where {_condition(key.fixed_if)}' if key.fixed_if else ''}: {key.fixed}."
+            yield f"`pgtk resume` keeps it{f', where {in_words(key.fixed_if)}' if key.fixed_if else ''}: {key.fixed}."
         if key.learns is not True:
-            where = "" if key.learns is False else f", unless {_condition(key.learns)}"
+            where = "" if key.learns is False else f", unless {in_words(key.learns)}"
             yield f"It does not change what is learned{where}: a finished job of a sweep stays finished."
         if key.code:
             yield "It may name code to be run, so it counts only where it is typed on the command line."
         if key.reads or key.writes:
             yield "A relative path is seen from the directory in which the run starts."
-
-
-def _condition(declared: str) -> str:
-    """A condition of the schema as it is said and typed."""
-    said = re.sub("|".join(map(re.escape, OPTION_KEYS.values())), lambda found: found[0].rpartition(".")[0], declared)
-    return said.replace("!=", " other than ").replace(">", " above ")
 
 
 @functools.cache
@@ -99,7 +93,7 @@ def entries() -> list[Entry]:
         usual = default_options().get(key.group)
         others = [name for name in options().get(key.group, ()) if name != usual]
         for name in [option] if option else [usual, *others]:
-            says = comment_of(key.group, usual if not option else name, key.leaf)
+            says = group_comment(key.group) if key.option else comment_of(key.group, name, key.leaf)
             same = (key.name, key.type, key.range, says, key.only_if, key.fixed)
             entry = found.setdefault(same, Entry(key, says))
             entry.defaults[name or ""] = _default(values_of(key.group, name).get(key.leaf))

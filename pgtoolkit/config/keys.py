@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import Any
 
-from pgtoolkit.config.key import Key, holds, value_of
+from pgtoolkit.config.key import Key, holds, parts, value_of
 from pgtoolkit.config.schema import SCHEMAS, Config
 
 
@@ -27,20 +26,25 @@ OPTION_KEYS = {key.group: key.name for key in KEYS if key.option}
 """Group -> the key that names its option, of those groups that have one."""
 
 
+_WITH_OPTIONS = {key.group for key in KEYS if "/" in key.schema}
 _NAMED = {name: [key for key in KEYS if key.name == name] for name in {key.name for key in KEYS}}
 
 
-def keys_of(config: Any) -> Iterator[Key]:
+def keys_of(config: object) -> Iterator[Key]:
     """The keys of the options that a configuration has chosen; config: see `value_of`."""
-    return (key for key in KEYS if _is_chosen(key, config))
+    chosen = {group: value_of(config, f"{group}.name") for group in _WITH_OPTIONS}
+    for key in KEYS:
+        group, _, option = key.schema.partition("/")
+        if option in ("", chosen.get(group)):
+            yield key
 
 
-def _is_chosen(key: Key, config: Any) -> bool:
+def _is_chosen(key: Key, config: object) -> bool:
     group, _, option = key.schema.partition("/")
     return option in ("", value_of(config, f"{group}.name") if option else "")
 
 
-def key_named(name: str, config: Any) -> Key | None:
+def key_named(name: str, config: object) -> Key | None:
     """The key of this name in a configuration, or the free-form one that it lies in; of a group, the option's.
 
     None where there is none.
@@ -56,7 +60,7 @@ def is_inside(name: str, place: str) -> bool:
     return f"{name}.".startswith(f"{place}.")
 
 
-def changes_learning(name: str, config: Any) -> bool:
+def changes_learning(name: str, config: object) -> bool:
     """Whether runs that differ in this key of a configuration learn differently."""
     learns = True if (key := key_named(name, config)) is None else key.learns
     return learns if isinstance(learns, bool) else holds(learns, config)
@@ -77,3 +81,10 @@ def shown(name: str) -> str:
     """A key as it is typed: the group for the key that names its option."""
     group = name.rpartition(".")[0]
     return group if OPTION_KEYS.get(group) == name else name
+
+
+def in_words(condition: str) -> str:
+    """A condition as it is told: `model=huggingface`, `evaluation.every > 0`, `kl other than none`."""
+    forms = {"=": "{}={}", ">": "{} > {}", "!=": "{} other than {}"}
+    single = [parts(one) for one in condition.split(" or ")]
+    return " or ".join(forms[operator].format(shown(name), value) for name, operator, value in single)

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from pgtoolkit.config.files import default_options
 from pgtoolkit.config.keys import changes_learning
 from pgtoolkit.runs.directory import config_drift
-from pgtoolkit.runs.files import leaves, plain
+from pgtoolkit.runs.records import leaves, plain
 from pgtoolkit.system.report import key_of
 
 

@@ -18,7 +18,7 @@ from pgtoolkit.config.files import default_options
 from pgtoolkit.config.keys import KEYS
 from pgtoolkit.config.schema import SCHEMAS
 from pgtoolkit.errors import first_line
-from pgtoolkit.runs.files import leaves
+from pgtoolkit.runs.records import leaves
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import refusal, text
 

@@ -1,15 +1,16 @@
-"""The places that a configuration names, made to mean the same from every directory."""
+"""The places that a configuration names: made to mean the same from every directory, and what lies there."""
 
 from __future__ import annotations
 
 import glob
 import os
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from omegaconf import DictConfig, OmegaConf
 
 from pgtoolkit.config.key import value_of
 from pgtoolkit.config.keys import keys_of
+from pgtoolkit.system.report import refusal
 
 NO_FOLDER = ("initial", "recorded")
 """Values of kl.reference that name no model: the run's first weights, and log-probs recorded with the rollouts."""
@@ -51,3 +52,35 @@ def absolute_uri(uri: str | None) -> str:
 def sqlite_path(uri: str) -> Path | None:
     """The database file of an sqlite URI, absolute; None for any other URI."""
     return Path(uri.removeprefix("sqlite:///")).resolve() if uri.startswith("sqlite:///") else None
+
+
+def is_local_path(path: str | None) -> bool:
+    """Whether the path of a model is one by its beginning, and no name on the Hugging Face hub."""
+    return path is not None and (path == "" or path.startswith((".", "/", "~")))
+
+
+def is_possible(path: str) -> bool:
+    """Whether no part is longer than the 255 bytes that file systems allow, nor the whole than 4095."""
+    parts = [*PurePath(path).parts, ""]
+    return "\0" not in path and len(os.fsencode(path)) < 4096 and max(len(os.fsencode(part)) for part in parts) < 256
+
+
+def occupied_by_rollouts(save_path: str | None) -> str | None:
+    """The problem of a run that begins where another one has recorded its rollouts."""
+    if not save_path or not (batches := batches_in(save_path)):
+        return None
+    needs, got = "a new or empty folder", f"one with {batches} batches of rollouts"
+    reason, use = "The rollouts of two runs would mix.", "another folder, or remove this one"
+    return refusal(f"rollout.save_path={save_path}", needs, got, reason, use)
+
+
+def batches_in(save_path: str) -> int | None:
+    """How many batches of rollouts a folder holds; None where it is no folder, or one with other files."""
+    try:
+        names = os.listdir(os.path.expanduser(save_path))
+    except FileNotFoundError:
+        return 0
+    except (OSError, ValueError):  # another file, unreadable, or no path at all
+        return None
+    own = all(name.startswith(("batch-", ".batch-")) for name in names)
+    return sum(name.startswith("batch-") for name in names) if own else None

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 from pgtoolkit.config.evaluation import held_out_sets, how_sampled, is_on, times, watched
+from pgtoolkit.config.models import tiny_weights, vocabulary_size
 from pgtoolkit.config.schedule import steps_ahead, steps_of
+from pgtoolkit.config.schema import Config, ParallelismConfig, RolloutConfig
 from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.corrections import configured as configured_correction
 from pgtoolkit.losses.families import Family, configured
 from pgtoolkit.losses.kl import KL
-from pgtoolkit.runs.files import leaves
-from pgtoolkit.system.model_folder import model_settings, num_weights
-from pgtoolkit.system.report import is_whole, text
+from pgtoolkit.runs.records import leaves
+from pgtoolkit.system.model_folder import num_weights
+from pgtoolkit.system.report import text
 
 MEBIBYTE = 2**20
 
@@ -29,8 +30,8 @@ ADVANTAGES = {
 }
 
 
-def describe(config: Any, defaults: Any) -> list[tuple[str, list[str]]]:
-    """(title, lines) of each section of the plan. config, defaults: resolved configurations as plain namespaces."""
+def describe(config: Config, defaults: Config) -> list[tuple[str, list[str]]]:
+    """(title, lines) of each section of the plan. config, defaults: resolved configurations."""
     return [
         ("Loss", equation(config)),
         ("Reference", [*reference(config)] if config.kl.kind != "none" else []),
@@ -41,7 +42,7 @@ def describe(config: Any, defaults: Any) -> list[tuple[str, list[str]]]:
     ]
 
 
-def equation(config: Any) -> list[str]:
+def equation(config: Config) -> list[str]:
     """The loss of a step, with its numbers."""
     loss, aggregation = config.loss, config.aggregation
     family, weighting = family_of_config(config), AGGREGATIONS[aggregation.mode]
@@ -64,12 +65,12 @@ def equation(config: Any) -> list[str]:
     ]
 
 
-def family_of_config(config: Any) -> Family | None:
+def family_of_config(config: Config) -> Family | None:
     """The family of a configuration; None for one of the user's own, which only a run imports."""
     return None if config.loss.name == "custom" else configured(config.loss)
 
 
-def penalties(config: Any) -> Iterator[str]:
+def penalties(config: Config) -> Iterator[str]:
     """What is added to l_t."""
     if config.kl.kind != "none":
         yield f"      + {KL(config.kl.kind, config.kl.coefficient).equation},  f_t = log-prob under the reference"
@@ -77,7 +78,7 @@ def penalties(config: Any) -> Iterator[str]:
         yield f"      - {config.entropy.coefficient:g} H_t,  H_t = entropy of the policy at token t"
 
 
-def reference(config: Any) -> Iterator[str]:
+def reference(config: Config) -> Iterator[str]:
     """Where the reference's log-probs come from, and what they cost."""
     chosen = config.kl.reference
     if chosen == "recorded":
@@ -91,7 +92,7 @@ def reference(config: Any) -> Iterator[str]:
         return
     model, size = config.model, "unknown until it is loaded"
     path = getattr(model, "path", None) if chosen == "initial" else chosen
-    number = tiny_weights(config) if model.name == "tiny" and chosen == "initial" else num_weights(path)
+    number = tiny_weights(model, config.task) if model.name == "tiny" and chosen == "initial" else num_weights(path)
     if number is not None:
         size = f"{number} weights in float32, {4 * number / MEBIBYTE:.3g} MiB"
         if model.name == "huggingface" and model.dtype != "float32":
@@ -100,16 +101,7 @@ def reference(config: Any) -> Iterator[str]:
     yield f"memory: {size}{', over the ranks that share a model' if shared else ''}"
 
 
-def tiny_weights(config: Any) -> int | None:
-    """How many weights the tiny model has; None where its vocabulary is known only with the prompts."""
-    model, vocabulary = config.model, vocabulary_size(config.model, config.task)
-    if vocabulary is None:
-        return None
-    width, layer = model.hidden_size, 12 * model.hidden_size**2 + 13 * model.hidden_size
-    return (2 * vocabulary + model.max_positions + 2) * width + model.num_layers * layer
-
-
-def arithmetic(config: Any) -> Iterator[str]:
+def arithmetic(config: Config) -> Iterator[str]:
     """Documents, micro-batches and steps."""
     rollout, accumulation, steps = config.rollout, config.accumulation, config.trainer.max_steps
     docs, room = accumulation.docs_per_step, accumulation.max_tokens
@@ -142,7 +134,7 @@ def arithmetic(config: Any) -> Iterator[str]:
     yield f"run: at most {steps} steps, {steps * taken} documents"
 
 
-def ahead(config: Any) -> Iterator[str]:
+def ahead(config: Config) -> Iterator[str]:
     """How long before its first step each batch is sampled, where it is not just before it."""
     rollout, accumulation = config.rollout, config.accumulation
     if accumulation.docs_per_step == 0 or (steps := steps_ahead(rollout, accumulation)) < 1:
@@ -154,7 +146,7 @@ def ahead(config: Any) -> Iterator[str]:
     yield line
 
 
-def evaluations(config: Any) -> Iterator[str]:
+def evaluations(config: Config) -> Iterator[str]:
     """What is measured on which prompts, how often, and how many completions that costs."""
     each, count, sets = config.evaluation.completions_per_prompt, times(config), held_out_sets(config)
     yield f"every {config.evaluation.every} steps, before the first and after the last: {count} times"
@@ -178,7 +170,7 @@ DEALT = {
 }
 
 
-def processes(parallelism: Any) -> Iterator[str]:
+def processes(parallelism: ParallelismConfig) -> Iterator[str]:
     """How many share a step, where it is more than one, and what of it each gets."""
     sizes = {axis: getattr(parallelism, axis) for axis in DEALT}
     if math.prod(sizes.values()) > 1:
@@ -186,7 +178,7 @@ def processes(parallelism: Any) -> Iterator[str]:
         yield f"processes: {math.prod(sizes.values())}; {', '.join(dealt)}"
 
 
-def longest_document(config: Any) -> tuple[int | None, int | None]:
+def longest_document(config: Config) -> tuple[int | None, int | None]:
     """(prompt, completion) tokens of the longest document, each None where only the data knows."""
     prompt = None
     if config.rollout.name == "policy" and config.task.name != "reverse":
@@ -196,23 +188,23 @@ def longest_document(config: Any) -> tuple[int | None, int | None]:
     return prompt, config.rollout.max_completion_length
 
 
-def tokens_at_least(config: Any) -> int:
+def tokens_at_least(config: Config) -> int:
     """Tokens that the longest document has at least."""
     return sum(tokens or 1 for tokens in longest_document(config))
 
 
-def documents_per_batch(rollout: Any) -> int | None:
+def documents_per_batch(rollout: RolloutConfig) -> int | None:
     """Documents of a batch of rollouts; None for recorded ones."""
     return rollout.prompts_per_batch * rollout.group_size if rollout.name == "policy" else None
 
 
-def documents_per_step(config: Any) -> int:
+def documents_per_step(config: Config) -> int:
     """Documents of a step at most; 0 where it is a number of micro-batches."""
     docs, batch = config.accumulation.docs_per_step, documents_per_batch(config.rollout)
     return docs if batch is None or config.accumulation.last_step == "carry" else min(docs, batch)
 
 
-def logits_memory(config: Any) -> str:
+def logits_memory(config: Config) -> str:
     """The largest piece of logits that exists at once."""
     vocabulary, room = vocabulary_size(config.model, config.task), config.accumulation.max_tokens
     if vocabulary is None:
@@ -231,15 +223,7 @@ def logits_memory(config: Any) -> str:
     return line + (f", of which at most {limit} MiB exist at once" if whole > limit else ", in one piece")
 
 
-def vocabulary_size(model: Any, task: Any) -> int | None:
-    """Entries of the model's vocabulary, where that is known without loading it."""
-    if model.name == "tiny":
-        return {"reverse": 12, "reasoning_gym": 97}.get(task.name)  # a file of prompts has its own characters
-    size = model_settings(model.path).get("vocab_size")
-    return size if is_whole(size) and size >= 1 else None
-
-
-def differences(config: Any, defaults: Any) -> Iterator[str]:
+def differences(config: Config, defaults: Config) -> Iterator[str]:
     """One line for each key whose value is not the default's."""
     now, before = (
         dict(leaves({group: getattr(keys, "__dict__", keys) for group, keys in vars(one).items()}))

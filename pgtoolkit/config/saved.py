@@ -10,12 +10,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pgtoolkit.config.key import Key, holds, value_of
+from pgtoolkit.config.key import Key, holds, parts, value_of
 from pgtoolkit.config.keys import keys_of, shown
 from pgtoolkit.config.paths import make_absolute
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.errors import ConfigError, first_line
-from pgtoolkit.runs.files import leaves, plain, read_resolved
+from pgtoolkit.runs.records import leaves, plain, read_resolved
 from pgtoolkit.system.report import text
 
 
@@ -57,12 +57,20 @@ def typed(values: dict, file: str) -> DictConfig:
         ) from error
 
 
-def fixed_keys(config: Any) -> Iterator[Key]:
+def fixed_keys(config: object) -> Iterator[Key]:
     """The keys that a run of this configuration cannot be continued without."""
     return (key for key in keys_of(config) if key.fixed and (not key.fixed_if or holds(key.fixed_if, config)))
 
 
-def cannot_change(before: Any, now: Any, movable: set[str]) -> Iterator[tuple[str, str]]:
+def record_of(config: object) -> dict[str, Any]:
+    """What a checkpoint keeps of its configuration: the values of the fixed keys, and of those that make them fixed."""
+    names = set()
+    for key in fixed_keys(config):
+        names |= {key.name, *(parts(condition)[0] for condition in key.fixed_if.split(" or ") if condition)}
+    return {name: plain(value_of(config, name)) for name in sorted(names)}
+
+
+def cannot_change(before: object, now: object, movable: set[str]) -> Iterator[tuple[str, str]]:
     """(key, problem) of each value that differs, where a run of the configuration `before` is continued as `now`.
 
     before, now: see `value_of`. movable: keys whose files may lie elsewhere now, since their contents are known. Where
@@ -84,7 +92,7 @@ def cannot_change(before: Any, now: Any, movable: set[str]) -> Iterator[tuple[st
             groups.add(key.group)
 
 
-def _leaves(config: Any, key: Key) -> list[tuple[str, Any]]:
+def _leaves(config: object, key: Key) -> list[tuple[str, Any]]:
     """The key with its value, or the entries of a free-form one with theirs."""
     try:
         value = value_of(config, key.name)

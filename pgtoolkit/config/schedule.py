@@ -6,16 +6,16 @@ and what was sampled before it is then one update less old.
 
 from __future__ import annotations
 
-from typing import Any
+from pgtoolkit.config.schema import AccumulationConfig, PolicyRolloutConfig
 
 
-def steps_of(documents: int, accumulation: Any) -> int:
+def steps_of(documents: int, accumulation: AccumulationConfig) -> int:
     """Steps that so many documents of one batch last; accumulation: docs_per_step > 0, last_step short or drop."""
     docs = accumulation.docs_per_step
     return documents // docs if accumulation.last_step == "drop" else -(-documents // docs)
 
 
-def steps_before(number: int, position: int, batch_size: int, accumulation: Any) -> int:
+def steps_before(number: int, position: int, batch_size: int, accumulation: AccumulationConfig) -> int:
     """Steps from the one that begins at `position` to the one that begins batch `number`, a later batch than its own.
 
     position: in documents, where a step begins. accumulation: docs_per_step > 0.
@@ -26,7 +26,7 @@ def steps_before(number: int, position: int, batch_size: int, accumulation: Any)
     return left + (number - position // batch_size - 1) * steps_of(batch_size, accumulation)
 
 
-def steps_ahead(rollout: Any, accumulation: Any) -> int:
+def steps_ahead(rollout: PolicyRolloutConfig, accumulation: AccumulationConfig) -> int:
     """How many steps ahead of the one that begins it each batch is sampled, at the earliest at the start of the run.
 
     rollout: of rollout=policy. With `max_staleness` they are as many as keep the last step of the batch within it, and

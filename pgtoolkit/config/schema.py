@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, fields, make_dataclass
 from enum import StrEnum
 from typing import Any
@@ -71,6 +72,11 @@ class KLConfig:
     coefficient: float | None = key(1e-6, 1000, **_PENALIZED)
     reference: str | None = key(reads="reference", **_PENALIZED)
 
+    @property
+    def needs_model(self) -> bool:
+        """Whether a second model computes the reference's log-probs."""
+        return self.kind != "none" and self.reference != "recorded"
+
 
 @dataclass
 class EntropyConfig:
@@ -93,6 +99,11 @@ class KernelConfig:
     logits_memory_mb: int | None = key(
         1, 2**20, only_if="kernel.implementation=auto or kernel.implementation=fused_linear"
     )
+
+    @property
+    def needs_gpu(self) -> bool:
+        """Whether Triton is to compile its kernels."""
+        return self.implementation == "triton" and os.environ.get("TRITON_INTERPRET") != "1"
 
 
 @dataclass
@@ -176,9 +187,7 @@ class PromptsTaskConfig(WrittenTaskConfig):
     pattern: str | None
     verifiers: dict[str, Any] = key(free=True, code="function")
     verifier_processes: int = key(0, 1024, learns=False, fixed="")
-    verifier_seconds: float | None = key(
-        0.01, 86400, fixed="", only_if="task.verifier_processes>0", use="task.verifier_processes=4"
-    )
+    verifier_seconds: float | None = key(0.01, 86400, fixed="")
 
 
 @dataclass

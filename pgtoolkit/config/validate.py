@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -15,16 +14,25 @@ from omegaconf.resolvers import oc
 from pgtoolkit.config.defaults import comment, default
 from pgtoolkit.config.keys import key_named
 from pgtoolkit.config.override_problems import unresolvable
-from pgtoolkit.config.rules import parallelism, run, sampler, scoring, step
+from pgtoolkit.config.rules import declared, parallelism, run, sampler, scoring, step
 from pgtoolkit.config.rules.evaluation import evaluation
-from pgtoolkit.config.rules.ranges import ranges
+from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, text
 
 RULES = (
     *(step.loss, step.aggregation, step.correction, step.advantage, step.accumulation),
     *(run.rollout, scoring.stop, run.model, step.penalties, scoring.task, sampler.sampler, sampler.schedule),
-    *(run.kernel, parallelism.parallelism, run.trainer, run.tracking, evaluation, run.lora, run.optimizer),
+    *(
+        run.kernel,
+        parallelism.parallelism,
+        run.trainer,
+        run.tracking,
+        evaluation,
+        run.lora,
+        run.optimizer,
+        declared.ignored,
+    ),
 )
 
 
@@ -33,27 +41,30 @@ def validate(config: DictConfig) -> Report:
     return resolve_and_validate(config)[1]
 
 
-def resolve_and_validate(config: DictConfig) -> tuple[Any, Report]:
-    """The configuration as plain objects, see `resolve`, with all problems and notes."""
+def resolve_and_validate(config: DictConfig) -> tuple[Config, Report]:
+    """The configuration as an object, see `resolve`, with all problems and notes."""
     typed = OmegaConf.select(config, "hydra.overrides.task") or []
     report = Report(usual=functools.partial(default, config), typed=list(typed))
-    plain = resolve(config, report)
+    resolved = resolve(config, report)
     for rule in RULES:
-        rule(plain, report)
-    return plain, report
+        rule(resolved, report)
+    return resolved, report
 
 
-def resolve(config: DictConfig, report: Report) -> Any:
-    """The configuration as plain objects, with a problem for each key that is unset, does not resolve or is out of its
+def resolve(config: DictConfig, report: Report) -> Config:
+    """The configuration as an object, with a problem for each key that is unset, does not resolve or is out of its
     range; it gets its default, for the sake of the rules that follow."""
-    resolved: dict = {}
+    groups = {}
     with _without_environment():
         for group in config:
             if group != "hydra":
-                resolved[group] = _resolve_node(config, group, str(group), report)
-    plain = SimpleNamespace(**{g: SimpleNamespace(**v) if isinstance(v, dict) else v for g, v in resolved.items()})
-    ranges(config, plain, report)
-    return plain
+                value = _resolve_node(config, group, str(group), report)
+                if isinstance(value, dict):
+                    value = (SCHEMAS.get(group) or SCHEMAS[f"{group}/{value['name']}"])(**value)
+                groups[group] = value
+    resolved = Config(**groups)
+    declared.values(config, resolved, report)
+    return resolved
 
 
 @contextlib.contextmanager
@@ -93,7 +104,6 @@ def _resolve_node(parent: DictConfig, key: Any, path: str, report: Report) -> An
             value = parent[key]
             if OmegaConf.is_config(value):
                 value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True, enum_to_str=True)
-            value = getattr(value, "value", value)
             setting = f"{path}={value}"
             if path == "tracking.uri" or isinstance(value, int | float) or redact(setting) == setting:
                 return value

@@ -145,7 +145,7 @@ def samples(kept: Kept, step: int | None = None, since: int | None = None, count
     return Samples(kept.set, step, rows(step), since, tuple(counts), changes)
 
 
-def page(found: Samples, kept: dict[str, Kept], run: str, count: int, lines: int) -> str:
+def render_samples(found: Samples, kept: dict[str, Kept], run: str, count: int, lines: int) -> str:
     """For the terminal, at most WIDTH columns wide. run: as the user can paste it.
 
     count: completions of a kind. lines: of each text at most.

@@ -19,7 +19,7 @@ from pgtoolkit.config.schema import Config
 from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.dumps.configuration import reading
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.inspection.tokens_losses import Judged, common_vectors, judge
+from pgtoolkit.inspection.tokens_losses import LossOnStep, common_vectors, loss_on_step
 from pgtoolkit.inspection.tokens_step import MadeStep, make_again
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.runs.directory import config_drift, read_metrics
@@ -60,7 +60,7 @@ class Inspected:
     facts: list[str]
     made: MadeStep
     common: dict
-    columns: list[Judged]
+    columns: list[LossOnStep]
 
 
 def inspect(target: str, overrides: list[str], number: int | None) -> Inspected:
@@ -188,7 +188,7 @@ def _last_of_batch(config: Config, checkpoint: dict | None) -> int:
     return done + -(-(batch - position % batch) // per_step)
 
 
-def _columns(made: MadeStep, configured: list[_Configured]) -> Iterator[Judged]:
+def _columns(made: MadeStep, configured: list[_Configured]) -> Iterator[LossOnStep]:
     """Each loss once, the first of them the run's own."""
     known: list[Loss] = []
     for one in configured:
@@ -197,7 +197,7 @@ def _columns(made: MadeStep, configured: list[_Configured]) -> Iterator[Judged]:
             continue
         own = f"loss={one.values.loss.name} aggregation={one.values.aggregation.mode}"
         lines = [line for line in equation(one.values)[1:] if line.strip().startswith(_TERMS)]
-        yield replace(judge(made, loss), label=" ".join(one.job) if known else own, lines=lines)
+        yield replace(loss_on_step(made, loss), label=" ".join(one.job) if known else own, lines=lines)
         known.append(loss)
 
 
@@ -237,7 +237,7 @@ def _proof(made: MadeStep, row: dict[str, float], number: int) -> str:
     )
 
 
-def _notes(config: Config, made: MadeStep, columns: list[Judged]) -> Iterator[str]:
+def _notes(config: Config, made: MadeStep, columns: list[LossOnStep]) -> Iterator[str]:
     """What a reader would take otherwise."""
     sizes = made.step.totals.tokens_per_group.shape[0], getattr(config.rollout, "group_size", None)
     whole = sizes[1] is None or sizes[0] * sizes[1] == len(made.step.documents)

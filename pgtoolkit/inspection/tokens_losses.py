@@ -26,7 +26,7 @@ gradient is left (a weight that stays at the bound), or cut to 0. Clamped: the l
 
 
 @dataclass(frozen=True)
-class Judged:
+class LossOnStep:
     """What one loss makes of a step. label: the overrides that choose it. lines: its equation.
 
     total: the step's loss, as training adds it up. vectors: by name, one number per trained token of the step in the
@@ -49,13 +49,13 @@ class Judged:
         return int(np.isin(self.vectors["clip"], [CLIPS.index(one) for one in clips]).sum())
 
 
-def judge(made: MadeStep, loss: Loss) -> Judged:
+def loss_on_step(made: MadeStep, loss: Loss) -> LossOnStep:
     """The loss on the step's documents. Raises ConfigError for what they lack, DataError for what is not finite."""
     _check_documents(made, loss)
     parts = [_numbers(loss, piece, made) for piece in made.pieces]
     names = parts[0].keys()
     vectors = {name: np.concatenate([part[name] for part in parts]) for name in names}
-    return Judged(loss, float(vectors["share"].astype(np.float64).sum()), vectors)
+    return LossOnStep(loss, float(vectors["share"].astype(np.float64).sum()), vectors)
 
 
 def common_vectors(made: MadeStep) -> dict[str, np.ndarray]:

@@ -1,7 +1,7 @@
 """The loss of given logits, differentiable with respect to them, by the chosen implementation.
 
-An implementation is a module with the passes over (T, V) logits: `forward`, `backward`, and the two in one. They do
-not know the loss family, but for Triton's single pass: it computes each coefficient itself, for families whose scope is
+An implementation has the `Passes` over (T, V) logits: `forward`, `backward`, and the two in one. They do not know the
+loss family, but for Triton's single pass: it computes each coefficient itself, for families whose scope is
 the token and that have a formula in Triton.
 """
 
@@ -13,18 +13,19 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from pgtoolkit.kernels.passes import Passes
 from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import Objective
 
 IMPLEMENTATIONS = ("torch", "triton")
 
 
-def choose_implementation(impl: str, like: Tensor, vocabulary: tuple[ProcessGroup, int] | None = None):
-    """The module with the vocabulary-sized passes for logits like `like`; "auto" goes by device and dtype.
+def choose_implementation(impl: str, like: Tensor, vocabulary: tuple[ProcessGroup, int] | None = None) -> Passes:
+    """The vocabulary-sized passes for logits like `like`; "auto" goes by device and dtype.
 
     impl: "auto" or one of IMPLEMENTATIONS.
     vocabulary: the group over which the columns are spread, and the first column that is here; the result is then a
-    `VocabularyShard`, which has the functions of the module.
+    `VocabularyShard`.
     """
     if vocabulary is not None:
         from pgtoolkit.kernels.shards import VocabularyShard
@@ -49,7 +50,7 @@ def logits_loss(
     objective: Objective,
     temperature: float,
     level: str,
-    implementation,
+    implementation: Passes,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, MetricSums]:
     """(loss, log_probs, metric sums) of logits (T, V); log_probs is (T,), 0 where labels < 0, and detached.
@@ -62,7 +63,7 @@ def logits_loss(
     wanted = torch.is_grad_enabled() and logits.requires_grad
     values, results = logits.detach(), None
     with torch.no_grad():
-        if wanted and not objective.by_document and hasattr(implementation, "forward_gradient"):
+        if wanted and not objective.by_document and implementation.one_pass:
             # A token's coefficient follows from its own log-prob: the gradient comes with the same read.
             gradient = values if overwrite else torch.empty_like(values)
             results = implementation.forward_gradient(values, labels, temperature, with_entropy, objective, gradient)

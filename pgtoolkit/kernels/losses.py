@@ -63,7 +63,7 @@ def loss_of_logits(
     """logits: (T, V) floating, or this rank's columns of them."""
     by_reference = method.impl == "reference"
     implementation = None if by_reference else choose_implementation(method.impl, logits, ranks.shard(logits.shape[1]))
-    make_weights = getattr(implementation, "make_weights", None)
+    make_weights = None if by_reference else implementation.make_weights
     objective = make_objective(tokens, totals, loss, accumulation_dtype(logits), ranks, make_weights)
     if by_reference:
         if totals is not None:
@@ -94,8 +94,8 @@ def loss_of_hidden(
         method = Computation(method.impl, method.check_finite, overwrite_logits=True)
         return loss_of_logits(_logits(hidden, head, ranks), tokens, totals, loss, ranks, method)
     options = _head_options(hidden, head, tokens, loss, ranks, method)
-    make_weights = getattr(options.implementation, "make_weights", None)
-    objective = make_objective(tokens, totals, loss, accumulation_dtype(hidden), ranks, make_weights)
+    dtype, make_weights = accumulation_dtype(hidden), options.implementation.make_weights
+    objective = make_objective(tokens, totals, loss, dtype, ranks, make_weights)
     value, log_probs, sums, not_finite = linear_loss(hidden, head, tokens.labels, objective, options)
     if method.check_finite and not_finite:
         objective.check_finite(log_probs)

@@ -6,19 +6,23 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from pgtoolkit.kernels.passes import Passes
 from pgtoolkit.kernels.products import accumulation_dtype
-from pgtoolkit.kernels.torch_passes import forward_score_, merge_shards
+from pgtoolkit.kernels.torch_passes import forward_gradient, forward_score_, make_weights, merge_shards
 from pgtoolkit.losses.exchange import gather
 
 
 class VocabularyShard:
     """The passes where each rank's logits are the columns from `start` on; labels number the whole vocabulary.
 
-    It has the functions of an implementation, and uses `implementation` for the columns here. Shards may differ in
-    size, or be empty. There is no pass that reads the logits once: the gradient needs the other ranks' sums.
+    They are `Passes` that use those of `implementation` for the columns here. Shards may differ in size, or be empty.
+    There is no pass that reads the logits once: the gradient needs the other ranks' sums.
     """
 
-    def __init__(self, implementation, group: ProcessGroup, start: int):
+    one_pass = False
+    make_weights, forward_gradient = staticmethod(make_weights), staticmethod(forward_gradient)
+
+    def __init__(self, implementation: Passes, group: ProcessGroup, start: int):
         self.implementation, self.group, self.start = implementation, group, start
         self.evaluate, self.coefficients = implementation.evaluate, implementation.coefficients
         self.scale_rows, self.scale_ = implementation.scale_rows, implementation.scale_

@@ -9,10 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pgtoolkit.batch import StepTotals, Tokens
 from pgtoolkit.kernels.products import accumulation_dtype
+from pgtoolkit.losses.aggregation import Aggregation
 from pgtoolkit.losses.objective import Objective
 
-evaluate, coefficients = Objective.evaluate, Objective.coefficients
+evaluate, coefficients, one_pass = Objective.evaluate, Objective.coefficients, False
 
 _ELEMENTS_PER_BLOCK = 2**24
 """Logits converted to float32 at once: 64 MiB, so that no second full copy of the logits exists."""
@@ -141,6 +143,14 @@ def scale_rows(source: Tensor, factors: Tensor, target: Tensor, rows: Tensor) ->
 def scale_(values: Tensor, factor: Tensor) -> Tensor:
     """values *= factor (0-dim) in place."""
     return values.mul_(factor)
+
+
+def make_weights(tokens: Tokens, aggregation: Aggregation, totals: StepTotals | None) -> None:
+    """None: `losses.objective` makes them."""
+
+
+def forward_gradient(logits, labels, temperature, with_entropy, objective, out) -> None:
+    """None: there is no such pass."""
 
 
 def _row_blocks(logits: Tensor):

@@ -15,7 +15,7 @@ from torch import Tensor
 from pgtoolkit.batch import StepTotals, Tokens
 from pgtoolkit.kernels import triton_families as formulas
 from pgtoolkit.kernels import triton_tokens as kernels
-from pgtoolkit.losses.aggregation import Aggregation, Constant
+from pgtoolkit.losses.aggregation import AGGREGATIONS, Aggregation, Constant
 from pgtoolkit.losses.documents import DocumentSums
 from pgtoolkit.losses.families import Cispo, Dppo, Family, Gmpo, Grpo, Gspo, Kimi, Reinforce, Sapo, Vespo
 from pgtoolkit.losses.measures import with_more
@@ -23,7 +23,6 @@ from pgtoolkit.losses.metrics import LEVELS, MetricSums
 from pgtoolkit.losses.objective import Objective
 
 _BLOCK = 1024
-_AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
 
 
 class Formula(NamedTuple):
@@ -79,7 +78,7 @@ def make_weights(
 
     None where the aggregation has no formula, the totals are not numbers on the host, or are to be counted with groups.
     """
-    if aggregation.name not in _AGGREGATIONS:
+    if aggregation.name not in AGGREGATIONS:
         return None
     labels, document_index = tokens.labels, tokens.document_index
     num_documents, group_index = tokens.num_documents, tokens.group_index

@@ -15,7 +15,7 @@ from pgtoolkit.kernels.triton_two_pass import backward_kernel, forward_kernel
 from pgtoolkit.losses.objective import Objective
 
 evaluate, coefficients, make_weights = vectors.evaluate, vectors.coefficients, vectors.make_weights
-scale_, scale_rows = vectors.scale_, vectors.scale_rows
+scale_, scale_rows, one_pass = vectors.scale_, vectors.scale_rows, True
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -28,7 +28,7 @@ from pgtoolkit.training.machine import check_machine
 
 
 @dataclass
-class Run:
+class PlannedRun:
     """One run. config: None if nothing could be composed. values: the same, resolved, as the rules have seen it.
 
     directory: of a job in its sweep's folder. refused_anywhere: whether the problems are not those of this machine.
@@ -52,7 +52,7 @@ class Checked:
     are the same in all runs of a sweep, and therefore in no run's name.
     """
 
-    runs: list[Run]
+    runs: list[PlannedRun]
     report: Report = field(default_factory=Report)
     is_sweep: bool = False
     master: DictConfig | None = None
@@ -89,7 +89,7 @@ def check(
     whole = compose([*of_hydra, *(one for one in of_jobs if not is_swept(one))], folder, sweep_file)
     of_hydra_itself = [problem for problem in whole.problems if problem.startswith("hydra.")]
     if whole.config is None or of_hydra_itself:  # nothing of such a file is looked at any further
-        return Checked([Run(of_hydra, None, Report(of_hydra_itself or whole.problems))], is_sweep=True)
+        return Checked([PlannedRun(of_hydra, None, Report(of_hydra_itself or whole.problems))], is_sweep=True)
     master = whole.config
     given = [f"{key}={value}" for key, value in (master.hydra.sweeper.get("params") or {}).items()]
     compose_job = partial(_compose_job, of_hydra, config_dir=folder, sweep_file=sweep_file, typed=overrides)
@@ -121,9 +121,9 @@ def check_resumed(run_dir: Path, overrides: list[str]) -> Checked:
     return Checked([run])
 
 
-def check_run(composed: Composed, overrides: list[str], rules: bool = True) -> Run:
+def check_run(composed: Composed, overrides: list[str], rules: bool = True) -> PlannedRun:
     """One composed configuration under the rules that hold on every machine."""
-    run = Run(overrides, composed.config, Report())
+    run = PlannedRun(overrides, composed.config, Report())
     if rules and composed.config is not None:
         run.values, run.report = resolve_and_validate(composed.config)
     run.report.problems[:0] = composed.problems
@@ -178,8 +178,8 @@ def notes(checked: Checked) -> list[str]:
     return [*checked.report.notes, *_once(checked.runs, "notes")]
 
 
-def _once(runs: list[Run], which: str) -> list[str]:
-    found: dict[str, list[Run]] = {}
+def _once(runs: list[PlannedRun], which: str) -> list[str]:
+    found: dict[str, list[PlannedRun]] = {}
     for run in runs:
         for sentence in dict.fromkeys(getattr(run.report, which)):
             found.setdefault(sentence, []).append(run)
@@ -189,7 +189,7 @@ def _once(runs: list[Run], which: str) -> list[str]:
     ]
 
 
-def page(checked: Checked) -> str:
+def render_plan(checked: Checked) -> str:
     """What `pgtk check` prints: the plan of the (first) run, then notes and problems of all."""
     first = checked.runs[0]
     sections = _sweep_sections(checked) if checked.is_sweep else []
@@ -244,7 +244,7 @@ def _sweep_sections(checked: Checked) -> list[tuple[str, list[str]]]:
     return [(title, lines), ("The sweep", whole)]
 
 
-def varying_keys(runs: list[Run]) -> dict[str, list[str]]:
+def varying_keys(runs: list[PlannedRun]) -> dict[str, list[str]]:
     """Key -> its values, of each override that is not the same in all runs."""
     values: dict[str, list[str]] = {}
     for run in runs:
@@ -255,7 +255,7 @@ def varying_keys(runs: list[Run]) -> dict[str, list[str]]:
     return {key: found for key, found in values.items() if len(found) > 1}
 
 
-def _short(run: Run, varying: dict[str, list[str]]) -> str:
+def _short(run: PlannedRun, varying: dict[str, list[str]]) -> str:
     """What tells a run from the others of its sweep; all of its overrides where nothing does."""
     own = [override for override in run.overrides if key_of(override) in varying]
     return " ".join(own or run.overrides)

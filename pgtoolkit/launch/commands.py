@@ -30,10 +30,10 @@ def _compare(argv: list[str]) -> int:
         parser.add_argument(f"--{suffix}", type=_file(f"comparison.{suffix}"), metavar="FILE", help=f"write a {what}")
     args = parser.parse_args(argv)
 
-    from pgtoolkit.comparison.files import write
     from pgtoolkit.comparison.groups import compare
+    from pgtoolkit.comparison.reports import write
     from pgtoolkit.comparison.stored import stored_runs
-    from pgtoolkit.comparison.terminal import page
+    from pgtoolkit.comparison.terminal import render_comparison
     from pgtoolkit.runs.find import find_runs
     from pgtoolkit.tracking.next_commands import shell_path
 
@@ -48,7 +48,7 @@ def _compare(argv: list[str]) -> int:
         raise ConfigError(refusal("pgtk compare", "runs, folders or sweeps", got, reason, f"pgtk compare {folder}"))
     runs = stored_runs(args.uri, args.runs) if args.uri else find_runs(args.runs)
     compared = compare(runs, args.metric, args.best_of, args.reach)
-    say(page(compared))
+    say(render_comparison(compared))
     for name in ("html", "csv", "png"):
         if path := getattr(args, name):
             write(compared, name, path, redact(shlex.join(["pgtk", "compare", *argv])))
@@ -68,12 +68,12 @@ def _samples(argv: list[str]) -> int:
     parser.add_argument("--html", type=_file("samples.html"), metavar="FILE", help=what)
     args = parser.parse_args(argv)
 
-    from pgtoolkit.inspection.samples import chosen_set, html, kept_by, page, samples
+    from pgtoolkit.inspection.samples import chosen_set, html, kept_by, render_samples, samples
     from pgtoolkit.tracking.next_commands import shell_path
 
     kept = kept_by(args.run)
     found = samples(chosen_set(kept, args.set), args.step, args.since, args.count)
-    say(page(found, kept, shell_path(args.run), args.count, args.lines))
+    say(render_samples(found, kept, shell_path(args.run), args.count, args.lines))
     if args.html:
         sets = [kept[args.set]] if args.set else [*kept.values()]
         text = html(sets, args.step, shell_path(args.run), redact(shlex.join(["pgtk", "samples", *argv])))
@@ -109,9 +109,9 @@ def _diff(argv: list[str]) -> int:
     parser.add_argument("second", metavar="RUN_B", type=plain_run)
     args = parser.parse_args(argv)
 
-    from pgtoolkit.comparison.diff import page
+    from pgtoolkit.comparison.diff import render_diff
 
-    say(page(args.first, args.second))
+    say(render_diff(args.first, args.second))
     return 0
 
 

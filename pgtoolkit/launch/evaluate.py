@@ -19,9 +19,10 @@ from pgtoolkit.config.defaults import default
 from pgtoolkit.config.evaluation import are_training_prompts, held_out_sets, how_sampled
 from pgtoolkit.config.names import name_from
 from pgtoolkit.config.paths import make_absolute
-from pgtoolkit.config.rules import run, sampler
+from pgtoolkit.config.rules import declared, run, sampler
 from pgtoolkit.config.rules.evaluation import evaluated
 from pgtoolkit.config.saved import saved_config
+from pgtoolkit.config.schema import Config
 from pgtoolkit.config.validate import resolve
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.launch.start import refused
@@ -61,7 +62,7 @@ def evaluate(asked: Asked) -> str:
     for note in _check(config, asked.overrides):
         say(f"note: {note}")
     trained = OmegaConf.to_object(saved_config(asked.source)) if of_run else None
-    chosen: Any = OmegaConf.to_object(config)
+    chosen: Config = OmegaConf.to_object(config)
     for one in held_out_sets(chosen):
         if trained is not None and (reason := are_training_prompts(trained, one)):
             say(f"note: set {one.name} holds prompts of the run's training. {reason}")
@@ -83,7 +84,7 @@ def evaluate(asked: Asked) -> str:
     model = f"the initial model of model={chosen.model.name}, seed {chosen.seed}"
     if asked.source is not None:
         model = shell_path(asked.source) + ("" if state is None else f", step {state['step']}")
-    return page(rows, chosen, model, folder)
+    return render_evaluation(rows, chosen, model, folder)
 
 
 def _configuration(asked: Asked, of_run: bool) -> DictConfig:
@@ -122,6 +123,7 @@ def _check(config: DictConfig, overrides: list[str]) -> list[str]:
     """The notes on a configuration; raises ConfigError or DataError with all problems."""
     report = Report(usual=functools.partial(default, config), typed=overrides)
     plain = resolve(config, report)
+    declared.ignored(plain, report)
     run.model(plain, report)
     evaluated(plain, report)
     sampler.sampler(plain, report)
@@ -143,7 +145,7 @@ def _folder(asked: Asked) -> Path:
             return folder
 
 
-def page(rows: list[dict[str, Any]], config: Any, model: str, folder: Path) -> str:
+def render_evaluation(rows: list[dict[str, Any]], config: Config, model: str, folder: Path) -> str:
     """The numbers of each set in a column, and where everything lies."""
     names = [name for name in rows[0] if name not in ("step", "time", "documents", "set") and "_error" not in name]
     table = [["", *(row["set"] for row in rows)], *([name, *(_cell(row, name) for row in rows)] for name in names)]

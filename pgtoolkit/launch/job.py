@@ -17,11 +17,10 @@ from omegaconf import DictConfig
 
 from pgtoolkit.config.names import name_in, plain_config
 from pgtoolkit.config.paths import make_absolute
-from pgtoolkit.config.rules.parallelism import world_size
 from pgtoolkit.config.saved import typed
 from pgtoolkit.errors import Interrupted, PgtoolkitError, unusable
 from pgtoolkit.launch.sweep import refuse_another
-from pgtoolkit.ranks.environment import joined
+from pgtoolkit.ranks.environment import joined, world_size
 from pgtoolkit.runs.directory import is_held, read_status
 from pgtoolkit.system.report import print_error, say
 from pgtoolkit.system.shell import shortest_path

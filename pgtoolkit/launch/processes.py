@@ -25,10 +25,9 @@ from typing import TYPE_CHECKING
 from omegaconf import OmegaConf
 
 from pgtoolkit import errors
-from pgtoolkit.config.rules.parallelism import world_size
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, RankLost
 from pgtoolkit.launch.worker import Job, take_part
-from pgtoolkit.ranks.environment import joined
+from pgtoolkit.ranks.environment import joined, world_size
 from pgtoolkit.runs.directory import record_end
 from pgtoolkit.system.imports import without
 from pgtoolkit.system.report import say

@@ -21,7 +21,7 @@ from pgtoolkit.config.names import name_in
 from pgtoolkit.config.overrides import NO_CHOICE, hydra_form, register
 from pgtoolkit.config.paths import make_absolute
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, StorageError
-from pgtoolkit.launch.check import Run, check, check_resumed, check_run, notes, problems
+from pgtoolkit.launch.check import PlannedRun, check, check_resumed, check_run, notes, problems
 from pgtoolkit.launch.job import named_by_hydra, wait_until_free
 from pgtoolkit.launch.job import run as start_job
 from pgtoolkit.launch.multirun import run_sweep
@@ -141,7 +141,7 @@ def hydra_answers(argv: list[str]) -> int:
     return 0
 
 
-def _run(run: Run) -> None:
+def _run(run: PlannedRun) -> None:
     """A single run, in a directory that Hydra makes; callbacks of a user are refused."""
     config = run.config
     config.hydra.mode = RunMode.RUN
@@ -181,7 +181,7 @@ def _train_as_other_rank(overrides: list[str], config_dir: str | None) -> int:
     return 0
 
 
-def _end_other_ranks(error: PgtoolkitError, run: Run) -> None:
+def _end_other_ranks(error: PgtoolkitError, run: PlannedRun) -> None:
     """Where rank 0 alone has met an error, the ranks that wait for it end with it, too."""
     if joined() is not None and not run.refused_anywhere:
         from pgtoolkit.launch.processes import Job, launch

@@ -18,7 +18,7 @@ from pgtoolkit.config.names import changed, digest, name_in, plain_config
 from pgtoolkit.config.paths import make_absolute
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.directory import is_held
-from pgtoolkit.runs.files import read_config, read_status, read_sweep, storage
+from pgtoolkit.runs.records import read_config, read_status, read_sweep, storage
 from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.system.report import text
 from pgtoolkit.system.shell import shell_path

@@ -52,6 +52,11 @@ class Loss:
         return asked or (self.kl is not None and self.kl.reads_old_log_probs)
 
     @property
+    def needs_sampling_log_probs(self) -> bool:
+        """Whether there is no loss without them."""
+        return self.correction is not None and not self.correction.of_policy
+
+    @property
     def level(self) -> str:
         """The level of the metrics: the entropy is among them where the bonus measures it anyway."""
         return "with_entropy" if self.metrics == "basic" and self.entropy_coefficient else self.metrics

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from pgtoolkit.config.rules.parallelism import MODEL_TYPES
+from pgtoolkit.config.models import MODEL_TYPES
 
 
 @dataclass(frozen=True)

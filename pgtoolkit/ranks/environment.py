@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from pgtoolkit.errors import ConfigError
 
 AXES = ("pipeline_parallel", "data_parallel", "sequence_data_parallel", "tensor_parallel")
 """What work is spread over, as the keys of the configuration; neighbouring ranks are neighbours in the last."""
+
+
+def world_size(sizes: Any) -> int:
+    """How many processes share a step; sizes: has the axes as attributes, as the group `parallelism` does."""
+    return math.prod(getattr(sizes, axis) for axis in AXES)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pgtoolkit.batch import Document
-from pgtoolkit.config.rules.run import occupied_by_rollouts
+from pgtoolkit.config.paths import occupied_by_rollouts
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.rollouts.rows import FIELDS, Row, row_of
 from pgtoolkit.system.plain_files import replacing

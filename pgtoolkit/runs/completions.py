@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pgtoolkit.errors import StorageError, first_line
-from pgtoolkit.runs.files import storage
+from pgtoolkit.runs.records import storage
 from pgtoolkit.system.plain_files import remove, replacing
 from pgtoolkit.system.redaction import redact
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError
-from pgtoolkit.runs.files import (
+from pgtoolkit.runs.records import (
     STATES,
     TIME,
     leaves,
@@ -204,7 +204,7 @@ class RunDirectory:
                 os.fsync(file.fileno())
 
     def read_metrics(self) -> list[dict[str, float]]:
-        """Every row of metrics.jsonl, oldest first; see `files.read_metrics`."""
+        """Every row of metrics.jsonl, oldest first; see `records.read_metrics`."""
         return read_metrics(self.metrics_path)
 
     def drop_metrics_after(self, step: int) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-from pgtoolkit.runs.files import read_evaluations
+from pgtoolkit.runs.records import read_evaluations
 
 
 def best_of(rows: list[dict[str, Any]], watched: tuple[str, str], steps: Container[int]) -> dict[str, Any] | None:

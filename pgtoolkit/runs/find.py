@@ -15,7 +15,8 @@ from pathlib import Path
 
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
 from pgtoolkit.runs.directory import is_held
-from pgtoolkit.runs.files import (
+from pgtoolkit.runs.provenance import code_of
+from pgtoolkit.runs.records import (
     TIME,
     known_provenance,
     leaves,
@@ -25,7 +26,6 @@ from pgtoolkit.runs.files import (
     read_status,
     read_sweep,
 )
-from pgtoolkit.runs.provenance import code_of
 from pgtoolkit.runs.series import final
 from pgtoolkit.system.plain_files import refuse_links
 from pgtoolkit.system.report import say

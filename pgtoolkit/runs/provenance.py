@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pgtoolkit.runs.files import TIME
+from pgtoolkit.runs.records import TIME
 from pgtoolkit.system.redaction import redact
 
 DIFF_LIMIT = 256 * 1024

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pgtoolkit.config.rules.parallelism import MODEL_TYPES
+from pgtoolkit.config.models import MODEL_TYPES
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, NumericalError
 from pgtoolkit.sampling.sampling_settings import sampling_settings, temperature_and_top_p, without_own_settings

@@ -36,17 +36,6 @@ class Report:
         """`refuse` a key's own value, where another value of it is the way out."""
         self.refuse(f"{key}={text(value)}", needs, value, reason, f"{key}={text(better)}")
 
-    def refuse_ignored(
-        self, key: str, value: Any, where: tuple[str, Any], why: str, use: str = "", off: Any = None
-    ) -> None:
-        """`refuse` what would have no effect, unless it is the value `off`, which has none anywhere.
-
-        where: (what it needs, what there is). use: the override that makes it count, if it is not what it needs.
-        """
-        if value != off:
-            mend = f"{use or where[0]} or {key}={text(off)}"
-            self.refuse(f"{key}={text(value)}", *where, f"It would be ignored: {why}.", mend)
-
     def typed_of(self, group: str) -> list[str]:
         return [override for override in self.typed if re.match(rf"{group}[.=]", override)]
 

@@ -8,10 +8,10 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from pgtoolkit.runs import files
+from pgtoolkit.runs import records
 from pgtoolkit.runs.completions import COLUMNS, completion_files, some_completions
-from pgtoolkit.runs.files import leaves
 from pgtoolkit.runs.provenance import code_of
+from pgtoolkit.runs.records import leaves
 from pgtoolkit.system.legible import legible, shortened
 from pgtoolkit.tracking.store import flatten, text_of
 
@@ -35,9 +35,9 @@ class Description(NamedTuple):
 
 def describe(run_dir: Path) -> Description:
     """The description of a run that has written its configuration."""
-    config, _ = files.read_config(run_dir)
-    status = files.read_status(run_dir)
-    provenance = files.known_provenance(run_dir)
+    config, _ = records.read_config(run_dir)
+    status = records.read_status(run_dir)
+    provenance = records.known_provenance(run_dir)
     settings, code = dict(leaves(config)), code_of(provenance)
     tags = {
         "family": settings.get("loss.name"),
@@ -69,7 +69,7 @@ def _commit(commit, changes):
 def _drift(run_dir):
     """Tag `drift` with every change in words, and per key `now.KEY` with its newest value."""
     tags, lines = {}, []
-    for entry in files.read_drift(run_dir):
+    for entry in records.read_drift(run_dir):
         for key, (old, new) in entry["changes"].items():
             lines.append(f"{key}: {text_of(key, old)} -> {text_of(key, new)} (step {entry['step']})")
             tags[f"now.{key}"] = text_of(key, new)

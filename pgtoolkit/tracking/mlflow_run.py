@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pgtoolkit.config.paths import absolute_uri
 from pgtoolkit.runs.completions import completion_files
-from pgtoolkit.runs.files import TIME, read_metrics, read_status
+from pgtoolkit.runs.records import TIME, read_metrics, read_status
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.tracking.description import TABLE, describe, table_of
 from pgtoolkit.tracking.metric_batches import EVALUATION, RowFile, evaluation_metrics_of, metrics_of, system_metrics_of

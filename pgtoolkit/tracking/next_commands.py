@@ -17,7 +17,7 @@ from pgtoolkit.config.names import name_of
 from pgtoolkit.config.paths import absolute_uri
 from pgtoolkit.config.rules.executed import named_code
 from pgtoolkit.losses.families import FAMILIES
-from pgtoolkit.runs.files import known_provenance, read_config, read_resolved
+from pgtoolkit.runs.records import known_provenance, read_config, read_resolved
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.shell import shell_path, shortest_path
 from pgtoolkit.tracking.store import search_literal

@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from pgtoolkit.config.evaluation import watched_in
+from pgtoolkit.config.evaluation import watched
 from pgtoolkit.runs.evaluations import best_checkpoint
-from pgtoolkit.runs.files import read_evaluations, read_resolved, read_status
+from pgtoolkit.runs.records import read_evaluations, read_resolved, read_status
 from pgtoolkit.runs.series import final, first, mean
 from pgtoolkit.system.legible import legible
 from pgtoolkit.system.report import plural
@@ -119,9 +119,7 @@ def summary(rows: list[dict[str, float]], run_dir: Path, mlflow: dict[str, str] 
     rows: of metrics.jsonl. mlflow: `MlflowTracker.info`, or None without MLflow.
     """
     lines = list(filter(None, (_rise(name, rows) for name in ("reward", "exact_match")))) or [_rise("loss", rows)]
-    lines += _held_out(
-        read_evaluations(Path(run_dir)), best_checkpoint(Path(run_dir), watched_in(read_resolved(run_dir)))
-    )
+    lines += _held_out(read_evaluations(Path(run_dir)), best_checkpoint(Path(run_dir), watched(read_resolved(run_dir))))
     lines.append(reached := read_status(run_dir).get("reason") or "")
     entries = [("run", shell_path(run_dir))]
     if (curves := Path(run_dir) / "curves.png").exists():

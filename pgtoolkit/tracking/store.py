@@ -14,7 +14,7 @@ from pathlib import Path
 from pgtoolkit.config.keys import changes_learning
 from pgtoolkit.config.paths import sqlite_path
 from pgtoolkit.errors import ConfigError, StorageError
-from pgtoolkit.runs.files import leaves
+from pgtoolkit.runs.records import leaves
 from pgtoolkit.system.background import in_background
 from pgtoolkit.system.imports import without
 from pgtoolkit.system.redaction import redact

@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-from pgtoolkit.runs.files import read_metrics, write_metrics
+from pgtoolkit.runs.records import read_metrics, write_metrics
 
 _SECONDS_BETWEEN_SAMPLES = 10.0
 

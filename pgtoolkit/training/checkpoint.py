@@ -296,7 +296,7 @@ def _manifest(path: Path) -> dict[str, dict]:
 def _check_state(state: dict) -> None:
     """ValueError where something is missing, or of another type, that every checkpoint has."""
     counts = ("step", "num_updates", "num_skipped_steps", "documents_seen")
-    for key, kind in (dict.fromkeys(counts, int) | {"data": dict, "random": list}).items():
+    for key, kind in (dict.fromkeys(counts, int) | {"data": dict, "random": list, "config": str}).items():
         if not isinstance(state.get(key), kind):
             raise ValueError(f"its {key} is missing or of another type")
 

@@ -20,7 +20,7 @@ from pgtoolkit.config.schema import (
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.rollouts.recorded import RecordedRollouts, needed_fields
-from pgtoolkit.runs.files import read_data, storage
+from pgtoolkit.runs.records import read_data, storage
 from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.tasks.datasets import prompt_files
 from pgtoolkit.tasks.row_files import find_files

@@ -18,12 +18,13 @@ from pgtoolkit.ranks.agreement import failing_together, gather
 from pgtoolkit.ranks.layout import ONE_PROCESS
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.evaluations import best_checkpoint, best_of
-from pgtoolkit.runs.files import read_evaluations
+from pgtoolkit.runs.records import read_evaluations
 from pgtoolkit.tasks.shuffle import seed_of
 from pgtoolkit.tasks.tasks import Task, make_task
 from pgtoolkit.tracking.progress import evaluation_line
-from pgtoolkit.training.build import accelerator, begin, evaluator_of
+from pgtoolkit.training.build import accelerator, begin
 from pgtoolkit.training.module import PolicyGradientModule
+from pgtoolkit.training.sources import evaluator_of
 from pgtoolkit.training.state import load_weights, random_numbers_of
 
 log = logging.getLogger("pgtoolkit")

@@ -17,13 +17,13 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
 from pgtoolkit.config.compose import compose
-from pgtoolkit.config.evaluation import watched_in
+from pgtoolkit.config.evaluation import watched
 from pgtoolkit.config.schema import Config, HuggingFaceModelConfig, NumberType, PromptsTaskConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
 from pgtoolkit.runs.directory import read_config, read_metrics, read_status
 from pgtoolkit.runs.evaluations import best_checkpoint
-from pgtoolkit.runs.files import read_resolved
 from pgtoolkit.runs.find import is_run, not_a_run
+from pgtoolkit.runs.records import read_resolved
 from pgtoolkit.runs.series import best, final
 from pgtoolkit.system.model_folder import ADAPTER_SETTINGS, load_config
 from pgtoolkit.system.redaction import redact
@@ -85,7 +85,7 @@ def saved_state(run_dir: Path, use: str, step: int | None = None, best: bool = F
     """
     folder = run_dir / "checkpoints"
     if best:
-        row = best_checkpoint(run_dir, watched_in(read_resolved(run_dir)))
+        row = best_checkpoint(run_dir, watched(read_resolved(run_dir)))
         if row is None:
             reason = "A run keeps one by evaluation.best, from its first evaluation after a step on."
             raise ConfigError(refusal(f"{use} --best", "a run with evaluations and checkpoints", "none", reason, use))

@@ -15,15 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from pgtoolkit.config.evaluation import held_out_sets, is_on, samples
-from pgtoolkit.config.paths import NO_FOLDER, absolute_uri, sqlite_path
-from pgtoolkit.config.plan import family_of_config, vocabulary_size
-from pgtoolkit.config.rules.parallelism import world_size
-from pgtoolkit.config.rules.places import is_possible
-from pgtoolkit.config.rules.run import needs_gpu, occupied_by_rollouts, refuse_triton
-from pgtoolkit.config.rules.step import needs_model
+from pgtoolkit.config.models import vocabulary_size
+from pgtoolkit.config.paths import NO_FOLDER, absolute_uri, is_possible, occupied_by_rollouts, sqlite_path
+from pgtoolkit.config.plan import family_of_config
+from pgtoolkit.config.rules.run import refuse_triton
+from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.losses.corrections import configured as configured_correction
-from pgtoolkit.ranks.environment import AXES, joined
+from pgtoolkit.ranks.environment import AXES, joined, world_size
 from pgtoolkit.system import model_folder
 from pgtoolkit.system.functions import REDUCER_KEYWORDS, import_function
 from pgtoolkit.system.report import Report, is_whole, refusal, text
@@ -32,7 +31,7 @@ _PROCESSES_PER_CORE = 16
 """Many more than compute well; far less than fill the memory."""
 
 
-def check_machine(c: Any, report: Report, typed: bool = True, begins: bool = True) -> None:
+def check_machine(c: Config, report: Report, typed: bool = True, begins: bool = True) -> None:
     """Add what is missing to the problems of the resolved configuration `c`.
 
     typed: False for that of a saved run, whose functions are not imported. begins: False for what may have begun
@@ -52,9 +51,9 @@ def check_machine(c: Any, report: Report, typed: bool = True, begins: bool = Tru
         report.problems.append(problem)
 
 
-def devices(c: Any, report: Report) -> None:
+def devices(c: Config, report: Report) -> None:
     """A GPU where one is asked for."""
-    if not (c.trainer.device == "cuda" or needs_gpu(c)):
+    if not (c.trainer.device == "cuda" or c.kernel.needs_gpu):
         return
     import torch
 
@@ -63,11 +62,11 @@ def devices(c: Any, report: Report) -> None:
     if c.trainer.device == "cuda":
         reason = "Its driver or torch's CUDA build is missing."
         report.refuse("trainer.device=cuda", "a GPU that torch can use", "none", reason, "trainer.device=auto")
-    if needs_gpu(c) and c.trainer.device != "cpu":  # which the rule on kernels has refused
+    if c.kernel.needs_gpu and c.trainer.device != "cpu":  # which the rule on kernels has refused
         refuse_triton("none", report)
 
 
-def _processes(c: Any, report: Report) -> None:
+def _processes(c: Config, report: Report) -> None:
     """As many processes as this machine has room for, where pgtk starts them itself."""
     cores = os.cpu_count() or 1
     size = world_size(c.parallelism)
@@ -79,7 +78,7 @@ def _processes(c: Any, report: Report) -> None:
         report.refuse(setting, f"at most {most} processes on this machine", f"{size} of them", reason, use)
 
 
-def _server(c: Any, report: Report) -> None:
+def _server(c: Config, report: Report) -> None:
     """The program that is to sample, and the GPUs that it alone is to use."""
     sampler = c.sampler
     if not samples(c) or sampler.name != "vllm" or sampler.urls or _has_problem("sampler.", report):
@@ -97,7 +96,7 @@ def _server(c: Any, report: Report) -> None:
             report.refuse(setting, "GPUs of this machine", f"{count} of them", reason, "others")
 
 
-def _functions(c: Any, report: Report) -> None:
+def _functions(c: Config, report: Report) -> None:
     """The functions that were typed can be imported and called."""
     wanted = []
     for place, task in _tasks(c):
@@ -123,7 +122,7 @@ def _functions(c: Any, report: Report) -> None:
             own_family(c.loss.path, c.loss.options, c.loss.num_splits)
 
 
-def _chat(c: Any, report: Report) -> None:
+def _chat(c: Config, report: Report) -> None:
     """A system message that the chat template of a local model has a place for."""
     system = getattr(c.task, "system_prompt", None)
     if c.rollout.name != "policy" or system is None or c.model.name != "huggingface" or not c.model.path:
@@ -135,7 +134,7 @@ def _chat(c: Any, report: Report) -> None:
             chat_of(c.task, model_folder.load_tokenizer(c.model.path))
 
 
-def _store(c: Any, report: Report) -> None:
+def _store(c: Config, report: Report) -> None:
     """A place where MLflow's database is, or can be made, if it is a file."""
     uri = absolute_uri(c.tracking.uri)
     if c.tracking.name != "mlflow" or (path := sqlite_path(uri)) is None or _has_problem("tracking.uri", report):
@@ -176,7 +175,7 @@ def _added_to(report: Report) -> Iterator[None]:
         report.problems.append(str(error))
 
 
-def _prompts(c: Any, report: Report) -> None:
+def _prompts(c: Config, report: Report) -> None:
     """The prompts can be read, and there is one."""
     for place, task in _tasks(c):
         if task.name != "prompts" or task.path is None or _has_problem(f"{place}.path", report):
@@ -187,7 +186,7 @@ def _prompts(c: Any, report: Report) -> None:
             report.problems.append(type(problem)(problem.replace("task.", f"{place}.")))
 
 
-def _recorded(c: Any, report: Report) -> None:
+def _recorded(c: Config, report: Report) -> None:
     """Recorded rollouts whose first rows this configuration can train on."""
     if c.rollout.name != "recorded" or c.rollout.path is None or _has_problem("rollout.path", report):
         return
@@ -208,7 +207,7 @@ def _recorded(c: Any, report: Report) -> None:
         report.problems.append(DataProblem(error))
 
 
-def _tasks(c: Any) -> Iterator[tuple[str, Any]]:
+def _tasks(c: Config) -> Iterator[tuple[str, Any]]:
     """(where its keys are, the task) of what is sampled, to train on or to evaluate."""
     if c.rollout.name == "policy":
         yield "task", c.task
@@ -239,17 +238,17 @@ class DataProblem(str):
     """A problem with data, whose exit status is another than that of a wrong configuration."""
 
 
-def _model(c: Any, report: Report) -> None:
+def _model(c: Config, report: Report) -> None:
     if c.model.name == "huggingface" and c.model.path:
         report.problems += _unusable(os.getcwd(), c.model.path, bool(c.model.random_weights))
         if os.path.isdir(Path(c.model.path).expanduser()):
             _positions(c, report)
-    if needs_model(c) and c.kl.reference and c.kl.reference not in NO_FOLDER:
+    if c.kl.needs_model and c.kl.reference and c.kl.reference not in NO_FOLDER:
         problems = _unusable(os.getcwd(), c.kl.reference, False)
         report.problems += [problem.replace("model.path=", "kl.reference=") for problem in problems]
 
 
-def _positions(c: Any, report: Report) -> None:
+def _positions(c: Config, report: Report) -> None:
     """Room for a prompt beside the longest completion."""
     positions = model_folder.model_settings(c.model.path).get("max_position_embeddings")
     if c.rollout.name != "policy" or not is_whole(positions) or c.rollout.max_completion_length < positions:

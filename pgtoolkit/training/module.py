@@ -145,12 +145,12 @@ class PolicyGradientModule(DynamicAccumulation):
                 f"the loss needs old_log_probs of every document (got none of {unknown[0]}). It compares the policy "
                 "with the one that sampled. Give them, or use loss=reinforce correction=none kl=none."
             )
-        correction = self.loss.correction
         lacking = [document.name for document in step.documents if document.sampling_log_probs is None]
-        if lacking and correction is not None and not correction.of_policy:
+        if lacking and self.loss.needs_sampling_log_probs:
             raise DataError(
-                f"correction={correction.name} needs sampling_log_probs of every document (got none of {lacking[0]}). "
-                "The checkpoint's batch of rollouts was sampled without them. Use correction=none, or start a new run."
+                f"correction={self.loss.correction.name} needs sampling_log_probs of every document (got none of "
+                f"{lacking[0]}). The checkpoint's batch of rollouts was sampled without them. "
+                "Use correction=none, or start a new run."
             )
 
     def _precise(self, head: LMHead) -> LMHead:

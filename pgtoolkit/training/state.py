@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from pgtoolkit.config.saved import record_of
 from pgtoolkit.config.schema import HuggingFaceModelConfig
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
 from pgtoolkit.model import lora
@@ -41,6 +43,7 @@ def snapshot(module, data_state: dict) -> tuple[dict, dict[str, dict[str, Tensor
         "documents_seen": module.documents_seen,
         "data": data_state,
         "random": gather(random_state(), module.layout.world_group),
+        "config": json.dumps(record_of(module.config)),
     }
     if module.policy.base_digest is not None:
         state["base_digest"] = module.policy.base_digest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import signal
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from pgtoolkit.config.saved import cannot_change
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, SamplerLost, StorageError
 from pgtoolkit.ranks.agreement import failing_together, gather, losing_ranks
@@ -18,8 +20,8 @@ from pgtoolkit.ranks.layout import AXES, ONE_PROCESS, Layout
 from pgtoolkit.rollouts.completions import KeptCompletions
 from pgtoolkit.runs.completions import drop_completions_after
 from pgtoolkit.runs.directory import RunDirectory, read_status
-from pgtoolkit.runs.files import read_provenance, storage
 from pgtoolkit.runs.provenance import collect
+from pgtoolkit.runs.records import read_data, read_provenance, storage
 from pgtoolkit.system.shell import shell_path
 from pgtoolkit.tracking.curves import plot_curves
 from pgtoolkit.tracking.mlflow_run import MlflowTracker
@@ -129,6 +131,8 @@ def _prepare(config: Config, run: RunDirectory, resume: bool, resolved: dict, ov
             f"trainer.max_steps={config.trainer.max_steps} needs at least the steps already made (got {step} of "
             f"them). A checkpoint is continued, not cut. Use trainer.max_steps={step}."
         )
+    if checkpoint is not None:
+        _refuse_another(config, run.path, checkpoint)
     for read in (read_status, read_provenance):  # damaged files are reported before anything is changed
         read(run.path)
     run.read_metrics()
@@ -140,6 +144,16 @@ def _prepare(config: Config, run: RunDirectory, resume: bool, resolved: dict, ov
     if len(run.read_metrics()) < step:
         log.warning(f"{run.metrics_path} lacks steps before the checkpoint's: summary and curves begin later")
     return checkpoint
+
+
+def _refuse_another(config: Config, run_dir: Path, checkpoint: dict) -> None:
+    """ConfigError where config.yaml was changed so that the checkpoint is of another run."""
+    movable = {*read_data(run_dir)}  # files that may lie elsewhere now: their contents are compared
+    problems = [problem for _, problem in cannot_change(json.loads(checkpoint["config"]), config, movable)]
+    if problems:
+        file, step = shell_path(run_dir / "config.yaml"), checkpoint["step"]
+        way_out = f"{file} has changed since the checkpoint of step {step}: put the value back to continue this run."
+        raise ConfigError("\n".join([*problems, way_out]))
 
 
 def _start_tracker(config: Config, run: RunDirectory) -> MlflowTracker | None:

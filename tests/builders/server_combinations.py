@@ -26,7 +26,7 @@ from builders.runs import metrics_of
 from builders.shared_servers import save_llama, vllm_command
 from builders.vllm_servers import COMMAND, Command
 from pgtoolkit.runs.completions import read_completions
-from pgtoolkit.runs.files import read_evaluations
+from pgtoolkit.runs.records import read_evaluations
 from pgtoolkit.sampling.server_process import reserve_port
 
 CHOICES = (

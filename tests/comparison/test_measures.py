@@ -9,7 +9,7 @@ import pytest
 from pgtoolkit.cli import main
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.measures import Goal, chosen_metric, goal_of, reached
-from pgtoolkit.comparison.terminal import page
+from pgtoolkit.comparison.terminal import render_comparison
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.evaluations import best_of
 from pgtoolkit.runs.find import Run, find_runs
@@ -162,7 +162,11 @@ def test_seeds_are_paired_where_their_prompts_are_the_same():
     runs = two_groups([(0, [0, 1]), (1, [0, 0.9])], [(1, [0, 0.8]), (0, [0, 0.7])])
     assert compare(runs, "exact_match").comparisons[0].paired
     for run in runs:
-        run.config |= {"task.num_digits": 6, "task.verifier_processes": 2 if run.config["loss"] == "a" else 0}
+        run.config |= {
+            "task.name": "reverse",
+            "task.num_digits": 6,
+            "task.verifier_processes": 2 if run.config["loss"] == "a" else 0,
+        }
     assert compare(runs, "exact_match").comparisons[0].paired
     for run in runs[:2]:
         run.config["task.num_digits"] = 4
@@ -237,8 +241,8 @@ def test_a_share_that_is_zero_throughout_is_not_what_runs_are_compared_by(tmp_pa
     broken = run_of([0.5], "reward")
     broken.state = "failed"  # which has no say where others are done
     assert chosen_metric([*runs, broken]) == ("exact_match", [])
-    assert "▁▁▁▁▁▁▁▁▁" in page(compare(runs))
-    assert "█" in page(compare(runs, "reward"))
+    assert "▁▁▁▁▁▁▁▁▁" in render_comparison(compare(runs))
+    assert "█" in render_comparison(compare(runs, "reward"))
     for run in runs:
         for row in run.rows:
             row["exact_match"] = row["reward"] = 0.0

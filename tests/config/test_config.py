@@ -9,7 +9,9 @@ from omegaconf import OmegaConf, open_dict
 
 from pgtoolkit.cli import main
 from pgtoolkit.config.compose import compose
+from pgtoolkit.config.defaults import _files, values_of
 from pgtoolkit.config.files import config_directory, default_options, options
+from pgtoolkit.config.keys import KEYS
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.config.validate import validate
@@ -158,12 +160,26 @@ def test_an_experiment_can_change_every_top_level_key(tmp_path):
     assert compose(["experiment=mine", "seed=3"], tmp_path).config.seed == 3
 
 
-def test_schema_and_files_have_the_same_keys():
-    for name, schema in SCHEMAS.items():
-        group, _, option = name.partition("/")
-        for file in sorted((config_directory() / group).glob(f"{option or '*'}.yaml")):
-            keys = set(yaml.safe_load(file.read_text())) - {"defaults"}
-            assert keys == set(schema.__dataclass_fields__), file
+OPTIONS = [
+    (group, option, schema)
+    for group, names in GROUPS.items()
+    for option in names
+    for schema in [group if group in SCHEMAS else f"{group}/{option}"]
+]
+
+
+@pytest.mark.parametrize(("group", "option", "schema"), OPTIONS, ids=lambda value: value)
+def test_an_option_gives_each_key_of_its_schema_a_value(group, option, schema):
+    assert set(values_of(group, option)) - {"defaults"} == {key.leaf for key in KEYS if key.schema == schema}
+
+
+def test_a_comment_stands_once_for_each_key():
+    for key in KEYS:
+        group, _, option = key.schema.partition("/")
+        files = sorted((config_directory() / group).glob("*.yaml")) if group in SCHEMAS else _files(group, option)
+        files = files if group else [config_directory() / "config.yaml"]
+        commented = [file for file in files if re.search(rf"^#.*\n{key.leaf}:", file.read_text(), re.MULTILINE)]
+        assert len(commented) == (not key.option), (key.name, commented)
 
 
 def keys_without_comment(text):
@@ -176,8 +192,11 @@ def keys_without_comment(text):
                 yield line.strip()
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.name}")
-def test_every_key_is_explained(file):
+HEADED = [file for file in FILES if file.parent.name not in GROUPS]
+
+
+@pytest.mark.parametrize("file", HEADED, ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_every_key_of_other_files_is_explained(file):
     assert list(keys_without_comment(file.read_text())) == []
 
 

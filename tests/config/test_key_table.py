@@ -9,12 +9,15 @@ import pytest
 from omegaconf import OmegaConf
 
 from pgtoolkit.config.compose import compose
-from pgtoolkit.config.key import holds
+from pgtoolkit.config.key import holds, parts, value_of
 from pgtoolkit.config.keys import KEYS, evaluated_keys
 from pgtoolkit.config.names import changed, digest, plain_config
 from pgtoolkit.config.paths import make_absolute
+from pgtoolkit.config.rules.declared import ignored
 from pgtoolkit.config.rules.executed import named_code
 from pgtoolkit.config.saved import cannot_change
+from pgtoolkit.config.validate import resolve_and_validate
+from pgtoolkit.system.report import Report
 
 NEEDED = {
     "loss/custom": ["loss.path=my_module.MyFamily"],
@@ -122,6 +125,38 @@ def test_only_keys_that_say_so_name_code(key):
             config[key.group][key.leaf] = value
             named = {name for name in named_code(OmegaConf.create(config), kind) if name == key.name}
         assert bool(named) is (key.code == kind)
+
+
+CONDITIONS = {
+    "evaluation.every>0": (0, 1),
+    "kl.kind!=none": ("none", "k3"),
+    "aggregation.mode=constant": ("token_mean", "constant"),
+    "kernel.implementation=auto or kernel.implementation=fused_linear": ("torch", "fused_linear"),
+    "accumulation.docs_per_step=0": (64, 0),
+    "model.name=huggingface": ("tiny", "huggingface"),
+    "model.lora_rank>0": (None, 4),
+    "rollout.overlong_buffer>0": (None, 3),
+    "sampler.urls=[]": (["http://a:1"], []),
+    "tracking.name=mlflow": ("none", "mlflow"),
+}
+"""By condition: values of its key with which it does not hold, and with which it does."""
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if key.only_if], ids=lambda key: f"{key.schema}.{key.leaf}")
+def test_a_value_without_effect_is_refused(key):
+    """Another value than the usual one where the condition does not hold; where it does nothing is said of it."""
+    chosen = [key.schema.replace("/", "="), *NEEDED.get(key.schema, [])] if "/" in key.schema else []
+    config = resolve_and_validate(compose(chosen).config)[0]
+    usual, decides = value_of(config, key.name), parts(key.only_if.split(" or ")[0])[0]
+    for value in (usual, other(key, usual)):
+        for deciding, has_effect in zip(CONDITIONS[key.only_if], (False, True), strict=True):
+            setattr(value_of(config, key.group), key.leaf, value)
+            setattr(value_of(config, decides.rpartition(".")[0]), decides.rpartition(".")[2], deciding)
+            report = Report(usual=lambda name: usual if name == key.name else value_of(config, name))
+            ignored(config, report)
+            told = [problem for problem in report.problems if problem.startswith(f"{key.name}=")]
+            assert len(told) == (value != usual and not has_effect)
+            assert all(" It has no effect while " in problem for problem in told)
 
 
 def test_what_pgtk_evaluate_takes():

@@ -7,7 +7,7 @@ import pytest
 
 from pgtoolkit.config.files import options
 from pgtoolkit.config.schema import SCHEMAS
-from pgtoolkit.launch.check import check, page, problems
+from pgtoolkit.launch.check import check, problems, render_plan
 
 ODD = (
     "[]",
@@ -56,7 +56,7 @@ def keys():
 def looked_at(*overrides, multirun=False):
     """The problems of a command line, after its page was made."""
     checked = check(list(overrides), multirun)
-    assert page(checked)
+    assert render_plan(checked)
     return problems(checked)
 
 
@@ -143,6 +143,6 @@ def test_a_file_that_makes_no_configuration(tmp_path, body):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{body}\n")
     checked = check(["experiment=mine"], config_dir=str(tmp_path))
-    assert page(checked)
+    assert render_plan(checked)
     assert len(problems(checked)) >= 1
     assert in_sentences(problems(checked)), problems(checked)

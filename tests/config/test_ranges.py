@@ -1,34 +1,28 @@
 """Every number of the configuration has a range: both ends are taken, what lies beyond is refused."""
 
-import dataclasses
 import math
 
 import pytest
 
 from pgtoolkit.config.compose import compose, compose_choices
 from pgtoolkit.config.files import config_directory
-from pgtoolkit.config.rules.ranges import describe, within
+from pgtoolkit.config.keys import KEYS
+from pgtoolkit.config.rules.declared import describe, within
 from pgtoolkit.config.saved import typed
-from pgtoolkit.config.schema import SCHEMAS, Config
+from pgtoolkit.config.schema import SCHEMAS
 from pgtoolkit.config.validate import validate
 
 NEEDED = {"rollout/recorded": ["rollout.path=pyproject.toml"], "aggregation": ["aggregation=constant"]}
 """What an option needs besides, for a number of it to be looked at."""
 
 
-def numbers():
-    """(overrides that choose the option, key, field) of each number in the schema."""
-    found = [([], field.name, field) for field in dataclasses.fields(Config) if field.type in ("int", "float")]
-    for schema, types in SCHEMAS.items():
-        group, _, option = schema.partition("/")
-        chosen = ([f"{group}={option}"] if option else []) + NEEDED.get(schema, [])
-        for field in dataclasses.fields(types):
-            if field.type.startswith(("int", "float")):
-                found.append((chosen, f"{group}.{field.name}", field))
-    return found
+NUMBERS = [key for key in KEYS if key.type.startswith(("int", "float"))]
 
 
-NUMBERS = numbers()
+def choice(key):
+    """The overrides that choose the option of a key."""
+    chosen = [key.schema.replace("/", "=")] if "/" in key.schema else []
+    return chosen + NEEDED.get(key.schema, [])
 
 
 def refused(chosen, key, value):
@@ -39,27 +33,27 @@ def refused(chosen, key, value):
 
 def test_every_number_has_a_range():
     assert len(NUMBERS) >= 40
-    for _, key, field in NUMBERS:
-        least, most = field.metadata["range"]
+    for key in NUMBERS:
+        least, most = key.range
         assert math.isfinite(least), key
         assert math.isfinite(most), key
         assert least < most, key
 
 
-@pytest.mark.parametrize(("chosen", "key", "field"), NUMBERS, ids=[f"{c[0]}-{k}" if c else k for c, k, _ in NUMBERS])
-def test_both_ends_are_taken_and_beyond_is_refused(chosen, key, field):
-    least, most = field.metadata["range"]
+@pytest.mark.parametrize("key", NUMBERS, ids=lambda key: f"{key.schema}.{key.leaf}")
+def test_both_ends_are_taken_and_beyond_is_refused(key):
+    chosen, (least, most) = choice(key), key.range
     for value in (least, most):
-        assert not any(describe(field) in one for one in refused(chosen, key, value))
-    whole = field.type.startswith("int")
+        assert not any(describe(key) in one for one in refused(chosen, key.name, value))
+    whole = key.type.startswith("int")
     beyond = (least - 1, most + 1) if whole else (least * 0.99 or -1e-9, most * 1.01)
     for value in beyond:
-        (problem,) = refused(chosen, key, value)
-        assert f"needs {describe(field)} (got " in problem
-        assert f" Use {key}=" in problem
+        (problem,) = refused(chosen, key.name, value)
+        assert f"needs {describe(key)} (got " in problem
+        assert f" Use {key.name}=" in problem
         assert "\n" not in problem
     for value in (10**400, math.nan, math.inf, -math.inf, 1e308, True, "1", [], {}):
-        assert not within(field, value)
+        assert not within(key, value)
 
 
 def test_what_made_no_sense_is_refused():
@@ -128,10 +122,9 @@ def test_a_resumed_run_knows_the_defaults_without_the_choices():
 def test_the_ranges_are_in_the_documentation():
     text = (config_directory().parent / "docs" / "configuration.md").read_text()
     rows = {}
-    for chosen, key, field in NUMBERS:
-        group, _, name = key.rpartition(".")
-        group = chosen[0] if group == "loss" else group  # each family has parameters of its own
-        rows.setdefault(group, {})[name] = f"`{name}` {describe(field).rpartition(' from ')[2]}"
+    for key in NUMBERS:
+        group = choice(key)[0] if key.group == "loss" else key.group  # each family has parameters of its own
+        rows.setdefault(group, {})[key.leaf] = f"`{key.leaf}` {describe(key).rpartition(' from ')[2]}"
     for group, entries in rows.items():
         row = f"| `{group}` | {', '.join(entries.values())} |" if group else f"| | {', '.join(entries.values())} |"
         assert row in text, row

@@ -47,7 +47,7 @@ def test_a_password_is_not_repeated():
 
 def test_checking_imports_no_torch():
     code = (
-        "import sys; from pgtoolkit.launch.check import check, page; page(check(['experiment=dapo']));"
+        "import sys; from pgtoolkit.launch.check import check, render_plan; render_plan(check(['experiment=dapo']));"
         "print(sorted({'torch', 'lightning', 'mlflow', 'transformers', 'numpy'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -6,7 +6,7 @@ import pytest
 
 from pgtoolkit.cli import main
 from pgtoolkit.errors import StorageError
-from pgtoolkit.runs.files import read_resolved
+from pgtoolkit.runs.records import read_resolved
 from pgtoolkit.system.yaml_text import parse_yaml
 
 BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(

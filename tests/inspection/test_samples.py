@@ -13,7 +13,7 @@ from builders.runs import run
 from pgtoolkit.cli import main
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.inspection import samples as inspected
-from pgtoolkit.inspection.samples import best_and_worst, chosen_set, html, kept_by, page, samples
+from pgtoolkit.inspection.samples import best_and_worst, chosen_set, html, kept_by, render_samples, samples
 from pgtoolkit.runs.completions import FOLDER, CompletionRow, some_prompts, write_completions
 from pgtoolkit.system.legible import legible, lines_of, shortened
 
@@ -166,7 +166,7 @@ def test_nothing_that_a_model_wrote_acts_on_the_terminal(tmp_path):
     rows = [row(1, f"{HOSTILE}.jsonl:1", 1.0, HOSTILE, answer=HOSTILE, rewards={HOSTILE: 1.0})]
     rows += [replace(rows[0], step=2, reward=0.0)]
     kept = kept_by(write(tmp_path / "run", training=rows))
-    shown = page(samples(kept["training"]), kept, "run", 3, 8)
+    shown = render_samples(samples(kept["training"]), kept, "run", 3, 8)
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b\u2028\u202e\ufeff]", shown)
     assert "<U+001B>[2J<U+001B>]0;owned<U+0007></script>" in shown
     assert "evil<U+2028><U+009B>31m<U+000D><U+200B><U+FEFF>" in shown

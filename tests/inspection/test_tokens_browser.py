@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pgtoolkit.batch import Document
 from pgtoolkit.inspection.tokens import Inspected, inspect
-from pgtoolkit.inspection.tokens_losses import CLIPS, Judged
+from pgtoolkit.inspection.tokens_losses import CLIPS, LossOnStep
 from pgtoolkit.inspection.tokens_page import html
 from pgtoolkit.rollouts.steps import make_step
 
@@ -190,7 +190,7 @@ def test_long_steps_are_drawn_where_somebody_looks(browser, tmp_path):
     made = SimpleNamespace(
         step=make_step(documents, 2**20), module=SimpleNamespace(policy=SimpleNamespace(tokenizer=tokenizer))
     )
-    columns = [Judged(None, 0.0, vectors, name) for name in ("one", "two")]
+    columns = [LossOnStep(None, 0.0, vectors, name) for name in ("one", "two")]
     whole = Inspected("long", "", 1, ["fact"], made, {"advantage": values}, columns)
     (tmp_path / "page.html").write_text(html(whole, "pgtk tokens"))
     browser.get(f"file://{tmp_path}/page.html")

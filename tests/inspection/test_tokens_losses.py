@@ -10,7 +10,7 @@ from builders.losses import CORRECTIONS, EVERY_LOSS, PARAMETERS, corrected
 
 from pgtoolkit.batch import Document
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.inspection.tokens_losses import CLIPS, judge
+from pgtoolkit.inspection.tokens_losses import CLIPS, loss_on_step
 from pgtoolkit.inspection.tokens_step import MadeStep, Piece
 from pgtoolkit.losses import reference
 from pgtoolkit.losses.aggregation import aggregation_of
@@ -79,7 +79,7 @@ def test_every_number_is_the_reference_s(step, loss, correction):
     parameters = PARAMETERS[loss] | ({"dual_clip": 1.7} if loss == "grpo" else {})
     correction = correction and CORRECTIONS[correction]
     family, (mode, divisor) = family_of(loss, **parameters), AGGREGATIONS[EVERY_LOSS.index(loss) % 4]
-    judged = judge(step[0], Loss(family, aggregation_of(mode, divisor), correction=correction))
+    judged = loss_on_step(step[0], Loss(family, aggregation_of(mode, divisor), correction=correction))
     found, places, (labels, old, advantages), document = by_loops(step, family, mode, divisor, correction)
     assert judged.total == pytest.approx(found.loss, rel=1e-5, abs=1e-7)
     uncorrected = by_loops(step, family, mode, divisor)[0].gradient
@@ -132,17 +132,17 @@ def test_penalty_and_bonus_are_part_of_a_token_s_share(step):
         pieces.append(replace(piece, micro_batch=replace(piece.micro_batch, ref_log_probs=ref)))
     with_reference = MadeStep(made.step, pieces, {}, True, "", None)
     family, kl = family_of("cispo"), KL("k2", 0.3)
-    judged = judge(with_reference, Loss(family, aggregation_of("token_mean"), kl=kl, entropy_coefficient=0.2))
+    judged = loss_on_step(with_reference, Loss(family, aggregation_of("token_mean"), kl=kl, entropy_coefficient=0.2))
     refs = torch.cat([piece.micro_batch.ref_log_probs for piece in pieces])
     more = {"kl": "k2", "kl_coefficient": 0.3, "entropy_coefficient": 0.2, "ref_log_probs": refs}
     found, *_ = by_loops((with_reference, logits), family, "token_mean", None, **more)
     assert judged.total == pytest.approx(found.loss, rel=1e-6)
-    plain = judge(made, Loss(family, aggregation_of("token_mean")))
+    plain = loss_on_step(made, Loss(family, aggregation_of("token_mean")))
     assert not np.allclose(plain.vectors["share"], judged.vectors["share"])
     with pytest.raises(ConfigError, match=r"aggregation=prompt_mean needs group_id \(got rows without\)"):
-        judge(replace(made, has_groups=False), Loss(family, aggregation_of("prompt_mean")))
+        loss_on_step(replace(made, has_groups=False), Loss(family, aggregation_of("prompt_mean")))
     with pytest.raises(ConfigError, match=r"kl=k2 needs log-probs of a reference \(got none\)"):
-        judge(made, Loss(family, aggregation_of("token_mean"), kl=kl))
+        loss_on_step(made, Loss(family, aggregation_of("token_mean"), kl=kl))
 
 
 def test_documents_without_old_log_probs_have_no_ratio(step):
@@ -154,10 +154,10 @@ def test_documents_without_old_log_probs_have_no_ratio(step):
         for micro_batch, piece in zip(bare.micro_batches, made.pieces, strict=True)
     ]
     made = MadeStep(bare, pieces, {}, True, "", None)
-    judged = judge(made, Loss(Reinforce(), aggregation_of("token_mean")))
+    judged = loss_on_step(made, Loss(Reinforce(), aggregation_of("token_mean")))
     assert "ratio" not in judged.vectors
     assert judged.count("inside") == bare.totals.num_tokens
     with pytest.raises(ConfigError, match=r"loss=grpo needs old_log_probs \(got documents without\)"):
-        judge(made, Loss(family_of("grpo"), aggregation_of("token_mean")))
+        loss_on_step(made, Loss(family_of("grpo"), aggregation_of("token_mean")))
     with pytest.raises(ConfigError, match=r"correction=token_mask needs old_log_probs \(got documents without\)"):
-        judge(made, Loss(Reinforce(), aggregation_of("token_mean"), correction=CORRECTIONS["token masked"]))
+        loss_on_step(made, Loss(Reinforce(), aggregation_of("token_mean"), correction=CORRECTIONS["token masked"]))

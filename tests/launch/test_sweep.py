@@ -17,7 +17,7 @@ from pgtoolkit.config.names import digest, plain_config
 from pgtoolkit.config.overrides import jobs
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.launch import job as one_job
-from pgtoolkit.launch.check import check, notes, page, problems
+from pgtoolkit.launch.check import check, notes, problems, render_plan
 from pgtoolkit.launch.multirun import _CheckedJobs
 from pgtoolkit.launch.sweep import Job, Sweep
 from pgtoolkit.runs.directory import RunDirectory, read_status
@@ -177,7 +177,7 @@ def test_a_job_is_found_again_where_something_else_varied(tmp_path):
 def test_the_same_configuration_twice_is_one_job():
     checked = check(["loss.epsilon_low=3e-4,0.0003,1e-4"], True)
     assert len(checked.sweep.jobs) == 2
-    assert "it is run once" in page(checked)
+    assert "it is run once" in render_plan(checked)
 
 
 def test_two_configurations_do_not_share_a_directory(capsys):

@@ -15,7 +15,7 @@ from builders.vllm_servers import COMMAND, Command, gone, processes_of
 from pgtoolkit.errors import SamplerLost
 from pgtoolkit.runs.completions import read_completions
 from pgtoolkit.runs.directory import read_status
-from pgtoolkit.runs.files import read_evaluations
+from pgtoolkit.runs.records import read_evaluations
 
 pytestmark = pytest.mark.slow  # servers are processes
 

@@ -17,7 +17,7 @@ from pgtoolkit.cli import main
 from pgtoolkit.rollouts.evaluation import mean_and_error, pass_at_k
 from pgtoolkit.runs.completions import read_completions
 from pgtoolkit.runs.directory import read_status
-from pgtoolkit.runs.files import read_evaluations
+from pgtoolkit.runs.records import read_evaluations
 from pgtoolkit.training.build import build
 from pgtoolkit.training.checkpoint import list_checkpoints
 from pgtoolkit.training.evaluations import measure

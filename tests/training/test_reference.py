@@ -12,7 +12,7 @@ from builders.runs import SHORT, assert_equal, built, checkpoint_of, config_of, 
 from pgtoolkit.cli import main
 from pgtoolkit.config.validate import validate
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.training.build import reference_of
+from pgtoolkit.training.reference import reference_of
 from pgtoolkit.training.train import train
 
 PENALTIES = ("kl=k3", "kl.coefficient=0.3", "entropy.coefficient=0.02")

@@ -134,6 +134,26 @@ def test_the_count_of_skipped_steps_goes_on_after_a_resume(tmp_path):
     assert checkpoint_of(folder, 2)["num_skipped_steps"] == 7
 
 
+def test_a_configuration_changed_by_hand_is_not_continued_as_another_run(tmp_path, capsys):
+    """The checkpoint holds what the configuration was; what a resume may change may be changed by hand, too."""
+    folder = run(tmp_path / "run", "trainer.max_steps=2")
+    text, rows = (folder / "config.yaml").read_text(), metrics_of(folder)
+    for key, other in (("seed: 0", "seed: 1"), ("num_digits: 3", "num_digits: 2"), ("max_steps: 2", "max_steps: 3")):
+        assert key in text
+        (folder / "config.yaml").write_text(text.replace(key, other, 1))
+        status = main(["resume", str(folder)])
+        said = capsys.readouterr().err
+        if "max_steps" in key:
+            assert status == 0
+            assert len(metrics_of(folder)) == 3
+        else:
+            name = "seed" if "seed" in key else "task.num_digits"
+            assert status == 2
+            assert f"{name}={other[-1]} needs to stay as the run began (got {other[-1]}, was {key[-1]}). " in said
+            assert "config.yaml has changed since the checkpoint of step 2: put the value back" in said
+            assert metrics_of(folder) == rows
+
+
 def test_a_changed_key_acts_on_resume(tmp_path):
     """Nothing that the user sets is silently taken from the checkpoint instead."""
     folder = run(tmp_path / "run", "trainer.max_steps=3")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from dataclasses import fields
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -22,11 +21,12 @@ from pgtoolkit.config.evaluation import (
     sampling,
     watched,
 )
+from pgtoolkit.config.keys import KEYS, key_named
 from pgtoolkit.config.plan import documents_per_step
-from pgtoolkit.config.rules.ranges import describe, within
+from pgtoolkit.config.rules.declared import describe, within
 from pgtoolkit.config.rules.run import room_for, room_for_answer
 from pgtoolkit.config.rules.scoring import prompts
-from pgtoolkit.config.schema import SCHEMAS, Config, EvaluationConfig
+from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.runs.completions import TRAINING
 from pgtoolkit.system.report import Report, text
 
@@ -37,14 +37,8 @@ _FEW = 0.01
 """Share of held-out prompts that training may also ask by chance before a note says so."""
 
 
-def evaluation(c: Any, report: Report) -> None:
+def evaluation(c: Config, report: Report) -> None:
     if not is_on(c):
-        where, why = ("evaluation.every > 0", 0), "nothing is evaluated"
-        keys = [f"evaluation.{field.name}" for field in fields(EvaluationConfig) if field.name != "every"]
-        for key in [*keys, "trainer.stop_at"]:
-            group, name = key.split(".")
-            value = getattr(getattr(c, group), name)
-            report.refuse_ignored(key, value, where, why, "evaluation.every=20", report.usual(key))
         return
     held_out = evaluated(c, report)
     _best(c, report)
@@ -63,7 +57,7 @@ def evaluation(c: Any, report: Report) -> None:
             )
 
 
-def evaluated(c: Any, report: Report) -> list[HeldOut]:
+def evaluated(c: Config, report: Report) -> list[HeldOut]:
     """The sets, each seen to be one, and the way they are sampled: the rules that hold without training, too."""
     _sets(c, report)
     _sampling(c, report)
@@ -73,12 +67,8 @@ def evaluated(c: Any, report: Report) -> list[HeldOut]:
     return held_out
 
 
-def _sets(c: Any, report: Report) -> None:
-    """Refuses the entries of evaluation.sets that are none, and takes them away for the sake of what follows."""
-    if not isinstance(c.evaluation.sets, dict):
-        reason = "It names sets of prompts."
-        report.refuse("evaluation.sets", "a dictionary", text(c.evaluation.sets), reason, _EXAMPLE)
-        c.evaluation.sets = {}
+def _sets(c: Config, report: Report) -> None:
+    """Report invalid sets, and drop them so that later rules can run."""
     for name, one in [*c.evaluation.sets.items()]:
         before = len(report.problems)
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,39}", name):
@@ -96,31 +86,29 @@ def _sets(c: Any, report: Report) -> None:
             del c.evaluation.sets[name]
 
 
-def _entry(c: Any, name: str, given: dict[str, Any], report: Report) -> None:
+def _entry(c: Config, name: str, given: dict[str, Any], report: Report) -> None:
     """Each key of a set is one of its task's, or of OF_A_SET, and its value of the type and in the range."""
     kind, place = given.get("task", c.task.name), f"evaluation.sets.{name}"
     if kind not in KINDS:
         report.refuse_value(f"{place}.task", kind, f"one of {', '.join(KINDS)}", "It is a task.", "prompts")
         return
-    schema = SCHEMAS[f"task/{kind}"]
-    of_task = {field.name: field for field in fields(schema) if field.name not in _NOT_OF_A_SET}
-    own = {field.name: field for field in fields(EvaluationConfig) + fields(Config)}
-    of_set = {"seed": own["seed"], "prompts": own["prompts_per_set"]}
-    for key, value in given.items():
-        field, setting = (of_set | of_task).get(key), f"{place}.{key}={text(value)}"
-        if key == "task":
+    of_task = {key.leaf: key for key in KEYS if key.schema == f"task/{kind}" and key.leaf not in _NOT_OF_A_SET}
+    of_set = {"seed": key_named("seed", c), "prompts": key_named("evaluation.prompts_per_set", c)}
+    for name, value in given.items():
+        key, setting = (of_set | of_task).get(name), f"{place}.{name}={text(value)}"
+        if name == "task":
             continue
-        if field is None:
+        if key is None:
             known = [*of_task, *OF_A_SET]
-            near = difflib.get_close_matches(key, known, n=1) or ["path" if kind == "prompts" else "seed"]
+            near = difflib.get_close_matches(name, known, n=1) or ["path" if kind == "prompts" else "seed"]
             reason = f"A set has the keys of task={kind} but for verifiers, and {', '.join(OF_A_SET)}."
-            report.refuse(setting, f"one of {', '.join(known)}", key, reason, f"{place}.{near[0]}=VALUE")
-        elif "range" in field.metadata:
-            if not within(field, value):
-                report.refuse_value(f"{place}.{key}", value, describe(field), "Every number has a range.", "NUMBER")
-        elif not _fits(schema, key, value):
+            report.refuse(setting, f"one of {', '.join(known)}", name, reason, f"{place}.{near[0]}=VALUE")
+        elif key.range:
+            if not within(key, value):
+                report.refuse_value(f"{place}.{name}", value, describe(key), "Every number has a range.", "NUMBER")
+        elif not _fits(SCHEMAS[key.schema], name, value):
             needs = "a value of the type of task's key"
-            report.refuse(setting, needs, value, "Every key has a type.", f"task.{key}'s form")
+            report.refuse(setting, needs, value, "Every key has a type.", f"task.{name}'s form")
 
 
 def _fits(schema: type, key: str, value: Any) -> bool:
@@ -131,22 +119,23 @@ def _fits(schema: type, key: str, value: Any) -> bool:
     return True
 
 
-def _sampling(c: Any, report: Report) -> None:
+def _sampling(c: Config, report: Report) -> None:
     how, own = sampling(c), c.evaluation
     if how["temperature"] == 0:
         if own.completions_per_prompt > 1:
             reason = "At temperature 0 all completions of a prompt are the same."
             needs, use = "evaluation.completions_per_prompt=1", "a temperature above 0"
             report.refuse("evaluation.temperature=0", needs, own.completions_per_prompt, reason, f"{needs} or {use}")
-        if own.top_p != 1:
-            where, why = ("evaluation.temperature > 0", 0), "the likeliest token is taken"
-            report.refuse_ignored("evaluation.top_p", own.top_p, where, why, "evaluation.temperature=1")
+        if own.top_p not in (None, 1):
+            needs, reason = "evaluation.temperature > 0", "It would be ignored: the likeliest token is taken."
+            use = "evaluation.temperature=1 or evaluation.top_p=null"
+            report.refuse(f"evaluation.top_p={text(own.top_p)}", needs, 0, reason, use)
     if how["max_completion_length"] is None:
         reason = "Recorded rollouts do not say how long a completion may become."
         report.refuse_value("evaluation.max_completion_length", None, "a number", reason, 256)
 
 
-def _task(c: Any, one: HeldOut, report: Report) -> None:
+def _task(c: Config, one: HeldOut, report: Report) -> None:
     """The rules on a task, of the task of a set."""
     found, place = Report(), f"evaluation.sets.{one.name}" if c.evaluation.sets else "task"
     length = sampling(c)["max_completion_length"]
@@ -163,11 +152,12 @@ def _task(c: Any, one: HeldOut, report: Report) -> None:
     report.notes += [note for note in found.notes if note not in report.notes]
 
 
-def _best(c: Any, report: Report) -> None:
+def _best(c: Config, report: Report) -> None:
     own, stop_at = c.evaluation, c.trainer.stop_at
     if own.best is None:
-        where, why = ("evaluation.best", None), "it is a value of that number"
-        report.refuse_ignored("trainer.stop_at", stop_at, where, why, "evaluation.best=pass@1")
+        if stop_at is not None:
+            reason, use = "It is a value of that number.", "evaluation.best=pass@1 or trainer.stop_at=null"
+            report.refuse(f"trainer.stop_at={text(stop_at)}", "evaluation.best", None, reason, use)
         return
     (name, number), names = watched(c), [*own.sets] or [USUAL]
     known = numbers_of(own.completions_per_prompt)
@@ -187,7 +177,7 @@ def _best(c: Any, report: Report) -> None:
         report.refuse_value("trainer.stop_at", stop_at, needs, reason, 0.9)
 
 
-def _by_chance(c: Any, one: HeldOut) -> float:
+def _by_chance(c: Config, one: HeldOut) -> float:
     """The share of a generator's held-out prompts that training is expected to ask, too, where that can be told."""
     task = one.task
     if c.rollout.name != "policy" or task.name != "reverse" or vars(task) != vars(c.task):

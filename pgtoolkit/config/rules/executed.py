@@ -1,4 +1,4 @@
-"""What who types chooses and no file: what runs code, plug-ins or functions, and servers that get credentials."""
+"""Settings that only the command line may choose, because they run code: plug-ins, functions, commands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pgtoolkit.config.defaults import default
 from pgtoolkit.config.key import value_of
 from pgtoolkit.config.keys import keys_of
-from pgtoolkit.runs.files import leaves
+from pgtoolkit.runs.records import leaves
 from pgtoolkit.system.report import refusal, text
 
 if TYPE_CHECKING:  # loads Hydra, which what only reads runs has no use for
@@ -23,20 +23,12 @@ _TARGETS = {
 }
 """Places where Hydra instantiates what a plug-in needs, and what the names of those begin with."""
 
-_SLURM = (
-    *("timeout_min", "max_num_timeout", "signal_delay_s", "nodes", "tasks_per_node", "cpus_per_task", "gpus_per_node"),
-    *("mem_gb", "array_parallelism", "name", "partition", "account", "qos", "constraint", "exclude", "gres", "comment"),
-    *("cpus_per_gpu", "gpus_per_task", "mem_per_gpu", "mem_per_cpu", "stderr_to_stdout"),
-)
-_OF_FILES = {
-    *(("mode",), ("output_subdir",), ("run", "dir"), ("sweep", "dir"), ("sweep", "subdir"), ("job", "name")),
-    *(("launcher", key) for key in ("n_jobs", "fail_fast", *_SLURM)),
-    *(("launcher", "ray", "remote", key) for key in ("num_cpus", "num_gpus", "max_calls")),
-    *(("sweeper", key) for key in ("max_batch_size", "n_trials", "n_jobs", "direction", "max_failure_rate")),
-    *(("sweeper", key) for key in ("study_name", "params")),
-    *(("sweeper", "sampler", key) for key in ("seed", "n_startup_trials")),
-}
-"""Keys below `hydra` that a file of the user's may set: they run nothing. With them each key of sweeper.params."""
+_OF_FILES = {("mode",), ("output_subdir",), ("run", "dir"), ("sweep", "dir"), ("sweep", "subdir"), ("job", "name")}
+"""Keys below `hydra` that a file of the user's may set, beside those of its launcher and sweeper."""
+
+_ONLY_TYPED = {"_target_", "setup", "additional_parameters", "submitit_folder", "address"}
+_ONLY_TYPED |= {"storage", "search_space", "custom_search_space"}
+"""Keys of launchers and sweepers whose values are run, or name a place or a server that is given what runs."""
 
 _COMPUTED = {("runtime",), ("overrides",), ("searchpath",), ("job", "override_dirname"), ("job", "config_name")}
 """What Hydra or pgtk itself fills in, whatever a file says."""
@@ -51,10 +43,11 @@ def targets(hydra: DictConfig) -> list[str]:
 
 def set_by_files(hydra: DictConfig, typed: DictConfig) -> list[str]:
     """Problems with what files of the user's set in the node `hydra`; typed: the node without these files."""
-    problems, own = [], dict(_leaves(typed))
+    problems, known = [], dict(_leaves(typed))
     for path, value in _leaves(hydra):
-        known = (path in own and own[path] == value) or _is_foreign(path, value)  # of which `targets` says more
-        if not known and not any(path[:length] in _COMPUTED for length in (1, 2)) and not _harmless(path, value):
+        is_known = (path in known and known[path] == value) or _is_foreign(path, value)  # of which `targets` says more
+        is_computed = any(path[:length] in _COMPUTED for length in (1, 2))
+        if not (is_known or is_computed or _harmless(path, value, known)):
             reason = "Only the command line may set what can run code."
             use = f"{_dotted(path)}=VALUE on the command line, or leave it out"
             got = "it from a file of a sweep or of --config-dir"
@@ -88,7 +81,7 @@ def not_typed(config: DictConfig, typed: list[Override]) -> list[str]:
     return problems
 
 
-def named_code(config: Any, kind: str) -> dict[str, Any]:
+def named_code(config: object, kind: str) -> dict[str, Any]:
     """By key: the functions of the user's own, or the commands, that a configuration names; kind: as `Key.code`."""
     named = {}
     for key in keys_of(config):
@@ -122,13 +115,16 @@ def _is_foreign(path: tuple, value: Any) -> bool:
     return "_target_" in path and not str(value).startswith(_TARGETS.get(path, ()))
 
 
-def _harmless(path: tuple, value: Any) -> bool:
+def _harmless(path: tuple, value: Any, known: dict[tuple, Any]) -> bool:
+    """Whether a file may set a key; known: those of the launcher and the sweeper that conf/ has."""
     if isinstance(value, str) and ("\n" in value or "oc.env" in value):
         return False  # a line of its own in a job's script; a secret in the name of a folder
     if path[0] in ("launcher", "sweeper", "job") and "${" in str(value):
         return False  # it could stand for anything
     if path[:2] == ("sweeper", "params") and len(path) == 3:
         return not path[2].lstrip("+~").startswith("hydra")
+    if path[0] in ("launcher", "sweeper"):
+        return path in known and not _ONLY_TYPED & {*path}
     return path in _OF_FILES
 
 

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from pgtoolkit.config.evaluation import samples
-from pgtoolkit.config.plan import vocabulary_size
-from pgtoolkit.ranks.environment import AXES, joined
-from pgtoolkit.system.model_folder import model_settings
+from pgtoolkit.config.models import MODEL_TYPES, shape, vocabulary_size
+from pgtoolkit.config.schema import Config, ParallelismConfig
+from pgtoolkit.ranks.environment import AXES, joined, world_size
 from pgtoolkit.system.report import Report, is_whole, text
 
-MODEL_TYPES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 
-
-def parallelism(c: Any, report: Report) -> None:
+def parallelism(c: Config, report: Report) -> None:
     _world(c.parallelism, report)
     _keys(c, report)
     _rollouts(c, report)
-    fits(c.parallelism, _known(c), vocabulary_size(c.model, c.task), report)
+    fits(c.parallelism, shape(c.model), vocabulary_size(c.model, c.task), report)
 
 
-def world_size(p: Any) -> int:
-    """How many processes share a step."""
-    return math.prod(getattr(p, axis) for axis in AXES)
-
-
-def _world(p: Any, report: Report) -> None:
+def _world(p: ParallelismConfig, report: Report) -> None:
     rank, product = joined(), world_size(p)
     if rank is not None and rank.world_size != product:
         factors = " x ".join(f"{name}={getattr(p, name)}" for name in AXES)
@@ -36,7 +28,7 @@ def _world(p: Any, report: Report) -> None:
         report.refuse(f"WORLD_SIZE={rank.world_size}", needs, rank.world_size, reason, use)
 
 
-def _keys(c: Any, report: Report) -> None:
+def _keys(c: Config, report: Report) -> None:
     p = c.parallelism
     if p.sequence_parallel and p.tensor_parallel == 1:
         reason = "The activations are sharded over the same ranks as the matrices."
@@ -60,7 +52,7 @@ def _keys(c: Any, report: Report) -> None:
             report.refuse(f"parallelism.{name}={text(value)}", needs, got, reason, use)
 
 
-def _rollouts(c: Any, report: Report) -> None:
+def _rollouts(c: Config, report: Report) -> None:
     p = c.parallelism
     whole = {name: 1 for name in AXES if name != "data_parallel"} | {"shard": False}
     if samples(c) and (spread := [name for name in whole if getattr(p, name) != whole[name]]):
@@ -73,7 +65,7 @@ def _rollouts(c: Any, report: Report) -> None:
         report.refuse(setting, needs, got, reason, f"{use}, or {mend}")
 
 
-def fits(p: Any, known: dict[str, Any], vocabulary: int | None, report: Report) -> None:
+def fits(p: ParallelismConfig, known: dict[str, Any], vocabulary: int | None, report: Report) -> None:
     """Whether a model can be spread so: as far as it is known by `check`, and as it is loaded by `model/spread.py`.
 
     p: parallelism. known: type, attention heads, key-value heads, layers, tied; what is not known is missing or None.
@@ -102,20 +94,3 @@ def fits(p: Any, known: dict[str, Any], vocabulary: int | None, report: Report) 
     if is_whole(layers) and 1 <= layers < stages:
         reason, use = "A stage holds whole layers, at least one.", f"parallelism.pipeline_parallel={layers}"
         report.refuse(setting, f"at most the model's {layers} layers", stages, reason, use)
-
-
-def _known(c: Any) -> dict[str, Any]:
-    """What of the model's shape is known without loading it: from the configuration, or from a local config.json."""
-    if c.model.name == "tiny":
-        return {"type": "gpt2", "attention heads": c.model.num_heads, "layers": c.model.num_layers}
-    if not (settings := model_settings(c.model.path)):
-        return {}
-    settings.setdefault("tie_word_embeddings", settings.get("model_type") == "gpt2")  # what transformers takes
-    names = {
-        "type": ("model_type",),
-        "attention heads": ("num_attention_heads", "n_head"),
-        "key-value heads": ("num_key_value_heads",),
-        "layers": ("num_hidden_layers", "n_layer"),
-        "tied": ("tie_word_embeddings",),
-    }
-    return {what: settings[key] for what, keys in names.items() for key in keys if settings.get(key) is not None}

@@ -9,6 +9,7 @@ from pathlib import Path, PurePath
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from pgtoolkit.config.paths import is_possible
 from pgtoolkit.errors import first_line
 from pgtoolkit.runs.directory import occupied, occupied_by
 from pgtoolkit.system.report import refusal
@@ -82,12 +83,6 @@ def _contained(config: DictConfig, key: str) -> list[str]:
         needs, use = "a folder in the run directory", "hydra.output_subdir=.hydra"
         return [refusal(f"hydra.output_subdir={inside}", needs, inside, _REASON, use)]
     return []
-
-
-def is_possible(path: str) -> bool:
-    """Whether no part is longer than the 255 bytes that file systems allow, nor the whole than 4095."""
-    parts = [*PurePath(path).parts, ""]
-    return "\0" not in path and len(os.fsencode(path)) < 4096 and max(len(os.fsencode(part)) for part in parts) < 256
 
 
 def _leads_out(path: str) -> bool:

@@ -9,15 +9,17 @@ import re
 from typing import Any
 from urllib.parse import urlsplit
 
+from pgtoolkit.config.paths import batches_in, is_local_path
 from pgtoolkit.config.plan import family_of_config, tokens_at_least
+from pgtoolkit.config.schema import Config, HuggingFaceModelConfig
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.system.report import Report, is_whole, refusal, text
+from pgtoolkit.system.report import Report, is_whole, text
 
 MOST_DOCUMENTS = 10**6
 """Of a batch of rollouts: as many as accumulation.docs_per_step may be."""
 
 
-def rollout(c: Any, report: Report) -> None:
+def rollout(c: Config, report: Report) -> None:
     rollout = c.rollout
     if rollout.name == "recorded":
         existing(report, "rollout.path", rollout.path)
@@ -55,18 +57,15 @@ def room_for_answer(digits: int, key: str, length: int, report: Report) -> None:
         report.refuse(f"task.num_digits={digits}", f"{key} >= {digits + 1}", length, reason, f"{key}={digits + 1}")
 
 
-def _overlong(c: Any, length: int, report: Report) -> None:
+def _overlong(c: Config, length: int, report: Report) -> None:
     """What DAPO adds to rollouts fits together, and the rest."""
-    buffer, penalty = c.rollout.overlong_buffer, c.rollout.overlong_penalty
+    buffer = c.rollout.overlong_buffer
     if c.rollout.max_sampling_rounds > 1 and c.rollout.max_staleness is not None:
         setting, reason = f"rollout.max_sampling_rounds={c.rollout.max_sampling_rounds}", "Further rounds would be "
         reason += "sampled by the weights of another moment, which depends on when checkpoints are made."
         use = "rollout.lag or rollout.max_sampling_rounds=1"
         report.refuse(setting, "rollout.max_staleness=null", c.rollout.max_staleness, reason, use)
     if buffer is None:
-        where, use = ("rollout.overlong_buffer, in tokens", None), "rollout.overlong_buffer=TOKENS"
-        why = "nothing is too long"
-        report.refuse_ignored("rollout.overlong_penalty", penalty, where, why, use, off=1)
         return
     if buffer > length:
         needs, reason = (
@@ -83,7 +82,7 @@ def _overlong(c: Any, length: int, report: Report) -> None:
         report.note(f"{setting} with rollout.max_completion_length={length} punishes {right}, for its length.")
 
 
-def model(c: Any, report: Report) -> None:
+def model(c: Config, report: Report) -> None:
     model = c.model
     if model.name == "tiny":
         width, heads = model.hidden_size, model.num_heads
@@ -91,9 +90,7 @@ def model(c: Any, report: Report) -> None:
             needs, reason = f"a multiple of model.num_heads={heads}", "Every head takes an equal share of the width."
             report.refuse_value("model.hidden_size", width, needs, reason, width + -width % heads)
         room_for(c, tokens_at_least(c), "the longest document", report)
-        where, why = ("model=huggingface", "model=tiny"), "all of the tiny model is float32"
-        report.refuse_ignored("model.fp32_lm_head", model.fp32_lm_head, where, why, off=False)
-    elif is_local(model.path):
+    elif is_local_path(model.path):
         existing(report, "model.path", model.path)
     coarse = model.name == "huggingface" and model.dtype != "float32" and not model.fp32_lm_head
     family = family_of_config(c)
@@ -106,16 +103,10 @@ def model(c: Any, report: Report) -> None:
         )
 
 
-def lora(c: Any, report: Report) -> None:
+def lora(c: Config, report: Report) -> None:
     """What LoRA's keys need of the model, of the processes and of one another."""
     model = c.model
-    if model.name != "huggingface":
-        return
-    if model.lora_rank is None:
-        for key in ("lora_alpha", "lora_targets"):
-            where, off = ("model.lora_rank", None), report.usual(f"model.{key}")
-            why, use = "there are no adapters", "model.lora_rank=16"
-            report.refuse_ignored(f"model.{key}", getattr(model, key), where, why, use, off)
+    if not isinstance(model, HuggingFaceModelConfig) or model.lora_rank is None:
         return
     setting = f"model.lora_rank={model.lora_rank}"
     installed(report, setting, "peft", "lora")
@@ -141,26 +132,21 @@ def lora(c: Any, report: Report) -> None:
         report.refuse_value("model.lora_targets", targets, needs, reason, ["all-linear"])
 
 
-def room_for(c: Any, tokens: int, of: str, report: Report) -> None:
+def room_for(c: Config, tokens: int, of: str, report: Report) -> None:
     """The tiny model's positions for a document of so many tokens."""
     if c.model.name == "tiny" and tokens > c.model.max_positions:
         needs, reason = f"{of}, {tokens} tokens", "The model has a position for every token of a document."
         report.refuse_value("model.max_positions", c.model.max_positions, needs, reason, tokens)
 
 
-def kernel(c: Any, report: Report) -> None:
+def kernel(c: Config, report: Report) -> None:
     memory, chosen = c.kernel.logits_memory_mb, c.kernel.implementation
-    splits = chosen == "auto" and c.loss.num_splits != 1
-    if splits or chosen not in ("auto", "fused_linear"):
-        where = ("loss.num_splits=1", c.loss.num_splits) if splits else ("kernel=auto or kernel=fused_linear", chosen)
-        report.refuse_ignored("kernel.logits_memory_mb", memory, where, "the logits are materialised")
-    if needs_gpu(c) and c.trainer.device == "cpu":
+    if chosen == "auto" and c.loss.num_splits != 1 and memory is not None:
+        reason = "It has no effect on logits that are materialised."
+        use = "loss.num_splits=1 or kernel.logits_memory_mb=null"
+        report.refuse(f"kernel.logits_memory_mb={memory}", "loss.num_splits=1", c.loss.num_splits, reason, use)
+    if c.kernel.needs_gpu and c.trainer.device == "cpu":
         refuse_triton("trainer.device=cpu", report)
-
-
-def needs_gpu(c: Any) -> bool:
-    """Whether Triton is to compile its kernels."""
-    return c.kernel.implementation == "triton" and os.environ.get("TRITON_INTERPRET") != "1"
 
 
 def refuse_triton(got: str, report: Report) -> None:
@@ -168,7 +154,7 @@ def refuse_triton(got: str, report: Report) -> None:
     report.refuse("kernel=triton", "a GPU", got, reason, "kernel=torch")
 
 
-def optimizer(c: Any, report: Report) -> None:
+def optimizer(c: Config, report: Report) -> None:
     usual_rate = report.usual("optimizer.learning_rate")  # for models of this kind
     warmup, steps, rate = c.optimizer.warmup_steps, c.trainer.max_steps, c.optimizer.learning_rate
     if warmup >= steps:
@@ -181,21 +167,17 @@ def optimizer(c: Any, report: Report) -> None:
         )
 
 
-def trainer(c: Any, report: Report) -> None:
+def trainer(c: Config, report: Report) -> None:
     if (device := str(c.trainer.device)) not in ("auto", "cpu", "cuda"):
         report.refuse_value("trainer.device", device, "auto, cpu or cuda", "auto takes a GPU if there is one.", "auto")
 
 
-def tracking(c: Any, report: Report) -> None:
+def tracking(c: Config, report: Report) -> None:
     t = c.tracking
     if t.run_name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", str(t.run_name)):
         needs = "1 to 80 letters, digits, '.', '_' or '-', a letter or digit first"
         safe = re.sub(r"[^A-Za-z0-9._-]+", "-", str(t.run_name)).strip("-._")[:80] or "run"
         report.refuse_value("tracking.run_name", t.run_name, needs, "It is also the name of the run directory.", safe)
-    for key, off in (("uri", None), ("experiment", None), ("system_metrics", False)):
-        if t.name == "none":
-            where, why = ("tracking=mlflow", "tracking=none"), "nothing is tracked"
-            report.refuse_ignored(f"tracking.{key}", getattr(t, key), where, why, off=off)
     if t.name == "mlflow" and not t.experiment:
         reason = "MLflow keeps runs in experiments."
         report.refuse("tracking=mlflow", "tracking.experiment", t.experiment, reason, "tracking.experiment=pgtoolkit")
@@ -221,27 +203,6 @@ def _uri(uri: str, report: Report) -> None:
         report.refuse(f"tracking.uri={uri}", "sqlite:///FILE", "a folder", reason, use)
 
 
-def occupied_by_rollouts(save_path: str | None) -> str | None:
-    """The problem of a run that begins where another one has recorded its rollouts."""
-    if not save_path or not (batches := batches_in(save_path)):
-        return None
-    needs, got = "a new or empty folder", f"one with {batches} batches of rollouts"
-    reason, use = "The rollouts of two runs would mix.", "another folder, or remove this one"
-    return refusal(f"rollout.save_path={save_path}", needs, got, reason, use)
-
-
-def batches_in(save_path: str) -> int | None:
-    """How many batches of rollouts a folder holds; None where it is no folder, or one with other files."""
-    try:
-        names = os.listdir(os.path.expanduser(save_path))
-    except FileNotFoundError:
-        return 0
-    except (OSError, ValueError):  # another file, unreadable, or no path at all
-        return None
-    own = all(name.startswith(("batch-", ".batch-")) for name in names)
-    return sum(name.startswith("batch-") for name in names) if own else None
-
-
 def existing(report: Report, path: str, value: Any) -> None:
     """Refuse the value of the key `path` where there is no such file, folder or glob."""
     if value is None:
@@ -250,11 +211,6 @@ def existing(report: Report, path: str, value: Any) -> None:
     if value == "" or (not os.path.exists(place) and not glob.glob(place, recursive=True)):
         reason = "There is nothing at that path, seen from the current directory."
         report.refuse_value(path, value, "an existing file, folder or glob", reason, "PATH")
-
-
-def is_local(path: str | None) -> bool:
-    """Whether the path of a model is one by its beginning, and no name on the Hugging Face hub."""
-    return path is not None and (path == "" or path.startswith((".", "/", "~")))
 
 
 def launcher(hydra: Any, report: Report) -> None:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from typing import Any
 from urllib.parse import urlsplit
 
 from pgtoolkit.config.evaluation import samples
 from pgtoolkit.config.plan import documents_per_batch
-from pgtoolkit.config.rules.parallelism import world_size
 from pgtoolkit.config.schedule import steps_of
+from pgtoolkit.config.schema import Config, PolicyRolloutConfig, VllmSamplerConfig
+from pgtoolkit.ranks.environment import world_size
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, is_whole, text
 
-_OF_STARTED = ("executable", "arguments", "gpus", "tensor_parallel", "servers_per_gpu", "gpu_memory_share")
-_OF_STARTED += ("max_sequences",)
-"""Keys of sampler=vllm that say how servers are started."""
 _SET = {
     "--dtype": "model.dtype",
     "--generation-config": None,
@@ -31,38 +28,28 @@ _SET = {
 """Options of vLLM that pgtk gives it, and the keys that they come from."""
 
 
-def sampler(c: Any, report: Report) -> None:
+def sampler(c: Config, report: Report) -> None:
     if samples(c):
-        if c.sampler.name == "vllm":
-            _vllm(c, report)
-    elif own := report.typed_of("sampler"):
+        if isinstance(c.sampler, VllmSamplerConfig):
+            _vllm(c, c.sampler, report)
+    elif typed := report.typed_of("sampler"):
         reason, needs = "It would be ignored: nothing is sampled.", "rollout=policy or evaluation.every > 0"
         use = "rollout=policy or evaluation.every=20, or leave it out"
-        report.refuse(" ".join(own), needs, "rollout=recorded", reason, use)
+        report.refuse(" ".join(typed), needs, "rollout=recorded", reason, use)
 
 
-def _vllm(c: Any, report: Report) -> None:
-    own, world = c.sampler, world_size(c.parallelism)
-    for name in ("urls", "arguments", "gpus"):
-        if not isinstance(getattr(own, name), list | None):  # as an interpolation may give
-            use = f"sampler.{name}={text(report.usual(f'sampler.{name}'))}"
-            report.refuse(f"sampler.{name}", "a list", "something else", "It has any number of entries.", use)
-            return
-    if own.urls:
-        _urls(own.urls, report)
-        where, why = ("sampler.urls=[]", text(own.urls)), "it says how servers are started, and these run already"
-        for name in _OF_STARTED:
-            key = f"sampler.{name}"
-            report.refuse_ignored(key, getattr(own, name), where, why, off=report.usual(key))
+def _vllm(c: Config, sampler: VllmSamplerConfig, report: Report) -> None:
+    world = world_size(c.parallelism)
+    if sampler.urls:
+        _urls(sampler.urls, report)
     else:
-        _started(c, world, report)
-    if world > 1 and own.answer_seconds > (most := c.parallelism.timeout_seconds):
-        setting, reason = (
-            f"sampler.answer_seconds={own.answer_seconds}",
-            "The other ranks would not wait so long.",
-        )
+        _started(c, sampler, world, report)
+    if world > 1 and sampler.answer_seconds > (most := c.parallelism.timeout_seconds):
+        setting, reason = f"sampler.answer_seconds={sampler.answer_seconds}", "The other ranks would not wait so long."
         needs = f"at most parallelism.timeout_seconds={most}"
-        report.refuse(setting, needs, own.answer_seconds, reason, f"parallelism.timeout_seconds={own.answer_seconds}")
+        report.refuse(
+            setting, needs, sampler.answer_seconds, reason, f"parallelism.timeout_seconds={sampler.answer_seconds}"
+        )
 
 
 def _urls(urls: list[str], report: Report) -> None:
@@ -82,27 +69,26 @@ def _urls(urls: list[str], report: Report) -> None:
         report.refuse(f"sampler.urls={text(urls)}", "each server once", text(urls), reason, use)
 
 
-def _started(c: Any, world: int, report: Report) -> None:
-    own = c.sampler
+def _started(c: Config, sampler: VllmSamplerConfig, world: int, report: Report) -> None:
     try:
-        command = shlex.split(own.executable)
+        command = shlex.split(sampler.executable)
     except ValueError:  # a quotation mark that is not closed
         command = []
     if not command:
-        report.refuse_value("sampler.executable", own.executable, "a command", "It is how vLLM is called.", "vllm")
-    for argument in own.arguments:
+        report.refuse_value("sampler.executable", sampler.executable, "a command", "It is how vLLM is called.", "vllm")
+    for argument in sampler.arguments:
         option = argument.partition("=")[0]
         if option in _SET:
             use = f"{_SET[option]}=VALUE" if _SET[option] else "sampler.arguments without it"
-            reason, got = "pgtk sets this option, and relies on it.", text(own.arguments)
+            reason, got = "pgtk sets this option, and relies on it.", text(sampler.arguments)
             report.refuse(f"sampler.arguments={got}", f"no {option}", argument, reason, use)
-    if own.gpus is None:
-        if own.tensor_parallel > 1:
+    if sampler.gpus is None:
+        if sampler.tensor_parallel > 1:
             reason = "A server on the training GPU has that one."
             use = "sampler.gpus=[1,2] or sampler.tensor_parallel=1"
-            report.refuse(f"sampler.tensor_parallel={own.tensor_parallel}", "sampler.gpus", "null", reason, use)
+            report.refuse(f"sampler.tensor_parallel={sampler.tensor_parallel}", "sampler.gpus", "null", reason, use)
         return
-    gpus, setting, size = own.gpus, f"sampler.gpus={text(own.gpus)}", own.tensor_parallel
+    gpus, setting, size = sampler.gpus, f"sampler.gpus={text(sampler.gpus)}", sampler.tensor_parallel
     first = 0 if c.trainer.device == "cpu" else world
     use = f"sampler.gpus={text([first + i for i in range(size)])}"
     if not gpus or len({*gpus}) < len(gpus) or not all(is_whole(gpu) and gpu >= 0 for gpu in gpus):
@@ -116,8 +102,8 @@ def _started(c: Any, world: int, report: Report) -> None:
         report.refuse(setting, needs, min(gpus), reason, f"{use}, or sampler.gpus=null to share it")
 
 
-def schedule(c: Any, report: Report) -> None:
-    if c.rollout.name != "policy":
+def schedule(c: Config, report: Report) -> None:
+    if not isinstance(c.rollout, PolicyRolloutConfig):
         return
     lag, most = c.rollout.lag, c.rollout.max_staleness
     if lag and most is not None:
@@ -133,7 +119,7 @@ def schedule(c: Any, report: Report) -> None:
             _overlap(c, setting, report)
 
 
-def _overlap(c: Any, setting: str, report: Report) -> None:
+def _overlap(c: Config, setting: str, report: Report) -> None:
     """Training and sampling at the same time."""
     most, last, old = c.rollout.max_staleness, c.accumulation.last_step, c.rollout.old_log_probs
     if old != "sampling":

@@ -8,6 +8,14 @@ from typing import Any
 from pgtoolkit.config.evaluation import is_on
 from pgtoolkit.config.rules.run import existing, installed
 from pgtoolkit.config.rules.step import importable
+from pgtoolkit.config.schema import (
+    Config,
+    PolicyRolloutConfig,
+    PromptsTaskConfig,
+    ReasoningGymTaskConfig,
+    TaskConfig,
+    WrittenTaskConfig,
+)
 from pgtoolkit.system.report import Report, is_number, text
 
 VERIFIERS = ("exact_match", "regular_expression", "math_verify")
@@ -17,51 +25,47 @@ _KEYS = ("verifier", "weight", "pattern")
 _EXAMPLE = "'task.verifiers={answer: {verifier: math_verify}, short: {verifier: my_module.short, weight: 0.1}}'"
 
 
-def task(c: Any, report: Report) -> None:
+def task(c: Config, report: Report) -> None:
     if c.rollout.name == "recorded":
         if (own := report.typed_of("task")) and not is_on(c):
             uses = "only gives model=tiny its characters" if c.model.name == "tiny" else "changes nothing"
             report.note(f"{' '.join(own)} {uses}: with rollout=recorded prompts and rewards come from rollout.path.")
         return
-    if c.task.name != "reverse":
-        _chat(c, report)
+    if isinstance(c.task, WrittenTaskConfig):
+        _chat(c, c.task, report)
     prompts(c.task, report)
 
 
-def prompts(task: Any, report: Report) -> None:
+def prompts(task: TaskConfig, report: Report) -> None:
     """What the task of training, or of a set of held-out prompts, needs."""
-    if task.name == "reasoning_gym":
+    if isinstance(task, ReasoningGymTaskConfig):
         installed(report, "task=reasoning_gym", "reasoning_gym", "reasoning-gym")
-    elif task.name == "prompts":
+    elif isinstance(task, PromptsTaskConfig):
         existing(report, "task.path", task.path)
         if "math_verify" in _verifiers(task, report):
             installed(report, "math_verify among the verifiers", "math_verify", "math-verify")
         _processes(task, report)
 
 
-def _chat(c: Any, report: Report) -> None:
+def _chat(c: Config, task: WrittenTaskConfig, report: Report) -> None:
     """A system message needs a chat template; whether the model's tokenizer has one, only the tokenizer knows."""
-    system = c.task.system_prompt
+    system = task.system_prompt
     if not isinstance(system, str):
         return
-    if c.model.name == "tiny" or c.task.chat == "never":
+    if c.model.name == "tiny" or task.chat == "never":
         got = "model=tiny, which has none" if c.model.name == "tiny" else "task.chat=never"
         use = "model=huggingface" if c.model.name == "tiny" else "task.chat=auto or task.system_prompt=null"
         report.refuse(f"task.system_prompt={system:.40}", "a chat template", got, "It would be ignored.", use)
     _backslashes("task.system_prompt", system, report)
 
 
-def stop(c: Any, report: Report) -> None:
-    given = getattr(c.rollout, "stop", [])
-    if not isinstance(given, list) or not all(isinstance(one, str) for one in given):  # as an interpolation may give
-        reason, use = "Each of them ends a completion.", "rollout.stop=[]"
-        report.refuse("rollout.stop", "a list of texts", "something else", reason, use)
-        return
-    for one in given:
-        if one == "":
+def stop(c: Config, report: Report) -> None:
+    texts = c.rollout.stop if isinstance(c.rollout, PolicyRolloutConfig) else []
+    for given in texts:
+        if given == "":
             reason = "Every completion contains it."
-            report.refuse(f"rollout.stop={given}", "texts that are not empty", "''", reason, "rollout.stop=[]")
-        _backslashes("rollout.stop", one, report)
+            report.refuse(f"rollout.stop={texts}", "texts that are not empty", "''", reason, "rollout.stop=[]")
+        _backslashes("rollout.stop", given, report)
 
 
 def _backslashes(key: str, value: str, report: Report) -> None:
@@ -72,15 +76,13 @@ def _backslashes(key: str, value: str, report: Report) -> None:
         )
 
 
-def _verifiers(task: Any, report: Report) -> set[str]:
+def _verifiers(task: PromptsTaskConfig, report: Report) -> set[str]:
     """Exactly one of task.verifier and task.verifiers, each with what it needs; returns those that are used."""
-    if not isinstance(task.verifiers, dict):  # as an interpolation may give
-        report.refuse("task.verifiers", "a dictionary", task.verifiers, "It names the verifiers.", _EXAMPLE)
-        return set()
     if task.verifiers:
-        where, why = ("task.verifiers={}", text([*task.verifiers])), "those score the completions"
         for key in ("verifier", "pattern"):
-            report.refuse_ignored(f"task.{key}", getattr(task, key), where, why)
+            if (value := getattr(task, key)) is not None:
+                needs, reason = "task.verifiers={}", "It would be ignored: those score the completions."
+                report.refuse(f"task.{key}={value}", needs, [*task.verifiers], reason, f"{needs} or task.{key}=null")
         several = {key: one for key, one in task.verifiers.items() if _entry(f"task.verifiers.{key}", key, one, report)}
         for name, one in several.items():
             _verifier(f"task.verifiers.{name}.", one["verifier"], one.get("pattern"), report)
@@ -119,9 +121,9 @@ def _verifier(prefix: str, name: str, shape: str | None, report: Report) -> None
         importable(report, f"{prefix}verifier", str(name), "It scores the completions.", alternatives)
     if name == "regular_expression":
         _pattern(prefix, shape, report)
-    else:
-        where = (f"{prefix}verifier=regular_expression", name)
-        report.refuse_ignored(f"{prefix}pattern", shape, where, "other verifiers take none")
+    elif shape is not None:
+        needs, reason = f"{prefix}verifier=regular_expression", "It would be ignored: other verifiers take none."
+        report.refuse(f"{prefix}pattern={shape}", needs, name, reason, f"{needs} or {prefix}pattern=null")
 
 
 def _pattern(prefix: str, shape: str | None, report: Report) -> None:
@@ -138,12 +140,15 @@ def _pattern(prefix: str, shape: str | None, report: Report) -> None:
     report.refuse(f"{prefix}verifier=regular_expression", f"{prefix}pattern with one group", got, reason, use)
 
 
-def _processes(task: Any, report: Report) -> None:
+def _processes(task: PromptsTaskConfig, report: Report) -> None:
     """A time limit and the processes that can keep it come together."""
     number, seconds = task.verifier_processes, task.verifier_seconds
     if number > 0 and seconds is None:
         reason, use = "A verifier in a process of its own has a time limit.", "task.verifier_seconds=10"
         report.refuse(f"task.verifier_processes={number}", "task.verifier_seconds", None, reason, use)
-    if number == 0:
-        where, why = ("task.verifier_processes >= 1", number), "only a process of its own can be ended"
-        report.refuse_ignored("task.verifier_seconds", seconds, where, why, "task.verifier_processes=4")
+    if number == 0 and seconds is not None:
+        reason, use = (
+            "Only a process of its own can be ended.",
+            "task.verifier_processes=4 or task.verifier_seconds=null",
+        )
+        report.refuse(f"task.verifier_seconds={text(seconds)}", "task.verifier_processes > 0", 0, reason, use)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import difflib
 import re
 from pathlib import Path
-from typing import Any
 
-from pgtoolkit.config.plan import documents_per_batch, family_of_config, tokens_at_least, vocabulary_size
-from pgtoolkit.config.rules.run import existing, is_local
+from pgtoolkit.config.models import vocabulary_size
+from pgtoolkit.config.paths import is_local_path
+from pgtoolkit.config.plan import documents_per_batch, family_of_config, tokens_at_least
+from pgtoolkit.config.rules.run import existing
+from pgtoolkit.config.schema import Config, RolloutConfig
 from pgtoolkit.losses.corrections import configured as configured_correction
 from pgtoolkit.system.functions import is_findable, kind_of
 from pgtoolkit.system.model_folder import model_settings
 from pgtoolkit.system.report import Report, is_whole, text
 
 
-def loss(c: Any, report: Report) -> None:
+def loss(c: Config, report: Report) -> None:
     splits, family = c.loss.num_splits, family_of_config(c)
     if family is None and c.loss.path is not None:
         importable(report, "loss.path", str(c.loss.path), "It is imported when the run starts.")
@@ -31,12 +33,9 @@ def loss(c: Any, report: Report) -> None:
         report.refuse(setting, needs, "kernel=fused_linear", reason, "kernel=torch or loss.num_splits=1")
 
 
-def aggregation(c: Any, report: Report) -> None:
+def aggregation(c: Config, report: Report) -> None:
     mode, divisor, reducer = c.aggregation.mode, c.aggregation.divisor, c.aggregation.reducer
-    if mode != "constant":
-        why = "only aggregation=constant divides by it"
-        report.refuse_ignored("aggregation.divisor", divisor, ("aggregation=constant", mode), why)
-    elif divisor is None:
+    if mode == "constant" and divisor is None:
         reason = "aggregation=constant divides by it; it must not depend on the data."
         longest = c.rollout.max_completion_length or "LONGEST_COMPLETION"
         report.refuse_value("aggregation.divisor", divisor, "a number", reason, longest)
@@ -61,7 +60,7 @@ def importable(report: Report, key: str, path: str, reason: str, alternatives: s
         report.refuse(f"{key}={path}", needs, f"no module {module}", reason, use)
 
 
-def correction(c: Any, report: Report) -> None:
+def correction(c: Config, report: Report) -> None:
     """Bounds in their order, and sampling log-probs that differ from the old ones by what a correction is for."""
     low, high = getattr(c.correction, "low", None), getattr(c.correction, "high", None)
     if low is not None and low > high:
@@ -88,7 +87,7 @@ def correction(c: Any, report: Report) -> None:
         report.refuse(setting, "rollout.top_p=null", rollout.top_p, reason, use)
 
 
-def advantage(c: Any, report: Report) -> None:
+def advantage(c: Config, report: Report) -> None:
     estimator, size = c.advantage.estimator, c.rollout.group_size
     if estimator == "given" and c.rollout.name == "policy":
         reason = "Advantages can only be given with recorded rollouts."
@@ -98,13 +97,10 @@ def advantage(c: Any, report: Report) -> None:
         report.refuse(f"advantage={estimator}", "rollout.group_size >= 2", size, reason, "rollout.group_size=8")
 
 
-def penalties(c: Any, report: Report) -> None:
+def penalties(c: Config, report: Report) -> None:
     """The KL against a reference, and which reference there is."""
     kind, reference = c.kl.kind, c.kl.reference
     if kind == "none":
-        where, why = ("kl=k1, k2, k3 or k3_ratio", "kl=none"), "there is no penalty against a reference"
-        for key in ("coefficient", "reference"):
-            report.refuse_ignored(f"kl.{key}", getattr(c.kl, key), where, why, use="kl=k3")
         return
     if c.kl.coefficient is None:
         reason = "The penalty is multiplied by it."
@@ -115,14 +111,14 @@ def penalties(c: Any, report: Report) -> None:
     if reference == "recorded" and c.rollout.name != "recorded":
         reason = "The reference's log-probs of completions that are still to be sampled are in no file."
         report.refuse("kl.reference=recorded", "rollout=recorded", "rollout=policy", reason, "kl.reference=initial")
-    if is_local(reference):
+    if is_local_path(reference):
         existing(report, "kl.reference", reference)
     sizes = vocabulary_size(c.model, c.task), model_settings(reference).get("vocab_size")
     if all(is_whole(size) for size in sizes) and sizes[0] != sizes[1]:
         reason = "Its log-probs would be those of other tokens."
         use = "a model of the same family, or kl.reference=initial"
         report.refuse(f"kl.reference={reference}", f"a vocabulary of {sizes[0]} entries", sizes[1], reason, use)
-    if needs_model(c) and (stages := c.parallelism.pipeline_parallel) > 1:
+    if c.kl.needs_model and (stages := c.parallelism.pipeline_parallel) > 1:
         reason = "The stages hand on the training policy's hidden states, and no others."
         use = "kl.reference=recorded, or parallelism.pipeline_parallel=1"
         report.refuse(f"kl={kind}", "parallelism.pipeline_parallel=1", stages, reason, use)
@@ -133,25 +129,17 @@ def penalties(c: Any, report: Report) -> None:
         )
 
 
-def _is_late(rollout: Any) -> bool:
+def _is_late(rollout: RolloutConfig) -> bool:
     """Whether completions are sampled before the updates in between are made."""
     return bool(rollout.name == "policy" and (rollout.lag or rollout.max_staleness))
 
 
-def needs_model(c: Any) -> bool:
-    """Whether a second model computes the reference's log-probs."""
-    return c.kl.kind != "none" and c.kl.reference != "recorded"
-
-
-def accumulation(c: Any, report: Report) -> None:
+def accumulation(c: Config, report: Report) -> None:
     docs, fixed = c.accumulation.docs_per_step, c.accumulation.micro_batches_per_step
     if docs == 0 and fixed is None:
         reason = "With docs_per_step=0 a step is a fixed number of micro-batches."
         needs, use = "accumulation.micro_batches_per_step >= 1", "accumulation=fixed"
         report.refuse("accumulation.docs_per_step=0", needs, fixed, reason, use)
-    if docs > 0:
-        key, why = "accumulation.micro_batches_per_step", "documents are counted, not micro-batches"
-        report.refuse_ignored(key, fixed, ("accumulation.docs_per_step=0", docs), why)
     if (longest := tokens_at_least(c)) > (tokens := c.accumulation.max_tokens):
         reason = "A document is never split over micro-batches, so the longest must fit into one."
         needs = f"at least the longest document, {longest} tokens"
@@ -169,7 +157,7 @@ def accumulation(c: Any, report: Report) -> None:
             )
 
 
-def _prompt_mean(c: Any, docs: int, report: Report) -> None:
+def _prompt_mean(c: Config, docs: int, report: Report) -> None:
     size = c.rollout.group_size or 1
     reason = "A prompt's mean needs all its completions in one step."
     if docs == 0:
@@ -181,7 +169,7 @@ def _prompt_mean(c: Any, docs: int, report: Report) -> None:
         report.refuse("aggregation=prompt_mean", needs, docs, reason, use)
 
 
-def _steps_per_batch(c: Any, docs: int, last: str, report: Report) -> None:
+def _steps_per_batch(c: Config, docs: int, last: str, report: Report) -> None:
     batch = documents_per_batch(c.rollout)
     if docs > batch and last == "drop":
         reason = "No batch of rollouts fills a step, so every one would be dropped."

@@ -1,4 +1,4 @@
-"""Rows of `test_keys.py`: the task."""
+"""Rows of `config/test_keys.py`: the task."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import types
 
 import pytest
 from builders.models import small_llama
-from keys import key, module_of
-from keys_of_rollouts import prompt_of, sampled
 
+from keys import key, module_of
+from keys.rollouts import prompt_of, sampled
 from pgtoolkit.errors import DataError
 from pgtoolkit.model.build import character_tokenizer
 from pgtoolkit.tasks.tasks import make_task

@@ -1,14 +1,14 @@
-"""Rows of `test_keys.py`: the model."""
+"""Rows of `config/test_keys.py`: the model."""
 
 from __future__ import annotations
 
 import torch
 from builders.models import save_with_tokenizer, small_llama
 from builders.runs import built, config_of
-from keys import LogitsMade, key, module_of, settings, some_documents, step_of
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaForCausalLM
 
+from keys import LogitsMade, key, module_of, settings, some_documents, step_of
 from pgtoolkit.config.validate import validate
 
 

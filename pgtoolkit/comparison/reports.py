@@ -47,7 +47,7 @@ def write(compared: Compared, kind: str, path: Path, command: str) -> None:
             writer.writeheader()
             writer.writerows(rows)
     else:
-        path.write_text(_page(compared, command), encoding="utf-8")
+        path.write_text(_render_html(compared, command), encoding="utf-8")
 
 
 def runs_table(compared: Compared) -> list[dict[str, object]]:
@@ -75,7 +75,7 @@ def runs_table(compared: Compared) -> list[dict[str, object]]:
     return [dict.fromkeys(columns) | row for row in rows]
 
 
-def _page(compared: Compared, command: str) -> str:
+def _render_html(compared: Compared, command: str) -> str:
     title = f"{compared.metric} by {' and '.join(compared.keys) or 'seed'}"
     common = [["key", "value"], *([key, text(value)] for key, value in compared.common.items())]
     sections = [

@@ -1,4 +1,4 @@
-"""Rows of `test_keys.py`: the seed, and where rollouts come from."""
+"""Rows of `config/test_keys.py`: the seed, and where rollouts come from."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import types
 import pytest
 import torch
 from builders.runs import assert_equal, run, sampler_of
+
 from keys import (
     key,
     logits_of,
@@ -17,7 +18,6 @@ from keys import (
     recorded,
     rows_file,
 )
-
 from pgtoolkit.errors import DataError
 from pgtoolkit.runs.completions import completion_files, read_completions
 from pgtoolkit.tasks.shuffle import shuffled

@@ -1,12 +1,12 @@
-"""Rows of `test_keys.py`: which prompts a run is evaluated on, how, when, and what follows from it."""
+"""Rows of `config/test_keys.py`: which prompts a run is evaluated on, how, when, and what follows from it."""
 
 from __future__ import annotations
 
 import json
 
 import torch
-from keys import key, module_and_steps
 
+from keys import key, module_and_steps
 from pgtoolkit.runs.completions import read_completions
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.tasks.tasks import make_task

@@ -1,4 +1,4 @@
-"""Rows of `test_keys.py`: how a run is spread over processes, how long it goes on, and what it leaves behind."""
+"""Rows of `config/test_keys.py`: how a run is spread over processes, how long it goes on, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch.distributed as dist
 from builders.runs import config_of
 from builders.stores import history, train
 from builders.threads import on_ranks
-from keys import SMALL, key, module_and_steps, module_of, recorded, rows_file, settings, some_documents, step_of
 from mlflow import MlflowClient
 from omegaconf import OmegaConf
 
+from keys import SMALL, key, module_and_steps, module_of, recorded, rows_file, settings, some_documents, step_of
 from pgtoolkit.errors import ConfigError, DataError, NumericalError
 from pgtoolkit.launch.worker import _process_group
 from pgtoolkit.model.sequence_data import local_tokens

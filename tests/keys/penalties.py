@@ -1,4 +1,4 @@
-"""Rows of `test_keys.py`: the penalty against a reference, and the entropy bonus."""
+"""Rows of `config/test_keys.py`: the penalty against a reference, and the entropy bonus."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 from builders.models import save_with_tokenizer, small_llama
 from builders.runs import built
-from keys import key, loss_as_specified, rows_file, settings, some_documents
 
+from keys import key, loss_as_specified, rows_file, settings, some_documents
 from pgtoolkit.losses.kl import KINDS
 from pgtoolkit.rollouts.steps import make_step
 

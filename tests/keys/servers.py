@@ -1,4 +1,4 @@
-"""Rows of `test_keys.py`: the servers that sampler=vllm starts or joins."""
+"""Rows of `config/test_keys.py`: the servers that sampler=vllm starts or joins."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 import torch
 from builders.runs import config_of, sampler_of
 from builders.vllm_servers import COMMAND
-from keys import key, settings
 from omegaconf import OmegaConf
 
+from keys import key, settings
 from pgtoolkit.errors import SamplerLost
 from pgtoolkit.ranks.layout import ONE_PROCESS
 from pgtoolkit.sampling.server_process import reserve_port

@@ -1,4 +1,4 @@
-"""Rows of `test_keys.py`: what a step computes, and its update."""
+"""Rows of `config/test_keys.py`: what a step computes, and its update."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields, replace
 import pytest
 import torch
 from builders.runs import config_of
+from torch import nn
+
 from keys import (
     LogitsMade,
     key,
@@ -20,8 +22,6 @@ from keys import (
     some_documents,
     step_of,
 )
-from torch import nn
-
 from pgtoolkit.batch import Document
 from pgtoolkit.config.validate import validate
 from pgtoolkit.losses.corrections import CORRECTIONS

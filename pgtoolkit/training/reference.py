@@ -1,0 +1,70 @@
+"""The frozen reference that a policy is compared with: its own beginning, or a folder."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from pgtoolkit.config.paths import NO_FOLDER
+from pgtoolkit.config.schema import Config, HuggingFaceModelConfig, NumberType
+from pgtoolkit.errors import ConfigError
+from pgtoolkit.model.build import build_policy
+from pgtoolkit.model.lora import adapted_layers
+from pgtoolkit.model.policy import Policy
+
+
+def reference_of(config: Config, policy: Policy) -> Policy | None:
+    """The reference, frozen and whole; None where none is needed; the policy itself where its adapters are left out.
+
+    policy: as a run starts with it, from the seed or model.path: a resumed run, too, before its checkpoint is read. So
+    the initial weights need no place in a checkpoint. Raises ConfigError for one that cannot be loaded, or whose tokens
+    are others.
+    """
+    if not config.kl.needs_model:
+        return None
+    path = config.kl.reference
+    if path == "initial" and adapted_layers(policy.model):
+        return policy  # the frozen weights under the adapters are those that the run starts from
+    loaded = replace(policy, model=copy.deepcopy(policy.model)) if path in NO_FOLDER else _loaded(path, policy)
+    model = loaded.model.requires_grad_(False)
+    if policy.compute_dtype != torch.float32:
+        _narrow(model, policy.compute_dtype)
+    return loaded
+
+
+def _loaded(path: str, policy: Policy) -> Policy:
+    dtype = NumberType.float32 if policy.compute_dtype == torch.float32 else NumberType.bfloat16
+    off = {"random_weights": False, "gradient_checkpointing": False, "fp32_lm_head": False}
+    no_lora = {"lora_rank": None, "lora_alpha": 1.0, "lora_targets": []}
+    chosen = HuggingFaceModelConfig(name="huggingface", path=path, dtype=dtype, **off, **no_lora)
+    try:
+        with torch.random.fork_rng(devices=[]):  # the same prompts and samples as of a run without it
+            loaded = build_policy(chosen, None, on_gpu=policy.by_document)  # as the policy was built
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.path=", "kl.reference=")) from error
+    sizes, tokens = [len(one.head.weight) for one in (policy, loaded)], policy.tokenizer.get_vocab()
+    if loaded.tokenizer.get_vocab() != tokens or sizes[0] != sizes[1]:
+        own = len(set(tokens.items()) & set(loaded.tokenizer.get_vocab().items()))
+        raise ConfigError(
+            f"kl.reference={path} needs the vocabulary of the policy, {sizes[0]} rows of the head and "
+            f"{len(tokens)} tokens (got {sizes[1]} rows, and {own} of these tokens under the same number). Its "
+            "log-probs would be those of other tokens. Use a model of the same family, or kl.reference=initial."
+        )
+    return loaded
+
+
+def _narrow(model: nn.Module, dtype: torch.dtype) -> None:
+    """Keep what autocast would cast at each call in that type already: the matrices of linear layers.
+
+    The rest, such as norms and embeddings, computes in float32 in the policy as well: at the start of a run both then
+    have the same log-probs to the last bit.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    embeddings = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    for module in model.modules():
+        if isinstance(module, nn.Linear | Conv1D) and not embeddings & {id(p) for p in module.parameters()}:
+            module.to(dtype)

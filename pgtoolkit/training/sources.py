@@ -1,0 +1,110 @@
+"""What a policy's completions come from: the rollouts that it is trained on, and the evaluator of held-out prompts."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+
+from pgtoolkit.config.evaluation import HeldOut, held_out_sets
+from pgtoolkit.config.schema import Config, PolicyRolloutConfig, TooLong
+from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.ranks.agreement import failing_together
+from pgtoolkit.rollouts.evaluation import Evaluator, PromptSet, as_evaluated, asked_by_both
+from pgtoolkit.rollouts.policy import PolicyRollouts
+from pgtoolkit.rollouts.steps import Source
+from pgtoolkit.rollouts.writer import RolloutWriter
+from pgtoolkit.sampling.samplers import Sampler, TransformersSampler
+from pgtoolkit.sampling.sampling_settings import ignored_settings
+from pgtoolkit.sampling.vllm import VllmSampler
+from pgtoolkit.system.model_folder import end_tokens
+from pgtoolkit.tasks.chat import chat_of
+from pgtoolkit.tasks.prompts import TokenizedTask
+from pgtoolkit.tasks.tasks import Task, TaskConfig, make_task
+from pgtoolkit.training.data import recorded_rollouts
+from pgtoolkit.training.module import PolicyGradientModule
+from pgtoolkit.training.state import write_settings
+
+log = logging.getLogger("pgtoolkit")
+
+
+def source_of(
+    config: Config, task: Task, module: PolicyGradientModule, room: int, resume: bool, run_dir: Path
+) -> Source:
+    """The rollouts that the module is trained on, from the start of the data. room: tokens of the longest document."""
+    rollout = config.rollout
+    if isinstance(rollout, PolicyRolloutConfig):
+        writes = rollout.save_path and module.layout.rank == 0
+        writer = RolloutWriter(rollout.save_path, resume) if writes else None
+        with failing_together(module.layout):
+            tokenized = _tokenized(config, config.task, task, module, room)
+        sampler = _sampler(config, module, tokenized, room, run_dir)
+        if ignored := ignored_settings(module.policy, rollout):
+            values = ", ".join(f"{name}={value}" for name, value in ignored.items())
+            log.warning(
+                f"note: {config.model.path}/generation_config.json suggests {values}, which is ignored: completions "
+                "are sampled as rollout.temperature and rollout.top_p say, and nothing else."
+            )
+        return PolicyRollouts(config, tokenized, sampler, module, module.layout, writer)
+    return recorded_rollouts(config, module.loss, module.policy.vocabulary_size, room)
+
+
+def evaluator_of(
+    config: Config, trained: Task | None, module: PolicyGradientModule, source: Source | None, run_dir: Path
+) -> Evaluator:
+    """What evaluates the policy of a module. trained: the prompts that it is trained on, if it is. source: likewise.
+
+    Raises ConfigError or DataError for sets whose prompts cannot be read, or have no room.
+    """
+    how, room = as_evaluated(config), module.policy.max_positions
+    if config.sampler.name == "vllm":
+        room = min(room, config.accumulation.max_tokens)
+    with failing_together(module.layout):
+        sets = [_prompt_set(how, one, module, room) for one in held_out_sets(config)]
+        for one, task in sets:
+            if trained is not None and (count := asked_by_both(trained, task, one.count)):
+                log.warning(
+                    f"note: {count} of the {one.count} prompts of evaluation set {one.name} are also prompts of "
+                    "training: what is measured on those is not held out."
+                )
+    if isinstance(source, PolicyRollouts) and isinstance(source.sampler, VllmSampler):
+        sampler = source.sampler.sampling_otherwise(how.rollout, source.state_dict)
+    else:
+        sampler = _sampler(how, module, sets[0][0].task, room, run_dir)
+    each = config.evaluation.completions_per_prompt
+    return Evaluator([one for one, _ in sets], sampler, module, each, module.layout, run_dir)
+
+
+def _prompt_set(config: Config, one: HeldOut, module: PolicyGradientModule, room: int) -> tuple[PromptSet, Task]:
+    place = f"evaluation.sets.{one.name}" if config.evaluation.sets else "task"
+    try:
+        task = make_task(one.task, one.seed)
+        tokenized = _tokenized(config, one.task, task, module, room)
+    except (ConfigError, DataError) as error:
+        said = str(error).replace("task.", f"{place}.").replace("rollout.max_comp", "evaluation.max_comp")
+        raise type(error)(f"evaluation set {one.name}: {said}") from error
+    return PromptSet(one.name, tokenized, min(one.prompts, task.num_prompts or one.prompts), one.seed), task
+
+
+def _tokenized(
+    config: Config, chosen: TaskConfig, task: Task, module: PolicyGradientModule, room: int
+) -> TokenizedTask:
+    """A task as the policy's tokenizer sees it, its prompts measured against the room for a document."""
+    tokenizer = module.policy.tokenizer
+    ends = end_tokens(module.model.generation_config, tokenizer)
+    chat = chat_of(chosen, tokenizer)
+    tokenized = TokenizedTask(task, tokenizer, ends, chat, config.rollout.stop, module.policy.vocabulary_size)
+    skip, longest_prompt = getattr(chosen, "too_long", None) == TooLong.skip, getattr(chosen, "max_prompt_length", None)
+    tokenized.check_lengths(room, config.rollout.max_completion_length, skip, longest_prompt)
+    for note in chat.notes(ends) if chat is not None else ():
+        log.warning(f"note: {note}")
+    return tokenized
+
+
+def _sampler(config: Config, module: PolicyGradientModule, task: TokenizedTask, room: int, run_dir: Path) -> Sampler:
+    if config.sampler.name == "transformers":
+        return TransformersSampler(module.policy, config)
+    with failing_together(module.layout):
+        prompts = task.encode([task.prompt(number) for number in range(16)])
+    settings = functools.partial(write_settings, module, merged=True)
+    return VllmSampler(config, module, module.layout, prompts, room, settings, run_dir)
