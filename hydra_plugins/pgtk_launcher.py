@@ -36,11 +36,11 @@ class _Launcher(Launcher):
         self._context, self._config = hydra_context, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from pgtoolkit.launch.jobs import launch
+        from pgtoolkit.launch.jobs import run_jobs
 
         load = self._context.config_loader.load_sweep_config
         configs = [load(self._config, list(overrides)) for overrides in job_overrides]
-        return launch(self._config, configs, initial_job_idx, self._engine, self._fail_fast)
+        return run_jobs(self._config, configs, initial_job_idx, self._engine, self._fail_fast)
 
 
 class LocalLauncher(_Launcher):

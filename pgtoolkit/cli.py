@@ -53,25 +53,25 @@ def _dispatch(argv: list[str]) -> int:
         say(f"pgtk {__version__}")
         return 0
     if command is None:
-        return _train(argv)
+        return _start(argv)
     if command not in COMMANDS:
         raise unknown_command(command, COMMANDS)
     return COMMANDS[command][2](argv[1:])
 
 
-def _train(argv: list[str], file: Path | None = None, typed: list[str] | None = None) -> int:
+def _start(argv: list[str], file: Path | None = None, typed: list[str] | None = None) -> int:
     """file: of a sweep. typed: the words after pgtk, where they are others than argv."""
-    from pgtoolkit.launch.start import hydra_answers, train
+    from pgtoolkit.launch.start import hydra_answers, start
 
     if "-sc" in argv or "--shell-completion" in argv:
         from pgtoolkit.config.completion import complete
 
         return complete(argv, list(COMMANDS), hydra_answers)
-    return train(_for_hydra(argv), file, ["pgtk", *(typed or argv)])
+    return start(_for_hydra(argv), file, ["pgtk", *(typed or argv)])
 
 
 def _sweep(argv: list[str]) -> int:
-    return _train(["--multirun", *argv[1:]], _sweep_file(argv), ["sweep", *argv])
+    return _start(["--multirun", *argv[1:]], _sweep_file(argv), ["sweep", *argv])
 
 
 def _check(argv: list[str]) -> int:

@@ -61,7 +61,7 @@ class Compared:
     been that did not reach it, infinite where all did; an axis is in it if all the counted runs have it. keys: the
     varying keys that tell the groups apart, as shown. following: varying keys that follow from those. common: the
     configuration that all share. groups: the best first. comparisons: every pair of groups, by their place in `groups`.
-    left_out: (run, why) for each run that is in no mean. notes: what to know besides.
+    left_out: (run, why) for each run that is excluded from averages. notes: what to know besides.
     """
 
     goal: Goal

@@ -164,7 +164,7 @@ def _left_out(compared):
     if not compared.left_out:
         return ""
     items = "".join(f"<li>{escaped(line)}</li>" for line in terminal.left_out(compared))
-    return f"<h2>Runs in no mean</h2>\n<ul>{items}</ul>"
+    return f"<h2>Runs excluded from averages</h2>\n<ul>{items}</ul>"
 
 
 def _runs(compared):

@@ -12,7 +12,6 @@ from pgtoolkit.config.paths import absolute_uri
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.find import Run, is_run, read_run
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.tracking.mlflow_run import SUPERSEDED
 from pgtoolkit.tracking.store import client_of, raising_storage_errors, require_store, search_literal
 
 _FILES = ("config.yaml", "provenance.json", "status.json", "metrics.jsonl", "evaluations.jsonl")
@@ -44,7 +43,7 @@ def _found(client, experiments, name):
     ids = [experiments[name]] if name in experiments else list(experiments.values())
     condition = "" if name in experiments else f"tags.sweep = {search_literal(name)}"
     runs = client.search_runs(ids, condition, max_results=_MOST_RUNS)
-    return [run for run in runs if not {"sweep_summary", SUPERSEDED} & run.data.tags.keys()]
+    return [run for run in runs if "sweep_summary" not in run.data.tags]
 
 
 def _nothing(client, experiments, store, name):

@@ -138,7 +138,7 @@ def difference_row(comparison: Comparison, write: Callable[[float | None], str])
 
 
 def left_out(compared: Compared) -> list[str]:
-    """A line for each run that is in no mean."""
+    """A line for each run that is excluded from averages."""
     return [f"{run.name}: {why}" for run, why in compared.left_out]
 
 

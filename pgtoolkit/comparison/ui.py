@@ -28,71 +28,61 @@ def serve(uri: str | None, port: str) -> int:
 
     Raises ConfigError where there is no store or no free port, StorageError if MLflow ends by itself.
     """
-    store, number = _store(uri), _free_port(port)
+    store, address = _store(uri), f"http://{_HOST}:{_free_port(port)}"
     environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"} | os.environ
     # One worker and no job runner: ready in 7 s instead of 37 s.
-    command = [sys.executable, "-m", "mlflow", "server", "--workers", "1", "--host", _HOST, "--port", str(number)]
+    command = [sys.executable, "-m", "mlflow", "server", "--workers", "1", "--host", _HOST, "--port", str(int(port))]
     for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the latter of a terminal that is closed
         signal.signal(ending, signal.default_int_handler)
     with tempfile.TemporaryFile() as log:
         # A session of its own: what the server starts ends with it, and only once, by `_stop`.
-        server = subprocess.Popen(
-            [*command, "--backend-store-uri", store],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
+        streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
+        server = subprocess.Popen([*command, "--backend-store-uri", store], env=environment, **streams)
         try:
-            say(f"MLflow starts with {redact(store)}; Ctrl-C ends it.")
-            address = f"http://{_HOST}:{number}"
-            if pages := _pages(server, address):
-                say(pages)
+            say(f"MLflow starts with {store}; Ctrl-C ends it.")
+            if addresses := _addresses_once_it_answers(server, address):
+                say(addresses)
                 server.wait()
-            raise StorageError(_end(server, store, log))
+            log.seek(0)
+            printed = redact(log.read().decode(errors="replace")).strip().splitlines()[-5:]
+            ended = f"MLflow's server for {redact(store)} ended or did not answer within {_SECONDS_TO_START} s."
+            raise StorageError("\n  ".join([f"{ended} Its last lines:", *printed]))
         except KeyboardInterrupt:
             return 0
         finally:
             _stop(server)
 
 
-def _store(uri):
+def _store(uri: str | None) -> str:
     store = absolute_uri(uri)
     if store.startswith("http"):
         raise ConfigError(
             f"--uri={redact(store)} needs a database (got a server). A server shows its own pages. "
             f"Use a browser: {redact(store)}."
         )
-    setting = f"--uri={uri}" if uri else "pgtk ui"
-    require_store(store, setting, "pgtk ui there, or --uri=sqlite:///PATH/mlflow.db")
+    require_store(store, f"--uri={uri}" if uri else "pgtk ui", "pgtk ui there, or --uri=sqlite:///PATH/mlflow.db")
     return store
 
 
-def _free_port(text):
+def _free_port(text: str) -> int:
     if not (text.isdecimal() and 0 < int(text) < 65536):
         raise ConfigError(f"--port={text} needs a whole number from 1 to 65535. Use --port=5000.")
     port = int(text)
-    if refused := _refusal_of(port):
-        other = next((p for p in range(max(port, 1024) + 1, 65536) if not _refusal_of(p)), 5000)
-        raise ConfigError(f"--port={port} needs a free port of {_HOST} (got: {refused}). Use --port={other}.")
-    return port
-
-
-def _refusal_of(port):
-    """Why no server can listen on this port; None if one can."""
     with socket.socket() as probe:
         # As servers do: a port whose last connections are still closing is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((_HOST, port))
         except OSError as error:
-            return error.strerror
-    return None
+            got, other = error.strerror, max(port, 1024) % 65535 + 1
+            raise ConfigError(
+                f"--port={port} needs a free port of {_HOST} (got: {got}). Use --port={other}."
+            ) from error
+    return port
 
 
-def _pages(server, address):
-    """Wait until the server answers; returns the addresses worth opening, or None if it does not in time, or ends."""
+def _addresses_once_it_answers(server: subprocess.Popen, address: str) -> str | None:
+    """The pages worth opening: of the newest run's experiment and of the newest sweep; None if it does not answer."""
     client, end = client_of(address), time.monotonic() + _SECONDS_TO_START
     while server.poll() is None and time.monotonic() < end:
         with contextlib.suppress(Exception):  # MLflow and its HTTP client raise their own while nobody answers
@@ -101,8 +91,7 @@ def _pages(server, address):
     return None
 
 
-def _addresses(client, address):
-    """The charts of the newest run's experiment, and those of the newest sweep."""
+def _addresses(client, address: str) -> str:
     ids = [experiment.experiment_id for experiment in client.search_experiments()]
     newest = _runs(client, ids, "")
     if not newest:
@@ -127,17 +116,7 @@ def _runs(client, ids, condition):
     return [run for run in found if "sweep_summary" not in run.data.tags]
 
 
-def _end(server, store, log):
-    status = server.poll()
-    ended = f"did not answer within {_SECONDS_TO_START} s" if status is None else f"ended with status {status}"
-    log.seek(0)
-    printed = redact(log.read().decode(errors="replace")).strip().splitlines()[-5:]
-    return f"MLflow's server for {redact(store)} {ended}. Its last lines:\n" + "\n".join(
-        f"  {line}" for line in printed
-    )
-
-
-def _stop(server):
+def _stop(server: subprocess.Popen) -> None:
     """End the server and all it has started."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         # Its group lives on while any of its processes does, even where the first has ended.

@@ -25,7 +25,7 @@ def saved_config(run_dir: Path) -> DictConfig:
         got = "no such directory" if not run_dir.is_dir() else "a directory without config.yaml"
         raise ConfigError(
             f"pgtk resume {run_dir} needs a run directory (got {got}). A run writes its configuration there when it "
-            "starts. Use a directory below outputs/."
+            "starts. Use a directory below outputs/, or pgtk continue with the run's overrides if it ended before."
         )
     config = typed(read_resolved(run_dir), f"{run_dir}/config.yaml")
     make_absolute(config)  # so that a path means the same file as one that is typed now

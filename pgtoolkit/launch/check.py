@@ -18,7 +18,7 @@ from pgtoolkit.config.compose import Composed, compose
 from pgtoolkit.config.names import name_in, name_of
 from pgtoolkit.config.overrides import NO_CHOICE, is_swept, jobs, parse
 from pgtoolkit.config.plan import describe, documents_per_step
-from pgtoolkit.config.rules import places
+from pgtoolkit.config.rules import executed, places
 from pgtoolkit.config.rules.run import launcher
 from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import PgtoolkitError, first_line
@@ -117,6 +117,7 @@ def check(
 def check_resumed(run_dir: Path, overrides: list[str]) -> Checked:
     """The same for a run that is continued; functions that it names have been typed, and are imported as it starts."""
     run = check_run(compose(overrides, run_dir=run_dir), overrides)
+    run.report.problems += executed.written_elsewhere(run.config, run_dir, parse(overrides)[0])
     check_machine(run.values, run.report, typed=False, begins=False)
     return Checked([run])
 

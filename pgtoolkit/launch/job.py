@@ -40,9 +40,9 @@ def run(config: DictConfig, directory: Path, overrides: list[str], sweep: str | 
         return
     alone = joined() is None
     with stop_signals_recorded(config, directory, overrides, sweep) if alone else contextlib.nullcontext():
-        from pgtoolkit.launch.processes import Job, launch
+        from pgtoolkit.launch.processes import Training, train_on_processes
 
-        launch(Job(config, directory, begun, overrides, sweep))
+        train_on_processes(Training(config, directory, begun, overrides, sweep))
 
 
 def wait_until_free(directory: Path) -> None:

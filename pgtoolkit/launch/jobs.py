@@ -25,7 +25,7 @@ STOPPED = (signal.SIGKILL, signal.SIGHUP, *STOP_SIGNALS)
 """Signals by which someone ends a process; by others it ends itself."""
 
 
-def launch(
+def run_jobs(
     master: DictConfig, configs: list[DictConfig], first: int, engine: Callable[[], Engine], fail_fast: bool
 ) -> list[JobReturn]:
     """Run the jobs of these configurations, but for those that are done; what each returns is its final reward.

@@ -26,7 +26,7 @@ from omegaconf import OmegaConf
 
 from pgtoolkit import errors
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, RankLost
-from pgtoolkit.launch.worker import Job, take_part
+from pgtoolkit.launch.worker import Training, train_as_rank
 from pgtoolkit.ranks.environment import joined, world_size
 from pgtoolkit.runs.directory import record_end
 from pgtoolkit.system.imports import without
@@ -46,28 +46,28 @@ GRACE_SECONDS = 30
 """For rank 0 to write final status and curves once another has failed; 2 for the others, who have none to write."""
 
 
-def launch(job: Job) -> None:
+def train_on_processes(training: Training) -> None:
     """`train` of the validated configuration, with every kind of parallelism; its errors come out here, once.
 
     Where a launcher such as torchrun has started this process, the run directory is that of rank 0, and the other
     ranks may give any.
     """
-    config = copy.deepcopy(job.config)
+    config = copy.deepcopy(training.config)
     OmegaConf.resolve(config)  # the workers know no resolvers
-    job = replace(job, config=config)
+    training = replace(training, config=config)
     count = world_size(config.parallelism)
     if (rank := joined()) is not None:
-        take_part(job, rank)
+        train_as_rank(training, rank)
     elif count == 1:
         with without():
             from pgtoolkit.training.train import train
 
-        train(config, job.run_dir, job.resume, job.overrides, job.sweep)
+        train(config, training.run_dir, training.resume, training.overrides, training.sweep)
     else:
         _refuse_too_many(config.trainer.device, count)
         with tempfile.TemporaryDirectory(prefix="pgtk-") as folder:
-            (Path(folder) / "job").write_bytes(pickle.dumps(job))
-            _run_workers(Path(folder), count, job.run_dir, config.parallelism.timeout_seconds)
+            (Path(folder) / "job").write_bytes(pickle.dumps(training))
+            _run_workers(Path(folder), count, training.run_dir, config.parallelism.timeout_seconds)
 
 
 def _refuse_too_many(device: str, count: int) -> None:

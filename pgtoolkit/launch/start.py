@@ -52,7 +52,7 @@ def _not_understood(message: str) -> NoReturn:
     raise ConfigError(f"{message}. Overrides are written without dashes: loss=grpo. Use pgtk --help.")
 
 
-def train(argv: list[str], sweep_file: Path | None, command: list[str]) -> int:
+def start(argv: list[str], sweep_file: Path | None, command: list[str]) -> int:
     """Check everything, then train; or print what Hydra's own flags ask for. Returns the exit status.
 
     argv: overrides and flags. sweep_file: of `pgtk sweep`. command: what was typed. Raises PgtoolkitError, before
@@ -104,7 +104,7 @@ def start_or_continue(run_dir: Path, argv: list[str]) -> int:
     wait_until_free(run_dir)
     if not (run_dir / "config.yaml").is_file():
         place = str(run_dir).replace("\\", "\\\\").replace("'", "\\'")
-        return train([*argv, f"hydra.run.dir='{place}'"], None, ["pgtk", "continue", str(run_dir), *argv])
+        return start([*argv, f"hydra.run.dir='{place}'"], None, ["pgtk", "continue", str(run_dir), *argv])
     args = hydra_arguments(argv)
     run = check_run(compose(args.overrides, args.config_dir and Path(args.config_dir)), args.overrides)
     if (rank := joined()) is None or rank.number == 0:
@@ -167,9 +167,9 @@ def _train(config: DictConfig) -> PgtoolkitError | None:
 def _launch(config: DictConfig, run_dir: Path, overrides: list[str], resume: bool = False) -> None:
     """Train; signals are answered in an orderly way from here on, also while torch is loaded."""
     with stop_signals_recorded(config, run_dir, overrides) if joined() is None else contextlib.nullcontext():
-        from pgtoolkit.launch.processes import Job, launch
+        from pgtoolkit.launch.processes import Training, train_on_processes
 
-        launch(Job(config, run_dir, resume, overrides))
+        train_on_processes(Training(config, run_dir, resume, overrides))
 
 
 def _train_as_other_rank(overrides: list[str], config_dir: str | None) -> int:
@@ -184,10 +184,10 @@ def _train_as_other_rank(overrides: list[str], config_dir: str | None) -> int:
 def _end_other_ranks(error: PgtoolkitError, run: PlannedRun) -> None:
     """Where rank 0 alone has met an error, the ranks that wait for it end with it, too."""
     if joined() is not None and not run.refused_anywhere:
-        from pgtoolkit.launch.processes import Job, launch
+        from pgtoolkit.launch.processes import Training, train_on_processes
 
         with contextlib.suppress(PgtoolkitError):
-            launch(Job(_without_hydra(run.config), Path(), refused=error))
+            train_on_processes(Training(_without_hydra(run.config), Path(), refused=error))
 
 
 def _without_hydra(config: DictConfig) -> DictConfig:

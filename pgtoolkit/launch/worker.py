@@ -24,7 +24,7 @@ from pgtoolkit.system.imports import without
 
 
 @dataclass(frozen=True)
-class Job:
+class Training:
     """What `train` is called with, and the command line for the record.
 
     refused: an error that this process alone has met; the others end with it, too.
@@ -39,19 +39,19 @@ class Job:
     refused: PgtoolkitError | None = None
 
 
-def take_part(job: Job, rank: Rank) -> None:
+def train_as_rank(training: Training, rank: Rank) -> None:
     """Train as one of rank.world_size processes, all of which call this; the run directory is that of rank 0."""
     with without():
         from pgtoolkit.ranks.agreement import failing_together, gather
         from pgtoolkit.training.train import train
 
-    with _process_group(job.config, rank) as layout:
+    with _process_group(training.config, rank) as layout:
         with failing_together(layout):
-            if job.refused is not None:
-                raise job.refused
-        run_dir = gather(job.run_dir, layout.world_group)[0]
+            if training.refused is not None:
+                raise training.refused
+        run_dir = gather(training.run_dir, layout.world_group)[0]
         try:
-            train(job.config, run_dir, job.resume, job.overrides, job.sweep, layout)
+            train(training.config, run_dir, training.resume, training.overrides, training.sweep, layout)
         except Interrupted:
             _wait_for_all()
             raise
@@ -111,12 +111,12 @@ def main(folder: Path) -> int:
 
     An interruption ends with 0, since all ranks agree on it and none needs to be ended for it.
     """
-    job: Job = pickle.loads((folder / "job").read_bytes())
+    training: Training = pickle.loads((folder / "job").read_bytes())
     rank = joined()
-    sys.argv = job.argv
+    sys.argv = training.argv
     outcome = {"kind": "done", "status": 0}
     try:
-        take_part(job, rank)
+        train_as_rank(training, rank)
     except (PgtoolkitError, OSError) as error:
         known = unusable(error) if isinstance(error, OSError) else error
         status = 0 if isinstance(known, Interrupted) else known.exit_status

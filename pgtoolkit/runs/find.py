@@ -44,7 +44,7 @@ _PASSED_OVER = ("artifacts", "checkpoints")
 """Folders that hold no runs, though perhaps the copy of a run's configuration that MLflow keeps."""
 
 _IN_EVERY_RUN = ("seed", "trainer.max_steps")
-"""Keys without which a configuration is none, or a part of one; others came with later versions."""
+"""Keys that every saved configuration has."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Run:
         return [row[metric] for row in self.rows if metric in row]
 
     def why_not_counted(self, metric: str = "") -> str:
-        """Why the run is in no mean, with what it has reached of the metric so far."""
+        """Why the run is excluded from averages, with what it has reached of the metric so far."""
         if metric and self.state == "done":
             return f"has no {metric}"
         if self.state == "pending":

@@ -61,7 +61,7 @@ def known_provenance(run_dir: Path) -> dict:
 
 
 def read_data(run_dir: Path) -> dict:
-    """data.json, the digests of the data that a run reads; {} where there is none, as in older runs."""
+    """data.json, the digests of the data that a run reads; {} where there is none."""
     return _object_of(run_dir / "data.json", "Delete it to go on without its comparison.", _DATA)
 
 

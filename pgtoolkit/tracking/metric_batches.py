@@ -62,11 +62,6 @@ def metrics_of(row: dict) -> list:
     return metrics
 
 
-def system_metrics_of(row: dict) -> list:
-    """A row of system_metrics.jsonl."""
-    return _as_metrics(row, "system/", row["step"], row)
-
-
 def evaluation_metrics_of(row: dict) -> list:
     """Of a row of evaluations.jsonl what it measured, as evaluation/SET/NAME, in whose names pass@k is pass_at_k."""
     measured = {name.replace("@", "_at_"): value for name, value in row.items() if name not in _NOT_MEASURED}

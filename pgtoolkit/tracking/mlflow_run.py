@@ -9,38 +9,34 @@ import logging
 import re
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
 
 from pgtoolkit.config.paths import absolute_uri
 from pgtoolkit.runs.completions import completion_files
-from pgtoolkit.runs.records import TIME, read_metrics, read_status
+from pgtoolkit.runs.records import TIME, read_status
+from pgtoolkit.system.background import in_background
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.tracking.description import TABLE, describe, table_of
-from pgtoolkit.tracking.metric_batches import EVALUATION, RowFile, evaluation_metrics_of, metrics_of, system_metrics_of
+from pgtoolkit.tracking.description import TABLE, Description, describe, table_of
+from pgtoolkit.tracking.metric_batches import EVALUATION, RowFile, evaluation_metrics_of, metrics_of
 from pgtoolkit.tracking.store import (
     failure,
     open_store,
     parameter_name,
+    patiently,
     raising_storage_errors,
     request_seconds,
     search_literal,
     text_of,
 )
-from pgtoolkit.tracking.system_metrics import SystemMetrics
-
-SUPERSEDED = "superseded_by"
-"""Tag of an MLflow run whose values are no longer the run's: the id of the one that has them."""
 
 _AT_THE_START = ("config.yaml", "overrides.yaml", "provenance.json", "data.json", "drift.jsonl")
 ARTIFACTS = (*_AT_THE_START, "status.json", "metrics.jsonl", "evaluations.jsonl", "curves.png", "run.log")
 """Files of the run directory that MLflow keeps a copy of, as far as they exist; at the end all of them once more."""
 
-_COMPARED = ("loss", "documents_seen")
-"""The metrics by which a row is known: its loss, and where it has none, what it has seen. One or two calls fetch them
-for the whole run, and a row arrives whole, in one transaction."""
+_IN_EACH_ROW = ("documents_seen", "loss")
+"""By either of them it is known which rows are delivered: a row arrives whole, in one transaction."""
 
 _PARAMS_PER_CALL = 100  # MLflow's own limit
 _SECONDS_BETWEEN_DELIVERIES = 1.0
@@ -57,8 +53,7 @@ class MlflowTracker:
     The directory is the only source: what is appended to its metrics.jsonl reaches MLflow within about a second, in
     batches, from a thread of its own. While the store does not answer, training goes on and the thread tries again;
     whatever is still missing stays in the file, and the next `start` for the same directory delivers it. A row is
-    known by its step, so nothing is delivered twice. An MLflow run takes rows of its own run only: one that has another
-    run's `pgtk.id`, or other values than the directory, is left as it is, and a new one gets all rows.
+    known by its step, so nothing is delivered twice, and the run by its tag `pgtk.id`.
 
     uri: an MLflow tracking URI; None is `sqlite:///outputs/mlflow.db` under the current directory, with artifacts in
         outputs/artifacts. experiment: its name; made if there is none. system_metrics: also measure the machine.
@@ -70,7 +65,7 @@ class MlflowTracker:
         self.info: dict[str, str] = {}
         self.rows_delivered = 0
         self._measures_system = system_metrics
-        self._system: SystemMetrics | None = None
+        self._system = None
         self._ended = threading.Event()
         self._thread = None
         self._completions: list[tuple] = []  # of which there is a table: their files, and when each was written
@@ -82,45 +77,47 @@ class MlflowTracker:
         first ones, and what changed is in the tag `drift`. On a resume call it after `drop_metrics_after`.
         Afterwards `info` holds uri, experiment_id and run_id.
 
-        Raises StorageError, ending with `consequence`, within seconds if the store does not answer or refuses.
+        Raises StorageError, ending with `consequence`: at once if the store refuses, after `patiently` if it is there
+        and does not answer in time.
         """
         self._run_dir = Path(run_dir)
         described, status = describe(self._run_dir), read_status(self._run_dir)
         if started := status.get("started"):
             started = int(1000 * datetime.strptime(started, TIME).timestamp())
         with raising_storage_errors(self.uri, consequence):
-            self._client, experiment_id = open_store(self.uri, self.experiment)
-            rows = read_metrics(self._run_dir / "metrics.jsonl")
-            run, delivered, superseded = self._known_run(status, experiment_id, rows)
-            if run:
-                self._client.update_run(run.info.run_id, status="RUNNING")
-                if "reason" in run.data.tags:  # of the end that is none any more
-                    self._client.delete_tag(run.info.run_id, "reason")
-                experiment_id = run.info.experiment_id
-            else:
-                run = self._client.create_run(experiment_id, started, run_name=described.run_name)
-                for other in superseded:
-                    self._client.set_tag(other.info.run_id, SUPERSEDED, run.info.run_id)
-            of_set = re.compile(EVALUATION.format("(.*)", "avg"))
-            averages = self._points(run, filter(of_set.fullmatch, run.data.metrics))
-            evaluated = {(of_set.fullmatch(name)[1], point.step) for name, point in averages}  # a row arrives whole
-            self._run_id = run.info.run_id
-            self._log_texts(described.tags, {} if run.data.params else described.params)
-        self.info = {"uri": redact(self.uri), "experiment_id": experiment_id, "run_id": self._run_id}
-        # Rows of the machine's load are never written anew: the last step says which are there.
-        last = max((m.step for m in run.data.to_proto().metrics if m.key.startswith("system/")), default=-1)
+            opened = patiently(self.uri, lambda: self._open(described, status, started))
+        run, delivered, evaluated = opened
+        self.info = {"uri": redact(self.uri), "experiment_id": run.info.experiment_id, "run_id": self._run_id}
         self._metrics = RowFile(self._run_dir / "metrics.jsonl", delivered, metrics_of)
         self._files = [
             self._metrics,
-            RowFile(self._run_dir / "system_metrics.jsonl", range(last + 1), system_metrics_of),
             RowFile(self._run_dir / "evaluations.jsonl", evaluated, evaluation_metrics_of),
         ]
         self._thread = threading.Thread(target=self._deliver_until_stopped, name="mlflow", daemon=True)
         self._thread.start()
         if self._measures_system:
-            self._system = SystemMetrics(self._run_dir / "system_metrics.jsonl")
+            self._system = system_monitor(self._run_id, self.uri)
         # A daemon thread is cut off when the interpreter ends; what it still holds must not be.
         atexit.register(self.finish, "failed")
+
+    def _open(self, described: Description, status: dict, started: int | None):
+        """The MLflow run of the directory, and which rows of metrics and of evaluations it has."""
+        self._client, experiment_id = open_store(self.uri, self.experiment)
+        if run := self._known_run(status, experiment_id):
+            self._client.update_run(run.info.run_id, status="RUNNING")
+            if "reason" in run.data.tags:  # of the end that is none any more
+                self._client.delete_tag(run.info.run_id, "reason")
+        else:
+            # By its tag it is found again if the answer to this call comes too late.
+            known = {"pgtk.id": status["id"]} if status.get("id") else {}
+            run = self._client.create_run(experiment_id, started, known, described.run_name)
+        of_set = re.compile(EVALUATION.format("(.*)", "avg"))
+        averages = self._points(run, filter(of_set.fullmatch, run.data.metrics))
+        evaluated = {(of_set.fullmatch(name)[1], point.step) for name, point in averages}
+        delivered = {point.step for _, point in self._points(run, _IN_EACH_ROW)}
+        self._run_id = run.info.run_id
+        self._log_texts(described.tags, {} if run.data.params else described.params)
+        return run, delivered, evaluated
 
     def finish(self, state: str, limited: bool = True) -> list[str]:
         """Deliver the rest and close the run; returns what did not reach MLflow, by name. A second call does nothing.
@@ -133,37 +130,28 @@ class MlflowTracker:
         thread, self._thread = self._thread, None
         atexit.unregister(self.finish)
         if self._system:
-            self._system.stop()
+            with contextlib.suppress(TimeoutError):  # of a store that does not answer any more
+                in_background(self._system.finish).result(request_seconds() if limited else None)
         self._missing = ["metrics", "artifacts", "completions", "the end of the run"]
         self._end_status = _END_STATUS[state]
         self._ended.set()
         thread.join(6 * request_seconds() if limited else None)
         return list(self._missing)
 
-    def _known_run(self, status: dict, experiment_id: str, rows: list[dict]):
-        """The MLflow run that this directory has in this store, or None; its rows; runs it had with other values.
+    def _known_run(self, status: dict, experiment_id: str):
+        """The MLflow run that this directory has in this store, or None.
 
         It is found by its tag `pgtk.id`, also one of a process that was killed before it could write the id down.
         """
         mlflow = status.get("mlflow") or {}
-        run_id = mlflow.get("run_id")
         everywhere = [experiment_id, *(one.experiment_id for one in self._client.search_experiments())]
         own = f"tags.`pgtk.id` = {search_literal(str(status.get('id')))}"
         found = self._client.search_runs(list(dict.fromkeys(everywhere)), own, max_results=100)
-        found = sorted(found, key=lambda run: run.info.run_id != run_id)
-        is_found = run_id in (None, *(run.info.run_id for run in found))
-        if not is_found and mlflow.get("uri") in (None, redact(self.uri)):
-            message = "MLflow run %s is not in %s any more, or belongs to another run; another one gets all metrics"
+        run_id = mlflow.get("run_id")
+        if run_id not in (None, *(run.info.run_id for run in found)) and mlflow.get("uri") in (None, redact(self.uri)):
+            message = "MLflow run %s is not in %s any more; another one gets all metrics"
             _log.warning(message, run_id, redact(self.uri))
-        for run in found:
-            delivered: dict[int, set] = defaultdict(set)  # the pairs of _COMPARED of each row, by step
-            for name, point in self._points(run, _COMPARED):
-                delivered[point.step].add((name, point.value))
-            if not (steps := _differing(rows, delivered)):
-                return run, delivered, []
-            message = "MLflow run %s has other values than %s for %s; another one gets all metrics"
-            _log.warning(message, run.info.run_id, self._run_dir / "metrics.jsonl", _name_of(steps))
-        return None, {}, found
+        return next(iter(sorted(found, key=lambda run: run.info.run_id != run_id)), None)
 
     def _points(self, run, names: Iterable[str]) -> Iterator[tuple]:
         """(name, point) of each value that an MLflow run has of these metrics."""
@@ -237,8 +225,6 @@ class MlflowTracker:
             self._log_artifacts(ARTIFACTS)
         with self._delivering("completions"):
             self._log_completions()
-        if steps := _differing(read_metrics(self._run_dir / "metrics.jsonl"), self._metrics.delivered):
-            self._missing.append(f"the new values of {_name_of(steps)}")
         with self._delivering("the end of the run"):
             if reason := read_status(self._run_dir).get("reason"):
                 self._client.set_tag(self._run_id, "reason", text_of("reason", reason))
@@ -256,15 +242,11 @@ class MlflowTracker:
             _log.debug("%s did not reach MLflow: %s", what, failure(self.uri, error))
 
 
-def _differing(rows: list[dict], delivered: dict[int, set]) -> list[int]:
-    """The steps of the rows that are delivered with other values."""
+def system_monitor(run_id: str, uri: str):
+    """MLflow's own measurements of the machine, every ten seconds until `finish`, straight into the store."""
+    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
-    def compared(row):
-        return {(name, row[name]) for name in _COMPARED if name in row}
-
-    return [row["step"] for row in rows if delivered.get(row["step"], compared(row)) != compared(row)]
-
-
-def _name_of(steps: list[int]) -> str:
-    """The steps, of which there may be very many."""
-    return f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, the first of them {steps[0]}"
+    logging.getLogger("mlflow.system_metrics").setLevel(logging.ERROR)  # of each metric that the machine lacks
+    monitor = SystemMetricsMonitor(run_id, resume_logging=True, tracking_uri=uri)
+    monitor.start()
+    return monitor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import shutil
 import sys
@@ -15,7 +16,7 @@ from omegaconf import OmegaConf
 
 from pgtoolkit.config.names import name_of
 from pgtoolkit.config.paths import absolute_uri
-from pgtoolkit.config.rules.executed import named_code
+from pgtoolkit.config.rules.executed import folders_outside, named_code
 from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.runs.records import known_provenance, read_config, read_resolved
 from pgtoolkit.system.redaction import redact
@@ -84,16 +85,20 @@ def sync_command(run_dir: str | Path) -> str:
 
 
 def _only_typed(run_dir):
-    """Overrides with functions and commands of the user's own."""
+    """Overrides with functions, commands and folders of the user's own."""
     try:
         config = OmegaConf.create(read_resolved(run_dir))
     except Exception:  # before the configuration is written, or where it is damaged
         return []
-    named = named_code(config, "function") | named_code(config, "command")
-    quoted = {
-        key: value if isinstance(value, str) else f"[{','.join(map(repr, value))}]" for key, value in named.items()
-    }
-    return [f"{key}={value}" for key, value in quoted.items()]
+    named = named_code(config, "function") | named_code(config, "command") | folders_outside(config, Path(run_dir))
+    return [f"{key}={_quoted(value)}" for key, value in named.items()]
+
+
+def _quoted(value: str | list) -> str:
+    """A text, or several, as Hydra reads them in an override."""
+    if not isinstance(value, str):
+        return f"[{','.join(map(repr, value))}]"
+    return value if re.fullmatch(r"[\w./:~+@-]*", value) else repr(value)
 
 
 def has_counterpart(run_dir: str | Path) -> bool:

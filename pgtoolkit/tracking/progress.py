@@ -130,7 +130,10 @@ def summary(rows: list[dict[str, float]], run_dir: Path, mlflow: dict[str, str] 
             entries.append(("MLflow", command))
         entries.append(("" if command else "MLflow", ui_url(uri, experiment_id, run_id)))
     more = [f"trainer.max_steps={2 * rows[-1]['step']}"] if rows else []
-    more = ["trainer.stop_at=null"] if reached else more
+    if "rollout.epochs=" in reached:
+        more = [f"rollout.epochs={2 * read_resolved(run_dir)['rollout']['epochs']}"]
+    elif reached:
+        more = ["trainer.stop_at=null"]
     entries.append(("resume", resume_command(run_dir, more)))
     if has_counterpart(run_dir):
         entries += [("compare", counterpart_command(run_dir)), ("", compare_command(run_dir))]

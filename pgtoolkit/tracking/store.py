@@ -9,7 +9,10 @@ import logging
 import os
 import re
 import sqlite3
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from pgtoolkit.config.keys import changes_learning
 from pgtoolkit.config.paths import sqlite_path
@@ -19,6 +22,10 @@ from pgtoolkit.system.background import in_background
 from pgtoolkit.system.imports import without
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import text
+
+_log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 def client_of(uri: str):
@@ -46,6 +53,28 @@ def client_of(uri: str):
 def request_seconds() -> float:
     """The longest wait for a server's next byte; what is set in the environment wins, once `client_of` was called."""
     return float(os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"])
+
+
+def patiently(uri: str, call: Callable[[], Result]) -> Result:
+    """What `call` returns, which is called again where the store is there but too busy to answer in time.
+
+    It says so once, and gives up after 12 * MLFLOW_HTTP_REQUEST_TIMEOUT seconds with the error of the last call.
+    """
+    end = None
+    while True:
+        try:
+            return call()
+        except Exception as error:  # MLflow, its HTTP client and its database each raise their own
+            is_busy = isinstance(error, TimeoutError) or _BUSY.search(str(error))
+            if not is_busy or (end is not None and time.monotonic() > end):
+                raise
+            if end is None:
+                end = time.monotonic() + 12 * request_seconds()
+                _log.warning("%s; asking again for %g s", failure(uri, error), 12 * request_seconds())
+            time.sleep(1)
+
+
+_BUSY = re.compile("read timed out|database is locked|error code (429|502|503|504)", re.IGNORECASE)
 
 
 class _ClientWithTimeouts:

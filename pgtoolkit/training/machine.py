@@ -47,6 +47,7 @@ def check_machine(c: Config, report: Report, typed: bool = True, begins: bool = 
         _recorded(c, report)
     _chat(c, report)
     _store(c, report)
+    _epochs(c, report)
     if begins and c.rollout.name == "policy" and (problem := occupied_by_rollouts(c.rollout.save_path)):
         report.problems.append(problem)
 
@@ -152,6 +153,22 @@ def _store(c: Config, report: Report) -> None:
         return
     needs, use = "an SQLite file, or a place for one", "tracking.uri=sqlite:///FILE with another, or tracking=none"
     report.refuse(f"tracking.uri={uri}", needs, got, "MLflow keeps the run there.", use)
+
+
+def _epochs(c: Any, report: Report) -> None:
+    """A note where recorded rollouts end before the last step."""
+    documents_per_step, steps = c.accumulation.docs_per_step, c.trainer.max_steps
+    if c.rollout.name != "recorded" or not documents_per_step or report.problems:
+        return
+    from pgtoolkit.tasks.row_files import count_rows
+
+    documents = count_rows(c.rollout.path, "rollout.path")
+    if documents is not None and (last := -(-documents * c.rollout.epochs // documents_per_step)) < steps:
+        report.note(
+            f"rollout.epochs={c.rollout.epochs} of {documents} documents ends after at most {last} of "
+            f"trainer.max_steps={steps} steps. To make them all, use "
+            f"rollout.epochs={-(-steps * documents_per_step // documents)}."
+        )
 
 
 def _is_database(path: Path) -> bool:

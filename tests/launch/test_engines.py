@@ -2,47 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import signal
 import socket
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
-from builders.runs import SHORT, assert_equal, checkpoint_of, metrics_of, once
+from builders.runs import SHORT, assert_equal, checkpoint_of, metrics_of
 from builders.runs import run as train_short
+from builders.sweep_processes import ENVIRONMENT, PGTK, has_steps, started, sweep, wait_until
 
 pytestmark = pytest.mark.slow
-PGTK = Path(sys.executable).with_name("pgtk")
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 STEPS = 120
 LONG = (f"trainer.max_steps={STEPS}", "trainer.checkpoint_every=10")
 RAY = ("hydra/launcher=ray_cluster", "hydra.launcher.ray.init.address=auto")
 SUBMITIT = ("hydra/launcher=slurm", "hydra.launcher.cluster=local", "hydra.launcher.gpus_per_node=null")
-
-
-@contextlib.contextmanager
-def started(folder, *overrides):
-    """A sweep in folder/sweep as a process, which does not outlive the block."""
-    command = [PGTK, "-m", *once(*SHORT, *overrides), "hydra.sweep.dir=sweep"]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, **streams)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def sweep(folder, *overrides) -> tuple[int, str]:
-    with started(folder, *overrides) as process:
-        return ended(process)
 
 
 def ended(process) -> tuple[int, str]:
@@ -51,15 +29,10 @@ def ended(process) -> tuple[int, str]:
     return process.returncode, output
 
 
-def wait_for_steps(folder, name, steps):
+def wait_for_steps(folder, name, steps) -> Path:
     """The run directory of a job that has made so many steps."""
-    end = time.monotonic() + 120
-    while time.monotonic() < end:
-        for rows in (folder / "sweep").glob(f"{name}*/metrics.jsonl"):
-            if rows.read_bytes().count(b"\n") >= steps:
-                return rows.parent
-        time.sleep(0.05)
-    raise AssertionError("waited in vain")
+    wait_until(has_steps(folder, name, steps), 120)
+    return next((folder / "sweep").glob(f"{name}*/metrics.jsonl")).parent
 
 
 def status_of(directory) -> dict:

@@ -78,9 +78,9 @@ def test_an_interruption_while_workers_start_is_no_defect(environment, monkeypat
         raise KeyboardInterrupt
 
     environment(RANK="0", WORLD_SIZE="2")
-    monkeypatch.setattr(worker, "take_part", interrupted)
+    monkeypatch.setattr(worker, "train_as_rank", interrupted)
     monkeypatch.setattr("sys.argv", ["pgtk"])
-    (tmp_path / "job").write_bytes(pickle.dumps(worker.Job(None, tmp_path, False, [], None, ["pgtk"])))
+    (tmp_path / "job").write_bytes(pickle.dumps(worker.Training(None, tmp_path, False, [], None, ["pgtk"])))
     assert worker.main(tmp_path) == 130
     assert list(tmp_path.glob("rank-*")) == []
 
@@ -98,9 +98,9 @@ def test_a_full_disk_in_a_worker_is_no_defect(environment, monkeypatch, tmp_path
         raise OSError(errno.ENOSPC, "No space left on device", "outputs/x")
 
     environment(RANK=str(rank), WORLD_SIZE="2")
-    monkeypatch.setattr(worker, "take_part", full)
+    monkeypatch.setattr(worker, "train_as_rank", full)
     monkeypatch.setattr("sys.argv", ["pgtk"])
-    (tmp_path / "job").write_bytes(pickle.dumps(worker.Job(None, tmp_path, False, [], None, ["pgtk"])))
+    (tmp_path / "job").write_bytes(pickle.dumps(worker.Training(None, tmp_path, False, [], None, ["pgtk"])))
     assert worker.main(tmp_path) == 6
     processes = {rank: SimpleNamespace(returncode=6)}
     said = ("" if rank == 0 else "rank 1: ") + "outputs/x cannot be read or written: No space left on device"

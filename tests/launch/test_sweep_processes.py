@@ -1,49 +1,20 @@
 """Sweeps as real processes: what a second run of the same command skips, resumes and retries; kills and signals."""
 
-import contextlib
 import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from builders.runs import SHORT, assert_equal, checkpoint_of, metrics_of, once
+from builders.runs import assert_equal, checkpoint_of, metrics_of
 from builders.runs import run as train_short
+from builders.sweep_processes import directory_of, has_steps, started, sweep, wait_until
 
 pytestmark = pytest.mark.slow
-PGTK = Path(sys.executable).with_name("pgtk")
 STEPS = 300
 LONG = (f"trainer.max_steps={STEPS}", "trainer.checkpoint_every=20")
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
-
-
-@contextlib.contextmanager
-def started(folder, *arguments):
-    """A sweep in folder/sweep as a process, which does not outlive the block."""
-    command = [PGTK, "-m", *once(*SHORT, "hydra.sweep.dir=sweep", *arguments)]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, **streams)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def run(folder, *arguments) -> tuple[int, str]:
-    """(exit status, output) of a sweep in folder/sweep."""
-    with started(folder, *arguments) as process:
-        output, _ = process.communicate(timeout=400)
-        return process.returncode, output
-
-
-def directory(folder, name) -> Path:
-    (found,) = (folder / "sweep").glob(f"{name}-*")
-    return found
 
 
 def jobs_of(folder) -> dict[str, dict]:
@@ -51,30 +22,13 @@ def jobs_of(folder) -> dict[str, dict]:
     return {job["name"].rpartition("-")[0]: job for job in saved["jobs"]}
 
 
-def wait_until(condition, seconds=300):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
-
-
-def has_steps(folder, name, steps):
-    """Whether a job has made so many steps."""
-
-    def condition():
-        files = list((folder / "sweep").glob(f"{name}-*/metrics.jsonl"))
-        return bool(files) and files[0].read_bytes().count(b"\n") >= steps
-
-    return condition
-
-
 def process_of(folder, name) -> int:
-    return json.loads((directory(folder, name) / "status.json").read_text())["pid"]
+    return json.loads((directory_of(folder, name) / "status.json").read_text())["pid"]
 
 
 def rows_of(folder, name, steps) -> list[str]:
     """The rows of a job's first steps, with the time at which they were written."""
-    return (directory(folder, name) / "metrics.jsonl").read_text().splitlines()[:steps]
+    return (directory_of(folder, name) / "metrics.jsonl").read_text().splitlines()[:steps]
 
 
 def times(path: Path) -> dict[str, int]:
@@ -99,12 +53,12 @@ def test_killed_jobs_and_a_killed_launcher_are_gone_on_with(tmp_path):
     made = rows_of(tmp_path, "seed-0", 40) + rows_of(tmp_path, "seed-1", 40)
 
     # At once: the second job may still be saving, since it sees that its launcher is gone.
-    status, output = run(tmp_path, *command)
+    status, output = sweep(tmp_path, *command)
     assert status == 0, output
     assert len(re.findall(r"continues after step \d+", output)) == 2
     assert rows_of(tmp_path, "seed-0", 40) + rows_of(tmp_path, "seed-1", 40) == made
     for seed in (0, 1):
-        found, name = directory(tmp_path, f"seed-{seed}"), f"seed-{seed}"
+        found, name = directory_of(tmp_path, f"seed-{seed}"), f"seed-{seed}"
         whole = train_short(tmp_path / f"whole-{seed}", *LONG, f"seed={seed}")
         assert metrics_of(found) == metrics_of(whole)
         assert_equal(checkpoint_of(found, STEPS), checkpoint_of(whole, STEPS))
@@ -115,7 +69,7 @@ def test_killed_jobs_and_a_killed_launcher_are_gone_on_with(tmp_path):
     assert len(re.findall(rf"^done +{STEPS} +\d+ +\d\.\d{{3}}  seed-\d-", output, re.MULTILINE)) == 2
 
     before = times(tmp_path / "sweep")
-    status, output = run(tmp_path, *command)
+    status, output = sweep(tmp_path, *command)
     assert status == 0, output
     assert "sweep sweep: 2 jobs, 2 done" in output
     assert {path: time for path, time in times(tmp_path / "sweep").items() if "/seed-" in path} == {
@@ -125,14 +79,14 @@ def test_killed_jobs_and_a_killed_launcher_are_gone_on_with(tmp_path):
 
 def test_a_failing_job_is_named_and_hides_no_other(tmp_path):
     overrides = ("optimizer.learning_rate=1e5,1e-3", "optimizer.warmup_steps=0", "optimizer.weight_decay=10")
-    status, output = run(tmp_path, *overrides, "--fail-fast")
+    status, output = sweep(tmp_path, *overrides, "--fail-fast")
     assert status == 1, output
     assert "no further job is started" in output
     assert {name: job["status"] for name, job in jobs_of(tmp_path).items()} == {
         "learning-rate-100000.0": "failed",
         "learning-rate-0.001": "pending",
     }
-    status, output = run(tmp_path, *overrides)
+    status, output = sweep(tmp_path, *overrides)
     assert status == 1, output
     assert "Traceback" not in output
     assert re.search(r"^failed: learning-rate-100000.0-\w+\n  .*not finite.*\n  log: sweep/.*output.log$", output, re.M)
@@ -152,7 +106,7 @@ def test_an_interrupt_of_the_launcher_lets_the_jobs_save_and_says_how_to_go_on(t
     assert re.search(r"Continue with: .*pgtk -m .* seed=0,1", output)
     first, second = jobs_of(tmp_path).values()
     assert (first["status"], first["reason"], second["status"]) == ("interrupted", "SIGINT", "pending")
-    assert (directory(tmp_path, "seed-0") / "checkpoints" / f"step-{first['step']:06d}").is_dir()
+    assert (directory_of(tmp_path, "seed-0") / "checkpoints" / f"step-{first['step']:06d}").is_dir()
     assert not list((tmp_path / "sweep").glob("seed-1-*"))
 
 
@@ -172,10 +126,10 @@ def test_a_signal_before_training_has_begun_ends_a_job_at_once(tmp_path):
 def test_data_parallel_jobs_in_one_sweep(tmp_path):
     """Two jobs at a time, each of two processes: their ranks do not meet."""
     overrides = ("parallelism=ddp", "seed=1,2", "trainer.max_steps=4", "hydra.launcher.n_jobs=2")
-    status, output = run(tmp_path, *overrides)
+    status, output = sweep(tmp_path, *overrides)
     assert status == 0, output
     assert "2 jobs, 2 done" in output
-    rows = [metrics_of(directory(tmp_path, name)) for name in ("seed-1", "seed-2")]
+    rows = [metrics_of(directory_of(tmp_path, name)) for name in ("seed-1", "seed-2")]
     assert [[row["step"] for row in one] for one in rows] == [[1, 2, 3, 4]] * 2
     assert [row["reward"] for row in rows[0]] != [row["reward"] for row in rows[1]]
-    assert all((directory(tmp_path, name) / "checkpoints" / "step-000004").is_dir() for name in ("seed-1", "seed-2"))
+    assert all((directory_of(tmp_path, name) / "checkpoints" / "step-000004").is_dir() for name in ("seed-1", "seed-2"))

@@ -36,8 +36,7 @@ def by_turns(first, *others):
     return pairs
 
 
-@pytest.mark.parametrize("correction", CORRECTIONS)
-@pytest.mark.parametrize(("loss", "aggregation", "level"), OBJECTIVES)
+@pytest.mark.parametrize(("loss", "aggregation", "level", "correction"), by_turns(*OBJECTIVES))
 def test_given_logits_match_the_reference(loss, aggregation, level, correction):
     case = make_case(seed=12)
     options = options_with(case, loss, aggregation, level)
@@ -64,8 +63,7 @@ def test_given_logits_match_the_reference(loss, aggregation, level, correction):
     assert numbers(out.metrics) == pytest.approx(expected.metrics, rel=1e-10, abs=1e-14)
 
 
-@pytest.mark.parametrize("correction", CORRECTIONS)
-@pytest.mark.parametrize(("loss", "aggregation", "level"), OBJECTIVES)
+@pytest.mark.parametrize(("loss", "aggregation", "level", "correction"), by_turns(*OBJECTIVES))
 def test_the_fused_head_matches_the_reference(loss, aggregation, level, correction, monkeypatch):
     """In chunks of four rows, of which most documents need several."""
     problem = make_head_case()

@@ -257,8 +257,8 @@ def test_the_check_counts_the_weights_of_the_reference(capsys):
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        (["kl.coefficient=0.1"], "kl.coefficient=0.1 needs kl=k1, k2, k3 or k3_ratio (got kl=none)."),
-        (["kl.reference=initial"], "kl.reference=initial needs kl=k1, k2, k3 or k3_ratio (got kl=none)."),
+        (["kl.coefficient=0.1"], "kl.coefficient=0.1 needs kl other than none (got none)."),
+        (["kl.reference=initial"], "kl.reference=initial needs kl other than none (got none)."),
         (["kl=k3", "kl.coefficient=0"], "kl.coefficient=0 needs a finite number from 1e-06 to 1000 (got 0)."),
         (["kl=k3", "kl.coefficient=null"], "kl=k3 needs kl.coefficient, a number (got null)."),
         (["kl=k2", "kl.reference=null"], "kl=k2 needs kl.reference (got null)."),

@@ -1,0 +1,222 @@
+"""What becomes of runs whose node, disk, data or store gives out, or which a stranger has written."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from builders.runs import SHORT, metrics_of, once, run
+from builders.stores import history
+from builders.stores import start as start_tracker
+from builders.stores import train as append
+from omegaconf import OmegaConf
+
+from pgtoolkit.cli import main
+from pgtoolkit.runs.directory import read_status
+
+PGTK = Path(sys.executable).with_name("pgtk")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_node_is_said_in_the_log_and_the_status_of_the_run(tmp_path, lost):
+    """Two ranks that no common parent watches, as on two nodes; one of them is killed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    overrides = once(*SHORT, "parallelism=ddp", "trainer.max_steps=100000", "trainer.checkpoint_every=1000")
+    ranks = []
+    for rank in range(2):
+        place = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        ranks.append(
+            subprocess.Popen(
+                [PGTK, *overrides, f"hydra.run.dir={tmp_path / 'run'}"],
+                cwd=tmp_path,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=os.environ | {name: str(value) for name, value in place.items()},
+            )
+        )
+    rows, end = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
+    while not rows.exists() or rows.read_bytes().count(b"\n") < 3:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    ranks[lost].send_signal(signal.SIGKILL)
+    _, errors = ranks[1 - lost].communicate(timeout=60)
+    assert ranks[1 - lost].returncode == 5
+    ranks[lost].communicate()
+    said = f"rank {1 - lost} waited for another process, which ended or did not answer within"
+    assert errors.count("pgtk: error: ") == errors.count(said) == 1
+    status = read_status(tmp_path / "run")
+    assert status["state"] == "failed"
+    assert said in status["reason"]
+    log = (tmp_path / "run" / "run.log").read_text()
+    assert log.count(f"ERROR RankLost: {said}" if lost == 0 else f"ERROR {said}") == 1
+
+
+def test_a_directory_without_a_configuration_is_free_for_another_run(tmp_path, monkeypatch):
+    """As after a kill amid the imports, or a run that was refused before its first line."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run" / ".hydra").mkdir(parents=True)
+    for name in (".hydra/config.yaml", "run.log", "data.json", "overrides.yaml", "provenance.json"):
+        (tmp_path / "run" / name).write_text("{}")
+    overrides = once(*SHORT, "trainer.max_steps=1", "hydra.run.dir=run")
+    assert main(overrides) == 0
+    assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1]
+
+
+def test_one_command_starts_a_run_continues_it_and_leaves_it_alone_once_it_is_done(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    overrides = once(*SHORT, "trainer.max_steps=4", "trainer.checkpoint_every=2")
+    whole = run(tmp_path / "whole", *overrides)
+
+    def interrupt(step):
+        def append_metrics(self, number, metrics):
+            written(self, number, metrics)
+            if number == step:
+                os.kill(os.getpid(), signal.SIGUSR2)
+
+        from pgtoolkit.runs.directory import RunDirectory
+
+        written = RunDirectory.append_metrics
+        monkeypatch.setattr(RunDirectory, "append_metrics", append_metrics)
+
+    with monkeypatch.context():
+        interrupt(3)
+        assert main(["continue", "my run", *overrides]) == 75
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    status = read_status(tmp_path / "my run")
+    assert (status["state"], status["reason"], status["step"]) == ("interrupted", "SIGUSR2", 3)
+    assert main(["continue", "my run", *overrides]) == 0
+    assert metrics_of(tmp_path / "my run") == metrics_of(whole)
+    assert not (tmp_path / "my run" / "drift.jsonl").exists()
+    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "my run").rglob("*")}
+    capsys.readouterr()
+    assert main(["continue", "my run", *overrides]) == 0
+    assert capsys.readouterr().out == "my run is done: nothing is left to train\n"
+    assert main(["continue", "my run", *once(*overrides, "seed=5")]) == 2
+    assert "(got one with seed=0, not 5)" in capsys.readouterr().err
+    assert main(["continue", "seed=5"]) == 2
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "my run").rglob("*")} == before
+
+
+FILLED = """
+import sys
+from pathlib import Path
+from pgtoolkit.cli import main
+from pgtoolkit.runs.directory import RunDirectory
+
+written = RunDirectory.append_metrics
+
+def append_metrics(self, step, metrics):
+    written(self, step, metrics)
+    if step == 2:  # of a disk of 3 MiB nothing is left
+        with open("filled", "wb") as file:
+            try:
+                while True:
+                    file.write(bytes(4096))
+                    file.flush()
+            except OSError:
+                pass
+
+RunDirectory.append_metrics = append_metrics
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_full_disk_leaves_no_status_that_says_running(tmp_path):
+    mount = f"mount -t tmpfs -o size=3m none {tmp_path} && cd {tmp_path} && "
+    if subprocess.run(["unshare", "-rm", "sh", "-c", f"{mount} true"], capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    train = [sys.executable, "-c", FILLED, *once(*SHORT, "trainer.keep_checkpoints=1"), "hydra.run.dir=run"]
+    script = f'{mount} "$@"; status=$?; cat run/status.json; exit $status'
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", script, "sh", *train], capture_output=True, text=True)
+    assert done.returncode == 6, done.stderr
+    assert "No space left on device" in done.stderr
+    status = json.loads(done.stdout[done.stdout.rindex("\n{\n") :])
+    assert status["state"] == "failed"
+    assert "No space left on device" in status["reason"]
+
+
+def test_a_resumed_run_writes_to_no_folder_that_only_its_file_names(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    folder = run(tmp_path / "run", "trainer.max_steps=1", "rollout.save_path=elsewhere")
+    (tmp_path / "elsewhere").rename(tmp_path / "kept")
+    assert main(["resume", "run", "trainer.max_steps=3"]) == 2
+    place = f"rollout.save_path={tmp_path}/elsewhere"
+    assert f"{place} needs to be typed (got it from the run's file)" in capsys.readouterr().err
+    assert not (tmp_path / "elsewhere").exists()
+    assert main(["resume", "run", "trainer.max_steps=3", place]) == 0
+    assert (tmp_path / "elsewhere").is_dir()
+    assert f"resume run {place} trainer.max_steps=6" in capsys.readouterr().out
+    config = OmegaConf.load(folder / "config.yaml")
+    config.rollout.save_path = str(folder / "inside")
+    OmegaConf.save(config, folder / "config.yaml")
+    assert main(["resume", "run", "trainer.max_steps=5"]) == 0
+
+
+def test_data_that_ends_before_the_last_step_is_said_and_can_be_read_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        {"token_ids": [1, 2, 3], "loss_mask": [False, True, True], "old_log_probs": [0.0, -1.0, -1.0], "advantage": 1.0}
+        for _ in range(20)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recorded = [
+        "tracking=none",
+        "rollout=recorded",
+        "rollout.path=rows.jsonl",
+        "advantage=given",
+        "model.hidden_size=32",
+        "accumulation.docs_per_step=8",
+        "trainer.max_steps=5",
+        "aggregation=token_mean",
+    ]
+    assert main(["check", *recorded]) == 0
+    note = "rollout.epochs=1 of 20 documents ends after at most 3 of trainer.max_steps=5 steps"
+    assert f"{note}. To make them all, use rollout.epochs=2." in capsys.readouterr().out
+    assert main([*recorded, "hydra.run.dir=run"]) == 0
+    status, said = read_status(tmp_path / "run"), capsys.readouterr().out
+    assert (status["state"], status["step"]) == ("done", 3)
+    assert status["reason"] == "the data ended after step 3 of 5: rollout.epochs=1 is how often it is read"
+    assert status["reason"] in said
+    assert "resume run rollout.epochs=2\n" in said
+    assert main(["resume", "run", "rollout.epochs=2"]) == 0
+    assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1, 2, 3, 4, 5]
+    assert read_status(tmp_path / "run")["reason"] is None
+
+
+def test_a_store_that_is_busy_is_asked_again(tmp_path, uri, caplog, monkeypatch):
+    """Locked by another process for longer than a call may take."""
+    from pgtoolkit.runs.directory import RunDirectory
+
+    with RunDirectory(tmp_path / "run") as first:
+        start_tracker(uri, first).finish("done")  # makes the store
+    locked = sqlite3.connect(uri.removeprefix("sqlite:///"), check_same_thread=False)
+    locked.execute("BEGIN EXCLUSIVE")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")  # four times that for a whole answer
+    release = threading.Timer(6, lambda: (locked.rollback(), locked.close()))
+    release.start()
+    caplog.set_level(logging.WARNING)
+    with RunDirectory(tmp_path / "second") as second:
+        tracker = start_tracker(uri, second)
+        append(second, 1, 3)
+        assert tracker.finish("done") == []
+    release.join()
+    assert history(uri, tracker.info["run_id"]) == [(step, step / 8) for step in range(1, 4)]
+    said = [record.getMessage() for record in caplog.records if "asking again" in record.getMessage()]
+    assert len(said) == 1
+    assert said[0].endswith("asking again for 12 s")
