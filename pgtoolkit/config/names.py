@@ -13,6 +13,7 @@ from pgtoolkit.config.files import default_options
 from pgtoolkit.config.keys import changes_learning
 from pgtoolkit.runs.directory import config_drift
 from pgtoolkit.runs.records import leaves, plain
+from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import key_of
 
 
@@ -54,7 +55,7 @@ def name_from(overrides: list[str], defaults: dict[str, str]) -> str:
 
     defaults: group -> its default option, to be left out of the name.
     """
-    pairs = [override.lstrip("+~").partition("=")[::2] for override in overrides]
+    pairs = [redact(override.lstrip("+~")).partition("=")[::2] for override in overrides]
     chosen = {key for key, _ in pairs}
     parts = {}
     for key, value in pairs:

@@ -11,7 +11,7 @@ from torch import Tensor
 from pgtoolkit.batch import DocumentCounts
 from pgtoolkit.errors import DataError
 from pgtoolkit.losses.documents import DocumentSums
-from pgtoolkit.losses.exchange import gather
+from pgtoolkit.losses.exchange import gather_stacked
 from pgtoolkit.losses.objective import Objective
 
 _TILE, _STEP = 128, 32
@@ -98,7 +98,7 @@ def make_plan(
             here = documents.index.new_zeros(documents.num_documents + 1)
             here = here.index_add_(0, documents.index, informative.long())[:-1]
             room = torch.full_like(num_bad, max_rows)
-            table = gather(torch.cat([num_bad, room, documents.counts_here, here]), documents.group).T.tolist()
+            table = gather_stacked(torch.cat([num_bad, room, documents.counts_here, here]), documents.group).T.tolist()
             bad, max_rows = sum(table[0]), min(table[1])
             lengths, has_gradient = table[2 : 2 + documents.num_documents], table[2 + documents.num_documents :]
         else:

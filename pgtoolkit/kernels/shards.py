@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from pgtoolkit.kernels.passes import Passes
 from pgtoolkit.kernels.products import accumulation_dtype
 from pgtoolkit.kernels.torch_passes import forward_gradient, forward_score_, make_weights, merge_shards
-from pgtoolkit.losses.exchange import gather
+from pgtoolkit.losses.exchange import gather_stacked
 
 
 class VocabularyShard:
@@ -40,7 +40,7 @@ class VocabularyShard:
         # NaN says that the label is elsewhere: if none has it, or two do, there is no log-prob.
         inside = (labels >= self.start) & (labels < self.start + logits.shape[1])
         parts[0] = torch.where(inside, parts[0], torch.nan)
-        shards = gather(parts, self.group)
+        shards = gather_stacked(parts, self.group)
         held = ~torch.isnan(shards[:, 0])
         shards[:, 0] = torch.where(held, shards[:, 0], 0.0)
         log_probs, normalizer, entropy = merge_shards(list(shards), labels, temperature)

@@ -42,14 +42,14 @@ class Training:
 def train_as_rank(training: Training, rank: Rank) -> None:
     """Train as one of rank.world_size processes, all of which call this; the run directory is that of rank 0."""
     with without():
-        from pgtoolkit.ranks.agreement import failing_together, gather
+        from pgtoolkit.ranks.agreement import failing_together, gather_objects
         from pgtoolkit.training.train import train
 
     with _process_group(training.config, rank) as layout:
         with failing_together(layout):
             if training.refused is not None:
                 raise training.refused
-        run_dir = gather(training.run_dir, layout.world_group)[0]
+        run_dir = gather_objects(training.run_dir, layout.world_group)[0]
         try:
             train(training.config, run_dir, training.resume, training.overrides, training.sweep, layout)
         except Interrupted:

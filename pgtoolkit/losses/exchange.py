@@ -54,7 +54,7 @@ def all_max(values: Tensor, group: ProcessGroup | None) -> Tensor:
     return values if group is None else all_reduce_(values.clone(), group, dist.ReduceOp.MAX)
 
 
-def gather(values: Tensor, group: ProcessGroup | None) -> Tensor:
+def gather_stacked(values: Tensor, group: ProcessGroup | None) -> Tensor:
     """(ranks, *shape): every rank's values, which have the same shape."""
     if group is None:
         return values.unsqueeze(0)

@@ -90,7 +90,7 @@ def attention(
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     if documents.group is not None:
-        both = collectives.gather(torch.cat([key, value], 1), documents.group, 0, True)  # one collective for the two
+        both = collectives.join(torch.cat([key, value], 1), documents.group, 0, True)  # one collective for the two
         key, value = both[documents.first_key : documents.last_key].chunk(2, 1)
     return by_document(query, key, value, documents, options.get("scaling"), options.get("sliding_window"))[None], None
 

@@ -38,7 +38,7 @@ def shard_tensors(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -
         partial |= set(norm.parameters())
         layers[0].register_forward_pre_hook(_on_hidden(lambda x: collectives.piece(x, group, 1)), with_kwargs=True)
         # The gradient that comes from the loss is complete on each rank.
-        norm.register_forward_hook(lambda _module, _arguments, x: collectives.gather(x, group, 1, False))
+        norm.register_forward_hook(lambda _module, _arguments, x: collectives.join(x, group, 1, False))
     return partial
 
 
@@ -86,7 +86,7 @@ def _block_input(x: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Ten
     """The input of a block, all tokens of it, for each rank's own heads or columns."""
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))  # as the matrices would, but before it is sent
-    return collectives.gather(x, group, 1, True) if sequence_parallel else collectives.copy(x, group)
+    return collectives.join(x, group, 1, True) if sequence_parallel else collectives.copy(x, group)
 
 
 def _on_hidden(function):

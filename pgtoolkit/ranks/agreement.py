@@ -17,7 +17,7 @@ from pgtoolkit.ranks.layout import Layout
 _LOST = ("connection closed by peer", "connection reset", "broken pipe", "timed out", "timeout", "gloo", "nccl")
 
 
-def gather(value: Any, group: ProcessGroup | None) -> list:
+def gather_objects(value: Any, group: ProcessGroup | None) -> list:
     """Every rank's value, by rank in the group; for what is rare or small, since it is pickled."""
     if group is None:
         return [value]
@@ -45,7 +45,7 @@ def failing_together(layout: Layout) -> Iterator[None]:
             raise
         error = found
     if any(_of_all(layout, error is not None)):
-        errors = gather(error, layout.world_group)
+        errors = gather_objects(error, layout.world_group)
         rank, first = next((rank, found) for rank, found in enumerate(errors) if found is not None)
         everywhere = all(str(found) == str(first) for found in errors)
         shared = type(first)(str(first) if everywhere else f"rank {rank}: {first}")

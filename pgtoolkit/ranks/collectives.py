@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from pgtoolkit.losses.exchange import LinearMap, all_sum, copy
 
-__all__ = ["copy", "gather", "local", "piece", "sum_over", "sum_piece"]
+__all__ = ["copy", "join", "local", "piece", "sum_over", "sum_piece"]
 
 # Their names since torch 2.13, which warns of the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -32,7 +32,7 @@ def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
     return LinearMap.apply(x, lambda x: all_sum(x.contiguous(), group), lambda x: x.view_as(x))
 
 
-def gather(x: Tensor, group: ProcessGroup, axis: int, partial_gradient: bool) -> Tensor:
+def join(x: Tensor, group: ProcessGroup, axis: int, partial_gradient: bool) -> Tensor:
     """The ranks' x one after the other along `axis`; backward takes this rank's piece of the gradient.
 
     partial_gradient: the ranks hold different gradients of the whole, which are summed first.

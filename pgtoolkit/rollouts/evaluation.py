@@ -12,7 +12,7 @@ from typing import Any
 
 from pgtoolkit.config.evaluation import powers_of_two, sampling
 from pgtoolkit.config.schema import Config, OldLogProbs, PolicyRolloutConfig
-from pgtoolkit.ranks.agreement import failing_together, gather
+from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.runs.completions import FOLDER, CompletionRow, write_completions
 from pgtoolkit.sampling.samplers import Sampler
@@ -60,7 +60,7 @@ class Evaluator:
         with failing_together(self.layout):
             prompts = [prompt_set.task.prompt(number) for number in range(rank, prompt_set.count, size)]
             answers = self._answers(prompt_set, prompts, step)
-        shares = gather(answers, self.layout.group("data_parallel"))
+        shares = gather_objects(answers, self.layout.group("data_parallel"))
         groups = [shares[i % size][i // size] for i in range(prompt_set.count)]
         with failing_together(self.layout):
             if self.layout.rank == 0:

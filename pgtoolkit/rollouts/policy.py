@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
@@ -18,12 +19,13 @@ from pgtoolkit.config.schedule import steps_ahead, steps_before
 from pgtoolkit.config.schema import Config, OldLogProbs
 from pgtoolkit.errors import DataError
 from pgtoolkit.packing import cut, pack
-from pgtoolkit.ranks.agreement import failing_together, gather
+from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.advantages import batch_divisor, group_advantages, overlong_penalty
 from pgtoolkit.rollouts.dynamic_sampling import fill
 from pgtoolkit.rollouts.steps import Source
 from pgtoolkit.rollouts.writer import RolloutWriter
+from pgtoolkit.sampling.proof import check_batch
 from pgtoolkit.sampling.samplers import Sampler
 from pgtoolkit.system.background import in_background
 from pgtoolkit.tasks.completion import Completion, Request
@@ -201,7 +203,7 @@ class PolicyRollouts(Source):
         """The documents of each of `count` prompts, of all ranks, in their order."""
         with failing_together(self.layout):
             groups = self._groups(sampling)
-        shares, size = gather(groups, self.layout.group("data_parallel")), self.layout.size("data_parallel")
+        shares, size = gather_objects(groups, self.layout.group("data_parallel")), self.layout.size("data_parallel")
         return [shares[i % size][i // size] for i in range(count)]
 
     def _groups(self, sampling: _Sampling) -> list[list[Document]]:
@@ -218,6 +220,10 @@ class PolicyRollouts(Source):
         if self._rollout.old_log_probs == OldLogProbs.training:
             with self._timed("old_log_probs"):
                 documents = self._with_training_log_probs(documents)
+            self._check_sampler(documents)
+        elif self.sampler.tolerance is not None and self._is_current(documents):
+            with self._timed("old_log_probs"):
+                self._check_sampler(self._with_training_log_probs(self._some(documents)))
         return [documents[i : i + size] for i in range(0, len(documents), size)]
 
     def _group(self, prompt: Prompt, start: list[int], scored: list[tuple[Completion, Score]]) -> list[Document]:
@@ -249,6 +255,22 @@ class PolicyRollouts(Source):
                 )
             )
         return documents
+
+    def _is_current(self, documents: list[Document]) -> bool:
+        """Whether the weights that wrote them are still the policy's."""
+        return {document.model_version for document in documents} == {self.trained.num_updates}
+
+    def _some(self, documents: list[Document]) -> list[Document]:
+        """Every so many-th, as many as fit a micro-batch: enough to check what wrote them."""
+        every = math.ceil(sum(d.num_tokens for d in documents) / self.config.accumulation.max_tokens)
+        return cut(documents[:: max(1, every)], self.config.accumulation.max_tokens)[0] if documents else []
+
+    def _check_sampler(self, documents: list[Document]) -> None:
+        """documents: with log-probs of both. Raises SamplerLost where those of a server are not the trainer's."""
+        if self.sampler.tolerance is not None and documents:
+            sampled = torch.cat([document.sampling_log_probs for document in documents])
+            trainer = torch.cat([document.old_log_probs for document in documents])
+            check_batch(sampled, trainer, self.sampler.tolerance, self._rollout.top_p)
 
     def _with_training_log_probs(self, documents: list[Document]) -> list[Document]:
         """The documents with old log-probs from the forward pass that training uses, so that the first ratio is 1.

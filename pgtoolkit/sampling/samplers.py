@@ -20,7 +20,12 @@ from pgtoolkit.tasks.stops import StopStrings
 
 
 class Sampler(Protocol):
-    """Writes completions with the weights that were published last."""
+    """Writes completions with the weights that were published last.
+
+    tolerance: mean absolute difference from the trainer's that its log-probs may have; None: no limit is needed.
+    """
+
+    tolerance: float | None
 
     def publish(self, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
         """Sample from these weights from now on.
@@ -51,6 +56,8 @@ class TransformersSampler:
     settings: how completions are sampled; of the model's own generation_config.json only the ends are taken.
     Raises ConfigError for sampler.static_cache=true with a model that it is not known to work for.
     """
+
+    tolerance = None
 
     def __init__(self, policy: Any, config: Config):
         rollout, self._static_cache = config.rollout, config.sampler.static_cache

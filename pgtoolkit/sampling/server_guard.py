@@ -1,14 +1,16 @@
-"""Keeps a server, or a folder, for as long as the process that wants it lives, however that ends.
+"""Keeps the servers of a run and the folder of its weights for as long as the run lives, however that ends.
 
-A script of its own that knows the standard library alone. `python server_guard.py PARENT run COMMAND...`: when the
-process PARENT, which started it, is gone, or at SIGTERM, it ends the server and every process that came of it. It ends
-with the server's status where the server ended by itself. `python server_guard.py PARENT keep FOLDER`: when PARENT is
-gone it deletes FOLDER; PARENT kills it where it has done so itself.
+A script of its own that knows the standard library alone: `python server_guard.py PARENT FOLDER`. Each line of its
+input starts a server: JSON of its command, its environment variables and the file for what it prints. Each line of its
+output says that one has ended: its number and its exit status. When the process PARENT, which started it, is gone, or
+at SIGTERM, it ends the servers and every process that came of them, and deletes FOLDER.
 """
 
 import contextlib
 import ctypes
+import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -21,31 +23,44 @@ _DEATH_SIGNAL, _SUBREAPER = 1, 36
 """Options of Linux's prctl: PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER."""
 
 
-def run(parent: int, command: list[str]) -> int:
-    stopped = []
+def main(parent: int, folder: str) -> None:
+    stopped, servers, told, unread = [], [], set(), b""
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        _prctl(_SUBREAPER, 1)  # what the server starts and leaves behind becomes a child of this process
-    server = subprocess.Popen(command, preexec_fn=_ending_with_parent)
-    while server.poll() is None and not stopped and os.getppid() == parent:
-        time.sleep(0.1)
-    _end_all(server)
-    code = server.returncode
-    return code if code >= 0 else 128 - code
-
-
-def keep(parent: int, folder: str) -> int:
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # sent to all processes of a job, they are not the end of PARENT
-    while os.getppid() == parent:
-        time.sleep(0.1)
+    if sys.platform == "linux":
+        _prctl(_SUBREAPER, 1)  # what a server starts and leaves behind becomes a child of this process
+    while not stopped and os.getppid() == parent:
+        if select.select([0], [], [], 0.1)[0]:
+            read = os.read(0, 2**16)
+            if not read:
+                break
+            *lines, unread = (unread + read).split(b"\n")
+            servers += [_start(**json.loads(line)) for line in lines]
+        for number, server in enumerate(servers):
+            if server.poll() is not None and number not in told:
+                told.add(number)
+                code = server.returncode
+                with contextlib.suppress(OSError):  # PARENT may be gone
+                    os.write(1, f"{number} {code if code >= 0 else 128 - code}\n".encode())
+    _end_all()
     shutil.rmtree(folder, ignore_errors=True)
-    return 0
+
+
+def _start(command: list[str], environment: dict[str, str], log: str) -> subprocess.Popen:
+    with open(log, "ab") as file:
+        return subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            preexec_fn=_ending_with_parent,
+        )
 
 
 def _ending_with_parent() -> None:
-    """Even a guard that is killed takes the server along."""
+    """Even a guard that is killed takes the servers along."""
     if sys.platform == "linux":
         _prctl(_DEATH_SIGNAL, signal.SIGKILL)
 
@@ -54,21 +69,17 @@ def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
 
 
-def _end_all(server: subprocess.Popen) -> None:
-    """SIGTERM to the server and all that came of it, and SIGKILL to what still lives after the grace."""
-    deadline = time.monotonic() + _GRACE_SECONDS
-    _send(signal.SIGTERM, server)
-    while (server.poll() is None or _descendants()) and time.monotonic() < deadline:
+def _end_all() -> None:
+    """SIGTERM to the servers and all that came of them, and SIGKILL to what still lives after the grace."""
+    deadline, number = time.monotonic() + _GRACE_SECONDS, signal.SIGTERM
+    while processes := _descendants():
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process, number)
+        while _descendants() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        number = signal.SIGKILL
         time.sleep(0.05)
-    while server.poll() is None or _descendants():
-        _send(signal.SIGKILL, server)
-        time.sleep(0.05)
-
-
-def _send(number: int, server: subprocess.Popen) -> None:
-    for process in _descendants() or ([server.pid] if server.poll() is None else []):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(process, number)
 
 
 def _descendants() -> list[int]:
@@ -79,12 +90,11 @@ def _descendants() -> list[int]:
             state, parent = file.read().rpartition(b")")[2].split()[:2]
             if state != b"Z":
                 children.setdefault(int(parent), []).append(int(name))
-    found = list(children.get(os.getpid(), ()))
-    for process in found:  # grows as it goes on
-        found += children.get(process, ())
-    return found
+    processes = list(children.get(os.getpid(), ()))
+    for process in processes:  # grows as it goes on
+        processes += children.get(process, ())
+    return processes
 
 
 if __name__ == "__main__":
-    process, what, *rest = sys.argv[1:]
-    sys.exit(run(int(process), rest) if what == "run" else keep(int(process), *rest))
+    main(int(sys.argv[1]), sys.argv[2])

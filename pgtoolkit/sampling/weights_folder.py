@@ -8,7 +8,6 @@ import os
 import secrets
 import shutil
 import struct
-import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from pgtoolkit.errors import StorageError
-from pgtoolkit.sampling.server_process import guard
+from pgtoolkit.sampling.server_process import Guard
 
 _SHARED_MEMORY = Path("/dev/shm")
 _ROOM = 2**26
@@ -31,17 +30,19 @@ class WeightsFolder:
     """A folder with `model.safetensors` and what else a model needs, until `remove`, or until this process is gone.
 
     parent: where it is made; None for shared memory if there is room, else `fallback`. dtype: of its weights.
+    for_others: whether other users of the machine may read it, one of whom may have started the server.
     The file stays mapped: a new version overwrites it in place, from the GPU without a copy in between. Whoever reads
     it has to be done before. What of it is in shared memory is made known to CUDA, so that all tensors are copied at
     once: its pages are locked then. Those of a file on a disk the GPU may not write behind the file system's back.
     """
 
-    def __init__(self, parent: Path | None, fallback: Path, dtype: torch.dtype):
+    def __init__(self, parent: Path | None, fallback: Path, dtype: torch.dtype, for_others: bool = False):
         self._parent, self._fallback, self._dtype = parent, fallback, dtype
+        self._more_rights = 0o055 if for_others else 0
         self._header: bytes | None = None
         self._rooms: dict[str, Tensor] = {}
         self._known_at: int | None = None  # the address that CUDA knows
-        self._guard: subprocess.Popen | None = None
+        self.guard: Guard | None = None
         self.path: Path | None = None
 
     def make(self, num_bytes: int, write_settings: Callable[[Path], None]) -> Path:
@@ -51,10 +52,10 @@ class WeightsFolder:
             parent.mkdir(parents=True, exist_ok=True)
             self.path = parent / f"pgtk-weights-{secrets.token_hex(8)}"
             # First, so that a kill at any moment leaves nothing in memory.
-            self._guard = guard("keep", str(self.path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            self.path.mkdir()
+            self.guard = Guard(self.path)
+            self.path.mkdir(0o700)
             write_settings(self.path)
-            self.path.chmod(0o755)  # a joined server may be somebody else's
+            self.path.chmod(0o700 | self._more_rights)
         except OSError as error:
             raise _refused(self.path or parent, error) from error
         return self.path
@@ -76,12 +77,11 @@ class WeightsFolder:
                 torch.cuda.synchronize(device)
 
     def remove(self) -> None:
+        """With the servers that were started from it."""
         self._forget()
-        if self.path is not None:
-            shutil.rmtree(self.path, ignore_errors=True)
-        if self._guard is not None:
-            self._guard.kill()
-            self._guard.wait()
+        if self.guard is not None:
+            self.guard.end()
+            shutil.rmtree(self.path, ignore_errors=True)  # where the guard was killed
 
     def _type_of(self, tensor: Tensor) -> torch.dtype:
         return self._dtype if tensor.is_floating_point() else tensor.dtype

@@ -22,7 +22,8 @@ _FORMS = (
     ),
     # Names with their values: password=..., "api_key": "...", AWS_SECRET_ACCESS_KEY=..., --password ...
     (rf"((?:{_STRONG})[\w.-]*[\"']?\s*[=:]\s*){_VALUE}", r"\1***"),
-    (rf"((?<![\w-])--[\w-]*(?:{_STRONG}|token)\s+){_VALUE}", r"\1***"),
+    # The value may be the next entry of a list: "--api-key", "..." or, in YAML, one line further.
+    (rf"((?<![\w-])--[\w-]*(?:{_STRONG}|token)(?:[\"']?\s*,\s*|\s*\n\s*-\s+|\s+(?!-\s))){_VALUE}", r"\1***"),
     # `token = tokenizer.pad_token` is code, and a number counts: of a bare word with spaces around it digits tell.
     (r"(token[\"']?(?:\s*[=:]\s*(?=[\"'])|=|:\s*))(?!\d{1,6}\b|[\w.]*[.(\[])" + _VALUE, r"\1***"),
     (r"(token\s+[=:]\s*)(?=\S*\d)(?!\d{1,6}\b|[\w.]*[.(\[])" + _VALUE, r"\1***"),

@@ -16,7 +16,7 @@ from pgtoolkit.errors import NumericalError
 from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.model.sequence_data import local_tokens
-from pgtoolkit.ranks.agreement import gather
+from pgtoolkit.ranks.agreement import gather_objects
 from pgtoolkit.ranks.gradients import clip_gradients, sum_gradients
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.data_metrics import data_metrics
@@ -164,7 +164,7 @@ class DynamicAccumulation(lightning.LightningModule):
         """Leaves the weights as they are; raises NumericalError after `max_bad_steps` in a row."""
         self.num_skipped_steps += 1
         self._bad_steps_in_a_row += 1
-        names = [name for found in gather(bad_documents, self.layout.world_group) for name in found]
+        names = [name for found in gather_objects(bad_documents, self.layout.world_group) for name in found]
         where, names = "Not finite already in the log-probs of", list(dict.fromkeys(names))
         if not names:
             where = "Every log-prob is finite; the step's documents are"

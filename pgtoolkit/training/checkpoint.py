@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from pgtoolkit.errors import ConfigError, StorageError, first_line
-from pgtoolkit.ranks.agreement import failing_together, gather
+from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.runs.directory import lost_checkpoint
 from pgtoolkit.system.plain_files import remove, sync_folder
@@ -68,7 +68,7 @@ def save_checkpoint(
                 (temporary / "training").mkdir(parents=True)
         with failing_together(layout), _storage(path):
             written = _write_tensors(temporary, tensors, layout)
-        written = [file for part in gather(written, layout.world_group) for file in part]
+        written = [file for part in gather_objects(written, layout.world_group) for file in part]
         with failing_together(layout), _storage(path):
             if layout.rank == 0:
                 write_settings(temporary)

@@ -14,7 +14,7 @@ from pgtoolkit.config.evaluation import watched
 from pgtoolkit.config.schema import Config, PolicyRolloutConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError, DataError, first_line
 from pgtoolkit.model.build import build_policy
-from pgtoolkit.ranks.agreement import failing_together, gather
+from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import ONE_PROCESS
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.evaluations import best_checkpoint, best_of
@@ -44,7 +44,7 @@ class Evaluations:
         with failing_together(module.layout):
             if run is not None:
                 rows, best = read_evaluations(run.path), best_checkpoint(run.path, self._watched)
-        self._rows, self._best = gather((rows, best), module.layout.world_group)[0]
+        self._rows, self._best = gather_objects((rows, best), module.layout.world_group)[0]
 
     @property
     def best_step(self) -> int | None:

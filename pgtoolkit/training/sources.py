@@ -16,7 +16,8 @@ from pgtoolkit.rollouts.steps import Source
 from pgtoolkit.rollouts.writer import RolloutWriter
 from pgtoolkit.sampling.samplers import Sampler, TransformersSampler
 from pgtoolkit.sampling.sampling_settings import ignored_settings
-from pgtoolkit.sampling.vllm import VllmSampler
+from pgtoolkit.sampling.servers import ServerSampler
+from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.system.model_folder import end_tokens
 from pgtoolkit.tasks.chat import chat_of
 from pgtoolkit.tasks.prompts import TokenizedTask
@@ -67,7 +68,7 @@ def evaluator_of(
                     f"note: {count} of the {one.count} prompts of evaluation set {one.name} are also prompts of "
                     "training: what is measured on those is not held out."
                 )
-    if isinstance(source, PolicyRollouts) and isinstance(source.sampler, VllmSampler):
+    if isinstance(source, PolicyRollouts) and isinstance(source.sampler, ServerSampler):
         sampler = source.sampler.sampling_otherwise(how.rollout, source.state_dict)
     else:
         sampler = _sampler(how, module, sets[0][0].task, room, run_dir)
@@ -107,4 +108,4 @@ def _sampler(config: Config, module: PolicyGradientModule, task: TokenizedTask, 
     with failing_together(module.layout):
         prompts = task.encode([task.prompt(number) for number in range(16)])
     settings = functools.partial(write_settings, module, merged=True)
-    return VllmSampler(config, module, module.layout, prompts, room, settings, run_dir)
+    return ServerSampler(Vllm(), config, module, module.layout, prompts, room, settings, run_dir)

@@ -20,7 +20,7 @@ from pgtoolkit.config.schema import HuggingFaceModelConfig
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
 from pgtoolkit.model import lora
 from pgtoolkit.model.policy import Policy, named_weights
-from pgtoolkit.ranks.agreement import failing_together, gather
+from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.collectives import local
 from pgtoolkit.sampling.sampling_settings import sampling_settings
 from pgtoolkit.system.model_folder import load_config
@@ -42,7 +42,7 @@ def snapshot(module, data_state: dict) -> tuple[dict, dict[str, dict[str, Tensor
         "num_skipped_steps": module.num_skipped_steps,
         "documents_seen": module.documents_seen,
         "data": data_state,
-        "random": gather(random_state(), module.layout.world_group),
+        "random": gather_objects(random_state(), module.layout.world_group),
         "config": json.dumps(record_of(module.config)),
     }
     if module.policy.base_digest is not None:
@@ -86,7 +86,7 @@ def restore(module, state: dict) -> None:
     state: as `load_newest` gives it; called by every rank. Of the optimizer only its moments are taken over: its
     settings are the configuration's, which a resume may change.
     """
-    names = set().union(*gather(set(stored(module.policy)[1]), module.layout.world_group))
+    names = set().union(*gather_objects(set(stored(module.policy)[1]), module.layout.world_group))
     with failing_together(module.layout):
         try:
             _restore_tensors(module, state, names)

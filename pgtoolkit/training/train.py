@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from pgtoolkit.config.saved import cannot_change
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, SamplerLost, StorageError
-from pgtoolkit.ranks.agreement import failing_together, gather, losing_ranks
+from pgtoolkit.ranks.agreement import failing_together, gather_objects, losing_ranks
 from pgtoolkit.ranks.layout import AXES, ONE_PROCESS, Layout
 from pgtoolkit.rollouts.completions import KeptCompletions
 from pgtoolkit.runs.completions import drop_completions_after
@@ -65,7 +65,7 @@ def train(
                 else:
                     log.handlers, log.propagate = [logging.NullHandler()], False
                     quieten()
-            path = gather(checkpoint and checkpoint["path"], layout.world_group)[0]
+            path = gather_objects(checkpoint and checkpoint["path"], layout.world_group)[0]
             if layout.rank > 0 and path is not None:
                 checkpoint = read_checkpoint(path, check=False)
         folder = Path(run_dir) if run is None else run.path

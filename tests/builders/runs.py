@@ -99,7 +99,7 @@ def checkpoint_of(folder: Path, step: int) -> dict:
 def contents_of(path: Path) -> dict:
     """All that a checkpoint holds; weights or adapters, and moments, by name, under `model` and `optimizer`."""
     state = read_checkpoint(path) | {"model": {}, "optimizer": {}}
-    del state["path"]
+    del state["path"], state["config"]  # evaluations, for one, are in the latter
     for key, kind in (("model", WEIGHTS), ("model", ADAPTERS), ("optimizer", MOMENTS)):
         with open_tensors(path, kind) as files:
             state[key] |= {name: file.get_tensor(name).clone() for name, file in files.items()}

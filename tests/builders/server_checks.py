@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import torch
 
 from pgtoolkit.sampling.sampling_settings import sampling_settings, temperature_and_top_p
-from pgtoolkit.sampling.vllm_client import Sampling
+from pgtoolkit.sampling.server_api import Call, Sampling
+from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.sampling.weights_folder import WeightsFolder
 from pgtoolkit.tasks.completion import Request
 
@@ -81,19 +83,29 @@ ASKED = {
     "no end but one": ({"stop_token_ids": [11]}, {}, r"beyond an end-of-sequence token|ends with token 3 "),
     "an end too many": ({"stop_token_ids": [11, 3, 5]}, {}, r"ends with token 5 after \d of at most 6 tokens"),
     "no log-probs": ({"logprobs": None}, {}, r"a completion has no log-prob for each of its tokens"),
-    "no token ids": ({"return_token_ids": False}, {}, r"a completion has no token_ids"),
+    "no token ids": (
+        {"return_token_ids": False},
+        {},
+        "it completed another prompt than it was given, or does",
+    ),
     "other vocabulary": ({}, {"vocabulary_size": 4}, r"it sampled token \d+, and the trainer's vocabulary has 4"),
     "an impossible option": ({"temperature": -1.0}, {}, r"answered /v1/completions with 4\d\d: .*temperature"),
 }
 """What is asked instead, what is expected instead, and what is said of the answer."""
 
 
-def otherwise(sampling: Sampling, asked: dict[str, Any], expected: dict[str, Any]) -> Sampling:
-    """Asks for something else than it expects."""
+@contextlib.contextmanager
+def otherwise(sampler, asked: dict[str, Any], expected: dict[str, Any]) -> Iterator[Sampling]:
+    """Within, its servers are asked for something else than what it expects, which is given."""
 
-    class Otherwise(Sampling):
-        def body(self, request: Request, salt: str) -> dict[str, Any]:
-            return sampling.body(request, salt) | asked
+    class Otherwise(Vllm):
+        def completions(self, request: Request, sampling: Sampling, salt: str) -> Call:
+            path, body = super().completions(request, sampler._sampling, salt)
+            return path, body | asked
 
-    kept = {field.name: getattr(sampling, field.name) for field in dataclasses.fields(Sampling)}
-    return Otherwise(**(kept | expected))
+    before = [server._api for server in sampler._servers]
+    for server in sampler._servers:
+        server._api = Otherwise()
+    yield dataclasses.replace(sampler._sampling, **expected)
+    for server, api in zip(sampler._servers, before, strict=True):
+        server._api = api

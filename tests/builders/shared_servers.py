@@ -20,7 +20,8 @@ from omegaconf import OmegaConf
 from builders.models import save_with_tokenizer, small_llama
 from builders.runs import SHORT, config_of, sampler_of
 from builders.vllm_servers import COMMAND, Command
-from pgtoolkit.sampling.vllm import VllmSampler
+from pgtoolkit.rollouts.policy import PolicyRollouts
+from pgtoolkit.sampling.servers import ServerSampler
 from pgtoolkit.training.build import build
 
 ENDS = [11, 3]
@@ -60,6 +61,8 @@ class SharedServers:
 
     def __init__(self, folder: Path, is_vllm: bool, names: list[str]):
         self.is_vllm, self._folder = is_vllm, folder
+        self._environment = pytest.MonkeyPatch()
+        self._environment.setenv("VLLM_API_KEY", "of the tests")  # those who join need it
         self.free_memory = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
         self.model = save_llama(folder / "model")
         self.marks = folder / "marks"
@@ -84,7 +87,7 @@ class SharedServers:
             for name in ("interrupted", "killed"):
                 self.runs[name] = Command(self._folder / name, *self._settings, *own, *endless)
         with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(thread_name_prefix="start") as pool:
-            patch.setattr(VllmSampler, "_prove", _one_at_a_time(VllmSampler._prove))
+            patch.setattr(ServerSampler, "_prove", _one_at_a_time(ServerSampler._prove))
             for name, (module, sampler) in self.samplers.items():
                 self._started[name] = pool.submit(self._publish, name, module, sampler)
 
@@ -95,6 +98,11 @@ class SharedServers:
 
     def error(self, name: str) -> BaseException | None:
         return self._started[name].exception()
+
+    def source(self, run_dir: Path, *overrides: str, of: str = "first") -> PolicyRollouts:
+        """Rollouts of a policy of its own, sampled by a server."""
+        _, loader = self._build(run_dir, f"sampler.urls=[{self.url(of)}]", *overrides)
+        return loader.source
 
     @contextlib.contextmanager
     def joined(self, run_dir: Path, *overrides: str, to: tuple[str, ...] = ("first",)) -> Iterator[tuple]:
@@ -107,9 +115,13 @@ class SharedServers:
             sampler.close()
 
     def built(self, run_dir: Path, *overrides: str) -> tuple:
+        module, loader = self._build(run_dir, *overrides)
+        return module, sampler_of(loader)
+
+    def _build(self, run_dir: Path, *overrides: str) -> tuple:
         torch.manual_seed(0)
         module, loader = build(OmegaConf.to_object(config_of(*self._settings, *overrides)), run_dir=run_dir)
-        return module.to("cuda" if self.is_vllm and torch.cuda.is_available() else "cpu"), sampler_of(loader)
+        return module.to("cuda" if self.is_vllm and torch.cuda.is_available() else "cpu"), loader
 
     def fault(self, name: str | None, of: str = "first") -> None:
         """From now on, of a small server."""
@@ -123,7 +135,7 @@ class SharedServers:
 
     def processes(self, name: str) -> list[psutil.Process]:
         """Those of a server, with its guard."""
-        guard = psutil.Process(self.samplers[name][1]._servers[0]._process._guard.pid)
+        guard = psutil.Process(self.samplers[name][1]._folder.guard._process.pid)
         return [guard, *guard.children(recursive=True)]
 
     def engine(self, name: str) -> psutil.Process:
@@ -156,6 +168,7 @@ class SharedServers:
             run.kill()
         for _, sampler in self.samplers.values():
             sampler.close()
+        self._environment.undo()
 
     def _built(self, name: str) -> tuple:
         (self._folder / name).mkdir()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import gzip
 import json
 import os
 import subprocess
@@ -52,7 +53,7 @@ class Engine:
         return self.options.fault == fault and self.calls > self.options.after
 
     def reload(self, folder: str) -> None:
-        if self.options.fault in ("stale", "stale_and_noisy"):
+        if self.options.fault == "stale":
             return
         self.model = copy.deepcopy(self.model)
         self._load(folder)
@@ -75,15 +76,14 @@ class Engine:
         tokens = body["prompt"]
         with torch.no_grad():
             log_probs = self.model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
-        if self.options.fault == "stale_and_noisy":
-            log_probs += 1e-6 * torch.randn_like(log_probs)
         rows = zip(log_probs, tokens[1:], strict=False)
         return [None, *({str(token): {"logprob": float(row[token]), "rank": 1}} for row, token in rows)]
 
     def complete(self, body: dict) -> list[dict]:
         """The choices of one prompt, in the form of vLLM's answer."""
-        if self.failing("another_prompt"):
-            body = body | {"prompt": [*body["prompt"][1:], body["prompt"][0]]}
+        if self.failing("another_prompt") or self.failing("another_prompt_unsaid"):
+            told = {"told": body["prompt"]} if self.failing("another_prompt_unsaid") else {}
+            body = body | {"prompt": [*body["prompt"][1:], body["prompt"][0]]} | told
         if self.failing("ignores_temperature"):
             body = body | {"temperature": 1.0}
         model = self.cached.setdefault((body.get("cache_salt"), *body["prompt"]), self.model)
@@ -140,7 +140,7 @@ class Engine:
             "text": "",
             "logprobs": None if body.get("logprobs") is None else {"token_logprobs": log_probs},
             "token_ids": tokens if body.get("return_token_ids") else None,
-            "prompt_token_ids": body["prompt"] if body.get("return_token_ids") else None,
+            "prompt_token_ids": body.get("told", body["prompt"]) if body.get("return_token_ids") else None,
         }
 
 
@@ -150,16 +150,13 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        engine = self.server.engine
-        if self.path == "/v1/models":
-            root = "/another/model" if engine.options.fault == "another_program" else engine.options.folder
-            self._answer(200, {"data": [{"id": engine.options.folder, "root": root}]})
-        else:
-            self._answer(200 if self.path == "/health" else 404)
+        self._answer(200 if self.path == "/health" else 404)
 
     def do_POST(self) -> None:
         engine, path = self.server.engine, urlsplit(self.path)
         text = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if not self._may():
+            return self._answer(401, {"error": "Unauthorized"})
         body = json.loads(text) if text else {}
         if path.path == "/v1/completions":
             mark(engine.options, f"complete {'score' if 'prompt_logprobs' in body else body.get('seed')}")
@@ -192,6 +189,11 @@ class Handler(BaseHTTPRequestHandler):
                 self._answer(404)
         return None
 
+    def _may(self) -> bool:
+        """As vLLM, which guards these paths alone."""
+        key = os.environ.get("VLLM_API_KEY")
+        return not key or not self.path.startswith("/v1") or self.headers.get("Authorization") == f"Bearer {key}"
+
     def _complete(self, engine: Engine, body: dict) -> None:
         engine.calls += "prompt_logprobs" not in body
         if engine.failing("dies"):
@@ -219,13 +221,18 @@ class Handler(BaseHTTPRequestHandler):
         return self._answer(200, {"choices": engine.complete(body)})
 
     def _answer(self, status: int, content: object = None) -> None:
+        if self.server.engine.failing("endless"):
+            return self._endless()
         text = b"" if content is None else (content if isinstance(content, str) else json.dumps(content)).encode()
         self.send_response(status)
         if status == 302:
             self.send_header("Location", "/health")
+        if self.server.engine.failing("gzip"):
+            text = gzip.compress(text + b" " * 2**24)
+            self.send_header("Content-Encoding", "gzip")
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(ConnectionError):
             if self.server.engine.failing("trickles"):
                 for place in range(12):
                     self.wfile.write(text[place : place + 1])
@@ -234,6 +241,17 @@ class Handler(BaseHTTPRequestHandler):
             if self.server.engine.failing("breaks_off"):
                 self.close_connection, text = True, text[:12]
             self.wfile.write(text)
+        return None
+
+    def _endless(self) -> None:
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self.close_connection = True
+        with contextlib.suppress(ConnectionError):
+            for _ in range(2**12):  # 256 MiB
+                self.wfile.write(b"10000\r\n" + b" " * 2**16 + b"\r\n")
+            mark(self.server.engine.options, "endless to its end")
 
     def log_message(self, *_: object) -> None:
         pass
@@ -245,7 +263,7 @@ def mark(options: argparse.Namespace, line: str) -> None:
             file.write(f"{line}\n")
 
 
-def main() -> None:
+def main(handler: type[Handler] = Handler) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fault")
     parser.add_argument("--after", type=int, default=0)
@@ -287,7 +305,7 @@ def main() -> None:
     from transformers.generation import TopPLogitsWarper
 
     engine = Engine(options)
-    server = ThreadingHTTPServer(("127.0.0.1", options.port), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", options.port), handler)
     server.engine = engine
     mark(options, "up")
     server.serve_forever()

@@ -69,7 +69,7 @@ class Command:
     def server(self) -> list[psutil.Process]:
         """The processes of its server, with the guard."""
         found = psutil.Process(self.process.pid).children(recursive=True)
-        guards = [one for one in found if "server_guard.py" in " ".join(one.cmdline()) and "run" in one.cmdline()]
+        guards = [one for one in found if "server_guard.py" in " ".join(one.cmdline())]
         return [*guards, *(child for guard in guards for child in guard.children(recursive=True))]
 
     def weights(self) -> Path:

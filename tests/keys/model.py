@@ -55,8 +55,8 @@ def tiny_head_in_float32():
     """There is nothing to widen, so the key says so."""
     found = validate(config_of("model.fp32_lm_head=true")).problems
     assert found == [
-        "model.fp32_lm_head=true needs model=huggingface (got model=tiny). It would be ignored: all of the tiny "
-        "model is float32. Use model=huggingface or model.fp32_lm_head=false."
+        "model.fp32_lm_head=true needs model=huggingface (got tiny). It has no effect while model=tiny. "
+        "Use model=huggingface or model.fp32_lm_head=false."
     ]
 
 

@@ -73,7 +73,7 @@ class Scaled(Grpo):
 @key("loss/custom.name", "loss/custom.path", "loss/custom.options")
 def own_family():
     step, losses = step_of(some_documents()), []
-    own = ["loss=custom", "loss.path=keys_of_the_step.Scaled", "loss.options.epsilon_high=0.1"]
+    own = ["loss=custom", "loss.path=keys.step.Scaled", "loss.options.epsilon_high=0.1"]
     for chosen in (own, [*own, "loss.options.scale=3"], ["loss=grpo", "loss.epsilon_high=0.1"]):
         losses.append(module_of(*chosen).training_step(step, 0)["metrics"]["loss"])
     assert losses == [losses[2], pytest.approx(3 * losses[2], rel=1e-12), losses[2]]
@@ -140,7 +140,7 @@ def ten_per_token(totals, *, mask, document_index, tokens_per_document, group_in
 @key("aggregation.reducer")
 def reducer():
     step, losses = step_of(some_documents()), []
-    for chosen in ("aggregation.reducer=keys_of_the_step.ten_per_token", "aggregation=token_mean"):
+    for chosen in ("aggregation.reducer=keys.step.ten_per_token", "aggregation=token_mean"):
         losses.append(module_of(chosen).training_step(step, 0)["metrics"]["loss"])
     assert losses[0] == pytest.approx(10 * losses[1], rel=1e-6)  # weights of the reducer in float32
 
@@ -177,7 +177,7 @@ def losses_and_logits(*choices: str, vocabulary: int = V):
 def splits(key):
     num_tokens = sum(document.num_tokens for document in some_documents())
     chosen = f"kernel=torch loss={key.split('.')[0].split('/')[1]}"
-    chosen += " loss.path=keys_of_the_step.Scaled" if chosen.endswith("custom") else ""
+    chosen += " loss.path=keys.step.Scaled" if chosen.endswith("custom") else ""
     whole, third = losses_and_logits(chosen, f"{chosen} loss.num_splits=3")
     assert whole[1].rows == [num_tokens]
     # Only trained tokens are multiplied, and first those without a gradient.

@@ -137,7 +137,7 @@ def half_of_length(completion, answer):
 def verifier(tmp_path):
     texts, chosen = ["3", "x=3", "y=3"], prompts(tmp_path)
     assert scores(texts, *chosen) == [1, 0, 0]
-    assert scores(texts, *chosen, "task.verifier=keys_of_tasks.half_of_length") == [1, 2, 2]
+    assert scores(texts, *chosen, "task.verifier=keys.tasks.half_of_length") == [1, 2, 2]
     for letter, expected in (("x", [0, 1, 0]), ("y", [0, 0, 1])):
         pattern = f"task.pattern='{letter}=(.*)'"
         assert scores(texts, *chosen, "task.verifier=regular_expression", pattern) == expected
@@ -147,7 +147,7 @@ def verifier(tmp_path):
 def verifiers(tmp_path):
     """The reward is the sum of weight x score; the first says what an exact match is."""
     chosen = [*prompts(tmp_path), "task.verifier=null"]
-    several = "{right: {verifier: exact_match}, %s: {verifier: keys_of_tasks.half_of_length, weight: %s}}"
+    several = "{right: {verifier: exact_match}, %s: {verifier: keys.tasks.half_of_length, weight: %s}}"
     for name, weight in (("long", 0.5), ("other", -3)):
         task = task_of(*chosen, f"task.verifiers={several % (name, weight)}")
         prompt = next(found for found in map(task.prompt, range(4)) if found.text == "3?")

@@ -4,7 +4,7 @@ import pytest
 from builders.threads import on_ranks
 
 from pgtoolkit.errors import DataError
-from pgtoolkit.ranks.agreement import failing_together, gather
+from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout
 
 
@@ -18,7 +18,7 @@ def nested(rank, failing, depth):
                 if rank == failing and depth == "inside":
                     raise DataError("rollouts.parquet is torn")
     except DataError as error:
-        return str(error), error.on_all_ranks, gather(rank, layout.world_group)  # whose calls still meet
+        return str(error), error.on_all_ranks, gather_objects(rank, layout.world_group)  # whose calls still meet
     return None
 
 

@@ -23,6 +23,8 @@ FINISHED = (True, False, False, True)
 class FixedSampler:
     """Of each prompt the completions TEXTS, in turn; its log-probs count the tokens that it has written."""
 
+    tolerance = None
+
     def __init__(self, tokenizer):
         texts = zip(TEXTS, FINISHED, strict=True)
         self._tokens = [tokenizer(text).input_ids + [tokenizer.eos_token_id] * finished for text, finished in texts]

@@ -131,6 +131,9 @@ def test_nothing_secret_is_kept(repository, monkeypatch):
         'eos_token="hunter"',
         "Authorization: Bearer hunter2",
         "mysql --password hunter2",
+        'sampler.arguments=["--api-key","hunter2"]',
+        "['--hf-token', 'hunter2']",
+        "arguments:\n- --api-key\n- hunter2\n- --enforce-eager",
         "hf_hunter2hunter2hunter2",
         "ghp_hunter2hunter2hunter2",
         "-----BEGIN RSA PRIVATE KEY-----\nhunter2\n-----END RSA PRIVATE KEY-----",
@@ -150,18 +153,27 @@ def test_redact_leaves_ordinary_text_alone():
         *("aggregation=token_mean", "token = tokenizer.pad_token", "f(token=tokenizer.pad_token)", "key=value needs"),
         *("https://github.com/actions/checkout@v4", "http://host:5000/a@v1", "sqlite:///outputs/mlflow.db"),
         "http://host/?runs=1&metric=reward#/experiments/1",
+        "arguments:\n- --skip-tokenizer-init\n- --max-tokens\n- 5",
     ):
         assert redact(text) == text
     assert redact("model.api_key=abc seed=1") == "model.api_key=*** seed=1"
 
 
-@pytest.mark.parametrize("override", ["tracking.uri=http://me:hunter2@host", "tracking.uri='http://h?passwd=hunter2'"])
+@pytest.mark.parametrize(
+    "override",
+    [
+        "tracking.uri=http://me:hunter2@host",
+        "tracking.uri='http://h?passwd=hunter2'",
+        "sampler.arguments=['--api-key','hunter2']",
+    ],
+)
 def test_a_secret_in_the_configuration_is_refused_before_anything_is_written(tmp_path, monkeypatch, capsys, override):
+    needs = "to hold no secret" if override.startswith("sampler") else "an address without user, password or key"
     monkeypatch.chdir(tmp_path)
     for command in ([], ["check"], ["-m", "seed=1,2"]):
         assert main([*command, override]) == 2
         said = capsys.readouterr()
-        assert "needs an address without user, password or key" in said.err + said.out
+        assert f"needs {needs}" in said.err + said.out
         assert "hunter2" not in said.err + said.out
     assert list(tmp_path.iterdir()) == []
 

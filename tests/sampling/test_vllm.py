@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import re
 from pathlib import Path
 
 import pytest
+import requests
 import torch
 from builders.runs import SHORT, config_of, sampler_of
 from builders.server_checks import update
@@ -17,6 +19,8 @@ from builders.vllm_servers import COMMAND, processes_of
 from omegaconf import OmegaConf
 
 from pgtoolkit.errors import SamplerLost
+from pgtoolkit.sampling.proof import check_batch
+from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.tasks.completion import Request
 from pgtoolkit.training.build import build
 
@@ -56,7 +60,7 @@ def server(small):
 
 def test_nothing_of_the_sampling_is_left_to_the_server(tmp_path):
     with closing(tmp_path, "rollout.temperature=0.6", "rollout.top_p=0.9", "rollout.stop=['01']") as (module, sampler):
-        body = sampler._sampling.body(Request([1, 2], 3, seed=77), "salt")
+        _, body = Vllm().completions(Request([1, 2], 3, seed=77), sampler._sampling, "salt")
     assert body == {
         "prompt": [1, 2],
         "n": 3,
@@ -75,6 +79,10 @@ def test_nothing_of_the_sampling_is_left_to_the_server(tmp_path):
         "return_tokens_as_token_ids": True,
         "cache_salt": "salt",
     }
+    evaluated = dataclasses.replace(module.config.rollout, temperature=0.0, top_p=None, max_completion_length=9)
+    sampling = sampler.sampling_otherwise(evaluated, lambda: None)._sampling
+    _, otherwise = Vllm().completions(Request([1, 2], 3, seed=77), sampling, "salt")
+    assert otherwise == body | {"temperature": 0.0, "top_p": 1.0, "max_tokens": 9}
 
 
 def test_the_same_version_is_published_once(server, tmp_path):
@@ -91,20 +99,24 @@ def test_the_same_version_is_published_once(server, tmp_path):
 FAULTS = {
     "null_log_probs": r"the log-prob of a sampled token is None",
     "no_json": r"/v1/completions answered what is no JSON: <html>",
-    "busy": r"answers 503 for more than 0 seconds .*busy.*/resume",
+    "busy": r"still answers /v1/completions with 503 after 0 s .*busy.*/resume",
     "sends_on": r"answered /v1/completions with 302: Found\.",
     "trickles": r"did not answer /v1/completions within sampler.answer_seconds=1\.",
     "breaks_off": r"cannot be reached, or breaks off its answers: .*IncompleteRead",
-    "words_for_tokens": r"a completion is not of the form of vLLM's \(too many dimensions 'str'\)",
-    "fractions_for_tokens": r"its token_ids are no whole numbers: \[5\.5",
+    "words_for_tokens": r"its token ids are no whole numbers: \['5'\]",
+    "fractions_for_tokens": r"its token ids are no whole numbers: \[5\.5",
+    "true_for_token": r"its token ids are no whole numbers: \[True\]",
+    "another_prompt": r"it completed another prompt than it was given, or does not say which",
+    "endless": r"its answer to /v1/completions has more than the \d{7} bytes that were asked for",
+    "gzip": r"its answer to /v1/completions is packed \(gzip\), which was not asked for",
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_while_sampling_is_one_sentence(server, tmp_path, monkeypatch, fault):
     """Those that vLLM cannot be brought to; test_vllm_servers.py has the others."""
-    monkeypatch.setattr("pgtoolkit.sampling.vllm_client._BUSY_SECONDS", 0)
-    monkeypatch.setattr("pgtoolkit.sampling.vllm_client._ATTEMPTS", 2)
+    monkeypatch.setattr("pgtoolkit.sampling.server_client._BUSY_SECONDS", 0)
+    monkeypatch.setattr("pgtoolkit.sampling.server_client._ATTEMPTS", 2)
     with server.joined(tmp_path, f"sampler.answer_seconds={1 if fault == 'trickles' else 3}") as (module, sampler):
         sampler.publish(module.policy.weights, 0)
         server.fault(fault)
@@ -116,6 +128,63 @@ def test_a_fault_while_sampling_is_one_sentence(server, tmp_path, monkeypatch, f
         server.fault(None)
         sampler._config.sampler.answer_seconds = 60
         assert len(sampler.complete(REQUESTS)) == 5  # it can be asked again
+
+
+def test_a_server_that_is_busy_for_longer_than_it_has_is_not_said_to_hang(server, tmp_path):
+    with server.joined(tmp_path, "sampler.answer_seconds=2") as (module, sampler):
+        sampler.publish(module.policy.weights, 0)
+        server.fault("busy")
+        with pytest.raises(SamplerLost, match=r"still answers /v1/completions with 503 after [12] s .*/resume"):
+            sampler.complete(REQUESTS[:1])
+
+
+WRONG = {
+    "another_prompt_unsaid": 0.3,
+    "ignores_temperature": 0.3,
+    "unprocessed": 0.3,
+    "zeros": 0.3,
+}
+"""Faults whose answers look right one by one, and the least that log-probs then differ by on average."""
+
+
+@pytest.mark.parametrize("fault", WRONG)
+@pytest.mark.parametrize("old", ["training", "sampling"])
+def test_a_batch_that_the_trainers_weights_would_not_write_is_not_trained(server, tmp_path, old, fault):
+    """From the second batch on, of the same weights, so that no proof of a version comes between."""
+    with contextlib.closing(
+        server.source(tmp_path, f"rollout.old_log_probs={old}", "rollout.temperature=0.5")
+    ) as source:
+        documents = [source.document(place) for place in range(source.batch_size)]
+        if old == "training":
+            apart = [(d.old_log_probs - d.sampling_log_probs).abs().max().item() for d in documents]
+            assert max(apart) < 1e-4
+        server.fault(fault)
+        with pytest.raises(SamplerLost, match=r"differ from the trainer's by .* The batch is not trained") as caught:
+            source.document(source.batch_size)
+    said = re.search(r"by (\S+) on average and \S+ at most, where sampler.tolerance=0.01 is", str(caught.value))
+    assert float(said[1]) > WRONG[fault]
+
+
+def test_log_probs_over_the_kept_tokens_are_no_fault_of_a_server():
+    """With top_p=0.5 they are up to log 2 above the trainer's, and further above or below by the tolerance."""
+    trainer = -torch.arange(1.0, 5.0)
+    above = torch.tensor([0.0, 0.3, 0.6, math.log(2)])
+    check_batch(trainer + above, trainer, 1e-6, top_p=0.5)
+    for moved, top_p, expected in ((above, None, "0.4"), (above + 0.4, 0.5, "0.18"), (above - 0.4, 0.5, "0.12")):
+        with pytest.raises(SamplerLost, match=rf"by {expected} on average"):
+            check_batch(trainer + moved, trainer, 1e-6, top_p)
+
+
+def test_completions_that_were_not_drawn_are_seen(server, tmp_path):
+    with server.joined(tmp_path) as (module, sampler):
+        sampler.publish(module.policy.weights, 0)
+        server.fault("identical")
+        with pytest.raises(SamplerLost, match=r"16 of 16 completions of a prompt are the same, whose log-prob is -\d+"):
+            sampler.complete([Request([1, 2, 10], 16, seed=5)])
+        short = dataclasses.replace(sampler._sampling, max_tokens=1)  # of one token, chance may have it
+        sampler.complete([Request([1, 2, 10], 4, seed=5)], short)
+        server.fault(None)
+        sampler.complete([Request([1, 2, 10], 64, seed=5)], short)
 
 
 def test_a_server_that_is_busy_for_a_moment_is_asked_again(server, tmp_path):
@@ -140,20 +209,13 @@ def test_another_program_at_an_address_is_one_sentence(server, tmp_path):
         sampler.publish(module.policy.weights, 0)
 
 
-BEHIND = {
-    "stale": r"still from those of version 3: it answers to the last bit as it did",
-    "stale_and_noisy": r"are 0\.\d+ from the trainer's of that version, and .* of version 3\.",
-}
-
-
-@pytest.mark.parametrize("fault", BEHIND)
-def test_weights_that_stay_behind_by_less_than_the_tolerance_are_seen(server, tmp_path, fault):
-    """Their log-probs are those of before to the last bit; or, where no answer is like another, nearer to those."""
+def test_weights_that_stay_behind_by_less_than_the_tolerance_are_seen(server, tmp_path):
+    """Their log-probs are those of before to the last bit."""
     with server.joined(tmp_path, "sampler.tolerance=0.2") as (module, sampler):
         sampler.publish(module.policy.weights, 3)
         update(module, 2e-3)
-        server.fault(fault)
-        with pytest.raises(SamplerLost, match=BEHIND[fault]):
+        server.fault("stale")
+        with pytest.raises(SamplerLost, match=r"still from those of version 3: it answers to the last bit as it did"):
             sampler.publish(module.policy.weights, 4)
 
 
@@ -189,7 +251,6 @@ def test_a_server_wakes_for_its_weights_before_its_cache(server, tmp_path):
 STARTS = {
     "does_not_start": r"ended with status 1\. Its last words: .*free memory on device.*vllm\.log",
     "model_refused": r"does not yet support: stock torch\.compile .*\. Set VLLM_USE_V2_MODEL_RUNNER=0 in the env",
-    "another_program": r"serves \['/another/model'\] and not .*another program has taken its port",
 }
 
 
@@ -209,6 +270,10 @@ def test_a_program_that_is_not_there_is_one_sentence(tmp_path):
     assert not sampler._folder.path.exists()
 
 
+OTHERS = {}, {"Authorization": "Bearer another"}
+"""What another user of the machine sends."""
+
+
 @pytest.mark.slow
 def test_a_server_is_started_as_the_configuration_says(tmp_path, monkeypatch):
     """With the variables of its own environment."""
@@ -216,19 +281,26 @@ def test_a_server_is_started_as_the_configuration_says(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/of/ranks")
     monkeypatch.setenv("PGTK_PYTHONPATH", "/of/the/user")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-6,7")
-    monkeypatch.setenv("VLLM_API_KEY", "of the user's own server")
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
     command = f"{COMMAND} --marks {tmp_path}/marks"
     own = ("sampler.gpus=[1,2]", "sampler.tensor_parallel=2", "sampler.arguments=['--enforce-eager']")
     sizes = ("sampler.gpu_memory_share=0.7", "sampler.max_sequences=11", "seed=3", "accumulation.max_tokens=20")
     with closing(tmp_path, f"sampler.executable={command}", *own, *sizes) as (module, sampler):
         sampler.publish(module.policy.weights, 0)
         assert len(processes_of(tmp_path)) == 2
-        folder = sampler._folder.path
+        folder, url = sampler._folder.path, sampler._servers[0].url
+        assert folder.stat().st_mode & 0o777 == 0o700
+        answers = [requests.post(f"{url}/v1/completions", json={}, headers=headers, timeout=5) for headers in OTHERS]
+        assert [answer.status_code for answer in answers] == [401, 401]
     assert processes_of(tmp_path) == []
     assert not folder.exists()
     starts = [json.loads(line[6:]) for line in (tmp_path / "marks").read_text().splitlines() if line[:5] == "start"]
     [(variables, arguments, python_path)] = starts
-    own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_API_KEY": ""}
+    key = variables.pop("VLLM_API_KEY")
+    assert re.fullmatch("[0-9a-f]{32}", key)
+    assert not any(key in file.read_text() for file in tmp_path.glob("vllm*.log"))
+    assert key not in " ".join(arguments)
+    own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
     assert variables == own | {"CUDA_VISIBLE_DEVICES": "5,GPU-6", "RANK": None}
     assert python_path == "/of/the/user"
     place = arguments.index("serve")

@@ -58,7 +58,8 @@ def test_a_resumed_run_goes_on_to_the_last_bit(whole, tmp_path):
 def test_evaluations_by_the_same_servers_leave_the_training_as_it_is(whole, tmp_path):
     """With a length of their own; the servers get the weights of every evaluation."""
     more = ("evaluation.every=1", "evaluation.prompts_per_set=3", "evaluation.max_completion_length=2")
-    found = run(tmp_path / "run", *VLLM, "rollout.old_log_probs=sampling", *more, "evaluation.sets.a.num_digits=1")
+    more += ("evaluation.sets.a.num_digits=1", f"sampler.executable={COMMAND} --marks {tmp_path}/marks")
+    found = run(tmp_path / "run", *VLLM, "rollout.old_log_probs=sampling", *more)
     assert metrics_of(found) == metrics_of(whole)
     rows = read_evaluations(found)
     assert [row["step"] for row in rows] == list(range(7))
@@ -66,11 +67,13 @@ def test_evaluations_by_the_same_servers_leave_the_training_as_it_is(whole, tmp_
         completions = read_completions(found / "completions" / f"evaluation_a_{row['step']:06d}.parquet")
         assert {one.version for one in completions} == {row["step"]}
         assert max(one.tokens for one in completions) <= 2
+    seeds = prompts_of((tmp_path / "marks").read_text().splitlines())
+    assert len(seeds) == len({*seeds}) == 3 * 4 + 7 * 3  # each evaluation draws anew
 
 
 def test_a_lost_server_loses_no_step(whole, tmp_path):
-    """After four calls each for two batches, and one to prove each, the third batch finds no server."""
-    folder, lost = tmp_path / "run", f"sampler.executable={COMMAND} --fault dies --after 12"
+    """After four calls each for two batches the third finds no server."""
+    folder, lost = tmp_path / "run", f"sampler.executable={COMMAND} --fault dies --after 8"
     more = ("rollout.old_log_probs=sampling", "trainer.checkpoint_every=1000")
     with pytest.raises(SamplerLost, match=r"ended with status 1.* Continue with: .*pgtk resume"):
         run(folder, *VLLM, *more, lost)
@@ -144,8 +147,8 @@ def test_two_ranks_share_two_servers(whole, tmp_path):
 
 
 def prompts_of(noted: list[str]) -> list[str]:
-    """The requests of training among what a server has noted: a proof's have the seed 1, or score a text."""
-    return [line for line in noted if line.startswith("complete ") and line not in ("complete 1", "complete score")]
+    """The requests of training among what a server has noted; others score a text."""
+    return [line for line in noted if line.startswith("complete ") and line != "complete score"]
 
 
 def test_a_fault_that_one_rank_meets_ends_all_with_one_message(tmp_path):

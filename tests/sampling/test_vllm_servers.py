@@ -21,8 +21,8 @@ from builders.shared_servers import ENDS, STARTS, TOKENS, SharedServers, save_ll
 from builders.vllm_servers import gone
 
 from pgtoolkit.errors import SamplerLost
-from pgtoolkit.sampling.vllm import VllmSampler
-from pgtoolkit.sampling.vllm_client import Server
+from pgtoolkit.sampling.servers import ServerSampler
+from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.tasks.completion import Request
 
 PROMPTS = [[(7 * i + i * j * j) % 10 for j in range(40)] + [10] for i in range(10)]  # of several blocks of a cache
@@ -166,9 +166,9 @@ def test_two_servers_share_the_requests_and_get_the_same_weights(servers, tmp_pa
 
 @quick
 def test_log_probs_from_before_the_temperature_are_an_error(servers, tmp_path):
-    joined = servers.joined(tmp_path, "rollout.temperature=0.7", to=("raw",))
-    with joined as (module, sampler), pytest.raises(SamplerLost, match="--logprobs-mode processed_logprobs"):
-        sampler.publish(module.policy.weights, 0)
+    source = servers.source(tmp_path, "rollout.temperature=0.7", of="raw")
+    with contextlib.closing(source), pytest.raises(SamplerLost, match="--logprobs-mode processed_logprobs"):
+        source.document(0)
 
 
 def test_weights_that_did_not_change_are_no_fault(servers, tmp_path):
@@ -177,18 +177,28 @@ def test_weights_that_did_not_change_are_no_fault(servers, tmp_path):
             sampler.publish(module.policy.weights, version)
 
 
-@pytest.mark.parametrize("fault", [*ARRIVING, "stale prefix cache"])
+@quick
+def test_an_old_prefix_cache_is_an_error(servers, tmp_path, monkeypatch):
+    monkeypatch.setattr(ServerSampler, "_salt", "always the same")
+    monkeypatch.setattr(Vllm, "forget", lambda self: ("/resume", None))
+    source = servers.source(tmp_path)
+    with contextlib.closing(source):
+        source.sampler.publish(source.trained.policy.weights, 0)
+        prompts = source.task.encode([source.task.prompt(number) for number in range(4)])
+        source.sampler.complete([Request(tokens, 1, seed=1) for tokens in prompts])
+        update(source.trained, 0.1)
+        source.trained.num_updates = 1
+        with pytest.raises(SamplerLost, match=r"an old prefix cache, or .* The batch is not trained"):
+            source.document(0)
+
+
+@pytest.mark.parametrize("fault", ARRIVING)
 @quick
 def test_a_version_that_did_not_arrive_is_an_error(servers, tmp_path, monkeypatch, fault):
-    if fault == "stale prefix cache":
-        monkeypatch.setattr(VllmSampler, "_salt", "always the same")
-        post = Server.post
-        monkeypatch.setattr(Server, "post", lambda self, path, end: None if "prefix" in path else post(self, path, end))
     with servers.joined(tmp_path) as (module, sampler):
         sampler.publish(module.policy.weights, 0)
         update(module, 0.1)
-        if fault in ARRIVING:
-            spoil(monkeypatch, fault)
+        spoil(monkeypatch, fault)
         with pytest.raises(SamplerLost, match="does not sample from the weights of version 1") as caught:
             sampler.publish(module.policy.weights, 1)
         print(caught.value)
@@ -218,8 +228,8 @@ def test_what_was_not_asked_for_is_one_sentence(servers, tmp_path, fault):
     asked, expected, said = ASKED[fault]
     with servers.joined(tmp_path) as (module, sampler):
         sampler.publish(module.policy.weights, 0)
-        with pytest.raises(SamplerLost, match=said) as caught:
-            sampler.complete(REQUESTS, otherwise(sampler._sampling, asked, expected))
+        with otherwise(sampler, asked, expected) as sampling, pytest.raises(SamplerLost, match=said) as caught:
+            sampler.complete(REQUESTS, sampling)
         print(caught.value)
         assert len(sampler.complete(REQUESTS)) == sum(one.completions for one in REQUESTS)
 

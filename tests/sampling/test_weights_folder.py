@@ -29,6 +29,14 @@ def test_a_full_disk_is_one_sentence(tmp_path):
     folder.remove()
 
 
+@pytest.mark.parametrize(("for_others", "rights"), [(False, 0o700), (True, 0o755)])
+def test_weights_are_their_owners_alone_where_no_other_has_started_the_server(tmp_path, for_others, rights):
+    folder = WeightsFolder(tmp_path, tmp_path, torch.float32, for_others)
+    path = folder.make(1, lambda path: (path / "config.json").touch())
+    assert path.stat().st_mode & 0o777 == rights
+    folder.remove()
+
+
 def test_nothing_is_left_of_the_folder_of_a_process_that_is_killed(tmp_path):
     """Of one without a server of its own, too, which joins others' for weeks."""
     program = """if True:

@@ -14,7 +14,7 @@ from pgtoolkit.system.report import Report, is_number, is_whole, text
 
 
 def values(config: DictConfig, resolved: Config, report: Report) -> None:
-    """Refuse each number outside of its range and each list or dictionary that is none, as an interpolation may give;
+    """Refuse each number outside of its range and each value that should be a list or dictionary and is not;
     the default takes its place for the rules that follow.
 
     config: as composed; resolved: the same as an object, which is changed.

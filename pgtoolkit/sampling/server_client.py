@@ -1,0 +1,270 @@
+"""The client of one server of completions: its calls over HTTP, and what is wrong with an answer, in a sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import requests
+import torch
+import urllib3
+from torch import Tensor
+
+from pgtoolkit.errors import SamplerLost, first_line
+from pgtoolkit.sampling.server_api import LOST, Call, Choice, Sampling, ServerApi
+from pgtoolkit.sampling.server_process import ServerProcess
+from pgtoolkit.system.background import in_background
+from pgtoolkit.tasks.completion import Completion, Request
+
+_ATTEMPTS = 4
+"""Of a call that found no connection; each waits longer than the one before."""
+_BUSY_SECONDS, _BUSY_PAUSE = 30, 0.5
+"""For how long a server may answer 503, as it does while it is paused, and after how long it is asked again."""
+_MOST_BYTES, _BYTES_PER_TOKEN = 2**20, 2**10
+"""Most bytes of an answer, and how many more for each token that was asked for or is sent back."""
+_BY_CHANCE = -30.0
+"""Log-probability below which it is no chance that completions of a prompt are the same."""
+_CONNECTIONS = 1024
+_NOT_FINITE = "Its weights give log-probs that are NaN or infinite"
+_FORM = (AttributeError, LookupError, TypeError, ValueError, OverflowError, RuntimeError)
+"""What reading an answer raises that is some other JSON."""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    status: int
+    reason: str
+    content: bytes
+
+
+class Server:
+    """A server at `url`, spoken to in the words of `api`.
+
+    answer_seconds: the longest that a call may take. process: its process, if it was started here. key: what it lets
+    requests in with; None where it wants none. Each call raises SamplerLost at its deadline, as of time.monotonic(), or
+    before, for whatever is not as it should.
+    """
+
+    def __init__(
+        self,
+        api: ServerApi,
+        url: str,
+        answer_seconds: int,
+        process: ServerProcess | None = None,
+        key: str | None = None,
+    ):
+        self.url = url.rstrip("/")
+        self._api, self._answer_seconds, self._process = api, answer_seconds, process
+        self._health = "Nothing listens there, or the way is closed."
+        self._session = requests.Session()
+        self._session.trust_env = False  # a proxy is not the way to a server beside us
+        self._session.headers["Accept-Encoding"] = "identity"  # a packed answer is larger than it looks
+        if key is not None:
+            self._session.headers["Authorization"] = f"Bearer {key}"
+        adapter = requests.adapters.HTTPAdapter(pool_maxsize=_CONNECTIONS)
+        for scheme in ("http://", "https://"):
+            self._session.mount(scheme, adapter)
+
+    def close(self) -> None:
+        self._session.close()
+        if self._process is not None:
+            self._process.close()
+
+    def is_up(self) -> bool:
+        """Whether it answers by now; SamplerLost if it was started here and has ended."""
+        self._check_process()
+        with contextlib.suppress(requests.RequestException, urllib3.exceptions.HTTPError, TimeoutError):
+            status = self._answer("GET", self._api.HEALTH, None, 5, _MOST_BYTES).status
+            self._health = f"It answers {self._api.HEALTH} with {status}."
+            return status == 200
+        return False
+
+    def last_words(self) -> str:
+        """What is known of it while it is not up."""
+        return f"{self._health} {LOST}" if self._process is None else self._words()
+
+    def post(self, call: Call, deadline: float) -> None:
+        self._call(call, deadline)
+
+    def complete(
+        self, request: Request, sampling: Sampling, salt: str, version: int, deadline: float
+    ) -> list[Completion]:
+        """The completions of one request, each checked to be what was asked for; version: of the weights."""
+        tokens = request.completions * (len(request.tokens) + sampling.max_tokens)
+        answer = self._call(self._api.completions(request, sampling, salt), deadline, tokens)
+        try:
+            choices = self._api.choices(answer)
+        except _FORM as error:
+            raise self._odd(
+                f"its completions are not of the form of {self._api.NAME}'s ({first_line(error)})"
+            ) from error
+        if len(choices) != request.completions:
+            raise self._odd(f"it gave {len(choices)} completions instead of {request.completions}")
+        if any(choice.prompt_tokens != request.tokens for choice in choices):
+            raise self._odd("it completed another prompt than it was given, or does not say which")
+        completions = [self._completion(choice, sampling, version) for choice in choices]
+        if sampling.temperature > 0:
+            self._check_drawn(completions)
+        return completions
+
+    def score(self, tokens: list[int], salt: str, deadline: float) -> Tensor:
+        """(S - 1,) float32, the log-probs of a text's tokens from the second on, before temperature and cuts."""
+        answer = self._call(self._api.scores(tokens, salt), deadline, len(tokens))
+        try:
+            scores = torch.tensor(self._api.log_probs(answer, tokens), dtype=torch.float32)
+        except _FORM:
+            raise self._odd("it gave no log-prob for each token of a prompt") from None
+        if len(odd := (~scores.isfinite()).nonzero()):
+            raise self._odd(f"the log-prob of a prompt's token is {scores[odd[0]].item()}. {_NOT_FINITE}")
+        return scores
+
+    def _completion(self, choice: Choice, sampling: Sampling, version: int) -> Completion:
+        tokens, log_probs = choice.tokens, choice.log_probs
+        if not isinstance(tokens, list) or not tokens:
+            raise self._odd("a completion has no token ids")
+        if odd := [token for token in tokens if type(token) is not int]:  # True is an instance of int
+            raise self._odd(f"its token ids are no whole numbers: {odd[:5]}")
+        if odd := [token for token in tokens if not 0 <= token < sampling.vocabulary_size]:
+            raise self._odd(
+                f"it sampled token {odd[0]}, and the trainer's vocabulary has {sampling.vocabulary_size} entries. It "
+                "serves another model"
+            )
+        if len(tokens) > sampling.max_tokens:
+            raise self._odd(f"a completion has {len(tokens)} tokens, and {sampling.max_tokens} is the most allowed")
+        if not isinstance(log_probs, list) or len(log_probs) != len(tokens):
+            raise self._odd("a completion has no log-prob for each of its tokens")
+        # null stands for NaN, and -9999 for minus infinity.
+        numbers = [value if type(value) in (int, float) else math.nan for value in log_probs]
+        if odd := [log_probs[i] for i, value in enumerate(numbers) if not -9999 < value <= 1e-4]:
+            raise self._odd(
+                f"the log-prob of a sampled token is {odd[0]}. {_NOT_FINITE}, or it was started without "
+                f"{self._api.PROCESSED}"
+            )
+        # A server decodes token by token, and may see a stop string later than it stands in the whole text.
+        stopped = sampling.stops.end(tokens)
+        reason = "stop" if stopped else self._finish(tokens, choice, sampling)
+        kept = torch.tensor(numbers[:stopped], dtype=torch.float32)
+        return Completion(torch.tensor(tokens[:stopped]), kept, reason, version)
+
+    def _finish(self, tokens: list[int], choice: Choice, sampling: Sampling) -> str:
+        by_text = choice.stop_text in sampling.stops.strings
+        *inside, last = (token in sampling.ends for token in tokens)
+        if choice.finish_reason == "stop" and (last or by_text) and not any(inside):
+            return "stop"
+        if choice.finish_reason == "length" and len(tokens) == sampling.max_tokens and not (last or any(inside)):
+            return "length"
+        where = f"with token {tokens[-1]} after {len(tokens)} of at most {sampling.max_tokens} tokens"
+        beyond = ", beyond an end-of-sequence token" if any(inside) else ""
+        raise self._odd(f"a completion ends {where}{beyond}, for the reason {choice.finish_reason}")
+
+    def _check_drawn(self, completions: list[Completion]) -> None:
+        """Any k of n draws are the same with a chance of at most C(n, k) p^(k - 1) where that one has chance p."""
+        counts = Counter(tuple(completion.tokens.tolist()) for completion in completions)
+        for completion in completions:
+            same, log_prob = counts[tuple(completion.tokens.tolist())], completion.log_probs.double().sum().item()
+            if (same - 1) * log_prob + math.log(math.comb(len(completions), same)) < _BY_CHANCE:
+                raise self._odd(
+                    f"{same} of {len(completions)} completions of a prompt are the same, whose log-prob is "
+                    f"{log_prob:.0f}: it did not draw each of them"
+                )
+
+    def _call(self, call: Call, deadline: float, tokens: int = 0) -> Any:
+        """The JSON of the answer, None where it is empty; tokens: most that it tells of."""
+        begin, attempt, (path, body) = time.monotonic(), 0, call
+        most = _MOST_BYTES + _BYTES_PER_TOKEN * tokens
+        while True:
+            self._check_process()
+            left = max(0.1, deadline - time.monotonic())
+            try:
+                answer = self._answer("POST", path, body, left, most)
+            except (requests.RequestException, urllib3.exceptions.HTTPError, TimeoutError) as error:
+                self._check_process()
+                over = time.monotonic() >= deadline
+                if over and not isinstance(error, requests.ConnectTimeout):
+                    raise SamplerLost(
+                        f"the sampling server {self.url} did not answer {path} within "
+                        f"sampler.answer_seconds={self._answer_seconds}. It hangs, is paused (POST "
+                        f"{self.url}{self._api.RESUME}), or has more to do than that allows. {self._words()}"
+                    ) from error
+                attempt += 1
+                if attempt < _ATTEMPTS and not over:
+                    time.sleep(0.2 * 2**attempt)
+                    continue
+                raise SamplerLost(
+                    f"the sampling server {self.url} cannot be reached, or breaks off its answers: "
+                    f"{first_line(error)[:300]}. Start it again. {self._words()}"
+                ) from error
+            if answer.status == 503 and time.monotonic() + _BUSY_PAUSE < min(deadline, begin + _BUSY_SECONDS):
+                time.sleep(_BUSY_PAUSE)
+                continue
+            return self._content(path, answer, time.monotonic() - begin)
+
+    def _answer(self, method: str, path: str, body: dict | None, seconds: float, most: int) -> _Answer:
+        """The whole answer, within so many seconds; TimeoutError where it is not there by then.
+
+        requests counts its own from the last byte that came. Where it is sent on, a POST would become a GET.
+        most: bytes of it; SamplerLost where there are more.
+        """
+        return in_background(partial(self._read, method, path, body, seconds, most)).result(seconds)
+
+    def _read(self, method: str, path: str, body: dict | None, seconds: float, most: int) -> _Answer:
+        end, content = time.monotonic() + seconds, bytearray()
+        timeouts = min(seconds, 10), seconds
+        with self._session.request(
+            method, self.url + path, json=body, timeout=timeouts, allow_redirects=False, stream=True
+        ) as answer:
+            for part in answer.raw.stream(2**16, decode_content=False):
+                content += part
+                if len(content) > most:
+                    raise self._odd(f"its answer to {path} has more than the {most} bytes that were asked for")
+                if time.monotonic() > end:  # whoever waited has given up
+                    raise TimeoutError
+            if (packed := answer.headers.get("Content-Encoding", "identity")) != "identity":
+                raise self._odd(f"its answer to {path} is packed ({packed:.20}), which was not asked for")
+            return _Answer(answer.status_code, answer.reason, bytes(content))
+
+    def _content(self, path: str, answer: _Answer, seconds: float) -> Any:
+        """seconds: since it was asked for the first time."""
+        said = " ".join(answer.content[:600].decode(errors="replace").split()) or answer.reason
+        if answer.status == 503:
+            raise SamplerLost(
+                f"the sampling server {self.url} still answers {path} with 503 after {seconds:.0f} s ({said}). It is "
+                f"paused, or its engine is dead. POST {self.url}{self._api.RESUME}, or start it again. {self._words()}"
+            )
+        if answer.status in (404, 405):
+            raise SamplerLost(
+                f"the sampling server {self.url} has no {path}. Start it with {self._api.START_WITH}. {LOST}"
+            )
+        if answer.status >= 300:  # sent on among them
+            use = ""
+            if answer.status == 401:
+                use = f"It wants a key: give pgtk the same {self._api.KEY} in its environment. "
+            elif path == self._api.load(Path())[0]:
+                use = "Does it see that folder? sampler.weights_folder=FOLDER names one that all servers do. "
+            raise SamplerLost(
+                f"the sampling server {self.url} answered {path} with {answer.status}: {said}. {use}{self._words()}"
+            )
+        try:
+            return json.loads(answer.content) if answer.content else None
+        except (ValueError, RecursionError):
+            raise self._odd(f"{path} answered what is no JSON: {said[:100]}") from None
+
+    def _check_process(self) -> None:
+        if self._process is not None and (status := self._process.status) is not None:
+            words = self._words()
+            raise SamplerLost(
+                f"the sampling server {self.url} ended with status {status}. {words}{self._api.advice(words)}"
+            )
+
+    def _words(self) -> str:
+        return LOST if self._process is None else f"{self._process.last_words()} {LOST}"
+
+    def _odd(self, fault: str) -> SamplerLost:
+        return SamplerLost(f"the sampling server {self.url} does not answer as asked: {fault}. {LOST}")

@@ -1,0 +1,234 @@
+"""Samples by servers: gives them each version of the weights, proves that it came, and shares out requests."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import as_completed
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pgtoolkit.config.schema import Config, PolicyRolloutConfig
+from pgtoolkit.ranks.agreement import failing_together, gather_objects
+from pgtoolkit.ranks.layout import Layout
+from pgtoolkit.sampling.proof import Proof
+from pgtoolkit.sampling.samplers import Sampler
+from pgtoolkit.sampling.server_api import Sampling, ServerApi
+from pgtoolkit.sampling.server_client import Server
+from pgtoolkit.sampling.server_start import Servers, plan
+from pgtoolkit.sampling.weights_folder import WeightsFolder, whole
+from pgtoolkit.system.background import in_background
+from pgtoolkit.system.model_folder import end_tokens
+from pgtoolkit.tasks.completion import Completion, Request
+from pgtoolkit.tasks.stops import StopStrings
+
+_IN_FLIGHT = 256
+"""Requests under way at each server: with the fewest completions a request can have, as many as it samples at once."""
+
+
+class ServerSampler:
+    """Completions from servers that share the requests; every rank has one, and rank 0 starts and fills the servers.
+
+    api: the words of the servers. trained: the `PolicyInTraining`. prompts: token ids of some prompts of the task, for
+    the proof of each version. room: most tokens of a document. write_settings: writes the files of the model's folder
+    but for the weights. run_dir: where the logs go.
+    """
+
+    def __init__(
+        self,
+        api: ServerApi,
+        config: Config,
+        trained: Any,
+        layout: Layout,
+        prompts: list[list[int]],
+        room: int,
+        write_settings: Callable[[Path], None],
+        run_dir: Path,
+    ):
+        policy, chosen = trained.policy, config.sampler
+        self._api, self._config, self._layout, self._run_dir = api, config, layout, run_dir
+        self._write_settings = write_settings
+        self._sampling = Sampling(
+            temperature=config.rollout.temperature,
+            top_p=1.0 if config.rollout.top_p is None else config.rollout.top_p,
+            max_tokens=config.rollout.max_completion_length,
+            ends=end_tokens(policy.model.generation_config, policy.tokenizer),
+            stops=StopStrings(config.rollout.stop, policy.tokenizer),
+            vocabulary_size=policy.vocabulary_size,
+            seeded=chosen.seeded,
+        )
+        self._proof = Proof(trained, prompts, room, chosen.tolerance)
+        self.tolerance = self._proof.tolerance
+        parent = None if chosen.weights_folder is None else Path(chosen.weights_folder)
+        self._folder = WeightsFolder(parent, run_dir, policy.compute_dtype, for_others=bool(chosen.urls))
+        self._plan = plan(api, config, layout, str(policy.compute_dtype).removeprefix("torch."), room)
+        self._servers: list[Server] = []
+        self._run_name = ""
+        self._version: int | None = None
+        self._asleep = False
+
+    def publish(self, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
+        """Called by every rank at the same time. The first call starts the servers, from a folder of these weights."""
+        new, first = version != self._version, not self._servers
+        with failing_together(self._layout):
+            if self._plan.sleeps:
+                torch.cuda.empty_cache()  # the servers are about to take back the memory that they gave
+            if new:
+                tensors = whole(weights())
+                if self._layout.rank == 0:
+                    self._write(tensors)
+        if first:
+            self._start()
+        with failing_together(self._layout):
+            if self._layout.rank == 0:
+                load = new and not (first and self._plan.gpus)
+                self._of_each(partial(self._wake, load=load))
+        self._asleep = False
+        if new:
+            self._version = version
+            self._prove()
+
+    def complete(self, requests: list[Request], sampling: Sampling | None = None) -> list[Completion]:
+        """Those of all requests, which are all under way at once; where servers sleep, called by every rank.
+
+        sampling: None for the way of training.
+        """
+        deadline, count, sampling = self._deadline(), len(self._servers), sampling or self._sampling
+        calls = [
+            partial(
+                self._servers[(number + self._layout.rank) % count].complete,
+                *(request, sampling, self._salt, self._version, deadline),
+            )
+            for number, request in enumerate(requests)
+        ]
+        completions = _at_once(calls, _IN_FLIGHT * count)
+        if self._config.sampler.urls and self._layout.rank == 0:  # to others', another run may have given its weights
+            self._of_each(lambda server: self._proof.check_kept(server.url, self._score(server)))
+        if self._plan.sleeps:
+            self._put_to_sleep()
+        return [completion for several in completions for completion in several]
+
+    def sampling_otherwise(self, rollout: PolicyRolloutConfig, settle: Callable[[], object]) -> Sampler:
+        """Samples by the same servers as `rollout` says; settle: waits for what training is having sampled."""
+        top_p = 1.0 if rollout.top_p is None else rollout.top_p
+        more = {"temperature": rollout.temperature, "top_p": top_p, "max_tokens": rollout.max_completion_length}
+        return _SameServers(self, dataclasses.replace(self._sampling, **more), settle)
+
+    def close(self) -> None:
+        """Ends the servers that were started here, and leaves alone those that were joined."""
+        self._folder.remove()
+        for server in self._servers:
+            server.close()
+
+    @property
+    def _salt(self) -> str:
+        """What a server has cached of a prompt is used with the same weights alone."""
+        return f"{self._run_name}-{self._version}"
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._config.sampler.answer_seconds
+
+    def _write(self, tensors: dict[str, Tensor]) -> None:
+        if self._folder.path is None:
+            self._folder.make(sum(tensor.nbytes for tensor in tensors.values()), self._write_settings)
+        self._folder.fill(tensors)
+
+    def _start(self) -> None:
+        """Until all servers answer; ranks other than 0 are told where."""
+        started, up = None, False
+        with failing_together(self._layout):
+            if self._layout.rank == 0:
+                folder = self._folder.path, self._folder.guard
+                started = Servers(self._api, self._config, self._plan, *folder, self._run_dir)
+                self._servers = started.all
+        while not up:
+            with failing_together(self._layout):
+                up = started is not None and started.are_up()
+            # However long it takes, no rank waits long for another.
+            up = gather_objects(up, self._layout.world_group)[0]
+            time.sleep(0 if up else 0.2)
+        told = None if started is None else (self._folder.path.name, started.key, [one.url for one in started.all])
+        self._run_name, key, urls = gather_objects(told, self._layout.world_group)[0]
+        seconds = self._config.sampler.answer_seconds
+        self._servers = self._servers or [Server(self._api, url, seconds, key=key) for url in urls]
+
+    def _wake(self, server: Server, load: bool) -> None:
+        """load: and give it the weights that lie in the folder, before it takes the rest of its memory back."""
+        deadline = self._deadline()
+        if self._asleep:
+            server.post(self._api.wake("weights"), deadline)
+        if load:
+            server.post(self._api.load(self._folder.path), deadline)
+        if self._asleep:
+            server.post(self._api.wake("cache"), deadline)
+        if load:
+            server.post(self._api.forget(), deadline)
+
+    def _put_to_sleep(self) -> None:
+        with failing_together(self._layout):
+            pass  # until every rank has its completions
+        with failing_together(self._layout):
+            if self._layout.rank == 0:
+                deadline = self._deadline()
+                self._of_each(lambda server: server.post(self._api.sleep(), deadline))
+        self._asleep = True
+
+    def _prove(self) -> None:
+        scores = None
+        with failing_together(self._layout):
+            if self._layout.rank == 0:
+                scores = self._of_each(self._score)
+        scores = gather_objects(scores, self._layout.world_group)[0]
+        with failing_together(self._layout):
+            self._proof.check([server.url for server in self._servers], scores, self._version)
+
+    def _score(self, server: Server) -> Tensor:
+        return server.score(self._proof.text, self._salt, self._deadline())
+
+    def _of_each(self, function: Callable[[Server], Any]) -> list[Any]:
+        return _at_once([partial(function, server) for server in self._servers], len(self._servers))
+
+
+def _at_once(calls: list[Callable[[], Any]], most: int) -> list[Any]:
+    """What the calls return, in their order, at most so many under way; the first error that one raises, at once."""
+    waiting, results, lock = deque(enumerate(calls)), [None] * len(calls), threading.Lock()
+
+    def work() -> None:
+        while True:
+            with lock:
+                if not waiting:
+                    return
+                number, call = waiting.popleft()
+            results[number] = call()
+
+    # Not the threads of an executor: an interrupted run would wait for them at its end.
+    for worker in as_completed([in_background(work) for _ in range(min(len(calls), most))]):
+        if worker.exception() is not None:
+            waiting.clear()
+        worker.result()
+    return results
+
+
+class _SameServers:
+    """A sampler by the servers of another one, which starts and ends them."""
+
+    def __init__(self, owner: ServerSampler, sampling: Sampling, settle: Callable[[], object]):
+        self._owner, self._sampling, self._settle = owner, sampling, settle
+        self.tolerance = owner.tolerance
+
+    def publish(self, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
+        self._settle()  # servers have one version of the weights at a time
+        self._owner.publish(weights, version)
+
+    def complete(self, requests: list[Request]) -> list[Completion]:
+        return self._owner.complete(requests, self._sampling)
+
+    def close(self) -> None:
+        """What it uses is the other's."""
