@@ -156,7 +156,7 @@ class Step:
 
     micro_batches: those of this rank; all else is the same on every rank.
     documents: the step's documents, for messages and for the metrics that only the data knows.
-    state_after: state of the step loader once this step is done, up to `rollouts.steps.settled`; committed with the
+    state_after: state of the step loader once this step is done, up to `rollouts.steps.loadable`; committed with the
         optimizer step.
     seconds: what making the documents took this process since the step before, by stage.
     """

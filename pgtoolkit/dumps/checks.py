@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -61,22 +62,24 @@ class Rollouts:
 
 
 def examine(rollouts: RecordedRollouts, loss: Loss, has_advantages: bool) -> Rollouts:
-    """Read every document once; about 120 bytes of each stay. has_advantages: the file's own are trained on."""
-    rows, pairs, tokens, outside_clip = [], [], 0, 0.0
+    """Read every document once; about 100 bytes of each stay. has_advantages: the file's own are trained on."""
+    columns, names, pairs, tokens, outside_clip = array("d"), (), [], 0, 0.0
     for position in range(rollouts.num_documents):
         document = rollouts.document(position)
-        rows.append(_numbers(document))
+        row = _numbers(document)
+        columns.extend(map(float, row.values()))
+        names = row.keys()
         if document.num_trained and all(getattr(document, name) is not None for name in LOG_PROBS):
             old, sampling = (getattr(document, name).double().numpy() for name in LOG_PROBS)
             outside_clip += outside(loss, document, old, sampling)
             if tokens < _COMPARED_TOKENS:
                 pairs.append((sampling, old))
                 tokens += len(old)
-    numbers = {name: np.array([row[name] for row in rows], float) for name in rows[0]}
+    numbers = dict(zip(names, np.frombuffer(columns).reshape(-1, len(names)).T, strict=True))
     w = numbers["trained"] / _denominators(loss, numbers)
     w_advantage = w * numbers["weight"] / np.maximum(1, numbers["trained"])
     in_files, groups = np.argsort(rollouts.groups, kind="stable"), rollouts.has_groups
-    share = outside_clip / len(rows)
+    share = outside_clip / rollouts.num_documents
     return Rollouts(loss, groups, has_advantages, numbers, in_files, w, w_advantage, pairs, share)
 
 

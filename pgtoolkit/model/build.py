@@ -68,8 +68,6 @@ def character_tokenizer(alphabet: str | None):
 
 
 def _hugging_face(config: HuggingFaceModelConfig, on_gpu: bool) -> Policy:
-    if os.path.isdir(config.path) and (problems := model_folder.problems(config.path, config.random_weights)):
-        raise ConfigError(" ".join(problems))
     model_config = model_folder.load_config(config.path)
     kind, got = model_config.model_type, None
     if getattr(model_config, "is_encoder_decoder", False):

@@ -84,4 +84,4 @@ def _groups_without_signal(documents: list[Document]) -> list[bool]:
     has_signal: dict[int, bool] = {}
     for document in documents:
         has_signal[document.group] = has_signal.get(document.group, False) or bool((document.advantages != 0).any())
-    return [not found for found in has_signal.values()]
+    return [not signal for signal in has_signal.values()]

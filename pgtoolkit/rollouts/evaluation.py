@@ -50,7 +50,7 @@ class Evaluator:
     layout: Layout
     folder: Path
 
-    def evaluate(self, one: PromptSet, step: int) -> dict[str, Any]:
+    def evaluate(self, prompt_set: PromptSet, step: int) -> dict[str, Any]:
         """The numbers of one set, the same on every rank; see runs/evaluations.py. Called by every rank.
 
         Draws from torch's global random state, and where the sampler takes seeds, from those of set and step.
@@ -58,31 +58,31 @@ class Evaluator:
         started = time.perf_counter()
         rank, size = self.layout.rank_in("data_parallel"), self.layout.size("data_parallel")
         with failing_together(self.layout):
-            prompts = [one.task.prompt(number) for number in range(rank, one.count, size)]
-            answers = self._answers(one, prompts, step)
+            prompts = [prompt_set.task.prompt(number) for number in range(rank, prompt_set.count, size)]
+            answers = self._answers(prompt_set, prompts, step)
         shares = gather_objects(answers, self.layout.group("data_parallel"))
-        groups = [shares[i % size][i // size] for i in range(one.count)]
+        groups = [shares[i % size][i // size] for i in range(prompt_set.count)]
         with failing_together(self.layout):
             if self.layout.rank == 0:
                 rows = [row for group in groups for row, _ in group]
-                write_completions(self.folder / FOLDER / f"evaluation_{one.name}_{step:06d}.parquet", rows)
-        return {"set": one.name, **_numbers(groups), "seconds": round(time.perf_counter() - started, 3)}
+                write_completions(self.folder / FOLDER / f"evaluation_{prompt_set.name}_{step:06d}.parquet", rows)
+        return {"set": prompt_set.name, **_numbers(groups), "seconds": round(time.perf_counter() - started, 3)}
 
     def close(self) -> None:
         """End what sampling and scoring have started."""
         self.sampler.close()
-        for one in self.sets:
-            one.task.close()
+        for prompt_set in self.sets:
+            prompt_set.task.close()
 
-    def _answers(self, one: PromptSet, prompts: list[Prompt], step: int) -> list[list[_Answer]]:
+    def _answers(self, prompt_set: PromptSet, prompts: list[Prompt], step: int) -> list[list[_Answer]]:
         """Of each prompt its answers."""
-        count, tokens = self.completions, one.task.encode(prompts) if prompts else []
-        seeds = [seed_of(one.seed, prompt.index + (step << 32)) for prompt in prompts]
-        requests = [Request(own, count, seed) for own, seed in zip(tokens, seeds, strict=True)]
+        count, tokens = self.completions, prompt_set.task.encode(prompts) if prompts else []
+        seeds = [seed_of(prompt_set.seed, prompt.index + (step << 32)) for prompt in prompts]
+        requests = [Request(ids, count, seed) for ids, seed in zip(tokens, seeds, strict=True)]
         self.sampler.publish(self.trained.policy.weights, self.trained.num_updates)
         completions = self.sampler.complete(requests)
         asked = [prompt for prompt in prompts for _ in range(count)]
-        scores = one.task.scores(asked, completions)
+        scores = prompt_set.task.scores(asked, completions)
         decode, answers = self.trained.policy.tokenizer.decode, []
         texts = [text for text in map(decode, tokens) for _ in range(count)]
         for prompt, text, completion, score in zip(asked, texts, completions, scores, strict=True):
@@ -140,7 +140,7 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
 
 def as_evaluated(config: Config) -> Config:
     """The configuration with the rollouts of an evaluation: sampled before any update, one way for all of them."""
-    own = PolicyRolloutConfig(
+    rollout = PolicyRolloutConfig(
         name="policy",
         prompts_per_batch=config.evaluation.prompts_per_set,
         group_size=config.evaluation.completions_per_prompt,
@@ -154,7 +154,7 @@ def as_evaluated(config: Config) -> Config:
         keep_completions=0,
         **sampling(config),
     )
-    return dataclasses.replace(config, rollout=own)
+    return dataclasses.replace(config, rollout=rollout)
 
 
 def asked_by_both(task: Task, other: Task, count: int) -> int:

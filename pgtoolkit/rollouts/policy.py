@@ -151,7 +151,7 @@ class PolicyRollouts(Source):
         if number not in self._batches:
             self._begin(number)
             self._finish()
-        self._batches = {own: batch for own, batch in self._batches.items() if own >= number}
+        self._batches = {later: batch for later, batch in self._batches.items() if later >= number}
         self._number = number
         if self.writer is not None:
             self.writer.write(number, self._batches[number])
@@ -202,8 +202,8 @@ class PolicyRollouts(Source):
     def _groups_of_all(self, sampling: _Sampling, count: int) -> list[list[Document]]:
         """The documents of each of `count` prompts, of all ranks, in their order."""
         with failing_together(self.layout):
-            own = self._groups(sampling)
-        shares, size = gather_objects(own, self.layout.group("data_parallel")), self.layout.size("data_parallel")
+            groups = self._groups(sampling)
+        shares, size = gather_objects(groups, self.layout.group("data_parallel")), self.layout.size("data_parallel")
         return [shares[i % size][i // size] for i in range(count)]
 
     def _groups(self, sampling: _Sampling) -> list[list[Document]]:
@@ -228,9 +228,9 @@ class PolicyRollouts(Source):
 
     def _group(self, prompt: Prompt, start: list[int], scored: list[tuple[Completion, Score]]) -> list[Document]:
         """Of one prompt, whose tokens are `start`."""
-        own = self._rollout
-        longest, buffer, most = own.max_completion_length, own.overlong_buffer, own.overlong_penalty
-        rewards = [x.reward + overlong_penalty(len(one.tokens), longest, buffer, most) for one, x in scored]
+        rollout = self._rollout
+        penalty = rollout.max_completion_length, rollout.overlong_buffer, rollout.overlong_penalty
+        rewards = [score.reward + overlong_penalty(len(one.tokens), *penalty) for one, score in scored]
         try:
             advantages = group_advantages(self._estimator, rewards)
         except DataError as error:
@@ -251,7 +251,7 @@ class PolicyRollouts(Source):
                     truncated=completion.finish_reason == "length",
                     model_version=completion.model_version,
                     measures=score.measures,
-                    task_reward=None if buffer is None else score.reward,
+                    task_reward=None if rollout.overlong_buffer is None else score.reward,
                 )
             )
         return documents
@@ -281,9 +281,9 @@ class PolicyRollouts(Source):
         for part in cut(documents, self.config.accumulation.max_tokens):
             micro_batch = pack(part, [0] * len(part))
             log_probs = self.trained.log_probs(micro_batch).cpu()[micro_batch.labels >= 0]
-            own = log_probs.split([document.num_trained for document in part])
+            by_document = log_probs.split([document.num_trained for document in part])
             result += [
                 replace(d, old_log_probs=o.clone(), sampling_log_probs=d.old_log_probs)
-                for d, o in zip(part, own, strict=True)
+                for d, o in zip(part, by_document, strict=True)
             ]
         return result

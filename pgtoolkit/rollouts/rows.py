@@ -45,15 +45,9 @@ class Row(SimpleNamespace):
     measures: ClassVar[dict[str, float]] = {}
 
     def digest(self, start: int) -> int:
-        """CRC-32 of everything in the row, continued from `start`; independent of the file format.
-
-        A row without sampling or reference log-probs has the digest that files of before they were recorded hold.
-        """
-        arrays = (self.token_ids, self.loss_mask, self.old_log_probs, self.advantage)
-        scalars = (self.reward, self.group_id, self.id, self.model_version, self.truncated, self.exact_match)
-        known = [(name, getattr(self, name)) for name in OPTIONAL_VECTORS]
-        later = [name.encode() + values.tobytes() for name, values in known if values is not None]
-        for part in (*(b"" if a is None else a.tobytes() for a in arrays), repr(scalars).encode(), *later):
+        """CRC-32 of everything in the row, continued from `start`; independent of the file format."""
+        for value in (getattr(self, name) for name in FIELDS):
+            part = value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode()
             start = zlib.crc32(part, zlib.crc32(len(part).to_bytes(8, "little"), start))
         return start
 

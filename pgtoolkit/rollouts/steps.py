@@ -91,10 +91,10 @@ class StepLoader:
             yield replace(step, seconds=self.source.seconds())
 
     def state_dict(self) -> dict:
-        return settled(self._state())
+        return loadable(self._state())
 
     def _state(self) -> dict:
-        """For `settled`: the source may be sampling, which is for a checkpoint to wait for, not for each step."""
+        """For `loadable`: the source may be sampling, which is for a checkpoint to wait for, not for each step."""
         return {"position": self._position, "num_steps": self._num_steps, "source": self.source.state_dict}
 
     def load_state_dict(self, state: dict) -> None:
@@ -152,7 +152,7 @@ class StepLoader:
         return len(cut(documents, self.accumulation.max_tokens)) >= self.accumulation.micro_batches_per_step
 
 
-def settled(state_after: dict) -> dict:
+def loadable(state_after: dict) -> dict:
     """A step's `state_after` as `load_state_dict` takes it, once all that is being sampled is there; for every rank."""
     return state_after | {"source": state_after["source"]()}
 

@@ -23,10 +23,10 @@ class ChatTemplate:
 
     def messages(self, prompt: Prompt) -> list[dict]:
         """The conversation that the model is to continue. ValueError for two system messages."""
-        own = prompt.messages or ({"role": "user", "content": prompt.text},)
-        if self._system and own[0]["role"] == "system":
+        messages = prompt.messages or ({"role": "user", "content": prompt.text},)
+        if self._system and messages[0]["role"] == "system":
             raise ValueError("it has a system message of its own beside task.system_prompt")
-        return [*self._system, *own]
+        return [*self._system, *messages]
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """The tokens of each, exactly those of `apply_chat_template` with the beginning of the answer.
@@ -35,7 +35,7 @@ class ChatTemplate:
         ValueError for a system message that it leaves out.
         """
         conversations = [self.messages(prompt) for prompt in prompts]
-        first = next((own[0] for own in conversations if own[0]["role"] == "system"), None)
+        first = next((messages[0] for messages in conversations if messages[0]["role"] == "system"), None)
         if first is not None and not self._keeps_system:
             if got := self._problem([first]):
                 raise ValueError(f"it has a system message, and the chat template is {got}")
@@ -57,7 +57,7 @@ class ChatTemplate:
 
     def notes(self, ends: Sequence[int]) -> list[str]:
         """What may surprise of the template; ends: ids of the end-of-sequence tokens."""
-        found = ["task.chat=auto: prompts go through the chat template of the model's tokenizer; never leaves it out."]
+        notes = ["task.chat=auto: prompts go through the chat template of the model's tokenizer; never leaves it out."]
         answer = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _WORD}]
         try:
             shown = self._tokenizer.apply_chat_template(answer, tokenize=False)
@@ -66,13 +66,13 @@ class ChatTemplate:
         after = self._tokenizer(shown.rpartition(_WORD)[2], add_special_tokens=False)["input_ids"]
         if after and not set(after) & set(ends):
             names = " ".join(self._tokenizer.convert_ids_to_tokens(after)[:3])
-            found.append(
+            notes.append(
                 f"the chat template ends an answer with {names}, which is no end-of-sequence token of the model: "
                 "completions may go on after their answer. Add its id to eos_token_id in generation_config.json."
             )
         if "strftime_now" in self._tokenizer.get_chat_template():
-            found.append("the chat template writes today's date: on another day the same prompt has other tokens.")
-        return found
+            notes.append("the chat template writes today's date: on another day the same prompt has other tokens.")
+        return notes
 
 
 def chat_of(task: TaskConfig, tokenizer) -> ChatTemplate | None:

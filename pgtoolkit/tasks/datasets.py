@@ -28,10 +28,10 @@ def prompt_files(path: str, split: str | None) -> list[Path]:
             raise ConfigError(_refused(path, split, f"one of {', '.join(splits)}", "The data set has these.", splits))
         return _saved(folder / split)
     if (folder / "state.json").is_file():
-        own = _json(folder / "state.json").get("_split")
-        if split not in (None, own):
-            named = f"It is the split {own}." if own else "The data set has no splits."
-            raise ConfigError(_refused(path, split, own or "null", named, [own or "null"]))
+        saved_split = _json(folder / "state.json").get("_split")
+        if split not in (None, saved_split):
+            named = f"It is the split {saved_split}." if saved_split else "The data set has no splits."
+            raise ConfigError(_refused(path, split, saved_split or "null", named, [saved_split or "null"]))
         return _saved(folder)
     if not folder.is_dir():
         if split is not None:
@@ -96,9 +96,9 @@ def _refused(path: str, split: str | None, needs: str, reason: str, instead: lis
 
 def _json(file: Path) -> dict:
     try:
-        found = json.loads(file.read_text())
-        if not isinstance(found, dict):
+        content = json.loads(file.read_text())
+        if not isinstance(content, dict):
             raise ValueError("it is no JSON object")
-        return found
+        return content
     except (OSError, ValueError) as error:
         raise DataError(f"{file} cannot be read: {error}. Copy or save the data set again.") from error

@@ -40,17 +40,17 @@ def read_prompts(path: str, split: str | None, prompt_field: str, answer_field: 
                 problems.add(place, row)
                 continue
             there = ", ".join(file.names or row) or "no fields"
-            found = []
+            values = []
             for field, read in ((prompt_field, _prompt), (answer_field, _answer)):
                 try:
                     if row.get(field) is None:
                         raise ValueError("is missing")
-                    found.append(read(row[field]))
+                    values.append(read(row[field]))
                 except ValueError as reason:
                     use = ". Use task.prompt_field=messages" if field == prompt_field and "messages" in row else ""
                     problems.add(f"{place}:{field}", f"{reason}; the row has {there}{use}")
-            if len(found) == 2:
-                (text, messages), answer = found
+            if len(values) == 2:
+                (text, messages), answer = values
                 prompts.append(Prompt(text, answer, len(prompts), place, messages))
     problems.raise_if_any()
     if not prompts:

@@ -141,8 +141,8 @@ class TokenizedTask:
         if not bad:
             return
         several = f"{len(bad)} of {'the first ' if task.num_prompts is None else ''}{total} prompts"
-        found = listed([f"{prompt.place} has {length}" for prompt, length in bad], 5)
-        needed = f"do not have 1 to {room} tokens: {found}"
+        lengths = listed([f"{prompt.place} has {length}" for prompt, length in bad], 5)
+        needed = f"do not have 1 to {room} tokens: {lengths}"
         skippable = task.num_prompts is not None and len(bad) < total
         if skip and skippable:
             log.warning(f"note: task.too_long=skip leaves out {several}, which {needed}.")
@@ -176,22 +176,22 @@ def preview(model: TinyModelConfig | HuggingFaceModelConfig, task: TaskConfig, s
     """
     if isinstance(task, PromptsTaskConfig):
         task = scored_by_nobody(task)
-    found = make_task(task, seed)
-    prompt = found.prompt(0)
+    prompts = make_task(task, seed)
+    prompt = prompts.prompt(0)
     text = repr(prompt.text)
     lines = [f"{prompt.place}: {text[:200]}{'...' if len(text) > 200 else ''}"]
     if isinstance(model, TinyModelConfig):
-        tokenizer = tiny_tokenizer(found.alphabet)  # that of transformers around it takes a second to import
+        tokenizer = tiny_tokenizer(prompts.alphabet)  # that of transformers around it takes a second to import
 
         def tokenize(texts: list[str]) -> dict:
             return {"input_ids": [one.ids for one in tokenizer.encode_batch(texts)]}
 
-        (tokens,) = TokenizedTask(found, tokenize).encode([prompt])
+        (tokens,) = TokenizedTask(prompts, tokenize).encode([prompt])
         names = map(tokenizer.id_to_token, tokens)
     elif Path(model.path).expanduser().is_dir():
         loaded = load_tokenizer(model.path)
         ends = end_tokens(load_generation_config(model.path), loaded)
-        (tokens,) = TokenizedTask(found, loaded, ends, chat_of(task, loaded)).encode([prompt])
+        (tokens,) = TokenizedTask(prompts, loaded, ends, chat_of(task, loaded)).encode([prompt])
         names = loaded.convert_ids_to_tokens(tokens)
     else:
         return [*lines, f"its tokens are known where model.path={model.path} is a folder"]

@@ -144,10 +144,10 @@ class RowFile:
 
     def _stamp_now(self) -> tuple[int, int]:
         try:
-            found = self.path.stat()
+            status = self.path.stat()
         except OSError as error:
             raise DataError(f"{self.label} cannot be read: {error.strerror}") from error
-        return found.st_size, found.st_mtime_ns
+        return status.st_size, status.st_mtime_ns
 
 
 class JsonlFile(RowFile):
@@ -261,8 +261,8 @@ def _parse_line(line: bytes, kind: type) -> Any | str:
         if not line.endswith(b"\n"):
             return "the file ends within this row: it was truncated, or is still being written. Remove the row"
         return f"not JSON: {error}"
-    what = {dict: "object", list: "array"}[kind]
-    return row if isinstance(row, kind) else f"not a JSON {what} (got {type(row).__name__}); JSONL has one per line"
+    expected = {dict: "object", list: "array"}[kind]
+    return row if isinstance(row, kind) else f"not a JSON {expected} (got {type(row).__name__}); JSONL has one per line"
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -224,19 +224,19 @@ class PromptsTask(_NumberedRows):
             for prompt, completion, _ in answers
             for number in range(count)
         ]
-        found = self._verifiers.scores(questions)
-        return [self._score(found[i : i + count]) for i in range(0, len(found), count)]
+        scores = self._verifiers.scores(questions)
+        return [self._score(scores[i : i + count]) for i in range(0, len(scores), count)]
 
     def close(self) -> None:
         self._verifiers.close()
 
-    def _score(self, found: list[float | str]) -> Score:
+    def _score(self, outcomes: list[float | str]) -> Score:
         """Of the scores of one completion, by verifier; one without an answer counts 0."""
-        scores = [0.0 if isinstance(score, str) else score for score in found]
+        scores = [0.0 if isinstance(outcome, str) else outcome for outcome in outcomes]
         reward = sum(weight * score for weight, score in zip(self._weights.values(), scores, strict=True))
         measures = {f"reward/{name}": score for name, score in zip(self._weights, scores, strict=True) if name}
         if self._in_processes:
-            measures |= {f"verifier_{kind}_fraction": float(kind in found) for kind in (TIMEOUT, CRASH)}
+            measures |= {f"verifier_{kind}_fraction": float(kind in outcomes) for kind in (TIMEOUT, CRASH)}
         return Score(reward, scores[0] >= 1, measures)
 
     def _row(self, index: int) -> int:

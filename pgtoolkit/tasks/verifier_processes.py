@@ -62,18 +62,18 @@ class VerifierProcesses:
         """
         threads = ThreadPoolExecutor(self._processes)
         try:
-            found = list(threads.map(self._outcome, questions))
+            outcomes = list(threads.map(self._outcome, questions))
         except BaseException:
             self.close()  # of answers that nobody waits for any more
             raise
         finally:
             threads.shutdown(cancel_futures=True)
-        for question, outcome in zip(questions, found, strict=True):
+        for question, outcome in zip(questions, outcomes, strict=True):
             self._say(outcome, question)
-        for outcome in found:
+        for outcome in outcomes:
             if "error" in outcome:
                 raise DataError(outcome["error"])
-        return [outcome.get("score", outcome.get("none")) for outcome in found]
+        return [outcome.get("score", outcome.get("none")) for outcome in outcomes]
 
     def close(self) -> None:
         """End all processes, whatever they do."""
@@ -117,13 +117,13 @@ class VerifierProcesses:
             return
         self._said.add(kind)
         named = self._named[question.number]
-        what = {
+        happened = {
             TIMEOUT: f"gave no answer within task.verifier_seconds={self._seconds:g}",
             CRASH: f"ended its process: {outcome['how']}",
         }[kind]
         log.warning(
-            f"note: {named.key}={named.name} {what} on {question.on}. The score is 0, and the run goes on. Said once; "
-            f"the metric verifier_{kind}_fraction counts such completions."
+            f"note: {named.key}={named.name} {happened} on {question.on}. The score is 0, and the run goes on. Said "
+            f"once; the metric verifier_{kind}_fraction counts such completions."
         )
 
 
@@ -170,7 +170,7 @@ def work(socket: int) -> None:
     In: the verifiers, then a question at a time. Out: {} once they are imported, then {"score"} for each question;
     {"error"} in the place of either.
     """
-    connection, own = Connection(socket), os.getpid()
+    connection, process_id = Connection(socket), os.getpid()
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     fcntl.fcntl(socket, fcntl.F_SETOWN, -os.getpgrp())  # the whole group, of which this process is the first
     with contextlib.suppress(EOFError, OSError):
@@ -188,7 +188,8 @@ def work(socket: int) -> None:
                     answer = {"score": verifiers.score(question)}
             except DataError as error:
                 answer = {"error": str(error)}
-            if os.getpid() != own:  # what a verifier has forked, and which came back as well, would answer once more
+            # What a verifier has forked, and which came back as well, would answer once more.
+            if os.getpid() != process_id:
                 os._exit(0)
             _send(connection, answer)
     os.killpg(os.getpgrp(), signal.SIGKILL)  # with what verifiers have left behind

@@ -49,17 +49,17 @@ class Verifiers:
 
     def scores(self, questions: Sequence[Question]) -> list[float]:
         """Of each question, in their order. Raises DataError also where a function of the user's would end the run."""
-        found = []
+        scores = []
         for question in questions:
             try:
-                found.append(self.score(question))
+                scores.append(self.score(question))
             except SystemExit as error:
                 named = self._named[question.number]
                 use = "task.verifier_processes and task.verifier_seconds, and such a completion scores 0"
                 raise DataError(
                     f"{named.key}={named.name} raised SystemExit({error.code!r}) on {question.on}. Use {use}."
                 ) from error
-        return found
+        return scores
 
     def close(self) -> None:
         """Nothing was started."""

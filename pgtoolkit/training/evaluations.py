@@ -53,8 +53,8 @@ class Evaluations:
 
     def is_due(self, step: int) -> bool:
         """Whether the run is evaluated after this step, and has not been."""
-        own = step % self._config.evaluation.every == 0 or step == self._config.trainer.max_steps
-        return own and not self.has(step)
+        is_planned = step % self._config.evaluation.every == 0 or step == self._config.trainer.max_steps
+        return is_planned and not self.has(step)
 
     def has(self, step: int) -> bool:
         return any(row["step"] == step for row in self._rows)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import glob
 import os
 import shlex
 import shutil
@@ -21,14 +20,13 @@ from pgtoolkit.config.paths import NO_FOLDER, absolute_uri, is_possible, occupie
 from pgtoolkit.config.plan import family_of_config
 from pgtoolkit.config.rules.run import refuse_triton
 from pgtoolkit.config.schema import Config
-from pgtoolkit.errors import ConfigError, DataError, first_line
+from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.losses.corrections import configured as configured_correction
 from pgtoolkit.ranks.environment import AXES, joined, world_size
 from pgtoolkit.system import model_folder
 from pgtoolkit.system.functions import REDUCER_KEYWORDS, import_function
 from pgtoolkit.system.report import Report, is_whole, refusal, text
 
-_SECONDS_FOR_THE_HUB = 10
 _PROCESSES_PER_CORE = 16
 """Many more than compute well; far less than fill the memory."""
 
@@ -82,20 +80,20 @@ def _processes(c: Config, report: Report) -> None:
 
 
 def _server(c: Config, report: Report) -> None:
-    """The program that is to sample, and the GPUs that are to be its own."""
-    own = c.sampler
-    if not samples(c) or own.name != "vllm" or own.urls or _has_problem("sampler.", report):
+    """The program that is to sample, and the GPUs that it alone is to use."""
+    sampler = c.sampler
+    if not samples(c) or sampler.name != "vllm" or sampler.urls or _has_problem("sampler.", report):
         return
-    program = shlex.split(own.executable)[0]
+    program = shlex.split(sampler.executable)[0]
     if shutil.which(program) is None:
         reason = "vLLM needs other versions of libraries, so it has an environment of its own."
         use = "sampler.executable=ENVIRONMENT/bin/vllm, or sampler.urls=[http://HOST:PORT]"
-        report.refuse(f"sampler.executable={own.executable}", "a program that is there", "none", reason, use)
-    if own.gpus:
+        report.refuse(f"sampler.executable={sampler.executable}", "a program that is there", "none", reason, use)
+    if sampler.gpus:
         import torch
 
-        setting, reason = f"sampler.gpus={text(own.gpus)}", "They are numbered from 0, as torch sees them."
-        if max(own.gpus) >= (count := torch.cuda.device_count()):
+        setting, reason = f"sampler.gpus={text(sampler.gpus)}", "They are numbered from 0, as torch sees them."
+        if max(sampler.gpus) >= (count := torch.cuda.device_count()):
             report.refuse(setting, "GPUs of this machine", f"{count} of them", reason, "others")
 
 
@@ -259,24 +257,12 @@ class DataProblem(str):
 
 def _model(c: Config, report: Report) -> None:
     if c.model.name == "huggingface" and c.model.path:
-        report.problems += _unusable(c.model.path, bool(c.model.random_weights))
+        report.problems += _unusable(os.getcwd(), c.model.path, bool(c.model.random_weights))
         if os.path.isdir(Path(c.model.path).expanduser()):
             _positions(c, report)
     if c.kl.needs_model and c.kl.reference and c.kl.reference not in NO_FOLDER:
-        found = _unusable(c.kl.reference, False)
-        report.problems += [problem.replace("model.path=", "kl.reference=") for problem in found]
-
-
-def _unusable(path: str, random_weights: bool) -> list[str]:
-    """The problems with a model's folder, or its name on the hub, as those of model.path."""
-    folder = Path(path).expanduser()
-    if os.path.isdir(folder):
-        return model_folder.problems(path, random_weights) or _unloadable(os.getcwd(), path)
-    if os.path.exists(folder):
-        reason = "A model is made of several files: config.json, its tokenizer, its weights."
-        return [refusal(f"model.path={path}", "a folder", "a file", reason, "model.path=FOLDER")]
-    problem = None if path.startswith((".", "/", "~")) else _on_the_hub(path)
-    return [] if problem is None else [problem]
+        problems = _unusable(os.getcwd(), c.kl.reference, False)
+        report.problems += [problem.replace("model.path=", "kl.reference=") for problem in problems]
 
 
 def _positions(c: Config, report: Report) -> None:
@@ -290,35 +276,18 @@ def _positions(c: Config, report: Report) -> None:
 
 
 @functools.cache  # the jobs of a sweep share it
-def _unloadable(_directory: str, path: str) -> list[str]:
-    """The problem with what transformers makes of a folder's small files."""
-    report = Report()
+def _unusable(_directory: str, path: str, random_weights: bool) -> list[str]:
+    """The problems of a model's folder, or of its name on the hub, as those of model.path: by loading what is small."""
+    folder, report = Path(path).expanduser(), Report()
+    if folder.exists() and not folder.is_dir():
+        reason = "A model is made of several files: config.json, its tokenizer, its weights."
+        return [refusal(f"model.path={path}", "a folder", "a file", reason, "model.path=FOLDER")]
+    if not folder.exists() and path.startswith((".", "/", "~")):
+        return []  # which the rule on existing paths has refused
     with _added_to(report):
         model_folder.load_config(path)
-        model_folder.load_tokenizer(path)
+        if folder.is_dir():
+            model_folder.load_tokenizer(path)
+            if not random_weights:
+                model_folder.check_weights(path)
     return report.problems
-
-
-@functools.cache
-def _on_the_hub(name: str) -> str | None:
-    """A problem, within seconds, with a name that is no folder here; None if the hub has it or a download is kept."""
-    from huggingface_hub import HfApi, constants, try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    got = "no such folder"
-    try:
-        if isinstance(try_to_load_from_cache(name, "config.json"), str):
-            return None
-        if not constants.HF_HUB_OFFLINE:
-            HfApi().model_info(name, timeout=_SECONDS_FOR_THE_HUB)
-            return None
-        got, reason = f"{got}, and no download of it", "HF_HUB_OFFLINE=1 keeps from asking the hub."
-    except HFValidationError:
-        reason = "It cannot be a name on the hub, which is NAME or OWNER/NAME."
-    except Exception as error:  # the hub's client, its HTTP library and its proxies each raise their own
-        folder = Path(name).parts[0]
-        near = f" There is a folder {folder} here, without it." if glob.glob(glob.escape(folder)) else ""
-        got += f", and from {constants.ENDPOINT}: {type(error).__name__}: {first_line(error)[:150]}"
-        reason = f"There is no such folder here, and the hub did not provide it.{near}"
-    use = "model.path=FOLDER with a local one, or the hub's name of it"
-    return refusal(f"model.path={name}", "a folder, or a model on the Hugging Face hub", got, reason, use)

@@ -18,7 +18,7 @@ from pgtoolkit.errors import DataError, NumericalError, SamplerLost
 from pgtoolkit.ranks.agreement import largest
 from pgtoolkit.rollouts.completions import KeptCompletions
 from pgtoolkit.rollouts.data_metrics import mismatch_note
-from pgtoolkit.rollouts.steps import settled
+from pgtoolkit.rollouts.steps import loadable
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.tracking.progress import ProgressLine
 from pgtoolkit.tracking.signals import STOP_SIGNALS
@@ -140,7 +140,7 @@ class Recorder(lightning.Callback):
     def _save(self, module) -> None:
         if self.completions is not None:
             self.completions.write()  # first: a run that goes on from this checkpoint has those up to it
-        state, tensors = snapshot(module, settled(self._unsaved))
+        state, tensors = snapshot(module, loadable(self._unsaved))
         settings, keep = functools.partial(write_settings, module), self._config.keep_checkpoints
         best = self._evaluations and self._evaluations.best_step
         save_checkpoint(self._folder, state, tensors, settings, keep, module.layout, best)

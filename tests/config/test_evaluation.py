@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.evaluation import held_out_sets, times
 from pgtoolkit.config.names import digest, name_of, plain_config
@@ -17,36 +15,6 @@ def checked(*overrides):
     composed = compose(list(overrides))
     values, report = resolve_and_validate(composed.config)
     return values, composed.problems + report.problems, report.notes
-
-
-@pytest.mark.parametrize(
-    ("overrides", "beginning", "use"),
-    [
-        (["evaluation.seed=3"], "evaluation.seed=3 needs evaluation.every > 0 (got 0)", "evaluation.every=20"),
-        (["trainer.stop_at=0.9"], "trainer.stop_at=0.9 needs evaluation.every > 0", "trainer.stop_at=null"),
-        ([ON, "evaluation.best=null", "trainer.stop_at=0.9"], "trainer.stop_at=0.9 needs evaluation.best", "pass@1"),
-        ([ON, "trainer.stop_at=1.5"], "trainer.stop_at=1.5 needs a number above 0, at most 1", "trainer.stop_at=0.9"),
-        ([ON, "evaluation.best=pass@8"], "evaluation.best=pass@8 needs one of avg, pass@1, pass@2, pass@4", "prompt=8"),
-        ([ON, "evaluation.best=loss"], "evaluation.best=loss needs one of avg, pass@1", "evaluation.best=pass@1"),
-        ([ON, "evaluation.best=x/avg"], "evaluation.best=x/avg needs one of the sets held_out", "held_out/pass@1"),
-        ([ON, "evaluation.temperature=0"], "evaluation.temperature=0 needs evaluation.completions_per_prompt=1", "=1"),
-        ([ON, "evaluation.seed=0"], f"{ON} needs prompts that training does not ask (got seed 0)", "evaluation.seed="),
-        ([ON, "evaluation.sets.a.seed=0"], "evaluation.sets.a needs prompts that training", "evaluation.seed="),
-        ([ON, "evaluation.sets.a.foo=0"], "evaluation.sets.a.foo=0 needs one of num_digits,", "evaluation.sets.a."),
-        ([ON, "evaluation.sets.a.prompts=0"], "evaluation.sets.a.prompts=0 needs a whole number from 1", "NUMBER"),
-        ([ON, "evaluation.sets.a=3"], "evaluation.sets.a needs keys with values", "'evaluation.sets={test:"),
-        ([ON, "evaluation.sets.training.seed=3"], "evaluation.sets.training needs another name", "evaluation.sets."),
-        ([ON, "evaluation.sets.a.task=x"], "evaluation.sets.a.task=x needs one of reverse,", "task=prompts"),
-        ([ON, "evaluation.sets.a.task=prompts"], "evaluation.sets.a.path needs a value", "path=test.jsonl"),
-        ([ON, "evaluation.sets.a.num_digits=9"], "evaluation.sets.a.num_digits=9 needs evaluation.max_compl", "=10"),
-    ],
-)
-def test_what_cannot_be_right_is_refused_in_one_sentence(overrides, beginning, use):
-    _, problems, _ = checked(*overrides)
-    (problem,) = problems
-    assert problem.startswith(beginning)
-    assert use in problem.partition(" Use ")[2]
-    assert "\n" not in problem
 
 
 def test_the_file_of_training_is_refused_and_another_is_not(tmp_path, monkeypatch):

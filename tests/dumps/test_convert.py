@@ -287,7 +287,7 @@ def test_other_files_of_torch_are_refused(system, payload, says, tmp_path, capsy
     ("arguments", "status", "says"),
     [
         (["verl", ".", "o.parquet"], 2, "verl needs dumps with token ids and log-probs (got texts and scores"),
-        (["trl", ".", "o.parquet"], 2, "sampling_per_token_logps"),
+        (["trl", ".", "o.parquet"], 2, "the subclass of GRPOTrainer in docs/dumps.md"),
         (["skyrl", ".", "o.parquet"], 2, "pickles that run code"),
         (["areal", ".", "o.parquet"], 2, "one of nemo-rl, open-instruct, slime, prime-rl, pipelinerl, miles"),
         (["nemo-rl", ".", "o.parquet"], 3, "needs files train_data_step*.jsonl (got a folder with none of them"),

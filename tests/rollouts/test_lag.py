@@ -11,8 +11,13 @@ from pgtoolkit.config.schema import AccumulationConfig, LastStep
 from pgtoolkit.rollouts.steps import StepLoader
 
 
-@pytest.mark.parametrize("old", ["training", "sampling"])
-@pytest.mark.parametrize(("lag", "how"), [(0, CUTS[0]), (1, CUTS[1]), (3, CUTS[0]), *((5, how) for how in CUTS[2:])])
+@pytest.mark.parametrize(
+    ("lag", "how", "old"),
+    [
+        *((0, CUTS[0], "training"), (1, CUTS[1], "sampling"), (3, CUTS[0], "training")),
+        *((5, how, old) for how, old in zip(CUTS[2:], ("sampling", "training") * 2, strict=True)),
+    ],
+)
 def test_a_batch_is_of_the_weights_of_so_many_updates_ago(lag, how, old):
     """Sampled with them, and with their log-probs as old ones; of the first weights while there are no others."""
     count = {16: 7, 12: 9, 40: 7}.get(how[0], 11)  # fewer of the large steps

@@ -11,7 +11,7 @@ from pgtoolkit.batch import Document
 from pgtoolkit.config.schema import AccumulationConfig, LastStep
 from pgtoolkit.errors import DataError, RankLost
 from pgtoolkit.ranks.layout import Layout
-from pgtoolkit.rollouts.steps import StepLoader, divide_among_ranks, make_step, settled
+from pgtoolkit.rollouts.steps import StepLoader, divide_among_ranks, loadable, make_step
 
 
 class Files:
@@ -176,13 +176,13 @@ def test_continuing_from_any_step(cut, last):
     first = steps(Files(documents(20), [10, 10]), 3, last=last)
     taken = list(itertools.islice(first, cut + 1))
     second = steps(Files(documents(20), [10, 10]), 3, last=last)
-    second.load_state_dict(settled(taken[-1].state_after))
+    second.load_state_dict(loadable(taken[-1].state_after))
     assert [[d.name for d in step.documents] for step in second] == names[cut + 1 :]
 
 
 def test_max_steps_counts_the_steps_of_the_whole_run():
     loader = steps(Files(documents(20), [20]), 2, max_steps=5)
-    state = settled(list(loader)[2].state_after)
+    state = loadable(list(loader)[2].state_after)
     again = steps(Files(documents(20), [20]), 2, max_steps=5)
     again.load_state_dict(state)
     assert len(again) == 2
@@ -199,5 +199,5 @@ def test_a_run_that_is_continued_at_the_end_of_its_data_has_no_further_step():
     loader = steps(Files(documents(6), [6]), 4, last="drop")
     (only,) = loader
     again = steps(Files(documents(6), [6]), 4, last="drop")
-    again.load_state_dict(settled(only.state_after))
+    again.load_state_dict(loadable(only.state_after))
     assert sizes(again) == []

@@ -114,7 +114,7 @@ def test_a_full_disk_leaves_no_part_of_a_file(tmp_path, suffix):
     assert source(folder, "given").num_documents == 12
 
 
-@pytest.mark.parametrize("suffix", ["", ".jsonl"])
+@pytest.mark.parametrize("suffix", [".jsonl"])
 def test_a_killed_writer_leaves_whole_files_only(tmp_path, suffix):
     program = f"""
         import sys

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -47,6 +48,12 @@ def copy(home, tmp_path):
     return tmp_path / "home"
 
 
+def resume(run, *overrides):
+    """Of the first run the folder of its rollouts is typed again: it lies outside of the run."""
+    saved = [f"rollout.save_path={Path(run).parent / 'recorded'}"] if Path(run).name == "first" else []
+    return main(["resume", str(run), *overrides, *saved])
+
+
 def status_of(run):
     return json.loads((run / "status.json").read_text())["state"]
 
@@ -55,7 +62,7 @@ def test_resume_and_export_from_another_directory(copy, tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     for run in ("first", "second"):
-        assert main(["resume", f"../home/{run}", "trainer.max_steps=3"]) == 0
+        assert resume(f"../home/{run}", "trainer.max_steps=3") == 0
         assert [row["step"] for row in metrics_of(copy / run)] == [1, 2, 3]
         assert main(["export", f"../home/{run}", run]) == 0
     assert sorted(path.name for path in (tmp_path / "elsewhere").iterdir()) == ["first", "second"]
@@ -83,31 +90,31 @@ def test_changed_data_are_refused_until_they_are_accepted_once(copy, key, capsys
     before = {name: (copy / run / name).read_text() for name in ("data.json", "config.yaml", "status.json")}
     change(copy / name)
     capsys.readouterr()
-    assert main(["resume", str(copy / run), "trainer.max_steps=3"]) == 2
+    assert resume(str(copy / run), "trainer.max_steps=3") == 2
     path = OmegaConf.select(OmegaConf.load(copy / run / "config.yaml"), key)
     assert capsys.readouterr().err.splitlines()[-1] == (
         f"pgtk: error: {key}={path} needs the contents that the run began with (got {(copy / name).name} changed). Its "
         "first 2 steps were made with those. Restore them, or use trainer.accept_changed_data=true."
     )
     assert {name: (copy / run / name).read_text() for name in before} == before
-    assert main(["resume", str(copy / run), "trainer.max_steps=3", "trainer.accept_changed_data=true"]) == 0
+    assert resume(str(copy / run), "trainer.max_steps=3", "trainer.accept_changed_data=true") == 0
     assert f"note: from step 3 on {key} has other contents: {(copy / name).name} changed." in capsys.readouterr().out
     recorded = json.loads((copy / run / "data.json").read_text())
     assert recorded["accepted"] == [{"step": 2, "before": {key: json.loads(before["data.json"])[key]}}]
     assert metrics_of(copy / run)[-1]["step"] == 3
     change(copy / name)
-    assert main(["resume", str(copy / run), "trainer.max_steps=4"]) == 2  # accepted once, not for ever
+    assert resume(str(copy / run), "trainer.max_steps=4") == 2  # accepted once, not for ever
 
 
 def test_data_may_lie_elsewhere_when_a_run_is_resumed(copy, tmp_path, monkeypatch, capsys):
     (tmp_path / "moved").mkdir()
     (copy / "prompts.jsonl").rename(tmp_path / "moved" / "prompts.jsonl")
     monkeypatch.chdir(tmp_path)
-    assert main(["resume", "home/first"]) == 2
+    assert resume("home/first") == 2
     assert "needs an existing file" in capsys.readouterr().err
-    assert main(["resume", "home/first", "task.path=moved/prompts.jsonl", "trainer.max_steps=3"]) == 0
+    assert resume("home/first", "task.path=moved/prompts.jsonl", "trainer.max_steps=3") == 0
     assert OmegaConf.load("home/first/config.yaml").task.path == str(tmp_path / "moved" / "prompts.jsonl")
-    assert main(["resume", "home/first", "task.verifier=math_verify"]) == 2
+    assert resume("home/first", "task.verifier=math_verify") == 2
 
 
 def test_a_run_that_has_no_checkpoint_starts_with_the_data_of_today(copy):
@@ -115,7 +122,7 @@ def test_a_run_that_has_no_checkpoint_starts_with_the_data_of_today(copy):
     shutil.rmtree(copy / "first" / "checkpoints")
     (copy / "first" / "status.json").write_text('{"state": "running", "step": 0}')
     CHANGES["task.path"][2](copy / "prompts.jsonl")
-    assert main(["resume", str(copy / "first")]) == 0
+    assert resume(str(copy / "first")) == 0
     assert "accepted" not in json.loads((copy / "first" / "data.json").read_text())
 
 

@@ -1,11 +1,8 @@
 """What the machine lacks is refused before anything is made, by `check` and by the start, all of it together."""
 
-import json
 import os
-import struct
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -109,50 +106,16 @@ def test_recorded_rollouts_of_another_run(capsys, beside):
     assert "rollout.save_path=rollouts needs a new or empty folder (got one with 1 batches of rollouts)." in said
 
 
-def safetensors(path, size=8, name="w", shape=(2,)):
-    header = json.dumps({name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 8]}}).encode()
-    path.write_bytes(struct.pack("<Q", len(header)) + header + b"x" * size)
-
-
-def test_a_folder_that_is_no_model(capsys, beside):
-    folder = beside / "model"
-    folder.mkdir()
-    said = refused(capsys, *HUGGING_FACE, "model.path=model")
-    assert said.count("model.path=model needs") == 3
-    for got in ("(got no config.json)", "(got none of tokenizer.json", "(got no model.safetensors or pytorch_model.b"):
-        assert got in said
-    (folder / "config.json").write_text("[]")
-    (folder / "tokenizer.json").write_text("{}")
-    safetensors(folder / "model.safetensors", 3)
-    said = refused(capsys, *HUGGING_FACE, "model.path=model")
-    assert "(got config.json: it is no JSON object)" in said
-    assert "(got model.safetensors: " in said
-    assert "not fully covered). A copy or download that was cut off looks so" in said
-    (folder / "config.json").write_text('{"model_type": "llama"}')
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}')
-    safetensors(folder / "1.safetensors")
-    said = refused(capsys, *HUGGING_FACE, "model.path=model")
-    assert said.count("model.path=model needs") == 1
-    assert "(got 2.safetensors: missing)" in said
-    safetensors(folder / "2.safetensors", name="model.embed_tokens.weight", shape=(1, 2))
-    (folder / "config.json").write_text('{"model_type": "llama", "vocab_size": 1, "hidden_size": 3}')
-    said = refused(capsys, *HUGGING_FACE, "model.path=model")
-    assert "needs whole files of weights that fit config.json (got 2.safetensors: model.embed_tokens.weight has" in said
-    assert "has shape [1, 2] instead of [1, 3])" in said
-
-
-def test_a_model_that_is_nowhere_is_refused_within_seconds(beside):
+def test_a_model_that_is_nowhere_is_refused(beside):
     for path, environment, says in (
-        ("models/of/mine", {}, "(got no such folder). It cannot be a name on the hub, which is NAME or OWNER/NAME."),
-        ("models/mine", {"HF_HUB_OFFLINE": "1"}, "(got no such folder, and no download of it). HF_HUB_OFFLINE=1 keeps"),
+        ("models/of/mine", {}, "Repo id must be in the form"),
+        ("models/mine", {"HF_HUB_OFFLINE": "1"}, "We couldn't connect to"),
         (
             "mine",
             {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"},
-            "(got no such folder, and from http://127.0.0.1:9: Connect",
+            "We couldn't connect to 'http://127.0.0.1:9'",
         ),
     ):
-        start = time.perf_counter()
         done = subprocess.run(
             [sys.executable, "-m", "pgtoolkit.cli", *HUGGING_FACE, f"model.path={path}"],
             env={**os.environ, "HF_HOME": str(beside / "cache"), **environment},
@@ -161,6 +124,8 @@ def test_a_model_that_is_nowhere_is_refused_within_seconds(beside):
             timeout=60,
         )
         assert done.returncode == 2, done.stderr
-        assert f"model.path={path} needs a folder, or a model on the Hugging Face hub {says}" in done.stderr
-        assert time.perf_counter() - start < 30
+        assert (
+            f"model.path={path} needs a model that transformers can load, with its config.json (got {says}"
+            in done.stderr
+        )
     assert not (beside / "outputs").exists()
