@@ -314,40 +314,6 @@ def test_a_saved_configuration_that_does_not_fit_is_refused_in_one_sentence(run_
         compose([], run_dir=run_dir)
 
 
-@pytest.mark.parametrize(
-    ("override", "shows"),
-    [
-        ("trainer.max_stpes=9", "Use trainer.max_steps=9."),
-        ("trainer.max_steps=x", "a whole number"),
-        ("loss=gpro", "Use loss=grpo."),
-        ("loss.num_splits=0", "loss.num_splits=0"),
-        ("task.num_digits=5", "task.num_digits=5 needs to stay as the run began"),
-        ("rollout.group_size=2", "counted in batches of this size"),
-        ("rollout.lag=3", "holds batches that were sampled ahead"),
-        ("rollout.max_staleness=7", "holds batches that were sampled ahead"),
-        ("seed=6", "the data come from this seed"),
-        ("model.hidden_size=256", "Use a new run."),
-        ("model=huggingface", "Use a new run."),
-        ("rollout=recorded", "Use a new run."),
-        ("experiment=dapo", "Use a new run."),
-    ],
-)
-def test_resume_refuses_overrides_as_the_start_does(run_dir, capsys, override, shows):
-    assert shows in refused(capsys, "resume", str(run_dir), override)
-
-
-def test_the_steps_stay_where_batches_are_sampled_ahead(run_dir, capsys):
-    changes = ("accumulation.docs_per_step=32", "accumulation.last_step=carry")
-    assert compose(list(changes), run_dir=run_dir).problems == []
-    saved = OmegaConf.load(run_dir / "config.yaml")
-    saved.rollout.lag = 2
-    OmegaConf.save(saved, run_dir / "config.yaml")
-    for change in changes:
-        said = refused(capsys, "resume", str(run_dir), change)
-        assert f"{change} needs to stay as the run began" in said
-        assert "holds batches that were sampled ahead" in said
-
-
 def test_resume_needs_a_run_directory(tmp_path, capsys):
     assert "needs a run directory (got none)" in refused(capsys, "resume")
     assert "no such directory" in refused(capsys, "resume", str(tmp_path / "x"))
