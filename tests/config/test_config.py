@@ -8,7 +8,7 @@ import yaml
 from omegaconf import OmegaConf, open_dict
 
 from pgtoolkit.cli import main
-from pgtoolkit.config.compose import compose
+from pgtoolkit.config.compose import _compose_cached, compose
 from pgtoolkit.config.defaults import _files, values_of
 from pgtoolkit.config.files import config_directory, default_options, options
 from pgtoolkit.config.keys import KEYS
@@ -45,6 +45,7 @@ def test_the_default_is_the_main_job():
     ],
 )
 def test_what_is_checked_and_run_is_what_hydra_composes(overrides):
+    _compose_cached.cache_clear()  # which keeps the current directory of its first caller
     checked = check(overrides).runs[0].config
     with hydra.initialize_config_dir(str(config_directory()), version_base="1.3"):
         composed = hydra.compose("config", overrides, return_hydra_config=True)

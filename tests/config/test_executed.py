@@ -202,7 +202,8 @@ def test_the_command_that_resumes_types_the_program_again(evil):
     (evil / "run").mkdir()
     with RunDirectory(evil / "run") as run:
         run.write_config(OmegaConf.to_container(config, resolve=True), [])
-    assert shlex.split(resume_command(evil / "run"))[-2:] == words
+    typed = ["sampler.executable='./a program --x'", words[1]]
+    assert shlex.split(resume_command(evil / "run"))[-2:] == typed
     assert compose(words, run_dir=evil / "run").problems == []
     assert "needs to be typed" in str(compose([], run_dir=evil / "run").problems)
 
