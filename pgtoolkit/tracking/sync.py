@@ -32,6 +32,7 @@ def sync(run_dir: Path, uri: str | None = None, experiment: str | None = None) -
     own = (status.get("mlflow") or {}).get("uri") or tracking.get("uri")
     name = experiment or tracking.get("experiment") or DEFAULT_EXPERIMENT
     with RunDirectory(run_dir) as run:
+        run.read_metrics()  # raises StorageError where they are damaged
         state = status.get("state", "failed")
         tracker = MlflowTracker(uri or own, name)
         tracker.start(run.path, "Nothing was lost: the run directory keeps it. Try again when the store answers.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import socket
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -178,6 +179,7 @@ def max_bad_steps():
 def tracking(tmp_path, monkeypatch, uri):
     """What three runs leave in the store, and none in the default one."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.1")
     chosen = {"untracked": ["tracking=none"]}
     for number in (1, 2):
         own = [f"tracking.uri={uri}", f"tracking.experiment=keys {number}", f"tracking.run_name=run-{number}"]
@@ -191,6 +193,7 @@ def tracking(tmp_path, monkeypatch, uri):
             train(run, 1, 2)
             assert (tracker is None) is (name == "untracked")
             if tracker is not None:
+                time.sleep(1)  # of which MLflow measures something
                 assert tracker.finish("done") == []
     client = MlflowClient(uri)
     names = {experiment.name: experiment.experiment_id for experiment in client.search_experiments()}
