@@ -29,7 +29,7 @@ class Record:
         self.failed = []
 
     def pytest_runtest_makereport(self, item, call):
-        if call.excinfo is not None:
+        if call.excinfo is not None and call.excinfo.typename != "Skipped":
             names = [kind.__name__ for kind in call.excinfo.type.__mro__]
             self.failed.append([item.nodeid, call.when, names, str(call.excinfo.value)[:300]])
 
