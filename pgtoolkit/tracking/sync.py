@@ -6,7 +6,6 @@ from pathlib import Path
 
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.directory import RunDirectory, read_config, read_status
-from pgtoolkit.runs.records import read_metrics
 from pgtoolkit.system.plain_files import refuse_links
 from pgtoolkit.system.shell import shell_path
 from pgtoolkit.tracking.mlflow_run import MlflowTracker
@@ -33,8 +32,7 @@ def sync(run_dir: Path, uri: str | None = None, experiment: str | None = None) -
     own = (status.get("mlflow") or {}).get("uri") or tracking.get("uri")
     name = experiment or tracking.get("experiment") or DEFAULT_EXPERIMENT
     with RunDirectory(run_dir) as run:
-        if (run.path / "metrics.jsonl").exists():
-            read_metrics(run.path / "metrics.jsonl")  # a damaged file is named before anything is delivered
+        run.read_metrics()  # raises StorageError where they are damaged
         state = status.get("state", "failed")
         tracker = MlflowTracker(uri or own, name)
         tracker.start(run.path, "Nothing was lost: the run directory keeps it. Try again when the store answers.")
