@@ -45,11 +45,11 @@ def load_config(path: str) -> Any:
     from transformers import AutoConfig
 
     folder = Path(path).expanduser()
-    if (folder / ADAPTER_SETTINGS).exists():  # which transformers would put into whatever model lies beside it
+    if os.path.exists(folder / ADAPTER_SETTINGS):  # which transformers would put into whatever model lies beside it
         reason = "Adapters are part of another model; pgtk export merges those of a run into theirs."
         raise ConfigError(refusal(path, "a whole model", f"adapters, {ADAPTER_SETTINGS}", reason))
     for name in _SETTINGS:  # of some, transformers takes a broken one for a missing one, and goes on with other numbers
-        if (folder / name).exists():
+        if os.path.exists(folder / name):
             with refused(path, f"a {name} that is whole", _CUT_OFF):
                 _object(folder / name)
     with refused(path, "a model that transformers can load, with its config.json", "It says what kind of model it is."):

@@ -279,14 +279,15 @@ def _positions(c: Config, report: Report) -> None:
 def _unusable(_directory: str, path: str, random_weights: bool) -> list[str]:
     """The problems of a model's folder, or of its name on the hub, as those of model.path: by loading what is small."""
     folder, report = Path(path).expanduser(), Report()
-    if folder.exists() and not folder.is_dir():
+    exists, is_folder = os.path.exists(folder), os.path.isdir(folder)  # also of a name that no path can have
+    if exists and not is_folder:
         reason = "A model is made of several files: config.json, its tokenizer, its weights."
         return [refusal(f"model.path={path}", "a folder", "a file", reason, "model.path=FOLDER")]
-    if not folder.exists() and path.startswith((".", "/", "~")):
+    if not exists and path.startswith((".", "/", "~")):
         return []  # which the rule on existing paths has refused
     with _added_to(report):
         model_folder.load_config(path)
-        if folder.is_dir():
+        if is_folder:
             model_folder.load_tokenizer(path)
             if not random_weights:
                 model_folder.check_weights(path)
