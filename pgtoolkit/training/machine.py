@@ -155,7 +155,7 @@ def _store(c: Config, report: Report) -> None:
     report.refuse(f"tracking.uri={uri}", needs, got, "MLflow keeps the run there.", use)
 
 
-def _epochs(c: Any, report: Report) -> None:
+def _epochs(c: Config, report: Report) -> None:
     """A note where recorded rollouts end before the last step."""
     documents_per_step, steps = c.accumulation.docs_per_step, c.trainer.max_steps
     if c.rollout.name != "recorded" or not documents_per_step or report.problems:
