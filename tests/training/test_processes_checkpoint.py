@@ -86,7 +86,7 @@ def test_the_checkpoint_of_one_process_and_of_shards_is_continued(tmp_path, reco
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path, recorded, two_ranks):
     again = copy_as_of(two_ranks, 1, tmp_path / "again")
-    with pytest.raises(ConfigError, match="model.hidden_size=64 needs to stay as the run began"):
+    with pytest.raises(ConfigError, match=r"model.hidden_size=64 needs to stay as the run began"):
         run_on_ranks(again, [*recorded, *SETTINGS, "model.hidden_size=64"], resume=True)
 
 

@@ -140,9 +140,7 @@ def test_another_vocabulary_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="10 of these tokens under the same number"):
         built(*short(*huggingface(path, "kl=k3", f"kl.reference={renamed}")))
     (renamed / "config.json").unlink()
-    with pytest.raises(
-        ConfigError, match=r"^kl.reference=.* needs a model that transformers can load, with its config.json"
-    ):
+    with pytest.raises(ConfigError, match=r"^kl.reference=.* needs a model that transformers can load"):
         built(*short(*huggingface(path, "kl=k3", f"kl.reference={renamed}")))
 
 
