@@ -240,7 +240,7 @@ def test_a_folder_that_is_no_such_reference_is_found_by_the_check(tmp_path, caps
     assert f"memory: {number} weights in float32" in capsys.readouterr().out
     for reference, problem in (
         (wider, f"kl.reference={wider} needs a vocabulary of 12 entries (got 14). Its log-probs"),
-        (damaged, f"kl.reference={damaged} needs a folder with weights (got no model.safetensors or"),
+        (damaged, f"kl.reference={damaged} needs whole files of weights (got no model.safetensors;"),
         (path / "config.json", f"kl.reference={path}/config.json needs a folder (got a file)."),
     ):
         assert main([*common, f"kl.reference={reference}"]) == 2
