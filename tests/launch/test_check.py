@@ -58,12 +58,6 @@ def test_a_folder_that_cannot_be_made_is_refused(capsys):
         assert said.startswith(f"hydra.{key}.dir=/proc/pgtk needs a place where folders can be made (got /proc")
 
 
-def test_more_documents_than_a_batch_can_hold_are_refused(capsys):
-    said = problem(capsys, "rollout.prompts_per_batch=100000", "rollout.group_size=100000")
-    assert "needs at most 1000000 documents a batch (got 10000000000" in said
-    assert problem(capsys, "rollout.prompts_per_batch=10", "rollout.group_size=100000") == "none"
-
-
 def test_more_processes_than_this_machine_has_room_for_are_refused(capsys, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     said = problem(capsys, "parallelism=ddp", "parallelism.data_parallel=1000")
