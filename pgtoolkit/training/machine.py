@@ -16,7 +16,7 @@ from typing import Any
 
 from pgtoolkit.config.evaluation import held_out_sets, is_on, samples
 from pgtoolkit.config.models import vocabulary_size
-from pgtoolkit.config.paths import NO_FOLDER, absolute_uri, is_possible, occupied_by_rollouts, sqlite_path
+from pgtoolkit.config.paths import NO_FOLDER, absolute_uri, occupied_by_rollouts, sqlite_path
 from pgtoolkit.config.plan import family_of_config
 from pgtoolkit.config.rules.run import refuse_triton
 from pgtoolkit.config.schema import Config
@@ -141,9 +141,7 @@ def _store(c: Config, report: Report) -> None:
     if c.tracking.name != "mlflow" or (path := sqlite_path(uri)) is None or _has_problem("tracking.uri", report):
         return
     nearest = next(str(one) for one in (path, *path.parents) if os.path.exists(one))
-    if not is_possible(f"{path}-journal"):  # SQLite's own file beside it
-        got = "a name that is too long"
-    elif nearest != str(path) and not os.path.isdir(nearest):
+    if nearest != str(path) and not os.path.isdir(nearest):
         got = f"a place below the file {nearest}"
     elif not os.access(nearest, os.R_OK | os.W_OK):
         got = f"{nearest}, which cannot be written"

@@ -51,13 +51,6 @@ def test_recorded_rows_are_looked_at(capsys, rows, overrides, says):
         assert main(["rollout=recorded", "rollout.path=rows.jsonl", "tracking=none", *overrides.split()]) == 3
 
 
-def test_a_folder_that_cannot_be_made_is_refused(capsys):
-    for key in ("run", "sweep"):
-        several = ["-m", "seed=0,1"] if key == "sweep" else []
-        said = problem(capsys, *several, f"hydra.{key}.dir=/proc/pgtk")
-        assert said.startswith(f"hydra.{key}.dir=/proc/pgtk needs a place where folders can be made (got /proc")
-
-
 def test_more_documents_than_a_batch_can_hold_are_refused(capsys):
     said = problem(capsys, "rollout.prompts_per_batch=100000", "rollout.group_size=100000")
     assert "needs at most 1000000 documents a batch (got 10000000000" in said
