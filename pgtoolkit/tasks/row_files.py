@@ -136,9 +136,6 @@ class RowFile:
 class JsonlFile(RowFile):
     """A JSONL file, one object per line; the place of a row is its byte offset."""
 
-    kind: type = dict
-    """What a line holds."""
-
     def rows(self) -> Iterator[tuple[int, int, dict | str]]:
         try:
             with open(self.path, "rb") as file:
@@ -146,7 +143,7 @@ class JsonlFile(RowFile):
                 while line := file.readline(MAX_ROW_BYTES):
                     number += 1
                     if line.strip():
-                        yield number, offset, _parse_line(line, self.kind)
+                        yield number, offset, _parse_line(line)
                     offset += len(line)
         except OSError as error:
             raise DataError(f"{self.label} cannot be read: {error.strerror}") from error
@@ -156,7 +153,7 @@ class JsonlFile(RowFile):
         self._check_unchanged()
         with open(self.path, "rb") as file:
             file.seek(place)
-            return _parse_line(file.readline(MAX_ROW_BYTES), self.kind)
+            return _parse_line(file.readline(MAX_ROW_BYTES))
 
 
 class ParquetFile(RowFile):
@@ -235,7 +232,7 @@ def _fields(table: pa.Table | pa.RecordBatch, row: int) -> dict[str, Any]:
     return fields
 
 
-def _parse_line(line: bytes, kind: type) -> Any | str:
+def _parse_line(line: bytes) -> dict | str:
     try:
         row = json.loads(line, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
@@ -244,8 +241,7 @@ def _parse_line(line: bytes, kind: type) -> Any | str:
         if not line.endswith(b"\n"):
             return "the file ends within this row: it was truncated, or is still being written. Remove the row"
         return f"not JSON: {error}"
-    expected = {dict: "object", list: "array"}[kind]
-    return row if isinstance(row, kind) else f"not a JSON {expected} (got {type(row).__name__}); JSONL has one per line"
+    return row if isinstance(row, dict) else f"not a JSON object (got {type(row).__name__}); JSONL has one per line"
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

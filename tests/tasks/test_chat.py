@@ -82,17 +82,6 @@ def test_tokens_are_those_of_the_template(template):
     assert encoded(tokenizer, [TEXT, TALK]) == [*encoded(tokenizer, [TEXT]), *encoded(tokenizer, [TALK])]
 
 
-def test_the_whole_text_of_a_prompt():
-    (found,) = encoded(tokenizer_of(LLAMA), [TALK])
-    assert tokenizer_of(LLAMA).decode(found) == (
-        "<bos>[system]Be brief.<|im_end|>[user]Hello<|im_end|>[assistant]Hi.<|im_end|>[user]6 * 7?<|im_end|>[assistant]"
-    )
-    (found,) = encoded(tokenizer_of(CHATML), [TEXT], system_prompt="Think first.")
-    assert tokenizer_of(CHATML).decode(found) == (
-        "<|im_start|>system\nThink first.<|im_end|>\n<|im_start|>user\n6 * 7?<|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
 def test_a_text_alone_where_there_is_no_template_or_never():
     for tokenizer, chosen in ((tokenizer_of(LLAMA), Chat.never), (tokenizer_of(None), Chat.auto)):
         (found,) = encoded(tokenizer, [TEXT], chat=chosen)
@@ -118,16 +107,11 @@ def test_a_system_prompt_that_would_be_ignored_is_refused(template, chosen, got)
     assert f"needs a chat template that has a place for it (got {got}). It would be ignored." in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("template", "said"), [(NO_SYSTEM, "one that says: System role not supported"), (DEAF, "one that leaves it out")]
-)
-def test_a_row_whose_system_message_would_be_ignored_is_refused(template, said):
-    tokenizer = tokenizer_of(template)
-    assert encoded(tokenizer, [TEXT])
-    with pytest.raises(
-        DataError, match=f"at p:2 cannot be .*: it has a system message, and the chat template is {said}"
-    ):
-        encoded(tokenizer, [TEXT, TALK])
+def test_a_row_whose_system_message_would_be_ignored_is_refused():
+    said = "it has a system message, and the chat template is one that leaves it out"
+    assert encoded(tokenizer_of(DEAF), [TEXT])
+    with pytest.raises(DataError, match=f"at p:2 cannot be .*: {said}"):
+        encoded(tokenizer_of(DEAF), [TEXT, TALK])
 
 
 def test_a_template_without_a_place_for_answers_ends_none():
