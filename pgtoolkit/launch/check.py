@@ -102,7 +102,7 @@ def check(
         launcher(master.hydra, checked.report)
         for run in runs:
             if run.config is not None and master.hydra.launcher._target_ == LOCAL:  # the jobs run here
-                check_machine(run.values, run.report, begins=False)
+                check_machine(run.values, run.report)
         try:
             master.hydra.overrides.task = of_jobs
         except OmegaConfBaseException:
@@ -117,7 +117,7 @@ def check(
 def check_resumed(run_dir: Path, overrides: list[str]) -> Checked:
     """The same for a run that is continued; functions that it names have been typed, and are imported as it starts."""
     run = check_run(compose(overrides, run_dir=run_dir), overrides)
-    check_machine(run.values, run.report, typed=False, begins=False)
+    check_machine(run.values, run.report)
     return Checked([run])
 
 
