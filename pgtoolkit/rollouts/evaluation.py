@@ -38,7 +38,7 @@ _Answer = tuple[CompletionRow, Score]
 
 @dataclass
 class Evaluator:
-    """Completes and scores sets of prompts with the weights as they are, on all data-parallel ranks together.
+    """Completes and scores sets of prompts with the weights as they are, on all ranks together.
 
     sampler: of these completions alone, or one that shares its servers with the one of training. trained: a
     `PolicyInTraining`. folder: the run directory, where the completions are written.
@@ -57,11 +57,11 @@ class Evaluator:
         Draws from torch's global random state, and where the sampler takes seeds, from those of set and step.
         """
         started = time.perf_counter()
-        rank, size = self.layout.rank_in("data_parallel"), self.layout.size("data_parallel")
+        rank, size = self.layout.rank, self.layout.world_size
         with failing_together(self.layout):
             prompts = [prompt_set.task.prompt(number) for number in range(rank, prompt_set.count, size)]
             answers = self._answers(prompt_set, prompts, step)
-        shares = gather_objects(answers, self.layout.group("data_parallel"))
+        shares = gather_objects(answers, self.layout.world_group)
         groups = [shares[i % size][i // size] for i in range(prompt_set.count)]
         with failing_together(self.layout):
             if self.layout.rank == 0:

@@ -9,9 +9,7 @@ from builders.runs import SHORT, config_of, sampler_of
 from omegaconf import OmegaConf
 from tokenizers import processors
 
-from pgtoolkit.config.compose import compose
 from pgtoolkit.config.schema import Chat, PromptsTaskConfig
-from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.build import character_tokenizer
 from pgtoolkit.tasks.chat import ChatTemplate, chat_of
@@ -19,7 +17,6 @@ from pgtoolkit.tasks.completion import Request
 from pgtoolkit.tasks.prompts import TokenizedTask, preview
 from pgtoolkit.tasks.tasks import Prompt
 from pgtoolkit.training.build import build
-from pgtoolkit.training.machine import check_machine
 from pgtoolkit.training.train import train
 
 CHATML = (
@@ -189,13 +186,3 @@ def test_a_run_trains_on_the_tokens_of_the_template(folder, capsys):
     place, tokens = preview(values.model, values.task, 0)
     assert place.startswith("p.jsonl:")
     assert tokens.startswith(f"{len(tokenizer(asked % '6 * 7?', add_special_tokens=False).input_ids)} tokens: '<|im_st")
-
-
-def test_a_template_without_a_place_for_the_system_prompt_is_seen_before_the_run(folder):
-    tokenizer = tokenizer_of(NO_SYSTEM)
-    tokenizer.save_pretrained(folder / "model")
-    overrides = [one for one in chosen(folder, "task.system_prompt=Brief.") if not one.startswith("tracking")]
-    values, report = resolve_and_validate(compose([*overrides, "tracking=none"]).config)
-    check_machine(values, report)
-    (problem,) = report.problems
-    assert "got one that says: System role not supported" in problem
