@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from itertools import zip_longest
 from pathlib import Path
@@ -26,19 +27,20 @@ def render_diff(first: Path, second: Path) -> str:
         if not is_run(path):
             raise not_a_run(f"pgtk diff {first} {second}", path, "two run directories")
     sections = {"configuration": config_drift(read_config(first)[0], read_config(second)[0])}
-    starts = [known_provenance(path) for path in (first, second)]
+    known = {path: known_provenance(path) for path in (first, second)}
     notes = []
-    if all(starts):
-        one, other = (last_start(start) for start in starts)
-        sections["code"] = _code(one, other)
-        sections["packages"] = _packages_changed(one, other)
-        sections["hardware"] = config_drift(_hardware(one), _hardware(other))
-        for path, start in zip((first, second), starts, strict=True):
-            if resumes := len(start.get("resumed", [])):
-                times = "once" if resumes == 1 else f"{resumes} times"
-                notes.append(f"{shell_path(path)} was resumed {times}: compared is its last start.")
+    if all(known.values()):
+        before, after = map(last_start, (known[first], known[second]))
+        sections["code"] = _code(before, after)
+        packages = config_drift(_packages(before), _packages(after))
+        sections["packages"] = {
+            name: [version or "not installed" for version in pair] for name, pair in packages.items()
+        }
+        sections["hardware"] = config_drift(_hardware(before), _hardware(after))
+        resumed = [shell_path(path) for path in known if known[path].get("resumed")]
+        notes += [f"{path} was resumed: compared is its last start." for path in resumed]
     else:
-        lacking = " and ".join(shell_path(p) for p, start in zip((first, second), starts, strict=True) if not start)
+        lacking = " and ".join(shell_path(path) for path in known if not known[path])
         notes.append(f"Code, packages and hardware are not known: no readable provenance.json in {lacking}.")
     lines = [f"A  {shell_path(first)}", f"B  {shell_path(second)}"]
     for title, changes in sections.items():
@@ -60,8 +62,7 @@ def _code(one, other):
         if before != after:
             changes[f"{name}: commit"] = [before, after]
         if (a or {}).get("diff") != (b or {}).get("diff"):
-            before, after = _uncommitted(a), _uncommitted(b)
-            changes[f"{name}: uncommitted"] = [before, f"{after}, but other ones" if before == after else after]
+            changes[f"{name}: uncommitted"] = [_uncommitted(a), _uncommitted(b)]
     return changes
 
 
@@ -70,18 +71,13 @@ def _commit(repository):
 
 
 def _uncommitted(repository):
+    """How much was not committed, with a digest that tells other changes of the same size apart."""
     if not repository or not repository["diff"]:
         return "no changes"
-    lines = repository["diff"].splitlines()
-    added = sum(line.startswith("+") and not line.startswith("+++") for line in lines)
-    removed = sum(line.startswith("-") and not line.startswith("---") for line in lines)
-    cut = ", cut off" if repository.get("diff_truncated") else ""
-    return f"+{added} -{removed} lines{cut}"
-
-
-def _packages_changed(one, other):
-    changes = config_drift(_packages(one), _packages(other))
-    return {name: [version or "not installed" for version in versions] for name, versions in changes.items()}
+    diff = repository["diff"]
+    lines = [line for line in diff.splitlines() if not line.startswith(("+++", "---"))]
+    added, removed = (sum(line.startswith(sign) for line in lines) for sign in "+-")
+    return f"+{added} -{removed} lines ({hashlib.sha256(diff.encode()).hexdigest()[:8]})"
 
 
 def _packages(start):
