@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -62,6 +63,12 @@ def last_start(provenance: dict) -> dict:
 def code_of(provenance: dict) -> tuple:
     """(commit, uncommitted changes) of each repository behind the last start of a run."""
     return tuple((repository["commit"], repository["diff"]) for repository in last_start(provenance).get("git", []))
+
+
+def commit_text(commit: str | None, changes: str) -> str:
+    """The commit in short, with a digest of what was not committed: equal exactly for equal code."""
+    digest = f"+{hashlib.sha256(changes.encode()).hexdigest()[:8]}" if changes else ""
+    return f"{(commit or 'none')[:12]}{digest}"
 
 
 @functools.cache

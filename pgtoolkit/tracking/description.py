@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -12,7 +11,7 @@ from typing import NamedTuple
 
 from pgtoolkit.runs import records
 from pgtoolkit.runs.completions import COLUMNS, completion_files, some_completions
-from pgtoolkit.runs.provenance import code_of
+from pgtoolkit.runs.provenance import code_of, commit_text
 from pgtoolkit.runs.records import leaves
 from pgtoolkit.system.legible import legible, shortened
 from pgtoolkit.tracking.store import flatten, parameter_name, text_of
@@ -57,7 +56,7 @@ def describe(run_dir: Path) -> Description:
         "sweep": status.get("sweep"),
         "run_directory": str(run_dir),
         "pgtk.id": status.get("id"),
-        "git_commit": " ".join(_commit(*pair) for pair in code) or None,
+        "git_commit": " ".join(commit_text(*pair) for pair in code) or None,
         "mlflow.source.git.commit": code[0][0] if code else None,  # the column "Version" of MLflow's table
         "resumed": " ".join(start["time"] for start in provenance.get("resumed", [])) or None,
         **_drift(run_dir),
@@ -69,12 +68,6 @@ def describe(run_dir: Path) -> Description:
         params=flatten(config),
         tags={key: text_of(key, value, _LONGEST_TAG) for key, value in tags.items() if value is not None},
     )
-
-
-def _commit(commit, changes):
-    """The commit in short, with a digest of what was not committed: equal exactly for equal code."""
-    digest = f"+{hashlib.sha256(changes.encode()).hexdigest()[:8]}" if changes else ""
-    return f"{(commit or 'none')[:12]}{digest}"
 
 
 def _drift(run_dir):
