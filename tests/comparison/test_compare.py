@@ -269,7 +269,6 @@ def test_what_a_stranger_has_written_acts_on_no_terminal_and_no_page(tmp_path, c
         (["nowhere"], "got nowhere: no such folder"),
         (["{sweep}", "--metric", "rewrd"], "Use --metric=reward."),
         (["{sweep}", "--reach", "reward=nan"], "--reach=reward=nan needs METRIC=NUMBER."),
-        (["{sweep}", "--html", "no/such/r.html"], "Use --html=comparison.html."),
         (["{sweep}", "--best-of=seed"], "--best-of=seed needs a key that tells the runs apart. These are loss."),
     ],
 )

@@ -247,13 +247,6 @@ def test_a_folder_that_is_no_such_reference_is_found_by_the_check(tmp_path, caps
         assert problem in capsys.readouterr().out
 
 
-def test_the_check_counts_the_weights_of_the_reference(capsys):
-    assert main(["check", "kl=k3", "trainer.device=cpu", "model.num_layers=3", "model.hidden_size=24"]) == 0
-    module, _ = built("kl=k3", "model.num_layers=3", "model.hidden_size=24", "tracking=none")
-    number = sum(weight.numel() for weight in module.reference_model.parameters())
-    assert f"memory: {number} weights in float32" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
