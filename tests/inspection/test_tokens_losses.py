@@ -10,8 +10,7 @@ from builders.losses import CORRECTIONS, EVERY_LOSS, PARAMETERS, corrected
 
 from pgtoolkit.batch import Document
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.inspection.tokens_losses import CLIPS, loss_on_step
-from pgtoolkit.inspection.tokens_step import MadeStep, Piece
+from pgtoolkit.inspection.tokens_step import CLIPS, MadeStep, Piece, loss_on_step
 from pgtoolkit.losses import reference
 from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.families import Reinforce, family_of

@@ -16,7 +16,7 @@ from builders.processes import world
 
 from pgtoolkit.batch import MicroBatch
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.model.sequence_data import local_tokens
+from pgtoolkit.model.attention import local_tokens
 from pgtoolkit.model.spread import refuse_misfit
 
 pytestmark = pytest.mark.slow  # ranks are processes; test_parallel_loss.py has them as threads

@@ -61,7 +61,7 @@ def an_error_of_one_rank_is_its_own(right, layout):
 
 
 @mutant(
-    "model.sequence_data:local_tokens",
+    "model.attention:local_tokens",
     "tests/model/test_parallel_models.py::test_a_rank_gets_its_piece_of_the_packed_axis",
 )
 def each_rank_counts_positions_from_zero(right, micro_batch, layout):

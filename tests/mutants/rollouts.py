@@ -34,7 +34,7 @@ def the_buffer_begins_one_token_late(right, length, longest, buffer, most):
 
 
 @mutant(
-    "rollouts.dynamic_sampling:teaches",
+    "rollouts.advantages:teaches",
     "tests/rollouts/test_dynamic_sampling.py::test_what_is_taken_off_for_the_length_does_not_make_a_group_worth_keeping",
 )
 def a_group_of_other_lengths_teaches(right, group):

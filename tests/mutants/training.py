@@ -193,10 +193,13 @@ def an_evaluation_draws_from_the_numbers_of_training(right, seed):
     return contextlib.nullcontext()
 
 
-@mutant("training.state:restore_data", "tests/training/test_resume.py::test_resume_of_recorded_rollouts_is_bit_equal")
-def the_place_in_the_data_begins_anew(right, loader, state):
-    right(loader, state)
-    loader._position = 0
+@mutant(
+    "rollouts.steps:StepLoader.load_state_dict",
+    "tests/training/test_resume.py::test_resume_of_recorded_rollouts_is_bit_equal",
+)
+def the_place_in_the_data_begins_anew(right, self, state):
+    right(self, state)
+    self._position = 0
 
 
 # Adapters.
