@@ -139,8 +139,7 @@ def test_the_gradient_of_a_weight_of_another_type_is_rounded_once(dtype, of_weig
         assert relative_error(weight.grad, exact) < (1e-6 if of_weight else 4e-4)
 
 
-@pytest.mark.parametrize("fp32_logits", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "fp32_logits"), [(torch.float64, False), (torch.bfloat16, True)])
 @pytest.mark.parametrize("impl", ["fused_linear", "torch"])
 def test_a_frozen_head_has_no_product_for_its_gradient(impl, dtype, fp32_logits):
     """Nor a tensor to hold it; the gradient of the hidden states is the same."""
@@ -184,15 +183,9 @@ def test_float32_weight_under_a_bfloat16_model():
     hidden, weight, _ = problem.leaves()
     wide = weight.detach().float().requires_grad_()
     linear_policy_loss(hidden, wide, *problem.tensors).loss.backward()
-    linear_policy_loss(hidden, weight, *problem.tensors).loss.backward()
-    assert wide.grad.dtype == torch.float32
-    assert torch.equal(wide.grad.bfloat16(), weight.grad)
-
-
-def test_the_gradients_are_handed_out_once():
-    problem = make_head_case()
-    hidden, weight, _ = problem.leaves()
     out = linear_policy_loss(hidden, weight, *problem.tensors)
     out.loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="first backward"):
+    assert wide.grad.dtype == torch.float32
+    assert torch.equal(wide.grad.bfloat16(), weight.grad)
+    with pytest.raises(RuntimeError, match="first backward"):  # the gradients are handed out once
         out.loss.backward()

@@ -3,14 +3,13 @@
 import pytest
 import torch
 from builders.families import Squared, SquaredByDocument, WrongSlope
-from builders.losses import AGGREGATIONS, EVERY_LOSS, PARAMETERS, make_case, totals_of
+from builders.losses import EVERY_LOSS, PARAMETERS, make_case, totals_of
 from builders.runs import metrics_of, run
 
-from pgtoolkit import families, log_prob_loss, policy_loss
+from pgtoolkit import families, linear_policy_loss, log_prob_loss, policy_loss
 from pgtoolkit.config.compose import compose
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.launch.check import check, problems
-from pgtoolkit.losses import reference
 from pgtoolkit.losses.families import FAMILIES, family_of
 from pgtoolkit.losses.slopes import check_family
 
@@ -107,8 +106,7 @@ def test_a_family_that_contradicts_itself_is_refused(family, message):
 
 
 @pytest.mark.parametrize("family", [Squared(), SquaredByDocument()])
-@pytest.mark.parametrize("impl", ["torch", "fused_linear"])
-def test_a_family_of_ones_own_against_loops(family, impl):
+def test_a_family_of_ones_own_against_loops(family):
     """Loss and gradient by plain float64 loops over tokens and documents, sample_mean."""
     case = make_case(seed=3)
     new = policy_loss(*case.tensors, loss="grpo").log_probs
@@ -130,46 +128,13 @@ def test_a_family_of_ones_own_against_loops(family, impl):
     rows = torch.arange(len(trained))[trained]
     gradient[rows, case.labels[trained]] += torch.tensor(by_token, dtype=torch.float64)[trained]
 
-    logits = case.logits.clone().requires_grad_()
-    if impl == "torch":
-        out = policy_loss(logits, *case.tensors[1:], loss=family, num_documents=case.num_documents)
-    else:
-        from pgtoolkit import linear_policy_loss
-
-        eye = torch.eye(logits.shape[1], dtype=torch.float64)
-        out = linear_policy_loss(logits, eye, *case.tensors[1:], loss=family, num_documents=case.num_documents)
-    out.loss.backward()
-    assert float(out.loss.detach()) == pytest.approx(loss, rel=1e-12)
-    torch.testing.assert_close(logits.grad, gradient, rtol=1e-11, atol=1e-14)
-
-
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("loss", EVERY_LOSS)
-def test_log_probs_of_a_trainer(loss, aggregation):
-    """The same loss, metrics and coefficients as from logits, where a trainer hands over padded log-probs."""
-    case = make_case(seed=12)
-    options = {
-        "loss": loss,
-        "aggregation": aggregation,
-        "divisor": 8.0 if aggregation == "constant" else None,
-        "group_index": case.group_index,
-        "num_documents": case.num_documents,
-        "metrics": "basic",
-        **PARAMETERS[loss],
-    }
-    logits = case.logits.clone().requires_grad_()
-    expected = policy_loss(logits, *case.tensors[1:], **options)
-    (3 * expected.loss).backward()
-    specified = reference.policy_loss(*case.tensors, **options)
-    mask = case.labels >= 0
-    again = case.logits.clone().requires_grad_()
-    new = again.log_softmax(-1).gather(-1, case.labels.clamp(min=0)[:, None])[:, 0]
-    new = torch.where(mask, new, torch.nan)  # padding may hold anything
-    out = log_prob_loss(new, *case.tensors[2:], mask, **options)
-    (3 * out.loss).backward()
-    assert float(out.loss.detach()) == pytest.approx(specified.loss, rel=1e-12)
-    torch.testing.assert_close(again.grad[mask], logits.grad[mask], rtol=1e-11, atol=1e-14)
-    assert {k: float(v) for k, v in out.metrics.items()} == pytest.approx(specified.metrics, rel=1e-10, abs=1e-14)
+    eye = torch.eye(case.logits.shape[1], dtype=torch.float64)
+    for function, more in ((policy_loss, ()), (linear_policy_loss, (eye,))):
+        logits = case.logits.clone().requires_grad_()
+        out = function(logits, *more, *case.tensors[1:], loss=family, num_documents=case.num_documents)
+        out.loss.backward()
+        assert float(out.loss.detach()) == pytest.approx(loss, rel=1e-12)
+        torch.testing.assert_close(logits.grad, gradient, rtol=1e-11, atol=1e-14)
 
 
 def test_pieces_of_a_step_by_log_probs_add_up():
@@ -192,7 +157,6 @@ def test_pieces_of_a_step_by_log_probs_add_up():
         ({"metrics": "with_entropy"}, "needs logits"),
         ({"mask": torch.ones(32)}, "mask needs one bool per token"),
         ({"log_probs": torch.zeros(32, 2)}, "one floating number per token"),
-        ({"loss": "ppo"}, "unknown"),
         ({"loss": families.Cispo(), "epsilon_high": 3.0}, "its parameters belong to it, Cispo"),
         ({"loss": "cispo", "epsilon_low": 1.5}, "epsilon_low needs a number from 1e-09 to 0.999"),
     ],
@@ -211,10 +175,14 @@ def test_names_and_classes():
     assert {name: family().name for name, family in FAMILIES.items()} == {name: name for name in FAMILIES}
 
 
-@pytest.mark.parametrize("family", ["Squared", "SquaredByDocument"])
-def test_training_with_a_family_of_ones_own_does_not_depend_on_the_cut(family, tmp_path):
-    """Two updates by micro-batches of 24 tokens and of 200, in runs of their own, resumed in between."""
-    own = ["loss=custom", f"loss.path=builders.families.{family}", "loss.options.tau=0.3", "trainer.max_steps=3"]
+def test_training_with_a_family_of_ones_own_does_not_depend_on_the_cut(tmp_path):
+    """Two updates by micro-batches of 24 tokens and of 200, in runs of their own."""
+    own = [
+        "loss=custom",
+        "loss.path=builders.families.SquaredByDocument",
+        "loss.options.tau=0.3",
+        "trainer.max_steps=3",
+    ]
     fine = metrics_of(run(tmp_path / "fine", *own))
     coarse = metrics_of(run(tmp_path / "coarse", *own, "accumulation.max_tokens=200"))
     assert [row["num_micro_batches"] for row in fine] != [row["num_micro_batches"] for row in coarse]

@@ -38,7 +38,7 @@ def rows_that_are_not_trained_are_multiplied_by_zero(right, logits, labels, *mor
     return torch.where(untrained, torch.nan, right(logits, labels, *more, **keywords))
 
 
-@mutant("kernels.torch_passes:backward", "tests/losses/test_entropy_bonus.py::test_matches_reference")
+@mutant("kernels.torch_passes:backward", REFERENCE)
 def the_entropy_has_no_gradient(right, logits, labels, normalizer, coefficients, *more, **keywords):
     return right(logits, labels, normalizer[:2], torch.atleast_2d(coefficients)[0], *more, **keywords)
 
@@ -92,7 +92,7 @@ def a_rank_s_share_of_a_chunk_does_not_fit(right, lengths, capacity):
     return right([(min(held),) * len(held) for held in lengths], capacity)
 
 
-@mutant("losses.exchange:all_sum", "tests/kernels/test_parallel_loss.py::test_given_logits")
+@mutant("losses.exchange:all_sum", "tests/kernels/test_parallel_loss.py::test_however_a_step_is_spread")
 def sums_over_ranks_are_means(right, values, group):
     total = right(values, group)
     return total if group is None else (total / group.size()).to(total.dtype)
@@ -146,7 +146,7 @@ def _value_alone(value, log_ratio, advantage):
     return value
 
 
-@mutant("kernels.triton_passes:forward_gradient", "tests/kernels/test_kernels.py::test_loss_matches_reference")
+@mutant("kernels.triton_passes:forward_gradient", "tests/kernels/test_kernels.py::test_triton_matches_reference")
 def triton_s_single_pass_has_no_temperature_in_its_gradient(
     right, logits, labels, temperature, with_entropy, objective, out
 ):

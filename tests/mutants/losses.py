@@ -8,6 +8,7 @@ from mutants import mutant
 
 PAPER = "tests/losses/test_family_formulas.py::test_loss_and_coefficients_are_those_of_the_paper"
 REFERENCE = "tests/losses/test_losses.py::test_matches_reference"
+FUSED = "tests/losses/test_losses.py::test_the_fused_head_matches_the_reference"
 
 # Aggregations: the weight of a token.
 
@@ -25,7 +26,7 @@ def prompt_mean_is_the_mean_of_its_documents_means(right, self, totals, counts, 
 
 @mutant(
     "losses.aggregation:TokenMean.denominators",
-    "tests/losses/test_invariance.py::test_micro_batches_order_and_padding",
+    "tests/kernels/test_parallel_loss.py::test_however_a_step_is_spread",
 )
 def tokens_of_this_piece_alone(right, self, totals, counts, group_index):
     return counts * 0 + counts.sum()
@@ -197,29 +198,32 @@ def a_token_s_factor_is_its_document_s(right, self):
 # Penalties.
 
 
-@mutant("losses.kl:KL.terms", "tests/losses/test_kl.py::test_value_and_gradient_are_those_of_the_formula")
+@mutant("losses.kl:KL.terms", "tests/losses/test_penalties.py::test_value_and_gradient_are_those_of_the_formula")
 def the_kl_is_of_the_reference_to_the_policy(right, self, distance, log_ratio):
     values, slopes = right(self, -distance, log_ratio)
     return values, -slopes
 
 
-@mutant("losses.kl:KL.terms", "tests/losses/test_kl.py::test_value_and_gradient_are_those_of_the_formula")
+@mutant("losses.kl:KL.terms", "tests/losses/test_penalties.py::test_value_and_gradient_are_those_of_the_formula")
 def a_clamped_distance_still_has_a_slope(right, self, distance, log_ratio):
     values, slopes = right(self, distance, log_ratio)
     return values, slopes.where(distance.abs() <= 20, right(self, distance.clamp(-20, 20), log_ratio)[1])
 
 
-@mutant("losses.penalties:Penalties.by_entropy", "tests/losses/test_entropy_bonus.py::test_matches_reference")
+@mutant("losses.penalties:Penalties.by_entropy", REFERENCE)
 def the_entropy_is_made_small(right, self):
     return -right(self)
 
 
-@mutant("losses.penalties:Penalties.with_kl", "tests/losses/test_kl.py::test_matches_reference")
+@mutant("losses.penalties:Penalties.with_kl", REFERENCE)
 def a_penalty_has_the_weight_of_one_token(right, self, log_probs, losses, coefficients):
     return right(replace(self, weights=self.mask / self.mask.sum()), log_probs, losses, coefficients)
 
 
-@mutant("losses.objective:Objective.silent_without_advantage", "tests/losses/test_kl.py::test_fused_head")
+@mutant(
+    "losses.objective:Objective.silent_without_advantage",
+    "tests/losses/test_losses.py::test_the_fused_head_matches_the_reference",
+)
 def a_penalty_needs_an_advantage(right, self):
     return self.family.silent_without_advantage
 
@@ -233,12 +237,12 @@ def the_sample_size_without_its_weights(right, self, sums, maxima, num_documents
     return {name: value * 0.5 if name == self.sample_size else value for name, value in found.items()}
 
 
-@mutant("losses.metrics:MetricSums.merge", "tests/losses/test_invariance.py::test_micro_batches_order_and_padding")
+@mutant("losses.metrics:MetricSums.merge", "tests/kernels/test_parallel_loss.py::test_however_a_step_is_spread")
 def extrema_of_the_last_piece(right, self, other):
     return replace(right(self, other), maxima=other.maxima)
 
 
-@mutant("losses.metrics:MetricSums.all_reduce", "tests/kernels/test_parallel_loss.py::test_given_logits")
+@mutant("losses.metrics:MetricSums.all_reduce", "tests/kernels/test_parallel_loss.py::test_however_a_step_is_spread")
 def extrema_of_one_rank(right, self, loss, group):
     loss, sums = right(self, loss, group)
     return loss, replace(sums, maxima=self.maxima)

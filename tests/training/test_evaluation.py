@@ -113,13 +113,6 @@ def test_an_evaluation_that_was_not_made_is_made_when_the_run_goes_on(evaluated,
     assert rows_of(folder) == rows_of(evaluated)
 
 
-def test_a_run_may_be_evaluated_from_some_step_on(plain, evaluated, tmp_path):
-    folder = copy_as_of(plain, 3, tmp_path / "run")
-    run(folder, *EVALUATED, resume=True)
-    assert_same_training(folder, plain, range(1, 7))
-    assert rows_of(folder) == [row for row in rows_of(evaluated) if row["step"] >= 4]
-
-
 def test_two_ranks_train_as_without_evaluations(tmp_path):
     few = [*SHORT, "trainer.max_steps=4", "evaluation.prompts_per_set=5"]
     found = run_on_ranks(tmp_path / "with", [*few, "evaluation.every=2"], data_parallel=2)
@@ -209,25 +202,6 @@ def test_the_best_checkpoint_is_exported_and_evaluated(evaluated, tmp_path, monk
     assert f"step {best} of" in capsys.readouterr().out
     assert main(["evaluate", str(evaluated), "--best"]) == 0
     assert f"{evaluated.name}, step {best}\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["nowhere"], "nowhere needs a run directory, or a model's Hugging Face folder"),
-        (["RUN", "--step", "77"], "--step=77 needs one of the steps 1, 2, 3, 4, 5, 6 (got 77)"),
-        (["RUN", "loss=grpo"], "loss=grpo needs to be left out (got loss). Nothing is trained"),
-        (["RUN", "--best", "--step", "2"], "pgtk evaluate needs one model"),
-        (["--best"], "--best needs a run directory (got null)"),
-        (["task=prompts"], "task.path needs a value"),
-        (["RUN", "task=prompts", "task.path=none.jsonl"], "none.jsonl needs an existing file"),
-    ],
-)
-def test_what_cannot_be_evaluated_is_refused(evaluated, words, said, capsys):
-    assert main(["evaluate", *(str(evaluated) if word == "RUN" else word for word in words)]) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == 1
 
 
 def test_a_run_without_evaluations_has_no_best_checkpoint(plain, tmp_path, capsys):

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save
 from transformers import AutoModelForCausalLM
 
 from pgtoolkit.cli import main
-from pgtoolkit.config.validate import validate
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model.build import build_policy
 from pgtoolkit.training import checkpoint
@@ -184,12 +183,6 @@ def test_the_base_is_known_again_in_another_number_type(base, trained):
             load_weights(policy, load_newest(trained / "checkpoints"))
 
 
-@pytest.mark.parametrize("key", ["lora_rank=4", "lora_alpha=5", "lora_targets=[q_proj]"])
-def test_a_run_goes_on_with_its_own_adapters(trained, tmp_path, capsys, key):
-    assert main(["resume", str(trained), "trainer.max_steps=5", f"model.{key}"]) == 2
-    assert f"model.{key} needs to stay as the run began" in capsys.readouterr().err
-
-
 def test_a_folder_of_adapters_is_no_model(base, trained, tmp_path, capsys):
     for folder in (newest(trained), tmp_path / "both"):
         if folder == tmp_path / "both":  # transformers would put them into the model at its side
@@ -243,15 +236,6 @@ def test_large_adapters_are_one_file(base, tmp_path, monkeypatch):
     assert [file.name for file in path.glob("*.safetensors*")] == ["adapter_model.safetensors"]
     assert len(list((path / "training").glob("optimizer*"))) > 3
     AutoModelForCausalLM.from_pretrained(path)
-
-
-def test_without_peft_it_is_refused(base, monkeypatch):
-    monkeypatch.setattr("pgtoolkit.config.rules.run._is_installed", lambda name: name != "peft")
-    (problem,) = validate(config_of(*settings(base))).problems
-    assert problem == (
-        "model.lora_rank=2 needs the package peft (got not installed). The package is an extra, not installed by "
-        "default. Use pip install 'pgtoolkit[lora]'."
-    )
 
 
 def test_adapters_of_other_layers_are_one_message(trained, tmp_path, capsys):

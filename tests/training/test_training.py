@@ -102,17 +102,6 @@ def test_the_fused_head_adds_its_gradient_to_that_of_the_weight(tied):
     assert module.policy.head.weight.grad.abs().max() > 0
 
 
-def test_rows_and_one_packed_row_give_the_same_hidden_states():
-    """Documents of one length are padded to rows, very uneven ones packed; both must see their own document only."""
-    module = module_of().double()
-    for lengths in ((7, 7, 7, 6), (30, 2, 2, 2, 2)):
-        documents = some_documents(lengths=(*lengths, 1, 1)[:7])[: len(lengths)]
-        micro_batch = make_step(documents, 1000, {}).micro_batches[0]
-        found = module.policy.hidden_states(micro_batch)
-        alone = [module.policy.hidden_states(make_step([d], 1000, {}).micro_batches[0]) for d in documents]
-        torch.testing.assert_close(found, torch.cat(alone), rtol=1e-12, atol=1e-13)
-
-
 def test_the_first_step_of_a_batch_of_rollouts_has_ratio_one_and_later_ones_do_not(tmp_path):
     rows = metrics_of(run(tmp_path / "run", "loss=gspo"))
     for row in rows:
@@ -124,15 +113,6 @@ def test_the_first_step_of_a_batch_of_rollouts_has_ratio_one_and_later_ones_do_n
         assert row["documents_seen"] == 8 * row["step"]
 
 
-def test_sampling_and_training_log_probs_agree(tmp_path):
-    """Both describe one policy; they differ by rounding only."""
-    rows = {}
-    for source in ("training", "sampling"):
-        rows[source] = metrics_of(run(tmp_path / source, f"rollout.old_log_probs={source}"))[0]
-    assert rows["sampling"]["old_logprobs"] == pytest.approx(rows["training"]["old_logprobs"], abs=1e-5)
-    assert rows["sampling"]["ratio_new_old"] == pytest.approx(1, abs=1e-5)
-
-
 @pytest.mark.parametrize("max_tokens", [8, 16, 1000])
 def test_a_run_does_not_depend_on_max_tokens(tmp_path, max_tokens):
     expected = metrics_of(run(tmp_path / "a"))
@@ -141,25 +121,6 @@ def test_a_run_does_not_depend_on_max_tokens(tmp_path, max_tokens):
     for a, b in zip(found, expected, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=2e-5)
         assert a["reward"] == b["reward"]
-
-
-def test_a_step_that_is_not_finite_changes_no_weight_and_names_the_documents():
-    module = module_with_optimizer("trainer.max_bad_steps=2")
-    documents = some_documents()
-    bad = documents[2].old_log_probs.clone()
-    bad[-1] = math.nan
-    documents[2] = dataclasses.replace(documents[2], old_log_probs=bad)
-    before = [p.clone() for p in module.parameters()]
-    step = make_step(documents, 24, {})
-    metrics = module.training_step(step, 0)["metrics"]
-    assert metrics["num_skipped_steps"] == 1
-    assert module.num_updates == 0
-    assert_equal([p.detach() for p in module.parameters()], before)
-    with pytest.raises(NumericalError, match="document 2"):
-        module.training_step(step, 1)
-    good = module.training_step(make_step(some_documents(), 24, {}), 2)["metrics"]
-    assert math.isfinite(good["loss"])
-    assert module.num_updates == 1
 
 
 def module_with_optimizer(*overrides):
