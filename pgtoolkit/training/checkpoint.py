@@ -32,7 +32,7 @@ from pgtoolkit.system.plain_files import remove, sync_folder
 log = logging.getLogger("pgtoolkit")
 
 FORMAT = 2
-"""Of checkpoints; format 1 was pickled: a file `step-NNNNNN.ckpt`, or a folder where several processes wrote it."""
+"""Of checkpoints, in each manifest."""
 
 WEIGHTS, ADAPTERS, MOMENTS = "model", "adapter_model", "training/optimizer"
 """Kinds of tensors, as their files' names begin; adapters are in one file, since peft reads no more."""
@@ -114,13 +114,13 @@ def read_checkpoint(path: Path, check: bool = True) -> dict:
         if _fingerprint(path / name) != files[name]:
             raise OSError(f"{name} is not as {_MANIFEST} says")
         if name.endswith(".json"):
-            json.loads(_read(path / name))
+            json.loads((path / name).read_bytes())
         elif name.endswith(".safetensors"):
             with safe_open(path / name, "pt"):
                 pass  # its header has been read
-    tensors = load(_read(path / f"{_STATE}.safetensors"))
+    tensors = load((path / f"{_STATE}.safetensors").read_bytes())
     state = json.loads(
-        _read(path / f"{_STATE}.json"),
+        (path / f"{_STATE}.json").read_bytes(),
         object_hook=lambda found: tensors[found["tensor"]] if found.keys() == {"tensor"} else found,
     )
     _check_state(state)
@@ -139,18 +139,17 @@ def open_tensors(path: Path, kind: str) -> Iterator[dict[str, safe_open]]:
 def settings_of(path: Path) -> dict[str, bytes]:
     """The files of a checkpoint's Hugging Face folder but for the weights, by name."""
     kinds = (WEIGHTS, ADAPTERS, "training/")
-    return {name: _read(path / name) for name in _manifest(path) if not name.startswith(kinds)}
+    return {name: (path / name).read_bytes() for name in _manifest(path) if not name.startswith(kinds)}
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """All checkpoints, those of format 1 included, oldest first; StorageError if `folder` is something else."""
-    found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+(\.ckpt)?", path.name)]
-    return sorted(found, key=step_of)
+    """All checkpoints, oldest first."""
+    return sorted((path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)), key=step_of)
 
 
 def step_of(path: Path) -> int:
     """After which step a checkpoint was written."""
-    return int(path.stem.removeprefix("step-"))
+    return int(path.name.removeprefix("step-"))
 
 
 def refuse_lost_checkpoint(run_dir: Path, use: str) -> None:
@@ -259,11 +258,6 @@ def _flush(paths: Iterable[Path]) -> None:
             os.fsync(file.fileno())
 
 
-def _read(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read()
-
-
 def _fingerprint(path: Path) -> dict[str, int]:
     checksum, size = 0, 0
     with path.open("rb") as file:
@@ -278,9 +272,7 @@ class _OtherFormat(StorageError):
 
 def _manifest(path: Path) -> dict[str, dict]:
     """Size and CRC-32 of each file of a checkpoint, by its name, which leads nowhere else."""
-    found = {"format": 1}
-    if path.suffix != ".ckpt":
-        found = json.loads(_read(path / _MANIFEST))
+    found = json.loads((path / _MANIFEST).read_bytes())
     if found["format"] != FORMAT:
         raise _OtherFormat(
             f"the checkpoint {path} is of format {found['format']}, and this version of pgtoolkit reads format "

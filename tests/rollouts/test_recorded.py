@@ -164,14 +164,11 @@ def same_time(path, before):
 
 
 CHANGES = {
-    "in place": lambda path, other, before: path.write_bytes(other.read_bytes()),
     "in place, at the same time": lambda path, other, before: (
         path.write_bytes(other.read_bytes()),
         same_time(path, before),
     ),
     "replaced": lambda path, other, before: os.replace(other, path),
-    "replaced, at the same time": lambda path, other, before: (os.replace(other, path), same_time(path, before)),
-    "longer": lambda path, other, before: path.write_bytes(path.read_bytes() + other.read_bytes()),
     "emptied": lambda path, other, before: path.write_bytes(b""),
 }
 
