@@ -18,7 +18,8 @@ USUAL = "held_out"
 OF_A_SET = ("task", "seed", "prompts")
 """Keys of a set that are none of its task's: the kind of task where it is another, and what differs from the group."""
 
-_DEFAULT_SIZE = 10_000
+QUESTIONS = 10_000
+"""Different questions of a data set of reasoning-gym, where its options do not say how many."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def are_training_prompts(c: Config, one: HeldOut) -> str | None:
     if any(getattr(one.task, key, None) != getattr(c.task, key, None) for key in ("num_digits", "dataset")):
         return None
     if one.task.name == "reasoning_gym":  # whose questions have seeds of their own, which follow each other
-        sizes = [task.options.get("size", _DEFAULT_SIZE) for task in (c.task, one.task)]
+        sizes = [task.options.get("size", QUESTIONS) for task in (c.task, one.task)]
         if -sizes[1] < one.seed - c.seed < sizes[0]:
             return f"The question of row n comes from seed + n, so that {abs(one.seed - c.seed)} apart they overlap."
         return None

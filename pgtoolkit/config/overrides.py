@@ -61,6 +61,12 @@ def is_swept(override: str) -> bool:
     return bool(parsed) and parsed[0].is_sweep_override()
 
 
+def reading(path: str) -> tuple[str, str]:
+    """The overrides that read recorded rollouts from a path, whatever characters it has."""
+    quoted = path.replace("\\", "\\\\").replace("'", "\\'")
+    return "rollout=recorded", f"rollout.path='{quoted}'"
+
+
 def hydra_form(override: str) -> str:
     """The override as Hydra needs it: without a plus where the key exists, with it where it does not."""
     plain = override.lstrip("+")

@@ -8,8 +8,11 @@ import numpy as np
 import torch
 
 from pgtoolkit.batch import Document
+from pgtoolkit.config.compose import compose
+from pgtoolkit.config.overrides import reading
 from pgtoolkit.config.schema import Config
-from pgtoolkit.errors import DataError
+from pgtoolkit.config.validate import resolve_and_validate
+from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.build import build_policy
 from pgtoolkit.packing import pack
 from pgtoolkit.ranks.layout import ONE_PROCESS
@@ -18,6 +21,10 @@ from pgtoolkit.training.module import PolicyGradientModule
 
 LOG_PROBS = "old_log_probs", "sampling_log_probs"
 
+ANY_TOKEN = 2**31 - 1
+"""Size of a vocabulary that has every token."""
+COMPARED_TOKENS = 2**17
+"""Tokens whose two log-probs are compared with each other."""
 ENOUGH = 16
 """Tokens that it takes to tell."""
 FITS = 0.1
@@ -29,32 +36,27 @@ class Comparison:
 
     pairs: of each document (recorded, other), each (N,) of its trained tokens in order, with a token in all.
     difference: (tokens,) other less recorded, which is the log of the ratio of a policy with the other log-probs.
+    size: mean absolute difference of a token's log-prob. correlations: at the places -1, 0, +1.
     """
 
     def __init__(self, pairs: Sequence[tuple[np.ndarray, np.ndarray]]):
         self.pairs = pairs
         self.difference = np.concatenate([other - recorded for recorded, other in pairs])
-
-    @property
-    def size(self) -> float:
-        """Mean absolute difference of a token's log-prob."""
-        return float(np.abs(self.difference).mean())
-
-    @property
-    def fits(self) -> bool:
-        return self.size <= FITS
+        self.size = float(np.abs(self.difference).mean())
+        self.fits = self.size <= FITS
+        self.correlations = [self._correlation(shift) for shift in (-1, 0, 1)]
 
     @property
     def whose(self) -> str | None:
         """To which tokens the recorded ones belong, where those are clearly not their own; None where too few tell."""
-        correlations = np.nan_to_num([self._correlation(shift) for shift in (-1, 0, 1)], nan=-1.0)
+        correlations = np.nan_to_num(self.correlations, nan=-1.0)
         _, second, best = np.sort(correlations)
         if len(self.difference) < ENOUGH or best <= 0.5 or best <= second + 0.1:
             return None
         return ("of the token before", None, "of the next token")[int(correlations.argmax())]
 
     def __str__(self) -> str:
-        correlations = ", ".join(f"{self._correlation(shift):.3f}" for shift in (-1, 0, 1))
+        correlations = ", ".join(f"{correlation:.3f}" for correlation in self.correlations)
         ratio = np.exp(np.subtract(*self.pairs[0][::-1])).mean()
         return f"(correlations at places -1, 0, +1: {correlations}; first document's mean ratio {ratio:.4f})"
 
@@ -66,6 +68,18 @@ class Comparison:
         if len(recorded) < 2 or not recorded.std() or not others.std():
             return float("nan")
         return float(np.corrcoef(recorded, others)[0, 1])
+
+
+def configured(path: str, overrides: Sequence[str]) -> Config:
+    """As `pgtk rollout=recorded rollout.path=PATH OVERRIDES` would train; ConfigError with all problems."""
+    composed = compose([*reading(path), *overrides])
+    problems = composed.problems
+    if composed.config is not None:
+        config, report = resolve_and_validate(composed.config)
+        problems = [*problems, *report.problems]
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    return config
 
 
 class SamplingPolicy:

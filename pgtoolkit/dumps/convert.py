@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 from collections import Counter
@@ -9,20 +10,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from pgtoolkit.batch import Document
-from pgtoolkit.dumps.alignment import LOG_PROBS, Comparison, SamplingPolicy
-from pgtoolkit.dumps.configuration import configured
+from pgtoolkit.dumps.alignment import ANY_TOKEN, COMPARED_TOKENS, LOG_PROBS, Comparison, SamplingPolicy, configured
 from pgtoolkit.dumps.systems import REFUSED, SYSTEMS, Dropped, System, Unusable, reward_of
 from pgtoolkit.errors import ConfigError, DataError, StorageError
 from pgtoolkit.rollouts.rows import Row, Rules, parse_row
 from pgtoolkit.rollouts.writer import write_parquet
 from pgtoolkit.system.plain_files import replacing
 from pgtoolkit.system.report import plural, refusal
-from pgtoolkit.tasks.row_files import JsonlFile, Problems, in_order
+from pgtoolkit.tasks.row_files import Problems, in_order
 
-ANY_TOKEN = 2**31 - 1
-_COMPARED_TOKENS, _ASKED_DOCUMENTS = 2**17, 8
-"""Tokens whose two log-probs are compared with each other, and documents that a model is asked about."""
+_ASKED_DOCUMENTS = 8
+"""Documents that a model is asked about."""
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Conversion:
     """What became of a dump.
 
     dropped: reason -> documents. notes: sentence -> how many documents it is true of. fields: of every row. groups:
-    size -> how many. sample: the first documents. proofs: what tells that log-probs stand at their own tokens.
+    group -> documents. sample: the first documents. proofs: what tells that log-probs stand at their own tokens.
     """
 
     files: int
@@ -43,17 +44,36 @@ class Conversion:
     sample: list[Document] = field(default_factory=list)
     proofs: list[str] = field(default_factory=list)
 
+    def count(self, row: Row) -> None:
+        """Raises DataError where a row does not know the same as those before it."""
+        fields = frozenset(name for name, value in vars(row).items() if value is not None)
+        self.fields = self.fields or fields
+        if fields != self.fields:
+            raise DataError(
+                f"{row.id} needs the fields of the first document (got {', '.join(sorted(fields ^ self.fields))} "
+                "in one of them alone). A file of recorded rollouts has a column for all or for none. Convert "
+                "different kinds of dumps one by one."
+            )
+        if self.documents == 0 or self.tokens + len(row.token_ids) <= COMPARED_TOKENS:
+            advantage = None if row.advantage is not None else 0.0
+            self.sample.append(row.document(advantage, row.group_id or 0, row.id))
+        self.documents += 1
+        self.tokens += len(row.token_ids)
+
+    def reasons(self) -> list[str]:
+        """Why documents were dropped."""
+        return [f"{plural(count, 'document')}: {reason}" for reason, count in self.dropped.items()]
+
 
 def system_of(name: str) -> System:
     """Raises ConfigError for a system whose dumps cannot be replayed, or that is not known."""
     if name in REFUSED:
-        holds, use = REFUSED[name]
-        needs, reason = "dumps with token ids and log-probs", "A text tokenized again need not give its tokens."
-        raise ConfigError(refusal(name, needs, holds, f"The loss needs the log-prob of every token. {reason}", use))
+        reason = "The loss needs the log-prob of every token, and a text tokenized again need not give its tokens."
+        use = "what docs/dumps.md says of it"
+        raise ConfigError(refusal(name, "dumps with token ids and log-probs", REFUSED[name], reason, use))
     if name not in SYSTEMS:
-        known = ", ".join(SYSTEMS)
         reason = "Any other dump becomes rows of docs/data.md by a script of yours."
-        raise ConfigError(refusal("SYSTEM", f"one of {known}", name, reason, "one of these"))
+        raise ConfigError(refusal("SYSTEM", f"one of {', '.join(SYSTEMS)}", name, reason, "one of these"))
     return SYSTEMS[name]
 
 
@@ -74,7 +94,7 @@ def convert(system: System, path: str, out: Path, reward_key: str | None, policy
     conversion = Conversion(len(files))
     try:
         with replacing(out) as file:
-            write_parquet(file, _counted(_rows(system, files, reward_key, conversion), conversion))
+            write_parquet(file, _rows(system, files, reward_key, conversion))
             _check_alignment(conversion, policy)
     except OSError as error:
         raise StorageError(f"{out} cannot be written: {error.strerror or error}") from error
@@ -93,31 +113,26 @@ def _files(path: str, system: System) -> list[Path]:
     return in_order(files)
 
 
-class _ListsFile(JsonlFile):
-    """PipelineRL's: one array of objects per line."""
-
-    kind = list
-
-
 def _records(file: Path) -> Iterator[tuple[str, dict]]:
     """(place, record) of each record of a file: of torch, or JSONL with an object or an array of objects per line."""
     if file.suffix == ".pt":
         yield from ((str(number), sample) for number, sample in enumerate(_pickled(file)))
         return
-    with file.open("rb") as opened:
-        is_lists = opened.read(1) == b"["
-    for number, _, line in (_ListsFile if is_lists else JsonlFile)(file, file.name).rows():
-        if isinstance(line, str):
-            raise DataError(f"{file}:{number}: {line}")
-        # The texts of a line are a group, whatever they call it: numbers of groups begin anew when a run is resumed.
-        texts = [(f"{number}[{place}]", text | {"line": number}) for place, text in enumerate(line)] if is_lists else ()
-        yield from texts or [(str(number), line)]
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                record = json.loads(line) if line.strip() else []
+            except ValueError as error:
+                raise DataError(f"{file}:{number}: not JSON: {error}") from error
+            if isinstance(record, list):
+                # The texts of a line are a group, however they name it: numbers begin anew when a run is resumed.
+                yield from ((f"{number}[{place}]", text | {"line": number}) for place, text in enumerate(record))
+            else:
+                yield str(number), record
 
 
 def _pickled(file: Path) -> list[dict]:
     """The samples of one of slime's files, which are read whole, one rollout each; nothing in them is run."""
-    import torch
-
     try:
         payload = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -136,7 +151,7 @@ def _pickled(file: Path) -> list[dict]:
 
 def _rows(system: System, files: list[Path], reward_key: str | None, conversion: Conversion) -> Iterator[Row]:
     problems, rules = Problems("the dump cannot be converted"), Rules(ANY_TOKEN, ("old_log_probs",))
-    common, numbers, sizes, ids = os.path.commonpath([file.parent for file in files]), {}, Counter(), set()
+    common, numbers, ids = os.path.commonpath([file.parent for file in files]), {}, set()
     for file in files:
         if system.marker and not (file.parent / system.marker).exists():
             raise DataError(
@@ -158,16 +173,16 @@ def _rows(system: System, files: list[Path], reward_key: str | None, conversion:
                 continue
             except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
                 fields = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-                said = f"{type(error).__name__}: {error}"
-                problems.add(label, f"is no record of this system ({said}); its fields are {fields[:200]}")
+                reason = f"is no record of this system ({type(error).__name__}: {error}); its fields are {fields[:200]}"
+                problems.add(label, reason)
                 continue
             group = raw.get("group_id")
             if group is None and (prompt := prepared.get("prompt")) is not None:
                 run, last_prompt = run + (prompt != last_prompt), prompt
                 group = run
             if group is not None:
-                raw["group_id"] = numbers.setdefault((str(file), group), len(numbers))
-                sizes[raw["group_id"]] += 1
+                raw["group_id"] = numbers.setdefault((file, group), len(numbers))
+                conversion.groups[raw["group_id"]] += 1
             row = parse_row(raw | {"id": raw.get("id", label)}, rules)
             if isinstance(row, list):
                 for name, reason in row:
@@ -176,34 +191,11 @@ def _rows(system: System, files: list[Path], reward_key: str | None, conversion:
             if row.id in ids:
                 problems.add(label, f"is step and sample {row.id} again: a run that was resumed; remove the first ones")
             ids.add(row.id)
+            conversion.count(row)
             yield row
     problems.raise_if_any()
-    conversion.groups = Counter(sizes.values())
-
-
-def _counted(rows: Iterator[Row], conversion: Conversion) -> Iterator[Row]:
-    """The rows, counted; raises DataError where they do not all know the same."""
-    for row in rows:
-        fields = frozenset(name for name, value in vars(row).items() if value is not None)
-        conversion.fields = conversion.fields or fields
-        if fields != conversion.fields:
-            raise DataError(
-                f"{row.id} needs the fields of the first document (got {', '.join(sorted(fields ^ conversion.fields))} "
-                "in one of them alone). A file of recorded rollouts has a column for all or for none. Convert "
-                "different kinds of dumps one by one."
-            )
-        if conversion.documents == 0 or conversion.tokens + len(row.token_ids) <= _COMPARED_TOKENS:
-            advantage = None if row.advantage is not None else 0.0
-            conversion.sample.append(row.document(advantage, row.group_id or 0, row.id))
-        conversion.documents += 1
-        conversion.tokens += len(row.token_ids)
-        yield row
     if not conversion.documents:
-        raise DataError(f"nothing can be converted: {'; '.join(_dropped(conversion)) or 'there are no documents'}")
-
-
-def _dropped(conversion: Conversion) -> list[str]:
-    return [f"{plural(count, 'document')}: {reason}" for reason, count in conversion.dropped.items()]
+        raise DataError(f"nothing can be converted: {'; '.join(conversion.reasons()) or 'there are no documents'}")
 
 
 def _check_alignment(conversion: Conversion, policy: SamplingPolicy | None) -> None:
@@ -243,19 +235,20 @@ def _refuse_misplaced(names: str, comparison: Comparison) -> None:
 
 def render(conversion: Conversion, name: str, system: System, out: Path) -> str:
     """What `pgtk convert` prints."""
-    groups, sizes = sum(conversion.groups.values()), conversion.groups
+    groups, sizes = len(conversion.groups), Counter(conversion.groups.values())
     of_groups = f" of {plural(groups, 'group')}" if groups else ", without groups"
     documents, files = plural(conversion.documents, "document"), plural(conversion.files, "file")
     lines = [f"{out}: {documents}{of_groups}, {plural(conversion.tokens, 'token')}, from {files} of {name}"]
-    lines += [f"  dropped   {sentence}" for sentence in _dropped(conversion) or ["nothing"]]
+    lines += [f"  dropped   {sentence}" for sentence in conversion.reasons() or ["nothing"]]
     lines += [f"  note      {plural(count, 'document')} {sentence}" for sentence, count in conversion.notes.items()]
     if groups:
         several = ", ".join(f"{count} of {size}" for size, count in sorted(sizes.items()))
         lines.append(f"  groups    {several if len(sizes) <= 6 else f'of {min(sizes)} to {max(sizes)}'} documents")
-    known = {"group_id": "documents in a row with the same prompt"} | system.columns
-    lines += [f"  column    {ours}: {theirs}" for ours, theirs in known.items() if ours in conversion.fields]
-    missing = [ours for ours in ("reward", "group_id") if ours not in conversion.fields]
-    lines += [f"  column    {ours}: the dump has none" for ours in missing]
+    columns = {"reward": "the dump has none", "group_id": "documents in a row with the same prompt"} | system.columns
+    for ours, theirs in columns.items():
+        if ours in conversion.fields or ours in ("reward", "group_id"):
+            known = theirs if ours in conversion.fields else "the dump has none"
+            lines.append(f"  column    {ours}: {known}")
     return "\n".join([*lines, *(f"  proof     {proof}" for proof in conversion.proofs)])
 
 

@@ -1,20 +1,27 @@
-"""pgtk doctor: whether recorded rollouts are fit for a comparison, told with or without the policy that sampled."""
+"""pgtk doctor: what of recorded rollouts is wrong, and what it does to the loss; also by the policy that sampled."""
 
 from __future__ import annotations
 
+import hashlib
 import textwrap
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
+import torch
 
+from pgtoolkit.batch import Document, StepTotals
 from pgtoolkit.config.schema import Config
-from pgtoolkit.dumps.alignment import LOG_PROBS, SamplingPolicy
-from pgtoolkit.dumps.checks import Finding, Rollouts, check, examine, outside, percent
-from pgtoolkit.dumps.configuration import configured
-from pgtoolkit.dumps.convert import ANY_TOKEN
+from pgtoolkit.dumps.alignment import ANY_TOKEN, COMPARED_TOKENS, LOG_PROBS, Comparison, SamplingPolicy, configured
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.kernels.losses import loss_of_log_probs
+from pgtoolkit.losses.aggregation import aggregation_of
+from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.objective import Loss
+from pgtoolkit.packing import pack
+from pgtoolkit.rollouts.data_metrics import LARGE_SHARE
 from pgtoolkit.rollouts.recorded import RecordedRollouts
 from pgtoolkit.system.report import plural, refusal
 from pgtoolkit.training.data import recorded_rollouts
@@ -22,15 +29,29 @@ from pgtoolkit.training.loss import loss_of
 
 _ASKED_DOCUMENTS = 16
 """Documents that a model is asked about."""
+_MOST, _FEW, _MANY = 0.5, 0.1, 0.05
+
+_Findings = Iterator[tuple[str, str]]
+"""(level, sentences) of one check."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """level: "wrong", "look" (worth a look), "fine" or "?". says: whole sentences, the last about the loss."""
+
+    topic: str
+    level: str
+    says: str
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was looked at, and what was found."""
+    """What was looked at, and the findings. documents, groups: how many; groups: None where the file has none."""
 
     path: str
     config: Config
-    rollouts: Rollouts
+    documents: int
+    groups: int | None
     findings: list[Finding]
 
     def count(self, level: str) -> int:
@@ -45,49 +66,24 @@ def diagnose(path: str, overrides: Sequence[str]) -> Diagnosis:
         setting = f"aggregation.reducer={config.aggregation.reducer}"
         raise ConfigError(refusal(setting, "null for pgtk doctor", "a function", reason, "aggregation=token_mean"))
     loss, policy = loss_of(config), SamplingPolicy(config) if config.model.name == "huggingface" else None
-    in_order = replace(config, rollout=replace(config.rollout, shuffle=False, epochs=1))
     limits = (ANY_TOKEN, None) if policy is None else (policy.vocabulary_size, policy.max_positions)
-    source = recorded_rollouts(in_order, loss, *limits)
-    rollouts = examine(source, loss, config.advantage.estimator.value == "given")
-    findings = check(rollouts)
+    config.rollout.shuffle, config.rollout.epochs = False, 1
+    source = recorded_rollouts(config, loss, *limits)
+    rollouts = Rollouts(source, loss, config.advantage.estimator == "given")
+    findings = [Finding(check.__name__[1:], *found) for check in _CHECKS for found in check(rollouts)]
     if policy is not None:
-        findings += [Finding("model", level, says) for level, says in _model(loss, source, policy)]
-    return Diagnosis(path, config, rollouts, findings)
-
-
-def _model(loss: Loss, source: RecordedRollouts, policy: SamplingPolicy) -> Iterator[tuple[str, str]]:
-    """The first ratios, of documents from all over the file."""
-    positions = np.unique(np.linspace(0, source.num_documents - 1, _ASKED_DOCUMENTS).astype(int))
-    documents = [document for document in map(source.document, positions.tolist()) if document.num_trained]
-    for name in LOG_PROBS:
-        known = [document for document in documents if getattr(document, name) is not None]
-        if not known:
-            continue
-        comparison = policy.compare(name, known)
-        pairs = zip(known, comparison.pairs, strict=True)
-        share = sum(outside(loss, document, new, recorded) for document, (recorded, new) in pairs) / len(known)
-        effect = (
-            f"The first ratios have logarithms of {comparison.size:.2g} in size on average, and {percent(share)} of "
-            f"them are outside of the clip of loss={loss.family.name} before anything is learned."
-        )
-        if comparison.whose:
-            yield "wrong", f"{name} are those {comparison.whose} {comparison}. {effect}"
-        elif comparison.fits:
-            yield "fine", f"{name} are the model's {comparison}. {effect}"
-        else:
-            cause = "Other weights sampled them, or at another temperature, or top_p has cut the distribution"
-            yield "wrong", f"{name} are not the model's {comparison}. {effect} {cause}."
-    if not any(getattr(document, name) is not None for document in documents for name in LOG_PROBS):
-        yield "?", "No document has log-probs that a model could be asked about."
+        findings += [Finding("model", *found) for found in _model(loss, source, policy)]
+    groups = rollouts.num_groups if rollouts.has_groups else None
+    return Diagnosis(path, config, source.num_documents, groups, findings)
 
 
 def render(diagnosis: Diagnosis) -> str:
     """What `pgtk doctor` prints, at most 120 columns wide."""
-    config, group = diagnosis.config, diagnosis.rollouts.numbers["group"]
-    groups = f" of {plural(len(np.unique(group)), 'group')}" if diagnosis.rollouts.has_groups else ""
+    config, groups = diagnosis.config, diagnosis.groups
+    of_groups = f" of {plural(groups, 'group')}" if groups else ""
     lines = [
-        f"{diagnosis.path}: {plural(len(group), 'document')}{groups}, judged under loss={config.loss.name} "
-        f"aggregation={config.aggregation.mode.value} advantage={config.advantage.estimator.value}"
+        f"{diagnosis.path}: {plural(diagnosis.documents, 'document')}{of_groups}, judged under loss={config.loss.name} "
+        f"aggregation={config.aggregation.mode} advantage={config.advantage.estimator}"
     ]
     for finding in diagnosis.findings:
         start = f"{finding.level:<6}{finding.topic:<12}"
@@ -95,3 +91,262 @@ def render(diagnosis: Diagnosis) -> str:
     verdict = "not fit for a comparison" if diagnosis.count("wrong") else "nothing is wrong"
     lines.append(f"{verdict}: {diagnosis.count('wrong')} wrong, {diagnosis.count('look')} worth a look")
     return "\n".join(lines)
+
+
+class Rollouts:
+    """Recorded rollouts under the loss that would train on them; every document is read once, 100 bytes of each stay.
+
+    columns: those that `_numbers` has of each document, (documents,) in the order in which training reads them.
+    in_files: (documents,) the place of each in the order of the files. w: (documents,) the sum of w_t over the tokens
+    of each. w_advantage: the same of w_t |A_t|. pairs: sampling and old log-probs of the first documents with both.
+    outside: share of the ratios that old less sampling log-probs alone take out of the clip.
+    has_advantages: whether the file's own are trained on.
+    """
+
+    def __init__(self, source: RecordedRollouts, loss: Loss, has_advantages: bool):
+        numbers, names, compared, outside_clip = array("d"), (), 0, 0.0
+        self.loss, self.has_groups, self.has_advantages = loss, source.has_groups, has_advantages
+        self.pairs: list[tuple[np.ndarray, np.ndarray]] = []
+        for document in map(source.document, range(source.num_documents)):
+            row = _numbers(document)
+            numbers.extend(map(float, row.values()))
+            names = row.keys()
+            if document.num_trained and all(getattr(document, name) is not None for name in LOG_PROBS):
+                old, sampling = (getattr(document, name).double().numpy() for name in LOG_PROBS)
+                outside_clip += _outside(loss, document, old, sampling)
+                if compared < COMPARED_TOKENS:
+                    self.pairs.append((sampling, old))
+                    compared += len(old)
+        table = np.frombuffer(numbers).reshape(-1, len(names)).T
+        self.columns = columns = SimpleNamespace(**dict(zip(names, table, strict=True)))
+        self.num_groups = len(np.unique(columns.group))
+        self.w = columns.trained / _denominators(loss, columns.trained, columns.group)
+        self.w_advantage = self.w * columns.weight / np.maximum(1, columns.trained)
+        self.in_files, self.outside = np.argsort(source.groups, kind="stable"), outside_clip / source.num_documents
+        self.differ = bool(np.nansum(columns.distance))  # whether both kinds of log-probs are known and differ anywhere
+
+    def share(self, chosen: np.ndarray) -> str:
+        """What the chosen documents carry of the loss."""
+        total = self.w_advantage.sum()
+        return percent(self.w_advantage[chosen].sum() / total if total else 0.0) + " of the sum of w|A|"
+
+    def groups_of(self, chosen: np.ndarray) -> str:
+        return f"{len(np.unique(self.columns.group[chosen]))} of {plural(self.num_groups, 'group')}"
+
+
+def _numbers(document: Document) -> dict[str, float]:
+    """What is kept of a document; NaN is unknown.
+
+    weight: sum of its absolute advantages. advantage: their mean. prompt, text: 48 bits of a digest of the tokens
+    before the first trained one, and of all. log_prob: of the whole completion. zeros: trained tokens whose log-prob is
+    exactly 0. first_is_zero: whether the first is one. open_end: whether the last token is not trained. distance,
+    largest: sum and maximum of the absolute differences of the two kinds of log-probs.
+    """
+    tokens, mask, trained = document.tokens.numpy(), document.loss_mask.numpy(), document.num_trained
+    old, sampling = document.old_log_probs, document.sampling_log_probs
+    sampler = old if sampling is None else sampling
+    gap = None if old is None or sampling is None else (old.double() - sampling.double()).abs()
+    advantages = document.advantages.double()
+    return {
+        "group": document.group,
+        "trained": trained,
+        "weight": float(advantages.abs().sum()),
+        "advantage": float(advantages.mean()) if trained else 0.0,
+        "truncated": np.nan if document.truncated is None else document.truncated,
+        "prompt": _digest(tokens[: int(mask.argmax())]) if trained else np.nan,
+        "text": _digest(tokens),
+        "log_prob": np.nan if sampler is None else float(sampler.double().sum()),
+        "zeros": np.nan if old is None else int((old == 0).sum()),
+        "first_is_zero": old is not None and bool(trained) and float(old[0]) == 0,
+        "open_end": bool(trained) and not mask[-1],
+        "distance": np.nan if gap is None else float(gap.sum()),
+        "largest": float(gap.max()) if gap is not None and trained else 0.0,
+    }
+
+
+def _digest(tokens: np.ndarray) -> int:
+    return int.from_bytes(hashlib.blake2b(tokens.tobytes(), digest_size=6).digest())
+
+
+def _denominators(loss: Loss, trained: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """(documents,) the aggregation's, over all of them as one step; 1 where nothing is trained."""
+    counts, groups = torch.from_numpy(trained).long(), torch.from_numpy(group).long()
+    per_group = torch.zeros(int(groups.max()) + 1, dtype=torch.int64).index_add_(0, groups, counts)
+    totals = StepTotals(len(counts), int(counts.sum()), int((counts == 0).sum()), len(per_group), per_group)
+    return np.where(counts > 0, loss.aggregation.denominators(totals, counts, groups).double(), 1.0)
+
+
+def _outside(loss: Loss, document: Document, new: np.ndarray, old: np.ndarray) -> float:
+    """The share of a document's tokens whose ratios of these log-probs, (N,), lie outside of the family's clip."""
+    measured = Loss(loss.family, aggregation_of("token_mean"), loss.temperature, "basic")
+    micro_batch = pack([replace(document, old_log_probs=torch.from_numpy(old).float())], [0])
+    log_probs = torch.zeros(len(micro_batch.labels), dtype=torch.float64)
+    log_probs[micro_batch.labels >= 0] = torch.from_numpy(new)
+    piece = loss_of_log_probs(log_probs, micro_batch, None, measured, Ranks(), False)
+    return float(piece.metric_sums.finalize(piece.totals)["clipped_ratio_fraction"])
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+def _mask(r: Rollouts) -> _Findings:
+    trained, first = r.columns.trained, r.columns.first_is_zero
+    some = trained > 0
+    has_finding = not some.all()
+    others = (r.columns.zeros - first).sum() / max(1, (trained - some).sum())
+    if first[some].mean() > _MOST and others < _FEW:
+        has_finding = True
+        says = f"The first trained token of {percent(first[some].mean())} of the documents has a log-prob of exactly 0"
+        says += f", and {percent(others)} of the other tokens have one. Either the mask begins within the prompt, or "
+        yield "look", says + "the log-probs stand one place too late."
+    whole = some & (r.columns.truncated != 1)
+    if whole.any() and (open_ends := r.columns.open_end[whole].mean()) > _MOST:
+        has_finding = True
+        says = f"The last token of {percent(open_ends)} of the documents that were not truncated is not trained. "
+        yield "look", says + "If it ends the sequence, the loss never teaches the model to stop."
+    if not some.all():
+        says = f"{percent(1 - some.mean())} of the documents train no token. They count as documents: under "
+        says += f"aggregation={r.loss.aggregation.name} the weights w_t of all tokens add up to {r.w.sum():.3g}."
+        yield "look", says
+    if not has_finding:
+        tokens = plural(int(trained.sum()), "token")
+        yield "fine", f"It trains {tokens}, {trained.mean():.4g} a document, after the prompts."
+
+
+def _alignment(r: Rollouts) -> _Findings:
+    if not r.differ:
+        says = "Without two kinds of log-probs it is not known whether they stand at their own tokens. "
+        yield "?", says + "The policy that sampled tells: model=huggingface model.path=FOLDER."
+    elif (comparison := Comparison(r.pairs)).whose:
+        says = f"sampling_log_probs at a token's place are those {comparison.whose} {comparison}. One of the two "
+        yield "wrong", says + "kinds is misplaced, and a correction weighs each token by its gap to another one."
+    else:
+        yield "fine", f"old_log_probs and sampling_log_probs stand at the same tokens {comparison}."
+
+
+def _groups(r: Rollouts) -> _Findings:
+    if not r.has_groups:
+        yield "?", "The file does not say which documents share a prompt."
+        return
+    group = r.columns.group
+    numbers, sizes = np.unique(group, return_counts=True)
+    in_order = np.empty(len(group))
+    in_order[r.in_files] = group
+    places = np.cumsum(np.diff(in_order, prepend=in_order[0]) != 0)[r.in_files]
+    mixed, torn = (_have_several(group, labels) for labels in (r.columns.prompt, places))
+    alone = np.isin(group, numbers[sizes == 1])
+    if mixed.any():
+        says = f"{r.groups_of(mixed)} hold different prompts: their numbers begin anew somewhere, or the mask begins "
+        says += f"too late. A completion is judged by rewards of other prompts. They carry {r.share(mixed)}."
+        yield "wrong", says
+    if torn.any():
+        says = f"{r.groups_of(torn)} stand in several places of the files. They are trained together, with advantages "
+        says += f"over all their documents, also those of different policies. They carry {r.share(torn)}."
+        yield "look", says
+    if alone.any():
+        effect = f"They carry {r.share(alone)}" if r.has_advantages else "Its advantage is 0: it adds nothing"
+        says = f"{r.groups_of(alone)} have one document, which nothing can be compared with. {effect}. Is group_id "
+        yield "wrong" if alone.all() and not r.has_advantages else "look", says + "that of the prompt?"
+    if sizes.min() < sizes.max():
+        says = f"Groups have {sizes.min()} to {sizes.max()} documents. Under sample_mean, token_mean and constant a "
+        says += f"large group weighs up to {sizes.max() / sizes.min():.3g} times a small one; under prompt_mean all "
+        yield "look", says + "weigh the same: a comparison of aggregations compares this, too."
+    elif not (mixed | torn | alone).any():
+        groups, documents = plural(len(numbers), "group"), plural(sizes[0], "document")
+        yield "fine", f"{groups} of {documents}, each of one prompt and in one place."
+
+
+def _have_several(group: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """(documents,) whether the documents of each one's group have different labels, (documents,); NaN is none."""
+    pairs = np.unique(np.stack([group, labels])[:, ~np.isnan(labels)], axis=1)[0]
+    numbers, counts = np.unique(pairs, return_counts=True)
+    return np.isin(group, numbers[counts > 1])
+
+
+def _duplicates(r: Rollouts) -> _Findings:
+    """Pairs of equal documents against those of chance: a document's probability, once for each other of its prompt."""
+    some = np.flatnonzero(r.columns.trained)
+    prompt, text, log_prob = r.columns.prompt[some], r.columns.text[some], r.columns.log_prob[some]
+    _, first, equal = np.unique(text, return_index=True, return_counts=True)
+    observed, again = int((equal * (equal - 1) / 2).sum()), np.delete(some, first)
+    says, copies = f"{plural(observed, 'pair')} of documents are equal", plural(len(again), "document")
+    carried = f"They carry {r.share(again)}, and count twice in the baselines of their groups."
+    _, which, counts = np.unique(prompt, return_inverse=True, return_counts=True)
+    expected = float(((counts[which.ravel()] - 1) * np.exp(log_prob)).sum() / 2)
+    if not observed:
+        yield "fine", "No two documents are equal."
+    elif np.isnan(expected):
+        chance = "without log-probs it is not known how many would by chance"
+        yield "look", f"{says}. {copies} repeat another one; {chance}. {carried}"
+    elif observed <= expected + 4 * np.sqrt(expected) + 3:
+        yield "fine", f"{says}; the recorded log-probs let {expected:.3g} be expected."
+    else:
+        cause = "a dump read twice, or a run that was resumed"
+        says += f"; the recorded log-probs let {expected:.3g} be expected."
+        yield "wrong", f"{says} {copies} repeat another one: {cause}. {carried}"
+
+
+def _truncation(r: Rollouts) -> _Findings:
+    truncated, trained = r.columns.truncated, r.columns.trained
+    if np.isnan(truncated).any():
+        yield "?", "The file does not say of every document whether it was truncated."
+        return
+    cut = truncated == 1
+    tokens = trained[cut].sum() / max(1, trained.sum())
+    says = f"{percent(cut.mean())} of the documents were truncated, with {percent(tokens)} of the trained tokens."
+    if cut.any():
+        says += f" They carry {r.share(cut)}; their mean advantage is {r.columns.advantage[cut].mean():+.2g}."
+    yield "look" if cut.mean() > _MANY else "fine", says
+
+
+def _advantages(r: Rollouts) -> _Findings:
+    nothing = (r.columns.weight == 0) & (r.columns.trained > 0)
+    if nothing.all():
+        yield "wrong", "Every advantage is 0: the loss has no gradient. Are the rewards of every group equal?"
+        return
+    empty = r.num_groups - len(np.unique(r.columns.group[~nothing]))
+    of_groups = f" ({empty} of {r.num_groups} groups)" if r.has_groups else ""
+    left = 1 - r.w[nothing].sum() / r.w.sum()
+    says = f"{percent(nothing.mean())} of the documents{of_groups} have zero advantages. They add no gradient and "
+    says += f"count in the denominators: under aggregation={r.loss.aggregation.name} the gradient is {left:.3g} times "
+    yield "look" if nothing.mean() > _MOST else "fine", says + "that of the others alone."
+
+
+def _mismatch(r: Rollouts) -> _Findings:
+    if not r.differ:
+        same = "sampling_log_probs are old_log_probs, to the last bit"
+        known = same if r.pairs else "The file has no two kinds of log-probs"
+        yield "?", f"{known}: how far sampler and trainer differ is not known."
+        return
+    distance = r.columns.distance
+    mean = np.nansum(distance) / r.columns.trained[~np.isnan(distance)].sum()
+    says = f"Sampler and trainer differ by {mean:.2g} a token on average and {r.columns.largest.max():.2g} at most. "
+    says += f"This alone takes {percent(r.outside)} of the ratios out of the clip of loss={r.loss.family.name}."
+    yield "look" if r.outside > LARGE_SHARE else "fine", says
+
+
+_CHECKS = (_mask, _alignment, _groups, _duplicates, _truncation, _advantages, _mismatch)
+"""Those that need no model; each finds something to say."""
+
+
+def _model(loss: Loss, source: RecordedRollouts, policy: SamplingPolicy) -> _Findings:
+    """The first ratios, of documents from all over the file."""
+    positions = np.unique(np.linspace(0, source.num_documents - 1, _ASKED_DOCUMENTS).astype(int))
+    documents = [document for document in map(source.document, positions.tolist()) if document.num_trained]
+    known = {name: [one for one in documents if getattr(one, name) is not None] for name in LOG_PROBS}
+    for name in filter(known.get, LOG_PROBS):
+        comparison = policy.compare(name, known[name])
+        pairs = zip(known[name], comparison.pairs, strict=True)
+        share = sum(_outside(loss, document, new, old) for document, (old, new) in pairs) / len(known[name])
+        effect = f"The first ratios have logarithms of {comparison.size:.2g} in size on average, and {percent(share)} "
+        effect += f"of them are outside of the clip of loss={loss.family.name} before anything is learned."
+        if comparison.whose:
+            yield "wrong", f"{name} are those {comparison.whose} {comparison}. {effect}"
+        elif comparison.fits:
+            yield "fine", f"{name} are the model's {comparison}. {effect}"
+        else:
+            cause = "Other weights sampled them, or at another temperature, or top_p has cut the distribution"
+            yield "wrong", f"{name} are not the model's {comparison}. {effect} {cause}."
+    if not any(known.values()):
+        yield "?", "No document has log-probs that a model could be asked about."

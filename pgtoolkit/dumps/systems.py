@@ -20,7 +20,7 @@ class Unusable(Exception):
 class System:
     """A trainer's dump.
 
-    files: of a folder, as a pattern. columns: of each field of ours, theirs; docs/dumps.md says what they are.
+    files: of a folder, as a pattern. columns: of each field of ours, theirs.
     prepare(record, notes) gives a record with these fields: lists of the whole document, prompt included. It counts in
     notes what of a document is other than the dump says, and raises Dropped or Unusable.
     Where no field names the group, documents in a row with the same `prompt` are one, if the record has that.
@@ -138,94 +138,43 @@ def _after(prompt: Sequence, values: Sequence) -> list:
     return [0] * len(prompt) + list(values)
 
 
-SYSTEMS = {
-    "nemo-rl": System(
-        "train_data_step*.jsonl",
-        _nemo_rl,
-        {
-            "token_ids": "token_ids",
-            "loss_mask": "token_loss_mask",
-            "old_log_probs": "prev_logprobs",
-            "sampling_log_probs": "generation_logprobs",
-            "advantage": "advantages",
-            "reward": "rewards",
-        },
-    ),
-    "open-instruct": System(
-        "*_rollouts_*.jsonl",
-        _open_instruct,
-        {
-            "token_ids": "response_tokens",
-            "loss_mask": "sampled",
-            "old_log_probs": "logprobs",
-            "advantage": "advantage",
-            "reward": "reward",
-            "group_id": "prompt_idx",
-            "truncated": "finish_reason",
-            "id": "sample_idx",
-        },
-    ),
-    "slime": System(
-        "*.pt",
-        _slime,
-        {
-            "token_ids": "tokens",
-            "loss_mask": "loss_mask",
-            "old_log_probs": "log_probs",
-            "sampling_log_probs": "rollout_log_probs",
-            "ref_log_probs": "ref_log_probs",
-            "advantage": "advantages",
-            "reward": "reward",
-            "group_id": "group_index",
-            "truncated": "truncated",
-        },
-    ),
-    "prime-rl": System(
-        "rank_*.jsonl",
-        _prime_rl,
-        {
-            "token_ids": "token_ids",
-            "loss_mask": "loss_mask",
-            "old_log_probs": "trainer_logprobs",
-            "sampling_log_probs": "inference_logprobs",
-            "advantage": "advantages",
-        },
-        marker="STABLE",
-    ),
-    "pipelinerl": System(
-        "*.jsonl",
-        _pipeline_rl,
-        {
-            "token_ids": "input_ids",
-            "loss_mask": "labels",
-            "old_log_probs": "logprobs",
-            "reward": "reward",
-            "group_id": "group_id",
-            "truncated": "finished",
-        },
-    ),
-}
-SYSTEMS["miles"] = SYSTEMS["slime"]
+_TABLE = """
+                    nemo-rl              open-instruct    slime              prime-rl            pipelinerl
+token_ids           token_ids            response_tokens  tokens             token_ids           input_ids
+loss_mask           token_loss_mask      sampled          loss_mask          loss_mask           labels
+old_log_probs       prev_logprobs        logprobs         log_probs          trainer_logprobs    logprobs
+sampling_log_probs  generation_logprobs  -                rollout_log_probs  inference_logprobs  -
+ref_log_probs       -                    -                ref_log_probs      -                   -
+advantage           advantages           advantage        advantages         advantages          -
+reward              rewards              reward           reward             -                   reward
+group_id            -                    prompt_idx       group_index        -                   group_id
+truncated           -                    finish_reason    truncated          -                   finished
+id                  -                    sample_idx       -                  -                   -
+"""
+"""Where each of our columns comes from in the dump of a system; docs/dumps.md says what they are."""
 
-_ROWS = "rows of docs/data.md"
-REFUSED = {
-    "verl": (
-        "texts and scores (trainer.rollout_data_dir), or pickles that run code as they are loaded",
-        "_log_rollout_data of its trainer to write input_ids, response_mask, rollout_log_probs (with "
-        "actor_rollout_ref.rollout.calculate_log_probs=true), old_log_probs, token_level_scores and uid of `batch` as "
-        f"{_ROWS}",
-    ),
-    "trl": (
-        "texts and rewards (log_completions)",
-        "the subclass of GRPOTrainer in docs/dumps.md, which writes a file for rollout=recorded as it trains",
-    ),
-    "skyrl": (
-        "pickles that run code as they are loaded (dump_data_batch)",
-        "the place that writes them, so that sequences, loss_mask, rollout_logprobs, action_log_probs and rewards are "
-        f"{_ROWS}",
-    ),
+
+def _columns(name: str) -> dict[str, str]:
+    """Of each field of ours, that of a system."""
+    (*names,), *rows = (line.split() for line in _TABLE.strip().splitlines())
+    place = 1 + names.index(name)
+    return {row[0]: row[place] for row in rows if row[place] != "-"}
+
+
+SYSTEMS = {
+    "nemo-rl": System("train_data_step*.jsonl", _nemo_rl, _columns("nemo-rl")),
+    "open-instruct": System("*_rollouts_*.jsonl", _open_instruct, _columns("open-instruct")),
+    "slime": System("*.pt", _slime, _columns("slime")),
+    "prime-rl": System("rank_*.jsonl", _prime_rl, _columns("prime-rl"), marker="STABLE"),
+    "pipelinerl": System("*.jsonl", _pipeline_rl, _columns("pipelinerl")),
+    "miles": System("*.pt", _slime, _columns("slime")),
 }
-"""System -> (what its dumps are, what to switch on or change in it)."""
+REFUSED = {
+    "verl": "texts and scores, or pickles that run code as they are loaded",
+    "trl": "texts and rewards",
+    "skyrl": "pickles that run code as they are loaded",
+}
+"""What the dumps of other systems hold."""
 
 
 def reward_of(reward: Any, key: str | None) -> float:

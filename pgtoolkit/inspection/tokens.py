@@ -13,11 +13,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.keys import KEYS, keys_of
 from pgtoolkit.config.names import plain_config
-from pgtoolkit.config.overrides import jobs
+from pgtoolkit.config.overrides import jobs, reading
 from pgtoolkit.config.plan import documents_per_batch, documents_per_step, equation
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.validate import resolve_and_validate
-from pgtoolkit.dumps.configuration import reading
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.inspection.tokens_losses import LossOnStep, common_vectors, loss_on_step
 from pgtoolkit.inspection.tokens_step import MadeStep, make_again

@@ -102,7 +102,7 @@ def check(
         launcher(master.hydra, checked.report)
         for run in runs:
             if run.config is not None and master.hydra.launcher._target_ == LOCAL:  # the jobs run here
-                check_machine(run.values, run.report, begins=False)
+                check_machine(run.values, run.report)
         try:
             master.hydra.overrides.task = of_jobs
         except OmegaConfBaseException:
@@ -118,7 +118,7 @@ def check_resumed(run_dir: Path, overrides: list[str]) -> Checked:
     """The same for a run that is continued; functions that it names have been typed, and are imported as it starts."""
     run = check_run(compose(overrides, run_dir=run_dir), overrides)
     run.report.problems += executed.written_elsewhere(run.config, run_dir, parse(overrides)[0])
-    check_machine(run.values, run.report, typed=False, begins=False)
+    check_machine(run.values, run.report)
     return Checked([run])
 
 

@@ -129,7 +129,7 @@ def _check(config: DictConfig, overrides: list[str]) -> list[str]:
     sampler.sampler(plain, report)
     plain.rollout.name = "none"  # no rule on what is trained is to look at the prompts of the task
     plain.tracking.name = "none"  # nothing is tracked
-    check_machine(plain, report, begins=False)
+    check_machine(plain, report)
     if report.problems:
         raise refused(list(dict.fromkeys(report.problems)))
     return report.notes

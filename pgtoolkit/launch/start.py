@@ -108,7 +108,7 @@ def start_or_continue(run_dir: Path, argv: list[str]) -> int:
     args = hydra_arguments(argv)
     run = check_run(compose(args.overrides, args.config_dir and Path(args.config_dir)), args.overrides)
     if (rank := joined()) is None or rank.number == 0:
-        check_machine(run.values, run.report, begins=False)
+        check_machine(run.values, run.report)
     if run.report.problems:
         if rank is not None and rank.number > 0:
             return ConfigError.exit_status  # rank 0 says why

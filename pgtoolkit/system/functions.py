@@ -41,11 +41,10 @@ def import_function(key: str, path: str, arguments: Sequence[str] = (), keywords
     function = getattr(imported, name, None)
     if not callable(function):
         names = [other for other, value in vars(imported).items() if getattr(value, "__module__", None) == module]
-        near = difflib.get_close_matches(name, names, n=1)
         got = f"no {name}" if function is None else f"a value of type {type(function).__name__}"
         reason = f"{module} has {', '.join(names[:8]) or f'no {kind}'}."
-        use = f"{key}={module}.{near[0] if near else kind}"
-        raise ConfigError(refusal(setting, f"a {kind} in the module {module}", got, reason, use))
+        (near,) = difflib.get_close_matches(name, names, n=1) or [kind]
+        raise ConfigError(refusal(setting, f"a {kind} in the module {module}", got, reason, f"{key}={module}.{near}"))
     try:
         signature = inspect.signature(function)
     except ValueError:  # some functions written in C do not tell their arguments
@@ -53,25 +52,11 @@ def import_function(key: str, path: str, arguments: Sequence[str] = (), keywords
     try:
         signature.bind(*arguments, **dict.fromkeys(keywords))
     except TypeError as error:
-        if kind == "class":
-            raise ConfigError(_wrong_options(path, keywords, signature)) from error
         call = ", ".join([*arguments, *(["*", *keywords] if keywords else [])])
-        reason = "It is called so for every micro-batch." if keywords else "It is called so for every completion."
-        needs, got = f"a function that can be called as {name}({call})", f"{name}{signature}"
-        raise ConfigError(refusal(setting, needs, got, reason, f"def {name}({call})")) from error
+        needs, got = f"a {kind} that can be called as {name}({call})", f"{name}{signature}"
+        use = f"loss.options that fit {name}{signature}" if kind == "class" else f"def {name}({call})"
+        raise ConfigError(refusal(setting, needs, got, f"So it is called: {error}.", use)) from error
     return function
-
-
-def _wrong_options(path: str, options: Sequence[str], signature: inspect.Signature) -> str:
-    """The keys below loss.options are the fields of the class."""
-    fields = [*signature.parameters]
-    unknown = [name for name in options if name not in fields]
-    unset = [name for name, one in signature.parameters.items() if one.default is one.empty and name not in options]
-    name = (unknown or unset)[0]
-    near = next(iter([*difflib.get_close_matches(name, fields, n=1), *unset, *fields]), None)
-    reason = f"Its fields are {', '.join(fields)}." if fields else "It has no fields."
-    use = f"loss.options.{near}=VALUE" if near else "loss.options={}"
-    return refusal(f"loss.options.{name}", f"a field of {path}", "another name" if unknown else "no value", reason, use)
 
 
 def kind_of(key: str) -> str:

@@ -76,17 +76,6 @@ def load_generation_config(path: str) -> Any:
         return GenerationConfig.from_pretrained(place, **others, **only_here)
 
 
-def check_weights(path: str) -> None:
-    """ConfigError for a folder whose files of weights are not whole, by their headers, or not there."""
-    folder = Path(path).expanduser()
-    with refused(path, "whole files of weights", _CUT_OFF):
-        files = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
-        if not files:
-            raise FileNotFoundError("no model.safetensors; model.random_weights=true starts from nothing")
-        for file in files:
-            _num_weights(file)
-
-
 def how_to_load(path: str) -> dict[str, bool]:
     """Arguments of every `from_pretrained`: no code of a model is run, and for a folder the hub is not asked."""
     return {"trust_remote_code": False, "local_files_only": os.path.isdir(os.path.expanduser(path))}
@@ -104,19 +93,14 @@ def model_settings(path: str | Path | None) -> dict:
 
 def num_weights(path: str | Path | None) -> int | None:
     """How many numbers the files of weights in a folder hold, by their headers; None where these do not tell."""
+    count = 0
     try:
-        folder = Path(os.path.expanduser(path or os.devnull))
-        return sum(map(_num_weights, folder.glob("*.safetensors"))) or None
+        for file in Path(os.path.expanduser(path or os.devnull)).glob("*.safetensors"):
+            with safe_open(file, "np") as opened:
+                count += sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
     except (OSError, SafetensorError):
         return None
-
-
-def _num_weights(file: Path) -> int:
-    """0 for a file of another format."""
-    if file.suffix != ".safetensors":
-        return 0
-    with safe_open(file, "np") as opened:
-        return sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
+    return count or None
 
 
 def _object(file: Path) -> dict:

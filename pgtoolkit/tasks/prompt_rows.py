@@ -1,15 +1,22 @@
-"""Prompts with their reference answers, read from files and checked: a text, or the messages of a chat."""
+"""Prompts with their answers, read from files and from folders of Hugging Face data sets."""
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from pgtoolkit.errors import DataError
+from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.system.report import refusal, text
 
 Message = dict[str, Any]
 """{"role": ..., "content": ...}, and whatever else a chat template reads."""
+
+_USUAL = ("train", "test", "validation", "valid", "dev", "eval")
+"""Names of splits; a folder with files of several is not meant as a whole."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +33,78 @@ class Prompt:
     messages: tuple[Message, ...] | None = None
 
 
+def prompt_files(path: str, split: str | None) -> list[Path]:
+    """The files of task.path and task.split, in the order of their names, or as the data set lists them.
+
+    A folder is a data set that `save_to_disk` has written, with or without splits; or, with a split, one of the hub:
+    files named `train.jsonl` or `train-00000-of-00002.parquet`, or in a folder `train`, at any depth. Anything else is
+    a file, a folder of files or a glob. Raises ConfigError where the split does not fit, DataError without files.
+    """
+    from pgtoolkit.tasks.row_files import SUFFIXES, find_files
+
+    folder = Path(path).expanduser()
+    if (folder / "dataset_dict.json").is_file():
+        splits = [str(name) for name in _json(folder / "dataset_dict.json")["splits"]]
+        if split in splits:
+            return _saved(folder / split)
+    elif (folder / "state.json").is_file():
+        splits = [_json(folder / "state.json").get("_split")]
+        if split in (None, *splits):
+            return _saved(folder)
+    elif not folder.is_dir():
+        splits = [None]
+        if split is None:
+            return find_files(path, "task.path")
+    else:
+        files = [file for file in sorted(folder.rglob("*")) if file.suffix in SUFFIXES and file.is_file()]
+        files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
+        here = [file for file in files if file.parent == folder]
+        splits = sorted({name for file in here or files for name in _USUAL if _is_of(file, name)}) or [None]
+        if split is None and (splits == [None] or (here and len(splits) == 1)):
+            return find_files(path, "task.path")
+        if split is not None and (files := [file for file in files if _is_of(file, split)]):
+            return _of_one_data_set(path, split, folder, files)
+    known, use = ", ".join(map(text, splits)), " or ".join(f"task.split={text(name)}" for name in splits)
+    needs = f"one of {known}" if len(splits) > 1 else known
+    setting = f"task.split={text(split)} with task.path={path}"
+    raise ConfigError(refusal(setting, needs, split, "These are the splits that it has.", use))
+
+
+def _saved(folder: Path) -> list[Path]:
+    """The Arrow files of one data set."""
+    state = _json(folder / "state.json")
+    if state.get("_indices_data_files"):
+        reason = "An old version of datasets kept an order beside the rows"
+        raise DataError(f"{folder} needs rows in the order of its files. {reason}. Save it again with a newer one.")
+    files = [folder / Path(one["filename"]).name for one in state["_data_files"]]
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise DataError(f"{folder} lacks {', '.join(missing)}, which its state.json names. Copy or save it again.")
+    return files
+
+
+def _of_one_data_set(path: str, split: str, folder: Path, files: list[Path]) -> list[Path]:
+    """The files of a split; ConfigError where they are of several data sets."""
+    homes = sorted({file.parent.parent if file.parent.name == split else file.parent for file in files})
+    if len(homes) > 1:
+        reason = f"The split is in {', '.join(str(home.relative_to(folder)) for home in homes[:4])}."
+        raise ConfigError(refusal(f"task.path={path}", "one data set", len(homes), reason, f"task.path={homes[0]}"))
+    return files
+
+
+def _is_of(file: Path, split: str) -> bool:
+    name = re.fullmatch(rf"{re.escape(split)}(-\d+-of-\d+(-\w+)?)?", file.stem)
+    return bool(name) or file.parent.name == split
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file} cannot be read: {error}. Copy or save the data set again.") from error
+
+
 def read_prompts(path: str, split: str | None, prompt_field: str, answer_field: str) -> list[Prompt]:
     """The rows of all files, by their numbers. Raises DataError with all that is wrong with them."""
-    from pgtoolkit.tasks.datasets import prompt_files
     from pgtoolkit.tasks.row_files import Problems, open_files
 
     problems = Problems(f"the prompts of task.path={path} cannot be used")
@@ -50,8 +126,8 @@ def read_prompts(path: str, split: str | None, prompt_field: str, answer_field: 
                     use = ". Use task.prompt_field=messages" if field == prompt_field and "messages" in row else ""
                     problems.add(f"{place}:{field}", f"{reason}; the row has {there}{use}")
             if len(values) == 2:
-                (text, messages), answer = values
-                prompts.append(Prompt(text, answer, len(prompts), place, messages))
+                (asked, messages), answer = values
+                prompts.append(Prompt(asked, answer, len(prompts), place, messages))
     problems.raise_if_any()
     if not prompts:
         raise DataError(f"task.path={path} needs at least one prompt (got none).")
@@ -69,10 +145,8 @@ def _prompt(value: Any) -> tuple[str, tuple[Message, ...] | None]:
         if not all(isinstance(one.get(key), str) for key in ("role", "content")):
             raise ValueError(f"needs chat messages whose role and content are texts (got {one!r:.60})")
     last = messages[-1]
-    if last["role"] == "assistant":
-        raise ValueError("needs a last message that the model is to answer (got one of the role assistant)")
-    if not last["content"]:
-        raise ValueError("needs a last message with a text (got '')")
+    if last["role"] == "assistant" or not last["content"]:
+        raise ValueError(f"needs a last message that the model is to answer (got {last!r:.60})")
     # Columnar files give each message all keys that any of them has.
     return last["content"], tuple({key: item for key, item in one.items() if item is not None} for one in messages)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pgtoolkit.config.schema import HuggingFaceModelConfig, PromptsTaskConfig, TinyModelConfig
-from pgtoolkit.errors import ConfigError, DataError, first_line
+from pgtoolkit.errors import DataError, first_line
 from pgtoolkit.system.model_folder import end_tokens, load_generation_config, load_tokenizer
-from pgtoolkit.system.report import listed, refusal
+from pgtoolkit.system.report import listed
 from pgtoolkit.tasks.chat import ChatTemplate, chat_of
 from pgtoolkit.tasks.stops import StopStrings
 from pgtoolkit.tasks.tasks import Prompt, Score, Task, TaskConfig, make_task
@@ -115,24 +115,13 @@ class TokenizedTask:
     def check_lengths(
         self, longest_document: int, longest_completion: int, skip: bool, longest_prompt: int | None = None
     ) -> None:
-        """Measure all prompts: refuse those without a token or longer than one may be, or drop them.
+        """Measure all prompts: refuse those without a token or longer than one may be (DataError), or drop them.
 
         All lengths in tokens. longest_prompt: None for as many as leave room for a completion. A task without end has
-        prompts of one length in characters, so a few of them tell. Raises DataError; ConfigError where a prompt of that
-        length, or not even an empty one, has room.
+        prompts of one length in characters, so a few of them tell.
         """
-        room, document = longest_document - longest_completion, _document(longest_document, longest_completion)
-        if room < 1:
-            setting, tokens = f"rollout.max_completion_length={longest_completion}", f"{longest_document} tokens"
-            reason = f"The model's positions or accumulation.max_tokens allow a document of {tokens}, prompt included."
-            use = f"rollout.max_completion_length={longest_document // 2}"
-            raise ConfigError(refusal(setting, f"less than {tokens}", longest_completion, reason, use))
-        if longest_prompt is not None and longest_prompt > room:
-            use = f"task.max_prompt_length={room}, or a larger accumulation.max_tokens if the model has positions"
-            setting, needs = f"task.max_prompt_length={longest_prompt}", f"at most {room}"
-            raise ConfigError(refusal(setting, needs, longest_prompt, f"{document}.", use))
-        room = longest_prompt or room
-        task, total, bad = self.task, 0, []
+        room = max(0, longest_document - longest_completion)
+        room, task, total, bad = min(longest_prompt or room, room), self.task, 0, []
         rows = task.rows()
         while prompts := list(itertools.islice(rows, _CHUNK)):
             total += len(prompts)
@@ -150,18 +139,13 @@ class TokenizedTask:
             return
         longest = max(length for _, length in bad)
         ways = ["task.too_long=skip"] if skippable else []
-        if longest_prompt is not None:
-            document = f"task.max_prompt_length={longest_prompt} says so"
-            ways += [f"task.max_prompt_length={longest}"] if longest > room else []
-        elif longest > room:
-            tokens = f"accumulation.max_tokens={longest + longest_completion}"
-            ways.append(f"{tokens} with a model of as many positions, or shorter prompts")
-        raise DataError(f"{several} {needed}. {document}. Use {', or '.join(ways) or 'other prompts'}.")
-
-
-def _document(longest: int, longest_completion: int) -> str:
-    completion = f"a completion of up to rollout.max_completion_length={longest_completion}"
-    return f"A document of at most {longest} tokens holds a prompt and {completion}"
+        ways += [f"task.max_prompt_length={longest}"] if longest_prompt is not None else []
+        tokens = f"accumulation.max_tokens={longest + longest_completion}"
+        ways.append(f"{tokens} with a model of as many positions, or shorter prompts")
+        raise DataError(
+            f"{several} {needed}. A document of at most {longest_document} tokens holds a prompt and a completion of "
+            f"up to rollout.max_completion_length={longest_completion}. Use {', or '.join(ways)}."
+        )
 
 
 def scored_by_nobody(task: PromptsTaskConfig) -> PromptsTaskConfig:
@@ -174,25 +158,19 @@ def preview(model: TinyModelConfig | HuggingFaceModelConfig, task: TaskConfig, s
 
     Raises PgtoolkitError for prompts, or a model folder, that cannot be used.
     """
-    if isinstance(task, PromptsTaskConfig):
-        task = scored_by_nobody(task)
-    prompts = make_task(task, seed)
+    prompts = make_task(scored_by_nobody(task) if isinstance(task, PromptsTaskConfig) else task, seed)
     prompt = prompts.prompt(0)
     text = repr(prompt.text)
     lines = [f"{prompt.place}: {text[:200]}{'...' if len(text) > 200 else ''}"]
     if isinstance(model, TinyModelConfig):
-        tokenizer = tiny_tokenizer(prompts.alphabet)  # that of transformers around it takes a second to import
-
-        def tokenize(texts: list[str]) -> dict:
-            return {"input_ids": [one.ids for one in tokenizer.encode_batch(texts)]}
-
-        (tokens,) = TokenizedTask(prompts, tokenize).encode([prompt])
-        names = map(tokenizer.id_to_token, tokens)
+        characters = tiny_tokenizer(prompts.alphabet)  # that of transformers around it takes a second to import
+        encoding = characters.encode(prompt.text)
+        tokens, names = encoding.ids, encoding.tokens
     elif Path(model.path).expanduser().is_dir():
-        loaded = load_tokenizer(model.path)
-        ends = end_tokens(load_generation_config(model.path), loaded)
-        (tokens,) = TokenizedTask(prompts, loaded, ends, chat_of(task, loaded)).encode([prompt])
-        names = loaded.convert_ids_to_tokens(tokens)
+        tokenizer = load_tokenizer(model.path)
+        ends = end_tokens(load_generation_config(model.path), tokenizer)
+        (tokens,) = TokenizedTask(prompts, tokenizer, ends, chat_of(task, tokenizer)).encode([prompt])
+        names = tokenizer.convert_ids_to_tokens(tokens)
     else:
         return [*lines, f"its tokens are known where model.path={model.path} is a folder"]
     shown = " ".join(f"{name!r}={token}" for name, token in itertools.islice(zip(names, tokens, strict=True), 20))

@@ -23,7 +23,6 @@ SUFFIXES = (".jsonl", ".parquet")
 MAX_ROW_BYTES = 256 * 2**20
 MAX_ROW_GROUP_BYTES = 512 * 2**20
 MAX_PROBLEMS = 10
-_COUNTED_BYTES = 2**30
 DIGEST_KEY = b"pgtoolkit_rows_crc32"
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
@@ -46,22 +45,6 @@ class Problems:
 
     def _raise(self, title: str) -> None:
         raise DataError("\n".join([title, *self._lines]))
-
-
-def count_rows(path: str, key: str) -> int | None:
-    """How many rows the files of `find_files` have; None where that cannot be said without reading them at length."""
-    with contextlib.suppress(DataError, OSError, pa.ArrowException):
-        count = 0
-        for file in find_files(path, key):
-            if file.suffix == ".parquet":
-                count += pq.read_metadata(file).num_rows
-            elif file.stat().st_size > _COUNTED_BYTES:
-                return None
-            else:
-                with open(file, "rb") as lines:
-                    count += sum(1 for line in lines if line.strip())
-        return count or None
-    return None
 
 
 def find_files(path: str, key: str) -> list[Path]:
@@ -153,9 +136,6 @@ class RowFile:
 class JsonlFile(RowFile):
     """A JSONL file, one object per line; the place of a row is its byte offset."""
 
-    kind: type = dict
-    """What a line holds."""
-
     def rows(self) -> Iterator[tuple[int, int, dict | str]]:
         try:
             with open(self.path, "rb") as file:
@@ -163,7 +143,7 @@ class JsonlFile(RowFile):
                 while line := file.readline(MAX_ROW_BYTES):
                     number += 1
                     if line.strip():
-                        yield number, offset, _parse_line(line, self.kind)
+                        yield number, offset, _parse_line(line)
                     offset += len(line)
         except OSError as error:
             raise DataError(f"{self.label} cannot be read: {error.strerror}") from error
@@ -173,7 +153,7 @@ class JsonlFile(RowFile):
         self._check_unchanged()
         with open(self.path, "rb") as file:
             file.seek(place)
-            return _parse_line(file.readline(MAX_ROW_BYTES), self.kind)
+            return _parse_line(file.readline(MAX_ROW_BYTES))
 
 
 class ParquetFile(RowFile):
@@ -252,7 +232,7 @@ def _fields(table: pa.Table | pa.RecordBatch, row: int) -> dict[str, Any]:
     return fields
 
 
-def _parse_line(line: bytes, kind: type) -> Any | str:
+def _parse_line(line: bytes) -> dict | str:
     try:
         row = json.loads(line, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
@@ -261,8 +241,7 @@ def _parse_line(line: bytes, kind: type) -> Any | str:
         if not line.endswith(b"\n"):
             return "the file ends within this row: it was truncated, or is still being written. Remove the row"
         return f"not JSON: {error}"
-    expected = {dict: "object", list: "array"}[kind]
-    return row if isinstance(row, kind) else f"not a JSON {expected} (got {type(row).__name__}); JSONL has one per line"
+    return row if isinstance(row, dict) else f"not a JSON object (got {type(row).__name__}); JSONL has one per line"
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import hashlib
 import math
@@ -11,12 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pgtoolkit.config.evaluation import QUESTIONS
 from pgtoolkit.config.schema import PromptsTaskConfig, ReasoningGymTaskConfig, ReverseTaskConfig
-from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.errors import ConfigError, DataError, first_line
 from pgtoolkit.system.functions import blaming
+from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.prompt_rows import Prompt, read_prompts
-from pgtoolkit.tasks.verifier_processes import CRASH, TIMEOUT, VerifierProcesses
-from pgtoolkit.tasks.verifiers import Named, Question, Verifiers
+from pgtoolkit.tasks.verifiers import CRASH, TIMEOUT, Named, Question, VerifierProcesses, Verifiers
 
 
 @dataclass(frozen=True)
@@ -135,16 +135,17 @@ class ReasoningGymTask(_NumberedRows):
     """
 
     alphabet = None
-    default_size = 10_000
 
     def __init__(self, config: ReasoningGymTaskConfig, seed: int):
-        options = dict(config.options)
-        if "seed" in options:
-            raise ConfigError(
-                f"task.options.seed={options['seed']} needs to be left out. The run's seed is used. Use seed=NUMBER."
-            )
-        options.setdefault("size", self.default_size)
-        data = _reasoning_gym_data(config.dataset, seed, options)
+        from reasoning_gym import create_dataset
+
+        options = {"size": QUESTIONS} | config.options
+        try:
+            data = create_dataset(config.dataset, seed=seed, **options)
+        except (TypeError, ValueError, AssertionError) as error:  # among them a seed of its own
+            setting = f"task.dataset={config.dataset} with task.options={config.options}"
+            needs, reason = "a data set of reasoning-gym, and options that it has", "Its seed is that of the run."
+            raise ConfigError(refusal(setting, needs, first_line(error), reason, "task.dataset=chain_sum")) from error
         super().__init__(options["size"])
         self._dataset = config.dataset
         self._score_answer = data.score_answer
@@ -161,29 +162,6 @@ class ReasoningGymTask(_NumberedRows):
     def _prompt_of(self, row: int, index: int) -> Prompt:
         entry = self._entry(row)
         return Prompt(entry["question"], entry["answer"] or "", index, f"{self._dataset}:{row}")
-
-
-def _reasoning_gym_data(name: str, seed: int, options: dict):
-    try:
-        from reasoning_gym import create_dataset
-        from reasoning_gym.factory import DATASETS
-    except ImportError as error:
-        raise ConfigError(
-            "task=reasoning_gym needs the reasoning-gym package (it is not installed). "
-            'Some of its dependencies need a compiler. Use pip install "pgtoolkit[reasoning-gym]".'
-        ) from error
-    if name not in DATASETS:
-        near = difflib.get_close_matches(name, DATASETS, n=3, cutoff=0.5) or ["chain_sum"]
-        raise ConfigError(
-            f"task.dataset={name} needs one of the {len(DATASETS)} data sets of reasoning-gym (got {name}). "
-            f"Use {' or '.join(f'task.dataset={n}' for n in near)}."
-        )
-    try:
-        return create_dataset(name, seed=seed, **options)
-    except (TypeError, ValueError, AssertionError) as error:
-        raise ConfigError(
-            f"task.options={options} needs options of the data set {name} (got an error: {error or 'refused'})."
-        ) from error
 
 
 class PromptsTask(_NumberedRows):

@@ -1,22 +1,52 @@
-"""Verifiers: functions that say whether a completion answers its prompt. Imports nothing large."""
+"""Verifiers: whether a completion answers its prompt; in this process, or in some of their own with a time limit.
+
+Of a process of its own, questions go in and scores come out over a socket. It ends with the one that trains, however
+that ends and whatever a verifier is doing then. Both sides are here; nothing large is imported.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import json
+import logging
 import math
+import os
 import re
+import select
+import signal
+import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
 
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.system.functions import blaming, import_function
+from pgtoolkit.system.report import refusal
+
+log = logging.getLogger("pgtoolkit")
 
 Verifier = Callable[[str, str], float]
 """`verifier(completion, answer)` returns the reward; 1 or more counts as an exact match."""
 
+START_SECONDS = 120
+"""For a process to import its verifiers; the time for an answer begins afterwards."""
 
-@dataclass(frozen=True)
-class Named:
+TIMEOUT, CRASH = "timeout", "crash"
+"""What a question has in the place of a score."""
+
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from pgtoolkit.tasks.verifiers import work; work(int(sys.argv[2]))"
+)
+
+
+class Named(NamedTuple):
     """A verifier of the configuration: its key there, which names it or has its dotted path, and its pattern."""
 
     key: str
@@ -24,8 +54,7 @@ class Named:
     pattern: str | None = None
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """What a verifier is asked. number: of the verifier, among those of the run. on: the rest in words, for errors."""
 
     number: int
@@ -65,6 +94,166 @@ class Verifiers:
         """Nothing was started."""
 
 
+class VerifierProcesses:
+    """The verifiers of a run in at most `processes` processes, started when they are first needed.
+
+    seconds: the most that one answer may take.
+    """
+
+    def __init__(self, named: Sequence[Named], processes: int, seconds: float):
+        self._named, self._seconds = named, seconds
+        self._workers = [_Worker(named) for _ in range(processes)]
+        self._said: set[str] = set()
+        weakref.finalize(self, _end, self._workers)  # at the latest when the interpreter ends
+
+    def scores(self, questions: Sequence[Question]) -> list[float | str]:
+        """The score of each question, in their order; TIMEOUT or CRASH where there was none.
+
+        Raises DataError where a function of the user's fails, for the first such question, and ConfigError where a
+        process cannot be started.
+        """
+        idle = [*self._workers]
+
+        def outcome(question: Question) -> tuple[str, Any]:
+            worker = idle.pop()  # of those that nobody else asks, the one that was asked last
+            try:
+                return worker.outcome(question, self._seconds)
+            finally:
+                idle.append(worker)
+
+        threads = ThreadPoolExecutor(len(self._workers))
+        try:
+            outcomes = list(threads.map(outcome, questions))
+        except BaseException:
+            self.close()  # of answers that nobody waits for any more
+            raise
+        finally:
+            threads.shutdown(cancel_futures=True)
+        for question, (kind, value) in zip(questions, outcomes, strict=True):
+            if kind in (TIMEOUT, CRASH) and kind not in self._said:
+                self._said.add(kind)
+                self._note(kind, value, question)
+        for kind, value in outcomes:
+            if kind == "error":
+                raise DataError(value)
+        return [value if kind == "score" else kind for kind, value in outcomes]
+
+    def close(self) -> None:
+        """End all processes, whatever they do."""
+        _end(self._workers)
+
+    def _note(self, kind: str, ending: str, question: Question) -> None:
+        named = self._named[question.number]
+        limit = f"gave no answer within task.verifier_seconds={self._seconds:g}"
+        happened = limit if kind == TIMEOUT else f"ended its process: {ending}"
+        log.warning(
+            f"note: {named.key}={named.name} {happened} on {question.on}. The score is 0, and the run goes on. Said "
+            f"once; the metric verifier_{kind}_fraction counts such completions."
+        )
+
+
+class _Worker:
+    """One process at a time, started when it is first asked and after one that has ended."""
+
+    def __init__(self, named: Sequence[Named]):
+        self._named, self._process = named, None
+
+    def outcome(self, question: Question, seconds: float) -> tuple[str, Any]:
+        """("score", number), ("error", text), or TIMEOUT or CRASH with how the process has ended."""
+        if self._process is None:
+            self._start()
+        return self._ask(question, seconds)
+
+    def _start(self) -> None:
+        here, there = socket.socketpair()
+        with there:
+            # In a session of its own: what a terminal sends is for the process that trains, which needs its answers.
+            arguments = [sys.executable, "-P", "-u", "-c", _PROGRAM, json.dumps(sys.path), str(there.fileno())]
+            self._process = subprocess.Popen(arguments, pass_fds=[there.fileno()], start_new_session=True)
+        self._connection = Connection(here.detach())
+        kind, value = self._ask([*self._named], START_SECONDS)
+        if kind == "error":
+            raise ConfigError(value)
+        if kind in (TIMEOUT, CRASH):
+            got = f"none within {START_SECONDS} seconds" if kind == TIMEOUT else f"one that ended: {value}"
+            names = ", ".join(f"{one.key}={one.name}" for one in self._named)
+            reason, use = "Importing it runs its code.", "a verifier whose module can be imported in seconds"
+            raise ConfigError(refusal(names, "a process that imports it", got, reason, use))
+
+    def _ask(self, told: Any, seconds: float) -> tuple[str, Any]:
+        kind, process = TIMEOUT, self._process
+        try:
+            self._connection.send(told)
+            if self._connection.poll(seconds):
+                return self._connection.recv()
+        except (EOFError, OSError):
+            kind = CRASH
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(1)
+        return kind, self.end(process)
+
+    def end(self, process: subprocess.Popen | None) -> str:
+        """Kill a process with what it has started; returns how it had ended by itself."""
+        self._process = None
+        code = process.poll()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return signal.Signals(-code).name if code is not None and code < 0 else f"status {code}"
+
+
+def _end(workers: list[_Worker]) -> None:
+    for worker in workers:
+        if worker._process is not None:
+            worker.end(worker._process)
+
+
+def work(socket: int) -> None:
+    """Serve until the other end is closed.
+
+    In: the verifiers, then a question at a time. Out: a first answer once they are imported, then one for each
+    question, as `_Worker.outcome` has it.
+    """
+    connection, process_id = Connection(socket), os.getpid()
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    fcntl.fcntl(socket, fcntl.F_SETOWN, -os.getpgrp())  # the whole group, of which this process is the first
+    verifiers = None
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            told = connection.recv()
+            try:
+                with _ending_with_the_other_end(socket):
+                    if verifiers is None:
+                        verifiers, answer = Verifiers(told), ("ready", None)
+                    else:
+                        answer = "score", verifiers.score(told)
+            except (ConfigError, DataError) as error:
+                answer = "error", str(error)
+            # What a verifier has forked, and which came back as well, would answer once more.
+            if os.getpid() != process_id:
+                os._exit(0)
+            connection.send(answer)
+    os.killpg(os.getpgrp(), signal.SIGKILL)  # with what verifiers have left behind
+
+
+@contextlib.contextmanager
+def _ending_with_the_other_end(socket: int) -> Iterator[None]:
+    """The kernel ends this process when the socket's other end closes, also within a function that never returns.
+
+    The other end sends nothing while it waits for an answer, so that anything that happens to the socket is its end.
+    """
+    flags = fcntl.fcntl(socket, fcntl.F_GETFL)
+    fcntl.fcntl(socket, fcntl.F_SETFL, flags | os.O_ASYNC)
+    closed = select.poll()
+    closed.register(socket, select.POLLHUP)
+    if closed.poll(0):  # before the kernel was told to watch
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+    try:
+        yield
+    finally:
+        fcntl.fcntl(socket, fcntl.F_SETFL, flags)
+
+
 def make_verifier(name: str, pattern: str | None = None, key: str = "task.verifier") -> Verifier:
     """The verifier of that name, or the function at a dotted path `package.module.function`.
 
@@ -73,16 +262,15 @@ def make_verifier(name: str, pattern: str | None = None, key: str = "task.verifi
     math_verify: both are mathematically equal, by the math-verify package.
     A function of yours takes (completion, answer) and returns a bool or a finite number.
 
-    Raises ConfigError for a verifier that cannot be imported (which names and patterns there are to choose from is a
-    rule of config/rules/run.py); the verifier raises DataError for a reward that is no finite number, and whatever a
-    function of yours raises.
+    Raises ConfigError for a verifier that cannot be imported; the verifier raises DataError for a reward that is no
+    finite number, and whatever a function of yours raises.
     """
     if name == "exact_match":
         return _exact_match
     if name == "regular_expression":
         return _regular_expression(pattern)
     if name == "math_verify":
-        return _math_verify(key)
+        return _math_verify()
     return _imported(key, name)
 
 
@@ -101,14 +289,8 @@ def _regular_expression(pattern: str) -> Verifier:
     return verify
 
 
-def _math_verify(key: str) -> Verifier:
-    try:
-        from math_verify import parse, verify
-    except ImportError as error:
-        raise ConfigError(
-            f"{key}=math_verify needs the math-verify package (it is not installed). "
-            'Use pip install "pgtoolkit[math-verify]".'
-        ) from error
+def _math_verify() -> Verifier:
+    from math_verify import parse, verify
 
     def equal(completion: str, answer: str) -> float:
         # Its time limit is a signal, which only the main thread may set.

@@ -22,7 +22,7 @@ from pgtoolkit.losses.objective import Loss
 from pgtoolkit.rollouts.recorded import RecordedRollouts, needed_fields
 from pgtoolkit.runs.records import read_data, storage
 from pgtoolkit.system.plain_files import write_atomically
-from pgtoolkit.tasks.datasets import prompt_files
+from pgtoolkit.tasks.prompt_rows import prompt_files
 from pgtoolkit.tasks.row_files import find_files
 
 WHOLE_BYTES = 64 * 2**20

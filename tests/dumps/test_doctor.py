@@ -124,13 +124,6 @@ def test_another_temperature(sampled_at, recorded_at, policy, tmp_path):
     assert "old_log_probs are the model's" in right
 
 
-def test_other_weights(rows, tmp_path):
-    other = save_with_tokenizer(model(5), tmp_path / "other")
-    said = found(rows, tmp_path, "model=huggingface", f"model.path={other}", topic="model")
-    assert "old_log_probs are not the model's" in said
-    assert "Other weights sampled them" in said
-
-
 def test_a_mask_that_begins_in_the_prompt(rows, policy, tmp_path):
     for row in rows:
         row["loss_mask"][2] = True

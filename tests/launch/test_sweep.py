@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from builders.models import save_with_tokenizer, small_llama
 from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of
 from builders.runs import run as train_short
 from omegaconf import OmegaConf
@@ -294,6 +295,22 @@ def test_every_sweep_is_valid(name, monkeypatch, tmp_path):
     lines = sweep_file(name).read_text().splitlines()
     assert lines[0] == f"# pgtk sweep {name}"
     assert "?" in lines[1]
+
+
+def test_the_sweep_of_a_real_model_has_nothing_to_complain_of(capsys, tmp_path, monkeypatch):
+    """With files made as its comments say."""
+    monkeypatch.chdir(tmp_path)
+    template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
+    save_with_tokenizer(small_llama(max_position_embeddings=1024), Path("qwen-sft"), template)
+    for name in ("prompts", "test"):
+        Path(f"{name}.jsonl").write_text(json.dumps({"prompt": f"{name} 12", "answer": "144"}) + "\n")
+    assert main(["check", "sweep", "real_model"]) == 0
+    page = capsys.readouterr().out
+    assert "Sweep of 6 runs" in page
+    assert "varies: loss = grpo, gspo, cispo" in page
+    assert "rollouts: 64 prompts x 8 completions = 512 documents a batch" in page
+    assert "  model.lora_rank = 32\n" in page
+    assert page.rstrip().endswith("Problems\n  none")
 
 
 def test_every_sweep_is_listed_with_its_answer():

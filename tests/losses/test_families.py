@@ -201,7 +201,7 @@ def test_training_with_a_family_of_ones_own_does_not_depend_on_the_cut(tmp_path)
         ("NoBounds", [], "NoBounds.bounds need to be two ratios, the lower one first (got 1.2, 0.8)"),
         ("no_family", [], "float is no Family"),
         ("SquaredByDocument", ["loss.num_splits=2", "kernel=torch"], "cuts the documents"),
-        ("Squared", ["loss.options.taw=3"], "Its fields are tau. Use loss.options.tau=VALUE."),
+        ("Squared", ["loss.options.taw=3"], "unexpected keyword argument 'taw'"),
         ("Nothing", [], "(got no Nothing)"),
     ],
 )

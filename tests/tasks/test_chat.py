@@ -9,9 +9,7 @@ from builders.runs import SHORT, config_of, sampler_of
 from omegaconf import OmegaConf
 from tokenizers import processors
 
-from pgtoolkit.config.compose import compose
 from pgtoolkit.config.schema import Chat, PromptsTaskConfig
-from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.build import character_tokenizer
 from pgtoolkit.tasks.chat import ChatTemplate, chat_of
@@ -19,7 +17,6 @@ from pgtoolkit.tasks.completion import Request
 from pgtoolkit.tasks.prompts import TokenizedTask, preview
 from pgtoolkit.tasks.tasks import Prompt
 from pgtoolkit.training.build import build
-from pgtoolkit.training.machine import check_machine
 from pgtoolkit.training.train import train
 
 CHATML = (
@@ -85,17 +82,6 @@ def test_tokens_are_those_of_the_template(template):
     assert encoded(tokenizer, [TEXT, TALK]) == [*encoded(tokenizer, [TEXT]), *encoded(tokenizer, [TALK])]
 
 
-def test_the_whole_text_of_a_prompt():
-    (found,) = encoded(tokenizer_of(LLAMA), [TALK])
-    assert tokenizer_of(LLAMA).decode(found) == (
-        "<bos>[system]Be brief.<|im_end|>[user]Hello<|im_end|>[assistant]Hi.<|im_end|>[user]6 * 7?<|im_end|>[assistant]"
-    )
-    (found,) = encoded(tokenizer_of(CHATML), [TEXT], system_prompt="Think first.")
-    assert tokenizer_of(CHATML).decode(found) == (
-        "<|im_start|>system\nThink first.<|im_end|>\n<|im_start|>user\n6 * 7?<|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
 def test_a_text_alone_where_there_is_no_template_or_never():
     for tokenizer, chosen in ((tokenizer_of(LLAMA), Chat.never), (tokenizer_of(None), Chat.auto)):
         (found,) = encoded(tokenizer, [TEXT], chat=chosen)
@@ -121,16 +107,11 @@ def test_a_system_prompt_that_would_be_ignored_is_refused(template, chosen, got)
     assert f"needs a chat template that has a place for it (got {got}). It would be ignored." in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("template", "said"), [(NO_SYSTEM, "one that says: System role not supported"), (DEAF, "one that leaves it out")]
-)
-def test_a_row_whose_system_message_would_be_ignored_is_refused(template, said):
-    tokenizer = tokenizer_of(template)
-    assert encoded(tokenizer, [TEXT])
-    with pytest.raises(
-        DataError, match=f"at p:2 cannot be .*: it has a system message, and the chat template is {said}"
-    ):
-        encoded(tokenizer, [TEXT, TALK])
+def test_a_row_whose_system_message_would_be_ignored_is_refused():
+    said = "it has a system message, and the chat template is one that leaves it out"
+    assert encoded(tokenizer_of(DEAF), [TEXT])
+    with pytest.raises(DataError, match=f"at p:2 cannot be .*: {said}"):
+        encoded(tokenizer_of(DEAF), [TEXT, TALK])
 
 
 def test_a_template_without_a_place_for_answers_ends_none():
@@ -205,13 +186,3 @@ def test_a_run_trains_on_the_tokens_of_the_template(folder, capsys):
     place, tokens = preview(values.model, values.task, 0)
     assert place.startswith("p.jsonl:")
     assert tokens.startswith(f"{len(tokenizer(asked % '6 * 7?', add_special_tokens=False).input_ids)} tokens: '<|im_st")
-
-
-def test_a_template_without_a_place_for_the_system_prompt_is_seen_before_the_run(folder):
-    tokenizer = tokenizer_of(NO_SYSTEM)
-    tokenizer.save_pretrained(folder / "model")
-    overrides = [one for one in chosen(folder, "task.system_prompt=Brief.") if not one.startswith("tracking")]
-    values, report = resolve_and_validate(compose([*overrides, "tracking=none"]).config)
-    check_machine(values, report)
-    (problem,) = report.problems
-    assert "got one that says: System role not supported" in problem

@@ -1,7 +1,6 @@
 """Verifiers: what they accept, what they refuse to be made of."""
 
 import math
-import sys
 
 import pytest
 
@@ -25,9 +24,7 @@ def test_regular_expression_compares_what_it_captured_last():
     assert optional("x", "None") == 0.0
 
 
-@pytest.mark.parametrize(
-    "name", ["no_such_name", "no_such_package.module.function", "math.no_such_function", "math.pi"]
-)
+@pytest.mark.parametrize("name", ["no_such_name", "math.no_such_function", "math.pi"])
 def test_what_cannot_be_a_verifier(name):
     with pytest.raises(ConfigError, match=f"task.verifier={name} needs a function "):
         make_verifier(name)
@@ -37,10 +34,8 @@ def test_a_function_of_yours(tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text(
         "def same_length(completion, answer):\n    return len(completion) == len(answer)\n"
         "def partial(completion, answer):\n    return 0.25\n"
-        "def broken(completion, answer):\n    return float('nan')\n"
-        "def forgotten(completion, answer):\n    pass\n"
+        "def broken(completion, answer):\n    return float('nan') if completion else 10**400\n"
         "def text(completion, answer):\n    return '1.0'\n"
-        "def endless(completion, answer):\n    return 10**400\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert make_verifier("my_rewards.same_length")("ab", "cd") == 1.0
@@ -48,12 +43,10 @@ def test_a_function_of_yours(tmp_path, monkeypatch):
     assert make_verifier("my_rewards.partial")("", "") == 0.25
     with pytest.raises(DataError, match="returned nan"):
         make_verifier("my_rewards.broken")("a", "b")
-    with pytest.raises(DataError, match="returned None"):
-        make_verifier("my_rewards.forgotten")("a", "b")
+    with pytest.raises(DataError, match="returned 1000"):
+        make_verifier("my_rewards.broken")("", "b")
     with pytest.raises(DataError, match=r"returned '1.0'; a verifier returns a bool or a finite number"):
         make_verifier("my_rewards.text")("a", "b")
-    with pytest.raises(DataError, match="returned 1000"):
-        make_verifier("my_rewards.endless")("a", "b")
 
 
 def test_math_verify():
@@ -62,9 +55,3 @@ def test_math_verify():
     assert verify("So the result is $\\frac{1}{2}$", "0.5") == 1.0
     assert verify("So the result is $\\frac{1}{3}$", "0.5") == 0.0
     assert math.isfinite(verify("no number at all", "0.5"))
-
-
-def test_math_verify_not_installed(monkeypatch):
-    monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(ConfigError, match=r"pip install .*math-verify"):
-        make_verifier("math_verify")

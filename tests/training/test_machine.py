@@ -1,15 +1,21 @@
 """What the machine lacks is refused before anything is made, by `check` and by the start, all of it together."""
 
+import json
 import os
 import subprocess
 import sys
 
 import pytest
+from huggingface_hub import constants
 
 from pgtoolkit.cli import main
 
 HUGGING_FACE = ("model=huggingface", "trainer.max_steps=1", "tracking=none")
 PROMPTS = ("task=prompts", "tracking=none", "rollout.max_completion_length=7")
+
+
+ROW = {"token_ids": [1, 2, 3], "loss_mask": [False, True, True], "old_log_probs": [0, -1.0, -2.0]}
+GROUP = [ROW | {"reward": reward, "group_id": 0} for reward in (0, 1)]
 
 
 @pytest.fixture(autouse=True)
@@ -51,30 +57,6 @@ def test_a_check_of_the_defaults_imports_nothing_large(beside):
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=60)
 
 
-@pytest.mark.parametrize(
-    ("place", "got"),
-    [
-        ("text.txt", "a file of another kind"),
-        ("text.txt/below/mlflow.db", "a place below the file {}/text.txt"),
-        (f"{'x' * 250}.db", "a name that is too long"),
-        ("pipe", "a file of another kind"),
-    ],
-)
-def test_places_where_no_store_can_be(capsys, beside, place, got):
-    (beside / "text.txt").write_text("no database")
-    os.mkfifo(beside / "pipe")
-    said = refused(capsys, "trainer.max_steps=1", f"tracking.uri=sqlite:///{place}")
-    assert f"tracking.uri=sqlite:///{beside}/{place} needs an SQLite file, or a place for one (got " in said
-    assert f"(got {got.format(beside)}). MLflow keeps the run there. Use" in said
-
-
-@pytest.mark.parametrize("place", ["new/folder/mlflow.db", "empty.db"])
-def test_places_where_a_store_can_be(capsys, beside, place):
-    (beside / "empty.db").touch()
-    assert main(["check", f"tracking.uri=sqlite:///{place}"]) == 0
-    assert not (beside / "new").exists()
-
-
 def test_functions_that_are_not_there(capsys, beside):
     (beside / "prompts.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
     (beside / "mine.py").write_text("def verify(completion):\n    return 1\n")
@@ -99,33 +81,30 @@ def test_a_pattern_has_one_group(capsys, beside):
     assert "needs task.pattern with one group (got (a)(b) with 2; (?:...) is a group that captures nothing)." in said
 
 
-def test_recorded_rollouts_of_another_run(capsys, beside):
-    (beside / "rollouts").mkdir()
-    (beside / "rollouts" / "batch-000000.parquet").touch()
-    said = refused(capsys, "rollout.save_path=rollouts")
-    assert "rollout.save_path=rollouts needs a new or empty folder (got one with 1 batches of rollouts)." in said
+def test_more_processes_than_this_machine_has_room_for(capsys, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    said = refused(capsys, "parallelism=ddp", "parallelism.data_parallel=33")
+    assert "parallelism.data_parallel=33 needs at most 32 processes on this machine (got 33 of them)" in said
+    assert main(["check", "parallelism=ddp", "parallelism.data_parallel=32"]) == 0
 
 
-def test_a_model_that_is_nowhere_is_refused(beside):
-    for path, environment, says in (
-        ("models/of/mine", {}, "Repo id must be in the form"),
-        ("models/mine", {"HF_HUB_OFFLINE": "1"}, "We couldn't connect to"),
-        (
-            "mine",
-            {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"},
-            "We couldn't connect to 'http://127.0.0.1:9'",
-        ),
-    ):
-        done = subprocess.run(
-            [sys.executable, "-m", "pgtoolkit.cli", *HUGGING_FACE, f"model.path={path}"],
-            env={**os.environ, "HF_HOME": str(beside / "cache"), **environment},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 2, done.stderr
-        assert (
-            f"model.path={path} needs a model that transformers can load, with its config.json (got {says}"
-            in done.stderr
-        )
-    assert not (beside / "outputs").exists()
+@pytest.mark.parametrize(
+    ("rows", "overrides", "says"),
+    [
+        ([], [], "needs at least one row"),
+        ([ROW, ROW], [], "rows.jsonl:1:reward: is missing"),
+        ([GROUP[0], GROUP[1] | {"token_ids": [1, 2, 99]}], [], "rows.jsonl:2:token_ids: is 99 at position 2"),
+        (GROUP, ["accumulation.max_tokens=2"], "has 3 tokens and at most 2 fit"),
+        (GROUP, ["correction=token_mask"], "rows.jsonl:1:sampling_log_probs: is missing"),
+    ],
+)
+def test_recorded_rows_that_cannot_be_trained_on(capsys, beside, rows, overrides, says):
+    (beside / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert says in refused(capsys, "rollout=recorded", "rollout.path=rows.jsonl", *overrides, status=3)
+
+
+def test_a_model_that_is_nowhere(capsys, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for path, says in (("models/of/mine", "Repo id must be in the form"), ("models/mine", "We couldn't connect to")):
+        said = refused(capsys, *HUGGING_FACE, f"model.path={path}")
+        assert f"model.path={path} needs a model that transformers can load, with its config.json (got {says}" in said
