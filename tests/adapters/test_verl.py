@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from builders.padded import LENGTHS, WIDTH, batch, ours
+from adapters.padded import LENGTHS, WIDTH, batch, ours
 
 pytest.importorskip("verl", reason="the extra verl")
 

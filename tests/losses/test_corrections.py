@@ -4,9 +4,6 @@ import math
 
 import pytest
 import torch
-from builders.formulas import ADVANTAGES as OF_FORMULAS
-from builders.formulas import FORMULAS, LOG_RATIO, NEW
-from builders.formulas import of_log_probs as of_family
 from builders.losses import (
     CORRECTIONS,
     TEMPERATURE,
@@ -16,6 +13,9 @@ from builders.losses import (
     relative_error,
     totals_of,
 )
+from losses.formulas import ADVANTAGES as OF_FORMULAS
+from losses.formulas import FORMULAS, LOG_RATIO, NEW
+from losses.formulas import of_log_probs as of_family
 
 from pgtoolkit import corrections, families, kl, linear_policy_loss, log_prob_loss, policy_loss
 from pgtoolkit.errors import DataError

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from builders.families import Squared, SquaredByDocument, WrongSlope
 from builders.losses import EVERY_LOSS, PARAMETERS, make_case, totals_of
 from builders.runs import metrics_of, run
+from losses.families import Squared, SquaredByDocument, WrongSlope
 
 from pgtoolkit import families, linear_policy_loss, log_prob_loss, policy_loss
 from pgtoolkit.config.compose import compose
@@ -179,7 +179,7 @@ def test_training_with_a_family_of_ones_own_does_not_depend_on_the_cut(tmp_path)
     """Two updates by micro-batches of 24 tokens and of 200, in runs of their own."""
     own = [
         "loss=custom",
-        "loss.path=builders.families.SquaredByDocument",
+        "loss.path=losses.families.SquaredByDocument",
         "loss.options.tau=0.3",
         "trainer.max_steps=3",
     ]
@@ -206,7 +206,7 @@ def test_training_with_a_family_of_ones_own_does_not_depend_on_the_cut(tmp_path)
     ],
 )
 def test_check_refuses_a_family_that_cannot_be_trained_with(name, options, message):
-    found = problems(check(["tracking=none", "loss=custom", f"loss.path=builders.families.{name}", *options]))
+    found = problems(check(["tracking=none", "loss=custom", f"loss.path=losses.families.{name}", *options]))
     assert len(found) == 1
     assert message in found[0]
 
@@ -215,21 +215,21 @@ def test_check_refuses_a_family_that_cannot_be_trained_with(name, options, messa
     ("sums", "last"), [("false", "KeyError: 12"), ("true", "ValueError: () is not one number per token, (12,)")]
 )
 def test_a_family_of_ones_own_that_fails_while_training_is_named(sums, last, tmp_path):
-    own = ["loss=custom", "loss.path=builders.families.FailsLater", f"loss.options.sums={sums}"]
+    own = ["loss=custom", "loss.path=losses.families.FailsLater", f"loss.options.sums={sums}"]
     with pytest.raises(ConfigError) as error:
         run(tmp_path / "run", *own)
     lines = str(error.value).splitlines()
     name = last.partition(":")[0]
-    assert lines[0] == f"loss.path=builders.families.FailsLater raised {name} on a micro-batch of 12 tokens:"
+    assert lines[0] == f"loss.path=losses.families.FailsLater raised {name} on a micro-batch of 12 tokens:"
     assert lines[-1] == last
 
 
 def test_a_run_with_options_of_its_family_is_continued_with_them(tmp_path):
-    own = ["loss=custom", "loss.path=builders.families.Squared", "loss.options.tau=0.3"]
+    own = ["loss=custom", "loss.path=losses.families.Squared", "loss.options.tau=0.3"]
     run(tmp_path, *own, "trainer.max_steps=1")
-    resumed = compose(["loss.path=builders.families.Squared"], run_dir=tmp_path)
+    resumed = compose(["loss.path=losses.families.Squared"], run_dir=tmp_path)
     assert resumed.problems == []
     assert dict(resumed.config.loss.options) == {"tau": 0.3}
-    changed = compose(["loss.path=builders.families.Squared", "loss.options.tau=0.5", "seed=1"], run_dir=tmp_path)
+    changed = compose(["loss.path=losses.families.Squared", "loss.options.tau=0.5", "seed=1"], run_dir=tmp_path)
     assert dict(changed.config.loss.options) == {"tau": 0.5}
     assert len(changed.problems) == 1

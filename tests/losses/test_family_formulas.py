@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from builders.formulas import ADVANTAGES, DOCUMENTS, FORMULAS, LOG_RATIO, NEW, of_log_probs
+from losses.formulas import ADVANTAGES, DOCUMENTS, FORMULAS, LOG_RATIO, NEW, of_log_probs
 
 from pgtoolkit import families, log_prob_loss
 

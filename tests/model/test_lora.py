@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from builders import models, spread
+from builders import models
 from builders.models import model_config, save_with_tokenizer, small_llama
 from builders.runs import SHORT, built, config_of, sampler_of
+from model import spread
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from torch import nn
