@@ -29,11 +29,6 @@ EVALUATED = (
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("plain") / "run")
-
-
-@pytest.fixture(scope="module")
 def evaluated(tmp_path_factory):
     return run(tmp_path_factory.mktemp("evaluated") / "run", *EVALUATED)
 
@@ -53,9 +48,9 @@ def steps_of(folder):
     return [int(path.name.removeprefix("step-")) for path in list_checkpoints(folder / "checkpoints")]
 
 
-def test_an_evaluation_changes_no_bit_of_the_training(plain, evaluated):
+def test_an_evaluation_changes_no_bit_of_the_training(short, evaluated):
     """Metrics, weights, moments, batches in use and random states, after every step."""
-    assert_same_training(evaluated, plain, range(1, 7))
+    assert_same_training(evaluated, short, range(1, 7))
 
 
 def test_the_numbers_are_those_of_the_completions(evaluated):
@@ -204,8 +199,8 @@ def test_the_best_checkpoint_is_exported_and_evaluated(evaluated, tmp_path, monk
     assert f"{evaluated.name}, step {best}\n" in capsys.readouterr().out
 
 
-def test_a_run_without_evaluations_has_no_best_checkpoint(plain, tmp_path, capsys):
-    assert main(["export", str(plain), str(tmp_path / "folder"), "--best"]) == 2
+def test_a_run_without_evaluations_has_no_best_checkpoint(short, tmp_path, capsys):
+    assert main(["export", str(short), str(tmp_path / "folder"), "--best"]) == 2
     assert "--best needs a run with evaluations and checkpoints (got none)" in capsys.readouterr().err
 
 
