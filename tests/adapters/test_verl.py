@@ -136,21 +136,6 @@ def test_metrics_are_means_over_the_micro_batchs_documents():
                 "actor.clip_ratio_c=2.0 has no effect",
             ],
         ),
-        (
-            "pgtk_sapo_token_mean",
-            {"clip_ratio_high": 0.28},
-            ["actor.clip_ratio_high=0.28 has no effect: sapo reads tau"],
-        ),
-        (
-            "pgtk_reinforce_token_mean",
-            {"dro_beta": 0.1},
-            ["policy_loss.dro_beta=0.1 has no effect: reinforce reads none"],
-        ),
-        (
-            "pgtk_grpo_token_mean",
-            {"loss_scale_factor": 3},
-            ["actor.loss_scale_factor=3 has no effect: it is the divisor"],
-        ),
     ],
 )
 def test_what_the_two_say_twice_or_cannot_say_is_refused(mode, flags, messages):

@@ -17,7 +17,6 @@ from builders.losses import (
 
 from pgtoolkit import kl, linear_policy_loss
 from pgtoolkit.batch import DocumentCounts
-from pgtoolkit.kernels import fused_head as linear_module
 from pgtoolkit.kernels import losses
 
 
@@ -122,20 +121,6 @@ def test_nothing_to_train(loss):
         assert float(out.loss.detach()) == 0
         assert (hidden.grad == 0).all()
         assert (weight.grad == 0).all()
-
-
-def test_only_the_pieces_before_the_last_come_twice(monkeypatch):
-    """A document of 12 tokens in chunks of 5: the logits of 2 + 5 tokens are computed again, not the last 5."""
-    computed = []
-    real = linear_module.matmul
-    monkeypatch.setattr(
-        linear_module, "matmul", lambda a, *rest, **more: computed.append(len(a)) or real(a, *rest, **more)
-    )
-    problem = make_head_case(lengths=(12,))
-    problem.case.labels[:] = 1  # all trained
-    in_chunks(monkeypatch, 5)
-    problem.fused(Choice("gspo"))
-    assert computed == [2, 5, 5, 2, 5]
 
 
 PULL = kl.KL("k3", coefficient=0.5)

@@ -180,22 +180,6 @@ def objective(loss, rows, group, reducer=None):
     )
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_automatic_differentiation_finds_the_coefficients(loss):
-    def run(rank):
-        rows = slice(0, 17) if rank == 0 else slice(17, None)
-        share = objective(loss, rows, dist.group.WORLD)
-        log_probs = share.old_log_probs + 0.01 * torch.arange(32, dtype=torch.float64)[rows]
-        losses, coefficients = share.losses_and_coefficients(log_probs)
-        log_probs = log_probs.requires_grad_()
-        share.losses_and_coefficients(log_probs)[0].sum().backward()
-        close(log_probs.grad, coefficients, 1e-12)
-        return losses.sum()
-
-    log_probs = HEAD_CASE.case.old_log_probs + 0.01 * torch.arange(32, dtype=torch.float64)
-    close(sum(on_ranks(2, run)), objective(loss, slice(None), None).losses_and_coefficients(log_probs)[0].sum(), 1e-12)
-
-
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_an_empty_vocabulary_shard_has_no_maximum(loss, fused):
@@ -303,40 +287,3 @@ def test_a_label_that_no_shard_holds_or_two_do(starts, loss):
 
     assert {5, 6} <= set(case.labels.tolist())  # in the overlap, in the gap
     on_ranks(2, run)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"vocabulary_group": True, "impl": "reference"}, "vocabulary_group needs another impl"),
-        ({"vocabulary_group": True, "vocabulary_start": -1}, "vocabulary_start needs a whole number >= 0 .got -1."),
-        ({"sequence_group": True}, "needs num_documents"),
-    ],
-)
-def test_refusals(options, message):
-    def run(rank):
-        given = {key: dist.group.WORLD if value is True else value for key, value in options.items()}
-        with pytest.raises(ValueError, match=message):
-            policy_loss(HEAD_CASE.case.logits, *HEAD_CASE.case.tensors[1:], **given)
-
-    on_ranks(1, run)
-
-
-def test_evaluation_without_gradients():
-    def run(rank):
-        with torch.no_grad():
-            groups = axis_groups({"data": 1, "sequence": 2, "vocabulary": 1})
-            rows = slice(0, 17) if rank == 0 else slice(17, None)
-            tensors = [x[rows] for x in HEAD_CASE.case.tensors[1:]]
-            options = {"bias": HEAD_CASE.bias, "num_documents": 6, "temperature": TEMPERATURE, "metrics": "basic"}
-            out = linear_policy_loss(
-                HEAD_CASE.hidden[rows],
-                HEAD_CASE.weight,
-                *tensors,
-                sequence_group=groups["sequence"],
-                loss=FAMILIES["gspo"],
-                **options,
-            )
-            return out.loss
-
-    close(sum(on_ranks(2, run)), HEAD_CASE.specified(Choice("gspo")).loss, 1e-12)

@@ -3,7 +3,6 @@
 Without a GPU the Triton kernels run under Triton's interpreter, one program after the other.
 """
 
-import inspect
 import math
 
 import pytest
@@ -11,8 +10,6 @@ import torch
 from builders.losses import DEVICE, GRADIENT_ERROR, IMPLEMENTATIONS, TEMPERATURE, relative_error
 
 from pgtoolkit.kernels import torch_passes, triton_passes
-from pgtoolkit.kernels.passes import Passes
-from pgtoolkit.kernels.shards import VocabularyShard
 
 VECTOR_ERROR = 2e-6
 
@@ -171,13 +168,6 @@ def test_strided_rows(impl):
     assert torch.equal(implementation.backward(view, labels, normalizer, coefficients, 1.0, out=view), expected)
     assert torch.isnan(wide[:, :14]).all()
     assert torch.isnan(wide[:, 64:]).all()
-
-
-def test_each_implementation_offers_every_pass():
-    for implementation in (torch_passes, triton_passes, VocabularyShard(torch_passes, None, 0)):
-        assert isinstance(implementation, Passes)
-        taken = inspect.signature(implementation.forward_gradient).parameters
-        assert list(taken) == ["logits", "labels", "temperature", "with_entropy", "objective", "out"]
 
 
 def test_triton_refuses_what_it_cannot_do():

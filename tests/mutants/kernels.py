@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 
 from mutants import mutant
-from pgtoolkit.kernels.products import accumulate_matmul
 from pgtoolkit.kernels.triton_families import _clamped, _or_nan
 
 VECTORS = "tests/kernels/test_triton_families.py::test_vectors_match_those_of_pytorch"
@@ -53,28 +52,6 @@ def a_head_s_gradient_is_added_up_in_its_own_type(right, ctx, gradient):
     return right(ctx, gradient)[0], total, None
 
 
-@mutant(
-    "kernels.products:_MixedLinear.backward",
-    "tests/kernels/test_weight_gradient.py::test_the_gradient_of_a_weight_of_another_type_is_rounded_once",
-)
-def a_head_s_gradient_is_added_up_in_float32_where_it_is_float64(right, ctx, gradient):
-    hidden, weight = ctx.saved_tensors
-    if not ctx.needs_input_grad[1]:
-        return right(ctx, gradient)
-    total = hidden.new_zeros(weight.shape, dtype=torch.float32)
-    accumulate_matmul(total, gradient.to(hidden.dtype).float().T, hidden.float(), 1.0)
-    return right(ctx, gradient)[0], total.to(weight.dtype), None
-
-
-@mutant(
-    "kernels.products:_MixedLinear.backward",
-    "tests/kernels/test_weight_gradient.py::test_a_frozen_head_has_no_product_for_its_gradient",
-)
-def a_frozen_head_has_a_gradient(right, ctx, gradient):
-    ctx.needs_input_grad = (True, True, False)
-    return right(ctx, gradient)
-
-
 @mutant("kernels.chunks:make_plan", "tests/kernels/test_linear.py::test_counts_known_on_the_host")
 def tokens_without_advantage_have_no_gradient_under_kimi_and_penalties(right, objective, *more, **keywords):
     """Where the documents' lengths are known, and nowhere else."""
@@ -85,11 +62,6 @@ def tokens_without_advantage_have_no_gradient_under_kimi_and_penalties(right, ob
     )
     object.__setattr__(silent, "__class__", kind)
     return right(silent, *more, **keywords)
-
-
-@mutant("kernels.chunks:common_bins", "tests/kernels/test_parallel_loss_options.py::test_bins_that_no_rank_overfills")
-def a_rank_s_share_of_a_chunk_does_not_fit(right, lengths, capacity):
-    return right([(min(held),) * len(held) for held in lengths], capacity)
 
 
 @mutant("losses.exchange:all_sum", "tests/kernels/test_parallel_loss.py::test_however_a_step_is_spread")

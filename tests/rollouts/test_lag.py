@@ -2,11 +2,7 @@
 
 import itertools
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -20,7 +16,6 @@ from pgtoolkit.config.schema import AccumulationConfig, LastStep
 from pgtoolkit.errors import NumericalError
 from pgtoolkit.rollouts.steps import StepLoader
 from pgtoolkit.sampling.samplers import TransformersSampler
-from pgtoolkit.tasks.completion import Request
 from pgtoolkit.training.module import PolicyGradientModule
 
 PROMPTS, BATCH = 4, 16
@@ -251,28 +246,6 @@ def test_the_global_random_state_stays_as_it_is():
     assert len({str(batch) for batch in batches}) == 6
 
 
-@pytest.mark.parametrize("top_p", ["null", "0.8"])
-def test_tokens_are_as_frequent_as_the_distribution_says(top_p):
-    module, loader = built(*SHORT, *overlap(3), "rollout.temperature=0.7", f"rollout.top_p={top_p}")
-    with torch.no_grad():
-        module.policy.head.weight.mul_(40)
-    sampler, prompt, count = sampler_of(loader), [4, 8, 2, 10], 4000
-    sampler.publish(module.policy.weights, 3)
-    completions = sampler.complete([Request(prompt, count, 5)])
-    probabilities = (module.model(input_ids=torch.tensor([prompt])).logits[0, -1] / 0.7).softmax(-1).detach()
-    if top_p != "null":
-        ordered, order = probabilities.sort(descending=True)
-        probabilities[order[ordered.cumsum(0) - ordered >= 0.8]] = 0
-        probabilities /= probabilities.sum()
-    assert probabilities.max() > 0.2
-    for token, probability in enumerate(probabilities.tolist()):
-        having = [c for c in completions if c.tokens[0] == token]
-        assert abs(len(having) / count - probability) <= 5 * (probability * (1 - probability) / count) ** 0.5
-        for completion in having:
-            assert completion.log_probs[0].exp().item() == pytest.approx(probability, abs=1e-5)
-    assert {c.model_version for c in completions} == {3}
-
-
 @pytest.mark.parametrize("call", [1, 2])
 def test_an_error_while_sampling_ends_the_run_as_it_does_without_overlap(tmp_path, monkeypatch, call):
     complete, calls = TransformersSampler.complete, []
@@ -301,45 +274,3 @@ def test_ranks_sample_their_shares_and_continue_bit_for_bit(tmp_path):
     run_on_ranks(resumed, settings, resume=True, data_parallel=2)
     assert metrics_of(resumed) == metrics_of(whole)
     assert_equal(checkpoint_of(resumed, 5), checkpoint_of(whole, 5))
-
-
-ENDLESS = """
-import sys, time
-from pgtoolkit.sampling.samplers import TransformersSampler
-from pgtoolkit.cli import main
-
-generated, calls = TransformersSampler._generated, []
-
-def endless(self, prompts):
-    calls.append(prompts)
-    while len(calls) > 1:
-        self._check_open()
-        time.sleep(0.01)
-    return generated(self, prompts)
-
-TransformersSampler._generated = endless
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.slow
-def test_a_second_interrupt_does_not_wait_for_what_is_being_sampled(tmp_path):
-    overrides = once(*SHORT, *overlap(3), "trainer.checkpoint_every=99", f"hydra.run.dir={tmp_path / 'run'}")
-    process = subprocess.Popen(
-        [sys.executable, "-c", ENDLESS, *overrides],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    lines = iter(process.stdout.readline, "")
-    assert any(line.startswith("step 2/") for line in lines)  # the next one waits for its documents
-    process.send_signal(signal.SIGINT)
-    assert any("finishing this step" in line for line in lines)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=SECONDS)
-    assert process.returncode == 75, errors
-    assert [line for line in errors.splitlines() if not line.startswith("note: ")] == errors.splitlines()[-1:]
-    assert "SIGINT after step 2; saved up to step 0. Continue with: " in errors
-    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "interrupted"

@@ -13,8 +13,6 @@ from pgtoolkit.batch import Document
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.rollouts.advantages import group_advantages
 from pgtoolkit.rollouts.recorded import RecordedRollouts
-from pgtoolkit.rollouts.rows import FIELDS
-from pgtoolkit.tasks.row_files import open_files
 
 SCATTERED = [0, 1, 0, 2, 1, 0, 3, 3, 2, 0, 1]
 
@@ -199,17 +197,3 @@ def test_data_without_a_trained_token_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"r\.jsonl needs a trained token \(got 3 documents whose loss_mask is false"):
         source(write_jsonl(tmp_path / "r.jsonl", rows))
     assert source(write_jsonl(tmp_path / "r.jsonl", [*rows, good_row(3)])).num_documents == 4
-
-
-def test_a_file_that_is_removed_or_written_while_it_is_in_use(tmp_path):
-    path = write_jsonl(tmp_path / "r.jsonl", rows_of([0, 0]))
-    rollouts = source(path)
-    rows = open_files([path], FIELDS)[0].rows()
-    next(rows)
-    with open(path, "a") as more:
-        more.write("\n")
-    with pytest.raises(DataError, match=r"r\.jsonl was changed"):
-        list(rows)
-    path.unlink()
-    with pytest.raises(DataError, match=r"r\.jsonl cannot be read: No such file"):
-        rollouts.document(0)

@@ -3,13 +3,8 @@
 import json
 import math
 import struct
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from builders.rollout_rows import VOCABULARY_SIZE, config, good_row, write_jsonl, write_parquet
 
@@ -218,49 +213,6 @@ def test_huge_rows_and_row_groups_are_refused(tmp_path, monkeypatch):
     assert "Row groups are read whole" in refused(path)
     monkeypatch.setattr("pgtoolkit.tasks.row_files.MAX_ROW_BYTES", 100)
     assert "r.jsonl:1: the line is longer than" in refused(write_jsonl(tmp_path / "r.jsonl", [good_row()]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_a_file_larger_than_memory(tmp_path, suffix):
-    rows = [good_row(i, i // 2, length=2000, group_id=i // 2) for i in range(16)]
-    path = tmp_path / f"r{suffix}"
-    if suffix == ".jsonl":
-        block = "".join(json.dumps(row | {"group_id": "GROUP"}) + "\n" for row in rows)
-        with open(path, "w") as file:
-            for number in range(60):
-                file.write(block.replace('"GROUP"', str(number)))
-    else:
-        table = pa.Table.from_pylist(rows)
-        with pq.ParquetWriter(
-            path, table.schema, write_page_checksum=True, use_dictionary=False, compression="none"
-        ) as w:
-            for _ in range(100):
-                w.write_table(table)
-    program = f"""
-        import resource, sys
-        import pyarrow as pa
-        pa.set_cpu_count(1)
-        sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-        from builders.rollout_rows import config
-        from pgtoolkit.rollouts.recorded import RecordedRollouts
-        open_small = RecordedRollouts(config(sys.argv[2]), "dr_grpo", 100).document(0)
-        size = 4096 * int(open("/proc/self/statm").read().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (size + 24 * 2**20, -1))
-        try:
-            open(sys.argv[1], "rb").read()
-        except MemoryError:
-            source = RecordedRollouts(config(sys.argv[1], shuffle=True), "dr_grpo", 100)
-            print(source.num_documents, sum(source.document(i).num_tokens for i in range(0, source.num_documents, 7)))
-    """
-    small = (write_jsonl if suffix == ".jsonl" else write_parquet)(tmp_path / f"small{suffix}", rows)
-    command = [sys.executable, "-c", textwrap.dedent(program), str(path), str(small)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
-    )
-    count = 960 if suffix == ".jsonl" else 1600
-    assert path.stat().st_size > 32 * 2**20
-    assert done.stdout.split() == [str(count), str(2000 * len(range(0, count, 7)))], done.stderr[-2000:]
 
 
 def test_the_example_of_the_documentation(tmp_path):

@@ -119,13 +119,6 @@ def test_two_ranks_train_as_without_evaluations(tmp_path):
     assert places == [f"prompt {i}" for i in range(5) for _ in range(4)]
 
 
-def test_a_run_on_recorded_rollouts_is_evaluated_as_well(recorded, tmp_path):
-    more = ["evaluation.every=2", "evaluation.prompts_per_set=3", "evaluation.max_completion_length=4"]
-    found = run_on_ranks(tmp_path / "with", [*recorded, *more])
-    assert_same_training(found, run_on_ranks(tmp_path / "without", recorded), [3])
-    assert [row["step"] for row in read_evaluations(found)] == [0, 2, 3]
-
-
 def test_the_best_checkpoint_is_kept_and_of_equal_ones_the_latest(evaluated, tmp_path):
     few = ("trainer.checkpoint_every=100", "trainer.keep_checkpoints=1")
     folder = run(tmp_path / "run", *EVALUATED, *few)

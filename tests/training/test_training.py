@@ -21,7 +21,6 @@ from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.runs.directory import read_status
 from pgtoolkit.sampling.samplers import TransformersSampler
 from pgtoolkit.training.module import PolicyGradientModule
-from pgtoolkit.training.recorder import Recorder
 from pgtoolkit.training.train import build, train
 
 
@@ -209,30 +208,6 @@ def test_a_run_without_an_update_is_not_done(tmp_path):
     train_rows(tmp_path / "run", rows, "trainer.max_steps=3", resume=True)
     assert failure(tmp_path / "run") == ("done", None)
     assert [row["num_skipped_steps"] for row in metrics_of(tmp_path / "run")] == [1, 2, 2]
-
-
-def test_a_run_whose_steps_were_not_finite_is_not_done(tmp_path):
-    module = module_with_optimizer("trainer.checkpoint_every=99")
-    recorder = Recorder(None, tmp_path, module.config.trainer, None)
-    documents = some_documents()
-    bad = dataclasses.replace(documents[2], advantages=documents[2].advantages * math.nan)
-    step = make_step([*documents[:2], bad], 24, {"num_steps": 1})
-    recorder.on_train_batch_end(None, module, module.training_step(step, 0), step, 0)
-    with pytest.raises(NumericalError, match="none of the 1 steps made an update"):
-        recorder.check_trained()
-    step = make_step(documents, 24, {"num_steps": 2})
-    recorder.on_train_batch_end(None, module, module.training_step(step, 1), step, 1)
-    recorder.check_trained()
-
-
-def test_a_huge_reward_names_its_prompt_and_completion(tmp_path, monkeypatch):
-    (tmp_path / "my_scores.py").write_text("def huge(completion, answer):\n    return 1e39\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "p.jsonl").write_text('{"prompt": "1+1=", "answer": 2}\n')
-    settings = [s for s in SHORT if not s.startswith("task.")]
-    settings += ["task=prompts", f"task.path={tmp_path}/p.jsonl", "task.verifier=my_scores.huge"]
-    with pytest.raises(DataError, match=r"prompt 0, '1\+1=': the reward of completion 0 of 4 is 1e\+39; it must lie"):
-        train(config_of(*settings), tmp_path / "run")
 
 
 def test_recorded_log_probs_that_do_not_fit_the_policy_are_noted(tmp_path, capsys):
