@@ -11,7 +11,7 @@ from torch import Tensor
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.inspection.tokens_step import MadeStep, Piece
 from pgtoolkit.losses.exchange import Ranks
-from pgtoolkit.losses.measures import clips
+from pgtoolkit.losses.metrics import clips
 from pgtoolkit.losses.objective import Loss, make_objective
 
 CLIPS = (

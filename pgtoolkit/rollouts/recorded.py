@@ -17,6 +17,7 @@ import numpy as np
 from pgtoolkit.batch import OPTIONAL_VECTORS, Document
 from pgtoolkit.config.schema import AdvantageEstimator, RecordedRolloutConfig
 from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.corrections import Correction
 from pgtoolkit.rollouts.advantages import batch_divisor, group_advantages
 from pgtoolkit.rollouts.rows import FIELDS, Row, Rules, parse_row
@@ -252,7 +253,7 @@ class RecordedRollouts(Source):
 
 def needed_fields(config: Any, correction: Correction | None) -> tuple[str, ...]:
     """Fields of a row that a configuration reads whatever its advantage: for groups, a correction, a penalty."""
-    needs = ("group_id",) if config.aggregation.mode == "prompt_mean" else ()
+    needs = ("group_id",) if AGGREGATIONS[config.aggregation.mode].needs_groups else ()
     needs += ("sampling_log_probs",) if correction is not None and not correction.of_policy else ()
     return needs + (("ref_log_probs",) if config.kl.reference == "recorded" else ())
 

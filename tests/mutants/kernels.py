@@ -71,7 +71,7 @@ def sums_over_ranks_are_means(right, values, group):
 
 
 @mutant(
-    "kernels.shards:VocabularyShard.forward",
+    "kernels.passes:VocabularyShard.forward",
     "tests/kernels/test_parallel_loss_options.py::test_a_label_that_no_shard_holds_or_two_do",
 )
 def a_label_that_no_shard_holds_has_a_log_prob(right, self, logits, labels, temperature, with_entropy):

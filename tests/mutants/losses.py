@@ -198,6 +198,6 @@ def extrema_of_one_rank(right, self, loss, group):
     return loss, replace(sums, maxima=self.maxima)
 
 
-@mutant("losses.measures:_maxima", REFERENCE)
+@mutant("losses.metrics:_maxima", REFERENCE)
 def extrema_begin_from_zero(right, objective, values):
     return right(objective, values).clamp(min=0.0)
