@@ -105,7 +105,9 @@ class PolicyGradientModule(DynamicAccumulation):
     def log_probs(self, micro_batch: MicroBatch, temperature: float | None = None) -> Tensor:
         """(T,) log-prob of each label by the forward pass that training uses; temperature: None for the run's."""
         micro_batch = micro_batch.counted().to(self.device)
-        return self.log_probs_of(self.policy.loss_inputs(micro_batch), micro_batch, temperature)[0]
+        log_probs = self.log_probs_of(self.policy.loss_inputs(micro_batch), micro_batch, temperature)[0]
+        self.policy.put_away()
+        return log_probs
 
     @torch.no_grad()
     def entropy(self, micro_batch: MicroBatch) -> Tensor:
@@ -120,8 +122,7 @@ class PolicyGradientModule(DynamicAccumulation):
             return micro_batch
         with without_adapters(self.reference.model):
             log_probs = self.log_probs_of(self.reference.loss_inputs(micro_batch), micro_batch)[0]
-        if getattr(self.reference, "sharded", False):
-            self.reference.model.reshard()  # FSDP2 keeps the head's unit together for a backward that does not come
+        self.reference.put_away()
         return replace(micro_batch, ref_log_probs=log_probs)
 
     def log_probs_of(

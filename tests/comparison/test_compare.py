@@ -324,8 +324,6 @@ def test_a_browser_shows_the_report(sweep, capsys):
             ["{sweep}", "--reach", "reward=0.5", "--metric", "kl"],
             "argument --metric: not allowed with argument --reach.",
         ),
-        (["{sweep}", "--html", "no/such/r.html"], "Use --html=comparison.html."),
-        (["{sweep}", "--png", "."], "Use --png=comparison.png."),
         (["{sweep}", "--color"], "unrecognized arguments: --color. Use pgtk compare"),
         ([], "required: RUN. Use pgtk compare"),
     ],

@@ -147,7 +147,6 @@ def test_the_terminals_page(folder, capsys, monkeypatch):
             "--set=other needs a set that the run kept completions of (got other). It has held_out, tr",
         ),
         (["--count", "0"], "argument --count: '0' is no whole number >= 1"),
-        (["--html", "nowhere/page.html"], "--html=nowhere/page.html needs the name of a file in a folder that exists"),
     ],
 )
 def test_what_there_is_not_is_said(folder, capsys, arguments, problem):

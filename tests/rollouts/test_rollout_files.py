@@ -207,12 +207,10 @@ def test_page_checksums_are_verified_where_a_file_has_them(tmp_path):
             assert load(path).document(0).old_log_probs.tolist() == [-1.0, -0.5, -0.5]
 
 
-def test_huge_rows_and_row_groups_are_refused(tmp_path, monkeypatch):
+def test_huge_row_groups_are_refused(tmp_path, monkeypatch):
     path = write_parquet(tmp_path / "r.parquet", [good_row(i) for i in range(100)])
     monkeypatch.setattr("pgtoolkit.tasks.row_files.MAX_ROW_GROUP_BYTES", 1000)
     assert "Row groups are read whole" in refused(path)
-    monkeypatch.setattr("pgtoolkit.tasks.row_files.MAX_ROW_BYTES", 100)
-    assert "r.jsonl:1: the line is longer than" in refused(write_jsonl(tmp_path / "r.jsonl", [good_row()]))
 
 
 def test_the_example_of_the_documentation(tmp_path):
