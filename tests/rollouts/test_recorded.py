@@ -157,12 +157,10 @@ def test_resume_needs_the_same_data_in_the_same_order(tmp_path):
 
 
 CHANGES = {
-    "in place, at the same time": lambda path, other, before: (
-        path.write_bytes(other.read_bytes()),
-        same_time(path, before),
-    ),
-    "replaced": lambda path, other, before: os.replace(other, path),
-    "emptied": lambda path, other, before: path.write_bytes(b""),
+    "in place": lambda path, other: path.write_bytes(other.read_bytes()),
+    "replaced": lambda path, other: os.replace(other, path),
+    "emptied": lambda path, other: path.write_bytes(b""),
+    "removed": lambda path, other: path.unlink(),
 }
 
 
