@@ -123,29 +123,18 @@ def test_what_is_right_is_taken():
 
 
 def test_documents_are_numbered_from_0_unless_their_number_is_given():
-    """The documents of 1-based numbers used to be one too many, and the loss too small."""
-    case = CASE
-    right = policy_loss(*case.tensors)
-    for shifted, missing in ((1, 0), (3, 0)):
-        one_based = case.document_index + shifted
-        message = f"document_index needs every number from 0 to {5 + shifted} .got none of {missing}.*num_documents"
+    """The documents of 1-based numbers would be one too many, and the loss too small."""
+    right, index = policy_loss(*CASE.tensors), CASE.document_index
+    gap = torch.where(index > 2, index + 2, index)
+    for numbers, last, missing in ((index + 1, 6, 0), (index + 3, 8, 0), (gap, 7, 3)):
+        message = f"document_index needs every number from 0 to {last} .got none of {missing}.*num_documents"
         with pytest.raises(ValueError, match=message):
-            policy_loss(*case.tensors[:4], one_based)
-        with pytest.raises(ValueError, match=message):
-            linear_policy_loss(HIDDEN, WEIGHT, *case.tensors[1:4], one_based, check_finite=False)
-        asked_for = policy_loss(*case.tensors[:4], one_based, num_documents=6 + shifted)
-        assert float(asked_for.loss) == pytest.approx(float(right.loss) * 6 / (6 + shifted), rel=1e-14)
-    with_gap = torch.where(case.document_index > 2, case.document_index + 2, case.document_index)
-    with pytest.raises(ValueError, match=r"every number from 0 to 7 \(got none of 3\)"):
-        policy_loss(*case.tensors[:4], with_gap)
+            policy_loss(*CASE.tensors[:4], numbers)
+        asked_for = policy_loss(*CASE.tensors[:4], numbers, num_documents=last + 1)
+        assert float(asked_for.loss) == pytest.approx(float(right.loss) * 6 / (last + 1), rel=1e-14)
     # A document without a trained token is one of the step's; padding may lie before document 0, or carry -1.
-    padded = [torch.cat([x[:2], x]) for x in case.tensors[:4]]
+    padded = [torch.cat([x[:2], x]) for x in CASE.tensors[:4]]
     padded[1][:2] = -1
-    found = policy_loss(*padded, torch.cat([torch.tensor([-1, -1]), case.document_index]))
+    found = policy_loss(*padded, torch.cat([torch.tensor([-1, -1]), index]))
     assert float(found.loss) == float(right.loss)
     assert int(right.totals.num_documents) == 6
-    # A piece of a step has its totals: its numbers may be those of the step.
-    totals = StepTotals(6, 27, 1)
-    tail = [x[case.document_index > 2] for x in case.tensors]
-    ours = policy_loss(*tail, totals=totals)
-    assert float(ours.loss) == float(policy_loss(*tail[:4], tail[4] - 3, totals=totals).loss)

@@ -45,11 +45,6 @@ def test_the_head_with_all_logits_and_with_some(cut):
         check(cut, HEAD_CASE, True, "grpo", num_splits=num_splits)
 
 
-def test_logits_may_be_overwritten():
-    for loss in LOSSES:
-        check(TWO_BY_TWO, HEAD_CASE, False, loss, overwrite_logits=True)
-
-
 def test_bfloat16_with_an_fp32_head():
     """Rounded operands, exact logits: what is left is the rounding of the gradients and their sum over shards."""
     for loss in LOSSES:

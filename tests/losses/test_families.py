@@ -10,7 +10,7 @@ from pgtoolkit import families, linear_policy_loss, log_prob_loss, policy_loss
 from pgtoolkit.config.compose import compose
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.launch.check import check, problems
-from pgtoolkit.losses.families import FAMILIES, family_of
+from pgtoolkit.losses.families import family_of
 from pgtoolkit.losses.slopes import check_family
 
 
@@ -137,11 +137,6 @@ def test_what_log_prob_loss_refuses(change, message):
         log_prob_loss(
             given.pop("log_probs"), *case.tensors[2:], given.pop("mask"), num_documents=case.num_documents, **given
         )
-
-
-def test_names_and_classes():
-    assert families.Cispo(epsilon_high=4.0) == family_of("cispo")
-    assert {name: family().name for name, family in FAMILIES.items()} == {name: name for name in FAMILIES}
 
 
 def test_training_with_a_family_of_ones_own_does_not_depend_on_the_cut(tmp_path):

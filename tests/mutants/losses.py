@@ -145,7 +145,7 @@ def the_ratio_is_of_sampler_to_trainer(right, self, log_ratio, token_log_ratio, 
 
 @mutant(
     "losses.corrections:SequenceMask.equal_within_documents",
-    "tests/losses/test_corrections.py::test_the_gradient_is_autograds_of_the_plain_formula",
+    REFERENCE,
 )
 def a_token_s_factor_is_its_document_s(right, self):
     return True

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 from pgtoolkit.cli import main
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model.build import build_policy
-from pgtoolkit.training import checkpoint
 from pgtoolkit.training.build import build
 from pgtoolkit.training.checkpoint import load_newest
 from pgtoolkit.training.state import load_weights
@@ -226,13 +225,3 @@ def test_ranks_train_as_one_process_does_and_continue(base, recorded, tmp_path, 
     one_more = copy_as_of(again, 3, tmp_path / "one more")
     run_on_ranks(one_more, [s for s in given if "shard" not in s], resume=True)
     assert_equal(checkpoint_of(one_more, 3)["model"], found["model"])
-
-
-def test_large_adapters_are_one_file(base, tmp_path, monkeypatch):
-    """peft reads no more than one."""
-    monkeypatch.setattr(checkpoint, "_SHARD_BYTES", 500)
-    train(config_of(*settings(base, "trainer.max_steps=1")), tmp_path / "run")
-    path = tmp_path / "run" / "checkpoints" / "step-000001"
-    assert [file.name for file in path.glob("*.safetensors*")] == ["adapter_model.safetensors"]
-    assert len(list((path / "training").glob("optimizer*"))) > 3
-    AutoModelForCausalLM.from_pretrained(path)

@@ -29,13 +29,6 @@ def two_ranks(tmp_path_factory, recorded):
     return run_on_ranks(tmp_path_factory.mktemp("two") / "run", [*recorded, *SETTINGS], data_parallel=2)
 
 
-def test_as_many_ranks_continue_bitwise(tmp_path, recorded, two_ranks):
-    again = copy_as_of(two_ranks, 1, tmp_path / "again")
-    run_on_ranks(again, [*recorded, *SETTINGS], resume=True, data_parallel=2)
-    assert metrics_of(again) == metrics_of(two_ranks)
-    assert_equal(checkpoint_of(again, 3), checkpoint_of(two_ranks, 3))
-
-
 def test_rollouts_of_as_many_ranks_continue_bitwise(tmp_path):
     """The batch in use goes on, and the next is drawn with each rank's own random numbers."""
     dapo = ["rollout.max_sampling_rounds=4", "rollout.overlong_buffer=2", "advantage=batch_std"]
