@@ -21,9 +21,8 @@ from pgtoolkit.config.evaluation import watched
 from pgtoolkit.config.schema import Config, HuggingFaceModelConfig, NumberType, PromptsTaskConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
 from pgtoolkit.runs.directory import read_config, read_metrics, read_status
-from pgtoolkit.runs.evaluations import best_checkpoint
 from pgtoolkit.runs.find import is_run, not_a_run
-from pgtoolkit.runs.records import read_resolved
+from pgtoolkit.runs.records import best_checkpoint, read_resolved
 from pgtoolkit.runs.series import best, final
 from pgtoolkit.system.model_folder import ADAPTER_SETTINGS, load_config
 from pgtoolkit.system.redaction import redact

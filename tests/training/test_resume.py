@@ -6,8 +6,7 @@ import pytest
 from builders.runs import SHORT, assert_equal, change_state, checkpoint_of, config_of, copy_as_of, metrics_of, run
 
 from pgtoolkit.cli import main
-from pgtoolkit.errors import ConfigError, StorageError
-from pgtoolkit.runs.directory import RunDirectory, read_status
+from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.find import read_run
 from pgtoolkit.training.train import train
 
@@ -68,7 +67,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(short, tmp_path):
 
 @pytest.mark.parametrize(
     ("deleted", "left"),
-    [(("checkpoints",), "none"), (("checkpoints", "status.json"), "none"), (("step-000006",), "step 5")],
+    [(("checkpoints",), "none"), (("step-000006",), "step 5")],
 )
 def test_a_run_whose_checkpoints_were_deleted_is_refused_and_its_record_stays(copied, tmp_path, capsys, deleted, left):
     for name in deleted:
@@ -88,19 +87,6 @@ def test_a_copy_without_its_status_goes_on_from_an_earlier_checkpoint(copied):
     shutil.rmtree(copied / "checkpoints" / "step-000006")
     (copied / "status.json").unlink()
     assert metrics_of(run(copied, "trainer.max_steps=7", resume=True))[-1]["step"] == 7
-
-
-def test_metrics_deleted_during_a_run_end_it(tmp_path):
-    """The next row says so; a comparison does not count what is left of the curve."""
-    folder = tmp_path / "run"
-    with RunDirectory(folder) as opened:
-        opened.append_metrics(1, {"loss": 0.5})
-        opened.append_metrics(2, {"loss": 0.5})
-        opened.metrics_path.unlink()
-        with pytest.raises(StorageError, match=r"metrics.jsonl needs the \d+ bytes .* \(got 0\)"):
-            opened.append_metrics(3, {"loss": 0.5})
-        opened.set_status("failed", 3, "StorageError")
-    assert read_status(folder)["state"] == "failed"
 
 
 def test_a_finished_run_that_lacks_rows_of_its_metrics_is_not_counted(copied):
