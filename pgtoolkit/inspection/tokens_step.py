@@ -15,7 +15,7 @@ from pgtoolkit.config.schema import Config, ParallelismConfig, PolicyRolloutConf
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.losses.exchange import Ranks
-from pgtoolkit.losses.measures import clips
+from pgtoolkit.losses.metrics import clips
 from pgtoolkit.losses.objective import Loss, make_objective
 from pgtoolkit.rollouts.rows import FIELDS, Row, Rules, batch_file, parse_row
 from pgtoolkit.rollouts.steps import Source, StepLoader

@@ -14,6 +14,7 @@ import numpy as np
 from pgtoolkit.batch import OPTIONAL_VECTORS, Document
 from pgtoolkit.config.schema import AdvantageEstimator, Config, RecordedRolloutConfig
 from pgtoolkit.errors import DataError
+from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.corrections import Correction
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.rollouts.advantages import batch_divisor, group_advantages
@@ -233,7 +234,7 @@ def check_first_rows(
 
 def _needed_fields(config: Config, correction: Correction | None) -> tuple[str, ...]:
     """Fields of a row that a configuration reads whatever its advantage: for groups, a correction, a penalty."""
-    needs = ("group_id",) if config.aggregation.mode == "prompt_mean" else ()
+    needs = ("group_id",) if AGGREGATIONS[config.aggregation.mode].needs_groups else ()
     needs += ("sampling_log_probs",) if correction is not None and not correction.of_policy else ()
     return needs + (("ref_log_probs",) if config.kl.reference == "recorded" else ())
 

@@ -51,16 +51,6 @@ def ranks_may_hold_other_documents(right, layout, what, digest):
 
 
 @mutant(
-    "ranks.agreement:failing_together",
-    "tests/ranks/test_processes_steps.py::test_an_error_of_one_rank_is_raised_by_all",
-)
-def an_error_of_one_rank_is_its_own(right, layout):
-    from pgtoolkit.ranks.layout import ONE_PROCESS
-
-    return right(ONE_PROCESS)
-
-
-@mutant(
     "model.attention:local_tokens",
     "tests/model/test_parallel_models.py::test_a_rank_gets_its_piece_of_the_packed_axis",
 )

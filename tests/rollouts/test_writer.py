@@ -2,13 +2,7 @@
 
 import json
 import os
-import random
 import resource
-import signal
-import subprocess
-import sys
-import textwrap
-import time
 from dataclasses import replace
 
 import pyarrow.parquet as pq
@@ -17,7 +11,7 @@ import torch
 from builders.rollout_rows import VOCABULARY_SIZE, assert_same, config
 
 from pgtoolkit.batch import Document
-from pgtoolkit.errors import ConfigError, DataError, StorageError
+from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.rollouts.recorded import RecordedRollouts
 from pgtoolkit.rollouts.rows import RolloutWriter
 
@@ -109,52 +103,3 @@ def test_a_full_disk_leaves_no_part_of_a_file(tmp_path, suffix):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert {file.name: file.read_bytes() for file in folder.glob("batch-*")} == before
     assert source(folder, "given").num_documents == 12
-
-
-@pytest.mark.parametrize("suffix", [".jsonl"])
-def test_a_killed_writer_leaves_whole_files_only(tmp_path, suffix):
-    program = f"""
-        import sys
-        sys.path[:0] = {[os.path.dirname(__file__), os.path.dirname(os.path.dirname(__file__))]!r}
-        from test_writer import some_documents
-        from pgtoolkit.rollouts.rows import RolloutWriter
-        writer = RolloutWriter({str(tmp_path / ("saved" + suffix))!r}, resume=True)
-        batch = some_documents(count=200)
-        writer.write(0, batch)
-        print("ready", flush=True)
-        for number in range(100_000):
-            writer.write(number % 5, batch)
-    """
-    folder = tmp_path / ("saved" + suffix)
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "ready\n"
-    time.sleep(0.1 + random.random() / 10)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    process.stdout.close()
-    files = list(folder.glob("batch-*"))
-    assert files
-    for file in files:
-        assert source(file, "given").num_documents == 200
-
-
-FLIPPED = some_documents(7, 6)
-
-
-def test_every_flipped_byte_of_the_pages_is_noticed(tmp_path):
-    path = RolloutWriter(tmp_path / "saved").write(0, FLIPPED)
-    whole = path.read_bytes()
-    metadata = pq.ParquetFile(path).metadata.row_group(0)
-    column = metadata.column(metadata.num_columns - 8)
-    assert column.path_in_schema.startswith("old_log_probs")
-    end = (
-        column.data_page_offset
-        + column.total_compressed_size
-        - (column.data_page_offset - column.dictionary_page_offset)
-    )
-    for place in range(end - 40, end):  # the last bytes of the column chunk are the data of its last page
-        flipped = bytearray(whole)
-        flipped[place] ^= 0x10
-        path.write_bytes(flipped)
-        with pytest.raises(DataError, match="truncated or damaged"):
-            source(path, "given")
