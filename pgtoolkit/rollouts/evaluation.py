@@ -52,7 +52,7 @@ class Evaluator:
     folder: Path
 
     def evaluate(self, prompt_set: PromptSet, step: int) -> dict[str, Any]:
-        """The numbers of one set, the same on every rank; see runs/evaluations.py. Called by every rank.
+        """The numbers of one set, the same on every rank; see runs/records.py. Called by every rank.
 
         Draws from torch's global random state, and where the sampler takes seeds, from those of set and step.
         """

@@ -29,11 +29,6 @@ EVALUATED = (
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("plain") / "run")
-
-
-@pytest.fixture(scope="module")
 def evaluated(tmp_path_factory):
     return run(tmp_path_factory.mktemp("evaluated") / "run", *EVALUATED)
 
@@ -53,9 +48,9 @@ def steps_of(folder):
     return [int(path.name.removeprefix("step-")) for path in list_checkpoints(folder / "checkpoints")]
 
 
-def test_an_evaluation_changes_no_bit_of_the_training(plain, evaluated):
+def test_an_evaluation_changes_no_bit_of_the_training(short, evaluated):
     """Metrics, weights, moments, batches in use and random states, after every step."""
-    assert_same_training(evaluated, plain, range(1, 7))
+    assert_same_training(evaluated, short, range(1, 7))
 
 
 def test_the_numbers_are_those_of_the_completions(evaluated):
@@ -124,13 +119,6 @@ def test_two_ranks_train_as_without_evaluations(tmp_path):
     assert places == [f"prompt {i}" for i in range(5) for _ in range(4)]
 
 
-def test_a_run_on_recorded_rollouts_is_evaluated_as_well(recorded, tmp_path):
-    more = ["evaluation.every=2", "evaluation.prompts_per_set=3", "evaluation.max_completion_length=4"]
-    found = run_on_ranks(tmp_path / "with", [*recorded, *more])
-    assert_same_training(found, run_on_ranks(tmp_path / "without", recorded), [3])
-    assert [row["step"] for row in read_evaluations(found)] == [0, 2, 3]
-
-
 def test_the_best_checkpoint_is_kept_and_of_equal_ones_the_latest(evaluated, tmp_path):
     few = ("trainer.checkpoint_every=100", "trainer.keep_checkpoints=1")
     folder = run(tmp_path / "run", *EVALUATED, *few)
@@ -194,22 +182,19 @@ def test_pgtk_evaluate_gives_the_numbers_of_the_run_and_writes_them(evaluated, t
     assert f"{row['avg']:.4f} ± {row['avg_error']:.4f}" in said
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["nowhere"], "nowhere needs a run directory, or a model's Hugging Face folder"),
-        (["RUN", "--step", "77"], "--step=77 needs one of the steps 1, 2, 3, 4, 5, 6 (got 77)"),
-        (["RUN", "loss=grpo"], "loss=grpo needs to be left out (got loss). Nothing is trained"),
-        (["--best"], "--best needs a run directory (got null)"),
-        (["task=prompts"], "task.path needs a value"),
-        (["RUN", "task=prompts", "task.path=none.jsonl"], "none.jsonl needs an existing file"),
-    ],
-)
-def test_what_cannot_be_evaluated_is_refused(evaluated, words, said, capsys):
-    assert main(["evaluate", *(str(evaluated) if word == "RUN" else word for word in words)]) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == 1
+def test_the_best_checkpoint_is_exported_and_evaluated(evaluated, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = [row for row in read_evaluations(evaluated) if row["set"] == "held_out" and row["step"] > 0]
+    best = max(rows, key=lambda row: (row["avg"], row["step"]))["step"]
+    assert main(["export", str(evaluated), "folder", "--best"]) == 0
+    assert f"step {best} of" in capsys.readouterr().out
+    assert main(["evaluate", str(evaluated), "--best"]) == 0
+    assert f"{evaluated.name}, step {best}\n" in capsys.readouterr().out
+
+
+def test_a_run_without_evaluations_has_no_best_checkpoint(short, tmp_path, capsys):
+    assert main(["export", str(short), str(tmp_path / "folder"), "--best"]) == 2
+    assert "--best needs a run with evaluations and checkpoints (got none)" in capsys.readouterr().err
 
 
 def test_prompts_of_training_in_another_file_are_counted_in_a_note(tmp_path, caplog):
