@@ -97,7 +97,7 @@ def _diff(parser: _Parser, argv: list[str]) -> int:
 
 
 def _ui(parser: _Parser, argv: list[str]) -> int:
-    parser.add_argument("--port", default="5000", metavar="N", help="port on 127.0.0.1 (default: 5000)")
+    parser.add_argument("--port", type=_positive, default=5000, metavar="N", help="port on 127.0.0.1 (default: 5000)")
     parser.add_argument("--uri", metavar="URI", help="another store (default: sqlite:///outputs/mlflow.db)")
     args = parser.parse_args(argv)
 
@@ -113,7 +113,7 @@ def _sync(parser: _Parser, argv: list[str]) -> int:
     args = parser.parse_args(argv)
 
     from pgtoolkit.runs.find import run_directories
-    from pgtoolkit.tracking.sync import sync
+    from pgtoolkit.tracking.mlflow_run import sync
 
     failed = []
     for directory in run_directories("pgtk sync", args.runs):
