@@ -182,15 +182,6 @@ def test_different_code_and_length_are_noted(sweep, capsys):
     assert "Note: the runs are of different length (20, 40 steps)" in text
 
 
-def test_many_long_keys_fit_the_terminal(tmp_path, capsys):
-    for i in range(3):
-        more = {"task": {f"a_key_with_a_rather_long_name_{i}": i, "path": f"/a/long/path/{'x' * 60}/{i}"}}
-        save(tmp_path / str(i), "grpo", i, 0.1 * i, **more)
-    lines = page(capsys, tmp_path).splitlines()
-    assert max(map(len, lines)) <= WIDTH
-    assert any("…" in line and "  1 of 1 " in line for line in lines)
-
-
 def test_curves_are_means_over_seeds_on_both_axes(sweep):
     runs = find_runs([str(sweep / "0-grpo-0"), str(sweep / "1-grpo-1")])
     for i, run in enumerate(runs):
