@@ -22,7 +22,6 @@ from pgtoolkit.errors import DataError
 SUFFIXES = (".jsonl", ".parquet")
 MAX_ROW_GROUP_BYTES = 512 * 2**20
 MAX_PROBLEMS = 10
-DIGEST_KEY = b"pgtoolkit_rows_crc32"
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
@@ -91,13 +90,12 @@ def open_files(paths: Sequence[Path], columns: Sequence[str]) -> list[RowFile]:
 class RowFile:
     """A file of rows, which must stay as it was opened: `RecordedRollouts` compares a row that it reads again.
 
-    names: all its columns, where the file has columns. digest: CRC-32 of the rows as they were written, if known.
+    names: all its columns, where the file has columns.
     rows(): number from 1, place, and fields of every row, or the reason why a line is no row; row(place): one of them.
     Raise DataError for a file that cannot be read or is damaged, row also for one that was changed meanwhile.
     """
 
     names: list[str] | None = None
-    digest: int | None = None
 
     def __init__(self, path: Path, label: str, columns: Sequence[str] = ()):
         self.path = path
@@ -143,10 +141,7 @@ class JsonlFile(RowFile):
 
 
 class ParquetFile(RowFile):
-    """A Parquet file; the place of a row is its number from 0. Page checksums are verified where there are some.
-
-    `RolloutWriter` leaves a digest in its files, because page checksums do not cover the types of the columns.
-    """
+    """A Parquet file; the place of a row is its number from 0. Page checksums are verified where there are some."""
 
     def __init__(self, path: Path, label: str, columns: Sequence[str]):
         super().__init__(path, label, columns)
@@ -161,8 +156,6 @@ class ParquetFile(RowFile):
                 f"{label} has a row group of {largest / 2**20:.0f} MiB; the limit is {MAX_ROW_GROUP_BYTES // 2**20} "
                 "MiB. Row groups are read whole. Write the file again with a smaller row_group_size."
             )
-        digest = (schema.metadata or {}).get(DIGEST_KEY)
-        self.digest = None if digest is None else int(digest)
         self._row_group = functools.lru_cache(maxsize=2)(self._read_row_group)
 
     def rows(self) -> Iterator[tuple[int, int, dict | str]]:

@@ -4,7 +4,9 @@ import json
 import shutil
 
 import pytest
-from builders.runs import change_state, run
+import torch
+from builders.runs import checkpoint_of, replace_file, run
+from safetensors.torch import save
 
 from pgtoolkit.cli import main
 
@@ -97,13 +99,14 @@ def test_what_is_missing_or_torn_does_not_keep_a_run_from_going_on(whole, tmp_pa
     assert json.loads((folder / "status.json").read_text())["step"] == 3
 
 
-@pytest.mark.parametrize("damage", ["data", "random"])
-def test_a_checkpoint_that_is_whole_and_says_nonsense_is_one_message(whole, tmp_path, capsys, damage):
+def test_an_export_of_weights_that_do_not_fit_their_configuration_is_one_message(whole, tmp_path, capsys):
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
-    shutil.rmtree(folder / "checkpoints" / "step-000001")
-    for number, nonsense in enumerate(({"a": 1}, {"1": {"step": "x"}}, "xx", [{"torch": [1]}], [[1]])):
-        change_state(folder / "checkpoints" / "step-000002", **{damage: nonsense})
-        assert main(["resume", str(folder), f"trainer.max_steps={3 + number}"]) == 6
-        (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-        assert "step-000002 is damaged: its " in line or "none of the 1 checkpoints" in line
+    newest = folder / "checkpoints" / "step-000002"
+    weights = checkpoint_of(folder, 2)["model"]
+    for changed in ({"a": torch.zeros(1)}, weights | {"lm_head.weight": torch.zeros(1)}):
+        replace_file(newest, "model.safetensors", save(changed))
+        assert main(["export", str(folder), str(tmp_path / "model")]) == 6
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{newest} is damaged: transformers cannot load it (" in line
+    assert not (tmp_path / "model").exists()
