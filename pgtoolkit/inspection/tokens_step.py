@@ -12,6 +12,7 @@ from pgtoolkit.batch import Document, MicroBatch, Step
 from pgtoolkit.config.schema import Config, ParallelismConfig, PolicyRolloutConfig, TransformersSamplerConfig
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.kernels.losses import PolicyLoss
+from pgtoolkit.ranks.environment import world_size
 from pgtoolkit.rollouts.rows import FIELDS, Row, Rules, parse_row
 from pgtoolkit.rollouts.steps import Source, StepLoader
 from pgtoolkit.rollouts.writer import batch_file
@@ -152,11 +153,12 @@ class _Watch(lightning.Callback):
     def on_train_batch_start(self, trainer, module, batch: Step, batch_idx: int) -> None:
         self.last = batch.state_after["num_steps"]
         self.sampled |= batch.seconds.get("sampling", 0) > 0
-        if self.sampled and self._config.sampler.name != "transformers":
+        ranks = world_size(self._config.parallelism)
+        if self.sampled and (self._config.sampler.name != "transformers" or ranks > 1):
             raise ConfigError(
-                f"--step={self._number} needs recorded rollouts (got none). Servers wrote the run's completions, and "
-                "would write others now. Use a step whose documents a checkpoint holds, or rollout.save_path=FOLDER in "
-                "a new run."
+                f"--step={self._number} needs recorded rollouts (got none). Servers or several ranks wrote the run's "
+                "completions, which would be others now. Use a step whose documents a checkpoint holds, or "
+                "rollout.save_path=FOLDER in a new run."
             )
         if self.last == self._number:
             self.step = batch

@@ -52,6 +52,10 @@ class Policy:
     def put_away(self) -> None:
         """Called after a forward pass without a backward: what was brought together for it is given back."""
 
+    def all_tokens(self, values: Tensor) -> Tensor:
+        """(T,) of a micro-batch's tokens, from those of this rank's piece of it."""
+        return values
+
     def gradient_groups(self) -> list[tuple[ProcessGroup, list[nn.Parameter]]]:
         """After a step's last backward: (group, parameters whose gradients here are to be summed over it), in order."""
         return []
@@ -110,7 +114,7 @@ class Policy:
         if own.keys() != weights.keys():
             raise ValueError(f"weights differ in {sorted(own.keys() ^ weights.keys())}")
         for name, tensor in own.items():
-            given = weights[name]
+            given = weights.pop(name)  # what is made for this alone has its memory back at once
             piece = whole(given, self.compute_dtype)
             tensor.data = piece.clone() if piece is given else piece
 

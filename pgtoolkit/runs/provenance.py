@@ -50,7 +50,7 @@ def collect(argv: list[str]) -> dict[str, Any]:
         "packages": _packages(),
         "cpus": {"machine": os.cpu_count(), "usable": len(os.sched_getaffinity(0))},
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "gpus": _gpus(),
+        "gpus": gpus(),
     }
 
 
@@ -133,7 +133,8 @@ def _git(directory, *arguments, settings=(), limit=1 << 20):
     return output.decode("utf-8", errors="replace") if succeeded else None
 
 
-def _gpus():
+def gpus() -> list[dict[str, str]]:
+    """Name, memory (such as "143771 MiB") and driver of each of this machine's."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         listing = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
