@@ -17,8 +17,8 @@ from pgtoolkit.config import memory, override_problems
 from pgtoolkit.config.compose import Composed, compose
 from pgtoolkit.config.names import name_in, name_of
 from pgtoolkit.config.overrides import NO_CHOICE, is_swept, jobs, parse
+from pgtoolkit.config.paths import problems_of_folder, problems_of_job
 from pgtoolkit.config.plan import describe, documents_per_step
-from pgtoolkit.config.rules import executed, places
 from pgtoolkit.config.rules.run import launcher
 from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import PgtoolkitError, first_line
@@ -81,7 +81,7 @@ def check(
         run = check_run(compose(overrides, folder), overrides, rules)
         if run.config is None or run.config.hydra.mode != RunMode.MULTIRUN:
             if run.config is not None and rules:
-                run.report.problems += places.of_run(run.config)
+                run.report.problems += problems_of_folder(run.config, "hydra.run.dir", ("sweep.json",))
                 check_machine(run.values, run.report)
             return Checked([run])
     # What concerns the sweep as a whole is said without a value for each key.
@@ -108,7 +108,7 @@ def check(
             master.hydra.overrides.task = of_jobs
         except OmegaConfBaseException:
             return checked  # no folder has a name of what does not resolve; the runs have said so
-        if found := places.of_sweep(master):
+        if found := problems_of_folder(master, "hydra.sweep.dir"):
             checked.report.problems += found
         else:
             _plan(checked, Path(master.hydra.sweep.dir), list(command))
@@ -118,7 +118,6 @@ def check(
 def check_resumed(run_dir: Path, overrides: list[str]) -> Checked:
     """The same for a run that is continued; functions that it names have been typed, and are imported as it starts."""
     run = check_run(compose(overrides, run_dir=run_dir), overrides)
-    run.report.problems += executed.written_elsewhere(run.config, run_dir, parse(overrides)[0])
     check_machine(run.values, run.report)
     return Checked([run])
 
@@ -148,7 +147,7 @@ def _plan(checked: Checked, folder: Path, command: list[str]) -> None:
         if run.config is None or run.report.problems:
             continue
         job = plan(run.config, run.overrides, number, folder, checked.unnamed)
-        run.report.problems += places.of_job(folder, job.directory)
+        run.report.problems += problems_of_job(job.directory)
         run.directory = job.directory
         first = sweep.jobs.setdefault(job.directory, job)
         if first is not job and first.config != job.config:

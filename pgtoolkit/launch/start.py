@@ -20,7 +20,7 @@ from pgtoolkit.config.files import config_directory
 from pgtoolkit.config.names import name_in
 from pgtoolkit.config.overrides import NO_CHOICE, hydra_form, register
 from pgtoolkit.config.paths import make_absolute
-from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, StorageError
+from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, StorageError, unusable
 from pgtoolkit.launch.check import PlannedRun, check, check_resumed, check_run, notes, problems
 from pgtoolkit.launch.job import named_by_hydra, wait_until_free
 from pgtoolkit.launch.job import run as start_job
@@ -161,6 +161,8 @@ def _train(config: DictConfig) -> PgtoolkitError | None:
         _launch(config, *named_by_hydra(config))
     except PgtoolkitError as error:
         return error
+    except OSError as error:
+        return unusable(error)
     return None
 
 

@@ -152,8 +152,8 @@ def _targets(model: nn.Module, config: HuggingFaceModelConfig, kinds: tuple[type
 
 def _digest(model: nn.Module) -> str:
     """Of the weights rounded to bfloat16: the same for whichever number type they are held in."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, weight in model.state_dict().items():
         total = weight.to(torch.bfloat16).view(torch.int16).sum(dtype=torch.int64).item()
-        found.update(f"{name} {list(weight.shape)} {total}\n".encode())
-    return found.hexdigest()
+        digest.update(f"{name} {list(weight.shape)} {total}\n".encode())
+    return digest.hexdigest()

@@ -28,10 +28,9 @@ from pgtoolkit.errors import ConfigError
 from pgtoolkit.kernels.losses import LMHead
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.model.architectures import architecture_of
-from pgtoolkit.model.attention import Documents, use_packed_attention
+from pgtoolkit.model.attention import Documents, documents_here, use_packed_attention
 from pgtoolkit.model.pipeline import Pipeline, keep_stage, weights_of_all_stages
 from pgtoolkit.model.policy import Policy
-from pgtoolkit.model.sequence_data import documents_here
 from pgtoolkit.model.tensor import DividedMatrix, shard_tensors, vocabulary_start
 from pgtoolkit.ranks.agreement import failing_together
 from pgtoolkit.ranks.collectives import join, local

@@ -21,10 +21,9 @@ from pgtoolkit.errors import DataError
 from pgtoolkit.packing import cut, pack
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout
-from pgtoolkit.rollouts.advantages import batch_divisor, group_advantages, overlong_penalty
-from pgtoolkit.rollouts.dynamic_sampling import fill
+from pgtoolkit.rollouts.advantages import batch_divisor, fill, group_advantages, overlong_penalty
+from pgtoolkit.rollouts.rows import RolloutWriter
 from pgtoolkit.rollouts.steps import Source
-from pgtoolkit.rollouts.writer import RolloutWriter
 from pgtoolkit.sampling.proof import check_batch
 from pgtoolkit.sampling.samplers import Sampler
 from pgtoolkit.system.background import in_background

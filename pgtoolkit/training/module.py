@@ -14,9 +14,9 @@ from pgtoolkit.config.schema import Config, OptimizerConfig, Schedule
 from pgtoolkit.errors import DataError
 from pgtoolkit.kernels.losses import LMHead, PolicyLoss, log_probs_of_hidden, loss_of_hidden
 from pgtoolkit.losses.exchange import Ranks
+from pgtoolkit.model.attention import local_tokens
 from pgtoolkit.model.lora import without_adapters
 from pgtoolkit.model.policy import Policy
-from pgtoolkit.model.sequence_data import local_tokens
 from pgtoolkit.ranks.collectives import local
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.data_metrics import sampling_note
@@ -137,22 +137,16 @@ class PolicyGradientModule(DynamicAccumulation):
     ) -> tuple[Tensor, Tensor | None]:
         """`kernels.losses.log_probs_of_hidden` of what a policy's `loss_inputs` gave, under the run's settings."""
         hidden, head, ranks = inputs
-        how = replace(self.computation, num_splits=1)
+        computation = replace(self.computation, num_splits=1)
         loss = self.loss if temperature is None else replace(self.loss, temperature=temperature)
-        return log_probs_of_hidden(hidden, self._precise(head), micro_batch, loss, ranks, how, with_entropy)
+        return log_probs_of_hidden(hidden, self._precise(head), micro_batch, loss, ranks, computation, with_entropy)
 
     def _loss(self, inputs: Inputs, micro_batch: MicroBatch, totals: StepTotals) -> PolicyLoss:
         hidden, head, ranks = inputs
         return loss_of_hidden(hidden, self._precise(head), micro_batch, totals, self.loss, ranks, self.computation)
 
     def _check_log_probs(self, step: Step) -> None:
-        """A loader of one's own may lack them, and the rollouts of a run that goes on with a correction."""
-        unknown = [document.name for document in step.documents if document.old_log_probs is None]
-        if unknown and self.loss.reads_old_log_probs:
-            raise DataError(
-                f"the loss needs old_log_probs of every document (got none of {unknown[0]}). It compares the policy "
-                "with the one that sampled. Give them, or use loss=reinforce correction=none kl=none."
-            )
+        """The rollouts of a run that goes on with a correction may lack those of the sampler."""
         lacking = [document.name for document in step.documents if document.sampling_log_probs is None]
         if lacking and self.loss.needs_sampling_log_probs:
             raise DataError(
@@ -178,10 +172,10 @@ class LocalAdamW(torch.optim.AdamW):
     """
 
     def _init_group(self, group, *lists):
-        found = super()._init_group(group, *lists)
+        has_complex = super()._init_group(group, *lists)
         for tensors in lists:
             tensors[:] = map(local, tensors)
-        return found
+        return has_complex
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:

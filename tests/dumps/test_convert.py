@@ -8,7 +8,9 @@ import pickle
 import pyarrow.parquet as pq
 import pytest
 import torch
-from builders.dumps import (
+from builders.models import save_with_tokenizer, small_llama
+from builders.runs import built
+from dumps.writers import (
     WRITERS,
     Rollout,
     nemo_rl,
@@ -19,8 +21,6 @@ from builders.dumps import (
     slime,
     slime_training,
 )
-from builders.models import save_with_tokenizer, small_llama
-from builders.runs import built
 
 from pgtoolkit.cli import main
 from pgtoolkit.losses import reference

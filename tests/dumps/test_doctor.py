@@ -5,9 +5,9 @@ from statistics import fmean
 
 import pytest
 import torch
-from builders.dumps import sampled
 from builders.models import save_with_tokenizer, small_llama
 from builders.rollout_rows import write_jsonl, write_parquet
+from dumps.writers import sampled
 
 from pgtoolkit.cli import main
 from pgtoolkit.dumps.doctor import diagnose

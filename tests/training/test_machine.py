@@ -91,7 +91,6 @@ def test_more_processes_than_this_machine_has_room_for(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("rows", "overrides", "says"),
     [
-        ([], [], "needs at least one row"),
         ([ROW, ROW], [], "rows.jsonl:1:reward: is missing"),
         ([GROUP[0], GROUP[1] | {"token_ids": [1, 2, 99]}], [], "rows.jsonl:2:token_ids: is 99 at position 2"),
         (GROUP, ["accumulation.max_tokens=2"], "has 3 tokens and at most 2 fit"),

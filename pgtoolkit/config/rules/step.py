@@ -27,10 +27,6 @@ def loss(c: Config, report: Report) -> None:
     if family is not None and family.by_document and splits != 1:
         reason = "The sequence ratio is exp of a mean over the whole document, and pieces do not recombine."
         report.refuse(f"loss={c.loss.name}", "loss.num_splits=1", splits, reason, "loss.num_splits=1")
-    elif splits > 1 and c.kernel.implementation == "fused_linear":
-        setting, needs = f"loss.num_splits={splits}", "materialised logits"
-        reason = "The fused head cuts its own pieces, as large as kernel.logits_memory_mb allows."
-        report.refuse(setting, needs, "kernel=fused_linear", reason, "kernel=torch or loss.num_splits=1")
 
 
 def aggregation(c: Config, report: Report) -> None:
