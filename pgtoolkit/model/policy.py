@@ -114,7 +114,7 @@ class Policy:
         if own.keys() != weights.keys():
             raise ValueError(f"weights differ in {sorted(own.keys() ^ weights.keys())}")
         for name, tensor in own.items():
-            given = weights.pop(name)  # what is made for this alone has its memory back at once
+            given = weights[name]
             piece = whole(given, self.compute_dtype)
             tensor.data = piece.clone() if piece is given else piece
 
