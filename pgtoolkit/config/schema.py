@@ -30,6 +30,8 @@ _PENALIZED = {"only_if": "kl.kind!=none", "use": "kl=k3"}
 _ADAPTED = {"fixed": _WEIGHTS, "only_if": "model.lora_rank>0", "use": "model.lora_rank=16"}
 _ADAPTABLE = "model.random_weights=false and parallelism.tensor_parallel=1 and parallelism.pipeline_parallel=1"
 _BESIDE = "Adapters stand beside the whole matrices of a model that was trained, and are stored alone."
+_LIMITED = {"use": "task.verifier_seconds=10", "why": "A process of its own has a time limit."}
+_LIMITING = {"use": "task.verifier_processes=4", "why": "Only a process of its own can be ended."}
 _TRACKED = {"only_if": "tracking.name=mlflow"}
 _STARTED = {"only_if": "sampler.urls=[]"}
 _CUT = {"learns": False}
@@ -197,10 +199,8 @@ class PromptsTaskConfig(WrittenTaskConfig):
     verifier: str | None = key(code="function")
     pattern: str | None
     verifiers: dict[str, Any] = key(free=True, code="function")
-    verifier_processes: int = key(0, 1024, learns=False, fixed="")
-    verifier_seconds: float | None = key(
-        0.01, 86400, fixed="", only_if="task.verifier_processes>0", use="task.verifier_processes=4"
-    )
+    verifier_processes: int = key(0, 1024, learns=False, fixed="", only_if="task.verifier_seconds!=null", **_LIMITED)
+    verifier_seconds: float | None = key(0.01, 86400, fixed="", only_if="task.verifier_processes>0", **_LIMITING)
 
 
 @dataclass

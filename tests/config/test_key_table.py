@@ -147,6 +147,7 @@ CONDITIONS = {
     "model.random_weights=false": (True, False),
     "task.chat!=never": ("never", "auto"),
     "task.verifier_processes>0": (0, 2),
+    "task.verifier_seconds!=null": (None, 10.0),
     "rollout.overlong_buffer>0": (None, 3),
     "rollout.max_staleness=null": (7, None),
     "rollout.old_log_probs=sampling": ("training", "sampling"),

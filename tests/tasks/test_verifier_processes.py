@@ -226,22 +226,6 @@ def test_a_run_with_processes_is_the_run_without(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_counts_what_timed_out_and_goes_on(tmp_path):
-    """Those of two prompts of the four."""
-    hanging = "def f(completion, answer):\n    while answer in '13':\n        pass\n    return 1\n"
-    (tmp_path / "hanging_module.py").write_text(hanging)
-    sys.path.insert(0, str(tmp_path))
-    try:
-        own = ["task.verifier=hanging_module.f", "task.verifier_processes=4", "task.verifier_seconds=2"]
-        rows = run_with(tmp_path, *own, "trainer.max_steps=2")
-    finally:
-        sys.path.remove(str(tmp_path))
-    assert sum(row["verifier_timeout_fraction"] for row in rows) == 1  # half of the documents, in two steps
-    assert sum(row["reward"] for row in rows) == 1
-    assert [row["verifier_crash_fraction"] for row in rows] == [0, 0]
-
-
-@pytest.mark.slow
 def test_a_run_that_was_killed_within_a_batch_goes_on_with_its_measures(tmp_path):
     """They are part of the batch, which its checkpoint holds."""
     rows = [{"prompt": f"{i}{i}=", "answer": str(i)} for i in range(4)]

@@ -21,44 +21,39 @@ _SET = (
 
 
 def sampler(c: Config, report: Report) -> None:
-    if samples(c):
-        if isinstance(c.sampler, VllmSamplerConfig):
-            _vllm(c, c.sampler, report)
-    elif typed := report.typed_of("sampler"):
-        reason, needs = "It would be ignored: nothing is sampled.", "rollout=policy or evaluation.every > 0"
-        use = "rollout=policy or evaluation.every=20, or leave it out"
-        report.refuse(" ".join(typed), needs, "rollout=recorded", reason, use)
-
-
-def _vllm(c: Config, sampler: VllmSamplerConfig, report: Report) -> None:
-    world = world_size(c.parallelism)
-    if sampler.urls:
-        _urls(sampler.urls, report)
-    else:
-        _started(c, sampler, world, report)
-    if world > 1 and sampler.answer_seconds > (most := c.parallelism.timeout_seconds):
-        setting, reason = f"sampler.answer_seconds={sampler.answer_seconds}", "The other ranks would not wait so long."
-        needs = f"at most parallelism.timeout_seconds={most}"
-        report.refuse(
-            setting, needs, sampler.answer_seconds, reason, f"parallelism.timeout_seconds={sampler.answer_seconds}"
-        )
+    if not samples(c):
+        if typed := report.typed_of("sampler"):
+            reason, needs = "It would be ignored: nothing is sampled.", "rollout=policy or evaluation.every > 0"
+            use = "rollout=policy or evaluation.every=20, or leave it out"
+            report.refuse(" ".join(typed), needs, "rollout=recorded", reason, use)
+    elif isinstance(c.sampler, VllmSamplerConfig):
+        world, seconds, most = world_size(c.parallelism), c.sampler.answer_seconds, c.parallelism.timeout_seconds
+        if c.sampler.urls:
+            _urls(c.sampler.urls, report)
+        else:
+            _started(c, c.sampler, world, report)
+        if world > 1 and seconds > most:
+            setting, reason = f"sampler.answer_seconds={seconds}", "The other ranks would not wait so long."
+            needs = f"at most parallelism.timeout_seconds={most}"
+            report.refuse(setting, needs, seconds, reason, f"parallelism.timeout_seconds={seconds}")
 
 
 def _urls(urls: list[str], report: Report) -> None:
     plain = [url.rstrip("/") for url in urls]
-    for url in plain:
-        try:
-            parts = urlsplit(url)
-            good = parts.scheme in ("http", "https") and parts.hostname and not (parts.query or parts.fragment)
-            good = good and parts.port != 0 and not parts.path.endswith("/v1")  # that is for clients of OpenAI's
-        except ValueError:  # such as a bracket that is not closed, or a port above 65535
-            good = False
-        if not good or redact(url) != url:
-            reason, use = "It is the address of a server of vLLM.", "sampler.urls=[http://127.0.0.1:8000]"
-            report.refuse(f"sampler.urls={text(urls)}", "http(s)://HOST:PORT for each", redact(url), reason, use)
-    if len({*plain}) < len(urls):
-        reason, use = "Each server gets its share of the requests.", f"sampler.urls={text([*dict.fromkeys(plain)])}"
-        report.refuse(f"sampler.urls={text(urls)}", "each server once", text(urls), reason, use)
+    if not all(map(_is_address, plain)) or len({*plain}) < len(urls):
+        needs = "http(s)://HOST:PORT of each server, once"
+        reason, use = "Each server of vLLM gets its share of the requests.", "sampler.urls=[http://127.0.0.1:8000]"
+        report.refuse(f"sampler.urls={redact(text(urls))}", needs, redact(text(urls)), reason, use)
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        is_whole_url = parts.scheme in ("http", "https") and parts.hostname and not (parts.query or parts.fragment)
+        # /v1 is for clients of OpenAI's.
+        return bool(is_whole_url and parts.port != 0 and not parts.path.endswith("/v1") and redact(url) == url)
+    except ValueError:  # such as a bracket that is not closed, or a port above 65535
+        return False
 
 
 def _started(c: Config, sampler: VllmSamplerConfig, world: int, report: Report) -> None:

@@ -44,7 +44,6 @@ def prompts(task: TaskConfig, report: Report) -> None:
         existing(report, "task.path", task.path)
         if "math_verify" in _verifiers(task, report):
             installed(report, "math_verify among the verifiers", "math_verify", "math-verify")
-        _processes(task, report)
 
 
 def stop(c: Config, report: Report) -> None:
@@ -122,9 +121,3 @@ def _verifier(prefix: str, name: str, pattern: str | None, report: Report) -> No
     if groups != 1:
         reason = "What its group finds last is compared with the answer; (?:...) captures nothing."
         report.refuse(needs, f"{prefix}pattern with one group", got, reason, f"\"{prefix}pattern='answer: (.*)'\"")
-
-
-def _processes(task: PromptsTaskConfig, report: Report) -> None:
-    if task.verifier_processes > 0 and task.verifier_seconds is None:
-        setting, reason = f"task.verifier_processes={task.verifier_processes}", "A process of its own has a time limit."
-        report.refuse(setting, "task.verifier_seconds", None, reason, "task.verifier_seconds=10")
