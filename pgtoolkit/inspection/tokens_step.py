@@ -17,6 +17,7 @@ from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.metrics import clips
 from pgtoolkit.losses.objective import Loss, make_objective
+from pgtoolkit.ranks.environment import world_size
 from pgtoolkit.rollouts.rows import FIELDS, Row, Rules, batch_file, parse_row
 from pgtoolkit.rollouts.steps import Source, StepLoader
 from pgtoolkit.tasks.row_files import open_files
@@ -166,11 +167,12 @@ class _Watch(lightning.Callback):
     def on_train_batch_start(self, trainer, module, batch: Step, batch_idx: int) -> None:
         self.last = batch.state_after["num_steps"]
         self.sampled |= batch.seconds.get("sampling", 0) > 0
-        if self.sampled and self._config.sampler.name != "transformers":
+        ranks = world_size(self._config.parallelism)
+        if self.sampled and (self._config.sampler.name != "transformers" or ranks > 1):
             raise ConfigError(
-                f"--step={self._number} needs recorded rollouts (got none). Servers wrote the run's completions, and "
-                "would write others now. Use a step whose documents a checkpoint holds, or rollout.save_path=FOLDER in "
-                "a new run."
+                f"--step={self._number} needs recorded rollouts (got none). Servers or several ranks wrote the run's "
+                "completions, which would be others now. Use a step whose documents a checkpoint holds, or "
+                "rollout.save_path=FOLDER in a new run."
             )
         if self.last == self._number:
             self.step = batch

@@ -238,7 +238,9 @@ class PolicyRollouts(Source):
             self._check_sampler(documents)
         if not of_training:
             return groups
-        shares = gather_objects(documents, self.layout.group("data_parallel"))
+        # Of ranks that have computed the same the first one's, so that all hold the same to the last bit.
+        every = self.layout.size("sequence_data_parallel") * self.layout.size("tensor_parallel")
+        shares = gather_objects(documents, self.layout.world_group)[::every][:size]
         starts = [i // size * self._rollout.group_size for i in range(len(groups))]
         return [shares[i % size][start:][: self._rollout.group_size] for i, start in enumerate(starts)]
 
