@@ -57,6 +57,8 @@ _STARTED = {"only_if": "sampler.urls=[]"}
 _APART = {"only_if": "sampler.urls=[] and sampler.gpus!=null", "use": "sampler.urls=[] and sampler.gpus=[1,2]"}
 _CUT = {"learns": False}
 """How a step is cut changes nothing of it."""
+_RANKS = {"learns": "rollout.name=policy"}
+"""Nor does by how many ranks, but each draws its own completions."""
 
 AggregationMode = StrEnum("AggregationMode", ["sample_mean", "prompt_mean", "token_mean", "constant"])
 KLKind = StrEnum("KLKind", ["none", *KINDS])
@@ -140,12 +142,12 @@ class KernelConfig:
 
 @dataclass
 class ParallelismConfig:
-    data_parallel: int = key(1, 65536, learns="rollout.name=policy")  # each rank draws its own completions
+    data_parallel: int = key(1, 65536, **_RANKS)
     shard: bool = key(**_CUT)
-    tensor_parallel: int = key(1, 65536, **_CUT)
+    tensor_parallel: int = key(1, 65536, **_RANKS)
     sequence_parallel: bool = key(**_CUT)
-    sequence_data_parallel: int = key(1, 65536, **_CUT)
-    pipeline_parallel: int = key(1, 65536, **_CUT)
+    sequence_data_parallel: int = key(1, 65536, **_RANKS)
+    pipeline_parallel: int = key(1, 65536, **_RANKS)
     timeout_seconds: int = key(1, 604800, learns=False)
 
 

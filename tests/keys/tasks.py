@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.machinery
 import json
-import os
 import string
 import sys
 import types
@@ -84,36 +83,25 @@ def prompts_path(tmp_path):
         assert sorted({prompt_of(module, document) for document in documents}) == expected.split()
 
 
-@key("task/reasoning_gym.too_long", "task/prompts.too_long")
+@key(
+    *("task/reasoning_gym.too_long", "task/prompts.too_long"),
+    *("task/reasoning_gym.max_prompt_length", "task/prompts.max_prompt_length"),
+)
 def too_long(tmp_path, monkeypatch):
-    """A document has room for 24 tokens, four of them the completion's."""
+    """A document has room for 24 tokens, four of them the completion's; or for 64, and for a prompt as is typed."""
     stand_in_gym(monkeypatch)
     gym = ["task=reasoning_gym", "task.dataset=sums", "task.options={long: 1, size: 4}"]
     file = prompts(tmp_path)
     with (tmp_path / "prompts.jsonl").open("a") as added:
         added.write(json.dumps({"prompt": 30 * "7", "answer": 7}))
-    for chosen, expected in ((gym, "sums 0 0 0|sums 0 0 2|sums 0 0 3"), (file, "0?|1?|2?|3?")):
-        with pytest.raises(DataError, match=r"task\.too_long=skip"):
-            sampled(*chosen, "task.too_long=refuse")
-        module, documents = sampled(*chosen, "task.too_long=skip")
-        assert sorted({prompt_of(module, document) for document in documents}) == expected.split("|")
-
-
-@key("task/reasoning_gym.max_prompt_length", "task/prompts.max_prompt_length")
-def max_prompt_length(tmp_path, monkeypatch):
-    """Prompts of more tokens are too long, whatever room there is."""
-    stand_in_gym(monkeypatch)
-    gym = ["task=reasoning_gym", "task.dataset=sums", "task.options={long: 1, size: 4}"]
-    gym += ["accumulation.max_tokens=64", "model.max_positions=64"]
-    file = prompts(tmp_path)
-    with (tmp_path / "prompts.jsonl").open("a") as added:
-        added.write(json.dumps({"prompt": "12345", "answer": 7}))
-    for chosen, length, expected in ((gym, 39, "sums 0 0 0|sums 0 0 2|sums 0 0 3"), (file, 4, "0?|1?|2?|3?")):
-        with pytest.raises(DataError, match=f"1 of . prompts do not have 1 to {length} tokens"):
-            sampled(*chosen, f"task.max_prompt_length={length}")
-        sampled(*chosen, f"task.max_prompt_length={length + 1}")
-        module, documents = sampled(*chosen, f"task.max_prompt_length={length}", "task.too_long=skip")
-        assert sorted({prompt_of(module, document) for document in documents}) == expected.split("|")
+    room = ["accumulation.max_tokens=64", "model.max_positions=64"]
+    for chosen, longest, expected in ((gym, 40, "sums 0 0 0|sums 0 0 2|sums 0 0 3"), (file, 30, "0?|1?|2?|3?")):
+        sampled(*chosen, *room, f"task.max_prompt_length={longest}")
+        for limit in ([], [*room, f"task.max_prompt_length={longest - 1}"]):
+            with pytest.raises(DataError, match=r"task\.too_long=skip"):
+                sampled(*chosen, *limit, "task.too_long=refuse")
+            module, documents = sampled(*chosen, *limit, "task.too_long=skip")
+            assert sorted({prompt_of(module, document) for document in documents}) == expected.split("|")
 
 
 def scores(texts, *overrides):
@@ -155,21 +143,6 @@ def verifiers(tmp_path):
         assert (right.reward, right.exact_match) == (1 + weight * 1, True)
         assert (wrong.reward, wrong.exact_match) == (weight * 2, False)
         assert wrong.measures == {"reward/right": 0, f"reward/{name}": 2}
-
-
-@key("task/prompts.verifier_processes", "task/prompts.verifier_seconds")
-def verifier_processes(tmp_path):
-    own = [*prompts(tmp_path), "task.verifier=tasks.verifiers_for_tests.scripted"]
-    assert scores(["pid", "pid"], *own) == [os.getpid()] * 2
-    for number in (1, 2):
-        task = task_of(*own, f"task.verifier_processes={number}", "task.verifier_seconds=2")
-        try:
-            found = task.scores([(task.prompt(0), text, True) for text in ("sleep 30", "pid", "pid")])
-        finally:
-            task.close()
-        assert [score.reward == 0 for score in found] == [True, False, False]
-        assert [score.measures["verifier_timeout_fraction"] for score in found] == [1, 0, 0]
-        assert os.getpid() not in {score.reward for score in found}
 
 
 @key("task/prompts.split")
