@@ -74,6 +74,19 @@ def random_weights(tmp_path):
     assert not torch.equal(found, head_of(path, "model.random_weights=true", "seed=1"))
 
 
+@key("model/huggingface.gradient_checkpointing")
+def gradient_checkpointing(tmp_path):
+    path, calls, gradients = llama(tmp_path), {}, []
+    for value in ("false", "true"):
+        module = module_of("model=huggingface", path, f"model.gradient_checkpointing={value}")
+        seen = calls[value] = []
+        module.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, seen=seen: seen.append(1))
+        module.training_step(step_of(some_documents()), 0)
+        gradients.append([weight.grad for weight in module.parameters()])
+    assert (len(calls["false"]), len(calls["true"])) == (1, 2)
+    torch.testing.assert_close(*gradients)
+
+
 @key("model/huggingface.fp32_lm_head")
 def head_in_float32(tmp_path):
     """The log-probs, and the logits behind the loss, of a body in bfloat16."""

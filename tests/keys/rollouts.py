@@ -94,6 +94,21 @@ def temperature():
     loss_as_specified(["rollout.temperature=0.7"], temperature=0.7)
 
 
+@key("rollout/policy.stop")
+def stop():
+    """A completion ends with the first of these characters, whose token it keeps."""
+    for strings in ("[]", "['1','2']", "['3']"):
+        module, documents = sampled(f"rollout.stop={strings}", "rollout.max_completion_length=9")
+        texts = [module.policy.tokenizer.decode(completion_of(d)[:, 0], skip_special_tokens=True) for d in documents]
+        stops = set(strings) & set("123")
+        inside = [[character in stops for character in text] for text in texts]
+        assert not any(place for one in inside for place in one[:-1])
+        assert any(one[-1:] == [True] for one in inside) == bool(stops)
+        assert all(
+            not document.truncated for document, one in zip(documents, inside, strict=True) if one[-1:] == [True]
+        )
+
+
 @key("rollout/policy.old_log_probs")
 def old_log_probs():
     """With top_p only those of sampling are renormalised."""

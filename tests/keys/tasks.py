@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import json
+import os
 import string
 import sys
 import types
@@ -143,6 +144,21 @@ def verifiers(tmp_path):
         assert (right.reward, right.exact_match) == (1 + weight * 1, True)
         assert (wrong.reward, wrong.exact_match) == (weight * 2, False)
         assert wrong.measures == {"reward/right": 0, f"reward/{name}": 2}
+
+
+@key("task/prompts.verifier_processes", "task/prompts.verifier_seconds")
+def verifier_processes(tmp_path):
+    own = [*prompts(tmp_path), "task.verifier=tasks.verifiers_for_tests.scripted"]
+    assert scores(["pid", "pid"], *own) == [os.getpid()] * 2
+    for number in (1, 2):
+        task = task_of(*own, f"task.verifier_processes={number}", "task.verifier_seconds=2")
+        try:
+            found = task.scores([(task.prompt(0), text, True) for text in ("sleep 30", "pid", "pid")])
+        finally:
+            task.close()
+        assert [score.reward == 0 for score in found] == [True, False, False]
+        assert [score.measures["verifier_timeout_fraction"] for score in found] == [1, 0, 0]
+        assert os.getpid() not in {score.reward for score in found}
 
 
 @key("task/prompts.split")
