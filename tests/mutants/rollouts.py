@@ -110,8 +110,8 @@ def the_next_prompt_is_asked_again_after_a_resume(right, self):
     "rollouts.policy:PolicyRollouts._with_training_log_probs",
     "tests/rollouts/test_policy.py::test_old_log_probs_are_those_of_the_sampler_or_of_training",
 )
-def the_sampler_s_log_probs_stay_the_old_ones(right, self, documents):
-    found = right(self, documents)
+def the_sampler_s_log_probs_stay_the_old_ones(right, self, parts, passes):
+    found, documents = right(self, parts, passes), [document for part in parts for document in part]
     return [replace(d, old_log_probs=before.old_log_probs) for d, before in zip(found, documents, strict=True)]
 
 
