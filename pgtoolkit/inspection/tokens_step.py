@@ -290,26 +290,19 @@ def _of_trained(values: Tensor, trained: Tensor) -> np.ndarray:
 
 def _check_documents(made: MadeStep, loss: Loss) -> None:
     """ConfigError where the loss reads what the step's documents do not have."""
-    tokens, correction = made.pieces[0].micro_batch, loss.correction
-    if loss.reads_old_log_probs and not made.has_old_log_probs:
-        named = "kl=k3_ratio" if correction is None else f"correction={correction.name}"
-        named = f"loss={loss.family.name}" if loss.family.reads_old_log_probs else named
-        raise ConfigError(
-            f"{named} needs old_log_probs (got documents without). Its ratio reads them. Use loss=reinforce with "
-            "correction=none and kl=none."
-        )
-    if correction is not None and not correction.of_policy and tokens.sampling_log_probs is None:
-        raise ConfigError(
-            f"correction={correction.name} needs sampling_log_probs of every document (got documents without). It "
-            "weighs a token by the sampler's log-prob. Use correction=none."
-        )
-    if loss.kl is not None and tokens.ref_log_probs is None:
-        raise ConfigError(
-            f"kl={loss.kl.kind} needs log-probs of a reference (got none). The run has no penalty, so it has loaded no "
-            "reference. Use kl=none."
-        )
-    if loss.aggregation.needs_groups and not made.has_groups:
-        raise ConfigError(
-            f"aggregation={loss.aggregation.name} needs group_id (got rows without). It says which documents share a "
-            "prompt. Use another aggregation."
-        )
+    tokens, aggregation = made.pieces[0].micro_batch, loss.aggregation
+    lacking = {
+        "old_log_probs": loss.reads_old_log_probs and not made.has_old_log_probs,
+        "sampling_log_probs": loss.needs_sampling_log_probs and tokens.sampling_log_probs is None,
+        "ref_log_probs": loss.kl is not None and tokens.ref_log_probs is None,
+        "group_id": aggregation.needs_groups and not made.has_groups,
+    }
+    uses = {
+        "old_log_probs": "loss=reinforce with correction=none and kl=none",
+        "sampling_log_probs": "correction=none",
+        "ref_log_probs": "kl=none: the run has no penalty, so it has loaded no reference",
+        "group_id": f"another aggregation than {aggregation.name}",
+    }
+    for name in filter(lacking.get, lacking):
+        needs = f"loss={loss.family.name} needs {name} for its ratio, correction, penalty or aggregation"
+        raise ConfigError(f"{needs} (got documents without). Use {uses[name]}.")
