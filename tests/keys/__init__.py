@@ -24,7 +24,7 @@ ROWS: dict[str, Callable] = {}
 _VLLM = "sampling/test_vllm.py"
 SEEN_BY = {
     **dict.fromkeys(
-        [f"loss/{name}.num_splits" for name, family in FAMILIES.items() if family.scope == "document"]
+        [f"loss/{name}.num_splits" for name, family in FAMILIES.items() if family.scope != "token"]
         + ["model/tiny.fp32_lm_head"],
         "config/test_golden_refusals.py::test_what_is_refused_and_what_is_accepted",  # they have one value
     ),
