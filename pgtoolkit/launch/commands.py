@@ -214,10 +214,10 @@ def _evaluate(argv: list[str]) -> int:
         use = "pgtk evaluate RUN_OR_FOLDER [--step N | --best] [task=...] [evaluation....]"
         raise ConfigError(refusal("pgtk evaluate", "one model", got, "One is evaluated at a time.", use))
 
-    from pgtoolkit.launch.evaluate import Asked, evaluate
+    from pgtoolkit.launch.evaluate import evaluate
 
     overrides = [word for word in args.words if word not in named]
-    say(evaluate(Asked(plain_run(named[0]) if named else None, args.step, args.best, overrides)))
+    say(evaluate(plain_run(named[0]) if named else None, args.step, args.best, overrides))
     return 0
 
 

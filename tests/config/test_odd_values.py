@@ -7,7 +7,8 @@ import pytest
 
 from pgtoolkit.config.files import options
 from pgtoolkit.config.schema import SCHEMAS
-from pgtoolkit.launch.check import check, problems, render_plan
+from pgtoolkit.launch.check import check, problems
+from pgtoolkit.launch.plan_page import render_plan
 
 ODD = (
     "[]",

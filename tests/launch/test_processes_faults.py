@@ -116,7 +116,7 @@ def test_a_signal_stops_all_ranks_after_the_same_step_and_the_run_goes_on(start)
     assert [row["documents_seen"] for row in rows] == [8 * number for number in range(1, len(rows) + 1)]
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.1, 0.4])
+@pytest.mark.parametrize("seconds", [0.0, 0.4])
 def test_ctrl_c_as_soon_as_workers_exist_leaves_no_traceback(start, seconds):
     """To all at once, as a terminal sends it; a worker's interpreter is still starting."""
     run = start([PGTK, *once(*SHORT, *LONG), "hydra.run.dir=run"], steps=0)
@@ -128,14 +128,6 @@ def test_ctrl_c_as_soon_as_workers_exist_leaves_no_traceback(start, seconds):
     assert run.process.returncode == 75, shown
     assert "Traceback" not in shown
     assert "pgtk resume" in shown
-
-
-def test_more_processes_than_the_machine_can_hold_are_refused(tmp_path):
-    command = [PGTK, *SHORT, "parallelism=ddp", "parallelism.data_parallel=60000"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
-    assert f"needs at most {16 * os.cpu_count()} processes on this machine (got 60000 of them)" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_a_killed_rank_ends_the_run_with_its_name(start):
