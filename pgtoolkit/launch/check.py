@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pgtoolkit.config import override_problems
 from pgtoolkit.config.compose import Composed, compose
 from pgtoolkit.config.overrides import NO_CHOICE, is_swept, jobs, parse
-from pgtoolkit.config.rules import executed, places
+from pgtoolkit.config.rules import places
 from pgtoolkit.config.rules.run import launcher
 from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import PgtoolkitError
@@ -60,7 +60,7 @@ class Checked:
 def check(
     overrides: list[str],
     multirun: bool = False,
-    config_dir: str | None = None,
+    config_dir: Path | None = None,
     sweep_file: Path | None = None,
     command: list[str] = (),
 ) -> Checked:
@@ -68,9 +68,8 @@ def check(
 
     command: what was typed, for sweep.json.
     """
-    folder = Path(config_dir) if config_dir else None
     if not multirun:
-        run = check_run(compose(overrides, folder), overrides)
+        run = check_run(compose(overrides, config_dir), overrides)
         if run.config is None or run.config.hydra.mode != RunMode.MULTIRUN:
             if run.config is not None:
                 run.report.problems += places.of_run(run.config)
@@ -79,13 +78,13 @@ def check(
     # What concerns the sweep as a whole is said without a value for each key.
     of_hydra = [override for override in overrides if override.startswith(("hydra.", "hydra/"))]
     of_jobs = [override for override in overrides if override not in of_hydra]
-    whole = compose([*of_hydra, *(one for one in of_jobs if not is_swept(one))], folder, sweep_file)
+    whole = compose([*of_hydra, *(one for one in of_jobs if not is_swept(one))], config_dir, sweep_file)
     of_hydra_itself = [problem for problem in whole.problems if problem.startswith("hydra.")]
     if whole.config is None or of_hydra_itself:  # nothing of such a file is looked at any further
         return Checked([PlannedRun(of_hydra, None, Report(of_hydra_itself or whole.problems))], is_sweep=True)
 
     def compose_job(of_job: list[str]) -> Composed:
-        return compose([*of_hydra, *of_job], folder, sweep_file, typed=overrides)
+        return compose([*of_hydra, *of_job], config_dir, sweep_file, typed=overrides)
 
     master = whole.config
     given = [f"{key}={value}" for key, value in (master.hydra.sweeper.get("params") or {}).items()]
@@ -107,14 +106,6 @@ def check(
     else:
         _plan(checked, Path(master.hydra.sweep.dir), list(command))
     return checked
-
-
-def check_resumed(run_dir: Path, overrides: list[str]) -> PlannedRun:
-    """The same for a run that is continued."""
-    run = check_run(compose(overrides, run_dir=run_dir), overrides)
-    run.report.problems += executed.written_elsewhere(run.config, run_dir, parse(overrides)[0])
-    check_machine(run.values, run.report)
-    return run
 
 
 def check_run(composed: Composed, overrides: list[str]) -> PlannedRun:

@@ -81,18 +81,24 @@ class RayEngine:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would report to its makers
         import ray
 
-        self._ray = ray
-        address = init.get("address")
-        _require_ray(address)
-        if address is None:  # nothing listens to the network
-            init = {"_node_ip_address": "127.0.0.1", "include_dashboard": False} | init
+        self._ray, address = ray, init.get("address")
         handler = signal.getsignal(signal.SIGTERM)
         try:
+            if address is None:  # nothing listens to the network
+                init = {"_node_ip_address": "127.0.0.1", "include_dashboard": False} | init
+            elif (
+                ":" in address and "://" not in address
+            ):  # for whose answer Ray would wait for minutes, deaf to signals
+                say(f"connecting to Ray at {address}, for at most {_SECONDS_TO_CONNECT} s")
+                command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", f"--address={address}"]
+                subprocess.run(command, capture_output=True, timeout=_SECONDS_TO_CONNECT, check=True)
             ray.init(**{"log_to_driver": False, "logging_level": "ERROR"} | init)
         except PgtoolkitError:  # of a signal
             raise
         except Exception as error:  # Ray has no common type
-            raise _no_ray(address, first_line(error)) from error
+            setting, reason = f"hydra.launcher.ray.init.address={address or 'null'}", "Jobs are sent to its head."
+            use = "ray start --head there, or hydra.launcher.ray.init.address=null"
+            raise ConfigError(refusal(setting, "a Ray cluster that answers", first_line(error), reason, use)) from error
         finally:
             signal.signal(signal.SIGTERM, handler)  # Ray's own would end this process at once
         self._task = ray.remote(**remote)(_run_job)
@@ -135,25 +141,6 @@ def _run_job(folder: str, file: str, log: str) -> int:
         process.stop(signal.SIGTERM)
         return process.wait()
     return status
-
-
-def _require_ray(address: str | None) -> None:
-    """ConfigError if no Ray answers at HOST:PORT, for which Ray itself would wait for minutes, deaf to signals."""
-    if address is None or ":" not in address or "://" in address:
-        return
-    say(f"connecting to Ray at {address}, for at most {_SECONDS_TO_CONNECT} s")
-    command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", f"--address={address}"]
-    try:
-        subprocess.run(command, capture_output=True, timeout=_SECONDS_TO_CONNECT, check=True)
-    except subprocess.SubprocessError as error:
-        raise _no_ray(address, f"no answer of Ray within {_SECONDS_TO_CONNECT} s") from error
-
-
-def _no_ray(address: str | None, got: str) -> ConfigError:
-    reason, use = "Jobs are sent to its head.", "ray start --head there, or hydra.launcher.ray.init.address=null"
-    return ConfigError(
-        refusal(f"hydra.launcher.ray.init.address={address or 'null'}", "a Ray cluster that answers", got, reason, use)
-    )
 
 
 class SubmititEngine:

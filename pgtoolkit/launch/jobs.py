@@ -15,7 +15,7 @@ from pgtoolkit.launch.engines import Engine, JobHandle
 from pgtoolkit.launch.sweep import Job, Sweep
 from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.system.report import say
-from pgtoolkit.tracking.signals import STOP_SIGNALS
+from pgtoolkit.tracking.signals import STOP_SIGNALS, answered_by
 
 STOPPED = (signal.SIGKILL, signal.SIGHUP, *STOP_SIGNALS)
 """Signals by which someone ends a process; by others it ends itself."""
@@ -49,25 +49,23 @@ class Jobs:
             if engine is None:
                 raise Interrupted(f"the sweep was stopped by {signal.Signals(number).name} before a job began.")
 
-        before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
-        try:
-            engine = start_engine()
-            while self._waiting or self._running:
-                while arrived:
-                    self._stop(arrived.pop(0))
-                if self._waiting and len(self._running) < engine.at_a_time:
-                    self._start(engine)
-                time.sleep(0.05)
-                for one in list(self._running):
-                    if (status := one.handle.poll()) is not None:
-                        self._end(one, status)
-        finally:
-            # After a defect of the launcher itself the jobs must not run on unseen.
-            self._stop_all(signal.SIGTERM)
-            if engine is not None:
-                engine.close()
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        with answered_by(stop):
+            try:
+                engine = start_engine()
+                while self._waiting or self._running:
+                    while arrived:
+                        self._stop(arrived.pop(0))
+                    if self._waiting and len(self._running) < engine.at_a_time:
+                        self._start(engine)
+                    time.sleep(0.05)
+                    for one in list(self._running):
+                        if (status := one.handle.poll()) is not None:
+                            self._end(one, status)
+            finally:
+                # After a defect of the launcher itself the jobs must not run on unseen.
+                self._stop_all(signal.SIGTERM)
+                if engine is not None:
+                    engine.close()
         if self._stopped_by:
             raise Interrupted(f"the sweep was stopped by {self._stopped_by}.")
 

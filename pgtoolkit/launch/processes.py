@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import os
 import pickle
 import signal
@@ -16,15 +15,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
 
-from pgtoolkit import errors
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, RankLost
 from pgtoolkit.launch.worker import Training, train_as_rank
 from pgtoolkit.ranks.environment import joined, world_size
@@ -32,7 +31,7 @@ from pgtoolkit.runs.directory import record_end
 from pgtoolkit.system.imports import without
 from pgtoolkit.system.report import say
 from pgtoolkit.tracking.next_commands import resume_command
-from pgtoolkit.tracking.signals import STOP_SIGNALS, StopSignal, stop_signals_recorded
+from pgtoolkit.tracking.signals import StopSignal, answered_by, stop_signals_recorded
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -88,10 +87,18 @@ def _run_workers(training: Training, count: int) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         store = loopback_store()
         workers: dict[int, Popen] = {}
+        signals: list[int] = []
+
+        def forward(number: int, _frame: FrameType | None) -> None:
+            signals.append(number)
+            for process in workers.values():
+                process.send_signal(number)
+
         try:
             for rank in range(count):
                 workers[rank] = _started(folder, rank, count, store.port)
-            with _forwarded(workers) as signals:
+            with answered_by(forward):
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
                 unanswering = _wait(workers, signals)
         finally:
             _end(workers, signal.SIGKILL)  # whatever happened here, nobody stays behind
@@ -134,25 +141,6 @@ def _stderr(folder: Path, rank: int) -> Path:
     return folder / f"stderr-{rank}"
 
 
-@contextlib.contextmanager
-def _forwarded(workers: dict[int, Popen]) -> Iterator[list[int]]:
-    """STOP_SIGNALS of this process are the workers'; gives the numbers of those that came."""
-    came: list[int] = []
-
-    def forward(number, _frame) -> None:
-        came.append(number)
-        for process in workers.values():
-            process.send_signal(number)
-
-    before = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    try:
-        yield came
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _wait(workers: dict[int, Popen], signals: list[int]) -> list[int]:
     """Until all have ended; returns the ranks that had to be killed."""
     deadline = None
@@ -183,21 +171,21 @@ def _conclude(
     folder: Path, workers: Mapping[int, Popen], signals: list[int], unanswering: list[int], training: Training
 ) -> None:
     """Raise the error that ended the job, if one did: what came first, not what followed from it."""
-    outcomes = {}
+    outcomes: dict[int, tuple[PgtoolkitError | None, str]] = {}
     for rank in workers:
         with contextlib.suppress(FileNotFoundError):
-            outcomes[rank] = json.loads((folder / f"rank-{rank}.json").read_text())
+            outcomes[rank] = pickle.loads((folder / f"rank-{rank}").read_bytes())
     resume = f"Continue with: {resume_command(training.run_dir)}"
-    failed = {rank: found for rank, found in outcomes.items() if found["status"] and found["kind"] != "RankLost"}
-    for rank, found in failed.items():
-        if found["kind"] == "defect":
-            say(found["traceback"], error=True)
-            raise PgtoolkitError(f"rank {rank} failed: {found['message']}")
-        where = "" if rank == 0 or found["on_all_ranks"] else f"rank {rank}: "
-        raise getattr(errors, found["kind"])(where + found["message"])
-    for found in outcomes.values():
-        if found["kind"] == "Interrupted":
-            raise Interrupted(found["message"])
+    failed = {rank: error for rank, (error, _) in outcomes.items() if error is not None}
+    for rank, error in failed.items():
+        if shown := outcomes[rank][1]:
+            say(shown, error=True)
+            raise PgtoolkitError(f"rank {rank} failed: {error}")
+        if not isinstance(error, RankLost | Interrupted):
+            raise type(error)(str(error) if rank == 0 or error.on_all_ranks else f"rank {rank}: {error}")
+    for error in failed.values():
+        if isinstance(error, Interrupted):
+            raise error
     if signals:
         name = signal.Signals(signals[-1]).name
         record_end(training.run_dir, "interrupted", name, AFTER_WORKERS)
@@ -210,13 +198,12 @@ def _conclude(
         elif code == -signal.SIGABRT and unanswering:  # as NCCL ends a process that has waited too long for others
             how += f", and rank {', '.join(map(str, unanswering))} did not answer any more"
         raise RankLost(f"rank {rank} {how}.{_last_words(_stderr(folder, rank))} {resume}")
-    for found in outcomes.values():
-        if found["status"] and unanswering:
-            names, seconds = ", ".join(map(str, unanswering)), training.config.parallelism.timeout_seconds
-            limit = f"parallelism.timeout_seconds={seconds:g}"
-            raise RankLost(f"rank {names} did not answer within {limit} and was ended. {resume}")
-        if found["status"]:
-            raise RankLost(f"{found['message']}. {resume}")
+    for error in failed.values():
+        if not unanswering:
+            raise RankLost(f"{error}. {resume}")
+        names, seconds = ", ".join(map(str, unanswering)), training.config.parallelism.timeout_seconds
+        limit = f"parallelism.timeout_seconds={seconds:g}"
+        raise RankLost(f"rank {names} did not answer within {limit} and was ended. {resume}")
 
 
 def _last_words(stderr: Path) -> str:

@@ -19,10 +19,11 @@ from omegaconf import DictConfig, open_dict
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.files import config_directory
 from pgtoolkit.config.names import name_in
-from pgtoolkit.config.overrides import NO_CHOICE, hydra_form, register
+from pgtoolkit.config.overrides import NO_CHOICE, hydra_form, parse, register
 from pgtoolkit.config.paths import make_absolute
+from pgtoolkit.config.rules import executed
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, StorageError
-from pgtoolkit.launch.check import PlannedRun, check, check_resumed, check_run, notes, problems
+from pgtoolkit.launch.check import PlannedRun, check, check_run, notes, problems
 from pgtoolkit.launch.job import run as start_job
 from pgtoolkit.launch.job import wait_until_free
 from pgtoolkit.launch.multirun import run_sweep
@@ -44,7 +45,8 @@ def hydra_arguments(argv: list[str]) -> Namespace:
             reason = "pgtk begins with its own conf/config.yaml: another would not be checked, and could run code."
             use = "pgtk sweep FILE.yaml, or --config-dir=FOLDER for options of your own"
             raise ConfigError(refusal(name, "to be left out", "one", reason, use))
-    if args.config_dir is not None and not Path(args.config_dir).is_dir():
+    args.config_dir = args.config_dir and Path(args.config_dir)
+    if args.config_dir is not None and not args.config_dir.is_dir():
         name, reason = f"--config-dir={args.config_dir}", "It holds options of your own, such as experiment/mine.yaml."
         raise ConfigError(refusal(name, "a folder", args.config_dir, reason, "--config-dir=FOLDER"))
     return args
@@ -68,7 +70,7 @@ def start(argv: list[str], sweep_file: Path | None, command: list[str]) -> int:
         if args.multirun:
             reason, use = "It prints one configuration.", "pgtk check -m for a sweep"
             raise ConfigError(refusal("--cfg", "one run", "-m", reason, use))
-        if found := compose(args.overrides, args.config_dir and Path(args.config_dir)).problems:
+        if found := compose(args.overrides, args.config_dir).problems:
             raise refused(found)
         return hydra_answers(for_hydra)
     rank = joined()
@@ -90,7 +92,9 @@ def start(argv: list[str], sweep_file: Path | None, command: list[str]) -> int:
 
 def resume(run_dir: Path, overrides: list[str]) -> int:
     """Continue a run from its newest checkpoint; returns the exit status. Raises PgtoolkitError."""
-    run = check_resumed(run_dir, overrides)
+    run = check_run(compose(overrides, run_dir=run_dir), overrides)
+    run.report.problems += executed.written_elsewhere(run.config, run_dir, parse(overrides)[0])
+    check_machine(run.values, run.report)
     if run.report.problems:
         raise refused(run.report.problems)
     train_on_processes(Training(run.config, run_dir, True, overrides))
@@ -107,7 +111,7 @@ def start_or_continue(run_dir: Path, argv: list[str]) -> int:
         place = str(run_dir).replace("\\", "\\\\").replace("'", "\\'")
         return start([*argv, f"hydra.run.dir='{place}'"], None, ["pgtk", "continue", str(run_dir), *argv])
     args = hydra_arguments(argv)
-    run = check_run(compose(args.overrides, args.config_dir and Path(args.config_dir)), args.overrides)
+    run = check_run(compose(args.overrides, args.config_dir), args.overrides)
     if (rank := joined()) is None or rank.number == 0:
         check_machine(run.values, run.report)
     if run.report.problems:
@@ -166,9 +170,9 @@ def _train(config: DictConfig) -> PgtoolkitError | None:
     return None
 
 
-def _train_as_other_rank(overrides: list[str], config_dir: str | None) -> int:
+def _train_as_other_rank(overrides: list[str], config_dir: Path | None) -> int:
     """A rank other than 0 of torchrun or srun: the same run, whose directory rank 0 chooses."""
-    run = check_run(compose(overrides, config_dir and Path(config_dir)), overrides)
+    run = check_run(compose(overrides, config_dir), overrides)
     if run.refused_anywhere:
         return ConfigError.exit_status  # rank 0 says why
     train_on_processes(Training(_without_hydra(run.config), Path(), overrides=overrides))

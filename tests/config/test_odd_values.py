@@ -143,7 +143,7 @@ def test_a_sweeps_file_that_sets_what_the_chosen_option_does_not_have(tmp_path):
 def test_a_file_that_makes_no_configuration(tmp_path, body):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{body}\n")
-    checked = check(["experiment=mine"], config_dir=str(tmp_path))
+    checked = check(["experiment=mine"], config_dir=tmp_path)
     assert render_plan(checked)
     assert len(problems(checked)) >= 1
     assert in_sentences(problems(checked)), problems(checked)
