@@ -55,12 +55,16 @@ def longest_prompt(tiny: bool) -> int:
     return 16 if tiny else 160
 
 
-def write_inputs(folder: Path, num_prompts: int, tiny: bool) -> None:
-    """The model, in the number type of those on the hub, with a tokenizer that has a word for each of its tokens."""
+def write_inputs(folder: Path, num_prompts: int, tiny: bool, body: dict | None = None, weights: bool = True) -> None:
+    """The model, in the number type of those on the hub, with a tokenizer that has a word for each of its tokens.
+
+    body: entries of its configuration, for another than the benchmark's. weights: whether they are written, too.
+    """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    body = _TINY_BODY if tiny else _BODY
+    untied = body is not None
+    body = body or (_TINY_BODY if tiny else _BODY)
     draw, longest = random.Random(0), longest_prompt(tiny)
     with (folder / "prompts.jsonl").open("w") as file:
         for _ in range(num_prompts):
@@ -71,8 +75,15 @@ def write_inputs(folder: Path, num_prompts: int, tiny: bool) -> None:
     tokenizer = _tokenizer(body["vocab_size"])
     end = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     torch.manual_seed(0)
-    config = Qwen2Config(**body, **end, tie_word_embeddings=True, max_position_embeddings=8192)
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "model")
+    config = Qwen2Config(**body, **end, tie_word_embeddings=not untied, max_position_embeddings=8192)
+    if not weights:
+        config.architectures = ["Qwen2ForCausalLM"]
+        config.save_pretrained(folder / "model")
+    elif untied and torch.cuda.is_available():
+        with torch.device("cuda"):
+            Qwen2ForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "model")
+    else:
+        Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
 
 

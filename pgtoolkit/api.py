@@ -11,7 +11,7 @@ from pgtoolkit.kernels import arguments
 from pgtoolkit.kernels.given_logits import IMPLEMENTATIONS
 from pgtoolkit.kernels.losses import Computation, LMHead, PolicyLoss, loss_of_hidden, loss_of_log_probs, loss_of_logits
 from pgtoolkit.losses.aggregation import Reducer, aggregation_of
-from pgtoolkit.losses.checks import check_name, check_switches, shown
+from pgtoolkit.losses.checks import check_name, shown
 from pgtoolkit.losses.corrections import Correction, correction_of
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.families import Family, family_of
@@ -96,7 +96,6 @@ def policy_loss(
     definition = Loss(family, weighting, temperature, metrics, correction_of(correction), entropy_coefficient, kl)
     arguments.check_reference(kl, ref_log_probs, metrics)
     ranks = Ranks(vocabulary_group, vocabulary_start, sequence_group, data_group)
-    check_switches(check_finite=check_finite, overwrite_logits=overwrite_logits)
     check_name("impl", impl, ("auto", *IMPLEMENTATIONS, "reference"))
     arguments.check_rows("logits", logits)
     arguments.check_ranks(ranks, impl, num_documents)
@@ -168,7 +167,6 @@ def linear_policy_loss(
     definition = Loss(family, weighting, temperature, metrics, correction_of(correction), entropy_coefficient, kl)
     arguments.check_reference(kl, ref_log_probs, metrics)
     ranks = Ranks(vocabulary_group, vocabulary_start, sequence_group, data_group)
-    check_switches(check_finite=check_finite)
     check_name("impl", impl, ("auto", "fused_linear", *IMPLEMENTATIONS, "reference"))
     head = LMHead(lm_head_weight, bias, weight_gradient, fp32_logits)
     method = Computation(impl, check_finite, num_splits, logits_memory_mb)
@@ -220,7 +218,6 @@ def log_prob_loss(
     family, weighting = family_of(loss, **parameters), aggregation_of(aggregation, divisor, reducer)
     definition = Loss(family, weighting, metrics=metrics, correction=correction_of(correction), kl=kl)
     arguments.check_reference(kl, ref_log_probs, metrics)
-    check_switches(check_finite=check_finite)
     vectors = mask.long() - 1, old_log_probs, advantages, document_index, sampling_log_probs, ref_log_probs, factors
     tokens = arguments.tokens_of("log_probs", log_probs, vectors, num_documents, group_index, totals)
     return loss_of_log_probs(log_probs, tokens, totals, definition, Ranks(), check_finite)

@@ -168,6 +168,6 @@ class Step:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-def known_vectors(*of: Document | Tokens) -> tuple[str, ...]:
+def known_vectors(*holders: Document | Tokens) -> tuple[str, ...]:
     """Which of OPTIONAL_VECTORS all of these have; none where nothing is given."""
-    return tuple(name for name in OPTIONAL_VECTORS if of and all(getattr(one, name) is not None for one in of))
+    return tuple(name for name in OPTIONAL_VECTORS if holders and all(getattr(x, name) is not None for x in holders))

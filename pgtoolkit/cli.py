@@ -12,8 +12,8 @@ from pathlib import Path
 from pgtoolkit import __version__
 from pgtoolkit.config.files import sweep_file, sweep_files
 from pgtoolkit.errors import ConfigError, PgtoolkitError, unusable
-from pgtoolkit.launch.commands import REPORTS
-from pgtoolkit.launch.help import help_page, unknown_command
+from pgtoolkit.launch.commands import REPORTS, report
+from pgtoolkit.launch.help import complete, help_page, unknown_command
 from pgtoolkit.system.plain_files import plain_run
 from pgtoolkit.system.report import print_error, say
 
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 def _dispatch(argv: list[str]) -> int:
     command = argv[0] if argv and argv[0][:1].isalpha() and "=" not in argv[0] else None
     if command in REPORTS:  # whose parsers know --help
-        return REPORTS[command][2](argv[1:])
+        return report(command, argv[1:])
     if "--help" in argv or "-h" in argv:
         say(help_page(COMMANDS))
         return 0
@@ -64,8 +64,6 @@ def _start(argv: list[str], file: Path | None = None, typed: list[str] | None = 
     from pgtoolkit.launch.start import hydra_answers, start
 
     if "-sc" in argv or "--shell-completion" in argv:
-        from pgtoolkit.config.completion import complete
-
         return complete(argv, list(COMMANDS), hydra_answers)
     return start(_for_hydra(argv), file, ["pgtk", *(typed or argv)])
 
@@ -125,7 +123,7 @@ COMMANDS = {
     "continue": ("DIR [OVERRIDES]", "start a run there, or continue it: a job script can repeat it", _continue),
     **REPORTS,
 }
-"""Name -> what follows it, what it does, and the function that does it with the words after its name."""
+"""Name -> what follows it, what it does, and the function that does it; of `REPORTS`, `report` calls it."""
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import torch
 from benchmarks.kernels.__main__ import main
 from benchmarks.kernels.workloads import document_lengths, make_workload
 from pgtoolkit.losses.families import FAMILIES
-from pgtoolkit.losses.measures import measure
+from pgtoolkit.losses.metrics import measure
 
 
 @pytest.mark.slow

@@ -98,15 +98,8 @@ def test_comparison_of_loss_by_aggregation(file):
     for row in terminal.group_rows(compared):
         assert " ".join(row) in page
     if f"adjusted for {len(compared.comparisons)} pairs" in " ".join(page.split()):
-        for line in differences(compared):
-            assert " ".join(line) in page
-
-
-def differences(compared):
-    """A row per pair with the first configuration."""
-    for one in compared.comparisons[: len(compared.groups) - 1]:
-        said, test, *numbers = terminal.difference_row(one, terminal.tested_format(compared))
-        yield [compared.groups[one.second].label, str(one.counts[1]), *numbers, test, said]
+        for line in terminal.difference_rows(compared, 0):
+            assert " ".join(line).strip() in page
 
 
 def test_the_follow_up():
@@ -117,10 +110,9 @@ def test_the_follow_up():
         family, aggregation = group.values.values()
         reached = f"{compared.arrived(group, DOCUMENTS)} of 6 | {terminal.spent(compared, group, DOCUMENTS)}"
         assert f"| `{family}` | `{aggregation}` | {reached} |" in page
-    for one in compared.comparisons:
-        _, _, difference, interval, p, seeds = terminal.difference_row(one, terminal.tested_format(compared))
-        first, second = (compared.groups[place].label for place in (one.first, one.second))
-        assert f"| {second} | {first} | {difference} | {interval} | {p} | {seeds} |" in page
+    for place, first in enumerate(compared.groups):
+        for second, _, difference, interval, p, seeds, *_ in terminal.difference_rows(compared, place)[1:]:
+            assert f"| {second} | {first.label} | {difference} | {interval} | {p} | {seeds} |" in page
 
 
 @pytest.mark.parametrize("name", ["loss_by_aggregation", "clip_range", "metrics_cost"])

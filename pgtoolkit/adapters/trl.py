@@ -72,7 +72,7 @@ class PolicyGradientTrainer(GRPOTrainer):
         if GRPOTrainer is object:
             raise ImportError("PolicyGradientTrainer needs TRL: pip install 'pgtoolkit[trl]'")
         self.family, self.correction, self._kl = family_of(loss), correction_of(correction), kl
-        self.aggregation, self.divisor = aggregation_of(aggregation, divisor).name, divisor
+        self.weighting = aggregation_of(aggregation, divisor)
         given = inspect.signature(GRPOTrainer.__init__).bind(self, *arguments, **of_trl).arguments
         problems = self._problems(given.get("args") or GRPOConfig())
         if problems:
@@ -97,9 +97,9 @@ class PolicyGradientTrainer(GRPOTrainer):
             if name in changed
         ]
         gathered, accumulated = args.steps_per_generation, args.gradient_accumulation_steps
-        if gathered % accumulated or (self.aggregation == "prompt_mean" and gathered != accumulated):
+        if gathered % accumulated or (self.weighting.needs_groups and gathered != accumulated):
             needed, why = "a multiple of gradient_accumulation_steps", "all of a step's completions have to be there"
-            if self.aggregation == "prompt_mean":
+            if self.weighting.needs_groups:
                 needed, why = "that number", "TRL shuffles what it has sampled, and a part of it has parts of prompts"
             problems.append(
                 f"GRPOConfig.steps_per_generation={gathered} needs {needed} ({accumulated}) with this aggregation: a "
@@ -146,7 +146,7 @@ class PolicyGradientTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs):
         batch = super()._generate_and_score_completions(inputs)
-        if self.aggregation == "prompt_mean":
+        if self.weighting.needs_groups:
             # As TRL groups rewards: consecutive completions over all processes, before it shuffles them.
             rows, training = len(batch["completion_ids"]), self.model.training
             first = self.accelerator.process_index * rows
@@ -163,7 +163,7 @@ class PolicyGradientTrainer(GRPOTrainer):
         counts = torch.cat([trained_tokens(piece).sum(1) for piece in pieces])
         numbers = torch.stack([torch.full_like(counts.sum(), len(counts)), counts.sum(), (counts == 0).sum()])
         num_groups = 0
-        if self.aggregation == "prompt_mean":
+        if self.weighting.needs_groups:
             index = torch.cat([piece["group_index"] for piece in pieces])
             per_prompt = self.num_generations if self.model.training else self.num_generations_eval
             num_groups = len(counts) * self.accelerator.num_processes // per_prompt
@@ -183,8 +183,8 @@ class PolicyGradientTrainer(GRPOTrainer):
         documents = torch.arange(len(mask), device=mask.device)[:, None].expand_as(mask)
         options = {
             "loss": self.family,
-            "aggregation": self.aggregation,
-            "divisor": self.divisor,
+            "aggregation": self.weighting.name,
+            "divisor": getattr(self.weighting, "divisor", None),
             "group_index": inputs.get("group_index"),
             "num_documents": len(mask),
             "totals": self._totals,

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from pgtoolkit.api import linear_policy_loss, log_prob_loss
 from pgtoolkit.batch import Tokens
 from pgtoolkit.kernels.losses import Computation, LMHead, PolicyLoss, log_probs_of_hidden
-from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.objective import Loss
 
@@ -66,7 +65,7 @@ def by_fused_head(trainer: Any, model: nn.Module, inputs: dict) -> Computed:
     """
     mask = trained_tokens(inputs)
     labels = inputs["completion_ids"].masked_fill(~mask, -100).reshape(-1)
-    how = trainer.family, aggregation_of(trainer.aggregation, trainer.divisor), trainer.temperature
+    how = trainer.family, trainer.weighting, trainer.temperature
 
     def compute(hidden: Tensor, head: nn.Linear) -> Computed:
         hidden = hidden[:, -mask.shape[1] - 1 : -1].flatten(end_dim=1)
@@ -117,7 +116,7 @@ def obstacles(trainer: Any) -> list[str]:
     plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter  # not quantized, sharded or of PEFT
     scaled = [name for name in LOGIT_SCALES if getattr(config, name, None) not in (None, 1.0)]
     prompts = any(one.is_prompt_learning for one in getattr(model, "peft_config", {}).values())
-    bonus = trainer.entropy_coef and (trainer.aggregation != "token_mean" or trainer.entropy_coef < 0)
+    bonus = trainer.entropy_coef and (trainer.weighting.name != "token_mean" or trainer.entropy_coef < 0)
     found = [
         (not plain, f"the LM head is not a plain linear layer but {type(head).__name__}"),
         (scaled, f"the model scales its logits by {', '.join(scaled)}"),

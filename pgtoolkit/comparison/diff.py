@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import sys
-from itertools import zip_longest
 from pathlib import Path
 
 from pgtoolkit.comparison.terminal import aligned
 from pgtoolkit.runs.directory import config_drift
 from pgtoolkit.runs.find import is_run, not_a_run
-from pgtoolkit.runs.provenance import last_start
+from pgtoolkit.runs.provenance import code_of, commit_text, last_start
 from pgtoolkit.runs.records import known_provenance, read_config
 from pgtoolkit.system.report import text
 from pgtoolkit.system.shell import shell_path
-
-_HARDWARE = ("host", "platform", "cpus", "memory", "gpus")
 
 
 def render_diff(first: Path, second: Path) -> str:
@@ -26,19 +23,15 @@ def render_diff(first: Path, second: Path) -> str:
         if not is_run(path):
             raise not_a_run(f"pgtk diff {first} {second}", path, "two run directories")
     sections = {"configuration": config_drift(read_config(first)[0], read_config(second)[0])}
-    starts = [known_provenance(path) for path in (first, second)]
+    known = {path: known_provenance(path) for path in (first, second)}
     notes = []
-    if all(starts):
-        one, other = (last_start(start) for start in starts)
-        sections["code"] = _code(one, other)
-        sections["packages"] = _packages_changed(one, other)
-        sections["hardware"] = config_drift(_hardware(one), _hardware(other))
-        for path, start in zip((first, second), starts, strict=True):
-            if resumes := len(start.get("resumed", [])):
-                times = "once" if resumes == 1 else f"{resumes} times"
-                notes.append(f"{shell_path(path)} was resumed {times}: compared is its last start.")
+    if all(known.values()):
+        before, after = _facts(known[first]), _facts(known[second])
+        sections |= {title: config_drift(before[title], after[title]) for title in before}
+        resumed = [shell_path(path) for path in known if known[path].get("resumed")]
+        notes += [f"{path} was resumed: compared is its last start." for path in resumed]
     else:
-        lacking = " and ".join(shell_path(p) for p, start in zip((first, second), starts, strict=True) if not start)
+        lacking = " and ".join(shell_path(path) for path in known if not known[path])
         notes.append(f"Code, packages and hardware are not known: no readable provenance.json in {lacking}.")
     lines = [f"A  {shell_path(first)}", f"B  {shell_path(second)}"]
     for title, changes in sections.items():
@@ -51,48 +44,17 @@ def render_diff(first: Path, second: Path) -> str:
     return "\n".join([*lines, "", *notes]).rstrip()
 
 
-def _code(one, other):
-    changes = config_drift({"pgtoolkit": one.get("version")}, {"pgtoolkit": other.get("version")})
-    # The same repository may lie in different places on two machines, so its place in the list says which it is.
-    for a, b in zip_longest(one.get("git", []), other.get("git", [])):
-        name = Path(str((a or b).get("path"))).name
-        before, after = _commit(a), _commit(b)
-        if before != after:
-            changes[f"{name}: commit"] = [before, after]
-        if (a or {}).get("diff") != (b or {}).get("diff"):
-            before, after = _uncommitted(a), _uncommitted(b)
-            changes[f"{name}: uncommitted"] = [before, f"{after}, but other ones" if before == after else after]
-    return changes
-
-
-def _commit(repository):
-    return (repository["commit"] or "none")[:12] if repository else "no repository"
-
-
-def _uncommitted(repository):
-    if not repository or not repository["diff"]:
-        return "no changes"
-    lines = repository["diff"].splitlines()
-    added = sum(line.startswith("+") and not line.startswith("+++") for line in lines)
-    removed = sum(line.startswith("-") and not line.startswith("---") for line in lines)
-    cut = ", cut off" if repository.get("diff_truncated") else ""
-    return f"+{added} -{removed} lines{cut}"
-
-
-def _packages_changed(one, other):
-    changes = config_drift(_packages(one), _packages(other))
-    return {name: [version or "not installed" for version in versions] for name, versions in changes.items()}
-
-
-def _packages(start):
+def _facts(provenance):
+    """What is known of a run's last start, by section. Uncommitted changes are a digest beside the commit."""
+    start = last_start(provenance)
     # Names that differ only in case or in - and _ are one package.
     packages = {name.lower().replace("_", "-"): version for name, version in start.get("packages", {}).items()}
-    return {"python": start.get("python"), **packages}
-
-
-def _hardware(start):
-    known = {name: start.get(name) for name in _HARDWARE}
-    known["memory"] = f"{start['memory_bytes'] / 2**30:.1f} GiB" if "memory_bytes" in start else None
     gpus = [" ".join(map(str, gpu.values())) for gpu in start.get("gpus", [])]
-    known["gpus"] = ", ".join(f"{gpus.count(gpu)} x {gpu}" for gpu in dict.fromkeys(gpus)) or "none"
-    return known
+    hardware = {name: start.get(name) for name in ("host", "platform", "cpus", "memory_bytes")}
+    hardware["gpus"] = ", ".join(f"{gpus.count(gpu)} x {gpu}" for gpu in dict.fromkeys(gpus)) or "none"
+    commits = " ".join(commit_text(*pair) for pair in code_of(provenance))
+    return {
+        "code": {"pgtoolkit": start.get("version"), "commit": commits or "no repository"},
+        "packages": {"python": start.get("python"), **packages},
+        "hardware": hardware,
+    }

@@ -126,9 +126,8 @@ def compare(
     for group in groups:
         group.reached = [reached(run, goal) for run in group.counted]
     limits = _limits(goal, [one for group in groups for one in group.reached])
-    compared = Compared(
-        goal, limits, [*map(shown, keys)], [*map(shown, following)], common, groups, [], left_out, notes
-    )
+    names = [*map(shown, keys)], [*map(shown, following)]
+    compared = Compared(goal, limits, *names, common, groups, [], left_out, notes)
     groups.sort(key=lambda group: _rank(compared, group))
     if best_of is not None:
         _keep_best(compared, best_of)
@@ -172,10 +171,7 @@ def _keep_best(compared, best_of):
     """Of the sorted groups that differ in one key alone the first stays."""
     if best_of not in compared.keys:
         names = ", ".join(compared.keys) or "none"
-        raise ConfigError(
-            f"--best-of={best_of} needs a key that tells the runs apart (got one of which they have the same value, or "
-            f"that follows from others). These are {names}. Use another key, or leave the option out."
-        )
+        raise ConfigError(f"--best-of={best_of} needs a key that tells the runs apart. These are {names}. Use another.")
     chosen: dict[tuple, Group] = {}
     for group in compared.groups:
         arm = tuple(repr(value) for key, value in group.values.items() if key != best_of)
@@ -233,10 +229,9 @@ def _refuse_unknown(runs, metric, option):
     no_metrics = {"step", "time", "seconds", "tokens_seen"}
     known = sorted({name for run in runs for row in run.rows for name in row} - no_metrics)
     if metric not in known:
-        nearest = (difflib.get_close_matches(metric, known, n=1) or known[:1] or [None])[0]
-        got = f"one of {', '.join(known)}" if known else "runs with metrics; these have finished no step yet"
-        use = f" Use {option}={nearest}." if nearest else " Wait for their first step, or use other runs."
-        raise ConfigError(f"{option}={metric} needs {got}. No run has recorded that name.{use}")
+        nearest = (difflib.get_close_matches(metric, known, n=1) or known[:1] or ["reward"])[0]
+        names = ", ".join(known) or "the metrics of a run that has finished a step"
+        raise ConfigError(f"{option}={metric} needs one of {names}. No run has recorded it. Use {option}={nearest}.")
 
 
 def _notes(compared):

@@ -1,4 +1,4 @@
-"""The comparison in words and numbers, and its page for the terminal."""
+"""The comparison in words and tables, and its page for the terminal."""
 
 from __future__ import annotations
 
@@ -14,17 +14,24 @@ from pgtoolkit.runs.find import HELD_OUT
 from pgtoolkit.system.report import plural, text
 from pgtoolkit.tracking.progress import WIDTH, sparkline
 
-_WIDEST_CURVE = 30
-_NARROWEST_CURVE = 8
+_CURVE = 9
+"""Columns of a row's curve."""
 
 
 def render_comparison(compared: Compared) -> str:
     """The comparison for the terminal, at most WIDTH columns wide."""
-    lines = [*folded(heading(compared)), "", *_table(compared), *_explained(definitions(compared)), ""]
-    lines += _differences(compared)
+    lines = [*folded(heading(compared)), "", *_groups_with_curves(compared)]
+    lines += [line for sentence in definitions(compared) for line in folded(sentence, "", "  ")]
+    lines += ["", *folded(question(compared))]
+    if rows := difference_rows(compared, 0):
+        best = compared.groups[0]
+        lines.append(f"  against {best.label} (n = {len(best.counted)})"[:WIDTH])
+        lines += [f"  {line}"[:WIDTH] for line in aligned(rows, WIDTH - 2)]
+        sentences = worth([pair for pair in compared.comparisons if pair.first == 0])
+        lines += [line for sentence in sentences for line in folded(sentence, "", "  ")]
     if compared.left_out:
         lines += ["", "Excluded from averages:"]
-        lines += [line for left in left_out(compared) for line in folded(left, "  ", "      ")]
+        lines += [line for excluded in left_out(compared) for line in folded(excluded, "  ", "      ")]
     lines += [line for note in compared.notes for line in folded(f"Note: {note}")]
     return "\n".join(lines)
 
@@ -34,7 +41,8 @@ def heading(compared: Compared) -> str:
     count = sum(len(group.runs) for group in compared.groups)
     counted = sum(len(group.counted) for group in compared.groups)
     start = f"{plural(count, 'run')} ({counted} counted) of {plural(len(compared.groups), 'configuration')}"
-    if not (apart := [key for key in compared.keys if len({repr(one.values[key]) for one in compared.groups}) > 1]):
+    apart = [key for key in compared.keys if len({repr(group.values[key]) for group in compared.groups}) > 1]
+    if not apart:
         return f"{start}: they differ in nothing but the seed"
     follows = f"; {', '.join(compared.following)} with them" if compared.following else ""
     return f"{start}, which differ in {', '.join(apart)}{follows}"
@@ -42,61 +50,63 @@ def heading(compared: Compared) -> str:
 
 def definitions(compared: Compared) -> list[str]:
     """What the numbers of the table are, a sentence or two for each."""
-    goal, metric, said = compared.goal, compared.metric, []
+    goal, metric, sentences = compared.goal, compared.metric, []
     if is_score(metric):
         where = "held-out prompts" if metric.startswith(HELD_OUT) else "the prompts of training, as they were sampled"
-        said.append(f"{metric} is measured on {where}; mean ± sample standard deviation over seeds.")
+        sentences.append(f"{metric} is measured on {where}; mean ± sample standard deviation over seeds.")
     if compared.by_documents:
         limit = compared.limits[DOCUMENTS]
         window = f", as mean over the last {goal.window:,.0f} documents" if goal.window else ""
         within = f", within {limit:,.0f} documents" if limit < inf else ""
-        said.append(
+        sentences.append(
             f"reached: seeds that came to {metric} {goal.threshold:g}{window}{within}; the threshold is {goal.why}. "
             "documents, tokens, seconds: what that took."
         )
         if any(limit < inf for limit in compared.limits.values()):
             looked = ", ".join(f"{whole(limit)} {AXES[axis]}" for axis, limit in compared.limits.items())
-            said.append(
+            sentences.append(
                 f"≥: a seed that never reached it counts as the search limit ({looked}), so the mean is a lower "
                 "bound (restricted mean, Royston and Parmar 2013)."
             )
     elif is_score(metric):
-        said.append("No threshold: no configuration ends higher than the runs start. --reach sets one.")
+        sentences.append("No threshold: no configuration ends higher than the runs start. --reach sets one.")
     low, high = goal.span
-    said.append(
+    sentences.append(
         f"mean: of {metric} over documents {low:,.0f} to {high:,.0f}, which all have seen (the area under the curve). "
         "final: over the last tenth of a run's steps."
     )
-    return said
+    return sentences
 
 
 def question(compared: Compared) -> str:
     """What the verdicts answer, and by which test."""
-    goal, tested = compared.goal, sum(comparison.p is not None for comparison in compared.comparisons)
-    found = {comparison.paired for comparison in compared.comparisons}
-    kinds = [word for word, paired in (("paired by seed", True), ("Welch's", False)) if paired in found]
+    if not compared.comparisons:
+        return "Nothing to compare: one configuration has finished runs. Name more runs to compare it with."
+    goal, tested = compared.goal, sum(pair.p is not None for pair in compared.comparisons)
+    kinds = sorted({"paired by seed" if pair.paired else "Welch's" for pair in compared.comparisons})
     adjusted = f", p adjusted for {tested} pairs (Holm)" if tested > 1 else ""
-    what = f"Documents to {goal.metric} {goal.threshold:g}" if compared.by_documents else f"Final {goal.metric}"
-    return f"More than seed noise? {what}, t-test, {' or '.join(kinds)}, two-sided{adjusted}:"
+    measure = f"Documents to {goal.metric} {goal.threshold:g}" if compared.by_documents else f"Final {goal.metric}"
+    return f"More than seed noise? {measure}, t-test, {' or '.join(kinds)}, two-sided{adjusted}:"
 
 
 def worth(comparisons: list[Comparison]) -> list[str]:
     """How the differences are to be read."""
-    said, tested = [], [one for one in comparisons if one.interval]
-    if any(one.paired for one in tested):
-        said.append("paired: both have the same seeds, so the same prompts; the difference of each seed is tested.")
-    if tested:
+    tested = [pair for pair in comparisons if pair.interval]
+    if not tested:
+        return []
+    few = ""
+    if min(min(pair.counts) for pair in tested) <= 10:
         few = (
             ". It takes the few seeds for all there could be: with 3 it holds the true difference in about 75 of 100 "
             "cases, with 5 in 85, with 10 in 90"
         )
-        fewest = min(min(one.counts) for one in tested)
-        said.append(f"interval: of the difference, {1 - LEVEL:.0%}, by the bootstrap over seeds{few * (fewest <= 10)}.")
-        said.append(
-            f"seeds: of each, that this pair alone would need for a t-test (level {LEVEL}, power {POWER}), were the "
-            "difference and the spread as seen and the values normal (arXiv 1806.08295)."
-        )
-    return said
+    paired = "paired: both have the same seeds, so the same prompts; the difference of each seed is tested."
+    return [
+        *([paired] if any(pair.paired for pair in tested) else []),
+        f"interval: of the difference, {1 - LEVEL:.0%}, by the bootstrap over seeds{few}.",
+        f"seeds: of each, that this pair alone would need for a t-test (level {LEVEL}, power {POWER}), were the "
+        "difference and the spread as seen and the values normal (arXiv 1806.08295).",
+    ]
 
 
 def verdict(comparison: Comparison) -> str:
@@ -105,35 +115,31 @@ def verdict(comparison: Comparison) -> str:
         return "needs 2 seeds per configuration"
     if comparison.p is None:
         return "no noise to test by"
-    if comparison.adjusted_p < LEVEL:
-        return "more than seed noise"
-    return "not told apart"
+    return "more than seed noise" if comparison.adjusted_p < LEVEL else "not told apart"
 
 
-def p_value(comparison: Comparison) -> str:
-    """The adjusted p, or a dash."""
-    p = comparison.adjusted_p
-    return "-" if p is None else "<0.001" if p < 0.001 else f"{p:.3f}"
+def difference_rows(compared: Compared, first: int) -> list[list[str]]:
+    """The header and a row per pair with the configuration at this place as its first; [] where there is none."""
+    pairs = [pair for pair in compared.comparisons if pair.first == first]
+    rows = [[compared.groups[pair.second].label, *_difference(compared, pair)] for pair in pairs]
+    return [["", "n", "difference", "interval", "p", "seeds", "test", "verdict"], *rows] if rows else []
 
 
-DIFFERENCES = ("difference", "interval", "p", "seeds")
-"""What is said in numbers of each pair."""
-
-
-def difference_row(comparison: Comparison, write: Callable[[float | None], str]) -> list[str]:
-    """The verdict, by which test, and the fields of DIFFERENCES. write: of values of what is compared."""
+def _difference(compared, pair):
+    write = whole if compared.by_documents else number_format(compared)
 
     def signed(value):
         return f"+{write(value)}" if value > 0 else write(value)
 
-    interval, seeds = comparison.interval, comparison.seeds_needed
+    p, seeds = pair.adjusted_p, pair.seeds_needed
     return [
-        verdict(comparison),
-        "paired" if comparison.paired else "Welch",
-        signed(comparison.difference),
-        f"[{', '.join(map(signed, interval))}]" if interval else "-",
-        p_value(comparison),
+        str(pair.counts[1]),
+        signed(pair.difference),
+        f"[{', '.join(map(signed, pair.interval))}]" if pair.interval else "-",
+        "-" if p is None else "<0.001" if p < 0.001 else f"{p:.3f}",
         "-" if seeds is None else f">{MOST_SEEDS}" if seeds > MOST_SEEDS else str(seeds),
+        "paired" if pair.paired else "Welch",
+        verdict(pair),
     ]
 
 
@@ -144,15 +150,10 @@ def left_out(compared: Compared) -> list[str]:
 
 def number_format(compared: Compared) -> Callable[[float | None], str]:
     """How values of the metric are written: all alike, by the size of the largest final; a dash for none."""
-    largest = max((abs(one.final) for group in compared.groups for one in group.reached), default=0)
+    largest = max((abs(reached.final) for group in compared.groups for reached in group.reached), default=0)
     fixed = largest >= 0.1 or largest == 0 or is_score(compared.metric)
     form = ".1f" if largest >= 1000 else ".3f" if fixed else ".2e"
     return lambda value: "-" if value is None or value != value else f"{value:{form}}"
-
-
-def tested_format(compared: Compared) -> Callable[[float | None], str]:
-    """How values are written of what is tested: documents, or the metric."""
-    return whole if compared.by_documents else number_format(compared)
 
 
 def whole(value: float | None) -> str:
@@ -165,7 +166,7 @@ def whole(value: float | None) -> str:
     return f"{value / size:.3g}{unit}"
 
 
-def spread(pair: tuple[float | None, float | None], write: Callable[[float | None], str]) -> str:
+def _spread(pair, write):
     """mean ± standard deviation, as far as there are."""
     mean, std = pair
     return write(mean) if std is None else f"{write(mean)} ± {write(std)}"
@@ -177,7 +178,32 @@ def spent(compared: Compared, group: Group, axis: str) -> str:
     mean, std = mean_and_std(values)
     if compared.arrived(group, axis) < len(values):
         return f"≥{whole(mean)}"
-    return spread((mean, std if axis == DOCUMENTS else None), whole)
+    return _spread((mean, std if axis == DOCUMENTS else None), whole)
+
+
+def group_rows(compared: Compared) -> list[list[str]]:
+    """The header and a row per group: values of the keys, seeds, what they spent and reached."""
+    write, axes = number_format(compared), list(compared.limits)
+    reach = ["reached", *(AXES[axis] for axis in axes)] if compared.by_documents else ["seeds"]
+    rows = [[*compared.keys, *reach, "mean", "final"]]
+    for group in compared.groups:
+        count = len(group.counted)
+        took = [str(count)]
+        if compared.by_documents:
+            took = [f"{compared.arrived(group, DOCUMENTS)} of {count}", *(spent(compared, group, a) for a in axes)]
+        rows.append([*map(text, group.values.values()), *took, _spread(group.mean, write), _spread(group.final, write)])
+    return rows
+
+
+def _groups_with_curves(compared):
+    means = [list(mean_curve(group.counted, compared.metric, DOCUMENTS)[1]) for group in compared.groups]
+    span = (min(map(min, filter(None, means)), default=0), max(map(max, filter(None, means)), default=0))
+    if is_share(compared.metric):  # against 0 and 1: one success in fifty is not a peak
+        span = (0, 1)
+    curves = ["curve", *(sparkline(mean, _CURVE, span) for mean in means)]
+    rows = [[*row, curve] for row, curve in zip(group_rows(compared), curves, strict=True)]
+    # Names and values of keys alone may be long.
+    return [line[:WIDTH] for line in aligned(rows, WIDTH, len(compared.keys))]
 
 
 def aligned(rows: list[list[str]], room: int, shrinking: int = 1) -> list[str]:
@@ -197,51 +223,6 @@ def _cut(field, width):
     return shown.ljust(width)
 
 
-def group_rows(compared: Compared) -> list[list[str]]:
-    """The header and a row per group: values of the keys, seeds, what they spent and reached."""
-    write, axes = number_format(compared), list(compared.limits)
-    reach = ["reached", *(AXES[axis] for axis in axes)] if compared.by_documents else ["seeds"]
-    rows = [[*compared.keys, *reach, "mean", "final"]]
-    for group in compared.groups:
-        count = len(group.counted)
-        took = [str(count)]
-        if compared.by_documents:
-            took = [f"{compared.arrived(group, DOCUMENTS)} of {count}", *(spent(compared, group, a) for a in axes)]
-        rows.append([*map(text, group.values.values()), *took, spread(group.mean, write), spread(group.final, write)])
-    return rows
-
-
-def _table(compared):
-    # Only names and values of keys may be long; they give way to the numbers and the curve.
-    lines = aligned(group_rows(compared), WIDTH - _NARROWEST_CURVE - 2, len(compared.keys))
-    width = max(map(len, lines))
-    room = min(_WIDEST_CURVE, max(0, WIDTH - width - 2))
-    means = [list(mean_curve(group.counted, compared.metric, DOCUMENTS)[1]) for group in compared.groups]
-    span = (min(map(min, filter(None, means)), default=0), max(map(max, filter(None, means)), default=0))
-    if is_share(compared.metric):  # against 0 and 1: one success in fifty is not a peak
-        span = (0, 1)
-    bars = ["over documents seen"[:room], *(sparkline(mean, room, span) for mean in means)]
-    return [f"{line:<{width}}  {bar}".rstrip()[:WIDTH] for line, bar in zip(lines, bars, strict=True)]
-
-
-def _differences(compared):
-    against_first = [one for one in compared.comparisons if one.first == 0]
-    if not against_first:
-        return folded("Nothing to compare: one configuration has finished runs. Name more runs to compare it with.")
-    write, groups = tested_format(compared), compared.groups
-    rows = [["", "n", *DIFFERENCES, "test", "verdict"]]
-    for one in against_first:
-        said, test, *numbers = difference_row(one, write)
-        rows.append([groups[one.second].label, str(one.counts[1]), *numbers, test, said])
-    first = f"against {groups[0].label} (n = {against_first[0].counts[0]})"
-    table = (f"  {line}"[:WIDTH] for line in [first, *aligned(rows, WIDTH - 2)])
-    return [*folded(question(compared)), *table, *_explained(worth(against_first))]
-
-
-def _explained(sentences):
-    return [line for sentence in sentences for line in folded(sentence, "", "  ")]
-
-
-def folded(sentence, indent="", further=""):
+def folded(sentence: str, indent: str = "", further: str = "") -> list[str]:
     """The sentence on lines of at most WIDTH columns."""
     return textwrap.wrap(sentence, WIDTH, initial_indent=indent, subsequent_indent=further)

@@ -16,22 +16,29 @@ from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import plural, say
 from pgtoolkit.tracking.next_commands import compare_url, ui_url
-from pgtoolkit.tracking.store import client_of, require_store, search_literal
+from pgtoolkit.tracking.store import client_of, require_store
 
 _HOST = "127.0.0.1"
 _SECONDS_TO_START = 120
 _SECONDS_TO_STOP = 10
 
 
-def serve(uri: str | None, port: str) -> int:
+def serve(uri: str | None, port: int) -> int:
     """Show the store until Ctrl-C or SIGTERM; returns 0 then.
 
     Raises ConfigError where there is no store or no free port, StorageError if MLflow ends by itself.
     """
-    store, address = _store(uri), f"http://{_HOST}:{_free_port(port)}"
+    store, address = absolute_uri(uri), f"http://{_HOST}:{port}"
+    require_store(store, f"--uri={uri}" if uri else "pgtk ui", "pgtk ui there, or --uri=sqlite:///PATH/mlflow.db")
+    with socket.socket() as probe:  # another server there would answer in the place of this one
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((_HOST, port))
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"--port={port} needs a free port of {_HOST} (got: {error}). Use another.") from error
     environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"} | os.environ
     # One worker and no job runner: ready in 7 s instead of 37 s.
-    command = [sys.executable, "-m", "mlflow", "server", "--workers", "1", "--host", _HOST, "--port", str(int(port))]
+    command = [sys.executable, "-m", "mlflow", "server", "--workers", "1", "--host", _HOST, "--port", str(port)]
     for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the latter of a terminal that is closed
         signal.signal(ending, signal.default_int_handler)
     with tempfile.TemporaryFile() as log:
@@ -44,41 +51,13 @@ def serve(uri: str | None, port: str) -> int:
                 say(addresses)
                 server.wait()
             log.seek(0)
-            printed = redact(log.read().decode(errors="replace")).strip().splitlines()[-5:]
+            printed = log.read().decode(errors="replace").strip().splitlines()[-5:]
             ended = f"MLflow's server for {redact(store)} ended or did not answer within {_SECONDS_TO_START} s."
             raise StorageError("\n  ".join([f"{ended} Its last lines:", *printed]))
         except KeyboardInterrupt:
             return 0
         finally:
             _stop(server)
-
-
-def _store(uri: str | None) -> str:
-    store = absolute_uri(uri)
-    if store.startswith("http"):
-        raise ConfigError(
-            f"--uri={redact(store)} needs a database (got a server). A server shows its own pages. "
-            f"Use a browser: {redact(store)}."
-        )
-    require_store(store, f"--uri={uri}" if uri else "pgtk ui", "pgtk ui there, or --uri=sqlite:///PATH/mlflow.db")
-    return store
-
-
-def _free_port(text: str) -> int:
-    if not (text.isdecimal() and 0 < int(text) < 65536):
-        raise ConfigError(f"--port={text} needs a whole number from 1 to 65535. Use --port=5000.")
-    port = int(text)
-    with socket.socket() as probe:
-        # As servers do: a port whose last connections are still closing is free.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((_HOST, port))
-        except OSError as error:
-            got, other = error.strerror, max(port, 1024) % 65535 + 1
-            raise ConfigError(
-                f"--port={port} needs a free port of {_HOST} (got: {got}). Use --port={other}."
-            ) from error
-    return port
 
 
 def _addresses_once_it_answers(server: subprocess.Popen, address: str) -> str | None:
@@ -92,15 +71,14 @@ def _addresses_once_it_answers(server: subprocess.Popen, address: str) -> str | 
 
 
 def _addresses(client, address: str) -> str:
-    ids = [experiment.experiment_id for experiment in client.search_experiments()]
-    newest = _runs(client, ids, "")
+    newest = _runs(client, "")
     if not newest:
         return f"{address} (no runs yet)"
     info = newest[0].info
     lines = [f"newest run    {info.run_name}", f"charts        {ui_url(address, info.experiment_id)}"]
-    if swept := _runs(client, ids, "tags.sweep LIKE '%'"):
+    if swept := _runs(client, "tags.sweep LIKE '%'"):
         sweep = swept[0].data.tags["sweep"]
-        jobs = [run.info for run in _runs(client, ids, f"tags.sweep = {search_literal(sweep)}")][::-1]  # as started
+        jobs = [run.info for run in swept if run.data.tags["sweep"] == sweep][::-1]  # as they were started
         experiments = sorted({job.experiment_id for job in jobs})
         lines += [
             f"newest sweep  {sweep} ({plural(len(jobs), 'run')})",
@@ -110,10 +88,11 @@ def _addresses(client, address: str) -> str:
     return "\n".join(lines)
 
 
-def _runs(client, ids, condition):
+def _runs(client, condition):
     """The newest runs that meet the condition, newest first; summaries of sweeps are left out."""
-    found = client.search_runs(ids, condition, max_results=1000, order_by=["attributes.start_time DESC"])
-    return [run for run in found if "sweep_summary" not in run.data.tags]
+    ids = [experiment.experiment_id for experiment in client.search_experiments()]
+    runs = client.search_runs(ids, condition, max_results=1000, order_by=["attributes.start_time DESC"])
+    return [run for run in runs if "sweep_summary" not in run.data.tags]
 
 
 def _stop(server: subprocess.Popen) -> None:

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.config import override_problems
-from pgtoolkit.config.files import config_directory, options, plugins, read_options
+from pgtoolkit.config.files import config_directory, options, plugins
 from pgtoolkit.config.keys import KEYS, evaluated_keys, is_inside, keys_of
 from pgtoolkit.config.overrides import NO_CHOICE, hydra_form, parse, register
 from pgtoolkit.config.paths import make_absolute
@@ -57,9 +57,6 @@ def compose(
     """
     parsed, problems = parse(overrides)
     groups = options(config_dir)
-    primary = read_options(sweep_file) if sweep_file else OmegaConf.create()
-    if found := override_problems.options_as_keys(primary, groups) or executed.search_path(parsed, primary):
-        return Composed(None, [*problems, *found])
     problems += override_problems.given_twice(parsed)
     parsed = [override for override in parsed if override.input_line not in NO_CHOICE]
     register()
@@ -135,6 +132,7 @@ def _of_files(
     """The configuration of the chosen options, and the problems with what files of the user's set."""
     try:
         config = compose_choices(choices, config_dir, sweep_file)
+        without_files = compose_choices(_of_hydra(config, choices)).hydra if config_dir or sweep_file else None
     except ConfigError as error:  # a file of the user's that is no YAML
         return None, [str(error)]
     except Exception as error:  # Hydra refuses odd values of its own keys by many types of exception
@@ -142,24 +140,18 @@ def _of_files(
         if isinstance(error, OSError) and not isinstance(error, HydraException) and error.errno != errno.ENAMETOOLONG:
             raise  # a file that is there and cannot be read
         return None, [override_problems.composition_problem(error)]
-    problems = executed.targets(config.hydra)
-    if found := override_problems.incomplete(config):  # such a file is looked at no further
-        return None, [*problems, *found]
-    if config_dir or sweep_file:
-        problems = _set_by_files(config, [one for one in choices if key_of(one).startswith("hydra")]) + problems
-    return config, problems
+    if unusable := override_problems.incomplete(config):
+        return None, unusable
+    return config, executed.set_of_hydra(config.hydra, without_files)
 
 
-def _set_by_files(config: DictConfig, typed: list[str]) -> list[str]:
-    """Problems with what files of the user's set of Hydra. They may choose a launcher or sweeper that conf/ has."""
+def _of_hydra(config: DictConfig, choices: list[str]) -> list[str]:
+    """The choices among Hydra's own, with launcher and sweeper, which files may choose among those in conf/."""
+    typed = [choice for choice in choices if key_of(choice).startswith("hydra")]
     for kind in ("launcher", "sweeper"):
         if option := plugins(kind).get(OmegaConf.select(config.hydra, f"{kind}._target_")):
             typed = [*(one for one in typed if key_of(one) != f"hydra/{kind}"), f"hydra/{kind}={option}"]
-    try:
-        own = compose_choices(typed)
-    except (HydraException, OmegaConfBaseException) as error:  # an option of Hydra's that only a file of the user's has
-        return [override_problems.composition_problem(error)]
-    return executed.set_by_files(config.hydra, own.hydra)
+    return typed
 
 
 def _set(config: DictConfig, key: str, value: Any, groups: dict[str, list[str]]) -> list[str]:

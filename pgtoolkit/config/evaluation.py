@@ -48,28 +48,21 @@ def _files_of(task: TaskConfig) -> tuple[str, str | None]:
 
 def held_out_sets(c: Config) -> list[HeldOut]:
     """The sets of a configuration that the rules have passed."""
-    return [_held_out(c, name, one) for name, one in (c.evaluation.sets or {USUAL: {}}).items()]
+    usual = {"seed": c.evaluation.seed, "prompts": c.evaluation.prompts_per_set}
+    sets = {name: usual | given for name, given in (c.evaluation.sets or {USUAL: {}}).items()}
+    return [HeldOut(name, _task(c, given), given["seed"], given["prompts"]) for name, given in sets.items()]
 
 
-def _held_out(c: Config, name: str, given: dict[str, Any]) -> HeldOut:
-    task = task_of_kind(c, given.get("task", c.task.name))
-    if "path" in given and task.name == "prompts":
-        task.split = None
-    if "verifier" in given and task.name == "prompts":
-        task.pattern, task.verifiers = None, {}
-    for key, value in given.items():
-        if key not in OF_A_SET:
-            setattr(task, key, value)
-    prompts, seed = c.evaluation.prompts_per_set, c.evaluation.seed
-    return HeldOut(name, task, given.get("seed", seed), given.get("prompts", prompts))
-
-
-def task_of_kind(c: Config, kind: str) -> TaskConfig:
-    """A copy of the configured task, or the defaults of another kind."""
-    if kind == c.task.name:
-        return copy.copy(c.task)
-    values = {key: value for key, value in copy.deepcopy(values_of("task", kind)).items() if key != "defaults"}
-    return SCHEMAS[f"task/{kind}"](**values)
+def _task(c: Config, given: dict[str, Any]) -> TaskConfig:
+    """A copy of the configured task, or the defaults of another kind, with the keys of a set."""
+    kind = given.get("task", c.task.name)
+    values = vars(c.task) if kind == c.task.name else values_of("task", kind)
+    if "path" in given and kind == "prompts":
+        values = values | {"split": None}
+    if "verifier" in given and kind == "prompts":
+        values = values | {"pattern": None, "verifiers": {}}
+    values = values | {key: value for key, value in given.items() if key not in OF_A_SET}
+    return SCHEMAS[f"task/{kind}"](**copy.deepcopy({key: values[key] for key in values if key != "defaults"}))
 
 
 def numbers_of(completions: int) -> list[str]:
@@ -102,13 +95,11 @@ def samples(c: Config) -> bool:
 
 def sampling(c: Config) -> dict[str, Any]:
     """How the completions of an evaluation are sampled: the keys of rollout=policy that say so."""
-    own, rollout = c.evaluation, c.rollout
-    return {
-        "temperature": rollout.temperature if own.temperature is None else own.temperature,
-        "top_p": getattr(rollout, "top_p", None) if own.top_p is None else own.top_p,
-        "max_completion_length": own.max_completion_length or rollout.max_completion_length,
-        "stop": getattr(rollout, "stop", []),
-    }
+    names = ("temperature", "top_p", "max_completion_length")
+    chosen = {name: getattr(c.evaluation, name) for name in names}
+    usual = {name: getattr(c.rollout, name, None) for name in names}
+    settings = {name: usual[name] if value is None else value for name, value in chosen.items()}
+    return settings | {"stop": getattr(c.rollout, "stop", [])}
 
 
 def how_sampled(c: Config) -> str:
@@ -116,11 +107,6 @@ def how_sampled(c: Config) -> str:
     how = sampling(c)
     cut = "" if how["top_p"] in (None, 1) else f", top_p {text(how['top_p'])}"
     return f"at temperature {text(how['temperature'])}{cut}, at most {how['max_completion_length']} tokens"
-
-
-def times(c: Config) -> int:
-    """How often a run is evaluated at most."""
-    return 1 + -(-c.trainer.max_steps // c.evaluation.every) if is_on(c) else 0
 
 
 def are_training_prompts(c: Config, one: HeldOut) -> str | None:

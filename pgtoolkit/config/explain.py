@@ -1,15 +1,25 @@
 """`pgtk explain WORD`: what a key, a group, an option, a metric or an exit status means. Every text stands elsewhere:
-in the schema, above the keys in conf/, in the families, in the errors, and in the tables of docs/."""
+in the schema, above the keys in conf/, in the families, in the errors, and in the tables of docs/.
+
+`python -m pgtoolkit.config.explain` prints docs/keys.md, with the same of every key.
+"""
 
 from __future__ import annotations
 
 import functools
 import re
+import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import EnumMeta
+from typing import Any
 
-from pgtoolkit.config import key_reference
+from pgtoolkit.config import schema
+from pgtoolkit.config.defaults import comment_of, group_comment, values_of
 from pgtoolkit.config.files import config_directory, default_options, docs_page, options
+from pgtoolkit.config.key import Key
+from pgtoolkit.config.keys import KEYS, in_words
 from pgtoolkit.config.override_problems import ALSO_CALLED, nearest
 from pgtoolkit.config.plan import ADVANTAGES
 from pgtoolkit.errors import ConfigError, PgtoolkitError
@@ -17,8 +27,10 @@ from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.losses.kl import KINDS, KL
-from pgtoolkit.system.report import refusal
+from pgtoolkit.system.report import refusal, text
 
+_TYPES = {"int": "whole number", "float": "number", "bool": "true or false", "str": "text"}
+_TYPES |= {"dict[str, Any]": "dictionary", "list[str]": "list of texts", "list[int]": "list of whole numbers"}
 _STATUSES = {
     0: "Done.",
     1: "An error of pgtoolkit's own, with a traceback; of a sweep, that a job has failed.",
@@ -27,40 +39,145 @@ _STATUSES = {
 }
 
 
-def explain(text: str) -> str:
+@dataclass
+class Entry:
+    """A key with the options of its group in which all that is said of it is the same.
+
+    meaning: its comment in conf/. defaults: by option.
+    """
+
+    key: Key
+    meaning: str
+    defaults: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """As it is typed: the group, where the key names its option."""
+        return self.key.group if self.key.option else self.key.name
+
+    @property
+    def options(self) -> str:
+        """The options of its group that have it; empty where all do."""
+        return "" if set(self.defaults) >= {*options().get(self.key.group, [""])} else ", ".join(self.defaults)
+
+    def told(self) -> dict[str, str]:
+        """Type with range, default, and meaning, as they are printed."""
+        key = self.key
+        if key.option:
+            shown = {"type": " or ".join(options()[key.group]), "default": default_options()[key.group]}
+        else:
+            kind, _, optional = key.type.partition(" | ")
+            enum = getattr(schema, kind, None)
+            words = " or ".join(enum) if isinstance(enum, EnumMeta) else _TYPES.get(kind, kind)
+            limits = " from {:.15g} to {:.15g}".format(*key.range) if key.range else ""
+            shown = {"type": words + limits + (" or null" if optional else ""), "default": self._default()}
+        return shown | {"meaning": " ".join([self.meaning, *self._conditions()])}
+
+    def _default(self) -> str:
+        """Where options differ, of each."""
+        by_value: dict[str, list[str]] = {}
+        for option, value in self.defaults.items():
+            by_value.setdefault(value, []).append(option)
+        if len(by_value) == 1:
+            return next(iter(by_value))
+        return ", ".join(f"{value} ({', '.join(names)})" for value, names in by_value.items())
+
+    def _conditions(self) -> Iterator[str]:
+        """What it needs, and what it decides besides its own meaning; whole sentences."""
+        key = self.key
+        if key.only_if:
+            yield f"It needs {in_words(key.only_if)}; without that any value but the default is refused."
+        if key.fixed:
+            yield f"`pgtk resume` keeps it{f', where {in_words(key.fixed_if)}' if key.fixed_if else ''}: {key.fixed}."
+        if key.learns is not True:
+            where = "" if key.learns is False else f", unless {in_words(key.learns)}"
+            yield f"It does not change what is learned{where}: a finished job of a sweep stays finished."
+        if key.code:
+            yield "It may name code to be run, so it counts only where it is typed on the command line."
+        if key.reads or key.writes:
+            yield "A relative path is seen from the directory in which the run starts."
+
+
+@functools.cache
+def entries() -> list[Entry]:
+    """Every key in the order of the schema, once for each meaning."""
+    by_meaning: dict[tuple, Entry] = {}
+    for key in KEYS:
+        option = key.schema.partition("/")[2]
+        usual = default_options().get(key.group)
+        others = [name for name in options().get(key.group, ()) if name != usual]
+        for name in [option] if option else [usual, *others]:
+            meaning = group_comment(key.group) if key.option else comment_of(key.group, name, key.leaf)
+            same = (key.name, key.type, key.range, meaning, key.only_if, key.fixed)
+            entry = by_meaning.setdefault(same, Entry(key, meaning))
+            entry.defaults[name or ""] = _in_conf(values_of(key.group, name).get(key.leaf))
+    return list(by_meaning.values())
+
+
+def _in_conf(value: Any) -> str:
+    """A value as it stands in conf/, in words where it depends on other keys."""
+    if value == "???":
+        return "none"
+    if isinstance(value, dict):
+        return str(value)
+    written = text(value)
+    if chosen := re.fullmatch(r"\$\{pgtk\.by_weights:([^,]+),([^,}]+)(?:,([^}]+))?\}", written):
+        random, trained, adapters = chosen.groups()
+        return f"{random}, with model=huggingface {trained}" + (f" and with LoRA {adapters}" if adapters else "")
+    return re.sub(r"\$\{([\w.]+)\}", r"\1", written)
+
+
+def keys_page() -> str:
+    """docs/keys.md."""
+    lines = [
+        "# Keys",
+        "",
+        "Every key of the configuration: its type and range (both ends included), its default, and what it means.",
+        "`pgtk explain KEY` prints the same. This page is made by `python -m pgtoolkit.config.explain` from the",
+        "schema (`pgtoolkit/config/schema.py`) and the comments in [`conf/`](../conf); a test compares it.",
+    ]
+    group = None
+    for entry in entries():
+        if entry.key.group != group:
+            group = entry.key.group
+            lines += ["", f"## {group or 'seed'}", ""]
+            lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+        cells = [f"`{entry.name}`" + (f" ({entry.options})" if entry.options else ""), *entry.told().values()]
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def explain(words: str) -> str:
     """The page for a word; for a sentence, such as a note or a refusal, of the words in it that are known.
 
     Raises ConfigError for a word that nothing is known of, with the nearest.
     """
     known = explanations()
-    word = ALSO_CALLED.get(text.lower(), text).removeprefix("pgtk ")
-    if found := known.get(word) or known.get(word.partition("=")[0] if "." in word else ""):
-        return "\n\n".join(found)
-    inside = [one.strip(".") for one in re.findall(r"[\w./@=]+", text)] if " " in text.strip() else []
-    words = dict.fromkeys(name for one in inside for name in (one, one.partition("=")[0]) if _is_a_name(name, known))
-    if words:
-        return "\n\n".join(page for name in words for page in known[name])
-    if rows := list(_rows_with(text)):
+    word = ALSO_CALLED.get(words.lower(), words).removeprefix("pgtk ")
+    if pages := known.get(word) or known.get(word.partition("=")[0] if "." in word else ""):
+        return "\n\n".join(pages)
+    inside = [part.strip(".") for part in re.findall(r"[\w./@=]+", words)] if " " in words.strip() else []
+    # Of a sentence what stands for something: `loss=gspo`, `rollout.lag`, `kl_ref`, and not `none`.
+    names = [name for part in inside for name in (part, part.partition("=")[0]) if re.search("[=._]", name)]
+    if pages := [page for name in dict.fromkeys(names) for page in known.get(name, ())]:
+        return "\n\n".join(pages)
+    if rows := list(_rows_with(words)):
         return "\n\n".join(rows)
-    near = nearest(text, known)
+    near = nearest(words, known)
     reason = "It is no key, group, option, metric or exit status."
     use = f"pgtk explain {near}" if near else "pgtk --help, or docs/keys.md"
-    raise ConfigError(refusal(f"pgtk explain {text}", "a word that is known", text, reason, use))
-
-
-def _is_a_name(word: str, known: dict[str, list[str]]) -> bool:
-    """Whether a word within a sentence stands for something: `loss=gspo`, `rollout.lag`, `kl_ref`, and not `none`."""
-    return word in known and re.search("[=._]", word) is not None
+    raise ConfigError(refusal(f"pgtk explain {words}", "a word that is known", words, reason, use))
 
 
 @functools.cache
 def explanations() -> dict[str, list[str]]:
     """Every word that can be explained -> its pages, one for each thing that it stands for."""
     pages: dict[str, list[str]] = {}
-    for entry in key_reference.entries():
-        names = (entry.key.name,) if entry.key.option else (entry.key.name, entry.key.leaf)
-        for name in dict.fromkeys(names):
-            pages.setdefault(name, []).append(_key(entry))
+    for entry in entries():
+        of = f" of {entry.key.group}={entry.options}" if entry.options else ""
+        page = _page(f"{entry.name}: a key{of}", entry.told())
+        for name in dict.fromkeys((entry.key.name,) if entry.key.option else (entry.key.name, entry.key.leaf)):
+            pages.setdefault(name, []).append(page)
     for group, names in options().items():
         pages.setdefault(group, []).insert(0, _group(group, names))
         for name in names:
@@ -69,47 +186,45 @@ def explanations() -> dict[str, list[str]]:
     for heads, row in [*_table("metrics.md"), *_table("evaluation.md")]:
         for name in re.findall(r"`([^`]+)`", row[0]) if heads[0] in ("name", "number") else ():
             pages.setdefault(name, []).append(_page(f"{name}: a metric", dict(zip(heads[1:], row[1:], strict=False))))
-    for status, says in _statuses():
-        pages[str(status)] = [_page(f"exit status {status}", {"": says})]
+    statuses = dict(_STATUSES)
+    for kind in PgtoolkitError.__subclasses__():
+        described = " ".join(kind.__doc__.split("\n\n")[0].split())
+        statuses[kind.exit_status] = f"{statuses.get(kind.exit_status, '')} {described}"
+    for status, meaning in statuses.items():
+        pages[str(status)] = [_page(f"exit status {status}", {"": meaning})]
     return pages
-
-
-def _key(entry: key_reference.Entry) -> str:
-    of = f" of {entry.key.group}={', '.join(entry.options)}" if entry.options else ""
-    shown = {"": entry.says, "type": entry.type, "default": entry.default, "rules": " ".join(entry.conditions)}
-    return _page(f"{entry.name}: a key{of}", shown)
 
 
 def _group(group: str, names: list[str]) -> str:
     """Its options with the beginning of what each is, and its keys."""
     usual = default_options().get(group)
     shown = {f"{group}={name}{' (default)' if name == usual else ''}": _head(group, name) for name in names}
-    keys = [entry.name for entry in key_reference.entries() if entry.key.group == group and not entry.key.option]
+    keys = [entry.name for entry in entries() if entry.key.group == group and not entry.key.option]
     return _page(f"{group}: a group of options", shown | {"keys": ", ".join(dict.fromkeys(keys))})
 
 
 def _option(group: str, name: str) -> str:
     shown = {"": _head(group, name)}
     if group == "loss" and name in FAMILIES:
-        family = FAMILIES[name]()
-        shown |= {"loss": f"l_t = {family.equation}"}
+        shown["loss"] = f"l_t = {FAMILIES[name]().equation}"
     elif group == "aggregation":
-        shown |= {"weight": f"w_t = {AGGREGATIONS[name].equation}"}
+        shown["weight"] = f"w_t = {AGGREGATIONS[name].equation}"
     elif group == "correction" and name in CORRECTIONS:
-        shown |= {"factor": f"rho_t = {CORRECTIONS[name]().equation}"}
+        shown["factor"] = f"rho_t = {CORRECTIONS[name]().equation}"
     elif group == "kl" and name in KINDS:
-        shown |= {"penalty": KL(name, 1.0).equation}
+        shown["penalty"] = KL(name, 1.0).equation
     elif group == "advantage":
-        shown |= {"advantage": ADVANTAGES[name]}
+        shown["advantage"] = ADVANTAGES[name]
     for heads, row in _table("losses.md"):
-        if row[0] == f"`{name}`" and group == _group_of_table(heads):
+        # The group whose options a table has in its first column: `loss=`, or nothing above them.
+        if row[0] == f"`{name}`" and group == (heads[0].strip("`=") or ("loss" if "paper" in heads else "advantage")):
             cells = zip(heads, row, strict=False)
             shown |= {head: cell for head, cell in cells if head in _ELSEWHERE and len(cell) > 1}
     paper = re.search(rf"pgtk {group}={name}\n.*?\n```\n(.*?)(?=\n#|\Z)", docs_page("papers.md"), re.DOTALL)
     for line in re.findall(r"^\* (.*?)(?=\n\*|\Z)", paper[1].strip() if paper else "", re.DOTALL | re.MULTILINE):
         shown[line.partition(": ")[0]] = line.partition(": ")[2]
-    having = [one for one in key_reference.entries() if one.key.group == group and name in [*one.defaults]]
-    shown["keys"] = ", ".join(dict.fromkeys(one.name for one in having if not one.key.option))
+    having = [entry for entry in entries() if entry.key.group == group and name in entry.defaults]
+    shown["keys"] = ", ".join(dict.fromkeys(entry.name for entry in having if not entry.key.option))
     return _page(f"{group}={name}: an option", shown)
 
 
@@ -118,26 +233,11 @@ _ELSEWHERE += ("the others", "where")
 """Columns of docs/losses.md that say where an option comes from and what others call it."""
 
 
-def _group_of_table(heads: list[str]) -> str:
-    """The group whose options a table of docs/losses.md has in its first column."""
-    return heads[0].strip("`=") or ("loss" if "paper" in heads else "advantage")
-
-
 def _head(group: str, name: str) -> str:
     """The comment at the top of an option's file, without the command that it may begin with."""
-    lines = (config_directory() / group / f"{name}.yaml").read_text().splitlines()
-    lines = lines[: next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))]
-    said = [line.lstrip("# ") for line in lines]
-    return " ".join(line for line in said if not line.startswith(("@package", "pgtk ")))
-
-
-def _statuses() -> Iterator[tuple[int, str]]:
-    """Each exit status with what it means."""
-    said = dict(_STATUSES)
-    for kind in PgtoolkitError.__subclasses__():
-        text = " ".join(kind.__doc__.split("\n\n")[0].split())
-        said[kind.exit_status] = f"{said[kind.exit_status]} {text}" if kind.exit_status in said else text
-    yield from sorted(said.items())
+    above = re.match(r"(?:#.*\n)*", (config_directory() / group / f"{name}.yaml").read_text())[0]
+    lines = [line.lstrip("# ") for line in above.splitlines()]
+    return " ".join(line for line in lines if not line.startswith(("@package", "pgtk ")))
 
 
 def _table(page: str) -> Iterator[tuple[list[str], list[str]]]:
@@ -168,9 +268,13 @@ def _rows_with(word: str) -> Iterator[str]:
 
 def _page(title: str, shown: dict[str, str]) -> str:
     lines = [title]
-    for head, says in shown.items():
-        if says:
+    for head, cell in shown.items():
+        if cell:
             start = f"  {head.replace('`', '')}: " if head else "  "
-            says = " ".join(says.replace("\\|", "|").split())
-            lines += textwrap.wrap(says, 116, initial_indent=start, subsequent_indent="    ")
+            line = " ".join(cell.replace("\\|", "|").split())
+            lines += textwrap.wrap(line, 116, initial_indent=start, subsequent_indent="    ")
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(keys_page())

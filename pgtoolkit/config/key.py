@@ -21,7 +21,8 @@ class Key:
         difference between runs. A condition where it depends on other keys.
     fixed: why a resumed run cannot change it. fixed_if: the condition under which it cannot.
     only_if: the condition without which it has no effect; another value than the usual one is then refused.
-    use: what to type for the condition to hold, where that is not the condition itself.
+    use: what to type for the (first) condition to hold, where that is not the condition itself. why: the reason to
+        refuse it, where it is more than that it has no effect.
     reads: it names what a run reads from outside of its directory: "data", a "model", which may be a name on the
         Hugging Face hub, or a "reference", a model or what `NO_FOLDER` names. It is made absolute, and the contents are
         digested. writes: it names a folder that is written;
@@ -43,6 +44,7 @@ class Key:
     fixed_if: str = ""
     only_if: str = ""
     use: str = ""
+    why: str = ""
     reads: Literal["data", "model", "reference"] | None = None
     writes: bool = False
     code: Literal["function", "command"] | None = None
@@ -71,8 +73,14 @@ def key(least: float | None = None, most: float | None = None, **declared: Any) 
 
 
 def holds(condition: str, config: object) -> bool:
-    """Whether a condition holds: `KEY=VALUE`, `KEY!=VALUE` or `KEY>NUMBER`, or several, joined by ` or `."""
-    return any(_holds(*parts(one), config) for one in condition.split(" or "))
+    """Whether a condition holds: `KEY=VALUE`, `KEY!=VALUE` or `KEY>NUMBER`, or several, joined by ` and `, ` or `."""
+    together = [[parts(single) for single in every.split(" and ")] for every in condition.split(" or ")]
+    return any(all(_holds(*single, config) for single in every) for every in together)
+
+
+def singles(condition: str) -> list[str]:
+    """The single conditions of one."""
+    return re.split(" and | or ", condition)
 
 
 def parts(condition: str) -> tuple[str, str, str]:

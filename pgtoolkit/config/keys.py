@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from pgtoolkit.config.key import Key, holds, parts, value_of
+from pgtoolkit.config.key import Key, holds, parts, singles, value_of
 from pgtoolkit.config.schema import SCHEMAS, Config
 
 
@@ -86,5 +86,7 @@ def shown(name: str) -> str:
 def in_words(condition: str) -> str:
     """A condition as it is told: `model=huggingface`, `evaluation.every > 0`, `kl other than none`."""
     forms = {"=": "{}={}", ">": "{} > {}", "!=": "{} other than {}"}
-    single = [parts(one) for one in condition.split(" or ")]
-    return " or ".join(forms[operator].format(shown(name), value) for name, operator, value in single)
+    for single in singles(condition):
+        name, operator, value = parts(single)
+        condition = condition.replace(single, forms[operator].format(shown(name), value))
+    return condition

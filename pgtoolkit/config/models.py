@@ -36,12 +36,3 @@ def vocabulary_size(model: ModelConfig, task: TaskConfig) -> int | None:
         return {"reverse": 12, "reasoning_gym": 97}.get(task.name)  # a file of prompts has its own characters
     size = model_settings(model.path).get("vocab_size")
     return size if is_whole(size) and size >= 1 else None
-
-
-def tiny_weights(model: ModelConfig, task: TaskConfig) -> int | None:
-    """How many weights the tiny model has; None where its vocabulary is known only with the prompts."""
-    vocabulary = vocabulary_size(model, task)
-    if vocabulary is None:
-        return None
-    width, layer = model.hidden_size, 12 * model.hidden_size**2 + 13 * model.hidden_size
-    return (2 * vocabulary + model.max_positions + 2) * width + model.num_layers * layer

@@ -19,10 +19,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.config import override_problems
-from pgtoolkit.config.files import config_directory, options, read_options
+from pgtoolkit.config.files import config_directory, read_options
 from pgtoolkit.config.keys import KEYS
 from pgtoolkit.config.names import digest, name_from, name_in, plain_config
 from pgtoolkit.config.schema import SCHEMAS, Config
+from pgtoolkit.errors import ConfigError
 
 NO_CHOICE = ("experiment=null", "debug=null")
 """What the optional groups are by default; Hydra accepts it in its files but not as an override."""
@@ -38,7 +39,7 @@ def parse(overrides: list[str]) -> tuple[list[Override], list[str]]:
                 raise ValueError("Options are chosen by their names, not by a pattern")
             parsed.append(override)
         except (HydraException, ValueError, RecursionError) as error:  # of thousands of digits, of lists in lists
-            problems.append(override_problems.unreadable(text, error, options()))
+            problems.append(override_problems.unreadable(text, error))
     return parsed, problems
 
 
@@ -74,12 +75,17 @@ def hydra_form(override: str) -> str:
 
 
 class UserFiles(FileConfigSource):
-    """Files of options as Hydra reads them, those of a user's own only if they are YAML without aliases."""
+    """Files of options as Hydra reads them, those of a user's own only if they are YAML without aliases.
+
+    Raises ConfigError for such a file, and for one that has Hydra import packages.
+    """
 
     def load_config(self, config_path: str) -> ConfigResult:
         file = Path(self.path, self._normalize_file_name(config_path))
         if file.is_file() and not file.is_relative_to(config_directory()):
-            read_options(file)
+            values = read_options(file)
+            if OmegaConf.is_dict(values) and OmegaConf.select(values, "hydra.searchpath"):
+                raise ConfigError(override_problems.SEARCH_PATH)
         return super().load_config(config_path)
 
 

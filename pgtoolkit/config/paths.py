@@ -7,9 +7,12 @@ import os
 from pathlib import Path, PurePath
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.config.key import value_of
 from pgtoolkit.config.keys import keys_of
+from pgtoolkit.errors import first_line
+from pgtoolkit.runs.directory import occupied, occupied_by
 from pgtoolkit.system.report import refusal
 
 NO_FOLDER = ("initial", "recorded")
@@ -59,10 +62,33 @@ def is_local_path(path: str | None) -> bool:
     return path is not None and (path == "" or path.startswith((".", "/", "~")))
 
 
-def is_possible(path: str) -> bool:
-    """Whether no part is longer than the 255 bytes that file systems allow, nor the whole than 4095."""
-    parts = [*PurePath(path).parts, ""]
-    return "\0" not in path and len(os.fsencode(path)) < 4096 and max(len(os.fsencode(part)) for part in parts) < 256
+def problems_of_folder(config: DictConfig, key: str, more: tuple[str, ...] = ()) -> list[str]:
+    """Problems with the folder of a run, or of a sweep: it leads nowhere else, and no run or any of `more` is in it.
+
+    config: with its node `hydra`. key: hydra.run.dir or hydra.sweep.dir.
+    """
+    for name in ("hydra.output_subdir", key):
+        try:
+            path = str(OmegaConf.select(config, name, throw_on_missing=True))
+        except OmegaConfBaseException as error:
+            return [refusal(name, "a value that resolves", first_line(error), _NAMES_A_FOLDER, f"{name}=FOLDER")]
+        leads_out = ".." in PurePath(path).parts or (name != key and os.path.isabs(path))
+        if leads_out or not path.isprintable():  # it also stands in the scripts of SLURM's jobs
+            needs = "a path of printable characters without '..'"
+            return [refusal(name, needs, repr(path), _NAMES_A_FOLDER, f"{name}=FOLDER")]
+    by = occupied_by(Path(path), more)
+    return [occupied(f"{key}={path}", Path(path), by)] if by else []
+
+
+def problems_of_job(directory: str) -> list[str]:
+    """Problems with the folder of a job, which lies in that of its sweep."""
+    if (parts := PurePath(directory).parts) and ".." not in parts and not os.path.isabs(directory):
+        return []
+    needs, use = "a folder inside hydra.sweep.dir", "the default"
+    return [refusal(f"hydra.sweep.subdir={directory}", needs, directory, _NAMES_A_FOLDER, use)]
+
+
+_NAMES_A_FOLDER = "It names a folder; a value in it could otherwise write anywhere."
 
 
 def occupied_by_rollouts(save_path: str | None) -> str | None:

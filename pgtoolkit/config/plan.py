@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from pgtoolkit.config.evaluation import held_out_sets, how_sampled, is_on, times, watched
-from pgtoolkit.config.models import tiny_weights, vocabulary_size
+from pgtoolkit.config.evaluation import held_out_sets, how_sampled, is_on, watched
+from pgtoolkit.config.models import vocabulary_size
 from pgtoolkit.config.schedule import steps_ahead, steps_of
-from pgtoolkit.config.schema import Config, ParallelismConfig, RolloutConfig
+from pgtoolkit.config.schema import Config, RolloutConfig
 from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.corrections import configured as configured_correction
 from pgtoolkit.losses.families import Family, configured
 from pgtoolkit.losses.kl import KL
+from pgtoolkit.ranks.environment import world_size
 from pgtoolkit.runs.records import leaves
 from pgtoolkit.system.model_folder import num_weights
 from pgtoolkit.system.report import text
@@ -80,45 +81,46 @@ def penalties(config: Config) -> Iterator[str]:
 
 def reference(config: Config) -> Iterator[str]:
     """Where the reference's log-probs come from, and what they cost."""
-    chosen = config.kl.reference
+    model, chosen = config.model, config.kl.reference
     if chosen == "recorded":
         yield "the column ref_log_probs of the recorded rollouts; no second model"
         return
     yield "the weights that the run starts from, frozen" if chosen == "initial" else f"{chosen}, frozen"
-    share = "a quarter" if getattr(config.model, "gradient_checkpointing", False) else "a third"
+    share = "a quarter" if getattr(model, "gradient_checkpointing", False) else "a third"
     yield f"time: a forward pass more of each micro-batch, about {share} of the arithmetic of an update"
-    if chosen == "initial" and getattr(config.model, "lora_rank", None) is not None:
+    if chosen == "initial" and getattr(model, "lora_rank", None) is not None:
         yield "memory: none, since it is the model in training without its adapters"
         return
-    model, size = config.model, "unknown until it is loaded"
-    path = getattr(model, "path", None) if chosen == "initial" else chosen
-    number = tiny_weights(model, config.task) if model.name == "tiny" and chosen == "initial" else num_weights(path)
+    number, size = num_weights(getattr(model, "path", None) if chosen == "initial" else chosen), "those of the model"
     if number is not None:
         size = f"{number} weights in float32, {4 * number / MEBIBYTE:.3g} MiB"
-        if model.name == "huggingface" and model.dtype != "float32":
-            size += "; where the model computes in bfloat16 its matrices take half of that"
-    shared = config.parallelism.shard or config.parallelism.tensor_parallel > 1
-    yield f"memory: {size}{', over the ranks that share a model' if shared else ''}"
+    yield f"memory: {size}, which ranks that share a model share; matrices in bfloat16 take half"
 
 
 def arithmetic(config: Config) -> Iterator[str]:
     """Documents, micro-batches and steps."""
     rollout, accumulation, steps = config.rollout, config.accumulation, config.trainer.max_steps
-    docs, room = accumulation.docs_per_step, accumulation.max_tokens
-    batch = documents_per_batch(rollout)
+    docs, room, batch = accumulation.docs_per_step, accumulation.max_tokens, documents_per_batch(rollout)
     if batch is not None:
-        prompts, size = rollout.prompts_per_batch, rollout.group_size
         rounds = rollout.max_sampling_rounds
         more = f", those that teach nothing replaced in at most {rounds - 1} further rounds" if rounds > 1 else ""
-        yield f"rollouts: {prompts} prompts x {size} completions = {batch} documents a batch{more}"
-        yield from ahead(config)
+        yield (
+            f"rollouts: {rollout.prompts_per_batch} prompts x {rollout.group_size} completions = {batch} documents a "
+            f"batch{more}"
+        )
+        if docs and (ahead := steps_ahead(rollout, accumulation)) > 0:
+            kind = "lag" if rollout.lag else "overlap"
+            yield f"{kind}: a batch is sampled {ahead} steps before the one that begins it"
     prompt, completion = longest_document(config)
     longest = prompt + completion if prompt and completion else None
     if longest:
         yield f"longest document: prompt {prompt} + completion {completion} = {longest} tokens"
     else:
         yield f"longest document: known once the data is read; it must fit in {room} tokens"
-    yield from processes(config.parallelism)
+    if (processes := world_size(config.parallelism)) > 1:
+        sizes = {axis: getattr(config.parallelism, axis) for axis in DEALT}
+        dealt = [DEALT[axis].format(size) for axis, size in sizes.items() if size > 1]
+        yield f"processes: {processes}; {', '.join(dealt)}"
     if docs == 0:
         yield f"step: {text(accumulation.micro_batches_per_step)} micro-batches of at most {room} tokens"
         return
@@ -128,31 +130,21 @@ def arithmetic(config: Config) -> Iterator[str]:
         line += f", in {math.ceil(math.ceil(taken / ranks) / (room // longest))} micro-batches of at most {room} tokens"
         line += " on each data rank" if ranks > 1 else ""
     if batch is not None:
-        per_batch = {"short": -(-batch // taken), "drop": batch // taken}.get(accumulation.last_step, batch / taken)
+        per_batch = batch / taken if accumulation.last_step == "carry" else steps_of(batch, accumulation)
         line += f"; {per_batch:g} steps per batch of rollouts"
     yield line
     yield f"run: at most {steps} steps, {steps * taken} documents"
 
 
-def ahead(config: Config) -> Iterator[str]:
-    """How long before its first step each batch is sampled, where it is not just before it."""
-    rollout, accumulation = config.rollout, config.accumulation
-    if accumulation.docs_per_step == 0 or (steps := steps_ahead(rollout, accumulation)) < 1:
-        return
-    line = f"{'lag' if rollout.lag else 'overlap'}: a batch is sampled {steps} steps before the one that begins it"
-    own = 0 if accumulation.last_step == "carry" else steps_of(documents_per_batch(rollout), accumulation)
-    if own > 0:
-        line += f", {1 + steps // own} at the start; its documents are {steps} to {steps + own - 1} updates old"
-    yield line
-
-
 def evaluations(config: Config) -> Iterator[str]:
     """What is measured on which prompts, how often, and how many completions that costs."""
-    each, count, sets = config.evaluation.completions_per_prompt, times(config), held_out_sets(config)
-    yield f"every {config.evaluation.every} steps, before the first and after the last: {count} times"
-    total = sum(one.prompts * each for one in sets)
-    for one in sets:
-        yield f"{one.name}: {one.source}; at most {one.prompts} prompts x {each} completions = {one.prompts * each}"
+    each, every, total = config.evaluation.completions_per_prompt, config.evaluation.every, 0
+    count = 1 + -(-config.trainer.max_steps // every)
+    yield f"every {every} steps, before the first and after the last: {count} times"
+    for held_out in held_out_sets(config):
+        prompts = held_out.prompts
+        yield f"{held_out.name}: {held_out.source}; at most {prompts} prompts x {each} completions = {prompts * each}"
+        total += prompts * each
     yield f"sampled {how_sampled(config)}"
     trained = config.trainer.max_steps * documents_per_step(config)
     beside = f", beside {trained} documents of training" if trained and config.rollout.name == "policy" else ""
@@ -168,14 +160,6 @@ DEALT = {
     "tensor_parallel": "matrices and vocabulary to {}",
     "pipeline_parallel": "layers to {} stages",
 }
-
-
-def processes(parallelism: ParallelismConfig) -> Iterator[str]:
-    """How many share a step, where it is more than one, and what of it each gets."""
-    sizes = {axis: getattr(parallelism, axis) for axis in DEALT}
-    if math.prod(sizes.values()) > 1:
-        dealt = [DEALT[axis].format(size) for axis, size in sizes.items() if size > 1]
-        yield f"processes: {math.prod(sizes.values())}; {', '.join(dealt)}"
 
 
 def longest_document(config: Config) -> tuple[int | None, int | None]:
@@ -210,17 +194,14 @@ def logits_memory(config: Config) -> str:
     if vocabulary is None:
         return "unknown until the model is loaded"
     half = config.model.name == "huggingface" and config.model.dtype == "bfloat16" and not config.model.fp32_lm_head
-    size = 2 if half else 4
+    size, splits, limit = 2 if half else 4, config.loss.num_splits, config.kernel.logits_memory_mb
     whole = room * vocabulary * size / MEBIBYTE
     line = f"{room} tokens x {vocabulary} entries of the vocabulary x {size} bytes = {whole:.3g} MiB per micro-batch"
-    limit = config.kernel.logits_memory_mb
-    if config.loss.num_splits > 1:
-        return line + f", in {config.loss.num_splits} splits"
+    if splits > 1:
+        return line + f", in {splits} splits"
     if config.kernel.implementation not in ("auto", "fused_linear"):
         return line
-    if limit is None:
-        return line + ", a piece at a time, as large as the device's memory allows"
-    return line + (f", of which at most {limit} MiB exist at once" if whole > limit else ", in one piece")
+    return line + f", of which at most {f'{limit} MiB' if limit else 'what the device has room for'} exist at once"
 
 
 def differences(config: Config, defaults: Config) -> Iterator[str]:

@@ -17,6 +17,10 @@ POSITION = "the position in the data belongs to it"
 """Why a resumed run cannot change the keys that decide, with the seed, which prompts it trains on."""
 _BATCH = "the position in the data is counted in batches of this size"
 _AHEAD = "the checkpoint holds batches that were sampled ahead by these numbers"
+_MEANWHILE = "accumulation.docs_per_step!=0 and rollout.old_log_probs=sampling and accumulation.last_step!=carry"
+_GONE = "A batch is sampled while the one before is trained: then the weights that wrote it are gone."
+_OF_ANOTHER_MOMENT = "Further rounds would be sampled by weights that depend on when checkpoints are made."
+_NEGATIVE = "Rewards become negative, by whose mean max_rl would divide."
 _IS_AHEAD = "rollout.lag>0 or rollout.max_staleness>0"
 _MEASURED = "its evaluations so far would not compare with those to come"
 
@@ -24,6 +28,10 @@ _EVALUATED = {"only_if": "evaluation.every>0", "use": "evaluation.every=20"}
 _MEASURES = _EVALUATED | {"fixed": _MEASURED, "fixed_if": "evaluation.every>0", "evaluate": "run"}
 _PENALIZED = {"only_if": "kl.kind!=none", "use": "kl=k3"}
 _ADAPTED = {"fixed": _WEIGHTS, "only_if": "model.lora_rank>0", "use": "model.lora_rank=16"}
+_ADAPTABLE = "model.random_weights=false and parallelism.tensor_parallel=1 and parallelism.pipeline_parallel=1"
+_BESIDE = "Adapters stand beside the whole matrices of a model that was trained, and are stored alone."
+_LIMITED = {"use": "task.verifier_seconds=10", "why": "A process of its own has a time limit."}
+_LIMITING = {"use": "task.verifier_processes=4", "why": "Only a process of its own can be ended."}
 _TRACKED = {"only_if": "tracking.name=mlflow"}
 _STARTED = {"only_if": "sampler.urls=[]"}
 _CUT = {"learns": False}
@@ -40,12 +48,15 @@ TooLong = StrEnum("TooLong", ["refuse", "skip"])
 LastStep = StrEnum("LastStep", ["short", "drop", "carry"])
 NumberType = StrEnum("NumberType", ["auto", "float32", "bfloat16"])
 Schedule = StrEnum("Schedule", ["constant", "linear", "cosine"])
+Device = StrEnum("Device", ["auto", "cpu", "cuda"])
 
 
 @dataclass
 class LossConfig:
     name: str = key(option=True)
-    num_splits: int = key(1, 65536)
+    num_splits: int = key(
+        1, 65536, only_if="kernel.implementation!=fused_linear", use="kernel=torch", why="The fused head cuts its own."
+    )
 
 
 @dataclass
@@ -97,7 +108,7 @@ class AdvantageConfig:
 class KernelConfig:
     implementation: KernelImplementation = key(option=True)
     logits_memory_mb: int | None = key(
-        1, 2**20, only_if="kernel.implementation=auto or kernel.implementation=fused_linear"
+        1, 2**20, only_if="kernel.implementation=auto and loss.num_splits=1 or kernel.implementation=fused_linear"
     )
 
     @property
@@ -146,7 +157,7 @@ class HuggingFaceModelConfig(ModelConfig):
     random_weights: bool = key(fixed=_WEIGHTS)
     dtype: NumberType
     gradient_checkpointing: bool
-    lora_rank: int | None = key(1, 65536, fixed=_WEIGHTS)
+    lora_rank: int | None = key(1, 65536, fixed=_WEIGHTS, only_if=_ADAPTABLE, why=_BESIDE)
     lora_alpha: float = key(1e-6, 1e9, **_ADAPTED)
     lora_targets: list[str] = key(**_ADAPTED)
 
@@ -166,7 +177,7 @@ class WrittenTaskConfig(TaskConfig):
     """Prompts in words, which a tokenizer cuts, perhaps with a chat template."""
 
     chat: Chat
-    system_prompt: str | None
+    system_prompt: str | None = key(only_if="model.name=huggingface and task.chat!=never")
     max_prompt_length: int | None = key(1, 10**7)
     too_long: TooLong
 
@@ -186,8 +197,8 @@ class PromptsTaskConfig(WrittenTaskConfig):
     verifier: str | None = key(code="function")
     pattern: str | None
     verifiers: dict[str, Any] = key(free=True, code="function")
-    verifier_processes: int = key(0, 1024, learns=False, fixed="")
-    verifier_seconds: float | None = key(0.01, 86400, fixed="")
+    verifier_processes: int = key(0, 1024, learns=False, fixed="", only_if="task.verifier_seconds!=null", **_LIMITED)
+    verifier_seconds: float | None = key(0.01, 86400, fixed="", only_if="task.verifier_processes>0", **_LIMITING)
 
 
 @dataclass
@@ -206,11 +217,11 @@ class PolicyRolloutConfig(RolloutConfig):
     top_p: float | None = key(1e-6, 1, evaluate="model")
     stop: list[str] = key(evaluate="model")
     old_log_probs: OldLogProbs
-    overlong_buffer: int | None = key(1, 10**6)
+    overlong_buffer: int | None = key(1, 10**6, only_if="advantage.estimator!=max_rl", why=_NEGATIVE)
     overlong_penalty: float = key(0, 1e6, only_if="rollout.overlong_buffer>0", use="rollout.overlong_buffer=TOKENS")
-    max_sampling_rounds: int = key(1, 1000)
-    lag: int = key(0, 10**6, fixed=_AHEAD)
-    max_staleness: int | None = key(1, 10**6, fixed=_AHEAD)
+    max_sampling_rounds: int = key(1, 1000, only_if="rollout.max_staleness=null", why=_OF_ANOTHER_MOMENT)
+    lag: int = key(0, 10**6, fixed=_AHEAD, only_if="rollout.max_staleness=null and accumulation.docs_per_step!=0")
+    max_staleness: int | None = key(1, 10**6, fixed=_AHEAD, only_if=_MEANWHILE, why=_GONE)
     keep_completions: int = key(0, 10**6, learns=False)
     save_path: str | None = key(writes=True, learns=False)
 
@@ -241,7 +252,7 @@ class VllmSamplerConfig(SamplerConfig):
     executable: str = key(code="command", learns=False, **_STARTED)
     arguments: list[str] = key(code="command", **_STARTED)
     gpus: list[int] | None = key(learns=False, **_STARTED)
-    tensor_parallel: int = key(1, 1024, **_STARTED)
+    tensor_parallel: int = key(1, 1024, only_if="sampler.urls=[] and sampler.gpus!=null")
     servers_per_gpu: int = key(1, 64, learns=False, **_STARTED)
     gpu_memory_share: float = key(0.01, 1, learns=False, **_STARTED)
     seeded: bool
@@ -266,13 +277,15 @@ class OptimizerConfig:
 @dataclass
 class TrainerConfig:
     max_steps: int = key(1, 10**9)
-    device: str = key(evaluate="run", machine=True)
+    device: Device = key(evaluate="run", machine=True)
     num_threads: int | None = key(1, 1024, evaluate="run", machine=True)
     checkpoint_every: int = key(1, 10**9, learns=False)
     keep_checkpoints: int = key(1, 10**6, learns=False)
     max_bad_steps: int = key(1, 10**6)
     accept_changed_data: bool = key(learns=False)
-    stop_at: float | None = key(0, 1e9, **_EVALUATED)
+    stop_at: float | None = key(
+        0, 1e9, only_if="evaluation.every>0 and evaluation.best!=null", use="evaluation.every=20"
+    )
 
 
 @dataclass
@@ -281,7 +294,7 @@ class EvaluationConfig:
     prompts_per_set: int = key(1, 10**6, **_MEASURES)
     completions_per_prompt: int = key(1, 10**4, **_MEASURES)
     temperature: float | None = key(0, 100, **_MEASURES)
-    top_p: float | None = key(1e-6, 1, **_MEASURES)
+    top_p: float | None = key(1e-6, 1, **_MEASURES | {"only_if": "evaluation.every>0 and evaluation.temperature!=0"})
     max_completion_length: int | None = key(1, 10**6, **_MEASURES)
     seed: int = key(0, 2**32 - 1, **_MEASURES)
     sets: dict[str, Any] = key(free=True, code="function", **_MEASURES)

@@ -21,18 +21,9 @@ from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, text
 
 RULES = (
-    *(step.loss, step.aggregation, step.correction, step.advantage, step.accumulation),
-    *(run.rollout, scoring.stop, run.model, step.penalties, scoring.task, sampler.sampler, sampler.schedule),
-    *(
-        run.kernel,
-        parallelism.parallelism,
-        run.trainer,
-        run.tracking,
-        evaluation,
-        run.lora,
-        run.optimizer,
-        declared.ignored,
-    ),
+    *(step.loss, step.aggregation, step.correction, step.advantage, step.accumulation, run.rollout, scoring.stop),
+    *(run.model, step.penalties, scoring.task, sampler.sampler, sampler.schedule, run.kernel),
+    *(parallelism.parallelism, run.tracking, evaluation, run.lora, run.optimizer, declared.ignored),
 )
 
 

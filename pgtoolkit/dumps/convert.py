@@ -16,8 +16,7 @@ from pgtoolkit.batch import Document
 from pgtoolkit.dumps.alignment import ANY_TOKEN, COMPARED_TOKENS, LOG_PROBS, Comparison, SamplingPolicy, configured
 from pgtoolkit.dumps.systems import REFUSED, SYSTEMS, Dropped, System, Unusable, reward_of
 from pgtoolkit.errors import ConfigError, DataError, StorageError
-from pgtoolkit.rollouts.rows import Row, Rules, parse_row
-from pgtoolkit.rollouts.writer import write_parquet
+from pgtoolkit.rollouts.rows import Row, Rules, parse_row, write_parquet
 from pgtoolkit.system.plain_files import replacing
 from pgtoolkit.system.report import plural, refusal
 from pgtoolkit.tasks.row_files import Problems, in_order

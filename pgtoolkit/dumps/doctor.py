@@ -22,9 +22,8 @@ from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.packing import pack
 from pgtoolkit.rollouts.data_metrics import LARGE_SHARE
-from pgtoolkit.rollouts.recorded import RecordedRollouts
+from pgtoolkit.rollouts.recorded import RecordedRollouts, recorded_rollouts
 from pgtoolkit.system.report import plural, refusal
-from pgtoolkit.training.data import recorded_rollouts
 from pgtoolkit.training.loss import loss_of
 
 _ASKED_DOCUMENTS = 16

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from pathlib import Path
+from typing import NamedTuple
 
 from pgtoolkit.comparison.terminal import folded
 from pgtoolkit.errors import ConfigError
@@ -48,12 +49,11 @@ class Kept:
 
     def rows(self, step: int) -> list[CompletionRow]:
         """All that was kept at the step, in the order of the file."""
-        own = [file for file in self.files if file.first <= step <= file.last]
-        return [row for file in own for row in read_completions(file.path) if row.step == step]
+        paths = [file.path for file in self.files if file.first <= step <= file.last]
+        return [row for path in paths for row in read_completions(path) if row.step == step]
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """A prompt whose completions were kept at two steps.
 
     means: of their rewards at each. before, after: of each step the completion whose reward is nearest to the mean.
@@ -64,8 +64,7 @@ class Change:
     after: CompletionRow
 
 
-@dataclass(frozen=True)
-class Samples:
+class Samples(NamedTuple):
     """What there is to be seen of one set at one step.
 
     since: the step from which on prompts were looked for that came again up to `step`. counts: of those, how many have
@@ -84,29 +83,26 @@ def kept_by(run_dir: Path) -> dict[str, Kept]:
     """Each set that a run kept, by its name. Raises ConfigError where there is no run, or nothing was kept."""
     if not is_run(run_dir):
         raise not_a_run(f"pgtk samples {run_dir}", run_dir, "a run directory")
-    found: dict[str, Kept] = {}
+    sets: dict[str, Kept] = {}
     for file in completion_files(run_dir):
         if entries := read_completions(file.path, ("step", "name", "reward")):
-            kept = found.setdefault(file.set, Kept(file.set, [], []))
+            kept = sets.setdefault(file.set, Kept(file.set, [], []))
             kept.files.append(file)
             kept.entries.extend(entries)
-    if not found:
+    if not sets:
         raise ConfigError(
             f"pgtk samples {run_dir} needs a run that kept completions (got none). Runs keep some with rollout=policy "
             "and rollout.keep_completions above 0; those of rollout=recorded are in rollout.path. Use "
             "rollout.keep_completions=8 in a new run."
         )
-    return found
+    return sets
 
 
 def chosen_set(kept: dict[str, Kept], name: str | None) -> Kept:
     """The set of this name; None: that of an evaluation, whose prompts are the same each time, or else of training."""
-    name = name or next((one for one in kept if one != TRAINING), TRAINING)
+    name = name or next((known for known in kept if known != TRAINING), TRAINING)
     if name not in kept:
-        raise ConfigError(
-            f"--set={name} needs a set that the run kept completions of (got {name}). It has {', '.join(kept)}. "
-            f"Use --set={next(iter(kept))}."
-        )
+        raise ConfigError(f"--set={name} needs one of {', '.join(kept)} (got {name}). Use --set={next(iter(kept))}.")
     return kept[name]
 
 
@@ -115,19 +111,11 @@ def samples(kept: Kept, step: int | None = None, since: int | None = None, count
 
     step: None for the last. since: None for the first. Raises ConfigError for one without completions.
     """
-    for option, one in (("--step", step), ("--since", since)):
-        if one not in (None, *kept.steps):
-            near = min(kept.steps, key=lambda known: abs(known - one))
-            raise ConfigError(
-                f"{option}={one} needs a step that has completions of {kept.set} (got {one}). It has them of "
-                f"{_listed(kept.steps)}. Use {option}={near}."
-            )
     step = kept.steps[-1] if step is None else step
-    if since is not None and since >= step:
-        reason = f"Completions of step {step} are compared with earlier ones."
-        raise ConfigError(
-            f"--since={since} needs a step before {step} (got {since}). {reason} Use another --step or --since."
-        )
+    for option, given in (("--step", step), ("--since", since)):
+        if given not in (None, *kept.steps) or (option == "--since" and given is not None and given >= step):
+            known = kept.steps if option == "--step" else [known for known in kept.steps if known < step]
+            raise ConfigError(f"{option}={given} needs one of {_listed(known)} of {kept.set} (got {given}).")
     since = kept.steps[0] if since is None else since
     rewards: dict[str, dict[int, list[float]]] = {}  # of each prompt, by step
     for entry in kept.entries:
@@ -135,45 +123,47 @@ def samples(kept: Kept, step: int | None = None, since: int | None = None, count
             rewards.setdefault(entry.name, {}).setdefault(entry.step, []).append(entry.reward)
     again = {name: steps for name, steps in rewards.items() if len(steps) > 1}
     rises = {name: mean(steps[max(steps)]) - mean(steps[min(steps)]) for name, steps in again.items()}
-    counts = [sum((by > 0) - (by < 0) == sign for by in rises.values()) for sign in (1, -1, 0)]
+    counts = [sum((rise > 0) - (rise < 0) == sign for rise in rises.values()) for sign in (1, -1, 0)]
     rows, changes = functools.cache(kept.rows), []
-    for name in sorted((name for name in rises if rises[name]), key=lambda name: -abs(rises[name]))[:count]:
-        ends = {at: mean(again[name][at]) for at in (min(again[name]), max(again[name]))}
-        own = {at: [row for row in rows(at) if row.name == name] for at in ends}
-        nearest = [min(own[at], key=lambda row: abs(row.reward - ends[row.step])) for at in ends]
-        changes.append(Change(tuple(ends.values()), *nearest))
+    for name in sorted(filter(rises.get, rises), key=lambda name: -abs(rises[name]))[:count]:
+        means, nearest = [], []
+        for at in (min(again[name]), max(again[name])):
+            means.append(middle := mean(again[name][at]))
+            completions = [row for row in rows(at) if row.name == name]
+            nearest.append(min(completions, key=lambda row: abs(row.reward - middle)))
+        changes.append(Change(tuple(means), *nearest))
     return Samples(kept.set, step, rows(step), since, tuple(counts), changes)
 
 
-def render_samples(found: Samples, kept: dict[str, Kept], run: str, count: int, lines: int) -> str:
+def render_samples(shown: Samples, kept: dict[str, Kept], run: str, count: int, lines: int) -> str:
     """For the terminal, at most WIDTH columns wide. run: as the user can paste it.
 
     count: completions of a kind. lines: of each text at most.
     """
-    rewards = [row.reward for row in found.rows]
-    prompts = plural(len({row.name for row in found.rows}), "prompt")
-    shown = folded(
-        f"{legible(run)}: {found.set}, step {found.step}: {plural(len(rewards), 'completion')} kept of {prompts}, mean "
+    rewards = [row.reward for row in shown.rows]
+    prompts = plural(len({row.name for row in shown.rows}), "prompt")
+    page = folded(
+        f"{legible(run)}: {shown.set}, step {shown.step}: {plural(len(rewards), 'completion')} kept of {prompts}, mean "
         f"reward of these {mean(rewards):.3f}"
     )
-    others = [f"{name} ({_listed(one.steps)})" for name, one in kept.items() if name != found.set]
+    others = [f"{name} ({_listed(other.steps)})" for name, other in kept.items() if name != shown.set]
     if others:
-        shown += folded(f"Other sets: {', '.join(others)}")
-    times = Counter(map(_as_shown, found.rows))
-    best, worst = best_and_worst(found.rows, count)
+        page += folded(f"Other sets: {', '.join(others)}")
+    best, worst = best_and_worst(shown.rows, count)
     title = "Best" if worst else f"All have reward {rewards[0]:.3f}; some of them"
     for name, rows in ((title, best), ("Worst", worst)):
-        shown += ["", name] if rows else []
+        page += ["", name] if rows else []
         for row in rows:
-            again = f", {times[_as_shown(row)]} times" if times[_as_shown(row)] > 1 else ""
-            shown += folded(f"{row.reward:.3f}  {legible(row.name)}: {facts(row)}{again}", "  ", " " * 9)
-            shown += _texts(row, {"completion": row}, lines)
-    shown += ["", *folded(_changes(found))]
-    for change in found.changes:
+            page += folded(f"{row.reward:.3f}  {legible(row.name)}: {facts(row)}", "  ", " " * 9)
+            page += _texts(row, {"completion": row}, lines)
+    rose, fell, stayed = shown.counts
+    changed = f"{rose} better, {fell} worse, {stayed} the same, by the mean reward of what was kept of a prompt"
+    page += ["", *folded(f"Changed since step {shown.since}: {changed}")]
+    for change in shown.changes:
         before, after = change.means
-        shown.append(f"  {before:.3f} -> {after:.3f}  {legible(change.after.name)}"[:WIDTH])
-        shown += _texts(change.after, {f"step {row.step}": row for row in (change.before, change.after)}, lines)
-    return "\n".join(shown)
+        page.append(f"  {before:.3f} -> {after:.3f}  {legible(change.after.name)}"[:WIDTH])
+        page += _texts(change.after, {f"step {row.step}": row for row in (change.before, change.after)}, lines)
+    return "\n".join(page)
 
 
 def best_and_worst(rows: list[CompletionRow], count: int) -> tuple[list[CompletionRow], list[CompletionRow]]:
@@ -182,13 +172,13 @@ def best_and_worst(rows: list[CompletionRow], count: int) -> tuple[list[Completi
     No reward is the lowest among the best, or the highest among the worst; where all are alike there is no worst.
     """
     low, high = min(row.reward for row in rows), max(row.reward for row in rows)
-    seen: Counter[tuple] = Counter()
+    times: Counter[tuple] = Counter()
     unlike = {}  # each with its place among those of its prompt with this reward
     for row in rows:
-        if _as_shown(row) not in unlike:
-            unlike[_as_shown(row)] = seen[row.name, row.reward], row
-            seen[row.name, row.reward] += 1
-    ordered = [row for _, row in sorted(unlike.values(), key=lambda one: one[0])]
+        if (text := (row.name, row.completion, row.reward)) not in unlike:
+            unlike[text] = times[row.name, row.reward], row
+            times[row.name, row.reward] += 1
+    ordered = [row for _, row in sorted(unlike.values(), key=lambda pair: pair[0])]
     best = sorted((row for row in ordered if row.reward > low or low == high), key=lambda row: -row.reward)[:count]
     worst = [row for row in ordered if row.reward < high and row not in best]
     return best, sorted(worst, key=lambda row: row.reward)[:count]
@@ -204,8 +194,8 @@ def facts(row: CompletionRow) -> str:
 
 def html(kept: list[Kept], step: int | None, run: str, command: str) -> str:
     """The page of these sets. step: of this one alone. command: what has made the page."""
-    found, total = some_completions([file for one in kept for file in one.files], MOST_COMPLETIONS, step)
-    rows = [_plain(name, row) for name, row in found]
+    chosen, total = some_completions([file for one in kept for file in one.files], MOST_COMPLETIONS, step)
+    rows = [_plain(name, row) for name, row in chosen]
     count = f"{total:,} completion{'s' * (total != 1)}"
     if len(rows) < total:
         count = f"{len(rows):,} of {count}: some prompts, spread evenly, with all of theirs"
@@ -213,7 +203,7 @@ def html(kept: list[Kept], step: int | None, run: str, command: str) -> str:
     # Whatever a model has written, nothing in it ends the script's element.
     written = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     page = files(__package__).joinpath("samples.html").read_text(encoding="utf-8")
-    return re.sub("@(COMMAND|DATA)@", lambda found: written if found[1] == "DATA" else escape(legible(command)), page)
+    return re.sub("@(COMMAND|DATA)@", lambda mark: written if mark[1] == "DATA" else escape(legible(command)), page)
 
 
 def _plain(name: str, row: CompletionRow) -> dict:
@@ -225,22 +215,9 @@ def _plain(name: str, row: CompletionRow) -> dict:
     }
 
 
-def _as_shown(row):
-    return row.name, row.completion, row.reward
-
-
-def _changes(found):
-    rose, fell, stayed = found.counts
-    if not any(found.counts):
-        again = "evaluations ask the same prompts each time" if found.set == TRAINING else "there is one evaluation"
-        return f"Changed since: no prompt has completions at two steps up to {found.step}; {again}."
-    how = f"{rose} better, {fell} worse, {stayed} the same, by the mean reward of what was kept of a prompt"
-    return f"Changed since step {found.since}: {how}"
-
-
 def _texts(row, completions, lines):
     """Its prompt, completions by their labels, and its answer, if it has one."""
-    texts = {"prompt": row.prompt} | {label: one.completion for label, one in completions.items()}
+    texts = {"prompt": row.prompt} | {label: other.completion for label, other in completions.items()}
     texts |= {"answer": row.answer} if row.answer else {}
     return [
         f"    {label if place == 0 else '':<10}  {line}"

@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import OmegaConf
 
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.keys import KEYS, keys_of
@@ -18,8 +17,7 @@ from pgtoolkit.config.plan import documents_per_batch, documents_per_step, equat
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.inspection.tokens_losses import LossOnStep, common_vectors, loss_on_step
-from pgtoolkit.inspection.tokens_step import MadeStep, make_again
+from pgtoolkit.inspection.tokens_step import LossOnStep, MadeStep, common_vectors, loss_on_step, make_again
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.runs.directory import config_drift, read_metrics
 from pgtoolkit.runs.find import is_run, not_a_run
@@ -50,7 +48,7 @@ class Inspected:
     """A step with what its tokens are under each loss, the run's own first.
 
     name: of the run's folder, or of the file. own: what stands before the label of the first column. facts: where
-    weights and documents come from and how that is known, by sentence. common: see `tokens_losses.common_vectors`.
+    weights and documents come from and how that is known, by sentence. common: see `tokens_step.common_vectors`.
     """
 
     name: str
@@ -71,18 +69,17 @@ def inspect(target: str, overrides: list[str], number: int | None) -> Inspected:
     Raises ConfigError, DataError for a step that is not the one that the run has made, and what training raises.
     """
     run_dir = Path(target) if is_run(Path(target)) else None
-    of_loss = [one for one in overrides if key_of(one).split(".")[0] in OF_THE_LOSS]
-    others = [one for one in overrides if one not in of_loss]
+    of_loss = [override for override in overrides if key_of(override).split(".")[0] in OF_THE_LOSS]
+    others = [override for override in overrides if override not in of_loss]
     if not run_dir:
         others = [*_reading(target), *others]
     named = _named_by_the_run(run_dir, of_loss)
-    varied = [one for one in of_loss if one not in named]
+    varied = [override for override in of_loss if override not in named]
     chosen = [_with_functions(job, named) for job in jobs(varied)] if varied else []
     first = named if run_dir or not chosen else chosen[0]
-    own, *beside = _composed(run_dir, others, [first, *chosen])
+    (_, config), *beside = _composed(run_dir, others, [first, *chosen])
     if run_dir and (others or named):
-        _refuse_another_run(run_dir, own.config)
-    config = OmegaConf.to_object(own.config)
+        _refuse_another_run(run_dir, [*others, *named])
     rows = read_metrics(run_dir / "metrics.jsonl") if run_dir else []
     number, checkpoint = _begin(run_dir, config, number, [row["step"] for row in rows])
     made = make_again(config, checkpoint, number)
@@ -92,7 +89,7 @@ def inspect(target: str, overrides: list[str], number: int | None) -> Inspected:
     if not chosen and made.has_old_log_probs:
         others_of_it = [name for name in INSTRUCTIVE if name != config.loss.name][:2]
         beside = _composed(run_dir, others, [_with_functions([f"loss={name}"], named) for name in others_of_it])
-    columns = list(_columns(made, [own, *beside]))
+    columns = list(_columns(made, [(first, config), *beside]))
     title = "this run: " if run_dir else ""
     name = Path(target).resolve().name
     return Inspected(name, title, number, [*facts, *_notes(config, made, columns)], made, common_vectors(made), columns)
@@ -103,13 +100,14 @@ def _named_by_the_run(run_dir: Path | None, of_loss: list[str]) -> list[str]:
     functions = {key.name for key in KEYS if key.code == "function"}
     typed = [override for override in of_loss if key_of(override) in functions] if run_dir else []
     saved = compose([], run_dir=run_dir).config if typed else {}
-    return [one for one in typed if OmegaConf.select(saved, key_of(one)) is not None]
+    return [override for override in typed if OmegaConf.select(saved, key_of(override)) is not None]
 
 
 def _with_functions(job: list[str], named: list[str]) -> list[str]:
     """A job with the run's own functions, but for those of a group of which it chooses another option."""
-    chosen = [*map(key_of, job)]
-    return [*(one for one in named if key_of(one) not in chosen and key_of(one).split(".")[0] not in chosen), *job]
+    chosen = {*map(key_of, job)}
+    kept = [override for override in named if not chosen & {key_of(override), key_of(override).split(".")[0]}]
+    return [*kept, *job]
 
 
 def _reading(target: str) -> tuple[str, str]:
@@ -120,35 +118,26 @@ def _reading(target: str) -> tuple[str, str]:
     return reading(target)
 
 
-class _Configured(NamedTuple):
-    """A configuration with the overrides of the loss that it has; values: the same as the rules have seen it."""
-
-    job: list[str]
-    config: DictConfig
-    values: Any
-
-
-def _composed(run_dir: Path | None, others: list[str], jobs: list[list[str]]) -> list[_Configured]:
-    """The configuration of each job; ConfigError with every problem of any. What is wrong with servers is none, since
+def _composed(run_dir: Path | None, others: list[str], jobs: list[list[str]]) -> list[tuple[list[str], Config]]:
+    """Each job with its configuration; ConfigError with every problem of any. What is wrong with servers is none, since
     none is started."""
-    found, problems = [], []
+    configured, problems = [], []
     for job in jobs:
         composed = compose([*others, *job], run_dir=run_dir)
         problems += composed.problems
         if composed.config is not None:
-            values, report = resolve_and_validate(composed.config)
+            config, report = resolve_and_validate(composed.config)
             problems += report.problems
-            with open_dict(composed.config):
-                composed.config.pop("hydra", None)
-            found.append(_Configured(job, composed.config, values))
+            configured.append((job, config))
     if problems := [problem for problem in dict.fromkeys(problems) if not problem.startswith("sampler.")]:
         raise ConfigError("\n".join(problems))
-    return found
+    return configured
 
 
-def _refuse_another_run(run_dir: Path, config: DictConfig) -> None:
+def _refuse_another_run(run_dir: Path, overrides: list[str]) -> None:
     """A step is made again as it was: nothing of the run may be changed but the losses that stand beside its own."""
-    drift = config_drift(plain_config(compose([], run_dir=run_dir).config), plain_config(config))
+    saved, config = (compose(chosen, run_dir=run_dir).config for chosen in ([], overrides))
+    drift = config_drift(plain_config(saved), plain_config(config))
     movable = {key.name for key in keys_of(config) if key.reads or key.machine}  # where files lie now, what computes
     if changed := [key for key in drift if key not in movable]:
         before, now = drift[changed[0]]
@@ -187,16 +176,16 @@ def _last_of_batch(config: Config, checkpoint: dict | None) -> int:
     return done + -(-(batch - position % batch) // per_step)
 
 
-def _columns(made: MadeStep, configured: list[_Configured]) -> Iterator[LossOnStep]:
+def _columns(made: MadeStep, configured: list[tuple[list[str], Config]]) -> Iterator[LossOnStep]:
     """Each loss once, the first of them the run's own."""
     known: list[Loss] = []
-    for one in configured:
-        loss = loss_of(OmegaConf.to_object(one.config))
+    for job, config in configured:
+        loss = loss_of(config)
         if loss in known:
             continue
-        own = f"loss={one.values.loss.name} aggregation={one.values.aggregation.mode}"
-        lines = [line for line in equation(one.values)[1:] if line.strip().startswith(_TERMS)]
-        yield replace(loss_on_step(made, loss), label=" ".join(one.job) if known else own, lines=lines)
+        label = " ".join(job) if known else f"loss={config.loss.name} aggregation={config.aggregation.mode}"
+        lines = [line for line in equation(config)[1:] if line.strip().startswith(_TERMS)]
+        yield replace(loss_on_step(made, loss), label=label, lines=lines)
         known.append(loss)
 
 
@@ -227,9 +216,9 @@ def _proof(made: MadeStep, row: dict[str, float], number: int) -> str:
             f"All {len(pairs)} recorded metrics of step {number} come out the same but for rounding, {len(unequal)} of "
             "them not bit for bit: the hardware, a library or the number of processes is another."
         )
-    name, (found, recorded) = next(iter(far.items()))
+    name, (made_again, recorded) = next(iter(far.items()))
     raise DataError(
-        f"--step={number} needs the step as the run has made it (got {name}={found:.6g}, and metrics.jsonl has "
+        f"--step={number} needs the step as the run has made it (got {name}={made_again:.6g}, and metrics.jsonl has "
         f"{recorded:.6g}; {len(far)} of {len(pairs)} metrics differ). {made.documents.capitalize()}; on other "
         "hardware, or after a resume with other settings, that is another step. Use a step right after a checkpoint, "
         "or rollout.save_path=FOLDER in a new run."
@@ -254,9 +243,9 @@ def summary(inspected: Inspected, page: Path) -> str:
     size = f"{plural(totals.num_documents, 'document')}, {plural(totals.num_tokens, 'trained token')}"
     lines = [f"step {inspected.number} of {inspected.name}: {size}", *inspected.facts]
     rows = [("", "loss", "cut below", "cut above", "capped")]
-    for one in inspected.columns:
-        counts = one.count("below, cut"), one.count("above, cut"), one.count("below, capped", "above, capped")
-        rows.append((one.label, f"{one.total:.6g}", *map(str, counts)))
+    for column in inspected.columns:
+        counts = column.count("below, cut"), column.count("above, cut"), column.count("below, capped", "above, capped")
+        rows.append((column.label, f"{column.total:.6g}", *map(str, counts)))
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     lines += ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
     return "\n".join([*lines, f"page  {shell_path(page)}"])

@@ -11,7 +11,7 @@ import numpy as np
 
 from pgtoolkit.batch import Document
 from pgtoolkit.inspection.tokens import Inspected
-from pgtoolkit.inspection.tokens_losses import CLIPS
+from pgtoolkit.inspection.tokens_step import CLIPS
 from pgtoolkit.system.legible import legible
 
 _FULL = 0.99
@@ -45,7 +45,7 @@ def html(inspected: Inspected, command: str) -> str:
         ],
         "own": inspected.own,
         "documents": [
-            _facts(document, [one.vectors["clip"][part] for one in inspected.columns])
+            _facts(document, [column.vectors["clip"][part] for column in inspected.columns])
             for document, part in zip(documents, parts, strict=True)
         ],
         "texts": _texts(inspected.made.module.policy.tokenizer, documents),
@@ -64,12 +64,12 @@ def html(inspected: Inspected, command: str) -> str:
 
 def _scales(vectors: dict[str, np.ndarray]) -> dict[str, float]:
     """By name, the number that gets the full colour; of ratios and factors the log of it."""
-    found = {}
+    scales = {}
     for name, values in vectors.items():
         if name != "clip" and len(values):
             sizes = np.abs(np.log(np.maximum(values, 1e-30)) if name in ("ratio", "factor") else values)
-            found[name] = float(np.quantile(sizes, _FULL))
-    return found
+            scales[name] = float(np.quantile(sizes, _FULL))
+    return scales
 
 
 def _facts(document: Document, clips: list[np.ndarray]) -> dict:
@@ -82,13 +82,13 @@ def _facts(document: Document, clips: list[np.ndarray]) -> dict:
         "advantage": float(document.advantages[0]) if equal else None,
         "tokens": document.num_tokens,
         "trained": document.num_trained,
-        "cut": [int(np.isin(one, cut).sum()) for one in clips],
+        "cut": [int(np.isin(numbers, cut).sum()) for numbers in clips],
     }
 
 
 def _packed(document: Document, part: slice, inspected: Inspected) -> str:
     """A document's tokens and numbers in the order that the page reads them."""
-    vectors = [*inspected.common.values(), *(v for one in inspected.columns for v in one.vectors.values())]
+    vectors = [*inspected.common.values(), *(v for column in inspected.columns for v in column.vectors.values())]
     arrays = [document.tokens.numpy().astype("<u4"), document.loss_mask.numpy().astype("u1")]
     arrays += [values[part].astype("u1" if values.dtype == np.uint8 else "<f4") for values in vectors]
     planes = [array.view("u1").reshape(len(array), array.itemsize).T.tobytes() for array in arrays]

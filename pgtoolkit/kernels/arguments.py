@@ -6,18 +6,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from pgtoolkit.batch import OPTIONAL_VECTORS, DocumentCounts, StepTotals, Tokens
 from pgtoolkit.kernels.losses import Computation, LMHead
 from pgtoolkit.kernels.products import accumulation_dtype
-from pgtoolkit.losses.checks import check_positive, check_switches, check_whole, is_whole, short, shown
+from pgtoolkit.losses.checks import check_positive, check_whole, is_whole, short, shown
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.objective import Loss
 
 _NEEDED = ("labels", "old_log_probs", "advantages", "document_index")
 VECTORS = (*_NEEDED, *OPTIONAL_VECTORS, "factors")
+_ONE_AXIS = " The tokens of all documents lie on one axis: pgtoolkit.from_padded makes one of (B, T)."
 
 
 def tokens_of(
@@ -63,20 +63,7 @@ def check_reference(kl: KL | None, ref_log_probs: Tensor | None, metrics: str) -
 def check_rows(name: str, rows: Tensor) -> None:
     """ValueError unless rows, whose keyword is `name`, is a matrix of floating point."""
     if not isinstance(rows, Tensor) or rows.dim() != 2 or not rows.is_floating_point():
-        raise ValueError(f"{name} needs two dimensions of floating point (got {shown(rows)}){_way_in(name, rows)}")
-
-
-def _way_in(key: str, value: Any) -> str:
-    """The end of a sentence that refuses a shape or a type: what makes the right one of it."""
-    if not hasattr(value, "shape"):
-        return ""
-    if not isinstance(value, Tensor):
-        return ". This is no tensor: use torch.as_tensor, or pgtoolkit.from_padded, which takes numpy arrays"
-    if value.dim() == (3 if key in ("logits", "hidden") else 2):
-        return ". The tokens of all documents lie on one axis: pgtoolkit.from_padded makes one of (B, T)"
-    if key == "advantages" and value.dim() == 1:
-        return ". Of one advantage a document, (D,), advantages[document_index] has one a token"
-    return ""
+        raise ValueError(f"{name} needs two dimensions of floating point (got {shown(rows)}).{_ONE_AXIS}")
 
 
 def check_head(hidden: Tensor, head: LMHead, loss: Loss, method: Computation) -> None:
@@ -93,7 +80,6 @@ def check_head(hidden: Tensor, head: LMHead, loss: Loss, method: Computation) ->
             raise ValueError(f"weight_gradient needs dtype {short(wide)} (got {shown(head.weight_gradient)})")
         if not method.fused:
             raise ValueError(f"weight_gradient needs impl='fused_linear' (got {method.impl!r})")
-    check_switches(fp32_logits=head.fp32_logits)
     check_whole("num_splits", method.num_splits, 1)
     splits = f"num_splits={method.num_splits}"
     family, correction = loss.family, loss.correction
@@ -114,7 +100,7 @@ def check_head(hidden: Tensor, head: LMHead, loss: Loss, method: Computation) ->
 def check_tensor(key: str, value: Any, like: Tensor, shape, needed: str, whole: bool = False) -> None:
     """Refuse anything but a tensor of that shape (None: refuse any), described by `needed`, on the device of `like`."""
     if not isinstance(value, Tensor) or value.shape != shape:
-        raise ValueError(f"{key} needs {needed} (got {shown(value)}){_way_in(key, value)}")
+        raise ValueError(f"{key} needs {needed} (got {shown(value)}).{_ONE_AXIS}")
     if whole and value.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{key} needs dtype int64 (got {shown(value)})")
     if not whole and not value.is_floating_point():
@@ -125,14 +111,8 @@ def check_tensor(key: str, value: Any, like: Tensor, shape, needed: str, whole: 
 
 def check_ranks(ranks: Ranks, impl: str, num_documents: int | None) -> None:
     """ValueError for groups of ranks that cannot mean what was asked; num_documents: as the caller gave it."""
-    named = {"vocabulary_group": ranks.vocabulary, "sequence_group": ranks.sequence, "data_group": ranks.data}
-    for name, group in named.items():
-        if group is not None and not isinstance(group, ProcessGroup):
-            raise ValueError(
-                f"{name} needs a process group of torch.distributed that this rank is in (got {shown(group)})"
-            )
-        if group is not None and impl == "reference":
-            raise ValueError(f"{name} needs another impl than 'reference', which computes whole steps on one rank")
+    if impl == "reference" and (ranks.vocabulary or ranks.sequence or ranks.data):
+        raise ValueError("impl='reference' computes whole steps on one rank: no vocabulary, sequence or data group")
     if ranks.vocabulary_start is not None:
         if ranks.vocabulary is None:
             raise ValueError(f"vocabulary_start={shown(ranks.vocabulary_start)} needs a vocabulary_group")
@@ -163,7 +143,7 @@ def count_documents(document_index: Tensor, is_whole_step: bool) -> int:
 
 
 def check_totals(totals: StepTotals | None, num_documents: int, group_index: Tensor | None, like: Tensor) -> None:
-    """Refuse, with ValueError, groups and totals of another type, shape or dtype, and counts that are negative.
+    """Refuse, with ValueError, groups and totals that cannot be those of these documents.
 
     Reads the values of tensors on a CPU only: asking a GPU costs a synchronisation.
     """
@@ -174,21 +154,6 @@ def check_totals(totals: StepTotals | None, num_documents: int, group_index: Ten
         return
     if not isinstance(totals, StepTotals):
         raise ValueError(f"totals needs a StepTotals or None (got {shown(totals)})")
-    for name, value in vars(totals).items():
-        of_groups = name in ("num_groups", "tokens_per_group")
-        if value is None and of_groups:
-            continue
-        if isinstance(value, Tensor):
-            dimensions = 1 if name == "tokens_per_group" else 0
-            if value.dim() != dimensions or value.dtype not in (torch.int64, torch.int32):
-                raise ValueError(f"totals.{name} needs {dimensions} dimensions of int64 (got {shown(value)})")
-            least = 0 if value.is_cuda or value.numel() == 0 else int(value.min())
-        elif name == "tokens_per_group" or not is_whole(value):
-            raise ValueError(f"totals.{name} needs a whole number or an int64 tensor (got {shown(value)})")
-        else:
-            least = value
-        if least < 0:
-            raise ValueError(f"totals.{name} needs numbers >= 0 (got {least})")
     counted = totals.num_documents
     if is_whole(counted) and num_documents > counted:
         raise ValueError(
@@ -206,14 +171,10 @@ def check_totals(totals: StepTotals | None, num_documents: int, group_index: Ten
             )
 
 
-def check_counts(counts: Any, num_documents: int) -> None:
-    """Refuse, with ValueError, `DocumentCounts` that cannot be those of so many documents."""
-    trained, informative = (getattr(counts, name, None) for name in ("trained", "informative"))
-    if not isinstance(trained, list) or not isinstance(informative, list):
-        raise ValueError(f"counts needs DocumentCounts, two lists of numbers (got {shown(counts)})")
-    if len(trained) != num_documents or len(informative) != num_documents:
-        lengths = f"{len(trained)} and {len(informative)}"
-        raise ValueError(f"counts needs {num_documents} documents, as num_documents (got {lengths})")
-    for total, part in zip(trained, informative, strict=True):
-        if not is_whole(total) or not is_whole(part) or not 0 <= part <= total:
-            raise ValueError(f"counts needs 0 <= informative <= trained of each document (got {part!r}, {total!r})")
+def check_counts(counts: DocumentCounts, num_documents: int) -> None:
+    """Refuse, with ValueError, counts that cannot be those of so many documents."""
+    pairs = [*zip(counts.informative, counts.trained, strict=False)]
+    if {len(counts.trained), len(counts.informative)} != {num_documents}:
+        raise ValueError(f"counts needs {num_documents} documents, as num_documents (got {len(pairs)})")
+    if wrong := [(part, total) for part, total in pairs if not 0 <= part <= total]:
+        raise ValueError(f"counts needs 0 <= informative <= trained of each document (got {wrong[0]})")

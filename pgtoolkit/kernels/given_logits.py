@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from pgtoolkit.kernels.passes import Passes
+from pgtoolkit.kernels import torch_passes
+from pgtoolkit.kernels.passes import Passes, VocabularyShard
 from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import Objective
 
@@ -28,15 +29,11 @@ def choose_implementation(impl: str, like: Tensor, vocabulary: tuple[ProcessGrou
     `VocabularyShard`.
     """
     if vocabulary is not None:
-        from pgtoolkit.kernels.shards import VocabularyShard
-
         return VocabularyShard(choose_implementation(impl, like), *vocabulary)
     if impl == "auto":
         gpu = like.device.type == "cuda" and like.dtype != torch.float64
         impl = "triton" if gpu and importlib.util.find_spec("triton") else "torch"
     if impl == "torch":
-        from pgtoolkit.kernels import torch_passes
-
         return torch_passes
     from pgtoolkit.kernels import triton_passes
 

@@ -15,8 +15,7 @@ from pgtoolkit.kernels.given_logits import choose_implementation, logits_loss
 from pgtoolkit.kernels.products import accumulation_dtype, linear
 from pgtoolkit.losses import reference
 from pgtoolkit.losses.exchange import Ranks, copy, largest
-from pgtoolkit.losses.measures import measure
-from pgtoolkit.losses.metrics import MetricSums
+from pgtoolkit.losses.metrics import MetricSums, measure
 from pgtoolkit.losses.objective import Loss, make_objective
 from pgtoolkit.losses.reference_corrections import correction_names
 

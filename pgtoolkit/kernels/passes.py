@@ -1,4 +1,4 @@
-"""What an implementation of the passes over the vocabulary offers: a module of functions, or an object."""
+"""What an implementation of the passes over the vocabulary offers, and the one over a rank's columns of the logits."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from pgtoolkit.batch import StepTotals, Tokens
+from pgtoolkit.kernels.products import accumulation_dtype
+from pgtoolkit.kernels.torch_passes import forward_gradient, forward_score_, make_weights, merge_shards
 from pgtoolkit.losses.aggregation import Aggregation
 from pgtoolkit.losses.documents import DocumentSums
+from pgtoolkit.losses.exchange import gather_stacked
 from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import Objective
 
 
 @runtime_checkable
 class Passes(Protocol):
-    """`torch_passes`, whose docstrings say what each function returns; `triton_passes`; and `shards.VocabularyShard`.
+    """`torch_passes`, whose docstrings say what each function returns; `triton_passes`; and `VocabularyShard`.
 
     one_pass: whether `forward_gradient` may be asked for an objective by token: loss and gradient from one read.
     make_weights: of a piece's tokens; None where `losses.objective` is to make them.
@@ -53,3 +57,58 @@ class Passes(Protocol):
     def scale_rows(self, source: Tensor, factors: Tensor, target: Tensor, rows: Tensor) -> Tensor: ...
 
     def scale_(self, values: Tensor, factor: Tensor) -> Tensor: ...
+
+
+class VocabularyShard:
+    """The passes where each rank's logits are the columns from `start` on; labels number the whole vocabulary.
+
+    They are `Passes` that use those of `implementation` for the columns here. Shards may differ in size, or be empty.
+    There is no pass that reads the logits once: the gradient needs the other ranks' sums.
+    """
+
+    one_pass = False
+    make_weights, forward_gradient = staticmethod(make_weights), staticmethod(forward_gradient)
+
+    def __init__(self, implementation: Passes, group: ProcessGroup, start: int):
+        self.implementation, self.group, self.start = implementation, group, start
+        self.evaluate, self.coefficients = implementation.evaluate, implementation.coefficients
+        self.scale_rows, self.scale_ = implementation.scale_rows, implementation.scale_
+
+    def forward(
+        self, logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """As `torch_passes.forward`, for all columns and the same on every rank; one collective of 3 or 4 (T,)."""
+        trained = labels >= 0
+        if logits.shape[1]:
+            parts = self.implementation.forward_shard(logits, labels, temperature, with_entropy, self.start)
+        else:
+            parts = logits.new_zeros(3 + with_entropy, len(labels), dtype=accumulation_dtype(logits))
+            parts[1] = torch.where(trained, -1e30, 0.0)
+        # NaN says that the label is elsewhere: if none has it, or two do, there is no log-prob.
+        inside = (labels >= self.start) & (labels < self.start + logits.shape[1])
+        parts[0] = torch.where(inside, parts[0], torch.nan)
+        shards = gather_stacked(parts, self.group)
+        held = ~torch.isnan(shards[:, 0])
+        shards[:, 0] = torch.where(held, shards[:, 0], 0.0)
+        log_probs, normalizer, entropy = merge_shards(list(shards), labels, temperature)
+        return torch.where(trained & (held.sum(0) != 1), torch.nan, log_probs), normalizer, entropy
+
+    def forward_score_(
+        self, logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """As `torch_passes.forward_score_`."""
+        return forward_score_(logits, labels, temperature, with_entropy, dtype, self.forward, self.backward)
+
+    def backward(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        normalizer: Tensor,
+        coefficients: Tensor,
+        temperature: float,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """As `torch_passes.backward`, of this rank's columns."""
+        if logits.numel() == 0:
+            return torch.empty_like(logits) if out is None else out
+        return self.implementation.backward(logits, labels, normalizer, coefficients, temperature, self.start, out)

@@ -18,8 +18,7 @@ from pgtoolkit.kernels import triton_tokens as kernels
 from pgtoolkit.losses.aggregation import AGGREGATIONS, Aggregation, Constant
 from pgtoolkit.losses.documents import DocumentSums
 from pgtoolkit.losses.families import Cispo, Dppo, Family, Gmpo, Grpo, Gspo, Kimi, Reinforce, Sapo, Vespo
-from pgtoolkit.losses.measures import with_more
-from pgtoolkit.losses.metrics import LEVELS, MetricSums
+from pgtoolkit.losses.metrics import LEVELS, MetricSums, with_more
 from pgtoolkit.losses.objective import Objective
 
 _BLOCK = 1024

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pgtoolkit.config import override_problems
 from pgtoolkit.config.compose import Composed, compose
 from pgtoolkit.config.overrides import NO_CHOICE, is_swept, jobs, parse
-from pgtoolkit.config.rules import places
+from pgtoolkit.config.paths import problems_of_folder, problems_of_job
 from pgtoolkit.config.rules.run import launcher
 from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import PgtoolkitError
@@ -72,7 +72,7 @@ def check(
         run = check_run(compose(overrides, config_dir), overrides)
         if run.config is None or run.config.hydra.mode != RunMode.MULTIRUN:
             if run.config is not None:
-                run.report.problems += places.of_run(run.config)
+                run.report.problems += problems_of_folder(run.config, "hydra.run.dir", ("sweep.json",))
                 check_machine(run.values, run.report)
             return Checked([run])
     # What concerns the sweep as a whole is said without a value for each key.
@@ -101,7 +101,7 @@ def check(
         master.hydra.overrides.task = of_jobs
     except OmegaConfBaseException:
         return checked  # no folder has a name of what does not resolve; the runs have said so
-    if found := places.of_sweep(master):
+    if found := problems_of_folder(master, "hydra.sweep.dir"):
         checked.report.problems += found
     else:
         _plan(checked, Path(master.hydra.sweep.dir), list(command))
@@ -128,7 +128,7 @@ def _plan(checked: Checked, folder: Path, command: list[str]) -> None:
         if run.config is None or run.report.problems:
             continue
         job = sweep.plan(run.config, number)
-        run.report.problems += places.of_job(folder, job.directory)
+        run.report.problems += problems_of_job(job.directory)
         run.job = sweep.jobs.setdefault(job.directory, job)
         if run.job.config != job.config:
             needs, reason = "a name of its own for each job", "Two jobs would write to one directory."

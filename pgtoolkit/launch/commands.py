@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError
@@ -14,20 +13,36 @@ from pgtoolkit.system.report import refusal, say
 
 
 class _Parser(argparse.ArgumentParser):
+    """command: the line as it was typed, for the pages that it makes."""
+
+    def __init__(self, name: str, argv: list[str]):
+        super().__init__(f"pgtk {name}", description=REPORTS[name][1])
+        self.command = redact(shlex.join(["pgtk", name, *argv]))
+
     def error(self, message):
         raise ConfigError(f"{self.prog}: {message}. Use {' '.join(self.format_usage().split()[1:])}.")
 
 
-def _compare(argv: list[str]) -> int:
-    parser = _Parser("pgtk compare", description="Compare runs: which keys vary, what they reached, seed noise.")
+def report(name: str, argv: list[str]) -> int:
+    """Run the sub-command with the words after its name; returns the exit status."""
+    return REPORTS[name][2](_Parser(name, argv), argv)
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number >= 1")
+    return int(text)
+
+
+def _compare(parser: _Parser, argv: list[str]) -> int:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, folder with runs, or a sweep's name")
     parser.add_argument("--uri", metavar="URI", help="read this MLflow store; RUN is then an experiment or a sweep")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--metric", metavar="NAME", help="what is compared (default: held-out, exact_match or reward)")
-    what.add_argument("--reach", metavar="METRIC=X", help="compare the documents it takes until METRIC is X or higher")
+    measure = parser.add_mutually_exclusive_group()
+    measure.add_argument("--metric", metavar="NAME", help="what is compared (default: held-out, exact_match or reward)")
+    measure.add_argument("--reach", metavar="METRIC=X", help="compare the documents it takes until METRIC is X or more")
     parser.add_argument("--best-of", metavar="KEY", help="of runs that differ in this key alone only the best")
-    for suffix, what in (("html", "report in one page"), ("csv", "row per run"), ("png", "picture of the curves")):
-        parser.add_argument(f"--{suffix}", type=_file(f"comparison.{suffix}"), metavar="FILE", help=f"write a {what}")
+    for kind, content in (("html", "report in one page"), ("csv", "row per run"), ("png", "picture of the curves")):
+        parser.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"write a {content}")
     args = parser.parse_args(argv)
 
     from pgtoolkit.comparison.groups import compare
@@ -37,74 +52,40 @@ def _compare(argv: list[str]) -> int:
     from pgtoolkit.runs.find import find_runs
     from pgtoolkit.tracking.next_commands import shell_path
 
-    if overrides := [word for word in args.runs if "=" in word and not Path(word).exists()]:
-        from pgtoolkit.config.names import name_from
-        from pgtoolkit.config.overrides import is_swept
-
-        overrides.sort(key=lambda word: not is_swept(word))  # as in the name of the folder
-        folder = "_".join([*(word for word in args.runs if word not in overrides), name_from(overrides, {})])
-        reason = "A sweep with overrides has a folder of its own, named after them."
-        got = " ".join(overrides)
-        raise ConfigError(refusal("pgtk compare", "runs, folders or sweeps", got, reason, f"pgtk compare {folder}"))
     runs = stored_runs(args.uri, args.runs) if args.uri else find_runs(args.runs)
     compared = compare(runs, args.metric, args.best_of, args.reach)
     say(render_comparison(compared))
-    for name in ("html", "csv", "png"):
-        if path := getattr(args, name):
-            write(compared, name, path, redact(shlex.join(["pgtk", "compare", *argv])))
-            say(f"{name:<5}{shell_path(path)}")
+    for kind in ("html", "csv", "png"):
+        if path := getattr(args, kind):
+            write(compared, kind, path, parser.command)
+            say(f"{kind:<5}{shell_path(path)}")
     return 0
 
 
-def _samples(argv: list[str]) -> int:
-    parser = _Parser("pgtk samples", description="Show what a run's model wrote: best, worst, and what changed.")
+def _samples(parser: _Parser, argv: list[str]) -> int:
     parser.add_argument("run", metavar="RUN", type=plain_run, help="run directory")
     parser.add_argument("--set", metavar="NAME", help="training, or a set of evaluation (default: one of evaluation)")
     parser.add_argument("--step", type=int, metavar="N", help="of this step (default: the last; of --html all)")
     parser.add_argument("--since", type=int, metavar="N", help="what changed since this step (default: the first)")
     parser.add_argument("--count", type=_positive, default=3, metavar="N", help="completions of a kind (default: 3)")
     parser.add_argument("--lines", type=_positive, default=8, metavar="N", help="lines of each text (default: 8)")
-    what = "write a page to search and sort all of them"
-    parser.add_argument("--html", type=_file("samples.html"), metavar="FILE", help=what)
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page to search and sort all of them")
     args = parser.parse_args(argv)
 
     from pgtoolkit.inspection.samples import chosen_set, html, kept_by, render_samples, samples
     from pgtoolkit.tracking.next_commands import shell_path
 
     kept = kept_by(args.run)
-    found = samples(chosen_set(kept, args.set), args.step, args.since, args.count)
-    say(render_samples(found, kept, shell_path(args.run), args.count, args.lines))
+    chosen = samples(chosen_set(kept, args.set), args.step, args.since, args.count)
+    say(render_samples(chosen, kept, shell_path(args.run), args.count, args.lines))
     if args.html:
         sets = [kept[args.set]] if args.set else [*kept.values()]
-        text = html(sets, args.step, shell_path(args.run), redact(shlex.join(["pgtk", "samples", *argv])))
-        args.html.write_text(text, encoding="utf-8")
+        args.html.write_text(html(sets, args.step, shell_path(args.run), parser.command), encoding="utf-8")
         say(f"\nhtml  {shell_path(args.html)}")
     return 0
 
 
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number >= 1")
-    return int(text)
-
-
-def _file(example: str) -> Callable[[str], Path]:
-    """The type of a flag for a file that is written; example: a name for it, which ends as the flag is called."""
-
-    def named(text: str) -> Path:
-        path, flag = Path(text), f"--{example.partition('.')[2]}"
-        if path.is_dir() or not path.parent.is_dir():
-            got = "a folder" if path.is_dir() else f"no folder {path.parent}"
-            reason = "The report is one file." if path.is_dir() else "Folders are not made."
-            needs = "the name of a file in a folder that exists"
-            raise ConfigError(refusal(f"{flag}={path}", needs, got, reason, f"{flag}={example}"))
-        return path
-
-    return named
-
-
-def _diff(argv: list[str]) -> int:
-    parser = _Parser("pgtk diff", description="What changed between two runs: configuration, code, packages, hardware.")
+def _diff(parser: _Parser, argv: list[str]) -> int:
     parser.add_argument("first", metavar="RUN_A", type=plain_run)
     parser.add_argument("second", metavar="RUN_B", type=plain_run)
     args = parser.parse_args(argv)
@@ -115,9 +96,8 @@ def _diff(argv: list[str]) -> int:
     return 0
 
 
-def _ui(argv: list[str]) -> int:
-    parser = _Parser("pgtk ui", description="Show MLflow's pages of the runs tracked from this directory.")
-    parser.add_argument("--port", default="5000", metavar="N", help="port on 127.0.0.1 (default: 5000)")
+def _ui(parser: _Parser, argv: list[str]) -> int:
+    parser.add_argument("--port", type=_positive, default=5000, metavar="N", help="port on 127.0.0.1 (default: 5000)")
     parser.add_argument("--uri", metavar="URI", help="another store (default: sqlite:///outputs/mlflow.db)")
     args = parser.parse_args(argv)
 
@@ -126,15 +106,14 @@ def _ui(argv: list[str]) -> int:
     return serve(args.uri, args.port)
 
 
-def _sync(argv: list[str]) -> int:
-    parser = _Parser("pgtk sync", description="Deliver to MLflow what run directories hold and the store lacks.")
+def _sync(parser: _Parser, argv: list[str]) -> int:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, or a folder with runs such as a sweep")
     parser.add_argument("--uri", metavar="URI", help="another store than the run's own")
     parser.add_argument("--experiment", metavar="NAME", help="another experiment than the run's own")
     args = parser.parse_args(argv)
 
     from pgtoolkit.runs.find import run_directories
-    from pgtoolkit.tracking.sync import sync
+    from pgtoolkit.tracking.mlflow_run import sync
 
     failed = []
     for directory in run_directories("pgtk sync", args.runs):
@@ -148,8 +127,7 @@ def _sync(argv: list[str]) -> int:
     return 0
 
 
-def _export(argv: list[str]) -> int:
-    parser = _Parser("pgtk export", description="Write a run's newest checkpoint as a Hugging Face folder.")
+def _export(parser: _Parser, argv: list[str]) -> int:
     parser.add_argument("run", metavar="RUN", type=plain_run, help="run directory")
     parser.add_argument("folder", metavar="DIR", type=Path, help="new or empty folder")
     parser.add_argument("--best", action="store_true", help="the checkpoint with the highest evaluation.best instead")
@@ -163,20 +141,16 @@ def _export(argv: list[str]) -> int:
     return 0
 
 
-def _convert(argv: list[str]) -> int:
-    parser = _Parser("pgtk convert", description="Rollouts of another trainer as recorded rollouts: docs/dumps.md.")
+def _convert(parser: _Parser, argv: list[str]) -> int:
     parser.add_argument("system", metavar="SYSTEM", help="nemo-rl, open-instruct, slime, miles, prime-rl or pipelinerl")
     parser.add_argument("path", metavar="PATH", help="a file of its dump, or the folder that holds them")
     parser.add_argument("out", metavar="OUT", type=Path, help="a new .parquet file")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="model.path=FOLDER", help="the policy that sampled, for a proof"
-    )
+    parser.add_argument("overrides", nargs="*", metavar="model.path=FOLDER", help="the policy that sampled, as a proof")
     parser.add_argument("--reward-key", metavar="KEY", help="which reward counts, where a sample has several")
     args = parser.parse_intermixed_args(argv)
-    if args.out.suffix != ".parquet" or args.out.exists() or not args.out.absolute().parent.is_dir():
-        reason = "Nothing is written over, and folders are not made."
-        got = "one that exists" if args.out.exists() else "no such file can be made"
-        raise ConfigError(refusal(f"OUT={args.out}", "a new .parquet file in a folder that exists", got, reason, "one"))
+    if args.out.suffix != ".parquet" or args.out.exists():
+        got = "one that exists" if args.out.exists() else "another kind"
+        raise ConfigError(refusal(f"OUT={args.out}", "a new .parquet file", got, "Nothing is written over.", "one"))
 
     from pgtoolkit.dumps import convert
     from pgtoolkit.tracking.next_commands import shell_path
@@ -189,8 +163,7 @@ def _convert(argv: list[str]) -> int:
     return 0
 
 
-def _doctor(argv: list[str]) -> int:
-    parser = _Parser("pgtk doctor", description="Whether recorded rollouts are fit for a comparison: docs/dumps.md.")
+def _doctor(parser: _Parser, argv: list[str]) -> int:
     parser.add_argument("path", metavar="FILE", help="JSONL or Parquet file, a folder of them, or a glob")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="the loss that would train; a model to ask")
     args = parser.parse_args(argv)
@@ -202,17 +175,15 @@ def _doctor(argv: list[str]) -> int:
     return DataError.exit_status if diagnosis.count("wrong") else 0
 
 
-def _evaluate(argv: list[str]) -> int:
-    parser = _Parser("pgtk evaluate", description="Measure a policy on prompts, without training: docs/evaluation.md.")
+def _evaluate(parser: _Parser, argv: list[str]) -> int:
     parser.add_argument("words", nargs="*", metavar="[RUN_OR_FOLDER] [OVERRIDES]", help="run, or Hugging Face folder")
-    parser.add_argument("--step", type=_positive, metavar="N", help="of a run, the checkpoint of this step")
-    parser.add_argument("--best", action="store_true", help="of a run, its best checkpoint instead of the newest")
+    checkpoint = parser.add_mutually_exclusive_group()
+    checkpoint.add_argument("--step", type=_positive, metavar="N", help="of a run, the checkpoint of this step")
+    checkpoint.add_argument("--best", action="store_true", help="of a run, its best checkpoint instead of the newest")
     args = parser.parse_intermixed_args(argv)
     named = [word for word in args.words if "=" not in word or Path(word).exists()]
-    if len(named) > 1 or (args.best and args.step is not None):
-        got = " ".join(named) if len(named) > 1 else f"--best --step={args.step}"
-        use = "pgtk evaluate RUN_OR_FOLDER [--step N | --best] [task=...] [evaluation....]"
-        raise ConfigError(refusal("pgtk evaluate", "one model", got, "One is evaluated at a time.", use))
+    if len(named) > 1:
+        parser.error(f"one model is evaluated at a time (got {' '.join(named)})")
 
     from pgtoolkit.launch.evaluate import evaluate
 
@@ -221,15 +192,12 @@ def _evaluate(argv: list[str]) -> int:
     return 0
 
 
-def _tokens(argv: list[str]) -> int:
-    parser = _Parser("pgtk tokens", description="What the loss did to each token of a step, beside other losses.")
+def _tokens(parser: _Parser, argv: list[str]) -> int:
     parser.add_argument("run", metavar="RUN", help="run directory, or recorded rollouts")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="loss=grpo,cispo stand side by side")
-    parser.add_argument(
-        "--step", type=_positive, metavar="N", help="default: the last before new rollouts, after a checkpoint"
-    )
-    page = "the page (default: tokens-RUN-N.html)"
-    parser.add_argument("--html", type=_file("tokens.html"), metavar="FILE", help=page)
+    step = "default: the last before new rollouts, after a checkpoint"
+    parser.add_argument("--step", type=_positive, metavar="N", help=step)
+    parser.add_argument("--html", type=Path, metavar="FILE", help="the page (default: tokens-RUN-N.html)")
     args = parser.parse_intermixed_args(argv)
 
     from pgtoolkit.inspection.tokens import inspect, summary
@@ -237,13 +205,12 @@ def _tokens(argv: list[str]) -> int:
 
     inspected = inspect(str(plain_run(args.run)), args.overrides, args.step)
     page = args.html or Path(f"tokens-{inspected.name}-{inspected.number}.html")
-    write_atomically(page, html(inspected, redact(shlex.join(["pgtk", "tokens", *argv]))))
+    write_atomically(page, html(inspected, parser.command))
     say(summary(inspected, page))
     return 0
 
 
-def _explain(argv: list[str]) -> int:
-    parser = _Parser("pgtk explain", description="What a key, a group, an option, a metric or an exit status means.")
+def _explain(parser: _Parser, argv: list[str]) -> int:
     parser.add_argument("words", nargs="+", metavar="WORD", help="or a sentence of pgtk's, whose words are explained")
     args = parser.parse_args(argv)
 
@@ -266,4 +233,4 @@ REPORTS = {
     "tokens": ("RUN_DIR [loss=a,b]", "what losses do to each token of a step, side by side, as a page", _tokens),
     "ui": ("", "MLflow's pages of the runs tracked from this directory; --port N", _ui),
 }
-"""As `cli.COMMANDS`: name -> what follows it, what it does, the function that does it with the words after its name."""
+"""Name -> what follows it, what it does, the function that does it, with its parser and the words after its name."""

@@ -1,21 +1,22 @@
-"""The page of `pgtk --help`, and what is said of a command that is none."""
+"""What pgtk says of itself: the page of --help, the nearest of an unknown command, words for the Tab key."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import io
+import os
+import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
-from pgtoolkit.config.files import default_options, options
+from pgtoolkit.config.files import default_options, options, sweep_files
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.system.report import refusal
 
-Commands = Mapping[str, tuple[str, str, Callable]]
-"""As `cli.COMMANDS`."""
 
-
-def help_page(commands: Commands) -> str:
-    """Commands, groups with their options, examples: one screen of at most 32 lines."""
+def help_page(commands: Mapping[str, tuple[str, str, Callable]]) -> str:
+    """Commands, groups with their options, examples: one screen of at most 32 lines. commands: `cli.COMMANDS`."""
     lines = ["Policy-gradient losses for language models, compared by declarative configuration. Commands:"]
     lines.append(f"  pgtk {'[OVERRIDES]':<28}train, results in outputs/; -m a=1,2 b=3,4 runs all four")
     lines += [f"  pgtk {f'{name} {words}':<28}{says}" for name, (words, says, _) in commands.items()]
@@ -47,11 +48,49 @@ def _side_by_side(lines: list[str], width: int = 52) -> list[str]:
     return joined
 
 
-def unknown_command(word: str, commands: Commands) -> ConfigError:
+def unknown_command(word: str, commands: Iterable[str]) -> ConfigError:
     """The refusal of a first word that is no command, with the nearest."""
     uses = {name: f"pgtk {name}=OPTION" for name in options()} | {name: f"pgtk {name}" for name in commands}
-    uses |= dict.fromkeys(("train", "run"), "pgtk [OVERRIDES], without a word, to train")
-    uses["bench"] = "python -m benchmarks.kernels, in a checkout of pgtoolkit"
+    uses["train"] = "pgtk [OVERRIDES]"
     near = difflib.get_close_matches(word, uses, n=1)
-    reason, use = f"The commands are {', '.join(commands)}.", uses[near[0]] if near else "pgtk --help"
+    reason = f"The commands are {', '.join(commands)}."
+    use = uses[near[0]] if near else "pgtk --help"
     return ConfigError(refusal(word, "to be a command or key=value", "neither", reason, use))
+
+
+def complete(argv: list[str], commands: list[str], hydra: Callable[[list[str]], int]) -> int:
+    """Answer `pgtk -sc ...`. A half-typed line is no error: what cannot be completed gives no words.
+
+    hydra: runs Hydra with a command line; it completes the overrides after pgtk's own words.
+    """
+    if not any(word.startswith("query=") for word in argv):
+        return hydra(argv)
+    words, line = split(os.environ.get("COMP_LINE", ""), commands)
+    print("\n".join(words), flush=True)
+    if line is not None:
+        os.environ["COMP_LINE"] = line
+        answer, quiet = io.StringIO(), contextlib.suppress(Exception, SystemExit)
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(answer), quiet:
+            hydra(argv)
+        # Hydra takes the types of the keys, and what options share, for options, which nobody means.
+        print(" ".join(word for word in answer.getvalue().split() if not re.search("=(schema|_)", word)), flush=True)
+    return 0
+
+
+def split(line: str, commands: list[str]) -> tuple[list[str], str | None]:
+    """(words that fit here, the line as Hydra is to complete it); None where no override belongs.
+
+    line: as far as it is typed, the program first. commands: the first words that pgtk knows.
+    """
+    program, *words = line.split() or [""]
+    being_typed = "" if line.endswith(" ") or not words else words.pop()
+    if not words:
+        return [word for word in commands if word.startswith(being_typed)], line
+    if words[0] == "check":
+        rest = " ".join([program, *words[1:], being_typed])
+        return split(rest, ["sweep"])
+    if words[0] == "sweep" and len(words) == 1:
+        return [name for name in sweep_files() if name.startswith(being_typed)], None
+    if words[0] in ("sweep", "resume") and len(words) > 1:
+        return [], " ".join([program, *words[2:], being_typed])
+    return [], None if words[0] in commands else line

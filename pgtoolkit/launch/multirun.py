@@ -105,7 +105,7 @@ def _publish(folder: Path, tracking: DictConfig) -> None:
     """Tell MLflow of the sweep as a whole; its folder has everything, so that a store which fails is a warning."""
     if tracking.name != "mlflow":
         return
-    from pgtoolkit.comparison.sweep_summary import publish
+    from pgtoolkit.comparison.stored import publish
 
     try:
         publish(folder, tracking.uri, tracking.experiment)

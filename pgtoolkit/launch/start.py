@@ -19,10 +19,9 @@ from omegaconf import DictConfig, open_dict
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.files import config_directory
 from pgtoolkit.config.names import name_in
-from pgtoolkit.config.overrides import NO_CHOICE, hydra_form, parse, register
+from pgtoolkit.config.overrides import NO_CHOICE, hydra_form, register
 from pgtoolkit.config.paths import make_absolute
-from pgtoolkit.config.rules import executed
-from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, StorageError
+from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, StorageError, unusable
 from pgtoolkit.launch.check import PlannedRun, check, check_run, notes, problems
 from pgtoolkit.launch.job import run as start_job
 from pgtoolkit.launch.job import wait_until_free
@@ -93,7 +92,6 @@ def start(argv: list[str], sweep_file: Path | None, command: list[str]) -> int:
 def resume(run_dir: Path, overrides: list[str]) -> int:
     """Continue a run from its newest checkpoint; returns the exit status. Raises PgtoolkitError."""
     run = check_run(compose(overrides, run_dir=run_dir), overrides)
-    run.report.problems += executed.written_elsewhere(run.config, run_dir, parse(overrides)[0])
     check_machine(run.values, run.report)
     if run.report.problems:
         raise refused(run.report.problems)
@@ -167,6 +165,8 @@ def _train(config: DictConfig) -> PgtoolkitError | None:
         train_on_processes(Training(config, run_dir, overrides=overrides))
     except PgtoolkitError as error:
         return error
+    except OSError as error:
+        return unusable(error)
     return None
 
 

@@ -20,27 +20,25 @@ def check_name(key: str, value: Any, known: Iterable[str]) -> None:
 
 def check_positive(key: str, value: Any, needed: str = "") -> None:
     """ValueError unless value is a finite number > 0; needed: the beginning of the message, if it is another."""
-    if not (isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value) and value > 0):
+    if not is_finite(value) or value <= 0:
         raise ValueError(f"{needed or f'{key} needs a finite number > 0'} (got {shown(value)})")
 
 
 def check_not_negative(key: str, value: Any) -> None:
     """ValueError unless value is a finite number >= 0."""
-    if not (isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value) and value >= 0):
+    if not is_finite(value) or value < 0:
         raise ValueError(f"{key} needs a finite number >= 0 (got {shown(value)})")
+
+
+def is_finite(value: Any) -> bool:
+    """Whether value is a finite number; True and False are none."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def check_whole(key: str, value: Any, least: int) -> None:
     """ValueError unless value is a whole number, and not below least."""
     if not is_whole(value) or value < least:
         raise ValueError(f"{key} needs a whole number >= {least} (got {shown(value)})")
-
-
-def check_switches(**switches: Any) -> None:
-    """ValueError unless each is True or False."""
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"{name} needs True or False (got {shown(value)})")
 
 
 def is_whole(value: Any) -> bool:

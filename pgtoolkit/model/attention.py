@@ -1,19 +1,26 @@
-"""Causal attention over documents packed on one token axis, at the cost of each document's own length."""
+"""Causal attention over documents packed on one token axis, at the cost of each document's own length.
+
+Sequence-data parallelism divides that axis: each rank holds a contiguous piece, documents cut or not. Only attention
+looks across the cut: its keys and values are gathered over the ranks, and a rank's queries see those of their own
+document up to themselves. Backward adds up the ranks' gradients of each key and value.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
+from pgtoolkit.batch import MicroBatch, known_vectors
 from pgtoolkit.model.architectures import is_known
 from pgtoolkit.ranks import collectives
+from pgtoolkit.ranks.layout import Layout
 
 NAME = "pgtoolkit_packed"
 """What transformers calls `attention`, once a model was switched to it."""
@@ -45,7 +52,7 @@ class Documents:
     def ends(self) -> list[Tensor]:
         """Of queries and keys the running sums from 0, (documents + 1,) int32 each."""
         sums = [torch.tensor([0, *accumulate(counts)], dtype=torch.int32) for counts in (self.queries, self.keys)]
-        return [one.to(self.device) for one in sums]
+        return [running.to(self.device) for running in sums]
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype, head_width: int) -> bool:
@@ -130,3 +137,39 @@ def _one_document(query: Tensor, key: Tensor, value: Tensor, scaling: float | No
         mask &= keys > queries - window
     rows = (x.transpose(0, 1) for x in (query, key, value))
     return functional.scaled_dot_product_attention(*rows, attn_mask=mask, scale=scaling).transpose(0, 1)
+
+
+def local_tokens(micro_batch: MicroBatch, layout: Layout) -> MicroBatch:
+    """This rank's piece of the packed axis; documents, their numbers and group_index stay those of the whole.
+
+    The axis is padded at its end, so that all pieces have the same length, which tensor_parallel divides. Padding
+    belongs to the last document, is not trained, and comes after all that could attend to it.
+    """
+    size, multiple = layout.size("sequence_data_parallel"), layout.size("tensor_parallel")
+    if size == 1:
+        return micro_batch
+    length = -(-len(micro_batch.tokens) // (size * multiple)) * multiple
+    start = layout.rank_in("sequence_data_parallel") * length
+    fill = {"labels": -1, "document_index": max(0, micro_batch.num_documents - 1)}
+    names = ("tokens", "position_ids", "labels", "document_index", "old_log_probs", "advantages")
+    names += known_vectors(micro_batch)
+    return replace(micro_batch, **{n: _piece(getattr(micro_batch, n), start, length, fill.get(n, 0)) for n in names})
+
+
+def _piece(values: Tensor, start: int, length: int, fill: int) -> Tensor:
+    piece = values[start : start + length]
+    return torch.cat([piece, piece.new_full((length - len(piece),), fill)])
+
+
+def documents_here(lengths: Sequence[int], num_here: int, group: ProcessGroup, device: torch.device) -> Documents:
+    """Those with queries here, and their keys up to the end of this rank's piece, wherever they lie.
+
+    lengths: of the whole documents; num_here: positions of each rank. What is left over is padding.
+    """
+    ends = [0, *accumulate(lengths)]
+    start, stop = group.rank() * num_here, (group.rank() + 1) * num_here
+    if ends[-1] < num_here * group.size():
+        ends.append(num_here * group.size())
+    here = [(max(a, start), min(b, stop), a) for a, b in pairwise(ends) if a < stop and b > start]
+    queries, keys = [b - a for a, b, _ in here], [b - first for _, b, first in here]
+    return Documents(queries, keys, device, group, here[0][2], stop)

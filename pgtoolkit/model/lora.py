@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pgtoolkit.config.schema import HuggingFaceModelConfig
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.ranks.collectives import whole
 from pgtoolkit.system.report import text
 
 if TYPE_CHECKING:
@@ -122,9 +124,13 @@ def settings(model: nn.Module, path: str) -> LoraConfig:
 
 def _merged(layer: nn.Module) -> Tensor:
     weight = layer.base_layer.weight
-    return (weight.to(torch.promote_types(weight.dtype, torch.float32)) + layer.get_delta_weight(_NAME)).to(
-        weight.dtype
-    )
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    a, b = (whole(getattr(layer, part)[_NAME].weight, wide) for part in ("lora_A", "lora_B"))
+    change = (b @ a) * layer.scaling[_NAME]
+    change = change.T if layer.fan_in_fan_out else change
+    if isinstance(weight, DTensor):
+        change = distribute_tensor(change, weight.device_mesh, weight.placements, src_data_rank=None)
+    return (weight.to(wide) + change).to(weight.dtype)
 
 
 def _targets(model: nn.Module, config: HuggingFaceModelConfig, kinds: tuple[type, ...]) -> dict[str, nn.Module]:
@@ -146,8 +152,8 @@ def _targets(model: nn.Module, config: HuggingFaceModelConfig, kinds: tuple[type
 
 def _digest(model: nn.Module) -> str:
     """Of the weights rounded to bfloat16: the same for whichever number type they are held in."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, weight in model.state_dict().items():
         total = weight.to(torch.bfloat16).view(torch.int16).sum(dtype=torch.int64).item()
-        found.update(f"{name} {list(weight.shape)} {total}\n".encode())
-    return found.hexdigest()
+        digest.update(f"{name} {list(weight.shape)} {total}\n".encode())
+    return digest.hexdigest()

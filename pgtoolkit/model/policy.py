@@ -20,6 +20,7 @@ from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.model import attention, lora
 from pgtoolkit.model.attention import Documents
 from pgtoolkit.model.decoding import Decoding, can_decode, decoding
+from pgtoolkit.ranks.collectives import whole
 
 log = logging.getLogger("pgtoolkit")
 
@@ -42,9 +43,14 @@ class Policy:
     packs: bool = True
 
     pipeline = None  # not a field: what a policy in stages has in its place
+    is_whole = True
+    """Whether this process holds the whole model, and can sample from it."""
 
     def synchronise_gradients(self, last: bool) -> None:
         """Called before each micro-batch: whether its backward is the step's last one, which FSDP2 sums after."""
+
+    def put_away(self) -> None:
+        """Called after a forward pass without a backward: what was brought together for it is given back."""
 
     def gradient_groups(self) -> list[tuple[ProcessGroup, list[nn.Parameter]]]:
         """After a step's last backward: (group, parameters whose gradients here are to be summed over it), in order."""
@@ -77,7 +83,8 @@ class Policy:
     def weights(self) -> dict[str, Tensor]:
         """The weights as they are now, by their names in the model's Hugging Face folder: references, not copies.
 
-        Where there are adapters, they are in the weights: those matrices are copies, in compute_dtype.
+        Where there are adapters, they are in the weights: those matrices are copies, in compute_dtype. What is spread
+        over ranks is for `collectives.whole`, one after the other; called by every rank.
         """
         named = {name: tensor.detach() for name, tensor in named_weights(self.model).items()}
         return named if self.base_digest is None else lora.merged_weights(self.model, named)
@@ -95,13 +102,17 @@ class Policy:
 
     @torch.no_grad()
     def load(self, weights: dict[str, Tensor]) -> None:
-        """Take over what `weights` of the same model gave, in compute_dtype, until `unload` gives the memory back."""
+        """Take over what `weights` of the same model gave, in compute_dtype, until `unload` gives the memory back.
+
+        One matrix after the other is brought together from the ranks that it is spread over, which all call this.
+        """
         own = named_weights(self.model)
         if own.keys() != weights.keys():
             raise ValueError(f"weights differ in {sorted(own.keys() ^ weights.keys())}")
         for name, tensor in own.items():
             given = weights[name]
-            tensor.data = given.to(self.compute_dtype if given.is_floating_point() else given.dtype, copy=True)
+            piece = whole(given, self.compute_dtype)
+            tensor.data = piece.clone() if piece is given else piece
 
     def unload(self) -> None:
         """Give the weights' memory back, until others are loaded."""

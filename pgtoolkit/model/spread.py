@@ -28,11 +28,11 @@ from pgtoolkit.errors import ConfigError
 from pgtoolkit.kernels.losses import LMHead
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.model.architectures import architecture_of
-from pgtoolkit.model.attention import Documents, use_packed_attention
+from pgtoolkit.model.attention import Documents, documents_here, use_packed_attention
 from pgtoolkit.model.pipeline import Pipeline, keep_stage
 from pgtoolkit.model.policy import Policy
-from pgtoolkit.model.sequence_data import documents_here
 from pgtoolkit.model.tensor import DividedMatrix, shard_tensors, vocabulary_start
+from pgtoolkit.ranks.agreement import failing_together
 from pgtoolkit.ranks.collectives import local
 from pgtoolkit.ranks.layout import AXES, Layout
 from pgtoolkit.system.report import Report
@@ -57,6 +57,15 @@ class ParallelPolicy(Policy):
     @property
     def vocabulary_size(self) -> int:
         return self.vocabulary
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.sharded and self.layout.size("tensor_parallel") * self.layout.size("pipeline_parallel") == 1
+
+    def weights(self) -> dict[str, Tensor]:
+        with failing_together(self.layout):
+            pass  # none begins to gather while another has failed
+        return super().weights()
 
     @cached_property
     def pipeline(self) -> Pipeline | None:
@@ -95,6 +104,10 @@ class ParallelPolicy(Policy):
     def synchronise_gradients(self, last: bool) -> None:
         if self.sharded:
             self.model.set_requires_gradient_sync(last)
+
+    def put_away(self) -> None:
+        if self.sharded:
+            self.model.reshard()  # FSDP2 keeps the head's unit together for the backward
 
     def gradient_groups(self) -> list[tuple[ProcessGroup, list[nn.Parameter]]]:
         groups = []

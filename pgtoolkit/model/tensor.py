@@ -155,8 +155,8 @@ class _Part:
     def _hand_over(self, leaf: Tensor) -> None:
         whole = self.parameter
         if whole.grad is None:
-            how = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
-            whole.grad = DTensor.from_local(leaf.grad, whole.device_mesh, whole.placements, **how)
+            options = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+            whole.grad = DTensor.from_local(leaf.grad, whole.device_mesh, whole.placements, **options)
         else:
             whole.grad.to_local().add_(leaf.grad)
         leaf.grad = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from pgtoolkit.losses.exchange import LinearMap, all_sum, copy
 
-__all__ = ["copy", "join", "local", "piece", "sum_over", "sum_piece"]
+__all__ = ["copy", "join", "local", "piece", "sum_over", "sum_piece", "whole"]
 
 # Their names since torch 2.13, which warns of the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -25,6 +26,12 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded tensor, differentiable; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """All of a tensor that may be sharded, floating-point numbers in `dtype`; every rank calls this with its part."""
+    tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor  # before it is sent
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -1,9 +1,12 @@
-"""Advantages, from the rewards of the completions of a prompt, and of a batch of prompts; what lengths take off."""
+"""From rewards to advantages: of a prompt's completions and of a batch; what lengths take off, which prompts teach."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 
+from pgtoolkit.batch import Document
 from pgtoolkit.errors import DataError
 
 EPSILON = 1e-6
@@ -89,3 +92,32 @@ def overlong_penalty(length: int, longest: int, buffer: int | None, most: float)
     """
     beyond = 0 if buffer is None else max(0, min(length, longest) - (longest - buffer))
     return -most * beyond / buffer if beyond else 0.0
+
+
+def fill(
+    groups: list[list[Document]], sample: Callable[[int], list[list[Document]]], rounds: int
+) -> list[list[Document]]:
+    """DAPO's dynamic sampling (2503.14476, eq. 11): groups that teach nothing replaced as long as the rounds last.
+
+    groups: of the first round, in the order of their prompts, as is what is returned. sample: (number) -> the groups
+    of so many further prompts. rounds: how often is sampled at most, the first time included; with 1 nothing is
+    dropped. Where they do not suffice, the earliest groups that teach nothing stay.
+
+    Every decision follows from the groups alone, so that ranks that hold the same groups take the same.
+    """
+    if rounds == 1:
+        return groups
+    wanted, number = len(groups), 1
+    while (missing := wanted - sum(map(teaches, groups))) and number < rounds:
+        groups = groups + sample(missing)
+        number += 1
+    without = [place for place, group in enumerate(groups) if not teaches(group)]
+    dropped = set(without[max(0, missing) :])
+    share = len(dropped) / len(groups)
+    kept = [group for place, group in enumerate(groups) if place not in dropped]
+    return [[replace(document, dropped_prompt_fraction=share) for document in group] for group in kept]
+
+
+def teaches(group: list[Document]) -> bool:
+    """Whether the task scores the completions differently, whatever is taken off for their lengths."""
+    return len({d.reward if d.task_reward is None else d.task_reward for d in group}) > 1

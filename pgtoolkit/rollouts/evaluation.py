@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pgtoolkit.config.defaults import values_of
 from pgtoolkit.config.evaluation import powers_of_two, sampling
 from pgtoolkit.config.schema import Config, OldLogProbs, PolicyRolloutConfig
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
@@ -37,7 +38,7 @@ _Answer = tuple[CompletionRow, Score]
 
 @dataclass
 class Evaluator:
-    """Completes and scores sets of prompts with the weights as they are, on all data-parallel ranks together.
+    """Completes and scores sets of prompts with the weights as they are, on all ranks together.
 
     sampler: of these completions alone, or one that shares its servers with the one of training. trained: a
     `PolicyInTraining`. folder: the run directory, where the completions are written.
@@ -51,16 +52,16 @@ class Evaluator:
     folder: Path
 
     def evaluate(self, prompt_set: PromptSet, step: int) -> dict[str, Any]:
-        """The numbers of one set, the same on every rank; see runs/evaluations.py. Called by every rank.
+        """The numbers of one set, the same on every rank; see runs/records.py. Called by every rank.
 
         Draws from torch's global random state, and where the sampler takes seeds, from those of set and step.
         """
         started = time.perf_counter()
-        rank, size = self.layout.rank_in("data_parallel"), self.layout.size("data_parallel")
+        rank, size = self.layout.rank, self.layout.world_size
         with failing_together(self.layout):
             prompts = [prompt_set.task.prompt(number) for number in range(rank, prompt_set.count, size)]
             answers = self._answers(prompt_set, prompts, step)
-        shares = gather_objects(answers, self.layout.group("data_parallel"))
+        shares = gather_objects(answers, self.layout.world_group)
         groups = [shares[i % size][i // size] for i in range(prompt_set.count)]
         with failing_together(self.layout):
             if self.layout.rank == 0:
@@ -140,20 +141,13 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
 
 def as_evaluated(config: Config) -> Config:
     """The configuration with the rollouts of an evaluation: sampled before any update, one way for all of them."""
-    rollout = PolicyRolloutConfig(
-        name="policy",
-        prompts_per_batch=config.evaluation.prompts_per_set,
-        group_size=config.evaluation.completions_per_prompt,
-        old_log_probs=OldLogProbs.sampling,
-        overlong_buffer=None,
-        overlong_penalty=1.0,
-        max_sampling_rounds=1,
-        lag=0,
-        max_staleness=None,
-        save_path=None,
-        keep_completions=0,
-        **sampling(config),
-    )
+    usual = {key: value for key, value in values_of("rollout", "policy").items() if key != "defaults"}
+    measured = {
+        "prompts_per_batch": config.evaluation.prompts_per_set,
+        "group_size": config.evaluation.completions_per_prompt,
+        "old_log_probs": OldLogProbs.sampling,
+    }
+    rollout = PolicyRolloutConfig(**(usual | measured | sampling(config)))
     return dataclasses.replace(config, rollout=rollout)
 
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
-import json
 import logging
 from array import array
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from pgtoolkit.batch import OPTIONAL_VECTORS, Document
-from pgtoolkit.config.schema import AdvantageEstimator, RecordedRolloutConfig
-from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.config.schema import AdvantageEstimator, Config, RecordedRolloutConfig
+from pgtoolkit.errors import DataError
+from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.corrections import Correction
+from pgtoolkit.losses.objective import Loss
 from pgtoolkit.rollouts.advantages import batch_divisor, group_advantages
 from pgtoolkit.rollouts.rows import FIELDS, Row, Rules, parse_row
 from pgtoolkit.rollouts.steps import Source
@@ -25,6 +24,8 @@ from pgtoolkit.tasks.row_files import Problems, RowFile, find_files, open_files
 from pgtoolkit.tasks.shuffle import shuffled
 
 log = logging.getLogger("pgtoolkit")
+
+_TITLE = "the recorded rollouts cannot be trained on"
 
 
 @dataclass(eq=False)
@@ -36,7 +37,7 @@ class RecordedRollouts(Source):
     has an advantage or a reward are examples to imitate: every advantage is 1.
     vocabulary_size: of the model; token ids are below it. max_tokens: the longest document that fits, if limited.
     needs: fields that matter although the estimator does not ask for them: group_id (prompt_mean), sampling_log_probs
-    (a correction), ref_log_probs (a penalty). accept_changed: whether a saved state of other data is taken over.
+    (a correction), ref_log_probs (a penalty).
 
     The constructor reads every row once and raises DataError for what cannot be trained on, the first ten problems as
     file:row:field. It keeps about 60 bytes per document, among them a checksum by which a row that was changed is
@@ -52,7 +53,6 @@ class RecordedRollouts(Source):
     needs: tuple[str, ...] = ()
     max_tokens: int | None = None
     reads_old_log_probs: bool = True
-    accept_changed: bool = False
 
     def __post_init__(self):
         self._given = self.estimator == AdvantageEstimator.given
@@ -67,16 +67,13 @@ class RecordedRollouts(Source):
         self.groups = array("q")
         self._first: dict[tuple[str, bool], int] = {}
         """(field, whether it is there) -> the first such row."""
-        self._fingerprint = hashlib.sha256()
         self._order = functools.lru_cache(maxsize=1)(self._order_of)
-        self._problems = Problems("the recorded rollouts cannot be trained on")
+        self._problems = Problems(_TITLE)
         self._read_all()
         self.batch_size = len(self._file)
         self.num_documents = self.batch_size * self.config.epochs
 
     def document(self, position: int) -> Document:
-        if not 0 <= position < self.num_documents:
-            raise IndexError(f"position {position} is outside of the {self.num_documents} recorded documents")
         epoch, place = divmod(position, self.batch_size)
         index = int(self._order(epoch)[place])
         row = self._read(index)
@@ -84,29 +81,6 @@ class RecordedRollouts(Source):
         name = row.id or self._label(index)
         group = epoch * self._num_groups + int(self.groups[index])
         return row.document(advantage, group, name if epoch == 0 else f"{name} (epoch {epoch + 1})")
-
-    def state_dict(self) -> dict:
-        return {
-            "fingerprint": self._fingerprint.hexdigest(),
-            "contents": f"{len(self._files)} files with {len(self._file)} documents",
-            "order": {"seed": self.seed, "rollout.shuffle": self.config.shuffle},
-        }
-
-    def load_state_dict(self, state: dict) -> None:
-        """Raises DataError if the files are not those of the saved state, ConfigError if their order would differ."""
-        now = self.state_dict()
-        if state["fingerprint"] != now["fingerprint"] and not self.accept_changed:
-            raise DataError(
-                f"rollout.path={self.config.path} needs the data of the checkpoint, {state['contents']} "
-                f"(got {now['contents']} and other contents). The position in the data would mean other documents. "
-                "Restore the files, or use trainer.accept_changed_data=true."
-            )
-        for key, value in state["order"].items():
-            if value != now["order"][key]:
-                raise ConfigError(
-                    f"{key}={now['order'][key]} needs the value of the checkpoint (got {value} there). "
-                    f"The position in the data would mean other documents. Use {key}={value}, or start a new run."
-                )
 
     def _order_of(self, epoch: int) -> np.ndarray:
         """Index of each document of an epoch, in the order of positions."""
@@ -118,7 +92,7 @@ class RecordedRollouts(Source):
         file = self._files[self._file[index]]
         raw = file.row(self._place[index])
         row = parse_row(raw, self._rules) if isinstance(raw, dict) else raw
-        if not isinstance(row, Row) or row.digest(0) != self._checksum[index]:
+        if not isinstance(row, Row) or row.digest() != self._checksum[index]:
             raise file.changed()
         return row
 
@@ -130,9 +104,8 @@ class RecordedRollouts(Source):
         groups: dict[int | str, int] = {}
         ids: dict[str, int] = {}
         num_trained, self._is_mismatched = 0, False
-        for number, file in enumerate(self._files):
-            _check_columns(file, self._rules, self._problems)
-            num_trained += self._read_file(number, file, groups, ids)
+        for number in range(len(self._files)):
+            num_trained += self._read_file(number, groups, ids)
         self._problems.raise_if_any()
         if not self._file:
             names = ", ".join(file.label for file in self._files)
@@ -153,21 +126,14 @@ class RecordedRollouts(Source):
         self._compute_advantages()
         self._problems.raise_if_any()
 
-    def _read_file(self, number: int, file: RowFile, groups: dict, ids: dict) -> int:
+    def _read_file(self, number: int, groups: dict, ids: dict) -> int:
         """Note each row's place, reward, group and id; returns the number of trained tokens."""
-        digest, start, num_trained, num_rows = 0, len(self._file), 0, 0
-        for row_number, place, raw in file.rows():
-            num_rows += 1
-            row = [("", raw)] if isinstance(raw, str) else parse_row(raw, self._rules)
-            if not isinstance(row, Row):
-                for field, reason in row:
-                    self._problems.add(f"{file.label}:{row_number}" + (f":{field}" if field else ""), reason)
-                continue
+        num_trained = 0
+        for row_number, place, row in _rows(self._files[number], self._rules, self._problems):
             index = len(self._file)
-            digest = row.digest(digest)
             num_trained += int(row.loss_mask.sum())
             self._is_mismatched |= not np.array_equal(row.old_log_probs, row.sampling_log_probs)
-            self._checksum.append(row.digest(0))
+            self._checksum.append(row.digest())
             self._file.append(number)
             self._number.append(row_number)
             self._place.append(place)
@@ -177,10 +143,6 @@ class RecordedRollouts(Source):
             self.groups.append(-1 if row.group_id is None else groups.setdefault(row.group_id, len(groups)))
             if row.id is not None and (first := ids.setdefault(row.id, index)) != index:
                 self._refuse(index, "id", f"is {row.id!r} like that of {self._label(first)}")
-        count = len(self._file) - start
-        if file.digest not in (None, digest) and count == num_rows:
-            raise DataError(f"{file.label} is damaged: its rows are not those that were written. Copy it again.")
-        self._fingerprint.update(json.dumps([file.label, file.path.stat().st_size, count, digest]).encode())
         return num_trained
 
     def _check_optional(self) -> None:
@@ -250,34 +212,31 @@ class RecordedRollouts(Source):
         self._problems.add(f"{self._label(index)}:{field}", reason)
 
 
-def needed_fields(config: Any, correction: Correction | None) -> tuple[str, ...]:
-    """Fields of a row that a configuration reads whatever its advantage: for groups, a correction, a penalty."""
-    needs = ("group_id",) if config.aggregation.mode == "prompt_mean" else ()
-    needs += ("sampling_log_probs",) if correction is not None and not correction.of_policy else ()
-    return needs + (("ref_log_probs",) if config.kl.reference == "recorded" else ())
+def recorded_rollouts(config: Config, loss: Loss, vocabulary_size: int, max_tokens: int | None) -> RecordedRollouts:
+    """The recorded rollouts of a configuration, with what its loss needs of them; DataError where they lack that."""
+    needs, estimator = _needed_fields(config, loss.correction), config.advantage.estimator
+    options = config.seed, needs, max_tokens, loss.reads_old_log_probs
+    return RecordedRollouts(config.rollout, estimator, vocabulary_size, *options)
 
 
 def check_first_rows(
-    config: Any, reads_old_log_probs: bool, needs: tuple[str, ...], vocabulary_size: int, max_tokens: int
+    config: Config, reads_old_log_probs: bool, correction: Correction | None, vocabulary_size: int, max_tokens: int
 ) -> None:
-    """The columns and the first 100 rows of each file, as `RecordedRollouts` will check all of them.
-
-    config: a whole configuration. Raises DataError, as a run would.
-    """
-    rollout, estimator = config.rollout, config.advantage.estimator
-    required = _required(estimator, reads_old_log_probs, needs)
+    """The columns and the first 100 rows of each file, as `RecordedRollouts` checks all; DataError as a run raises."""
+    rollout, problems = config.rollout, Problems(_TITLE)
+    required = _required(config.advantage.estimator, reads_old_log_probs, _needed_fields(config, correction))
     rules = Rules(vocabulary_size, required, max_tokens, rollout.max_completion_length)
-    problems, empty = Problems("the recorded rollouts cannot be trained on"), True
     for file in open_files(find_files(rollout.path, "rollout.path"), FIELDS):
-        _check_columns(file, rules, problems)
-        for number, _, raw in itertools.islice(file.rows(), 100):
-            row = [("", raw)] if isinstance(raw, str) else parse_row(raw, rules)
-            for field, reason in row if isinstance(row, list) else ():
-                problems.add(f"{file.label}:{number}" + (f":{field}" if field else ""), reason)
-            empty = False
+        for _ in itertools.islice(_rows(file, rules, problems), 100):
+            pass  # what is wrong with a row is among the problems
     problems.raise_if_any()
-    if empty:
-        raise DataError(f"rollout.path={rollout.path} needs at least one row (got none).")
+
+
+def _needed_fields(config: Config, correction: Correction | None) -> tuple[str, ...]:
+    """Fields of a row that a configuration reads whatever its advantage: for groups, a correction, a penalty."""
+    needs = ("group_id",) if AGGREGATIONS[config.aggregation.mode].needs_groups else ()
+    needs += ("sampling_log_probs",) if correction is not None and not correction.of_policy else ()
+    return needs + (("ref_log_probs",) if config.kl.reference == "recorded" else ())
 
 
 def _required(estimator: str, reads_old_log_probs: bool, needs: Collection[str]) -> list[str]:
@@ -288,8 +247,16 @@ def _required(estimator: str, reads_old_log_probs: bool, needs: Collection[str])
     return [name for name, is_asked in asked.items() if is_asked]
 
 
-def _check_columns(file: RowFile, rules: Rules, problems: Problems) -> None:
+def _rows(file: RowFile, rules: Rules, problems: Problems) -> Iterator[tuple[int, int, Row]]:
+    """Number from 1, place and contents of each row that is right; what is wrong is added to the problems."""
     for name in ("token_ids", "loss_mask", *rules.required):
         if file.names is not None and name not in file.names:
             problems.add(file.label, f"has no column {name}; its columns are {', '.join(file.names)}")
     problems.raise_if_any()
+    for number, place, raw in file.rows():
+        row = [("", raw)] if isinstance(raw, str) else parse_row(raw, rules)
+        if isinstance(row, Row):
+            yield number, place, row
+            continue
+        for field, reason in row:
+            problems.add(f"{file.label}:{number}" + (f":{field}" if field else ""), reason)

@@ -1,21 +1,32 @@
-"""The schema of one recorded rollout (docs/data.md): every field read, checked and turned into a document."""
+"""One recorded rollout (docs/data.md): its fields, how they are checked and turned into a document, and written."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
 import math
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 
 from pgtoolkit.batch import OPTIONAL_VECTORS, Document
+from pgtoolkit.config.paths import occupied_by_rollouts
+from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.losses.checks import MAX_LOG_PROB
 from pgtoolkit.rollouts.advantages import MAX_REWARD, reward_problem
+from pgtoolkit.system.plain_files import replacing
+
+ROW_GROUP_TOKENS = 2**20
+"""A row group is read whole: it ends with the row that reaches so many tokens."""
 
 _LOG_PROBS = ("old_log_probs", *OPTIONAL_VECTORS)
 _OF_THE_DOCUMENT = ("reward", "model_version", "truncated", "exact_match")
@@ -44,12 +55,13 @@ class Row(SimpleNamespace):
 
     measures: ClassVar[dict[str, float]] = {}
 
-    def digest(self, start: int) -> int:
-        """CRC-32 of everything in the row, continued from `start`; independent of the file format."""
+    def digest(self) -> int:
+        """CRC-32 of everything in the row."""
+        checksum = 0
         for value in (getattr(self, name) for name in FIELDS):
             part = value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode()
-            start = zlib.crc32(part, zlib.crc32(len(part).to_bytes(8, "little"), start))
-        return start
+            checksum = zlib.crc32(part, zlib.crc32(len(part).to_bytes(8, "little"), checksum))
+        return checksum
 
     def document(self, advantage: float | None, group: int, name: str) -> Document:
         """The row as a document; advantage: that of all its trained tokens, or None for the recorded ones."""
@@ -111,7 +123,7 @@ class _Unusable(Exception):
 
 
 def _token_ids(value: Any, _row: Row, rules: Rules) -> np.ndarray:
-    tokens = _vector(value, {int}, "iu", "integers")
+    tokens = _vector(value, "iu", "integers")
     if len(tokens) == 0:
         raise _Unusable("is empty; a document has at least one token")
     if (place := _first((tokens < 0) | (tokens >= rules.vocabulary_size))) is not None:
@@ -125,7 +137,7 @@ def _token_ids(value: Any, _row: Row, rules: Rules) -> np.ndarray:
 
 
 def _loss_mask(value: Any, row: Row, rules: Rules) -> np.ndarray:
-    mask = _vector(value, {bool, int}, "biu", "true and false, or 1 and 0,", row)
+    mask = _vector(value, "biu", "true and false, or 1 and 0,", row)
     if (place := _first((mask != 0) & (mask != 1))) is not None:
         raise _Unusable(f"is {mask[place]} at position {place}; a token is trained or not: true or false, or 1 or 0")
     if len(mask) and mask[0]:
@@ -156,7 +168,7 @@ def _advantage(value: Any, row: Row, _rules: Rules) -> np.ndarray | None:
 def _numbers_per_token(value: Any, row: Row) -> np.ndarray:
     """(S,) float32, finite where trained; 0 elsewhere, where a null or NaN does no harm."""
     with np.errstate(over="ignore"):  # becomes inf, which is refused where it matters
-        values = _vector(value, {float, int, type(None)}, "fiu", "numbers", row).astype(np.float32)
+        values = _vector(value, "fiu", "numbers", row).astype(np.float32)
     mask = row.loss_mask
     if mask is None or len(mask) != len(values):
         return values
@@ -172,27 +184,18 @@ def _first(bad: np.ndarray) -> int | None:
     return int(bad.argmax()) if bad.any() else None
 
 
-def _vector(value: Any, types: set[type], kinds: str, what: str, row: Row | None = None) -> np.ndarray:
-    """A list or array as an array whose dtype is of one of the kinds; `types` are those of a list's elements.
+def _vector(value: Any, kinds: str, content: str, row: Row | None = None) -> np.ndarray:
+    """A list or array as an array whose dtype is of one of the kinds; where that may be "f", nulls become NaN.
 
-    row: with the tokens, of which each has an entry.
+    row: with the tokens, of which each has an entry. content: of the list, in words.
     """
-    needs = f"needs a list of {what}"
     if isinstance(value, list):
-        for kind in set(map(type, value)) - types:
-            place = next(i for i, element in enumerate(value) if type(element) is kind)
-            raise _Unusable(f"{needs} (got {value[place]!r:.40} at position {place})")
-        if float in types:
-            value = [math.nan if element is None else element for element in value]
-        try:
-            # Without a dtype an empty list would be one of floats, and an integer beyond 64 bits an object.
-            value = np.array(value, dtype=np.float64 if float in types else np.int64)
-        except OverflowError:
-            raise _Unusable(f"{needs} (got a number beyond 64 bits)") from None
+        with contextlib.suppress(ValueError):  # of lists within the list
+            value = np.array([math.nan if x is None else x for x in value] if "f" in kinds else value)
     if not isinstance(value, np.ndarray):
-        raise _Unusable(f"{needs} (got {value!r:.40})")
-    if value.size and value.dtype.kind not in kinds:
-        raise _Unusable(f"{needs} (got {value.dtype.name} values or nulls)")
+        raise _Unusable(f"needs a list of {content} (got {value!r:.40})")
+    if value.ndim != 1 or (value.size and value.dtype.kind not in kinds):
+        raise _Unusable(f"needs a list of {content} (got values of type {value.dtype.name}, such as {value[0]!r:.40})")
     tokens = value if row is None or row.token_ids is None else row.token_ids
     if len(value) != len(tokens):
         raise _Unusable(f"has {len(value)} entries and token_ids has {len(tokens)}; there is one for every token")
@@ -216,9 +219,9 @@ def _group_id(value: Any, *_: Any) -> int | str:
     raise _Unusable(f"needs an integer or a text that is not empty (got {value!r:.40})")
 
 
-def _of_type(value: Any, kind: type, what: str) -> Any:
+def _of_type(value: Any, kind: type, needs: str) -> Any:
     if type(value) is not kind:
-        raise _Unusable(f"needs {what} (got {value!r:.40})")
+        raise _Unusable(f"needs {needs} (got {value!r:.40})")
     return value
 
 
@@ -238,3 +241,76 @@ FIELDS = {
     **dict.fromkeys(OPTIONAL_VECTORS, (_PER_TOKEN, _log_probs)),
 }
 """Each field with its type in a Parquet file, and what reads it: (value, row with the fields before it, rules)."""
+
+
+class RolloutWriter:
+    """Records rollouts in a folder with one file per batch, which `rollout=recorded` reads.
+
+    path: the folder; ending in .jsonl it gets JSONL files, else Parquet with page checksums. A file appears under its
+    name once it is complete and on the disk. A resumed run writes the batches after its checkpoint again, each over
+    itself, so no row is lost or doubled. Without resume, a folder that already has batches raises ConfigError.
+    """
+
+    def __init__(self, path: str | Path, resume: bool = False):
+        self._folder = Path(path).expanduser()
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"rollout.save_path={path} cannot be made a folder: {error.strerror}") from error
+        if not resume and (problem := occupied_by_rollouts(path)):
+            raise ConfigError(problem)
+
+    def write(self, number: int, documents: list[Document]) -> Path:
+        """Record the documents of batch `number`; returns the file. Raises StorageError when that is not possible."""
+        path = batch_file(self._folder, number)
+        rows = [row_of(document) for document in documents]
+        try:
+            with replacing(path) as file:
+                if path.suffix == ".jsonl":
+                    _write_jsonl(file, rows)
+                else:
+                    write_parquet(file, rows)
+        except OSError as error:
+            raise StorageError(f"rollouts cannot be written to {path}: {error.strerror or error}") from error
+        return path
+
+
+def batch_file(folder: Path, number: int) -> Path:
+    """Where the documents of batch `number` are recorded in a folder."""
+    return folder / f"batch-{number:06d}{'.jsonl' if folder.suffix == '.jsonl' else '.parquet'}"
+
+
+def write_parquet(file: BinaryIO, rows: Iterable[Row]) -> None:
+    """Parquet with page checksums, a row group at a time in memory.
+
+    The columns are what the rows of the first group know, and further ones of their measures, which training ignores.
+    """
+    groups = _row_groups(rows)
+    first = next(groups)
+    known = [(name, kind) for name, (kind, _) in FIELDS.items() if any(getattr(row, name) is not None for row in first)]
+    measures = [(name, pa.float64()) for name in dict.fromkeys(name for row in first for name in row.measures)]
+    schema = pa.schema([*known, *measures])
+    with pq.ParquetWriter(file, schema, write_page_checksum=True) as writer:
+        for group in itertools.chain([first], groups):
+            values = [[getattr(row, name) for row in group] for name, _ in known]
+            values += [[row.measures.get(name) for row in group] for name, _ in measures]
+            writer.write_table(pa.table(values, schema=schema))
+
+
+def _row_groups(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    group, tokens = [], 0
+    for row in rows:
+        group.append(row)
+        tokens += len(row.token_ids)
+        if tokens >= ROW_GROUP_TOKENS:
+            yield group
+            group, tokens = [], 0
+    if group:
+        yield group
+
+
+def _write_jsonl(file: BinaryIO, rows: list[Row]) -> None:
+    for row in rows:
+        values = {name: getattr(row, name) for name in FIELDS} | row.measures
+        plain = {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in values.items()}
+        file.write(json.dumps({key: value for key, value in plain.items() if value is not None}).encode() + b"\n")

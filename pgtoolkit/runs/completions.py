@@ -10,9 +10,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from pgtoolkit.errors import StorageError, first_line
-from pgtoolkit.runs.records import storage
-from pgtoolkit.system.plain_files import remove, replacing
+from pgtoolkit.runs.records import reading
+from pgtoolkit.system.plain_files import replacing
 from pgtoolkit.system.redaction import redact
 
 FOLDER = "completions"
@@ -52,8 +51,8 @@ class CompletionRow:
     answer: str | None = None
 
 
-COLUMNS = {one.name: one.type for one in fields(CompletionRow) if one.name != "rewards"}
-"""The columns of a file but for `rewards`: their types as they stand above, where "| None" may be empty."""
+COLUMNS = {column.name: column.type for column in fields(CompletionRow) if column.name != "rewards"}
+"""The columns of a file but for `rewards`: their types as they stand above."""
 
 _KINDS = {"int": "int64", "str": "string", "float": "double"}
 """The same as Arrow names them."""
@@ -74,7 +73,6 @@ def write_completions(path: Path, rows: Sequence[CompletionRow]) -> None:
     path: RUN/completions/evaluation_SET_STEP.parquet for an evaluation, where no set is called `training`. Training
     writes RUN/completions/steps_FIRST-LAST.parquet, one file for a hundred steps (`rollouts/completions.py`).
     The columns are the fields of `CompletionRow`, but for `rewards`: a column reward/NAME for each of them.
-    Raises StorageError where that is not possible, or the folder or the file is a link.
     """
     write_redacted(path, redacted(rows))
 
@@ -94,45 +92,30 @@ def write_redacted(path: Path, rows: Sequence[CompletionRow]) -> None:
     columns = {name: pa.array([getattr(row, name) for row in rows], kind) for name, kind in kinds.items()}
     for name in dict.fromkeys(name for row in rows for name in row.rewards):
         columns[_REWARD_OF + name] = pa.array([row.rewards.get(name) for row in rows], "double")
-    with storage(path):
-        path.parent.mkdir(exist_ok=True)
-        with replacing(path) as file:
-            pq.write_table(pa.table(columns), file, compression="zstd", write_page_checksum=True)
+    path.parent.mkdir(exist_ok=True)
+    with replacing(path) as file:
+        pq.write_table(pa.table(columns), file, compression="zstd", write_page_checksum=True)
 
 
 def read_completions(path: Path, columns: Sequence[str] | None = None) -> list[CompletionRow]:
     """The rows of one file, as they were written; columns: of these fields alone, the others have their defaults.
 
-    Raises StorageError for a file that is damaged, or a link.
+    Raises StorageError for a file that is damaged.
     """
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    with storage(path), path.open("rb") as file:
-        try:
-            # Without threads, which a process that ends at once, such as before `head`, leaves behind.
-            options = {"use_threads": False, "pre_buffer": False, "page_checksum_verification": True}
-            table = pq.read_table(file, columns=columns and list(columns), **options)
-            kinds = {field.name: str(field.type) for field in table.schema}
-            for name in columns or COLUMNS:
-                kind, *may_lack = COLUMNS[name].split()
-                if kinds.get(name) != _KINDS[kind]:
-                    raise ValueError(f"{name} is {kinds.get(name, 'missing')}")
-                if not may_lack and table[name].null_count:
-                    raise ValueError(f"{name} is empty in a row")
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise StorageError(
-                f"{path} is damaged ({first_line(error)}). It keeps completions to be looked at, and nothing else "
-                "depends on it; delete it to go on."
-            ) from error
-    scores = [name for name in kinds if name.startswith(_REWARD_OF)]
-    return [
-        CompletionRow(
-            **{name: row[name] for name in columns or COLUMNS},
-            rewards={name.removeprefix(_REWARD_OF): row[name] for name in scores if row[name] is not None},
-        )
-        for row in table.to_pylist()
-    ]
+    with path.open("rb") as file, reading(path):
+        # Without threads, which a process that ends at once, such as before `head`, leaves behind.
+        options = {"use_threads": False, "pre_buffer": False, "page_checksum_verification": True}
+        table = pq.read_table(file, columns=columns and list(columns), **options)
+        scores = [name for name in table.column_names if name.startswith(_REWARD_OF)]
+        return [
+            CompletionRow(
+                **{name: row[name] for name in columns or COLUMNS},
+                rewards={name.removeprefix(_REWARD_OF): row[name] for name in scores if row[name] is not None},
+            )
+            for row in table.to_pylist()
+        ]
 
 
 def some_prompts(rows: Sequence[CompletionRow], most: int) -> set[str]:
@@ -158,32 +141,29 @@ def some_completions(
     """
     chosen, total = [], 0
     for name in (sets := dict.fromkeys(file.set for file in files)):
-        found = {file.path: read_completions(file.path, ("step", "name")) for file in files if file.set == name}
-        found = {path: [row for row in rows if step in (None, row.step)] for path, rows in found.items()}
-        everything = [row for rows in found.values() for row in rows]
-        total, names = total + len(everything), some_prompts(everything, most // len(sets))
-        for path in [path for path, rows in found.items() if any(row.name in names for row in rows)]:
-            own = [row for row in read_completions(path) if row.name in names and step in (None, row.step)]
-            chosen += [(name, row) for row in own]
+        paths = [file.path for file in files if file.set == name]
+        keys = [row for path in paths for row in read_completions(path, ("step", "name"))]
+        keys = [row for row in keys if step in (None, row.step)]
+        total, names = total + len(keys), some_prompts(keys, most // len(sets))
+        rows = (row for path in paths for row in read_completions(path))
+        chosen += [(name, row) for row in rows if row.name in names and step in (None, row.step)]
     return chosen, total
 
 
 def completion_files(run_dir: Path) -> list[CompletionFile]:
     """The files of a run directory, by set and step; none where there are none. Other files are passed over."""
-    folder, found = run_dir / FOLDER, []
-    with storage(folder):
-        for path in folder.iterdir() if folder.is_dir() else ():
-            if named := _NAME.fullmatch(path.name):
-                steps = (int(named["step"]),) * 2 if named["set"] else (int(named["first"]), int(named["last"]))
-                found.append(CompletionFile(named["set"] or TRAINING, *steps, path))
-    return sorted(found)
+    files = []
+    for path in (run_dir / FOLDER).glob("*.parquet"):
+        if named := _NAME.fullmatch(path.name):
+            steps = (int(named["step"]),) * 2 if named["set"] else (int(named["first"]), int(named["last"]))
+            files.append(CompletionFile(named["set"] or TRAINING, *steps, path))
+    return sorted(files)
 
 
 def drop_completions_after(run_dir: Path, step: int) -> None:
     """Take away the rows of later steps, of every set: a resumed run writes them anew."""
     for file in completion_files(run_dir):
-        with storage(file.path):
-            if file.first > step:
-                remove(file.path)
-            elif file.last > step:
-                write_redacted(file.path, [row for row in read_completions(file.path) if row.step <= step])
+        if file.first > step:
+            file.path.unlink()
+        elif file.last > step:
+            write_redacted(file.path, [row for row in read_completions(file.path) if row.step <= step])

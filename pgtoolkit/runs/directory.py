@@ -16,7 +16,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError
+from pgtoolkit.errors import ConfigError, PgtoolkitError
 from pgtoolkit.runs.records import (
     STATES,
     TIME,
@@ -26,12 +26,11 @@ from pgtoolkit.runs.records import (
     read_evaluations,
     read_metrics,
     read_provenance,
-    read_resolved,
     read_status,
     storage,
     write_metrics,
 )
-from pgtoolkit.system.plain_files import overwrite, write_atomically
+from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import key_of
 
@@ -72,7 +71,6 @@ class RunDirectory:
         self.path = Path(path).resolve()
         self.metrics_path = self.path / "metrics.jsonl"
         self.evaluations_path = self.path / "evaluations.jsonl"
-        self._bytes: dict[Path, int] = {}  # of the files that grow, as this process has left them
         with storage(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock_file = _lock(self.path)
@@ -105,28 +103,25 @@ class RunDirectory:
         config_path = self.path / "config.yaml"
         resolved = plain(resolved)
         drift = {}
-        with storage(config_path):
-            if config_path.exists():
-                old_config, old_overrides = read_config(self.path)
-                drift = config_drift(old_config, resolved)
-                given = {key_of(override) for override in overrides}
-                kept = (old for old in old_overrides if not {key_of(old), key_of(old).partition(".")[0]} & given)
-                overrides = [*kept, *overrides]
-            if drift:
-                with (self.path / "drift.jsonl").open("a+", encoding="utf-8") as file:
-                    file.write(json.dumps({"time": _now(), "step": step, "changes": drift}) + "\n")
-            write_atomically(self.path / "overrides.yaml", _to_yaml(list(overrides)))
-            write_atomically(config_path, _to_yaml(resolved))  # last: it says that both are there
+        if config_path.exists():
+            old_config, old_overrides = read_config(self.path)
+            drift = config_drift(old_config, resolved)
+            given = {key_of(override) for override in overrides}
+            kept = (old for old in old_overrides if not {key_of(old), key_of(old).partition(".")[0]} & given)
+            overrides = [*kept, *overrides]
+        if drift:
+            with (self.path / "drift.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"time": _now(), "step": step, "changes": drift}) + "\n")
+        write_atomically(self.path / "overrides.yaml", _to_yaml(list(overrides)))
+        write_atomically(config_path, _to_yaml(resolved))  # last: it says that both are there
         return drift
 
     def write_provenance(self, provenance: dict) -> None:
         """Write provenance.json; that of a resume goes into the list `resumed` of the first."""
-        path = self.path / "provenance.json"
-        with storage(path):
-            if first := read_provenance(self.path):
-                first.setdefault("resumed", []).append(provenance)
-                provenance = first
-            write_atomically(path, json.dumps(provenance, indent=2) + "\n")
+        if first := read_provenance(self.path):
+            first.setdefault("resumed", []).append(provenance)
+            provenance = first
+        write_atomically(self.path / "provenance.json", json.dumps(provenance, indent=2) + "\n")
 
     def set_status(
         self,
@@ -145,7 +140,6 @@ class RunDirectory:
         """
         if state not in STATES:
             raise ValueError(f"state {state!r} is not one of {', '.join(STATES)}")
-        path = self.path / "status.json"
         before = read_status(self.path)
         status = {
             "id": before.get("id") or uuid.uuid4().hex,
@@ -160,17 +154,10 @@ class RunDirectory:
             "sweep": sweep or before.get("sweep"),
             "saved": before.get("saved", 0) if saved is None else saved,
         }
-        content = json.dumps(status, indent=2) + "\n"
-        try:
-            with storage(path):
-                if self.metrics_path.exists():
-                    with self.metrics_path.open("a+", encoding="utf-8") as file:
-                        os.fsync(file.fileno())
-                write_atomically(path, content)
-        except StorageError:  # a full disk has no room for a second file; what lies there must not say that it runs
-            with contextlib.suppress(OSError):
-                overwrite(path, content)
-            raise
+        if self.metrics_path.exists():
+            with self.metrics_path.open("a") as file:
+                os.fsync(file.fileno())
+        write_atomically(self.path / "status.json", json.dumps(status, indent=2) + "\n")
 
     def append_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Add one line to metrics.jsonl: `step`, `time` (seconds since 1970) and the finite values; ints stay ints."""
@@ -181,25 +168,14 @@ class RunDirectory:
         self._append(self.metrics_path, [row])
 
     def append_evaluations(self, rows: list[dict[str, Any]]) -> None:
-        """Add the rows of one step to evaluations.jsonl, on the disk once this returns; see runs/evaluations.py."""
+        """Add the rows of one step to evaluations.jsonl, on the disk once this returns; see runs/records.py."""
         self._append(self.evaluations_path, rows, durable=True)
 
     def _append(self, path: Path, rows: list[dict], durable: bool = False) -> None:
-        """durable: what the file holds is on the disk afterwards.
-
-        Raises StorageError where rows have gone, or came, that this process has not written.
-        """
-        with storage(path), path.open("a+", encoding="utf-8") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != (expected := self._bytes.get(path, size)):
-                raise StorageError(
-                    f"{path} needs the {expected} bytes that this run has written (got {size}). It was deleted or "
-                    "changed during the run, and what it lacks is lost. Use pgtk resume to continue from the newest "
-                    "checkpoint without it."
-                )
+        """durable: what the file holds is on the disk afterwards."""
+        with path.open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(row) + "\n" for row in rows))
             file.flush()
-            self._bytes[path] = os.fstat(file.fileno()).st_size
             if durable:
                 os.fsync(file.fileno())
 
@@ -211,26 +187,16 @@ class RunDirectory:
         """Take away the rows of later steps, and one that a kill has torn: a resumed run writes them anew."""
         evaluations = self.evaluations_path, read_evaluations(self.path)
         for path, rows in ((self.metrics_path, self.read_metrics()), evaluations):
-            self._bytes.pop(path, None)
             if path.exists():
-                with storage(path):
-                    write_metrics(path, [row for row in rows if row["step"] <= step])
+                write_metrics(path, [row for row in rows if row["step"] <= step])
 
 
 def lost_checkpoint(run_dir: Path, newest: int) -> int:
     """The last step that a run has saved, where that checkpoint was deleted; 0 where none was.
 
-    newest: step of the newest checkpoint that is there, damaged or not; 0 for none. Without a status.json the metrics
-    tell whether a checkpoint was due.
+    newest: step of the newest checkpoint that is there, damaged or not; 0 for none.
     """
-    status = read_status(run_dir)
-    saved = status.get("saved", 0)
-    if not status and newest == 0:
-        trainer = read_resolved(run_dir).get("trainer", {})
-        due = min(trainer.get("checkpoint_every", 1), trainer.get("max_steps", 1))
-        rows = [*read_metrics(run_dir / "metrics.jsonl"), *read_evaluations(run_dir)]
-        recorded = max((row["step"] for row in rows), default=0)
-        saved = recorded if recorded >= due else 0
+    saved = read_status(run_dir).get("saved", 0)
     return saved if newest < saved else 0
 
 
@@ -248,8 +214,8 @@ def is_held(run_dir: Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except (OSError, StorageError):
-        return False
+    except OSError:
+        pass
     return False
 
 
@@ -264,7 +230,7 @@ def record_end(run_dir: Path, state: str, reason: str, after: tuple[str, ...] = 
             return
         with RunDirectory(run_dir) as run:
             run.set_status(state, read_status(run_dir)["step"], reason)
-            with (run.path / "run.log").open("a+", encoding="utf-8") as file:
+            with (run.path / "run.log").open("a", encoding="utf-8") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')},000 ERROR {redact(reason)}\n")
 
 

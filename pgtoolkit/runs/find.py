@@ -127,8 +127,7 @@ def run_directories(command: str, paths: Sequence[str]) -> list[Path]:
 def not_a_run(use: str, path: Path, needs: str) -> ConfigError:
     """The refusal of a path that holds no run. use: the command as typed, needs: what it takes."""
     got = "a file" if path.is_file() else "a folder without runs" if path.is_dir() else "no such folder"
-    newest = max(_run_directories(Path("outputs")), key=lambda run: run.stat().st_mtime, default=None)
-    instead = f"a run directory such as {shell_path(newest)}" if newest else "a folder that pgtk has trained in"
+    instead = "a folder that pgtk has trained in"
     if near := sorted(SWEEPS.glob(f"{glob.escape(path.name)}_*")):  # the same sweep with overrides
         instead = " or ".join(folder.name for folder in near[:3])
     reason = "A run writes its config.yaml there when it starts."
@@ -179,7 +178,7 @@ def read_run(path: Path) -> Run:
         _add_tokens(rows)
         _add_evaluations(rows, evaluations)
         return Run(path, path.name, state, reason, step, config, rows, code_of(provenance))
-    except PgtoolkitError as error:
+    except (PgtoolkitError, OSError) as error:
         return Run(path, path.name, "unreadable", first_line(error).rstrip("."))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -16,7 +17,7 @@ from pgtoolkit.runs.records import TIME
 from pgtoolkit.system.redaction import redact
 
 DIFF_LIMIT = 256 * 1024
-"""Most bytes of uncommitted changes that are kept for each repository."""
+"""Most characters of uncommitted changes that are kept for each repository."""
 
 _MAX_UNTRACKED = 100
 
@@ -33,8 +34,8 @@ def collect(argv: list[str]) -> dict[str, Any]:
 
     argv: the command line, usually sys.argv. `git` lists the repository the package runs from (none for an installed
     package) and the one of the current directory, where they differ; each with path, commit, branch, diff (against
-    the commit, at most DIFF_LIMIT bytes, with secrets hidden), diff_truncated, diff_left_out (changed files that are
-    named as secrets are) and untracked (names only). `gpus` come from nvidia-smi.
+    the commit, at most DIFF_LIMIT characters, with secrets hidden), diff_truncated, diff_left_out (changed files that
+    are named as secrets are) and untracked (names only). `gpus` come from nvidia-smi.
     """
     import pgtoolkit
 
@@ -64,6 +65,12 @@ def code_of(provenance: dict) -> tuple:
     return tuple((repository["commit"], repository["diff"]) for repository in last_start(provenance).get("git", []))
 
 
+def commit_text(commit: str | None, changes: str) -> str:
+    """The commit in short, with a digest of what was not committed: equal exactly for equal code."""
+    digest = f"+{hashlib.sha256(changes.encode()).hexdigest()[:8]}" if changes else ""
+    return f"{(commit or 'none')[:12]}{digest}"
+
+
 @functools.cache
 def _packages():
     # Each access to `metadata` parses the file again.
@@ -80,19 +87,18 @@ def _repositories(package, directory):
 
 
 def _repository(top):
-    form = ("--no-ext-diff", "--no-textconv", "--no-color", "--no-renames", "--ignore-submodules=dirty")
-    command, off = ("diff", "HEAD", "--submodule=short", *form), _no_filters(top)
+    command = ("diff", "HEAD", "--submodule=short", "--no-ext-diff", "--no-textconv", "--no-color", "--no-renames")
     others = (f":(top,exclude,glob,icase)**/{name}" for name in _SECRET_FILES)
-    diff = _git(top, *command, "--", ":/", *others, settings=off, limit=DIFF_LIMIT + 1) or ""
+    diff = _git(top, *command, "--", ":/", *others) or ""
     secret = (f":(top,glob,icase)**/{name}" for name in _SECRET_FILES)
-    left_out = _git(top, *command, "--name-only", "--", *secret, settings=off) or ""
+    left_out = _git(top, *command, "--name-only", "--", *secret) or ""
     untracked = (_git(top, "ls-files", "--others", "--exclude-standard") or "").splitlines()
     return {
         "path": top,
         "commit": _line(top, "rev-parse", "--verify", "HEAD"),
         "branch": _line(top, "symbolic-ref", "--short", "HEAD"),
-        "diff": redact(diff)[:DIFF_LIMIT],
-        "diff_truncated": len(diff.encode()) > DIFF_LIMIT,
+        "diff": redact(diff[:DIFF_LIMIT]),
+        "diff_truncated": len(diff) > DIFF_LIMIT,
         "diff_left_out": left_out.splitlines()[:_MAX_UNTRACKED],
         "untracked": untracked[:_MAX_UNTRACKED],
     }
@@ -102,35 +108,15 @@ def _line(directory, *arguments):
     return (_git(directory, *arguments) or "").strip() or None
 
 
-def _no_filters(directory):
-    """Settings that switch off each filter that the configuration names: git would run it to compare a file."""
-    names = (_git(directory, "config", "--name-only", "-z", "--get-regexp", r"^filter\.") or "").split("\0")
-    off = {"clean": "", "smudge": "", "process": "", "required": "false"}
-    return {f"{name.rpartition('.')[0]}.{key}": value for name in names if name for key, value in off.items()}
-
-
-def _git(directory, *arguments, settings=(), limit=1 << 20):
-    """Output of a git command, cut at `limit` bytes; None if it fails. settings: of git's configuration."""
-    # No optional locks: many jobs may ask at once. A repository's configuration must not run programs: no fsmonitor,
-    # no hooks, and nothing is fetched, such as the objects that a partial clone lacks.
-    command = ["git", "--no-optional-locks", "--no-pager", "-C", str(directory), *arguments]
-    environment = os.environ | {"GIT_ALLOW_PROTOCOL": "none", "GIT_NO_LAZY_FETCH": "1"}
-    settings = {"core.fsmonitor": "false", "core.hooksPath": os.devnull, **dict(settings)}
-    first = int(os.environ.get("GIT_CONFIG_COUNT") or 0)
-    for number, (key, value) in enumerate(settings.items(), start=first):
-        environment |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
-    environment["GIT_CONFIG_COUNT"] = str(first + len(settings))
+def _git(directory, *arguments):
+    """Output of a git command; None if it fails."""
+    # Many jobs may ask at once: no optional locks. No programs that the repository's configuration names.
+    command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}"]
     try:
-        with subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
-        ) as process:
-            output = process.stdout.read(limit)
-            if len(output) == limit:
-                process.kill()
-    except OSError:
+        output = subprocess.run([*command, "-C", str(directory), *arguments], capture_output=True, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
         return None
-    succeeded = process.returncode == 0 or len(output) == limit
-    return output.decode("utf-8", errors="replace") if succeeded else None
+    return output.decode("utf-8", errors="replace")
 
 
 def _gpus():

@@ -6,16 +6,13 @@ import contextlib
 import functools
 import json
 import math
-import numbers
 import re
-from collections.abc import Callable, Iterator
-from datetime import datetime
+from collections.abc import Container, Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from pgtoolkit.errors import StorageError, first_line
-from pgtoolkit.losses.checks import is_whole
 from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.system.yaml_text import parse_yaml
 
@@ -23,33 +20,29 @@ STATES = ("running", "done", "failed", "interrupted")
 TIME = "%Y-%m-%dT%H:%M:%S%z"
 """How times are written, but for those of metrics, which are seconds since 1970."""
 
-_UNPARSED = (ValueError, RecursionError, OverflowError)
-"""What a text that is no JSON, or not what the file is for, raises."""
-
 
 def read_config(run_dir: str | Path) -> tuple[dict, list[str]]:
     """(configuration, overrides) of a run, from config.yaml and overrides.yaml."""
-    advice = "It repeats what was typed; config.yaml has the whole configuration. Write [] into it to go on."
-    config = read_resolved(run_dir)
-    return config, _parsed(Path(run_dir) / "overrides.yaml", advice, _overrides)
+    return read_resolved(run_dir), _yaml(Path(run_dir) / "overrides.yaml", list)
 
 
 def read_resolved(run_dir: str | Path) -> dict:
     """The configuration of a run, from config.yaml alone."""
-    advice = "Metrics and checkpoints are in other files. Put back a copy of it, such as the one in MLflow."
-    return _parsed(Path(run_dir) / "config.yaml", advice, _config)
+    return _yaml(Path(run_dir) / "config.yaml", dict)
 
 
 def read_status(run_dir: str | Path) -> dict[str, Any]:
     """A run's status.json, or {} before its first. A killed run still says `running`, though its lock is free."""
-    advice = "Configuration, metrics and checkpoints are in other files; delete it to go on."
-    return _object_of(Path(run_dir) / "status.json", advice, _STATUS)
+    status = _object(path := Path(run_dir) / "status.json", state=str, step=int)
+    with reading(path):
+        if status and status["state"] not in STATES:
+            raise ValueError("its state is none that pgtk writes there")
+    return status
 
 
 def read_provenance(run_dir: Path) -> dict:
     """provenance.json; {} where there is none. Raises StorageError if it is damaged."""
-    advice = "It says where the run came from, and nothing else depends on it; delete it to go on."
-    return _object_of(run_dir / "provenance.json", advice, _PROVENANCE)
+    return _object(run_dir / "provenance.json")
 
 
 def known_provenance(run_dir: Path) -> dict:
@@ -62,13 +55,12 @@ def known_provenance(run_dir: Path) -> dict:
 
 def read_data(run_dir: Path) -> dict:
     """data.json, the digests of the data that a run reads; {} where there is none."""
-    return _object_of(run_dir / "data.json", "Delete it to go on without its comparison.", _DATA)
+    return _object(run_dir / "data.json")
 
 
 def read_sweep(folder: Path) -> dict:
     """sweep.json of a sweep's folder: `name`, `command` and `jobs`; {} where there is none."""
-    advice = "Delete it to go on; the runs are known by their directories."
-    return _object_of(folder / "sweep.json", advice, _SWEEP)
+    return _object(folder / "sweep.json", name=str, command=list, jobs=list)
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
@@ -76,23 +68,60 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
     A torn last line, left by a kill, is passed over. Raises StorageError for a broken line anywhere else.
     """
-    rows = _objects_of(path, _ROW)
-    return [{name: value for name, value in row.items() if math.isfinite(value)} for row in rows]
+    rows = _rows(path)
+    with reading(path):
+        return [{name: value for name, value in row.items() if math.isfinite(value)} for row in rows]
 
 
 def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of evaluations.jsonl, see runs/evaluations.py; none where there is no such file."""
-    return _objects_of(run_dir / "evaluations.jsonl", {"set": str, **_ROW})
+    """What a run scored on held-out prompts, the rows of evaluations.jsonl; none where there is no such file.
+
+    A line is a JSON object: one set of prompts at one step. Those of a step are written together, before the checkpoint
+    of that step, and a resume takes away those of later steps than its own. Step 0 is before the first update.
+
+        {"step": 20, "time": 1763800000.1, "documents": 1280, "set": "held_out", "prompts": 128,
+         "completions_per_prompt": 4, "avg": 0.41, "avg_error": 0.02, "pass@1": 0.12, "pass@1_error": 0.02,
+         "pass@2": 0.19, "pass@2_error": 0.03, "length": 6.9, "truncated": 0.01, "seconds": 1.3}
+
+    documents: seen in training by then. avg: mean reward, of a prompt over its completions, then over prompts. pass@k:
+    the unbiased estimate of the probability that one of k completions is an exact match: the mean over prompts of
+    1 - C(n - c, k) / C(n, k), where c of a prompt's n completions are (arXiv 2107.03374). NAME_error: the standard
+    error of that mean, over prompts; missing where there is one prompt. length: mean tokens of a completion. truncated:
+    share that did not end by itself. seconds: that it took, which lie between the times of this step's row of
+    metrics.jsonl and of the next one. Further numbers are means of what the verifiers measure, such as reward/NAME.
+    """
+    return _rows(run_dir / "evaluations.jsonl", set=str)
+
+
+def best_of(rows: list[dict[str, Any]], watched: tuple[str, str], steps: Container[int]) -> dict[str, Any] | None:
+    """The row with the highest value among those of these steps; None without any.
+
+    Of equal ones, such as a pass@1 of 0 while nothing succeeds, that with the highest avg; of these the latest.
+
+    watched: the name of the set, and of the number.
+    """
+    name, number = watched
+    rows = [row for row in rows if row["set"] == name and number in row and row["step"] in steps]
+    return max(rows, key=lambda row: (row[number], row["avg"], row["step"]), default=None)
+
+
+def best_checkpoint(run_dir: Path, watched: tuple[str, str] | None) -> dict[str, Any] | None:
+    """The row of the best step that a run has a checkpoint of; None without any, or without a number to go by."""
+    if watched is None:
+        return None
+    names = [path.name for path in (run_dir / "checkpoints").glob("step-*")]
+    steps = {int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-\d+", name)}
+    return best_of(read_evaluations(run_dir), watched, steps)
+
+
+def read_drift(run_dir: Path) -> list[dict[str, Any]]:
+    """The changes that resumes made to the configuration: `step` and `changes`, {key: [old, new]}, of each."""
+    return _rows(run_dir / "drift.jsonl", changes=dict)
 
 
 def write_metrics(path: Path, rows: list[dict[str, Any]]) -> None:
     """Replace a metrics.jsonl or evaluations.jsonl, in one piece."""
     write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def read_drift(run_dir: Path) -> list[dict[str, Any]]:
-    """The changes that resumes made to the configuration: `step` and `changes`, {key: [old, new]}, of each."""
-    return _objects_of(run_dir / "drift.jsonl", _DRIFT)
 
 
 @contextlib.contextmanager
@@ -102,6 +131,16 @@ def storage(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(f"{path} cannot be read or written: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """As `storage`; what the reader of a damaged file raises becomes a StorageError, too."""
+    with storage(path):
+        try:
+            yield
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise StorageError(f"{path} is damaged ({first_line(error)})") from error
 
 
 def leaves(config: dict, prefix: str = "") -> list[tuple[str, Any]]:
@@ -126,55 +165,41 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _content(path: Path) -> bytes | None:
-    """The content of a file; None where there is none."""
+def _object(path: Path, **types: type) -> dict:
+    """The JSON object in a file; {} where there is no file. types: of keys that it must have."""
+    with reading(path):
+        return _parsed(path.read_bytes(), types) if path.exists() else {}
+
+
+def _rows(path: Path, **types: type) -> list[dict]:
+    """The JSON objects in the lines of a file, but for a torn last one; none where there is no file."""
     with storage(path):
-        try:
-            return path.read_bytes()
-        except FileNotFoundError:
-            return None
-
-
-def _parsed(path: Path, advice: str, parse: Callable[[bytes], Any], default: Any = None) -> Any:
-    """What `parse` makes of a file; advice: what is whole and how to go on where it is damaged.
-
-    default: for where there is no file; without one that is an error.
-    """
-    data = _content(path)
-    if data is None and default is None:
-        raise StorageError(f"{path} is missing. {advice}")
-    if data is None:
-        return default
-    try:
-        return parse(data)
-    except _UNPARSED as error:
-        raise StorageError(f"{path} is damaged ({first_line(error)}). {advice}") from error
-
-
-def _object_of(path: Path, advice: str, shape: dict) -> dict:
-    """The JSON object in a file, checked; {} where there is no file."""
-    return _parsed(path, advice, lambda data: _object(data, shape), default={})
-
-
-def _objects_of(path: Path, shape: dict) -> list[dict]:
-    """The JSON objects in the lines of a file, checked, but for a torn last one; none where there is no file."""
-    data = _content(path) or b""
-    objects, lines = [], data.splitlines()
-    torn = len(lines) if not data.endswith(b"\n") else None
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    rows = []
     for number, line in enumerate(lines, start=1):
-        try:
-            objects.append(_object(line, shape))
-        except _UNPARSED as error:
-            if number != torn:
-                why = f"{path}:{number} is damaged ({first_line(error)}); delete the line to go on"
-                raise StorageError(why) from error
-    return objects
+        with reading(Path(f"{path}:{number}")):
+            rows.append(_parsed(line, {"step": int, **types}))
+    return rows
 
 
-def _object(data: bytes, shape: dict) -> dict:
-    found = json.loads(data)
-    _check(found, shape)
-    return found
+def _parsed(data: bytes, types: dict[str, type]) -> dict:
+    value = json.loads(data)
+    _expect(value, dict)
+    for key, kind in types.items():
+        _expect(value.get(key), kind, key)
+    return value
+
+
+def _yaml(path: Path, kind: type) -> Any:
+    from omegaconf import OmegaConf
+
+    with reading(path):
+        data = path.read_bytes()
+        if re.search(rb"\$\{.*\$\{", data):  # of which ten in each of ten lines stand for gigabytes, too
+            raise ValueError("a line has several ${...}, and a run writes values")
+        value = OmegaConf.to_container(_parsed_yaml(data))
+        _expect(value, kind)
+        return value
 
 
 @functools.lru_cache(maxsize=16)
@@ -183,67 +208,6 @@ def _parsed_yaml(data: bytes) -> Any:
     return parse_yaml(data)
 
 
-def _yaml(data: bytes) -> Any:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_container(_parsed_yaml(data))
-
-
-def _config(data: bytes) -> dict:
-    if re.search(rb"\$\{.*\$\{", data):  # of which ten in each of ten lines stand for gigabytes, too
-        raise ValueError("a line has several ${...}, and a run writes values")
-    config = _yaml(data)
-    _check(config, dict)
-    # OmegaConf takes nothing, and null, for no keys, and a text for keys without values.
-    if data.strip() != b"{}" and all(value is None for value in config.values()):
-        raise ValueError("not keys with values")
-    return config
-
-
-def _overrides(data: bytes) -> list[str]:
-    overrides = _yaml(data)
-    _check(overrides, [str])
-    if not overrides and data.strip() != b"[]":
-        raise ValueError("not a list of overrides")
-    return overrides
-
-
-def _check(value: Any, shape: Any, name: str = "content") -> None:
-    """ValueError if a JSON value does not have a shape: a type, or a function that is true of it; a list of the shape
-    of all items; a dictionary of the shapes of its keys, where `key?` may be missing or null, and str is any other.
-    """
-    kind = type(shape) if isinstance(shape, (dict, list)) else shape
-    if not (isinstance(value, kind) if isinstance(kind, type) else kind(value)):
+def _expect(value: Any, kind: type, name: str = "content") -> None:
+    if not isinstance(value, kind):
         raise ValueError(f"its {name} is not what pgtk writes there")
-    if isinstance(shape, list):
-        for item in value:
-            _check(item, shape[0], name)
-    elif isinstance(shape, dict):
-        shapes = {key.strip("?"): own for key, own in shape.items() if key is not str}
-        for key in shapes | (value if str in shape else {}):
-            if value.get(key) is not None or f"{key}?" not in shape:
-                _check(value.get(key), shapes.get(key, shape.get(str)), key)
-
-
-def _is_count(value: Any) -> bool:
-    return is_whole(value) and value >= 0
-
-
-def _is_number(value: Any) -> bool:
-    # OverflowError for a whole number that no float can hold
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value) is not None
-
-
-def _is_time(value: Any) -> bool:
-    return bool(datetime.strptime(str(value), TIME))
-
-
-_STATUS = {"state": STATES.__contains__, "step": _is_count, "started?": _is_time, "mlflow?": {str: str}}
-_STATUS["saved?"] = _is_count
-_STATUS |= dict.fromkeys(("id?", "reason?", "sweep?"), str)
-_ROW = {"step": _is_count, str: _is_number}
-_DRIFT = {"step": _is_count, "changes": {str: lambda pair: isinstance(pair, list) and len(pair) == 2}}
-_START = {"git?": [{"commit?": str, "diff": str}], "gpus?": [dict], "packages?": {str: str}, "memory_bytes?": int}
-_PROVENANCE = {**_START, "resumed?": [{**_START, "time": _is_time}]}
-_DATA = {"accepted?": list, str: {str: dict}}
-_SWEEP = {"name": str, "command": list, "jobs": [{"name": str, "directory": str, "status": str}]}

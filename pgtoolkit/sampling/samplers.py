@@ -50,9 +50,10 @@ class Sampler(Protocol):
 class TransformersSampler:
     """Samples from the model in training, many prompts in one batch with a KV cache.
 
-    policy: a `Policy`, sampled from as it is; where it computes in another type than its weights have, from a copy of
-        them in that type, made for each call. With rollout.max_staleness completions are asked for in a thread while it
-        is trained, and come from a copy of the weights that were published last.
+    policy: a `Policy`, sampled from as it is; where it computes in another type than its weights have, or is spread
+        over ranks, from a whole copy of them in that type, made for each call, by every rank at the same time. With
+        rollout.max_staleness completions are asked for in a thread while it is trained, and come from a copy of the
+        weights that were published last.
     settings: how completions are sampled; of the model's own generation_config.json only the ends are taken.
     Raises ConfigError for sampler.static_cache=true with a model that it is not known to work for.
     """
@@ -70,7 +71,8 @@ class TransformersSampler:
         self.settings = sampling_settings(policy, rollout)
         self._live, self._version = policy, 0
         self._beside_training, self._closed = rollout.max_staleness is not None, False
-        self._policy = None if self._beside_training or policy.compute_dtype != torch.float32 else policy
+        is_ready = policy.is_whole and policy.compute_dtype == torch.float32 and not self._beside_training
+        self._policy = policy if is_ready else None
         self._generator = self._stream = None  # beside training, its own
         self._fp32_lm_head = config.model.fp32_lm_head
         self._max_sequences = config.sampler.max_sequences

@@ -20,10 +20,8 @@ import pyarrow.parquet as pq
 from pgtoolkit.errors import DataError
 
 SUFFIXES = (".jsonl", ".parquet")
-MAX_ROW_BYTES = 256 * 2**20
 MAX_ROW_GROUP_BYTES = 512 * 2**20
 MAX_PROBLEMS = 10
-DIGEST_KEY = b"pgtoolkit_rows_crc32"
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
@@ -90,22 +88,25 @@ def open_files(paths: Sequence[Path], columns: Sequence[str]) -> list[RowFile]:
 
 
 class RowFile:
-    """A file of rows, which must stay as it was opened: size and time are looked at whenever it is read.
+    """A file of rows, which must stay as it was opened: `RecordedRollouts` compares a row that it reads again.
 
-    Not its inode, which some network file systems number anew, and not its contents: `RecordedRollouts` compares those.
-    names: all its columns, where the file has columns. digest: CRC-32 of the rows as they were written, if known.
+    names: all its columns, where the file has columns.
     rows(): number from 1, place, and fields of every row, or the reason why a line is no row; row(place): one of them.
-    Raise DataError for a file that cannot be read, is damaged, or was changed, replaced or removed meanwhile.
+    Raise DataError for a file that cannot be read or is damaged, row also for one that was changed meanwhile.
     """
 
     names: list[str] | None = None
-    digest: int | None = None
 
     def __init__(self, path: Path, label: str, columns: Sequence[str] = ()):
         self.path = path
         self.label = label
         self._columns = columns
-        self._stamp = self._stamp_now()
+
+    def row(self, place: int) -> dict | str:
+        try:
+            return self._row(place)
+        except (DataError, pa.ArrowException, OSError, IndexError) as error:
+            raise self.changed() from error
 
     def changed(self) -> DataError:
         return DataError(
@@ -114,53 +115,33 @@ class RowFile:
         )
 
     @contextlib.contextmanager
-    def _whole(self, what: str, use: str) -> Iterator[None]:
-        """Names the file where pyarrow finds it damaged."""
+    def _whole(self, kind: str) -> Iterator[None]:
+        """Names the file where it cannot be read, or pyarrow finds it damaged."""
         try:
             yield
         except (pa.ArrowException, OSError, ValueError) as error:
-            raise DataError(f"{self.label} is not a whole {what}: {error}. {use}") from error
-
-    def _check_unchanged(self) -> None:
-        if self._stamp_now() != self._stamp:
-            raise self.changed()
-
-    def _stamp_now(self) -> tuple[int, int]:
-        try:
-            status = self.path.stat()
-        except OSError as error:
-            raise DataError(f"{self.label} cannot be read: {error.strerror}") from error
-        return status.st_size, status.st_mtime_ns
+            raise DataError(f"{self.label} is not a whole {kind}: {error}. Copy or write it again.") from error
 
 
 class JsonlFile(RowFile):
     """A JSONL file, one object per line; the place of a row is its byte offset."""
 
     def rows(self) -> Iterator[tuple[int, int, dict | str]]:
-        try:
-            with open(self.path, "rb") as file:
-                number = offset = 0
-                while line := file.readline(MAX_ROW_BYTES):
-                    number += 1
-                    if line.strip():
-                        yield number, offset, _parse_line(line)
-                    offset += len(line)
-        except OSError as error:
-            raise DataError(f"{self.label} cannot be read: {error.strerror}") from error
-        self._check_unchanged()
+        with self._whole("JSONL file"), open(self.path, "rb") as file:
+            offset = 0
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, offset, _parse_line(line)
+                offset += len(line)
 
-    def row(self, place: int) -> dict | str:
-        self._check_unchanged()
+    def _row(self, place: int) -> dict | str:
         with open(self.path, "rb") as file:
             file.seek(place)
-            return _parse_line(file.readline(MAX_ROW_BYTES))
+            return _parse_line(file.readline())
 
 
 class ParquetFile(RowFile):
-    """A Parquet file; the place of a row is its number from 0. Page checksums are verified where there are some.
-
-    `RolloutWriter` leaves a digest in its files, because page checksums do not cover the types of the columns.
-    """
+    """A Parquet file; the place of a row is its number from 0. Page checksums are verified where there are some."""
 
     def __init__(self, path: Path, label: str, columns: Sequence[str]):
         super().__init__(path, label, columns)
@@ -175,17 +156,13 @@ class ParquetFile(RowFile):
                 f"{label} has a row group of {largest / 2**20:.0f} MiB; the limit is {MAX_ROW_GROUP_BYTES // 2**20} "
                 "MiB. Row groups are read whole. Write the file again with a smaller row_group_size."
             )
-        digest = (schema.metadata or {}).get(DIGEST_KEY)
-        self.digest = None if digest is None else int(digest)
         self._row_group = functools.lru_cache(maxsize=2)(self._read_row_group)
 
     def rows(self) -> Iterator[tuple[int, int, dict | str]]:
         with self._opened() as file:
             yield from _rows_of(file.iter_batches(64, columns=self._columns, use_threads=False))
-        self._check_unchanged()
 
-    def row(self, place: int) -> dict | str:
-        self._check_unchanged()
+    def _row(self, place: int) -> dict | str:
         group = bisect.bisect_right(self._starts, place) - 1
         return _fields(self._row_group(group), place - self._starts[group])
 
@@ -196,8 +173,7 @@ class ParquetFile(RowFile):
     @contextlib.contextmanager
     def _opened(self) -> Iterator[pq.ParquetFile]:
         options = {"page_checksum_verification": True, "pre_buffer": False, "buffer_size": 2**20}
-        damaged = self._whole("Parquet file, truncated or damaged", "Copy or write it again.")
-        with damaged, pq.ParquetFile(self.path, **options) as file:
+        with self._whole("Parquet file, truncated or damaged"), pq.ParquetFile(self.path, **options) as file:
             yield file
 
 
@@ -205,7 +181,7 @@ class ArrowFile(RowFile):
     """An Arrow stream, as `save_to_disk` of datasets writes it; read from the first row to the last only."""
 
     def rows(self) -> Iterator[tuple[int, int, dict | str]]:
-        with self._whole("Arrow stream", "Copy it, or save the data set again."), pa.memory_map(str(self.path)) as file:
+        with self._whole("Arrow stream"), pa.memory_map(str(self.path)) as file:
             file.seek(max(0, file.size() - len(_END_OF_STREAM)))
             if file.read() != _END_OF_STREAM:  # without which a stream may end after any batch
                 raise pa.ArrowInvalid("its end is missing")
@@ -214,7 +190,6 @@ class ArrowFile(RowFile):
                 self.names = stream.schema.names
                 wanted = [name for name in self.names if name in self._columns]
                 yield from _rows_of(batch.select(wanted) for batch in stream)
-        self._check_unchanged()
 
 
 def _rows_of(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, int, dict]]:
@@ -236,8 +211,6 @@ def _parse_line(line: bytes) -> dict | str:
     try:
         row = json.loads(line, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
-        if len(line) == MAX_ROW_BYTES:
-            return f"the line is longer than {MAX_ROW_BYTES // 2**20} MiB; JSONL has one object per line"
         if not line.endswith(b"\n"):
             return "the file ends within this row: it was truncated, or is still being written. Remove the row"
         return f"not JSON: {error}"

@@ -83,11 +83,9 @@ class Verifiers:
             try:
                 scores.append(self.score(question))
             except SystemExit as error:
-                named = self._named[question.number]
+                key, name, _ = self._named[question.number]
                 use = "task.verifier_processes and task.verifier_seconds, and such a completion scores 0"
-                raise DataError(
-                    f"{named.key}={named.name} raised SystemExit({error.code!r}) on {question.on}. Use {use}."
-                ) from error
+                raise DataError(f"{key}={name} raised {error!r} on {question.on}. Use {use}.") from error
         return scores
 
     def close(self) -> None:

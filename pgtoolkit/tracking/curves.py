@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 
-from pgtoolkit.errors import StorageError
 from pgtoolkit.runs.series import smooth
 from pgtoolkit.system.imports import without
 from pgtoolkit.system.plain_files import replacing
@@ -28,7 +27,7 @@ _NEVER_CUT = 8
 
 
 def plot_curves(rows: list[dict[str, float]], path_png: Path, title: str) -> None:
-    """Draw the rows of metrics.jsonl; a panel without data says so. Raises StorageError if it cannot be written."""
+    """Draw the rows of metrics.jsonl; a panel without data says so."""
     with without():
         from matplotlib.figure import Figure
         from matplotlib.ticker import EngFormatter, MaxNLocator
@@ -47,11 +46,8 @@ def plot_curves(rows: list[dict[str, float]], path_png: Path, title: str) -> Non
         if place > 3:
             axes.set_xlabel(axis.replace("_", " "), fontsize=9)
         _draw(axes, rows, axis, lines)
-    try:
-        with replacing(path_png) as file:
-            figure.savefig(file, format="png")
-    except OSError as error:
-        raise StorageError(f"{path_png} cannot be written: {error.strerror or error}") from error
+    with replacing(path_png) as file:
+        figure.savefig(file, format="png")
 
 
 def _draw(axes, rows, axis, lines):

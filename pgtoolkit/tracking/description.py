@@ -1,21 +1,31 @@
-"""What MLflow is told of a run besides its metrics, completions as a table among it, from the run directory alone."""
+"""What MLflow is told of a run, from its directory alone: texts, rows as metrics, completions as a table."""
 
 from __future__ import annotations
 
-import hashlib
+import json
 import math
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from pgtoolkit.runs import records
 from pgtoolkit.runs.completions import COLUMNS, completion_files, some_completions
-from pgtoolkit.runs.provenance import code_of
+from pgtoolkit.runs.provenance import code_of, commit_text
 from pgtoolkit.runs.records import leaves
 from pgtoolkit.system.legible import legible, shortened
-from pgtoolkit.tracking.store import flatten, text_of
+from pgtoolkit.tracking.store import flatten, parameter_name, text_of
 
 _LONGEST_TAG = 4000
+
+BY_DOCUMENTS = ("reward", "exact_match", "loss", "kl_new_old", "clipped_ratio_fraction", "entropy")
+"""Metrics that are logged a second time as `by_documents/NAME`, with documents_seen in the place of the step."""
+
+EVALUATION = "evaluation/{}/{}"
+"""Name of a metric of an evaluation: of which set, and which number."""
+
+_NOT_MEASURED = ("step", "time", "documents", "set", "prompts", "completions_per_prompt")
+_METRICS_PER_CALL = 1000  # MLflow's own limit
 
 TABLE = "completions.json"
 """The artifact with some of the completions, which MLflow's pages show, search and sort."""
@@ -46,7 +56,7 @@ def describe(run_dir: Path) -> Description:
         "sweep": status.get("sweep"),
         "run_directory": str(run_dir),
         "pgtk.id": status.get("id"),
-        "git_commit": " ".join(_commit(*pair) for pair in code) or None,
+        "git_commit": " ".join(commit_text(*pair) for pair in code) or None,
         "mlflow.source.git.commit": code[0][0] if code else None,  # the column "Version" of MLflow's table
         "resumed": " ".join(start["time"] for start in provenance.get("resumed", [])) or None,
         **_drift(run_dir),
@@ -60,12 +70,6 @@ def describe(run_dir: Path) -> Description:
     )
 
 
-def _commit(commit, changes):
-    """The commit in short, with a digest of what was not committed: equal exactly for equal code."""
-    digest = f"+{hashlib.sha256(changes.encode()).hexdigest()[:8]}" if changes else ""
-    return f"{(commit or 'none')[:12]}{digest}"
-
-
 def _drift(run_dir):
     """Tag `drift` with every change in words, and per key `now.KEY` with its newest value."""
     tags, lines = {}, []
@@ -76,14 +80,76 @@ def _drift(run_dir):
     return {"drift": ", ".join(lines), **tags} if lines else {}
 
 
+class RowFile:
+    """A file of rows, each with its step, and how far it has been delivered.
+
+    delivered: {set of prompts, None for metrics: the last step that the store has}. metrics_of: a row as MLflow's
+    metrics.
+    """
+
+    def __init__(self, path: Path, delivered: dict[str | None, int], metrics_of: Callable[[dict], list]):
+        self.offset = 0
+        self.last_time: int | None = None  # of the last row, in milliseconds
+        self._path, self._delivered, self._metrics_of = path, delivered, metrics_of
+
+    def next_batch(self) -> tuple[int, list, int]:
+        """(rows, metrics of the rows from the current offset on, at most one call's worth; offset after them)."""
+        rows, metrics, offset = 0, [], self.offset
+        if not self._path.exists():
+            return rows, metrics, offset
+        with self._path.open("rb") as file:
+            file.seek(offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break  # still being written
+                row = json.loads(line)
+                new = self._metrics_of(row) if row["step"] > self._delivered.get(row.get("set"), -1) else []
+                if metrics and len(metrics) + len(new) > _METRICS_PER_CALL:
+                    break
+                metrics += new
+                rows += bool(new)
+                offset += len(line)
+                self.last_time = _milliseconds(row) or None
+        return rows, metrics, offset
+
+
+def metrics_of(row: dict) -> list:
+    """A row of metrics.jsonl: all its metrics, and some of them once more over the documents seen."""
+    metrics = _as_metrics(row, "", row["step"], row)
+    if "documents_seen" in row:
+        metrics += _as_metrics(row, "by_documents/", row["documents_seen"], BY_DOCUMENTS)
+    return metrics
+
+
+def evaluation_metrics_of(row: dict) -> list:
+    """Of a row of evaluations.jsonl what it measured, as evaluation/SET/NAME, in whose names pass@k is pass_at_k."""
+    measured = {name.replace("@", "_at_"): value for name, value in row.items() if name not in _NOT_MEASURED}
+    return _as_metrics(row | measured, EVALUATION.format(row["set"], ""), row["step"], measured)
+
+
+def _as_metrics(row: dict, prefix: str, step: int, names: Iterable[str]) -> list:
+    """The finite values of these names, at the time of the row: a row that is sent again is the same row to MLflow."""
+    from mlflow.entities import Metric
+
+    return [
+        Metric(parameter_name(prefix + name), row[name], _milliseconds(row), step)
+        for name in names
+        if name in row and name not in ("step", "time") and math.isfinite(row[name])
+    ]
+
+
+def _milliseconds(row):
+    return round(1000 * row.get("time", 0))
+
+
 def table_of(run_dir: Path) -> dict[str, list] | None:
     """`columns`, and `data` with a list for each completion, as `mlflow.log_table` writes them; None of none."""
-    found, _ = some_completions(completion_files(run_dir), MOST_COMPLETIONS)
-    if not found:
+    rows, _ = some_completions(completion_files(run_dir), MOST_COMPLETIONS)
+    if not rows:
         return None
-    parts = list(dict.fromkeys(part for _, row in found for part in row.rewards))
+    parts = list(dict.fromkeys(part for _, row in rows for part in row.rewards))
     columns = ["set", *COLUMNS, *(f"reward/{part}" for part in parts)]
-    cells = [[name, *(getattr(row, key) for key in COLUMNS), *map(row.rewards.get, parts)] for name, row in found]
+    cells = [[name, *(getattr(row, key) for key in COLUMNS), *map(row.rewards.get, parts)] for name, row in rows]
     return {"columns": [*map(legible, columns)], "data": [[*map(_shown, row)] for row in cells]}
 
 

@@ -1,4 +1,4 @@
-"""MLflow as a replica of the run directory: a background thread delivers what is appended there, each row once."""
+"""MLflow as a replica of the run directory: a thread delivers what is appended there, `pgtk sync` what it lacks."""
 
 from __future__ import annotations
 
@@ -9,22 +9,33 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
 
 from pgtoolkit.config.paths import absolute_uri
+from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.completions import completion_files
-from pgtoolkit.runs.records import TIME, read_status
+from pgtoolkit.runs.directory import RunDirectory
+from pgtoolkit.runs.records import TIME, read_config, read_status
 from pgtoolkit.system.background import in_background
+from pgtoolkit.system.plain_files import refuse_links
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.tracking.description import TABLE, Description, describe, table_of
-from pgtoolkit.tracking.metric_batches import EVALUATION, RowFile, evaluation_metrics_of, metrics_of
+from pgtoolkit.system.report import plural
+from pgtoolkit.system.shell import shell_path
+from pgtoolkit.tracking.description import (
+    EVALUATION,
+    TABLE,
+    Description,
+    RowFile,
+    describe,
+    evaluation_metrics_of,
+    metrics_of,
+    table_of,
+)
 from pgtoolkit.tracking.store import (
     failure,
     open_store,
     parameter_name,
-    patiently,
     raising_storage_errors,
     request_seconds,
     search_literal,
@@ -52,8 +63,8 @@ class MlflowTracker:
 
     The directory is the only source: what is appended to its metrics.jsonl reaches MLflow within about a second, in
     batches, from a thread of its own. While the store does not answer, training goes on and the thread tries again;
-    whatever is still missing stays in the file, and the next `start` for the same directory delivers it. A row is
-    known by its step, so nothing is delivered twice, and the run by its tag `pgtk.id`.
+    whatever is still missing stays in the file, and the next `start` for the same directory delivers it. Rows arrive
+    in their order, so the last step that the store has says which are missing; the run is known by its tag `pgtk.id`.
 
     uri: an MLflow tracking URI; None is `sqlite:///outputs/mlflow.db` under the current directory, with artifacts in
         outputs/artifacts. experiment: its name; made if there is none. system_metrics: also measure the machine.
@@ -77,53 +88,51 @@ class MlflowTracker:
         first ones, and what changed is in the tag `drift`. On a resume call it after `drop_metrics_after`.
         Afterwards `info` holds uri, experiment_id and run_id.
 
-        Raises StorageError, ending with `consequence`: at once if the store refuses, after `patiently` if it is there
-        and does not answer in time.
+        Raises StorageError, ending with `consequence`, if the store does not answer.
         """
         self._run_dir = Path(run_dir)
         described, status = describe(self._run_dir), read_status(self._run_dir)
-        if started := status.get("started"):
-            started = int(1000 * datetime.strptime(started, TIME).timestamp())
         with raising_storage_errors(self.uri, consequence):
-            opened = patiently(self.uri, lambda: self._open(described, status, started))
-        run, delivered, evaluated = opened
+            run = self._open(described, status)
         self.info = {"uri": redact(self.uri), "experiment_id": run.info.experiment_id, "run_id": self._run_id}
+        steps = {metric.key: metric.step for metric in run.data.to_proto().metrics}
+        delivered = {None: max(steps.get(name, 0) for name in _IN_EACH_ROW)}
+        of_set = re.compile(EVALUATION.format("(.*)", "avg"))
+        evaluated = {named[1]: step for name, step in steps.items() if (named := of_set.fullmatch(name))}
         self._metrics = RowFile(self._run_dir / "metrics.jsonl", delivered, metrics_of)
-        self._files = [
-            self._metrics,
-            RowFile(self._run_dir / "evaluations.jsonl", evaluated, evaluation_metrics_of),
-        ]
+        self._files = [self._metrics, RowFile(self._run_dir / "evaluations.jsonl", evaluated, evaluation_metrics_of)]
         self._thread = threading.Thread(target=self._deliver_until_stopped, name="mlflow", daemon=True)
         self._thread.start()
         if self._measures_system:
-            self._system = system_monitor(self._run_id, self.uri)
+            self._system = _system_monitor(self._run_id, self.uri)
         # A daemon thread is cut off when the interpreter ends; what it still holds must not be.
         atexit.register(self.finish, "failed")
 
-    def _open(self, described: Description, status: dict, started: int | None):
-        """The MLflow run of the directory, and which rows of metrics and of evaluations it has."""
+    def _open(self, described: Description, status: dict):
+        """The MLflow run of the directory: the one with its tag `pgtk.id` in any experiment of the store, or a new one.
+
+        By the tag a run is found that a killed process could not write down.
+        """
         self._client, experiment_id = open_store(self.uri, self.experiment)
-        if run := self._known_run(status, experiment_id):
+        everywhere = [experiment.experiment_id for experiment in self._client.search_experiments()]
+        tag = f"tags.`pgtk.id` = {search_literal(str(status.get('id')))}"
+        if run := next(iter(self._client.search_runs(everywhere, tag, max_results=1)), None):
             self._client.update_run(run.info.run_id, status="RUNNING")
             if "reason" in run.data.tags:  # of the end that is none any more
                 self._client.delete_tag(run.info.run_id, "reason")
         else:
-            # By its tag it is found again if the answer to this call comes too late.
+            started = status.get("started")
+            start_time = int(1000 * datetime.strptime(started, TIME).timestamp()) if started else None
             known = {"pgtk.id": status["id"]} if status.get("id") else {}
-            run = self._client.create_run(experiment_id, started, known, described.run_name)
-        of_set = re.compile(EVALUATION.format("(.*)", "avg"))
-        averages = self._points(run, filter(of_set.fullmatch, run.data.metrics))
-        evaluated = {(of_set.fullmatch(name)[1], point.step) for name, point in averages}
-        delivered = {point.step for _, point in self._points(run, _IN_EACH_ROW)}
+            run = self._client.create_run(experiment_id, start_time, known, described.run_name)
         self._run_id = run.info.run_id
         self._log_texts(described.tags, {} if run.data.params else described.params)
-        return run, delivered, evaluated
+        return run
 
     def finish(self, state: str, limited: bool = True) -> list[str]:
         """Deliver the rest and close the run; returns what did not reach MLflow, by name. A second call does nothing.
 
-        state: done, failed or interrupted. limited: give up after 6 * MLFLOW_HTTP_REQUEST_TIMEOUT seconds in all;
-        otherwise only each call has its limit.
+        state: done, failed or interrupted. limited: give up after 6 * MLFLOW_HTTP_REQUEST_TIMEOUT seconds in all.
         """
         if not self._thread:
             return []
@@ -137,27 +146,6 @@ class MlflowTracker:
         self._ended.set()
         thread.join(6 * request_seconds() if limited else None)
         return list(self._missing)
-
-    def _known_run(self, status: dict, experiment_id: str):
-        """The MLflow run that this directory has in this store, or None.
-
-        It is found by its tag `pgtk.id`, also one of a process that was killed before it could write the id down.
-        """
-        mlflow = status.get("mlflow") or {}
-        everywhere = [experiment_id, *(one.experiment_id for one in self._client.search_experiments())]
-        own = f"tags.`pgtk.id` = {search_literal(str(status.get('id')))}"
-        found = self._client.search_runs(list(dict.fromkeys(everywhere)), own, max_results=100)
-        run_id = mlflow.get("run_id")
-        if run_id not in (None, *(run.info.run_id for run in found)) and mlflow.get("uri") in (None, redact(self.uri)):
-            message = "MLflow run %s is not in %s any more; another one gets all metrics"
-            _log.warning(message, run_id, redact(self.uri))
-        return next(iter(sorted(found, key=lambda run: run.info.run_id != run_id)), None)
-
-    def _points(self, run, names: Iterable[str]) -> Iterator[tuple]:
-        """(name, point) of each value that an MLflow run has of these metrics."""
-        for name in names:
-            if name in run.data.metrics:
-                yield from ((name, point) for point in self._client.get_metric_history(run.info.run_id, name))
 
     def _log_texts(self, tags, params):
         from mlflow.entities import Param, RunTag
@@ -233,16 +221,16 @@ class MlflowTracker:
             self._client.set_terminated(self._run_id, status=self._end_status, end_time=end_time)
 
     @contextlib.contextmanager
-    def _delivering(self, what):
+    def _delivering(self, name):
         """What fails in the block stays among what is missing, and stops nothing else."""
         try:
             yield
-            self._missing.remove(what)
+            self._missing.remove(name)
         except Exception as error:  # as in the thread
-            _log.debug("%s did not reach MLflow: %s", what, failure(self.uri, error))
+            _log.debug("%s did not reach MLflow: %s", name, failure(self.uri, error))
 
 
-def system_monitor(run_id: str, uri: str):
+def _system_monitor(run_id: str, uri: str):
     """MLflow's own measurements of the machine, every ten seconds until `finish`, straight into the store."""
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
@@ -250,3 +238,34 @@ def system_monitor(run_id: str, uri: str):
     monitor = SystemMetricsMonitor(run_id, resume_logging=True, tracking_uri=uri)
     monitor.start()
     return monitor
+
+
+def sync(run_dir: Path, uri: str | None = None, experiment: str | None = None) -> str:
+    """Deliver to MLflow what it lacks of one run and say so on one line; a second call finds nothing to do.
+
+    uri: another store than the run's own, which gets the whole run; needed for a run with tracking=none.
+    experiment: another one than the run's own. Raises ConfigError for a run that is still running or has no store,
+    StorageError if the store does not answer or fails on the way.
+    """
+    refuse_links(run_dir)
+    config, status = read_config(run_dir)[0], read_status(run_dir)
+    tracking = config.get("tracking", {})
+    if uri is None and tracking.get("name") == "none":
+        raise ConfigError(
+            f"pgtk sync {run_dir} needs a store (got tracking=none). The run was made without MLflow. "
+            "Use --uri=sqlite:///outputs/mlflow.db, or the address of a server."
+        )
+    # A relative address was meant from where the run was started; its status has the absolute one.
+    uri = uri or (status.get("mlflow") or {}).get("uri") or tracking.get("uri")
+    with RunDirectory(run_dir) as run:
+        run.read_metrics()  # raises StorageError where they are damaged
+        state = status.get("state", "failed")
+        tracker = MlflowTracker(uri, experiment or tracking.get("experiment") or "pgtoolkit")
+        tracker.start(run.path, "Nothing was lost: the run directory keeps it. Try again when the store answers.")
+        # A killed run says that it runs. However much is missing, it is delivered while the store answers.
+        missing = tracker.finish("interrupted" if state == "running" else state, limited=False)
+    if missing:
+        raise StorageError(f"MLflow still lacks {', '.join(missing)} of {shell_path(run_dir)}. Try again later.")
+    rows = tracker.rows_delivered
+    delivered = f"{plural(rows, 'row')} delivered" if rows else "nothing was missing"
+    return f"{shell_path(run_dir)}: {delivered} ({tracker.info['uri']}, run {tracker.info['run_id']})"

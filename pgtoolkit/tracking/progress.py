@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pgtoolkit.config.evaluation import watched
-from pgtoolkit.runs.evaluations import best_checkpoint
-from pgtoolkit.runs.records import read_evaluations, read_resolved, read_status
+from pgtoolkit.runs.records import best_checkpoint, read_evaluations, read_resolved, read_status
 from pgtoolkit.runs.series import final, first, mean
 from pgtoolkit.system.legible import legible
 from pgtoolkit.system.report import plural

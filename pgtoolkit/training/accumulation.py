@@ -15,7 +15,7 @@ from pgtoolkit.batch import MicroBatch, Step, StepTotals, known_vectors
 from pgtoolkit.errors import NumericalError
 from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.losses.metrics import MetricSums
-from pgtoolkit.model.sequence_data import local_tokens
+from pgtoolkit.model.attention import local_tokens
 from pgtoolkit.ranks.agreement import gather_objects
 from pgtoolkit.ranks.gradients import clip_gradients, sum_gradients
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
@@ -113,14 +113,14 @@ class DynamicAccumulation(lightning.LightningModule):
 
     def _measured(self, step: Step, started: float) -> dict[str, float]:
         """What the step took of this process: time and, on a GPU, memory."""
-        found = {}
+        measured = {}
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-            found["peak_memory_gb"] = torch.cuda.max_memory_allocated(self.device) / 1e9
+            measured["peak_memory_gb"] = torch.cuda.max_memory_allocated(self.device) / 1e9
             torch.cuda.reset_peak_memory_stats(self.device)
         update = time.perf_counter() - started
-        found |= {f"seconds_{stage}": value for stage, value in (step.seconds | {"update": update}).items()}
-        return found | {"tokens_per_second": step.totals.num_tokens / update}
+        measured |= {f"seconds_{stage}": value for stage, value in (step.seconds | {"update": update}).items()}
+        return measured | {"tokens_per_second": step.totals.num_tokens / update}
 
     def _update(self, step: Step) -> dict[str, float]:
         self.optimizer.zero_grad()
@@ -164,7 +164,7 @@ class DynamicAccumulation(lightning.LightningModule):
         """Leaves the weights as they are; raises NumericalError after `max_bad_steps` in a row."""
         self.num_skipped_steps += 1
         self._bad_steps_in_a_row += 1
-        names = [name for found in gather_objects(bad_documents, self.layout.world_group) for name in found]
+        names = [name for of_rank in gather_objects(bad_documents, self.layout.world_group) for name in of_rank]
         where, names = "Not finite already in the log-probs of", list(dict.fromkeys(names))
         if not names:
             where = "Every log-prob is finite; the step's documents are"

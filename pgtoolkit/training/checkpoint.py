@@ -31,9 +31,6 @@ from pgtoolkit.system.plain_files import remove, sync_folder
 
 log = logging.getLogger("pgtoolkit")
 
-FORMAT = 2
-"""Of checkpoints; format 1 was pickled: a file `step-NNNNNN.ckpt`, or a folder where several processes wrote it."""
-
 WEIGHTS, ADAPTERS, MOMENTS = "model", "adapter_model", "training/optimizer"
 """Kinds of tensors, as their files' names begin; adapters are in one file, since peft reads no more."""
 
@@ -89,14 +86,12 @@ def load_newest(folder: Path, before: int | None = None) -> dict | None:
 
     before: a step; only checkpoints of earlier ones are looked at. `path` is added to the state; weights and moments
     stay in its folder. None where no checkpoint was written yet.
-    Raises StorageError if there are checkpoints but none can be read, or the newest is of another format.
+    Raises StorageError if there are checkpoints but none can be read.
     """
     paths = [path for path in list_checkpoints(folder) if before is None or step_of(path) < before]
     for path in reversed(paths):
         try:
             return read_checkpoint(path)
-        except _OtherFormat:
-            raise
         except Exception as error:  # a damaged file of any kind, each with errors of its own
             log.warning(f"the checkpoint {path} cannot be read and is passed over: {first_line(error)}")
     if paths:
@@ -113,17 +108,11 @@ def read_checkpoint(path: Path, check: bool = True) -> dict:
     for name in files if check else ():
         if _fingerprint(path / name) != files[name]:
             raise OSError(f"{name} is not as {_MANIFEST} says")
-        if name.endswith(".json"):
-            json.loads(_read(path / name))
-        elif name.endswith(".safetensors"):
-            with safe_open(path / name, "pt"):
-                pass  # its header has been read
-    tensors = load(_read(path / f"{_STATE}.safetensors"))
+    tensors = load((path / f"{_STATE}.safetensors").read_bytes())
     state = json.loads(
-        _read(path / f"{_STATE}.json"),
-        object_hook=lambda found: tensors[found["tensor"]] if found.keys() == {"tensor"} else found,
+        (path / f"{_STATE}.json").read_bytes(),
+        object_hook=lambda value: tensors[value["tensor"]] if value.keys() == {"tensor"} else value,
     )
-    _check_state(state)
     return state | {"path": path}
 
 
@@ -139,18 +128,17 @@ def open_tensors(path: Path, kind: str) -> Iterator[dict[str, safe_open]]:
 def settings_of(path: Path) -> dict[str, bytes]:
     """The files of a checkpoint's Hugging Face folder but for the weights, by name."""
     kinds = (WEIGHTS, ADAPTERS, "training/")
-    return {name: _read(path / name) for name in _manifest(path) if not name.startswith(kinds)}
+    return {name: (path / name).read_bytes() for name in _manifest(path) if not name.startswith(kinds)}
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """All checkpoints, those of format 1 included, oldest first; StorageError if `folder` is something else."""
-    found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+(\.ckpt)?", path.name)]
-    return sorted(found, key=step_of)
+    """All checkpoints, oldest first."""
+    return sorted((path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)), key=step_of)
 
 
 def step_of(path: Path) -> int:
     """After which step a checkpoint was written."""
-    return int(path.stem.removeprefix("step-"))
+    return int(path.name.removeprefix("step-"))
 
 
 def refuse_lost_checkpoint(run_dir: Path, use: str) -> None:
@@ -174,10 +162,10 @@ def _prune(newest: Path, keep: int, best: int | None) -> None:
     One of a later step goes, too: the run was continued from before it, since it was damaged. What a kill left half
     written or half deleted goes as well. That one cannot be deleted is a warning.
     """
-    step, found = step_of(newest), list_checkpoints(newest.parent)
-    before = [path for path in found if step_of(path) < step]
+    step, checkpoints = step_of(newest), list_checkpoints(newest.parent)
+    before = [path for path in checkpoints if step_of(path) < step]
     kept = {newest, *(before[-(keep - 1) :] if keep > 1 else [])}
-    for old in (*found, *newest.parent.glob(".step-*")):
+    for old in (*checkpoints, *newest.parent.glob(".step-*")):
         if old not in kept and old.name != f"step-{best or 0:06d}":
             try:
                 remove(old)
@@ -209,18 +197,18 @@ def _shards(tensors: dict[str, Tensor], layout: Layout, in_one_file: bool) -> It
     them out evenly by size, or leave them all to the first.
     """
     count = layout.world_size // layout.size("pipeline_parallel")
-    shares, own, size = [0] * count, {}, 0
+    shares, shard, size = [0] * count, {}, 0
     for name, tensor in tensors.items():
         whole = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
         writer = 0 if in_one_file else shares.index(min(shares))
         shares[writer] += whole.nbytes
         if writer == layout.rank % count:
-            own[name], size = whole.cpu().contiguous(), size + whole.nbytes
+            shard[name], size = whole.cpu().contiguous(), size + whole.nbytes
             if size >= _SHARD_BYTES and not in_one_file:
-                yield own
-                own, size = {}, 0
-    if own:
-        yield own
+                yield shard
+                shard, size = {}, 0
+    if shard:
+        yield shard
 
 
 def _write_rest(folder: Path, state: dict, written: list[tuple]) -> None:
@@ -245,7 +233,7 @@ def _write_rest(folder: Path, state: dict, written: list[tuple]) -> None:
     paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     new = {name: path for name, path in paths.items() if name not in files}
     files |= {name: _fingerprint(path) for name, path in new.items()}
-    (folder / _MANIFEST).write_text(json.dumps({"format": FORMAT, "files": files}, indent=1))
+    (folder / _MANIFEST).write_text(json.dumps({"format": 2, "files": files}, indent=1))
     _flush([*new.values(), folder / _MANIFEST])
     for part in {path.parent for path in paths.values()}:
         sync_folder(part)
@@ -259,11 +247,6 @@ def _flush(paths: Iterable[Path]) -> None:
             os.fsync(file.fileno())
 
 
-def _read(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read()
-
-
 def _fingerprint(path: Path) -> dict[str, int]:
     checksum, size = 0, 0
     with path.open("rb") as file:
@@ -272,33 +255,13 @@ def _fingerprint(path: Path) -> dict[str, int]:
     return {"bytes": size, "crc32": checksum}
 
 
-class _OtherFormat(StorageError):
-    """Undamaged, but of a version of pgtoolkit that writes checkpoints in another way."""
-
-
 def _manifest(path: Path) -> dict[str, dict]:
     """Size and CRC-32 of each file of a checkpoint, by its name, which leads nowhere else."""
-    found = {"format": 1}
-    if path.suffix != ".ckpt":
-        found = json.loads(_read(path / _MANIFEST))
-    if found["format"] != FORMAT:
-        raise _OtherFormat(
-            f"the checkpoint {path} is of format {found['format']}, and this version of pgtoolkit reads format "
-            f"{FORMAT} alone. Nothing is damaged. Finish the run with the version that provenance.json names, or train "
-            "again in another directory."
-        )
-    for name in found["files"]:
+    files = json.loads((path / _MANIFEST).read_bytes())["files"]
+    for name in files:
         if not re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name):
             raise ValueError(f"{_MANIFEST} names {name!r}, which is no file of a checkpoint")
-    return found["files"]
-
-
-def _check_state(state: dict) -> None:
-    """ValueError where something is missing, or of another type, that every checkpoint has."""
-    counts = ("step", "num_updates", "num_skipped_steps", "documents_seen")
-    for key, kind in (dict.fromkeys(counts, int) | {"data": dict, "random": list, "config": str}).items():
-        if not isinstance(state.get(key), kind):
-            raise ValueError(f"its {key} is missing or of another type")
+    return files
 
 
 @contextlib.contextmanager

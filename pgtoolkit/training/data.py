@@ -18,28 +18,18 @@ from pgtoolkit.config.schema import (
     RecordedRolloutConfig,
 )
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.losses.objective import Loss
-from pgtoolkit.rollouts.recorded import RecordedRollouts, needed_fields
 from pgtoolkit.runs.records import read_data, storage
 from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.tasks.prompt_rows import prompt_files
 from pgtoolkit.tasks.row_files import find_files
 
 WHOLE_BYTES = 64 * 2**20
-"""A larger file of rollouts or of a model is looked at in samples: weights of terabytes take seconds."""
+"""A larger file of a model is looked at in samples: weights of terabytes take seconds."""
 
 _SAMPLES, _SAMPLE_BYTES = 64, 2**16
 _END_BYTES = 2**20
 
 log = logging.getLogger("pgtoolkit")
-
-
-def recorded_rollouts(config: Config, loss: Loss, vocabulary_size: int, max_tokens: int | None) -> RecordedRollouts:
-    """The recorded rollouts of a configuration, with what its loss needs of them; DataError where they lack that."""
-    needs = needed_fields(config, loss.correction)
-    estimator, accepts = config.advantage.estimator.value, config.trainer.accept_changed_data
-    options = config.seed, needs, max_tokens, loss.reads_old_log_probs, accepts
-    return RecordedRollouts(config.rollout, estimator, vocabulary_size, *options)
 
 
 def record_data(run_dir: Path, config: Config, step: int | None) -> None:
@@ -48,11 +38,11 @@ def record_data(run_dir: Path, config: Config, step: int | None) -> None:
     step: that the run is continued from; None where it starts. Raises ConfigError if it is continued with other data
     than were recorded, unless `trainer.accept_changed_data`; the data before are then added to the list `accepted`.
     """
-    found = digests(config)
+    current = digests(config)
     before = read_data(run_dir) if step is not None else {}
     accepted = before.pop("accepted", [])
-    read = {key: files for key, files in before.items() if key in found or not key.startswith("evaluation.")}
-    changes = {key: _difference(files, found.get(key, {})) for key, files in read.items()}
+    read = {key: files for key, files in before.items() if key in current or not key.startswith("evaluation.")}
+    changes = {key: _difference(files, current.get(key, {})) for key, files in read.items()}
     changes = {key: difference for key, difference in changes.items() if difference}
     if changes and not config.trainer.accept_changed_data:
         raise ConfigError("\n".join(_refusal(config, key, step, difference) for key, difference in changes.items()))
@@ -60,7 +50,7 @@ def record_data(run_dir: Path, config: Config, step: int | None) -> None:
         log.warning(f"note: from step {step + 1} on {key} has other contents: {difference}.")
     if changes:
         accepted.append({"step": step, "before": {key: before[key] for key in changes}})
-    content = found | ({"accepted": accepted} if accepted else {})
+    content = current | ({"accepted": accepted} if accepted else {})
     with storage(path := run_dir / "data.json"):
         write_atomically(path, json.dumps(content, indent=1) + "\n")
 
@@ -68,9 +58,9 @@ def record_data(run_dir: Path, config: Config, step: int | None) -> None:
 def digests(config: Config) -> dict[str, dict[str, dict]]:
     """By key: the files that it names, by their paths below the folder that holds them all.
 
-    Prompts are read whole, and so is any other file of at most WHOLE_BYTES; of a larger one count its size, the first
-    and the last MiB, and 64 blocks of 64 KiB between them. Of a model folder all files count that lie in it, but for
-    hidden ones and README.md; a model of the Hugging Face hub is known by its name alone.
+    Prompts and rollouts are read whole. Of a model folder all files count that lie in it, but for hidden ones and
+    README.md; of one larger than WHOLE_BYTES its size, the first and the last MiB, and 64 blocks of 64 KiB between
+    them. A model of the Hugging Face hub is known by its name alone.
     """
     files: dict[str, list[Path]] = {}
     models = {"model.path": config.model.path} if isinstance(config.model, HuggingFaceModelConfig) else {}
@@ -84,13 +74,13 @@ def digests(config: Config) -> dict[str, dict[str, dict]]:
     files |= {key: prompt_files(task.path, task.split) for key, task in prompts.items()}
     if isinstance(config.rollout, RecordedRolloutConfig):
         files["rollout.path"] = find_files(config.rollout.path, "rollout.path")
-    return {key: _digests(paths, sampled=key not in prompts) for key, paths in files.items()}
+    return {key: _digests(paths, sampled=key in models) for key, paths in files.items()}
 
 
 def _prompts(config: Config) -> dict[str, PromptsTaskConfig]:
     """By the key of their path: the tasks that read prompts from files."""
     held_out = held_out_sets(config) if is_on(config) and config.evaluation.sets else ()
-    tasks = {"task.path": config.task} | {f"evaluation.sets.{one.name}.path": one.task for one in held_out}
+    tasks = {"task.path": config.task} | {f"evaluation.sets.{chosen.name}.path": chosen.task for chosen in held_out}
     return {key: task for key, task in tasks.items() if isinstance(task, PromptsTaskConfig)}
 
 
@@ -127,8 +117,8 @@ def _difference(before: dict, now: dict) -> str:
 
 
 def _refusal(config: Config, key: str, step: int, difference: str) -> str:
-    own = _prompts(config).get(key)
-    value = operator.attrgetter(key)(config) if own is None else own.path
+    task = _prompts(config).get(key)
+    value = operator.attrgetter(key)(config) if task is None else task.path
     return (
         f"{key}={value} needs the contents that the run began with (got {difference}). "
         f"Its first {step} steps were made with those. Restore them, or use trainer.accept_changed_data=true."

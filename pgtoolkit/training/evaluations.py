@@ -17,8 +17,7 @@ from pgtoolkit.model.build import build_policy
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import ONE_PROCESS
 from pgtoolkit.runs.directory import RunDirectory
-from pgtoolkit.runs.evaluations import best_checkpoint, best_of
-from pgtoolkit.runs.records import read_evaluations
+from pgtoolkit.runs.records import best_checkpoint, best_of, read_evaluations
 from pgtoolkit.tasks.shuffle import seed_of
 from pgtoolkit.tasks.tasks import Task, make_task
 from pgtoolkit.tracking.progress import evaluation_line

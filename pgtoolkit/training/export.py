@@ -13,7 +13,6 @@ from string import Template
 
 import torch
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
 from pgtoolkit.config.compose import compose
@@ -21,9 +20,8 @@ from pgtoolkit.config.evaluation import watched
 from pgtoolkit.config.schema import Config, HuggingFaceModelConfig, NumberType, PromptsTaskConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
 from pgtoolkit.runs.directory import read_config, read_metrics, read_status
-from pgtoolkit.runs.evaluations import best_checkpoint
 from pgtoolkit.runs.find import is_run, not_a_run
-from pgtoolkit.runs.records import read_resolved
+from pgtoolkit.runs.records import best_checkpoint, read_resolved
 from pgtoolkit.runs.series import best, final
 from pgtoolkit.system.model_folder import ADAPTER_SETTINGS, load_config
 from pgtoolkit.system.redaction import redact
@@ -100,7 +98,7 @@ def saved_state(run_dir: Path, use: str, step: int | None = None, best: bool = F
         )
     path = folder / f"step-{step:06d}"
     if not path.is_dir():
-        there = [step_of(found) for found in list_checkpoints(folder)]
+        there = [step_of(checkpoint) for checkpoint in list_checkpoints(folder)]
         reason = "The run keeps trainer.keep_checkpoints of them, and the best."
         needs, got = f"one of the steps {', '.join(map(str, there)) or 'with a checkpoint'}", step
         raise ConfigError(refusal(f"{use} --step={step}", needs, got, reason, f"--step={there[-1] if there else 'N'}"))
@@ -120,13 +118,7 @@ def _refuse_occupied(use: str, folder: Path) -> None:
 
 
 def _config(run_dir: Path) -> Config:
-    try:
-        config = OmegaConf.to_object(compose([], run_dir=run_dir).config)
-    except OmegaConfBaseException as error:  # a key that this version has and the run's had not
-        raise ConfigError(
-            f"{run_dir}/config.yaml does not fit this version of pgtoolkit: {first_line(error)}. Use the version that "
-            "provenance.json names."
-        ) from error
+    config = OmegaConf.to_object(compose([], run_dir=run_dir).config)
     if isinstance(config.task, PromptsTaskConfig):
         config.task = scored_by_nobody(config.task)
     return config
@@ -157,8 +149,8 @@ def _write_model(config: Config, state: dict, folder: Path) -> None:
 def _whole_model(checkpoint: Path) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
-    how = {"trust_remote_code": False, "local_files_only": True, "use_safetensors": True}
-    model, report = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto", output_loading_info=True, **how)
+    options = {"trust_remote_code": False, "local_files_only": True, "use_safetensors": True}
+    model, report = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto", output_loading_info=True, **options)
     if lacks := sorted(report["missing_keys"]):
         raise ValueError(f"{lacks[0]} is missing")
     return model
@@ -205,11 +197,11 @@ def card(config: Config, run_dir: Path, step: int) -> str:
 
 
 def _results(rows: list[dict]) -> str:
-    found = {name: [row[name] for row in rows if name in row] for name in _SHOWN}
-    if not any(found.values()):
+    columns = {name: [row[name] for row in rows if name in row] for name in _SHOWN}
+    if not any(columns.values()):
         return ""
     lines = ["## Results", "", "| metric | first step | last tenth of the steps | highest tenth |", "|---|---|---|---|"]
-    for name, values in found.items():
+    for name, values in columns.items():
         if values:
             lines.append(f"| {name} | {values[0]:.4g} | {final(values):.4g} | {best(values):.4g} |")
     return "\n".join(lines) + "\n\n"

@@ -68,9 +68,9 @@ def _checked(function: Callable, setting: str) -> Callable:
     def method(log_ratio: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
         with blaming(setting, ConfigError, f"a micro-batch of {len(log_ratio)} tokens"):
             results = function(log_ratio, *others)
-            for one in results:
-                if one is not None and one.shape != log_ratio.shape:
-                    raise ValueError(f"{tuple(one.shape)} is not one number per token, {tuple(log_ratio.shape)}")
+            for result in results:
+                if result is not None and result.shape != log_ratio.shape:
+                    raise ValueError(f"{tuple(result.shape)} is not one number per token, {tuple(log_ratio.shape)}")
         return results
 
     return method

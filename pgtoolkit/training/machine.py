@@ -143,7 +143,7 @@ def _recorded(c: Config, report: Report) -> None:
     """Recorded rollouts whose first rows this configuration can train on."""
     if c.rollout.name != "recorded":
         return
-    from pgtoolkit.rollouts.recorded import check_first_rows, needed_fields
+    from pgtoolkit.rollouts.recorded import check_first_rows
 
     family, correction = family_of_config(c), configured_correction(c.correction)
     # Whether a family of the user's own reads them is known once it is imported.
@@ -153,8 +153,7 @@ def _recorded(c: Config, report: Report) -> None:
         positions = model_folder.model_settings(c.model.path).get("max_position_embeddings")
     room = min(c.accumulation.max_tokens, positions) if is_whole(positions) else c.accumulation.max_tokens
     with _added_to(report):
-        needs = needed_fields(c, correction)
-        check_first_rows(c, reads_old, needs, vocabulary_size(c.model, c.task) or 2**31, room)
+        check_first_rows(c, reads_old, correction, vocabulary_size(c.model, c.task) or 2**31, room)
 
 
 @contextlib.contextmanager

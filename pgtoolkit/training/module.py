@@ -105,7 +105,9 @@ class PolicyGradientModule(DynamicAccumulation):
     def log_probs(self, micro_batch: MicroBatch, temperature: float | None = None) -> Tensor:
         """(T,) log-prob of each label by the forward pass that training uses; temperature: None for the run's."""
         micro_batch = micro_batch.counted().to(self.device)
-        return self.log_probs_of(self.policy.loss_inputs(micro_batch), micro_batch, temperature)[0]
+        log_probs = self.log_probs_of(self.policy.loss_inputs(micro_batch), micro_batch, temperature)[0]
+        self.policy.put_away()
+        return log_probs
 
     @torch.no_grad()
     def entropy(self, micro_batch: MicroBatch) -> Tensor:
@@ -120,8 +122,7 @@ class PolicyGradientModule(DynamicAccumulation):
             return micro_batch
         with without_adapters(self.reference.model):
             log_probs = self.log_probs_of(self.reference.loss_inputs(micro_batch), micro_batch)[0]
-        if getattr(self.reference, "sharded", False):
-            self.reference.model.reshard()  # FSDP2 keeps the head's unit together for a backward that does not come
+        self.reference.put_away()
         return replace(micro_batch, ref_log_probs=log_probs)
 
     def log_probs_of(
@@ -129,22 +130,16 @@ class PolicyGradientModule(DynamicAccumulation):
     ) -> tuple[Tensor, Tensor | None]:
         """`kernels.losses.log_probs_of_hidden` of what a policy's `loss_inputs` gave, under the run's settings."""
         hidden, head, ranks = inputs
-        how = replace(self.computation, num_splits=1)
+        computation = replace(self.computation, num_splits=1)
         loss = self.loss if temperature is None else replace(self.loss, temperature=temperature)
-        return log_probs_of_hidden(hidden, self._precise(head), micro_batch, loss, ranks, how, with_entropy)
+        return log_probs_of_hidden(hidden, self._precise(head), micro_batch, loss, ranks, computation, with_entropy)
 
     def _loss(self, inputs: Inputs, micro_batch: MicroBatch, totals: StepTotals) -> PolicyLoss:
         hidden, head, ranks = inputs
         return loss_of_hidden(hidden, self._precise(head), micro_batch, totals, self.loss, ranks, self.computation)
 
     def _check_log_probs(self, step: Step) -> None:
-        """A loader of one's own may lack them, and the rollouts of a run that goes on with a correction."""
-        unknown = [document.name for document in step.documents if document.old_log_probs is None]
-        if unknown and self.loss.reads_old_log_probs:
-            raise DataError(
-                f"the loss needs old_log_probs of every document (got none of {unknown[0]}). It compares the policy "
-                "with the one that sampled. Give them, or use loss=reinforce correction=none kl=none."
-            )
+        """The rollouts of a run that goes on with a correction may lack those of the sampler."""
         lacking = [document.name for document in step.documents if document.sampling_log_probs is None]
         if lacking and self.loss.needs_sampling_log_probs:
             raise DataError(
@@ -170,10 +165,10 @@ class LocalAdamW(torch.optim.AdamW):
     """
 
     def _init_group(self, group, *lists):
-        found = super()._init_group(group, *lists)
+        has_complex = super()._init_group(group, *lists)
         for tensors in lists:
             tensors[:] = map(local, tensors)
-        return found
+        return has_complex
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:

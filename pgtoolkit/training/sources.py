@@ -12,8 +12,9 @@ from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.ranks.agreement import failing_together
 from pgtoolkit.rollouts.evaluation import Evaluator, PromptSet, as_evaluated, asked_by_both
 from pgtoolkit.rollouts.policy import PolicyRollouts
+from pgtoolkit.rollouts.recorded import recorded_rollouts
+from pgtoolkit.rollouts.rows import RolloutWriter
 from pgtoolkit.rollouts.steps import Source
-from pgtoolkit.rollouts.writer import RolloutWriter
 from pgtoolkit.sampling.samplers import Sampler, TransformersSampler
 from pgtoolkit.sampling.sampling_settings import ignored_settings
 from pgtoolkit.sampling.servers import ServerSampler
@@ -22,7 +23,6 @@ from pgtoolkit.system.model_folder import end_tokens
 from pgtoolkit.tasks.chat import chat_of
 from pgtoolkit.tasks.prompts import TokenizedTask
 from pgtoolkit.tasks.tasks import Task, TaskConfig, make_task
-from pgtoolkit.training.data import recorded_rollouts
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.state import write_settings
 
@@ -57,34 +57,34 @@ def evaluator_of(
 
     Raises ConfigError or DataError for sets whose prompts cannot be read, or have no room.
     """
-    how, room = as_evaluated(config), module.policy.max_positions
+    evaluated, room = as_evaluated(config), module.policy.max_positions
     if config.sampler.name == "vllm":
         room = min(room, config.accumulation.max_tokens)
     with failing_together(module.layout):
-        sets = [_prompt_set(how, one, module, room) for one in held_out_sets(config)]
-        for one, task in sets:
-            if trained is not None and (count := asked_by_both(trained, task, one.count)):
+        sets = [_prompt_set(evaluated, prompt_set, module, room) for prompt_set in held_out_sets(config)]
+        for prompt_set, task in sets:
+            if trained is not None and (count := asked_by_both(trained, task, prompt_set.count)):
                 log.warning(
-                    f"note: {count} of the {one.count} prompts of evaluation set {one.name} are also prompts of "
-                    "training: what is measured on those is not held out."
+                    f"note: {count} of the {prompt_set.count} prompts of evaluation set {prompt_set.name} are also "
+                    "prompts of training: what is measured on those is not held out."
                 )
     if isinstance(source, PolicyRollouts) and isinstance(source.sampler, ServerSampler):
-        sampler = source.sampler.sampling_otherwise(how.rollout, source.state_dict)
+        sampler = source.sampler.sampling_otherwise(evaluated.rollout, source.state_dict)
     else:
-        sampler = _sampler(how, module, sets[0][0].task, room, run_dir)
+        sampler = _sampler(evaluated, module, sets[0][0].task, room, run_dir)
     each = config.evaluation.completions_per_prompt
-    return Evaluator([one for one, _ in sets], sampler, module, each, module.layout, run_dir)
+    return Evaluator([prompt_set for prompt_set, _ in sets], sampler, module, each, module.layout, run_dir)
 
 
-def _prompt_set(config: Config, one: HeldOut, module: PolicyGradientModule, room: int) -> tuple[PromptSet, Task]:
-    place = f"evaluation.sets.{one.name}" if config.evaluation.sets else "task"
+def _prompt_set(config: Config, chosen: HeldOut, module: PolicyGradientModule, room: int) -> tuple[PromptSet, Task]:
+    place = f"evaluation.sets.{chosen.name}" if config.evaluation.sets else "task"
     try:
-        task = make_task(one.task, one.seed)
-        tokenized = _tokenized(config, one.task, task, module, room)
+        task = make_task(chosen.task, chosen.seed)
+        tokenized = _tokenized(config, chosen.task, task, module, room)
     except (ConfigError, DataError) as error:
-        said = str(error).replace("task.", f"{place}.").replace("rollout.max_comp", "evaluation.max_comp")
-        raise type(error)(f"evaluation set {one.name}: {said}") from error
-    return PromptSet(one.name, tokenized, min(one.prompts, task.num_prompts or one.prompts), one.seed), task
+        problem = str(error).replace("task.", f"{place}.").replace("rollout.max_comp", "evaluation.max_comp")
+        raise type(error)(f"evaluation set {chosen.name}: {problem}") from error
+    return PromptSet(chosen.name, tokenized, min(chosen.prompts, task.num_prompts or chosen.prompts), chosen.seed), task
 
 
 def _tokenized(

@@ -17,11 +17,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pgtoolkit.config.saved import record_of
 from pgtoolkit.config.schema import HuggingFaceModelConfig
-from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
+from pgtoolkit.errors import ConfigError, first_line
 from pgtoolkit.model import lora
 from pgtoolkit.model.policy import Policy, named_weights
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
-from pgtoolkit.ranks.collectives import local
 from pgtoolkit.sampling.sampling_settings import sampling_settings
 from pgtoolkit.system.model_folder import load_config
 from pgtoolkit.training.checkpoint import ADAPTERS, MOMENTS, WEIGHTS, open_tensors
@@ -29,9 +28,6 @@ from pgtoolkit.training.frameworks import lightning
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 """What AdamW keeps of each parameter."""
-
-_UNREADABLE = (RuntimeError, SafetensorError, KeyError, IndexError, TypeError, ValueError, AttributeError)
-"""What containers and tensors raise that do not hold what is looked for in them."""
 
 
 def snapshot(module, data_state: dict) -> tuple[dict, dict[str, dict[str, Tensor]]]:
@@ -90,16 +86,15 @@ def restore(module, state: dict) -> None:
     with failing_together(module.layout):
         try:
             _restore_tensors(module, state, names)
-        except _UNREADABLE as error:
+        except (ValueError, SafetensorError) as error:
             raise ConfigError(f"the checkpoint does not fit the configured model: {first_line(error)}") from error
         module.num_updates = state["num_updates"]
         module.num_skipped_steps = state["num_skipped_steps"]
         module.documents_seen = state["documents_seen"]
-        with _damaged(state, "random numbers"):
-            if module.layout.rank < len(state["random"]):
-                set_random_state(state["random"][module.layout.rank])
-            else:
-                seed_rank(module.config.seed, module.layout.rank, state["step"])
+        if module.layout.rank < len(state["random"]):
+            set_random_state(state["random"][module.layout.rank])
+        else:
+            seed_rank(module.config.seed, module.layout.rank, state["step"])
 
 
 @torch.no_grad()
@@ -118,12 +113,6 @@ def _restore_tensors(module, state: dict, names: set[str]) -> None:
                 module.optimizer.state[parameter] = rooms
                 for field, room in rooms.items():
                     fill(room, f"{name}.{field}", files)
-                    part = local(room)
-                    if not torch.isfinite(part).all() or (field != "exp_avg" and (part < 0).any()):
-                        raise StorageError(
-                            f"the checkpoint {state['path']} is damaged: {name}.{field} of the optimizer holds "
-                            "negative numbers or NaN. Remove it, and pgtk resume goes on from the one before."
-                        )
 
 
 def stored(policy: Policy) -> tuple[str, dict[str, Tensor]]:
@@ -172,26 +161,6 @@ def fill(target: Tensor, name: str, files: dict) -> None:
         whole = whole.to(target.device)
         whole = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
     target.copy_(whole)
-
-
-def restore_data(loader, state: dict) -> None:
-    """Continue at the place in the data where a checkpoint stands."""
-    with _damaged(state, "place in the data"):
-        loader.load_state_dict(state["data"])
-
-
-@contextlib.contextmanager
-def _damaged(state: dict, what: str) -> Iterator[None]:
-    try:
-        yield
-    except PgtoolkitError:
-        raise
-    except _UNREADABLE as error:
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise StorageError(
-            f"the checkpoint {state['path']} is damaged: its {what} cannot be read ({reason}). The run's other files "
-            "are whole. Remove it, and pgtk resume goes on from the one before."
-        ) from error
 
 
 def seed_rank(seed: int, rank: int, step: int = 0) -> None:

@@ -32,7 +32,6 @@ from pgtoolkit.training.build import build, fit
 from pgtoolkit.training.checkpoint import load_newest, read_checkpoint, refuse_lost_checkpoint
 from pgtoolkit.training.data import record_data
 from pgtoolkit.training.recorder import Recorder
-from pgtoolkit.training.state import restore_data
 
 log = logging.getLogger("pgtoolkit")
 
@@ -82,7 +81,7 @@ def train(
                 if module.evaluator is not None:
                     started.callback(module.evaluator.close)
                 if checkpoint is not None:
-                    restore_data(loader, checkpoint)
+                    loader.load_state_dict(checkpoint["data"])
                 if run is not None:
                     if count := getattr(config.rollout, "keep_completions", 0):
                         prompt, tokenizer = loader.source.prompt, module.policy.tokenizer

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from builders.padded import LENGTHS, batch
+from adapters.padded import LENGTHS, batch
 
 from pgtoolkit.adapters import prime_rl
 from pgtoolkit.adapters.verl import VerlLoss

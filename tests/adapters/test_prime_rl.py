@@ -5,7 +5,7 @@ prime-rl is no package of PyPI: these tests run where a clone's src and packages
 
 import pytest
 import torch
-from builders.padded import LENGTHS, batch, ours
+from adapters.padded import LENGTHS, batch, ours
 
 pytest.importorskip("prime_rl.trainer.rl.loss", reason="prime-rl on PYTHONPATH", exc_type=ImportError)
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from builders.padded import LENGTHS, WIDTH, batch, ours
+from adapters.padded import LENGTHS, WIDTH, batch, ours
 
 pytest.importorskip("verl", reason="the extra verl")
 
@@ -135,21 +135,6 @@ def test_metrics_are_means_over_the_micro_batchs_documents():
                 "actor.clip_ratio=0.3 has no effect: gspo reads clip_ratio_high, clip_ratio_low",
                 "actor.clip_ratio_c=2.0 has no effect",
             ],
-        ),
-        (
-            "pgtk_sapo_token_mean",
-            {"clip_ratio_high": 0.28},
-            ["actor.clip_ratio_high=0.28 has no effect: sapo reads tau"],
-        ),
-        (
-            "pgtk_reinforce_token_mean",
-            {"dro_beta": 0.1},
-            ["policy_loss.dro_beta=0.1 has no effect: reinforce reads none"],
-        ),
-        (
-            "pgtk_grpo_token_mean",
-            {"loss_scale_factor": 3},
-            ["actor.loss_scale_factor=3 has no effect: it is the divisor"],
         ),
     ],
 )

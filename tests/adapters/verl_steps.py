@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from builders.padded import LENGTHS, WIDTH, batch
+from adapters.padded import LENGTHS, WIDTH, batch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from builders.losses import CORRECTIONS, PARAMETERS, TEMPERATURE, HeadCase, corrected, totals_of
+from builders.losses import TEMPERATURE, Choice, HeadCase, Result, close, numbers, totals_of
+from builders.threads import on_ranks
 from pgtoolkit import linear_policy_loss, policy_loss
-from pgtoolkit.losses import reference
 
 
 @dataclass(frozen=True)
@@ -55,124 +54,61 @@ CUTS = {
 }
 
 
-@dataclass
-class Result:
-    """loss, metrics: of the step. gradients: by logits (T, V), or by hidden (T, H), weight and bias."""
-
-    loss: float
-    metrics: dict[str, float]
-    gradients: list[Tensor]
-
-
-def expected(
-    head_case: HeadCase,
-    fused: bool,
-    loss: str,
-    aggregation: str,
-    metrics: str,
-    correction: str | None = None,
-    **options,
-) -> Result:
-    """By the loops of the reference, from all logits at once. correction: of CORRECTIONS; with sampling log-probs.
-    options: more of its keywords."""
-    case = head_case.case
-    found = reference.policy_loss(
-        head_case.logits,
-        *case.tensors[1:],
-        loss=loss,
-        aggregation=aggregation,
-        divisor=8.0 if aggregation == "constant" else None,
-        group_index=case.group_index,
-        num_documents=case.num_documents,
-        temperature=TEMPERATURE,
-        metrics=metrics,
-        **PARAMETERS[loss],
-        **({} if correction is None else corrected(CORRECTIONS[correction], case.sampling_log_probs)),
-        **options,
-    )
-    by_logits, gradients = found.gradient, [found.gradient]
-    if fused:
-        gradients = [by_logits @ head_case.weight, by_logits.T @ head_case.hidden, by_logits.sum(0)]
-    return Result(found.loss, found.metrics, gradients)
-
-
 def axis_groups(sizes: dict[str, int]) -> dict[str, dist.ProcessGroup | None]:
     """For each axis of a mesh over all ranks, the last axis fastest, this rank's group; None where it has one rank."""
     ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
     groups = {}
     for axis, name in enumerate(sizes):
         lines = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()
-        own = [dist.new_group(line) for line in lines]
+        made = [dist.new_group(line) for line in lines]
         mine = next(number for number, line in enumerate(lines) if dist.get_rank() in line)
-        groups[name] = own[mine] if ranks.shape[axis] > 1 else None
+        groups[name] = made[mine] if ranks.shape[axis] > 1 else None
     return groups
 
 
-def evaluate(
-    groups: dict,
-    cut: Cut,
-    head_case: HeadCase,
-    fused: bool,
-    loss: str,
-    aggregation: str,
-    metrics: str,
-    by_token: dict[str, Tensor] | None = None,
-    **options,
-) -> Result:
+def evaluate(groups: dict, cut: Cut, problem: HeadCase, choice: Choice, fused: bool, **options) -> Result:
     """On one rank: the step's loss and metrics, and the gradients of what this rank holds, 0 elsewhere.
 
-    groups: as `axis_groups(cut.sizes)` gives them. by_token: more vectors of the whole step, by their keywords.
-    Gradients are of the whole step's shape. options: a `correction` of CORRECTIONS, or None, and further keywords of
-    the loss.
+    groups: as `axis_groups(cut.sizes)` gives them. Gradients are of the whole step's shape. options: further keywords
+    of the loss.
     """
     data, sequence, vocabulary = (0 if group is None else group.rank() for group in groups.values())
-    case, dtype, totals = head_case.case, head_case.dtype, totals_of(head_case.case)
-    columns = slice(*(cut.vocabulary or (0, len(head_case.bias)))[vocabulary : vocabulary + 2])
-    full = (head_case.hidden, head_case.weight, head_case.bias) if fused else (head_case.logits,)
+    case, totals = problem.case, totals_of(problem.case)
+    columns = slice(*(cut.vocabulary or (0, len(problem.bias)))[vocabulary : vocabulary + 2])
+    full = (problem.hidden, problem.weight, problem.bias) if fused else (problem.case.logits,)
     gradients = [torch.zeros_like(x) for x in full]
-    loss_sum, sums, correction = torch.zeros(()), None, options.pop("correction", None)
+    loss_sum, sums = torch.zeros(()), None
     for documents in cut.documents[data]:
         rows = [(case.document_index == d).nonzero()[:, 0] for d in documents]
         rows = torch.cat([*rows, torch.full((cut.padding,), -1)])
         low, high = (round(share * len(rows)) for share in cut.sequence[sequence : sequence + 2])
         rows = rows[low:high]
 
-        def padded(values, filler, rows=rows):
-            return torch.where((rows < 0).view(-1, *[1] * (values.dim() - 1)), filler, values[rows])
+        def padded(values, filler=torch.nan, rows=rows):
+            chosen = torch.where((rows < 0).view(-1, *[1] * (values.dim() - 1)), filler, values[rows])
+            return chosen.to(problem.dtype) if chosen.is_floating_point() else chosen
 
-        numbers = torch.full((case.num_documents + 1,), len(documents))
-        numbers[list(documents)] = torch.arange(len(documents))
-        vectors = (
-            padded(case.labels, -1),
-            padded(case.old_log_probs, torch.nan).to(dtype),
-            padded(case.advantages, torch.nan).to(dtype),
-            padded(numbers[case.document_index], len(documents)),
-        )
-        leaves = [padded(full[0], torch.nan)]
+        local = torch.full((case.num_documents + 1,), len(documents))
+        local[list(documents)] = torch.arange(len(documents))
+        leaves = [padded(full[0])]
         leaves = leaves + [x[columns] for x in full[1:]] if fused else [leaves[0][:, columns]]
-        leaves = [x.to(dtype).clone().requires_grad_() for x in leaves]
-        inputs = (*leaves[:2], *vectors) if fused else (leaves[0], *vectors)
-        keywords = {"bias": leaves[2]} if fused else {}
-        keywords |= {name: padded(values, torch.nan).to(dtype) for name, values in (by_token or {}).items()}
+        leaves = [x.to(problem.dtype).clone().requires_grad_() for x in leaves]
+        keywords = choice.keywords() | {name: padded(x) for name, x in choice.vectors(case).items()}
+        keywords |= {"bias": leaves[2]} if fused else {}
+        if groups["vocabulary"] is not None:
+            keywords["vocabulary_start"] = columns.start
         out = (linear_policy_loss if fused else policy_loss)(
-            *inputs,
-            **keywords,
-            loss=loss,
-            aggregation=aggregation,
-            divisor=8.0 if aggregation == "constant" else None,
+            *leaves[:2],
+            padded(case.labels, -1),
+            padded(case.old_log_probs),
+            padded(case.advantages),
+            padded(local[case.document_index], len(documents)),
             group_index=case.group_index[list(documents)],
             num_documents=len(documents),
             totals=totals,
             temperature=TEMPERATURE,
-            metrics=metrics,
-            vocabulary_group=groups["vocabulary"],
-            vocabulary_start=columns.start if groups["vocabulary"] is not None else None,
-            sequence_group=groups["sequence"],
-            data_group=groups["data"],
-            correction=CORRECTIONS.get(correction),
-            sampling_log_probs=padded(case.sampling_log_probs, torch.nan).to(dtype) if correction else None,
-            **PARAMETERS[loss],
-            **options,
+            **{f"{axis}_group": group for axis, group in groups.items()},
+            **keywords | options,
         )
         out.loss.backward()
         loss_sum = loss_sum + out.loss.detach()
@@ -186,7 +122,16 @@ def evaluate(
             gradients[0][rows[real], columns] += leaves[0].grad[real].double()
     for axis in ("data", "sequence"):
         loss_sum, sums = sums.all_reduce(loss_sum, groups[axis])
-    return Result(float(loss_sum), {k: float(v) for k, v in sums.finalize(totals).items()}, gradients)
+    return Result(float(loss_sum), numbers(sums.finalize(totals)), gradients)
+
+
+def check(cut: Cut, problem: HeadCase, choice: Choice, fused: bool, tolerance: float = 1e-12, **options) -> None:
+    """A step spread so over threads is the specification's. options: further keywords of the loss."""
+
+    def run(rank):
+        return evaluate(axis_groups(cut.sizes), cut, problem, choice, fused, **options)
+
+    assert_same(on_ranks(cut.world_size, run), cut, problem.specified(choice, fused), fused, tolerance)
 
 
 def assert_same(results: list[Result], cut: Cut, wanted: Result, fused: bool, tolerance: float) -> None:
@@ -204,9 +149,3 @@ def assert_same(results: list[Result], cut: Cut, wanted: Result, fused: bool, to
                 close(total, gradient, tolerance)
         else:
             close(shares.sum(0), gradient, tolerance)
-
-
-def close(found, value, tolerance: float, name: str = "") -> None:
-    found, value = (torch.as_tensor(x, dtype=torch.float64) for x in (found, value))
-    error = float((found - value).norm() / value.norm().clamp(min=1e-3))
-    assert error < tolerance, (name, error, found, value)

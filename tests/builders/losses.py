@@ -1,48 +1,32 @@
-"""Made-up steps of documents for the tests of losses and kernels."""
+"""Made-up steps of documents for the tests of losses and kernels, and what their losses are by the specification."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations, product
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from pgtoolkit import corrections, policy_loss
+from pgtoolkit import corrections, linear_policy_loss, policy_loss
 from pgtoolkit.batch import StepTotals, Tokens
 from pgtoolkit.kernels import torch_passes, triton_passes
+from pgtoolkit.kernels.losses import PolicyLoss
+from pgtoolkit.losses import reference
 from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.exchange import Ranks
-from pgtoolkit.losses.families import family_of
+from pgtoolkit.losses.families import Cispo, Grpo, family_of
+from pgtoolkit.losses.kl import KINDS, KL
 from pgtoolkit.losses.objective import Loss, Objective, make_objective
+from pgtoolkit.losses.reference_corrections import correction_names
 
 IMPLEMENTATIONS = {"torch": torch_passes, "triton": triton_passes}
 # What rounding the gradient to the dtype costs; the arithmetic is float32 throughout.
 GRADIENT_ERROR = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TEMPERATURE = 0.7
-LOSSES = ("grpo", "gspo", "cispo")
-"""Those that every test of a kernel takes; the others are in tests/kernels/test_triton_families.py."""
-EVERY_LOSS = (*LOSSES, "sapo", "gmpo", "dppo", "vespo", "kimi", "reinforce")
-SMOOTH = ("grpo", "gspo")
-"""Those of them whose gradient is the derivative of the loss, without a stop-gradient."""
-CLIPPED = ("grpo", "gspo", "cispo", "gmpo", "dppo")
-"""Those with bounds beyond which a token counts as clipped."""
-AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
-PAIRS = (
-    *((loss, "sample_mean") for loss in LOSSES),
-    *(("gspo", "prompt_mean"), ("gspo", "token_mean"), ("grpo", "constant")),
-)
-"""Every family and every aggregation, but not each with each: an aggregation is no more than a weight."""
-LEVELS = ("none", "basic", "with_entropy")
-OBJECTIVES = (
-    *(("grpo", "sample_mean", "basic"), ("grpo", "constant", "none")),
-    *(("gspo", "sample_mean", "none"), ("gspo", "prompt_mean", "with_entropy"), ("gspo", "token_mean", "basic")),
-    *(("cispo", "sample_mean", "with_entropy"), ("sapo", "token_mean", "none"), ("gmpo", "token_mean", "basic")),
-    *(("dppo", "constant", "basic"), ("vespo", "prompt_mean", "basic"), ("kimi", "sample_mean", "basic")),
-    ("reinforce", "token_mean", "none"),
-)
-"""Every family, each pair at one level of the metrics. Each with each is for the comparison with the reference."""
 PARAMETERS = {
     "grpo": {"epsilon_low": 0.2, "epsilon_high": 0.25},
     "gspo": {"epsilon_low": 0.02, "epsilon_high": 0.03},
@@ -54,8 +38,25 @@ PARAMETERS = {
     "kimi": {"tau": 0.1},
     "reinforce": {},
 }
-
-
+EVERY_LOSS = tuple(PARAMETERS)
+LOSSES = ("grpo", "gspo", "cispo")
+"""By token, by document, and with a weight without gradient: those that tests take which know no family."""
+CLIPPED = ("grpo", "gspo", "cispo", "gmpo", "dppo")
+"""Those with bounds beyond which a token counts as clipped."""
+FAMILIES = {name: family_of(name, **parameters) for name, parameters in PARAMETERS.items()} | {
+    "grpo, dual clip": Grpo(epsilon_low=0.2, epsilon_high=0.25, dual_clip=1.3),
+    "cispo, no lower bound": Cispo(epsilon_low=None, epsilon_high=0.2),
+}
+AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
+LEVELS = ("none", "basic", "with_entropy")
+OBJECTIVES = (
+    *(("grpo", "sample_mean", "basic"), ("grpo", "constant", "none")),
+    *(("gspo", "sample_mean", "none"), ("gspo", "prompt_mean", "with_entropy"), ("gspo", "token_mean", "basic")),
+    *(("cispo", "sample_mean", "with_entropy"), ("sapo", "token_mean", "none"), ("gmpo", "token_mean", "basic")),
+    *(("dppo", "constant", "basic"), ("vespo", "prompt_mean", "basic"), ("kimi", "sample_mean", "basic")),
+    ("reinforce", "token_mean", "none"),
+)
+"""Every family, aggregation and level of the metrics, for tests of what a step of training costs time for."""
 CORRECTIONS = {
     "token truncated": corrections.TokenTruncate(low=0.8, high=1.2),
     "token masked": corrections.TokenMask(low=0.75, high=1.3),
@@ -67,6 +68,25 @@ CORRECTIONS = {
     "off policy": corrections.OffPolicyMask(threshold=0.01),
 }
 """Each kind, with bounds beyond which some tokens of the cases below lie on each side, and others between."""
+
+
+def covering(*factors: Sequence) -> list[tuple]:
+    """Rows of a value of each factor in which any two values of two factors stand together, the longest factors first.
+
+    About as many as the product of the two longest, where all combinations would be the product of all.
+    """
+    places = [[(i, number) for number in range(len(factor))] for i, factor in enumerate(factors)]
+    left = {pair for one, other in combinations(places, 2) for pair in product(one, other)}
+    rows = []
+    while left:
+        row = dict(min(left))
+        for i, factor in enumerate(places):
+            if i not in row:
+                held = tuple(row.items())
+                row[i] = max(factor, key=lambda x: sum(tuple(sorted((x, y))) in left for y in held))[1]
+        left -= {*combinations(sorted(row.items()), 2)}
+        rows.append(tuple(factor[row[i]] for i, factor in enumerate(factors)))
+    return rows
 
 
 @dataclass(frozen=True)
@@ -93,23 +113,111 @@ class Case:
         drift = 0.05 * torch.randn(self.num_documents, generator=draw, dtype=torch.float64)
         return (self.old_log_probs + noise + drift[self.document_index]).clamp(max=0)
 
+    @property
+    def ref_log_probs(self) -> Tensor:
+        """(T,) about as far from the old ones as these are from the new; NaN where nothing is trained."""
+        noise = torch.randn(len(self.labels), generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+        return torch.where(self.labels < 0, torch.nan, (self.old_log_probs + 0.3 * noise).clamp(max=0))
 
-def options_of(case: Case, loss: str, aggregation: str, **more) -> dict:
-    """The keywords of policy_loss and of its reference for the case as a step. more: further ones."""
-    return {
-        "loss": loss,
-        "aggregation": aggregation,
-        "divisor": 8.0 if aggregation == "constant" else None,
-        "group_index": case.group_index,
-        **PARAMETERS[loss],
-        **more,
-    }
+    def on_device(self, dtype: torch.dtype) -> list[Tensor]:
+        """The last four tensors, on the device."""
+        return [on_device(x, dtype) for x in self.tensors[1:]]
 
 
-def corrected(correction: corrections.Correction | None, sampling_log_probs: Tensor) -> dict:
-    """The keywords of the reference for a correction, or for none, with sampling log-probs."""
-    kind = {} if correction is None else {"correction": correction.name, "correction_settings": vars(correction)}
-    return {"sampling_log_probs": sampling_log_probs, **kind}
+def on_device(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """dtype: of what is floating."""
+    return tensor.to(DEVICE, dtype if tensor.is_floating_point() else tensor.dtype)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a step's loss is, by names: of FAMILIES, AGGREGATIONS, CORRECTIONS, KINDS and LEVELS."""
+
+    family: str
+    correction: str | None = None
+    kl: str | None = None
+    aggregation: str = "sample_mean"
+    metrics: str = "with_entropy"
+    entropy: float = 0.0
+
+    def __str__(self) -> str:
+        return ", ".join(str(x) for x in vars(self).values())
+
+    @property
+    def divisor(self) -> float | None:
+        return 8.0 if self.aggregation == "constant" else None
+
+    def vectors(self, case: Case) -> dict[str, Tensor]:
+        """The further vectors that the loss needs of a step, by their keywords."""
+        given = {} if self.correction is None else {"sampling_log_probs": case.sampling_log_probs}
+        return given if self.kl is None else given | {"ref_log_probs": case.ref_log_probs}
+
+    def keywords(self) -> dict:
+        """Of `policy_loss`, without what belongs to a step."""
+        given = {"loss": FAMILIES[self.family], "aggregation": self.aggregation, "divisor": self.divisor}
+        given |= {"correction": CORRECTIONS.get(self.correction), "metrics": self.metrics}
+        given |= {"entropy_coefficient": self.entropy} if self.entropy else {}
+        return given if self.kl is None else given | {"kl": KL(self.kl, coefficient=0.4)}
+
+    def step(self, case: Case, dtype: torch.dtype = torch.float64) -> dict:
+        """Keywords of `policy_loss` for the case as a step, on the device."""
+        vectors = self.vectors(case) | {"group_index": case.group_index}
+        on = {name: on_device(x, dtype) for name, x in vectors.items()}
+        return self.keywords() | on | {"num_documents": case.num_documents}
+
+    def specified(self, case: Case, logits: Tensor | None = None, temperature=TEMPERATURE) -> reference.Reference:
+        """By the loops of the reference. logits: others than the case's."""
+        return reference.policy_loss(
+            case.logits if logits is None else logits,
+            *case.tensors[1:],
+            **reference.names(FAMILIES[self.family], aggregation_of(self.aggregation, self.divisor)),
+            **correction_names(CORRECTIONS.get(self.correction)),
+            **self.vectors(case),
+            **{} if self.kl is None else {"kl": self.kl, "kl_coefficient": 0.4},
+            group_index=case.group_index,
+            num_documents=case.num_documents,
+            temperature=temperature,
+            metrics="with_entropy" if self.metrics == "basic" and self.entropy else self.metrics,
+            entropy_coefficient=self.entropy,
+        )
+
+
+CHOICES = [
+    Choice(*row)
+    for row in covering([*FAMILIES], [None, *CORRECTIONS], [None, *KINDS], AGGREGATIONS, LEVELS, (0.0, 0.3))
+]
+"""Any two of a family, a correction, a penalty, an aggregation, a level of the metrics, an entropy bonus or none."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """loss, metrics: of a step. gradients: by logits (T, V), or by hidden (T, H), weight and bias."""
+
+    loss: float
+    metrics: dict[str, float]
+    gradients: list[Tensor]
+
+
+def result_of(out: PolicyLoss, leaves: list[Tensor], factor: float = 1.0) -> Result:
+    """Of a call, after the backward pass of `factor` times its loss, and with the gradients of the loss itself."""
+    (factor * out.loss).backward()
+    return Result(out.loss.item(), numbers(out.metrics), [x.grad.cpu().double() / factor for x in leaves])
+
+
+def assert_close(found: Result, wanted: Result, tolerance: float, of_gradients: float | None = None) -> None:
+    close(found.loss, wanted.loss, tolerance, "loss")
+    assert found.metrics.keys() == wanted.metrics.keys()
+    for name, value in wanted.metrics.items():
+        close(found.metrics[name], value, tolerance, name)
+    for one, other in zip(found.gradients, wanted.gradients, strict=True):
+        close(one, other, of_gradients or tolerance, "gradient")
+
+
+def close(found, value, tolerance: float, name: str = "") -> None:
+    found, value = (torch.as_tensor(x, dtype=torch.float64) for x in (found, value))
+    assert torch.equal(found.isnan(), value.isnan()), (name, found, value)
+    error = float((found - value).nan_to_num(posinf=torch.inf).norm() / value.nan_to_num().norm().clamp(min=1e-3))
+    assert error < tolerance, (name, error, found, value)
 
 
 def make_case(seed: int = 0, vocabulary: int = 13, lengths=(7, 1, 5, 12, 3, 4), temperature: float = 1.0) -> Case:
@@ -150,18 +258,31 @@ class HeadCase:
     dtype: torch.dtype
 
     @property
-    def logits(self) -> Tensor:
-        return linear(self.hidden, self.weight, self.bias)
+    def precise(self) -> torch.dtype:
+        """Of vectors beside the hidden states."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The last four of the case's as a call takes them: on the device, vectors in float32 for a narrower dtype."""
-        precise = torch.float64 if self.dtype == torch.float64 else torch.float32
-        return tuple(x.to(DEVICE, precise if x.is_floating_point() else x.dtype) for x in self.case.tensors[1:])
+    def tensors(self) -> list[Tensor]:
+        """The last four of the case's as a call takes them."""
+        return self.case.on_device(self.precise)
 
     def leaves(self) -> list[Tensor]:
         """Hidden states, weight and bias on the device, which want gradients."""
         return [x.clone().to(DEVICE, self.dtype).requires_grad_() for x in (self.hidden, self.weight, self.bias)]
+
+    def specified(self, choice: Choice, fused: bool = True) -> Result:
+        """fused: gradients by hidden states, weight and bias, and not by the logits."""
+        found = choice.specified(self.case)
+        g = found.gradient
+        gradients = [g @ self.weight, g.T @ self.hidden, g.sum(0)] if fused else [g]
+        return Result(found.loss, found.metrics, gradients)
+
+    def fused(self, choice: Choice, factor: float = 1.0, **options) -> Result:
+        """By `linear_policy_loss`; options: more of its keywords."""
+        leaves = hidden, weight, bias = self.leaves()
+        given = {"temperature": TEMPERATURE, "bias": bias} | choice.step(self.case, self.precise) | options
+        return result_of(linear_policy_loss(hidden, weight, *self.tensors, **given), leaves, factor)
 
     def expected(self, factor: float = 1.0, **options) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
         """(loss, gradients of factor times it by hidden, weight, bias, metrics) in float64 from all logits at once."""
@@ -176,9 +297,9 @@ def make_head_case(
 ) -> HeadCase:
     """As `make_case`, with a document of zero advantage and advantages that differ within the others.
 
-    With the seed given, clips act on both sides, and the two longest documents keep a gradient in both families.
-    All numbers are exact in dtype, and float64. With fewer hidden units than tokens of the vocabulary (None: three
-    more) the logits are others, and so are the old log-probs, by as much.
+    With the seeds 6 and 11 clips act on both sides, and with 6 the two longest documents keep a gradient under grpo and
+    gspo. All numbers are exact in dtype, and float64. With fewer hidden units than tokens of the vocabulary (None:
+    three more) the logits are others, and so are the old log-probs, by as much.
     """
     case = make_case(seed, vocabulary, lengths, TEMPERATURE)
     generator = torch.Generator().manual_seed(seed)
@@ -209,15 +330,14 @@ def totals_of(case: Case) -> StepTotals:
 
 def objective_of(
     tensors,
-    loss: str,
+    loss,
     aggregation=("sample_mean",),
     num_documents=None,
     group_index=None,
     ranks=None,
     dtype=torch.float64,
-    **parameters,
 ) -> Objective:
-    """The objective of a piece that is a whole step; tensors: the last four of `Case.tensors`."""
+    """The objective of a piece that is a whole step; tensors: the last four of `Case.tensors`; loss: of FAMILIES."""
     labels, old_log_probs, advantages, document_index = tensors
     tokens = Tokens(
         labels=labels,
@@ -227,8 +347,7 @@ def objective_of(
         num_documents=int(document_index.max()) + 1 if num_documents is None else num_documents,
         group_index=group_index,
     )
-    what = Loss(family_of(loss, **PARAMETERS[loss] | parameters), aggregation_of(*aggregation))
-    return make_objective(tokens, None, what, dtype, ranks or Ranks())
+    return make_objective(tokens, None, Loss(FAMILIES[loss], aggregation_of(*aggregation)), dtype, ranks or Ranks())
 
 
 def numbers(metrics: dict) -> dict[str, float]:

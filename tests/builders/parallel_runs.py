@@ -15,7 +15,7 @@ from builders.runs import SHORT, config_of, metrics_of
 from pgtoolkit.config.validate import validate
 from pgtoolkit.training.build import build
 from pgtoolkit.training.checkpoint import load_newest, save_checkpoint
-from pgtoolkit.training.state import restore, restore_data, snapshot, write_settings
+from pgtoolkit.training.state import restore, snapshot, write_settings
 from pgtoolkit.training.train import train
 
 RECORDED = [setting for setting in SHORT if not setting.startswith(("rollout.", "aggregation="))]
@@ -55,7 +55,7 @@ def saved_again(config, folder: Path, sizes: dict[str, int]) -> None:
     module, loader = build(OmegaConf.to_object(config), resume=True, layout=ranks)
     module.optimizers = functools.cache(lambda use_pl_optimizer: module.configure_optimizers())
     state = load_newest(folder / "checkpoints")
-    restore_data(loader, state)
+    loader.load_state_dict(state["data"])
     restore(module, state)
     dist.barrier()  # before it is replaced, all have read it
     settings = functools.partial(write_settings, module)

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from html.parser import HTMLParser
 
 import pytest
 from omegaconf import OmegaConf
@@ -82,13 +81,9 @@ def test_a_run_with_half_a_configuration_is_left_out(sweep, capsys):
     assert "0.960" in said  # of the two that are left
 
 
-@pytest.mark.parametrize(
-    ("value", "written"),
-    [(0.4, "0"), (12345.6, "12,346"), (99_999.4, "99,999"), (99_999.6, "100k"), (999_600, "1M"), (-1.234e6, "-1.23M")],
-)
-def test_counts_are_short(value, written):
-    assert whole(value) == written
-    assert whole(None) == whole(float("nan")) == "-"
+def test_counts_are_short():
+    counts = (0.4, 12345.6, 99_999.4, 99_999.6, 999_600, -1.234e6, None, float("nan"))
+    assert [*map(whole, counts)] == ["0", "12,346", "99,999", "100k", "1M", "-1.23M", "-", "-"]
 
 
 def test_final_and_best():
@@ -118,7 +113,7 @@ def test_the_page_says_it_all(sweep, capsys):
     text = page(capsys, sweep)
     lines = text.splitlines()
     assert lines[0].startswith("6 runs (6 counted) of 2 configurations, which differ in loss;")
-    assert lines[2].startswith("loss  reached  documents  tokens  seconds  mean           final          over docu")
+    assert lines[2].startswith("loss  reached  documents  tokens  seconds  mean           final          curve")
     assert lines[3].startswith("gspo  3 of 3   88 ± 16    550     ")
     assert "  0.467 ± 0.079  0.940 ± 0.040  ▁" in lines[3]
     assert lines[4].startswith("grpo  2 of 3   ≥128       ≥800    ")
@@ -230,53 +225,19 @@ def test_pauses_before_a_resume_are_no_time(sweep):
     assert find_runs([str(folder)])[0].rows[-1]["seconds"] == pytest.approx(19)
 
 
-class Page(HTMLParser):
-    """The elements of a page that the tests ask for; every element must be closed in order."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.seen, self.text = [], [], []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attributes):
-        self.seen.append((tag, dict(attributes)))
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attributes):
-        self.seen.append((tag, dict(attributes)))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text.append(data)
-
-
 def test_the_report_is_one_page_that_needs_nothing_else(sweep, capsys):
     save(sweep / "7-<b>&", "gspo", 9, 0.0, "interrupted", steps=9, reason="SIGTERM")
-    said = page(capsys, sweep, "--html", sweep / "r.html", "--png", sweep / "r.png")
-    assert said.splitlines()[-2:][0].startswith("html ")
+    page(capsys, sweep, "--html", sweep / "r.html", "--png", sweep / "r.png")
     text = (sweep / "r.html").read_text()
-    found = Page(text)
-    assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in found.seen}
-    assert "src=" not in text
+    assert not re.search(r"<(script|link|img|iframe)|src=", text)
     assert set(re.findall(r"url\((.)", text)) <= {"#"}
-    charts = [attributes["aria-label"] for tag, attributes in found.seen if attributes.get("role") == "img"]
-    assert charts == ["reward against documents seen", "reward against time in seconds"]
-    drawn = [attributes.get("class") for tag, attributes in found.seen if tag == "path"]
-    assert (drawn.count("mean"), drawn.count("run")) == (4, 2)
-    assert text.count('<g id="threshold-') == 2
-    assert text.partition("</figure>")[0].count('class="band"') == 2
-    assert text.count("<title>gspo</title>") == 2 * 3  # mean, band and the unfinished run say whose they are
+    for kind, count in (("mean", 4), ("band", 4), ("run", 2), ("threshold", 2)):
+        assert text.count(f'<g id="{kind}-') == count
     assert "currentColor" in text  # readable on light and dark pages
     assert "#000000" not in text
-    shown = " ".join(found.text)
-    assert "loss=gspo (n = 3)" in shown
-    assert "7-<b>&: interrupted at step 9 of 20" in shown
-    assert {"0.940 ± 0.040", "2 of 3", "≥128", "+40", "[+32, +56]", "0.038", "paired"} <= set(found.text)
+    assert "7-&lt;b&gt;&amp;: interrupted at step 9 of 20" in text
+    cells = re.findall("<td>(.*?)</td>", text)
+    assert {"0.940 ± 0.040", "2 of 3", "≥128", "+40", "[+32, +56]", "0.038", "paired"} <= set(cells)
     assert (sweep / "r.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
@@ -302,32 +263,13 @@ def test_what_a_stranger_has_written_acts_on_no_terminal_and_no_page(tmp_path, c
     assert "default-src 'none'; style-src 'unsafe-inline'\">" in pages[0].read_text()
 
 
-@pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
-def test_a_browser_shows_the_report(sweep, capsys):
-    page(capsys, sweep, "--html", sweep / "r.html")
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"file://{sweep}/r.html"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
-    assert shown.count('class="mean"') == 4
-    assert "<h1>reward by loss</h1>" in shown
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         (["nowhere"], "got nowhere: no such folder"),
-        (["."], "a folder without runs"),
         (["{sweep}", "--metric", "rewrd"], "Use --metric=reward."),
-        (["{sweep}", "--reach", "rewrd=0.5"], "Use --reach=reward."),
-        (["{sweep}", "--reach", "0.9"], "--reach=0.9 needs METRIC=NUMBER."),
         (["{sweep}", "--reach", "reward=nan"], "--reach=reward=nan needs METRIC=NUMBER."),
-        (
-            ["{sweep}", "--reach", "reward=0.5", "--metric", "kl"],
-            "argument --metric: not allowed with argument --reach.",
-        ),
-        (["{sweep}", "--html", "no/such/r.html"], "Use --html=comparison.html."),
-        (["{sweep}", "--png", "."], "Use --png=comparison.png."),
-        (["{sweep}", "--color"], "unrecognized arguments: --color. Use pgtk compare"),
-        ([], "required: RUN. Use pgtk compare"),
+        (["{sweep}", "--best-of=seed"], "--best-of=seed needs a key that tells the runs apart. These are loss."),
     ],
 )
 def test_bad_input_is_one_message(sweep, tmp_path_factory, monkeypatch, capsys, arguments, expected):
@@ -346,7 +288,7 @@ def test_a_page_for_the_terminal_loads_none_of_the_large_libraries(sweep):
     assert subprocess.run(command, capture_output=True, text=True).stdout.splitlines()[-1] == "set()"
 
 
-@pytest.mark.parametrize(("norm", "noted"), [(0.0, True), (0.4, True), (0.5, False), (2.0, False), (2.1, True)])
+@pytest.mark.parametrize(("norm", "noted"), [(0.0, True), (2.0, False), (2.1, True)])
 def test_gradients_of_different_lengths_are_noted(tmp_path, capsys, norm, noted):
     """From a factor of more than 2 on."""
     for seed in range(2):
@@ -387,19 +329,3 @@ def test_each_configuration_at_its_best(tmp_path, capsys):
     assert said.startswith(
         "4 runs (4 counted) of 2 configurations, which differ in loss, optimizer.learning_rate; loss.ep"
     )
-
-
-def test_a_single_best_configuration_differs_in_nothing(tmp_path, capsys):
-    for seed in range(2):
-        save(tmp_path / f"a{seed}", "grpo", seed, 0.5)
-        save(tmp_path / f"b{seed}", "gspo", seed, 0.7)
-    said = page(capsys, tmp_path, "--best-of=loss")
-    assert said.startswith("2 runs (2 counted) of 1 configuration: they differ in nothing but the seed\n")
-
-
-@pytest.mark.parametrize("key", ["seed", "learning_rate", "loss.epsilon_low"])
-def test_only_a_key_that_tells_runs_apart_can_have_a_best_value(tmp_path, capsys, key):
-    with_rates(tmp_path)
-    said = refused(capsys, tmp_path, f"--best-of={key}")
-    assert f"--best-of={key} needs a key that tells the runs apart" in said
-    assert "These are loss, optimizer.learning_rate" in said

@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
 import urllib.request
@@ -64,20 +63,15 @@ def test_without_a_store_it_says_where_one_is_made(tmp_path, monkeypatch, capsys
     monkeypatch.chdir(tmp_path)
     assert "got outputs/mlflow.db: no such file" in refused(capsys)
     assert not (tmp_path / "outputs").exists()
-    (tmp_path / "other.db").write_text("text")
-    assert "got other.db: file is not a database" in refused(capsys, "--uri", "sqlite:///other.db")
-    sqlite3.connect(tmp_path / "empty.db").execute("create table t (x)")
-    assert "no such table: experiments" in refused(capsys, "--uri", "sqlite:///empty.db")
-    assert "Use a browser: http://***@h:1." in refused(capsys, "--uri", "http://u:secret@h:1")
 
 
-def test_a_port_that_cannot_be_had_names_one_that_can(store, capsys):
-    for bad in ("5x", "0", "65536", "-1"):
-        assert f"--port={bad} needs a whole number from 1 to 65535" in refused(capsys, f"--port={bad}")
+def test_a_port_needs_to_be_free(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "store.db").touch()
+    assert "argument --port: '5x' is no whole number >= 1" in refused(capsys, "--port=5x")
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        said = refused(capsys, "--port", str(port))
-    assert f"--port={port} needs a free port of 127.0.0.1 (got: Address already in use). Use --port=" in said
-    assert int(said.rpartition("=")[2].strip(".\n")) > port
+        said = refused(capsys, "--port", str(port), "--uri=sqlite:///store.db")
+    assert f"--port={port} needs a free port of 127.0.0.1 (got: [Errno 98] Address already in use)" in said

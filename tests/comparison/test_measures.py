@@ -11,8 +11,8 @@ from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.measures import Goal, chosen_metric, goal_of, reached
 from pgtoolkit.comparison.terminal import render_comparison
 from pgtoolkit.runs.directory import RunDirectory
-from pgtoolkit.runs.evaluations import best_of
 from pgtoolkit.runs.find import Run, find_runs
+from pgtoolkit.runs.records import best_of
 
 HELD_OUT = "evaluation/held_out/pass@1"
 

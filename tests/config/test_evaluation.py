@@ -3,7 +3,7 @@
 import json
 
 from pgtoolkit.config.compose import compose
-from pgtoolkit.config.evaluation import held_out_sets, times
+from pgtoolkit.config.evaluation import held_out_sets
 from pgtoolkit.config.names import digest, name_of, plain_config
 from pgtoolkit.config.plan import evaluations
 from pgtoolkit.config.validate import resolve_and_validate
@@ -58,10 +58,10 @@ def test_sets_are_what_differs_from_the_task():
     assert problems == []
     found = [(one.name, one.task.num_digits, one.seed, one.prompts) for one in held_out_sets(values)]
     assert found == [("a", 2, 5, 128), ("b", 6, 7, 9)]
-    assert times(values) == 16
     lines = list(evaluations(values))
     assert "in all at most 8768 completions, beside 19200 documents of training" in lines
-    assert times(checked("evaluation.every=7", "trainer.max_steps=8")[0]) == 3
+    values, _, _ = checked("evaluation.every=7", "trainer.max_steps=8")
+    assert next(evaluations(values)) == "every 7 steps, before the first and after the last: 3 times"
 
 
 def test_runs_with_and_without_evaluation_are_of_one_configuration():

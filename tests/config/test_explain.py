@@ -8,8 +8,7 @@ import pytest
 from builders.runs import metrics_of, run
 
 from pgtoolkit.cli import main
-from pgtoolkit.config import key_reference
-from pgtoolkit.config.explain import explain, explanations
+from pgtoolkit.config.explain import entries, explain, explanations, keys_page
 from pgtoolkit.config.files import options
 from pgtoolkit.config.keys import KEYS
 from pgtoolkit.errors import PgtoolkitError
@@ -22,7 +21,7 @@ def test_every_key_and_option_is_explained():
     known = explanations()
     for key in KEYS:
         assert key.name in known or key.option, key.name
-    assert not [entry.name for entry in key_reference.entries() if not entry.says]
+    assert not [entry.name for entry in entries() if not entry.meaning]
     for group, names in options().items():
         assert all(f"{group}={name}" in known[group][0] and f"{group}={name}" in known for name in names)
 
@@ -37,8 +36,8 @@ def test_every_metric_and_exit_status_is_explained(tmp_path):
 
 
 def test_the_page_of_keys_is_made_from_the_schema():
-    made = "python -m pgtoolkit.config.key_reference > docs/keys.md"
-    assert (DOCS / "keys.md").read_text() == key_reference.page(), made
+    made = "python -m pgtoolkit.config.explain > docs/keys.md"
+    assert (DOCS / "keys.md").read_text() == keys_page(), made
 
 
 @pytest.mark.parametrize(

@@ -88,57 +88,6 @@ def test_hydras_own_keys():
         assert in_sentences(looked_at(f"{key}={value}", multirun=multirun)), (key, value)
 
 
-@pytest.mark.parametrize(
-    ("typed", "said"),
-    [
-        (
-            "loss=[]",
-            "loss=[] needs one of cispo, custom, dppo, gmpo, grpo, gspo, kimi, ",
-        ),
-        ("task=reasoning_gym task.options=abc", "task.options=abc needs a dictionary (got 'abc')"),
-        ("aggregation.mode=???", "aggregation.mode needs a value (got none)"),
-        ("tracking.run_name=${nope}", "tracking.run_name=${nope} needs a value that resolves (got ${nope})"),
-        ("hydra/launcher=1", "the configuration cannot be composed: Config group override must be a string"),
-        ("hydra.launcher=null", "hydra.launcher needs one of the options of hydra/launcher (got None)"),
-        ("hydra.run.dir=" + "x" * 256, "hydra.run.dir=" + "x" * 256 + " needs a path that a file system can hold"),
-        ("rollout.save_path=" + "x" * 256, "rollout.save_path=" + "x" * 256 + " needs a new or empty folder"),
-        ("tracking.uri='http://[::1'", "tracking.uri=http://[::1 needs sqlite:///FILE, http(s)://HOST:PORT"),
-    ],
-)
-def test_what_was_a_traceback_is_a_sentence(typed, said):
-    found = looked_at(*typed.split())
-    assert [one for one in found if one.startswith(said)], found
-
-
-@pytest.mark.parametrize(
-    ("typed", "said"),
-    [
-        (
-            "debug=short rollout=recorded rollout.path=r.jsonl",
-            "debug=short needs rollout=policy (got rollout=recorded). It sets rollout.prompts_per_batch, which "
-            "rollout=recorded does not have. Use rollout=policy, or leave debug=short out.",
-        ),
-        (
-            "experiment=dapo loss=custom",
-            "experiment=dapo needs loss=grpo or loss=gspo or loss=cispo or loss=gmpo (got loss=custom). It sets "
-            "loss.epsilon_low, which loss=custom does not have. "
-            "Use loss=grpo or loss=gspo or loss=cispo or loss=gmpo, or leave experiment=dapo out.",
-        ),
-    ],
-)
-def test_a_file_that_sets_what_the_chosen_option_does_not_have(typed, said):
-    assert looked_at(*typed.split()) == [said]
-
-
-def test_a_sweeps_file_that_sets_what_the_chosen_option_does_not_have(tmp_path):
-    file = tmp_path / "mine.yaml"
-    file.write_text("defaults: [config, _self_]\ntask: {verifier: exact_match}\n")
-    assert problems(check([], multirun=True, sweep_file=file)) == [
-        "mine.yaml needs task=prompts (got task=reverse). It sets task.verifier, which task=reverse does not have. "
-        "Use task=prompts, or leave mine.yaml out."
-    ]
-
-
 @pytest.mark.parametrize("body", ["loss: null", "model: {name: unknown}", "task: 3", "trainer: ${nope}", "seed: 1e400"])
 def test_a_file_that_makes_no_configuration(tmp_path, body):
     (tmp_path / "experiment").mkdir()

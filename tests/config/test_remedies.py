@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 
@@ -95,16 +94,6 @@ def test_a_function_with_other_arguments_is_told_how_it_is_called(capsys, typed,
     said = problems(capsys, *before.split(), typed.format(function))
     assert f"needs a function that can be called as {says}" in said
     assert problems(capsys, *before.split(), typed.format(good)) == "none"
-
-
-def test_a_sweep_with_overrides_is_compared_by_the_name_of_its_folder(capsys):
-    assert main(["compare", "clip_range", "trainer.max_steps=2", "seed=0,1"]) == 2
-    assert capsys.readouterr().err.endswith("Use pgtk compare clip_range_seed-0-1_max-steps-2.\n")
-    main(["check", "sweep", "clip_range", "trainer.max_steps=2", "seed=0,1"])
-    assert "folder: outputs/sweeps/clip_range_seed-0-1_max-steps-2\n" in capsys.readouterr().out
-    Path("outputs/sweeps/clip_range_max-steps-2").mkdir(parents=True)
-    assert main(["compare", "clip_range"]) == 2
-    assert capsys.readouterr().err.endswith("Use clip_range_max-steps-2.\n")
 
 
 def test_a_bound_of_the_ratio_given_as_a_ratio_is_noted(capsys):

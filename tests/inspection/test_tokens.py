@@ -141,12 +141,12 @@ def test_losses_are_chosen_by_overrides(unrecorded):
 
 
 def test_a_family_of_one_s_own_stands_beside_the_run_s_and_is_the_run_s(unrecorded, tmp_path):
-    own = ["loss=custom", "loss.path=builders.families.Squared"]
+    own = ["loss=custom", "loss.path=losses.families.Squared"]
     found = inspect(str(unrecorded), own, 6)
     assert [column.label for column in found.columns] == ["loss=grpo aggregation=constant", " ".join(own)]
     assert type(found.columns[1].loss.family).__name__ == "Squared"
     custom = run(tmp_path / "custom", *own, "trainer.max_steps=2")
-    with pytest.raises(ConfigError, match=r"loss\.path=builders\.families\.Squared needs to be typed"):
+    with pytest.raises(ConfigError, match=r"loss\.path=losses\.families\.Squared needs to be typed"):
         inspect(str(custom), [], 2)
     found = inspect(str(custom), [own[1], "loss=reinforce"], 2)
     assert [column.label for column in found.columns] == ["loss=custom aggregation=constant", "loss=reinforce"]

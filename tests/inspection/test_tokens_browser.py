@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from pgtoolkit.batch import Document
 from pgtoolkit.inspection.tokens import Inspected, inspect
-from pgtoolkit.inspection.tokens_losses import CLIPS, LossOnStep
 from pgtoolkit.inspection.tokens_page import html
+from pgtoolkit.inspection.tokens_step import CLIPS, LossOnStep
 from pgtoolkit.rollouts.steps import make_step
 
 pytestmark = [pytest.mark.slow, NEEDED]

@@ -6,17 +6,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from builders.losses import CORRECTIONS, EVERY_LOSS, PARAMETERS, corrected
+from builders.losses import CORRECTIONS, EVERY_LOSS, PARAMETERS
 
 from pgtoolkit.batch import Document
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.inspection.tokens_losses import CLIPS, loss_on_step
-from pgtoolkit.inspection.tokens_step import MadeStep, Piece
+from pgtoolkit.inspection.tokens_step import CLIPS, MadeStep, Piece, loss_on_step
 from pgtoolkit.losses import reference
 from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.families import Reinforce, family_of
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.objective import Loss
+from pgtoolkit.losses.reference_corrections import correction_names
 from pgtoolkit.rollouts.steps import make_step
 
 VOCABULARY, LENGTHS, GROUPS = 7, (6, 3, 9, 4), (0, 0, 1, 1)
@@ -68,7 +68,7 @@ def by_loops(step, family, mode, divisor, correction=None, **more):
     columns = [torch.cat([getattr(one, name) for one in tokens]) for name in ("labels", "old_log_probs", "advantages")]
     sampling = torch.cat([one.sampling_log_probs for one in tokens])
     names = {"loss": family.name, "aggregation": mode, "divisor": divisor, **vars(family)}
-    names |= corrected(correction, sampling) | {"group_index": torch.tensor(GROUPS)}
+    names |= correction_names(correction) | {"sampling_log_probs": sampling, "group_index": torch.tensor(GROUPS)}
     found = reference.policy_loss(logits, *columns, index, **names, **more)
     return found, (columns[0] >= 0).nonzero()[:, 0].tolist(), columns, index.tolist()
 

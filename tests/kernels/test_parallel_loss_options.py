@@ -6,8 +6,19 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from builders.cuts import ALL, CUTS, Cut, assert_same, axis_groups, close, evaluate, expected
-from builders.losses import AGGREGATIONS, LOSSES, PARAMETERS, TEMPERATURE, make_head_case, objective_of
+from builders import cuts
+from builders.cuts import ALL, CUTS, Cut, axis_groups
+from builders.losses import (
+    AGGREGATIONS,
+    FAMILIES,
+    LOSSES,
+    TEMPERATURE,
+    Choice,
+    close,
+    make_head_case,
+    numbers,
+    objective_of,
+)
 from builders.threads import on_ranks
 
 from pgtoolkit import linear_policy_loss, policy_loss
@@ -21,11 +32,7 @@ TWO_BY_TWO = CUTS["sequence x vocabulary"]
 
 
 def check(cut, head_case, fused, loss, tolerance=1e-12, **options):
-    def run(rank):
-        return evaluate(axis_groups(cut.sizes), cut, head_case, fused, loss, "sample_mean", "with_entropy", **options)
-
-    wanted = expected(head_case, fused, loss, "sample_mean", "with_entropy")
-    assert_same(on_ranks(cut.world_size, run), cut, wanted, fused, tolerance)
+    cuts.check(cut, head_case, Choice(loss), fused, tolerance, **options)
 
 
 @pytest.mark.parametrize("cut", ["vocabulary 2", "vocabulary 4", "sequence 4", "sequence x vocabulary"])
@@ -38,11 +45,6 @@ def test_the_head_with_all_logits_and_with_some(cut):
         check(cut, HEAD_CASE, True, "grpo", num_splits=num_splits)
 
 
-def test_logits_may_be_overwritten():
-    for loss in LOSSES:
-        check(TWO_BY_TWO, HEAD_CASE, False, loss, overwrite_logits=True)
-
-
 def test_bfloat16_with_an_fp32_head():
     """Rounded operands, exact logits: what is left is the rounding of the gradients and their sum over shards."""
     for loss in LOSSES:
@@ -51,7 +53,7 @@ def test_bfloat16_with_an_fp32_head():
 
 def test_equal_shards_need_no_start_and_the_weight_gradient_its_own_rows():
     """Two calls: the sum in the buffer is twice the gradient, for each rank's rows."""
-    case, wanted = HEAD_CASE.case, expected(HEAD_CASE, True, "gspo", "sample_mean", "none")
+    case, wanted = HEAD_CASE.case, HEAD_CASE.specified(Choice("gspo"))
 
     def run(rank):
         rows = slice(6 * rank, 6 * rank + 6)
@@ -66,7 +68,7 @@ def test_equal_shards_need_no_start_and_the_weight_gradient_its_own_rows():
                 temperature=TEMPERATURE,
                 weight_gradient=total,
                 vocabulary_group=dist.group.WORLD,
-                **PARAMETERS["gspo"],
+                loss=FAMILIES["gspo"],
             )
             out.loss.backward()
         close(total, 2 * wanted.gradients[1][rows], 1e-12)
@@ -78,11 +80,11 @@ def test_equal_shards_need_no_start_and_the_weight_gradient_its_own_rows():
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", ["grpo", "gspo"])
 def test_without_totals_the_ranks_together_are_the_step(loss, aggregation):
     """Groups spread over data ranks under numbers of their own, one rank without a document, tokens cut in two."""
-    case = HEAD_CASE.case
-    numbers = torch.tensor([70, 3, 900])[case.group_index]
+    case, choice = HEAD_CASE.case, Choice(loss, aggregation=aggregation, metrics="basic")
+    groups_of = torch.tensor([70, 3, 900])[case.group_index]
     documents = [[0, 3, 5], [], [1], [4, 2]]
 
     def run(rank):
@@ -94,36 +96,32 @@ def test_without_totals_the_ranks_together_are_the_step(loss, aggregation):
         rows = rows.tensor_split([len(rows) // 3])[sequence]
         local = torch.full((6,), -1)
         local[mine] = torch.arange(len(mine))
-        logits = HEAD_CASE.logits[rows].requires_grad_()
+        logits = HEAD_CASE.case.logits[rows].requires_grad_()
         out = policy_loss(
             logits,
             case.labels[rows],
             case.old_log_probs[rows],
             case.advantages[rows],
             local[case.document_index[rows]],
-            loss=loss,
-            aggregation=aggregation,
-            divisor=8.0 if aggregation == "constant" else None,
-            group_index=numbers[mine],
+            **choice.keywords(),
+            group_index=groups_of[mine],
             num_documents=len(mine),
             temperature=TEMPERATURE,
-            metrics="basic",
             sequence_group=groups["sequence"],
             data_group=groups["data"],
-            **PARAMETERS[loss],
         )
         out.loss.backward()
-        gradient = torch.zeros_like(HEAD_CASE.logits)
+        gradient = torch.zeros_like(HEAD_CASE.case.logits)
         gradient[rows] = logits.grad
         loss_sum, sums = out.metric_sums.all_reduce(out.loss, dist.group.WORLD)
         return loss_sum, gradient, sums.finalize(out.totals)
 
-    wanted = expected(HEAD_CASE, False, loss, aggregation, "basic")
+    wanted = HEAD_CASE.specified(choice, fused=False)
     results = on_ranks(8, run)
     close(sum(gradient for _, gradient, _ in results), wanted.gradients[0], 1e-12)
     for loss_sum, _, metrics in results:
         close(loss_sum, wanted.loss, 1e-12)
-        assert {k: float(v) for k, v in metrics.items()} == pytest.approx(wanted.metrics, rel=1e-12, abs=1e-14)
+        assert numbers(metrics) == pytest.approx(wanted.metrics, rel=1e-12, abs=1e-14)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -137,11 +135,10 @@ def test_a_reducer_whose_weights_differ_within_a_document(loss, fused, monkeypat
     def run(rank, rows, groups):
         options = {
             "reducer": lambda totals, tokens_per_document, **_: weights[rows] / totals.num_tokens,
-            "loss": loss,
+            "loss": FAMILIES[loss],
             "temperature": TEMPERATURE,
             "num_documents": 6,
             "sequence_group": groups,
-            **PARAMETERS[loss],
         }
         tensors = [x[rows] for x in case.tensors[1:]]
         hidden = HEAD_CASE.hidden[rows].clone().requires_grad_()
@@ -176,22 +173,6 @@ def objective(loss, rows, group, reducer=None):
         num_documents=6,
         ranks=Ranks(sequence=group),
     )
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_automatic_differentiation_finds_the_coefficients(loss):
-    def run(rank):
-        rows = slice(0, 17) if rank == 0 else slice(17, None)
-        share = objective(loss, rows, dist.group.WORLD)
-        log_probs = share.old_log_probs + 0.01 * torch.arange(32, dtype=torch.float64)[rows]
-        losses, coefficients = share.losses_and_coefficients(log_probs)
-        log_probs = log_probs.requires_grad_()
-        share.losses_and_coefficients(log_probs)[0].sum().backward()
-        close(log_probs.grad, coefficients, 1e-12)
-        return losses.sum()
-
-    log_probs = HEAD_CASE.case.old_log_probs + 0.01 * torch.arange(32, dtype=torch.float64)
-    close(sum(on_ranks(2, run)), objective(loss, slice(None), None).losses_and_coefficients(log_probs)[0].sum(), 1e-12)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -292,7 +273,7 @@ def test_a_label_that_no_shard_holds_or_two_do(starts, loss):
         columns = slice(starts[rank], starts[rank] + 6)
         with pytest.raises(DataError, match="label outside the vocabulary"):
             policy_loss(
-                head_case.logits[:, columns],
+                case.logits[:, columns],
                 *case.tensors[1:],
                 loss=loss,
                 vocabulary_group=dist.group.WORLD,
@@ -301,45 +282,3 @@ def test_a_label_that_no_shard_holds_or_two_do(starts, loss):
 
     assert {5, 6} <= set(case.labels.tolist())  # in the overlap, in the gap
     on_ranks(2, run)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"vocabulary_group": True, "impl": "reference"}, "vocabulary_group needs another impl"),
-        ({"sequence_group": True, "impl": "reference", "num_documents": 6}, "sequence_group needs another impl"),
-        ({"data_group": True, "impl": "reference"}, "data_group needs another impl"),
-        ({"vocabulary_start": 3}, "needs a vocabulary_group"),
-        ({"vocabulary_group": True, "vocabulary_start": -1}, "vocabulary_start needs a whole number >= 0 .got -1."),
-        ({"sequence_group": True}, "needs num_documents"),
-    ],
-)
-def test_refusals(options, message):
-    def run(rank):
-        given = {key: dist.group.WORLD if value is True else value for key, value in options.items()}
-        with pytest.raises(ValueError, match=message):
-            policy_loss(HEAD_CASE.logits, *HEAD_CASE.case.tensors[1:], **given)
-        with pytest.raises(ValueError, match=message):
-            linear_policy_loss(HEAD_CASE.hidden, HEAD_CASE.weight, *HEAD_CASE.case.tensors[1:], **given)
-
-    on_ranks(1, run)
-
-
-def test_evaluation_without_gradients():
-    def run(rank):
-        with torch.no_grad():
-            groups = axis_groups({"data": 1, "sequence": 2, "vocabulary": 1})
-            rows = slice(0, 17) if rank == 0 else slice(17, None)
-            tensors = [x[rows] for x in HEAD_CASE.case.tensors[1:]]
-            options = {"bias": HEAD_CASE.bias, "num_documents": 6, "temperature": TEMPERATURE, "metrics": "basic"}
-            out = linear_policy_loss(
-                HEAD_CASE.hidden[rows],
-                HEAD_CASE.weight,
-                *tensors,
-                sequence_group=groups["sequence"],
-                **options,
-                **PARAMETERS["gspo"],
-            )
-            return out.loss
-
-    close(sum(on_ranks(2, run)), expected(HEAD_CASE, False, "gspo", "sample_mean", "none").loss, 1e-12)

@@ -3,7 +3,6 @@
 Without a GPU the Triton kernels run under Triton's interpreter, one program after the other.
 """
 
-import inspect
 import math
 
 import pytest
@@ -11,8 +10,6 @@ import torch
 from builders.losses import DEVICE, GRADIENT_ERROR, IMPLEMENTATIONS, TEMPERATURE, relative_error
 
 from pgtoolkit.kernels import torch_passes, triton_passes
-from pgtoolkit.kernels.passes import Passes
-from pgtoolkit.kernels.shards import VocabularyShard
 
 VECTOR_ERROR = 2e-6
 
@@ -34,8 +31,8 @@ def make_rows(rows, columns, dtype, seed=0):
 @pytest.mark.parametrize(
     ("dtype", "columns"),
     [
-        *((torch.float32, columns) for columns in (1, 37, 64, 4095, 4096, 4098)),
-        *((dtype, columns) for dtype in (torch.bfloat16, torch.float16) for columns in (37, 4096)),
+        *((torch.float32, columns) for columns in (1, 37, 4095, 4098)),
+        *((torch.bfloat16, 37), (torch.float16, 4096)),
     ],
 )
 def test_triton_passes_match_float64(dtype, columns, with_entropy):
@@ -58,9 +55,9 @@ def test_triton_passes_match_float64(dtype, columns, with_entropy):
 @pytest.mark.parametrize(
     ("dtype", "score_dtype", "columns"),
     [
-        *((dtype, dtype, columns) for dtype in (torch.float32, torch.bfloat16) for columns in (1, 4095, 4096, 8194)),
-        *((torch.float16, torch.float16, columns) for columns in (38, 4098)),
-        *((torch.float32, torch.bfloat16, columns) for columns in (38, 4095)),
+        *((torch.float32, torch.float32, columns) for columns in (1, 4095, 8194)),
+        *((torch.bfloat16, torch.bfloat16, 4096), (torch.float16, torch.float16, 38)),
+        (torch.float32, torch.bfloat16, 38),
     ],
 )
 def test_score_overwrites_the_logits(dtype, score_dtype, columns, with_entropy):
@@ -78,7 +75,7 @@ def test_score_overwrites_the_logits(dtype, score_dtype, columns, with_entropy):
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize(
     ("dtype", "columns"),
-    [(torch.float32, 1), (torch.float32, 4098), (torch.bfloat16, 37), (torch.bfloat16, 4096), (torch.float16, 37)],
+    [(torch.float32, 1), (torch.float32, 4098), (torch.bfloat16, 37)],
 )
 def test_gradient_of_the_entropy(impl, dtype, columns):
     """Against autograd in float64 of c log p(label) + e H, row by row; also where c alone, or e alone, is 0."""
@@ -173,17 +170,9 @@ def test_strided_rows(impl):
     assert torch.isnan(wide[:, 64:]).all()
 
 
-def test_each_implementation_offers_every_pass():
-    for implementation in (torch_passes, triton_passes, VocabularyShard(torch_passes, None, 0)):
-        assert isinstance(implementation, Passes)
-        taken = inspect.signature(implementation.forward_gradient).parameters
-        assert list(taken) == ["logits", "labels", "temperature", "with_entropy", "objective", "out"]
-
-
-@pytest.mark.parametrize(("dtype", "message"), [(torch.float64, "float32"), (torch.int64, "float32")])
-def test_triton_refuses_what_it_cannot_do(dtype, message):
-    with pytest.raises(ValueError, match=message):
-        triton_passes.check_runs_on(torch.zeros(2, 3, dtype=dtype, device=DEVICE))
+def test_triton_refuses_what_it_cannot_do():
+    with pytest.raises(ValueError, match="float32"):
+        triton_passes.check_runs_on(torch.zeros(2, 3, dtype=torch.float64, device=DEVICE))
 
 
 @pytest.mark.gpu

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from keys import SMALL, key, module_and_steps, module_of, recorded, rows_file, settings, some_documents, step_of
 from pgtoolkit.errors import ConfigError, DataError, NumericalError
 from pgtoolkit.launch.worker import _process_group
-from pgtoolkit.model.sequence_data import local_tokens
+from pgtoolkit.model.attention import local_tokens
 from pgtoolkit.ranks.environment import Rank
 from pgtoolkit.ranks.layout import AXES, Layout
 from pgtoolkit.runs.directory import RunDirectory

@@ -159,7 +159,7 @@ def verifiers(tmp_path):
 
 @key("task/prompts.verifier_processes", "task/prompts.verifier_seconds")
 def verifier_processes(tmp_path):
-    own = [*prompts(tmp_path), "task.verifier=builders.verifiers_for_tests.scripted"]
+    own = [*prompts(tmp_path), "task.verifier=tasks.verifiers_for_tests.scripted"]
     assert scores(["pid", "pid"], *own) == [os.getpid()] * 2
     for number in (1, 2):
         task = task_of(*own, f"task.verifier_processes={number}", "task.verifier_seconds=2")

@@ -64,8 +64,6 @@ LOGITS = padded(CASE.logits, 0.0)
         ({}, "needs one of logits, hidden and log_probs .got none"),
         ({"logits": LOGITS, "hidden": LOGITS}, "needs one of .* .got logits, hidden"),
         ({"logits": CASE.logits}, r"needs logits of shape \(B, T, V\) .got \(32, 13\)"),
-        ({"logits": LOGITS, "labels": None}, "needs labels with logits"),
-        ({"log_probs": LOGITS[..., 0], "mask": None}, "needs mask with log_probs"),
         ({"logits": LOGITS, "advantages": torch.ones(5)}, r"advantages needs shape \(6, 12\) .* a document, \(6,\)"),
         ({"logits": LOGITS, "labels": torch.ones(6, 11)}, r"label t is token t \+ 1.* .got \(6, 11\)"),
     ],
@@ -73,21 +71,6 @@ LOGITS = padded(CASE.logits, 0.0)
 def test_what_does_not_fit_together_is_refused(changed, message):
     with pytest.raises(ValueError, match=message):
         from_padded(**given(**changed))
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("logits", LOGITS, "logits needs two dimensions .* pgtoolkit.from_padded makes one of"),
-        ("labels", given()["labels"], "labels needs .* pgtoolkit.from_padded makes one of"),
-        ("old_log_probs", CASE.old_log_probs.numpy(), "old_log_probs needs .* use torch.as_tensor, or pgtoolkit.from_"),
-        ("advantages", given()["advantages"], r"Of one advantage a document, \(D,\), advantages\[document_index\]"),
-    ],
-)
-def test_messages_name_the_way_in(name, value, message):
-    names = "logits", "labels", "old_log_probs", "advantages", "document_index"
-    with pytest.raises(ValueError, match=message):
-        policy_loss(**dict(zip(names, CASE.tensors, strict=True)) | {name: value})
 
 
 def test_the_documented_step_of_two_micro_batches_has_the_gradient_of_the_whole():

@@ -11,7 +11,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from builders.spread import configuration, step
+from model.spread import configuration, step
 
 from pgtoolkit.model import attention
 from pgtoolkit.model.policy import Policy

@@ -79,13 +79,6 @@ def short_document():
     return Document(torch.tensor([1, 2, 3, 4]), mask, torch.zeros(2), torch.ones(2), 0, "a document")
 
 
-def test_gradient_checkpointing_changes_no_number(folder, tmp_path):
-    for value in ("true", "false"):
-        train(settings(folder, f"model.gradient_checkpointing={value}"), tmp_path / value)
-    for a, b in zip(metrics_of(tmp_path / "true"), metrics_of(tmp_path / "false"), strict=True):
-        assert a == pytest.approx(b, rel=1e-3, abs=1e-5)  # the tied embedding's gradients are added in another order
-
-
 @pytest.mark.parametrize("fp32_lm_head", [False, True])
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(folder, tmp_path, fp32_lm_head):
     config = settings(folder, "model.dtype=bfloat16", f"model.fp32_lm_head={str(fp32_lm_head).lower()}")

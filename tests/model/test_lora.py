@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from builders import models, spread
+from builders import models
 from builders.models import model_config, save_with_tokenizer, small_llama
 from builders.runs import SHORT, built, config_of, sampler_of
+from model import spread
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -183,7 +184,7 @@ def of_document(model, document):
     return rows[:-1].gather(-1, document.tokens[1:, None])[document.loss_mask[1:], 0]
 
 
-@pytest.mark.parametrize(("dtype", "frozen"), [("bfloat16", torch.bfloat16), ("float32", torch.float32)])
+@pytest.mark.parametrize(("dtype", "frozen"), [("bfloat16", torch.bfloat16)])
 def test_frozen_weights_are_in_the_compute_type_and_adapters_in_float32_with_moments(folder, dtype, frozen):
     """Bytes of weights, gradients and moments, by number type; a step leaves the frozen ones as they are."""
     own = [setting for setting in SHORT if not setting.startswith("model.")]
@@ -232,11 +233,9 @@ def bytes_by_type(tensors):
             r"lora_targets=\[q_proj,query\] needs names of .*\(got query\)\. It has down_proj, gate_proj",
         ),
         (["lm_head"], r"\(got lm_head\)\. .*; its head is not adapted\. Use model.lora_targets=\[all-linear\]"),
-        (["embed_tokens"], r"\(got embed_tokens\)"),
-        (["norm"], r"\(got norm\)"),
         (["proj"], r"\(got proj\)"),
     ],
-    ids=["a misspelt one", "the head", "embeddings", "norms", "a part of a name"],
+    ids=["a misspelt one", "the head", "a part of a name"],
 )
 def test_targets_that_are_no_linear_layer_are_refused(tmp_path, targets, says):
     save_with_tokenizer(small_llama(), tmp_path)
@@ -262,11 +261,3 @@ def test_of_many_layers_those_that_are_named_get_adapters(tmp_path, targets):
     save_file(weights, tmp_path / "adapters" / "adapter_model.safetensors", {"format": "pt"})
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "adapters")
     torch.testing.assert_close(logits(loaded, TOKENS), logits(policy.model, TOKENS), rtol=1e-6, atol=1e-6)
-
-
-def test_the_same_seed_draws_the_same_adapters_and_another_one_others(folder):
-    drawn = [adapter_weights(module_of(folder, f"seed={seed}")[0].model) for seed in (1, 1, 2)]
-    first, again, other = ([weight for name, weight in one.items() if "lora_A" in name] for one in drawn)
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert not any(torch.equal(a, b) for a, b in zip(first, other, strict=True))
-    assert all((weight == 0).all() for one in drawn for name, weight in one.items() if "lora_B" in name)

@@ -7,7 +7,7 @@ import torch
 from builders.models import attend_by_document
 from builders.models import build as small_model
 from builders.runs import SHORT, config_of, sampler_of
-from builders.spread import documents, packed
+from model.spread import documents, packed
 from omegaconf import OmegaConf
 
 from pgtoolkit.model import attention

@@ -1,7 +1,7 @@
 """One fixed step, whole or spread over ranks: the same loss, metrics and gradient of every parameter.
 
 In float64 on real gloo processes; small GPT-2, Qwen2, Qwen3 and Mistral, two of them with LoRA's adapters. What the
-processes do: builders/spread.py.
+processes do: spread.py.
 """
 
 import functools
@@ -10,13 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from builders import models, spread
+from builders import models
 from builders.losses import OBJECTIVES
 from builders.processes import world
+from model import spread
 
 from pgtoolkit.batch import MicroBatch
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.model.sequence_data import local_tokens
+from pgtoolkit.model.attention import local_tokens
 from pgtoolkit.model.spread import refuse_misfit
 
 pytestmark = pytest.mark.slow  # ranks are processes; test_parallel_loss.py has them as threads

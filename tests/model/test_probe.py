@@ -60,14 +60,9 @@ def test_a_document_is_computed_as_if_it_were_alone(name, lengths, tmp_path):
         ("Granite", {"logits_scaling": 8.0}, "a plain linear LM head"),
         ("Bert", {"kind": "LMHeadModel"}, "an LM head that reads the body's hidden states, the same each time"),
         ("BertGeneration", {"kind": "Decoder"}, "a causal language model (got one whose tokens see those behind them)"),
-        (
-            "T5",
-            {"kind": "ForConditionalGeneration", "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2},
-            "a language model that only decodes (got t5, an encoder and a decoder)",
-        ),
         ("Phimoe", EXPERTS, "a model that computes the same in training (got phimoe, which then draws its experts"),
     ],
-    ids=["capped", "scaled", "head_of_two_layers", "bidirectional", "encoder_decoder", "random_experts"],
+    ids=["capped", "scaled", "head_of_two_layers", "bidirectional", "random_experts"],
 )
 def test_a_model_that_the_loss_would_be_wrong_for_is_refused(name, changes, said, tmp_path):
     folder = folder_of(name, tmp_path, **changes)

@@ -51,17 +51,7 @@ def ranks_may_hold_other_documents(right, layout, what, digest):
 
 
 @mutant(
-    "ranks.agreement:failing_together",
-    "tests/ranks/test_processes_steps.py::test_an_error_of_one_rank_is_raised_by_all",
-)
-def an_error_of_one_rank_is_its_own(right, layout):
-    from pgtoolkit.ranks.layout import ONE_PROCESS
-
-    return right(ONE_PROCESS)
-
-
-@mutant(
-    "model.sequence_data:local_tokens",
+    "model.attention:local_tokens",
     "tests/model/test_parallel_models.py::test_a_rank_gets_its_piece_of_the_packed_axis",
 )
 def each_rank_counts_positions_from_zero(right, micro_batch, layout):

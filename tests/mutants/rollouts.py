@@ -34,7 +34,7 @@ def the_buffer_begins_one_token_late(right, length, longest, buffer, most):
 
 
 @mutant(
-    "rollouts.dynamic_sampling:teaches",
+    "rollouts.advantages:teaches",
     "tests/rollouts/test_dynamic_sampling.py::test_what_is_taken_off_for_the_length_does_not_make_a_group_worth_keeping",
 )
 def a_group_of_other_lengths_teaches(right, group):
@@ -63,12 +63,6 @@ def the_totals_are_those_of_one_rank(right, documents, max_tokens, state_after=N
     return replace(step, totals=replace(step.totals, num_documents=held))
 
 
-@mutant("rollouts.steps:make_step", "tests/rollouts/test_steps.py::test_totals_count_what_is_masked_and_empty")
-def empty_documents_count_as_trained(right, documents, *more, **keywords):
-    step = right(documents, *more, **keywords)
-    return replace(step, totals=replace(step.totals, num_empty_documents=0))
-
-
 @mutant(
     "rollouts.steps:make_step",
     "tests/ranks/test_processes_steps.py::test_every_rank_gets_as_many_micro_batches_and_together_they_hold_the_step_once",
@@ -88,11 +82,6 @@ def a_step_ends_within_a_group(right, self, position, documents):
         return right(self, position, documents)
     finally:
         self.close_on_groups = kept
-
-
-@mutant("rollouts.steps:_digest", "tests/rollouts/test_steps.py::test_ranks_that_hold_other_documents_are_told")
-def old_log_probs_are_no_part_of_what_ranks_compare(right, documents):
-    return right([replace(document, old_log_probs=None) for document in documents])
 
 
 @mutant(
@@ -126,14 +115,6 @@ def the_sampler_s_log_probs_stay_the_old_ones(right, self, documents):
     return [replace(d, old_log_probs=before.old_log_probs) for d, before in zip(found, documents, strict=True)]
 
 
-@mutant(
-    "rollouts.recorded:RecordedRollouts._order_of",
-    "tests/rollouts/test_recorded.py::test_every_epoch_is_the_data_once_and_shuffled_by_groups",
-)
-def every_epoch_has_the_order_of_the_first(right, self, epoch):
-    return right(self, 0)
-
-
 @mutant("rollouts.rows:row_of", "tests/rollouts/test_writer.py::test_what_is_written_reads_back_equal")
 def recorded_log_probs_are_those_of_the_sampler(right, document):
     sampling = document.sampling_log_probs
@@ -142,25 +123,7 @@ def recorded_log_probs_are_those_of_the_sampler(right, document):
 
 @mutant(
     "rollouts.data_metrics:data_metrics",
-    "tests/rollouts/test_data_metrics.py::test_a_number_is_the_mean_over_the_documents_that_know_it",
-)
-def a_measure_that_some_documents_lack_counts_them_as_zero(right, documents, num_updates):
-    names = {name for document in documents for name in document.measures}
-    whole = [replace(d, measures=dict.fromkeys(names, 0.0) | d.measures) for d in documents]
-    return right(whole, num_updates)
-
-
-@mutant(
-    "rollouts.data_metrics:data_metrics",
     "tests/losses/test_peers.py::test_counters_near_2_to_the_24_are_subtracted_exactly",
 )
 def staleness_is_the_version_of_the_weights(right, documents, num_updates):
     return right(documents, 2 * num_updates)
-
-
-@mutant(
-    "rollouts.data_metrics:_groups_without_signal",
-    "tests/rollouts/test_data_metrics.py::test_a_group_with_one_advantage_has_a_signal_wherever_that_stands",
-)
-def the_last_document_says_whether_its_group_has_a_signal(right, documents):
-    return right(list({document.group: document for document in documents}.values()))

@@ -40,11 +40,6 @@ def tokens_are_written_one_place_late(right, self, positions):
     return right(self, positions + 1)
 
 
-@mutant("model.decoding:_in_window", "tests/model/test_decoding.py::test_log_probs_are_the_models_own")
-def the_window_is_one_token_wider(right, length, window, device):
-    return right(length, window + 1, device)
-
-
 @mutant(
     "model.attention:_one_document",
     "tests/model/test_packed_attention.py::test_a_query_sees_the_keys_of_its_document_up_to_itself",

@@ -1,27 +1,86 @@
-"""`rollout.lag`: each batch is of the weights of so many updates before the step that begins it."""
+"""Batches sampled ahead: `rollout.lag`, and `rollout.max_staleness`, which samples them while others are trained."""
 
+import itertools
 import json
+import random
+import threading
+import time
 
 import pytest
-from builders.ages import BATCH, CUTS, assert_of_their_versions, cut, trained
-from builders.runs import SHORT, assert_equal, built, checkpoint_of, copy_as_of, metrics_of, run
+import torch
+from builders.parallel_runs import run_on_ranks
+from builders.runs import SHORT, assert_equal, built, checkpoint_of, copy_as_of, metrics_of, once, run, sampler_of
 
 from pgtoolkit.config.schedule import steps_before, steps_of
 from pgtoolkit.config.schema import AccumulationConfig, LastStep
+from pgtoolkit.errors import NumericalError
 from pgtoolkit.rollouts.steps import StepLoader
+from pgtoolkit.sampling.samplers import TransformersSampler
+from pgtoolkit.training.module import PolicyGradientModule
+
+PROMPTS, BATCH = 4, 16
+"""Of a batch of rollouts in the short settings."""
+
+SECONDS = 60
+"""After which what waits in vain is given up."""
+
+
+def cut(docs_per_step, last_step):
+    return f"accumulation.docs_per_step={docs_per_step}", f"accumulation.last_step={last_step}"
+
+
+def trained(count, *overrides, prepare=lambda module, loader: None):
+    """A module, copies of its weights before each of so many steps, and each step's documents and metrics."""
+    module, loader = built(*once(*SHORT, "optimizer.learning_rate=0.02", "trainer.max_steps=99", *overrides))
+    prepare(module, loader)
+    versions, taken = [], []
+    for number, step in enumerate(itertools.islice(loader, count)):
+        versions.append({name: weight.detach().clone() for name, weight in module.model.state_dict().items()})
+        taken.append((step.documents, module.training_step(step, number)["metrics"]))
+    loader.source.close()
+    return module, versions, taken
+
+
+@torch.no_grad()
+def log_probs(module, weights, document):
+    """Of the completion's tokens, with these weights, by the model's own logits."""
+    inputs = {"input_ids": document.tokens[None], "use_cache": False}
+    logits = torch.func.functional_call(module.model, weights, (), inputs).logits[0, :-1]
+    following = document.tokens[1:, None]
+    return logits.log_softmax(-1).gather(-1, following)[document.loss_mask[1:], 0]
+
+
+def assert_of_their_versions(module, versions, taken, version_of):
+    """version_of(step that begins a batch) -> the version that has to have written it. Returns these, by batch."""
+    began = {}
+    for number, (documents, metrics) in enumerate(taken):
+        ages, drifts = [], []
+        for document in documents:
+            version = version_of(began.setdefault(document.group // PROMPTS, number))
+            expected = log_probs(module, versions[version], document)
+            assert document.model_version == version
+            torch.testing.assert_close(document.old_log_probs.double(), expected, rtol=0, atol=1e-5)
+            ages.append(number - version)
+            now = expected if version == number else log_probs(module, versions[number], document)
+            drifts.append((now - expected).mean())
+        assert metrics["staleness"] == pytest.approx(sum(ages) / len(ages))
+        drift = metrics["new_logprobs"] - metrics["old_logprobs"]
+        assert drift == pytest.approx(float(sum(drifts) / len(drifts)), abs=1e-5)
+        if max(ages) == 0:
+            assert metrics["ratio_new_old"] == pytest.approx(1, abs=1e-5)
+            assert metrics["kl_new_old"] == pytest.approx(0, abs=1e-9)
+        else:
+            assert metrics["kl_new_old"] > 1e-6  # versions can be told apart by their log-probs
+    return {batch: version_of(first) for batch, first in began.items()}
 
 
 @pytest.mark.parametrize(
-    ("lag", "how", "old"),
-    [
-        *((0, CUTS[0], "training"), (1, CUTS[1], "sampling"), (3, CUTS[0], "training")),
-        *((5, how, old) for how, old in zip(CUTS[2:], ("sampling", "training") * 2, strict=True)),
-    ],
+    ("lag", "docs", "last", "old", "count"),
+    [(3, 8, "short", "training", 7), (5, 5, "drop", "training", 8), (5, 12, "carry", "sampling", 8)],
 )
-def test_a_batch_is_of_the_weights_of_so_many_updates_ago(lag, how, old):
+def test_a_batch_is_of_the_weights_of_so_many_updates_ago(lag, docs, last, old, count):
     """Sampled with them, and with their log-probs as old ones; of the first weights while there are no others."""
-    count = {16: 7, 12: 9, 40: 7}.get(how[0], 11)  # fewer of the large steps
-    found = trained(count, f"rollout.lag={lag}", f"rollout.old_log_probs={old}", "loss=grpo", *cut(*how))
+    found = trained(count, f"rollout.lag={lag}", f"rollout.old_log_probs={old}", "loss=grpo", *cut(docs, last))
     assert_of_their_versions(*found, lambda first: max(0, first - lag))
 
 
@@ -98,7 +157,7 @@ AHEAD = {
 def test_a_run_continues_bit_for_bit_from_every_step(tmp_path, chosen):
     overrides = [*AHEAD[chosen], "trainer.max_steps=9"]
     whole = run(tmp_path / "whole", *overrides)
-    for step in range(1, 9, 1 if chosen in ("lag", "overlap") else 2):
+    for step in (1, 4, 7):
         resumed = copy_as_of(whole, step, tmp_path / f"after {step}")
         run(resumed, *overrides, "trainer.checkpoint_every=9", resume=True)
         assert metrics_of(resumed) == metrics_of(whole)
@@ -114,3 +173,104 @@ def test_batches_are_recorded_once_they_are_used_with_the_version_that_wrote_the
         assert len(rows) == BATCH
         (versions[path.name],) = {row["model_version"] for row in rows}
     assert versions == {f"batch-00000{number}.jsonl": version for number, version in enumerate([0, 0, 1, 3])}
+
+
+def overlap(most):
+    return f"rollout.max_staleness={most}", "rollout.old_log_probs=sampling"
+
+
+@pytest.mark.parametrize(
+    ("how", "lasts", "most"),
+    [((16, "short"), 1, 1), ((8, "short"), 2, 8), ((5, "short"), 4, 6), ((5, "drop"), 3, 5)],
+)
+def test_no_document_is_trained_later_than_allowed(how, lasts, most):
+    """lasts: steps of a batch. The first weights write what is begun before there are others."""
+    found = trained(3 * lasts + 2, *overlap(most), "loss=grpo", *cut(*how))
+    ahead = min(most - lasts + 1, lasts)
+    versions = assert_of_their_versions(*found, lambda first: max(0, first - ahead))
+    ages = [number - d.model_version for number, (documents, _) in enumerate(found[2]) for d in documents]
+    assert max(ages) == min(most, 2 * lasts - 1)
+    assert len(set(versions.values())) > 2
+
+
+def test_a_batch_is_sampled_while_another_is_trained():
+    """All but the first are sampled only after an update that came later than they began, with weights from before."""
+
+    def prepare(module, loader):
+        sampler = sampler_of(loader)
+        publish, complete, begun = sampler.publish, sampler.complete, []
+
+        def note(weights, version):
+            begun.append(version)
+            publish(weights, version)
+
+        def late(requests):
+            end = time.monotonic() + SECONDS
+            while len(begun) > 1 and module.num_updates == begun[-1]:
+                assert time.monotonic() < end, "there was no update meanwhile"
+                time.sleep(0.001)
+            return complete(requests)
+
+        sampler.publish, sampler.complete = note, late
+
+    found = trained(8, *overlap(3), "loss=grpo", prepare=prepare)
+    assert_of_their_versions(*found, lambda first: max(0, first - 2))
+
+
+def test_no_timing_and_nobody_elses_random_numbers_change_a_run(tmp_path, monkeypatch):
+    plain = run(tmp_path / "plain", *overlap(3))
+    complete, update = TransformersSampler.complete, PolicyGradientModule.before_update
+
+    def slow(self, requests):
+        time.sleep(random.choice([0, 0.05]))
+        return complete(self, requests)
+
+    def drawing(self):
+        time.sleep(random.choice([0, 0.05]))
+        torch.rand(7)
+        return update(self)
+
+    monkeypatch.setattr(TransformersSampler, "complete", slow)
+    monkeypatch.setattr(PolicyGradientModule, "before_update", drawing)
+    disturbed = run(tmp_path / "disturbed", *overlap(3))
+    assert metrics_of(disturbed) == metrics_of(plain)
+    for part in ("model", "optimizer", "data"):
+        assert_equal(checkpoint_of(disturbed, 6)[part], checkpoint_of(plain, 6)[part])
+
+
+def test_the_global_random_state_stays_as_it_is():
+    _, loader = built(*SHORT, *overlap(3))
+    before = torch.get_rng_state()
+    batches = [[d.tokens.tolist() for d in step.documents] for step in loader]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len({str(batch) for batch in batches}) == 6
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_an_error_while_sampling_ends_the_run_as_it_does_without_overlap(tmp_path, monkeypatch, call):
+    complete, calls = TransformersSampler.complete, []
+
+    def failing(self, requests):
+        calls.append(threading.current_thread())
+        if len(calls) == call:
+            raise NumericalError("the policy's probabilities are not finite")
+        return complete(self, requests)
+
+    monkeypatch.setattr(TransformersSampler, "complete", failing)
+    with pytest.raises(NumericalError, match=r"^the policy's probabilities are not finite$"):
+        run(tmp_path / "run", *overlap(3), "trainer.checkpoint_every=99")
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert status["state"] == "failed"
+    assert status["reason"] == "NumericalError: the policy's probabilities are not finite"
+    assert len(calls) == call
+    assert threading.main_thread() not in calls
+
+
+def test_ranks_sample_their_shares_and_continue_bit_for_bit(tmp_path):
+    settings = [*SHORT, *overlap(3), "trainer.max_steps=5"]
+    whole = run_on_ranks(tmp_path / "whole", settings, data_parallel=2)
+    assert [row["staleness"] for row in metrics_of(whole)] == [0, 1, 2, 3, 2]
+    resumed = copy_as_of(whole, 3, tmp_path / "resumed")
+    run_on_ranks(resumed, settings, resume=True, data_parallel=2)
+    assert metrics_of(resumed) == metrics_of(whole)
+    assert_equal(checkpoint_of(resumed, 5), checkpoint_of(whole, 5))

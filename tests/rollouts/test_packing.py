@@ -76,12 +76,6 @@ def test_a_vector_that_a_document_lacks_is_in_no_micro_batch_of_the_step(name):
     assert getattr(pack([], []), name) is None
 
 
-def test_no_documents_make_an_empty_micro_batch():
-    batch = pack([], [])
-    assert batch.num_documents == 0
-    assert batch.tokens.shape == batch.labels.shape == (0,)
-
-
 @given(DOCUMENTS, st.integers(9, 20))
 def test_cut_keeps_order_and_takes_what_fits(documents, max_tokens):
     parts = cut(documents, max_tokens)

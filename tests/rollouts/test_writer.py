@@ -2,27 +2,18 @@
 
 import json
 import os
-import random
 import resource
-import signal
-import subprocess
-import sys
-import textwrap
-import time
 from dataclasses import replace
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 from builders.rollout_rows import VOCABULARY_SIZE, assert_same, config
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pgtoolkit.batch import Document
-from pgtoolkit.errors import ConfigError, DataError, StorageError
+from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.rollouts.recorded import RecordedRollouts
-from pgtoolkit.rollouts.writer import RolloutWriter
+from pgtoolkit.rollouts.rows import RolloutWriter
 
 
 def source(path, estimator, needs=()):
@@ -112,82 +103,3 @@ def test_a_full_disk_leaves_no_part_of_a_file(tmp_path, suffix):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert {file.name: file.read_bytes() for file in folder.glob("batch-*")} == before
     assert source(folder, "given").num_documents == 12
-
-
-@pytest.mark.parametrize("suffix", [".jsonl"])
-def test_a_killed_writer_leaves_whole_files_only(tmp_path, suffix):
-    program = f"""
-        import sys
-        sys.path[:0] = {[os.path.dirname(__file__), os.path.dirname(os.path.dirname(__file__))]!r}
-        from test_writer import some_documents
-        from pgtoolkit.rollouts.writer import RolloutWriter
-        writer = RolloutWriter({str(tmp_path / ("saved" + suffix))!r}, resume=True)
-        batch = some_documents(count=200)
-        writer.write(0, batch)
-        print("ready", flush=True)
-        for number in range(100_000):
-            writer.write(number % 5, batch)
-    """
-    folder = tmp_path / ("saved" + suffix)
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "ready\n"
-    time.sleep(0.1 + random.random() / 10)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    process.stdout.close()
-    files = list(folder.glob("batch-*"))
-    assert files
-    for file in files:
-        assert source(file, "given").num_documents == 200
-
-
-FLIPPED = some_documents(7, 6)
-
-
-@given(st.data())
-def test_one_flipped_byte_is_refused_or_harmless(tmp_path_factory, data):
-    """The pages have checksums; the digest in the footer covers the rest. What no value depends on may change."""
-    folder = tmp_path_factory.getbasetemp() / "flipped"
-    path = folder / "batch-000000.parquet"
-    whole = RolloutWriter(folder, resume=True).write(0, FLIPPED).read_bytes()
-    place = data.draw(st.integers(0, len(whole) - 1) | st.integers(len(whole) // 2, len(whole) - 1))
-    flipped = bytearray(whole)
-    flipped[place] ^= data.draw(st.integers(1, 255))
-    path.write_bytes(flipped)
-    try:
-        read = documents(source(path, "given"))
-    except DataError:
-        return
-    for first, second in zip(FLIPPED, read, strict=True):
-        assert_same(first, second)
-
-
-def test_every_flipped_byte_of_the_pages_is_noticed(tmp_path):
-    path = RolloutWriter(tmp_path / "saved").write(0, FLIPPED)
-    whole = path.read_bytes()
-    metadata = pq.ParquetFile(path).metadata.row_group(0)
-    column = metadata.column(metadata.num_columns - 8)
-    assert column.path_in_schema.startswith("old_log_probs")
-    end = (
-        column.data_page_offset
-        + column.total_compressed_size
-        - (column.data_page_offset - column.dictionary_page_offset)
-    )
-    for place in range(end - 40, end):  # the last bytes of the column chunk are the data of its last page
-        flipped = bytearray(whole)
-        flipped[place] ^= 0x10
-        path.write_bytes(flipped)
-        with pytest.raises(DataError, match="truncated or damaged"):
-            source(path, "given")
-
-
-def test_rows_other_than_those_written_are_refused(tmp_path):
-    path = RolloutWriter(tmp_path / "saved").write(0, FLIPPED)
-    table = pq.read_table(path)
-    reward = pa.array([0.25, *table["reward"].to_pylist()[1:]], pa.float64())
-    for changed in (table.set_column(table.schema.get_field_index("reward"), "reward", reward), table.slice(1)):
-        pq.write_table(changed, path, write_page_checksum=True)
-        with pytest.raises(DataError, match="its rows are not those that were written"):
-            source(path, "given")
-    pq.write_table(table, path, write_page_checksum=True)
-    assert source(path, "given").num_documents == 6

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from builders.runs import change_state, checkpoint_of, replace_file, run
+from builders.runs import checkpoint_of, replace_file, run
 from safetensors.torch import save
 
 from pgtoolkit.cli import main
@@ -44,41 +44,21 @@ def bad(folder, name, damage):
     data = path.read_bytes()
     if damage == "no file":
         path.unlink()
-    elif damage == "folder":
-        path.unlink()
-        path.mkdir()
     else:
-        path.write_bytes(
-            {
-                "empty": b"",
-                "half": data[: len(data) // 2],
-                "first half of each line": b"\n".join(line[: len(line) // 2] for line in data.splitlines()) + b"\n",
-                "binary": bytes(range(256)) * 4,
-                "text": b"all is well\n",
-                "list": b"[1, [2], {}]\n",
-                "number": b"3\n",
-                "null": b"null\n",
-                "object": b'{"a": {"b": [1]}}\n{"a": 1}\n',
-                "nan": b'{"step": NaN, "state": NaN}\n{}\n',
-                "deep": b"[" * 100_000,
-                "huge number": b'{"step": 1' + b"0" * 400 + b'}\n{"step": 1, "loss": 1' + b"0" * 400 + b"}\n{}\n",
-                "text for a step": b'{"step": "one", "state": "done"}\n{"step": 2}\n',
-            }[damage]
-        )
+        kinds = {"half": data[: len(data) // 2], "binary": bytes(range(256)) * 4, "list": b"[1, [2], {}]\n"}
+        path.write_bytes((kinds | {"object": b'{"a": {"b": [1]}}\n{"a": 1}\n', "deep": b"[" * 100_000})[damage])
 
 
-KINDS = ("no file", "folder", "empty", "half", "first half of each line", "binary", "text", "list")
-KINDS += ("number", "null", "object", "nan", "deep", "huge number", "text for a step")
-
+KINDS = ("no file", "half", "binary", "list", "object", "deep")
 
 HARMLESS = {
     "config.yaml": (),
-    "overrides.yaml": ("half", "first half of each line"),
+    "overrides.yaml": ("half", "list"),
     "status.json": ("no file",),
-    "provenance.json": ("no file",),
-    "data.json": ("no file",),
-    "drift.jsonl": ("no file", "empty", "half", "deep"),
-    "metrics.jsonl": ("no file", "empty", "half", "deep"),
+    "provenance.json": ("no file", "object"),
+    "data.json": ("no file", "object"),
+    "drift.jsonl": ("no file", "half", "deep"),
+    "metrics.jsonl": ("no file", "half", "deep"),
 }
 """Where a run goes on without a word: a shorter list is a list, and the last line of metrics may be torn."""
 
@@ -117,18 +97,6 @@ def test_what_is_missing_or_torn_does_not_keep_a_run_from_going_on(whole, tmp_pa
         bad(folder, name, kind)
     assert main(["resume", str(folder), "trainer.max_steps=3"]) == 0
     assert json.loads((folder / "status.json").read_text())["step"] == 3
-
-
-@pytest.mark.parametrize("damage", ["data", "random"])
-def test_a_checkpoint_that_is_whole_and_says_nonsense_is_one_message(whole, tmp_path, capsys, damage):
-    folder = tmp_path / "run"
-    shutil.copytree(whole, folder)
-    shutil.rmtree(folder / "checkpoints" / "step-000001")
-    for number, nonsense in enumerate(({"a": 1}, {"1": {"step": "x"}}, "xx", [{"torch": [1]}], [[1]])):
-        change_state(folder / "checkpoints" / "step-000002", **{damage: nonsense})
-        assert main(["resume", str(folder), f"trainer.max_steps={3 + number}"]) == 6
-        (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-        assert "step-000002 is damaged: its " in line or "none of the 1 checkpoints" in line
 
 
 def test_an_export_of_weights_that_do_not_fit_their_configuration_is_one_message(whole, tmp_path, capsys):

@@ -60,28 +60,6 @@ def test_repositories_without_commit_and_directories_without_repository(tmp_path
     assert (empty["commit"], empty["diff"]) == (None, "")
 
 
-def test_a_repository_cannot_run_its_own_programs(repository):
-    program = repository / "program"
-    program.write_text(f"#!/bin/sh\ntouch {repository}/ran\ncat $2\n")
-    program.chmod(0o755)
-    (repository / ".gitattributes").write_text("*.py filter=evil diff=evil\n*.txt filter=a=b\n*.md filter=a.b\n")
-    for name in ("some.txt", "some.md"):
-        (repository / name).write_text("one\n")
-    git(repository, "add", ".")
-    git(repository, "commit", "-m", "second")
-    for section in ("filter.evil", "filter.a=b", "filter.a.b"):
-        for key, value in (("clean", program), ("smudge", program), ("process", program), ("required", "true")):
-            subprocess.run(["git", "config", "--file", ".git/config", f"{section}.{key}", value], check=True)
-    for key in ("core.fsmonitor", "diff.external", "diff.evil.command", "diff.evil.textconv", "core.pager"):
-        git(repository, "config", key, program)
-    git(repository, "config", "core.hooksPath", repository)
-    (repository / "post-index-change").symlink_to(program)
-    for name in ("code.py", "some.txt", "some.md"):
-        (repository / name).write_text("x = 2\n")
-    assert of(repository, collect([]))["diff"].count("+x = 2\n") == 3
-    assert not (repository / "ran").exists()
-
-
 def test_secrets_of_tracked_files_stay_where_they_are(repository):
     names = [".env", ".env.local", "deep/prod.env", "key.PEM", "Secrets/all.yaml", "aws_credentials", "id_rsa"]
     (repository / "deep").mkdir()

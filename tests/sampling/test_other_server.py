@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from builders.runs import SHORT, config_of
-from builders.server_checks import assert_trained, update
 from builders.shared_servers import save_llama
 from builders.vllm_servers import COMMAND, gone, processes_of
 from omegaconf import OmegaConf
+from sampling.server_checks import assert_trained, update
 
 from pgtoolkit.errors import SamplerLost
 from pgtoolkit.sampling.server_api import Call, Choice

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from builders.server_combinations import ROWS, Combination, all_pairs, pairs
+from sampling.server_combinations import ROWS, Combination, all_pairs, pairs
 
 
 def test_each_pair_of_choices_is_in_the_table():

@@ -13,10 +13,10 @@ import pytest
 import requests
 import torch
 from builders.runs import SHORT, config_of, sampler_of
-from builders.server_checks import update
 from builders.shared_servers import SharedServers, save_llama
 from builders.vllm_servers import COMMAND, processes_of
 from omegaconf import OmegaConf
+from sampling.server_checks import update
 
 from pgtoolkit.errors import SamplerLost
 from pgtoolkit.sampling.proof import check_batch

@@ -16,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from builders.server_checks import ARRIVING, ASKED, assert_trained, otherwise, share_of_equal, spoil, trained, update
 from builders.shared_servers import ENDS, STARTS, TOKENS, SharedServers, save_llama
 from builders.vllm_servers import gone
+from sampling.server_checks import ARRIVING, ASKED, assert_trained, otherwise, share_of_equal, spoil, trained, update
 
 from pgtoolkit.errors import SamplerLost
 from pgtoolkit.sampling.servers import ServerSampler

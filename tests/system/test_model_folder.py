@@ -100,8 +100,6 @@ SEEN_BY_LOADING = {
     ),
     "a piece that is missing": (in_pieces, "weights of the model that config.json describes (got "),
     "no norm": (tensors(lambda weights: weights.pop(NORM)), f"(got no {NORM}). transformers would fill in random"),
-    "NaN": (tensors(lambda weights: weights[NORM].fill_(torch.nan)), f"NaN or infinity in {NORM}"),
-    "one infinity": (tensors(lambda weights: weights[NORM][3].fill_(-torch.inf)), f"NaN or infinity in {NORM}"),
 }
 
 

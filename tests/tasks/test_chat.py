@@ -94,12 +94,11 @@ def test_a_text_alone_where_there_is_no_template_or_never():
 @pytest.mark.parametrize(
     ("template", "chosen", "got"),
     [
-        (None, Chat.auto, "none"),
         (LLAMA, Chat.never, "none"),
         (DEAF, Chat.auto, "one that leaves it out"),
         (NO_SYSTEM, Chat.auto, "one that says: System role not supported"),
     ],
-    ids=["no template", "never", "left out", "refused"],
+    ids=["never", "left out", "refused"],
 )
 def test_a_system_prompt_that_would_be_ignored_is_refused(template, chosen, got):
     with pytest.raises(ConfigError) as error:
@@ -112,13 +111,6 @@ def test_a_row_whose_system_message_would_be_ignored_is_refused():
     assert encoded(tokenizer_of(DEAF), [TEXT])
     with pytest.raises(DataError, match=f"at p:2 cannot be .*: {said}"):
         encoded(tokenizer_of(DEAF), [TEXT, TALK])
-
-
-def test_a_template_without_a_place_for_answers_ends_none():
-    alone = "{% for m in messages if m['role'] != 'user' %}{{ raise_exception('users only') }}{% endfor %}" + DEAF
-    template = chat_of(task_config(), tokenizer_of(alone))
-    assert len(template.notes([])) == 1
-    assert len(template.encode([TEXT])[0]) == len("6 * 7?")
 
 
 def test_two_system_messages_are_refused_with_the_row():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from builders.models import ALPHABET, save_with_tokenizer, small_llama
-from builders.runs import SHORT, config_of, metrics_of, sampler_of
+from builders.runs import SHORT, config_of, sampler_of
 from omegaconf import OmegaConf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -14,7 +14,6 @@ from pgtoolkit.tasks.prompts import TokenizedTask
 from pgtoolkit.tasks.stops import StopStrings
 from pgtoolkit.tasks.tasks import Prompt, Score
 from pgtoolkit.training.build import build
-from pgtoolkit.training.train import train
 
 TEXTS = ["the answer is </answer> and </think>", "ünï🎉 wörld", "a\n\nb", "so so so"] * 8
 END = "<|im_end|>"
@@ -172,18 +171,6 @@ def test_a_string_that_the_prompt_begins_ends_nothing(folder):
     assert begun > 4
 
 
-def test_sampling_stops_once_every_completion_has_ended(folder):
-    """Every character is a stop string: one pass over the prompts is all."""
-    strings = ",".join(f"'{character}'" for character in ALPHABET)
-    sampler, policy = sampler_and_policy(folder, f"rollout.stop=[{strings}]")
-    passes = []
-    policy.head.register_forward_hook(lambda *_: passes.append(1))
-    completions = sampled(sampler)
-    assert {len(one.tokens) for one in completions} == {1}
-    assert {one.finish_reason for one in completions} == {"stop"}
-    assert len(passes) == 1
-
-
 def test_a_static_cache_looks_for_strings_every_32_tokens(folder):
     """And at all that was written since it looked last."""
     small_llama(max_position_embeddings=256).save_pretrained(folder)
@@ -203,13 +190,3 @@ def test_a_static_cache_looks_for_strings_every_32_tokens(folder):
     sampler, _ = sampler_and_policy(folder, *own, "rollout.stop=['333']")
     assert sampler._stopped(written, 64).tolist() == [True, False]
     assert sampler._stopped(written, 32).tolist() == [False, False]
-
-
-def test_a_stopped_completion_is_not_truncated_in_training(folder, tmp_path):
-    strings = ",".join(f"'{character}'" for character in ALPHABET)
-    short = [one for one in SHORT if not one.startswith("model.")]
-    own = ["model=huggingface", f"model.path={folder}", "trainer.max_steps=2", f"rollout.stop=[{strings}]"]
-    train(config_of(*short, *own), tmp_path / "run")
-    rows = metrics_of(tmp_path / "run")
-    assert [row["truncated_fraction"] for row in rows] == [0, 0]
-    assert [row["completion_length"] for row in rows] == [1, 1]

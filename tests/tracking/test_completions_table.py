@@ -9,7 +9,7 @@ from mlflow import MlflowClient
 from pgtoolkit.runs.completions import FOLDER, CompletionRow, write_completions
 from pgtoolkit.tracking import description
 from pgtoolkit.tracking.description import TABLE, table_of
-from pgtoolkit.tracking.sync import sync
+from pgtoolkit.tracking.mlflow_run import sync
 
 
 def row(step, name, reward=0.5, completion="4", **more):

@@ -52,16 +52,6 @@ def test_what_a_run_prints_runs_as_typed(tmp_path, shell, capsys):
     assert "2 runs" in done.stdout, done.stdout
 
 
-def test_the_ui_of_the_default_store_is_two_words(tmp_path, shell):
-    from pgtoolkit.tracking.next_commands import ui_command
-
-    assert shlex.split(ui_command(None))[1:] == ["ui"]
-    assert shlex.split(ui_command("sqlite:///my store.db"))[1:] == ["ui", "--uri=sqlite:///my store.db"]
-    assert ui_command("http://host") is None
-    done = shell(ui_command("sqlite:///my store.db"))
-    assert done.stderr.startswith("pgtk: error: --uri=sqlite:///my store.db needs an MLflow store (got my store.db: no")
-
-
 def test_compare_takes_all_that_a_shell_finds_in_a_sweep(tmp_path, shell):
     job = tmp_path / "sweep" / "0-seed-1"
     job.mkdir(parents=True)

@@ -10,11 +10,10 @@ from mlflow import MlflowClient
 from pgtoolkit.cli import main
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.directory import RunDirectory, read_status
-from pgtoolkit.tracking.mlflow_run import MlflowTracker
-from pgtoolkit.tracking.sync import sync
+from pgtoolkit.tracking.mlflow_run import MlflowTracker, sync
 
 
-def test_sync_delivers_once_what_a_killed_run_left(uri, run, caplog):
+def test_sync_delivers_once_what_a_killed_run_left(uri, run):
     tracker = start(uri, run, experiment="killed")
     train(run, 1, 3)
     tracker.finish("failed")
@@ -25,10 +24,7 @@ def test_sync_delivers_once_what_a_killed_run_left(uri, run, caplog):
     run.close()
     assert "6 rows delivered" in sync(run.path)  # the store is known from status.json
     assert "nothing was missing" in sync(run.path)
-    caplog.clear()
-    other = sync(run.path, f"sqlite:///{run.path.parent}/other.db", "copies")
-    assert "9 rows delivered" in other
-    assert not caplog.records  # another store is not one that has lost the run
+    assert "9 rows delivered" in sync(run.path, f"sqlite:///{run.path.parent}/other.db", "copies")
     saved = MlflowClient(uri).get_run(tracker.info["run_id"])
     assert history(uri, saved.info.run_id) == [(step, step / 8) for step in range(1, 10)]
     assert (saved.info.status, saved.info.end_time) == ("KILLED", round(1000 * run.read_metrics()[-1]["time"]))
@@ -48,20 +44,6 @@ def test_sync_of_a_run_without_mlflow_needs_a_store_and_makes_one_run_there(uri,
     (found,) = client.search_runs([client.get_experiment_by_name("afterwards").experiment_id])
     assert (found.info.status, found.info.run_name) == ("FINISHED", "run")
     assert history(uri, found.info.run_id) == [(step, step / 8) for step in range(1, 6)]
-
-
-def test_sync_refuses_what_is_no_run_and_goes_on_with_the_others(uri, run, tmp_path, capsys):
-    tracker = start(uri, run)
-    train(run, 1, 2)
-    tracker.finish("done")
-    run.set_status("done", 2)
-    run.close()
-    assert main(["sync", str(tmp_path / "none")]) == 2
-    assert "no such folder" in capsys.readouterr().err
-    assert main(["sync", str(tmp_path), "--uri", "http://127.0.0.1:1"]) == 6
-    assert "Nothing was lost" in capsys.readouterr().err
-    assert main(["sync", str(tmp_path)]) == 0  # a folder that holds runs
-    assert "nothing was missing" in capsys.readouterr().out
 
 
 def test_sync_delivers_the_others_when_a_run_is_damaged(uri, tmp_path, capsys):
@@ -106,7 +88,7 @@ def test_the_load_of_the_machine_is_measured_and_a_resumed_run_goes_on_with_it(u
         measured = len(values)
 
 
-def test_an_mlflow_run_takes_rows_of_its_own_run_only(uri, run, tmp_path, caplog):
+def test_an_mlflow_run_takes_rows_of_its_own_run_only(uri, run, tmp_path):
     """A directory whose status names the MLflow run of another run, as one that was trained in twice has it."""
     first = start(uri, run, experiment="mixed")
     train(run, 1, 8)
@@ -117,19 +99,6 @@ def test_an_mlflow_run_takes_rows_of_its_own_run_only(uri, run, tmp_path, caplog
         train(other, 1, 10)
         assert second.finish("done") == []
     assert second.info["run_id"] != first.info["run_id"]
-    assert f"MLflow run {first.info['run_id']} is not in {uri} any more; another one gets all metrics" in caplog.text
     assert len(history(uri, first.info["run_id"])) == 8
     assert history(uri, second.info["run_id"]) == [(step, step / 8) for step in range(1, 11)]
     assert MlflowClient(uri).get_run(first.info["run_id"]).data.tags["pgtk.id"] != read_status(other.path)["id"]
-
-
-def test_sync_fills_a_gap(uri, run):
-    train(run, 1, 9)
-    whole = run.metrics_path.read_text()
-    lines = whole.splitlines(keepends=True)
-    run.metrics_path.write_text("".join(lines[:2] + lines[4:]))
-    start(uri, run, experiment="gap").finish("done")
-    run.metrics_path.write_text(whole)
-    run.close()
-    assert "2 rows delivered" in sync(run.path)
-    assert "nothing was missing" in sync(run.path)

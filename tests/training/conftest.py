@@ -1,8 +1,22 @@
 """What the tests of training share."""
 
+import shutil
+
 import pytest
 from builders.parallel_runs import RECORDED
 from builders.runs import run
+
+
+@pytest.fixture(scope="session")
+def short(tmp_path_factory):
+    """A run of the short settings, six steps, to be read and not changed."""
+    return run(tmp_path_factory.mktemp("short") / "run")
+
+
+@pytest.fixture
+def copied(short, tmp_path):
+    """A copy of it."""
+    return shutil.copytree(short, tmp_path / "run")
 
 
 @pytest.fixture(scope="session")

@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from builders.processes import layout, world
-from builders.runs import CLOCK, SHORT, built
+from builders.runs import CLOCK
 from torch import nn
 
 import pgtoolkit
 from pgtoolkit.batch import Document
 from pgtoolkit.errors import NumericalError
 from pgtoolkit.losses import reference
-from pgtoolkit.model.policy import Policy
 from pgtoolkit.packing import pack
 from pgtoolkit.ranks.layout import ONE_PROCESS
 from pgtoolkit.rollouts.steps import make_step
@@ -149,20 +148,6 @@ def test_any_module_is_driven_over_data_parallel_ranks(number, max_tokens):
         assert metrics == pytest.approx(expected[0], rel=1e-12, abs=1e-14)
         torch.testing.assert_close(gradient, expected[1], rtol=1e-11, atol=1e-14)
         torch.testing.assert_close(weights, expected[2], rtol=1e-12, atol=1e-15)
-
-
-def test_gradients_are_exchanged_with_the_last_micro_batch_of_a_step_alone(monkeypatch):
-    """What fully sharded weights are told before each backward."""
-    told = []
-    monkeypatch.setattr(Policy, "synchronise_gradients", lambda self, last: told.append(last))
-    module, loader = built(*SHORT, "accumulation.max_tokens=24")
-    counts = []
-    for number, step in enumerate(loader):
-        module.training_step(step, number)
-        counts.append(len(step.micro_batches))
-        assert told == [False] * (counts[-1] - 1) + [True]
-        told.clear()
-    assert min(counts) > 1
 
 
 def test_a_step_that_is_not_finite_leaves_the_weights_of_any_module():

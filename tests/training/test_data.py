@@ -11,10 +11,7 @@ from builders.runs import SHORT, config_of, metrics_of
 from omegaconf import OmegaConf
 
 from pgtoolkit.cli import main
-from pgtoolkit.config.names import digest, plain_config
 from pgtoolkit.config.paths import make_absolute
-from pgtoolkit.launch.check import check
-from pgtoolkit.tracking.store import flatten
 from pgtoolkit.training.data import WHOLE_BYTES, digests
 
 SMALL = [setting for setting in SHORT if not setting.startswith(("task.", "trainer.max_steps", "rollout."))]
@@ -143,25 +140,6 @@ def test_large_files_are_looked_at_in_samples(tmp_path):
     (tmp_path / "README.md").write_text("a model")
     (tmp_path / ".cache").write_text("x")
     assert list(digests(config)["model.path"]) == ["model.safetensors"]
-
-
-def test_the_key_that_accepts_changed_data_tells_no_configurations_apart():
-    plain, accepting = config_of(), config_of("trainer.accept_changed_data=true")
-    assert digest(plain_config(plain)) == digest(plain_config(accepting))
-    assert flatten(plain_config(plain)) == flatten(plain_config(accepting))
-
-
-def test_a_job_keeps_its_name_and_knows_its_files_from_everywhere(tmp_path, monkeypatch):
-    overrides = ["seed=0,1", "task=prompts", "task.path=prompts.jsonl", f"hydra.sweep.dir={tmp_path}/sweep"]
-    found = []
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "prompts.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
-        monkeypatch.chdir(tmp_path / name)
-        jobs = check(overrides, multirun=True).sweep.jobs
-        assert [job.config["task"]["path"] for job in jobs.values()] == [str(tmp_path / name / "prompts.jsonl")] * 2
-        found.append(list(jobs))
-    assert found[0] == found[1]
 
 
 def test_absolute_paths(tmp_path, monkeypatch):

@@ -4,16 +4,17 @@ import shutil
 
 import pytest
 import torch
+from builders.models import save_with_tokenizer, small_llama
 from builders.parallel_runs import saved_again
 from builders.processes import world
 from builders.runs import SHORT, checkpoint_of, config_of, copy_as_of, run
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from pgtoolkit.batch import Document
 from pgtoolkit.cli import main
-from pgtoolkit.model.build import build_policy, character_tokenizer
+from pgtoolkit.model.build import build_policy
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.training.train import train
 
@@ -100,51 +101,30 @@ def test_the_card_tells_the_run_and_its_code_runs(trained, tmp_path, monkeypatch
     assert prompt.isdecimal()
 
 
-def test_a_model_of_a_folder(tmp_path):
-    tokenizer = character_tokenizer("0123456789=")
-    config = LlamaConfig(
-        vocab_size=12,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=11,
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
-    own = [setting for setting in SHORT if not setting.startswith("model.")]
-    path = f"model.path={tmp_path / 'base'}"
-    settings = config_of(*own, "model=huggingface", path, "trainer.max_steps=1", "model.gradient_checkpointing=true")
+def test_a_model_of_a_folder_keeps_all_its_ends_and_its_number_type(tmp_path):
+    """All that an export needs is in the run; what it samples by is the run's own."""
+    save_with_tokenizer(small_llama(num_hidden_layers=2, tie_word_embeddings=True).bfloat16(), tmp_path / "base")
+    (tmp_path / "base" / "generation_config.json").write_text('{"eos_token_id": [11, 3, 7], "repetition_penalty": 1.1}')
+    chosen = [setting for setting in SHORT if not setting.startswith("model.")]
+    chosen += ["model=huggingface", f"model.path={tmp_path / 'base'}", "model.gradient_checkpointing=true"]
+    settings = config_of(*chosen, "trainer.max_steps=1")
     train(settings, tmp_path / "run")
     tokens = torch.tensor([1, 2, 3, 10, 3, 2, 1])
     expected = logits_in_training(tmp_path / "run", settings, 1, tokens)
-    shutil.rmtree(tmp_path / "base")  # all that an export needs is in the run
-    assert main(["export", str(tmp_path / "run"), str(tmp_path / "model")]) == 0
-    assert torch.equal(logits_loaded(tmp_path / "model", tokens), expected)
-    assert "base_model" not in (tmp_path / "model" / "README.md").read_text()  # a folder of this machine
-
-
-def test_all_ends_and_the_number_type_of_the_model_are_kept(tmp_path):
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=12, bos_token_id=None, eos_token_id=11, **sizes)
-    LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "base")
-    character_tokenizer("0123456789=").save_pretrained(tmp_path / "base")
-    (tmp_path / "base" / "generation_config.json").write_text('{"eos_token_id": [11, 3, 7], "repetition_penalty": 1.1}')
-    own = [setting for setting in SHORT if not setting.startswith("model.")]
-    settings = config_of(*own, "model=huggingface", f"model.path={tmp_path / 'base'}", "trainer.max_steps=1")
-    train(settings, tmp_path / "run")
+    shutil.rmtree(tmp_path / "base")
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "model")]) == 0
     sampling = GenerationConfig.from_pretrained(tmp_path / "model")
     assert (sampling.eos_token_id, sampling.repetition_penalty) == ([11, 3, 7], None)
-    checkpoint = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoints" / "step-000001")
-    assert checkpoint.dtype == torch.bfloat16  # of the model as it is meant to be used, though the file has float32
-    weights = load_file(tmp_path / "model" / "model.safetensors")
-    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
-    trained = checkpoint_of(tmp_path / "run", 1)["model"]
+    step = tmp_path / "run" / "checkpoints" / "step-000001"
+    assert (
+        AutoModelForCausalLM.from_pretrained(step).dtype == torch.bfloat16
+    )  # as it is to be used; float32 in the file
+    assert torch.equal(
+        AutoModelForCausalLM.from_pretrained(step, dtype=torch.float32)(tokens[None]).logits[0], expected
+    )
+    weights, trained = load_file(tmp_path / "model" / "model.safetensors"), checkpoint_of(tmp_path / "run", 1)["model"]
     assert all(torch.equal(weight, trained[name].bfloat16()) for name, weight in weights.items())
+    assert "base_model" not in (tmp_path / "model" / "README.md").read_text()  # a folder of this machine
 
 
 def test_what_cannot_be_exported_is_refused(trained, tmp_path, capsys, monkeypatch):

@@ -7,17 +7,15 @@ import torch
 from builders.models import model_config, save_with_tokenizer, small_llama
 from builders.parallel_runs import assert_close, run_on_ranks, saved_again
 from builders.processes import world
-from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, replace_file
+from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of
 from omegaconf import OmegaConf
 from peft import PeftModel
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from pgtoolkit.cli import main
-from pgtoolkit.config.validate import validate
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model.build import build_policy
-from pgtoolkit.training import checkpoint
 from pgtoolkit.training.build import build
 from pgtoolkit.training.checkpoint import load_newest
 from pgtoolkit.training.state import load_weights
@@ -184,12 +182,6 @@ def test_the_base_is_known_again_in_another_number_type(base, trained):
             load_weights(policy, load_newest(trained / "checkpoints"))
 
 
-@pytest.mark.parametrize("key", ["lora_rank=4", "lora_alpha=5", "lora_targets=[q_proj]"])
-def test_a_run_goes_on_with_its_own_adapters(trained, tmp_path, capsys, key):
-    assert main(["resume", str(trained), "trainer.max_steps=5", f"model.{key}"]) == 2
-    assert f"model.{key} needs to stay as the run began" in capsys.readouterr().err
-
-
 def test_a_folder_of_adapters_is_no_model(base, trained, tmp_path, capsys):
     for folder in (newest(trained), tmp_path / "both"):
         if folder == tmp_path / "both":  # transformers would put them into the model at its side
@@ -233,37 +225,3 @@ def test_ranks_train_as_one_process_does_and_continue(base, recorded, tmp_path, 
     one_more = copy_as_of(again, 3, tmp_path / "one more")
     run_on_ranks(one_more, [s for s in given if "shard" not in s], resume=True)
     assert_equal(checkpoint_of(one_more, 3)["model"], found["model"])
-
-
-def test_large_adapters_are_one_file(base, tmp_path, monkeypatch):
-    """peft reads no more than one."""
-    monkeypatch.setattr(checkpoint, "_SHARD_BYTES", 500)
-    train(config_of(*settings(base, "trainer.max_steps=1")), tmp_path / "run")
-    path = tmp_path / "run" / "checkpoints" / "step-000001"
-    assert [file.name for file in path.glob("*.safetensors*")] == ["adapter_model.safetensors"]
-    assert len(list((path / "training").glob("optimizer*"))) > 3
-    AutoModelForCausalLM.from_pretrained(path)
-
-
-def test_without_peft_it_is_refused(base, monkeypatch):
-    monkeypatch.setattr("pgtoolkit.config.rules.run._is_installed", lambda name: name != "peft")
-    (problem,) = validate(config_of(*settings(base))).problems
-    assert problem == (
-        "model.lora_rank=2 needs the package peft (got not installed). The package is an extra, not installed by "
-        "default. Use pip install 'pgtoolkit[lora]'."
-    )
-
-
-def test_adapters_of_other_layers_are_one_message(trained, tmp_path, capsys):
-    folder = copy_as_of(trained, 4, tmp_path / "run")
-    weights = checkpoint_of(folder, 4)["model"]
-    name = next(iter(weights))
-    for changed in ({"a": torch.zeros(1)}, weights | {name: torch.zeros(1)}, weights | {name: weights[name].double()}):
-        replace_file(newest(folder), "adapter_model.safetensors", save(changed))
-        assert main(["export", str(folder), str(tmp_path / "model")]) == 6
-        (line,) = capsys.readouterr().err.splitlines()
-        assert f"{newest(folder)} is damaged: transformers cannot load it (" in line
-        assert main(["resume", str(folder), "trainer.max_steps=5"]) == 2
-        (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-        assert "the checkpoint does not fit the configured model: " in line
-    assert not (tmp_path / "model").exists()

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders.parallel_runs import assert_close, run_on_ranks, saved_again
+from builders.parallel_runs import run_on_ranks, saved_again
 from builders.processes import layout, world
 from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, contents_of, copy_as_of, metrics_of, state
 from omegaconf import OmegaConf
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from pgtoolkit.errors import ConfigError, StorageError
+from pgtoolkit.errors import StorageError
 from pgtoolkit.model.build import character_tokenizer
 from pgtoolkit.training.checkpoint import MOMENTS, WEIGHTS, list_checkpoints, load_newest, save_checkpoint
 
@@ -29,29 +29,13 @@ def two_ranks(tmp_path_factory, recorded):
     return run_on_ranks(tmp_path_factory.mktemp("two") / "run", [*recorded, *SETTINGS], data_parallel=2)
 
 
-def test_as_many_ranks_continue_bitwise(tmp_path, recorded, two_ranks):
-    again = copy_as_of(two_ranks, 1, tmp_path / "again")
-    run_on_ranks(again, [*recorded, *SETTINGS], resume=True, data_parallel=2)
-    assert metrics_of(again) == metrics_of(two_ranks)
-    assert_equal(checkpoint_of(again, 3), checkpoint_of(two_ranks, 3))
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        [],
-        [
-            *("rollout.max_sampling_rounds=4", "rollout.overlong_buffer=2", "advantage=batch_std"),
-            *("rollout.group_size=2", "accumulation.docs_per_step=4"),
-        ],
-    ],
-    ids=["plain", "dapo"],
-)
-def test_rollouts_of_as_many_ranks_continue_bitwise(tmp_path, more):
+def test_rollouts_of_as_many_ranks_continue_bitwise(tmp_path):
     """The batch in use goes on, and the next is drawn with each rank's own random numbers."""
-    policy = [*SHORT, "aggregation.divisor=4", "trainer.max_steps=3", *more]
+    dapo = ["rollout.max_sampling_rounds=4", "rollout.overlong_buffer=2", "advantage=batch_std"]
+    dapo += ["rollout.group_size=2", "accumulation.docs_per_step=4"]
+    policy = [*SHORT, "aggregation.divisor=4", "trainer.max_steps=3", *dapo]
     whole = run_on_ranks(tmp_path / "whole", policy, data_parallel=2)
-    assert all(row.get("dropped_prompt_fraction", 0.0) > 0 for row in metrics_of(whole)) == bool(more)
+    assert all(row["dropped_prompt_fraction"] > 0 for row in metrics_of(whole))
     again = copy_as_of(whole, 1, tmp_path / "again")
     run_on_ranks(again, policy, resume=True, data_parallel=2)
     assert metrics_of(again) == metrics_of(whole)
@@ -71,23 +55,6 @@ def test_another_number_of_ranks_continues(tmp_path, recorded, two_ranks, sizes)
     for row, other in zip(rows, others, strict=True):
         for name in ("loss", "grad_norm", "new_logprobs", "num_tokens"):
             assert row[name] == pytest.approx(other[name], rel=1e-5, abs=1e-5), (row["step"], name)
-
-
-@pytest.mark.parametrize("shard", ["true", "false"])
-def test_the_checkpoint_of_one_process_and_of_shards_is_continued(tmp_path, recorded, shard):
-    """One process, then two that share the weights, then one again."""
-    run = run_on_ranks(tmp_path / "run", [*recorded, *SETTINGS, "trainer.max_steps=1"])
-    settings = [*recorded, *SETTINGS, f"parallelism.shard={shard}", "trainer.max_steps=2"]
-    run_on_ranks(run, settings, resume=True, data_parallel=2)
-    run_on_ranks(run, [*recorded, *SETTINGS], resume=True)
-    assert [len(checkpoint_of(run, step)["random"]) for step in (1, 2, 3)] == [1, 2, 1]
-    assert_close(run, run_on_ranks(tmp_path / "one", [*recorded, *SETTINGS]))
-
-
-def test_a_checkpoint_of_another_model_is_refused(tmp_path, recorded, two_ranks):
-    again = copy_as_of(two_ranks, 1, tmp_path / "again")
-    with pytest.raises(ConfigError, match=r"model.hidden_size=64 needs to stay as the run began"):
-        run_on_ranks(again, [*recorded, *SETTINGS, "model.hidden_size=64"], resume=True)
 
 
 @pytest.mark.parametrize(

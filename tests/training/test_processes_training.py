@@ -12,7 +12,7 @@ from builders.processes import layout, world
 from builders.runs import SHORT, config_of
 from omegaconf import OmegaConf
 
-from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, RankLost
+from pgtoolkit.errors import ConfigError, PgtoolkitError, RankLost
 from pgtoolkit.rollouts.recorded import RecordedRollouts
 from pgtoolkit.training.build import build, fit
 from pgtoolkit.training.recorder import Recorder
@@ -108,23 +108,6 @@ def test_rollouts_are_generated_in_shares_and_trained_on_as_a_whole(tmp_path):
     assert [document.group for document in batch] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
     completions = [document.tokens[4:].tolist() for document in batch]
     assert completions[:4] != completions[4:8]  # each rank draws its own random numbers
-
-
-def failing_read(config, folder: Path, failing: int) -> str:
-    ranks = layout(data_parallel=2)
-    module, loader = build(config, layout=ranks)
-    if ranks.rank == failing:
-        loader.source.document = lambda position: (_ for _ in ()).throw(DataError("rollouts.parquet is torn"))
-    with pytest.raises(DataError) as caught:
-        fit(module, loader, config, Recorder(None, folder, config.trainer, None))
-    return str(caught.value)
-
-
-def test_a_rank_that_cannot_read_its_data_ends_all_of_them(tmp_path, recorded):
-    config = OmegaConf.to_object(config_of(*recorded, "parallelism.data_parallel=2"))
-    for failing in (0, 1):
-        found = world(2).run(failing_read, config, tmp_path, failing)
-        assert found == [f"rank {failing}: rollouts.parquet is torn"] * 2
 
 
 def other_data(config, folder: Path) -> str:

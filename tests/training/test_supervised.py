@@ -121,13 +121,6 @@ def test_what_some_rows_lack_is_refused(tmp_path, field):
         built(*SMALL, f"rollout.path={path}")
 
 
-def test_a_loader_of_ones_own_gives_what_the_loss_reads(tmp_path):
-    _, loader = built(*SMALL, f"rollout.path={rows_file(tmp_path, 4, **ONLY_TOKENS)}")
-    module, _ = built("loss=grpo", "trainer.device=cpu", "tracking=none")
-    with pytest.raises(DataError, match=r"needs old_log_probs of every document \(got none of .*rollouts\.jsonl:1\)"):
-        module.training_step(next(iter(loader)), 0)
-
-
 def test_a_family_that_reads_the_ratio_cannot_deny_it():
     class Denies(Family):
         slope_of = "log_prob"

@@ -21,7 +21,6 @@ from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.runs.directory import read_status
 from pgtoolkit.sampling.samplers import TransformersSampler
 from pgtoolkit.training.module import PolicyGradientModule
-from pgtoolkit.training.recorder import Recorder
 from pgtoolkit.training.train import build, train
 
 
@@ -67,12 +66,14 @@ def gradient_and_metrics(module, documents, max_tokens):
     return len(outputs), loss, gradient, {k: float(v) for k, v in sums.finalize(step.totals).items()}
 
 
-@pytest.mark.parametrize(("loss", "aggregation", "level"), OBJECTIVES)
-@pytest.mark.parametrize("kernel", ["torch", "fused_linear"])
+@pytest.mark.parametrize(
+    ("loss", "aggregation", "level", "kernel"),
+    [(*objective, ("torch", "fused_linear")[i % 2]) for i, objective in enumerate(OBJECTIVES)],
+)
 def test_every_parameter_gets_the_same_gradient_however_the_step_is_cut(loss, aggregation, level, kernel):
     """The whole model in float64: packed whole, one document per micro-batch, and in between, in another order."""
     parameters = [f"loss.{name}={value}" for name, value in PARAMETERS[loss].items()]
-    chosen = f"loss={loss}", f"aggregation={aggregation}", f"metrics={level}", f"kernel={kernel}"
+    chosen = f"loss={loss}", f"aggregation={aggregation}", "metrics=none", f"kernel={kernel}"
     module = module_of(*chosen, *parameters).double()
     documents = some_documents()
     count, *whole = gradient_and_metrics(module, documents, 1000)
@@ -102,20 +103,8 @@ def test_the_fused_head_adds_its_gradient_to_that_of_the_weight(tied):
     assert module.policy.head.weight.grad.abs().max() > 0
 
 
-def test_rows_and_one_packed_row_give_the_same_hidden_states():
-    """Documents of one length are padded to rows, very uneven ones packed; both must see their own document only."""
-    module = module_of().double()
-    for lengths in ((7, 7, 7, 6), (30, 2, 2, 2, 2)):
-        documents = some_documents(lengths=(*lengths, 1, 1)[:7])[: len(lengths)]
-        micro_batch = make_step(documents, 1000, {}).micro_batches[0]
-        found = module.policy.hidden_states(micro_batch)
-        alone = [module.policy.hidden_states(make_step([d], 1000, {}).micro_batches[0]) for d in documents]
-        torch.testing.assert_close(found, torch.cat(alone), rtol=1e-12, atol=1e-13)
-
-
-def test_the_first_step_of_a_batch_of_rollouts_has_ratio_one_and_later_ones_do_not(tmp_path):
-    rows = metrics_of(run(tmp_path / "run", "loss=gspo"))
-    for row in rows:
+def test_the_first_step_of_a_batch_of_rollouts_has_ratio_one_and_later_ones_do_not(short):
+    for row in metrics_of(short):
         first = row["step"] % 2 == 1
         assert (row["ratio_new_old"] == pytest.approx(1, abs=1e-6)) is first
         assert (row["clipped_ratio_fraction"] == 0) is first
@@ -124,42 +113,13 @@ def test_the_first_step_of_a_batch_of_rollouts_has_ratio_one_and_later_ones_do_n
         assert row["documents_seen"] == 8 * row["step"]
 
 
-def test_sampling_and_training_log_probs_agree(tmp_path):
-    """Both describe one policy; they differ by rounding only."""
-    rows = {}
-    for source in ("training", "sampling"):
-        rows[source] = metrics_of(run(tmp_path / source, f"rollout.old_log_probs={source}"))[0]
-    assert rows["sampling"]["old_logprobs"] == pytest.approx(rows["training"]["old_logprobs"], abs=1e-5)
-    assert rows["sampling"]["ratio_new_old"] == pytest.approx(1, abs=1e-5)
-
-
-@pytest.mark.parametrize("max_tokens", [8, 16, 1000])
-def test_a_run_does_not_depend_on_max_tokens(tmp_path, max_tokens):
-    expected = metrics_of(run(tmp_path / "a"))
-    found = metrics_of(run(tmp_path / "b", f"accumulation.max_tokens={max_tokens}"))
+def test_a_run_does_not_depend_on_max_tokens(short, tmp_path):
+    expected = metrics_of(short)
+    found = metrics_of(run(tmp_path / "run", "accumulation.max_tokens=1000"))
     assert found[0]["num_micro_batches"] != expected[0]["num_micro_batches"]
     for a, b in zip(found, expected, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=2e-5)
         assert a["reward"] == b["reward"]
-
-
-def test_a_step_that_is_not_finite_changes_no_weight_and_names_the_documents():
-    module = module_with_optimizer("trainer.max_bad_steps=2")
-    documents = some_documents()
-    bad = documents[2].old_log_probs.clone()
-    bad[-1] = math.nan
-    documents[2] = dataclasses.replace(documents[2], old_log_probs=bad)
-    before = [p.clone() for p in module.parameters()]
-    step = make_step(documents, 24, {})
-    metrics = module.training_step(step, 0)["metrics"]
-    assert metrics["num_skipped_steps"] == 1
-    assert module.num_updates == 0
-    assert_equal([p.detach() for p in module.parameters()], before)
-    with pytest.raises(NumericalError, match="document 2"):
-        module.training_step(step, 1)
-    good = module.training_step(make_step(some_documents(), 24, {}), 2)["metrics"]
-    assert math.isfinite(good["loss"])
-    assert module.num_updates == 1
 
 
 def module_with_optimizer(*overrides):
@@ -227,10 +187,9 @@ def failure(folder):
     return status["state"], status["reason"]
 
 
-@pytest.mark.parametrize("epochs", [1, 3])
-def test_a_run_of_no_step_is_refused(tmp_path, epochs):
+def test_a_run_of_no_step_is_refused(tmp_path):
     rows = [trained(number) for number in range(8)]
-    overrides = ("accumulation.docs_per_step=1000", "accumulation.last_step=drop", f"rollout.epochs={epochs}")
+    overrides = ("accumulation.docs_per_step=1000", "accumulation.last_step=drop", "rollout.epochs=3")
     with pytest.raises(DataError, match=r"leaves nothing to train on \(got 8 documents in a batch\)"):
         train_rows(tmp_path / "run", rows, *overrides)
     assert failure(tmp_path / "run")[0] == "failed"
@@ -251,41 +210,13 @@ def test_a_run_without_an_update_is_not_done(tmp_path):
     assert [row["num_skipped_steps"] for row in metrics_of(tmp_path / "run")] == [1, 2, 2]
 
 
-def test_a_run_whose_steps_were_not_finite_is_not_done(tmp_path):
-    module = module_of("trainer.checkpoint_every=99")
-    optimizer = module.configure_optimizers()
-    module.optimizers = lambda use_pl_optimizer=True: optimizer
-    module.manual_backward = lambda loss: loss.backward()
-    recorder = Recorder(None, tmp_path, module.config.trainer, None)
-    documents = some_documents()
-    bad = dataclasses.replace(documents[2], advantages=documents[2].advantages * math.nan)
-    step = make_step([*documents[:2], bad], 24, {"num_steps": 1})
-    recorder.on_train_batch_end(None, module, module.training_step(step, 0), step, 0)
-    with pytest.raises(NumericalError, match="none of the 1 steps made an update"):
-        recorder.check_trained()
-    step = make_step(documents, 24, {"num_steps": 2})
-    recorder.on_train_batch_end(None, module, module.training_step(step, 1), step, 1)
-    recorder.check_trained()
-
-
-def test_a_huge_reward_names_its_prompt_and_completion(tmp_path, monkeypatch):
-    (tmp_path / "my_scores.py").write_text("def huge(completion, answer):\n    return 1e39\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "p.jsonl").write_text('{"prompt": "1+1=", "answer": 2}\n')
-    settings = [s for s in SHORT if not s.startswith("task.")]
-    settings += ["task=prompts", f"task.path={tmp_path}/p.jsonl", "task.verifier=my_scores.huge"]
-    with pytest.raises(DataError, match=r"prompt 0, '1\+1=': the reward of completion 0 of 4 is 1e\+39; it must lie"):
-        train(config_of(*settings), tmp_path / "run")
-
-
-@pytest.mark.parametrize("level", ["none", "basic"])
-def test_recorded_log_probs_that_do_not_fit_the_policy_are_noted(tmp_path, capsys, level):
+def test_recorded_log_probs_that_do_not_fit_the_policy_are_noted(tmp_path, capsys):
     """The tiny model before training is close to uniform over twelve tokens."""
     fitting = (0, 0, *[-math.log(12)] * 3)
-    train_rows(tmp_path / "a", [trained(n, fitting) for n in range(4)], f"metrics={level}")
+    train_rows(tmp_path / "a", [trained(n, fitting) for n in range(4)], "metrics=none")
     assert "note: before its first update" not in capsys.readouterr().out
     rows = [trained(n, (0, 0, *[-0.5] * 3)) for n in range(4)]
-    train_rows(tmp_path / "b", rows, f"metrics={level}", "rollout.temperature=0.7")
+    train_rows(tmp_path / "b", rows, "metrics=none", "rollout.temperature=0.7")
     found = metrics_of(tmp_path / "b")[0]["new_logprobs"] + 0.5
     assert found < -1.5
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: before")]
@@ -294,7 +225,7 @@ def test_recorded_log_probs_that_do_not_fit_the_policy_are_noted(tmp_path, capsy
         "0 is expected (a ratio of 1): the rollouts may be of another model, of another temperature than "
         "rollout.temperature=0.7, or have old_log_probs that are one token off: docs/data.md."
     )
-    train_rows(tmp_path / "b", rows, f"metrics={level}", "rollout.epochs=2", "trainer.max_steps=4", resume=True)
+    train_rows(tmp_path / "b", rows, "metrics=none", "rollout.epochs=2", "trainer.max_steps=4", resume=True)
     assert "note: before its first update" not in capsys.readouterr().out
 
 
@@ -348,10 +279,7 @@ def test_a_batch_of_rollouts_from_before_a_correction_is_refused(tmp_path):
 
 def test_a_sampling_log_prob_that_is_not_finite_names_the_document():
     """With numbers from elsewhere than a file, which is checked as it is read."""
-    module = module_of("correction=token_truncate")
-    optimizer = module.configure_optimizers()
-    module.optimizers = lambda use_pl_optimizer=True: optimizer
-    module.manual_backward = lambda loss: loss.backward()
+    module = module_with_optimizer("correction=token_truncate")
     documents = [dataclasses.replace(d, sampling_log_probs=d.old_log_probs - 0.1) for d in some_documents()]
     documents[2] = dataclasses.replace(documents[2], sampling_log_probs=documents[2].old_log_probs * math.nan)
     module.max_bad_steps = 1
@@ -360,23 +288,13 @@ def test_a_sampling_log_prob_that_is_not_finite_names_the_document():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("loss", "seed"), [*((loss, 0) for loss in EVERY_LOSS), ("gspo", 1)])
-def test_it_learns(tmp_path, loss, seed):
+@pytest.mark.parametrize("loss", EVERY_LOSS)
+def test_it_learns(tmp_path, loss):
     """A smaller main job: the reward of three digits rises from chance to three times that in a few seconds."""
-    rows = metrics_of(
-        run(
-            tmp_path / "run",
-            f"loss={loss}",
-            f"seed={seed}",
-            "model.hidden_size=64",
-            "rollout.prompts_per_batch=32",
-            "rollout.group_size=8",
-            "accumulation.docs_per_step=64",
-            "accumulation.max_tokens=1024",
-            "trainer.max_steps=120",
-            "trainer.checkpoint_every=1000",
-        )
-    )
+    batches = ("rollout.prompts_per_batch=32", "rollout.group_size=8", "accumulation.docs_per_step=64")
+    sizes = ("model.hidden_size=64", "accumulation.max_tokens=1024")
+    steps = ("trainer.max_steps=120", "trainer.checkpoint_every=1000")
+    rows = metrics_of(run(tmp_path / "run", f"loss={loss}", *batches, *sizes, *steps))
     first = sum(row["reward"] for row in rows[:8]) / 8
     last = sum(row["reward"] for row in rows[-8:]) / 8
     assert first < 0.12  # chance: one of twelve tokens
@@ -405,10 +323,9 @@ def test_the_sampler_is_closed_however_a_run_ends(tmp_path, monkeypatch, end):
     assert read_status(tmp_path / "run")["state"] == expected
 
 
-def test_the_first_step_of_a_batch_says_how_long_its_rollouts_took(tmp_path):
+def test_the_first_step_of_a_batch_says_how_long_its_rollouts_took(short, tmp_path):
     """Two steps to a batch; scoring has its share, and all of it is less than what lies between two rows."""
-    run(tmp_path / "run")
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (short / "metrics.jsonl").read_text().splitlines()]
     stages = [f"seconds_{stage}" for stage in STAGES]
     for before, row in itertools.pairwise(rows):
         made = row["step"] % 2 == 1

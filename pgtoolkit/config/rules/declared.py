@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from pgtoolkit.config.defaults import comment, default
-from pgtoolkit.config.key import Key, holds, parts, value_of
+from pgtoolkit.config.key import Key, holds, parts, singles, value_of
 from pgtoolkit.config.keys import in_words, keys_of, shown
 from pgtoolkit.config.schema import Config
 from pgtoolkit.system.report import Report, is_number, is_whole, text
@@ -68,8 +68,10 @@ def ignored(c: Config, report: Report) -> None:
             continue
         value, usual = value_of(c, key.name), report.usual(key.name)
         if value != usual:
-            decides = parts(key.only_if.split(" or ")[0])[0]
-            needs, got = in_words(key.only_if), text(value_of(c, decides))
-            reason = f"It has no effect while {shown(decides)}={got}."
-            use = f"{key.use or needs} or {key.name}={text(usual)}"
+            conditions = singles(key.only_if)
+            lacking = next(single for single in conditions if not holds(single, c))
+            decides = parts(lacking)[0]
+            needs, got = in_words(key.only_if if " or " in key.only_if else lacking), text(value_of(c, decides))
+            reason = key.why or f"It has no effect while {shown(decides)}={got}."
+            use = f"{(lacking == conditions[0] and key.use) or needs} or {key.name}={text(usual)}"
             report.refuse(f"{key.name}={text(value)}", needs, got, reason, use)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from typing import Any
@@ -69,108 +68,88 @@ def evaluated(c: Config, report: Report) -> list[HeldOut]:
 
 def _sets(c: Config, report: Report) -> None:
     """Report invalid sets, and drop them so that later rules can run."""
-    for name, one in [*c.evaluation.sets.items()]:
+    for name, given in [*c.evaluation.sets.items()]:
         before = len(report.problems)
-        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,39}", name):
-            needs = "a name of up to 40 letters, digits, '_' and '-', a letter first"
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,39}", name) or name == TRAINING:
+            needs = f"a name of up to 40 letters, digits, '_' and '-', a letter first, other than {TRAINING}"
             report.refuse(f"evaluation.sets.{name}", needs, name, "Files and metrics bear it.", _EXAMPLE)
-        elif name == TRAINING:
-            reason = "The completions of training have that name."
-            report.refuse(f"evaluation.sets.{name}", "another name", name, reason, "evaluation.sets.held_out.KEY=VALUE")
-        elif not isinstance(one, dict):
+        elif not isinstance(given, dict):
             needs, reason = "keys with values", "They say what differs from the task."
-            report.refuse(f"evaluation.sets.{name}", needs, text(one), reason, _EXAMPLE)
+            report.refuse(f"evaluation.sets.{name}", needs, text(given), reason, _EXAMPLE)
         else:
-            _entry(c, name, one, report)
+            _keys(c, f"evaluation.sets.{name}", given, report)
         if len(report.problems) > before:
             del c.evaluation.sets[name]
 
 
-def _entry(c: Config, name: str, given: dict[str, Any], report: Report) -> None:
-    """Each key of a set is one of its task's, or of OF_A_SET, and its value of the type and in the range."""
-    kind, place = given.get("task", c.task.name), f"evaluation.sets.{name}"
+def _keys(c: Config, place: str, given: dict[str, Any], report: Report) -> None:
+    """Each key of a set is one of its task's, or of OF_A_SET, and its value as that key declares."""
+    kind = given.get("task", c.task.name)
     if kind not in KINDS:
         report.refuse_value(f"{place}.task", kind, f"one of {', '.join(KINDS)}", "It is a task.", "prompts")
         return
-    of_task = {key.leaf: key for key in KEYS if key.schema == f"task/{kind}" and key.leaf not in _NOT_OF_A_SET}
-    of_set = {"seed": key_named("seed", c), "prompts": key_named("evaluation.prompts_per_set", c)}
+    known = {key.leaf: key for key in KEYS if key.schema == f"task/{kind}" and key.leaf not in _NOT_OF_A_SET}
+    known |= {"seed": key_named("seed", c), "prompts": key_named("evaluation.prompts_per_set", c)}
     for name, value in given.items():
-        key, setting = (of_set | of_task).get(name), f"{place}.{name}={text(value)}"
+        setting = f"{place}.{name}={text(value)}"
         if name == "task":
             continue
-        if key is None:
-            known = [*of_task, *OF_A_SET]
-            near = difflib.get_close_matches(name, known, n=1) or ["path" if kind == "prompts" else "seed"]
+        if name not in known:
             reason = f"A set has the keys of task={kind} but for verifiers, and {', '.join(OF_A_SET)}."
-            report.refuse(setting, f"one of {', '.join(known)}", name, reason, f"{place}.{near[0]}=VALUE")
-        elif key.range:
-            if not within(key, value):
-                report.refuse_value(f"{place}.{name}", value, describe(key), "Every number has a range.", "NUMBER")
-        elif not _fits(SCHEMAS[key.schema], name, value):
-            needs = "a value of the type of task's key"
-            report.refuse(setting, needs, value, "Every key has a type.", f"task.{name}'s form")
+            report.refuse(setting, f"one of {', '.join(known)}", name, reason, f"{place}.KEY=VALUE with one of them")
+        elif known[name].range and not within(known[name], value):
+            report.refuse(setting, describe(known[name]), value, "Every number has a range.", f"{place}.{name}=NUMBER")
+        elif not known[name].range and not _fits(SCHEMAS[known[name].schema], name, value):
+            report.refuse(setting, f"a value as task.{name} has", value, "Every key has a type.", f"task.{name}'s form")
 
 
-def _fits(schema: type, key: str, value: Any) -> bool:
+def _fits(schema: type, name: str, value: Any) -> bool:
     try:
-        OmegaConf.merge(OmegaConf.structured(schema), {key: value})
+        OmegaConf.merge(OmegaConf.structured(schema), {name: value})
     except OmegaConfBaseException:
         return False
     return True
 
 
 def _sampling(c: Config, report: Report) -> None:
-    how, own = sampling(c), c.evaluation
-    if how["temperature"] == 0:
-        if own.completions_per_prompt > 1:
-            reason = "At temperature 0 all completions of a prompt are the same."
-            needs, use = "evaluation.completions_per_prompt=1", "a temperature above 0"
-            report.refuse("evaluation.temperature=0", needs, own.completions_per_prompt, reason, f"{needs} or {use}")
-        if own.top_p not in (None, 1):
-            needs, reason = "evaluation.temperature > 0", "It would be ignored: the likeliest token is taken."
-            use = "evaluation.temperature=1 or evaluation.top_p=null"
-            report.refuse(f"evaluation.top_p={text(own.top_p)}", needs, 0, reason, use)
-    if how["max_completion_length"] is None:
+    settings, count = sampling(c), c.evaluation.completions_per_prompt
+    if settings["temperature"] == 0 and count > 1:
+        reason = "At temperature 0 all completions of a prompt are the same."
+        needs = "evaluation.completions_per_prompt=1"
+        report.refuse("evaluation.temperature=0", needs, count, reason, f"{needs} or a temperature above 0")
+    if settings["max_completion_length"] is None:
         reason = "Recorded rollouts do not say how long a completion may become."
         report.refuse_value("evaluation.max_completion_length", None, "a number", reason, 256)
 
 
-def _task(c: Config, one: HeldOut, report: Report) -> None:
+def _task(c: Config, held_out: HeldOut, report: Report) -> None:
     """The rules on a task, of the task of a set."""
-    found, place = Report(), f"evaluation.sets.{one.name}" if c.evaluation.sets else "task"
-    length = sampling(c)["max_completion_length"]
-    if one.task.name == "reverse":
-        room_for_answer(one.task.num_digits, "evaluation.max_completion_length", length, found)
-        tokens = one.task.num_digits + 1 + length
-        room_for(c, tokens, f"the longest document of evaluation set {one.name}", found)
-    elif getattr(one.task, "path", None) == "???":
-        found.refuse("task.path", "a value", "none", "It names the file with the prompts.", "task.path=test.jsonl")
+    of_set, place = Report(), f"evaluation.sets.{held_out.name}" if c.evaluation.sets else "task"
+    task, length = held_out.task, sampling(c)["max_completion_length"]
+    if task.name == "reverse":
+        room_for_answer(task.num_digits, "evaluation.max_completion_length", length, of_set)
+        tokens = task.num_digits + 1 + length
+        room_for(c, tokens, f"the longest document of evaluation set {held_out.name}", of_set)
+    elif getattr(task, "path", None) == "???":
+        of_set.refuse("task.path", "a value", "none", "It names the file with the prompts.", "task.path=test.jsonl")
     else:
-        prompts(one.task, found)
-    named = [problem.replace("task.", f"{place}.") for problem in found.problems]
+        prompts(task, of_set)
+    named = [problem.replace("task.", f"{place}.") for problem in of_set.problems]
     report.problems += [problem for problem in named if problem not in report.problems]
-    report.notes += [note for note in found.notes if note not in report.notes]
 
 
 def _best(c: Config, report: Report) -> None:
-    own, stop_at = c.evaluation, c.trainer.stop_at
-    if own.best is None:
-        if stop_at is not None:
-            reason, use = "It is a value of that number.", "evaluation.best=pass@1 or trainer.stop_at=null"
-            report.refuse(f"trainer.stop_at={text(stop_at)}", "evaluation.best", None, reason, use)
+    best, stop_at = watched(c), c.trainer.stop_at
+    if best is None:
         return
-    (name, number), names = watched(c), [*own.sets] or [USUAL]
-    known = numbers_of(own.completions_per_prompt)
-    setting = f"evaluation.best={own.best}"
+    (name, number), names = best, [*c.evaluation.sets] or [USUAL]
+    setting, count = f"evaluation.best={c.evaluation.best}", c.evaluation.completions_per_prompt
     if name not in names:
         needs, reason = f"one of the sets {', '.join(names)}", "It is NUMBER or SET/NUMBER."
         report.refuse(setting, needs, name, reason, f"evaluation.best={names[0]}/pass@1")
-    elif number not in known:
-        reason, use = "The best is the highest, and a loss does not say how good a policy is.", "evaluation.best=pass@1"
-        k = number.removeprefix("pass@")
-        if k != number and k.isdigit() and int(k) > own.completions_per_prompt:
-            reason = f"pass@k needs k completions of a prompt, and there are {own.completions_per_prompt}."
-            use = f"evaluation.completions_per_prompt={k}"
+    elif number not in (known := numbers_of(count)):
+        reason = f"The best is the highest, and of {count} completions of a prompt these are known."
+        use = "evaluation.best=pass@1, or other evaluation.completions_per_prompt"
         report.refuse(setting, f"one of {', '.join(known)}", number, reason, use)
     elif stop_at is not None and number != "avg" and not 0 < stop_at <= 1:
         needs, reason = "a number above 0, at most 1", f"{number} is a probability."

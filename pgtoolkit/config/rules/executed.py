@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import re
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -35,38 +35,42 @@ _COMPUTED = {("runtime",), ("overrides",), ("searchpath",), ("job", "override_di
 """What Hydra or pgtk itself fills in, whatever a file says."""
 
 
-def targets(hydra: DictConfig) -> list[str]:
-    """Problems with what the node `hydra` has Hydra instantiate, besides launchers and sweepers that are installed."""
-    reason, use = "A configuration never names code to be run.", "the options of hydra/launcher, hydra/sweeper"
-    foreign = [(path, value) for path, value in _leaves(hydra) if _is_foreign(path, value)]
-    return [refusal(_dotted(path), "to be left out", value, reason, use) for path, value in foreign]
+def set_of_hydra(hydra: DictConfig, without_files: DictConfig | None) -> list[str]:
+    """Problems with the node `hydra`: what it instantiates besides plug-ins, and what files of the user's set in it.
 
-
-def set_by_files(hydra: DictConfig, typed: DictConfig) -> list[str]:
-    """Problems with what files of the user's set in the node `hydra`; typed: the node without these files."""
-    problems, known = [], dict(_leaves(typed))
+    without_files: the node as it is without these files; None where there are none. A file sets where runs are
+    written, what is swept, and plain values of those keys of its launcher and sweeper that are in conf/.
+    """
+    problems, known = [], dict(_leaves(without_files))
     for path, value in _leaves(hydra):
-        is_known = (path in known and known[path] == value) or _is_foreign(path, value)  # of which `targets` says more
-        is_computed = any(path[:length] in _COMPUTED for length in (1, 2))
-        if not (is_known or is_computed or _harmless(path, value, known)):
-            reason = "Only the command line may set what can run code."
-            use = f"{_dotted(path)}=VALUE on the command line, or leave it out"
+        setting = ".".join(("hydra", *path))
+        if path in (("launcher",), ("sweeper",)):
+            needs, reason = f"one of the options of hydra/{path[0]}", "It names the plug-in of Hydra, and its settings."
+            problems.append(refusal(setting, needs, value, reason, f"hydra/{path[0]}=OPTION"))
+        elif "_target_" in path and not str(value).startswith(_TARGETS.get(path, ())):
+            reason, use = "A configuration never names code to be run.", "the options of hydra/launcher, hydra/sweeper"
+            problems.append(refusal(setting, "to be left out", value, reason, use))
+        elif without_files is not None and not (
+            _COMPUTED & {path[:1], path[:2]}
+            or (path in known and known[path] == value)
+            or _may_stand_in_files(path, value, known)
+        ):
+            reason, use = "Only the command line may set what can run code.", f"{setting}=VALUE on the command line"
             got = "it from a file of a sweep or of --config-dir"
-            problems.append(refusal(_dotted(path), "to be typed", got, reason, use))
+            problems.append(refusal(setting, "to be typed", got, reason, use))
     return problems
 
 
-def search_path(typed: list[Override], primary: DictConfig) -> list[str]:
-    """The problem with a search path of one's own: Hydra imports the packages in it, before anything can be seen.
-
-    primary: the keys in the file of a sweep.
-    """
-    if not any(override.key_or_group == "hydra.searchpath" for override in typed) and not (
-        OmegaConf.select(primary, "hydra.searchpath")
-    ):
-        return []
-    reason, use = "Options of your own lie in one folder, laid out as conf/ is.", "--config-dir=FOLDER"
-    return [refusal("hydra.searchpath", "to be left out", "a search path", reason, use)]
+def _may_stand_in_files(path: tuple, value: Any, known: dict[tuple, Any]) -> bool:
+    """known: the values without the files."""
+    is_plain = not isinstance(value, str) or not re.search(r"\n|oc\.env", value)  # a line of a job's script; a secret
+    if path[0] in ("launcher", "sweeper", "job") and "${" in str(value):
+        return False  # it could stand for anything
+    if path[:2] == ("sweeper", "params") and len(path) == 3:
+        return is_plain and not path[2].lstrip("+~").startswith("hydra")
+    if path[0] in ("launcher", "sweeper"):
+        return is_plain and path in known and not _ONLY_TYPED & {*path}
+    return is_plain and path in _OF_FILES
 
 
 def not_typed(config: DictConfig, typed: list[Override]) -> list[str]:
@@ -80,27 +84,6 @@ def not_typed(config: DictConfig, typed: list[Override]) -> list[str]:
                 use = f"{setting} on the command line"
                 problems.append(refusal(setting, "to be typed", "it from a file", reason, use))
     return problems
-
-
-def written_elsewhere(config: DictConfig, run_dir: Path, typed: list[Override]) -> list[str]:
-    """Problems with folders outside of a run's directory that its own file has it write to, and nobody who types."""
-    problems, keys = [], {override.key_or_group for override in typed}
-    for name, value in folders_outside(config, run_dir).items():
-        if name not in keys:
-            reason, use = "The run would write outside of its directory.", f"{name}={value} on the command line"
-            problems.append(refusal(f"{name}={value}", "to be typed", "it from the run's file", reason, use))
-    return problems
-
-
-def folders_outside(config: object, run_dir: Path) -> dict[str, str]:
-    """By key: the folders that a run of this configuration writes to, other than its own directory."""
-    written = {key.name: _selected(config, key.name) for key in keys_of(config) if key.writes}
-    top = Path(run_dir).resolve()
-    return {
-        name: value
-        for name, value in written.items()
-        if isinstance(value, str) and not Path(value).resolve().is_relative_to(top)
-    }
 
 
 def named_code(config: object, kind: str) -> dict[str, Any]:
@@ -133,23 +116,6 @@ def _selected(config: DictConfig, key: str) -> Any:
         return None
 
 
-def _is_foreign(path: tuple, value: Any) -> bool:
-    return "_target_" in path and not str(value).startswith(_TARGETS.get(path, ()))
-
-
-def _harmless(path: tuple, value: Any, known: dict[tuple, Any]) -> bool:
-    """Whether a file may set a key; known: those of the launcher and the sweeper that conf/ has."""
-    if isinstance(value, str) and ("\n" in value or "oc.env" in value):
-        return False  # a line of its own in a job's script; a secret in the name of a folder
-    if path[0] in ("launcher", "sweeper", "job") and "${" in str(value):
-        return False  # it could stand for anything
-    if path[:2] == ("sweeper", "params") and len(path) == 3:
-        return not path[2].lstrip("+~").startswith("hydra")
-    if path[0] in ("launcher", "sweeper"):
-        return path in known and not _ONLY_TYPED & {*path}
-    return path in _OF_FILES
-
-
 def _leaves(node: Any, path: tuple = ()) -> list[tuple[tuple, Any]]:
     """(path, value) of everything in nested dictionaries and lists, empty ones included."""
     node = OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else node
@@ -157,7 +123,3 @@ def _leaves(node: Any, path: tuple = ()) -> list[tuple[tuple, Any]]:
         items = node.items() if isinstance(node, dict) else enumerate(node)
         return [leaf for key, value in items for leaf in _leaves(value, (*path, str(key)))]
     return [(path, node)]
-
-
-def _dotted(path: tuple) -> str:
-    return ".".join(("hydra", *path))

@@ -54,7 +54,7 @@ def _keys(c: Config, report: Report) -> None:
 
 def _rollouts(c: Config, report: Report) -> None:
     p = c.parallelism
-    whole = {name: 1 for name in AXES if name != "data_parallel"} | {"shard": False}
+    whole = {name: 1 for name in AXES if name != "data_parallel"}
     if samples(c) and (spread := [name for name in whole if getattr(p, name) != whole[name]]):
         reason = "Completions are sampled by a whole model, and no rank would hold one."
         mend = " ".join(f"parallelism.{name}={text(whole[name])}" for name in spread)

@@ -15,9 +15,6 @@ from pgtoolkit.config.schema import Config, HuggingFaceModelConfig
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, is_whole, text
 
-MOST_DOCUMENTS = 10**6
-"""Of a batch of rollouts: as many as accumulation.docs_per_step may be."""
-
 
 def rollout(c: Config, report: Report) -> None:
     rollout = c.rollout
@@ -28,11 +25,6 @@ def rollout(c: Config, report: Report) -> None:
         setting, reason = f"rollout.save_path={rollout.save_path}", "It becomes a folder with one file per batch."
         needs, use = "a new or empty folder, or one of rollouts to resume", "rollout.save_path=recorded_rollouts"
         report.refuse(setting, needs, "other files at that place", reason, use)
-    if (batch := rollout.prompts_per_batch * rollout.group_size) > MOST_DOCUMENTS:
-        setting = f"rollout.prompts_per_batch={rollout.prompts_per_batch}"
-        needs, got = f"at most {MOST_DOCUMENTS} documents a batch", f"{batch}, with {rollout.group_size} of each prompt"
-        use = f"rollout.prompts_per_batch={max(1, MOST_DOCUMENTS // rollout.group_size)}"
-        report.refuse(setting, needs, got, "A batch is kept in memory until it is trained on.", use)
     top_p = rollout.top_p
     if top_p is not None and top_p < 1:
         effect = {
@@ -58,28 +50,18 @@ def room_for_answer(digits: int, key: str, length: int, report: Report) -> None:
 
 
 def _overlong(c: Config, length: int, report: Report) -> None:
-    """What DAPO adds to rollouts fits together, and the rest."""
+    """The buffer in which completions are punished for their length fits the longest, and the right answer."""
     buffer = c.rollout.overlong_buffer
-    if c.rollout.max_sampling_rounds > 1 and c.rollout.max_staleness is not None:
-        setting, reason = f"rollout.max_sampling_rounds={c.rollout.max_sampling_rounds}", "Further rounds would be "
-        reason += "sampled by the weights of another moment, which depends on when checkpoints are made."
-        use = "rollout.lag or rollout.max_sampling_rounds=1"
-        report.refuse(setting, "rollout.max_staleness=null", c.rollout.max_staleness, reason, use)
     if buffer is None:
         return
     if buffer > length:
-        needs, reason = (
-            f"at most rollout.max_completion_length={length}",
-            "It is the last part of the longest completion.",
-        )
+        needs = f"at most rollout.max_completion_length={length}"
+        reason = "It is the last part of the longest completion."
         report.refuse_value("rollout.overlong_buffer", buffer, needs, reason, max(1, length // 5))
-    setting = f"rollout.overlong_buffer={buffer}"
-    if c.advantage.estimator == "max_rl":
-        needs, reason = "another advantage than max_rl", "It makes rewards negative, by whose mean max_rl would divide."
-        report.refuse(setting, needs, "advantage=max_rl", reason, "advantage=grpo")
     if c.task.name == "reverse" and buffer <= length < c.task.num_digits + 1 + buffer:
         right = f"the right answer, of {c.task.num_digits + 1} tokens"
-        report.note(f"{setting} with rollout.max_completion_length={length} punishes {right}, for its length.")
+        setting = f"rollout.overlong_buffer={buffer} with rollout.max_completion_length={length}"
+        report.note(f"{setting} punishes {right}, for its length.")
 
 
 def model(c: Config, report: Report) -> None:
@@ -104,31 +86,13 @@ def model(c: Config, report: Report) -> None:
 
 
 def lora(c: Config, report: Report) -> None:
-    """What LoRA's keys need of the model, of the processes and of one another."""
     model = c.model
     if not isinstance(model, HuggingFaceModelConfig) or model.lora_rank is None:
         return
-    setting = f"model.lora_rank={model.lora_rank}"
-    installed(report, setting, "peft", "lora")
-    if model.random_weights:
-        reason = "Nearly all weights would stay random, and a checkpoint holds the adapters alone."
-        use = "model.lora_rank=null or model.random_weights=false"
-        report.refuse(setting, "a model that was trained", "model.random_weights=true", reason, use)
-    for axis in ("tensor_parallel", "pipeline_parallel"):
-        if (size := getattr(c.parallelism, axis)) > 1:
-            got, reason = f"parallelism.{axis}={size}", "Adapters stand beside whole matrices, and are stored together."
-            use = f"parallelism=ddp or parallelism=fsdp, with parallelism.{axis}=1"
-            report.refuse(setting, f"parallelism.{axis}=1", got, reason, use)
-    targets, needs = model.lora_targets, None
-    reason = "They say which layers get adapters."
-    if any(not isinstance(one, str) for one in targets):
-        needs = "names"
-    elif not targets or "" in targets or len(set(targets)) < len(targets):
-        needs = "names, each of them once"
-    elif "all-linear" in targets and len(targets) > 1:
-        needs = "all-linear by itself or names alone"
-        reason = "All linear layers but the head get adapters then; the other names would be ignored."
-    if needs:
+    installed(report, f"model.lora_rank={model.lora_rank}", "peft", "lora")
+    targets = model.lora_targets
+    if not targets or len(set(targets)) < len(targets) or ("all-linear" in targets and len(targets) > 1):
+        needs, reason = "names, each of them once, or all-linear by itself", "They say which layers get adapters."
         report.refuse_value("model.lora_targets", targets, needs, reason, ["all-linear"])
 
 
@@ -140,11 +104,6 @@ def room_for(c: Config, tokens: int, of: str, report: Report) -> None:
 
 
 def kernel(c: Config, report: Report) -> None:
-    memory, chosen = c.kernel.logits_memory_mb, c.kernel.implementation
-    if chosen == "auto" and c.loss.num_splits != 1 and memory is not None:
-        reason = "It has no effect on logits that are materialised."
-        use = "loss.num_splits=1 or kernel.logits_memory_mb=null"
-        report.refuse(f"kernel.logits_memory_mb={memory}", "loss.num_splits=1", c.loss.num_splits, reason, use)
     if c.kernel.needs_gpu and c.trainer.device == "cpu":
         refuse_triton("trainer.device=cpu", report)
 
@@ -167,11 +126,6 @@ def optimizer(c: Config, report: Report) -> None:
         )
 
 
-def trainer(c: Config, report: Report) -> None:
-    if (device := str(c.trainer.device)) not in ("auto", "cpu", "cuda"):
-        report.refuse_value("trainer.device", device, "auto, cpu or cuda", "auto takes a GPU if there is one.", "auto")
-
-
 def tracking(c: Config, report: Report) -> None:
     t = c.tracking
     if t.run_name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", str(t.run_name)):
@@ -190,6 +144,7 @@ def _uri(uri: str, report: Report) -> None:
         scheme = urlsplit(uri).scheme.partition("+")[0]
     except ValueError:  # such as a bracket that is not closed
         scheme = None
+    usual = "sqlite:///outputs/mlflow.db"
     if (hidden := redact(uri)) != uri:
         reason = "It would be written to the run directory and to MLflow."
         server = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
@@ -197,10 +152,9 @@ def _uri(uri: str, report: Report) -> None:
         report.refuse(f"tracking.uri={hidden}", "an address without user, password or key", "one with", reason, use)
     elif scheme not in ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks"):
         needs, reason = "sqlite:///FILE, http(s)://HOST:PORT or a database", "MLflow refuses plain files as a store."
-        report.refuse_value("tracking.uri", uri, needs, reason, "sqlite:///outputs/mlflow.db")
+        report.refuse_value("tracking.uri", uri, needs, reason, usual)
     elif scheme == "sqlite" and os.path.isdir(uri.partition(":///")[2] or "."):
-        reason, use = "SQLite keeps a store in one file.", "tracking.uri=sqlite:///outputs/mlflow.db"
-        report.refuse(f"tracking.uri={uri}", "sqlite:///FILE", "a folder", reason, use)
+        report.refuse_value("tracking.uri", uri, "a file, not a folder", "SQLite keeps a store in one file.", usual)
 
 
 def existing(report: Report, path: str, value: Any) -> None:
@@ -216,18 +170,16 @@ def existing(report: Report, path: str, value: Any) -> None:
 def launcher(hydra: Any, report: Report) -> None:
     """The plug-ins that run a sweep are ours and there, and the local one has sensible settings; hydra: its node."""
     for kind in ("launcher", "sweeper"):
-        target = str(hydra[kind].get("_target_"))
-        setting = f"hydra/{kind}={hydra.runtime.choices.get(f'hydra/{kind}')}"
+        target, chosen = str(hydra[kind].get("_target_")), hydra.runtime.choices.get(f"hydra/{kind}")
         if target in _EXTRAS:
-            installed(report, setting, *_EXTRAS[target])
+            installed(report, f"hydra/{kind}={chosen}", *_EXTRAS[target])
         elif kind == "launcher" and not target.startswith(_LAUNCHERS):
+            needs = "one of local, slurm and ray_cluster"
             reason = "Other launchers of Hydra run jobs that pgtk could not stop, continue or leave out."
-            use = "hydra/launcher=local"
-            report.refuse(setting, "one of local, slurm and ray_cluster", setting.partition("=")[2], reason, use)
-    if "n_jobs" in hydra.launcher:
-        n_jobs = hydra.launcher.n_jobs
-        if not (is_whole(n_jobs) and n_jobs >= 1):
-            report.refuse_value("hydra.launcher.n_jobs", n_jobs, "a whole number >= 1", "It counts jobs at a time.", 1)
+            report.refuse_value("hydra/launcher", chosen, needs, reason, "local")
+    n_jobs = hydra.launcher.get("n_jobs", 1)
+    if not (is_whole(n_jobs) and n_jobs >= 1):
+        report.refuse_value("hydra.launcher.n_jobs", n_jobs, "a whole number >= 1", "It counts jobs at a time.", 1)
 
 
 _LAUNCHERS = "hydra_plugins.pgtk_launcher."
@@ -247,7 +199,4 @@ def installed(report: Report, setting: str, module: str, extra: str) -> None:
 
 
 def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
+    return importlib.util.find_spec(module) is not None

@@ -13,60 +13,47 @@ from pgtoolkit.ranks.environment import world_size
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, is_whole, text
 
-_SET = {
-    "--dtype": "model.dtype",
-    "--generation-config": None,
-    "--gpu-memory-utilization": "sampler.gpu_memory_share",
-    "--host": None,
-    "--logprobs-mode": None,
-    "--max-model-len": "accumulation.max_tokens",
-    "--max-num-seqs": "sampler.max_sequences",
-    "--port": None,
-    "--seed": "seed",
-    "--tensor-parallel-size": "sampler.tensor_parallel",
-}
-"""Options of vLLM that pgtk gives it, and the keys that they come from."""
+_SET = (
+    *("--dtype", "--generation-config", "--gpu-memory-utilization", "--host", "--logprobs-mode", "--max-model-len"),
+    *("--max-num-seqs", "--port", "--seed", "--tensor-parallel-size"),
+)
+"""Options of vLLM that pgtk gives it."""
 
 
 def sampler(c: Config, report: Report) -> None:
-    if samples(c):
-        if isinstance(c.sampler, VllmSamplerConfig):
-            _vllm(c, c.sampler, report)
-    elif typed := report.typed_of("sampler"):
-        reason, needs = "It would be ignored: nothing is sampled.", "rollout=policy or evaluation.every > 0"
-        use = "rollout=policy or evaluation.every=20, or leave it out"
-        report.refuse(" ".join(typed), needs, "rollout=recorded", reason, use)
-
-
-def _vllm(c: Config, sampler: VllmSamplerConfig, report: Report) -> None:
-    world = world_size(c.parallelism)
-    if sampler.urls:
-        _urls(sampler.urls, report)
-    else:
-        _started(c, sampler, world, report)
-    if world > 1 and sampler.answer_seconds > (most := c.parallelism.timeout_seconds):
-        setting, reason = f"sampler.answer_seconds={sampler.answer_seconds}", "The other ranks would not wait so long."
-        needs = f"at most parallelism.timeout_seconds={most}"
-        report.refuse(
-            setting, needs, sampler.answer_seconds, reason, f"parallelism.timeout_seconds={sampler.answer_seconds}"
-        )
+    if not samples(c):
+        if typed := report.typed_of("sampler"):
+            reason, needs = "It would be ignored: nothing is sampled.", "rollout=policy or evaluation.every > 0"
+            use = "rollout=policy or evaluation.every=20, or leave it out"
+            report.refuse(" ".join(typed), needs, "rollout=recorded", reason, use)
+    elif isinstance(c.sampler, VllmSamplerConfig):
+        world, seconds, most = world_size(c.parallelism), c.sampler.answer_seconds, c.parallelism.timeout_seconds
+        if c.sampler.urls:
+            _urls(c.sampler.urls, report)
+        else:
+            _started(c, c.sampler, world, report)
+        if world > 1 and seconds > most:
+            setting, reason = f"sampler.answer_seconds={seconds}", "The other ranks would not wait so long."
+            needs = f"at most parallelism.timeout_seconds={most}"
+            report.refuse(setting, needs, seconds, reason, f"parallelism.timeout_seconds={seconds}")
 
 
 def _urls(urls: list[str], report: Report) -> None:
     plain = [url.rstrip("/") for url in urls]
-    for url in plain:
-        try:
-            parts = urlsplit(url)
-            good = parts.scheme in ("http", "https") and parts.hostname and not (parts.query or parts.fragment)
-            good = good and parts.port != 0 and not parts.path.endswith("/v1")  # that is for clients of OpenAI's
-        except ValueError:  # such as a bracket that is not closed, or a port above 65535
-            good = False
-        if not good or redact(url) != url:
-            reason, use = "It is the address of a server of vLLM.", "sampler.urls=[http://127.0.0.1:8000]"
-            report.refuse(f"sampler.urls={text(urls)}", "http(s)://HOST:PORT for each", redact(url), reason, use)
-    if len({*plain}) < len(urls):
-        reason, use = "Each server gets its share of the requests.", f"sampler.urls={text([*dict.fromkeys(plain)])}"
-        report.refuse(f"sampler.urls={text(urls)}", "each server once", text(urls), reason, use)
+    if not all(map(_is_address, plain)) or len({*plain}) < len(urls):
+        needs = "http(s)://HOST:PORT of each server, once"
+        reason, use = "Each server of vLLM gets its share of the requests.", "sampler.urls=[http://127.0.0.1:8000]"
+        report.refuse(f"sampler.urls={redact(text(urls))}", needs, redact(text(urls)), reason, use)
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        is_whole_url = parts.scheme in ("http", "https") and parts.hostname and not (parts.query or parts.fragment)
+        # /v1 is for clients of OpenAI's.
+        return bool(is_whole_url and parts.port != 0 and not parts.path.endswith("/v1") and redact(url) == url)
+    except ValueError:  # such as a bracket that is not closed, or a port above 65535
+        return False
 
 
 def _started(c: Config, sampler: VllmSamplerConfig, world: int, report: Report) -> None:
@@ -77,16 +64,10 @@ def _started(c: Config, sampler: VllmSamplerConfig, world: int, report: Report) 
     if not command:
         report.refuse_value("sampler.executable", sampler.executable, "a command", "It is how vLLM is called.", "vllm")
     for argument in sampler.arguments:
-        option = argument.partition("=")[0]
-        if option in _SET:
-            use = f"{_SET[option]}=VALUE" if _SET[option] else "sampler.arguments without it"
-            reason, got = "pgtk sets this option, and relies on it.", text(sampler.arguments)
-            report.refuse(f"sampler.arguments={got}", f"no {option}", argument, reason, use)
+        if (option := argument.partition("=")[0]) in _SET:
+            setting, use = f"sampler.arguments={text(sampler.arguments)}", "the keys of pgtk that stand for it"
+            report.refuse(setting, f"no {option}", argument, "pgtk sets this option, and relies on it.", use)
     if sampler.gpus is None:
-        if sampler.tensor_parallel > 1:
-            reason = "A server on the training GPU has that one."
-            use = "sampler.gpus=[1,2] or sampler.tensor_parallel=1"
-            report.refuse(f"sampler.tensor_parallel={sampler.tensor_parallel}", "sampler.gpus", "null", reason, use)
         return
     gpus, setting, size = sampler.gpus, f"sampler.gpus={text(sampler.gpus)}", sampler.tensor_parallel
     first = 0 if c.trainer.device == "cpu" else world
@@ -103,38 +84,18 @@ def _started(c: Config, sampler: VllmSamplerConfig, world: int, report: Report) 
 
 
 def schedule(c: Config, report: Report) -> None:
-    if not isinstance(c.rollout, PolicyRolloutConfig):
-        return
-    lag, most = c.rollout.lag, c.rollout.max_staleness
-    if lag and most is not None:
-        reason = "The one says how old documents are, the other how old they may become."
-        use = "rollout.lag=0 or rollout.max_staleness=null"
-        report.refuse(f"rollout.lag={lag}", "rollout.max_staleness=null", most, reason, use)
-    elif lag or most is not None:
-        setting = f"rollout.lag={lag}" if lag else f"rollout.max_staleness={most}"
-        if c.accumulation.docs_per_step == 0:
-            reason = "The number of steps before a batch is not known then."
-            report.refuse(setting, "accumulation.docs_per_step > 0", 0, reason, "accumulation=dynamic")
-        elif most is not None:
-            _overlap(c, setting, report)
-
-
-def _overlap(c: Config, setting: str, report: Report) -> None:
     """Training and sampling at the same time."""
-    most, last, old = c.rollout.max_staleness, c.accumulation.last_step, c.rollout.old_log_probs
-    if old != "sampling":
-        reason = "When a batch is there, the weights that wrote it are gone; others would give another ratio."
-        report.refuse(setting, "rollout.old_log_probs=sampling", old, reason, "rollout.old_log_probs=sampling")
-    if last == "carry":
-        reason = "Where a step is of two batches, the second is needed before the first is used up."
-        report.refuse(setting, "accumulation.last_step=short or drop", last, reason, "accumulation.last_step=short")
+    if not isinstance(c.rollout, PolicyRolloutConfig) or c.rollout.max_staleness is None:
         return
-    own = steps_of(documents_per_batch(c.rollout), c.accumulation)
-    if most < own:
-        needs, reason = f"at least the {own} steps of a batch", "Below it, there is nothing to train meanwhile."
-        report.refuse(setting, needs, most, reason, f"rollout.max_staleness={2 * own - 1}")
-    elif most > (longest := 2 * own - 1):
+    if c.accumulation.docs_per_step == 0 or c.accumulation.last_step == "carry":
+        return  # which the key refuses
+    most, steps = c.rollout.max_staleness, steps_of(documents_per_batch(c.rollout), c.accumulation)
+    setting, longest = f"rollout.max_staleness={most}", 2 * steps - 1
+    if most < steps:
+        needs, reason = f"at least the {steps} steps of a batch", "Below it, there is nothing to train meanwhile."
+        report.refuse(setting, needs, most, reason, f"rollout.max_staleness={longest}")
+    elif most > longest:
         report.note(
             f"{setting}: no document is trained more than {longest} updates after the weights that wrote it, since "
-            f"one batch is sampled while the one before, of {own} steps, is trained."
+            f"one batch is sampled while the one before, of {steps} steps, is trained."
         )

@@ -16,7 +16,7 @@ from pgtoolkit.config.schema import (
     TaskConfig,
     WrittenTaskConfig,
 )
-from pgtoolkit.system.report import Report, is_number, text
+from pgtoolkit.system.report import Report, is_number
 
 VERIFIERS = ("exact_match", "regular_expression", "math_verify")
 """Those that come with pgtoolkit; others are functions of the user's."""
@@ -27,12 +27,12 @@ _EXAMPLE = "'task.verifiers={answer: {verifier: math_verify}, short: {verifier: 
 
 def task(c: Config, report: Report) -> None:
     if c.rollout.name == "recorded":
-        if (own := report.typed_of("task")) and not is_on(c):
+        if (typed := report.typed_of("task")) and not is_on(c):
             uses = "only gives model=tiny its characters" if c.model.name == "tiny" else "changes nothing"
-            report.note(f"{' '.join(own)} {uses}: with rollout=recorded prompts and rewards come from rollout.path.")
+            report.note(f"{' '.join(typed)} {uses}: with rollout=recorded prompts and rewards come from rollout.path.")
         return
-    if isinstance(c.task, WrittenTaskConfig):
-        _chat(c, c.task, report)
+    if isinstance(c.task, WrittenTaskConfig) and c.task.system_prompt is not None:
+        _backslashes("task.system_prompt", c.task.system_prompt, report)
     prompts(c.task, report)
 
 
@@ -44,19 +44,6 @@ def prompts(task: TaskConfig, report: Report) -> None:
         existing(report, "task.path", task.path)
         if "math_verify" in _verifiers(task, report):
             installed(report, "math_verify among the verifiers", "math_verify", "math-verify")
-        _processes(task, report)
-
-
-def _chat(c: Config, task: WrittenTaskConfig, report: Report) -> None:
-    """A system message needs a chat template; whether the model's tokenizer has one, only the tokenizer knows."""
-    system = task.system_prompt
-    if not isinstance(system, str):
-        return
-    if c.model.name == "tiny" or task.chat == "never":
-        got = "model=tiny, which has none" if c.model.name == "tiny" else "task.chat=never"
-        use = "model=huggingface" if c.model.name == "tiny" else "task.chat=auto or task.system_prompt=null"
-        report.refuse(f"task.system_prompt={system:.40}", "a chat template", got, "It would be ignored.", use)
-    _backslashes("task.system_prompt", system, report)
 
 
 def stop(c: Config, report: Report) -> None:
@@ -78,77 +65,59 @@ def _backslashes(key: str, value: str, report: Report) -> None:
 
 def _verifiers(task: PromptsTaskConfig, report: Report) -> set[str]:
     """Exactly one of task.verifier and task.verifiers, each with what it needs; returns those that are used."""
-    if task.verifiers:
-        for key in ("verifier", "pattern"):
-            if (value := getattr(task, key)) is not None:
-                needs, reason = "task.verifiers={}", "It would be ignored: those score the completions."
-                report.refuse(f"task.{key}={value}", needs, [*task.verifiers], reason, f"{needs} or task.{key}=null")
-        several = {key: one for key, one in task.verifiers.items() if _entry(f"task.verifiers.{key}", key, one, report)}
-        for name, one in several.items():
-            _verifier(f"task.verifiers.{name}.", one["verifier"], one.get("pattern"), report)
-        return {one["verifier"] for one in several.values()}
-    if task.verifier is None:
-        reason, use = "Completions need a score.", f"task.verifier=exact_match or {_EXAMPLE}"
-        report.refuse("task.verifier=null", "task.verifiers", "none", reason, use)
-    else:
-        _verifier("task.", task.verifier, task.pattern, report)
-    return {str(task.verifier)}
+    if not task.verifiers:
+        if task.verifier is None:
+            reason, use = "Completions need a score.", f"task.verifier=exact_match or {_EXAMPLE}"
+            report.refuse("task.verifier=null", "task.verifiers", "none", reason, use)
+        else:
+            _verifier("task.", task.verifier, task.pattern, report)
+        return {str(task.verifier)}
+    for key in ("verifier", "pattern"):
+        if (value := getattr(task, key)) is not None:
+            needs, reason = "task.verifiers={}", "It would be ignored: those score the completions."
+            report.refuse(f"task.{key}={value}", needs, [*task.verifiers], reason, f"{needs} or task.{key}=null")
+    entries = {name: entry for name, entry in task.verifiers.items() if _is_entry(name, entry, report)}
+    for name, entry in entries.items():
+        _verifier(f"task.verifiers.{name}.", entry["verifier"], entry.get("pattern"), report)
+    return {entry["verifier"] for entry in entries.values()}
 
 
-def _entry(key: str, name: str, one: Any, report: Report) -> bool:
+def _is_entry(name: str, entry: Any, report: Report) -> bool:
     """Whether an entry of task.verifiers has the form of one."""
-    before = len(report.problems)
-    if not re.fullmatch(r"[A-Za-z]\w{0,39}", name):
-        reason, use = "The metric reward/NAME is named after it.", _EXAMPLE
-        report.refuse(key, "a name of up to 40 letters, digits and '_', a letter first", name, reason, use)
-    if not isinstance(one, dict) or set(one) - set(_KEYS) or not isinstance(one.get("verifier"), str):
+    key, named = f"task.verifiers.{name}", re.fullmatch(r"[A-Za-z]\w{0,39}", name)
+    if not named:
+        needs, reason = (
+            "a name of up to 40 letters, digits and '_', a letter first",
+            "reward/NAME is its metric.",
+        )
+        report.refuse(key, needs, name, reason, _EXAMPLE)
+    if not isinstance(entry, dict) or set(entry) - set(_KEYS) or not isinstance(entry.get("verifier"), str):
         needs, reason = "the keys verifier and, if need be, weight and pattern", "It says what scores, and how much."
-        report.refuse(key, needs, one, reason, _EXAMPLE)
-    else:
-        weight, shape = one.get("weight", 1), one.get("pattern")
-        if not (is_number(weight) and 0 < abs(weight) <= 1e6):
-            reason = "The reward is the sum of weight x score."
-            report.refuse_value(f"{key}.weight", weight, "a number up to 1e6, not 0", reason, 1)
-        if not (shape is None or isinstance(shape, str)):
-            report.refuse_value(f"{key}.pattern", shape, "a text", "It is a regular expression.", None)
-    return len(report.problems) == before
+        report.refuse(key, needs, entry, reason, _EXAMPLE)
+        return False
+    weight = entry.get("weight", 1)
+    if is_number(weight) and 0 < abs(weight) <= 1e6:
+        return bool(named)
+    reason = "The reward is the sum of weight x score."
+    report.refuse_value(f"{key}.weight", weight, "a number up to 1e6, not 0", reason, 1)
+    return False
 
 
-def _verifier(prefix: str, name: str, shape: str | None, report: Report) -> None:
+def _verifier(prefix: str, name: str, pattern: str | None, report: Report) -> None:
     """There is such a verifier, and the pattern fits it. prefix: of its keys."""
     if name not in VERIFIERS:
         alternatives = f"one of {', '.join(VERIFIERS)}, or "
         importable(report, f"{prefix}verifier", str(name), "It scores the completions.", alternatives)
-    if name == "regular_expression":
-        _pattern(prefix, shape, report)
-    elif shape is not None:
-        needs, reason = f"{prefix}verifier=regular_expression", "It would be ignored: other verifiers take none."
-        report.refuse(f"{prefix}pattern={shape}", needs, name, reason, f"{needs} or {prefix}pattern=null")
-
-
-def _pattern(prefix: str, shape: str | None, report: Report) -> None:
-    got = shape
+    needs = f"{prefix}verifier=regular_expression"
+    if name != "regular_expression":
+        if pattern is not None:
+            reason = "It would be ignored: other verifiers take none."
+            report.refuse(f"{prefix}pattern={pattern}", needs, name, reason, f"{needs} or {prefix}pattern=null")
+        return
     try:
-        if shape is not None:
-            groups = re.compile(shape).groups
-            if groups == 1:
-                return
-            got = f"{shape} with {groups}; (?:...) is a group that captures nothing"
+        groups, got = re.compile(str(pattern)).groups, pattern
     except re.error as error:
-        got = f"{shape}: {error}"
-    reason, use = "What its group finds last is compared with the answer.", f"\"{prefix}pattern='answer: (.*)'\""
-    report.refuse(f"{prefix}verifier=regular_expression", f"{prefix}pattern with one group", got, reason, use)
-
-
-def _processes(task: PromptsTaskConfig, report: Report) -> None:
-    """A time limit and the processes that can keep it come together."""
-    number, seconds = task.verifier_processes, task.verifier_seconds
-    if number > 0 and seconds is None:
-        reason, use = "A verifier in a process of its own has a time limit.", "task.verifier_seconds=10"
-        report.refuse(f"task.verifier_processes={number}", "task.verifier_seconds", None, reason, use)
-    if number == 0 and seconds is not None:
-        reason, use = (
-            "Only a process of its own can be ended.",
-            "task.verifier_processes=4 or task.verifier_seconds=null",
-        )
-        report.refuse(f"task.verifier_seconds={text(seconds)}", "task.verifier_processes > 0", 0, reason, use)
+        groups, got = 0, f"{pattern}: {error}"
+    if groups != 1:
+        reason = "What its group finds last is compared with the answer; (?:...) captures nothing."
+        report.refuse(needs, f"{prefix}pattern with one group", got, reason, f"\"{prefix}pattern='answer: (.*)'\"")

@@ -11,6 +11,7 @@ from pgtoolkit.config.paths import is_local_path
 from pgtoolkit.config.plan import documents_per_batch, family_of_config, tokens_at_least
 from pgtoolkit.config.rules.run import existing
 from pgtoolkit.config.schema import Config, RolloutConfig
+from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.corrections import configured as configured_correction
 from pgtoolkit.system.functions import is_findable, kind_of
 from pgtoolkit.system.model_folder import model_settings
@@ -27,10 +28,6 @@ def loss(c: Config, report: Report) -> None:
     if family is not None and family.by_document and splits != 1:
         reason = "The sequence ratio is exp of a mean over the whole document, and pieces do not recombine."
         report.refuse(f"loss={c.loss.name}", "loss.num_splits=1", splits, reason, "loss.num_splits=1")
-    elif splits > 1 and c.kernel.implementation == "fused_linear":
-        setting, needs = f"loss.num_splits={splits}", "materialised logits"
-        reason = "The fused head cuts its own pieces, as large as kernel.logits_memory_mb allows."
-        report.refuse(setting, needs, "kernel=fused_linear", reason, "kernel=torch or loss.num_splits=1")
 
 
 def aggregation(c: Config, report: Report) -> None:
@@ -144,8 +141,8 @@ def accumulation(c: Config, report: Report) -> None:
         reason = "A document is never split over micro-batches, so the longest must fit into one."
         needs = f"at least the longest document, {longest} tokens"
         report.refuse_value("accumulation.max_tokens", tokens, needs, reason, longest)
-    if c.aggregation.mode == "prompt_mean":
-        _prompt_mean(c, docs, report)
+    if AGGREGATIONS[c.aggregation.mode].needs_groups:
+        _whole_groups(c, docs, report)
     if c.rollout.name == "policy" and docs > 0:
         _steps_per_batch(c, docs, c.accumulation.last_step, report)
         family = family_of_config(c)
@@ -157,16 +154,16 @@ def accumulation(c: Config, report: Report) -> None:
             )
 
 
-def _prompt_mean(c: Config, docs: int, report: Report) -> None:
-    size = c.rollout.group_size or 1
+def _whole_groups(c: Config, docs: int, report: Report) -> None:
+    setting, size = f"aggregation={c.aggregation.mode}", c.rollout.group_size or 1
     reason = "A prompt's mean needs all its completions in one step."
     if docs == 0:
         use = "accumulation=dynamic"
-        report.refuse("aggregation=prompt_mean", "accumulation.docs_per_step > 0", docs, reason, use)
+        report.refuse(setting, "accumulation.docs_per_step > 0", docs, reason, use)
     elif docs % size:
         needs = f"accumulation.docs_per_step to be a multiple of the group size {size}"
         use = f"accumulation.docs_per_step={max(1, round(docs / size)) * size}"
-        report.refuse("aggregation=prompt_mean", needs, docs, reason, use)
+        report.refuse(setting, needs, docs, reason, use)
 
 
 def _steps_per_batch(c: Config, docs: int, last: str, report: Report) -> None:

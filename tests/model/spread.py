@@ -7,12 +7,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
-from torch.distributed.tensor import DTensor
-
 from builders import processes
 from builders.losses import PARAMETERS
 from builders.models import build
 from builders.runs import CLOCK
+from torch.distributed.tensor import DTensor
+
 from pgtoolkit.batch import Document, MicroBatch, Step, StepTotals, known_vectors
 from pgtoolkit.kernels.losses import Computation
 from pgtoolkit.losses.aggregation import aggregation_of

@@ -1,6 +1,6 @@
 """Whole runs with servers, in pairs of what they may be combined with: against the small server, or vLLM on GPUs.
 
-    PGTOOLKIT_VLLM=VLLM PYTHONPATH=.:tests python tests/builders/server_combinations.py FOLDER
+    PGTOOLKIT_VLLM=VLLM PYTHONPATH=.:tests python tests/sampling/server_combinations.py FOLDER
 
 runs them all at once on the GPUs of a machine, with vLLM as VLLM calls it, and prints a table.
 """
@@ -21,10 +21,10 @@ from pathlib import Path
 
 import requests
 import torch
-
 from builders.runs import metrics_of
 from builders.shared_servers import save_llama, vllm_command
 from builders.vllm_servers import COMMAND, ServerCommand
+
 from pgtoolkit.runs.completions import read_completions
 from pgtoolkit.runs.records import read_evaluations
 from pgtoolkit.sampling.server_process import reserve_port

@@ -2,7 +2,7 @@
 
 import torch
 
-from pgtoolkit import families
+from pgtoolkit import families, log_prob_loss
 
 NEW = torch.tensor([-0.3, -1.1, -0.7, -2.0, -0.05, -1.6, -0.9, -0.4], dtype=torch.float64)
 LOG_RATIO = torch.tensor([0.5, -0.6, 0.02, 1.3, -0.03, -1.2, 0.3, -0.2], dtype=torch.float64)
@@ -50,12 +50,35 @@ def reinforce(p, x, A):
     return -A * p
 
 
-FORMULAS = [
-    (grpo, families.Grpo(epsilon_low=0.2, epsilon_high=0.3, dual_clip=2.0)),
-    (sapo, families.Sapo(temperature_positive=1.5, temperature_negative=2.5)),
-    (gmpo, families.Gmpo(epsilon_low=0.4, epsilon_high=0.25)),
-    (dppo, families.Dppo(delta_low=0.2, delta_high=0.1, ratio_cap=3.0)),
-    (vespo, families.Vespo(power_negative=1.5)),
-    (kimi, families.Kimi(tau=0.7)),
-    (reinforce, families.Reinforce()),
-]
+def gspo(p, x, A):
+    r = by_document(x).exp()
+    return -torch.minimum(r * by_document(A), r.clamp(0.95, 1.04) * by_document(A))
+
+
+def cispo(p, x, A):
+    return -x.exp().clamp(0.7, 1.5).detach() * A * p
+
+
+FORMULAS = {
+    grpo: families.Grpo(epsilon_low=0.2, epsilon_high=0.3, dual_clip=2.0),
+    gspo: families.Gspo(0.05, 0.04),
+    cispo: families.Cispo(0.3, 0.5),
+    sapo: families.Sapo(temperature_positive=1.5, temperature_negative=2.5),
+    gmpo: families.Gmpo(epsilon_low=0.4, epsilon_high=0.25),
+    dppo: families.Dppo(delta_low=0.2, delta_high=0.1, ratio_cap=3.0),
+    vespo: families.Vespo(power_negative=1.5),
+    kimi: families.Kimi(tau=0.7),
+    reinforce: families.Reinforce(),
+}
+
+
+def of_log_probs(family, new=NEW, log_ratio=LOG_RATIO, advantages=ADVANTAGES, sampling=None, **options):
+    """(loss, its derivative by each new log-prob, metrics) with token_mean; sampling: the old less the sampler's."""
+    leaf, old = new.clone().requires_grad_(), new - log_ratio
+    # Not checked: some differences take log-probs above 0, which the check refuses.
+    given = {"loss": family, "aggregation": "token_mean", "metrics": "basic", "check_finite": False} | options
+    given |= {} if sampling is None else {"sampling_log_probs": old - sampling}
+    mask = torch.ones(len(new), dtype=torch.bool)
+    out = log_prob_loss(leaf, old, advantages, DOCUMENTS[: len(new)], mask, **given)
+    out.loss.backward()
+    return out.loss.item(), leaf.grad, {name: float(value) for name, value in out.metrics.items()}

@@ -1,0 +1,103 @@
+"""Runs that sample while the model is spread over ranks: the completions, numbers and weights of whole models."""
+
+import pytest
+from builders.models import save_with_tokenizer, small_llama
+from builders.parallel_runs import assert_close, run_on_ranks
+from builders.processes import layout, world
+from builders.runs import SHORT, config_of, copy_as_of, metrics_of
+from omegaconf import OmegaConf
+
+from pgtoolkit.runs.records import read_evaluations
+from pgtoolkit.tasks.completion import Request
+from pgtoolkit.training.build import build
+
+pytestmark = pytest.mark.slow  # ranks are processes
+
+FSDP = "parallelism.shard=true"
+GREEDY = ("rollout.top_p=1e-6", "entropy=bonus", "entropy.coefficient=0.1", "optimizer.learning_rate=0.01")
+"""Completions of the likeliest tokens, and a loss whose gradient needs no advantage."""
+FULL = (
+    *("rollout.prompts_per_batch=3", "accumulation.docs_per_step=6", "rollout.max_sampling_rounds=3"),
+    *("evaluation.every=2", "evaluation.prompts_per_set=5", "evaluation.completions_per_prompt=2"),
+    *("kl=k3", "kl.coefficient=0.1", "rollout.stop=[77]", "optimizer.learning_rate=0.01"),
+)
+"""Ranks with different numbers of prompts, and of forward passes; all that asks a sampler or a reference."""
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    model = small_llama(3, num_hidden_layers=2, num_attention_heads=4, tie_word_embeddings=True)
+    return save_with_tokenizer(model.bfloat16(), tmp_path_factory.mktemp("llama"))
+
+
+def of_model(folder, *more: str) -> list[str]:
+    own = [setting for setting in SHORT if not setting.startswith("model.")]
+    return [*own, "model=huggingface", f"model.path={folder}", *more]
+
+
+def completions(config, sizes: dict[str, int]) -> tuple[list[list[int]], list, dict[str, float]]:
+    """What this rank's sampler writes for its prompts, of which rank 1 has none; what its copy holds, and held."""
+    module, loader = build(config, layout=layout(**sizes))
+    sampler, held = loader.source.sampler, {}
+    sample = sampler._complete
+
+    def watched(prompts):
+        held.update({name: float(weight.double().sum()) for name, weight in sampler._policy.weights().items()})
+        return sample(prompts)
+
+    sampler._complete = watched
+    requests = [] if module.layout.rank == 1 else [Request([1, 2, 10], 1, 0), Request([4, 7, 7, 10], 1, 1)]
+    sampler.publish(module.policy.weights, 0)
+    written = [completion.tokens.tolist() for completion in sampler.complete(requests)]
+    return written, [weight.numel() for weight in sampler._policy.weights().values()], held
+
+
+@pytest.mark.parametrize(
+    ("sizes", "more"),
+    [({"data_parallel": 2}, [FSDP]), ({"data_parallel": 2}, [FSDP, "model.lora_rank=2"])],
+    ids=["fsdp", "lora"],
+)
+def test_a_whole_copy_is_made_for_a_batch_and_given_back(llama, sizes, more):
+    """Token for token the completions of one process, from weights equal to the last bit."""
+    greedy = of_model(llama, *GREEDY, *(one for one in more if one.startswith("model.")))
+    module, loader = build(OmegaConf.to_object(config_of(*greedy)))
+    sampler = loader.source.sampler
+    expected = [o.tokens.tolist() for o in sampler.complete([Request([1, 2, 10], 1, 0), Request([4, 7, 7, 10], 1, 1)])]
+    settings = [*(f"parallelism.{axis}={size}" for axis, size in sizes.items()), *more]
+    config = OmegaConf.to_object(config_of(*greedy, *settings))
+    found = world(2).run(completions, config, sizes)
+    assert [written for written, _, _ in found] == [expected, []]
+    assert all(set(sizes) == {0} for _, sizes, _ in found)  # each rank has had a copy, and has it no more
+    weights = {name: float(weight.double().sum()) for name, weight in module.policy.weights().items()}
+    assert found[0][2] == weights
+
+
+@pytest.mark.parametrize(
+    ("sizes", "settings"),
+    [
+        ({"data_parallel": 2}, [FSDP, *FULL]),
+        ({"data_parallel": 2}, [FSDP, "rollout.lag=2"]),
+        ({"data_parallel": 2}, [FSDP, "rollout.max_staleness=2", "rollout.old_log_probs=sampling"]),
+    ],
+    ids=["everything", "lag", "staleness"],
+)
+def test_sharded_ranks_sample_and_learn_as_whole_ones_do(tmp_path, sizes, settings):
+    """Ranks draw from the same random states: all metrics agree, and so do the evaluations."""
+    found = run_on_ranks(tmp_path / "sharded", [*SHORT, *settings], **sizes)
+    whole = [one for one in settings if one != FSDP]
+    other = run_on_ranks(tmp_path / "whole", [*SHORT, *whole], **sizes)
+    assert_close(found, other, 1e-6)
+    for row, expected in zip(read_evaluations(found), read_evaluations(other), strict=True):
+        drop = {"time": 0, "seconds": 0}
+        assert row | drop == expected | drop
+    assert sum(row["grad_norm"] > 0 for row in metrics_of(found)) > 1
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
+    """Greedy: one process, then two ranks that share the weights, then four, make the steps of one process."""
+    greedy = [*SHORT, *GREEDY, "trainer.max_steps=6"]
+    whole = run_on_ranks(tmp_path / "whole", greedy)
+    for step, sizes in ((4, {"data_parallel": 2}), (2, {"data_parallel": 4})):
+        folder = copy_as_of(whole, step, tmp_path / f"from-{step}")
+        run_on_ranks(folder, [*greedy, FSDP], resume=True, **sizes)
+        assert_close(folder, whole)
