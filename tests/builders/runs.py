@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -55,6 +56,12 @@ def once(*overrides: str) -> list[str]:
     return list({override.partition("=")[0]: override for override in overrides}.values())
 
 
+def with_model(folder: Path, *overrides: str, of: Sequence[str] = SHORT) -> list[str]:
+    """The settings with the model of a Hugging Face folder in the place of the tiny one."""
+    kept = [setting for setting in of if not setting.startswith("model.")]
+    return [*kept, "model=huggingface", f"model.path={folder}", *overrides]
+
+
 def config_of(*overrides: str) -> DictConfig:
     composed = compose(once(*overrides))
     assert composed.problems == []
@@ -71,10 +78,11 @@ def run(folder: Path, *overrides: str, resume: bool = False) -> Path:
     return folder
 
 
-def built(*overrides: str) -> tuple[PolicyGradientModule, StepLoader]:
-    """A module in float64 with its optimizer, without Lightning's trainer, and its steps."""
+def built(*overrides: str, dtype: torch.dtype | None = torch.float64) -> tuple[PolicyGradientModule, StepLoader]:
+    """A module in float64 (None: in its own types) with its optimizer, without Lightning's trainer, and its steps."""
     module, loader = build(OmegaConf.to_object(config_of(*overrides)))
-    module.double()
+    if dtype is not None:
+        module.to(dtype)
     optimizer = module.configure_optimizers()
     module.optimizers = lambda use_pl_optimizer=True: optimizer
     module.manual_backward = lambda loss: loss.backward()
