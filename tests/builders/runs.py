@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from pgtoolkit.batch import Document
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.validate import validate
 from pgtoolkit.rollouts.steps import StepLoader
@@ -87,6 +88,27 @@ def built(*overrides: str, dtype: torch.dtype | None = torch.float64) -> tuple[P
     module.optimizers = lambda use_pl_optimizer=True: optimizer
     module.manual_backward = lambda loss: loss.backward()
     return module, loader
+
+
+def some_documents(seed=0, lengths=(9, 5, 12, 7, 2, 6, 8)):
+    """Documents of the tiny model's vocabulary; the last is all masked, the fifth has a single trained token."""
+    generator = torch.Generator().manual_seed(seed)
+    documents = []
+    for i, length in enumerate(lengths):
+        mask = torch.arange(length) >= max(1, length // 2)
+        if i == len(lengths) - 1:
+            mask[:] = False
+        documents.append(
+            Document(
+                tokens=torch.randint(0, 11, (length,), generator=generator),
+                loss_mask=mask,
+                old_log_probs=(-2.5 + 0.2 * torch.randn(length, generator=generator))[mask],
+                advantages=torch.randn(1, generator=generator).expand(int(mask.sum())),
+                group=[3, 3, 8, 8, 8, 5, 5][i],
+                name=f"document {i}",
+            )
+        )
+    return documents
 
 
 def sampler_of(loader: StepLoader) -> TransformersSampler:

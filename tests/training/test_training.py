@@ -11,10 +11,9 @@ import pytest
 import torch
 from builders.losses import EVERY_LOSS, OBJECTIVES, PARAMETERS
 from builders.rollout_rows import good_row, write_jsonl
-from builders.runs import SHORT, assert_equal, config_of, metrics_of, run
+from builders.runs import SHORT, assert_equal, config_of, metrics_of, run, some_documents
 from omegaconf import OmegaConf
 
-from pgtoolkit.batch import Document
 from pgtoolkit.errors import DataError, Interrupted, NumericalError
 from pgtoolkit.rollouts.policy import STAGES
 from pgtoolkit.rollouts.steps import make_step
@@ -27,27 +26,6 @@ from pgtoolkit.training.train import build, train
 def module_of(*overrides, seed=0):
     module, _ = build(OmegaConf.to_object(config_of(*SHORT, *overrides)))
     return module
-
-
-def some_documents(seed=0, lengths=(9, 5, 12, 7, 2, 6, 8)):
-    """Documents of the tiny model's vocabulary; the last is all masked, the fifth has a single trained token."""
-    generator = torch.Generator().manual_seed(seed)
-    documents = []
-    for i, length in enumerate(lengths):
-        mask = torch.arange(length) >= max(1, length // 2)
-        if i == len(lengths) - 1:
-            mask[:] = False
-        documents.append(
-            Document(
-                tokens=torch.randint(0, 11, (length,), generator=generator),
-                loss_mask=mask,
-                old_log_probs=(-2.5 + 0.2 * torch.randn(length, generator=generator))[mask],
-                advantages=torch.randn(1, generator=generator).expand(int(mask.sum())),
-                group=[3, 3, 8, 8, 8, 5, 5][i],
-                name=f"document {i}",
-            )
-        )
-    return documents
 
 
 def gradient_and_metrics(module, documents, max_tokens):
