@@ -17,9 +17,8 @@ from pgtoolkit.losses.corrections import Correction, Factors
 from pgtoolkit.losses.documents import DocumentSums, whole_step_totals
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.family import LOG_RATIO_LIMIT, Family, clamped, over_scope, scope_mean
-from pgtoolkit.losses.kl import KL
+from pgtoolkit.losses.kl import KL, Penalties
 from pgtoolkit.losses.metrics import LEVELS, MetricSums, measure
-from pgtoolkit.losses.penalties import Penalties
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from transformers import (
 from pgtoolkit.batch import Document
 from pgtoolkit.cli import main
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.launch.check import check, problems
 from pgtoolkit.model.build import build_policy
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.tasks.prompts import tiny_tokenizer
@@ -47,12 +46,13 @@ def with_prompts(folder, place):
     return [*task, "task=prompts", f"task.path={place / 'p.jsonl'}"]
 
 
-def test_completions_longer_than_the_model_has_positions_are_refused_before_anything_is_made(folder):
-    typed = ["model=huggingface", f"model.path={folder}", "tracking=none", "task.num_digits=3"]
-    (problem,) = problems(check([*typed, "rollout.max_completion_length=32"]))
-    assert problem.startswith("rollout.max_completion_length=32 needs a number < 32 (got 32). ")
-    assert problem.endswith("Use rollout.max_completion_length=16.")
-    assert problems(check([*typed, "rollout.max_completion_length=16"])) == []
+def test_completions_longer_than_the_model_has_positions_are_refused_before_anything_is_made(folder, capsys):
+    typed = ["check", "model=huggingface", f"model.path={folder}", "tracking=none", "task.num_digits=3"]
+    assert main([*typed, "rollout.max_completion_length=32"]) == 2
+    said = capsys.readouterr().out
+    assert "rollout.max_completion_length=32 needs a number < 32 (got 32). " in said
+    assert "Use rollout.max_completion_length=16." in said
+    assert main([*typed, "rollout.max_completion_length=16"]) == 0
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -110,9 +110,9 @@ def the_next_prompt_is_asked_again_after_a_resume(right, self):
     "rollouts.policy:PolicyRollouts._with_training_log_probs",
     "tests/rollouts/test_policy.py::test_old_log_probs_are_those_of_the_sampler_or_of_training",
 )
-def the_sampler_s_log_probs_stay_the_old_ones(right, self, documents):
-    found = right(self, documents)
-    return [replace(d, old_log_probs=before.old_log_probs) for d, before in zip(found, documents, strict=True)]
+def the_sampler_s_log_probs_stay_the_old_ones(right, self, parts, passes):
+    result, documents = right(self, parts, passes), [document for part in parts for document in part]
+    return [replace(d, old_log_probs=before.old_log_probs) for d, before in zip(result, documents, strict=True)]
 
 
 @mutant("rollouts.rows:row_of", "tests/rollouts/test_writer.py::test_what_is_written_reads_back_equal")
