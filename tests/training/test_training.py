@@ -91,15 +91,6 @@ def test_the_first_step_of_a_batch_of_rollouts_has_ratio_one_and_later_ones_do_n
         assert row["documents_seen"] == 8 * row["step"]
 
 
-def test_a_run_does_not_depend_on_max_tokens(short, tmp_path):
-    expected = metrics_of(short)
-    found = metrics_of(run(tmp_path / "run", "accumulation.max_tokens=1000"))
-    assert found[0]["num_micro_batches"] != expected[0]["num_micro_batches"]
-    for a, b in zip(found, expected, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], abs=2e-5)
-        assert a["reward"] == b["reward"]
-
-
 def module_with_optimizer(*overrides):
     module = module_of(*overrides)
     optimizer = module.configure_optimizers()
