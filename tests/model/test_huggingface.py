@@ -46,15 +46,6 @@ def with_prompts(folder, place):
     return [*task, "task=prompts", f"task.path={place / 'p.jsonl'}"]
 
 
-def test_completions_longer_than_the_model_has_positions_are_refused_before_anything_is_made(folder, capsys):
-    typed = ["check", "model=huggingface", f"model.path={folder}", "tracking=none", "task.num_digits=3"]
-    assert main([*typed, "rollout.max_completion_length=32"]) == 2
-    said = capsys.readouterr().out
-    assert "rollout.max_completion_length=32 needs a number < 32 (got 32). " in said
-    assert "Use rollout.max_completion_length=16." in said
-    assert main([*typed, "rollout.max_completion_length=16"]) == 0
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_trains_and_resumes_bit_equal(folder, tmp_path, checkpointing):
     config = settings(folder, f"model.gradient_checkpointing={str(checkpointing).lower()}")
