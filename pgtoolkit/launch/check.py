@@ -13,7 +13,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pgtoolkit.config import override_problems
+from pgtoolkit.config import memory, override_problems
 from pgtoolkit.config.compose import Composed, compose
 from pgtoolkit.config.names import name_in, name_of
 from pgtoolkit.config.overrides import NO_CHOICE, is_swept, jobs, parse
@@ -23,6 +23,7 @@ from pgtoolkit.config.rules.run import launcher
 from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import PgtoolkitError, first_line
 from pgtoolkit.launch.sweep import LOCAL, Sweep, plan
+from pgtoolkit.runs.provenance import gpus
 from pgtoolkit.system.report import Report, key_of
 from pgtoolkit.training.machine import check_machine
 
@@ -196,6 +197,9 @@ def render_plan(checked: Checked) -> str:
     if first.config is not None:
         sections += describe(first.values, resolve_and_validate(compose([]).config)[0])
         chosen, hydra = first.values.tracking.run_name, first.config.hydra
+        if first.values.model.name == "huggingface" and not first.report.problems:
+            sizes = [float(gpu["memory"].split()[0]) * 2**20 for gpu in gpus()]
+            sections.append(("Memory", [*memory.describe(first.values, min(sizes, default=None))]))
         name = name_in(hydra, chosen) if checked.is_sweep else name_of(chosen, first.overrides)
         sections.append(("Run name", [name]))
         if first.config.rollout.name == "policy" and not first.report.problems:
