@@ -68,10 +68,10 @@ def ignored(c: Config, report: Report) -> None:
             continue
         value, usual = value_of(c, key.name), report.usual(key.name)
         if value != usual:
-            conditions = singles(key.only_if)
-            lacking = next(single for single in conditions if not holds(single, c))
-            decides = parts(lacking)[0]
+            conditions, ways = singles(key.only_if), key.use.split(" and ") if key.use else []
+            number = next(i for i, single in enumerate(conditions) if not holds(single, c))
+            lacking, decides = conditions[number], parts(conditions[number])[0]
             needs, got = in_words(key.only_if if " or " in key.only_if else lacking), text(value_of(c, decides))
             reason = key.why or f"It has no effect while {shown(decides)}={got}."
-            use = f"{(lacking == conditions[0] and key.use) or needs} or {key.name}={text(usual)}"
-            report.refuse(f"{key.name}={text(value)}", needs, got, reason, use)
+            use = ways[number] if number < len(ways) else in_words(lacking)
+            report.refuse(f"{key.name}={text(value)}", needs, got, reason, f"{use} or {key.name}={text(usual)}")
