@@ -105,7 +105,6 @@ def _run(folder: Path, arguments: argparse.Namespace, more: list[str], metrics: 
     given = {override.partition("=")[0]: override for override in job}
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
     environment.setdefault("OMP_NUM_THREADS", "8" if torch.cuda.is_available() else "1")
-    environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", __file__]
     with (folder / "output").open("w") as output:
         child = subprocess.Popen(

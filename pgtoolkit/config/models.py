@@ -36,3 +36,34 @@ def vocabulary_size(model: ModelConfig, task: TaskConfig) -> int | None:
         return {"reverse": 12, "reasoning_gym": 97}.get(task.name)  # a file of prompts has its own characters
     size = model_settings(model.path).get("vocab_size")
     return size if is_whole(size) and size >= 1 else None
+
+
+def sizes(model: ModelConfig) -> Sizes | None:
+    """None where the model is tiny or of another type, or its config.json does not say enough."""
+    known = model_settings(getattr(model, "path", None))
+    try:
+        return Sizes(known) if known.get("model_type") in MODEL_TYPES else None
+    except (KeyError, TypeError, ZeroDivisionError):
+        return None
+
+
+class Sizes:
+    """Of a model of MODEL_TYPES, by its config.json.
+
+    layer: weights of one. linear: inputs and outputs of its matrices, summed. cached: keys and values of a token.
+    table: weights of the embedding; tables: 2 with a head of its own. weights: of the model, but for biases.
+    """
+
+    def __init__(self, known: dict[str, Any]):
+        gpt2 = known["model_type"] == "gpt2"
+        names = ("n_layer", "n_embd", "n_head") if gpt2 else ("num_hidden_layers", "hidden_size", "num_attention_heads")
+        self.layers, self.width, heads = (known[name] for name in names)
+        self.vocabulary, head = known["vocab_size"], known.get("head_dim") or self.width // heads
+        self.inner = known.get("n_inner" if gpt2 else "intermediate_size") or 4 * self.width
+        groups = known.get("num_key_value_heads") or heads
+        matrices = 2 * [(self.width, heads * head), (self.width, groups * head)]
+        matrices += (2 if gpt2 else 3) * [(self.width, self.inner)]
+        self.layer = sum(a * b for a, b in matrices) + 2 * self.width
+        self.linear, self.cached = sum(a + b for a, b in matrices), 2 * groups * head
+        self.table, self.tables = self.vocabulary * self.width, 1 if known.get("tie_word_embeddings", gpt2) else 2
+        self.weights = self.layers * self.layer + self.tables * self.table

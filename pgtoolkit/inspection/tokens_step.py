@@ -17,6 +17,7 @@ from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.metrics import clips
 from pgtoolkit.losses.objective import Loss, make_objective
+from pgtoolkit.ranks.environment import world_size
 from pgtoolkit.rollouts.rows import FIELDS, Row, Rules, batch_file, parse_row
 from pgtoolkit.rollouts.steps import Source, StepLoader
 from pgtoolkit.tasks.row_files import open_files
@@ -166,11 +167,12 @@ class _Watch(lightning.Callback):
     def on_train_batch_start(self, trainer, module, batch: Step, batch_idx: int) -> None:
         self.last = batch.state_after["num_steps"]
         self.sampled |= batch.seconds.get("sampling", 0) > 0
-        if self.sampled and self._config.sampler.name != "transformers":
+        ranks = world_size(self._config.parallelism)
+        if self.sampled and (self._config.sampler.name != "transformers" or ranks > 1):
             raise ConfigError(
-                f"--step={self._number} needs recorded rollouts (got none). Servers wrote the run's completions, and "
-                "would write others now. Use a step whose documents a checkpoint holds, or rollout.save_path=FOLDER in "
-                "a new run."
+                f"--step={self._number} needs recorded rollouts (got none). Servers or several ranks wrote the run's "
+                "completions, which would be others now. Use a step whose documents a checkpoint holds, or "
+                "rollout.save_path=FOLDER in a new run."
             )
         if self.last == self._number:
             self.step = batch
@@ -288,26 +290,15 @@ def _of_trained(values: Tensor, trained: Tensor) -> np.ndarray:
 
 def _check_documents(made: MadeStep, loss: Loss) -> None:
     """ConfigError where the loss reads what the step's documents do not have."""
-    tokens, correction = made.pieces[0].micro_batch, loss.correction
-    if loss.reads_old_log_probs and not made.has_old_log_probs:
-        named = "kl=k3_ratio" if correction is None else f"correction={correction.name}"
-        named = f"loss={loss.family.name}" if loss.family.reads_old_log_probs else named
+    tokens = made.pieces[0].micro_batch
+    lacks = {
+        "old_log_probs": loss.reads_old_log_probs and not made.has_old_log_probs,
+        "sampling_log_probs": loss.needs_sampling_log_probs and tokens.sampling_log_probs is None,
+        "ref_log_probs": loss.kl is not None and tokens.ref_log_probs is None,
+        "group_id": loss.aggregation.needs_groups and not made.has_groups,
+    }
+    if missing := [name for name, lacking in lacks.items() if lacking]:
         raise ConfigError(
-            f"{named} needs old_log_probs (got documents without). Its ratio reads them. Use loss=reinforce with "
-            "correction=none and kl=none."
-        )
-    if correction is not None and not correction.of_policy and tokens.sampling_log_probs is None:
-        raise ConfigError(
-            f"correction={correction.name} needs sampling_log_probs of every document (got documents without). It "
-            "weighs a token by the sampler's log-prob. Use correction=none."
-        )
-    if loss.kl is not None and tokens.ref_log_probs is None:
-        raise ConfigError(
-            f"kl={loss.kl.kind} needs log-probs of a reference (got none). The run has no penalty, so it has loaded no "
-            "reference. Use kl=none."
-        )
-    if loss.aggregation.needs_groups and not made.has_groups:
-        raise ConfigError(
-            f"aggregation={loss.aggregation.name} needs group_id (got rows without). It says which documents share a "
-            "prompt. Use another aggregation."
+            f"loss={loss.family.name} with this aggregation, correction and kl needs {', '.join(missing)} of every "
+            "document (got some without). Use loss=reinforce aggregation=token_mean correction=none kl=none."
         )

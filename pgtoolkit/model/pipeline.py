@@ -7,13 +7,18 @@ schedule is one forward, one backward (1F1B) of torch.distributed.pipelining; th
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from pgtoolkit.batch import MicroBatch
 from pgtoolkit.model.architectures import architecture_of
+from pgtoolkit.ranks import collectives
+from pgtoolkit.ranks.agreement import gather_objects
 from pgtoolkit.ranks.layout import Layout
 
 
@@ -35,6 +40,38 @@ def keep_stage(model: nn.Module, stage: int, num_stages: int) -> None:
     if stage < num_stages - 1:
         setattr(base, parts.final_norm, _PassThrough())
         model.set_output_embeddings(_PassThrough())
+
+
+@dataclass(frozen=True)
+class OfStage:
+    """A weight that one stage of a pipeline holds, and the others get from it. part: None on those."""
+
+    part: Tensor | None
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    stage: int
+    group: ProcessGroup
+
+    def whole(self, dtype: torch.dtype) -> Tensor:
+        """See `collectives.whole`; called by every stage."""
+        dtype = dtype if self.dtype.is_floating_point else self.dtype
+        if self.part is None:
+            weight = torch.empty(self.shape, dtype=dtype, device=self.device)
+        else:
+            weight = collectives.whole(self.part, dtype).contiguous()
+        dist.broadcast(weight, group_src=self.stage, group=self.group)
+        return weight
+
+
+def weights_of_all_stages(own: dict[str, Tensor], group: ProcessGroup, device: torch.device) -> dict[str, OfStage]:
+    """The whole model's weights; called by every stage with its own."""
+    kinds = gather_objects({name: (weight.shape, weight.dtype) for name, weight in own.items()}, group)
+    return {
+        name: OfStage(own.get(name), *kind, device, stage, group)
+        for stage, kind_of in enumerate(kinds)
+        for name, kind in kind_of.items()
+    }
 
 
 class Pipeline:
@@ -81,6 +118,29 @@ class Pipeline:
         target = numbers if self.number == self.count - 1 else None
         schedule.step(*inputs, position_ids=positions, number=numbers, target=target, return_outputs=False)
         return [outputs[index] for index in sorted(outputs)]
+
+    @torch.no_grad()
+    def on_last_stage(self, micro_batch: MicroBatch, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """(T,) float32 of the hidden states (T, H) of a micro-batch's tokens, on every stage; all call this.
+
+        function: computes it on the last stage; it has one number for each token.
+        """
+        count, dtype = len(micro_batch.tokens), next(self.model.parameters()).dtype
+        tokens, positions = torch.zeros(2, 1, self.max_tokens, dtype=torch.int64, device=self._device)
+        tokens[0, :count], positions[0, :count] = micro_batch.tokens, micro_batch.position_ids
+        key, x = "input_ids", tokens
+        if self.number > 0:
+            key = "inputs_embeds"
+            x = torch.empty(1, self.max_tokens, self.model.config.hidden_size, dtype=dtype, device=self._device)
+            dist.recv(x, group_src=self.number - 1, group=self.group)
+        hidden = self.states(**{key: x}, position_ids=positions, lengths=micro_batch.document_lengths)
+        if self.number < self.count - 1:
+            dist.send(hidden.to(dtype).contiguous(), group_dst=self.number + 1, group=self.group)
+            found = torch.empty(count, device=self._device)
+        else:
+            found = function(hidden[0, :count]).float().contiguous()
+        dist.broadcast(found, group_src=self.count - 1, group=self.group)
+        return found
 
     @property
     def _device(self) -> torch.device:

@@ -52,6 +52,10 @@ class Policy:
     def put_away(self) -> None:
         """Called after a forward pass without a backward: what was brought together for it is given back."""
 
+    def all_tokens(self, values: Tensor) -> Tensor:
+        """(T,) of a micro-batch's tokens, from those of this rank's piece of it."""
+        return values
+
     def gradient_groups(self) -> list[tuple[ProcessGroup, list[nn.Parameter]]]:
         """After a step's last backward: (group, parameters whose gradients here are to be summed over it), in order."""
         return []

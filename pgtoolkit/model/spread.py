@@ -29,11 +29,11 @@ from pgtoolkit.kernels.losses import LMHead
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.model.architectures import architecture_of
 from pgtoolkit.model.attention import Documents, documents_here, use_packed_attention
-from pgtoolkit.model.pipeline import Pipeline, keep_stage
+from pgtoolkit.model.pipeline import Pipeline, keep_stage, weights_of_all_stages
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.model.tensor import DividedMatrix, shard_tensors, vocabulary_start
 from pgtoolkit.ranks.agreement import failing_together
-from pgtoolkit.ranks.collectives import local
+from pgtoolkit.ranks.collectives import join, local
 from pgtoolkit.ranks.layout import AXES, Layout
 from pgtoolkit.system.report import Report
 
@@ -63,9 +63,11 @@ class ParallelPolicy(Policy):
         return not self.sharded and self.layout.size("tensor_parallel") * self.layout.size("pipeline_parallel") == 1
 
     def weights(self) -> dict[str, Tensor]:
-        with failing_together(self.layout):
-            pass  # none begins to gather while another has failed
-        return super().weights()
+        if not self.is_whole:
+            with failing_together(self.layout):
+                pass  # none begins to gather while another has failed
+        own, group = super().weights(), self.layout.group("pipeline_parallel")
+        return own if group is None else weights_of_all_stages(own, group, self.model.device)
 
     @cached_property
     def pipeline(self) -> Pipeline | None:
@@ -108,6 +110,10 @@ class ParallelPolicy(Policy):
     def put_away(self) -> None:
         if self.sharded:
             self.model.reshard()  # FSDP2 keeps the head's unit together for the backward
+
+    def all_tokens(self, values: Tensor) -> Tensor:
+        group = self.layout.group("sequence_data_parallel")
+        return values if group is None else join(values, group, 0, False)
 
     def gradient_groups(self) -> list[tuple[ProcessGroup, list[nn.Parameter]]]:
         groups = []

@@ -7,6 +7,7 @@ All take the ranks of `group`, of equal shapes, and are called by all of them in
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,8 +29,13 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """All of a tensor that may be sharded, floating-point numbers in `dtype`; every rank calls this with its part."""
+def whole(tensor: Any, dtype: torch.dtype) -> Tensor:
+    """All of a tensor that may be sharded, floating-point numbers in `dtype`; every rank calls this with its part.
+
+    What is no tensor knows how it becomes one (`model.pipeline.OfStage`).
+    """
+    if not isinstance(tensor, Tensor):
+        return tensor.whole(dtype)
     tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor  # before it is sent
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

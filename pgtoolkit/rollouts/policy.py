@@ -14,11 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pgtoolkit.batch import Document, MicroBatch
+from pgtoolkit.batch import Document, MicroBatch, cut, pack
 from pgtoolkit.config.schedule import steps_ahead, steps_before
 from pgtoolkit.config.schema import Config, OldLogProbs
 from pgtoolkit.errors import DataError
-from pgtoolkit.packing import cut, pack
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.advantages import batch_divisor, fill, group_advantages, overlong_penalty
@@ -238,7 +237,9 @@ class PolicyRollouts(Source):
             self._check_sampler(documents)
         if not of_training:
             return groups
-        shares = gather_objects(documents, self.layout.group("data_parallel"))
+        # Of ranks that have computed the same the first one's, so that all hold the same to the last bit.
+        every = self.layout.size("sequence_data_parallel") * self.layout.size("tensor_parallel")
+        shares = gather_objects(documents, self.layout.world_group)[::every][:size]
         starts = [i // size * self._rollout.group_size for i in range(len(groups))]
         return [shares[i % size][start:][: self._rollout.group_size] for i, start in enumerate(starts)]
 

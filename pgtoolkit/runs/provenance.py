@@ -51,7 +51,7 @@ def collect(argv: list[str]) -> dict[str, Any]:
         "packages": _packages(),
         "cpus": {"machine": os.cpu_count(), "usable": len(os.sched_getaffinity(0))},
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "gpus": _gpus(),
+        "gpus": gpus(),
     }
 
 
@@ -119,7 +119,8 @@ def _git(directory, *arguments):
     return output.decode("utf-8", errors="replace")
 
 
-def _gpus():
+def gpus() -> list[dict[str, str]]:
+    """Name, memory (such as "143771 MiB") and driver of each of this machine's."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         listing = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout

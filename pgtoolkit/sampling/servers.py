@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pgtoolkit.config.schema import Config, PolicyRolloutConfig
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
+from pgtoolkit.ranks.collectives import whole
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.sampling.proof import Proof
 from pgtoolkit.sampling.samplers import Sampler
@@ -24,7 +25,7 @@ from pgtoolkit.sampling.server_api import Sampling
 from pgtoolkit.sampling.server_client import Server
 from pgtoolkit.sampling.server_start import Servers, plan
 from pgtoolkit.sampling.vllm import Vllm
-from pgtoolkit.sampling.weights_folder import WeightsFolder, whole
+from pgtoolkit.sampling.weights_folder import WeightsFolder
 from pgtoolkit.system.background import in_background
 from pgtoolkit.system.model_folder import end_tokens
 from pgtoolkit.tasks.completion import Completion, Request
@@ -82,9 +83,7 @@ class ServerSampler:
             if self._plan.sleeps:
                 torch.cuda.empty_cache()  # the servers are about to take back the memory that they gave
             if new:
-                tensors = whole(weights())
-                if self._layout.rank == 0:
-                    self._write(tensors)
+                self._write(weights())
         if first:
             self._start()
         with failing_together(self._layout):
@@ -137,9 +136,18 @@ class ServerSampler:
         return time.monotonic() + self._config.sampler.answer_seconds
 
     def _write(self, tensors: dict[str, Tensor]) -> None:
-        if self._folder.path is None:
-            self._folder.make(sum(tensor.nbytes for tensor in tensors.values()), self._write_settings)
-        self._folder.fill(tensors)
+        """Called by every rank with its parts: of what is spread over ranks, one matrix at a time is whole."""
+        with failing_together(self._layout):
+            if self._layout.rank == 0:
+                if self._folder.path is None:
+                    size = sum(tensor.shape.numel() * tensor.dtype.itemsize for tensor in tensors.values())
+                    self._folder.make(size, self._write_settings)
+                self._folder.make_room(tensors)
+        if self._layout.rank == 0:
+            self._folder.fill(tensors)
+        else:
+            for tensor in tensors.values():
+                whole(tensor, self._folder.dtype)
 
     def _start(self) -> None:
         """Until all servers answer; ranks other than 0 are told where."""

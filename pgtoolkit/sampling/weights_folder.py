@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from pgtoolkit.errors import StorageError
+from pgtoolkit.ranks.collectives import whole
 from pgtoolkit.sampling.server_process import Guard
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -37,7 +37,7 @@ class WeightsFolder:
     """
 
     def __init__(self, parent: Path | None, fallback: Path, dtype: torch.dtype, for_others: bool = False):
-        self._parent, self._fallback, self._dtype = parent, fallback, dtype
+        self._parent, self._fallback, self.dtype = parent, fallback, dtype
         self._more_rights = 0o055 if for_others else 0
         self._header: bytes | None = None
         self._rooms: dict[str, Tensor] = {}
@@ -60,20 +60,24 @@ class WeightsFolder:
             raise _refused(self.path or parent, error) from error
         return self.path
 
-    def fill(self, weights: Mapping[str, Tensor]) -> None:
-        """Write whole tensors, as `whole` gives them; they are written when this returns.
-
-        Raises StorageError where the disk, or the memory, is full.
-        """
+    def make_room(self, weights: Mapping[str, Tensor]) -> None:
+        """In the file, for `fill`. Raises StorageError where the disk, or the memory, is full."""
         header = _header({name: (self._type_of(tensor), tensor.shape) for name, tensor in weights.items()})
         if header != self._header:
             self._map(header)
+
+    def fill(self, weights: Mapping[str, Tensor]) -> None:
+        """Write the weights, which every rank brings together one after the other; they are written when this returns.
+
+        Raises StorageError where the disk, or the memory, is full.
+        """
+        self.make_room(weights)
         try:
             for name, tensor in weights.items():
                 room = self._rooms[name]  # a copy to another type would wait, and be converted on the CPU
-                room.copy_(tensor.reshape(-1).to(room.dtype), non_blocking=self._known_at is not None)
+                room.copy_(whole(tensor, room.dtype).reshape(-1), non_blocking=self._known_at is not None)
         finally:
-            for device in {tensor.device for tensor in weights.values() if tensor.is_cuda}:
+            for device in {tensor.device for tensor in weights.values() if tensor.device.type == "cuda"}:
                 torch.cuda.synchronize(device)
 
     def remove(self) -> None:
@@ -84,7 +88,7 @@ class WeightsFolder:
             shutil.rmtree(self.path, ignore_errors=True)  # where the guard was killed
 
     def _type_of(self, tensor: Tensor) -> torch.dtype:
-        return self._dtype if tensor.is_floating_point() else tensor.dtype
+        return self.dtype if tensor.dtype.is_floating_point else tensor.dtype
 
     def _map(self, header: bytes) -> None:
         """The file of this header, and in memory the place of each tensor's numbers in it."""
@@ -123,11 +127,6 @@ def _lock_pages(content: Tensor) -> bool:
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda")  # whatever computes next would raise the error
     return done
-
-
-def whole(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights with those whole that are spread over ranks; every rank calls this with its own."""
-    return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in weights.items()}
 
 
 def _header(kinds: dict[str, tuple[torch.dtype, torch.Size]]) -> bytes:

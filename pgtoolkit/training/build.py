@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from pgtoolkit.config.evaluation import is_on
+from pgtoolkit.config.memory import refuse_overflow
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.losses.aggregation import AGGREGATIONS
@@ -34,6 +35,8 @@ def build(
     Whoever calls this closes the steps when the run is over, whatever ends it.
     """
     begin(config)
+    if accelerator(config) == "gpu":
+        refuse_overflow(config, torch.cuda.mem_get_info()[1])
     task = make_task(config.task, config.seed)
     policy = build_policy(config.model, task.alphabet, accelerator(config) == "gpu")
     reference = reference_of(config, policy)  # first: the policy is spread in place

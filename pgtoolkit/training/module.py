@@ -14,6 +14,7 @@ from pgtoolkit.config.schema import Config, OptimizerConfig, Schedule
 from pgtoolkit.errors import DataError
 from pgtoolkit.kernels.losses import LMHead, PolicyLoss, log_probs_of_hidden, loss_of_hidden
 from pgtoolkit.losses.exchange import Ranks
+from pgtoolkit.model.attention import local_tokens
 from pgtoolkit.model.lora import without_adapters
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.ranks.collectives import local
@@ -104,10 +105,16 @@ class PolicyGradientModule(DynamicAccumulation):
     @torch.no_grad()
     def log_probs(self, micro_batch: MicroBatch, temperature: float | None = None) -> Tensor:
         """(T,) log-prob of each label by the forward pass that training uses; temperature: None for the run's."""
-        micro_batch = micro_batch.counted().to(self.device)
-        log_probs = self.log_probs_of(self.policy.loss_inputs(micro_batch), micro_batch, temperature)[0]
-        self.policy.put_away()
-        return log_probs
+        count, policy = len(micro_batch.tokens), self.policy
+        micro_batch = local_tokens(micro_batch, self.layout).counted().to(self.device)
+        if policy.pipeline is None:
+            log_probs = self.log_probs_of(policy.loss_inputs(micro_batch), micro_batch, temperature)[0]
+        else:
+            log_probs = policy.pipeline.on_last_stage(
+                micro_batch, lambda hidden: self.log_probs_of(policy.with_head(hidden), micro_batch, temperature)[0]
+            )
+        policy.put_away()
+        return policy.all_tokens(log_probs)[:count]
 
     @torch.no_grad()
     def entropy(self, micro_batch: MicroBatch) -> Tensor:

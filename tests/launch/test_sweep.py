@@ -279,8 +279,8 @@ def test_the_runs_of_docs_per_step_train_on_as_many_documents():
     [
         (["sweep", "clip_rang"], "Use pgtk sweep clip_range."),
         (["sweep", "zzz"], "Use one of clip_range, "),
-        (["sweep", "no/such.yaml"], "no such file"),
-        (["sweep"], "pgtk sweep needs a sweep (got none)"),
+        (["sweep", "no/such.yaml"], "(got no/such.yaml)"),
+        (["sweep"], "pgtk sweep needs a sweep that exists (got none)"),
         (["sweep", "metrics_cost", "sed=1"], "Use seed=1."),
     ],
 )

@@ -134,7 +134,7 @@ class Combination:
                 "max_staleness": ("rollout.max_staleness=3", "rollout.old_log_probs=sampling"),
                 "text": ("task.chat=never",),
                 "chat and stop": (f"rollout.stop={[*STOPS]}",),
-                "two ranks": ("parallelism=ddp",),
+                "two ranks": (f"parallelism={'ddp' if 'no evaluation' in self.chosen else 'fsdp'}",),
             }.get(choice, ())
 
     @contextmanager

@@ -1,5 +1,8 @@
 """Runs that sample while the model is spread over ranks: the completions, numbers and weights of whole models."""
 
+import functools
+import math
+
 import pytest
 from builders.models import save_with_tokenizer, small_llama
 from builders.parallel_runs import assert_close, run_on_ranks
@@ -26,7 +29,7 @@ FULL = (
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    model = small_llama(3, num_hidden_layers=2, num_attention_heads=4, tie_word_embeddings=True)
+    model = small_llama(3, num_hidden_layers=2, num_attention_heads=4)
     return save_with_tokenizer(model.bfloat16(), tmp_path_factory.mktemp("llama"))
 
 
@@ -52,41 +55,65 @@ def completions(config, sizes: dict[str, int]) -> tuple[list[list[int]], list, d
     return written, [weight.numel() for weight in sampler._policy.weights().values()], held
 
 
-@pytest.mark.parametrize(
-    ("sizes", "more"),
-    [({"data_parallel": 2}, [FSDP]), ({"data_parallel": 2}, [FSDP, "model.lora_rank=2"])],
-    ids=["fsdp", "lora"],
-)
+KINDS = {
+    "fsdp": ({"data_parallel": 2}, [FSDP]),
+    "fsdp, lora": ({"data_parallel": 2}, [FSDP, "model.lora_rank=2"]),
+    "sequence": ({"tensor_parallel": 2}, ["parallelism.sequence_parallel=true"]),
+    "sequence_data": ({"sequence_data_parallel": 2}, []),
+    "pipeline": ({"pipeline_parallel": 2}, ["metrics=none"]),
+    "fsdp of tensor": ({"data_parallel": 2, "tensor_parallel": 2}, [FSDP]),
+    "pipeline of fsdp": ({"data_parallel": 2, "pipeline_parallel": 2}, [FSDP, "metrics=none"]),
+}
+
+
+@pytest.mark.parametrize(("sizes", "more"), KINDS.values(), ids=KINDS)
 def test_a_whole_copy_is_made_for_a_batch_and_given_back(llama, sizes, more):
     """Token for token the completions of one process, from weights equal to the last bit."""
-    greedy = of_model(llama, *GREEDY, *(one for one in more if one.startswith("model.")))
+    greedy = of_model(llama, *GREEDY, *(one for one in more if one.startswith(("model.", "metrics="))))
     module, loader = build(OmegaConf.to_object(config_of(*greedy)))
-    sampler = loader.source.sampler
-    expected = [o.tokens.tolist() for o in sampler.complete([Request([1, 2, 10], 1, 0), Request([4, 7, 7, 10], 1, 1)])]
+    asked = [Request([1, 2, 10], 1, 0), Request([4, 7, 7, 10], 1, 1)]
+    expected = [completion.tokens.tolist() for completion in loader.source.sampler.complete(asked)]
     settings = [*(f"parallelism.{axis}={size}" for axis, size in sizes.items()), *more]
     config = OmegaConf.to_object(config_of(*greedy, *settings))
-    found = world(2).run(completions, config, sizes)
-    assert [written for written, _, _ in found] == [expected, []]
-    assert all(set(sizes) == {0} for _, sizes, _ in found)  # each rank has had a copy, and has it no more
+    found = world(math.prod(sizes.values())).run(completions, config, sizes)
+    assert [written for written, _, _ in found] == [[] if rank == 1 else expected for rank in range(len(found))]
     weights = {name: float(weight.double().sum()) for name, weight in module.policy.weights().items()}
+    if "sequence_data_parallel" in sizes:  # each rank holds the whole model, and samples from it
+        return
+    assert all(set(sizes) == {0} for _, sizes, _ in found)  # each rank has had a copy, and has it no more
     assert found[0][2] == weights
 
 
+@pytest.fixture(scope="module")
+def by_whole_models(tmp_path_factory):
+    """The run of two ranks with a model each, by its settings."""
+
+    @functools.cache
+    def run(*settings: str):
+        return run_on_ranks(tmp_path_factory.mktemp("whole") / "run", [*SHORT, *settings], data_parallel=2)
+
+    return run
+
+
 @pytest.mark.parametrize(
-    ("sizes", "settings"),
+    ("sizes", "spread", "settings", "tolerance"),
     [
-        ({"data_parallel": 2}, [FSDP, *FULL]),
-        ({"data_parallel": 2}, [FSDP, "rollout.lag=2"]),
-        ({"data_parallel": 2}, [FSDP, "rollout.max_staleness=2", "rollout.old_log_probs=sampling"]),
+        ({"data_parallel": 2}, [FSDP], FULL, 1e-6),
+        ({"data_parallel": 2}, [FSDP], ["rollout.lag=2"], 1e-6),
+        ({"data_parallel": 2}, [FSDP], ["rollout.max_staleness=2", "rollout.old_log_probs=sampling"], 1e-6),
+        ({"tensor_parallel": 2}, ["parallelism.sequence_parallel=true"], FULL, 1e-5),
+        ({"sequence_data_parallel": 2}, [], FULL, 1e-5),
+        ({"pipeline_parallel": 2}, [], ["metrics=none", "evaluation.every=3", "evaluation.prompts_per_set=3"], 1e-5),
     ],
-    ids=["everything", "lag", "staleness"],
+    ids=["fsdp", "lag", "staleness", "sequence", "sequence_data", "pipeline"],
 )
-def test_sharded_ranks_sample_and_learn_as_whole_ones_do(tmp_path, sizes, settings):
-    """Ranks draw from the same random states: all metrics agree, and so do the evaluations."""
-    found = run_on_ranks(tmp_path / "sharded", [*SHORT, *settings], **sizes)
-    whole = [one for one in settings if one != FSDP]
-    other = run_on_ranks(tmp_path / "whole", [*SHORT, *whole], **sizes)
-    assert_close(found, other, 1e-6)
+def test_a_divided_model_samples_and_learns_as_whole_ones_do(
+    tmp_path, by_whole_models, sizes, spread, settings, tolerance
+):
+    """The ranks draw from the same random states, whatever they hold: all metrics agree, and so do the evaluations."""
+    found = run_on_ranks(tmp_path / "run", [*SHORT, *settings, *spread], **sizes)
+    other = by_whole_models(*settings)
+    assert_close(found, other, tolerance)
     for row, expected in zip(read_evaluations(found), read_evaluations(other), strict=True):
         drop = {"time": 0, "seconds": 0}
         assert row | drop == expected | drop

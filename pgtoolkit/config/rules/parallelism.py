@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from pgtoolkit.config.evaluation import samples
 from pgtoolkit.config.models import MODEL_TYPES, shape, vocabulary_size
 from pgtoolkit.config.schema import Config, ParallelismConfig
 from pgtoolkit.ranks.environment import AXES, joined, world_size
@@ -14,7 +13,6 @@ from pgtoolkit.system.report import Report, is_whole, text
 def parallelism(c: Config, report: Report) -> None:
     _world(c.parallelism, report)
     _keys(c, report)
-    _rollouts(c, report)
     fits(c.parallelism, shape(c.model), vocabulary_size(c.model, c.task), report)
 
 
@@ -50,19 +48,6 @@ def _keys(c: Config, report: Report) -> None:
         if (value := getattr(p, name)) != whole:
             reason, use = "Stages hand over whole micro-batches.", f"parallelism.{name}={text(whole)}"
             report.refuse(f"parallelism.{name}={text(value)}", needs, got, reason, use)
-
-
-def _rollouts(c: Config, report: Report) -> None:
-    p = c.parallelism
-    whole = {name: 1 for name in AXES if name != "data_parallel"}
-    if samples(c) and (spread := [name for name in whole if getattr(p, name) != whole[name]]):
-        reason = "Completions are sampled by a whole model, and no rank would hold one."
-        mend = " ".join(f"parallelism.{name}={text(whole[name])}" for name in spread)
-        needs, got, use = "rollout=recorded", "rollout=policy", "rollout=recorded rollout.path=PATH"
-        if c.rollout.name == "recorded":
-            needs, got, use = "evaluation.every=0", c.evaluation.every, "pgtk evaluate on the run's checkpoints"
-        setting = f"parallelism.{spread[0]}={text(getattr(p, spread[0]))}"
-        report.refuse(setting, needs, got, reason, f"{use}, or {mend}")
 
 
 def fits(p: ParallelismConfig, known: dict[str, Any], vocabulary: int | None, report: Report) -> None:

@@ -1,0 +1,57 @@
+"""The estimate of what a GPU holds: within 15 % of peaks measured on H200s, and a change that fits is found."""
+
+import json
+
+import pytest
+from builders.runs import config_of
+from omegaconf import OmegaConf
+
+from pgtoolkit.config.memory import describe, plan, refuse_overflow
+from pgtoolkit.errors import ConfigError
+
+NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+SHAPES = {
+    "0.5": (896, 4864, 24, 14, 2, True),
+    "0.55": (1024, 4096, 16, 16, 4, False),
+    "1.5": (1536, 8960, 28, 12, 2, True),
+    "7.6": (3584, 18944, 28, 28, 4, False),
+}
+GPU = 150e9
+LONG = ("rollout.max_completion_length=512", "accumulation.docs_per_step=256")
+READ = ("rollout=recorded", "rollout.path=rows.jsonl", "accumulation.docs_per_step=64")
+
+
+def configuration(folder, size, *more):
+    *sizes, tied = SHAPES[size]
+    shape = dict(zip(NAMES, sizes, strict=True)) | {"vocab_size": 151936, "tie_word_embeddings": tied}
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", **shape}))
+    room = () if any("max_tokens" in one for one in more) else ("accumulation.max_tokens=65536",)
+    model = ("model=huggingface", f"model.path={folder}", "model.gradient_checkpointing=true")
+    return OmegaConf.to_object(config_of(*model, *room, *more))
+
+
+@pytest.mark.parametrize(
+    ("size", "more", "measured"),
+    [
+        ("0.5", LONG, 19.5),
+        ("1.5", LONG, 46.7),
+        ("7.6", (*LONG, "model.lora_rank=16"), 50.2),
+        ("0.55", READ, 18.3),
+        ("0.55", (*READ, "parallelism=fsdp"), 14.9),
+        ("0.55", (*READ, "parallelism=sequence"), 9.3),
+        ("0.55", (*READ, "parallelism=sequence_data"), 13.6),
+    ],
+)
+def test_the_estimate_is_near_what_was_measured(tmp_path, size, more, measured):
+    """docs/performance.md has the jobs."""
+    assert plan(configuration(tmp_path, size, *more), GPU).most / 1e9 == pytest.approx(measured, rel=0.15)
+
+
+def test_what_does_not_fit_is_told_what_does(tmp_path):
+    large = configuration(tmp_path, "7.6", *LONG)
+    assert list(describe(large, GPU))[-1].startswith("use accumulation.max_tokens=32768, which takes 147")
+    for gpu, use in ((80e9, "parallelism.shard=true parallelism.data_parallel=2"), (1e9, "more GPUs or a smaller")):
+        with pytest.raises(ConfigError, match=r"needs 1\d\d GB of each GPU .got \d+.. .* Use " + use):
+            refuse_overflow(large, gpu)
+    refuse_overflow(large, GPU)
+    assert plan(OmegaConf.to_object(config_of()), GPU) is None
