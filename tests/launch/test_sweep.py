@@ -137,7 +137,7 @@ def test_a_sweep_is_held_by_one_launcher(tmp_path):
     saved = json.loads((tmp_path / "s" / "sweep.json").read_text())["jobs"][0]
     assert {"name", "directory", "overrides", "status", "reason", "log"} <= saved.keys()
     (tmp_path / "s" / "sweep.json").write_text('{"jobs": 3}')
-    with pytest.raises(StorageError, match=r"\(its name is not what pgtk writes there\)\. Delete it to go on"):
+    with pytest.raises(StorageError, match=r"sweep\.json is damaged \(its name is not what pgtk writes there\)"):
         Sweep.load(tmp_path / "s")
 
 
