@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from pgtoolkit import __version__
-from pgtoolkit.config.files import sweep_file, sweep_files
+from pgtoolkit.config.files import sweep_file
 from pgtoolkit.errors import ConfigError, PgtoolkitError, unusable
 from pgtoolkit.launch.commands import REPORTS, report
 from pgtoolkit.launch.help import complete, help_page, unknown_command
@@ -69,7 +69,7 @@ def _start(argv: list[str], file: Path | None = None, typed: list[str] | None = 
 
 
 def _sweep(argv: list[str]) -> int:
-    return _start(["--multirun", *argv[1:]], _sweep_file(argv), ["sweep", *argv])
+    return _start(["--multirun", *argv[1:]], sweep_file(*argv[:1]), ["sweep", *argv])
 
 
 def _check(argv: list[str]) -> int:
@@ -78,7 +78,7 @@ def _check(argv: list[str]) -> int:
 
     file = None
     if argv and argv[0] == "sweep":
-        file, argv = _sweep_file(argv[1:]), ["--multirun", *argv[2:]]
+        file, argv = sweep_file(*argv[1:2]), ["--multirun", *argv[2:]]
     args = hydra_arguments(_for_hydra(argv))
     checked = check(args.overrides, args.multirun, args.config_dir, sweep_file=file)
     say(render_plan(checked))
@@ -101,14 +101,6 @@ def _run_dir(command: str, argv: list[str], example: str) -> Path:
     if not argv or (not Path(argv[0]).is_dir() and (argv[0].startswith("-") or "=" in argv[0])):
         raise ConfigError(f"pgtk {command} needs a run directory (got none). Use pgtk {command} {example}.")
     return plain_run(argv[0])
-
-
-def _sweep_file(argv: list[str]) -> Path:
-    if not argv or argv[0].startswith("-") or "=" in argv[0]:
-        names = ", ".join(sweep_files())
-        reason = "A sweep is a file in sweeps/, or your own."
-        raise ConfigError(f"pgtk sweep needs a sweep (got none). {reason} Use one of {names}, or path/to/file.yaml.")
-    return sweep_file(argv[0])
 
 
 def _for_hydra(argv: list[str]) -> list[str]:

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 from omegaconf import OmegaConf, open_dict
@@ -37,8 +36,6 @@ def refused(capsys, *arguments):
     [
         ("agregation=constant", "Use aggregation=constant."),
         ("loss=gpro", "Use loss=grpo."),
-        ("aggregation=mean_token", "Use aggregation=token_mean."),
-        ("loss.epsilon_hihg=0.3", "Use loss.epsilon_high=0.3."),
         ("lr=1", "Use optimizer.learning_rate=1."),
         ("trainer.docs_per_step=8", "Use accumulation.docs_per_step=8."),
         ("sed=1", "Use seed=1."),
@@ -50,65 +47,34 @@ def refused(capsys, *arguments):
         ("trainer.max_steps=1e3", "Use trainer.max_steps=1000."),
         ("hydra.run.dir=~/runs", "Use hydra.run.dir=$HOME/runs."),
         ("task.path=prömpts.jsonl", "Use \"task.path='prömpts.jsonl'\"."),
-        ("seed=one", "Use seed=0."),
-        ("aggregation.divisor=abc", "needs a number or null"),
         ("parallelism.sequence_parallel=3.5", "needs true or false"),
-        ("loss=[grpo]x", "Use quotes"),
         ("seed=1,2", "Use pgtk -m seed=1,2."),
         ("loss=glob(*)", "Options are chosen by their names, not by a pattern"),
         ("~tracking", "Use tracking=none."),
-        ("loss={epsilon_low:x}", "loss.epsilon_low=x needs a number"),
-        ("loss@seed=grpo", "Groups do not move"),
     ],
 )
 def test_the_nearest_valid_thing_is_suggested(capsys, typed, suggested):
     said = refused(capsys, "check", typed)
     assert suggested in said
     assert typed.lstrip("+").split("=")[0] in said
-    assert "use +" not in said
 
 
 @pytest.mark.parametrize(
-    ("typed", "first", "last", "key"),
+    ("typed", "first", "last"),
     [
-        ("seed=1 seed=2", "seed=1", "seed=2", "seed"),
-        ("seed=1 tracking=none seed=1", "seed=1", "seed=1", "seed"),
-        ("+seed=1 seed=2", "+seed=1", "seed=2", "seed"),
-        ("loss=grpo loss=gspo", "loss=grpo", "loss=gspo", "loss"),
-        ("experiment=null experiment=dapo", "experiment=null", "experiment=dapo", "experiment"),
-        (
-            "loss.epsilon_low=0.1 loss.epsilon_low=0.2",
-            "loss.epsilon_low=0.1",
-            "loss.epsilon_low=0.2",
-            "loss.epsilon_low",
-        ),
-        (
-            "loss={epsilon_low:0.1} loss.epsilon_low=0.2",
-            "loss={epsilon_low:0.1}",
-            "loss.epsilon_low=0.2",
-            "loss.epsilon_low",
-        ),
-        ("hydra.run.dir=a hydra.run.dir=b", "hydra.run.dir=a", "hydra.run.dir=b", "hydra.run.dir"),
-        ("-m seed=1,2 seed=3", "seed=1,2", "seed=3", "seed"),
-        ("-m hydra/launcher=local hydra/launcher=local seed=1,2", None, "hydra/launcher=local", None),
-        ("sweep loss_by_aggregation seed=1 seed=2", "seed=1", "seed=2", "seed"),
+        ("seed=1 tracking=none seed=1", "seed=1", "seed=1"),
+        ("+seed=1 seed=2", "+seed=1", "seed=2"),
+        ("loss={epsilon_low:0.1} loss.epsilon_low=0.2", "loss={epsilon_low:0.1}", "loss.epsilon_low=0.2"),
+        ("hydra.run.dir=a hydra.run.dir=b", "hydra.run.dir=a", "hydra.run.dir=b"),
+        ("-m seed=1,2 seed=3", "seed=1,2", "seed=3"),
+        ("sweep loss_by_aggregation seed=1 seed=2", "seed=1", "seed=2"),
     ],
 )
-def test_a_value_given_twice_is_refused(capsys, typed, first, last, key):
+def test_a_value_given_twice_is_refused(capsys, typed, first, last):
     said = refused(capsys, "check", *typed.split())
-    assert f"  {last} needs to be the only value of " in said
-    if key:
-        needs = f"{last} needs to be the only value of {key} (got {first} before it). One of the two would be ignored."
-        assert f"  {needs} Use {first} or {last}.\n" in said
+    needs = f"{last} needs to be the only value of {last.partition('=')[0]} (got {first} before it)."
+    assert f"  {needs} One of the two would be ignored. Use {first} or {last}.\n" in said
     assert said.count("the only value") == 1
-
-
-def test_a_value_given_twice_is_refused_wherever_it_is_typed(capsys, run_dir):
-    twice = "trainer.max_steps=9 needs to be the only value of trainer.max_steps (got trainer.max_steps=8 before it)."
-    assert twice in refused(capsys, "trainer.max_steps=8", "trainer.max_steps=9")
-    assert twice in refused(capsys, "-m", "seed=1,2", "trainer.max_steps=8", "trainer.max_steps=9")
-    assert twice in refused(capsys, "--cfg", "job", "trainer.max_steps=8", "trainer.max_steps=9")
-    assert twice in refused(capsys, "resume", str(run_dir), "trainer.max_steps=8", "trainer.max_steps=9")
 
 
 def test_what_a_file_says_may_be_changed(capsys):
@@ -206,57 +172,32 @@ def test_help_fits_one_screen():
         assert all(name in help_page(COMMANDS) for name in names)
 
 
-def test_help_is_quick_and_loads_nothing(tmp_path):
-    best = float("inf")
-    for _ in range(3):
-        start = time.perf_counter()
-        done = pgtk("--help", cwd=tmp_path)
-        best = min(best, time.perf_counter() - start)
-    assert (done.returncode, done.stderr) == (0, "")
+def test_help_loads_nothing(tmp_path):
+    command = [sys.executable, "-X", "importtime", "-m", "pgtoolkit.cli", "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "pgtk check" in done.stdout
-    assert best < 1.0
-    imports = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "pgtoolkit.cli", "--help"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    loaded = set(re.findall(r"\| +([\w.]+)$", imports.stderr, flags=re.MULTILINE))
+    loaded = set(re.findall(r"\| +([\w.]+)$", done.stderr, flags=re.MULTILINE))
     assert {"torch", "lightning", "mlflow", "hydra", "omegaconf"} & loaded == set()
     assert "pgtoolkit.config.files" in loaded
 
 
-def test_exit_statuses(tmp_path):
-    assert pgtk("check", cwd=tmp_path).returncode == 0
+def test_exit_statuses(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     wrong = pgtk("loss.num_splits=2", cwd=tmp_path)
-    assert wrong.returncode == 2
+    assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr.startswith("pgtk: error: loss=gspo needs loss.num_splits=1 (got 2). ")
-    assert wrong.stdout == ""
-    unread = pgtk("--cfg", "job", "loss=gpro", cwd=tmp_path)
-    assert unread.returncode == 2
-    assert "Use loss=grpo." in unread.stderr
-    dashes = pgtk("--loss=grpo", cwd=tmp_path)
-    assert (dashes.returncode, dashes.stderr) == (
-        2,
-        "pgtk: error: unrecognized arguments: --loss=grpo. Overrides are written without dashes: loss=grpo. "
-        "Use pgtk --help.\n",
-    )
-    assert pgtk("--version", cwd=tmp_path).stdout.startswith("pgtk ")
+    assert "Use loss=grpo." in refused(capsys, "--cfg", "job", "loss=gpro")
+    assert "--loss=grpo. Overrides are written without dashes: loss=grpo." in refused(capsys, "--loss=grpo")
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("pgtk ")
+    assert "loss=gspo needs" in refused(capsys, "-m", "loss=grpo,gspo", "loss.num_splits=2")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_bad_run_of_a_sweep_stops_it_before_anything_is_created(tmp_path):
-    done = pgtk("-m", "loss=grpo,gspo", "loss.num_splits=2", cwd=tmp_path)
-    assert done.returncode == 2
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_hydra_shows_the_configuration(tmp_path):
-    done = pgtk("--cfg", "job", "--resolve", "aggregation=constant", cwd=tmp_path)
-    assert done.returncode == 0
-    assert OmegaConf.create(done.stdout).aggregation.divisor == 7
-    assert pgtk("--info", "defaults-tree", cwd=tmp_path).returncode == 0
+def test_hydra_shows_the_configuration(tmp_path, capsys):
+    assert main(["--cfg", "job", "--resolve", "aggregation=constant"]) == 0
+    assert OmegaConf.create(capsys.readouterr().out).aggregation.divisor == 7
+    assert pgtk("--info", "defaults-tree", cwd=tmp_path).returncode == 0  # which leaves a log of Hydra's open
 
 
 def test_a_closed_pipe_is_not_an_error_message(tmp_path):
@@ -270,9 +211,9 @@ def test_a_closed_pipe_is_not_an_error_message(tmp_path):
     assert done.stderr == b""
 
 
-def test_the_run_directory_carries_the_name(tmp_path):
-    done = pgtk("--cfg", "hydra", "--resolve", "--package", "hydra.run", "aggregation=constant", cwd=tmp_path)
-    assert re.search(r"dir: outputs/\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d-\d{6}-aggregation-constant\n", done.stdout), done
+def test_the_run_directory_carries_the_name():
+    folder = compose(["aggregation=constant"]).config.hydra.run.dir
+    assert re.fullmatch(r"outputs/\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d-\d{6}-aggregation-constant", folder)
 
 
 def test_plus_signs_are_put_where_hydra_wants_them():
@@ -333,13 +274,6 @@ def test_the_predicted_vocabulary_is_the_tokenizers(task):
     assert predicted == len(character_tokenizer(alphabet))
 
 
-def test_no_experiment_may_be_said(capsys):
-    assert main(["check", "experiment=null", "debug=null", "tracking=none"]) == 0
-    assert "Problems\n  none" in capsys.readouterr().out
-    assert main(["--cfg", "job", "debug=null"]) == 0
-    assert "epsilon_low: 0.0003" in capsys.readouterr().out
-
-
 def test_one_configuration_is_printed_at_a_time(capsys):
     assert "needs one run (got -m)" in refused(capsys, "-m", "--cfg", "job", "seed=1,2")
 
@@ -349,6 +283,8 @@ def test_one_configuration_is_printed_at_a_time(capsys):
     ("typed", "says"),
     [
         ("--config-name=x", "--config-name=x needs to be left out (got one). pgtk begins with its own conf/"),
+        ("--config-path=x", "--config-path=x needs to be left out"),
+        ("--experimental-rerun=x.pickle", "--experimental-rerun=x.pickle needs to be left out"),
         ("--config-dir=nowhere", "--config-dir=nowhere needs a folder (got nowhere)."),
     ],
 )

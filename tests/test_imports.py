@@ -15,7 +15,6 @@ ORDER = (
     *(
         "errors",
         "batch",
-        "packing",
         "losses",
         "kernels",
         "api",
@@ -108,7 +107,7 @@ def test_imports_run_downward():
 
 def test_only_five_files_stand_at_the_top():
     files = {path.stem for path in PACKAGE.glob("*.py")}
-    assert files == {"__init__", "cli", "api", "batch", "packing", "errors"}
+    assert files == {"__init__", "cli", "api", "batch", "errors"}
 
 
 def test_the_architecture_has_a_line_for_every_file():

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.system.report import refusal
 from pgtoolkit.system.yaml_text import parse_yaml
 
 
@@ -22,23 +23,20 @@ def sweep_files() -> dict[str, Path]:
     return {file.stem: file for file in sorted(_shipped("sweeps").glob("*.yaml"))}
 
 
-def sweep_file(name: str) -> Path:
+def sweep_file(name: str = "") -> Path:
     """The file of a sweep: one that comes with pgtoolkit, by its name, or one of the user's, by its path.
 
     Raises ConfigError if there is none.
     """
-    own, shipped = Path(name), sweep_files()
+    path, shipped = Path(name), sweep_files()
     if name in shipped:
         return shipped[name]
-    if own.suffix == ".yaml" and own.is_file():
-        return own.resolve()
-    near = difflib.get_close_matches(own.stem, shipped, n=1)
+    if path.suffix == ".yaml" and path.is_file():
+        return path.resolve()
+    near = difflib.get_close_matches(path.stem, shipped, n=1)
     use = f"pgtk sweep {near[0]}" if near else f"one of {', '.join(shipped)}, or path/to/file.yaml"
-    got = "no such file" if own.suffix == ".yaml" or "/" in name else "no such sweep"
-    raise ConfigError(
-        f"pgtk sweep {name} needs a sweep that exists (got {got}). The sweeps are files in sweeps/, or your own file "
-        f"ending in .yaml. Use {use}."
-    )
+    reason = "The sweeps are files in sweeps/, or your own file ending in .yaml."
+    raise ConfigError(refusal("pgtk sweep", "a sweep that exists", name or "none", reason, use))
 
 
 def read_options(file: Path) -> Any:
@@ -79,7 +77,7 @@ def _shipped_options() -> dict[str, set[str]]:
 def _options_in(folder: Path) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for file in folder.glob("*/*.yaml"):
-        if file.parent.name != "hydra" and file.is_file() and not file.name.startswith("_"):
+        if file.parent.name != "hydra" and not file.name.startswith("_"):
             found.setdefault(file.parent.name, set()).add(file.stem)
     return found
 

@@ -21,8 +21,8 @@ class Key:
         difference between runs. A condition where it depends on other keys.
     fixed: why a resumed run cannot change it. fixed_if: the condition under which it cannot.
     only_if: the condition without which it has no effect; another value than the usual one is then refused.
-    use: what to type for the (first) condition to hold, where that is not the condition itself. why: the reason to
-        refuse it, where it is more than that it has no effect.
+    use: what to type for the condition to hold, where that is not the condition itself; of several, joined by ` and `.
+    why: the reason to refuse it, where it is more than that it has no effect.
     reads: it names what a run reads from outside of its directory: "data", a "model", which may be a name on the
         Hugging Face hub, or a "reference", a model or what `NO_FOLDER` names. It is made absolute, and the contents are
         digested. writes: it names a folder that is written;

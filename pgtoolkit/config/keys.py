@@ -24,8 +24,6 @@ KEYS = tuple(_declared())
 
 OPTION_KEYS = {key.group: key.name for key in KEYS if key.option}
 """Group -> the key that names its option, of those groups that have one."""
-
-
 _WITH_OPTIONS = {key.group for key in KEYS if "/" in key.schema}
 _NAMED = {name: [key for key in KEYS if key.name == name] for name in {key.name for key in KEYS}}
 
@@ -41,7 +39,7 @@ def keys_of(config: object) -> Iterator[Key]:
 
 def _is_chosen(key: Key, config: object) -> bool:
     group, _, option = key.schema.partition("/")
-    return option in ("", value_of(config, f"{group}.name") if option else "")
+    return not option or option == value_of(config, f"{group}.name")
 
 
 def key_named(name: str, config: object) -> Key | None:

@@ -94,11 +94,16 @@ def cannot_change(before: object, now: object, movable: set[str]) -> Iterator[tu
 
 def _leaves(config: object, key: Key) -> list[tuple[str, Any]]:
     """The key with its value, or the entries of a free-form one with theirs."""
-    try:
-        value = value_of(config, key.name)
-        value = plain(OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value)
-    except OmegaConfBaseException:  # of what does not resolve, `validate` says more
-        value = None
+    value = resolved(config, key.name)
     if key.free:
         return leaves({key.name: value}) if value else []
     return [(key.name, value)]
+
+
+def resolved(config: object, name: str) -> Any:
+    """The value of a key in plain types; None where it does not resolve, of which `validate` says more."""
+    try:
+        value = value_of(config, name)
+        return plain(OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value)
+    except OmegaConfBaseException:
+        return None

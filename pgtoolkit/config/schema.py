@@ -17,15 +17,35 @@ POSITION = "the position in the data belongs to it"
 """Why a resumed run cannot change the keys that decide, with the seed, which prompts it trains on."""
 _BATCH = "the position in the data is counted in batches of this size"
 _AHEAD = "the checkpoint holds batches that were sampled ahead by these numbers"
-_MEANWHILE = "accumulation.docs_per_step!=0 and rollout.old_log_probs=sampling and accumulation.last_step!=carry"
+_COUNTED = {
+    "only_if": "rollout.max_staleness=null and accumulation.docs_per_step!=0",
+    "use": "rollout.max_staleness=null and accumulation=dynamic",
+}
+_MEANWHILE = {
+    "only_if": "accumulation.docs_per_step!=0 and rollout.old_log_probs=sampling and accumulation.last_step!=carry",
+    "use": "accumulation=dynamic and rollout.old_log_probs=sampling and accumulation.last_step=short",
+}
 _GONE = "A batch is sampled while the one before is trained: then the weights that wrote it are gone."
 _OF_ANOTHER_MOMENT = "Further rounds would be sampled by weights that depend on when checkpoints are made."
-_NEGATIVE = "Rewards become negative, by whose mean max_rl would divide."
+_PUNISHED = {
+    "only_if": "advantage.estimator!=max_rl",
+    "use": "advantage=grpo",
+    "why": "Rewards become negative, by whose mean max_rl would divide.",
+}
+_BY_TEMPLATE = {
+    "only_if": "model.name=huggingface and task.chat!=never",
+    "use": "model=huggingface and task.chat=auto",
+}
 _IS_AHEAD = "rollout.lag>0 or rollout.max_staleness>0"
 _MEASURED = "its evaluations so far would not compare with those to come"
 
+_MEASURED_BY = "evaluation.every>0 and evaluation.best!=null"
 _EVALUATED = {"only_if": "evaluation.every>0", "use": "evaluation.every=20"}
 _MEASURES = _EVALUATED | {"fixed": _MEASURED, "fixed_if": "evaluation.every>0", "evaluate": "run"}
+_NOT_GREEDY = {
+    "only_if": "evaluation.every>0 and evaluation.temperature!=0",
+    "use": "evaluation.every=20 and evaluation.temperature=1",
+}
 _PENALIZED = {"only_if": "kl.kind!=none", "use": "kl=k3"}
 _ADAPTED = {"fixed": _WEIGHTS, "only_if": "model.lora_rank>0", "use": "model.lora_rank=16"}
 _ADAPTABLE = "model.random_weights=false and parallelism.tensor_parallel=1 and parallelism.pipeline_parallel=1"
@@ -34,6 +54,7 @@ _LIMITED = {"use": "task.verifier_seconds=10", "why": "A process of its own has 
 _LIMITING = {"use": "task.verifier_processes=4", "why": "Only a process of its own can be ended."}
 _TRACKED = {"only_if": "tracking.name=mlflow"}
 _STARTED = {"only_if": "sampler.urls=[]"}
+_APART = {"only_if": "sampler.urls=[] and sampler.gpus!=null", "use": "sampler.urls=[] and sampler.gpus=[1,2]"}
 _CUT = {"learns": False}
 """How a step is cut changes nothing of it."""
 _RANKS = {"learns": "rollout.name=policy"}
@@ -179,7 +200,7 @@ class WrittenTaskConfig(TaskConfig):
     """Prompts in words, which a tokenizer cuts, perhaps with a chat template."""
 
     chat: Chat
-    system_prompt: str | None = key(only_if="model.name=huggingface and task.chat!=never")
+    system_prompt: str | None = key(**_BY_TEMPLATE)
     max_prompt_length: int | None = key(1, 10**7)
     too_long: TooLong
 
@@ -219,11 +240,11 @@ class PolicyRolloutConfig(RolloutConfig):
     top_p: float | None = key(1e-6, 1, evaluate="model")
     stop: list[str] = key(evaluate="model")
     old_log_probs: OldLogProbs
-    overlong_buffer: int | None = key(1, 10**6, only_if="advantage.estimator!=max_rl", why=_NEGATIVE)
+    overlong_buffer: int | None = key(1, 10**6, **_PUNISHED)
     overlong_penalty: float = key(0, 1e6, only_if="rollout.overlong_buffer>0", use="rollout.overlong_buffer=TOKENS")
     max_sampling_rounds: int = key(1, 1000, only_if="rollout.max_staleness=null", why=_OF_ANOTHER_MOMENT)
-    lag: int = key(0, 10**6, fixed=_AHEAD, only_if="rollout.max_staleness=null and accumulation.docs_per_step!=0")
-    max_staleness: int | None = key(1, 10**6, fixed=_AHEAD, only_if=_MEANWHILE, why=_GONE)
+    lag: int = key(0, 10**6, fixed=_AHEAD, **_COUNTED)
+    max_staleness: int | None = key(1, 10**6, fixed=_AHEAD, why=_GONE, **_MEANWHILE)
     keep_completions: int = key(0, 10**6, learns=False)
     save_path: str | None = key(writes=True, learns=False)
 
@@ -254,7 +275,7 @@ class VllmSamplerConfig(SamplerConfig):
     executable: str = key(code="command", learns=False, **_STARTED)
     arguments: list[str] = key(code="command", **_STARTED)
     gpus: list[int] | None = key(learns=False, **_STARTED)
-    tensor_parallel: int = key(1, 1024, only_if="sampler.urls=[] and sampler.gpus!=null")
+    tensor_parallel: int = key(1, 1024, **_APART)
     servers_per_gpu: int = key(1, 64, learns=False, **_STARTED)
     gpu_memory_share: float = key(0.01, 1, learns=False, **_STARTED)
     seeded: bool
@@ -285,9 +306,7 @@ class TrainerConfig:
     keep_checkpoints: int = key(1, 10**6, learns=False)
     max_bad_steps: int = key(1, 10**6)
     accept_changed_data: bool = key(learns=False)
-    stop_at: float | None = key(
-        0, 1e9, only_if="evaluation.every>0 and evaluation.best!=null", use="evaluation.every=20"
-    )
+    stop_at: float | None = key(0, 1e9, only_if=_MEASURED_BY, use="evaluation.every=20 and evaluation.best=pass@1")
 
 
 @dataclass
@@ -296,7 +315,7 @@ class EvaluationConfig:
     prompts_per_set: int = key(1, 10**6, **_MEASURES)
     completions_per_prompt: int = key(1, 10**4, **_MEASURES)
     temperature: float | None = key(0, 100, **_MEASURES)
-    top_p: float | None = key(1e-6, 1, **_MEASURES | {"only_if": "evaluation.every>0 and evaluation.temperature!=0"})
+    top_p: float | None = key(1e-6, 1, **_MEASURES | _NOT_GREEDY)
     max_completion_length: int | None = key(1, 10**6, **_MEASURES)
     seed: int = key(0, 2**32 - 1, **_MEASURES)
     sets: dict[str, Any] = key(free=True, code="function", **_MEASURES)

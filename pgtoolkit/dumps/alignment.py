@@ -7,14 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from pgtoolkit.batch import Document
+from pgtoolkit.batch import Document, pack
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.overrides import reading
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.build import build_policy
-from pgtoolkit.packing import pack
 from pgtoolkit.ranks.layout import ONE_PROCESS
 from pgtoolkit.training.build import accelerator
 from pgtoolkit.training.module import PolicyGradientModule

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from pgtoolkit.batch import Document, StepTotals
+from pgtoolkit.batch import Document, StepTotals, pack
 from pgtoolkit.config.schema import Config
 from pgtoolkit.dumps.alignment import ANY_TOKEN, COMPARED_TOKENS, LOG_PROBS, Comparison, SamplingPolicy, configured
 from pgtoolkit.errors import ConfigError
@@ -20,7 +20,6 @@ from pgtoolkit.kernels.losses import loss_of_log_probs
 from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.objective import Loss
-from pgtoolkit.packing import pack
 from pgtoolkit.rollouts.data_metrics import LARGE_SHARE
 from pgtoolkit.rollouts.recorded import RecordedRollouts, recorded_rollouts
 from pgtoolkit.system.report import plural, refusal

@@ -8,12 +8,11 @@ import os
 import torch
 from torch import Tensor, nn
 
-from pgtoolkit.batch import Document
+from pgtoolkit.batch import Document, pack
 from pgtoolkit.config.schema import HuggingFaceModelConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model import attention, lora
 from pgtoolkit.model.policy import Policy
-from pgtoolkit.packing import pack
 from pgtoolkit.system import model_folder
 from pgtoolkit.system.report import listed
 from pgtoolkit.tasks.prompts import END, tiny_tokenizer

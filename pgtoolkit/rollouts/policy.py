@@ -14,11 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pgtoolkit.batch import Document, MicroBatch
+from pgtoolkit.batch import Document, MicroBatch, cut, pack
 from pgtoolkit.config.schedule import steps_ahead, steps_before
 from pgtoolkit.config.schema import Config, OldLogProbs
 from pgtoolkit.errors import DataError
-from pgtoolkit.packing import cut, pack
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.advantages import batch_divisor, fill, group_advantages, overlong_penalty

@@ -15,7 +15,6 @@ from pgtoolkit.batch import OPTIONAL_VECTORS, Document
 from pgtoolkit.config.schema import AdvantageEstimator, Config, RecordedRolloutConfig
 from pgtoolkit.errors import DataError
 from pgtoolkit.losses.aggregation import AGGREGATIONS
-from pgtoolkit.losses.corrections import Correction
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.rollouts.advantages import batch_divisor, group_advantages
 from pgtoolkit.rollouts.rows import FIELDS, Row, Rules, parse_row
@@ -90,8 +89,7 @@ class RecordedRollouts(Source):
 
     def _read(self, index: int) -> Row:
         file = self._files[self._file[index]]
-        raw = file.row(self._place[index])
-        row = parse_row(raw, self._rules) if isinstance(raw, dict) else raw
+        row = parse_row(file.row(self._place[index]), self._rules)
         if not isinstance(row, Row) or row.digest() != self._checksum[index]:
             raise file.changed()
         return row
@@ -214,17 +212,14 @@ class RecordedRollouts(Source):
 
 def recorded_rollouts(config: Config, loss: Loss, vocabulary_size: int, max_tokens: int | None) -> RecordedRollouts:
     """The recorded rollouts of a configuration, with what its loss needs of them; DataError where they lack that."""
-    needs, estimator = _needed_fields(config, loss.correction), config.advantage.estimator
-    options = config.seed, needs, max_tokens, loss.reads_old_log_probs
-    return RecordedRollouts(config.rollout, estimator, vocabulary_size, *options)
+    options = config.seed, _needed_fields(config, loss), max_tokens, loss.reads_old_log_probs
+    return RecordedRollouts(config.rollout, config.advantage.estimator, vocabulary_size, *options)
 
 
-def check_first_rows(
-    config: Config, reads_old_log_probs: bool, correction: Correction | None, vocabulary_size: int, max_tokens: int
-) -> None:
+def check_first_rows(config: Config, loss: Loss, vocabulary_size: int, max_tokens: int) -> None:
     """The columns and the first 100 rows of each file, as `RecordedRollouts` checks all; DataError as a run raises."""
     rollout, problems = config.rollout, Problems(_TITLE)
-    required = _required(config.advantage.estimator, reads_old_log_probs, _needed_fields(config, correction))
+    required = _required(config.advantage.estimator, loss.reads_old_log_probs, _needed_fields(config, loss))
     rules = Rules(vocabulary_size, required, max_tokens, rollout.max_completion_length)
     for file in open_files(find_files(rollout.path, "rollout.path"), FIELDS):
         for _ in itertools.islice(_rows(file, rules, problems), 100):
@@ -232,10 +227,10 @@ def check_first_rows(
     problems.raise_if_any()
 
 
-def _needed_fields(config: Config, correction: Correction | None) -> tuple[str, ...]:
+def _needed_fields(config: Config, loss: Loss) -> tuple[str, ...]:
     """Fields of a row that a configuration reads whatever its advantage: for groups, a correction, a penalty."""
     needs = ("group_id",) if AGGREGATIONS[config.aggregation.mode].needs_groups else ()
-    needs += ("sampling_log_probs",) if correction is not None and not correction.of_policy else ()
+    needs += ("sampling_log_probs",) if loss.needs_sampling_log_probs else ()
     return needs + (("ref_log_probs",) if config.kl.reference == "recorded" else ())
 
 
@@ -254,7 +249,7 @@ def _rows(file: RowFile, rules: Rules, problems: Problems) -> Iterator[tuple[int
             problems.add(file.label, f"has no column {name}; its columns are {', '.join(file.names)}")
     problems.raise_if_any()
     for number, place, raw in file.rows():
-        row = [("", raw)] if isinstance(raw, str) else parse_row(raw, rules)
+        row = parse_row(raw, rules)
         if isinstance(row, Row):
             yield number, place, row
             continue

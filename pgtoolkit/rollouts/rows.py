@@ -102,8 +102,13 @@ def row_of(document: Document) -> Row:
     )
 
 
-def parse_row(raw: dict[str, Any], rules: Rules) -> Row | list[tuple[str, str]]:
-    """The checked row, or its problems as (field, reason). Lists are Python lists or NumPy arrays."""
+def parse_row(raw: dict[str, Any] | str, rules: Rules) -> Row | list[tuple[str, str]]:
+    """The checked row, or its problems as (field, reason). Lists are Python lists or NumPy arrays.
+
+    raw: fields by name, or why a line is no row, which is the problem of the field "".
+    """
+    if isinstance(raw, str):
+        return [("", raw)]
     row, problems = Row(), []
     for name, (_, read) in FIELDS.items():
         value = raw.get(name)

@@ -13,10 +13,9 @@ from typing import Protocol
 
 import torch
 
-from pgtoolkit.batch import Document, Step, StepTotals, known_vectors
+from pgtoolkit.batch import Document, Step, StepTotals, cut, known_vectors, pack
 from pgtoolkit.config.schema import AccumulationConfig, LastStep
 from pgtoolkit.errors import DataError
-from pgtoolkit.packing import cut, pack
 from pgtoolkit.ranks.agreement import check_same, failing_together
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 

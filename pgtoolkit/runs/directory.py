@@ -197,15 +197,6 @@ class RunDirectory:
                 write_metrics(path, [row for row in rows if row["step"] <= step])
 
 
-def lost_checkpoint(run_dir: Path, newest: int) -> int:
-    """The last step that a run has saved, where that checkpoint was deleted; 0 where none was.
-
-    newest: step of the newest checkpoint that is there, damaged or not; 0 for none.
-    """
-    saved = read_status(run_dir).get("saved", 0)
-    return saved if newest < saved else 0
-
-
 def config_drift(old: dict, new: dict) -> dict[str, list]:
     """The keys whose values differ, dotted: {key: [old value, new value]}, None where a key is missing."""
     before, after = dict(leaves(old)), dict(leaves(new))

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pgtoolkit.batch import Document
+from pgtoolkit.batch import Document, pack
 from pgtoolkit.errors import SamplerLost
-from pgtoolkit.packing import pack
 from pgtoolkit.sampling.server_api import LOST
 
 _TEXT = 256

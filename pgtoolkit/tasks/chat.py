@@ -37,19 +37,16 @@ class ChatTemplate:
         conversations = [self.messages(prompt) for prompt in prompts]
         first = next((messages[0] for messages in conversations if messages[0]["role"] == "system"), None)
         if first is not None and not self._keeps_system:
-            if got := self._problem([first]):
+            if got := self.problem([first]):
                 raise ValueError(f"it has a system message, and the chat template is {got}")
             self._keeps_system = True
         return self._tokenizer.apply_chat_template(conversations, add_generation_prompt=True)["input_ids"]
 
-    def problem(self) -> str | None:
-        """Why the template leaves the run's system message out, if it does."""
-        return self._problem(self._system)
-
-    def _problem(self, system: list[dict]) -> str | None:
-        user = {"role": "user", "content": _WORD}
+    def problem(self, system: list[dict] | None = None) -> str | None:
+        """Why the template leaves a system message out, if it does; None: that of the run."""
+        system = self._system if system is None else system
         try:
-            shown = self._tokenizer.apply_chat_template([*system, user], tokenize=False)
+            shown = self._tokenizer.apply_chat_template([*system, {"role": "user", "content": _WORD}], tokenize=False)
         except Exception as error:  # a template raises what it likes
             return f"one that says: {first_line(error)}"
         # Templates strip white space around a message.

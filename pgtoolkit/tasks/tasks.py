@@ -68,9 +68,8 @@ TaskConfig = ReverseTaskConfig | ReasoningGymTaskConfig | PromptsTaskConfig
 
 def make_task(config: TaskConfig, seed: int) -> Task:
     """The task of a configuration. Raises ConfigError or, for a file of prompts, DataError."""
-    return {"reverse": ReverseTask, "reasoning_gym": ReasoningGymTask, "prompts": PromptsTask}[config.name](
-        config, seed
-    )
+    kinds = {"reverse": ReverseTask, "reasoning_gym": ReasoningGymTask, "prompts": PromptsTask}
+    return kinds[config.name](config, seed)
 
 
 class ReverseTask(Task):

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from pgtoolkit.errors import ConfigError, StorageError, first_line
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
-from pgtoolkit.runs.directory import lost_checkpoint
+from pgtoolkit.runs.directory import read_status
 from pgtoolkit.system.plain_files import remove, sync_folder
 
 log = logging.getLogger("pgtoolkit")
@@ -146,8 +146,9 @@ def refuse_lost_checkpoint(run_dir: Path, use: str) -> None:
 
     To go on from an earlier step, or from the first, would overwrite what the run has recorded since.
     """
-    newest = max(map(step_of, list_checkpoints(run_dir / "checkpoints")), default=0)
-    if saved := lost_checkpoint(run_dir, newest):
+    newest = max(map(step_of, list_checkpoints(run_dir / "checkpoints")), default=0)  # damaged or not
+    saved = read_status(run_dir).get("saved", 0)
+    if newest < saved:
         raise ConfigError(
             f"{use} needs the checkpoint of step {saved}, which the run has saved (got "
             f"{f'step {newest} as the newest' if newest else 'none'}). It was deleted, and to train the steps after "

@@ -13,18 +13,20 @@ import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pgtoolkit.config.evaluation import held_out_sets, is_on, samples
 from pgtoolkit.config.models import vocabulary_size
 from pgtoolkit.config.paths import NO_FOLDER
-from pgtoolkit.config.plan import family_of_config
 from pgtoolkit.config.rules.run import refuse_triton
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import DataError, PgtoolkitError
-from pgtoolkit.losses.corrections import configured as configured_correction
 from pgtoolkit.ranks.environment import AXES, joined, world_size
 from pgtoolkit.system import model_folder
 from pgtoolkit.system.report import Report, is_whole, text
+
+if TYPE_CHECKING:
+    from pgtoolkit.losses.objective import Loss
 
 _PROCESSES_PER_CORE = 16
 """More are a mistake in writing, and would take the machine's memory before anybody could say so."""
@@ -45,13 +47,14 @@ def check_machine(c: Config, report: Report) -> None:
     _processes(c, report)
     _servers(c, report)
     _models(c, report)
-    if c.aggregation.reducer is not None or c.loss.name == "custom":
+    _prompts(c, report)
+    if c.aggregation.reducer is not None or c.loss.name == "custom" or c.rollout.name == "recorded":
         from pgtoolkit.training.loss import loss_of
 
         with _added_to(report):
-            loss_of(c)
-    _prompts(c, report)
-    _recorded(c, report)
+            loss = loss_of(c)
+            if c.rollout.name == "recorded":
+                _recorded(c, loss)
 
 
 def devices(c: Config, report: Report) -> None:
@@ -139,21 +142,15 @@ def _error_of_task(_directory: str, pickled: bytes) -> str | None:
     return next(iter(report.problems), None)
 
 
-def _recorded(c: Config, report: Report) -> None:
+def _recorded(c: Config, loss: Loss) -> None:
     """Recorded rollouts whose first rows this configuration can train on."""
-    if c.rollout.name != "recorded":
-        return
     from pgtoolkit.rollouts.recorded import check_first_rows
 
-    family, correction = family_of_config(c), configured_correction(c.correction)
-    # Whether a family of the user's own reads them is known once it is imported.
-    reads_old = correction is not None or c.kl.kind == "k3_ratio" or (family is not None and family.reads_old_log_probs)
     positions = c.model.max_positions if c.model.name == "tiny" else None
     if c.model.name == "huggingface":
         positions = model_folder.model_settings(c.model.path).get("max_position_embeddings")
     room = min(c.accumulation.max_tokens, positions) if is_whole(positions) else c.accumulation.max_tokens
-    with _added_to(report):
-        check_first_rows(c, reads_old, correction, vocabulary_size(c.model, c.task) or 2**31, room)
+    check_first_rows(c, loss, vocabulary_size(c.model, c.task) or 2**31, room)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,5 @@
 """Files of somebody else's run nothing: sweeps, options, runs. What is needed of the user's own has to be typed."""
 
-import os
-import pickle
 import shlex
 import sys
 from pathlib import Path
@@ -50,10 +48,7 @@ def refused(capsys, *arguments):
 HYDRA = {
     "callbacks: {a: {_target_: evil.Callback}}": "hydra.callbacks.a._target_ needs to be left out (got evil.Callback)",
     "job_logging: {version: 1, handlers: {a: {(): evil.Callback}}}": "hydra.job_logging.handlers.a.() needs to be",
-    "hydra_logging: {version: 1, handlers: {a: {class: evil.C}}}": "hydra.hydra_logging.handlers.a.class needs to be",
     "job: {env_set: {LD_PRELOAD: evil.so}}": "hydra.job.env_set.LD_PRELOAD needs to be typed (got it from a file",
-    "job: {env_copy: [HOME]}": "hydra.job.env_copy.0 needs to be typed",
-    "job: {chdir: true}": "hydra.job.chdir needs to be typed",
     "launcher: {_target_: evil.Callback}": "hydra.launcher._target_ needs to be left out (got evil.Callback)",
     "sweeper: {_target_: hydra_plugins.evil.S}": "hydra.sweeper._target_ needs to be typed",
     "sweeper: {params: {+hydra.callbacks.a: 1}}": "hydra.sweeper.params.+hydra.callbacks.a needs to be typed",
@@ -65,8 +60,7 @@ HYDRA = {
 @pytest.mark.parametrize("setting", HYDRA)
 def test_a_sweep_file_has_hydra_run_nothing(evil, capsys, setting):
     (evil / "mine.yaml").write_text(f"defaults: [config, _self_]\nhydra:\n  {setting}\n")
-    for command in (["check", "sweep"], ["sweep"]):
-        assert HYDRA[setting] in refused(capsys, *command, "mine.yaml", "seed=1,2", "debug=short")
+    assert HYDRA[setting] in refused(capsys, "sweep", "mine.yaml", "seed=1,2", "debug=short")
     assert not (evil / "outputs").exists()
 
 
@@ -74,7 +68,7 @@ def test_options_of_ones_own_have_hydra_run_nothing(evil, capsys):
     (evil / "conf/experiment").mkdir(parents=True)
     callback = "hydra: {callbacks: {a: {_target_: evil.Callback}}}"
     (evil / "conf/experiment/mine.yaml").write_text(f"# @package _global_\n{callback}\n")
-    for command in (["check"], [], ["check", "-m"], ["-m"]):
+    for command in (["check"], ["-m"]):
         said = refused(capsys, *command, f"--config-dir={evil}/conf", "experiment=mine", "seed=1")
         assert "hydra.callbacks.a._target_ needs to be left out (got evil.Callback)" in said
     # Seen by the sweep alone: each of its runs chooses another loss than the one that brings it.
@@ -97,25 +91,6 @@ def test_files_beside_a_sweep_stand_for_nothing_of_ours(evil, capsys):
         (folder / "hydra/pgtk.yaml").unlink()
 
 
-def test_hydra_runs_what_is_typed_but_no_code(evil, capsys):
-    assert "hydra.callbacks.a._target_ needs to be left out" in refused(
-        capsys, "+hydra.callbacks.a._target_=evil.Callback"
-    )
-    assert "hydra.searchpath needs to be left out" in refused(capsys, "check", "hydra.searchpath=[pkg://evil]")
-    assert problems(check(["+hydra.job.env_set.A=b", "seed=1"])) == []
-
-
-def test_a_pickle_or_a_configuration_that_is_not_checked_is_refused(evil, capsys):
-    class Marks:
-        def __reduce__(self):
-            return os.mkdir, ("executed",)
-
-    Path("config.pickle").write_bytes(pickle.dumps(Marks()))
-    for flag in ("--experimental-rerun=config.pickle", "--config-name=mine", "--config-path=conf"):
-        assert f"{flag} needs to be left out" in refused(capsys, flag)
-        assert f"{flag} needs to be left out" in refused(capsys, "check", flag)
-
-
 def test_places_numbers_of_jobs_and_launchers_of_ours_may_stand_in_a_file(evil, monkeypatch):
     monkeypatch.setattr("pgtoolkit.config.rules.run._is_installed", lambda plugin: True)
     file = evil / "mine.yaml"
@@ -126,7 +101,7 @@ def test_places_numbers_of_jobs_and_launchers_of_ours_may_stand_in_a_file(evil, 
     checked = check(["hydra.launcher.setup=[module load cuda]"], True, sweep_file=file)
     assert problems(checked) == []
     assert checked.runs[0].config.hydra.launcher.partition == "gpu"
-    for setting in ("setup: [./evil]", "additional_parameters: {wrap: ./evil}", 'partition: "gpu\\n./evil"'):
+    for setting in ("setup: [./evil]", 'partition: "gpu\\n./evil"'):
         file = evil / f"{setting[:4]}.yaml"  # what was composed once is kept
         file.write_text(
             f"defaults: [config, override hydra/launcher: slurm, _self_]\nhydra: {{launcher: {{{setting}}}}}"
@@ -161,11 +136,10 @@ def test_a_function_is_imported_by_the_word_of_who_types_not_of_a_file(evil, cap
         "defaults: [config, override task: prompts, _self_]\ntask: {path: prompts.jsonl, verifier: evil.score}\n"
         "hydra: {sweeper: {params: {aggregation.reducer: 'evil.weights,evil.other'}}}\n"
     )
-    for command in (["sweep"], ["check", "sweep"]):
-        said = refused(capsys, *command, "mine.yaml", "seed=1,2")
-        assert "task.verifier=evil.score needs to be typed (got it from a file). To import it runs its code" in said
-        assert "Use task.verifier=evil.score on the command line." in said
-        assert "aggregation.reducer=evil.weights needs to be typed" in said
+    said = refused(capsys, "sweep", "mine.yaml", "seed=1,2")
+    assert "task.verifier=evil.score needs to be typed (got it from a file). To import it runs its code" in said
+    assert "Use task.verifier=evil.score on the command line." in said
+    assert "aggregation.reducer=evil.weights needs to be typed" in said
     said = refused(capsys, f"--config-dir={evil}/conf", "experiment=mine")
     assert "aggregation.reducer=evil.weights needs to be typed" in said
     typed = ["task.verifier=evil.score", "aggregation.reducer=evil.weights"]
@@ -185,10 +159,9 @@ def test_a_program_that_samples_is_run_by_the_word_of_who_types(evil, capsys):
         "sampler: {executable: ./evil.sh, arguments: [--trust-remote-code]}\n"
     )
     mine = [f"--config-dir={evil}/conf", "experiment=mine"]
-    for command in ([], ["check"]):
-        said = refused(capsys, *command, *mine)
-        assert "sampler.executable=./evil.sh needs to be typed (got it from a file). It is run as a command" in said
-        assert "sampler.arguments=[--trust-remote-code] needs to be typed" in said
+    said = refused(capsys, *mine)
+    assert "sampler.executable=./evil.sh needs to be typed (got it from a file). It is run as a command" in said
+    assert "sampler.arguments=[--trust-remote-code] needs to be typed" in said
     words = ["sampler.executable=./evil.sh", "sampler.arguments=['--trust-remote-code']"]
     (evil / "evil.sh").touch(0o755)
     assert problems(check(["sampler=vllm", *words])) == []
@@ -196,12 +169,16 @@ def test_a_program_that_samples_is_run_by_the_word_of_who_types(evil, capsys):
     assert "needs to be typed" in str(problems(check(["sampler=vllm", *hidden])))
 
 
+def saved(folder, *overrides):
+    """The directory of a run that has begun with these overrides."""
+    short = [one for one in SHORT if not one.startswith("task.")]
+    with RunDirectory(folder / "run") as run:
+        run.write_config(OmegaConf.to_container(config_of(*short, *overrides), resolve=True), [])
+
+
 def test_the_command_that_resumes_types_the_program_again(evil):
     words = ["sampler.executable=./a program --x", "sampler.arguments=['--y=1','--z']"]
-    config = config_of(*SHORT, "sampler=vllm", *words)
-    (evil / "run").mkdir()
-    with RunDirectory(evil / "run") as run:
-        run.write_config(OmegaConf.to_container(config, resolve=True), [])
+    saved(evil, "sampler=vllm", *words)
     typed = ["sampler.executable='./a program --x'", words[1]]
     assert shlex.split(resume_command(evil / "run"))[-2:] == typed
     assert compose(words, run_dir=evil / "run").problems == []
@@ -246,9 +223,8 @@ def theirs(evil):
 
 
 def test_a_run_of_several_verifiers_is_resumed_by_its_words(evil, capsys):
-    short = [one for one in SHORT if not one.startswith("task.")]
     several = "task.verifiers={a: {verifier: exact_match}, b: {verifier: operator.eq}}"
-    train(config_of(*short, *VERIFIER, "task.verifier=null", several), evil / "run")
+    saved(evil, *VERIFIER, "task.verifier=null", several)
     words = "task.verifiers.b.verifier=operator.eq"
     assert words in resume_command(evil / "run").split()
     assert f"{words} needs to be typed" in refused(capsys, "resume", "run", "trainer.max_steps=8")

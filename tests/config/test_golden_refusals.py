@@ -5,9 +5,9 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from pgtoolkit.config.compose import compose
+from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.validate import validate
 from pgtoolkit.runs.directory import RunDirectory
 
@@ -44,11 +44,11 @@ def composed(overrides):
     if not overrides.startswith("["):
         return compose(overrides.split())
     began, _, changed = overrides[1:].partition("] ")
-    config = compose(began.split()).config
-    values = OmegaConf.to_container(config, resolve=True, enum_to_str=True)
-    with RunDirectory(Path("run", str(abs(hash(began))))) as run:
-        run.write_config({group: values[group] for group in values if group != "hydra"}, [])
-    return compose(changed.split(), run_dir=run.path)
+    run_dir = Path("run", str(abs(hash(began))))
+    if not run_dir.exists():
+        with RunDirectory(run_dir) as run:
+            run.write_config(plain_config(compose(began.split()).config), [])
+    return compose(changed.split(), run_dir=run_dir)
 
 
 def outcome(overrides):

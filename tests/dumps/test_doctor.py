@@ -261,8 +261,6 @@ def test_what_training_refuses_is_refused(rows, tmp_path):
     diagnose(str(path), [])
     with pytest.raises(DataError, match=r"rollouts.jsonl:4:sampling_log_probs: is missing"):
         diagnose(str(path), ["correction=token_mask"])
-    with pytest.raises(ConfigError, match="loss=grpp"):
-        diagnose(str(path), ["loss=grpp"])
     with pytest.raises(ConfigError, match="needs an existing file"):
         diagnose(str(tmp_path / "none"), [])
     with pytest.raises(ConfigError, match=r"aggregation.reducer=math.fsum needs null for pgtk doctor"):

@@ -1,5 +1,7 @@
 """Dumps of other trainers as they write them, restated from their sources: the same rollouts in each one's form.
 
+Of the fields that are not read some stand for all.
+
 The writers, by repository, file and commit:
     NVIDIA-NeMo/RL 7ea279ab: nemo_rl/algorithms/grpo.py (3635-3652), nemo_rl/utils/logger.py (log_batched_dict_as_jsonl)
     allenai/open-instruct e6c3044a: open_instruct/rl_utils.py (RolloutRecord, _save_rollouts)
@@ -63,7 +65,6 @@ def nemo_rl(folder: Path, rollouts: list[Rollout], **changes) -> Path:
     for number, one in enumerate(rollouts):
         before, length = len(one.prompt), len(one.prompt) + len(one.response)
         line = {
-            "content": ["a text"],
             "rewards": [one.reward],
             "input_lengths": [length],
             "token_ids": [padded(one.prompt + one.response, 0)],
@@ -91,8 +92,6 @@ def open_instruct(folder: Path, rollouts: list[Rollout], **changes) -> Path:
             "reward": one.reward,
             "advantage": one.advantage,
             "finish_reason": "length" if one.truncated else "stop",
-            "dataset": "math",
-            "ground_truth": [4, 2],
             "request_info": {"num_calls": 0, "tool_calleds": False, "rollout_state": {}},
             "logprobs": one.sampler,
         }
@@ -108,23 +107,15 @@ def slime(folder: Path, rollouts: list[Rollout], **changes) -> Path:
         sample = {
             "group_index": one.group,
             "index": number,
-            "rollout_id": None,
             "prompt": "a text",
             "tokens": one.prompt + one.response,
             "multimodal_inputs": None,
-            "multimodal_train_inputs": None,
-            "response": "a text",
             "response_length": len(one.response),
-            "label": "42",
             "reward": one.reward,
             "loss_mask": None,
-            "weight_versions": ["3"],
             "rollout_log_probs": one.sampler,
             "remove_sample": False,
-            "teacher_log_probs": None,
             "status": "truncated" if one.truncated else "completed",
-            "metadata": {"source": "math"},
-            "spec_info": {"spec_accept_token_num": 0},
         }
         samples.append(sample | {key: change(number, sample[key]) for key, change in changes.items()})
     torch.save({"rollout_id": 7, "samples": samples}, folder / "7.pt")
@@ -135,13 +126,8 @@ def slime_training(folder: Path, rollouts: list[Rollout]) -> Path:
     """--save-debug-train-data, format 2: a tensor for each list, of the response alone but for the tokens."""
     samples = [
         {
-            "data_parallel_rank": 0,
-            "sample_index": number,
-            "rollout_position": number,
             "tokens": torch.tensor(one.prompt + one.response),
             "response_lengths": len(one.response),
-            "total_lengths": len(one.prompt + one.response),
-            "rewards": one.advantage,
             "local_raw_reward": one.reward,
             "truncated": int(one.truncated),
             "loss_masks": torch.ones(len(one.response), dtype=torch.int32),
@@ -151,9 +137,7 @@ def slime_training(folder: Path, rollouts: list[Rollout]) -> Path:
         }
         for number, one in enumerate(rollouts)
     ]
-    shards = [{"rank": 0, "data_parallel_rank": 0, "partition": list(range(len(samples)))}]
-    payload = {"format_version": 2, "rollout_id": 7, "rank": 0, "samples": samples, "dp_shards": shards}
-    torch.save(payload, folder / "7.pt")
+    torch.save({"format_version": 2, "rollout_id": 7, "rank": 0, "samples": samples}, folder / "7.pt")
     return folder / "7.pt"
 
 
@@ -165,23 +149,13 @@ def prime_rl(folder: Path, rollouts: list[Rollout], **changes) -> Path:
     for number, one in enumerate(rollouts):
         before, length = len(one.prompt), len(one.prompt) + len(one.response)
         line = {
-            "schema_version": 1,
             "step": 4,
-            "rank": 0,
-            "micro_step": 0,
-            "micro_sequence_idx": number,
-            "export_sequence_idx": number,
-            "env_name": "math",
             "token_ids": one.prompt + one.response,
-            "position_ids": list(range(length)),
             "loss_mask": [False] * before + [True] * len(one.response),
             "advantages": [one.advantage] * length,
             "inference_logprobs": [0.0] * before + one.sampler,
             "trainer_logprobs": [-2.5] * before + one.trainer,
-            "entropy": [1.0] * length,
             "rl_weights": [None] * length,
-            "ce_weights": [None] * length,
-            "ref_kl_weights": [None] * length,
         }
         lines.append(line | {key: change(number, line[key]) for key, change in changes.items()})
     (step / "STABLE").touch()
@@ -194,16 +168,12 @@ def pipeline_rl(folder: Path, rollouts: list[Rollout], **changes) -> Path:
     for number, one in enumerate(rollouts):
         text = {
             "text": "a text",
-            "n_predicted": 3,
             "reward": one.reward,
             "logprobs": one.sampler,
-            "ref_logprobs": [],
             "input_ids": one.prompt + one.response,
             "labels": [-100] * len(one.prompt) + one.response,
             "group_id": f"scheduler_{one.group}",
             "finished": not one.truncated,
-            "prompt_tokens": len(one.prompt),
-            "output_tokens": len(one.response),
             "visual_features": None,
             "metadata": {"model_version": 1024, "rollout_index": number, "step_index": 0},
         }

@@ -14,11 +14,43 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pgtoolkit.batch import Document
 from pgtoolkit.config.validate import validate
 from pgtoolkit.losses import reference
+from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.rollouts.steps import StepLoader, make_step
 from pgtoolkit.training.module import PolicyGradientModule
 
 ROWS: dict[str, Callable] = {}
 """By key, with its option where a group has several shapes (`model/tiny.num_layers`)."""
+
+_VLLM = "sampling/test_vllm.py"
+SEEN_BY = {
+    **dict.fromkeys(
+        [f"loss/{name}.num_splits" for name, family in FAMILIES.items() if family.scope == "document"]
+        + ["model/tiny.fp32_lm_head"],
+        "config/test_golden_refusals.py::test_what_is_refused_and_what_is_accepted",  # they have one value
+    ),
+    "model/huggingface.dtype": "model/test_huggingface.py::"
+    "test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights",
+    "model/huggingface.lora_alpha": "model/test_lora.py::test_the_gradient_is_that_of_the_plain_formulation",
+    "model/huggingface.lora_rank": "model/test_lora.py::test_the_gradient_is_that_of_the_plain_formulation",
+    "model/huggingface.lora_targets": "model/test_lora.py::test_of_many_layers_those_that_are_named_get_adapters",
+    "rollout/policy.keep_completions": "training/test_completions.py::test_training_is_the_same_whatever_is_kept",
+    "rollout/policy.lag": "rollouts/test_lag.py::test_ages_of_a_lag",
+    "rollout/policy.max_staleness": "rollouts/test_lag.py::test_no_document_is_trained_later_than_allowed",
+    "rollout/policy.save_path": "rollouts/test_lag.py::"
+    "test_batches_are_recorded_once_they_are_used_with_the_version_that_wrote_them",
+    "rollout/policy.top_p": "sampling/test_samplers.py::test_log_probs_are_those_of_the_distribution_sampled_from",
+    "sampler/transformers.static_cache": "tasks/test_stops.py::test_a_static_cache_looks_for_strings_every_32_tokens",
+    "sampler/vllm.answer_seconds": f"{_VLLM}::test_a_server_that_is_busy_for_longer_than_it_has_is_not_said_to_hang",
+    "sampler/vllm.executable": f"{_VLLM}::test_a_program_that_is_not_there_is_one_sentence",
+    "sampler/vllm.name": f"{_VLLM}::test_a_program_that_is_not_there_is_one_sentence",
+    "sampler/vllm.start_seconds": f"{_VLLM}::test_another_program_at_an_address_is_one_sentence",
+    "sampler/vllm.tolerance": f"{_VLLM}::test_weights_that_stay_behind_by_less_than_the_tolerance_are_seen",
+    "sampler/vllm.urls": f"{_VLLM}::test_another_program_at_an_address_is_one_sentence",
+    "sampler/vllm.weights_folder": f"{_VLLM}::test_the_weights_of_the_folder_are_a_hugging_face_model",
+    "trainer.accept_changed_data": "training/test_data.py::test_changed_data_are_refused_until_they_are_accepted_once",
+    "trainer.max_bad_steps": "training/test_training.py::test_bad_steps_count_only_in_a_row",
+}
+"""By key: the test elsewhere that configures it and sees its number."""
 
 SMALL = (
     *("tracking=none", "loss=grpo", "aggregation=constant", "aggregation.divisor=4", "optimizer.max_grad_norm=null"),

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 from builders.models import save_with_tokenizer, small_llama
-from builders.runs import built, config_of
+from builders.runs import built
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaForCausalLM
 
 from keys import LogitsMade, key, module_of, settings, some_documents, step_of
-from pgtoolkit.config.validate import validate
 
 
 def llama(folder, seed=0) -> str:
@@ -50,16 +49,6 @@ def num_heads():
     assert not torch.allclose(*results)
 
 
-@key("model/tiny.fp32_lm_head")
-def tiny_head_in_float32():
-    """There is nothing to widen, so the key says so."""
-    found = validate(config_of("model.fp32_lm_head=true")).problems
-    assert found == [
-        "model.fp32_lm_head=true needs model=huggingface (got tiny). It has no effect while model=tiny. "
-        "Use model=huggingface or model.fp32_lm_head=false."
-    ]
-
-
 def head_of(*overrides):
     return built(*settings("model=huggingface", *overrides))[0].float().policy.head.weight.detach()
 
@@ -83,22 +72,6 @@ def random_weights(tmp_path):
     assert found.shape == saved_head(path).shape
     assert (found - saved_head(path)).abs().min() > 0
     assert not torch.equal(found, head_of(path, "model.random_weights=true", "seed=1"))
-
-
-@key("model/huggingface.dtype")
-def number_type(tmp_path):
-    path, states = llama(tmp_path), {}
-    micro_batch = step_of(some_documents()).micro_batches[0]
-    for dtype in ("float32", "bfloat16", "auto"):
-        module = module_of("model=huggingface", path, f"model.dtype={dtype}").float()
-        states[dtype] = module.policy.hidden_states(micro_batch).detach()
-        assert {weight.dtype for weight in module.parameters()} == {torch.float32}
-    assert torch.equal(states["auto"], states["float32"])
-    on_gpu = module_of("model=huggingface", path, "trainer.device=auto").policy.compute_dtype
-    assert on_gpu == (torch.bfloat16 if torch.cuda.is_available() else torch.float32)
-    difference = (states["bfloat16"].float() - states["float32"]).abs().max()
-    assert (states["float32"].dtype, states["bfloat16"].dtype) == (torch.float32, torch.bfloat16)
-    assert 1e-3 < difference < 0.2
 
 
 @key("model/huggingface.gradient_checkpointing")
@@ -133,46 +106,3 @@ def head_in_float32(tmp_path):
             out = module.micro_batch_loss(step.micro_batches[0], step.totals)
         assert logits.found == [(int((labels >= 0).sum()), dtype)]
         torch.testing.assert_close(out.log_probs[labels >= 0], both[dtype], rtol=0, atol=1e-5)
-
-
-def trained(module) -> dict[str, torch.Tensor]:
-    return {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
-
-
-@key("model/huggingface.lora_rank")
-def lora_rank(tmp_path):
-    """By the trained weights: rank x (inputs + outputs) of four matrices of 16 x 16 and three of 16 x 32."""
-    path, counts = llama(tmp_path), []
-    for rank in ("1", "4", "null"):
-        module = module_of("model=huggingface", path, f"model.lora_rank={rank}")
-        counts.append(sum(weight.numel() for weight in trained(module).values()))
-        assert module.optimizer.param_groups[0]["lr"] == (1e-6 if rank == "null" else 1e-5)
-    assert counts == [272, 4 * 272, 4 * 256 + 3 * 512 + 2 * 12 * 16 + 3 * 16]
-
-
-@key("model/huggingface.lora_alpha")
-def lora_alpha(tmp_path):
-    path = llama(tmp_path)
-    for alpha in (32.0, 5.0):
-        module = module_of("model=huggingface", path, "model.lora_rank=2", f"model.lora_alpha={alpha:g}")
-        name, layer = "model.layers.0.mlp.up_proj", module.model.model.layers[0].mlp.up_proj
-        a, b = (getattr(layer, part).default.weight for part in ("lora_A", "lora_B"))
-        torch.nn.init.normal_(b)
-        change = module.policy.weights()[f"{name}.weight"] - layer.base_layer.weight
-        torch.testing.assert_close(change, alpha / 2 * b @ a)
-        assert change.abs().min() > 0
-
-
-@key("model/huggingface.lora_targets")
-def lora_targets(tmp_path):
-    path, found = llama(tmp_path), {}
-    for targets in ("all-linear", "q_proj,v_proj", "0.mlp.up_proj"):
-        module = module_of("model=huggingface", path, "model.lora_rank=2", f"model.lora_targets=[{targets}]")
-        found[targets] = sorted({name.split(".lora_")[0].split("layers.0.")[1] for name in trained(module)})
-    attention = ["k_proj", "o_proj", "q_proj", "v_proj"]
-    every = [f"mlp.{name}_proj" for name in ("down", "gate", "up")] + [f"self_attn.{name}" for name in attention]
-    assert found == {
-        "all-linear": every,
-        "q_proj,v_proj": ["self_attn.q_proj", "self_attn.v_proj"],
-        "0.mlp.up_proj": ["mlp.up_proj"],
-    }

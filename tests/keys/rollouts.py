@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-import types
 
 import pytest
 import torch
-from builders.runs import assert_equal, run, sampler_of
+from builders.runs import assert_equal, sampler_of
 
 from keys import (
     key,
@@ -19,7 +17,6 @@ from keys import (
     rows_file,
 )
 from pgtoolkit.errors import DataError
-from pgtoolkit.runs.completions import completion_files, read_completions
 from pgtoolkit.tasks.shuffle import shuffled
 from pgtoolkit.tasks.tasks import make_task
 
@@ -97,22 +94,6 @@ def temperature():
     loss_as_specified(["rollout.temperature=0.7"], temperature=0.7)
 
 
-@key("rollout/policy.top_p")
-def top_p():
-    """Every token is among the likeliest that make up the share, and its log-prob is that among them."""
-    for share in (0.3, 0.8):
-        module, documents = sampled(f"rollout.top_p={share}", "rollout.old_log_probs=sampling")
-        for document in documents:
-            probabilities, order = log_probs_of(module, document).exp().sort(-1, descending=True)
-            inside = probabilities.cumsum(-1) - probabilities < share
-            probabilities = torch.where(inside, probabilities, 0)
-            probabilities /= probabilities.sum(-1, keepdim=True)
-            expected = probabilities[order == completion_of(document)].log()
-            assert_old_log_probs(document, expected)
-    _, everything = sampled("rollout.top_p=null", "rollout.old_log_probs=sampling")
-    assert min(document.old_log_probs.min() for document in everything) < -3
-
-
 @key("rollout/policy.stop")
 def stop():
     """A completion ends with the first of these characters, whose token it keeps."""
@@ -168,58 +149,6 @@ def max_sampling_rounds():
     assert groups[20] == sorted(set(groups[20])) != groups[1]
 
 
-def versions_of(*overrides):
-    """Of each batch of two steps, once its log-probs are seen to be those of that version of the weights."""
-    module, loader = module_and_steps(*overrides, "trainer.max_steps=8")
-    before, found = [], []
-    for number, step in enumerate(loader):
-        before.append(types.SimpleNamespace(model=copy.deepcopy(module.model)))
-        if number % 2 == 0:
-            (version,) = {document.model_version for document in step.documents}
-            for document in step.documents:
-                expected = log_probs_of(before[version], document).gather(-1, completion_of(document))[:, 0]
-                assert_old_log_probs(document, expected)
-            found.append(version)
-        module.training_step(step, number)
-    assert len({float(copied.model.lm_head.weight.sum().detach()) for copied in before}) == 8
-    return found
-
-
-@key("rollout/policy.lag")
-def lag():
-    for value, expected in ((0, [0, 2, 4, 6]), (1, [0, 1, 3, 5]), (3, [0, 0, 1, 3])):
-        assert versions_of(f"rollout.lag={value}") == expected
-
-
-@key("rollout/policy.max_staleness")
-def max_staleness():
-    for value, expected in ((2, [0, 1, 3, 5]), (3, [0, 0, 2, 4]), (9, [0, 0, 2, 4])):
-        assert versions_of(f"rollout.max_staleness={value}", "rollout.old_log_probs=sampling") == expected
-
-
-@key("rollout/policy.keep_completions")
-def keep_completions(tmp_path):
-    for number in (0, 3):
-        folder = run(tmp_path / str(number), f"rollout.keep_completions={number}", "trainer.max_steps=2")
-        files = completion_files(folder)
-        assert [row.step for file in files for row in read_completions(file.path)] == [1] * number + [2] * number
-
-
-@key("rollout/policy.save_path")
-def save_path(tmp_path):
-    module, loader = module_and_steps(f"rollout.save_path={tmp_path / 'saved'}", "accumulation.docs_per_step=1000")
-    module.float()  # what files hold
-    documents = next(iter(loader)).documents
-    path = f"rollout.path={tmp_path / 'saved'}"
-    _, loader = module_and_steps("rollout=recorded", path, "accumulation.docs_per_step=1000")
-    read = next(iter(loader)).documents
-    assert_equal([d.tokens for d in read], [d.tokens for d in documents])
-    assert_equal([d.old_log_probs for d in read], [d.old_log_probs for d in documents])
-    assert [d.reward for d in read] == [d.reward for d in documents]
-    sampled()
-    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
-
-
 @key("sampler/transformers.name")
 def sampler_name():
     assert type(sampler_of(module_and_steps("sampler=transformers")[1])).__name__ == "TransformersSampler"
@@ -235,25 +164,6 @@ def max_sequences():
         documents = [document for step in itertools.islice(loader, 2) for document in step.documents]
         assert found == expected
         assert [document.name for document in documents] == [f"prompt {i // 4}, completion {i % 4}" for i in range(16)]
-        for document in documents:
-            assert_old_log_probs(document, log_probs_of(module, document).gather(-1, completion_of(document))[:, 0])
-
-
-@key("sampler/transformers.static_cache")
-def static_cache(monkeypatch):
-    """With it the attention of each token looks at as many places, without it at one more than that before."""
-    attention, found = torch.nn.functional.scaled_dot_product_attention, []
-
-    def noted(query, key, *more, **options):
-        found.append(key.shape[2])
-        return attention(query, key, *more, **options)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
-    for value, sizes in (("null", {4, 5, 6, 7}), ("false", {4, 5, 6, 7}), ("true", {4, 64})):
-        module, loader = module_and_steps(f"sampler.static_cache={value}", "rollout.old_log_probs=sampling")
-        found.clear()
-        documents = next(iter(loader)).documents
-        assert set(found) == sizes
         for document in documents:
             assert_old_log_probs(document, log_probs_of(module, document).gather(-1, completion_of(document))[:, 0])
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
 from builders.runs import config_of, sampler_of
-from builders.vllm_servers import COMMAND
 from omegaconf import OmegaConf
 
 from keys import key, settings
-from pgtoolkit.errors import SamplerLost
 from pgtoolkit.ranks.layout import ONE_PROCESS
-from pgtoolkit.sampling.server_process import reserve_port
 from pgtoolkit.sampling.server_start import plan
 from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.tasks.completion import Request
@@ -25,17 +20,6 @@ def sampler(folder: Path, *overrides: str):
     config = OmegaConf.to_object(config_of(*settings("sampler=vllm", *overrides)))
     module, loader = build(config, run_dir=folder)
     return module, sampler_of(loader)
-
-
-def refusal(folder: Path, *overrides: str) -> str:
-    """Of the first publish, whatever it starts."""
-    module, found = sampler(folder, *overrides)
-    try:
-        with pytest.raises(SamplerLost) as caught:
-            found.publish(module.policy.weights, 0)
-    finally:
-        found.close()
-    return str(caught.value)
 
 
 def planned(*overrides: str):
@@ -53,28 +37,11 @@ def option(name: str, *overrides: str) -> str:
     return arguments[arguments.index(name) + 1]
 
 
-@key("sampler/vllm.name", "sampler/vllm.executable")
-def executable(tmp_path):
-    """It is run with the arguments of vLLM, from a folder with the policy."""
-    program = tmp_path / "program.py"
-    program.write_text("import os, sys; print([sys.argv[1], sorted(os.listdir(sys.argv[2]))]); sys.exit(3)")
-    said = refusal(tmp_path, f"sampler.executable={sys.executable} {program}")
-    assert "ended with status 3" in said
-    assert "['serve', ['config.json', 'generation_config.json', 'model.safetensors'," in said
-
-
-@key("sampler/vllm.urls")
-def urls(tmp_path):
-    with reserve_port() as nobody_listens:
-        address = f"http://127.0.0.1:{nobody_listens.getsockname()[1]}"
-    assert address in refusal(tmp_path, f"sampler.urls=[{address}]", "sampler.start_seconds=1")
-    assert planned(f"sampler.urls=[{address}]").gpus == []
-    assert planned().gpus == [None]
-
-
-@key("sampler/vllm.arguments")
+@key("sampler/vllm.arguments", "sampler/vllm.gpu_memory_share", "sampler/vllm.max_sequences")
 def arguments():
     assert command("sampler.arguments=['--enforce-eager','--x=1']")[-2:] == ["--enforce-eager", "--x=1"]
+    assert [option("--gpu-memory-utilization", f"sampler.gpu_memory_share={x}") for x in ("0.2", "1")] == ["0.2", "1.0"]
+    assert [option("--max-num-seqs", f"sampler.max_sequences={count}") for count in (8, 300)] == ["8", "300"]
 
 
 @key("sampler/vllm.gpus", "sampler/vllm.tensor_parallel")
@@ -103,80 +70,8 @@ def servers_per_gpu(monkeypatch):
     assert [planned("sampler.servers_per_gpu=2", *more).at_once for more in ((), (fixed,))] == [1, 2]
 
 
-@key("sampler/vllm.gpu_memory_share")
-def gpu_memory_share():
-    assert [option("--gpu-memory-utilization", f"sampler.gpu_memory_share={x}") for x in ("0.2", "1")] == ["0.2", "1.0"]
-
-
-@key("sampler/vllm.max_sequences")
-def max_sequences():
-    assert [option("--max-num-seqs", f"sampler.max_sequences={count}") for count in (8, 300)] == ["8", "300"]
-
-
 @key("sampler/vllm.seeded")
 def seeded(tmp_path):
     for value, expected in (("true", 77), ("false", None)):
         _, found = sampler(tmp_path, f"sampler.seeded={value}")
         assert Vllm().completions(Request([1, 2], 3, seed=77), found._sampling, "salt")[1].get("seed") == expected
-
-
-@key("sampler/vllm.weights_folder")
-def weights_folder(tmp_path):
-    for name in ("one", "two"):
-        module, found = sampler(tmp_path, f"sampler.weights_folder={tmp_path / name}")
-        found._write(module.policy.weights())
-        assert found._folder.path.parent == tmp_path / name
-        found.close()
-
-
-@key("sampler/vllm.tolerance")
-def tolerance(tmp_path):
-    """Log-probs that are off by 0.05 on average, though one of them by all of it."""
-    for value, allowed in (("0.06", True), ("0.04", False), ("null", False)):
-        _, found = sampler(tmp_path, f"sampler.tolerance={value}")
-        proof = found._proof
-        scores = proof._log_probs().float()
-        scores[3] += 0.05 * len(scores)
-        if allowed:
-            proof.check(["http://a"], [scores], 0)
-        else:
-            with pytest.raises(SamplerLost, match=r"differ from the trainer's by 0\.05 on average and \d"):
-                proof.check(["http://a"], [scores], 0)
-
-
-@key("sampler/vllm.start_seconds")
-def start_seconds(tmp_path):
-    command = f"sampler.executable={COMMAND} --fault never_up"
-    assert "sampler.start_seconds=1." in refusal(tmp_path, command, "sampler.start_seconds=1")
-
-
-@key("sampler/vllm.answer_seconds")
-def answer_seconds(tmp_path):
-    """A server that is up, and takes the weights for ever."""
-    program = tmp_path / "program.py"
-    program.write_text(_SILENT)
-    command = f"sampler.executable={sys.executable} {program}"
-    for seconds in (1, 2):
-        said = refusal(tmp_path, command, f"sampler.answer_seconds={seconds}")
-        assert f"did not answer /v1/completions within sampler.answer_seconds={seconds}." in said
-    config = config_of(*settings("sampler=vllm", "parallelism.timeout_seconds=77"))
-    assert json.loads(json.dumps(OmegaConf.to_container(config, resolve=True)["sampler"]))["answer_seconds"] == 77
-
-
-_SILENT = """
-import json, sys, time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        text = json.dumps({"data": [{"root": sys.argv[2]}]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def do_POST(self):
-        time.sleep(3600)
-
-ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
-"""

@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
-from builders.runs import config_of
 from torch import nn
 
 from keys import (
@@ -23,7 +22,6 @@ from keys import (
     step_of,
 )
 from pgtoolkit.batch import Document
-from pgtoolkit.config.validate import validate
 from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.losses.families import FAMILIES, Grpo
 
@@ -184,14 +182,6 @@ def splits(key):
     assert sum(third[1].rows) < num_tokens
     assert max(third[1].rows) == num_tokens // 3
     assert third[0].loss.item() == pytest.approx(whole[0].loss.item(), rel=1e-12)
-
-
-@key(*(f"loss/{name}.num_splits" for name in FAMILIES if name not in TOKEN_FAMILIES))
-def splits_of_whole_documents(key):
-    """A ratio needs its whole document: the key has one value."""
-    name = key.split(".")[0].split("/")[1]
-    (problem,) = validate(config_of(f"loss={name}", "loss.num_splits=2")).problems
-    assert problem.startswith(f"loss={name} needs loss.num_splits=1 (got 2).")
 
 
 @key("kernel.logits_memory_mb")

@@ -84,36 +84,25 @@ def prompts_path(tmp_path):
         assert sorted({prompt_of(module, document) for document in documents}) == expected.split()
 
 
-@key("task/reasoning_gym.too_long", "task/prompts.too_long")
+@key(
+    *("task/reasoning_gym.too_long", "task/prompts.too_long"),
+    *("task/reasoning_gym.max_prompt_length", "task/prompts.max_prompt_length"),
+)
 def too_long(tmp_path, monkeypatch):
-    """A document has room for 24 tokens, four of them the completion's."""
+    """A document has room for 24 tokens, four of them the completion's; or for 64, and for a prompt as is typed."""
     stand_in_gym(monkeypatch)
     gym = ["task=reasoning_gym", "task.dataset=sums", "task.options={long: 1, size: 4}"]
     file = prompts(tmp_path)
     with (tmp_path / "prompts.jsonl").open("a") as added:
         added.write(json.dumps({"prompt": 30 * "7", "answer": 7}))
-    for chosen, expected in ((gym, "sums 0 0 0|sums 0 0 2|sums 0 0 3"), (file, "0?|1?|2?|3?")):
-        with pytest.raises(DataError, match=r"task\.too_long=skip"):
-            sampled(*chosen, "task.too_long=refuse")
-        module, documents = sampled(*chosen, "task.too_long=skip")
-        assert sorted({prompt_of(module, document) for document in documents}) == expected.split("|")
-
-
-@key("task/reasoning_gym.max_prompt_length", "task/prompts.max_prompt_length")
-def max_prompt_length(tmp_path, monkeypatch):
-    """Prompts of more tokens are too long, whatever room there is."""
-    stand_in_gym(monkeypatch)
-    gym = ["task=reasoning_gym", "task.dataset=sums", "task.options={long: 1, size: 4}"]
-    gym += ["accumulation.max_tokens=64", "model.max_positions=64"]
-    file = prompts(tmp_path)
-    with (tmp_path / "prompts.jsonl").open("a") as added:
-        added.write(json.dumps({"prompt": "12345", "answer": 7}))
-    for chosen, length, expected in ((gym, 39, "sums 0 0 0|sums 0 0 2|sums 0 0 3"), (file, 4, "0?|1?|2?|3?")):
-        with pytest.raises(DataError, match=f"1 of . prompts do not have 1 to {length} tokens"):
-            sampled(*chosen, f"task.max_prompt_length={length}")
-        sampled(*chosen, f"task.max_prompt_length={length + 1}")
-        module, documents = sampled(*chosen, f"task.max_prompt_length={length}", "task.too_long=skip")
-        assert sorted({prompt_of(module, document) for document in documents}) == expected.split("|")
+    room = ["accumulation.max_tokens=64", "model.max_positions=64"]
+    for chosen, longest, expected in ((gym, 40, "sums 0 0 0|sums 0 0 2|sums 0 0 3"), (file, 30, "0?|1?|2?|3?")):
+        sampled(*chosen, *room, f"task.max_prompt_length={longest}")
+        for limit in ([], [*room, f"task.max_prompt_length={longest - 1}"]):
+            with pytest.raises(DataError, match=r"task\.too_long=skip"):
+                sampled(*chosen, *limit, "task.too_long=refuse")
+            module, documents = sampled(*chosen, *limit, "task.too_long=skip")
+            assert sorted({prompt_of(module, document) for document in documents}) == expected.split("|")
 
 
 def scores(texts, *overrides):

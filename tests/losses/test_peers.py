@@ -52,8 +52,7 @@ from builders.losses import (
 from builders.runs import SHORT, assert_equal, built
 
 from pgtoolkit import policy_loss
-from pgtoolkit.batch import Document, StepTotals
-from pgtoolkit.packing import pack
+from pgtoolkit.batch import Document, StepTotals, pack
 from pgtoolkit.rollouts.data_metrics import data_metrics
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.training.checkpoint import load_newest, save_checkpoint

@@ -13,7 +13,7 @@ from builders.models import build
 from builders.runs import CLOCK
 from torch.distributed.tensor import DTensor
 
-from pgtoolkit.batch import Document, MicroBatch, Step, StepTotals, known_vectors
+from pgtoolkit.batch import Document, MicroBatch, Step, StepTotals, known_vectors, pack
 from pgtoolkit.kernels.losses import Computation
 from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.corrections import correction_of
@@ -21,7 +21,6 @@ from pgtoolkit.losses.families import family_of
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.model.spread import parallelize
-from pgtoolkit.packing import pack
 from pgtoolkit.ranks.layout import AXES, ONE_PROCESS, Layout
 from pgtoolkit.training.accumulation import DynamicAccumulation
 from pgtoolkit.training.module import LocalAdamW, PolicyGradientModule

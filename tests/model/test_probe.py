@@ -5,10 +5,9 @@ import torch
 import transformers
 from builders.models import model_config, save_with_tokenizer
 
-from pgtoolkit.batch import Document
+from pgtoolkit.batch import Document, pack
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model.build import build_policy
-from pgtoolkit.packing import pack
 
 WIDTH = {"vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "bos_token_id": None}
 DENSE = WIDTH | {"intermediate_size": 24, "num_key_value_heads": 1, "max_position_embeddings": 64, "pad_token_id": 0}

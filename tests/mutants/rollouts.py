@@ -41,13 +41,13 @@ def a_group_of_other_lengths_teaches(right, group):
     return len({document.reward for document in group}) > 1
 
 
-@mutant("packing:pack", "tests/rollouts/test_packing.py::test_every_position_predicts_the_next_token_of_its_document")
+@mutant("batch:pack", "tests/rollouts/test_packing.py::test_every_position_predicts_the_next_token_of_its_document")
 def a_position_predicts_its_own_token(right, documents, group_numbers, known=None):
     batch = right(documents, group_numbers, known)
     return replace(batch, labels=torch.where(batch.labels >= 0, batch.tokens, -1))
 
 
-@mutant("packing:pack", "tests/losses/test_peers.py::test_old_log_probs_and_advantages_are_shifted_with_their_labels")
+@mutant("batch:pack", "tests/losses/test_peers.py::test_old_log_probs_and_advantages_are_shifted_with_their_labels")
 def old_log_probs_stand_one_place_late(right, documents, group_numbers, known=None):
     batch = right(documents, group_numbers, known)
     return replace(batch, old_log_probs=batch.old_log_probs.roll(1))
@@ -110,9 +110,10 @@ def the_next_prompt_is_asked_again_after_a_resume(right, self):
     "rollouts.policy:PolicyRollouts._with_training_log_probs",
     "tests/rollouts/test_policy.py::test_old_log_probs_are_those_of_the_sampler_or_of_training",
 )
-def the_sampler_s_log_probs_stay_the_old_ones(right, self, documents):
-    found = right(self, documents)
-    return [replace(d, old_log_probs=before.old_log_probs) for d, before in zip(found, documents, strict=True)]
+def the_sampler_s_log_probs_stay_the_old_ones(right, self, parts, passes):
+    documents = [document for part in parts for document in part]
+    rescored = zip(right(self, parts, passes), documents, strict=True)
+    return [replace(document, old_log_probs=before.old_log_probs) for document, before in rescored]
 
 
 @mutant("rollouts.rows:row_of", "tests/rollouts/test_writer.py::test_what_is_written_reads_back_equal")

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pgtoolkit.batch import OPTIONAL_VECTORS, Document
+from pgtoolkit.batch import OPTIONAL_VECTORS, Document, cut, pack
 from pgtoolkit.errors import DataError
-from pgtoolkit.packing import cut, pack
 from pgtoolkit.rollouts.steps import make_step
 
 

@@ -13,10 +13,9 @@ from builders.runs import CLOCK
 from torch import nn
 
 import pgtoolkit
-from pgtoolkit.batch import Document
+from pgtoolkit.batch import Document, pack
 from pgtoolkit.errors import NumericalError
 from pgtoolkit.losses import reference
-from pgtoolkit.packing import pack
 from pgtoolkit.ranks.layout import ONE_PROCESS
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.training.accumulation import DynamicAccumulation

@@ -187,7 +187,7 @@ def test_a_folder_of_adapters_is_no_model(base, trained, tmp_path, capsys):
         if folder == tmp_path / "both":  # transformers would put them into the model at its side
             shutil.copytree(base, folder)
             shutil.copy(newest(trained) / "adapter_config.json", folder)
-        assert main(["check", *settings(folder)]) == 2
+        assert main(["check", *(one for one in settings(folder) if one != "trainer.max_steps=6")]) == 2
         said = capsys.readouterr().out
         assert f"model.path={folder} needs a whole model (got adapters, adapter_config.json)." in said
 

@@ -20,18 +20,18 @@ def values(config: DictConfig, resolved: Config, report: Report) -> None:
     config: as composed; resolved: the same as an object, which is changed.
     """
     for key in keys_of(resolved):
-        value, usual = value_of(resolved, key.name), default(config, key.name)
-        if key.range and not within(key, value):
+        value = value_of(resolved, key.name)
+        if within(key, value) if key.range else _is_container(key.type, value):
+            continue
+        usual, reason = default(config, key.name), comment(config, key.name)
+        if key.range:
             usual = usual if within(key, usual) else key.range[0]
             if value is not None:  # else `resolve` has said why
-                reason = comment(config, key.name) or "Every number has a range."
-                report.refuse_value(key.name, value, describe(key), reason, usual)
-        elif not _is_container(key.type, value):
-            reason, needs = comment(config, key.name), "a dictionary" if key.free else "a list of texts"
+                report.refuse_value(key.name, value, describe(key), reason or "Every number has a range.", usual)
+        else:
+            needs = "a dictionary" if key.free else "a list of texts"
             needs = "a list of whole numbers" if "int" in key.type else needs
             report.refuse(key.name, needs, "something else", reason, f"{key.name}={text(usual)}")
-        else:
-            continue
         setattr(value_of(resolved, key.group) if key.group else resolved, key.leaf, usual)
 
 
@@ -68,10 +68,10 @@ def ignored(c: Config, report: Report) -> None:
             continue
         value, usual = value_of(c, key.name), report.usual(key.name)
         if value != usual:
-            conditions = singles(key.only_if)
-            lacking = next(single for single in conditions if not holds(single, c))
-            decides = parts(lacking)[0]
+            conditions, ways = singles(key.only_if), key.use.split(" and ") if key.use else []
+            number = next(i for i, single in enumerate(conditions) if not holds(single, c))
+            lacking, decides = conditions[number], parts(conditions[number])[0]
             needs, got = in_words(key.only_if if " or " in key.only_if else lacking), text(value_of(c, decides))
             reason = key.why or f"It has no effect while {shown(decides)}={got}."
-            use = f"{(lacking == conditions[0] and key.use) or needs} or {key.name}={text(usual)}"
-            report.refuse(f"{key.name}={text(value)}", needs, got, reason, use)
+            use = ways[number] if number < len(ways) else in_words(lacking)
+            report.refuse(f"{key.name}={text(value)}", needs, got, reason, f"{use} or {key.name}={text(usual)}")

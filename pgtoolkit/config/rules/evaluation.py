@@ -39,20 +39,21 @@ _FEW = 0.01
 def evaluation(c: Config, report: Report) -> None:
     if not is_on(c):
         return
-    held_out = evaluated(c, report)
+    sets = evaluated(c, report)
     _best(c, report)
-    for one in held_out:
-        if reason := are_training_prompts(c, one):
-            got, use = f"seed {one.seed}", f"evaluation.seed={(c.seed + 10**9) % 2**32}"
-            if one.files is not None:
-                got, use = f"those of {one.files[0]}", "evaluation.sets.NAME.path=FILE"
-            named, every = f"evaluation.sets.{one.name}", f"evaluation.every={c.evaluation.every}"
-            setting = named if c.evaluation.sets else every
+    for held_out in sets:
+        if reason := are_training_prompts(c, held_out):
+            got, use = f"seed {held_out.seed}", f"evaluation.seed={(c.seed + 10**9) % 2**32}"
+            if held_out.files is not None:
+                got, use = f"those of {held_out.files[0]}", "evaluation.sets.NAME.path=FILE"
+            every = f"evaluation.every={c.evaluation.every}"
+            setting = f"evaluation.sets.{held_out.name}" if c.evaluation.sets else every
             report.refuse(setting, "prompts that training does not ask", got, reason, use)
-        elif (share := _by_chance(c, one)) > _FEW:
+        elif (share := _by_chance(c, held_out)) > _FEW:
+            digits = held_out.task.num_digits
             report.note(
-                f"about {share:.0%} of the prompts of evaluation set {one.name} are asked in training, too: there are "
-                f"only {10**one.task.num_digits} different ones of task.num_digits={one.task.num_digits}."
+                f"about {share:.0%} of the prompts of evaluation set {held_out.name} are asked in training, too: there "
+                f"are only {10**digits} different ones of task.num_digits={digits}."
             )
 
 
@@ -60,10 +61,10 @@ def evaluated(c: Config, report: Report) -> list[HeldOut]:
     """The sets, each seen to be one, and the way they are sampled: the rules that hold without training, too."""
     _sets(c, report)
     _sampling(c, report)
-    held_out = held_out_sets(c)
-    for one in held_out if sampling(c)["max_completion_length"] else ():
-        _task(c, one, report)
-    return held_out
+    sets = held_out_sets(c)
+    for held_out in sets if sampling(c)["max_completion_length"] else ():
+        _task(c, held_out, report)
+    return sets
 
 
 def _sets(c: Config, report: Report) -> None:

@@ -6,11 +6,11 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.config.defaults import default
 from pgtoolkit.config.key import value_of
 from pgtoolkit.config.keys import keys_of
+from pgtoolkit.config.saved import resolved
 from pgtoolkit.runs.records import leaves
 from pgtoolkit.system.report import refusal, text
 
@@ -91,7 +91,7 @@ def named_code(config: object, kind: str) -> dict[str, Any]:
     named = {}
     for key in keys_of(config):
         if key.code == kind:
-            value = _selected(config, key.name)
+            value = resolved(config, key.name)
             entries = value if key.free and isinstance(value, dict) else {}
             named |= {f"{key.name}.{name}.verifier": value_of(entries, f"{name}.verifier") for name in entries}
             if not key.free:
@@ -105,15 +105,6 @@ _RUNS = {
     "function": "To import it runs its code, which only the command line asks for.",
     "command": "It is run as a command, which only the command line asks for.",
 }
-
-
-def _selected(config: DictConfig, key: str) -> Any:
-    """A plain value; None where it does not resolve, of which `validate` says more."""
-    try:
-        value = value_of(config, key)
-        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-    except OmegaConfBaseException:
-        return None
 
 
 def _leaves(node: Any, path: tuple = ()) -> list[tuple[tuple, Any]]:

@@ -25,21 +25,18 @@ def rollout(c: Config, report: Report) -> None:
         setting, reason = f"rollout.save_path={rollout.save_path}", "It becomes a folder with one file per batch."
         needs, use = "a new or empty folder, or one of rollouts to resume", "rollout.save_path=recorded_rollouts"
         report.refuse(setting, needs, "other files at that place", reason, use)
-    top_p = rollout.top_p
+    top_p, old, length = rollout.top_p, rollout.old_log_probs, rollout.max_completion_length
     if top_p is not None and top_p < 1:
-        effect = {
-            "training": "the ratio does not correct for the tokens that sampling left out",
-            "sampling": "old log-probs are renormalised over them, so that ratios start below 1, where GSPO clips",
-        }
-        old = rollout.old_log_probs
-        report.note(f"rollout.top_p={top_p} with rollout.old_log_probs={old}: {effect.get(old, 'ratios are off')}.")
-    length = rollout.max_completion_length
+        effect = "ratios do not correct for the tokens that sampling left out"
+        if old == "sampling":
+            effect = "old log-probs are renormalised, so that ratios start below 1, where GSPO clips"
+        report.note(f"rollout.top_p={top_p} with rollout.old_log_probs={old}: {effect}.")
     _overlong(c, length, report)
     if c.task.name == "reverse":
         room_for_answer(c.task.num_digits, "rollout.max_completion_length", length, report)
     elif length < 16:
-        what = f"rollout.max_completion_length={length}"
-        report.note(f"{what} is made for task=reverse; other tasks usually need longer answers.")
+        setting = f"rollout.max_completion_length={length}"
+        report.note(f"{setting} is made for task=reverse; other tasks usually need longer answers.")
 
 
 def room_for_answer(digits: int, key: str, length: int, report: Report) -> None:
