@@ -121,8 +121,7 @@ def _reading(target: str) -> tuple[str, str]:
 
 
 def _composed(run_dir: Path | None, others: list[str], jobs: list[list[str]]) -> list[tuple[list[str], Config]]:
-    """Each job with its configuration; ConfigError with every problem of any. What is wrong with servers is none, since
-    none is started."""
+    """Each job with its configuration; ConfigError with the problems of all but for servers', as none is started."""
     configured, problems = [], []
     for job in jobs:
         composed = compose([*others, *job], run_dir=run_dir)

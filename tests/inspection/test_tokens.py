@@ -117,7 +117,7 @@ def test_what_cannot_be_made_again_is_no_page(unrecorded, tmp_path):
     [
         ([], 7, r"--step=7 needs a step from 1 to 6, which the run has made \(got 7\)"),
         (["optimizer.learning_rate=1"], None, r"optimizer.learning_rate=1.* needs to stay as the run had it"),
-        (["kl=k3"], None, r"needs ref_log_probs .*Use kl=none"),
+        (["kl=k3"], None, "needs ref_log_probs"),
     ],
 )
 def test_refusals(unrecorded, overrides, step, message):
