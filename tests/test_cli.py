@@ -149,12 +149,6 @@ def test_check_prints_the_plan(capsys):
         assert expected in page
 
 
-def test_the_equation_of_a_family_of_ones_own_names_it(capsys):
-    for typed, shown in (([], "the class that loss.path names"), (["loss.path=json.JSONDecoder"], "json.JSONDecoder")):
-        main(["check", "loss=custom", *typed])
-        assert f"  l_t = as {shown} computes it\n" in capsys.readouterr().out
-
-
 def test_the_vocabulary_of_a_local_model_is_read(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"vocab_size": 151936}')
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -290,11 +284,3 @@ def test_one_configuration_is_printed_at_a_time(capsys):
 )
 def test_options_of_hydra_that_pgtk_does_not_take(capsys, command, typed, says):
     assert f"pgtk: error: {says}" in refused(capsys, *command, typed)
-
-
-def test_what_cannot_be_read_is_said_in_one_line(tmp_path, capsys):
-    """Memory that is no file's stands for all that the system does not let pgtk read."""
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "mine.yaml").symlink_to("/proc/self/mem")
-    assert main(["check", f"--config-dir={tmp_path}", "experiment=mine"]) == 6
-    assert capsys.readouterr().err == "pgtk: error: a file cannot be read or written: Input/output error\n"

@@ -10,31 +10,8 @@ from pgtoolkit.config.schema import SCHEMAS
 from pgtoolkit.launch.check import check, problems, render_plan
 
 ODD = (
-    "[]",
-    "{}",
-    "{a: 1}",
-    "[1, 2]",
-    "???",
-    "${nope}",
-    "${loss}",
-    "'${'",
-    "abc",
-    "1",
-    "-1",
-    "true",
-    "null",
-    "''",
-    "nan",
-    "9" * 4400,
-    "x" * 300,
-    "'" + "a/" * 2100 + "'",
-    "é✓",
-    "'a\\0b'",
-    "'\0'",
-    "'~nobody/x'",
-    "'http://[::1'",
-    "sqlite:///" + "x" * 300,
-    "${oc.env:HOME}",
+    *("[]", "{}", "{a: 1}", "[1, 2]", "???", "${nope}", "${loss}", "abc", "-1", "true", "null", "''", "nan"),
+    *("9" * 4400, "x" * 300, "é✓", "'\0'", "'~nobody/x'", "'http://[::1'", "${oc.env:HOME}"),
 )
 OF_HYDRA = (
     *("hydra", "hydra/launcher", "hydra/sweeper", "hydra.launcher", "hydra.sweeper", "hydra.sweeper.params"),
@@ -71,14 +48,6 @@ def test_all_keys_of_an_option_at_once(chosen, own):
         typed = [f"{key}={ODD[(first + number) % len(ODD)]}" for number, key in enumerate(own)]
         found = looked_at(*([chosen] if chosen else []), *typed)
         assert in_sentences(found), (typed, found)
-
-
-@pytest.mark.slow
-def test_single_keys():
-    """A sample of all keys with all values, the same at each run of the tests."""
-    pairs = [(chosen, key, value) for chosen, own in keys() for key in own for value in ODD]
-    for chosen, key, value in random.Random(0).sample(pairs, 50):
-        assert in_sentences(looked_at(*([chosen] if chosen else []), f"{key}={value}")), (key, value)
 
 
 def test_hydras_own_keys():

@@ -37,14 +37,6 @@ def test_every_panel_draws_its_metrics(tmp_path, count):
     assert (panels(path, ORANGE) > 5).tolist() == [[True, False, True], [False, False, True]]
 
 
-def test_panels_without_data_stay_empty(tmp_path):
-    path = tmp_path / "curves.png"
-    plot_curves(rows(50, ("loss", "reward")), path, "title")
-    assert (panels(path, BLUE) > 5).tolist() == [[True, True, False], [False, False, False]]
-    plot_curves([], path, "title")
-    assert panels(path, BLUE).sum() == 0
-
-
 def test_a_spike_does_not_flatten_its_panel(tmp_path):
     """The other values fill the panel's height; the spike is an arrow at its edge, with its number."""
     path, data = tmp_path / "curves.png", rows(300, ("loss",))
@@ -76,18 +68,6 @@ def test_limits_cut_spikes_alone():
     assert _limits([0.0] * 20 + [1.0]) == (0.0, 1.0)
     assert _limits([1.0, 2.0, 900.0]) == (1.0, 900.0)
     assert _limits(list(range(20))) == (0, 19)
-
-
-def test_steps_of_one_batch_do_not_hatch_the_clipped_fraction(tmp_path):
-    """A metric that jumps between 0 and 1 from step to step is drawn as one line at its mean."""
-    path = tmp_path / "curves.png"
-    data = [{"step": i, "clipped_ratio_fraction": float(i % 4 > 0)} for i in range(1, 301)]
-    plot_curves(data, path, "title")
-    pixels = np.round(imread(path)[..., :3] * 255)
-    panel = pixels[: pixels.shape[0] // 2, 2 * pixels.shape[1] // 3 :]
-    colored = (panel.max(-1) - panel.min(-1) > 20).any(-1).mean()
-    assert colored > 0.02
-    assert (panel.max(-1) - panel.min(-1) > 20).mean() < 0.02
 
 
 def rows_of_pixels(path, color):
