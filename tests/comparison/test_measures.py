@@ -256,20 +256,6 @@ def test_runs_that_were_evaluated_differently_are_noted(tmp_path):
     assert not compared.notes
 
 
-def test_a_torn_last_evaluation_is_passed_over_and_a_broken_one_is_named(tmp_path):
-    save(tmp_path / "a", "grpo", 0, [0.0, 0.5, 0.95])
-    file = tmp_path / "a" / "evaluations.jsonl"
-    lines = file.read_text().splitlines(keepends=True)
-    file.write_text("".join(lines[:-1]) + lines[-1][:20])
-    (run,) = find_runs([str(tmp_path)])
-    assert run.values(HELD_OUT) == [0.0, 0.5, 0.95]
-    assert run.values("evaluation/longer/pass@1") == [0.0, 0.5]
-    file.write_text(lines[0][:20] + "\n" + lines[1])
-    (run,) = find_runs([str(tmp_path)])
-    assert run.state == "unreadable"
-    assert "evaluations.jsonl:1 is damaged" in run.reason
-
-
 def test_one_lucky_step_reaches_nothing_and_a_mean_of_equal_values_is_not_missed_by_rounding():
     lucky = run_of([0.0, 0.0, 0.0, 1.0, 0.0])
     assert reached(lucky, Goal("exact_match", 0.9, "", 30, (10, 50))).to == {}

@@ -1,14 +1,12 @@
 """MLflow on real stores: nothing lost, nothing doubled, nothing that stops training."""
 
 import hashlib
-import json
 import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -16,11 +14,9 @@ import pytest
 from builders.stores import CONFIG, free_port, history, start, train
 from mlflow import MlflowClient
 
-from pgtoolkit.config.paths import absolute_uri
 from pgtoolkit.errors import StorageError
 from pgtoolkit.tracking import mlflow_run
 from pgtoolkit.tracking.mlflow_run import sync
-from pgtoolkit.tracking.next_commands import ui_command, ui_url
 from pgtoolkit.tracking.store import flatten, open_store
 
 
@@ -217,17 +213,3 @@ def test_flatten_hides_secrets_and_cuts_long_text():
     assert flat["a.uri"] == "http://***@h/x"
     assert len(flat["a.long"]) == 500
     assert flat["a.list"] == "[1,2]"
-
-
-def test_addresses_and_commands(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    before = set(threading.enumerate())
-    assert absolute_uri(None) == f"sqlite:///{tmp_path}/outputs/mlflow.db"
-    assert absolute_uri("sqlite:///x.db") == f"sqlite:///{tmp_path}/x.db"
-    assert absolute_uri("http://h:1") == "http://h:1"
-    assert ui_command("http://h:1") is None
-    assert ui_command("sqlite:///my runs/x.db").endswith("pgtk ui '--uri=sqlite:///my runs/x.db'")
-    assert ui_url("http://h:1/", "3", "abc") == "http://h:1/#/experiments/3/runs/abc"
-    assert ui_url(None, "3") == "http://127.0.0.1:5000/#/experiments/3/runs?compareRunsMode=CHART"
-    assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "mlflow"]
-    assert json.dumps(flatten({})) == "{}"

@@ -4,10 +4,9 @@ import math
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from pgtoolkit.tracking.curves import _limits, _mark_cut, plot_curves
+from pgtoolkit.tracking.curves import _limits, plot_curves
 
 BLUE, ORANGE = (0x1F, 0x77, 0xB4), (0xD9, 0x5F, 0x02)
 
@@ -46,18 +45,6 @@ def test_a_spike_does_not_flatten_its_panel(tmp_path):
     data[200]["loss"] = -1e6
     plot_curves(data, path, "title")
     assert rows_of_pixels(path, BLUE) > 0.9 * calm > 100
-
-
-def test_the_number_of_a_spike_is_hidden_by_no_other_arrow():
-    x = np.arange(300.0)
-    y = np.where((x == 60) | (x == 63), 9.0 + (x == 60), 0.0)
-    axes = Figure(dpi=100).add_subplot()
-    axes.set(xlim=(0, 299), ylim=(-1, 1))
-    _mark_cut(axes, x, y, -1.0, 1.0, "black")
-    box = axes.texts[0].get_window_extent()
-    assert axes.texts[0].get_text() == "10"
-    for place in axes.transData.transform(axes.lines[0].get_xydata()):
-        assert not box.padded(4).contains(*place)  # half of an arrow
 
 
 def test_limits_cut_spikes_alone():
