@@ -11,7 +11,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 
 @dataclass
@@ -25,22 +25,16 @@ ConfigStore.instance().store(group="hydra/launcher", name="local_schema", node=L
 
 
 class _Launcher(Launcher):
-    """Every job in a fresh process; see `pgtoolkit.launch.jobs`. settings: the keys of hydra.launcher."""
+    """Every job in a fresh process; see `pgtoolkit.launch.multirun.CheckedJobs`. settings: keys of hydra.launcher."""
 
     def __init__(self, fail_fast: bool, **settings: Any):
         self._fail_fast, self._settings = fail_fast, settings
-        self._context: HydraContext | None = None
-        self._config: DictConfig | None = None
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: Any) -> None:
-        self._context, self._config = hydra_context, config
+        self._jobs = hydra_context.config_loader
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from pgtoolkit.launch.jobs import run_jobs
-
-        load = self._context.config_loader.load_sweep_config
-        configs = [load(self._config, list(overrides)) for overrides in job_overrides]
-        return run_jobs(self._config, configs, initial_job_idx, self._engine, self._fail_fast)
+        return self._jobs.run(job_overrides, initial_job_idx, self._engine, self._fail_fast)
 
 
 class LocalLauncher(_Launcher):

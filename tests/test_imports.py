@@ -44,7 +44,6 @@ ALSO_LIGHT = (
     "ranks.environment",
     "training.machine",
 )
-NOT_LIGHT = ("launch.worker", "launch.processes")
 FILES = sorted(PACKAGE.rglob("*.py"))
 parsed = functools.cache(lambda file: ast.parse(file.read_text()))
 
@@ -62,7 +61,7 @@ def wing(name: str) -> str:
 
 
 def is_light(name: str) -> bool:
-    return (wing(name) in {*LIGHT, "launch"} and name not in NOT_LIGHT) or name in ALSO_LIGHT
+    return wing(name) in {*LIGHT, "launch"} or name in ALSO_LIGHT
 
 
 def imports(file: Path, module_level_only: bool = False) -> set[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from pgtoolkit.comparison.terminal import aligned
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.keys import KEYS, keys_of
 from pgtoolkit.config.names import plain_config
@@ -119,8 +121,7 @@ def _reading(target: str) -> tuple[str, str]:
 
 
 def _composed(run_dir: Path | None, others: list[str], jobs: list[list[str]]) -> list[tuple[list[str], Config]]:
-    """Each job with its configuration; ConfigError with every problem of any. What is wrong with servers is none, since
-    none is started."""
+    """Each job with its configuration; ConfigError with the problems of all but for servers', as none is started."""
     configured, problems = [], []
     for job in jobs:
         composed = compose([*others, *job], run_dir=run_dir)
@@ -149,22 +150,16 @@ def _refuse_another_run(run_dir: Path, overrides: list[str]) -> None:
 
 def _begin(run_dir: Path | None, config: Config, number: int | None, steps: list[int]) -> tuple[int, dict | None]:
     """(number of the step, the newest checkpoint before it); steps: those that the run has made."""
-    most, checkpoint = steps[-1] if steps else config.trainer.max_steps, None
-    if run_dir is None:
-        if number is not None and number > most:
-            raise ConfigError(
-                f"--step={number} needs at most trainer.max_steps={most} (got {number}). Use --step={most}."
-            )
-    elif not steps:
+    if run_dir is not None and not steps:
         raise ConfigError(f"pgtk tokens {run_dir} needs a step that the run has made (got none). Use pgtk resume.")
-    elif number not in (None, *steps):
+    first, last = (steps[0], steps[-1]) if run_dir is not None else (1, config.trainer.max_steps)
+    if number is not None and not first <= number <= last:
+        of = "trainer.max_steps" if run_dir is None else "which the run has made"
         raise ConfigError(
-            f"--step={number} needs a step that the run has made (got {steps[0]} to {steps[-1]}). Of others "
-            f"nothing is known. Use --step={most}."
+            f"--step={number} needs a step from {first} to {last}, {of} (got {number}). Use --step={last}."
         )
-    else:
-        checkpoint = load_newest(run_dir / "checkpoints", most if number is None else number)
-    return number or min(most, _last_of_batch(config, checkpoint)), checkpoint
+    checkpoint = None if run_dir is None else load_newest(run_dir / "checkpoints", last if number is None else number)
+    return number or min(last, _last_of_batch(config, checkpoint)), checkpoint
 
 
 def _last_of_batch(config: Config, checkpoint: dict | None) -> int:
@@ -242,10 +237,10 @@ def summary(inspected: Inspected, page: Path) -> str:
     totals = inspected.made.step.totals
     size = f"{plural(totals.num_documents, 'document')}, {plural(totals.num_tokens, 'trained token')}"
     lines = [f"step {inspected.number} of {inspected.name}: {size}", *inspected.facts]
-    rows = [("", "loss", "cut below", "cut above", "capped")]
+    rows = [["", "loss", "cut below", "cut above", "capped"]]
     for column in inspected.columns:
-        counts = column.count("below, cut"), column.count("above, cut"), column.count("below, capped", "above, capped")
-        rows.append((column.label, f"{column.total:.6g}", *map(str, counts)))
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    lines += ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
-    return "\n".join([*lines, f"page  {shell_path(page)}"])
+        counts = [
+            column.count(*clips) for clips in (["below, cut"], ["above, cut"], ["below, capped", "above, capped"])
+        ]
+        rows.append([column.label, f"{column.total:.6g}", *map(str, counts)])
+    return "\n".join([*lines, *aligned(rows, sys.maxsize), f"page  {shell_path(page)}"])

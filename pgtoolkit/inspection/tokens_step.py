@@ -290,19 +290,15 @@ def _of_trained(values: Tensor, trained: Tensor) -> np.ndarray:
 
 def _check_documents(made: MadeStep, loss: Loss) -> None:
     """ConfigError where the loss reads what the step's documents do not have."""
-    tokens, aggregation = made.pieces[0].micro_batch, loss.aggregation
-    lacking = {
+    tokens = made.pieces[0].micro_batch
+    lacks = {
         "old_log_probs": loss.reads_old_log_probs and not made.has_old_log_probs,
         "sampling_log_probs": loss.needs_sampling_log_probs and tokens.sampling_log_probs is None,
         "ref_log_probs": loss.kl is not None and tokens.ref_log_probs is None,
-        "group_id": aggregation.needs_groups and not made.has_groups,
+        "group_id": loss.aggregation.needs_groups and not made.has_groups,
     }
-    uses = {
-        "old_log_probs": "loss=reinforce with correction=none and kl=none",
-        "sampling_log_probs": "correction=none",
-        "ref_log_probs": "kl=none: the run has no penalty, so it has loaded no reference",
-        "group_id": f"another aggregation than {aggregation.name}",
-    }
-    for name in filter(lacking.get, lacking):
-        needs = f"loss={loss.family.name} needs {name} for its ratio, correction, penalty or aggregation"
-        raise ConfigError(f"{needs} (got documents without). Use {uses[name]}.")
+    if missing := [name for name, lacking in lacks.items() if lacking]:
+        raise ConfigError(
+            f"loss={loss.family.name} with this aggregation, correction and kl needs {', '.join(missing)} of every "
+            "document (got some without). Use loss=reinforce aggregation=token_mean correction=none kl=none."
+        )

@@ -160,7 +160,7 @@ def _logits(hidden: Tensor, head: LMHead, ranks: Ranks) -> Tensor:
 
 def _by_reference(logits: Tensor, tokens: Tokens, loss: Loss) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, log_probs, entropy) by the specification, differentiable with respect to the logits."""
-    found = reference.policy_loss(
+    specified = reference.policy_loss(
         logits.detach(),
         tokens.labels,
         tokens.old_log_probs,
@@ -177,8 +177,8 @@ def _by_reference(logits: Tensor, tokens: Tokens, loss: Loss) -> tuple[Tensor, T
         **({} if loss.kl is None else {"kl": loss.kl.kind, "kl_coefficient": loss.kl.coefficient}),
         ref_log_probs=tokens.ref_log_probs,
     )
-    log_probs, entropy = logits.new_tensor([found.log_probs, found.entropy], dtype=torch.float64)
+    log_probs, entropy = logits.new_tensor([specified.log_probs, specified.entropy], dtype=torch.float64)
     # The gradient is known in closed form: this has the value and the derivative of the loss.
     shift = logits.double() - logits.detach().double()
-    value = found.loss + (torch.nan_to_num(shift) * found.gradient.to(logits.device)).sum()
+    value = specified.loss + (torch.nan_to_num(shift) * specified.gradient.to(logits.device)).sum()
     return value, log_probs, entropy

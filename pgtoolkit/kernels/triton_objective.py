@@ -135,8 +135,8 @@ def evaluate(
     result, parts = _launch(objective, log_probs, entropy, number, width + num_maxima)
     sums = parts[:, :width].sum(0)
     maxima = parts[:, width:].amax(0) if number else parts.new_empty(0)
-    found = with_more(objective, MetricSums(level, sums[1:], maxima), log_probs)
-    return objective.penalties.with_bonus(sums[0].to(log_probs.dtype), entropy), result, found
+    metrics = with_more(objective, MetricSums(level, sums[1:], maxima), log_probs)
+    return objective.penalties.with_bonus(sums[0].to(log_probs.dtype), entropy), result, metrics
 
 
 def coefficients(objective: Objective, log_probs: Tensor) -> Tensor:

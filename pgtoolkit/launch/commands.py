@@ -185,10 +185,10 @@ def _evaluate(parser: _Parser, argv: list[str]) -> int:
     if len(named) > 1:
         parser.error(f"one model is evaluated at a time (got {' '.join(named)})")
 
-    from pgtoolkit.launch.evaluate import Asked, evaluate
+    from pgtoolkit.launch.evaluate import evaluate
 
     overrides = [word for word in args.words if word not in named]
-    say(evaluate(Asked(plain_run(named[0]) if named else None, args.step, args.best, overrides)))
+    say(evaluate(plain_run(named[0]) if named else None, args.step, args.best, overrides))
     return 0
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, first_line
 from pgtoolkit.system.report import refusal, say
@@ -21,30 +20,6 @@ _SECONDS_TO_CANCEL = 60
 """SLURM kills a cancelled job after its KillWait, usually 30 s; one that has never begun leaves nothing to wait for."""
 
 
-class JobHandle(Protocol):
-    """A job that was started. reason: what the engine says of one that did not end by itself."""
-
-    reason: str | None
-
-    def poll(self) -> int | None:
-        """The exit status once the job has ended; negative where a signal ended it."""
-
-    def stop(self, number: int) -> None:
-        """Let the job save and stop; number: of the signal that asks for it."""
-
-
-class Engine(Protocol):
-    """Runs `python -m pgtoolkit.launch.job FILE` for each job, so many at a time."""
-
-    at_a_time: int
-
-    def start(self, jobs: Sequence[tuple[str, str]]) -> Sequence[JobHandle]:
-        """jobs: absolute paths of each job's file, which `jobs` writes, and of its log."""
-
-    def close(self) -> None:
-        """Let go of the cluster once all jobs have ended."""
-
-
 class JobProcess:
     """The process of one job on this machine, in a session of its own; it saves and stops when this process ends.
 
@@ -52,6 +27,7 @@ class JobProcess:
     """
 
     reason: str | None = None
+    """What the engine says of a job that did not end by itself."""
 
     def __init__(self, file: str | Path, log: str | Path):
         command = [sys.executable, "-P", "-m", "pgtoolkit.launch.job", str(file)]
@@ -61,6 +37,7 @@ class JobProcess:
             self._process = subprocess.Popen(command, **streams, start_new_session=True)
 
     def poll(self) -> int | None:
+        """The exit status once the job has ended; negative where a signal ended it."""
         if (status := self._process.poll()) is not None:
             self._process.stdin.close()
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -68,6 +45,7 @@ class JobProcess:
         return status
 
     def stop(self, number: int) -> None:
+        """Let the job save and stop; number: of the signal that asks for it."""
         self._process.send_signal(number)
 
     def wait(self) -> int:
@@ -84,10 +62,11 @@ class LocalEngine:
         self.at_a_time = n_jobs
 
     def start(self, jobs: Sequence[tuple[str, str]]) -> list[JobProcess]:
+        """jobs: absolute paths of each job's file, which `jobs` writes, and of its log."""
         return [JobProcess(file, log) for file, log in jobs]
 
     def close(self) -> None:
-        pass
+        """Let go of the cluster, where there is one, once all jobs have ended."""
 
 
 class RayEngine:
@@ -102,18 +81,24 @@ class RayEngine:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would report to its makers
         import ray
 
-        self._ray = ray
-        address = init.get("address")
-        _require_ray(address)
-        if address is None:  # nothing listens to the network
-            init = {"_node_ip_address": "127.0.0.1", "include_dashboard": False} | init
+        self._ray, address = ray, init.get("address")
         handler = signal.getsignal(signal.SIGTERM)
         try:
+            if address is None:  # nothing listens to the network
+                init = {"_node_ip_address": "127.0.0.1", "include_dashboard": False} | init
+            elif (
+                ":" in address and "://" not in address
+            ):  # for whose answer Ray would wait for minutes, deaf to signals
+                say(f"connecting to Ray at {address}, for at most {_SECONDS_TO_CONNECT} s")
+                command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", f"--address={address}"]
+                subprocess.run(command, capture_output=True, timeout=_SECONDS_TO_CONNECT, check=True)
             ray.init(**{"log_to_driver": False, "logging_level": "ERROR"} | init)
         except PgtoolkitError:  # of a signal
             raise
         except Exception as error:  # Ray has no common type
-            raise _no_ray(address, first_line(error)) from error
+            setting, reason = f"hydra.launcher.ray.init.address={address or 'null'}", "Jobs are sent to its head."
+            use = "ray start --head there, or hydra.launcher.ray.init.address=null"
+            raise ConfigError(refusal(setting, "a Ray cluster that answers", first_line(error), reason, use)) from error
         finally:
             signal.signal(signal.SIGTERM, handler)  # Ray's own would end this process at once
         self._task = ray.remote(**remote)(_run_job)
@@ -158,31 +143,6 @@ def _run_job(folder: str, file: str, log: str) -> int:
     return status
 
 
-def _require_ray(address: str | None) -> None:
-    """ConfigError if no Ray answers at HOST:PORT, for which Ray itself would wait for minutes, deaf to signals."""
-    protocol, _, place = (address or "").rpartition("://")
-    host, colon, port = place.rpartition(":")
-    if not colon:
-        return
-    say(f"connecting to Ray at {address}, for at most {_SECONDS_TO_CONNECT} s")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _SECONDS_TO_CONNECT).close()
-        if not protocol:
-            command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", f"--address={address}"]
-            subprocess.run(command, capture_output=True, timeout=_SECONDS_TO_CONNECT, check=True)
-    except (OSError, ValueError, OverflowError) as error:
-        raise _no_ray(address, first_line(error)) from error
-    except subprocess.SubprocessError as error:
-        raise _no_ray(address, f"no answer of Ray within {_SECONDS_TO_CONNECT} s") from error
-
-
-def _no_ray(address: str | None, got: str) -> ConfigError:
-    reason, use = "Jobs are sent to its head.", "ray start --head there, or hydra.launcher.ray.init.address=null"
-    return ConfigError(
-        refusal(f"hydra.launcher.ray.init.address={address or 'null'}", "a Ray cluster that answers", got, reason, use)
-    )
-
-
 class SubmititEngine:
     """Every job one of submitit's, on SLURM an element of one array; a preempted job saves and is queued again.
 
@@ -207,7 +167,7 @@ class SubmititEngine:
             return [_SubmittedJob(job) for job in self._executor.map_array(_JobOfSubmitit(), *zip(*jobs, strict=True))]
 
     def close(self) -> None:
-        pass
+        """SLURM has nothing to let go of."""
 
     @staticmethod
     @contextlib.contextmanager
@@ -262,6 +222,13 @@ class _JobOfSubmitit:
             self._process.stop(signal.SIGUSR2)
             self._process.wait()
         return submitit.helpers.DelayedSubmission(_JobOfSubmitit(), file, log)
+
+
+Engine = LocalEngine | RayEngine | SubmititEngine
+"""Runs `python -m pgtoolkit.launch.job FILE` for each job, `at_a_time` of them; `LocalEngine` says what each offers."""
+
+JobHandle = JobProcess | _RayTask | _SubmittedJob
+"""A job that was started; `JobProcess` says what each offers."""
 
 
 def _last_line(error: BaseException) -> str:

@@ -8,7 +8,6 @@ import itertools
 import json
 import shutil
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,32 +35,23 @@ FOLDER = Path("outputs/evaluations")
 """Where the results are, below the directory that the command was typed in."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What is evaluated. source: a run or a model's folder; None: the model that a configuration begins with.
+def evaluate(source: Path | None, step: int | None, best: bool, overrides: list[str]) -> str:
+    """Evaluate, write the results into a folder of their own, and give what to print. Raises PgtoolkitError.
 
-    step, best: which checkpoint of a run, if not the newest. overrides: what was typed.
+    source: a run or a model's folder; None: the model that a configuration begins with. step, best: which checkpoint
+    of a run, if not the newest. overrides: what was typed.
     """
-
-    source: Path | None
-    step: int | None
-    best: bool
-    overrides: list[str]
-
-    @property
-    def command(self) -> str:
-        return "pgtk evaluate" + ("" if self.source is None else f" {self.source}")
-
-
-def evaluate(asked: Asked) -> str:
-    """Evaluate, write the results into a folder of their own, and give what to print. Raises PgtoolkitError."""
     from pgtoolkit.runs.find import is_run
 
-    of_run = asked.source is not None and is_run(asked.source)
-    config = _configuration(asked, of_run)
-    for note in _check(config, asked.overrides):
+    of_run = source is not None and is_run(source)
+    if not of_run and (step is not None or best):
+        flag = "--best" if best else f"--step={step}"
+        raise ConfigError(refusal(flag, "a run directory", source, "A run has several checkpoints.", f"no {flag}"))
+    command = "pgtk evaluate" + ("" if source is None else f" {source}")
+    config = _configuration(command, source, of_run, overrides)
+    for note in _check(config, overrides):
         say(f"note: {note}")
-    trained = OmegaConf.to_object(saved_config(asked.source)) if of_run else None
+    trained = OmegaConf.to_object(saved_config(source)) if of_run else None
     chosen: Config = OmegaConf.to_object(config)
     for one in held_out_sets(chosen):
         if trained is not None and (reason := are_training_prompts(trained, one)):
@@ -72,8 +62,8 @@ def evaluate(asked: Asked) -> str:
     from pgtoolkit.training.train import quieten
 
     quieten()
-    state = saved_state(asked.source, asked.command, asked.step, asked.best) if of_run else None
-    folder = _folder(asked)
+    state = saved_state(source, command, step, best) if of_run else None
+    folder = _folder(name_from(overrides, {}) if source is None else source.resolve().name)
     write_atomically(folder / "evaluation.yaml", redact(OmegaConf.to_yaml(config)))
     try:
         rows = measured(chosen, folder, trained, state)
@@ -82,40 +72,36 @@ def evaluate(asked: Asked) -> str:
         raise
     write_atomically(folder / "evaluations.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     model = f"the initial model of model={chosen.model.name}, seed {chosen.seed}"
-    if asked.source is not None:
-        model = shell_path(asked.source) + ("" if state is None else f", step {state['step']}")
+    if source is not None:
+        model = shell_path(source) + ("" if state is None else f", step {state['step']}")
     return render_evaluation(rows, chosen, model, folder)
 
 
-def _configuration(asked: Asked, of_run: bool) -> DictConfig:
+def _configuration(command: str, source: Path | None, of_run: bool, typed: list[str]) -> DictConfig:
     """The configuration, of which nothing says how to train any more. Raises ConfigError with all problems."""
-    source, overrides, run_dir = asked.source, asked.overrides, None
-    if not of_run and (asked.step is not None or asked.best):
-        flag = "--best" if asked.best else f"--step={asked.step}"
-        raise ConfigError(refusal(flag, "a run directory", source, "A run has several checkpoints.", f"no {flag}"))
-    if of_run:
-        run_dir = source
-    elif source is not None:
+    overrides = typed
+    if source is not None and not of_run:
         if not (source / "config.json").is_file():
             from pgtoolkit.runs.find import not_a_run
 
-            raise not_a_run(asked.command, source, "a run directory, or a model's Hugging Face folder")
+            raise not_a_run(command, source, "a run directory, or a model's Hugging Face folder")
         overrides = ["model=huggingface", f"model.path={json.dumps(str(source))}", *overrides]
-    composed = compose(overrides, run_dir=run_dir, typed=asked.overrides, evaluate="run" if of_run else "model")
+    kind, run_dir = ("run", source) if of_run else ("model", None)
+    composed = compose(overrides, run_dir=run_dir, typed=typed, evaluate=kind)
     if composed.problems:
         raise refused(composed.problems)
-    config, typed = composed.config, {key_of(override) for override in asked.overrides}
+    config, keys = composed.config, {key_of(override) for override in typed}
     with open_dict(config):
         config.pop("hydra", None)
-    own_task = any(key.partition(".")[0] == "task" for key in typed)
-    if own_task and not any(key.startswith("evaluation.sets") for key in typed):
+    own_task = any(key.partition(".")[0] == "task" for key in keys)
+    if own_task and not any(key.startswith("evaluation.sets") for key in keys):
         config.evaluation.sets = {}
     make_absolute(config)
     config.evaluation.every, config.evaluation.best, config.trainer.stop_at = 1, None, None
     if of_run and not own_task and config.task.name == "prompts" and not config.evaluation.sets:
         reason = "The run has no held-out prompts of its own."
         use = "task.path=test.jsonl or evaluation.sets.test.path=test.jsonl"
-        raise ConfigError(refusal(asked.command, "prompts to evaluate on", "none", reason, use))
+        raise ConfigError(refusal(command, "prompts to evaluate on", "none", reason, use))
     return config
 
 
@@ -135,8 +121,7 @@ def _check(config: DictConfig, overrides: list[str]) -> list[str]:
     return report.notes
 
 
-def _folder(asked: Asked) -> Path:
-    name = name_from(asked.overrides, {}) if asked.source is None else asked.source.resolve().name
+def _folder(name: str) -> Path:
     name = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{name}"
     for number in itertools.count(1):
         folder = FOLDER / (name if number == 1 else f"{name}~{number}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
@@ -12,19 +11,19 @@ import threading
 import time
 from pathlib import Path
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from pgtoolkit.config.names import name_in, plain_config
-from pgtoolkit.config.paths import make_absolute
+from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.saved import typed
 from pgtoolkit.errors import Interrupted, PgtoolkitError, unusable
+from pgtoolkit.launch.processes import train_on_processes
 from pgtoolkit.launch.sweep import refuse_another
+from pgtoolkit.launch.worker import Training
 from pgtoolkit.ranks.environment import joined, world_size
 from pgtoolkit.runs.directory import is_held, read_status
 from pgtoolkit.system.report import print_error, say
 from pgtoolkit.system.shell import shortest_path
-from pgtoolkit.tracking.signals import STOP_SIGNALS, stop_signals_recorded
+from pgtoolkit.tracking.signals import STOP_SIGNALS
 
 _SECONDS_TO_BECOME_FREE = 600
 """For a process whose launcher was killed, which finishes its step and saves."""
@@ -35,14 +34,10 @@ def run(config: DictConfig, directory: Path, overrides: list[str], sweep: str | 
     wait_until_free(directory)
     if begun := (directory / "config.yaml").is_file():
         refuse_another(directory, plain_config(config))
-    if begun and read_status(directory).get("state") == "done":
-        say(f"{shortest_path(directory)} is done: nothing is left to train")
-        return
-    alone = joined() is None
-    with stop_signals_recorded(config, directory, overrides, sweep) if alone else contextlib.nullcontext():
-        from pgtoolkit.launch.processes import Training, train_on_processes
-
-        train_on_processes(Training(config, directory, begun, overrides, sweep))
+        if read_status(directory).get("state") == "done":
+            say(f"{shortest_path(directory)} is done: nothing is left to train")
+            return
+    train_on_processes(Training(config, directory, begun, overrides, sweep))
 
 
 def wait_until_free(directory: Path) -> None:
@@ -53,14 +48,6 @@ def wait_until_free(directory: Path) -> None:
     end = time.monotonic() + _SECONDS_TO_BECOME_FREE
     while is_held(directory) and time.monotonic() < end:
         time.sleep(0.2)
-
-
-def named_by_hydra(config: DictConfig) -> tuple[Path, list[str]]:
-    """Give the run that Hydra has begun its name and absolute paths; returns its directory and overrides."""
-    hydra = HydraConfig.get()
-    config.tracking.run_name = name_in(hydra, config.tracking.run_name)
-    make_absolute(config)
-    return Path(hydra.runtime.output_dir), list(hydra.overrides.task)
 
 
 def main(argv: list[str]) -> int:

@@ -8,54 +8,17 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-
-from hydra.core.utils import JobReturn, JobStatus
-from omegaconf import DictConfig
 
 from pgtoolkit.errors import Interrupted, PgtoolkitError
 from pgtoolkit.launch import sweep_report
 from pgtoolkit.launch.engines import Engine, JobHandle
-from pgtoolkit.launch.sweep import Job, Sweep, plan
+from pgtoolkit.launch.sweep import Job, Sweep
 from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.system.report import say
-from pgtoolkit.tracking.signals import STOP_SIGNALS
+from pgtoolkit.tracking.signals import STOP_SIGNALS, answered_by
 
 STOPPED = (signal.SIGKILL, signal.SIGHUP, *STOP_SIGNALS)
 """Signals by which someone ends a process; by others it ends itself."""
-
-
-def run_jobs(
-    master: DictConfig, configs: list[DictConfig], first: int, engine: Callable[[], Engine], fail_fast: bool
-) -> list[JobReturn]:
-    """Run the jobs of these configurations, but for those that are done; what each returns is its final reward.
-
-    master: the sweep's own configuration. first: number of the first job. engine: starts what runs them, if any is left
-    to do. Raises Interrupted after one of STOP_SIGNALS, once the running jobs have saved and stopped.
-    """
-    folder, unnamed = Path(master.hydra.sweep.dir), master.hydra.job.config.override_dirname.exclude_keys
-    sweep = Sweep.load(folder)
-    planned = []
-    for number, config in enumerate(configs, start=first):
-        job = plan(config, list(config.hydra.overrides.task), number, folder, unnamed)
-        job.update_from(folder)
-        if (before := sweep.jobs.get(job.directory)) is not None:
-            job.seconds = before.seconds
-        sweep.jobs[job.directory] = job
-        planned.append(job.directory)
-    jobs = [sweep.jobs[directory] for directory in dict.fromkeys(planned)]  # the same configuration runs once
-    sweep.save()
-    if any(job.status != "done" for job in jobs):
-        _Jobs(sweep, jobs, fail_fast).run(engine)
-    return [_returned(config, sweep.jobs[name], folder) for config, name in zip(configs, planned, strict=True)]
-
-
-def _returned(config, job, folder):
-    directory = folder / job.directory
-    done = JobReturn(job.overrides, config, working_dir=str(directory), status=JobStatus.COMPLETED)
-    # Failures are told by the table and the exit status; Hydra would raise the first alone.
-    done.return_value = sweep_report.reached(directory) if job.status == "done" else None
-    return done
 
 
 @dataclass
@@ -66,8 +29,8 @@ class _Running:
     log_start: int
 
 
-class _Jobs:
-    """The jobs of one launch: waiting, running, ended."""
+class Jobs:
+    """The jobs of one launch, of which those that are not done are run: waiting, running, ended."""
 
     def __init__(self, sweep: Sweep, jobs: list[Job], fail_fast: bool):
         self._sweep, self._jobs, self._fail_fast = sweep, jobs, fail_fast
@@ -77,6 +40,7 @@ class _Jobs:
         self._ended = len(jobs) - len(self._waiting)
 
     def run(self, start_engine: Callable[[], Engine]) -> None:
+        """Raises Interrupted after one of STOP_SIGNALS, once the running jobs have saved and stopped."""
         arrived: list[int] = []
         engine = None
 
@@ -85,25 +49,23 @@ class _Jobs:
             if engine is None:
                 raise Interrupted(f"the sweep was stopped by {signal.Signals(number).name} before a job began.")
 
-        before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
-        try:
-            engine = start_engine()
-            while self._waiting or self._running:
-                while arrived:
-                    self._stop(arrived.pop(0))
-                if self._waiting and len(self._running) < engine.at_a_time:
-                    self._start(engine)
-                time.sleep(0.05)
-                for one in list(self._running):
-                    if (status := one.handle.poll()) is not None:
-                        self._end(one, status)
-        finally:
-            # After a defect of the launcher itself the jobs must not run on unseen.
-            self._stop_all(signal.SIGTERM)
-            if engine is not None:
-                engine.close()
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        with answered_by(stop):
+            try:
+                engine = start_engine()
+                while self._waiting or self._running:
+                    while arrived:
+                        self._stop(arrived.pop(0))
+                    if self._waiting and len(self._running) < engine.at_a_time:
+                        self._start(engine)
+                    time.sleep(0.05)
+                    for one in list(self._running):
+                        if (status := one.handle.poll()) is not None:
+                            self._end(one, status)
+            finally:
+                # After a defect of the launcher itself the jobs must not run on unseen.
+                self._stop_all(signal.SIGTERM)
+                if engine is not None:
+                    engine.close()
         if self._stopped_by:
             raise Interrupted(f"the sweep was stopped by {self._stopped_by}.")
 

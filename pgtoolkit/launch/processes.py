@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import os
 import pickle
 import signal
@@ -16,15 +15,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
 
-from pgtoolkit import errors
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, RankLost
 from pgtoolkit.launch.worker import Training, train_as_rank
 from pgtoolkit.ranks.environment import joined, world_size
@@ -32,13 +31,11 @@ from pgtoolkit.runs.directory import record_end
 from pgtoolkit.system.imports import without
 from pgtoolkit.system.report import say
 from pgtoolkit.tracking.next_commands import resume_command
-from pgtoolkit.tracking.signals import STOP_SIGNALS, StopSignal
+from pgtoolkit.tracking.signals import StopSignal, answered_by, stop_signals_recorded
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-_PROCESSES_PER_CORE = 16
-"""More are a mistake in writing, and would take the machine's memory before anybody could say so."""
 AFTER_WORKERS = ("running", "failed")
 """States that a worker may have left: who has started it knows better why it failed."""
 
@@ -50,66 +47,66 @@ def train_on_processes(training: Training) -> None:
     """`train` of the validated configuration, with every kind of parallelism; its errors come out here, once.
 
     Where a launcher such as torchrun has started this process, the run directory is that of rank 0, and the other
-    ranks may give any.
+    ranks may give any. Otherwise signals are answered in an orderly way from here on, also while torch is loaded.
     """
     config = copy.deepcopy(training.config)
     OmegaConf.resolve(config)  # the workers know no resolvers
     training = replace(training, config=config)
-    count = world_size(config.parallelism)
     if (rank := joined()) is not None:
         train_as_rank(training, rank)
-    elif count == 1:
+        return
+    with stop_signals_recorded(config, training.run_dir, training.overrides, training.sweep):
+        if (count := world_size(config.parallelism)) > 1:
+            _run_workers(training, count)
+            return
         with without():
             from pgtoolkit.training.train import train
 
         train(config, training.run_dir, training.resume, training.overrides, training.sweep)
-    else:
-        _refuse_too_many(config.trainer.device, count)
-        with tempfile.TemporaryDirectory(prefix="pgtk-") as folder:
-            (Path(folder) / "job").write_bytes(pickle.dumps(training))
-            _run_workers(Path(folder), count, training.run_dir, config.parallelism.timeout_seconds)
 
 
-def _refuse_too_many(device: str, count: int) -> None:
-    """Whether so many processes can run here, before any is started."""
-    import torch
-
-    if count > (limit := _PROCESSES_PER_CORE * (os.cpu_count() or 1)):
-        raise ConfigError(
-            f"parallelism needs at most {limit} processes on this machine (got {count}). It has "
-            f"{os.cpu_count()} cores. Use smaller sizes, or start the processes on several machines with torchrun."
-        )
-    gpus = torch.cuda.device_count()
-    if device != "cpu" and 0 < gpus < count:
-        raise ConfigError(
-            f"trainer.device={device} needs a GPU for each of {count} processes (got {gpus}). NCCL does not "
-            "share one. Use smaller sizes in parallelism, or trainer.device=cpu."
-        )
-
-
-def _run_workers(folder: Path, count: int, run_dir: Path, timeout_seconds: float) -> None:
-    """Run the job in `folder` on so many local processes until all have ended; raises the error that ended them.
+def _run_workers(training: Training, count: int) -> None:
+    """Train in so many local processes until all have ended; raises the error that ended them.
 
     STOP_SIGNALS go on to the workers, who finish their step; StopSignal if they had not begun. A worker that
     fails takes the others with it.
     """
-    # Workers start with SIGINT blocked, which they undo: until then their interpreter would show where it was. Here it
-    # waits until it can be forwarded; the store's threads, which come next, must not have it either.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    store = loopback_store()
-    workers: dict[int, Popen] = {}
-    try:
-        for rank in range(count):
-            workers[rank] = _started(folder, rank, count, store.port)
-        with _forwarded(workers) as signals:
-            unanswering = _wait(workers, signals)
-    finally:
-        _end(workers, signal.SIGKILL)  # whatever happened here, nobody stays behind
-    try:
-        _conclude(folder, workers, signals, unanswering, timeout_seconds, run_dir)
-    except RankLost as error:
-        record_end(run_dir, "failed", f"RankLost: {error}", AFTER_WORKERS)
-        raise
+    import torch
+
+    device = training.config.trainer.device
+    if device != "cpu" and 0 < (gpus := torch.cuda.device_count()) < count:
+        raise ConfigError(
+            f"trainer.device={device} needs a GPU for each of {count} processes (got {gpus}). NCCL does not "
+            "share one. Use smaller sizes in parallelism, or trainer.device=cpu."
+        )
+    with tempfile.TemporaryDirectory(prefix="pgtk-") as name:
+        folder = Path(name)
+        (folder / "job").write_bytes(pickle.dumps(training))
+        # Workers start with SIGINT blocked, which they undo: until then their interpreter would show where it was. Here
+        # it waits until it can be forwarded; the store's threads, which come next, must not have it either.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        store = loopback_store()
+        workers: dict[int, Popen] = {}
+        signals: list[int] = []
+
+        def forward(number: int, _frame: FrameType | None) -> None:
+            signals.append(number)
+            for process in workers.values():
+                process.send_signal(number)
+
+        try:
+            for rank in range(count):
+                workers[rank] = _started(folder, rank, count, store.port)
+            with answered_by(forward):
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+                unanswering = _wait(workers, signals)
+        finally:
+            _end(workers, signal.SIGKILL)  # whatever happened here, nobody stays behind
+        try:
+            _conclude(folder, workers, signals, unanswering, training)
+        except RankLost as error:
+            record_end(training.run_dir, "failed", f"RankLost: {error}", AFTER_WORKERS)
+            raise
 
 
 def loopback_store() -> TCPStore:
@@ -144,25 +141,6 @@ def _stderr(folder: Path, rank: int) -> Path:
     return folder / f"stderr-{rank}"
 
 
-@contextlib.contextmanager
-def _forwarded(workers: dict[int, Popen]) -> Iterator[list[int]]:
-    """STOP_SIGNALS of this process are the workers'; gives the numbers of those that came."""
-    came: list[int] = []
-
-    def forward(number, _frame) -> None:
-        came.append(number)
-        for process in workers.values():
-            process.send_signal(number)
-
-    before = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    try:
-        yield came
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _wait(workers: dict[int, Popen], signals: list[int]) -> list[int]:
     """Until all have ended; returns the ranks that had to be killed."""
     deadline = None
@@ -189,26 +167,28 @@ def _end(workers: dict[int, Popen], number: int) -> None:
         time.sleep(0.05)
 
 
-def _conclude(folder, workers, signals, unanswering, timeout_seconds, run_dir) -> None:
+def _conclude(
+    folder: Path, workers: Mapping[int, Popen], signals: list[int], unanswering: list[int], training: Training
+) -> None:
     """Raise the error that ended the job, if one did: what came first, not what followed from it."""
-    outcomes = {}
+    outcomes: dict[int, tuple[PgtoolkitError | None, str]] = {}
     for rank in workers:
         with contextlib.suppress(FileNotFoundError):
-            outcomes[rank] = json.loads((folder / f"rank-{rank}.json").read_text())
-    resume = f"Continue with: {resume_command(run_dir)}"
-    failed = {rank: found for rank, found in outcomes.items() if found["status"] and found["kind"] != "RankLost"}
-    for rank, found in failed.items():
-        if found["kind"] == "defect":
-            say(found["traceback"], error=True)
-            raise PgtoolkitError(f"rank {rank} failed: {found['message']}")
-        where = "" if rank == 0 or found["on_all_ranks"] else f"rank {rank}: "
-        raise getattr(errors, found["kind"])(where + found["message"])
-    for found in outcomes.values():
-        if found["kind"] == "Interrupted":
-            raise Interrupted(found["message"])
+            outcomes[rank] = pickle.loads((folder / f"rank-{rank}").read_bytes())
+    resume = f"Continue with: {resume_command(training.run_dir)}"
+    failed = {rank: error for rank, (error, _) in outcomes.items() if error is not None}
+    for rank, error in failed.items():
+        if shown := outcomes[rank][1]:
+            say(shown, error=True)
+            raise PgtoolkitError(f"rank {rank} failed: {error}")
+        if not isinstance(error, RankLost | Interrupted):
+            raise type(error)(str(error) if rank == 0 or error.on_all_ranks else f"rank {rank}: {error}")
+    for error in failed.values():
+        if isinstance(error, Interrupted):
+            raise error
     if signals:
         name = signal.Signals(signals[-1]).name
-        record_end(run_dir, "interrupted", name, AFTER_WORKERS)
+        record_end(training.run_dir, "interrupted", name, AFTER_WORKERS)
         raise StopSignal(name)
     unknown = {rank: one.returncode for rank, one in workers.items() if rank not in (*outcomes, *unanswering)}
     for rank, code in sorted(unknown.items(), key=lambda pair: pair[1] >= 0):  # by a signal first
@@ -218,12 +198,12 @@ def _conclude(folder, workers, signals, unanswering, timeout_seconds, run_dir) -
         elif code == -signal.SIGABRT and unanswering:  # as NCCL ends a process that has waited too long for others
             how += f", and rank {', '.join(map(str, unanswering))} did not answer any more"
         raise RankLost(f"rank {rank} {how}.{_last_words(_stderr(folder, rank))} {resume}")
-    for found in outcomes.values():
-        if found["status"] and unanswering:
-            names, limit = ", ".join(map(str, unanswering)), f"parallelism.timeout_seconds={timeout_seconds:g}"
-            raise RankLost(f"rank {names} did not answer within {limit} and was ended. {resume}")
-        if found["status"]:
-            raise RankLost(f"{found['message']}. {resume}")
+    for error in failed.values():
+        if not unanswering:
+            raise RankLost(f"{error}. {resume}")
+        names, seconds = ", ".join(map(str, unanswering)), training.config.parallelism.timeout_seconds
+        limit = f"parallelism.timeout_seconds={seconds:g}"
+        raise RankLost(f"rank {names} did not answer within {limit} and was ended. {resume}")
 
 
 def _last_words(stderr: Path) -> str:

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import run_job
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, open_dict
@@ -21,13 +22,14 @@ from pgtoolkit.config.names import name_in
 from pgtoolkit.config.overrides import NO_CHOICE, hydra_form, register
 from pgtoolkit.config.paths import make_absolute
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, StorageError, unusable
-from pgtoolkit.launch.check import PlannedRun, check, check_resumed, check_run, notes, problems
-from pgtoolkit.launch.job import named_by_hydra, wait_until_free
+from pgtoolkit.launch.check import PlannedRun, check, check_run, notes, problems
 from pgtoolkit.launch.job import run as start_job
+from pgtoolkit.launch.job import wait_until_free
 from pgtoolkit.launch.multirun import run_sweep
+from pgtoolkit.launch.processes import train_on_processes
+from pgtoolkit.launch.worker import Training
 from pgtoolkit.ranks.environment import joined
 from pgtoolkit.system.report import refusal, say
-from pgtoolkit.tracking.signals import stop_signals_recorded
 from pgtoolkit.training.machine import DataProblem, check_machine
 
 
@@ -42,7 +44,8 @@ def hydra_arguments(argv: list[str]) -> Namespace:
             reason = "pgtk begins with its own conf/config.yaml: another would not be checked, and could run code."
             use = "pgtk sweep FILE.yaml, or --config-dir=FOLDER for options of your own"
             raise ConfigError(refusal(name, "to be left out", "one", reason, use))
-    if args.config_dir is not None and not Path(args.config_dir).is_dir():
+    args.config_dir = args.config_dir and Path(args.config_dir)
+    if args.config_dir is not None and not args.config_dir.is_dir():
         name, reason = f"--config-dir={args.config_dir}", "It holds options of your own, such as experiment/mine.yaml."
         raise ConfigError(refusal(name, "a folder", args.config_dir, reason, "--config-dir=FOLDER"))
     return args
@@ -59,28 +62,27 @@ def start(argv: list[str], sweep_file: Path | None, command: list[str]) -> int:
     anything is created if it can be known then.
     """
     args = hydra_arguments(argv)
-    if args.cfg and args.multirun:
-        reason, use = "It prints one configuration.", "pgtk check -m for a sweep"
-        raise ConfigError(refusal("--cfg", "one run", "-m", reason, use))
     for_hydra = [hydra_form(arg) if arg in args.overrides else arg for arg in argv if arg not in NO_CHOICE]
     if args.info or args.hydra_help:
         return hydra_answers(for_hydra)
-    rank = None if args.cfg else joined()
+    if args.cfg:
+        if args.multirun:
+            reason, use = "It prints one configuration.", "pgtk check -m for a sweep"
+            raise ConfigError(refusal("--cfg", "one run", "-m", reason, use))
+        if found := compose(args.overrides, args.config_dir).problems:
+            raise refused(found)
+        return hydra_answers(for_hydra)
+    rank = joined()
     if rank is not None and args.multirun:
         reason, use = "The runs of a sweep start their own processes.", "pgtk -m without torchrun or srun"
         raise ConfigError(refusal("-m", "one process", f"WORLD_SIZE={rank.world_size}", reason, use))
     if rank is not None and rank.number > 0:
         return _train_as_other_rank(args.overrides, args.config_dir)
-    checked = check(args.overrides, args.multirun, args.config_dir, not args.cfg, sweep_file, command)
+    checked = check(args.overrides, args.multirun, args.config_dir, sweep_file, command)
     if found := problems(checked):
-        error = refused(found)
-        if not args.cfg:
-            _end_other_ranks(error, checked.runs[0])
-        raise error
+        raise _ending_other_ranks(refused(found), checked.runs[0])
     for note in notes(checked):
         say(f"note: {note}", error=True)
-    if args.cfg:
-        return hydra_answers(for_hydra)
     if checked.sweep is not None:
         return run_sweep(checked)
     _run(checked.runs[0])
@@ -89,10 +91,11 @@ def start(argv: list[str], sweep_file: Path | None, command: list[str]) -> int:
 
 def resume(run_dir: Path, overrides: list[str]) -> int:
     """Continue a run from its newest checkpoint; returns the exit status. Raises PgtoolkitError."""
-    checked = check_resumed(run_dir, overrides)
-    if found := problems(checked):
-        raise refused(found)
-    _launch(checked.runs[0].config, run_dir, overrides, resume=True)
+    run = check_run(compose(overrides, run_dir=run_dir), overrides)
+    check_machine(run.values, run.report)
+    if run.report.problems:
+        raise refused(run.report.problems)
+    train_on_processes(Training(run.config, run_dir, True, overrides))
     return 0
 
 
@@ -106,15 +109,13 @@ def start_or_continue(run_dir: Path, argv: list[str]) -> int:
         place = str(run_dir).replace("\\", "\\\\").replace("'", "\\'")
         return start([*argv, f"hydra.run.dir='{place}'"], None, ["pgtk", "continue", str(run_dir), *argv])
     args = hydra_arguments(argv)
-    run = check_run(compose(args.overrides, args.config_dir and Path(args.config_dir)), args.overrides)
+    run = check_run(compose(args.overrides, args.config_dir), args.overrides)
     if (rank := joined()) is None or rank.number == 0:
         check_machine(run.values, run.report)
     if run.report.problems:
         if rank is not None and rank.number > 0:
             return ConfigError.exit_status  # rank 0 says why
-        error = refused(run.report.problems)
-        _end_other_ranks(error, run)
-        raise error
+        raise _ending_other_ranks(refused(run.report.problems), run)
     run.config.tracking.run_name = name_in(run.config.hydra, run.config.tracking.run_name)
     start_job(_without_hydra(run.config), run_dir, args.overrides)
     return 0
@@ -149,16 +150,19 @@ def _run(run: PlannedRun) -> None:
         done = run_job(_train, config, "hydra.run.dir", None, HydraContext(None, Callbacks(config)))
     except OSError as error:
         failed = StorageError(f"the run directory cannot be made: {error}. Choose another with hydra.run.dir=...")
-        _end_other_ranks(failed, run)
-        raise failed from error
+        raise _ending_other_ranks(failed, run) from error
     if error := done.return_value:
         raise error
 
 
 def _train(config: DictConfig) -> PgtoolkitError | None:
     """The job that Hydra runs; returns an error of the user's, of which Hydra would print something of its own."""
+    hydra = HydraConfig.get()
+    config.tracking.run_name = name_in(hydra, config.tracking.run_name)
+    make_absolute(config)
     try:
-        _launch(config, *named_by_hydra(config))
+        run_dir, overrides = Path(hydra.runtime.output_dir), list(hydra.overrides.task)
+        train_on_processes(Training(config, run_dir, overrides=overrides))
     except PgtoolkitError as error:
         return error
     except OSError as error:
@@ -166,30 +170,21 @@ def _train(config: DictConfig) -> PgtoolkitError | None:
     return None
 
 
-def _launch(config: DictConfig, run_dir: Path, overrides: list[str], resume: bool = False) -> None:
-    """Train; signals are answered in an orderly way from here on, also while torch is loaded."""
-    with stop_signals_recorded(config, run_dir, overrides) if joined() is None else contextlib.nullcontext():
-        from pgtoolkit.launch.processes import Training, train_on_processes
-
-        train_on_processes(Training(config, run_dir, resume, overrides))
-
-
-def _train_as_other_rank(overrides: list[str], config_dir: str | None) -> int:
+def _train_as_other_rank(overrides: list[str], config_dir: Path | None) -> int:
     """A rank other than 0 of torchrun or srun: the same run, whose directory rank 0 chooses."""
-    run = check_run(compose(overrides, config_dir and Path(config_dir)), overrides)
+    run = check_run(compose(overrides, config_dir), overrides)
     if run.refused_anywhere:
         return ConfigError.exit_status  # rank 0 says why
-    _launch(_without_hydra(run.config), Path(), overrides)
+    train_on_processes(Training(_without_hydra(run.config), Path(), overrides=overrides))
     return 0
 
 
-def _end_other_ranks(error: PgtoolkitError, run: PlannedRun) -> None:
-    """Where rank 0 alone has met an error, the ranks that wait for it end with it, too."""
+def _ending_other_ranks(error: PgtoolkitError, run: PlannedRun) -> PgtoolkitError:
+    """The error; where rank 0 alone has met it, the ranks that wait for it end with it, too."""
     if joined() is not None and not run.refused_anywhere:
-        from pgtoolkit.launch.processes import Training, train_on_processes
-
         with contextlib.suppress(PgtoolkitError):
             train_on_processes(Training(_without_hydra(run.config), Path(), refused=error))
+    return error
 
 
 def _without_hydra(config: DictConfig) -> DictConfig:

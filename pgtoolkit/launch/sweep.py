@@ -7,7 +7,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hydra.types import RunMode
@@ -26,51 +26,40 @@ from pgtoolkit.system.shell import shell_path
 LOCAL = "hydra_plugins.pgtk_launcher.LocalLauncher"
 """The launcher whose jobs run on this machine."""
 
-OUTPUT = "output.log"
-"""What a job's process printed, in the job's directory."""
-
 
 @dataclass
 class Job:
-    """One job. directory: its run directory, relative to the sweep's folder. log: path of its output, relative too.
+    """One job. directory: its run directory, relative to the sweep's folder, which is its name, too.
 
-    status: pending, running, done, failed or interrupted. seconds: spent on it so far. config: the resolved
-    configuration, which sweep.json does not repeat.
+    config: the resolved configuration. status: pending, running, done, failed or interrupted. seconds: spent so far.
     """
 
-    name: str
     directory: str
-    overrides: list[str] = field(default_factory=list)
+    overrides: list[str]
+    config: dict
     status: str = "pending"
     reason: str | None = None
-    log: str | None = None
     step: int = 0
     seconds: float = 0.0
-    config: dict = field(default_factory=dict)
+
+    @property
+    def log(self) -> str:
+        """The file with what its process printed, relative to the sweep's folder."""
+        return f"{self.directory}/output.log"
 
     def update_from(self, folder: Path) -> None:
         """Take over what the run directory says; raises PgtoolkitError if another configuration lies there."""
         directory = folder / self.directory
         self.status, self.reason, self.step = "pending", None, 0
-        if not (directory / "config.yaml").is_file():
-            if is_held(directory):
-                self.status = "running"
-            return
-        refuse_another(directory, self.config)
-        status = read_status(directory)
-        self.status, self.reason = status.get("state", "interrupted"), status.get("reason")
-        self.step = status.get("step", 0)
+        if (directory / "config.yaml").is_file():
+            refuse_another(directory, self.config)
+            status = read_status(directory)
+            self.status, self.reason = status.get("state", "interrupted"), status.get("reason")
+            self.step = status.get("step", 0)
         if is_held(directory):
             self.status, self.reason = "running", None
         elif self.status == "running":
             self.status, self.reason = "interrupted", "its process was killed"
-
-    def began_without_recording(self, folder: Path) -> bool:
-        """Whether it has begun, and its rollouts are not recorded where they should be by now."""
-        path = self.config["rollout"].get("save_path")
-        if path is None or not (folder / self.directory / "config.yaml").is_file():
-            return False
-        return path != read_config(folder / self.directory)[0]["rollout"].get("save_path")
 
 
 def refuse_another(directory: Path, config: dict) -> None:
@@ -85,46 +74,46 @@ def refuse_another(directory: Path, config: dict) -> None:
         )
 
 
-def plan(config: DictConfig, overrides: list[str], number: int, folder: Path, unnamed: list[str]) -> Job:
-    """The job that a composed configuration (with its node `hydra`) makes in the sweep of this folder.
-
-    unnamed: keys that do not tell it from the others.
-    """
-    hydra = config.hydra
-    with open_dict(hydra):
-        hydra.job.num, hydra.job.id = number, str(number)
-    hydra.mode, hydra.sweep.dir = RunMode.MULTIRUN, str(folder)
-    name_directories(hydra, unnamed)
-    directory, resolved = os.path.normpath(str(hydra.sweep.subdir)), plain_config(config)
-    if not (folder / directory).exists():
-        # Where something else varied, the same configuration had another name.
-        same = sorted(folder.glob(f"*-{digest(resolved)}"))
-        directory = same[0].name if same else directory
-    resolved["tracking"]["run_name"] = name_in(hydra, config.tracking.run_name)
-    make_absolute(resolved)  # after the digest, which is the same on every machine
-    return Job(directory, directory, list(overrides), log=f"{directory}/{OUTPUT}", config=resolved)
-
-
 @dataclass
 class Sweep:
-    """folder: holds sweep.json and the jobs' run directories. command: what was typed. jobs: by their directory."""
+    """folder: holds sweep.json and the jobs' run directories. command: what was typed.
+
+    unnamed: keys that are the same in all jobs, and therefore in no job's name. jobs: of this command, by their
+    directories. earlier: what sweep.json said of jobs before, those of other commands among them.
+    """
 
     folder: Path
-    name: str
     command: list[str]
+    unnamed: list[str] = field(default_factory=list)
     jobs: dict[str, Job] = field(default_factory=dict)
+    earlier: dict[str, dict] = field(default_factory=dict)
 
-    @classmethod
-    def load(cls, folder: Path) -> Sweep:
-        """The sweep that was saved there; without any jobs where none was."""
-        saved = read_sweep(folder) or {"name": folder.name, "command": [], "jobs": []}
-        known = {one.name for one in fields(Job)}
-        jobs = [Job(**{key: value for key, value in job.items() if key in known}) for job in saved["jobs"]]
-        return cls(folder, saved["name"], saved["command"], {job.directory: job for job in jobs})
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    def plan(self, config: DictConfig, number: int) -> Job:
+        """The job that a composed configuration (with its node `hydra`) makes in this folder, not among `jobs` yet."""
+        hydra = config.hydra
+        with open_dict(hydra):
+            hydra.job.num, hydra.job.id = number, str(number)
+        hydra.mode, hydra.sweep.dir = RunMode.MULTIRUN, str(self.folder)
+        name_directories(hydra, self.unnamed)
+        directory, resolved = os.path.normpath(str(hydra.sweep.subdir)), plain_config(config)
+        if not (self.folder / directory).exists():
+            # Where something else varied, the same configuration had another name.
+            same = sorted(self.folder.glob(f"*-{digest(resolved)}"))
+            directory = same[0].name if same else directory
+        resolved["tracking"]["run_name"] = name_in(hydra, config.tracking.run_name)
+        make_absolute(resolved)  # after the digest, which is the same on every machine
+        return Job(directory, list(hydra.overrides.task), resolved)
 
     def save(self) -> None:
         """Write sweep.json in one piece."""
-        jobs = [{key: value for key, value in asdict(job).items() if key != "config"} for job in self.jobs.values()]
+        rows = {job.directory: {"name": job.directory, "log": job.log, **vars(job)} for job in self.jobs.values()}
+        for row in rows.values():
+            del row["config"]
+        jobs = [*(self.earlier | rows).values()]
         content = {"name": self.name, "command": self.command, "jobs": jobs}
         with storage(path := self.folder / "sweep.json"):
             write_atomically(path, json.dumps(content, indent=1) + "\n")
@@ -150,4 +139,5 @@ class Sweep:
                 ) from None
             except OSError:
                 pass  # a file system without locks: those of the run directories say so
+            self.earlier = {row["directory"]: row for row in read_sweep(self.folder).get("jobs", [])}
             yield

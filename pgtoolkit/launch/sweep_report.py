@@ -16,6 +16,8 @@ from pgtoolkit.tracking.next_commands import program
 OBJECTIVE = "reward"
 """The metric that the lines and the table show, and that a searching sweeper is given."""
 
+_STATES = ("done", "failed", "interrupted", "running", "pending")
+
 
 def reached(directory: Path) -> float | None:
     """The final value of the objective: the mean over the last tenth of the steps. None where it was not measured."""
@@ -28,47 +30,47 @@ def reached(directory: Path) -> float | None:
 
 def started(job: Job, number: int, of: int) -> str:
     how = f"continues after step {job.step}" if job.step else "starts"
-    return f"[{number:>{len(str(of))}}/{of}] {how:<20} {job.name}"
+    return f"[{number:>{len(str(of))}}/{of}] {how:<20} {job.directory}"
 
 
 def ended(job: Job, folder: Path, number: int, of: int, seconds: float) -> str:
-    line = f"[{number:>{len(str(of))}}/{of}] {job.status:<12}{seconds:>6.0f} s {job.name}"
+    line = f"[{number:>{len(str(of))}}/{of}] {job.status:<12}{seconds:>6.0f} s {job.directory}"
     if job.status == "done":
         value = reached(folder / job.directory)
         return line + (f"  {OBJECTIVE} {value:.3f}" if value is not None else "")
     return f"{line}: {_one_line(job.reason)} (log: {shell_path(folder / job.log)})"
 
 
-def table(sweep: Sweep, jobs: list[Job]) -> str:
+def table(sweep: Sweep) -> str:
     """All jobs with state, steps, time and reward; below it the errors and logs of those that are not done."""
     lines = ["", f"{'state':<12}{'steps':>6}{'seconds':>9}{OBJECTIVE:>9}  run in {shell_path(sweep.folder)}"]
-    for job in jobs:
+    for job in sweep.jobs.values():
         value, spent = reached(sweep.folder / job.directory), f"{job.seconds:.0f}" if job.seconds else ""
         shown = "" if value is None else f"{value:.3f}"
-        lines.append(f"{job.status:<12}{job.step:>6}{spent:>9}{shown:>9}  {job.name}")
-    for job in jobs:
+        lines.append(f"{job.status:<12}{job.step:>6}{spent:>9}{shown:>9}  {job.directory}")
+    for job in sweep.jobs.values():
         if job.status not in ("done", "pending"):
-            lines += [f"{job.status}: {job.name}", f"  {_one_line(job.reason)}"]
+            lines += [f"{job.status}: {job.directory}", f"  {_one_line(job.reason)}"]
             lines += [f"  log: {shell_path(sweep.folder / job.log)}"] if (sweep.folder / job.log).exists() else []
-    lines.append(summary(sweep.name, jobs))
+    lines.append(summary(sweep))
     return "\n".join(lines)
 
 
-def summary(name: str, jobs: list[Job]) -> str:
+def summary(sweep: Sweep) -> str:
     """How many jobs are in which state, in one line."""
-    if not jobs:
-        return f"search {name}"
-    counts = Counter(job.status for job in jobs)
-    states = [f"{counts[state]} {state}" for state in ("done", "failed", "interrupted", "running", "pending")]
-    return f"sweep {name}: {len(jobs)} jobs, " + ", ".join(one for one in states if not one.startswith("0 "))
+    if not sweep.jobs:
+        return f"search {sweep.name}"
+    counts = Counter(job.status for job in sweep.jobs.values())
+    states = [f"{counts[state]} {state}" for state in _STATES if counts[state]]
+    return f"sweep {sweep.name}: {len(sweep.jobs)} jobs, " + ", ".join(states)
 
 
-def next_steps(sweep: Sweep, jobs: list[Job], again: bool = True) -> list[str]:
+def next_steps(sweep: Sweep, again: bool) -> list[str]:
     """Commands that go on from here. again: whether the same command is one of them."""
-    lines = []
-    if again and any(job.status != "done" for job in jobs):
+    lines, states = [], {job.status for job in sweep.jobs.values()}
+    if again and states != {"done"}:
         lines.append("again, skipping what is done: " + command_of(sweep))
-    if any(job.status == "done" for job in jobs):
+    if "done" in states:
         lines.append(f"compare: {program('pgtk')} compare {shell_path(sweep.folder)}")
     return lines
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pickle
 import signal
@@ -21,6 +20,7 @@ from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, RankLost,
 from pgtoolkit.ranks.environment import AXES, Rank, joined
 from pgtoolkit.runs.directory import record_end
 from pgtoolkit.system.imports import without
+from pgtoolkit.system.plain_files import replacing
 
 
 @dataclass(frozen=True)
@@ -107,30 +107,27 @@ def _wait_for_all() -> None:
 
 
 def main(folder: Path) -> int:
-    """A worker that `pgtk` started: does the job in `folder` and writes `rank-N.json` there; returns its status.
+    """A worker that `pgtk` started: does the job in `folder`, and leaves its error and traceback in the file `rank-N`.
 
-    An interruption ends with 0, since all ranks agree on it and none needs to be ended for it.
+    Returns its status. An interruption ends with 0, since all ranks agree on it and none needs to be ended for it.
     """
     training: Training = pickle.loads((folder / "job").read_bytes())
     rank = joined()
     sys.argv = training.argv
-    outcome = {"kind": "done", "status": 0}
+    error, shown = None, ""
     try:
         train_as_rank(training, rank)
-    except (PgtoolkitError, OSError) as error:
-        known = unusable(error) if isinstance(error, OSError) else error
-        status = 0 if isinstance(known, Interrupted) else known.exit_status
-        outcome = {"kind": type(known).__name__, "message": str(known), "status": status}
-        outcome["on_all_ranks"] = known.on_all_ranks
+    except PgtoolkitError as known:
+        error = known
+    except OSError as refused:
+        error = unusable(refused)
     except KeyboardInterrupt:
         return 130  # the command that sent it knows what to say
-    except BaseException as error:
-        message = f"{type(error).__name__}: {first_line(error)}"
-        outcome = {"kind": "defect", "message": message, "traceback": traceback.format_exc(), "status": 1}
-    file = folder / f"rank-{rank.number}.json"
-    file.with_suffix(".tmp").write_text(json.dumps(outcome))
-    file.with_suffix(".tmp").rename(file)
-    return outcome["status"]
+    except BaseException as defect:
+        error, shown = PgtoolkitError(f"{type(defect).__name__}: {first_line(defect)}"), traceback.format_exc()
+    with replacing(folder / f"rank-{rank.number}") as file:
+        pickle.dump((error, shown), file)
+    return 0 if error is None or isinstance(error, Interrupted) else error.exit_status
 
 
 if __name__ == "__main__":

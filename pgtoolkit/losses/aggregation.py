@@ -135,14 +135,14 @@ class Custom(Aggregation):
     def weights(self, totals: StepTotals, documents: DocumentSums, mask: Tensor, group_index: Tensor | None) -> Tensor:
         index, counts = documents.index, documents.counts
         options = {"document_index": index, "tokens_per_document": counts, "group_index": group_index}
-        found = self.reducer(totals, mask=mask, **options)
-        if getattr(found, "shape", None) != mask.shape:
-            got = tuple(found.shape) if hasattr(found, "shape") else type(found).__name__
+        weights = self.reducer(totals, mask=mask, **options)
+        if getattr(weights, "shape", None) != mask.shape:
+            got = tuple(weights.shape) if hasattr(weights, "shape") else type(weights).__name__
             raise ValueError(f"the reducer must return one weight per token, shape {tuple(mask.shape)} (got {got})")
-        return found.double().where(mask, 0.0)
+        return weights.double().where(mask, 0.0)
 
 
-AGGREGATIONS = {one.name: one for one in (SampleMean, PromptMean, TokenMean, Constant)}
+AGGREGATIONS = {aggregation.name: aggregation for aggregation in (SampleMean, PromptMean, TokenMean, Constant)}
 """Name -> aggregation, as `aggregation=` has them."""
 
 

@@ -91,8 +91,8 @@ class Factors:
         """log_ratio: (T,) of each token, not clamped, 0 where nothing is trained. advantages: over the scope."""
         over = over_scope(correction, log_ratio, documents)
         limited, distance = clamped(over), over.abs()
-        own = limited if over is log_ratio else clamped(log_ratio)
-        values, outside = correction.factors(limited, own, advantages)
+        of_tokens = limited if over is log_ratio else clamped(log_ratio)
+        values, outside = correction.factors(limited, of_tokens, advantages)
         # The clamp makes a number of an infinite log-ratio, and a mask of NaN. Over a document that has a token of such
         # a log-ratio there is no finite one.
         return cls(values.where(distance < math.inf, math.nan), outside, distance > LOG_RATIO_LIMIT)
@@ -259,4 +259,4 @@ def configured(group: Any) -> Correction | None:
     if group.name == "none":
         return None
     kind = CORRECTIONS[group.name]
-    return kind(**{one.name: getattr(group, one.name) for one in fields(kind)})
+    return kind(**{field.name: getattr(group, field.name) for field in fields(kind)})

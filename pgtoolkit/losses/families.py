@@ -301,4 +301,4 @@ def family_of(loss: str | Family, **parameters: float | None) -> Family:
 
 def configured(loss: Any) -> Family:
     """The family that the keys of the group `loss` describe, of those that come with pgtoolkit."""
-    return FAMILIES[loss.name](**{one.name: getattr(loss, one.name) for one in fields(FAMILIES[loss.name])})
+    return FAMILIES[loss.name](**{field.name: getattr(loss, field.name) for field in fields(FAMILIES[loss.name])})

@@ -40,14 +40,14 @@ def parameter(default: Any, least: float, most: float) -> Any:
 
 def check_parameters(of: Any) -> None:
     """ValueError unless the fields of a family or a correction have values of their range, or of their names."""
-    for one in fields(of):
-        value = getattr(of, one.name)
-        if isinstance(one.default, StrEnum):
-            check_name(one.name, value, tuple(type(one.default)))
-        elif "range" in one.metadata and not (value is None and "None" in str(one.type)):
-            least, most = one.metadata["range"]
+    for attribute in fields(of):
+        value = getattr(of, attribute.name)
+        if isinstance(attribute.default, StrEnum):
+            check_name(attribute.name, value, tuple(type(attribute.default)))
+        elif "range" in attribute.metadata and not (value is None and "None" in str(attribute.type)):
+            least, most = attribute.metadata["range"]
             if isinstance(value, bool) or not isinstance(value, Real) or not least <= value <= most:
-                raise ValueError(f"{one.name} needs a number from {least:g} to {most:g} (got {shown(value)})")
+                raise ValueError(f"{attribute.name} needs a number from {least:g} to {most:g} (got {shown(value)})")
 
 
 @dataclass(frozen=True)

@@ -34,13 +34,13 @@ class _Kind:
 
     def finalize(self, sums: Iterator[Tensor], maxima: Iterator[Tensor], num_documents: int | Tensor) -> dict:
         """The metrics by name; takes its own numbers of those that are left."""
-        found = {name: next(sums) / num_documents for name in self.means}
+        metrics = {name: next(sums) / num_documents for name in self.means}
         if self.sample_size is not None:
             first, second, weight = next(sums), next(sums), next(sums)
-            found |= zip(self.sums, (first, second), strict=False)
-            found[self.sample_size] = first**2 / (weight * second)
-        found |= {name: next(maxima) for name in self.maxima}
-        return found | {name: -next(maxima) for name in self.minima}
+            metrics |= zip(self.sums, (first, second), strict=False)
+            metrics[self.sample_size] = first**2 / (weight * second)
+        metrics |= {name: next(maxima) for name in self.maxima}
+        return metrics | {name: -next(maxima) for name in self.minima}
 
 
 _CLIPPED = "clipped_ratio_fraction", "clipped_low_fraction", "clipped_high_fraction"
@@ -190,8 +190,8 @@ def with_more(objective: Objective, sums: MetricSums, log_probs: Tensor) -> Metr
         maxima += [rho, -rho]
     if not kinds:
         return sums
-    found = _maxima(objective, maxima) if maxima else sums.maxima[:0]
-    return sums.joined(kinds, _sums(objective, means, of_size), found)
+    largest = _maxima(objective, maxima) if maxima else sums.maxima[:0]
+    return sums.joined(kinds, _sums(objective, means, of_size), largest)
 
 
 def _outside(objective: Objective, log_ratio: Tensor) -> Tensor:

@@ -17,9 +17,8 @@ from pgtoolkit.losses.corrections import Correction, Factors
 from pgtoolkit.losses.documents import DocumentSums, whole_step_totals
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.family import LOG_RATIO_LIMIT, Family, clamped, over_scope, scope_mean
-from pgtoolkit.losses.kl import KL
+from pgtoolkit.losses.kl import KL, Penalties
 from pgtoolkit.losses.metrics import LEVELS, MetricSums, measure
-from pgtoolkit.losses.penalties import Penalties
 
 
 @dataclass(frozen=True)
@@ -212,11 +211,11 @@ class Objective:
             self._refuse_positive()
         documents = self.documents.index[bad].unique().tolist()
         if documents[-1] == self.documents.num_documents:
-            what = f"negative or not below num_documents={documents[-1]}"
-            raise ValueError(f"document_index at a trained position is {what}")
+            reason = f"negative or not below num_documents={documents[-1]}"
+            raise ValueError(f"document_index at a trained position is {reason}")
         if not torch.isfinite(self.weights).all() and torch.isfinite(self._data(log_probs)[self.mask]).all():
-            what = "a reducer's, a factor, or the totals count none"
-            raise ValueError(f"the weight of a trained token is not finite: {what}")
+            reason = "a reducer's, a factor, or the totals count none"
+            raise ValueError(f"the weight of a trained token is not finite: {reason}")
         named = ", ".join(map(str, documents[:5])) + (", ..." if len(documents) > 5 else "")
         given = "old_log_probs" if self.sampling_log_ratio is None else "old_log_probs, sampling_log_probs"
         given += "" if self.penalties.ref_log_probs is None else ", ref_log_probs"
@@ -243,10 +242,10 @@ class Objective:
         family, advantages = self.family, self.scope_advantages
         # Dropped by selection before any arithmetic: what is not trained may hold NaN or infinity.
         token_log_ratio = torch.where(self.mask, log_probs - self.old_log_probs, 0.0)
-        own, derivative = family.token(token_log_ratio, advantages)
+        terms, derivative = family.token(token_log_ratio, advantages)
         if derivative is not None:  # a clip, like the clamp below, would make a number of an infinite log-ratio
-            own = torch.where(torch.isfinite(token_log_ratio), own, torch.nan)
-        unclamped = over_scope(family, own, self.documents)
+            terms = torch.where(torch.isfinite(token_log_ratio), terms, torch.nan)
+        unclamped = over_scope(family, terms, self.documents)
         was_clamped = unclamped.abs() > LOG_RATIO_LIMIT
         finite = torch.isfinite(unclamped) & torch.isfinite(advantages)
         log_ratio = torch.where(finite, clamped(unclamped), torch.nan)

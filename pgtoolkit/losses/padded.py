@@ -60,14 +60,14 @@ def from_padded(
     if name != "log_probs" and labels is None:
         raise ValueError(f"from_padded needs labels with {name}, the token after each position")
     index = torch.arange(documents, device=rows.device)[:, None].expand(size)
-    found = {name: rows.flatten(0, 1), "document_index": index.reshape(-1), "num_documents": documents}
+    keywords = {name: rows.flatten(0, 1), "document_index": index.reshape(-1), "num_documents": documents}
     vectors = {"old_log_probs": old_log_probs, "advantages": advantages}
     vectors |= {"sampling_log_probs": sampling_log_probs, "ref_log_probs": ref_log_probs}
-    found |= {key: flat(key, value) for key, value in vectors.items() if value is not None}
+    keywords |= {key: flat(key, value) for key, value in vectors.items() if value is not None}
     trained = None if mask is None else flat("mask", mask).bool()
     if name == "log_probs":
-        return found | {"mask": trained}
-    found["labels"] = flat("labels", labels)
+        return keywords | {"mask": trained}
+    keywords["labels"] = flat("labels", labels)
     if trained is not None:
-        found["labels"] = torch.where(trained, found["labels"], -1)
-    return found
+        keywords["labels"] = torch.where(trained, keywords["labels"], -1)
+    return keywords

@@ -47,8 +47,8 @@ def check_family(family: Family) -> None:
     _check_alone(f"{name}.token", (x, derivative), family.token, grid[:2])
     _check_alone(f"{name}.surrogate", (losses, slope), family.surrogate, grid)
     if not family.reads_old_log_probs:
-        for one, other in zip((losses, slope), family.surrogate(1.3 * log_ratio, advantages, log_probs), strict=True):
-            if not torch.equal(one, other):
+        for first, other in zip((losses, slope), family.surrogate(1.3 * log_ratio, advantages, log_probs), strict=True):
+            if not torch.equal(first, other):
                 raise ValueError(f"{name}.reads_old_log_probs=False needs a surrogate without the log-ratio")
     low, high = family.bounds
     if not low <= high:
@@ -68,37 +68,37 @@ def _grid() -> Grid:
     return log_ratio.contiguous().requires_grad_(), advantages.contiguous(), log_probs.contiguous().requires_grad_()
 
 
-def _check_derivative(what: str, by: str, values: Tensor, given: Tensor, leaf: Tensor, grid: Grid) -> None:
+def _check_derivative(name: str, by: str, values: Tensor, given: Tensor, leaf: Tensor, grid: Grid) -> None:
     for result in (values, given):
         if not isinstance(result, Tensor) or result.shape != leaf.shape:
             got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
-            raise ValueError(f"{what} needs to return one number per token, shape {tuple(leaf.shape)} (got {got})")
+            raise ValueError(f"{name} needs to return one number per token, shape {tuple(leaf.shape)} (got {got})")
         if len(wrong := (~torch.isfinite(result)).nonzero()):
             at, got = int(wrong[0]), result.detach()[wrong[0]].item()
-            raise ValueError(f"{what} needs to return finite numbers (got {got:g}, {_place(grid, at)})")
-    found = None
+            raise ValueError(f"{name} needs to return finite numbers (got {got:g}, {_place(grid, at)})")
+    expected = None
     if values.requires_grad:
-        found = torch.autograd.grad(values.sum(), leaf, retain_graph=True, allow_unused=True)[0]
-    found = torch.zeros_like(leaf) if found is None else found
-    wrong = ((found - given.detach()).abs() > 1e-6 * (1 + found.abs())).nonzero()
+        expected = torch.autograd.grad(values.sum(), leaf, retain_graph=True, allow_unused=True)[0]
+    expected = torch.zeros_like(leaf) if expected is None else expected
+    wrong = ((expected - given.detach()).abs() > 1e-6 * (1 + expected.abs())).nonzero()
     if len(wrong):
         at = int(wrong[0])
         raise ValueError(
-            f"{what} needs a slope that is the derivative of its value by the {by} "
-            f"(got {float(given[at].detach()):.6g}, where it is {float(found[at]):.6g}, {_place(grid, at)}). "
+            f"{name} needs a slope that is the derivative of its value by the {by} "
+            f"(got {float(given[at].detach()):.6g}, where it is {float(expected[at]):.6g}, {_place(grid, at)}). "
             "A factor that is to have no gradient needs .detach()"
         )
 
 
-def _check_alone(what: str, results: tuple[Tensor, ...], function: Callable, grid: tuple[Tensor, ...]) -> None:
+def _check_alone(name: str, results: tuple[Tensor, ...], function: Callable, grid: tuple[Tensor, ...]) -> None:
     """The first half of the tokens must have the same numbers whatever the second half is."""
     half = len(grid[0]) // 2
-    others = function(*(torch.cat([one[:half], one[:1].expand(half)]).detach() for one in grid))
-    for one, other in zip(results, others, strict=True):
-        if other is not None and not torch.equal(one[:half], other[:half]):
-            raise ValueError(f"{what} needs numbers of a token that do not depend on the other tokens (got others)")
+    others = function(*(torch.cat([numbers[:half], numbers[:1].expand(half)]).detach() for numbers in grid))
+    for first, other in zip(results, others, strict=True):
+        if other is not None and not torch.equal(first[:half], other[:half]):
+            raise ValueError(f"{name} needs numbers of a token that do not depend on the other tokens (got others)")
 
 
 def _place(grid: Grid, at: int) -> str:
-    log_ratio, advantage, log_prob = (f"{float(one[at].detach()):.6g}" for one in grid)
+    log_ratio, advantage, log_prob = (f"{float(numbers[at].detach()):.6g}" for numbers in grid)
     return f"at a log-ratio of {log_ratio}, an advantage of {advantage} and a log-prob of {log_prob}"

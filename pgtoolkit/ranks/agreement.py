@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from pgtoolkit.errors import PgtoolkitError, RankLost, first_line
+from pgtoolkit.errors import PgtoolkitError, RankLost, first_line, unusable
 from pgtoolkit.ranks.layout import Layout
 
 _LOST = ("connection closed by peer", "connection reset", "broken pipe", "timed out", "timeout", "gloo", "nccl")
@@ -40,7 +40,8 @@ def failing_together(layout: Layout) -> Iterator[None]:
     error = None
     try:
         yield
-    except PgtoolkitError as found:
+    except (PgtoolkitError, OSError) as raised:
+        found = unusable(raised) if isinstance(raised, OSError) else raised
         if layout.world_size == 1 or found.agreed:
             raise
         error = found

@@ -30,7 +30,7 @@ from pgtoolkit.runs.records import (
     storage,
     write_metrics,
 )
-from pgtoolkit.system.plain_files import write_atomically
+from pgtoolkit.system.plain_files import overwrite, write_atomically
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import key_of
 
@@ -157,7 +157,13 @@ class RunDirectory:
         if self.metrics_path.exists():
             with self.metrics_path.open("a") as file:
                 os.fsync(file.fileno())
-        write_atomically(self.path / "status.json", json.dumps(status, indent=2) + "\n")
+        path, content = self.path / "status.json", json.dumps(status, indent=2) + "\n"
+        try:
+            write_atomically(path, content)
+        except OSError:  # a full disk has no room for a second file; what lies there must not say that it runs
+            with contextlib.suppress(OSError):
+                overwrite(path, content)
+            raise
 
     def append_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Add one line to metrics.jsonl: `step`, `time` (seconds since 1970) and the finite values; ints stay ints."""

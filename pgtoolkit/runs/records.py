@@ -1,4 +1,4 @@
-"""What the files of a run directory say: read and checked, or refused with the file's name and the way to go on."""
+"""What the files of a run directory say: read and checked, or refused with the file's name and what is wrong."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read_status(run_dir: str | Path) -> dict[str, Any]:
     status = _object(path := Path(run_dir) / "status.json", state=str, step=int)
     with reading(path):
         if status and status["state"] not in STATES:
-            raise ValueError("its state is none that pgtk writes there")
+            raise ValueError("its state is not what pgtk writes there")
     return status
 
 

@@ -1,13 +1,10 @@
-"""What any server of completions is asked for and answers, apart from the words that one kind of server has for it."""
+"""What any server of completions is asked for and answers, apart from the words that vLLM, in vllm.py, has for it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from pgtoolkit.config.schema import Config
-from pgtoolkit.tasks.completion import Request
 from pgtoolkit.tasks.stops import StopStrings
 
 LOST = "Nothing that was trained is lost."
@@ -63,55 +60,3 @@ class Plan:
 
 Call = tuple[str, dict | None]
 """A path, and the JSON that is posted to it."""
-
-
-class ServerApi(Protocol):
-    """The words of one kind of server, such as vllm.py. What reads an answer may raise whatever JSON makes it raise."""
-
-    NAME: str
-    HEALTH: str  # the path that answers 200 once the server is up
-    RESUME: str  # the path by which a paused server goes on
-    KEY: str  # the environment variable with the key that it lets requests in with
-    START_WITH: str  # how it is started so that it has all paths
-    PROCESSED: str  # the option with which log-probs are those of what was sampled from
-    FIXED_MEMORY: str  # the option without which it measures how much memory is free
-    VARIABLES: dict[str, str]  # of its environment, where this process has none of that name
-
-    def command(self, config: Config, folder: Path, plan: Plan, host: str, port: int) -> list[str]:
-        """Starts it on the weights in a folder."""
-        ...
-
-    def completions(self, request: Request, sampling: Sampling, salt: str) -> Call:
-        """Every setting that would otherwise be the server's or its model's own is said.
-
-        salt: what the server may have cached of another salt's prompts is of other weights, and is not used.
-        """
-        ...
-
-    def choices(self, answer: Any) -> list[Choice]: ...
-
-    def scores(self, tokens: list[int], salt: str) -> Call: ...
-
-    def log_probs(self, answer: Any, tokens: list[int]) -> list[float]:
-        """Of a text's tokens from the second on, before temperature and cuts."""
-        ...
-
-    def load(self, folder: Path) -> Call:
-        """Take the weights that lie in a folder."""
-        ...
-
-    def forget(self) -> Call:
-        """Drop what was cached of prompts."""
-        ...
-
-    def sleep(self) -> Call:
-        """Give the GPU's memory back."""
-        ...
-
-    def wake(self, part: str) -> Call:
-        """Take it again. part: "weights", or "cache" once they are loaded."""
-        ...
-
-    def advice(self, last_words: str) -> str:
-        """What to do about a server that ended with these words, if that is known."""
-        ...

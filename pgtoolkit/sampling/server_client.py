@@ -3,45 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import time
 from collections import Counter
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import requests
 import torch
-import urllib3
 from torch import Tensor
 
 from pgtoolkit.errors import SamplerLost, first_line
-from pgtoolkit.sampling.server_api import LOST, Call, Choice, Sampling, ServerApi
+from pgtoolkit.sampling.server_api import LOST, Call, Choice, Sampling
 from pgtoolkit.sampling.server_process import ServerProcess
-from pgtoolkit.system.background import in_background
+from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.tasks.completion import Completion, Request
 
-_ATTEMPTS = 4
-"""Of a call that found no connection; each waits longer than the one before."""
-_BUSY_SECONDS, _BUSY_PAUSE = 30, 0.5
-"""For how long a server may answer 503, as it does while it is paused, and after how long it is asked again."""
-_MOST_BYTES, _BYTES_PER_TOKEN = 2**20, 2**10
-"""Most bytes of an answer, and how many more for each token that was asked for or is sent back."""
+_PATIENCE_SECONDS, _PAUSE = 30, 0.5
+"""For how long a call that finds no connection, or a busy server (503), is made again, and after how long each time."""
 _BY_CHANCE = -30.0
 """Log-probability below which it is no chance that completions of a prompt are the same."""
 _CONNECTIONS = 1024
 _NOT_FINITE = "Its weights give log-probs that are NaN or infinite"
 _FORM = (AttributeError, LookupError, TypeError, ValueError, OverflowError, RuntimeError)
 """What reading an answer raises that is some other JSON."""
-
-
-@dataclass(frozen=True)
-class _Answer:
-    status: int
-    reason: str
-    content: bytes
 
 
 class Server:
@@ -54,7 +39,7 @@ class Server:
 
     def __init__(
         self,
-        api: ServerApi,
+        api: Vllm,
         url: str,
         answer_seconds: int,
         process: ServerProcess | None = None,
@@ -65,7 +50,6 @@ class Server:
         self._health = "Nothing listens there, or the way is closed."
         self._session = requests.Session()
         self._session.trust_env = False  # a proxy is not the way to a server beside us
-        self._session.headers["Accept-Encoding"] = "identity"  # a packed answer is larger than it looks
         if key is not None:
             self._session.headers["Authorization"] = f"Bearer {key}"
         adapter = requests.adapters.HTTPAdapter(pool_maxsize=_CONNECTIONS)
@@ -80,8 +64,8 @@ class Server:
     def is_up(self) -> bool:
         """Whether it answers by now; SamplerLost if it was started here and has ended."""
         self._check_process()
-        with contextlib.suppress(requests.RequestException, urllib3.exceptions.HTTPError, TimeoutError):
-            status = self._answer("GET", self._api.HEALTH, None, 5, _MOST_BYTES).status
+        with contextlib.suppress(requests.RequestException):
+            status = self._session.get(self.url + self._api.HEALTH, timeout=5, allow_redirects=False).status_code
             self._health = f"It answers {self._api.HEALTH} with {status}."
             return status == 200
         return False
@@ -97,14 +81,12 @@ class Server:
         self, request: Request, sampling: Sampling, salt: str, version: int, deadline: float
     ) -> list[Completion]:
         """The completions of one request, each checked to be what was asked for; version: of the weights."""
-        tokens = request.completions * (len(request.tokens) + sampling.max_tokens)
-        answer = self._call(self._api.completions(request, sampling, salt), deadline, tokens)
+        answer = self._call(self._api.completions(request, sampling, salt), deadline)
         try:
             choices = self._api.choices(answer)
         except _FORM as error:
-            raise self._odd(
-                f"its completions are not of the form of {self._api.NAME}'s ({first_line(error)})"
-            ) from error
+            form = f"the form of {self._api.NAME}'s"
+            raise self._odd(f"its completions are not of {form} ({first_line(error)})") from error
         if len(choices) != request.completions:
             raise self._odd(f"it gave {len(choices)} completions instead of {request.completions}")
         if any(choice.prompt_tokens != request.tokens for choice in choices):
@@ -116,7 +98,7 @@ class Server:
 
     def score(self, tokens: list[int], salt: str, deadline: float) -> Tensor:
         """(S - 1,) float32, the log-probs of a text's tokens from the second on, before temperature and cuts."""
-        answer = self._call(self._api.scores(tokens, salt), deadline, len(tokens))
+        answer = self._call(self._api.scores(tokens, salt), deadline)
         try:
             scores = torch.tensor(self._api.log_probs(answer, tokens), dtype=torch.float32)
         except _FORM:
@@ -127,10 +109,8 @@ class Server:
 
     def _completion(self, choice: Choice, sampling: Sampling, version: int) -> Completion:
         tokens, log_probs = choice.tokens, choice.log_probs
-        if not isinstance(tokens, list) or not tokens:
-            raise self._odd("a completion has no token ids")
-        if odd := [token for token in tokens if type(token) is not int]:  # True is an instance of int
-            raise self._odd(f"its token ids are no whole numbers: {odd[:5]}")
+        if not tokens or any(type(token) is not int for token in tokens):
+            raise self._odd(f"its token ids are no whole numbers: {tokens!r:.60}")
         if odd := [token for token in tokens if not 0 <= token < sampling.vocabulary_size]:
             raise self._odd(
                 f"it sampled token {odd[0]}, and the trainer's vocabulary has {sampling.vocabulary_size} entries. It "
@@ -175,85 +155,50 @@ class Server:
                     f"{log_prob:.0f}: it did not draw each of them"
                 )
 
-    def _call(self, call: Call, deadline: float, tokens: int = 0) -> Any:
-        """The JSON of the answer, None where it is empty; tokens: most that it tells of."""
-        begin, attempt, (path, body) = time.monotonic(), 0, call
-        most = _MOST_BYTES + _BYTES_PER_TOKEN * tokens
+    def _call(self, call: Call, deadline: float) -> Any:
+        """The JSON of the answer, None where it is empty."""
+        (path, body), patience = call, min(deadline, time.monotonic() + _PATIENCE_SECONDS)
         while True:
             self._check_process()
-            left = max(0.1, deadline - time.monotonic())
+            left, over = max(0.1, deadline - time.monotonic()), time.monotonic() + _PAUSE > patience
             try:
-                answer = self._answer("POST", path, body, left, most)
-            except (requests.RequestException, urllib3.exceptions.HTTPError, TimeoutError) as error:
-                self._check_process()
-                over = time.monotonic() >= deadline
-                if over and not isinstance(error, requests.ConnectTimeout):
-                    raise SamplerLost(
-                        f"the sampling server {self.url} did not answer {path} within "
-                        f"sampler.answer_seconds={self._answer_seconds}. It hangs, is paused (POST "
-                        f"{self.url}{self._api.RESUME}), or has more to do than that allows. {self._words()}"
-                    ) from error
-                attempt += 1
-                if attempt < _ATTEMPTS and not over:
-                    time.sleep(0.2 * 2**attempt)
-                    continue
+                timeouts = min(left, 10), left
+                answer = self._session.post(self.url + path, json=body, timeout=timeouts, allow_redirects=False)
+                if answer.status_code != 503 or over:
+                    return self._content(path, answer)
+            except requests.ReadTimeout as error:
                 raise SamplerLost(
-                    f"the sampling server {self.url} cannot be reached, or breaks off its answers: "
-                    f"{first_line(error)[:300]}. Start it again. {self._words()}"
+                    f"the sampling server {self.url} did not answer {path} within "
+                    f"sampler.answer_seconds={self._answer_seconds}. It hangs, is paused (POST "
+                    f"{self.url}{self._api.RESUME}), or has more to do than that allows. {self._words()}"
                 ) from error
-            if answer.status == 503 and time.monotonic() + _BUSY_PAUSE < min(deadline, begin + _BUSY_SECONDS):
-                time.sleep(_BUSY_PAUSE)
-                continue
-            return self._content(path, answer, time.monotonic() - begin)
+            except requests.RequestException as error:
+                self._check_process()
+                if over:
+                    raise SamplerLost(
+                        f"the sampling server {self.url} cannot be reached, or breaks off its answers: "
+                        f"{first_line(error)[:300]}. Start it again. {self._words()}"
+                    ) from error
+            time.sleep(_PAUSE)
 
-    def _answer(self, method: str, path: str, body: dict | None, seconds: float, most: int) -> _Answer:
-        """The whole answer, within so many seconds; TimeoutError where it is not there by then.
-
-        requests counts its own from the last byte that came. Where it is sent on, a POST would become a GET.
-        most: bytes of it; SamplerLost where there are more.
-        """
-        return in_background(partial(self._read, method, path, body, seconds, most)).result(seconds)
-
-    def _read(self, method: str, path: str, body: dict | None, seconds: float, most: int) -> _Answer:
-        end, content = time.monotonic() + seconds, bytearray()
-        timeouts = min(seconds, 10), seconds
-        with self._session.request(
-            method, self.url + path, json=body, timeout=timeouts, allow_redirects=False, stream=True
-        ) as answer:
-            for part in answer.raw.stream(2**16, decode_content=False):
-                content += part
-                if len(content) > most:
-                    raise self._odd(f"its answer to {path} has more than the {most} bytes that were asked for")
-                if time.monotonic() > end:  # whoever waited has given up
-                    raise TimeoutError
-            if (packed := answer.headers.get("Content-Encoding", "identity")) != "identity":
-                raise self._odd(f"its answer to {path} is packed ({packed:.20}), which was not asked for")
-            return _Answer(answer.status_code, answer.reason, bytes(content))
-
-    def _content(self, path: str, answer: _Answer, seconds: float) -> Any:
-        """seconds: since it was asked for the first time."""
+    def _content(self, path: str, answer: requests.Response) -> Any:
         said = " ".join(answer.content[:600].decode(errors="replace").split()) or answer.reason
-        if answer.status == 503:
+        if answer.status_code >= 300:  # sent on among them: a POST would become a GET
+            uses = {
+                401: f"Give pgtk the same {self._api.KEY} in its environment.",
+                404: f"Start it with {self._api.START_WITH}.",
+                503: f"It is paused (POST {self.url}{self._api.RESUME}), or its engine is dead.",
+            }
+            use = uses.get(answer.status_code, "")
+            if path == self._api.load(Path())[0] and not use:
+                use = "Does it see that folder? sampler.weights_folder=FOLDER names one that all servers do."
             raise SamplerLost(
-                f"the sampling server {self.url} still answers {path} with 503 after {seconds:.0f} s ({said}). It is "
-                f"paused, or its engine is dead. POST {self.url}{self._api.RESUME}, or start it again. {self._words()}"
-            )
-        if answer.status in (404, 405):
-            raise SamplerLost(
-                f"the sampling server {self.url} has no {path}. Start it with {self._api.START_WITH}. {LOST}"
-            )
-        if answer.status >= 300:  # sent on among them
-            use = ""
-            if answer.status == 401:
-                use = f"It wants a key: give pgtk the same {self._api.KEY} in its environment. "
-            elif path == self._api.load(Path())[0]:
-                use = "Does it see that folder? sampler.weights_folder=FOLDER names one that all servers do. "
-            raise SamplerLost(
-                f"the sampling server {self.url} answered {path} with {answer.status}: {said}. {use}{self._words()}"
+                f"the sampling server {self.url} answered {path} with {answer.status_code}: {said}. {use} "
+                f"{self._words()}"
             )
         try:
-            return json.loads(answer.content) if answer.content else None
-        except (ValueError, RecursionError):
+            return answer.json() if answer.content else None
+        except ValueError:
             raise self._odd(f"{path} answered what is no JSON: {said[:100]}") from None
 
     def _check_process(self) -> None:

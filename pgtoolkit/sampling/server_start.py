@@ -15,9 +15,10 @@ from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, SamplerLost
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout
-from pgtoolkit.sampling.server_api import Plan, ServerApi
+from pgtoolkit.sampling.server_api import Plan
 from pgtoolkit.sampling.server_client import Server
 from pgtoolkit.sampling.server_process import Guard, reserve_port
+from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.system.report import refusal
 
 log = logging.getLogger("pgtoolkit")
@@ -26,7 +27,7 @@ _HOST = "127.0.0.1"
 _PROGRESS_SECONDS = 15
 
 
-def plan(api: ServerApi, config: Config, layout: Layout, number_type: str, room: int) -> Plan:
+def plan(api: Vllm, config: Config, layout: Layout, number_type: str, room: int) -> Plan:
     """Of this configuration; called by every rank."""
     chosen = config.sampler
     if chosen.urls:
@@ -59,7 +60,7 @@ def _visible(gpus: list[int]) -> str:
 class Servers:
     """The servers of a run, on rank 0: started from a folder by its guard, or joined, and once up the same for all."""
 
-    def __init__(self, api: ServerApi, config: Config, plan: Plan, folder: Path, guard: Guard, run_dir: Path):
+    def __init__(self, api: Vllm, config: Config, plan: Plan, folder: Path, guard: Guard, run_dir: Path):
         self._api, self._config, self._plan = api, config, plan
         self._folder, self._guard, self._run_dir = folder, guard, run_dir
         self._seconds = config.sampler.answer_seconds

@@ -21,9 +21,10 @@ from pgtoolkit.ranks.collectives import whole
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.sampling.proof import Proof
 from pgtoolkit.sampling.samplers import Sampler
-from pgtoolkit.sampling.server_api import Sampling, ServerApi
+from pgtoolkit.sampling.server_api import Sampling
 from pgtoolkit.sampling.server_client import Server
 from pgtoolkit.sampling.server_start import Servers, plan
+from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.sampling.weights_folder import WeightsFolder
 from pgtoolkit.system.background import in_background
 from pgtoolkit.system.model_folder import end_tokens
@@ -44,7 +45,7 @@ class ServerSampler:
 
     def __init__(
         self,
-        api: ServerApi,
+        api: Vllm,
         config: Config,
         trained: Any,
         layout: Layout,

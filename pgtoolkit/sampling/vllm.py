@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pgtoolkit.config.schema import Config
 from pgtoolkit.sampling.server_api import Call, Choice, Plan, Sampling
@@ -16,26 +16,28 @@ _FRONT_ENDS = 4
 """Processes of the servers on a GPU that take requests and write answers, while one computes."""
 
 
-_VARIABLES = {
-    "VLLM_SERVER_DEV_MODE": "1",  # without it there is no way to give it other weights
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # which would compile itself at the start
-    "VLLM_NO_USAGE_STATS": "1",
-    _V2_RUNNER: "1",  # draws tokens with seeds as fast as without
-}
-
-
 class Vllm:
-    """The `ServerApi` of vLLM 0.24."""
+    """The words of vLLM 0.24; for another kind of server, a class with the same names says all that is to be said.
+
+    What reads an answer may raise whatever JSON makes it raise.
+    """
 
     NAME = "vLLM"
-    HEALTH, RESUME = "/health", "/resume"
-    KEY = "VLLM_API_KEY"
-    START_WITH = "VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode"
-    PROCESSED = "--logprobs-mode processed_logprobs"
-    VARIABLES = _VARIABLES
-    FIXED_MEMORY = "--kv-cache-memory-bytes"
+    HEALTH = "/health"  # answers 200 once the server is up
+    RESUME = "/resume"  # by which a paused server goes on
+    KEY = "VLLM_API_KEY"  # the environment variable with the key that it lets requests in with
+    START_WITH = "VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode"  # so that it has all paths
+    PROCESSED = "--logprobs-mode processed_logprobs"  # so that log-probs are those of what was sampled from
+    FIXED_MEMORY = "--kv-cache-memory-bytes"  # without which it measures how much memory is free
+    VARIABLES: ClassVar[dict[str, str]] = {  # of its environment, where this process has none of that name
+        "VLLM_SERVER_DEV_MODE": "1",  # without it there is no way to give it other weights
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # which would compile itself at the start
+        "VLLM_NO_USAGE_STATS": "1",
+        _V2_RUNNER: "1",  # draws tokens with seeds as fast as without
+    }
 
     def command(self, config: Config, folder: Path, plan: Plan, host: str, port: int) -> list[str]:
+        """Starts it on the weights in a folder."""
         chosen = config.sampler
         options = {
             "host": host,
@@ -61,6 +63,10 @@ class Vllm:
         ]
 
     def completions(self, request: Request, sampling: Sampling, salt: str) -> Call:
+        """Every setting that would otherwise be the server's or its model's own is said.
+
+        salt: what the server may have cached of another salt's prompts is of other weights, and is not used.
+        """
         body = {
             "prompt": request.tokens,
             "n": request.completions,
@@ -98,20 +104,26 @@ class Vllm:
         return "/v1/completions", body
 
     def log_probs(self, answer: Any, tokens: list[int]) -> list[float]:
+        """Of a text's tokens from the second on, before temperature and cuts."""
         entries = answer["choices"][0]["prompt_logprobs"]
         return [entry[str(token)]["logprob"] for token, entry in zip(tokens[1:], entries[1:], strict=True)]
 
     def load(self, folder: Path) -> Call:
+        """Take the weights that lie in a folder."""
         return "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
 
     def forget(self) -> Call:
+        """Drop what was cached of prompts."""
         return "/reset_prefix_cache", None
 
     def sleep(self) -> Call:
+        """Give the GPU's memory back."""
         return "/sleep?level=1", None
 
     def wake(self, part: str) -> Call:
+        """Take it again. part: "weights", or "cache" once they are loaded."""
         return f"/wake_up?tags={'kv_cache' if part == 'cache' else part}", None
 
     def advice(self, last_words: str) -> str:
+        """What to do about a server that ended with these words, if that is known."""
         return f" Set {_V2_RUNNER}=0 in the environment." if "Model Runner V2" in last_words else ""

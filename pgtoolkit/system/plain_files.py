@@ -66,6 +66,18 @@ def write_atomically(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
+def overwrite(path: Path, text: str) -> None:
+    """Write over the beginning of a text file that is there, which takes no further block of a full disk.
+
+    Not in one piece: only where `write_atomically` has failed. Spaces take the place of what was longer before.
+    """
+    with path.open("rb+") as file:
+        content = text.encode()
+        file.write(content.ljust(os.fstat(file.fileno()).st_size))
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def remove(path: Path) -> None:
     """Delete a file or a whole folder, of which a kill leaves nothing in its place; nothing happens without one."""
     if not path.is_dir():

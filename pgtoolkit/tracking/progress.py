@@ -86,10 +86,8 @@ class ProgressLine:
         fields["left"] = f"ETA {left:>5}"
         for left_out in (None, *_LEFT_OUT_FIRST):
             fields.pop(left_out, None)
-            for space in ("  ", " "):
-                line = space.join(fields.values())
-                if len(line) <= WIDTH:
-                    return line
+            if len(line := " ".join(fields.values())) <= WIDTH:
+                break
         return line[:WIDTH]
 
 

@@ -6,8 +6,9 @@ import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -26,6 +27,17 @@ class StopSignal(KeyboardInterrupt):
 
 
 @contextlib.contextmanager
+def answered_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """STOP_SIGNALS call the handler meanwhile."""
+    before = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+@contextlib.contextmanager
 def stop_signals_recorded(
     config: DictConfig, run_dir: Path, overrides: list[str], sweep: str | None = None
 ) -> Iterator[None]:
@@ -38,26 +50,23 @@ def stop_signals_recorded(
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, _raise) for number in STOP_SIGNALS}
-    try:
-        yield
-    except StopSignal as stop:
-        if not read_status(run_dir):
-            with RunDirectory(run_dir) as run:
-                run.write_config(OmegaConf.to_container(config, resolve=True), list(overrides))
-                run.write_provenance(collect(sys.argv))
-                run.set_status("interrupted", 0, str(stop), sweep=sweep)
-        status = read_status(run_dir)
-        if status["state"] == "done":
-            say(f"stopped by {stop} after the run was done")
-            return
-        raise Interrupted(
-            f"stopped by {stop}; the run is {status['state']} at step {status['step']}. "
-            f"Continue with: {resume_command(run_dir)}"
-        ) from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with answered_by(_raise):
+        try:
+            yield
+        except StopSignal as stop:
+            if not read_status(run_dir):
+                with RunDirectory(run_dir) as run:
+                    run.write_config(OmegaConf.to_container(config, resolve=True), list(overrides))
+                    run.write_provenance(collect(sys.argv))
+                    run.set_status("interrupted", 0, str(stop), sweep=sweep)
+            status = read_status(run_dir)
+            if status["state"] == "done":
+                say(f"stopped by {stop} after the run was done")
+                return
+            raise Interrupted(
+                f"stopped by {stop}; the run is {status['state']} at step {status['step']}. "
+                f"Continue with: {resume_command(run_dir)}"
+            ) from None
 
 
 def _raise(number, _frame):

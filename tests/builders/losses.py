@@ -56,7 +56,7 @@ OBJECTIVES = (
     *(("dppo", "constant", "basic"), ("vespo", "prompt_mean", "basic"), ("kimi", "sample_mean", "basic")),
     ("reinforce", "token_mean", "none"),
 )
-"""Every family, aggregation and level of the metrics, for tests of what a step of training costs time for."""
+"""Every family, aggregation and level of the metrics, but few pairs: for tests in which each case takes long."""
 CORRECTIONS = {
     "token truncated": corrections.TokenTruncate(low=0.8, high=1.2),
     "token masked": corrections.TokenMask(low=0.75, high=1.3),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from pgtoolkit.batch import Document
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.validate import validate
 from pgtoolkit.rollouts.steps import StepLoader
@@ -55,6 +57,12 @@ def once(*overrides: str) -> list[str]:
     return list({override.partition("=")[0]: override for override in overrides}.values())
 
 
+def with_model(folder: Path, *overrides: str, of: Sequence[str] = SHORT) -> list[str]:
+    """The settings with the model of a Hugging Face folder in the place of the tiny one."""
+    kept = [setting for setting in of if not setting.startswith("model.")]
+    return [*kept, "model=huggingface", f"model.path={folder}", *overrides]
+
+
 def config_of(*overrides: str) -> DictConfig:
     composed = compose(once(*overrides))
     assert composed.problems == []
@@ -71,14 +79,36 @@ def run(folder: Path, *overrides: str, resume: bool = False) -> Path:
     return folder
 
 
-def built(*overrides: str) -> tuple[PolicyGradientModule, StepLoader]:
-    """A module in float64 with its optimizer, without Lightning's trainer, and its steps."""
+def built(*overrides: str, dtype: torch.dtype | None = torch.float64) -> tuple[PolicyGradientModule, StepLoader]:
+    """A module in float64 (None: in its own types) with its optimizer, without Lightning's trainer, and its steps."""
     module, loader = build(OmegaConf.to_object(config_of(*overrides)))
-    module.double()
+    if dtype is not None:
+        module.to(dtype)
     optimizer = module.configure_optimizers()
     module.optimizers = lambda use_pl_optimizer=True: optimizer
     module.manual_backward = lambda loss: loss.backward()
     return module, loader
+
+
+def some_documents(seed=0, lengths=(9, 5, 12, 7, 2, 6, 8)):
+    """Documents of the tiny model's vocabulary; the last is all masked, the fifth has a single trained token."""
+    generator = torch.Generator().manual_seed(seed)
+    documents = []
+    for i, length in enumerate(lengths):
+        mask = torch.arange(length) >= max(1, length // 2)
+        if i == len(lengths) - 1:
+            mask[:] = False
+        documents.append(
+            Document(
+                tokens=torch.randint(0, 11, (length,), generator=generator),
+                loss_mask=mask,
+                old_log_probs=(-2.5 + 0.2 * torch.randn(length, generator=generator))[mask],
+                advantages=torch.randn(1, generator=generator).expand(int(mask.sum())),
+                group=[3, 3, 8, 8, 8, 5, 5][i],
+                name=f"document {i}",
+            )
+        )
+    return documents
 
 
 def sampler_of(loader: StepLoader) -> TransformersSampler:

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 from builders.models import save_with_tokenizer, small_llama
 from builders.runs import SHORT, config_of, sampler_of
-from builders.vllm_servers import COMMAND, Command
+from builders.vllm_servers import COMMAND, ServerCommand
 from pgtoolkit.rollouts.policy import PolicyRollouts
 from pgtoolkit.sampling.servers import ServerSampler
 from pgtoolkit.training.build import build
@@ -66,7 +66,7 @@ class SharedServers:
         self.free_memory = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
         self.model = save_llama(folder / "model")
         self.marks = folder / "marks"
-        self.runs: dict[str, Command] = {}
+        self.runs: dict[str, ServerCommand] = {}
         command, device = (vllm_command(), "auto") if is_vllm else (f"{COMMAND} --marks {self.marks}", "cpu")
         self._settings = (
             *(one for one in SHORT if not one.startswith("model.")),
@@ -85,7 +85,7 @@ class SharedServers:
             own = (*self._own, _arguments(*_SOONER), "task.num_digits=4")
             endless = ("trainer.max_steps=1000000", "trainer.checkpoint_every=100000")
             for name in ("interrupted", "killed"):
-                self.runs[name] = Command(self._folder / name, *self._settings, *own, *endless)
+                self.runs[name] = ServerCommand(self._folder / name, *self._settings, *own, *endless)
         with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(thread_name_prefix="start") as pool:
             patch.setattr(ServerSampler, "_prove", _one_at_a_time(ServerSampler._prove))
             for name, (module, sampler) in self.samplers.items():

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import psutil
 
-from builders.runs import once
+from builders.commands import Command
 
 COMMAND = f"{sys.executable} {Path(__file__).with_name('vllm_server.py')}"
 
@@ -43,28 +41,8 @@ def _lives(process: psutil.Process) -> bool:
     return False
 
 
-class Command:
-    """`pgtk` in a process of its own, with `folder`/run as its run directory; environment: what it has besides ours."""
-
-    def __init__(self, folder: Path, *overrides: str, environment: dict[str, str] | None = None):
-        folder.mkdir(exist_ok=True)
-        self.directory, self.log = folder / "run", folder / "terminal"
-        settings = once(*overrides, f"hydra.run.dir={self.directory}")
-        environment = os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {})
-        with self.log.open("w") as file:
-            command = [sys.executable, "-m", "pgtoolkit.cli", *settings]
-            self.process = subprocess.Popen(command, cwd=folder, stdout=file, stderr=file, env=environment)
-
-    def steps(self) -> int:
-        rows = self.directory / "metrics.jsonl"
-        return len(rows.read_text().splitlines()) if rows.exists() else 0
-
-    def wait_for_steps(self, count: int, seconds: float = 150) -> None:
-        deadline = time.monotonic() + seconds
-        while self.steps() < count:
-            assert time.monotonic() < deadline, self.log.read_text()[-3000:]
-            assert self.process.poll() is None, self.log.read_text()[-3000:]
-            time.sleep(0.05)
+class ServerCommand(Command):
+    """A run whose completions servers write."""
 
     def server(self) -> list[psutil.Process]:
         """The processes of its server, with the guard."""
@@ -76,7 +54,3 @@ class Command:
         """The folder that its server was started from."""
         words = [word for one in self.server() for word in one.cmdline() if "/pgtk-weights-" in word]
         return Path(words[0])
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()

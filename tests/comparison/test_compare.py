@@ -4,8 +4,6 @@ import csv
 import json
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 from omegaconf import OmegaConf
@@ -84,13 +82,6 @@ def test_a_run_with_half_a_configuration_is_left_out(sweep, capsys):
 def test_counts_are_short():
     counts = (0.4, 12345.6, 99_999.4, 99_999.6, 999_600, -1.234e6, None, float("nan"))
     assert [*map(whole, counts)] == ["0", "12,346", "99,999", "100k", "1M", "-1.23M", "-", "-"]
-
-
-def test_final_and_best():
-    values = [0.0] * 10 + [1.0, 3.0] + [0.0] * 6 + [0.5, 0.7]
-    assert final(values) == pytest.approx(0.6)
-    assert best(values) == pytest.approx(2.0)
-    assert (final([3.0]), best([3.0])) == (3.0, 3.0)
 
 
 def test_runs_that_differ_in_the_seed_are_one_group(sweep):
@@ -191,15 +182,6 @@ def test_different_code_and_length_are_noted(sweep, capsys):
     assert "Note: the runs are of different length (20, 40 steps)" in text
 
 
-def test_many_long_keys_fit_the_terminal(tmp_path, capsys):
-    for i in range(3):
-        more = {"task": {f"a_key_with_a_rather_long_name_{i}": i, "path": f"/a/long/path/{'x' * 60}/{i}"}}
-        save(tmp_path / str(i), "grpo", i, 0.1 * i, **more)
-    lines = page(capsys, tmp_path).splitlines()
-    assert max(map(len, lines)) <= WIDTH
-    assert any("…" in line and "  1 of 1 " in line for line in lines)
-
-
 def test_curves_are_means_over_seeds_on_both_axes(sweep):
     runs = find_runs([str(sweep / "0-grpo-0"), str(sweep / "1-grpo-1")])
     for i, run in enumerate(runs):
@@ -279,15 +261,6 @@ def test_bad_input_is_one_message(sweep, tmp_path_factory, monkeypatch, capsys, 
     assert len(said.splitlines()) == 1
 
 
-def test_a_page_for_the_terminal_loads_none_of_the_large_libraries(sweep):
-    code = (
-        "import sys; from pgtoolkit.cli import main; main(sys.argv[1:]); "
-        "print({'torch', 'mlflow', 'matplotlib', 'pandas', 'lightning'} & set(sys.modules))"
-    )
-    command = [sys.executable, "-c", code, "compare", str(sweep)]
-    assert subprocess.run(command, capture_output=True, text=True).stdout.splitlines()[-1] == "set()"
-
-
 @pytest.mark.parametrize(("norm", "noted"), [(0.0, True), (2.0, False), (2.1, True)])
 def test_gradients_of_different_lengths_are_noted(tmp_path, capsys, norm, noted):
     """From a factor of more than 2 on."""
@@ -329,3 +302,10 @@ def test_each_configuration_at_its_best(tmp_path, capsys):
     assert said.startswith(
         "4 runs (4 counted) of 2 configurations, which differ in loss, optimizer.learning_rate; loss.ep"
     )
+
+
+def test_final_and_best():
+    values = [0.0] * 10 + [1.0, 3.0] + [0.0] * 6 + [0.5, 0.7]
+    assert final(values) == pytest.approx(0.6)
+    assert best(values) == pytest.approx(2.0)
+    assert (final([3.0]), best([3.0])) == (3.0, 3.0)

@@ -153,25 +153,3 @@ def test_a_summary_needs_a_sweep_and_a_store(sweep, tmp_path):
         publish(tmp_path, "sqlite:///x.db", "e")
     with pytest.raises(StorageError, match="Sweep by_loss has no summary there"):
         publish(sweep, "http://127.0.0.1:1", "e")
-
-
-def test_a_resume_that_changed_a_key_is_compared_by_the_new_value(uri, tmp_path, capsys):
-    for seed, lengths in enumerate([(10, 20), (10,)]):
-        for max_steps in lengths:
-            with RunDirectory(tmp_path / f"run{seed}") as run:
-                run.write_config({"seed": seed, "trainer": {"max_steps": max_steps, "device": "cpu"}}, [])
-                run.set_status("running", 0)
-                tracker = MlflowTracker(uri, "resumed")
-                tracker.start(run.path)
-                for step in range(len(run.read_metrics()) + 1, max_steps + 1):
-                    run.append_metrics(step, {"reward": max_steps / 32, "documents_seen": 8})
-                stopped = max_steps < lengths[-1]
-                run.set_status("interrupted" if stopped else "done", max_steps, "SIGTERM" if stopped else None)
-                tracker.finish("interrupted" if stopped else "done")
-    said = page(capsys, "resumed", "--uri", uri)
-    assert "2 runs (2 counted) of 2 configurations, which differ in trainer.max_steps" in said
-    assert said == page(capsys, tmp_path)
-    client = MlflowClient(uri)
-    found = client.search_runs([client.get_experiment_by_name("resumed").experiment_id])
-    assert len(found) == 2
-    assert not [run for run in found if "reason" in run.data.tags]  # of the end that was none

@@ -37,7 +37,7 @@ def first_place(values, step, window, threshold):
     return None
 
 
-@pytest.mark.parametrize("window", [0, 5, 10, 25, 40])
+@pytest.mark.parametrize("window", [0, 5, 40])
 def test_a_threshold_is_reached_by_the_mean_over_the_last_documents(window):
     draw = random.Random(window)
     for _ in range(20):
@@ -49,13 +49,6 @@ def test_a_threshold_is_reached_by_the_mean_over_the_last_documents(window):
         assert found.seen == {"documents_seen": 300, "tokens_seen": 90, "seconds": 0.0}
 
 
-def test_one_lucky_step_reaches_nothing_and_a_mean_of_equal_values_is_not_missed_by_rounding():
-    lucky = run_of([0.0, 0.0, 0.0, 1.0, 0.0])
-    assert reached(lucky, Goal("exact_match", 0.9, "", 30, (10, 50))).to == {}
-    equal = run_of([0.1] * 5)
-    assert reached(equal, Goal("exact_match", 0.1, "", 30, (10, 50))).to["documents_seen"] == 30
-
-
 def test_the_mean_is_the_area_over_what_all_have_seen():
     """Trapezoids from document 15 to 40: (0.05 + 0.1) / 2 * 5, (0.1 + 0.5) / 2 * 10 and (0.5 + 0.7) / 2 * 10."""
     run = run_of([0.0, 0.1, 0.5, 0.7, 0.9])
@@ -63,13 +56,6 @@ def test_the_mean_is_the_area_over_what_all_have_seen():
     assert reached(run, goal).mean == pytest.approx((0.375 + 3 + 6) / 25)
     assert reached(run_of([0.0, 0.1, 0.5]), goal).mean is None  # it has not come as far
     assert reached(run, Goal("exact_match", None, "", 0, (50, 50))).mean == pytest.approx(0.9)
-
-
-def test_a_curve_whose_height_comes_early_has_the_larger_mean():
-    early, late = run_of([0.0, 0.8, 0.9, 0.9, 0.9]), run_of([0.0, 0.0, 0.0, 0.8, 0.9])
-    goal = Goal("exact_match", None, "", 0, (10, 50))
-    assert reached(early, goal).final == reached(late, goal).final
-    assert reached(early, goal).mean - reached(late, goal).mean == pytest.approx((0.8 + 0.9 + 0.1) * 10 / 40)
 
 
 @pytest.mark.parametrize(
@@ -270,15 +256,8 @@ def test_runs_that_were_evaluated_differently_are_noted(tmp_path):
     assert not compared.notes
 
 
-def test_a_torn_last_evaluation_is_passed_over_and_a_broken_one_is_named(tmp_path):
-    save(tmp_path / "a", "grpo", 0, [0.0, 0.5, 0.95])
-    file = tmp_path / "a" / "evaluations.jsonl"
-    lines = file.read_text().splitlines(keepends=True)
-    file.write_text("".join(lines[:-1]) + lines[-1][:20])
-    (run,) = find_runs([str(tmp_path)])
-    assert run.values(HELD_OUT) == [0.0, 0.5, 0.95]
-    assert run.values("evaluation/longer/pass@1") == [0.0, 0.5]
-    file.write_text(lines[0][:20] + "\n" + lines[1])
-    (run,) = find_runs([str(tmp_path)])
-    assert run.state == "unreadable"
-    assert "evaluations.jsonl:1 is damaged" in run.reason
+def test_one_lucky_step_reaches_nothing_and_a_mean_of_equal_values_is_not_missed_by_rounding():
+    lucky = run_of([0.0, 0.0, 0.0, 1.0, 0.0])
+    assert reached(lucky, Goal("exact_match", 0.9, "", 30, (10, 50))).to == {}
+    equal = run_of([0.1] * 5)
+    assert reached(equal, Goal("exact_match", 0.1, "", 30, (10, 50))).to["documents_seen"] == 30

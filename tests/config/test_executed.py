@@ -112,7 +112,7 @@ def test_places_numbers_of_jobs_and_launchers_of_ours_may_stand_in_a_file(evil, 
     (evil / "conf/hydra/launcher").mkdir(parents=True)
     (evil / "conf/hydra/launcher/ours.yaml").write_text("defaults: [slurm]\npartition: gpu\n")
     typed = ["hydra/launcher=ours", "seed=1,2"]
-    assert problems(check(typed, True, config_dir=str(evil / "conf"))) == []
+    assert problems(check(typed, True, config_dir=evil / "conf")) == []
 
 
 def test_an_environment_variable_is_not_read_however_it_is_spelled(evil, monkeypatch):

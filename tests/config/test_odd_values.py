@@ -7,7 +7,8 @@ import pytest
 
 from pgtoolkit.config.files import options
 from pgtoolkit.config.schema import SCHEMAS
-from pgtoolkit.launch.check import check, problems, render_plan
+from pgtoolkit.launch.check import check, problems
+from pgtoolkit.launch.plan_page import render_plan
 
 ODD = (
     *("[]", "{}", "{a: 1}", "[1, 2]", "???", "${nope}", "${loss}", "abc", "-1", "true", "null", "''", "nan"),
@@ -60,7 +61,7 @@ def test_hydras_own_keys():
 def test_a_file_that_makes_no_configuration(tmp_path, body):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{body}\n")
-    checked = check(["experiment=mine"], config_dir=str(tmp_path))
+    checked = check(["experiment=mine"], config_dir=tmp_path)
     assert render_plan(checked)
     assert len(problems(checked)) >= 1
     assert in_sentences(problems(checked)), problems(checked)

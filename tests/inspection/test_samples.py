@@ -2,19 +2,15 @@
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from builders.runs import run
 
 from pgtoolkit.cli import main
-from pgtoolkit.errors import ConfigError
 from pgtoolkit.inspection import samples as inspected
 from pgtoolkit.inspection.samples import best_and_worst, chosen_set, html, kept_by, render_samples, samples
-from pgtoolkit.runs.completions import FOLDER, CompletionRow, some_prompts, write_completions
+from pgtoolkit.runs.completions import FOLDER, CompletionRow, write_completions
 from pgtoolkit.system.legible import legible, lines_of, shortened
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07</script><script>document.title='owned'</script>\u202eevil\u2028\x9b31m\r\u200b\ufeff"
@@ -97,13 +93,6 @@ def test_best_and_worst_are_not_the_same(chosen, best, worst):
     assert all(one.reward < max(chosen) for one in best_and_worst(rows, 9)[1])
 
 
-def test_a_text_that_was_written_twice_is_shown_once():
-    rows = [row(1, "a", 1.0), row(1, "a", 1.0), row(1, "a", 1.0, "another"), row(1, "b", 1.0), row(1, "b", 0.0)]
-    best, worst = best_and_worst(rows, 9)
-    assert [one.completion for one in best] == ["a at 1", "b at 1", "another"]
-    assert [one.completion for one in worst] == ["b at 1"]
-
-
 def test_the_terminals_page(folder, capsys, monkeypatch):
     monkeypatch.chdir(folder.parent)
     assert main(["samples", "run", "--count", "1"]) == 0
@@ -145,13 +134,6 @@ def test_what_there_is_not_is_said(folder, capsys, arguments, problem):
     assert problem in capsys.readouterr().err
 
 
-def test_a_run_that_kept_nothing_says_how_to_keep_some(tmp_path, capsys):
-    with pytest.raises(ConfigError, match="needs a run that kept completions"):
-        kept_by(write(tmp_path / "run"))
-    assert main(["samples", str(tmp_path)]) == 2
-    assert "needs a run directory (got" in capsys.readouterr().err
-
-
 def test_nothing_that_a_model_wrote_acts_on_the_terminal(tmp_path):
     rows = [row(1, f"{HOSTILE}.jsonl:1", 1.0, HOSTILE, answer=HOSTILE, rewards={HOSTILE: 1.0})]
     rows += [replace(rows[0], step=2, reward=0.0)]
@@ -174,15 +156,6 @@ def test_long_texts_are_cut_in_their_middle():
     assert lines_of("a\tb", 9, 9) == ["a   b"]
     assert shortened("abcdefghi", 6) == "abcd\n… 3 more characters …\nhi"
     assert shortened("abcdef", 6) == "abcdef"
-
-
-def test_of_many_prompts_some_are_taken_with_all_they_have():
-    entries = [CompletionRow(step, f"p{number}") for step in (1, 2) for number in range(100)]
-    assert some_prompts(entries, 200) == {f"p{number}" for number in range(100)}
-    chosen = some_prompts(entries, 10)
-    assert sorted(int(name[1:]) for name in chosen) == [19, 39, 59, 79, 99]
-    assert some_prompts(entries, 1) == {"p99"}
-    assert some_prompts([], 5) == set()
 
 
 def data_of(written):
@@ -214,19 +187,3 @@ def test_the_page_holds_what_was_kept_and_nothing_that_acts(tmp_path, folder, mo
     assert only["answer"] == "@DATA@"
     assert len(only["completion"]) < 8100
     assert "more characters" in only["completion"]
-
-
-def test_a_run_is_shown_without_the_large_libraries(folder):
-    script = f"import sys; from pgtoolkit.cli import main; main(['samples', {str(folder)!r}]); print(*sys.modules)"
-    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    assert shown.split()[0].endswith("run:")
-    assert {"torch", "transformers", "lightning", "mlflow"} & set(shown.split()) == set()
-
-
-def test_a_real_run_is_shown_and_written(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(run(tmp_path / "run", "trainer.max_steps=2").parent)
-    assert main(["samples", "run", "--html", "page.html"]) == 0
-    out = capsys.readouterr().out
-    assert "training, step 2: 8 completions kept of 2 prompts" in out
-    assert len(data_of((tmp_path / "page.html").read_text())["rows"]) == 16
-    assert out.endswith("html  page.html\n")

@@ -1,7 +1,7 @@
 """The page of `pgtk samples` in a real browser: search, order, one prompt, and texts that try to act."""
 
 import pytest
-from builders.browser import NEEDED, keep, opened
+from builders.browser import NEEDED, opened
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
 
@@ -49,21 +49,6 @@ def count(page):
     return page.find_element(By.ID, "count").text
 
 
-def test_all_is_there_in_order_and_by_the_hundred(page):
-    assert count(page) == "261 of 261"
-    assert page.execute_script(NAMES)[:2] == ["p0", "p1"]
-    assert len(page.execute_script(NAMES)) == 100
-    page.find_element(By.ID, "more").click()
-    assert len(page.execute_script(NAMES)) == 200
-    choose(page, "order", "best")
-    assert page.execute_script(REWARDS)[:3] == ["1.000", "0.500", "0.329"]
-    choose(page, "order", "longest")
-    assert page.execute_script(NAMES)[:2] == ["p129", "p129"]
-    choose(page, "order", "newest")
-    assert page.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
-    keep(page, "samples")
-
-
 def test_one_set_one_step_and_words_are_found(page):
     choose(page, "set", "training")
     assert count(page) == "1 of 261"
@@ -77,18 +62,6 @@ def test_one_set_one_step_and_words_are_found(page):
     assert page.execute_script(NAMES) == ["p77", "p77"]
     choose(page, "set", "")
     search(page, "")
-
-
-def test_a_prompts_name_shows_its_way_over_the_steps(page):
-    choose(page, "order", "changed")
-    assert count(page) == "260 of 261"
-    assert page.execute_script(NAMES)[:2] == ["p5", "p5"]  # from 1 to 0.205
-    page.find_element(By.CSS_SELECTOR, "li header button").click()
-    assert page.execute_script(REWARDS) == ["1.000", "0.205"]
-    assert "this prompt -0.795 over its steps" in page.find_element(By.TAG_NAME, "li").text
-    page.find_element(By.ID, "every").click()
-    choose(page, "order", "newest")
-    assert count(page) == "261 of 261"
 
 
 def test_what_a_model_wrote_stays_text(page):

@@ -108,17 +108,18 @@ def test_what_cannot_be_made_again_is_no_page(unrecorded, tmp_path):
     config = OmegaConf.to_container(compose(["sampler=vllm"]).config.sampler)
     servers = with_config(unrecorded, tmp_path / "servers", "sampler", config)
     assert inspect(str(servers), [], 6).facts[1] == "Documents: held by the checkpoint."
-    with pytest.raises(ConfigError, match=r"--step=5 needs recorded rollouts \(got none\)"):
-        inspect(str(servers), [], 5)
+    ranks = with_config(unrecorded, tmp_path / "ranks", "parallelism.data_parallel", 2)
+    for folder in (servers, ranks):  # a server's, or another rank's, random numbers are not those of this process
+        with pytest.raises(ConfigError, match=r"--step=5 needs recorded rollouts \(got none\)"):
+            inspect(str(folder), [], 5)
 
 
 @pytest.mark.parametrize(
     ("overrides", "step", "message"),
     [
-        ([], 7, r"--step=7 needs a step that the run has made \(got 1 to 6\)"),
-        (["loss=nothing"], None, r"loss=nothing needs one of"),
+        ([], 7, r"--step=7 needs a step from 1 to 6, which the run has made \(got 7\)"),
         (["optimizer.learning_rate=1"], None, r"optimizer.learning_rate=1.* needs to stay as the run had it"),
-        (["kl=k3"], None, r"needs ref_log_probs .*Use kl=none"),
+        (["kl=k3"], None, "needs ref_log_probs"),
     ],
 )
 def test_refusals(unrecorded, overrides, step, message):
@@ -174,7 +175,7 @@ def test_recorded_rollouts_of_another_model(tmp_path, capsys):
     assert "Weights: those before the update of step 1: the weights that the run begins with." in printed
     assert re.search(r"loss=cispo aggregation=token_mean +-?\d", printed)
     assert '"label": "aggregation=token_mean loss=reinforce"' in page.read_text()
-    with pytest.raises(ConfigError, match=r"--step=301 needs at most trainer\.max_steps=300"):
+    with pytest.raises(ConfigError, match="--step=301 needs a step from 1 to 300"):
         inspect(words[0], words[1:], 301)
     with pytest.raises(DataError, match=r"--step=3 needs so many steps of data \(got 1\)"):
         inspect(words[0], words[1:], 3)
@@ -214,17 +215,3 @@ def test_the_page_holds_every_number_bit_for_bit(shown):
         )
         start += document.num_trained
     assert {data["texts"][str(token)] for token in document.tokens.tolist()} <= {*"0123456789=", "<end>"}
-
-
-def test_the_page_is_written_whole_and_named_after_the_step(unrecorded, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["tokens", str(unrecorded), "--step", "2", "loss=cispo"]) == 0
-    printed = capsys.readouterr().out
-    assert printed.splitlines()[-1] == "page  tokens-run-2.html"
-    assert [path.name for path in tmp_path.iterdir()] == ["tokens-run-2.html"]
-    page = (tmp_path / "tokens-run-2.html").read_text()
-    assert not re.search(r"https?:|src=|href=", page)
-    assert main(["tokens", str(tmp_path)]) == 2
-    assert "needs a run directory, or recorded rollouts (got" in capsys.readouterr().err
-    assert main(["tokens", str(unrecorded), "--step", "0"]) == 2
-    assert "Traceback" not in capsys.readouterr().err

@@ -139,9 +139,9 @@ def test_penalty_and_bonus_are_part_of_a_token_s_share(step):
     assert judged.total == pytest.approx(found.loss, rel=1e-6)
     plain = loss_on_step(made, Loss(family, aggregation_of("token_mean")))
     assert not np.allclose(plain.vectors["share"], judged.vectors["share"])
-    with pytest.raises(ConfigError, match=r"needs group_id .*Use another aggregation than prompt_mean"):
+    with pytest.raises(ConfigError, match="needs group_id"):
         loss_on_step(replace(made, has_groups=False), Loss(family, aggregation_of("prompt_mean")))
-    with pytest.raises(ConfigError, match=r"needs ref_log_probs .*Use kl=none"):
+    with pytest.raises(ConfigError, match="needs ref_log_probs"):
         loss_on_step(made, Loss(family, aggregation_of("token_mean"), kl=kl))
 
 
@@ -157,7 +157,7 @@ def test_documents_without_old_log_probs_have_no_ratio(step):
     judged = loss_on_step(made, Loss(Reinforce(), aggregation_of("token_mean")))
     assert "ratio" not in judged.vectors
     assert judged.count("inside") == bare.totals.num_tokens
-    with pytest.raises(ConfigError, match="loss=grpo needs old_log_probs "):
+    with pytest.raises(ConfigError, match="needs old_log_probs"):
         loss_on_step(made, Loss(family_of("grpo"), aggregation_of("token_mean")))
-    with pytest.raises(ConfigError, match="loss=reinforce needs old_log_probs "):
+    with pytest.raises(ConfigError, match="needs old_log_probs"):
         loss_on_step(made, Loss(Reinforce(), aggregation_of("token_mean"), correction=CORRECTIONS["token masked"]))

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from builders.commands import ENVIRONMENT, PGTK, has_steps, started, sweep, wait_until
 from builders.runs import SHORT, assert_equal, checkpoint_of, metrics_of
 from builders.runs import run as train_short
-from launch.sweep_processes import ENVIRONMENT, PGTK, has_steps, started, sweep, wait_until
 
 pytestmark = pytest.mark.slow
 STEPS = 120

@@ -1,36 +1,18 @@
 """The installed command as a process: signals, exit statuses, and what a killed run leaves."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from builders.commands import Command
 from builders.runs import SHORT, assert_equal, checkpoint_of, metrics_of, once, run
 
 from pgtoolkit.cli import main
 
-PGTK = Path(sys.executable).with_name("pgtk")
 LONG = ("trainer.max_steps=400", "trainer.checkpoint_every=1000")
-
-
-def start(folder, *overrides):
-    """`pgtk` as a process in `folder`, whose run directory is `folder`/run."""
-    command = [PGTK, *once(*SHORT, *overrides), f"hydra.run.dir={folder / 'run'}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
-
-
-def wait_for_step(process, step):
-    for line in process.stdout:
-        if line.startswith(f"step {step}/") or line.startswith(f"step {step:>3}/"):
-            return
-    raise AssertionError(process.stderr.read())
 
 
 def status_of(folder):
@@ -38,25 +20,21 @@ def status_of(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "step"), [(signal.SIGINT, 3), (signal.SIGTERM, 6)])
-def test_a_signal_ends_the_step_saves_and_tells_how_to_resume(tmp_path, number, step):
+def test_a_signal_ends_the_step_saves_and_tells_how_to_resume(tmp_path, monkeypatch):
     """The steps after the resume are bit-equal to those of a run that was never interrupted."""
-    process = start(tmp_path, *LONG)
-    wait_for_step(process, step)
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 75, errors
-    assert "resume" in errors
-    assert "Traceback" not in errors
+    command = Command(tmp_path, *SHORT, *LONG)
+    command.wait_for_steps(3)
+    command.process.send_signal(signal.SIGTERM)
+    shown = command.end()
+    assert command.process.returncode == 75, shown
+    assert "resume" in shown
+    assert "Traceback" not in shown
     status = status_of(tmp_path / "run")
-    assert (status["state"], status["reason"]) == ("interrupted", number.name)
-    stopped = status["step"]
-    assert stopped >= step
-
-    last = stopped + 2
-    resume = [PGTK, "resume", tmp_path / "run", f"trainer.max_steps={last}", "trainer.checkpoint_every=1"]
-    done = subprocess.run(resume, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    assert (status["state"], status["reason"]) == ("interrupted", "SIGTERM")
+    last = status["step"] + 2
+    assert last >= 5
+    monkeypatch.chdir(tmp_path)
+    assert main(["resume", "run", f"trainer.max_steps={last}", "trainer.checkpoint_every=1"]) == 0
     assert status_of(tmp_path / "run")["state"] == "done"
     whole = run(tmp_path / "whole", f"trainer.max_steps={last}")
     assert metrics_of(tmp_path / "run") == metrics_of(whole)
@@ -90,49 +68,45 @@ def test_a_signal_while_a_line_is_written_disturbs_nothing(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "moment"), [(signal.SIGTERM, "imports"), (signal.SIGINT, "build")])
-def test_a_signal_before_the_first_step_leaves_a_run_that_resumes(tmp_path, number, moment):
-    process = start(tmp_path, *LONG)
+def test_a_signal_before_the_first_step_leaves_a_run_that_resumes(tmp_path, monkeypatch, number, moment):
+    command = Command(tmp_path, *SHORT, *LONG)
     # Hydra makes its folder before the imports, training its log after them.
     sign = tmp_path / "run" / (".hydra/overrides.yaml" if moment == "imports" else "config.yaml")
-    end = time.monotonic() + 60
-    while not sign.exists() and time.monotonic() < end:
-        time.sleep(0.01)
+    command.wait_for(sign.exists)
     time.sleep(0.2 if moment == "imports" else 0)
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 75, errors
-    assert "Traceback" not in errors
-    assert f"resume {tmp_path / 'run'}" in errors or "resume run" in errors
+    command.process.send_signal(number)
+    shown = command.end()
+    assert command.process.returncode == 75, shown
+    assert "Traceback" not in shown
+    assert "resume run" in shown
     status = status_of(tmp_path / "run")
     assert (status["state"], status["step"], status["reason"]) == ("interrupted", 0, number.name)
     if moment == "imports":
-        resume = [PGTK, "resume", tmp_path / "run", "trainer.max_steps=2"]
-        done = subprocess.run(resume, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
+        monkeypatch.chdir(tmp_path)
+        assert main(["resume", "run", "trainer.max_steps=2"]) == 0
         assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1, 2]
 
 
 @pytest.mark.slow
 def test_a_second_interrupt_acts_at_once_and_leaves_a_run_that_resumes(tmp_path):
-    process = start(tmp_path, *LONG, "rollout.prompts_per_batch=64", "accumulation.docs_per_step=256")
-    wait_for_step(process, 2)
-    process.send_signal(signal.SIGINT)
-    process.stdout.readline()  # the run says that it finishes its step
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 75, errors
-    assert "saved up to step" in errors
-    assert "Traceback" not in errors
+    command = Command(tmp_path, *SHORT, *LONG, "rollout.prompts_per_batch=64", "accumulation.docs_per_step=256")
+    command.wait_for_steps(2)
+    command.process.send_signal(signal.SIGINT)
+    command.wait_for(lambda: "finishing this step" in command.log.read_text())
+    command.process.send_signal(signal.SIGINT)
+    shown = command.end()
+    assert command.process.returncode == 75, shown
+    assert "saved up to step" in shown
+    assert "Traceback" not in shown
     assert status_of(tmp_path / "run")["state"] == "interrupted"
 
 
 @pytest.mark.slow
 def test_killed_and_resumed(tmp_path, monkeypatch):
     """SIGKILL leaves rows after the last checkpoint; the resumed run writes them again, once."""
-    process = start(tmp_path, "trainer.max_steps=400", "trainer.checkpoint_every=4")
-    wait_for_step(process, 6)
-    process.kill()
-    process.communicate()
+    command = Command(tmp_path, *SHORT, "trainer.max_steps=400", "trainer.checkpoint_every=4")
+    command.wait_for_steps(6)
+    command.kill()
     assert status_of(tmp_path / "run")["state"] == "running"
     monkeypatch.chdir(tmp_path)
     assert main(["resume", "run", "trainer.max_steps=9"]) == 0

@@ -1,6 +1,5 @@
 """Sweeps without their processes: which job is which, where it may write, what is checked before the first starts."""
 
-import fcntl
 import json
 import re
 from pathlib import Path
@@ -18,8 +17,9 @@ from pgtoolkit.config.names import digest, plain_config
 from pgtoolkit.config.overrides import jobs
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.launch import job as one_job
-from pgtoolkit.launch.check import check, notes, problems, render_plan
-from pgtoolkit.launch.multirun import _CheckedJobs
+from pgtoolkit.launch.check import check, problems
+from pgtoolkit.launch.multirun import CheckedJobs
+from pgtoolkit.launch.plan_page import render_plan
 from pgtoolkit.launch.sweep import Job, Sweep
 from pgtoolkit.runs.directory import RunDirectory, read_status
 
@@ -34,30 +34,6 @@ def refused(capsys, *arguments):
 # Which job is which
 
 
-def test_a_job_is_known_by_what_it_learns():
-    digests = {
-        override: digest(plain_config(compose(["aggregation=constant", *([override] if override else [])]).config))
-        for override in (
-            "",
-            "tracking=none",
-            "tracking.run_name=a",
-            "trainer.checkpoint_every=7",
-            "trainer.keep_checkpoints=9",
-            "rollout.save_path=recorded",
-            "aggregation.divisor=7",  # what it is by default
-            "seed=1",
-            "aggregation.divisor=8",
-            "rollout.max_completion_length=9",
-            "trainer.max_steps=299",
-            "correction=token_mask",
-        )
-    }
-    same, other = list(digests.values())[:7], list(digests.values())[7:]
-    assert len(set(same)) == 1
-    assert len({same[0], *other}) == 6
-    assert all(re.fullmatch("[0-9a-f]{8}", one) for one in digests.values())
-
-
 def test_the_digest_is_that_of_the_saved_configuration(tmp_path):
     config = config_of("seed=3")
     resolved = OmegaConf.to_container(config, resolve=True)
@@ -68,7 +44,7 @@ def test_the_digest_is_that_of_the_saved_configuration(tmp_path):
 
 def planned(*overrides):
     config = compose(list(overrides)).config
-    return Job("job", "job", list(overrides), log="job/output.log", config=plain_config(config))
+    return Job("job", list(overrides), plain_config(config))
 
 
 def test_what_became_of_a_job_is_read_from_its_directory(tmp_path):
@@ -123,22 +99,21 @@ def test_a_failed_job_goes_on_from_its_checkpoint_and_a_finished_one_is_left_alo
 
 
 def test_a_sweep_is_held_by_one_launcher(tmp_path):
-    sweep = Sweep(tmp_path / "s", "s", ["pgtk", "-m", "seed=1"], {"job": planned("seed=1")})
+    sweep = Sweep(tmp_path / "s", ["pgtk", "-m", "seed=1"], jobs={"job": planned("seed=1")})
     with sweep.held():
         sweep.save()
-        with pytest.raises(ConfigError, match="in use by another pgtk"), Sweep(tmp_path / "s", "s", []).held():
+        with pytest.raises(ConfigError, match="in use by another pgtk"), Sweep(tmp_path / "s", []).held():
             pass
-        with (tmp_path / "s" / ".lock").open() as file, pytest.raises(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    with sweep.held():
-        pass
-    loaded = Sweep.load(tmp_path / "s")
-    assert (loaded.name, loaded.command, list(loaded.jobs)) == ("s", ["pgtk", "-m", "seed=1"], ["job"])
-    saved = json.loads((tmp_path / "s" / "sweep.json").read_text())["jobs"][0]
-    assert {"name", "directory", "overrides", "status", "reason", "log"} <= saved.keys()
+    saved = json.loads((tmp_path / "s" / "sweep.json").read_text())
+    assert (saved["name"], saved["command"]) == ("s", ["pgtk", "-m", "seed=1"])
+    assert {"name", "directory", "overrides", "status", "reason", "log", "seconds"} <= saved["jobs"][0].keys()
+    again = Sweep(tmp_path / "s", [], jobs={"other": Job("other", [], {})})
+    with again.held():
+        again.save()  # jobs of an earlier command stay listed
+    assert [job["name"] for job in json.loads((tmp_path / "s" / "sweep.json").read_text())["jobs"]] == ["job", "other"]
     (tmp_path / "s" / "sweep.json").write_text('{"jobs": 3}')
-    with pytest.raises(StorageError, match=r"\(its name is not what pgtk writes there\)\. Delete it to go on"):
-        Sweep.load(tmp_path / "s")
+    with pytest.raises(StorageError, match=r"sweep\.json is damaged"), again.held():
+        pass
 
 
 # What is checked before the first job starts
@@ -206,7 +181,7 @@ def test_the_page_shows_what_varies_and_what_is_done(tmp_path, capsys, monkeypat
     monkeypatch.chdir(tmp_path)
     arguments = ["check", "-m", "loss=grpo", "seed=1,2,3,4", "trainer.max_steps=10"]
     assert main(arguments) == 0
-    assert "documents: at most 2560 in all\n" in capsys.readouterr().out
+    capsys.readouterr()
     sweep = check(arguments[2:], True).sweep
     for (name, job), state in zip(sweep.jobs.items(), ("done", "failed", "running"), strict=False):
         with RunDirectory(sweep.folder / name) as run:
@@ -222,46 +197,21 @@ def test_the_page_shows_what_varies_and_what_is_done(tmp_path, capsys, monkeypat
         "3  pending      seed=4\n",
         "varies: seed = 1, 2, 3, 4",
         "in all: loss=grpo trainer.max_steps=10",
-        "jobs: 1 done, 1 failed, 1 interrupted, 1 pending",
-        "documents: at most 2560 in all, 1920 of them in jobs that are not done",
+        ": 4 jobs, 1 done, 1 failed, 1 interrupted, 1 pending",
     ):
         assert expected in shown
 
 
-def test_jobs_that_began_without_recording_are_counted_in_a_note(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-    def noted(*overrides, folder="s"):
-        checked = check(["seed=1,2,3", "trainer.max_steps=20", f"hydra.sweep.dir={folder}", *overrides], True)
-        assert problems(checked) == []
-        said = [note for note in notes(checked) if "rollout.save_path" in note]
-        return [job.status for job in checked.sweep.jobs.values()], said
-
-    first, second, _ = check(["seed=1,2,3", "trainer.max_steps=20", "hydra.sweep.dir=s"], True).sweep.jobs.values()
-    for job, state in ((first, "done"), (second, "interrupted")):
-        with RunDirectory(tmp_path / "s" / job.directory) as run:
-            run.write_config(job.config, [])
-            run.set_status(state, 5)
-    assert noted() == (["done", "interrupted", "pending"], [])
-    states, (note,) = noted("rollout.save_path='recorded/${seed}'")
-    assert states == ["done", "interrupted", "pending"]
-    assert note.startswith("2 of 3 jobs began without this rollout.save_path: what they have sampled is not recorded")
-    assert "use another hydra.sweep.dir or remove the folders of these jobs" in note
-    assert noted("rollout.save_path='recorded/${seed}'", folder="t")[1] == []
-
-
 def test_launchers_get_the_configurations_that_were_checked():
     checked = check(["seed=1,2", "loss=grpo", "hydra.sweep.subdir=x/${hydra.job.override_dirname}"], True)
-    jobs_of = _CheckedJobs(checked)
-    found = [jobs_of.load_sweep_config(None, [f"seed={seed}", "loss=grpo"]) for seed in (1, 2)]
-    assert [OmegaConf.to_container(one) for one in found] == [
-        OmegaConf.to_container(run.config) for run in checked.runs
-    ]
+    checked_jobs = CheckedJobs(checked)
+    found = [checked_jobs.load_sweep_config(None, [f"seed={seed}", "loss=grpo"]) for seed in (1, 2)]
+    assert found == [run.config for run in checked.runs]
     assert [config.hydra.sweep.subdir for config in found] == list(checked.sweep.jobs) == ["x/seed=1", "x/seed=2"]
-    drawn = jobs_of.load_sweep_config(None, ["seed=7", "loss=grpo"])  # as by a sweeper that searches
-    assert (drawn.seed, drawn.loss.name, drawn.hydra.sweep.subdir) == (7, "grpo", "x/seed=7")
+    drawn = checked_jobs.load_sweep_config(None, ["seed=7", "loss=grpo"])  # as by a sweeper that searches
+    assert (drawn.seed, drawn.loss.name, checked.sweep.plan(drawn, 2).directory) == (7, "grpo", "x/seed=7")
     with pytest.raises(ConfigError, match="seed=x needs a whole number"):
-        jobs_of.load_sweep_config(None, ["seed=x"])
+        checked_jobs.load_sweep_config(None, ["seed=x"])
 
 
 def test_an_override_on_a_swept_key_replaces_its_values():
@@ -328,11 +278,9 @@ def test_the_runs_of_docs_per_step_train_on_as_many_documents():
     ("arguments", "shows"),
     [
         (["sweep", "clip_rang"], "Use pgtk sweep clip_range."),
-        (["check", "sweep", "los_by_aggregation"], "Use pgtk sweep loss_by_aggregation."),
         (["sweep", "zzz"], "Use one of clip_range, "),
         (["sweep", "no/such.yaml"], "(got no/such.yaml)"),
         (["sweep"], "pgtk sweep needs a sweep that exists (got none)"),
-        (["swep", "clip_range"], "Use pgtk sweep."),
         (["sweep", "metrics_cost", "sed=1"], "Use seed=1."),
     ],
 )
@@ -340,9 +288,8 @@ def test_a_sweep_that_is_not_there(capsys, arguments, shows):
     assert shows in refused(capsys, *arguments)
 
 
-@pytest.mark.parametrize("start", ["", "defaults: [_self_]\n"])
-def test_a_file_without_the_main_configuration_is_refused(tmp_path, capsys, start):
-    (tmp_path / "mine.yaml").write_text(f"{start}seed: 3\n")
+def test_a_file_without_the_main_configuration_is_refused(tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text("seed: 3\n")
     said = refused(capsys, "sweep", str(tmp_path / "mine.yaml"))
     assert "the configuration needs the keys of an option in every group (got none in loss, aggregation" in said
     assert said.endswith("Use defaults: [config, override /loss: OPTION, _self_].\n")
@@ -390,7 +337,6 @@ def test_settings_of_the_launchers_are_typed(capsys):
         (["-m", "seed=1,2", "hydra.sweep.dir=a/../.."], "without '..'"),
         (["-m", "seed=1,2", "hydra.sweep.dir='a\nb'"], "a path of printable characters"),
         (["-m", "seed=1,2", "hydra.sweep.subdir=../${seed}"], "a folder inside hydra.sweep.dir"),
-        (["-m", "seed=1,2", "hydra.sweep.subdir=/tmp/${seed}"], "a folder inside hydra.sweep.dir"),
         (["-m", "seed=1,2", "hydra.sweep.subdir=."], "a folder inside hydra.sweep.dir"),
         (["-m", "tracking.run_name=../x,../y"], "tracking.run_name=../x needs"),
     ],

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
+from builders.commands import directory_of, has_steps, started, sweep, wait_until
 from builders.runs import assert_equal, checkpoint_of, metrics_of
 from builders.runs import run as train_short
-from launch.sweep_processes import directory_of, has_steps, started, sweep, wait_until
 
 pytestmark = pytest.mark.slow
 STEPS = 300

@@ -49,7 +49,7 @@ from builders.losses import (
     LOSSES,
     make_case,
 )
-from builders.runs import SHORT, assert_equal, built
+from builders.runs import SHORT, assert_equal, built, some_documents
 
 from pgtoolkit import policy_loss
 from pgtoolkit.batch import Document, StepTotals, pack
@@ -68,19 +68,7 @@ def test_the_tests_named_above_exist():
         assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, (file, name)
 
 
-def documents_of(lengths=(9, 5, 12, 7, 3, 6)):
-    generator = torch.Generator().manual_seed(3)
-    return [
-        Document(
-            tokens=torch.randint(0, 11, (length,), generator=generator),
-            loss_mask=torch.arange(length) >= length // 2,
-            old_log_probs=(-2.5 + 0.2 * torch.randn(length, generator=generator))[length // 2 :],
-            advantages=torch.randn(1, generator=generator).expand(length - length // 2),
-            group=i // 2,
-            name=f"document {i}",
-        )
-        for i, length in enumerate(lengths)
-    ]
+LENGTHS = (9, 5, 12, 7, 3, 6)
 
 
 def module_of(*overrides):
@@ -89,7 +77,7 @@ def module_of(*overrides):
 
 def after_one_step(max_tokens, *overrides):
     module = module_of(*overrides)
-    metrics = module.training_step(make_step(documents_of(), max_tokens, {}), 0)["metrics"]
+    metrics = module.training_step(make_step(some_documents(lengths=LENGTHS), max_tokens, {}), 0)["metrics"]
     return metrics, [parameter.detach() for parameter in module.parameters()]
 
 
@@ -133,7 +121,7 @@ def test_counters_near_2_to_the_24_are_subtracted_exactly():
     """In float32 2**24 + 1 is 2**24: the staleness would be 0, and the groups one."""
     documents = [
         dataclasses.replace(document, model_version=2**24, group=2**24 + i % 2)
-        for i, document in enumerate(documents_of())
+        for i, document in enumerate(some_documents(lengths=LENGTHS))
     ]
     assert data_metrics(documents, num_updates=2**24 + 1)["staleness"] == 1.0
     assert make_step(documents, 1000, {}).totals.num_groups == 2
@@ -175,7 +163,7 @@ def test_an_update_is_made_at_the_reported_learning_rate():
     for group in module.optimizer.param_groups:
         group["lr"] = 123.0  # what a checkpoint of another configuration might leave
     before = [parameter.detach().clone() for parameter in module.parameters()]
-    metrics = module.training_step(make_step(documents_of(), 1000, {}), 0)["metrics"]
+    metrics = module.training_step(make_step(some_documents(lengths=LENGTHS), 1000, {}), 0)["metrics"]
     moved = max(float((a - b).detach().abs().max()) for a, b in zip(module.parameters(), before, strict=True))
     assert metrics["learning_rate"] == pytest.approx(0.01 / 4)
     assert moved == pytest.approx(0.01 / 4, rel=1e-3)
@@ -183,7 +171,7 @@ def test_an_update_is_made_at_the_reported_learning_rate():
 
 def test_resume_takes_moments_from_the_checkpoint_and_settings_from_the_configuration(tmp_path):
     before = module_of("optimizer.weight_decay=0.25", "optimizer.beta2=0.9")
-    before.training_step(make_step(documents_of(), 1000, {}), 0)
+    before.training_step(make_step(some_documents(lengths=LENGTHS), 1000, {}), 0)
     after = module_of("optimizer.weight_decay=0.125", "optimizer.beta2=0.95", "seed=5")
     save_checkpoint(tmp_path, *snapshot(before, {"num_steps": 1}), lambda folder: None, keep=1)
     restore(after, load_newest(tmp_path))

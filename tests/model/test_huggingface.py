@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from builders.models import model_config, save_with_tokenizer, small_llama
-from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of
+from builders.runs import assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, with_model
 from omegaconf import OmegaConf
 from tokenizers import processors
 from transformers import (
@@ -21,7 +21,6 @@ from transformers import (
 from pgtoolkit.batch import Document
 from pgtoolkit.cli import main
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.launch.check import check, problems
 from pgtoolkit.model.build import build_policy
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.tasks.prompts import tiny_tokenizer
@@ -38,16 +37,13 @@ def folder(tmp_path_factory):
 
 
 def settings(folder, *overrides):
-    own = [s for s in SHORT if not s.startswith("model.")]
-    return config_of(*own, "model=huggingface", f"model.path={folder}", "trainer.max_steps=4", *overrides)
+    return config_of(*with_model(folder, "trainer.max_steps=4", *overrides))
 
 
-def test_completions_longer_than_the_model_has_positions_are_refused_before_anything_is_made(folder):
-    typed = ["model=huggingface", f"model.path={folder}", "tracking=none", "task.num_digits=3"]
-    (problem,) = problems(check([*typed, "rollout.max_completion_length=32"]))
-    assert problem.startswith("rollout.max_completion_length=32 needs a number < 32 (got 32). ")
-    assert problem.endswith("Use rollout.max_completion_length=16.")
-    assert problems(check([*typed, "rollout.max_completion_length=16"])) == []
+def with_prompts(folder, place):
+    """Of p.jsonl in a folder."""
+    task = [one for one in with_model(folder) if not one.startswith("task.")]
+    return [*task, "task=prompts", f"task.path={place / 'p.jsonl'}"]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -155,17 +151,14 @@ def test_prompts_are_tokens_as_the_tokenizer_makes_them(folder, tmp_path, capsys
         assert (document.tokens[0], document.tokens[4]) == (10, 10)
         assert 10 not in document.tokens[1:4].tolist()
     first = documents[0].tokens[:5].tolist()
-    own = [s for s in SHORT if not s.startswith("model.")]
-    assert main(["check", *own, "model=huggingface", f"model.path={tmp_path / 'model'}"]) == 0
+    assert main(["check", *with_model(tmp_path / "model")]) == 0
     shown = " ".join(f"'{'=' if token == 10 else token}'={token}" for token in first)
     assert f"  5 tokens: {shown}\n" in capsys.readouterr().out
 
 
 def test_a_step_in_which_nothing_is_taught_is_said_once(folder, tmp_path, capsys):
     (tmp_path / "p.jsonl").write_text('{"prompt": "1", "answer": "no"}\n' * 4)
-    own = [s for s in SHORT if not s.startswith(("model.", "task."))]
-    task = ["model=huggingface", f"model.path={folder}", "task=prompts", f"task.path={tmp_path / 'p.jsonl'}"]
-    train(config_of(*own, *task, "trainer.max_steps=3"), tmp_path / "run")
+    train(config_of(*with_prompts(folder, tmp_path), "trainer.max_steps=3"), tmp_path / "run")
     said = [line for line in capsys.readouterr().out.splitlines() if "every advantage" in line]
     assert said == [
         "note: every advantage of the step that ends at document 8 is 0: the completions of each prompt have equal "
@@ -178,12 +171,10 @@ def test_a_step_in_which_nothing_is_taught_is_said_once(folder, tmp_path, capsys
 def test_prompts_that_are_too_long_end_the_run_before_its_first_step(folder, tmp_path):
     rows = [{"prompt": "1" * length, "answer": "1"} for length in (3, 40, 3, 3, 3, 25)]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    own = [s for s in SHORT if not s.startswith(("model.", "task."))]
-    task = ["model=huggingface", f"model.path={folder}", "task=prompts", f"task.path={tmp_path / 'p.jsonl'}"]
     with pytest.raises(
         DataError, match=r"2 of 6 prompts do not have 1 to 20 tokens: p.jsonl:2 has 40, p.jsonl:6 has 25"
     ):
-        train(config_of(*own, *task), tmp_path / "run")
+        train(config_of(*with_prompts(folder, tmp_path)), tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-    train(config_of(*own, *task, "task.too_long=skip", "trainer.max_steps=4"), tmp_path / "skipped")
+    train(config_of(*with_prompts(folder, tmp_path), "task.too_long=skip", "trainer.max_steps=4"), tmp_path / "skipped")
     assert len(metrics_of(tmp_path / "skipped")) == 4

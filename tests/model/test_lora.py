@@ -4,21 +4,18 @@ import pytest
 import torch
 from builders import models
 from builders.models import model_config, save_with_tokenizer, small_llama
-from builders.runs import SHORT, built, config_of, sampler_of
+from builders.runs import built, sampler_of, with_model
 from model import spread
-from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from pgtoolkit.config.validate import validate
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.losses import reference
 from pgtoolkit.model.build import build_policy
 from pgtoolkit.model.lora import adapted_layers, adapter_weights, merge, settings
 from pgtoolkit.ranks.layout import ONE_PROCESS
-from pgtoolkit.training.build import build
 
 KINDS = ("llama", "gpt2")
 RANK, ALPHA = 3, 4.0
@@ -138,9 +135,7 @@ def test_in_bfloat16_the_merged_weights_are_rounded_once(folder):
 
 
 def module_of(folder, *overrides):
-    own = [setting for setting in SHORT if not setting.startswith("model.")]
-    chosen = (f"model.path={folder}", f"model.lora_rank={RANK}", f"model.lora_alpha={ALPHA}")
-    return built(*own, "model=huggingface", *chosen, *overrides)
+    return built(*with_model(folder, f"model.lora_rank={RANK}", f"model.lora_alpha={ALPHA}", *overrides))
 
 
 @pytest.mark.parametrize("static_cache", ["true", "null"])
@@ -164,9 +159,8 @@ def test_completions_are_of_the_merged_model(folder, static_cache):
 
 def test_in_bfloat16_completions_are_sampled_from_a_merged_copy(folder):
     """Whose adapters were never there; their log-probs and those of training differ by rounding alone."""
-    own = [setting for setting in SHORT if not setting.startswith("model.")]
-    chosen = (f"model.path={folder}", "model.lora_rank=2", "model.dtype=bfloat16", "rollout.old_log_probs=sampling")
-    module, loader = in_its_own_types(config_of(*own, "model=huggingface", *chosen))
+    chosen = "model.lora_rank=2", "model.dtype=bfloat16", "rollout.old_log_probs=sampling"
+    module, loader = built(*with_model(folder, *chosen), dtype=None)
     for name, weight in adapter_weights(module.model).items():
         if "lora_B" in name:
             nn.init.normal_(weight, std=0.05)
@@ -187,11 +181,8 @@ def of_document(model, document):
 @pytest.mark.parametrize(("dtype", "frozen"), [("bfloat16", torch.bfloat16)])
 def test_frozen_weights_are_in_the_compute_type_and_adapters_in_float32_with_moments(folder, dtype, frozen):
     """Bytes of weights, gradients and moments, by number type; a step leaves the frozen ones as they are."""
-    own = [setting for setting in SHORT if not setting.startswith("model.")]
-    chosen = (f"model.path={folder}", "model.lora_rank=2", f"model.dtype={dtype}", "optimizer.learning_rate=0.01")
-    config = config_of(*own, "model=huggingface", *chosen)
-    assert validate(config).problems == []
-    module, loader = in_its_own_types(config)
+    chosen = "model.lora_rank=2", f"model.dtype={dtype}", "optimizer.learning_rate=0.01"
+    module, loader = built(*with_model(folder, *chosen), dtype=None)
     saved = load_file(folder / "model.safetensors")
     before = {name: weight.clone() for name, weight in module.model.named_parameters()}
     steps = iter(loader)
@@ -208,14 +199,6 @@ def test_frozen_weights_are_in_the_compute_type_and_adapters_in_float32_with_mom
     assert bytes_by_type(moments) == {torch.float32: 8 * count}
     changed = {name for name, weight in module.model.named_parameters() if not torch.equal(weight, before[name])}
     assert changed == {name for name in before if "lora_" in name}
-
-
-def in_its_own_types(config):
-    module, loader = build(OmegaConf.to_object(config))
-    optimizer = module.configure_optimizers()
-    module.optimizers = lambda use_pl_optimizer=True: optimizer
-    module.manual_backward = lambda loss: loss.backward()
-    return module, loader
 
 
 def bytes_by_type(tensors):

@@ -160,12 +160,12 @@ def the_kl_is_of_the_reference_to_the_policy(right, self, distance, log_ratio):
     return values, -slopes
 
 
-@mutant("losses.penalties:Penalties.by_entropy", REFERENCE)
+@mutant("losses.kl:Penalties.by_entropy", REFERENCE)
 def the_entropy_is_made_small(right, self):
     return -right(self)
 
 
-@mutant("losses.penalties:Penalties.with_kl", REFERENCE)
+@mutant("losses.kl:Penalties.with_kl", REFERENCE)
 def a_penalty_has_the_weight_of_one_token(right, self, log_probs, losses, coefficients):
     return right(replace(self, weights=self.mask / self.mask.sum()), log_probs, losses, coefficients)
 

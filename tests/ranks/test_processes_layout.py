@@ -1,6 +1,5 @@
 """The layout of ranks, and the worlds that the tests of parallel parts run in."""
 
-import os
 import time
 
 import pytest
@@ -74,18 +73,3 @@ def test_every_group_has_the_timeout():
     waited = found[0] | found[1] | found[2] | found[3]
     assert waited.keys() == {"data", "loss", "tensor"}
     assert all(0.9 < seconds < 2 for seconds in waited.values()), waited
-
-
-def fail_on_rank(rank):
-    if dist.get_rank() == rank:
-        raise KeyError("the reason")
-    dist.barrier()
-
-
-def test_a_failure_in_a_worker_is_shown_and_the_next_run_works():
-    with pytest.raises(AssertionError, match=r"(?s)rank 1 of 2: .*fail_on_rank.*KeyError: 'the reason'"):
-        world(2).run(fail_on_rank, 1)
-    assert world(2).run(os.getpid) != world(2).run(abs, -1)
-    with pytest.raises(AssertionError, match="took more than 1 s"):
-        world(2).run(time.sleep, 30, seconds=1)
-    assert world(2).run(abs, -1) == [1, 1]

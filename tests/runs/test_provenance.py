@@ -3,13 +3,10 @@
 import json
 import os
 import subprocess
-import sys
 
 import pytest
 
 from pgtoolkit.cli import main
-from pgtoolkit.runs import provenance
-from pgtoolkit.runs.directory import RunDirectory, read_status
 from pgtoolkit.runs.provenance import collect
 from pgtoolkit.system.redaction import redact
 
@@ -45,13 +42,6 @@ def test_uncommitted_changes_are_kept(repository):
     assert (dirty["diff_truncated"], dirty["untracked"]) == (False, ["new.py"])
 
 
-def test_a_large_diff_is_cut(repository, monkeypatch):
-    monkeypatch.setattr(provenance, "DIFF_LIMIT", 1000)
-    (repository / "code.py").write_text("y\n" * 5000)
-    dirty = of(repository, collect(["pgtk"]))
-    assert (len(dirty["diff"]), dirty["diff_truncated"]) == (1000, True)
-
-
 def test_repositories_without_commit_and_directories_without_repository(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert str(tmp_path) not in [found["path"] for found in collect([])["git"]]
@@ -75,15 +65,6 @@ def test_secrets_of_tracked_files_stay_where_they_are(repository):
     assert "hunter2" not in json.dumps(dirty)
     assert dirty["diff"].endswith("+x = 2\n+password = ***\n")
     assert sorted(dirty["diff_left_out"]) == sorted(names)
-
-
-def test_nothing_secret_is_kept(repository, monkeypatch):
-    monkeypatch.setenv("SOME_VARIABLE", "hunter2-environment")
-    command = ["pgtk", "tracking.uri=http://me:hunter2@host:5000/x", "hf_token=hunter2", "loss=gspo"]
-    text = json.dumps(collect(command))
-    assert "hunter2" not in text
-    assert "tracking.uri=http://***@host:5000/x" in text
-    assert "loss=gspo" in text
 
 
 @pytest.mark.parametrize(
@@ -137,40 +118,12 @@ def test_redact_leaves_ordinary_text_alone():
     assert redact("model.api_key=abc seed=1") == "model.api_key=*** seed=1"
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "tracking.uri=http://me:hunter2@host",
-        "tracking.uri='http://h?passwd=hunter2'",
-        "sampler.arguments=['--api-key','hunter2']",
-    ],
-)
-def test_a_secret_in_the_configuration_is_refused_before_anything_is_written(tmp_path, monkeypatch, capsys, override):
-    needs = "to hold no secret" if override.startswith("sampler") else "an address without user, password or key"
+def test_a_secret_in_the_configuration_is_refused_before_anything_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for command in ([], ["check"], ["-m", "seed=1,2"]):
-        assert main([*command, override]) == 2
-        said = capsys.readouterr()
-        assert f"needs {needs}" in said.err + said.out
-        assert "hunter2" not in said.err + said.out
+    for override in ("tracking.uri='http://h?passwd=hunter2'", "sampler.arguments=['--api-key','hunter2']"):
+        assert main([override]) == 2
+        assert "hunter2" not in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_what_is_said_of_an_error_is_written_without_secrets(tmp_path, capsys):
-    with RunDirectory(tmp_path) as run:
-        run.set_status("failed", 0, "OSError: http://me:hunter2@host is down")
-    assert read_status(tmp_path)["reason"] == "OSError: http://***@host is down"
-    assert main(["resume", f"{tmp_path}/password:hunter2"]) == 2
-    assert "password:*** needs a run directory (got no such directory)" in capsys.readouterr().err
-
-
-def test_packages_and_machine():
-    collected = collect(["pgtk", "seed=1"])
-    assert collected["packages"]["omegaconf"].startswith("2.")
-    assert collected["command"] == ["pgtk", "seed=1"]
-    assert collected["cpus"]["machine"] == os.cpu_count()
-    assert collected["memory_bytes"] > 1e8
-    assert json.loads(json.dumps(collected)) == collected
 
 
 def test_gpus_are_read_from_nvidia_smi(tmp_path, monkeypatch):
@@ -183,10 +136,10 @@ def test_gpus_are_read_from_nvidia_smi(tmp_path, monkeypatch):
     assert collect([])["gpus"] == []
 
 
-def test_tracking_imports_no_torch():
-    code = (
-        "import sys, pgtoolkit.runs.provenance as p, pgtoolkit.runs.directory, "
-        "pgtoolkit.tracking.mlflow_run, pgtoolkit.tracking.curves, pgtoolkit.tracking.progress; p.collect([]);"
-        "print([name for name in ('torch', 'mlflow', 'matplotlib', 'hydra') if name in sys.modules])"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+def test_nothing_secret_is_kept(repository, monkeypatch):
+    monkeypatch.setenv("SOME_VARIABLE", "hunter2-environment")
+    command = ["pgtk", "tracking.uri=http://me:hunter2@host:5000/x", "hf_token=hunter2", "loss=gspo"]
+    text = json.dumps(collect(command))
+    assert "hunter2" not in text
+    assert "tracking.uri=http://***@host:5000/x" in text
+    assert "loss=gspo" in text

@@ -23,7 +23,7 @@ import requests
 import torch
 from builders.runs import metrics_of
 from builders.shared_servers import save_llama, vllm_command
-from builders.vllm_servers import COMMAND, Command
+from builders.vllm_servers import COMMAND, ServerCommand
 
 from pgtoolkit.runs.completions import read_completions
 from pgtoolkit.runs.records import read_evaluations
@@ -102,7 +102,7 @@ class Combination:
                 _wait_for(url)
             begin = time.monotonic()
             visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self._gpus))}
-            command = Command(self._folder, *self._overrides(urls), environment=visible)
+            command = ServerCommand(self._folder, *self._overrides(urls), environment=visible)
             try:
                 assert command.process.wait(400) == 0, command.log.read_text()[-3000:]
             finally:

@@ -25,7 +25,7 @@ REQUESTS = [Request([1, 2, 3, 10], 3, seed=5), Request([4, 5, 10], 2, seed=9)]
 
 
 class SGLang:
-    """A `ServerApi`."""
+    """The words of SGLang, as `Vllm` has those of vLLM."""
 
     NAME, HEALTH, RESUME = "SGLang", "/health", "/continue_generation"
     KEY, START_WITH, PROCESSED = "SGLANG_API_KEY", "a version from 0.5 on", "--logprobs-mode"

@@ -99,52 +99,33 @@ def test_the_same_version_is_published_once(server, tmp_path):
 FAULTS = {
     "null_log_probs": r"the log-prob of a sampled token is None",
     "no_json": r"/v1/completions answered what is no JSON: <html>",
-    "busy": r"still answers /v1/completions with 503 after 0 s .*busy.*/resume",
+    "busy": r"answered /v1/completions with 503: .*busy.*/resume",
     "sends_on": r"answered /v1/completions with 302: Found\.",
-    "trickles": r"did not answer /v1/completions within sampler.answer_seconds=1\.",
     "breaks_off": r"cannot be reached, or breaks off its answers: .*IncompleteRead",
-    "words_for_tokens": r"its token ids are no whole numbers: \['5'\]",
-    "fractions_for_tokens": r"its token ids are no whole numbers: \[5\.5",
-    "true_for_token": r"its token ids are no whole numbers: \[True\]",
+    "true_for_token": r"its token ids are no whole numbers: \[True",
     "another_prompt": r"it completed another prompt than it was given, or does not say which",
-    "endless": r"its answer to /v1/completions has more than the \d{7} bytes that were asked for",
-    "gzip": r"its answer to /v1/completions is packed \(gzip\), which was not asked for",
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_while_sampling_is_one_sentence(server, tmp_path, monkeypatch, fault):
     """Those that vLLM cannot be brought to; test_vllm_servers.py has the others."""
-    monkeypatch.setattr("pgtoolkit.sampling.server_client._BUSY_SECONDS", 0)
-    monkeypatch.setattr("pgtoolkit.sampling.server_client._ATTEMPTS", 2)
-    with server.joined(tmp_path, f"sampler.answer_seconds={1 if fault == 'trickles' else 3}") as (module, sampler):
+    monkeypatch.setattr("pgtoolkit.sampling.server_client._PATIENCE_SECONDS", 0.7)
+    with server.joined(tmp_path, "sampler.answer_seconds=3") as (module, sampler):
         sampler.publish(module.policy.weights, 0)
         server.fault(fault)
         server.marks.write_text("")
         with pytest.raises(SamplerLost, match=FAULTS[fault]) as caught:
             sampler.complete(REQUESTS[:1])
         assert caught.value.exit_status == 5
-        assert server.noted() == ["complete 5"] * (2 if fault == "breaks_off" else 1)
+        assert server.noted() == ["complete 5"] * (2 if fault in ("breaks_off", "busy") else 1)
         server.fault(None)
         sampler._config.sampler.answer_seconds = 60
         assert len(sampler.complete(REQUESTS)) == 5  # it can be asked again
 
 
-def test_a_server_that_is_busy_for_longer_than_it_has_is_not_said_to_hang(server, tmp_path):
-    with server.joined(tmp_path, "sampler.answer_seconds=2") as (module, sampler):
-        sampler.publish(module.policy.weights, 0)
-        server.fault("busy")
-        with pytest.raises(SamplerLost, match=r"still answers /v1/completions with 503 after [12] s .*/resume"):
-            sampler.complete(REQUESTS[:1])
-
-
-WRONG = {
-    "another_prompt_unsaid": 0.3,
-    "ignores_temperature": 0.3,
-    "unprocessed": 0.3,
-    "zeros": 0.3,
-}
-"""Faults whose answers look right one by one, and the least that log-probs then differ by on average."""
+WRONG = ("another_prompt_unsaid", "ignores_temperature", "unprocessed", "zeros")
+"""Faults whose answers look right one by one."""
 
 
 @pytest.mark.parametrize("fault", WRONG)
@@ -162,7 +143,7 @@ def test_a_batch_that_the_trainers_weights_would_not_write_is_not_trained(server
         with pytest.raises(SamplerLost, match=r"differ from the trainer's by .* The batch is not trained") as caught:
             source.document(source.batch_size)
     said = re.search(r"by (\S+) on average and \S+ at most, where sampler.tolerance=0.01 is", str(caught.value))
-    assert float(said[1]) > WRONG[fault]
+    assert float(said[1]) > 0.3
 
 
 def test_log_probs_over_the_kept_tokens_are_no_fault_of_a_server():
@@ -196,7 +177,7 @@ def test_a_server_that_is_busy_for_a_moment_is_asked_again(server, tmp_path):
 
 def test_a_server_without_its_endpoints_is_one_sentence(server, tmp_path):
     server.fault("no_development_mode")
-    said = r"has no /collective_rpc\. Start it with VLLM_SERVER_DEV_MODE=1"
+    said = r"answered /collective_rpc with 404: .*Start it with VLLM_SERVER_DEV_MODE=1"
     with server.joined(tmp_path) as (module, sampler), pytest.raises(SamplerLost, match=said):
         sampler.publish(module.policy.weights, 0)
 
@@ -284,8 +265,8 @@ def test_a_server_is_started_as_the_configuration_says(tmp_path, monkeypatch):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     command = f"{COMMAND} --marks {tmp_path}/marks"
     own = ("sampler.gpus=[1,2]", "sampler.tensor_parallel=2", "sampler.arguments=['--enforce-eager']")
-    sizes = ("sampler.gpu_memory_share=0.7", "sampler.max_sequences=11", "seed=3", "accumulation.max_tokens=20")
-    with closing(tmp_path, f"sampler.executable={command}", *own, *sizes) as (module, sampler):
+    more = ("seed=3", "accumulation.max_tokens=20")
+    with closing(tmp_path, f"sampler.executable={command}", *own, *more) as (module, sampler):
         sampler.publish(module.policy.weights, 0)
         assert len(processes_of(tmp_path)) == 2
         folder, url = sampler._folder.path, sampler._servers[0].url
@@ -303,22 +284,9 @@ def test_a_server_is_started_as_the_configuration_says(tmp_path, monkeypatch):
     own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
     assert variables == own | {"CUDA_VISIBLE_DEVICES": "5,GPU-6", "RANK": None}
     assert python_path == "/of/the/user"
-    place = arguments.index("serve")
-    assert arguments[place + 1] == str(folder)
-    given = dict(zip(arguments[place + 2 :: 2], arguments[place + 3 :: 2], strict=False))
-    expected = {
-        "--host": "127.0.0.1",
-        "--dtype": "float32",
-        "--logprobs-mode": "processed_logprobs",
-        "--max-model-len": "20",
-        "--max-num-seqs": "11",
-        "--gpu-memory-utilization": "0.7",
-        "--tensor-parallel-size": "2",
-        "--generation-config": "vllm",
-        "--seed": "3",
-    }
-    assert given.items() >= expected.items()
-    assert {"--skip-tokenizer-init", "--enforce-eager", "--api-server-count=4"} <= {*arguments}
+    assert arguments[arguments.index("serve") + 1] == str(folder)
+    options = "--dtype float32 --logprobs-mode processed_logprobs --max-model-len 20 --generation-config vllm --seed 3"
+    assert {*options.split(), "--skip-tokenizer-init", "--enforce-eager"} <= {*arguments}
     assert "--enable-sleep-mode" not in arguments
 
 
@@ -328,7 +296,7 @@ def test_servers_of_one_gpu_start_one_after_the_other(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     own = (f"sampler.executable={COMMAND} --marks {tmp_path}/marks", "sampler.gpus=[1,2]", "sampler.servers_per_gpu=2")
-    with closing(tmp_path, *own, "sampler.gpu_memory_share=0.5") as (module, sampler):
+    with closing(tmp_path, *own) as (module, sampler):
         sampler.publish(module.policy.weights, 0)
         many = [Request([1, 2, 10], 1, seed=seed) for seed in range(8)]
         assert len(sampler.complete(many)) == 8
@@ -336,16 +304,12 @@ def test_servers_of_one_gpu_start_one_after_the_other(tmp_path, monkeypatch):
     lines = (tmp_path / "marks").read_text().splitlines()
     kinds = [line.split()[0] for line in lines if line.split()[0] in ("start", "up")]
     assert kinds == ["start", "start", "up", "up"] * 2
-    starts = [json.loads(line[6:]) for line in lines if line.startswith("start")]
-    assert sorted(one[0]["CUDA_VISIBLE_DEVICES"] for one in starts[:2]) == ["1", "2"]
-    assert sorted(one[0]["CUDA_VISIBLE_DEVICES"] for one in starts[2:]) == ["1", "2"]
-    for variables, arguments, _ in starts:
-        assert variables["VLLM_USE_V2_MODEL_RUNNER"] == "0"
-        assert arguments[arguments.index("--gpu-memory-utilization") + 1] == "0.25"
-        assert "--api-server-count=2" in arguments
-    assert sorted(line for line in lines if re.fullmatch(r"complete [02-7]", line)) == [
-        f"complete {seed}" for seed in (0, *range(2, 8))
-    ]
+    starts = [json.loads(line[6:])[0] for line in lines if line.startswith("start")]
+    assert [sorted(one["CUDA_VISIBLE_DEVICES"] for one in pair) for pair in (starts[:2], starts[2:])] == [
+        ["1", "2"]
+    ] * 2
+    assert {one["VLLM_USE_V2_MODEL_RUNNER"] for one in starts} == {"0"}
+    assert {f"complete {request.seed}" for request in many} <= {*lines}
 
 
 def test_the_weights_of_the_folder_are_a_hugging_face_model(tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from builders.runs import SHORT, checkpoint_of, copy_as_of, metrics_of, run
-from builders.vllm_servers import COMMAND, Command, gone, processes_of
+from builders.vllm_servers import COMMAND, ServerCommand, gone, processes_of
 
 from pgtoolkit.errors import SamplerLost
 from pgtoolkit.runs.completions import read_completions
@@ -84,8 +84,8 @@ def test_a_lost_server_loses_no_step(whole, tmp_path):
     assert metrics_of(folder) == metrics_of(whole)
 
 
-def started(folder: Path, *overrides: str) -> Command:
-    return Command(folder, *SHORT, *VLLM, *overrides)
+def started(folder: Path, *overrides: str) -> ServerCommand:
+    return ServerCommand(folder, *SHORT, *VLLM, *overrides)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

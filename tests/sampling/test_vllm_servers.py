@@ -207,21 +207,6 @@ def test_a_version_that_did_not_arrive_is_an_error(servers, tmp_path, monkeypatc
         assert_trained(module, REQUESTS[:3], sampler.complete(REQUESTS[:3]))
 
 
-def test_weights_that_stay_behind_by_a_little_are_seen(servers, tmp_path, monkeypatch):
-    """By less than rounding may explain, in the end; and new ones are not taken for those of before."""
-
-    def publish(versions: range) -> None:
-        for version in versions:
-            sampler.publish(module.policy.weights, version)
-            update(module, 3e-3)
-
-    with servers.joined(tmp_path, "sampler.tolerance=0.1") as (module, sampler):
-        publish(range(3))
-        spoil(monkeypatch, "stale")
-        with pytest.raises(SamplerLost, match=r"does not sample from the weights of version \d"):
-            publish(range(3, 12))
-
-
 @pytest.mark.parametrize("fault", ASKED)
 @quick
 def test_what_was_not_asked_for_is_one_sentence(servers, tmp_path, fault):

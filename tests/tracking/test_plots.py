@@ -4,10 +4,9 @@ import math
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from pgtoolkit.tracking.curves import _limits, _mark_cut, plot_curves
+from pgtoolkit.tracking.curves import _limits, plot_curves
 
 BLUE, ORANGE = (0x1F, 0x77, 0xB4), (0xD9, 0x5F, 0x02)
 
@@ -37,14 +36,6 @@ def test_every_panel_draws_its_metrics(tmp_path, count):
     assert (panels(path, ORANGE) > 5).tolist() == [[True, False, True], [False, False, True]]
 
 
-def test_panels_without_data_stay_empty(tmp_path):
-    path = tmp_path / "curves.png"
-    plot_curves(rows(50, ("loss", "reward")), path, "title")
-    assert (panels(path, BLUE) > 5).tolist() == [[True, True, False], [False, False, False]]
-    plot_curves([], path, "title")
-    assert panels(path, BLUE).sum() == 0
-
-
 def test_a_spike_does_not_flatten_its_panel(tmp_path):
     """The other values fill the panel's height; the spike is an arrow at its edge, with its number."""
     path, data = tmp_path / "curves.png", rows(300, ("loss",))
@@ -56,18 +47,6 @@ def test_a_spike_does_not_flatten_its_panel(tmp_path):
     assert rows_of_pixels(path, BLUE) > 0.9 * calm > 100
 
 
-def test_the_number_of_a_spike_is_hidden_by_no_other_arrow():
-    x = np.arange(300.0)
-    y = np.where((x == 60) | (x == 63), 9.0 + (x == 60), 0.0)
-    axes = Figure(dpi=100).add_subplot()
-    axes.set(xlim=(0, 299), ylim=(-1, 1))
-    _mark_cut(axes, x, y, -1.0, 1.0, "black")
-    box = axes.texts[0].get_window_extent()
-    assert axes.texts[0].get_text() == "10"
-    for place in axes.transData.transform(axes.lines[0].get_xydata()):
-        assert not box.padded(4).contains(*place)  # half of an arrow
-
-
 def test_limits_cut_spikes_alone():
     calm = [math.sin(i / 9) for i in range(300)]
     assert _limits(calm) == (min(calm), max(calm))
@@ -76,18 +55,6 @@ def test_limits_cut_spikes_alone():
     assert _limits([0.0] * 20 + [1.0]) == (0.0, 1.0)
     assert _limits([1.0, 2.0, 900.0]) == (1.0, 900.0)
     assert _limits(list(range(20))) == (0, 19)
-
-
-def test_steps_of_one_batch_do_not_hatch_the_clipped_fraction(tmp_path):
-    """A metric that jumps between 0 and 1 from step to step is drawn as one line at its mean."""
-    path = tmp_path / "curves.png"
-    data = [{"step": i, "clipped_ratio_fraction": float(i % 4 > 0)} for i in range(1, 301)]
-    plot_curves(data, path, "title")
-    pixels = np.round(imread(path)[..., :3] * 255)
-    panel = pixels[: pixels.shape[0] // 2, 2 * pixels.shape[1] // 3 :]
-    colored = (panel.max(-1) - panel.min(-1) > 20).any(-1).mean()
-    assert colored > 0.02
-    assert (panel.max(-1) - panel.min(-1) > 20).mean() < 0.02
 
 
 def rows_of_pixels(path, color):

@@ -1,6 +1,5 @@
 """`pgtk sync`, and what else reaches MLflow from a run directory after the fact or beside the steps."""
 
-import json
 import time
 
 import pytest
@@ -58,17 +57,6 @@ def test_sync_delivers_the_others_when_a_run_is_damaged(uri, tmp_path, capsys):
     assert said.err.count("\n") == 1
     assert "2-damaged/status.json is damaged (" in said.err
     assert [name in said.out for name in ("1-first: 2 rows", "2-damaged", "3-last: 2 rows")] == [True, False, True]
-
-
-def test_a_run_whose_number_was_never_written_down_is_found_again(uri, run):
-    tracker = start(uri, run)
-    train(run, 1, 2)
-    tracker.finish("failed")
-    status = json.loads((run.path / "status.json").read_text())
-    (run.path / "status.json").write_text(json.dumps(status | {"mlflow": None}))
-    again = start(uri, run)
-    again.finish("done")
-    assert again.info["run_id"] == tracker.info["run_id"]
 
 
 def test_the_load_of_the_machine_is_measured_and_a_resumed_run_goes_on_with_it(uri, run, monkeypatch):

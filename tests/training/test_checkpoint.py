@@ -25,6 +25,7 @@ from builders.runs import (
     run,
     save_state,
     state,
+    with_model,
 )
 from safetensors import SafetensorError
 from safetensors.torch import save
@@ -152,10 +153,8 @@ class Malicious:
 def adapted(tmp_path_factory):
     """A run under LoRA."""
     folder = tmp_path_factory.mktemp("adapted")
-    own = [setting for setting in SHORT if not setting.startswith("model.")]
     base = save_with_tokenizer(small_llama(), folder / "base")
-    chosen = ["model=huggingface", f"model.path={base}", "model.lora_rank=2", "trainer.max_steps=2"]
-    train(config_of(*own, *chosen), folder / "run")
+    train(config_of(*with_model(base, "model.lora_rank=2", "trainer.max_steps=2")), folder / "run")
     return folder / "run"
 
 

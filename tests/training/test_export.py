@@ -7,7 +7,7 @@ import torch
 from builders.models import save_with_tokenizer, small_llama
 from builders.parallel_runs import saved_again
 from builders.processes import world
-from builders.runs import SHORT, checkpoint_of, config_of, copy_as_of, run
+from builders.runs import SHORT, checkpoint_of, config_of, copy_as_of, run, with_model
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -105,9 +105,8 @@ def test_a_model_of_a_folder_keeps_all_its_ends_and_its_number_type(tmp_path):
     """All that an export needs is in the run; what it samples by is the run's own."""
     save_with_tokenizer(small_llama(num_hidden_layers=2, tie_word_embeddings=True).bfloat16(), tmp_path / "base")
     (tmp_path / "base" / "generation_config.json").write_text('{"eos_token_id": [11, 3, 7], "repetition_penalty": 1.1}')
-    chosen = [setting for setting in SHORT if not setting.startswith("model.")]
-    chosen += ["model=huggingface", f"model.path={tmp_path / 'base'}", "model.gradient_checkpointing=true"]
-    settings = config_of(*chosen, "trainer.max_steps=1")
+    chosen = "model.gradient_checkpointing=true", "trainer.max_steps=1"
+    settings = config_of(*with_model(tmp_path / "base", *chosen))
     train(settings, tmp_path / "run")
     tokens = torch.tensor([1, 2, 3, 10, 3, 2, 1])
     expected = logits_in_training(tmp_path / "run", settings, 1, tokens)

@@ -7,7 +7,7 @@ import torch
 from builders.models import model_config, save_with_tokenizer, small_llama
 from builders.parallel_runs import assert_close, run_on_ranks, saved_again
 from builders.processes import world
-from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of
+from builders.runs import assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, once, with_model
 from omegaconf import OmegaConf
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -32,8 +32,7 @@ def base(tmp_path_factory):
 
 
 def settings(base, *overrides):
-    own = [setting for setting in SHORT if not setting.startswith("model.")]
-    return [*own, "model=huggingface", f"model.path={base}", *LORA, "trainer.max_steps=4", *overrides]
+    return with_model(base, *LORA, "trainer.max_steps=4", *overrides)
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +186,7 @@ def test_a_folder_of_adapters_is_no_model(base, trained, tmp_path, capsys):
         if folder == tmp_path / "both":  # transformers would put them into the model at its side
             shutil.copytree(base, folder)
             shutil.copy(newest(trained) / "adapter_config.json", folder)
-        assert main(["check", *(one for one in settings(folder) if one != "trainer.max_steps=6")]) == 2
+        assert main(["check", *once(*settings(folder))]) == 2
         said = capsys.readouterr().out
         assert f"model.path={folder} needs a whole model (got adapters, adapter_config.json)." in said
 
@@ -205,9 +204,7 @@ def test_a_folder_of_adapters_is_no_model(base, trained, tmp_path, capsys):
 )
 def test_ranks_train_as_one_process_does_and_continue(base, recorded, tmp_path, sizes, changes):
     """From recorded rollouts: three steps at once, and the last two from the checkpoint of one process."""
-    own = [setting for setting in recorded if not setting.startswith("model.")]
-    given = [*own, "aggregation=constant", "aggregation.divisor=4", "model=huggingface", f"model.path={base}", *LORA]
-    given += changes
+    given = with_model(base, "aggregation=constant", "aggregation.divisor=4", *LORA, *changes, of=recorded)
     one = run_on_ranks(tmp_path / "one", [one for one in given if "shard" not in one])
     assert [row["grad_norm"] > 1e-4 for row in metrics_of(one)] == [True] * 3
     tolerance = 0.03 if "model.dtype=bfloat16" in changes else 1e-4

@@ -10,7 +10,17 @@ import pytest
 import torch
 from builders.parallel_runs import run_on_ranks, saved_again
 from builders.processes import layout, world
-from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, contents_of, copy_as_of, metrics_of, state
+from builders.runs import (
+    SHORT,
+    assert_equal,
+    checkpoint_of,
+    config_of,
+    contents_of,
+    copy_as_of,
+    metrics_of,
+    state,
+    with_model,
+)
 from omegaconf import OmegaConf
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -99,8 +109,7 @@ def test_a_tied_head_is_one_matrix_on_any_number_of_ranks(tmp_path, recorded):
     tied = LlamaConfig(vocab_size=12, tie_word_embeddings=True, bos_token_id=None, eos_token_id=11, **sizes)
     LlamaForCausalLM(tied).save_pretrained(tmp_path / "base")
     character_tokenizer("0123456789=").save_pretrained(tmp_path / "base")
-    own = [setting for setting in recorded if not setting.startswith("model.")]
-    own += [*SETTINGS, "model=huggingface", f"model.path={tmp_path / 'base'}"]
+    own = with_model(tmp_path / "base", *SETTINGS, of=recorded)
     run = run_on_ranks(tmp_path / "run", [*own, "trainer.max_steps=1"])
     before = checkpoint_of(run, 1)
     assert [name for name in before["model"] if "embed" in name or "head" in name] == ["model.embed_tokens.weight"]

@@ -7,7 +7,7 @@ import torch
 from builders.models import save_with_tokenizer, small_llama
 from builders.parallel_runs import assert_close, run_on_ranks
 from builders.rollout_rows import write_jsonl
-from builders.runs import SHORT, assert_equal, built, checkpoint_of, config_of, copy_as_of, metrics_of, run
+from builders.runs import assert_equal, built, checkpoint_of, config_of, copy_as_of, metrics_of, run, with_model
 
 from pgtoolkit.config.validate import validate
 from pgtoolkit.errors import ConfigError, DataError
@@ -21,20 +21,11 @@ def llama(folder, *, seed=0, **changes):
     return save_with_tokenizer(small_llama(seed, **changes), folder)
 
 
-def huggingface(path, *more):
-    """Overrides that take the place of the tiny model's."""
-    return ["model=huggingface", f"model.path={path}", *more]
-
-
-def short(*overrides):
-    """The settings of `builders.runs.SHORT` that a model of another kind has as well."""
-    return [one for one in SHORT if not one.startswith("model.")] + list(overrides)
-
-
-def train_short(folder, *overrides, resume=False):
-    config = config_of(*short(*overrides))
+def train_on(folder, path, *overrides):
+    """A run of the model at path, with the short settings."""
+    config = config_of(*with_model(path, *overrides))
     assert validate(config).problems == []
-    train(config, folder, resume=resume, overrides=list(overrides))
+    train(config, folder, overrides=list(overrides))
     return folder
 
 
@@ -49,13 +40,11 @@ def test_the_first_distance_is_exactly_zero(tmp_path):
 def test_the_first_distance_is_exactly_zero_in_bfloat16(tmp_path, tied):
     """The matrices of the reference are kept in bfloat16, and what computes in float32 is not."""
     path = llama(tmp_path / "model", tie_word_embeddings=tied)
-    overrides = huggingface(
-        path, "model.dtype=bfloat16", "kl=k3", "trainer.max_steps=2", "optimizer.learning_rate=1e-2"
-    )
-    rows = metrics_of(train_short(tmp_path / "run", *overrides))
+    overrides = path, "model.dtype=bfloat16", "kl=k3", "trainer.max_steps=2", "optimizer.learning_rate=1e-2"
+    rows = metrics_of(train_on(tmp_path / "run", *overrides))
     assert rows[0]["kl_ref"] == 0
     assert rows[1]["kl_ref"] > 0
-    module, _ = built(*short(*overrides))
+    module, _ = built(*with_model(*overrides))
     reference = reference_of(module.config, module.policy).model
     assert reference.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
     assert reference.model.norm.weight.dtype == reference.get_input_embeddings().weight.dtype
@@ -82,8 +71,8 @@ def test_a_reference_of_its_own_changes_no_draw(tmp_path):
     path, other = llama(tmp_path / "model"), llama(tmp_path / "other", seed=3)
     found = []
     for chosen in ([], ["kl=k3", f"kl.reference={other}"]):
-        overrides = huggingface(path, "trainer.max_steps=1", *chosen)
-        found.append(metrics_of(train_short(tmp_path / f"run {len(found)}", *overrides))[0])
+        folder = train_on(tmp_path / f"run {len(found)}", path, "trainer.max_steps=1", *chosen)
+        found.append(metrics_of(folder)[0])
     assert found[1].pop("kl_ref") > 1e-3
     same = ("reward", "completion_length", "new_logprobs", "old_logprobs", "advantage", "num_tokens")
     assert [found[0][name] for name in same] == [found[1][name] for name in same]
@@ -92,8 +81,8 @@ def test_a_reference_of_its_own_changes_no_draw(tmp_path):
 def test_a_reference_from_a_folder_gives_its_log_probs(tmp_path):
     """Against its own logits, by hand; the temperature is the policy's."""
     path, other = llama(tmp_path / "model"), llama(tmp_path / "other", seed=3)
-    overrides = huggingface(path, "kl=k1", f"kl.reference={other}", "rollout.temperature=0.7", "loss=reinforce")
-    module, loader = built(*short(*overrides))
+    overrides = path, "kl=k1", f"kl.reference={other}", "rollout.temperature=0.7", "loss=reinforce"
+    module, loader = built(*with_model(*overrides))
     step = next(iter(loader))
     found = module.training_step(step, 0)["metrics"]["kl_ref"]
     expected = 0.0
@@ -111,17 +100,17 @@ def test_another_vocabulary_is_refused(tmp_path):
     path = llama(tmp_path / "model")
     wider = llama(tmp_path / "wider", vocab_size=14)
     with pytest.raises(ConfigError, match=r"kl.reference=.*wider needs the vocabulary of the policy, 12 rows .*got 14"):
-        built(*short(*huggingface(path, "kl=k3", f"kl.reference={wider}")))
+        built(*with_model(path, "kl=k3", f"kl.reference={wider}"))
     renamed = llama(tmp_path / "renamed")
     tokenizer = json.loads((renamed / "tokenizer.json").read_text())
     numbers = tokenizer["model"]["vocab"]
     numbers["1"], numbers["2"] = numbers["2"], numbers["1"]
     (renamed / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ConfigError, match="10 of these tokens under the same number"):
-        built(*short(*huggingface(path, "kl=k3", f"kl.reference={renamed}")))
+        built(*with_model(path, "kl=k3", f"kl.reference={renamed}"))
     (renamed / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"^kl.reference=.* needs a model that transformers can load"):
-        built(*short(*huggingface(path, "kl=k3", f"kl.reference={renamed}")))
+        built(*with_model(path, "kl=k3", f"kl.reference={renamed}"))
 
 
 def rows_with_reference():

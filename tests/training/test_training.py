@@ -11,10 +11,9 @@ import pytest
 import torch
 from builders.losses import EVERY_LOSS, OBJECTIVES, PARAMETERS
 from builders.rollout_rows import good_row, write_jsonl
-from builders.runs import SHORT, assert_equal, config_of, metrics_of, run
+from builders.runs import SHORT, assert_equal, config_of, metrics_of, run, some_documents
 from omegaconf import OmegaConf
 
-from pgtoolkit.batch import Document
 from pgtoolkit.errors import DataError, Interrupted, NumericalError
 from pgtoolkit.rollouts.policy import STAGES
 from pgtoolkit.rollouts.steps import make_step
@@ -27,27 +26,6 @@ from pgtoolkit.training.train import build, train
 def module_of(*overrides, seed=0):
     module, _ = build(OmegaConf.to_object(config_of(*SHORT, *overrides)))
     return module
-
-
-def some_documents(seed=0, lengths=(9, 5, 12, 7, 2, 6, 8)):
-    """Documents of the tiny model's vocabulary; the last is all masked, the fifth has a single trained token."""
-    generator = torch.Generator().manual_seed(seed)
-    documents = []
-    for i, length in enumerate(lengths):
-        mask = torch.arange(length) >= max(1, length // 2)
-        if i == len(lengths) - 1:
-            mask[:] = False
-        documents.append(
-            Document(
-                tokens=torch.randint(0, 11, (length,), generator=generator),
-                loss_mask=mask,
-                old_log_probs=(-2.5 + 0.2 * torch.randn(length, generator=generator))[mask],
-                advantages=torch.randn(1, generator=generator).expand(int(mask.sum())),
-                group=[3, 3, 8, 8, 8, 5, 5][i],
-                name=f"document {i}",
-            )
-        )
-    return documents
 
 
 def gradient_and_metrics(module, documents, max_tokens):
@@ -111,15 +89,6 @@ def test_the_first_step_of_a_batch_of_rollouts_has_ratio_one_and_later_ones_do_n
         assert row["staleness"] == (0 if first else 1)
         assert row["num_micro_batches"] >= 2
         assert row["documents_seen"] == 8 * row["step"]
-
-
-def test_a_run_does_not_depend_on_max_tokens(short, tmp_path):
-    expected = metrics_of(short)
-    found = metrics_of(run(tmp_path / "run", "accumulation.max_tokens=1000"))
-    assert found[0]["num_micro_batches"] != expected[0]["num_micro_batches"]
-    for a, b in zip(found, expected, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], abs=2e-5)
-        assert a["reward"] == b["reward"]
 
 
 def module_with_optimizer(*overrides):

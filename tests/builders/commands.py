@@ -1,0 +1,111 @@
+"""The command as a process, for the tests: a run, or a sweep."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from builders.runs import SHORT, once
+
+PGTK = Path(sys.executable).with_name("pgtk")
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+class Command:
+    """`pgtk` as a process, with `folder`/run as its run directory and what it shows in `folder`/terminal.
+
+    words: overrides of a run, or a sub-command. environment: what it has besides ours.
+    """
+
+    def __init__(self, folder: Path, *words: str, environment: dict[str, str] | None = None):
+        folder.mkdir(exist_ok=True)
+        self.directory, self.log = folder / "run", folder / "terminal"
+        if "=" in words[0]:
+            words = [*once(*words), f"hydra.run.dir={self.directory}"]
+        command = [sys.executable, "-m", "pgtoolkit.cli", *words]
+        with self.log.open("w") as file:
+            streams = {"stdout": file, "stderr": file}
+            self.process = subprocess.Popen(command, cwd=folder, env=ENVIRONMENT | (environment or {}), **streams)
+
+    def steps(self) -> int:
+        rows = self.directory / "metrics.jsonl"
+        return len(rows.read_text().splitlines()) if rows.exists() else 0
+
+    def wait_for(self, condition: Callable[[], object], seconds: float = 150) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, self.log.read_text()[-3000:]
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            time.sleep(0.02)
+
+    def wait_for_steps(self, count: int) -> None:
+        self.wait_for(lambda: self.steps() >= count)
+
+    def end(self, seconds: float = 120) -> str:
+        """What was shown, once the command and all that it has started have ended."""
+        children = psutil.Process(self.process.pid).children()
+        try:
+            self.process.wait(timeout=seconds)
+        finally:
+            self.kill()
+        _, alive = psutil.wait_procs(children, timeout=5)
+        assert alive == []
+        return self.log.read_text()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    @property
+    def status(self) -> dict:
+        return json.loads((self.directory / "status.json").read_text())
+
+
+@contextlib.contextmanager
+def started(folder: Path, *overrides: str):
+    """A sweep in folder/sweep as a process, which does not outlive the block."""
+    command = [PGTK, "-m", *once(*SHORT, "hydra.sweep.dir=sweep", *overrides)]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, **streams)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def sweep(folder: Path, *overrides: str) -> tuple[int, str]:
+    """(exit status, output) of a sweep in folder/sweep."""
+    with started(folder, *overrides) as process:
+        output, _ = process.communicate(timeout=400)
+        return process.returncode, output
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 300) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+def has_steps(folder: Path, name: str, steps: int) -> Callable[[], bool]:
+    """Whether a job has made so many steps."""
+
+    def condition() -> bool:
+        files = list((folder / "sweep").glob(f"{name}*/metrics.jsonl"))
+        return bool(files) and files[0].read_bytes().count(b"\n") >= steps
+
+    return condition
+
+
+def directory_of(folder: Path, name: str) -> Path:
+    (found,) = (path for path in (folder / "sweep").glob(f"{name}*") if path.is_dir())
+    return found
