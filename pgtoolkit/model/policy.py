@@ -46,9 +46,6 @@ class Policy:
     is_whole = True
     """Whether this process holds the whole model, and can sample from it."""
 
-    def synchronise_gradients(self, last: bool) -> None:
-        """Called before each micro-batch: whether its backward is the step's last one, which FSDP2 sums after."""
-
     def put_away(self) -> None:
         """Called after a forward pass without a backward: what was brought together for it is given back."""
 

@@ -103,10 +103,6 @@ class ParallelPolicy(Policy):
             start = vocabulary_start(self.vocabulary_size, layout.mesh["tensor_parallel"])
         return hidden, head, Ranks(group, start, layout.group("sequence_data_parallel"))
 
-    def synchronise_gradients(self, last: bool) -> None:
-        if self.sharded:
-            self.model.set_requires_gradient_sync(last)
-
     def put_away(self) -> None:
         if self.sharded:
             self.model.reshard()  # FSDP2 keeps the head's unit together for the backward

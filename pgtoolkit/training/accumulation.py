@@ -62,9 +62,6 @@ class DynamicAccumulation(lightning.LightningModule):
         """May set the learning rate of the update that follows; what it returns is among the step's metrics."""
         return {}
 
-    def synchronise_gradients(self, last: bool) -> None:
-        """Called before each micro-batch; last: of the step. For wrappers that exchange gradients in the backward."""
-
     def gradient_groups(self) -> list[tuple[ProcessGroup, list[nn.Parameter]]]:
         """After a step's last backward: (group, parameters whose gradients here are to be summed over it), in order."""
         if self.layout.loss_group is None:
@@ -74,8 +71,7 @@ class DynamicAccumulation(lightning.LightningModule):
     def backward_of_all(self, micro_batches: list[MicroBatch], totals: StepTotals) -> list[PolicyLoss]:
         """Forward and backward of each micro-batch; gradients add up in the parameters."""
         outputs = []
-        for number, micro_batch in enumerate(micro_batches, start=1):
-            self.synchronise_gradients(last=number == len(micro_batches))
+        for micro_batch in micro_batches:
             out = self.micro_batch_loss(micro_batch.counted().to(self.device), totals)
             self.manual_backward(out.loss)
             outputs.append(out)

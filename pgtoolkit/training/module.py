@@ -90,9 +90,6 @@ class PolicyGradientModule(DynamicAccumulation):
         with_head = self.policy.with_head
         return self.policy.pipeline.run(micro_batches, lambda m, hidden: self._loss(with_head(hidden), m, totals))
 
-    def synchronise_gradients(self, last: bool) -> None:
-        self.policy.synchronise_gradients(last)
-
     def gradient_groups(self):
         return self.policy.gradient_groups()
 
