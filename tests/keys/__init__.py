@@ -24,7 +24,7 @@ ROWS: dict[str, Callable] = {}
 _VLLM = "sampling/test_vllm.py"
 SEEN_BY = {
     **dict.fromkeys(
-        [f"loss/{name}.num_splits" for name, family in FAMILIES.items() if family.scope == "document"]
+        [f"loss/{name}.num_splits" for name, family in FAMILIES.items() if family.scope != "token"]
         + ["model/tiny.fp32_lm_head"],
         "config/test_golden_refusals.py::test_what_is_refused_and_what_is_accepted",  # they have one value
     ),
@@ -40,7 +40,6 @@ SEEN_BY = {
     "test_batches_are_recorded_once_they_are_used_with_the_version_that_wrote_them",
     "rollout/policy.top_p": "sampling/test_samplers.py::test_log_probs_are_those_of_the_distribution_sampled_from",
     "sampler/transformers.static_cache": "tasks/test_stops.py::test_a_static_cache_looks_for_strings_every_32_tokens",
-    "sampler/vllm.answer_seconds": f"{_VLLM}::test_a_server_that_is_busy_for_longer_than_it_has_is_not_said_to_hang",
     "sampler/vllm.executable": f"{_VLLM}::test_a_program_that_is_not_there_is_one_sentence",
     "sampler/vllm.name": f"{_VLLM}::test_a_program_that_is_not_there_is_one_sentence",
     "sampler/vllm.start_seconds": f"{_VLLM}::test_another_program_at_an_address_is_one_sentence",
