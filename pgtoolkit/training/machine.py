@@ -144,13 +144,13 @@ def _error_of_task(_directory: str, pickled: bytes) -> str | None:
 
 def _recorded(c: Config, loss: Loss) -> None:
     """Recorded rollouts whose first rows this configuration can train on."""
-    from pgtoolkit.rollouts.recorded import check_first_rows
+    from pgtoolkit.rollouts.recorded import recorded_rollouts
 
     positions = c.model.max_positions if c.model.name == "tiny" else None
     if c.model.name == "huggingface":
         positions = model_folder.model_settings(c.model.path).get("max_position_embeddings")
     room = min(c.accumulation.max_tokens, positions) if is_whole(positions) else c.accumulation.max_tokens
-    check_first_rows(c, loss, vocabulary_size(c.model, c.task) or 2**31, room)
+    recorded_rollouts(c, loss, vocabulary_size(c.model, c.task) or 2**31, room, first=100)
 
 
 @contextlib.contextmanager

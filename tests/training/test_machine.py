@@ -95,11 +95,23 @@ def test_more_processes_than_this_machine_has_room_for(capsys, monkeypatch):
         ([GROUP[0], GROUP[1] | {"token_ids": [1, 2, 99]}], [], "rows.jsonl:2:token_ids: is 99 at position 2"),
         (GROUP, ["accumulation.max_tokens=2"], "has 3 tokens and at most 2 fit"),
         (GROUP, ["correction=token_mask"], "rows.jsonl:1:sampling_log_probs: is missing"),
+        ([], [], "rollout.path=rows.jsonl needs at least one row (got none in rows.jsonl)"),
+        ([row | {"loss_mask": [0, 0, 0]} for row in GROUP], [], "needs a trained token (got 2 documents whose"),
+        ([*GROUP, ROW | {"reward": 0}], [], "rows.jsonl:3:group_id: is missing; other rows have one"),
+        ([row | {"reward": -1} for row in GROUP] * 60, ["advantage=max_rl"], "max_rl divides by the group's mean"),
+        ([row | {"id": "a"} for row in GROUP] * 60, [], "rows.jsonl:2:id: is 'a' like that of rows.jsonl:1"),
     ],
 )
 def test_recorded_rows_that_cannot_be_trained_on(capsys, beside, rows, overrides, says):
     (beside / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert says in refused(capsys, "rollout=recorded", "rollout.path=rows.jsonl", *overrides, status=3)
+
+
+def test_what_only_later_rows_tell_is_left_to_the_run(capsys, beside):
+    rows = [row | {"group_id": number // 3} for number, row in enumerate([*GROUP * 75])]
+    (beside / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["check", "rollout=recorded", "rollout.path=rows.jsonl", "rollout.group_size=3", "advantage=rloo"]) == 0
+    assert "note:" not in capsys.readouterr().err
 
 
 def test_a_model_that_is_nowhere(capsys, monkeypatch):
