@@ -159,10 +159,10 @@ def _error_of_task(_directory: str, pickled: bytes) -> str | None:
 
 def _recorded(c: Config, loss: Loss) -> None:
     """Recorded rollouts whose first rows this configuration can train on."""
-    from pgtoolkit.rollouts.recorded import check_first_rows
+    from pgtoolkit.rollouts.recorded import recorded_rollouts
 
     room = min(c.accumulation.max_tokens, _positions(c) or c.accumulation.max_tokens)
-    check_first_rows(c, loss, vocabulary_size(c.model, c.task) or 2**31, room)
+    recorded_rollouts(c, loss, vocabulary_size(c.model, c.task) or 2**31, room, first=100)
 
 
 def _epochs(c: Config, report: Report) -> None:

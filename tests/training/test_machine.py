@@ -97,6 +97,11 @@ def test_more_processes_than_this_machine_has_room_for(capsys, monkeypatch):
         ([GROUP[0], GROUP[1] | {"token_ids": [1, 2, 99]}], [], "rows.jsonl:2:token_ids: is 99 at position 2"),
         (GROUP, ["accumulation.max_tokens=2"], "has 3 tokens and at most 2 fit"),
         (GROUP, ["correction=token_mask"], "rows.jsonl:1:sampling_log_probs: is missing"),
+        ([], [], "rollout.path=rows.jsonl needs at least one row (got none in rows.jsonl)"),
+        ([row | {"loss_mask": [0, 0, 0]} for row in GROUP], [], "needs a trained token (got 2 documents whose"),
+        ([*GROUP, ROW | {"reward": 0}], [], "rows.jsonl:3:group_id: is missing; other rows have one"),
+        ([row | {"reward": -1} for row in GROUP] * 60, ["advantage=max_rl"], "max_rl divides by the group's mean"),
+        ([row | {"id": "a"} for row in GROUP] * 60, [], "rows.jsonl:2:id: is 'a' like that of rows.jsonl:1"),
     ],
 )
 def test_recorded_rows_that_cannot_be_trained_on(capsys, beside, rows, overrides, says):
@@ -141,6 +146,13 @@ def test_a_store_that_is_none(capsys, beside, place, got):
     os.mkfifo(beside / "pipe")
     said = refused(capsys, "trainer.max_steps=1", f"tracking.uri=sqlite:///{place}")
     assert f"tracking.uri=sqlite:///{beside}/{place} needs an SQLite file, or a place for one (got {got})." in said
+
+
+def test_what_only_later_rows_tell_is_left_to_the_run(capsys, beside):
+    rows = [row | {"group_id": number // 3} for number, row in enumerate([*GROUP * 75])]
+    (beside / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["check", "rollout=recorded", "rollout.path=rows.jsonl", "rollout.group_size=3", "advantage=rloo"]) == 0
+    assert "note:" not in capsys.readouterr().err
 
 
 def test_a_model_that_is_nowhere(capsys, monkeypatch):
