@@ -20,10 +20,10 @@ from pgtoolkit.config.models import vocabulary_size
 from pgtoolkit.config.paths import NO_FOLDER, absolute_uri, sqlite_path
 from pgtoolkit.config.rules.run import refuse_triton
 from pgtoolkit.config.schema import Config
-from pgtoolkit.errors import DataError, PgtoolkitError
+from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError
 from pgtoolkit.ranks.environment import AXES, joined, world_size
 from pgtoolkit.system import model_folder
-from pgtoolkit.system.report import Report, is_whole, text
+from pgtoolkit.system.report import Report, is_whole, refusal, text
 
 if TYPE_CHECKING:
     from pgtoolkit.losses.objective import Loss
@@ -143,17 +143,27 @@ def _prompts(c: Config, report: Report) -> None:
     if is_on(c):
         tasks |= {f"evaluation.sets.{one.name}" if c.evaluation.sets else "task": one.task for one in held_out_sets(c)}
     for place, task in tasks.items():
-        if task.name == "prompts" and (error := _error_of_task(os.getcwd(), pickle.dumps(task))):
+        if task.name != "prompts":
+            continue
+        no_template = "model=tiny" if c.model.name == "tiny" else "task.chat=never" if task.chat == "never" else ""
+        if error := _error_of_task(os.getcwd(), pickle.dumps(task), no_template):
             report.problems.append(type(error)(error.replace("task.", f"{place}.")))
 
 
 @functools.cache  # the jobs of a sweep share it
-def _error_of_task(_directory: str, pickled: bytes) -> str | None:
+def _error_of_task(_directory: str, pickled: bytes, no_template: str) -> str | None:
+    """no_template: the setting that leaves chat messages without a template, if any."""
     from pgtoolkit.tasks.tasks import make_task
 
     report = Report()
     with _added_to(report):
-        make_task(pickle.loads(pickled), 0).close()
+        task = make_task(pickle.loads(pickled), 0)
+        task.close()
+        if no_template and any(prompt.messages is not None for prompt in task.rows()):
+            got, reason = f"chat messages with {no_template}", "Messages become tokens by the model's chat template."
+            raise ConfigError(
+                refusal("task.prompt_field", "texts", got, reason, "model=huggingface with task.chat=auto")
+            )
     return next(iter(report.problems), None)
 
 

@@ -101,6 +101,15 @@ def test_a_function_with_other_arguments_is_told_how_it_is_called(capsys, typed,
     assert problems(capsys, *before.split(), typed.format(good)) == "none"
 
 
+def test_messages_are_asked_for_by_their_field_and_need_a_template(capsys):
+    chats = ("task=prompts", "task.path=chats.jsonl")
+    assert "chats.jsonl:1:prompt: is missing; the row has messages, answer. Use task.prompt_field=messages" in problems(
+        capsys, *chats
+    )
+    said = problems(capsys, *chats, "task.prompt_field=messages")
+    assert "task.prompt_field needs texts (got chat messages with model=tiny)" in said
+
+
 def test_a_sweep_file_chooses_options_as_it_is_told_to(capsys, tmp_path):
     (tmp_path / "mine.yaml").write_text("defaults: [config, _self_]\nloss: cispo\naggregation: token_mean\n")
     assert main(["sweep", "mine.yaml", "seed=1,2"]) == 2
