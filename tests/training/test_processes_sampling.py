@@ -11,7 +11,8 @@ from builders.processes import layout, world
 from builders.runs import SHORT, config_of, copy_as_of, metrics_of
 from omegaconf import OmegaConf
 
-from pgtoolkit.errors import RankLost
+from pgtoolkit.errors import DataError, RankLost
+from pgtoolkit.ranks.agreement import gather_objects
 from pgtoolkit.runs.records import read_evaluations
 from pgtoolkit.tasks.completion import Request
 from pgtoolkit.training.build import build
@@ -177,3 +178,28 @@ def test_ranks_that_have_read_other_prompts_or_weights_are_told(llama, tmp_path)
     config = OmegaConf.to_object(config_of(*of_model(llama, "parallelism.data_parallel=2")))
     for said in world(2).run(refusal_on_rank, config, "model", folders):
         assert said.startswith("the weights of the model on rank 1 differ from those on rank 0.")
+
+
+def failing_rank(config, sizes: dict[str, int], place: str) -> tuple[str, list[int]]:
+    """What each rank is told where rank 1 alone fails, with prompts or completions, and whom it still meets."""
+    module, loader = build(config, layout=layout(**sizes))
+    if module.layout.rank == 1:
+        source = loader.source
+        owner, name = (source.task, "encode") if place == "prompts" else (source.sampler, "_complete")
+
+        def fail(*_):
+            raise DataError(f"no {place}")
+
+        setattr(owner, name, fail)
+    with pytest.raises(DataError) as refused:
+        next(iter(loader))
+    return str(refused.value), gather_objects(module.layout.rank, module.layout.world_group)
+
+
+@pytest.mark.parametrize("beside", [[], ["rollout.max_staleness=2", "rollout.old_log_probs=sampling"]])
+@pytest.mark.parametrize("place", ["prompts", "completions"])
+def test_a_rank_that_fails_keeps_none_waiting_that_gathers_the_weights(llama, place, beside):
+    settings = of_model(llama, "parallelism.data_parallel=2", FSDP, *beside)
+    config = OmegaConf.to_object(config_of(*settings))
+    told = world(2).run(failing_rank, config, {"data_parallel": 2}, place)
+    assert told == [(f"rank 1: no {place}", [0, 1])] * 2
