@@ -11,6 +11,7 @@ from collections.abc import Container, Iterator
 from datetime import datetime
 from enum import Enum
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from pgtoolkit.errors import StorageError, first_line
@@ -203,10 +204,10 @@ def _parsed_yaml(data: bytes) -> Any:
 
 def _expect(value: Any, shape: Any, name: str = "content") -> None:
     """ValueError if a value does not have a shape: a type, or a function that is true of it; a list of the shape of all
-    items; a dictionary of the shapes of its keys, where `key?` may be missing or null, and str is any other.
+    items; a dictionary of the shapes of its keys, where `key?` may be missing, and str is any other.
     """
     kind = type(shape) if isinstance(shape, (dict, list)) else shape
-    if not (isinstance(value, kind) if isinstance(kind, type) else kind(value)):
+    if not (isinstance(value, kind) if isinstance(kind, (type, UnionType)) else kind(value)):
         raise ValueError(f"its {name} is not what pgtk writes there")
     if isinstance(shape, list):
         for item in value:
@@ -214,12 +215,12 @@ def _expect(value: Any, shape: Any, name: str = "content") -> None:
     elif isinstance(shape, dict):
         shapes = {key.strip("?"): expected for key, expected in shape.items() if key is not str}
         for key in shapes | (value if str in shape else {}):
-            if value.get(key) is not None or f"{key}?" not in shape:
+            if key in value or f"{key}?" not in shape:
                 _expect(value.get(key), shapes.get(key, shape.get(str)), key)
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value < 2**53
 
 
 def _is_number(value: Any) -> bool:
@@ -227,17 +228,22 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value) is not None
 
 
+def _is_share(value: Any) -> bool:
+    return _is_number(value) and 0 <= value <= 1
+
+
 def _is_time(value: Any) -> bool:
     return bool(datetime.strptime(str(value), TIME))
 
 
-_STATUS = {"state": STATES.__contains__, "step": _is_count, "saved?": _is_count, "started?": _is_time}
-_STATUS |= {"mlflow?": {str: str}, "id?": str, "reason?": str, "sweep?": str}
+_STATUS = {"state": STATES.__contains__, "step": _is_count, "saved?": _is_count, "started?": _is_time, "id?": str}
+_STATUS |= {"mlflow?": lambda info: not info or _expect(info, {str: str}) is None}
+_STATUS |= {"reason?": str | None, "sweep?": str | None}
 _ROW = {"step": _is_count, str: _is_number}
-_EVALUATION = {"set": str, "prompts": _is_count, "avg": _is_number, "pass@1": _is_number, **_ROW}
+_EVALUATION = {"set": str, "prompts": _is_count, "avg": _is_number, "pass@1": _is_share, **_ROW}
 _DRIFT = {"step": _is_count, "changes": {str: lambda pair: isinstance(pair, list) and len(pair) == 2}}
-_START = {"git?": [{"commit?": str, "diff": str}], "gpus?": [dict], "packages?": {str: str}, "memory_bytes?": int}
-_START |= {"command?": [str], "directory?": str}
+_START = {"git?": [{"commit?": str | None, "diff": str}], "gpus?": [dict], "packages?": {str: str}}
+_START |= {"memory_bytes?": int, "command?": [str], "directory?": str}
 _PROVENANCE = {**_START, "resumed?": [{**_START, "time": _is_time}]}
 _DATA = {"accepted?": list, str: {str: dict}}
 _SWEEP = {"name": str, "command": list, "jobs": [{"name": str, "directory": str, "status": str}]}
