@@ -47,9 +47,10 @@ def plan(c: Config, gpu: float | None = None) -> Plan | None:
     if c.kl.needs_model and not (rank and c.kl.reference == "initial"):
         always["reference"] = number * shape.weights / ranks
     sampling = _sampling(c, shape, number) if samples(c) and c.sampler.name == "transformers" else {}
-    if sampling and (ranks > 1 or number < 4 or rank is not None):
+    beside = getattr(c.rollout, "max_staleness", None) is not None
+    if sampling and (ranks > 1 or number < 4 or rank is not None or beside):
         sampling["copy"] = number * shape.weights
-    if getattr(c.rollout, "max_staleness", None) is not None:  # then completions are sampled during updates
+    if beside:  # completions are sampled during updates
         always, sampling = always | sampling, {}
     return Plan(always, _update(c, shape, number, gpu), sampling)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from hydra.core.override_parser.types import ChoiceSweep, Override
-from omegaconf import DictConfig, EnumNode, ListConfig
+from omegaconf import DictConfig, EnumNode, ListConfig, ValueNode
 
 from pgtoolkit.config.defaults import comment, default
 from pgtoolkit.config.keys import KEYS, keys_of
@@ -105,6 +105,16 @@ def unknown_option(override: Override, groups: dict[str, list[str]]) -> str | No
         use = elsewhere
     reason = f"The options of {key} are the files in conf/{key}."
     return f"{override.input_line} needs one of {', '.join(names)} (got {text(wrong[0])!r}). {reason} Use {use}."
+
+
+def options_as_keys(values: Any, groups: Iterable[str]) -> str | None:
+    """The problem with a file on the whole configuration that sets groups where it has to choose their options."""
+    nodes = {group: values._get_node(group) for group in groups} if isinstance(values, DictConfig) else {}
+    lines = [f"{group}: {text(node._value())}" for group, node in nodes.items() if isinstance(node, ValueNode)]
+    if not lines:
+        return None
+    reason, use = "A group's option is a file.", ", ".join(f"- override /{line}" for line in lines)
+    return refusal(", ".join(lines), "to stand in the list `defaults:`", "a key", reason, use)
 
 
 def incomplete(config: DictConfig) -> list[str]:

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.config import override_problems
-from pgtoolkit.config.files import config_directory, read_options
+from pgtoolkit.config.files import config_directory, options, read_options
 from pgtoolkit.config.keys import KEYS
 from pgtoolkit.config.names import digest, name_from, name_in, plain_config
 from pgtoolkit.config.schema import SCHEMAS, Config
@@ -77,7 +77,7 @@ def hydra_form(override: str) -> str:
 class UserFiles(FileConfigSource):
     """Files of options as Hydra reads them, those of a user's own only if they are YAML without aliases.
 
-    Raises ConfigError for such a file, and for one that has Hydra import packages.
+    Raises ConfigError for such a file, for one that has Hydra import packages, and for a sweep's with options as keys.
     """
 
     def load_config(self, config_path: str) -> ConfigResult:
@@ -86,6 +86,8 @@ class UserFiles(FileConfigSource):
             values = read_options(file)
             if OmegaConf.is_dict(values) and OmegaConf.select(values, "hydra.searchpath"):
                 raise ConfigError(override_problems.SEARCH_PATH)
+            if "/" not in config_path and (problem := override_problems.options_as_keys(values, options())):
+                raise ConfigError(problem)
         return super().load_config(config_path)
 
 

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pgtoolkit.config import override_problems
 from pgtoolkit.config.compose import Composed, compose
 from pgtoolkit.config.overrides import NO_CHOICE, is_swept, jobs, parse
-from pgtoolkit.config.paths import problems_of_folder, problems_of_job
+from pgtoolkit.config.paths import occupied_by_rollouts, problems_of_folder, problems_of_job
 from pgtoolkit.config.rules.run import launcher
 from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import PgtoolkitError
@@ -73,6 +73,8 @@ def check(
         if run.config is None or run.config.hydra.mode != RunMode.MULTIRUN:
             if run.config is not None:
                 run.report.problems += problems_of_folder(run.config, "hydra.run.dir", ("sweep.json",))
+                if problem := occupied_by_rollouts(getattr(run.values.rollout, "save_path", None)):
+                    run.report.problems.append(problem)
                 check_machine(run.values, run.report)
             return Checked([run])
     # What concerns the sweep as a whole is said without a value for each key.

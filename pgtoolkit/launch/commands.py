@@ -52,6 +52,14 @@ def _compare(parser: _Parser, argv: list[str]) -> int:
     from pgtoolkit.runs.find import find_runs
     from pgtoolkit.tracking.next_commands import shell_path
 
+    if overrides := [word for word in args.runs if "=" in word and not Path(word).exists()]:
+        from pgtoolkit.config.names import name_from
+        from pgtoolkit.config.overrides import is_swept
+
+        overrides.sort(key=lambda word: not is_swept(word))  # as in the name of the folder
+        folder = "_".join([*(word for word in args.runs if word not in overrides), name_from(overrides, {})])
+        reason, got = "A sweep with overrides has a folder of its own, named after them.", " ".join(overrides)
+        raise ConfigError(refusal("pgtk compare", "runs, folders or sweeps", got, reason, f"pgtk compare {folder}"))
     runs = stored_runs(args.uri, args.runs) if args.uri else find_runs(args.runs)
     compared = compare(runs, args.metric, args.best_of, args.reach)
     say(render_comparison(compared))

@@ -19,8 +19,9 @@ from omegaconf import DictConfig, open_dict
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.files import config_directory
 from pgtoolkit.config.names import name_in
-from pgtoolkit.config.overrides import NO_CHOICE, hydra_form, register
+from pgtoolkit.config.overrides import NO_CHOICE, hydra_form, parse, register
 from pgtoolkit.config.paths import make_absolute
+from pgtoolkit.config.rules.executed import written_elsewhere
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, StorageError, unusable
 from pgtoolkit.launch.check import PlannedRun, check, check_run, notes, problems
 from pgtoolkit.launch.job import run as start_job
@@ -92,6 +93,7 @@ def start(argv: list[str], sweep_file: Path | None, command: list[str]) -> int:
 def resume(run_dir: Path, overrides: list[str]) -> int:
     """Continue a run from its newest checkpoint; returns the exit status. Raises PgtoolkitError."""
     run = check_run(compose(overrides, run_dir=run_dir), overrides)
+    run.report.problems += written_elsewhere(run.config, run_dir, parse(overrides)[0])
     check_machine(run.values, run.report)
     if run.report.problems:
         raise refused(run.report.problems)

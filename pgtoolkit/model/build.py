@@ -78,9 +78,14 @@ def character_tokenizer(alphabet: str | None):
 
 def _hugging_face(config: HuggingFaceModelConfig, on_gpu: bool) -> Policy:
     model_config = model_folder.load_config(config.path)
-    if model_config.model_type == "phimoe":
-        needs, got = "a model that computes the same in training", "phimoe, which then draws its experts at random"
+    kind, got = model_config.model_type, None
+    if getattr(model_config, "is_encoder_decoder", False):
+        needs, got = "a language model that only decodes", f"{kind}, an encoder and a decoder"
+        reason = "A document is one row of tokens to it."
+    elif kind == "phimoe":
+        needs, got = "a model that computes the same in training", f"{kind}, which then draws its experts at random"
         reason = "The old and new log-probs of one policy would differ."
+    if got is not None:
         raise ConfigError(model_folder.refusal(config.path, needs, got, reason))
     _switch_noise_off(model_config)
     bfloat16 = config.dtype == "bfloat16" or (config.dtype == "auto" and on_gpu)
@@ -90,6 +95,9 @@ def _hugging_face(config: HuggingFaceModelConfig, on_gpu: bool) -> Policy:
         model = _random(config.path, model_config)
     else:
         model = _trained(config.path, model_config, dtype if config.lora_rank else torch.float32)
+    if broken := [name for name, weight in model.named_parameters() if not _is_finite(weight)]:
+        got, reason = f"NaN or infinity in {listed(broken, 3)}", "Nothing can be learned from it."
+        raise ConfigError(model_folder.refusal(config.path, "weights that are numbers", got, reason))
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     model.train()  # without dropout it changes no number, but checkpointing acts only in this mode
@@ -111,7 +119,7 @@ def _random(path: str, model_config) -> nn.Module:
 
 
 def _trained(path: str, model_config, dtype: torch.dtype) -> nn.Module:
-    """The model with exactly the weights in its files; ConfigError where they are not all there, or not numbers."""
+    """The model with exactly the weights in its files; ConfigError where they are not all there."""
     from transformers import AutoModelForCausalLM
 
     needs, reason = "weights of the model that config.json describes", "transformers would fill in random numbers."
@@ -136,6 +144,10 @@ def _trained(path: str, model_config, dtype: torch.dtype) -> nn.Module:
             f"note: the weights of model.path={path} hold {listed(more, 3)}, which its config.json does not use."
         )
     return model
+
+
+def _is_finite(weight: Tensor) -> bool:
+    return weight.numel() == 0 or all(bool(bound.isfinite()) for bound in weight.detach().aminmax())
 
 
 def _switch_noise_off(model_config) -> None:

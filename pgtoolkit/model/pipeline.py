@@ -56,10 +56,9 @@ class OfStage:
     def whole(self, dtype: torch.dtype) -> Tensor:
         """See `collectives.whole`; called by every stage."""
         dtype = dtype if self.dtype.is_floating_point else self.dtype
-        if self.part is None:
-            weight = torch.empty(self.shape, dtype=dtype, device=self.device)
-        else:
-            weight = collectives.whole(self.part, dtype).contiguous()
+        weight = torch.empty(self.shape, dtype=dtype, device=self.device)
+        if self.part is not None:  # copied: a sampler keeps it while this one is trained
+            weight.copy_(collectives.whole(self.part, dtype))
         dist.broadcast(weight, group_src=self.stage, group=self.group)
         return weight
 

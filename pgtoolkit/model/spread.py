@@ -9,6 +9,7 @@ its backward, so that the loss can use the head in between.
 from __future__ import annotations
 
 import types
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,9 +31,9 @@ from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.model.architectures import architecture_of
 from pgtoolkit.model.attention import Documents, documents_here, use_packed_attention
 from pgtoolkit.model.pipeline import Pipeline, keep_stage, weights_of_all_stages
-from pgtoolkit.model.policy import Policy
+from pgtoolkit.model.policy import Policy, named_weights
 from pgtoolkit.model.tensor import DividedMatrix, shard_tensors, vocabulary_start
-from pgtoolkit.ranks.agreement import failing_together
+from pgtoolkit.ranks.agreement import check_same, failing_together
 from pgtoolkit.ranks.collectives import join, local
 from pgtoolkit.ranks.layout import AXES, Layout
 from pgtoolkit.system.report import Report
@@ -156,10 +157,11 @@ def refuse_misfit(model: nn.Module, sizes: dict[str, int], shard: bool) -> None:
 def parallelize(policy: Policy, layout: Layout, config: Config) -> Policy:
     """The policy with its model spread over the ranks of `layout`, in place; all ranks hold the same weights before.
 
-    Raises ConfigError where the model cannot be spread so.
+    Raises ConfigError where the model cannot be spread so, RankLost where ranks have read other weights.
     """
     if layout.world_size == 1:
         return policy
+    check_same(layout, "the weights of the model", _digest(policy.model))
     model, parallelism, partial = policy.model, config.parallelism, set()
     refuse_misfit(model, {name: layout.size(name) for name in AXES}, parallelism.shard)
     vocabulary = policy.vocabulary_size
@@ -186,6 +188,15 @@ def parallelize(policy: Policy, layout: Layout, config: Config) -> Policy:
         max_tokens=config.accumulation.max_tokens,
         vocabulary=vocabulary,
     )
+
+
+def _digest(model: nn.Module) -> int:
+    """Of a few numbers of each weight."""
+    digest = 0
+    for weight in named_weights(model).values():
+        numbers = weight.detach().flatten()[:: max(1, weight.numel() // 64)]
+        digest = zlib.crc32(numbers.double().cpu().numpy().tobytes(), digest)
+    return digest
 
 
 def shard_fully(model: nn.Module, mesh: DeviceMesh) -> None:

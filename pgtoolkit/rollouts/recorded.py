@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 from array import array
 from collections.abc import Collection, Iterator
@@ -24,8 +23,6 @@ from pgtoolkit.tasks.shuffle import shuffled
 
 log = logging.getLogger("pgtoolkit")
 
-_TITLE = "the recorded rollouts cannot be trained on"
-
 
 @dataclass(eq=False)
 class RecordedRollouts(Source):
@@ -37,6 +34,7 @@ class RecordedRollouts(Source):
     vocabulary_size: of the model; token ids are below it. max_tokens: the longest document that fits, if limited.
     needs: fields that matter although the estimator does not ask for them: group_id (prompt_mean), sampling_log_probs
     (a correction), ref_log_probs (a penalty).
+    first: read so many rows of each file at most, only to see whether they would be refused.
 
     The constructor reads every row once and raises DataError for what cannot be trained on, the first ten problems as
     file:row:field. It keeps about 60 bytes per document, among them a checksum by which a row that was changed is
@@ -52,6 +50,7 @@ class RecordedRollouts(Source):
     needs: tuple[str, ...] = ()
     max_tokens: int | None = None
     reads_old_log_probs: bool = True
+    first: int | None = None
 
     def __post_init__(self):
         self._given = self.estimator == AdvantageEstimator.given
@@ -67,7 +66,7 @@ class RecordedRollouts(Source):
         self._first: dict[tuple[str, bool], int] = {}
         """(field, whether it is there) -> the first such row."""
         self._order = functools.lru_cache(maxsize=1)(self._order_of)
-        self._problems = Problems(_TITLE)
+        self._problems = Problems("the recorded rollouts cannot be trained on")
         self._read_all()
         self.batch_size = len(self._file)
         self.num_documents = self.batch_size * self.config.epochs
@@ -101,19 +100,19 @@ class RecordedRollouts(Source):
         """The first pass: check every row, number the groups, compute the advantages."""
         groups: dict[int | str, int] = {}
         ids: dict[str, int] = {}
-        num_trained, self._is_mismatched = 0, False
+        num_trained, self._is_mismatched, self._is_cut = 0, False, False
         for number in range(len(self._files)):
             num_trained += self._read_file(number, groups, ids)
         self._problems.raise_if_any()
         if not self._file:
             names = ", ".join(file.label for file in self._files)
             raise DataError(f"rollout.path={self.config.path} needs at least one row (got none in {names}).")
-        if num_trained == 0:
+        if num_trained == 0 and not self._is_cut:
             raise DataError(
                 f"rollout.path={self.config.path} needs a trained token (got {len(self._file)} documents whose "
                 "loss_mask is false everywhere). Nothing would be learned. Mark the tokens of the completions as true."
             )
-        if "sampling_log_probs" in self._rules.required and not self._is_mismatched:
+        if "sampling_log_probs" in self._rules.required and not (self._is_mismatched or self._is_cut):
             raise DataError(
                 f"rollout.path={self.config.path} needs sampling_log_probs other than old_log_probs (got the same in "
                 "every row). A correction would be 1 everywhere. Use old_log_probs that the trainer computed, or "
@@ -126,9 +125,12 @@ class RecordedRollouts(Source):
 
     def _read_file(self, number: int, groups: dict, ids: dict) -> int:
         """Note each row's place, reward, group and id; returns the number of trained tokens."""
-        num_trained = 0
+        num_trained, start = 0, len(self._file)
         for row_number, place, row in _rows(self._files[number], self._rules, self._problems):
             index = len(self._file)
+            if self.first is not None and index - start == self.first:
+                self._is_cut = True
+                break
             num_trained += int(row.loss_mask.sum())
             self._is_mismatched |= not np.array_equal(row.old_log_probs, row.sampling_log_probs)
             self._checksum.append(row.digest())
@@ -153,7 +155,7 @@ class RecordedRollouts(Source):
             reason = "is missing, and rows have a reward: advantage=dr_grpo makes advantages of rewards"
             self._refuse(self._first["reward", True], "advantage", reason)
         elif self._imitates:
-            log.warning("note: no row has an advantage or a reward: every advantage is 1 (supervised fine-tuning).")
+            self._note("no row has an advantage or a reward: every advantage is 1 (supervised fine-tuning).")
         self._problems.raise_if_any()
 
     def _number_groups(self, groups: dict[int | str, int]) -> None:
@@ -171,27 +173,26 @@ class RecordedRollouts(Source):
         else:  # each alone where nothing asks which documents share a prompt
             self.groups = np.arange(len(self.groups)) // (size or 1)
             for file, count in zip(self._files, np.bincount(self._file, minlength=len(self._files)), strict=True):
-                if count % (size or 1):
+                if count % (size or 1) and not self._is_cut:
                     reason = f"has no group_id and {count} rows, which is no multiple of rollout.group_size={size}"
                     self._problems.add(file.label, reason)
         self._problems.raise_if_any()
         self._num_groups = int(self.groups.max()) + 1
         if self.has_groups and self._num_groups == len(self.groups) and not self._given:
-            log.warning("note: every group has one document, so every advantage is 0. Is group_id that of the prompt?")
+            self._note("every group has one document, so every advantage is 0. Is group_id that of the prompt?")
 
     def _check_groups(self, ids: list[int | str]) -> None:
         """Groups that the rows name: all of `group_size`, if that is given, and each in one file."""
         size = self.config.group_size
         _, first, counts = np.unique(self.groups, return_index=True, return_counts=True)
-        for number in np.flatnonzero(counts != size) if size is not None else ():
+        for number in np.flatnonzero(counts != size) if size is not None and not self._is_cut else ():
             reason = f"is {ids[number]!r}, a group of {counts[number]} documents; rollout.group_size={size}"
             self._refuse(first[number], "group_id", reason)
         spread = np.unique(self.groups * len(self._files) + np.asarray(self._file)).size - len(counts)
         if spread:
-            log.warning(
-                "note: %d groups have documents in several files. A group_id means the same prompt in all of them; "
-                "if the files count anew, read them one by one or make the ids differ.",
-                spread,
+            self._note(
+                f"{spread} groups have documents in several files. A group_id means the same prompt in all of them; "
+                "if the files count anew, read them one by one or make the ids differ."
             )
 
     def _compute_advantages(self) -> None:
@@ -200,31 +201,28 @@ class RecordedRollouts(Source):
         rewards, self._advantage = np.asarray(self._reward), np.empty(len(self._reward))
         order = np.argsort(self.groups, kind="stable")
         for members in np.split(order, np.flatnonzero(np.diff(self.groups[order])) + 1):
+            if self._is_cut and len(members) == 1:
+                continue  # the others of its group may follow
             try:
                 self._advantage[members] = group_advantages(self.estimator, rewards[members].tolist())
             except DataError as error:
                 self._refuse(members[0], "group_id", str(error))
         self._advantage /= batch_divisor(self.estimator, rewards.tolist())
 
+    def _note(self, sentence: str) -> None:
+        if self.first is None:
+            log.warning("note: %s", sentence)
+
     def _refuse(self, index: int, field: str, reason: str) -> None:
         self._problems.add(f"{self._label(index)}:{field}", reason)
 
 
-def recorded_rollouts(config: Config, loss: Loss, vocabulary_size: int, max_tokens: int | None) -> RecordedRollouts:
+def recorded_rollouts(
+    config: Config, loss: Loss, vocabulary_size: int, max_tokens: int | None, first: int | None = None
+) -> RecordedRollouts:
     """The recorded rollouts of a configuration, with what its loss needs of them; DataError where they lack that."""
-    options = config.seed, _needed_fields(config, loss), max_tokens, loss.reads_old_log_probs
+    options = config.seed, _needed_fields(config, loss), max_tokens, loss.reads_old_log_probs, first
     return RecordedRollouts(config.rollout, config.advantage.estimator, vocabulary_size, *options)
-
-
-def check_first_rows(config: Config, loss: Loss, vocabulary_size: int, max_tokens: int) -> None:
-    """The columns and the first 100 rows of each file, as `RecordedRollouts` checks all; DataError as a run raises."""
-    rollout, problems = config.rollout, Problems(_TITLE)
-    required = _required(config.advantage.estimator, loss.reads_old_log_probs, _needed_fields(config, loss))
-    rules = Rules(vocabulary_size, required, max_tokens, rollout.max_completion_length)
-    for file in open_files(find_files(rollout.path, "rollout.path"), FIELDS):
-        for _ in itertools.islice(_rows(file, rules, problems), 100):
-            pass  # what is wrong with a row is among the problems
-    problems.raise_if_any()
 
 
 def _needed_fields(config: Config, loss: Loss) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from pgtoolkit.config.names import name_of
 from pgtoolkit.config.paths import absolute_uri
-from pgtoolkit.config.rules.executed import named_code
+from pgtoolkit.config.rules.executed import folders_outside, named_code
 from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.runs.records import known_provenance, read_config, read_resolved
 from pgtoolkit.system.redaction import redact
@@ -85,12 +85,12 @@ def sync_command(run_dir: str | Path) -> str:
 
 
 def _only_typed(run_dir):
-    """Overrides with functions and commands of the user's own."""
+    """Overrides with functions, commands and folders of the user's own."""
     try:
         config = OmegaConf.create(read_resolved(run_dir))
     except Exception:  # before the configuration is written, or where it is damaged
         return []
-    named = named_code(config, "function") | named_code(config, "command")
+    named = named_code(config, "function") | named_code(config, "command") | folders_outside(config, Path(run_dir))
     return [f"{key}={_quoted(value)}" for key, value in named.items()]
 
 

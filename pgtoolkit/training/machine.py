@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 
 from pgtoolkit.config.evaluation import held_out_sets, is_on, samples
 from pgtoolkit.config.models import vocabulary_size
-from pgtoolkit.config.paths import NO_FOLDER
+from pgtoolkit.config.paths import NO_FOLDER, absolute_uri, sqlite_path
 from pgtoolkit.config.rules.run import refuse_triton
 from pgtoolkit.config.schema import Config
-from pgtoolkit.errors import DataError, PgtoolkitError
+from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError
 from pgtoolkit.ranks.environment import AXES, joined, world_size
 from pgtoolkit.system import model_folder
-from pgtoolkit.system.report import Report, is_whole, text
+from pgtoolkit.system.report import Report, is_whole, refusal, text
 
 if TYPE_CHECKING:
     from pgtoolkit.losses.objective import Loss
@@ -48,6 +48,7 @@ def check_machine(c: Config, report: Report) -> None:
     _servers(c, report)
     _models(c, report)
     _prompts(c, report)
+    _store(c, report)
     if c.aggregation.reducer is not None or c.loss.name == "custom" or c.rollout.name == "recorded":
         from pgtoolkit.training.loss import loss_of
 
@@ -55,6 +56,7 @@ def check_machine(c: Config, report: Report) -> None:
             loss = loss_of(c)
             if c.rollout.name == "recorded":
                 _recorded(c, loss)
+                _epochs(c, report)
 
 
 def devices(c: Config, report: Report) -> None:
@@ -109,6 +111,19 @@ def _models(c: Config, report: Report) -> None:
     for key, path in paths.items():
         if error := _error_of_model(os.getcwd(), path):
             report.problems.append(error.replace("model.path=", f"{key}="))
+    positions, length = _positions(c) if not report.problems else None, c.rollout.max_completion_length
+    if c.rollout.name == "policy" and positions is not None and length >= positions:
+        reason = "Prompt and completion share the model's positions."
+        better = max(1, positions // 2)
+        report.refuse_value("rollout.max_completion_length", length, f"a number < {positions}", reason, better)
+
+
+def _positions(c: Config) -> int | None:
+    """How many tokens of a document the model has positions for, if it says so."""
+    if c.model.name == "tiny":
+        return c.model.max_positions
+    positions = model_folder.model_settings(c.model.path).get("max_position_embeddings")
+    return positions if is_whole(positions) else None
 
 
 @functools.cache  # the jobs of a sweep share it
@@ -128,29 +143,69 @@ def _prompts(c: Config, report: Report) -> None:
     if is_on(c):
         tasks |= {f"evaluation.sets.{one.name}" if c.evaluation.sets else "task": one.task for one in held_out_sets(c)}
     for place, task in tasks.items():
-        if task.name == "prompts" and (error := _error_of_task(os.getcwd(), pickle.dumps(task))):
+        if task.name != "prompts":
+            continue
+        no_template = "model=tiny" if c.model.name == "tiny" else "task.chat=never" if task.chat == "never" else ""
+        if error := _error_of_task(os.getcwd(), pickle.dumps(task), no_template):
             report.problems.append(type(error)(error.replace("task.", f"{place}.")))
 
 
 @functools.cache  # the jobs of a sweep share it
-def _error_of_task(_directory: str, pickled: bytes) -> str | None:
+def _error_of_task(_directory: str, pickled: bytes, no_template: str) -> str | None:
+    """no_template: the setting that leaves chat messages without a template, if any."""
     from pgtoolkit.tasks.tasks import make_task
 
     report = Report()
     with _added_to(report):
-        make_task(pickle.loads(pickled), 0).close()
+        task = make_task(pickle.loads(pickled), 0)
+        task.close()
+        if no_template and any(prompt.messages is not None for prompt in task.rows()):
+            got, reason = f"chat messages with {no_template}", "Messages become tokens by the model's chat template."
+            raise ConfigError(
+                refusal("task.prompt_field", "texts", got, reason, "model=huggingface with task.chat=auto")
+            )
     return next(iter(report.problems), None)
 
 
 def _recorded(c: Config, loss: Loss) -> None:
     """Recorded rollouts whose first rows this configuration can train on."""
-    from pgtoolkit.rollouts.recorded import check_first_rows
+    from pgtoolkit.rollouts.recorded import recorded_rollouts
 
-    positions = c.model.max_positions if c.model.name == "tiny" else None
-    if c.model.name == "huggingface":
-        positions = model_folder.model_settings(c.model.path).get("max_position_embeddings")
-    room = min(c.accumulation.max_tokens, positions) if is_whole(positions) else c.accumulation.max_tokens
-    check_first_rows(c, loss, vocabulary_size(c.model, c.task) or 2**31, room)
+    room = min(c.accumulation.max_tokens, _positions(c) or c.accumulation.max_tokens)
+    recorded_rollouts(c, loss, vocabulary_size(c.model, c.task) or 2**31, room, first=100)
+
+
+def _epochs(c: Config, report: Report) -> None:
+    """A note where recorded rollouts end before the last step."""
+    from pgtoolkit.tasks.row_files import count_rows
+
+    size, steps = c.accumulation.docs_per_step, c.trainer.max_steps
+    documents = count_rows(c.rollout.path, "rollout.path")
+    if size and documents and (last := -(-documents * c.rollout.epochs // size)) < steps:
+        report.note(
+            f"rollout.epochs={c.rollout.epochs} of {documents} documents ends after at most {last} of "
+            f"trainer.max_steps={steps} steps. To make them all, use rollout.epochs={-(-steps * size // documents)}."
+        )
+
+
+def _store(c: Config, report: Report) -> None:
+    """MLflow's database, if it is a file: one of SQLite's, or none yet."""
+    path = sqlite_path(absolute_uri(c.tracking.uri)) if c.tracking.name == "mlflow" else None
+    if path is None:
+        return
+    try:
+        path.stat()  # which says what is wrong with a place below a file
+        if path.is_file():  # a pipe would be waited for
+            with path.open("rb") as file:
+                if file.read(16) in (b"", b"SQLite format 3\0"):
+                    return
+        got = "a file of another kind"
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        got = error.strerror
+    needs, use = "an SQLite file, or a place for one", "tracking.uri=sqlite:///FILE with another, or tracking=none"
+    report.refuse(f"tracking.uri=sqlite:///{path}", needs, got, "MLflow keeps the run there.", use)
 
 
 @contextlib.contextmanager

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import zlib
 from pathlib import Path
 
 from pgtoolkit.config.evaluation import HeldOut, held_out_sets
 from pgtoolkit.config.schema import Config, PolicyRolloutConfig, TooLong
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.ranks.agreement import failing_together
+from pgtoolkit.ranks.agreement import check_same, failing_together
+from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.evaluation import Evaluator, PromptSet, as_evaluated, asked_by_both
 from pgtoolkit.rollouts.policy import PolicyRollouts
 from pgtoolkit.rollouts.recorded import recorded_rollouts
@@ -39,6 +41,7 @@ def source_of(
         writer = RolloutWriter(rollout.save_path, resume) if writes else None
         with failing_together(module.layout):
             tokenized = _tokenized(config, config.task, task, module, room)
+        _check_prompts(module.layout, "the task", task)
         sampler = _sampler(config, module, tokenized, room, run_dir)
         if ignored := ignored_settings(module.policy, rollout):
             values = ", ".join(f"{name}={value}" for name, value in ignored.items())
@@ -68,6 +71,8 @@ def evaluator_of(
                     f"note: {count} of the {prompt_set.count} prompts of evaluation set {prompt_set.name} are also "
                     "prompts of training: what is measured on those is not held out."
                 )
+    for prompt_set, task in sets:
+        _check_prompts(module.layout, f"evaluation set {prompt_set.name}", task)
     if isinstance(source, PolicyRollouts) and isinstance(source.sampler, ServerSampler):
         sampler = source.sampler.sampling_otherwise(evaluated.rollout, source.state_dict)
     else:
@@ -100,6 +105,13 @@ def _tokenized(
     for note in chat.notes(ends) if chat is not None else ():
         log.warning(f"note: {note}")
     return tokenized
+
+
+def _check_prompts(layout: Layout, place: str, task: Task) -> None:
+    """RankLost where ranks, each of which has its share of the prompts completed, have read other ones."""
+    if layout.world_size > 1:
+        rows = [(prompt.text, prompt.messages, prompt.answer) for prompt in task.rows()]
+        check_same(layout, f"the prompts of {place}", zlib.crc32(repr(rows).encode()))
 
 
 def _sampler(config: Config, module: PolicyGradientModule, task: TokenizedTask, room: int, run_dir: Path) -> Sampler:

@@ -69,3 +69,17 @@ def test_runs_with_and_without_evaluation_are_of_one_configuration():
     without, evaluated, goal = (plain_config(compose(one).config) for one in ([], on, [*on, "trainer.stop_at=0.5"]))
     assert digest(evaluated) == digest(without) != digest(goal)  # a goal may end it before
     assert name_of(None, on) == name_of(None, []) == "default"
+
+
+def test_a_key_of_a_set_without_effect_is_refused(tmp_path):
+    """As the same key of the task is: a verifier in a process of its own has a time limit, one without has none."""
+    (tmp_path / "test.jsonl").write_text('{"prompt": "1", "answer": "2"}\n')
+    test = f"task: prompts, path: {tmp_path}/test.jsonl"
+    for more, needs in {
+        "verifier_processes: 2": "verifier_processes=2 needs evaluation.sets.test.verifier_seconds other than null",
+        "verifier_seconds: 2": "verifier_seconds=2 needs evaluation.sets.test.verifier_processes > 0 (got 0)",
+        "system_prompt: Answer": "system_prompt=Answer needs model=huggingface (got tiny)",
+        "verifier_processes: 2, verifier_seconds: 2": None,
+    }.items():
+        _, problems, _ = checked(ON, f"evaluation.sets={{test: {{{test}, {more}}}}}")
+        assert [one.partition(needs)[0] for one in problems] == ([] if needs is None else ["evaluation.sets.test."])

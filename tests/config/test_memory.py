@@ -15,6 +15,7 @@ SHAPES = {
     "0.55": (1024, 4096, 16, 16, 4, False),
     "1.5": (1536, 8960, 28, 12, 2, True),
     "7.6": (3584, 18944, 28, 28, 4, False),
+    "14.8": (5120, 13824, 48, 40, 8, False),
 }
 GPU = 150e9
 LONG = ("rollout.max_completion_length=512", "accumulation.docs_per_step=256")
@@ -40,6 +41,9 @@ def configuration(folder, size, *more):
         ("0.55", (*READ, "parallelism=fsdp"), 14.9),
         ("0.55", (*READ, "parallelism=sequence"), 9.3),
         ("0.55", (*READ, "parallelism=sequence_data"), 13.6),
+        ("7.6", (*LONG, "accumulation.max_tokens=32768", "parallelism=fsdp"), 98.1),
+        ("7.6", (*LONG, "accumulation.max_tokens=32768", "parallelism=tensor"), 84.4),
+        ("14.8", (*LONG, "accumulation.max_tokens=32768", "parallelism=fsdp", "model.lora_rank=16"), 65.4),
     ],
 )
 def test_the_estimate_is_near_what_was_measured(tmp_path, size, more, measured):

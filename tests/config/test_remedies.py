@@ -7,6 +7,7 @@ import shlex
 import pytest
 
 from pgtoolkit.cli import main
+from pgtoolkit.launch.check import check
 
 MODULE = """
 from dataclasses import dataclass
@@ -62,6 +63,10 @@ def problems(capsys, *overrides):
         ("task.verifier=my_verifier.scor", PROMPTS, "task.verifier=my_verifier.score"),
         ("task.verifier=my_verifer.score", PROMPTS, "task.verifier=my_verifier.score"),
         ("aggregation.reducer=my_verifier.weight", "", "aggregation.reducer=my_verifier.weights"),
+        ("rollout.prompts_per_batch=1000000", "rollout.group_size=7", "rollout.prompts_per_batch=142857"),
+        ("hydra.run.dir=/proc/foo", "", "hydra.run.dir=outputs/FOLDER"),
+        ("hydra.run.dir=prompts.jsonl/run", "", "hydra.run.dir=outputs/FOLDER"),
+        (f"hydra.run.dir={'x' * 256}", "", "hydra.run.dir=outputs/FOLDER"),
     ],
 )
 def test_what_is_to_be_used_is_accepted(capsys, typed, before, use):
@@ -94,6 +99,33 @@ def test_a_function_with_other_arguments_is_told_how_it_is_called(capsys, typed,
     said = problems(capsys, *before.split(), typed.format(function))
     assert f"needs a function that can be called as {says}" in said
     assert problems(capsys, *before.split(), typed.format(good)) == "none"
+
+
+def test_messages_are_asked_for_by_their_field_and_need_a_template(capsys):
+    chats = ("task=prompts", "task.path=chats.jsonl")
+    assert "chats.jsonl:1:prompt: is missing; the row has messages, answer. Use task.prompt_field=messages" in problems(
+        capsys, *chats
+    )
+    said = problems(capsys, *chats, "task.prompt_field=messages")
+    assert "task.prompt_field needs texts (got chat messages with model=tiny)" in said
+
+
+def test_a_sweep_file_chooses_options_as_it_is_told_to(capsys, tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: [config, _self_]\nloss: cispo\naggregation: token_mean\n")
+    assert main(["sweep", "mine.yaml", "seed=1,2"]) == 2
+    said = capsys.readouterr().err
+    assert "aggregation: token_mean, loss: cispo needs to stand in the list `defaults:` (got a key)" in said
+    lines = re.search(r"Use (.*)\.", said)[1].replace(", ", "\n  ")
+    (tmp_path / "second.yaml").write_text(f"defaults:\n  - config\n  {lines}\n  - _self_\n")
+    (run, _) = check(["seed=1,2"], True, sweep_file=tmp_path / "second.yaml").runs
+    assert (run.values.loss.name, run.values.aggregation.mode) == ("cispo", "token_mean")
+
+
+def test_a_sweep_with_overrides_is_compared_by_the_name_of_its_folder(capsys):
+    assert main(["compare", "clip_range", "trainer.max_steps=2", "seed=0,1"]) == 2
+    assert capsys.readouterr().err.endswith("Use pgtk compare clip_range_seed-0-1_max-steps-2.\n")
+    main(["check", "sweep", "clip_range", "trainer.max_steps=2", "seed=0,1"])
+    assert "folder: outputs/sweeps/clip_range_seed-0-1_max-steps-2\n" in capsys.readouterr().out
 
 
 def test_a_bound_of_the_ratio_given_as_a_ratio_is_noted(capsys):

@@ -18,6 +18,7 @@ from builders.runs import SHORT, metrics_of, once, run
 from builders.stores import history
 from builders.stores import start as start_tracker
 from builders.stores import train as append
+from omegaconf import OmegaConf
 
 from pgtoolkit.cli import main
 from pgtoolkit.runs.directory import read_status
@@ -147,6 +148,23 @@ def test_a_full_disk_leaves_no_status_that_says_running(tmp_path):
     status = json.loads(done.stdout[done.stdout.rindex("\n{\n") :])
     assert status["state"] == "failed"
     assert "No space left on device" in status["reason"]
+
+
+def test_a_resumed_run_writes_to_no_folder_that_only_its_file_names(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    folder = run(tmp_path / "run", "trainer.max_steps=1", "rollout.save_path=elsewhere")
+    (tmp_path / "elsewhere").rename(tmp_path / "kept")
+    assert main(["resume", "run", "trainer.max_steps=3"]) == 2
+    place = f"rollout.save_path={tmp_path}/elsewhere"
+    assert f"{place} needs to be typed (got it from the run's file)" in capsys.readouterr().err
+    assert not (tmp_path / "elsewhere").exists()
+    assert main(["resume", "run", "trainer.max_steps=3", place]) == 0
+    assert (tmp_path / "elsewhere").is_dir()
+    assert f"resume run {place} trainer.max_steps=6" in capsys.readouterr().out
+    config = OmegaConf.load(folder / "config.yaml")
+    config.rollout.save_path = str(folder / "inside")
+    OmegaConf.save(config, folder / "config.yaml")
+    assert main(["resume", "run", "trainer.max_steps=5"]) == 0
 
 
 def test_data_that_ends_before_the_last_step_is_said_and_can_be_read_again(tmp_path, monkeypatch, capsys):

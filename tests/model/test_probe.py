@@ -1,5 +1,7 @@
 """Models of other architectures: each document by itself whatever is beside it, or one sentence that refuses them."""
 
+import math
+
 import pytest
 import torch
 import transformers
@@ -11,6 +13,7 @@ from pgtoolkit.model.build import build_policy
 
 WIDTH = {"vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "bos_token_id": None}
 DENSE = WIDTH | {"intermediate_size": 24, "num_key_value_heads": 1, "max_position_embeddings": 64, "pad_token_id": 0}
+T5 = {"kind": "ForConditionalGeneration", "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0, 3.0, 2.0, 1.5]}
 SHAPES = {
@@ -60,11 +63,28 @@ def test_a_document_is_computed_as_if_it_were_alone(name, lengths, tmp_path):
         ("Bert", {"kind": "LMHeadModel"}, "an LM head that reads the body's hidden states, the same each time"),
         ("BertGeneration", {"kind": "Decoder"}, "a causal language model (got one whose tokens see those behind them)"),
         ("Phimoe", EXPERTS, "a model that computes the same in training (got phimoe, which then draws its experts"),
+        ("T5", T5, "a language model that only decodes (got t5, an encoder and a decoder)"),
+        ("Qwen3", {"scale": math.nan}, "weights that are numbers (got NaN or infinity in model.embed_tokens.weight, "),
     ],
-    ids=["capped", "scaled", "head_of_two_layers", "bidirectional", "random_experts"],
+    ids=["capped", "scaled", "head_of_two_layers", "bidirectional", "random_experts", "encoder_decoder", "broken"],
 )
 def test_a_model_that_the_loss_would_be_wrong_for_is_refused(name, changes, said, tmp_path):
     folder = folder_of(name, tmp_path, **changes)
     with pytest.raises(ConfigError) as refused:
         build_policy(model_config(folder), None, False)
+    assert str(refused.value).startswith(f"model.path={folder} needs {said}")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("T5", T5, "a language model that only decodes (got t5, an encoder and a decoder)"),
+        ("Qwen3", {"initializer_range": 1e39}, "weights that are numbers (got NaN or infinity in model.embed_tokens."),
+    ],
+    ids=["encoder_decoder", "infinite"],
+)
+def test_random_weights_of_such_a_model_are_refused_as_well(name, changes, said, tmp_path):
+    folder = folder_of(name, tmp_path, **changes)
+    with pytest.raises(ConfigError) as refused:
+        build_policy(model_config(folder, random_weights=True), None, False)
     assert str(refused.value).startswith(f"model.path={folder} needs {said}")

@@ -4,8 +4,10 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from builders.models import save_with_tokenizer, small_llama
 from huggingface_hub import constants
 
 from pgtoolkit.cli import main
@@ -95,11 +97,62 @@ def test_more_processes_than_this_machine_has_room_for(capsys, monkeypatch):
         ([GROUP[0], GROUP[1] | {"token_ids": [1, 2, 99]}], [], "rows.jsonl:2:token_ids: is 99 at position 2"),
         (GROUP, ["accumulation.max_tokens=2"], "has 3 tokens and at most 2 fit"),
         (GROUP, ["correction=token_mask"], "rows.jsonl:1:sampling_log_probs: is missing"),
+        ([], [], "rollout.path=rows.jsonl needs at least one row (got none in rows.jsonl)"),
+        ([row | {"loss_mask": [0, 0, 0]} for row in GROUP], [], "needs a trained token (got 2 documents whose"),
+        ([*GROUP, ROW | {"reward": 0}], [], "rows.jsonl:3:group_id: is missing; other rows have one"),
+        ([row | {"reward": -1} for row in GROUP] * 60, ["advantage=max_rl"], "max_rl divides by the group's mean"),
+        ([row | {"id": "a"} for row in GROUP] * 60, [], "rows.jsonl:2:id: is 'a' like that of rows.jsonl:1"),
     ],
 )
 def test_recorded_rows_that_cannot_be_trained_on(capsys, beside, rows, overrides, says):
     (beside / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert says in refused(capsys, "rollout=recorded", "rollout.path=rows.jsonl", *overrides, status=3)
+
+
+def test_recorded_rollouts_that_end_before_the_last_step(capsys, beside):
+    (beside / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in GROUP * 5))
+    recorded = ("rollout=recorded", "rollout.path=rows.jsonl", "accumulation.docs_per_step=4", "trainer.max_steps=5")
+    note = "rollout.epochs=1 of 10 documents ends after at most 3 of trainer.max_steps=5 steps. To make them all, use "
+    for epochs, is_noted in ((1, True), (2, False)):
+        main(["check", *recorded, f"rollout.epochs={epochs}"])
+        assert (f"{note}rollout.epochs=2." in capsys.readouterr().out) is is_noted
+
+
+def test_completions_as_long_as_all_positions(capsys):
+    save_with_tokenizer(small_llama(), Path("model"))
+    of_folder = (*HUGGING_FACE, "model.path=model", "task.num_digits=3")
+    said = refused(capsys, *of_folder, "rollout.max_completion_length=32")
+    assert "rollout.max_completion_length=32 needs a number < 32 (got 32). Prompt and completion share" in said
+    assert main(["check", *of_folder, "rollout.max_completion_length=16"]) == 0
+
+
+def test_a_folder_of_other_rollouts(capsys, beside):
+    (beside / "rollouts").mkdir()
+    (beside / "rollouts" / "batch-0.parquet").touch()
+    said = refused(capsys, "rollout.save_path=rollouts")
+    assert "rollout.save_path=rollouts needs a new or empty folder (got one with 1 batches of rollouts)." in said
+
+
+@pytest.mark.parametrize(
+    ("place", "got"),
+    [
+        ("other.db", "a file of another kind"),
+        ("pipe", "a file of another kind"),
+        ("other.db/my.db", "Not a directory"),
+    ],
+)
+def test_a_store_that_is_none(capsys, beside, place, got):
+    (beside / "other.db").write_text("no database")
+    os.mkfifo(beside / "pipe")
+    said = refused(capsys, "trainer.max_steps=1", f"tracking.uri=sqlite:///{place}")
+    assert f"tracking.uri=sqlite:///{beside}/{place} needs an SQLite file, or a place for one (got {got})." in said
+
+
+def test_what_only_later_rows_tell_is_left_to_the_run(capsys, beside):
+    rows = [row | {"group_id": number // 3} for number, row in enumerate([*GROUP * 75])]
+    (beside / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["check", "rollout=recorded", "rollout.path=rows.jsonl", "rollout.group_size=3", "advantage=rloo"]) == 0
+    assert "note:" not in capsys.readouterr().err
 
 
 def test_a_model_that_is_nowhere(capsys, monkeypatch):

@@ -61,10 +61,10 @@ def describe(key: Key) -> str:
     return f"{kind} from {text(least)} to {text(most)}"
 
 
-def ignored(c: Config, report: Report) -> None:
-    """Refuse each value without effect, unless it is the usual one, which is none anywhere."""
+def ignored(c: Config, report: Report, group: str = "") -> None:
+    """Refuse each value without effect, unless it is the usual one, which is none anywhere; of all groups, or one."""
     for key in keys_of(c):
-        if not key.only_if or holds(key.only_if, c):
+        if not key.only_if or holds(key.only_if, c) or group not in ("", key.group):
             continue
         value, usual = value_of(c, key.name), report.usual(key.name)
         if value != usual:

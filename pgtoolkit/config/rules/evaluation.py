@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from pgtoolkit.config.defaults import values_of
 from pgtoolkit.config.evaluation import (
     OF_A_SET,
     USUAL,
@@ -22,7 +24,7 @@ from pgtoolkit.config.evaluation import (
 )
 from pgtoolkit.config.keys import KEYS, key_named
 from pgtoolkit.config.plan import documents_per_step
-from pgtoolkit.config.rules.declared import describe, within
+from pgtoolkit.config.rules.declared import describe, ignored, within
 from pgtoolkit.config.rules.run import room_for, room_for_answer
 from pgtoolkit.config.rules.scoring import prompts
 from pgtoolkit.config.schema import SCHEMAS, Config
@@ -125,8 +127,10 @@ def _sampling(c: Config, report: Report) -> None:
 
 def _task(c: Config, held_out: HeldOut, report: Report) -> None:
     """The rules on a task, of the task of a set."""
-    of_set, place = Report(), f"evaluation.sets.{held_out.name}" if c.evaluation.sets else "task"
     task, length = held_out.task, sampling(c)["max_completion_length"]
+    of_set = Report(usual=lambda name: values_of("task", task.name)[name.removeprefix("task.")])
+    place = f"evaluation.sets.{held_out.name}" if c.evaluation.sets else "task"
+    ignored(dataclasses.replace(c, task=task), of_set, "task")
     if task.name == "reverse":
         room_for_answer(task.num_digits, "evaluation.max_completion_length", length, of_set)
         tokens = task.num_digits + 1 + length

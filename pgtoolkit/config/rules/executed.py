@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -84,6 +85,22 @@ def not_typed(config: DictConfig, typed: list[Override]) -> list[str]:
                 use = f"{setting} on the command line"
                 problems.append(refusal(setting, "to be typed", "it from a file", reason, use))
     return problems
+
+
+def written_elsewhere(config: DictConfig, run_dir: Path, typed: list[Override]) -> list[str]:
+    """Problems with folders outside of a run's directory that its own file has it write to, and nobody who types."""
+    problems, keys = [], {override.key_or_group for override in typed}
+    for name, value in folders_outside(config, run_dir).items():
+        if name not in keys:
+            reason, use = "The run would write outside of its directory.", f"{name}={value} on the command line"
+            problems.append(refusal(f"{name}={value}", "to be typed", "it from the run's file", reason, use))
+    return problems
+
+
+def folders_outside(config: object, run_dir: Path) -> dict[str, str]:
+    """By key: the folders that a run of this configuration writes to, other than its own directory."""
+    written, top = {key.name: resolved(config, key.name) for key in keys_of(config) if key.writes}, run_dir.resolve()
+    return {name: value for name, value in written.items() if value and not Path(value).resolve().is_relative_to(top)}
 
 
 def named_code(config: object, kind: str) -> dict[str, Any]:

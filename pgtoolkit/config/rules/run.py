@@ -15,6 +15,9 @@ from pgtoolkit.config.schema import Config, HuggingFaceModelConfig
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, is_whole, text
 
+MOST_DOCUMENTS = 10**6
+"""Of a batch of rollouts: as many as accumulation.docs_per_step may be."""
+
 
 def rollout(c: Config, report: Report) -> None:
     rollout = c.rollout
@@ -25,6 +28,11 @@ def rollout(c: Config, report: Report) -> None:
         setting, reason = f"rollout.save_path={rollout.save_path}", "It becomes a folder with one file per batch."
         needs, use = "a new or empty folder, or one of rollouts to resume", "rollout.save_path=recorded_rollouts"
         report.refuse(setting, needs, "other files at that place", reason, use)
+    if (batch := rollout.prompts_per_batch * rollout.group_size) > MOST_DOCUMENTS:
+        needs, got = f"at most {MOST_DOCUMENTS} documents a batch", f"{batch}, with {rollout.group_size} of each prompt"
+        reason = "A batch is kept in memory until it is trained on."
+        use = f"rollout.prompts_per_batch={max(1, MOST_DOCUMENTS // rollout.group_size)}"
+        report.refuse(f"rollout.prompts_per_batch={rollout.prompts_per_batch}", needs, got, reason, use)
     top_p, old, length = rollout.top_p, rollout.old_log_probs, rollout.max_completion_length
     if top_p is not None and top_p < 1:
         effect = "ratios do not correct for the tokens that sampling left out"
