@@ -129,6 +129,16 @@ def test_the_command_line_starts_without_the_heavy_libraries():
             assert {name for name in own(names) if not is_light(name)} == set(), file
 
 
+def test_checking_imports_none_of_them():
+    code = (
+        "import sys; from pgtoolkit.launch.check import check; from pgtoolkit.launch.plan_page import render_plan;"
+        "render_plan(check(['experiment=dapo']));"
+        "print(sorted({'torch', 'lightning', 'mlflow', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 def of_wings(*wings):
     return [file for file in FILES if wing(module(file)) in wings]
 

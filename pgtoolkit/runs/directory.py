@@ -16,7 +16,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from pgtoolkit.errors import ConfigError, PgtoolkitError
+from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError
 from pgtoolkit.runs.records import (
     STATES,
     TIME,
@@ -71,6 +71,7 @@ class RunDirectory:
         self.path = Path(path).resolve()
         self.metrics_path = self.path / "metrics.jsonl"
         self.evaluations_path = self.path / "evaluations.jsonl"
+        self._bytes: dict[Path, int] = {}  # of the files that grow, as this process has left them
         with storage(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock_file = _lock(self.path)
@@ -178,10 +179,21 @@ class RunDirectory:
         self._append(self.evaluations_path, rows, durable=True)
 
     def _append(self, path: Path, rows: list[dict], durable: bool = False) -> None:
-        """durable: what the file holds is on the disk afterwards."""
+        """durable: what the file holds is on the disk afterwards.
+
+        Raises StorageError where rows have gone, or came, that this process has not written.
+        """
         with path.open("a", encoding="utf-8") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != (expected := self._bytes.get(path, size)):
+                raise StorageError(
+                    f"{path} needs the {expected} bytes that this run has written (got {size}). It was deleted or "
+                    "changed during the run, and what it lacks is lost. Use pgtk resume to continue from the newest "
+                    "checkpoint without it."
+                )
             file.write("".join(json.dumps(row) + "\n" for row in rows))
             file.flush()
+            self._bytes[path] = os.fstat(file.fileno()).st_size
             if durable:
                 os.fsync(file.fileno())
 
@@ -193,6 +205,7 @@ class RunDirectory:
         """Take away the rows of later steps, and one that a kill has torn: a resumed run writes them anew."""
         evaluations = self.evaluations_path, read_evaluations(self.path)
         for path, rows in ((self.metrics_path, self.read_metrics()), evaluations):
+            self._bytes.pop(path, None)
             if path.exists():
                 write_metrics(path, [row for row in rows if row["step"] <= step])
 

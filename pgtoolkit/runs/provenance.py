@@ -62,7 +62,7 @@ def last_start(provenance: dict) -> dict:
 
 def code_of(provenance: dict) -> tuple:
     """(commit, uncommitted changes) of each repository behind the last start of a run."""
-    return tuple((repository["commit"], repository["diff"]) for repository in last_start(provenance).get("git", []))
+    return tuple((repository.get("commit"), repository["diff"]) for repository in last_start(provenance).get("git", []))
 
 
 def commit_text(commit: str | None, changes: str) -> str:

@@ -8,8 +8,10 @@ import json
 import math
 import re
 from collections.abc import Container, Iterator
+from datetime import datetime
 from enum import Enum
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from pgtoolkit.errors import StorageError, first_line
@@ -33,16 +35,12 @@ def read_resolved(run_dir: str | Path) -> dict:
 
 def read_status(run_dir: str | Path) -> dict[str, Any]:
     """A run's status.json, or {} before its first. A killed run still says `running`, though its lock is free."""
-    status = _object(path := Path(run_dir) / "status.json", state=str, step=int)
-    with reading(path):
-        if status and status["state"] not in STATES:
-            raise ValueError("its state is not what pgtk writes there")
-    return status
+    return _object(Path(run_dir) / "status.json", _STATUS)
 
 
 def read_provenance(run_dir: Path) -> dict:
     """provenance.json; {} where there is none. Raises StorageError if it is damaged."""
-    return _object(run_dir / "provenance.json")
+    return _object(run_dir / "provenance.json", _PROVENANCE)
 
 
 def known_provenance(run_dir: Path) -> dict:
@@ -55,12 +53,12 @@ def known_provenance(run_dir: Path) -> dict:
 
 def read_data(run_dir: Path) -> dict:
     """data.json, the digests of the data that a run reads; {} where there is none."""
-    return _object(run_dir / "data.json")
+    return _object(run_dir / "data.json", _DATA)
 
 
 def read_sweep(folder: Path) -> dict:
     """sweep.json of a sweep's folder: `name`, `command` and `jobs`; {} where there is none."""
-    return _object(folder / "sweep.json", name=str, command=list, jobs=list)
+    return _object(folder / "sweep.json", _SWEEP)
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
@@ -68,9 +66,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
     A torn last line, left by a kill, is passed over. Raises StorageError for a broken line anywhere else.
     """
-    rows = _rows(path)
-    with reading(path):
-        return [{name: value for name, value in row.items() if math.isfinite(value)} for row in rows]
+    return [{name: value for name, value in row.items() if math.isfinite(value)} for row in _rows(path, _ROW)]
 
 
 def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
@@ -90,7 +86,7 @@ def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
     share that did not end by itself. seconds: that it took, which lie between the times of this step's row of
     metrics.jsonl and of the next one. Further numbers are means of what the verifiers measure, such as reward/NAME.
     """
-    return _rows(run_dir / "evaluations.jsonl", set=str)
+    return _rows(run_dir / "evaluations.jsonl", _EVALUATION)
 
 
 def best_of(rows: list[dict[str, Any]], watched: tuple[str, str], steps: Container[int]) -> dict[str, Any] | None:
@@ -116,7 +112,7 @@ def best_checkpoint(run_dir: Path, watched: tuple[str, str] | None) -> dict[str,
 
 def read_drift(run_dir: Path) -> list[dict[str, Any]]:
     """The changes that resumes made to the configuration: `step` and `changes`, {key: [old, new]}, of each."""
-    return _rows(run_dir / "drift.jsonl", changes=dict)
+    return _rows(run_dir / "drift.jsonl", _DRIFT)
 
 
 def write_metrics(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -165,28 +161,26 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _object(path: Path, **types: type) -> dict:
-    """The JSON object in a file; {} where there is no file. types: of keys that it must have."""
+def _object(path: Path, shape: dict) -> dict:
+    """The JSON object in a file, checked; {} where there is no file."""
     with reading(path):
-        return _parsed(path.read_bytes(), types) if path.exists() else {}
+        return _parsed(path.read_bytes(), shape) if path.exists() else {}
 
 
-def _rows(path: Path, **types: type) -> list[dict]:
-    """The JSON objects in the lines of a file, but for a torn last one; none where there is no file."""
+def _rows(path: Path, shape: dict) -> list[dict]:
+    """The JSON objects in the lines of a file, checked, but for a torn last one; none where there is no file."""
     with storage(path):
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     rows = []
     for number, line in enumerate(lines, start=1):
         with reading(Path(f"{path}:{number}")):
-            rows.append(_parsed(line, {"step": int, **types}))
+            rows.append(_parsed(line, shape))
     return rows
 
 
-def _parsed(data: bytes, types: dict[str, type]) -> dict:
+def _parsed(data: bytes, shape: dict) -> dict:
     value = json.loads(data)
-    _expect(value, dict)
-    for key, kind in types.items():
-        _expect(value.get(key), kind, key)
+    _expect(value, shape)
     return value
 
 
@@ -208,6 +202,48 @@ def _parsed_yaml(data: bytes) -> Any:
     return parse_yaml(data)
 
 
-def _expect(value: Any, kind: type, name: str = "content") -> None:
-    if not isinstance(value, kind):
+def _expect(value: Any, shape: Any, name: str = "content") -> None:
+    """ValueError if a value does not have a shape: a type, or a function that is true of it; a list of the shape of all
+    items; a dictionary of the shapes of its keys, where `key?` may be missing, and str is any other.
+    """
+    kind = type(shape) if isinstance(shape, (dict, list)) else shape
+    if not (isinstance(value, kind) if isinstance(kind, (type, UnionType)) else kind(value)):
         raise ValueError(f"its {name} is not what pgtk writes there")
+    if isinstance(shape, list):
+        for item in value:
+            _expect(item, shape[0], name)
+    elif isinstance(shape, dict):
+        shapes = {key.strip("?"): expected for key, expected in shape.items() if key is not str}
+        for key in shapes | (value if str in shape else {}):
+            if key in value or f"{key}?" not in shape:
+                _expect(value.get(key), shapes.get(key, shape.get(str)), key)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**53
+
+
+def _is_number(value: Any) -> bool:
+    # OverflowError for a whole number that no float can hold
+    return type(value) in (int, float) and math.isfinite(value) is not None
+
+
+def _is_share(value: Any) -> bool:
+    return _is_number(value) and 0 <= value <= 1
+
+
+def _is_time(value: Any) -> bool:
+    return bool(datetime.strptime(str(value), TIME))
+
+
+_STATUS = {"state": STATES.__contains__, "step": _is_count, "saved?": _is_count, "started?": _is_time, "id?": str}
+_STATUS |= {"mlflow?": lambda info: not info or _expect(info, {str: str}) is None}
+_STATUS |= {"reason?": str | None, "sweep?": str | None}
+_ROW = {"step": _is_count, str: _is_number}
+_EVALUATION = {"set": str, "prompts": _is_count, "avg": _is_number, "pass@1": _is_share, **_ROW}
+_DRIFT = {"step": _is_count, "changes": {str: lambda pair: isinstance(pair, list) and len(pair) == 2}}
+_START = {"git?": [{"commit?": str | None, "diff": str}], "gpus?": [dict], "packages?": {str: str}}
+_START |= {"memory_bytes?": int, "command?": [str], "directory?": str}
+_PROVENANCE = {**_START, "resumed?": [{**_START, "time": _is_time}]}
+_DATA = {"accepted?": list, str: {str: dict}}
+_SWEEP = {"name": str, "command": list, "jobs": [{"name": str, "directory": str, "status": str}]}

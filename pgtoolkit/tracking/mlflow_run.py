@@ -36,6 +36,7 @@ from pgtoolkit.tracking.store import (
     failure,
     open_store,
     parameter_name,
+    patiently,
     raising_storage_errors,
     request_seconds,
     search_literal,
@@ -88,12 +89,13 @@ class MlflowTracker:
         first ones, and what changed is in the tag `drift`. On a resume call it after `drop_metrics_after`.
         Afterwards `info` holds uri, experiment_id and run_id.
 
-        Raises StorageError, ending with `consequence`, if the store does not answer.
+        Raises StorageError, ending with `consequence`: at once if the store refuses, after `patiently` if it is there
+        and does not answer in time.
         """
         self._run_dir = Path(run_dir)
         described, status = describe(self._run_dir), read_status(self._run_dir)
         with raising_storage_errors(self.uri, consequence):
-            run = self._open(described, status)
+            run = patiently(self.uri, lambda: self._open(described, status))
         self.info = {"uri": redact(self.uri), "experiment_id": run.info.experiment_id, "run_id": self._run_id}
         steps = {metric.key: metric.step for metric in run.data.to_proto().metrics}
         delivered = {None: max(steps.get(name, 0) for name in _IN_EACH_ROW)}
@@ -111,7 +113,7 @@ class MlflowTracker:
     def _open(self, described: Description, status: dict):
         """The MLflow run of the directory: the one with its tag `pgtk.id` in any experiment of the store, or a new one.
 
-        By the tag a run is found that a killed process could not write down.
+        By the tag a run is found that a killed process could not write down, or whose making was answered too late.
         """
         self._client, experiment_id = open_store(self.uri, self.experiment)
         everywhere = [experiment.experiment_id for experiment in self._client.search_experiments()]
@@ -132,7 +134,8 @@ class MlflowTracker:
     def finish(self, state: str, limited: bool = True) -> list[str]:
         """Deliver the rest and close the run; returns what did not reach MLflow, by name. A second call does nothing.
 
-        state: done, failed or interrupted. limited: give up after 6 * MLFLOW_HTTP_REQUEST_TIMEOUT seconds in all.
+        state: done, failed or interrupted. limited: give up after 6 * MLFLOW_HTTP_REQUEST_TIMEOUT seconds in all;
+        otherwise only each call has its limit.
         """
         if not self._thread:
             return []

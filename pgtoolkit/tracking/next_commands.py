@@ -139,4 +139,4 @@ def _config_dir(run_dir):
     provenance, parser = known_provenance(Path(run_dir)), argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir", "-cd", nargs="?")
     folder = parser.parse_known_args(provenance.get("command", [])[1:])[0].config_dir
-    return folder and Path(provenance["directory"], folder)
+    return folder and Path(provenance.get("directory", ""), folder)

@@ -157,7 +157,8 @@ def sparkline(values: list[float], width: int = 40, span: tuple[float, float] | 
     cuts = [round(i * len(values) / width) for i in range(width + 1)] if width else []
     means = [mean(values[first:last]) for first, last in itertools.pairwise(cuts)]
     low, high = span or (min(means, default=0), max(means, default=0))
-    return "".join(_BARS[round((len(_BARS) - 1) * (height - low) / ((high - low) or 1))] for height in means)
+    heights = [(min(max(average, low), high) - low) / ((high - low) or 1) for average in means]
+    return "".join(_BARS[round((len(_BARS) - 1) * height)] for height in heights)
 
 
 def _rise(name, rows):

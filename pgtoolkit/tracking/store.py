@@ -4,23 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import logging
 import os
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from pgtoolkit.config.keys import changes_learning
 from pgtoolkit.config.paths import sqlite_path
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.records import leaves
+from pgtoolkit.system.background import in_background
 from pgtoolkit.system.imports import without
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import text
 from pgtoolkit.system.shell import shortest_path
 
+_log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+_BUSY = re.compile("read timed out|database is locked|error code (429|502|503|504)", re.IGNORECASE)
+"""What MLflow says of a store that is there and has too much to do."""
+
 
 def client_of(uri: str):
-    """An MlflowClient that fails in seconds where MLflow would try for minutes, and sends no telemetry."""
+    """An MlflowClient that fails in seconds where MLflow would try for minutes, and sends no telemetry.
+
+    MLflow limits the wait for each byte alone; here each whole call is limited, to 4 such waits.
+    """
     # What the user has set wins.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
@@ -34,12 +49,52 @@ def client_of(uri: str):
         logging.getLogger("alembic").setLevel(logging.WARNING)
         # It logs each failure with its whole traceback; `failure` says it in one line.
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
-        return MlflowClient(uri)
+        return _ClientWithTimeouts(MlflowClient(uri))
 
 
 def request_seconds() -> float:
     """The longest wait for a server's next byte; what is set in the environment wins, once `client_of` was called."""
     return float(os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"])
+
+
+class _ClientWithTimeouts:
+    """A client whose calls run in threads of their own, which are given up when their time is over."""
+
+    def __init__(self, client):
+        self._client = client
+
+    def __getattr__(self, name):
+        attribute = getattr(self._client, name)
+        return functools.partial(_call_within_limit, attribute) if callable(attribute) else attribute
+
+
+def _call_within_limit(function, *arguments, **keywords):
+    seconds = 4 * request_seconds()
+    try:
+        return in_background(functools.partial(function, *arguments, **keywords)).result(seconds)
+    except TimeoutError as error:
+        if error.args:  # the call's own
+            raise
+        raise TimeoutError(f"no whole answer within {seconds:g} s, which is 4 * MLFLOW_HTTP_REQUEST_TIMEOUT") from None
+
+
+def patiently(uri: str, call: Callable[[], Result]) -> Result:
+    """What `call` returns, which is called again where the store is there but too busy to answer in time.
+
+    One line says so. After 12 * MLFLOW_HTTP_REQUEST_TIMEOUT seconds the error of the last call is raised.
+    """
+    end = None
+    while True:
+        try:
+            return call()
+        except Exception as error:  # MLflow, its HTTP client and its database each raise their own
+            is_busy = isinstance(error, TimeoutError) or _BUSY.search(str(error))
+            if not is_busy or (end is not None and time.monotonic() > end):
+                raise
+            if end is None:
+                end = time.monotonic() + 12 * request_seconds()
+                _log.warning("%s; asking again for %g s", failure(uri, error), 12 * request_seconds())
+            time.sleep(1)
 
 
 def open_store(uri: str, experiment: str):

@@ -90,6 +90,33 @@ def test_a_damaged_file_is_one_message(whole, uri, tmp_path, capsys, name, kind)
             assert kind in HARMLESS[name], where
 
 
+EVALUATION = {"step": 1, "set": "held_out", "prompts": 8, "avg": 0.5, "pass@1": 0.5}
+NONSENSE = {
+    "status.json": [{"state": "done", "step": 2, **more} for more in ({"mlflow": [1]}, {"saved": "1"}, {"step": -1})],
+    "provenance.json": [{"git": [3]}, {"resumed": None}, {"resumed": [{"time": "now"}]}, {"packages": [1]}],
+    "evaluations.jsonl": [EVALUATION | more for more in ({"avg": "x"}, {"pass@1": 3}, {"set": [1]}, {"step": 1.5})],
+    "metrics.jsonl": [{"step": 1, "loss": "x"}, {"step": 10**400}],
+    "data.json": [{"rollout.path": {"a": 1}}],
+}
+"""What is valid JSON, and not what a run writes."""
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_nonsense_in_a_valid_file_is_one_message(whole, tmp_path, capsys, name):
+    for number, nonsense in enumerate(NONSENSE[name]):
+        folder = tmp_path / str(number)
+        shutil.copytree(whole, folder)
+        (folder / name).write_text(json.dumps(nonsense) + "\n")
+        for command in ("compare", "diff", "resume"):
+            status = main(command_line(command, folder, None, tmp_path))
+            errors = capsys.readouterr().err
+            assert status in ((6,) if command == "resume" else (0, 2)), (command, nonsense, errors)
+            if status:
+                (line,) = errors.splitlines()
+                assert f"{name}" in line
+                assert "is damaged (" in line
+
+
 def test_what_is_missing_or_torn_does_not_keep_a_run_from_going_on(whole, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)

@@ -154,3 +154,17 @@ def test_a_job_does_not_continue_another_run(tmp_path):
         run.set_status("interrupted", 3)
     with pytest.raises(ConfigError, match=r"got one with seed=1, not 0\)"):
         job.run(config, tmp_path, [], "sweep")
+
+
+@pytest.mark.parametrize("left", [None, 1])
+def test_rows_that_go_during_a_run_end_it(tmp_path, left):
+    """left: rows that stay; None deletes the file."""
+    with RunDirectory(tmp_path) as run:
+        for step in (1, 2, 3):
+            run.append_metrics(step, {"loss": 0.5})
+        rows = run.metrics_path.read_text().splitlines(keepends=True)
+        run.metrics_path.unlink() if left is None else run.metrics_path.write_text("".join(rows[:left]))
+        with pytest.raises(StorageError, match=r"metrics\.jsonl needs the \d+ bytes .* pgtk resume"):
+            run.append_metrics(4, {"loss": 0.5})
+    with RunDirectory(tmp_path) as run:  # a resume goes on with what is there
+        run.append_metrics(4, {"loss": 0.5})

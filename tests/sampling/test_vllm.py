@@ -101,6 +101,9 @@ FAULTS = {
     "no_json": r"/v1/completions answered what is no JSON: <html>",
     "busy": r"answered /v1/completions with 503: .*busy.*/resume",
     "sends_on": r"answered /v1/completions with 302: Found\.",
+    "trickles": r"did not answer /v1/completions within sampler.answer_seconds=1\.",
+    "endless": r"its answer to /v1/completions has more than the \d{7} bytes that were asked for",
+    "gzip": r"its answer to /v1/completions is packed \(gzip\), which was not asked for",
     "breaks_off": r"cannot be reached, or breaks off its answers: .*IncompleteRead",
     "true_for_token": r"its token ids are no whole numbers: \[True",
     "another_prompt": r"it completed another prompt than it was given, or does not say which",
@@ -111,7 +114,7 @@ FAULTS = {
 def test_a_fault_while_sampling_is_one_sentence(server, tmp_path, monkeypatch, fault):
     """Those that vLLM cannot be brought to; test_vllm_servers.py has the others."""
     monkeypatch.setattr("pgtoolkit.sampling.server_client._PATIENCE_SECONDS", 0.7)
-    with server.joined(tmp_path, "sampler.answer_seconds=3") as (module, sampler):
+    with server.joined(tmp_path, f"sampler.answer_seconds={1 if fault == 'trickles' else 3}") as (module, sampler):
         sampler.publish(module.policy.weights, 0)
         server.fault(fault)
         server.marks.write_text("")

@@ -1,12 +1,15 @@
 """MLflow on real stores: nothing lost, nothing doubled, nothing that stops training."""
 
+import contextlib
 import hashlib
 import logging
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,7 +20,7 @@ from mlflow import MlflowClient
 from pgtoolkit.errors import StorageError
 from pgtoolkit.tracking import mlflow_run
 from pgtoolkit.tracking.mlflow_run import sync
-from pgtoolkit.tracking.store import flatten, open_store
+from pgtoolkit.tracking.store import client_of, flatten, open_store
 
 
 def test_a_run_arrives_complete(uri, run):
@@ -121,6 +124,72 @@ def test_a_server_that_is_down_is_refused_at_once(run):
     with pytest.raises(StorageError, match=r"tracking\.uri=http://\*\*\*@127.*refused\. Training has not"):
         start(f"http://me:hunter2@127.0.0.1:{port}", run)
     assert time.monotonic() - began < 10
+
+
+@contextlib.contextmanager
+def trickling():
+    """The address of a server that gives its answers byte by byte, each in time."""
+
+    def answer(client):
+        with contextlib.suppress(OSError), client:
+            client.recv(1 << 16)
+            for byte in b"HTTP/1.1 200 OK\r\nX-Slowly: " + 10_000 * b"x":
+                client.sendall(bytes([byte]))
+                time.sleep(0.1)
+
+    def accept():
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=answer, args=server.accept()[:1], daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.slow
+def test_a_server_that_does_not_answer_in_time_is_asked_again_and_refused_in_the_end(run, monkeypatch, caplog):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")  # for each byte; four times that for an answer
+    with trickling() as slow:
+        began = time.monotonic()
+        with pytest.raises(StorageError, match=r"no whole answer within 4 s, .* Training has not started"):
+            start(slow, run)
+        assert 12 < time.monotonic() - began < 40
+    assert caplog.text.count("no whole answer within 4 s, which is") == 1
+    assert "asking again for 12 s" in caplog.text
+
+
+def test_a_store_that_is_busy_for_longer_than_a_call_may_take_is_waited_for(uri, run, monkeypatch, caplog):
+    client_of(uri).search_experiments()  # makes it
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "0.5")
+    busy = sqlite3.connect(uri.removeprefix("sqlite:///"), check_same_thread=False)
+    busy.execute("BEGIN EXCLUSIVE")
+    threading.Timer(4, busy.rollback).start()
+    tracker = start(uri, run)
+    train(run, 1, 2)
+    assert tracker.finish("done") == []
+    assert history(uri, tracker.info["run_id"]) == [(1, 1 / 8), (2, 2 / 8)]
+    assert caplog.text.count("asking again for 6 s") == 1
+
+
+@pytest.mark.slow
+def test_a_server_that_begins_to_trickle_holds_up_neither_steps_nor_the_end(uri, run, monkeypatch):
+    """While it is delivered to, and at the end; then only sync delivers, which needs the server."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    tracker = start(uri, run)
+    with trickling() as slow:
+        tracker._client = client_of(slow)
+        began = time.monotonic()
+        train(run, 1, 3)
+        assert time.monotonic() - began < 1
+        # The files have arrived where the store's folder was known before the server began to trickle.
+        assert set(tracker.finish("interrupted")) - {"artifacts", "completions"} == {"metrics", "the end of the run"}
+        assert time.monotonic() - began < 8
+    monkeypatch.undo()
+    run.set_status("interrupted", 3, "SIGTERM")
+    run.close()
+    assert ": 3 rows delivered" in sync(run.path)
+    assert history(uri, tracker.info["run_id"]) == [(step, step / 8) for step in range(1, 4)]
 
 
 def test_a_deleted_experiment_is_refused_with_the_way_out(uri, run):
