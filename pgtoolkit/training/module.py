@@ -143,7 +143,13 @@ class PolicyGradientModule(DynamicAccumulation):
         return loss_of_hidden(hidden, self._precise(head), micro_batch, totals, self.loss, ranks, self.computation)
 
     def _check_log_probs(self, step: Step) -> None:
-        """The rollouts of a run that goes on with a correction may lack those of the sampler."""
+        """A loader of one's own may lack them, and the rollouts of a run that goes on with a correction."""
+        unknown = [document.name for document in step.documents if document.old_log_probs is None]
+        if unknown and self.loss.reads_old_log_probs:
+            raise DataError(
+                f"the loss needs old_log_probs of every document (got none of {unknown[0]}). It compares the policy "
+                "with the one that sampled. Give them, or use loss=reinforce correction=none kl=none."
+            )
         lacking = [document.name for document in step.documents if document.sampling_log_probs is None]
         if lacking and self.loss.needs_sampling_log_probs:
             raise DataError(

@@ -132,3 +132,11 @@ def test_a_family_that_reads_the_ratio_cannot_deny_it():
 
     with pytest.raises(ValueError, match="reads_old_log_probs=False needs a surrogate without the log-ratio"):
         check_family(Denies())
+
+
+def test_a_loader_of_ones_own_gives_what_the_loss_reads(tmp_path):
+    """Old log-probs that are missing would be taken for 0."""
+    _, loader = built(*SMALL, f"rollout.path={rows_file(tmp_path, 4, **ONLY_TOKENS)}")
+    module, _ = built("loss=grpo", "trainer.device=cpu", "tracking=none")
+    with pytest.raises(DataError, match=r"needs old_log_probs of every document \(got none of .*rollouts\.jsonl:1\)"):
+        module.training_step(next(iter(loader)), 0)
