@@ -102,8 +102,8 @@ def sets(tmp_path):
 def best_and_goal(tmp_path):
     """Of three evaluations with checkpoints, by two numbers of two sets."""
     values = {2: {"avg": 0.5, "pass@1": 0.1}, 4: {"avg": 0.3, "pass@1": 0.4}, 6: {"avg": 0.5, "pass@1": 0.2}}
-    rows = [{"step": step, "set": "a", **numbers} for step, numbers in values.items()]
-    rows += [{"step": step, "set": "b", "avg": -step, "pass@1": 0.0} for step in values]
+    rows = [{"step": step, "set": "a", "prompts": 8, **numbers} for step, numbers in values.items()]
+    rows += [{"step": step, "set": "b", "prompts": 8, "avg": -step, "pass@1": 0.0} for step in values]
     named = ["evaluation.sets.a.num_digits=1", "evaluation.sets.b.num_digits=2"]
     with RunDirectory(tmp_path / "run") as run:
         run.append_evaluations(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import socket
 import time
 from pathlib import Path
@@ -18,10 +19,11 @@ from omegaconf import OmegaConf
 from keys import SMALL, key, module_and_steps, module_of, recorded, rows_file, settings
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.launch.worker import _process_group
+from pgtoolkit.model.spread import parallelize
 from pgtoolkit.ranks.environment import Rank
 from pgtoolkit.ranks.layout import AXES, Layout
 from pgtoolkit.runs.directory import RunDirectory
-from pgtoolkit.training.build import accelerator, build
+from pgtoolkit.training.build import accelerator
 from pgtoolkit.training.recorder import Recorder
 from pgtoolkit.training.train import _start_tracker
 
@@ -41,9 +43,10 @@ def on_two_ranks(folder, *overrides, **sizes):
     """By rank: the policy, and its number of weights."""
     chosen = ("rollout=recorded", f"rollout.path={rows_file(folder)}", "metrics=none", *overrides)
     config = OmegaConf.to_object(config_of(*settings(*chosen)))
+    whole = module_of("metrics=none").policy  # made once: threads would draw its weights from one random state
 
     def built(rank):
-        policy = build(config, layout=Layout.of_world("cpu", 60, **sizes))[0].policy
+        policy = parallelize(copy.deepcopy(whole), Layout.of_world("cpu", 60, **sizes), config)
         weights = [p.to_local() if hasattr(p, "to_local") else p for p in policy.model.parameters()]
         return policy, sum(weight.numel() for weight in weights)
 
