@@ -31,7 +31,7 @@ from pgtoolkit.runs.directory import record_end
 from pgtoolkit.system.imports import without
 from pgtoolkit.system.report import say
 from pgtoolkit.tracking.next_commands import resume_command
-from pgtoolkit.tracking.signals import StopSignal, answered_by, stop_signals_recorded
+from pgtoolkit.tracking.signals import StopSignal, answered_by, stop_signals_recorded, stop_signals_wait
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -59,7 +59,7 @@ def train_on_processes(training: Training) -> None:
         if (count := world_size(config.parallelism)) > 1:
             _run_workers(training, count)
             return
-        with without():
+        with without(), stop_signals_wait():
             from pgtoolkit.training.train import train
 
         train(config, training.run_dir, training.resume, training.overrides, training.sweep)

@@ -26,6 +26,10 @@ class StopSignal(KeyboardInterrupt):
     """The first of STOP_SIGNALS; str() is its name."""
 
 
+_swallowed: list[StopSignal] = []
+"""The first signal since `stop_signals_recorded` began; still there when training begins, it was swallowed."""
+
+
 @contextlib.contextmanager
 def answered_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """STOP_SIGNALS call the handler meanwhile."""
@@ -35,6 +39,16 @@ def answered_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[No
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
+
+
+@contextlib.contextmanager
+def stop_signals_wait() -> Iterator[None]:
+    """Around imports: an exception amid them leaves modules half made, of which libraries make errors of their own."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager
@@ -50,6 +64,7 @@ def stop_signals_recorded(
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    _swallowed.clear()
     with answered_by(_raise):
         try:
             yield
@@ -69,8 +84,15 @@ def stop_signals_recorded(
             ) from None
 
 
+def raise_swallowed() -> None:
+    """Raise the StopSignal that has ended nothing: Python drops what is raised within a finalizer such as __del__."""
+    if _swallowed:
+        raise _swallowed[0]
+
+
 def _raise(number, _frame):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # which may come to each process of a job, and from the one above it
-    raise StopSignal(signal.Signals(number).name)
+    _swallowed.append(StopSignal(signal.Signals(number).name))
+    raise _swallowed[0]

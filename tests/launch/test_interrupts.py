@@ -66,6 +66,35 @@ def test_a_signal_while_a_line_is_written_disturbs_nothing(tmp_path):
     assert status_of(tmp_path / "run")["step"] == 3
 
 
+INTERRUPTED_IN_A_FINALIZER = """
+import os, signal, sys
+from pgtoolkit.cli import main
+from pgtoolkit.training import train
+
+class Interrupting:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+def build(*arguments, real=train.build):
+    Interrupting()
+    return real(*arguments)
+
+train.build = build
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_whose_exception_python_drops_stops_the_run_before_its_first_step(tmp_path):
+    command = [sys.executable, "-c", INTERRUPTED_IN_A_FINALIZER, *once(*SHORT, "trainer.max_steps=3")]
+    command += [f"hydra.run.dir={tmp_path / 'run'}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 75, done.stderr
+    assert "Exception ignored" in done.stderr
+    status = status_of(tmp_path / "run")
+    assert (status["state"], status["step"], status["reason"]) == ("interrupted", 0, "SIGINT")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "moment"), [(signal.SIGTERM, "imports"), (signal.SIGINT, "build")])
 def test_a_signal_before_the_first_step_leaves_a_run_that_resumes(tmp_path, monkeypatch, number, moment):
