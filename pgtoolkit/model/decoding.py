@@ -141,10 +141,10 @@ class Decoding:
 
     model: its body gives hidden states. logits: of hidden states (B, H). draw: tokens (B,) int64 and their log-probs,
     (B,) float32, of logits and numbers (B,) of `uniform`; on a GPU it may not wait for the device. uniform: (prompts,
-    max_tokens), for each token that may be drawn. check: may raise between tokens. ends: (E,) int64, the tokens that end
-    a completion. stopped: which rows have ended otherwise, (B,) bool, given the tokens of all rows so far, (B, C), and
-    how many of them are new since it was last asked. Rows that have ended are computed on until half of all have: then
-    they are dropped.
+    max_tokens), for each token that may be drawn. check: may raise between tokens. ends: (E,) int64, the tokens that
+    end a completion. stopped: which rows have ended otherwise, (B,) bool, given the tokens of all rows so far, (B, C),
+    and how many of them are new since it was last asked. Rows that have ended are computed on until half of all have:
+    then they are dropped.
     """
 
     model: nn.Module

@@ -16,9 +16,9 @@ _LARGEST = 2.0**43
 
 
 def uniform_numbers(rows: Sequence[tuple[int, int]], count: int) -> Tensor:
-    """(B, count) float64 from [0, 1): for each row, the seed of a request and the number of its completion, one a token.
+    """(B, count) float64 from [0, 1), one for each token. rows: the seed of a request, and which of its completions.
 
-    They are the first outputs of a SplitMix64 for each row (Steele, Lea and Flood 2014, 10.1145/2714064.2660195), of
+    They are the first outputs of a SplitMix64 for each row (Steele, Lea and Flood 2014, 10.1145/2660193.2660195), of
     53 bits. So they are the same on every machine and device, and no row's depend on another's.
     """
     seeds, completions = np.array(rows, np.uint64).reshape(-1, 2).T
@@ -37,9 +37,9 @@ def _mixed(words: np.ndarray) -> np.ndarray:
 def draw(scores: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """A token of each row and its log-prob, (B,) int64 and float32, by the softmax of scores, (B, V) float32.
 
-    uniform: (B,) float64 from [0, 1). The token is the first whose cumulative probability is greater. Probabilities are
-    added up as integers, exactly and in any order, so that one of probability 0 (or below 1e-13 of the largest) is never
-    drawn. Where scores are not finite, the log-prob is not. Waits for no device.
+    uniform: (B,) float64 from [0, 1). The token is the first whose cumulative probability is greater. Probabilities
+    are added up as integers, exactly and in any order, so that one of probability 0 (or below 1e-13 of the largest) is
+    never drawn. Where scores are not finite, the log-prob is not. Waits for no device.
     """
     largest = scores.amax(-1, keepdim=True)
     cumulative = (scores - largest).exp_().mul_(_LARGEST).long().cumsum_(-1)
