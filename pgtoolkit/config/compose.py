@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import functools
@@ -18,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.config import override_problems
 from pgtoolkit.config.files import config_directory, options, plugins
-from pgtoolkit.config.keys import KEYS, evaluated_keys, is_inside, keys_of
+from pgtoolkit.config.keys import KEYS, evaluated_keys, is_inside, key_named
 from pgtoolkit.config.overrides import NO_CHOICE, hydra_form, parse, register
 from pgtoolkit.config.paths import make_absolute
 from pgtoolkit.config.rules import executed
@@ -97,8 +98,7 @@ def compose(
         problems += found
         if config is None:
             return Composed(None, problems)
-    # What stands for the value of another key comes after it.
-    for override in sorted(values, key=lambda one: "${" in one.input_line):
+    for override in values:
         if found := _set(config, override.key_or_group, override.value(), groups):
             problems += found
         else:
@@ -154,44 +154,27 @@ def _of_hydra(config: DictConfig, choices: list[str]) -> list[str]:
     return typed
 
 
-def _set(config: DictConfig, key: str, value: Any, groups: dict[str, list[str]]) -> list[str]:
+def _set(config: DictConfig, name: str, value: Any, groups: dict[str, list[str]]) -> list[str]:
     """Set one key, or several given as a dictionary; returns the problems, with which nothing is set."""
-    free = next((known for known in keys_of(config) if known.free and is_inside(key, known.name)), None)
-    if free:
-        if key == free.name and not isinstance(value, dict):
-            return [override_problems.wrong_type(config, key, value, config[free.group]._get_node(free.leaf))]
-        try:
-            with open_dict(config):
-                OmegaConf.update(config, key, value, force_add=True)
-        except OmegaConfBaseException as error:
-            return [override_problems.unresolvable(key, value, error)]
-        return []
-    if isinstance(value, dict) and value:
-        return [problem for name in value for problem in _set(config, f"{key}.{name}", value[name], groups)]
-    group, _, leaf = key.partition(".")
-    if leaf == "name" and group in groups:
-        reason = f"The other keys of {group} come with their option."
-        return [f"{key}={value} needs to be left alone (got {value!r}). {reason} Use {group}={value}."]
-    node = config
-    for part in key.split("."):
-        if not isinstance(node, DictConfig) or part not in node.keys():  # noqa: SIM118 (`in node` misses unset keys)
-            return [override_problems.unknown_key(config, key, value, groups)]
-        node = node._get_node(part)
-    if isinstance(node, DictConfig):
-        return [f"{key}={value} needs its keys one by one (got {value!r}). It is a group of keys. Use {key}.KEY=VALUE."]
-    before = node._value()
+    key = key_named(name, config)
+    is_free = key is not None and key.free and (name != key.name or isinstance(value, dict))
+    if isinstance(value, dict) and value and not is_free:
+        return [problem for part in value for problem in _set(config, f"{name}.{part}", value[part], groups)]
+    if name in groups:
+        return [refusal(f"{name}={value}", "its keys one by one", value, "It is a group of keys.", f"{name}.KEY=VALUE")]
+    if key is None:
+        return [override_problems.unknown_key(config, name, value, groups)]
+    if name == f"{key.group}.name":
+        reason = f"The other keys of {key.group} come with their option."
+        return [refusal(f"{name}={value}", "to be left alone", value, reason, f"{key.group}={value}")]
     try:
-        OmegaConf.update(config, key, value)
+        with open_dict(config) if is_free else contextlib.nullcontext():
+            OmegaConf.update(config, name, value, force_add=is_free)
     except OverflowError:  # a whole number that no float can hold
-        OmegaConf.update(config, key, math.copysign(math.inf, 1 if value > 0 else -1))
-    except OmegaConfBaseException:
-        return [override_problems.wrong_type(config, key, value, node)]
-    if isinstance(value, str) and "${" in value and "oc.env" not in value:
-        try:
-            OmegaConf.select(config, key)
-        except OmegaConfBaseException as error:
-            OmegaConf.update(config, key, before)
-            return [override_problems.unresolvable(key, value, error)]
+        OmegaConf.update(config, name, math.copysign(math.inf, 1 if value > 0 else -1))
+    except OmegaConfBaseException as error:
+        wrong = override_problems.unresolvable(name, value, error) if is_free else None
+        return [wrong or override_problems.wrong_type(config, key, value)]
     return []
 
 

@@ -12,14 +12,12 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import EnumMeta
 from typing import Any
 
-from pgtoolkit.config import schema
 from pgtoolkit.config.defaults import comment_of, group_comment, values_of
 from pgtoolkit.config.files import config_directory, default_options, docs_page, options
 from pgtoolkit.config.key import Key
-from pgtoolkit.config.keys import KEYS, in_words
+from pgtoolkit.config.keys import KEYS, describe, in_words
 from pgtoolkit.config.override_problems import ALSO_CALLED, nearest
 from pgtoolkit.config.plan import ADVANTAGES
 from pgtoolkit.errors import ConfigError, PgtoolkitError
@@ -29,8 +27,6 @@ from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.losses.kl import KINDS, KL
 from pgtoolkit.system.report import refusal, text
 
-_TYPES = {"int": "whole number", "float": "number", "bool": "true or false", "str": "text"}
-_TYPES |= {"dict[str, Any]": "dictionary", "list[str]": "list of texts", "list[int]": "list of whole numbers"}
 _STATUSES = {
     0: "Done.",
     1: "An error of pgtoolkit's own, with a traceback; of a sweep, that a job has failed.",
@@ -64,13 +60,9 @@ class Entry:
         """Type with range, default, and meaning, as they are printed."""
         key = self.key
         if key.option:
-            shown = {"type": " or ".join(options()[key.group]), "default": default_options()[key.group]}
+            shown = {"type": f"one of {', '.join(options()[key.group])}", "default": default_options()[key.group]}
         else:
-            kind, _, optional = key.type.partition(" | ")
-            enum = getattr(schema, kind, None)
-            words = " or ".join(enum) if isinstance(enum, EnumMeta) else _TYPES.get(kind, kind)
-            limits = " from {:.15g} to {:.15g}".format(*key.range) if key.range else ""
-            shown = {"type": words + limits + (" or null" if optional else ""), "default": self._default()}
+            shown = {"type": describe(key), "default": self._default()}
         return shown | {"meaning": " ".join([self.meaning, *self._conditions()])}
 
     def _default(self) -> str:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
+from enum import EnumMeta
+from typing import Any
 
+from pgtoolkit.config import schema
 from pgtoolkit.config.key import Key, holds, parts, singles, value_of
 from pgtoolkit.config.schema import SCHEMAS, Config
+from pgtoolkit.system.report import is_number, is_whole, text
 
 
 def _declared() -> Iterator[Key]:
     for group in fields(Config):
-        schemas = {name: schema for name, schema in SCHEMAS.items() if name.partition("/")[0] == group.name}
-        if not schemas:
+        options = {name: option for name, option in SCHEMAS.items() if name.partition("/")[0] == group.name}
+        if not options:
             yield Key(group.name, "", group.type, **group.metadata)
-        for name, schema in schemas.items():
-            for field in fields(schema):
+        for name, option in options.items():
+            for field in fields(option):
                 yield Key(f"{group.name}.{field.name}", name, field.type, **{**group.metadata, **field.metadata})
 
 
@@ -73,6 +77,46 @@ def evaluated_keys(source: str) -> list[str]:
     whole = {key.group for key in KEYS} - {key.group for key, taken in takes.items() if not taken}
     names = [key.group if key.group and key.group in whole else key.name for key, taken in takes.items() if taken]
     return [*dict.fromkeys(names), *(["experiment"] if source == "model" else [])]
+
+
+_TYPES = {
+    "int": ("a whole number", is_whole),
+    "float": ("a number", is_number),
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "str": ("text", lambda value: isinstance(value, str)),
+    "dict[str, Any]": ("a dictionary", lambda value: isinstance(value, dict)),
+    "list[str]": ("a list of texts", lambda value: _is_list_of(str, value)),
+    "list[int]": ("a list of whole numbers", lambda value: _is_list_of(int, value)),
+}
+"""Annotation of a key -> the type in words, and whether a value is of it."""
+
+
+def _is_list_of(kind: type, value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(entry, kind) for entry in value)
+
+
+def names_of(key: Key) -> tuple[str, ...]:
+    """The values of a key that has one of several names; none for other keys."""
+    kind = getattr(schema, key.type.partition(" | ")[0], None)
+    return tuple(kind) if isinstance(kind, EnumMeta) else ()
+
+
+def describe(key: Key) -> str:
+    """Which values a key takes, in words."""
+    kind, _, optional = key.type.partition(" | ")
+    words = f"one of {', '.join(names)}" if (names := names_of(key)) else _TYPES[kind][0]
+    limits = " from {} to {}".format(*map(text, key.range)) if key.range else ""
+    return words + limits + (" or null" if optional else "")
+
+
+def fits(key: Key, value: Any) -> bool:
+    """Whether a value is one that the key takes."""
+    kind, _, optional = key.type.partition(" | ")
+    if value is None:
+        return bool(optional)
+    if names := names_of(key):
+        return value in names
+    return _TYPES[kind][1](value) and (not key.range or key.range[0] <= value <= key.range[1])
 
 
 def shown(name: str) -> str:

@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from hydra.core.override_parser.types import ChoiceSweep, Override
-from omegaconf import DictConfig, EnumNode, ListConfig, ValueNode
+from omegaconf import DictConfig, ValueNode
 
 from pgtoolkit.config.defaults import comment, default
-from pgtoolkit.config.keys import KEYS, keys_of
+from pgtoolkit.config.key import Key
+from pgtoolkit.config.keys import KEYS, describe, fits, keys_of, names_of
 from pgtoolkit.config.schema import SCHEMAS
 from pgtoolkit.errors import first_line
 from pgtoolkit.runs.records import leaves
@@ -153,25 +154,15 @@ def unresolvable(key: str, value: Any, error: Exception) -> str:
     return f"{key}={value} needs a value that resolves (got {value}). {_first_line(error)}. Use {key}=VALUE."
 
 
-def wrong_type(config: DictConfig, key: str, value: Any, node: Any) -> str:
+def wrong_type(config: DictConfig, key: Key, value: Any) -> str:
     """A value that the type of its key does not allow."""
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    is_whole = isinstance(value, float) and abs(value) < 1e16 and value.is_integer()  # as 1e3, which is 1000.0
-    use = f"{key}={text(value if is_whole and node._metadata.ref_type is int else default(config, key))}"
-    if isinstance(node, EnumNode):
-        names = [member.name for member in node.enum_type]
-        needs, near = f"one of {', '.join(names)}", nearest(text(value), names)
-        use = f"{key}={near}" if near else use
-    elif isinstance(node, DictConfig):
-        needs = "a dictionary"
-    elif isinstance(node, ListConfig):
-        needs = "a list of texts"
-        use = _as_list(key, value) if isinstance(value, str) else use
-    else:
-        needs = words.get(node._metadata.ref_type, "another type") + (" or null" if node._is_optional() else "")
-    reason = comment(config, key) or "Every key has a type."
+    use = nearest(text(value), names_of(key)) or default(config, key.name)
+    if isinstance(value, float) and value.is_integer() and fits(key, int(value)):  # as 1e3, which is 1000.0
+        use = int(value)
+    use = _as_list(key.name, value) if key.name in _LISTS and isinstance(value, str) else f"{key.name}={text(use)}"
+    reason = comment(config, key.name) or "Every key has a type."
     got = value if isinstance(value, float) else text(value)
-    return f"{key}={got} needs {needs} (got {got!r}). {reason} Use {use}."
+    return f"{key.name}={got} needs {describe(key)} (got {got!r}). {reason} Use {use}."
 
 
 def composition_problem(error: Exception) -> str:

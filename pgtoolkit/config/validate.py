@@ -34,8 +34,8 @@ def validate(config: DictConfig) -> Report:
 
 def resolve_and_validate(config: DictConfig) -> tuple[Config, Report]:
     """The configuration as an object, see `resolve`, with all problems and notes."""
-    typed = OmegaConf.select(config, "hydra.overrides.task") or []
-    report = Report(usual=functools.partial(default, config), typed=list(typed))
+    typed = OmegaConf.to_container(config.hydra.overrides.task) if config.get("hydra") else []
+    report = Report(usual=functools.partial(default, config), typed=typed)
     resolved = resolve(config, report)
     for rule in RULES:
         rule(resolved, report)

@@ -7,9 +7,6 @@ import math
 import re
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from pgtoolkit.config.defaults import values_of
 from pgtoolkit.config.evaluation import (
     OF_A_SET,
@@ -22,12 +19,12 @@ from pgtoolkit.config.evaluation import (
     sampling,
     watched,
 )
-from pgtoolkit.config.keys import KEYS, key_named
+from pgtoolkit.config.keys import KEYS, describe, fits, key_named
 from pgtoolkit.config.plan import documents_per_step
-from pgtoolkit.config.rules.declared import describe, ignored, within
+from pgtoolkit.config.rules.declared import ignored
 from pgtoolkit.config.rules.run import room_for, room_for_answer
 from pgtoolkit.config.rules.scoring import prompts
-from pgtoolkit.config.schema import SCHEMAS, Config
+from pgtoolkit.config.schema import Config
 from pgtoolkit.runs.completions import TRAINING
 from pgtoolkit.system.report import Report, text
 
@@ -100,18 +97,8 @@ def _keys(c: Config, place: str, given: dict[str, Any], report: Report) -> None:
         if name not in known:
             reason = f"A set has the keys of task={kind} but for verifiers, and {', '.join(OF_A_SET)}."
             report.refuse(setting, f"one of {', '.join(known)}", name, reason, f"{place}.KEY=VALUE with one of them")
-        elif known[name].range and not within(known[name], value):
-            report.refuse(setting, describe(known[name]), value, "Every number has a range.", f"{place}.{name}=NUMBER")
-        elif not known[name].range and not _fits(SCHEMAS[known[name].schema], name, value):
-            report.refuse(setting, f"a value as task.{name} has", value, "Every key has a type.", f"task.{name}'s form")
-
-
-def _fits(schema: type, name: str, value: Any) -> bool:
-    try:
-        OmegaConf.merge(OmegaConf.structured(schema), {name: value})
-    except OmegaConfBaseException:
-        return False
-    return True
+        elif not fits(known[name], value):
+            report.refuse(setting, describe(known[name]), value, "Every key has a type.", f"{place}.{name}=VALUE")
 
 
 def _sampling(c: Config, report: Report) -> None:
