@@ -17,10 +17,22 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from pgtoolkit.config import override_problems
 from pgtoolkit.config.files import config_directory, options, plugins
 from pgtoolkit.config.keys import KEYS, evaluated_keys, is_inside, key_named
-from pgtoolkit.config.overrides import NO_CHOICE, hydra_form, parse, register
+from pgtoolkit.config.overrides import (
+    NO_CHOICE,
+    composition_problem,
+    given_twice,
+    hydra_form,
+    incomplete,
+    parse,
+    register,
+    unknown_key,
+    unknown_option,
+    unresolvable,
+    wrong_form,
+    wrong_type,
+)
 from pgtoolkit.config.paths import make_absolute
 from pgtoolkit.config.rules import executed
 from pgtoolkit.config.saved import cannot_change, saved_config
@@ -58,7 +70,7 @@ def compose(
     """
     parsed, problems = parse(overrides)
     groups = options(config_dir)
-    problems += override_problems.given_twice(parsed)
+    problems += given_twice(parsed)
     parsed = [override for override in parsed if override.input_line not in NO_CHOICE]
     register()
     saved = saved_config(run_dir) if run_dir else None
@@ -70,7 +82,7 @@ def compose(
     choices, values, accepted = [], [], []
     for override in parsed:
         key = override.key_or_group
-        problem = override_problems.wrong_form(override, groups)
+        problem = wrong_form(override, groups)
         if evaluate and not problem and not any(is_inside(key, name) for name in evaluated_keys(evaluate)):
             reason, use = "Nothing is trained: it would be ignored.", f"the keys {', '.join(evaluated_keys(evaluate))}"
             problem = refusal(override.input_line, "to be left out", key, reason, use)
@@ -82,7 +94,7 @@ def compose(
         elif key.split(".")[0].split("/")[0] == "hydra" and not saved:
             choices.append(override.input_line)
         elif key in groups and not isinstance(override.value(), dict):
-            if problem := override_problems.unknown_option(override, groups):
+            if problem := unknown_option(override, groups):
                 problems.append(problem)
             else:
                 choices.append(hydra_form(override.input_line))
@@ -139,8 +151,8 @@ def _of_files(
         # To Hydra an option that is not there is an OSError, too.
         if isinstance(error, OSError) and not isinstance(error, HydraException) and error.errno != errno.ENAMETOOLONG:
             raise  # a file that is there and cannot be read
-        return None, [override_problems.composition_problem(error)]
-    if unusable := override_problems.incomplete(config):
+        return None, [composition_problem(error)]
+    if unusable := incomplete(config):
         return None, unusable
     return config, executed.set_of_hydra(config.hydra, without_files)
 
@@ -163,7 +175,7 @@ def _set(config: DictConfig, name: str, value: Any, groups: dict[str, list[str]]
     if name in groups:
         return [refusal(f"{name}={value}", "its keys one by one", value, "It is a group of keys.", f"{name}.KEY=VALUE")]
     if key is None:
-        return [override_problems.unknown_key(config, name, value, groups)]
+        return [unknown_key(config, name, value, groups)]
     if name == f"{key.group}.name":
         reason = f"The other keys of {key.group} come with their option."
         return [refusal(f"{name}={value}", "to be left alone", value, reason, f"{key.group}={value}")]
@@ -173,8 +185,8 @@ def _set(config: DictConfig, name: str, value: Any, groups: dict[str, list[str]]
     except OverflowError:  # a whole number that no float can hold
         OmegaConf.update(config, name, math.copysign(math.inf, 1 if value > 0 else -1))
     except OmegaConfBaseException as error:
-        wrong = override_problems.unresolvable(name, value, error) if is_free else None
-        return [wrong or override_problems.wrong_type(config, key, value)]
+        wrong = unresolvable(name, value, error) if is_free else None
+        return [wrong or wrong_type(config, key, value)]
     return []
 
 

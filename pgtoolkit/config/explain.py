@@ -14,11 +14,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from pgtoolkit.config.defaults import comment_of, group_comment, values_of
 from pgtoolkit.config.files import config_directory, default_options, docs_page, options
 from pgtoolkit.config.key import Key
-from pgtoolkit.config.keys import KEYS, describe, in_words
-from pgtoolkit.config.override_problems import ALSO_CALLED, nearest
+from pgtoolkit.config.keys import KEYS, comment_of, describe, group_comment, in_words, values_of
+from pgtoolkit.config.overrides import ALSO_CALLED, nearest
 from pgtoolkit.errors import ConfigError, PgtoolkitError
 from pgtoolkit.system.report import refusal, text
 
