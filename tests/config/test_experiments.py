@@ -53,10 +53,7 @@ def test_the_table_above_names_every_file():
 @pytest.mark.parametrize("name", CHOSEN)
 def test_it_is_headed_by_its_command_and_takes_a_step(name, tmp_path):
     command, lines = f"{FILES[name].parent.name}={name}", FILES[name].read_text().splitlines()
-    assert lines[:2] == [
-        "# @package _global_",
-        f"# pgtk {command}" + (" rollout.path=rollouts.jsonl" * (name == "sft")),
-    ]
+    assert lines[:2] == ["# @package _global_", f"# pgtk {command}"]
     assert command.startswith("debug") or "arXiv" in "".join(lines[2:6])
     overrides = [command, *SMALL]
     if name == "sft":
