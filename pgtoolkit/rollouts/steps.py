@@ -161,9 +161,8 @@ def _digest(documents: list[Document]) -> int:
     digest = len(documents)
     for document in documents:
         known = known_vectors(document)
-        for name in ("tokens", "loss_mask", "old_log_probs", "advantages", *known):
-            values = getattr(document, name)
-            digest = zlib.crc32(b"" if values is None else values.numpy().tobytes(), digest)
+        for name in ("tokens", "loss_mask", "advantages", *known):
+            digest = zlib.crc32(getattr(document, name).numpy().tobytes(), digest)
         digest = zlib.crc32(repr((document.group, known)).encode(), digest)
     return digest
 
