@@ -11,8 +11,8 @@ from torch import Tensor
 from pgtoolkit.errors import DataError
 
 OPTIONAL_VECTORS = ("old_log_probs", "sampling_log_probs", "ref_log_probs")
-"""Numbers of each trained token that not every source knows. A step has those that all its documents have, and old
-log-probs each micro-batch whose documents all have them."""
+"""Numbers of each trained token that not every source knows. A step has those that all its documents have, but for old
+log-probs, which each micro-batch has that is not on_policy."""
 
 
 @dataclass(frozen=True)
@@ -200,10 +200,12 @@ def pack(documents: list[Document], group_numbers: list[int], known: tuple[str, 
         """(T,) from the values of the trained tokens: each stands where its token is predicted, one place earlier."""
         return values.new_full((len(tokens),), elsewhere).index_copy(0, trained - 1, values)
 
-    known = set(known_vectors(*documents) if known is None else known)
-    if all(document.old_log_probs is not None for document in documents):
-        known.add("old_log_probs")
     vectors = {}
+    if not any(document.on_policy for document in documents):
+        # Zeros where nobody knows them: the loss then does not read them, and no metric of them is given.
+        old = [torch.zeros(d.num_trained) if d.old_log_probs is None else d.old_log_probs for d in documents]
+        vectors["old_log_probs"] = labelled(_concatenate(old, torch.float32), 0.0)
+    known = set(known_vectors(*documents) if known is None else known) - {"old_log_probs"}
     for name in ("advantages", *known):
         values = _concatenate([getattr(document, name) for document in documents], torch.float32)
         vectors[name] = labelled(values, 0.0)

@@ -60,7 +60,7 @@ def logits_loss(
     wanted = torch.is_grad_enabled() and logits.requires_grad
     values, results = logits.detach(), None
     with torch.no_grad():
-        known = objective.old_log_probs is not None or not objective.reads_old_log_probs
+        known = objective.old_log_probs is not None
         if wanted and known and not objective.by_document and implementation.one_pass:
             # A token's coefficient follows from its own log-prob: the gradient comes with the same read.
             gradient = values if overwrite else torch.empty_like(values)

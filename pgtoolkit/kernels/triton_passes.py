@@ -169,8 +169,7 @@ def _one_pass(logits, labels, temperature, with_entropy, objective, out):
     if objective is not None:
         kind, *of_penalty = vectors.penalty_of(objective)
         bonus = objective.penalties.bonus
-        old = log_probs if objective.old_log_probs is None else objective.old_log_probs  # None: read by nothing
-        per_token = [old, objective.advantages, objective.weights, *of_penalty]
+        per_token = [objective.old_log_probs, objective.advantages, objective.weights, *of_penalty]
         per_token += [objective.penalties.by_entropy if bonus else log_probs]
     words = logits.view(torch.int32) if half else logits
     out_words = out.view(torch.int32) if half else out

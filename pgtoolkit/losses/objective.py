@@ -121,12 +121,6 @@ class Objective:
         return replace(self, old_log_probs=log_probs, penalties=penalties, sampling_log_ratio=ratio, _last_terms=[])
 
     @property
-    def reads_old_log_probs(self) -> bool:
-        """Whether a token's coefficient depends on them."""
-        kl = self.penalties.kl
-        return self.family.reads_old_log_probs or (kl is not None and kl.reads_old_log_probs)
-
-    @property
     def by_document(self) -> bool:
         """Whether a token's coefficient depends on the log-probs of the other tokens of its document."""
         return self.family.by_document or self.off_policy is not None

@@ -150,7 +150,7 @@ def test_documents_without_old_log_probs_have_no_ratio(step):
     documents = [Document(d.tokens, d.loss_mask, None, d.advantages, d.group, d.name) for d in made.step.documents]
     bare = make_step(documents, max_tokens=14)
     pieces = [
-        Piece(replace(micro_batch, old_log_probs=piece.log_probs), piece.log_probs - 30, piece.entropy)
+        Piece(micro_batch, piece.log_probs - 30, piece.entropy)
         for micro_batch, piece in zip(bare.micro_batches, made.pieces, strict=True)
     ]
     made = MadeStep(bare, pieces, {}, True, "", None)
