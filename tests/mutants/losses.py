@@ -85,7 +85,7 @@ def the_clip_acts_whatever_the_sign_of_the_advantage(right, self, log_ratio, adv
     return losses, slope.where((ratio >= low) & (ratio <= high), 0.0)
 
 
-@mutant("losses.families:_Clipped.surrogate", "test_the_gradient_passes_at_the_clip_bound_itself")
+@mutant("losses.families:_Clipped.surrogate", "test_the_clip_does_not_act_at_its_bounds")
 def a_ratio_at_the_bound_has_no_gradient(right, self, log_ratio, advantages, log_probs):
     losses, slope = right(self, log_ratio, advantages, log_probs)
     ratio = log_ratio.exp()
