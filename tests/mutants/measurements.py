@@ -16,11 +16,6 @@ def the_error_is_the_deviation(right, values):
     return mean, None if error is None else error * math.sqrt(len(values))
 
 
-@mutant("training.evaluations:seed_of", "test_every_rank_and_step_draws_numbers_of_its_own_in_an_evaluation")
-def ranks_evaluate_with_the_same_random_numbers(right, seed, number):
-    return right(seed, number % 2**32)
-
-
 @mutant("rollouts.evaluation:seed_of", "test_each_prompt_of_each_set_at_each_step_has_a_seed_of_its_own")
 def every_evaluation_asks_with_the_same_seeds(right, seed, number):
     return right(seed, number % 2**32)
@@ -84,7 +79,7 @@ def log_probs_are_compared_at_their_own_places_alone(right, self, shift):
     return right(self, 0)
 
 
-@mutant("config.rules.parallelism:parallelism", "test_what_is_refused_and_what_is_accepted")
+@mutant("config.rules.step:parallelism", "test_what_is_refused_and_what_is_accepted")
 def sequence_shards_cannot_divide_the_weights(right, c, report):
     right(c, report)
     p = c.parallelism

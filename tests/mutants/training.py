@@ -115,18 +115,6 @@ def skipped_steps_are_forgotten(right, module, state):
     module.num_skipped_steps = 0
 
 
-@mutant("training.state:seed_rank", "test_a_rank_that_is_new_on_resume_draws_numbers_of_its_own")
-def a_rank_that_is_new_on_resume_draws_what_its_first_step_drew(right, seed, rank, step=0):
-    return right(seed, rank, 0)
-
-
-@mutant("training.state:random_numbers_of", "test_an_evaluation_changes_no_bit_of_the_training")
-def an_evaluation_draws_from_the_numbers_of_training(right, seed):
-    import contextlib
-
-    return contextlib.nullcontext()
-
-
 @mutant("rollouts.steps:StepLoader.load_state_dict", "test_resume_of_recorded_rollouts_is_bit_equal")
 def the_place_in_the_data_begins_anew(right, self, state):
     right(self, state)
