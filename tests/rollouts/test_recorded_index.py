@@ -1,4 +1,4 @@
-"""The index of recorded rollouts: the same from every kind of file, kept beside a run, and all that other ranks read."""
+"""The index of recorded rollouts: the same from every kind of file, kept beside a run, read by all ranks."""
 
 import dataclasses
 import hashlib
@@ -64,7 +64,7 @@ def test_many_rows_at_once_are_checked_as_each_alone(tmp_path, complete):
         ("old_log_probs", [0.0, 0.0, float("nan"), -1.0, -1.0], "is nan at position 2"),
         ("old_log_probs", [0.0, 0.0, -1.0, -1.0, 0.0011], "is 0.0011 at position 4"),
         ("ref_log_probs", [0.0, 0.0, -1e300, -1.0, -1.0], "is -inf at position 2"),
-        ("advantage", [0.0, 0.0, 1.0, 1.0, -1e13], "at position 4 is -1e+13"),
+        ("advantage", [0.0, 0.0, 1.0, 1.0, -1e13], "at position 4 is -1e.13"),
         ("token_ids", None, "is missing"),
     ],
     ids=str,
@@ -100,7 +100,7 @@ def test_a_kept_index_is_used_while_the_files_are_the_same(tmp_path):
     made = source(path, run_dir=run)
     written_over(path, 1)
     kept = source(path, run_dir=run)
-    np.testing.assert_array_equal(kept.index.rows, made.index.rows)
+    assert kept.index.rows.tobytes() == made.index.rows.tobytes()
     assert kept.document(0).reward == 0.0
     with pytest.raises(DataError, match=r"r\.jsonl was changed while it was in use"):
         kept.document(1)
@@ -130,9 +130,8 @@ def read_on_a_rank(path, bad):
     """The rewards of this rank's documents, or the error, where a row was changed once it was indexed."""
     ranks = layout(data_parallel=2)
     rollouts = source(path, layout=ranks)
-    if bad is not None and ranks.rank == 0:
+    if bad is not None and ranks.rank == 1:
         written_over(path, bad)
-    ranks.world_group.size()
     loader = StepLoader(rollouts, AccumulationConfig(4, 8, None, LastStep.short), False, 1, ranks)
     try:
         (step,) = loader
