@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pgtoolkit.config.defaults import values_of
 from pgtoolkit.config.evaluation import powers_of_two, sampling
+from pgtoolkit.config.keys import values_of
 from pgtoolkit.config.schema import Config, OldLogProbs, PolicyRolloutConfig
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout

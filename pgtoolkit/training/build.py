@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from pgtoolkit.errors import ConfigError
 from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.model.build import build_policy
 from pgtoolkit.model.spread import parallelize
+from pgtoolkit.ranks.agreement import read_once
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.policy import PolicyRollouts
 from pgtoolkit.rollouts.steps import StepLoader
@@ -38,9 +40,9 @@ def build(
     begin(config)
     if accelerator(config) == "gpu":
         refuse_overflow(config, torch.cuda.mem_get_info()[1])
-    task = make_task(config.task, config.seed)
-    policy = build_policy(config.model, task.alphabet, accelerator(config) == "gpu")
-    reference = reference_of(config, policy)  # first: the policy is spread in place
+    task = make_task(config.task, config.seed, partial(read_once, layout))
+    policy = build_policy(config.model, task.alphabet, accelerator(config) == "gpu", layout)
+    reference = reference_of(config, policy, layout)
     if reference is not None and reference is not policy:
         reference = parallelize(reference, layout, config)
     spread = parallelize(policy, layout, config)

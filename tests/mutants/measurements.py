@@ -115,7 +115,7 @@ def log_probs_are_compared_at_their_own_places_alone(right, self, shift):
 
 
 @mutant(
-    "config.rules.parallelism:parallelism",
+    "config.rules.step:parallelism",
     "tests/config/test_golden_refusals.py::test_what_is_refused_and_what_is_accepted",
 )
 def sequence_shards_cannot_divide_the_weights(right, c, report):

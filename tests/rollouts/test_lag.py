@@ -11,7 +11,7 @@ import torch
 from builders.parallel_runs import run_on_ranks
 from builders.runs import SHORT, assert_equal, built, checkpoint_of, copy_as_of, metrics_of, once, run, sampler_of
 
-from pgtoolkit.config.schedule import steps_before, steps_of
+from pgtoolkit.config.plan import steps_before, steps_of
 from pgtoolkit.config.schema import AccumulationConfig, LastStep
 from pgtoolkit.errors import NumericalError
 from pgtoolkit.rollouts.steps import StepLoader
