@@ -25,7 +25,6 @@ from pgtoolkit.training.machine import devices
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.reference import reference_of
 from pgtoolkit.training.sources import evaluator_of, source_of
-from pgtoolkit.training.state import seed_rank
 
 
 def build(
@@ -52,7 +51,6 @@ def build(
     if is_on(config):
         trained = task if isinstance(source, PolicyRollouts) else None
         module.evaluator = evaluator_of(config, trained, module, source, run_dir or Path())
-    seed_rank(config.seed, layout.rank)
     return module, StepLoader(source, config.accumulation, closes_on_groups(config), config.trainer.max_steps, layout)
 
 
@@ -62,7 +60,7 @@ def closes_on_groups(config: Config) -> bool:
 
 
 def begin(config: Config) -> None:
-    """The random numbers and the settings of torch that all of it starts with."""
+    """The random numbers of new weights, and the settings of torch that all of it starts with."""
     lightning.seed_everything(config.seed, verbose=False)
     if config.trainer.num_threads is not None:
         torch.set_num_threads(config.trainer.num_threads)
