@@ -54,7 +54,7 @@ class Evaluator:
     def evaluate(self, prompt_set: PromptSet, step: int) -> dict[str, Any]:
         """The numbers of one set, the same on every rank; see runs/records.py. Called by every rank.
 
-        Draws from torch's global random state, and where the sampler takes seeds, from those of set and step.
+        Completions are drawn by seeds of the set, the step and each prompt.
         """
         started = time.perf_counter()
         rank, size = self.layout.rank, self.layout.world_size

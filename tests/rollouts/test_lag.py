@@ -238,14 +238,6 @@ def test_no_timing_and_nobody_elses_random_numbers_change_a_run(tmp_path, monkey
         assert_equal(checkpoint_of(disturbed, 6)[part], checkpoint_of(plain, 6)[part])
 
 
-def test_the_global_random_state_stays_as_it_is():
-    _, loader = built(*SHORT, *overlap(3))
-    before = torch.get_rng_state()
-    batches = [[d.tokens.tolist() for d in step.documents] for step in loader]
-    assert torch.equal(torch.get_rng_state(), before)
-    assert len({str(batch) for batch in batches}) == 6
-
-
 @pytest.mark.parametrize("call", [1, 2])
 def test_an_error_while_sampling_ends_the_run_as_it_does_without_overlap(tmp_path, monkeypatch, call):
     complete, calls = TransformersSampler.complete, []
