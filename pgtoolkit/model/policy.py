@@ -102,7 +102,7 @@ class Policy:
         config, device = copy.deepcopy(self.model.config), self.model.device
         how = {"dtype": self.compute_dtype, "attn_implementation": "sdpa" if self.by_document else None}
         # Made anew, not copied: what a model computes for itself, such as rotary frequencies, stays in float32.
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
+        with device:
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **how)
         return Policy(model.requires_grad_(False), self.tokenizer, self.compute_dtype)
 

@@ -42,8 +42,7 @@ def _loaded(path: str, policy: Policy, layout: Layout) -> Policy:
     no_lora = {"lora_rank": None, "lora_alpha": 1.0, "lora_targets": []}
     chosen = HuggingFaceModelConfig(name="huggingface", path=path, dtype=dtype, **off, **no_lora)
     try:
-        with torch.random.fork_rng(devices=[]):  # the same prompts and samples as of a run without it
-            loaded = build_policy(chosen, None, policy.by_document, layout)  # as the policy was built
+        loaded = build_policy(chosen, None, policy.by_document, layout)  # as the policy was built
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path=", "kl.reference=")) from error
     sizes, tokens = [len(one.head.weight) for one in (policy, loaded)], policy.tokenizer.get_vocab()

@@ -89,7 +89,7 @@ def test_log_probs_one_place_off(rows, policy, tmp_path, capsys):
     assert "***" not in said  # of what looks like a secret, such as a colon after the word token
     for row in rows:
         row["old_log_probs"] = row.pop("sampling_log_probs")
-    assert "Without two kinds of log-probs" in found(rows, tmp_path, topic="alignment", level="?")
+    assert "Without both kinds of log-probs" in found(rows, tmp_path, topic="alignment", level="?")
     said = found(rows, tmp_path, *policy, topic="model")
     assert f"old_log_probs are those {whose} (correlations at places" in said
 
@@ -291,7 +291,7 @@ def test_without_log_probs_nothing_is_told_from_them(rows, tmp_path):
     assert said()["duplicates"] == ("fine", "No two documents are equal.")
     assert said()["mask"] == ("fine", "It trains 4 tokens, 1 a document, after the prompts.")
     assert said()["alignment"][0] == said()["mismatch"][0] == "?"
-    assert "The file has no two kinds of log-probs" in said()["mismatch"][1]
+    assert "The file does not have both kinds of log-probs" in said()["mismatch"][1]
     rows[1] = rows[0]
     level, says = said()["duplicates"]
     assert level == "look"

@@ -11,10 +11,10 @@ from pgtoolkit.batch import Document
 from pgtoolkit.config.schema import AccumulationConfig, LastStep
 from pgtoolkit.errors import DataError, RankLost
 from pgtoolkit.ranks.layout import Layout
-from pgtoolkit.rollouts.steps import StepLoader, divide_among_ranks, loadable, make_step
+from pgtoolkit.rollouts.steps import Source, StepLoader, divide_among_ranks, loadable, make_step
 
 
-class Files:
+class Files(Source):
     """A source over given documents, in batches of given sizes; notes which positions were asked for."""
 
     def __init__(self, documents, batch_sizes, endless=False):
@@ -114,8 +114,8 @@ def test_totals_count_what_is_masked_and_empty():
 
 
 def test_ranks_get_about_as_many_tokens_and_every_document_once():
-    shares = divide_among_ranks([document(n, length, trained=1) for n, length in enumerate([2, 2, 3, 3, 9, 5])], 2)
-    assert [[one.num_tokens for one in share] for share in shares] == [[2, 2, 9], [3, 3, 5]]
+    documents = [document(n, length, trained=1) for n, length in enumerate([2, 2, 3, 3, 9, 5])]
+    assert divide_among_ranks(documents, 2) == [[0, 1, 4], [2, 3, 5]]
 
 
 def test_groups_have_one_number_in_all_micro_batches_of_a_step():
