@@ -151,15 +151,14 @@ def recorded_rollouts(
     run_dir: Path | None = None,
 ) -> RecordedRollouts:
     """The recorded rollouts of a configuration, with what its loss needs of them; DataError where they lack that."""
-    options = config.seed, _needed_fields(config, loss), max_tokens, loss.reads_old_log_probs, first, layout, run_dir
+    asked = {
+        "group_id": AGGREGATIONS[config.aggregation.mode].needs_groups,
+        "sampling_log_probs": loss.needs_sampling_log_probs,
+        "ref_log_probs": config.kl.reference == "recorded",
+    }
+    needs = tuple(name for name, is_asked in asked.items() if is_asked)
+    options = config.seed, needs, max_tokens, loss.reads_old_log_probs, first, layout, run_dir
     return RecordedRollouts(config.rollout, config.advantage.estimator, vocabulary_size, *options)
-
-
-def _needed_fields(config: Config, loss: Loss) -> tuple[str, ...]:
-    """Fields of a row that a configuration reads whatever its advantage: for groups, a correction, a penalty."""
-    needs = ("group_id",) if AGGREGATIONS[config.aggregation.mode].needs_groups else ()
-    needs += ("sampling_log_probs",) if loss.needs_sampling_log_probs else ()
-    return needs + (("ref_log_probs",) if config.kl.reference == "recorded" else ())
 
 
 def _required(estimator: str, reads_old_log_probs: bool, needs: Collection[str]) -> list[str]:
