@@ -12,19 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "pgtoolkit"
 ORDER = (
-    *(
-        "errors",
-        "batch",
-        "losses",
-        "kernels",
-        "api",
-        "adapters",
-        "ranks",
-        "system",
-        "runs",
-        "config",
-        "tracking",
-    ),
+    *("errors", "batch", "losses", "kernels", "api", "adapters", "ranks", "system", "runs", "config", "tracking"),
     *("comparison", "tasks", "sampling", "rollouts", "model", "training", "dumps", "inspection", "launch", "cli"),
 )
 """Wings and the files at the top, from the ground up: each may know those before it."""

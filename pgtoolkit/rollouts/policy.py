@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -16,8 +17,9 @@ from torch import Tensor
 
 from pgtoolkit.batch import Document, MicroBatch, cut, pack
 from pgtoolkit.config.plan import steps_ahead, steps_before
-from pgtoolkit.config.schema import Config, OldLogProbs
+from pgtoolkit.config.schema import Config, LastStep, OldLogProbs
 from pgtoolkit.errors import DataError
+from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.advantages import batch_divisor, fill, group_advantages, overlong_penalty
@@ -219,29 +221,53 @@ class PolicyRollouts(Source):
     def _checked(self, groups: list[list[Document]]) -> list[list[Document]]:
         """The groups with the log-probs that are asked for, once those of servers were compared with the trainer's.
 
+        Micro-batches of on_policy documents alone are passed over; of a server's documents at least some are not.
         Data-parallel ranks look at every so many-th group each, in as many forward passes as the others: of a model
         that is spread over them, they compute these together.
         """
         rank, size = self.layout.rank_in("data_parallel"), self.layout.size("data_parallel")
+        groups, parts = self._with_on_policy(groups), [[]]
         shares = [[document for group in groups[i::size] for document in group] for i in range(size)]
-        of_training = self._rollout.old_log_probs == OldLogProbs.training
-        if of_training:
-            parts = [cut(share, self.config.accumulation.max_tokens) for share in shares]
-        elif self.sampler.tolerance is not None and self._is_current(shares[0]):
+        if self._rollout.old_log_probs == OldLogProbs.training:  # on_policy documents are the first of each share
+            whole = [cut(share, self.config.accumulation.max_tokens) for share in shares]
+            parts = [[part for part in parts if not part[-1].on_policy] for parts in whole]
+        is_needed = any(parts)
+        if not is_needed and self.sampler.tolerance is not None and self._is_current(shares[0]):
             parts = [[self._some(share)] for share in shares]
-        else:
+        if any(parts):
+            with failing_together(self.layout):
+                with self._timed("old_log_probs"):
+                    documents = self._with_training_log_probs(parts[rank], max(map(len, parts)))
+                self._check_sampler(documents)
+        if is_needed:
+            documents = shares[rank][: len(shares[rank]) - len(documents)] + documents
+            # Of ranks that have computed the same the first one's, so that all hold the same to the last bit.
+            every = self.layout.size("sequence_data_parallel") * self.layout.size("tensor_parallel")
+            shares = gather_objects(documents, self.layout.world_group)[::every][:size]
+            starts = [i // size * self._rollout.group_size for i in range(len(groups))]
+            groups = [shares[i % size][start:][: self._rollout.group_size] for i, start in enumerate(starts)]
+        return [[replace(d, old_log_probs=None) if d.on_policy else d for d in group] for group in groups]
+
+    def _with_on_policy(self, groups: list[list[Document]]) -> list[list[Document]]:
+        """Marks the documents of the batch's first update whose old log-probs its own forward pass can give.
+
+        Only where it is made of the same micro-batches as a pass before it, or where there is no other update. Not
+        where the old log-probs are read before it, by a correction or the writer, nor where it comes later.
+        """
+        rollout, accumulation, correction = self._rollout, self.config.accumulation, self.config.correction.name
+        docs, count = accumulation.docs_per_step, self.batch_size
+        read = rollout.save_path is not None or (correction != "none" and not CORRECTIONS[correction].of_policy)
+        carried = accumulation.last_step == LastStep.carry and docs > 0 and count % docs > 0
+        if rollout.old_log_probs != OldLogProbs.training or self._ahead > 0 or read or carried:
             return groups
-        with failing_together(self.layout):
-            with self._timed("old_log_probs"):
-                documents = self._with_training_log_probs(parts[rank], max(map(len, parts)))
-            self._check_sampler(documents)
-        if not of_training:
-            return groups
-        # Of ranks that have computed the same the first one's, so that all hold the same to the last bit.
-        every = self.layout.size("sequence_data_parallel") * self.layout.size("tensor_parallel")
-        shares = gather_objects(documents, self.layout.world_group)[::every][:size]
-        starts = [i // size * self._rollout.group_size for i in range(len(groups))]
-        return [shares[i % size][start:][: self._rollout.group_size] for i, start in enumerate(starts)]
+        documents = [document for group in groups for document in group]
+        if docs < count:
+            if rollout.max_sampling_rounds > 1 or self.layout.size("data_parallel") > 1:
+                return groups
+            ends = accumulate(len(part) for part in cut(documents, accumulation.max_tokens))
+            docs = max((end for end in ends if end <= docs), default=0)
+        documents[:docs] = [replace(d, on_policy=True, sampling_log_probs=d.old_log_probs) for d in documents[:docs]]
+        return [documents[i : i + rollout.group_size] for i in range(0, len(documents), rollout.group_size)]
 
     def _group(self, prompt: Prompt, start: list[int], scored: list[tuple[Completion, Score]]) -> list[Document]:
         """Of one prompt, whose tokens are `start`."""

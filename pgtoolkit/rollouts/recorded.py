@@ -165,5 +165,5 @@ def _required(estimator: str, reads_old_log_probs: bool, needs: Collection[str])
     """Fields that every row needs besides its tokens and their mask."""
     is_given = estimator == AdvantageEstimator.given
     asked = {"reward": not is_given, "advantage": is_given and reads_old_log_probs}
-    asked |= {"old_log_probs": reads_old_log_probs} | {name: name in needs for name in OPTIONAL_VECTORS}
+    asked |= {name: name in needs for name in OPTIONAL_VECTORS} | {"old_log_probs": reads_old_log_probs}
     return [name for name, is_asked in asked.items() if is_asked]

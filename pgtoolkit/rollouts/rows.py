@@ -29,8 +29,7 @@ from pgtoolkit.tasks.row_files import rows_of
 ROW_GROUP_TOKENS = 2**20
 """A row group is read whole: it ends with the row that reaches so many tokens."""
 
-_LOG_PROBS = ("old_log_probs", *OPTIONAL_VECTORS)
-_PER_TOKEN = (*_LOG_PROBS, "advantage")
+_PER_TOKEN = (*OPTIONAL_VECTORS, "advantage")
 _OF_THE_DOCUMENT = ("reward", "model_version", "truncated", "exact_match")
 """Fields that a document has under the same names."""
 
@@ -70,7 +69,7 @@ class Row(SimpleNamespace):
         """The row as a document; advantage: that of all its trained tokens, or None for the recorded ones."""
         mask = self.loss_mask
         advantages = self.advantage[mask] if advantage is None else np.full(mask.sum(), advantage, np.float32)
-        vectors = {name: getattr(self, name) for name in _LOG_PROBS}
+        vectors = {name: getattr(self, name) for name in OPTIONAL_VECTORS}
         return Document(
             tokens=torch.from_numpy(self.token_ids),
             loss_mask=torch.from_numpy(mask),
@@ -100,7 +99,7 @@ def row_of(document: Document) -> Row:
         group_id=document.group,
         id=document.name,
         measures=document.measures,
-        **{name: per_token(getattr(document, name)) for name in _LOG_PROBS},
+        **{name: per_token(getattr(document, name)) for name in OPTIONAL_VECTORS},
         **{name: getattr(document, name) for name in _OF_THE_DOCUMENT},
     )
 
@@ -270,7 +269,7 @@ _NUMBERS = pa.list_(pa.float32())
 FIELDS = {
     "token_ids": (pa.list_(pa.int32()), _token_ids),
     "loss_mask": (pa.list_(pa.bool_()), _loss_mask),
-    "old_log_probs": (_NUMBERS, _log_probs),
+    **dict.fromkeys(OPTIONAL_VECTORS, (_NUMBERS, _log_probs)),
     "advantage": (_NUMBERS, _advantage),
     "reward": (pa.float64(), _reward),
     "group_id": (pa.int64(), _group_id),
@@ -278,7 +277,6 @@ FIELDS = {
     "model_version": (pa.int64(), lambda value, *_: _of_type(value, int, "an integer")),
     "truncated": (pa.bool_(), lambda value, *_: _of_type(value, bool, "true or false")),
     "exact_match": (pa.bool_(), lambda value, *_: _of_type(value, bool, "true or false")),
-    **dict.fromkeys(OPTIONAL_VECTORS, (_NUMBERS, _log_probs)),
 }
 """Each field with its type in a Parquet file, and what reads it: (value, row with the fields before it, rules)."""
 

@@ -195,9 +195,8 @@ def _digest(documents: list[Document]) -> int:
             digest = zlib.crc32(repr((document.group, document.checksum)).encode(), digest)
             continue
         known = known_vectors(document)
-        for name in ("tokens", "loss_mask", "old_log_probs", "advantages", *known):
-            values = getattr(document, name)
-            digest = zlib.crc32(b"" if values is None else values.numpy().tobytes(), digest)
+        for name in ("tokens", "loss_mask", "advantages", *known):
+            digest = zlib.crc32(getattr(document, name).numpy().tobytes(), digest)
         digest = zlib.crc32(repr((document.group, known)).encode(), digest)
     return digest
 

@@ -106,10 +106,9 @@ def evaluate(groups: dict, cut: Cut, problem: HeadCase, choice: Choice, fused: b
             padded(local[case.document_index], len(documents)),
             group_index=case.group_index[list(documents)],
             num_documents=len(documents),
-            totals=totals,
             temperature=TEMPERATURE,
             **{f"{axis}_group": group for axis, group in groups.items()},
-            **keywords | options,
+            **{"totals": totals} | keywords | options,
         )
         out.loss.backward()
         loss_sum = loss_sum + out.loss.detach()

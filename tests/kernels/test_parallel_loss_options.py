@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from builders import cuts
-from builders.cuts import ALL, CUTS, Cut, axis_groups
+from builders.cuts import ALL, CUTS, Cut
 from builders.losses import (
     AGGREGATIONS,
     FAMILIES,
@@ -16,7 +16,6 @@ from builders.losses import (
     Choice,
     close,
     make_head_case,
-    numbers,
 )
 from builders.threads import on_ranks
 
@@ -52,46 +51,10 @@ def test_bfloat16_with_an_fp32_head():
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("loss", ["grpo", "gspo"])
 def test_without_totals_the_ranks_together_are_the_step(loss, aggregation):
-    """Groups spread over data ranks under numbers of their own, one rank without a document, tokens cut in two."""
-    case, choice = HEAD_CASE.case, Choice(loss, aggregation=aggregation, metrics="basic")
-    groups_of = torch.tensor([70, 3, 900])[case.group_index]
-    documents = [[0, 3, 5], [], [1], [4, 2]]
-
-    def run(rank):
-        groups = axis_groups({"data": 4, "sequence": 2})
-        data, sequence = divmod(rank, 2)
-        mine = documents[data]
-        rows = [(case.document_index == d).nonzero()[:, 0] for d in mine]
-        rows = torch.cat([*rows, case.labels[:0]])
-        rows = rows.tensor_split([len(rows) // 3])[sequence]
-        local = torch.full((6,), -1)
-        local[mine] = torch.arange(len(mine))
-        logits = HEAD_CASE.case.logits[rows].requires_grad_()
-        out = policy_loss(
-            logits,
-            case.labels[rows],
-            case.old_log_probs[rows],
-            case.advantages[rows],
-            local[case.document_index[rows]],
-            **choice.keywords(),
-            group_index=groups_of[mine],
-            num_documents=len(mine),
-            temperature=TEMPERATURE,
-            sequence_group=groups["sequence"],
-            data_group=groups["data"],
-        )
-        out.loss.backward()
-        gradient = torch.zeros_like(HEAD_CASE.case.logits)
-        gradient[rows] = logits.grad
-        loss_sum, sums = out.metric_sums.all_reduce(out.loss, dist.group.WORLD)
-        return loss_sum, gradient, sums.finalize(out.totals)
-
-    wanted = HEAD_CASE.specified(choice, fused=False)
-    results = on_ranks(8, run)
-    close(sum(gradient for _, gradient, _ in results), wanted.gradients[0], 1e-12)
-    for loss_sum, _, metrics in results:
-        close(loss_sum, wanted.loss, 1e-12)
-        assert numbers(metrics) == pytest.approx(wanted.metrics, rel=1e-12, abs=1e-14)
+    """Groups spread over data ranks, one of them without a document, tokens cut in two."""
+    cut = Cut((((0, 3, 5),), ((),), ((1,),), ((4, 2),)), (0, 0.33, 1))
+    choice = Choice(loss, aggregation=aggregation, metrics="basic")
+    cuts.check(cut, HEAD_CASE, choice, loss == "gspo", totals=None)
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -116,3 +116,11 @@ def triton_s_single_pass_has_no_temperature_in_its_gradient(
     found = right(logits, labels, temperature, with_entropy, objective, out)
     out.mul_(temperature)
     return found
+
+
+@mutant(
+    "kernels.triton_draw:draw_tokens",
+    "tests/kernels/test_draw_kernel.py::test_the_token_is_where_the_cumulative_probability_exceeds",
+)
+def tokens_are_drawn_at_temperature_one(right, logits, uniform, temperature):
+    return right(logits, uniform, 1.0)

@@ -95,6 +95,22 @@ def the_sampler_s_log_probs_stay_the_old_ones(right, self, parts, passes):
     return [replace(document, old_log_probs=before.old_log_probs) for document, before in rescored]
 
 
+@mutant(
+    "rollouts.policy:PolicyRollouts._with_on_policy",
+    "test_metrics_and_weights_are_those_of_two_passes_to_the_last_bit",
+)
+def two_passes_are_made_of_all_documents(right, self, groups):
+    return groups
+
+
+@mutant(
+    "losses.objective:Objective.at",
+    "test_the_first_update_of_a_batch_has_ratios_of_one",
+)
+def new_log_probs_stand_for_the_old_ones_of_the_token_before(right, self, log_probs):
+    return right(self, log_probs.roll(1))
+
+
 @mutant("rollouts.rows:row_of", "test_what_is_written_reads_back_equal")
 def recorded_log_probs_are_those_of_the_sampler(right, document):
     sampling = document.sampling_log_probs
