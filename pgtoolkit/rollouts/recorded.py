@@ -85,19 +85,17 @@ class RecordedRollouts(Source):
         """What the index knows of a document; nothing is read."""
         epoch, index = self._place(position)
         row = self._rows[index]
-        vectors = {name: torch.empty(row["trained"], device="meta") for name in OPTIONAL_VECTORS if row[name]}
-        if not np.isnan(row["old_log_prob"]):
-            vectors["old_log_probs"] = torch.empty(row["trained"], device="meta")
+        numbers = torch.empty(row["trained"], device="meta")
         return Outline(
             tokens=torch.empty(row["tokens"], dtype=torch.int64, device="meta"),
             loss_mask=torch.empty(row["tokens"], dtype=torch.bool, device="meta"),
-            advantages=torch.empty(row["trained"], device="meta"),
+            advantages=numbers,
             group=epoch * self._num_groups + int(row["group"]),
             name=self._name(index, epoch),
             reward=None if np.isnan(row["reward"]) else float(row["reward"]),
             model_version=None if np.isnan(row["model_version"]) else int(row["model_version"]),
             **{name: None if row[name] < 0 else bool(row[name]) for name in ("truncated", "exact_match")},
-            **({"old_log_probs": None} | vectors),
+            **{name: numbers if row[name] else None for name in OPTIONAL_VECTORS},
             checksum=int(row["checksum"]),
             has_signal=bool(row["has_signal"]),
             old_log_prob=float(row["old_log_prob"]),

@@ -168,7 +168,7 @@ class Indexing:
     def _check_optional(self) -> bool:
         """What a row may lack is in all rows or in none. Returns whether these are examples to imitate."""
         rows = self._rows
-        has = {"old_log_probs": ~np.isnan(rows["old_log_prob"])}
+        has = {"old_log_probs": rows["old_log_probs"]}
         if self._given:
             has["advantage"] = rows["has_advantage"]
         for name, there in has.items():
