@@ -6,18 +6,13 @@ import struct
 from pathlib import Path
 
 import pytest
-from builders.rollout_rows import VOCABULARY_SIZE, config, good_row, write_jsonl, write_parquet
+from builders.rollout_rows import VOCABULARY_SIZE, good_row, write_jsonl, write_parquet
+from builders.rollout_rows import source as load
 
 from pgtoolkit.errors import DataError
-from pgtoolkit.rollouts.recorded import RecordedRollouts
 from pgtoolkit.rollouts.rows import Rules, parse_row
 
 NAN, INFINITY = math.nan, math.inf
-
-
-def load(path, estimator="dr_grpo", **changes):
-    keywords = {key: changes.pop(key) for key in ("needs", "max_tokens") if key in changes}
-    return RecordedRollouts(config(path, **changes), estimator, VOCABULARY_SIZE, **keywords)
 
 
 def refused(path, estimator="dr_grpo", **changes):
