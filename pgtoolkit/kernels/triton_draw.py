@@ -25,19 +25,18 @@ def draw_kernel(
     inverse_temperature,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
-    PADDED: tl.constexpr,
 ):
-    """One program a row, of BLOCKS blocks; PADDED: the power of 2 from there on.
+    """One program a row, of at most BLOCKS blocks, a power of 2.
 
     The number picks a block by their sums, and what is left of it, a token of the block. Both are counted in integers,
     whose sums are exact: so nothing of weight 0 is picked.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
-    columns, blocks = tl.arange(0, BLOCK), tl.arange(0, PADDED)
-    maxima = tl.full([PADDED], LOWEST, tl.float32)
-    sums = tl.zeros([PADDED], tl.float32)
-    for block in range(BLOCKS):
+    columns, blocks = tl.arange(0, BLOCK), tl.arange(0, BLOCKS)
+    maxima = tl.full([BLOCKS], LOWEST, tl.float32)
+    sums = tl.zeros([BLOCKS], tl.float32)
+    for block in range(tl.cdiv(num_columns, BLOCK)):
         places = block * BLOCK + columns
         x = tl.load(logits + places, mask=places < num_columns, other=-float("inf")).to(tl.float32)
         x *= inverse_temperature
@@ -51,7 +50,7 @@ def draw_kernel(
     whole = tl.sum(counted, 0)
     target = tl.load(uniform + row) * whole.to(tl.float64)
     reached = tl.minimum(target.to(tl.int64), whole - 1)
-    chosen = tl.minimum(tl.sum((tl.cumsum(counted, 0) <= reached).to(tl.int32), 0), BLOCKS - 1)
+    chosen = tl.sum((tl.cumsum(counted, 0) <= reached).to(tl.int32), 0)
     before = tl.sum(tl.where(blocks < chosen, counted, 0), 0).to(tl.float64)
     share = (target - before) / tl.sum(tl.where(blocks == chosen, counted, 0), 0).to(tl.float64)
 
@@ -78,7 +77,6 @@ def draw_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Te
     """
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     log_probs = torch.empty(len(logits), device=logits.device)
-    blocks = triton.cdiv(logits.shape[1], _BLOCK)
     draw_kernel[(len(logits),)](
         logits,
         uniform,
@@ -88,8 +86,7 @@ def draw_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Te
         logits.shape[1],
         1 / temperature,
         BLOCK=_BLOCK,
-        BLOCKS=blocks,
-        PADDED=triton.next_power_of_2(blocks),
+        BLOCKS=triton.next_power_of_2(triton.cdiv(logits.shape[1], _BLOCK)),
         num_warps=16,
     )
     return tokens, log_probs

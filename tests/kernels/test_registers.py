@@ -67,8 +67,7 @@ def vectors(family, formula, kind, level):
 
 def draw(half):
     from pgtoolkit.kernels.triton_draw import draw_kernel
-    blocks = triton.cdiv(VOCABULARY, 8192)
-    sizes = dict(BLOCK=8192, BLOCKS=blocks, PADDED=triton.next_power_of_2(blocks))
+    sizes = dict(BLOCK=8192, BLOCKS=triton.next_power_of_2(triton.cdiv(VOCABULARY, 8192)))
     types = dict(logits="*" + half, uniform="*fp64", tokens="*i64", inverse_temperature="fp32")
     types |= dict.fromkeys(("row_stride", "num_columns"), "i32")
     return compiled(draw_kernel, sizes, types, "*fp32", ("row_stride", "num_columns"), num_warps=16)
