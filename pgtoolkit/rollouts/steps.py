@@ -112,7 +112,7 @@ class StepLoader:
                 return
             self._num_steps += 1
             share = divide_among_ranks(documents, size)[rank]
-            if size > 1:
+            if isinstance(documents[0], Outline):
                 start = self._position - len(documents)
                 with failing_together(self.layout):
                     for place in share:

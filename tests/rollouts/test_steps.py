@@ -168,6 +168,20 @@ def test_ranks_that_hold_other_documents_are_told(changed):
     assert on_ranks(2, digest_on_a_rank, changed) == [expected] * 2
 
 
+def asked_on_a_rank(rank):
+    source = Files(documents(12), [4, 8])
+    layout = Layout.of_world("cpu", 60, data_parallel=2)
+    sizes(StepLoader(source, AccumulationConfig(6, 8, None, LastStep.carry), False, 9, layout))
+    return source.asked
+
+
+@pytest.mark.filterwarnings("ignore:Set timeout is now only supported")
+def test_no_rank_goes_back_to_a_batch_that_was_left():
+    """A step has the end of one and the beginning of the next; rollouts of the one are gone by then."""
+    for asked in on_ranks(2, asked_on_a_rank):
+        assert asked == sorted(asked)
+
+
 @pytest.mark.parametrize("cut", range(6))
 @pytest.mark.parametrize("last", ["short", "drop", "carry"])
 def test_continuing_from_any_step(cut, last):
