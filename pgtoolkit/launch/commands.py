@@ -46,6 +46,7 @@ def _compare(parser: _Parser, argv: list[str]) -> int:
     args = parser.parse_args(argv)
 
     from pgtoolkit.comparison.groups import compare
+    from pgtoolkit.comparison.measures import needed_for
     from pgtoolkit.comparison.reports import write
     from pgtoolkit.comparison.stored import stored_runs
     from pgtoolkit.comparison.terminal import render_comparison
@@ -60,7 +61,8 @@ def _compare(parser: _Parser, argv: list[str]) -> int:
         folder = "_".join([*(word for word in args.runs if word not in overrides), name_from(overrides, {})])
         reason, got = "A sweep with overrides has a folder of its own, named after them.", " ".join(overrides)
         raise ConfigError(refusal("pgtk compare", "runs, folders or sweeps", got, reason, f"pgtk compare {folder}"))
-    runs = stored_runs(args.uri, args.runs) if args.uri else find_runs(args.runs)
+    metrics = needed_for(args.metric or (args.reach or "").rpartition("=")[0])
+    runs = stored_runs(args.uri, args.runs, metrics) if args.uri else find_runs(args.runs, metrics)
     compared = compare(runs, args.metric, args.best_of, args.reach)
     say(render_comparison(compared))
     for kind in ("html", "csv", "png"):
