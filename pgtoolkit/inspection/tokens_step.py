@@ -10,14 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pgtoolkit.batch import Document, MicroBatch, Step
+from pgtoolkit.batch import Document, MicroBatch, Step, have_old_log_probs
 from pgtoolkit.config.schema import Config, ParallelismConfig, PolicyRolloutConfig, TransformersSamplerConfig
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.metrics import clips
 from pgtoolkit.losses.objective import Loss, make_objective
-from pgtoolkit.ranks.environment import world_size
 from pgtoolkit.rollouts.rows import FIELDS, Row, Rules, batch_file, parse_row
 from pgtoolkit.rollouts.steps import Source, StepLoader
 from pgtoolkit.tasks.row_files import open_files
@@ -64,7 +63,7 @@ class MadeStep:
     @property
     def has_old_log_probs(self) -> bool:
         """Whether all documents have them; else no ratio means anything."""
-        return all(document.old_log_probs is not None for document in self.step.documents)
+        return have_old_log_probs(self.step.documents)
 
 
 def make_again(config: Config, checkpoint: dict | None, number: int) -> MadeStep:
@@ -106,7 +105,7 @@ def make_again(config: Config, checkpoint: dict | None, number: int) -> MadeStep
     elif is_recorded:
         documents = f"recorded by the run in {folder}"
     else:
-        documents = "sampled with the run's random numbers" if watch.sampled else "held by the checkpoint"
+        documents = "sampled by the seeds of their prompts" if watch.sampled else "held by the checkpoint"
     return MadeStep(watch.step, watch.pieces, watch.metrics, has_groups, documents, module)
 
 
@@ -167,12 +166,11 @@ class _Watch(lightning.Callback):
     def on_train_batch_start(self, trainer, module, batch: Step, batch_idx: int) -> None:
         self.last = batch.state_after["num_steps"]
         self.sampled |= batch.seconds.get("sampling", 0) > 0
-        ranks = world_size(self._config.parallelism)
-        if self.sampled and (self._config.sampler.name != "transformers" or ranks > 1):
+        if self.sampled and self._config.sampler.name != "transformers":
             raise ConfigError(
-                f"--step={self._number} needs recorded rollouts (got none). Servers or several ranks wrote the run's "
-                "completions, which would be others now. Use a step whose documents a checkpoint holds, or "
-                "rollout.save_path=FOLDER in a new run."
+                f"--step={self._number} needs recorded rollouts (got none). Servers wrote the run's completions, which "
+                "would be others now. Use a step whose documents a checkpoint holds, or rollout.save_path=FOLDER in a "
+                "new run."
             )
         if self.last == self._number:
             self.step = batch
@@ -187,6 +185,8 @@ class _Watch(lightning.Callback):
         """What training computes; beside it the entropies, before the update."""
         out = loss_of(micro_batch, totals)
         known, entropy = module.with_reference(micro_batch), module.entropy(micro_batch)
+        if known.old_log_probs is None:
+            known = replace(known, old_log_probs=out.log_probs)
         # The copies of log-probs and entropies wait for the device, and for the copies before them.
         self.pieces.append(Piece(known.to("cpu"), out.log_probs.cpu(), entropy.cpu()))
         return out

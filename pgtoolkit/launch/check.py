@@ -11,9 +11,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from pgtoolkit.config import override_problems
 from pgtoolkit.config.compose import Composed, compose
-from pgtoolkit.config.overrides import NO_CHOICE, is_swept, jobs, parse
+from pgtoolkit.config.overrides import NO_CHOICE, given_twice, is_swept, jobs, parse
 from pgtoolkit.config.paths import occupied_by_rollouts, problems_of_folder, problems_of_job
 from pgtoolkit.config.rules.run import launcher
 from pgtoolkit.config.validate import resolve_and_validate
@@ -94,7 +93,7 @@ def check(
     checked = Checked(runs, is_sweep=True, master=master, compose_job=compose_job)
     checked.arguments = [override for override in of_jobs if override not in NO_CHOICE]
     checked.searches = not master.hydra.sweeper._target_.endswith(".BasicSweeper")
-    checked.report.problems += override_problems.given_twice(parse(overrides)[0])
+    checked.report.problems += given_twice(parse(overrides)[0])
     launcher(master.hydra, checked.report)
     for run in runs:
         if run.config is not None and master.hydra.launcher._target_ == LOCAL:  # the jobs run here

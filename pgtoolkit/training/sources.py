@@ -10,7 +10,7 @@ from pathlib import Path
 from pgtoolkit.config.evaluation import HeldOut, held_out_sets
 from pgtoolkit.config.schema import Config, PolicyRolloutConfig, TooLong
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.ranks.agreement import check_same, failing_together
+from pgtoolkit.ranks.agreement import check_same, failing_together, read_once
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.evaluation import Evaluator, PromptSet, as_evaluated, asked_by_both
 from pgtoolkit.rollouts.policy import PolicyRollouts
@@ -25,6 +25,7 @@ from pgtoolkit.system.model_folder import end_tokens
 from pgtoolkit.tasks.chat import chat_of
 from pgtoolkit.tasks.prompts import TokenizedTask
 from pgtoolkit.tasks.tasks import Task, TaskConfig, make_task
+from pgtoolkit.training.data import record_rollouts
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.state import write_settings
 
@@ -32,9 +33,12 @@ log = logging.getLogger("pgtoolkit")
 
 
 def source_of(
-    config: Config, task: Task, module: PolicyGradientModule, room: int, resume: bool, run_dir: Path
+    config: Config, task: Task, module: PolicyGradientModule, room: int, resume: bool, run_dir: Path | None
 ) -> Source:
-    """The rollouts that the module is trained on, from the start of the data. room: tokens of the longest document."""
+    """The rollouts that the module is trained on, from the start of the data. room: tokens of the longest document.
+
+    run_dir: of the run, which keeps the index of recorded rollouts; None: none is kept.
+    """
     rollout = config.rollout
     if isinstance(rollout, PolicyRolloutConfig):
         writes = rollout.save_path and module.layout.rank == 0
@@ -42,7 +46,7 @@ def source_of(
         with failing_together(module.layout):
             tokenized = _tokenized(config, config.task, task, module, room)
         _check_prompts(module.layout, "the task", task)
-        sampler = _sampler(config, module, tokenized, room, run_dir)
+        sampler = _sampler(config, module, tokenized, room, run_dir or Path())
         if ignored := ignored_settings(module.policy, rollout):
             values = ", ".join(f"{name}={value}" for name, value in ignored.items())
             log.warning(
@@ -50,7 +54,12 @@ def source_of(
                 "are sampled as rollout.temperature and rollout.top_p say, and nothing else."
             )
         return PolicyRollouts(config, tokenized, sampler, module, module.layout, writer)
-    return recorded_rollouts(config, module.loss, module.policy.vocabulary_size, room)
+    layout = module.layout
+    source = recorded_rollouts(config, module.loss, module.policy.vocabulary_size, room, None, layout, run_dir)
+    with failing_together(layout):
+        if layout.rank == 0 and run_dir is not None:
+            record_rollouts(run_dir, source.index)
+    return source
 
 
 def evaluator_of(
@@ -84,7 +93,7 @@ def evaluator_of(
 def _prompt_set(config: Config, chosen: HeldOut, module: PolicyGradientModule, room: int) -> tuple[PromptSet, Task]:
     place = f"evaluation.sets.{chosen.name}" if config.evaluation.sets else "task"
     try:
-        task = make_task(chosen.task, chosen.seed)
+        task = make_task(chosen.task, chosen.seed, functools.partial(read_once, module.layout))
         tokenized = _tokenized(config, chosen.task, task, module, room)
     except (ConfigError, DataError) as error:
         problem = str(error).replace("task.", f"{place}.").replace("rollout.max_comp", "evaluation.max_comp")
@@ -101,7 +110,8 @@ def _tokenized(
     chat = chat_of(chosen, tokenizer)
     tokenized = TokenizedTask(task, tokenizer, ends, chat, config.rollout.stop, module.policy.vocabulary_size)
     skip, longest_prompt = getattr(chosen, "too_long", None) == TooLong.skip, getattr(chosen, "max_prompt_length", None)
-    tokenized.check_lengths(room, config.rollout.max_completion_length, skip, longest_prompt)
+    once = functools.partial(read_once, module.layout)
+    tokenized.check_lengths(room, config.rollout.max_completion_length, skip, longest_prompt, once)
     for note in chat.notes(ends) if chat is not None else ():
         log.warning(f"note: {note}")
     return tokenized

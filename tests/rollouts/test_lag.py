@@ -8,10 +8,9 @@ import time
 
 import pytest
 import torch
-from builders.parallel_runs import run_on_ranks
 from builders.runs import SHORT, assert_equal, built, checkpoint_of, copy_as_of, metrics_of, once, run, sampler_of
 
-from pgtoolkit.config.schedule import steps_before, steps_of
+from pgtoolkit.config.plan import steps_before, steps_of
 from pgtoolkit.config.schema import AccumulationConfig, LastStep
 from pgtoolkit.errors import NumericalError
 from pgtoolkit.rollouts.steps import StepLoader
@@ -238,14 +237,6 @@ def test_no_timing_and_nobody_elses_random_numbers_change_a_run(tmp_path, monkey
         assert_equal(checkpoint_of(disturbed, 6)[part], checkpoint_of(plain, 6)[part])
 
 
-def test_the_global_random_state_stays_as_it_is():
-    _, loader = built(*SHORT, *overlap(3))
-    before = torch.get_rng_state()
-    batches = [[d.tokens.tolist() for d in step.documents] for step in loader]
-    assert torch.equal(torch.get_rng_state(), before)
-    assert len({str(batch) for batch in batches}) == 6
-
-
 @pytest.mark.parametrize("call", [1, 2])
 def test_an_error_while_sampling_ends_the_run_as_it_does_without_overlap(tmp_path, monkeypatch, call):
     complete, calls = TransformersSampler.complete, []
@@ -264,13 +255,3 @@ def test_an_error_while_sampling_ends_the_run_as_it_does_without_overlap(tmp_pat
     assert status["reason"] == "NumericalError: the policy's probabilities are not finite"
     assert len(calls) == call
     assert threading.main_thread() not in calls
-
-
-def test_ranks_sample_their_shares_and_continue_bit_for_bit(tmp_path):
-    settings = [*SHORT, *overlap(3), "trainer.max_steps=5"]
-    whole = run_on_ranks(tmp_path / "whole", settings, data_parallel=2)
-    assert [row["staleness"] for row in metrics_of(whole)] == [0, 1, 2, 3, 2]
-    resumed = copy_as_of(whole, 3, tmp_path / "resumed")
-    run_on_ranks(resumed, settings, resume=True, data_parallel=2)
-    assert metrics_of(resumed) == metrics_of(whole)
-    assert_equal(checkpoint_of(resumed, 5), checkpoint_of(whole, 5))
