@@ -223,7 +223,9 @@ def _add_evaluations(columns: Columns, evaluations: list[dict], metrics: Collect
         rows = columns["step"].size
         for name in at_start | columns:
             later = columns.get(name, np.full(rows, np.nan))
-            columns[name] = np.concatenate([[at_start.get(name, np.nan)], later])
+            unread = name not in at_start and not later.strides[0]
+            first = np.array([at_start.get(name, np.nan)])
+            columns[name] = np.broadcast_to(np.nan, rows + 1) if unread else np.concatenate([first, later])
     rows = columns["step"].size
     place = {step: number for number, step in enumerate(columns["step"].tolist())}
     for row in evaluations:

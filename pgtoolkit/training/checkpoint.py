@@ -35,7 +35,7 @@ WEIGHTS, ADAPTERS, MOMENTS = "model", "adapter_model", "training/optimizer"
 """Kinds of tensors, as their files' names begin; adapters are in one file, since peft reads no more."""
 
 _MANIFEST, _STATE = "manifest.json", "training/state"
-_IN_EVERY_STATE = {"step", "num_updates", "num_skipped_steps", "documents_seen", "data", "random", "config"}
+_IN_EVERY_STATE = {"step", "num_updates", "num_skipped_steps", "documents_seen", "data", "config"}
 _SHARD_BYTES = 2**30
 """A rank writes its tensors as soon as it holds so many bytes of them."""
 

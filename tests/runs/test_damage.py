@@ -131,11 +131,11 @@ def test_a_checkpoint_whose_state_lacks_a_key_is_passed_over(whole, tmp_path, ca
     shutil.copytree(whole, folder)
     for checkpoint in (folder / "checkpoints").iterdir():
         state = json.loads((checkpoint / "training" / "state.json").read_text())
-        del state["random"], state["num_updates"]
+        del state["data"], state["num_updates"]
         replace_file(checkpoint, "training/state.json", json.dumps(state).encode())
     assert main(["resume", str(folder), "trainer.max_steps=3"]) == 6
     said = capsys.readouterr()
-    assert "step-000001 cannot be read and is passed over: its state lacks num_updates, random" in said.out
+    assert "step-000001 cannot be read and is passed over: its state lacks data, num_updates" in said.out
     assert "none of the 2 checkpoints in " in said.err
 
 
