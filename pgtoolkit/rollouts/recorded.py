@@ -85,19 +85,17 @@ class RecordedRollouts(Source):
         """What the index knows of a document; nothing is read."""
         epoch, index = self._place(position)
         row = self._rows[index]
-        vectors = {name: torch.empty(row["trained"], device="meta") for name in OPTIONAL_VECTORS if row[name]}
-        if not np.isnan(row["old_log_prob"]):
-            vectors["old_log_probs"] = torch.empty(row["trained"], device="meta")
+        numbers = torch.empty(row["trained"], device="meta")
         return Outline(
             tokens=torch.empty(row["tokens"], dtype=torch.int64, device="meta"),
             loss_mask=torch.empty(row["tokens"], dtype=torch.bool, device="meta"),
-            advantages=torch.empty(row["trained"], device="meta"),
+            advantages=numbers,
             group=epoch * self._num_groups + int(row["group"]),
             name=self._name(index, epoch),
             reward=None if np.isnan(row["reward"]) else float(row["reward"]),
             model_version=None if np.isnan(row["model_version"]) else int(row["model_version"]),
             **{name: None if row[name] < 0 else bool(row[name]) for name in ("truncated", "exact_match")},
-            **({"old_log_probs": None} | vectors),
+            **{name: numbers if row[name] else None for name in OPTIONAL_VECTORS},
             checksum=int(row["checksum"]),
             has_signal=bool(row["has_signal"]),
             old_log_prob=float(row["old_log_prob"]),
@@ -151,15 +149,14 @@ def recorded_rollouts(
     run_dir: Path | None = None,
 ) -> RecordedRollouts:
     """The recorded rollouts of a configuration, with what its loss needs of them; DataError where they lack that."""
-    options = config.seed, _needed_fields(config, loss), max_tokens, loss.reads_old_log_probs, first, layout, run_dir
+    asked = {
+        "group_id": AGGREGATIONS[config.aggregation.mode].needs_groups,
+        "sampling_log_probs": loss.needs_sampling_log_probs,
+        "ref_log_probs": config.kl.reference == "recorded",
+    }
+    needs = tuple(name for name, is_asked in asked.items() if is_asked)
+    options = config.seed, needs, max_tokens, loss.reads_old_log_probs, first, layout, run_dir
     return RecordedRollouts(config.rollout, config.advantage.estimator, vocabulary_size, *options)
-
-
-def _needed_fields(config: Config, loss: Loss) -> tuple[str, ...]:
-    """Fields of a row that a configuration reads whatever its advantage: for groups, a correction, a penalty."""
-    needs = ("group_id",) if AGGREGATIONS[config.aggregation.mode].needs_groups else ()
-    needs += ("sampling_log_probs",) if loss.needs_sampling_log_probs else ()
-    return needs + (("ref_log_probs",) if config.kl.reference == "recorded" else ())
 
 
 def _required(estimator: str, reads_old_log_probs: bool, needs: Collection[str]) -> list[str]:

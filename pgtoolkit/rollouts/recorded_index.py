@@ -141,7 +141,8 @@ class Indexing:
                 if count == self.first:
                     self._is_cut = True
                     break
-                self._is_mismatched |= not np.array_equal(row.old_log_probs, row.sampling_log_probs)
+                if not self._is_mismatched:
+                    self._is_mismatched = not np.array_equal(row.old_log_probs, row.sampling_log_probs)
                 here = file_number, number
                 if row.id is not None and (first := ids.setdefault(row.id, here)) != here:
                     self._refuse(*here, "id", f"is {row.id!r} like that of {self._label(*first)}")
@@ -167,7 +168,7 @@ class Indexing:
     def _check_optional(self) -> bool:
         """What a row may lack is in all rows or in none. Returns whether these are examples to imitate."""
         rows = self._rows
-        has = {"old_log_probs": ~np.isnan(rows["old_log_prob"])}
+        has = {"old_log_probs": rows["old_log_probs"]}
         if self._given:
             has["advantage"] = rows["has_advantage"]
         for name, there in has.items():
@@ -258,7 +259,7 @@ def _entries(row: Row, group: int) -> tuple:
         np.nan,
         row.advantage is not None,
         row.advantage is not None and bool(row.advantage.any()),
-        np.nan if old is None else old.sum(dtype=np.float64) / max(1, trained),
+        np.nan if old is None else old.sum() / max(1, trained),
         np.nan if row.model_version is None else row.model_version,
         truth[row.truncated],
         truth[row.exact_match],

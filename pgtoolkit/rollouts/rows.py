@@ -57,9 +57,9 @@ class Row(SimpleNamespace):
     measures: ClassVar[dict[str, float]] = {}
 
     def digest(self) -> int:
-        """CRC-32 of everything in the row."""
+        """CRC-32 of everything in a row that was read."""
         checksum, others = 0, []
-        for value in (getattr(self, name) for name in FIELDS):
+        for value in vars(self).values():
             if is_vector := isinstance(value, np.ndarray):
                 checksum = zlib.crc32(value, checksum)
             others.append(len(value) if is_vector else value)
@@ -107,8 +107,9 @@ def row_of(document: Document) -> Row:
 def parse_rows(batch: pa.RecordBatch, rules: Rules) -> Iterator[Row | list[tuple[str, str]]]:
     """What `parse_row` makes of each row of a batch; where all of the lists are right, these are checked at once."""
     vectors = _checked_vectors(batch, rules)
-    for place, raw in enumerate(rows_of(batch.drop_columns([*vectors]))):
-        yield parse_row(raw, rules, {name: rows[place] for name, rows in vectors.items()})
+    rows = zip(*vectors.values(), strict=True) if vectors else itertools.repeat(())
+    for raw, checked in zip(rows_of(batch.drop_columns([*vectors])), rows, strict=False):
+        yield parse_row(raw, rules, dict(zip(vectors, checked, strict=True)))
 
 
 def parse_row(
@@ -120,19 +121,17 @@ def parse_row(
     """
     if isinstance(raw, str):
         return [("", raw)]
-    row, problems = Row(), []
+    row, problems = Row(**(_NOTHING | checked)), []
     for name, (_, read) in FIELDS.items():
-        value = raw.get(name)
-        setattr(row, name, checked.get(name))
-        try:
-            if name in checked:
-                continue
-            if value is not None:
+        if name in checked:
+            continue
+        if (value := raw.get(name)) is not None:
+            try:
                 setattr(row, name, read(value, row, rules))
-            elif name in ("token_ids", "loss_mask") or name in rules.required:
-                raise _Unusable(f"is missing; the row has {', '.join([*checked, *raw]) or 'no fields'}")
-        except _Unusable as reason:
-            problems.append((name, str(reason)))
+            except _Unusable as reason:
+                problems.append((name, str(reason)))
+        elif name in ("token_ids", "loss_mask") or name in rules.required:
+            problems.append((name, f"is missing; the row has {', '.join([*checked, *raw]) or 'no fields'}"))
     return problems or row
 
 
@@ -140,28 +139,22 @@ def _checked_vectors(batch: pa.RecordBatch, rules: Rules) -> dict[str, list[np.n
     """By field, the lists of all rows as `parse_row` gives them; none where one of them needs a look of its own."""
     names = [name for name in ("token_ids", "loss_mask", *_PER_TOKEN) if name in batch.schema.names]
     lists = {x: batch.column(x) for x in names if isinstance(batch.column(x), (pa.ListArray, pa.LargeListArray))}
-    if not {"token_ids", "loss_mask"} <= set(lists) or any(x.null_count or x.values.null_count for x in lists.values()):
+    if any(x.null_count or x.values.null_count for x in lists.values()) or not {"token_ids", "loss_mask"} <= set(lists):
         return {}
     ends, *others = [x.offsets.to_numpy() - x.offsets[0].as_py() for x in lists.values()]
-    flat = {name: x.flatten().to_numpy(zero_copy_only=False) for name, x in lists.items()}
-    kinds = {"token_ids": "iu", "loss_mask": "biu"}
-    if any(values.dtype.kind not in kinds.get(name, "fiu") for name, values in flat.items()):
-        return {}
     lengths = np.diff(ends)
-    if len(lengths) == 0 or lengths.min() == 0 or not all(np.array_equal(ends, other) for other in others):
+    if lengths.min(initial=1) == 0 or not all(np.array_equal(ends, other) for other in others):
         return {}
-    tokens, mask = flat.pop("token_ids"), flat.pop("loss_mask")
-    is_right = tokens.min() >= 0 and tokens.max() < rules.vocabulary_size and mask.min() >= 0 and mask.max() <= 1
-    is_right &= not mask[ends[:-1]].any() and lengths.max() <= (rules.max_tokens or math.inf)
-    vectors = {"token_ids": tokens.astype(np.int64), "loss_mask": (mask := mask.astype(bool))}
-    is_right &= np.add.reduceat(mask, ends[:-1], dtype=np.int64).max() <= (rules.max_completion_length or math.inf)
-    for name, values in flat.items():
-        with np.errstate(over="ignore"):
-            vectors[name] = values = np.where(mask, values.astype(np.float32), np.float32(0))
-        highest, lowest = (MAX_REWARD, -MAX_REWARD) if name == "advantage" else (MAX_LOG_PROB, -math.inf)
-        is_right &= bool(np.isfinite(values).all()) and lowest <= values.min() and values.max() <= highest
+    # All lists as one: right, if each is and none of what is asked of a list as a whole is broken.
+    flat = {name: x.flatten().to_numpy(zero_copy_only=False) for name, x in lists.items()}
+    row = parse_row(flat, Rules(rules.vocabulary_size))
+    if isinstance(row, list) or row.loss_mask[ends[:-1]].any() or lengths.max() > (rules.max_tokens or math.inf):
+        return {}
+    trained = np.add.reduceat(row.loss_mask, ends[:-1], dtype=np.int64)
+    if trained.max() > (rules.max_completion_length or math.inf):
+        return {}
     cuts = [*itertools.pairwise(ends.tolist())]
-    return {name: [x[start:end] for start, end in cuts] for name, x in vectors.items()} if is_right else {}
+    return {name: [getattr(row, name)[start:end] for start, end in cuts] for name in lists}
 
 
 class _Unusable(Exception):
@@ -286,6 +279,8 @@ FIELDS = {
     "exact_match": (pa.bool_(), lambda value, *_: _of_type(value, bool, "true or false")),
 }
 """Each field with its type in a Parquet file, and what reads it: (value, row with the fields before it, rules)."""
+
+_NOTHING = dict.fromkeys(FIELDS)
 
 
 class RolloutWriter:

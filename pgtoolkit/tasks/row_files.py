@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -139,6 +139,8 @@ class RowFile:
         """Names the file where it cannot be read, or pyarrow finds it damaged."""
         try:
             yield
+        except DataError:
+            raise
         except (pa.ArrowException, OSError, ValueError) as error:
             raise DataError(f"{self.label} is not a whole {kind}: {error}. Copy or write it again.") from error
 
@@ -163,6 +165,10 @@ class JsonlFile(RowFile):
 
 class ParquetFile(RowFile):
     """A Parquet file; the place of a row is its number from 0. Page checksums are verified where there are some."""
+
+    def __init__(self, path: Path, label: str, columns: Sequence[str]):
+        super().__init__(path, label, columns)
+        self._row_group = functools.lru_cache(maxsize=2)(self._read_row_group)
 
     @functools.cached_property
     def names(self) -> list[str]:
@@ -197,10 +203,6 @@ class ParquetFile(RowFile):
         with self._opened() as file:
             sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
         return [0, *itertools.accumulate(sizes)]
-
-    @functools.cached_property
-    def _row_group(self) -> Callable[[int], list[dict]]:
-        return functools.lru_cache(maxsize=2)(self._read_row_group)
 
     def _read_row_group(self, group: int) -> list[dict]:
         with self._opened() as file:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pgtoolkit.batch import MicroBatch, Step, StepTotals
 from pgtoolkit.config.schema import Config, OptimizerConfig, Schedule
 from pgtoolkit.errors import DataError
-from pgtoolkit.kernels.losses import LMHead, PolicyLoss, log_probs_of_hidden, loss_of_hidden
+from pgtoolkit.kernels.losses import Computation, LMHead, PolicyLoss, log_probs_of_hidden, loss_of_hidden
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.model.attention import local_tokens
 from pgtoolkit.model.lora import without_adapters
@@ -22,7 +22,7 @@ from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.data_metrics import sampling_note
 from pgtoolkit.rollouts.evaluation import Evaluator
 from pgtoolkit.training.accumulation import DynamicAccumulation
-from pgtoolkit.training.loss import computation_of, loss_of
+from pgtoolkit.training.loss import loss_of
 
 log = logging.getLogger("pgtoolkit")
 
@@ -49,7 +49,9 @@ class PolicyGradientModule(DynamicAccumulation):
         if reference is not None and reference is not policy:
             self.reference_model = reference.model  # as above
         self.loss = loss_of(config)
-        self.computation = computation_of(config)
+        impl, memory = config.kernel.implementation.value, config.kernel.logits_memory_mb
+        # Finite numbers are looked for once per step, in the loss and the gradient.
+        self.computation = Computation(impl, False, config.loss.num_splits, memory)
         self._noted_no_signal = self._noted_mismatch = False
 
     def configure_optimizers(self):

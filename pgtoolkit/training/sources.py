@@ -22,8 +22,7 @@ from pgtoolkit.sampling.sampling_settings import ignored_settings
 from pgtoolkit.sampling.servers import ServerSampler
 from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.system.model_folder import end_tokens
-from pgtoolkit.tasks.chat import chat_of
-from pgtoolkit.tasks.prompts import TokenizedTask
+from pgtoolkit.tasks.prompts import TokenizedTask, chat_of
 from pgtoolkit.tasks.tasks import Task, TaskConfig, make_task
 from pgtoolkit.training.data import record_rollouts
 from pgtoolkit.training.module import PolicyGradientModule

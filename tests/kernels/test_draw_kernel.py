@@ -23,7 +23,7 @@ from pgtoolkit.kernels.triton_draw import draw_tokens
         (151_936, 12.0, 1.5, torch.float32),
     ],
 )
-def test_the_token_is_where_the_cumulative_probability_exceeds(vocabulary, scale, temperature, dtype):
+def test_the_kernel_draws_where_the_cumulative_probability_exceeds(vocabulary, scale, temperature, dtype):
     """But within rounding of a bound; with the log-prob of the softmax. Rows lie further apart than they are long."""
     wide = scale * torch.randn(24, vocabulary + 3, generator=torch.Generator().manual_seed(3))
     logits, uniform = wide.to(DEVICE, dtype)[:, :vocabulary], ((torch.arange(24).double() * 0.618) % 1).to(DEVICE)
@@ -39,7 +39,7 @@ def test_the_token_is_where_the_cumulative_probability_exceeds(vocabulary, scale
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
-def test_no_token_of_probability_zero_is_drawn(uniform):
+def test_the_kernel_draws_no_token_of_probability_zero(uniform):
     """At either end of a block and of the vocabulary, where whole blocks have none, and where they vanish."""
     logits = torch.full((4, 20_000), -torch.inf, device=DEVICE)
     logits[0, 100], logits[0, 18_000] = 1.0, 2.0
@@ -53,7 +53,7 @@ def test_no_token_of_probability_zero_is_drawn(uniform):
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NaN as an integer, in the interpreter
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_probabilities_that_are_not_finite_show(value):
+def test_the_kernel_shows_probabilities_that_are_not_finite(value):
     logits = torch.zeros(2, 9000, device=DEVICE)
     logits[1, 8500] = value
     tokens, log_probs = draw_tokens(logits, torch.tensor([0.3, 0.9], dtype=torch.float64, device=DEVICE), 1.0)

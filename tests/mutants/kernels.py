@@ -118,9 +118,6 @@ def triton_s_single_pass_has_no_temperature_in_its_gradient(
     return found
 
 
-@mutant(
-    "kernels.triton_draw:draw_tokens",
-    "tests/kernels/test_draw_kernel.py::test_the_token_is_where_the_cumulative_probability_exceeds",
-)
+@mutant("kernels.triton_draw:draw_tokens", "test_the_kernel_draws_where_the_cumulative_probability_exceeds")
 def tokens_are_drawn_at_temperature_one(right, logits, uniform, temperature):
     return right(logits, uniform, 1.0)

@@ -120,3 +120,27 @@ def recorded_log_probs_are_those_of_the_sampler(right, document):
 @mutant("rollouts.data_metrics:data_metrics", "test_counters_near_2_to_the_24_are_subtracted_exactly")
 def staleness_is_the_version_of_the_weights(right, documents, num_updates):
     return right(documents, 2 * num_updates)
+
+
+@mutant("rollouts.recorded_index:RecordedIndex.knows", "test_a_kept_index_is_used_while_the_files_are_the_same")
+def a_changed_file_is_taken_for_the_same(right, self, name, path):
+    return True
+
+
+@mutant("rollouts.rows:Row.digest", "test_a_kept_index_is_used_while_the_files_are_the_same")
+def a_row_s_reward_is_no_part_of_its_checksum(right, self):
+    return right(type(self)(**vars(self) | {"reward": None}))
+
+
+@mutant("rollouts.rows:_checked_vectors", "test_many_rows_at_once_are_checked_as_each_alone")
+def the_lists_of_a_batch_belong_to_the_rows_before(right, batch, rules):
+    return {name: rows[1:] + rows[:1] for name, rows in right(batch, rules).items()}
+
+
+@mutant("rollouts.recorded:RecordedRollouts.outline", "test_an_outline_tells_all_that_is_known_without_reading")
+def outlines_come_in_the_order_of_the_files(right, self, position):
+    order, self._order = self._order, lambda epoch: range(self.batch_size)
+    try:
+        return right(self, position)
+    finally:
+        self._order = order

@@ -7,12 +7,11 @@ import os
 import numpy as np
 import pytest
 from builders.processes import layout, world
-from builders.rollout_rows import VOCABULARY_SIZE, config, good_row, write_jsonl, write_parquet
+from builders.rollout_rows import good_row, source, write_jsonl, write_parquet
 
 from pgtoolkit.config.schema import AccumulationConfig, LastStep
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.data_metrics import data_metrics, mismatch_note
-from pgtoolkit.rollouts.recorded import RecordedRollouts
 from pgtoolkit.rollouts.recorded_index import FILE_NAME
 from pgtoolkit.rollouts.steps import StepLoader
 
@@ -26,11 +25,6 @@ def rows():
     some[2] |= {"ref_log_probs": LOG_PROBS, "truncated": False, "id": None}
     some[3] |= {"loss_mask": [False] * 5, "model_version": None}
     return some
-
-
-def source(path, estimator="dr_grpo", **options):
-    changes = {name: options.pop(name) for name in ("shuffle", "group_size", "epochs") if name in options}
-    return RecordedRollouts(config(path, **changes), estimator, VOCABULARY_SIZE, **options)
 
 
 @pytest.mark.parametrize("complete", [True, False])
