@@ -99,7 +99,7 @@ def compose(
             return Composed(None, problems)
     # What stands for the value of another key comes after it.
     for override in sorted(values, key=lambda one: "${" in one.input_line):
-        if found := _set(config, override.key_or_group, override.value(), groups):
+        if found := set_value(config, override.key_or_group, override.value(), groups):
             problems += found
         else:
             accepted.append(override)
@@ -154,7 +154,7 @@ def _of_hydra(config: DictConfig, choices: list[str]) -> list[str]:
     return typed
 
 
-def _set(config: DictConfig, key: str, value: Any, groups: dict[str, list[str]]) -> list[str]:
+def set_value(config: DictConfig, key: str, value: Any, groups: dict[str, list[str]]) -> list[str]:
     """Set one key, or several given as a dictionary; returns the problems, with which nothing is set."""
     free = next((known for known in keys_of(config) if known.free and is_inside(key, known.name)), None)
     if free:
@@ -167,7 +167,7 @@ def _set(config: DictConfig, key: str, value: Any, groups: dict[str, list[str]])
             return [override_problems.unresolvable(key, value, error)]
         return []
     if isinstance(value, dict) and value:
-        return [problem for name in value for problem in _set(config, f"{key}.{name}", value[name], groups)]
+        return [problem for name in value for problem in set_value(config, f"{key}.{name}", value[name], groups)]
     group, _, leaf = key.partition(".")
     if leaf == "name" and group in groups:
         reason = f"The other keys of {group} come with their option."

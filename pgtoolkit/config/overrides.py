@@ -34,13 +34,18 @@ def parse(overrides: list[str]) -> tuple[list[Override], list[str]]:
     parsed, problems = [], []
     for text in overrides:
         try:
-            override = OverridesParser.create().parse_override(text)
+            override = _parsed(text)
             if override.value_type == ValueType.GLOB_CHOICE_SWEEP:
                 raise ValueError("Options are chosen by their names, not by a pattern")
             parsed.append(override)
         except (HydraException, ValueError, RecursionError) as error:  # of thousands of digits, of lists in lists
             problems.append(override_problems.unreadable(text, error))
     return parsed, problems
+
+
+@functools.lru_cache(4096)  # the jobs of a sweep have the same values again and again
+def _parsed(text: str) -> Override:
+    return OverridesParser.create().parse_override(text)
 
 
 def jobs(overrides: list[str]) -> list[list[str]]:

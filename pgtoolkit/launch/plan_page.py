@@ -10,9 +10,9 @@ from pgtoolkit.config.names import name_in, name_of
 from pgtoolkit.config.plan import describe
 from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import first_line
-from pgtoolkit.launch.check import Checked, distinctive, notes, problems, varying_keys
+from pgtoolkit.launch.check import Checked, distinctive, notes, problems
 from pgtoolkit.launch.sweep_report import summary
-from pgtoolkit.runs.provenance import gpus
+from pgtoolkit.runs.provenance import gpu_memory
 from pgtoolkit.system.report import key_of
 
 
@@ -24,8 +24,7 @@ def render_plan(checked: Checked) -> str:
         sections += describe(first.values, resolve_and_validate(compose([]).config)[0])
         chosen, hydra = first.values.tracking.run_name, first.config.hydra
         if first.values.model.name == "huggingface" and not first.report.problems:
-            sizes = [float(gpu["memory"].split()[0]) * 2**20 for gpu in gpus()]
-            sections.append(("Memory", [*memory.describe(first.values, min(sizes, default=None))]))
+            sections.append(("Memory", [*memory.describe(first.values, min(gpu_memory(), default=None))]))
         name = name_in(hydra, chosen) if checked.is_sweep else name_of(chosen, first.overrides)
         sections.append(("Run name", [name]))
         if first.config.rollout.name == "policy" and not first.report.problems:
@@ -46,7 +45,7 @@ def _first_prompt(config: DictConfig) -> list[str]:
 
 
 def _sweep_sections(checked: Checked) -> list[tuple[str, list[str]]]:
-    runs, sweep, varying = checked.runs, checked.sweep, varying_keys(checked.runs)
+    runs, sweep, varying = checked.runs, checked.sweep, checked.varying
     title = f"Sweep of {len(runs)} runs; the plan is that of the first"
     if checked.searches:
         trials = checked.master.hydra.sweeper.get("n_trials")
