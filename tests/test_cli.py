@@ -110,13 +110,6 @@ def test_a_user_file_with_a_wrong_key_is_named(tmp_path, capsys):
     assert "Use experiment=mine." in refused(capsys, "check", f"--config-dir={tmp_path}", "experiment=mien")
 
 
-def test_a_sweep_is_checked_run_by_run(capsys):
-    said = refused(capsys, "check", "-m", "loss=grpo,gspo", "loss.num_splits=1,2")
-    assert "Sweep of 4 runs" in said
-    assert said.count("needs loss.num_splits=1") == 1
-    assert "loss=gspo loss.num_splits=2: loss=gspo needs" in said
-
-
 def test_check_says_how_a_step_is_dealt(capsys):
     assert main(["check", "parallelism=ddp", "parallelism.data_parallel=3", "accumulation.max_tokens=140"]) == 0
     shown = capsys.readouterr().out
@@ -203,11 +196,6 @@ def test_a_closed_pipe_is_not_an_error_message(tmp_path):
         )
     assert done.returncode == 141
     assert done.stderr == b""
-
-
-def test_the_run_directory_carries_the_name():
-    folder = compose(["aggregation=constant"]).config.hydra.run.dir
-    assert re.fullmatch(r"outputs/\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d-\d{6}-aggregation-constant", folder)
 
 
 def test_plus_signs_are_put_where_hydra_wants_them():

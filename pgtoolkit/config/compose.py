@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import functools
@@ -16,10 +17,22 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from pgtoolkit.config import override_problems
 from pgtoolkit.config.files import config_directory, options, plugins
-from pgtoolkit.config.keys import KEYS, evaluated_keys, is_inside, keys_of
-from pgtoolkit.config.overrides import NO_CHOICE, hydra_form, parse, register
+from pgtoolkit.config.keys import KEYS, evaluated_keys, is_inside, key_named
+from pgtoolkit.config.overrides import (
+    NO_CHOICE,
+    composition_problem,
+    given_twice,
+    hydra_form,
+    incomplete,
+    parse,
+    register,
+    unknown_key,
+    unknown_option,
+    unresolvable,
+    wrong_form,
+    wrong_type,
+)
 from pgtoolkit.config.paths import make_absolute
 from pgtoolkit.config.rules import executed
 from pgtoolkit.config.saved import cannot_change, saved_config
@@ -57,7 +70,7 @@ def compose(
     """
     parsed, problems = parse(overrides)
     groups = options(config_dir)
-    problems += override_problems.given_twice(parsed)
+    problems += given_twice(parsed)
     parsed = [override for override in parsed if override.input_line not in NO_CHOICE]
     register()
     saved = saved_config(run_dir) if run_dir else None
@@ -69,7 +82,7 @@ def compose(
     choices, values, accepted = [], [], []
     for override in parsed:
         key = override.key_or_group
-        problem = override_problems.wrong_form(override, groups)
+        problem = wrong_form(override, groups)
         if evaluate and not problem and not any(is_inside(key, name) for name in evaluated_keys(evaluate)):
             reason, use = "Nothing is trained: it would be ignored.", f"the keys {', '.join(evaluated_keys(evaluate))}"
             problem = refusal(override.input_line, "to be left out", key, reason, use)
@@ -81,7 +94,7 @@ def compose(
         elif key.split(".")[0].split("/")[0] == "hydra" and not saved:
             choices.append(override.input_line)
         elif key in groups and not isinstance(override.value(), dict):
-            if problem := override_problems.unknown_option(override, groups):
+            if problem := unknown_option(override, groups):
                 problems.append(problem)
             else:
                 choices.append(hydra_form(override.input_line))
@@ -97,8 +110,7 @@ def compose(
         problems += found
         if config is None:
             return Composed(None, problems)
-    # What stands for the value of another key comes after it.
-    for override in sorted(values, key=lambda one: "${" in one.input_line):
+    for override in values:
         if found := set_value(config, override.key_or_group, override.value(), groups):
             problems += found
         else:
@@ -139,8 +151,8 @@ def _of_files(
         # To Hydra an option that is not there is an OSError, too.
         if isinstance(error, OSError) and not isinstance(error, HydraException) and error.errno != errno.ENAMETOOLONG:
             raise  # a file that is there and cannot be read
-        return None, [override_problems.composition_problem(error)]
-    if unusable := override_problems.incomplete(config):
+        return None, [composition_problem(error)]
+    if unusable := incomplete(config):
         return None, unusable
     return config, executed.set_of_hydra(config.hydra, without_files)
 
@@ -154,44 +166,27 @@ def _of_hydra(config: DictConfig, choices: list[str]) -> list[str]:
     return typed
 
 
-def set_value(config: DictConfig, key: str, value: Any, groups: dict[str, list[str]]) -> list[str]:
+def set_value(config: DictConfig, name: str, value: Any, groups: dict[str, list[str]]) -> list[str]:
     """Set one key, or several given as a dictionary; returns the problems, with which nothing is set."""
-    free = next((known for known in keys_of(config) if known.free and is_inside(key, known.name)), None)
-    if free:
-        if key == free.name and not isinstance(value, dict):
-            return [override_problems.wrong_type(config, key, value, config[free.group]._get_node(free.leaf))]
-        try:
-            with open_dict(config):
-                OmegaConf.update(config, key, value, force_add=True)
-        except OmegaConfBaseException as error:
-            return [override_problems.unresolvable(key, value, error)]
-        return []
-    if isinstance(value, dict) and value:
-        return [problem for name in value for problem in set_value(config, f"{key}.{name}", value[name], groups)]
-    group, _, leaf = key.partition(".")
-    if leaf == "name" and group in groups:
-        reason = f"The other keys of {group} come with their option."
-        return [f"{key}={value} needs to be left alone (got {value!r}). {reason} Use {group}={value}."]
-    node = config
-    for part in key.split("."):
-        if not isinstance(node, DictConfig) or part not in node.keys():  # noqa: SIM118 (`in node` misses unset keys)
-            return [override_problems.unknown_key(config, key, value, groups)]
-        node = node._get_node(part)
-    if isinstance(node, DictConfig):
-        return [f"{key}={value} needs its keys one by one (got {value!r}). It is a group of keys. Use {key}.KEY=VALUE."]
-    before = node._value()
+    key = key_named(name, config)
+    is_free = key is not None and key.free and (name != key.name or isinstance(value, dict))
+    if isinstance(value, dict) and value and not is_free:
+        return [problem for part in value for problem in set_value(config, f"{name}.{part}", value[part], groups)]
+    if name in groups:
+        return [refusal(f"{name}={value}", "its keys one by one", value, "It is a group of keys.", f"{name}.KEY=VALUE")]
+    if key is None:
+        return [unknown_key(config, name, value, groups)]
+    if name == f"{key.group}.name":
+        reason = f"The other keys of {key.group} come with their option."
+        return [refusal(f"{name}={value}", "to be left alone", value, reason, f"{key.group}={value}")]
     try:
-        OmegaConf.update(config, key, value)
+        with open_dict(config) if is_free else contextlib.nullcontext():
+            OmegaConf.update(config, name, value, force_add=is_free)
     except OverflowError:  # a whole number that no float can hold
-        OmegaConf.update(config, key, math.copysign(math.inf, 1 if value > 0 else -1))
-    except OmegaConfBaseException:
-        return [override_problems.wrong_type(config, key, value, node)]
-    if isinstance(value, str) and "${" in value and "oc.env" not in value:
-        try:
-            OmegaConf.select(config, key)
-        except OmegaConfBaseException as error:
-            OmegaConf.update(config, key, before)
-            return [override_problems.unresolvable(key, value, error)]
+        OmegaConf.update(config, name, math.copysign(math.inf, 1 if value > 0 else -1))
+    except OmegaConfBaseException as error:
+        wrong = unresolvable(name, value, error) if is_free else None
+        return [wrong or wrong_type(config, key, value)]
     return []
 
 

@@ -7,8 +7,8 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from pgtoolkit.config.defaults import values_of
 from pgtoolkit.config.key import value_of
+from pgtoolkit.config.keys import values_of
 from pgtoolkit.config.schema import SCHEMAS, Config, TaskConfig
 from pgtoolkit.system.report import text
 

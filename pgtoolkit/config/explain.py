@@ -10,27 +10,17 @@ import functools
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from enum import EnumMeta
 from typing import Any
 
-from pgtoolkit.config import schema
-from pgtoolkit.config.defaults import comment_of, group_comment, values_of
 from pgtoolkit.config.files import config_directory, default_options, docs_page, options
 from pgtoolkit.config.key import Key
-from pgtoolkit.config.keys import KEYS, in_words
-from pgtoolkit.config.override_problems import ALSO_CALLED, nearest
-from pgtoolkit.config.plan import ADVANTAGES
+from pgtoolkit.config.keys import KEYS, comment_of, describe, group_comment, in_words, values_of
+from pgtoolkit.config.overrides import ALSO_CALLED, nearest
 from pgtoolkit.errors import ConfigError, PgtoolkitError
-from pgtoolkit.losses.aggregation import AGGREGATIONS
-from pgtoolkit.losses.corrections import CORRECTIONS
-from pgtoolkit.losses.families import FAMILIES
-from pgtoolkit.losses.kl import KINDS, KL
 from pgtoolkit.system.report import refusal, text
 
-_TYPES = {"int": "whole number", "float": "number", "bool": "true or false", "str": "text"}
-_TYPES |= {"dict[str, Any]": "dictionary", "list[str]": "list of texts", "list[int]": "list of whole numbers"}
 _STATUSES = {
     0: "Done.",
     1: "An error of pgtoolkit's own, with a traceback; of a sweep, that a job has failed.",
@@ -64,13 +54,9 @@ class Entry:
         """Type with range, default, and meaning, as they are printed."""
         key = self.key
         if key.option:
-            shown = {"type": " or ".join(options()[key.group]), "default": default_options()[key.group]}
+            shown = {"type": f"one of {', '.join(options()[key.group])}", "default": default_options()[key.group]}
         else:
-            kind, _, optional = key.type.partition(" | ")
-            enum = getattr(schema, kind, None)
-            words = " or ".join(enum) if isinstance(enum, EnumMeta) else _TYPES.get(kind, kind)
-            limits = " from {:.15g} to {:.15g}".format(*key.range) if key.range else ""
-            shown = {"type": words + limits + (" or null" if optional else ""), "default": self._default()}
+            shown = {"type": describe(key), "default": self._default()}
         return shown | {"meaning": " ".join([self.meaning, *self._conditions()])}
 
     def _default(self) -> str:
@@ -173,64 +159,46 @@ def explain(words: str) -> str:
 def explanations() -> dict[str, list[str]]:
     """Every word that can be explained -> its pages, one for each thing that it stands for."""
     pages: dict[str, list[str]] = {}
+
+    def explained(words: Iterable[str], title: str, shown: dict[str, str]) -> None:
+        for word in dict.fromkeys(words):
+            pages.setdefault(word, []).append(_page(title, shown))
+
+    for group, names in options().items():
+        usual, keys = default_options().get(group), [e for e in entries() if e.key.group == group and not e.key.option]
+        heads = {f"{group}={name}{' (default)' if name == usual else ''}": _head(group, name) for name in names}
+        told = heads | {"keys": ", ".join(dict.fromkeys(entry.name for entry in keys))}
+        explained([group], f"{group}: a group of options", told)
+        for name in names:
+            having = [entry.name for entry in keys if name in entry.defaults]
+            told = {"": _head(group, name)} | _in_docs(group, name) | {"keys": ", ".join(dict.fromkeys(having))}
+            explained([f"{group}={name}", name], f"{group}={name}: an option", told)
     for entry in entries():
         of = f" of {entry.key.group}={entry.options}" if entry.options else ""
-        page = _page(f"{entry.name}: a key{of}", entry.told())
-        for name in dict.fromkeys((entry.key.name,) if entry.key.option else (entry.key.name, entry.key.leaf)):
-            pages.setdefault(name, []).append(page)
-    for group, names in options().items():
-        pages.setdefault(group, []).insert(0, _group(group, names))
-        for name in names:
-            for word in (f"{group}={name}", name):
-                pages.setdefault(word, []).append(_option(group, name))
+        words = [] if entry.key.option else [entry.key.name, entry.key.leaf]
+        explained(words, f"{entry.name}: a key{of}", entry.told())
     for heads, row in [*_table("metrics.md"), *_table("evaluation.md")]:
         for name in re.findall(r"`([^`]+)`", row[0]) if heads[0] in ("name", "number") else ():
-            pages.setdefault(name, []).append(_page(f"{name}: a metric", dict(zip(heads[1:], row[1:], strict=False))))
+            explained([name], f"{name}: a metric", dict(zip(heads[1:], row[1:], strict=False)))
     statuses = dict(_STATUSES)
     for kind in PgtoolkitError.__subclasses__():
         described = " ".join(kind.__doc__.split("\n\n")[0].split())
         statuses[kind.exit_status] = f"{statuses.get(kind.exit_status, '')} {described}"
     for status, meaning in statuses.items():
-        pages[str(status)] = [_page(f"exit status {status}", {"": meaning})]
+        explained([str(status)], f"exit status {status}", {"": meaning})
     return pages
 
 
-def _group(group: str, names: list[str]) -> str:
-    """Its options with the beginning of what each is, and its keys."""
-    usual = default_options().get(group)
-    shown = {f"{group}={name}{' (default)' if name == usual else ''}": _head(group, name) for name in names}
-    keys = [entry.name for entry in entries() if entry.key.group == group and not entry.key.option]
-    return _page(f"{group}: a group of options", shown | {"keys": ", ".join(dict.fromkeys(keys))})
-
-
-def _option(group: str, name: str) -> str:
-    shown = {"": _head(group, name)}
-    if group == "loss" and name in FAMILIES:
-        shown["loss"] = f"l_t = {FAMILIES[name]().equation}"
-    elif group == "aggregation":
-        shown["weight"] = f"w_t = {AGGREGATIONS[name].equation}"
-    elif group == "correction" and name in CORRECTIONS:
-        shown["factor"] = f"rho_t = {CORRECTIONS[name]().equation}"
-    elif group == "kl" and name in KINDS:
-        shown["penalty"] = KL(name, 1.0).equation
-    elif group == "advantage":
-        shown["advantage"] = ADVANTAGES[name]
-    for heads, row in _table("losses.md"):
-        # The group whose options a table has in its first column: `loss=`, or nothing above them.
-        if row[0] == f"`{name}`" and group == (heads[0].strip("`=") or ("loss" if "paper" in heads else "advantage")):
-            cells = zip(heads, row, strict=False)
-            shown |= {head: cell for head, cell in cells if head in _ELSEWHERE and len(cell) > 1}
+def _in_docs(group: str, name: str) -> dict[str, str]:
+    """What docs/ say of an option: its formula, its source, and what others call it."""
+    shown = {}
+    for heads, row in _table("losses.md"):  # whose tables name the group in their first head
+        if (heads[0], row[0]) == (f"`{group}=`", f"`{name}`"):
+            shown |= {head: cell for head, cell in zip(heads[1:], row[1:], strict=False) if len(cell) > 1}
     paper = re.search(rf"pgtk {group}={name}\n.*?\n```\n(.*?)(?=\n#|\Z)", docs_page("papers.md"), re.DOTALL)
     for line in re.findall(r"^\* (.*?)(?=\n\*|\Z)", paper[1].strip() if paper else "", re.DOTALL | re.MULTILINE):
         shown[line.partition(": ")[0]] = line.partition(": ")[2]
-    having = [entry for entry in entries() if entry.key.group == group and name in entry.defaults]
-    shown["keys"] = ", ".join(dict.fromkeys(entry.name for entry in having if not entry.key.option))
-    return _page(f"{group}={name}: an option", shown)
-
-
-_ELSEWHERE = ("paper", "source", "the same as", "TRL", "TRL `loss_type`", "verl `loss_agg_mode`", "verl `loss_mode`")
-_ELSEWHERE += ("the others", "where")
-"""Columns of docs/losses.md that say where an option comes from and what others call it."""
+    return shown
 
 
 def _head(group: str, name: str) -> str:

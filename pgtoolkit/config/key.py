@@ -7,6 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from pgtoolkit.runs.records import plain
 from pgtoolkit.system.report import text
 
 
@@ -96,6 +100,15 @@ def value_of(config: object, name: str) -> Any:
     for part in [name] if isinstance(config, Mapping) and name in config else name.split("."):
         config = config.get(part) if isinstance(config, Mapping) else getattr(config, part, None)
     return config
+
+
+def resolved(config: object, name: str) -> Any:
+    """The value of a key in plain types; None where it does not resolve, of which `validate` says more."""
+    try:
+        value = value_of(config, name)
+        return plain(OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value)
+    except OmegaConfBaseException:
+        return None
 
 
 def _holds(name: str, operator: str, expected: str, config: object) -> bool:

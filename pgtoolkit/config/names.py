@@ -54,7 +54,8 @@ def name_of(chosen: str | None, overrides: list[str], in_sweep: bool = False) ->
 def name_in(hydra: DictConfig, chosen: str | None) -> str:
     """A run's name by the node `hydra` of its configuration: in a sweep, of what varies there. See `name_of`."""
     unnamed = hydra.job.config.override_dirname.exclude_keys
-    overrides = [override for override in hydra.overrides.task if key_of(override) not in unnamed]
+    typed = OmegaConf.to_container(hydra.overrides.task)  # as it was typed: a ${KEY} need not resolve
+    overrides = [override for override in typed if key_of(override) not in unnamed]
     return name_of(chosen, overrides, in_sweep=not OmegaConf.is_missing(hydra.job, "num"))
 
 

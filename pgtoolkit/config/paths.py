@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pgtoolkit.config.key import value_of
+from pgtoolkit.config.key import resolved
 from pgtoolkit.config.keys import keys_of
 from pgtoolkit.errors import first_line
 from pgtoolkit.runs.directory import occupied, occupied_by
@@ -23,7 +23,7 @@ NO_FOLDER = ("initial", "recorded")
 def make_absolute(config: DictConfig | dict) -> None:
     """Let a run's configuration mean the same files from every directory; its relative paths are seen from this one."""
     for key in keys_of(config):
-        if (key.reads or key.writes) and isinstance(value := value_of(config, key.name), str):
+        if (key.reads or key.writes) and isinstance(value := resolved(config, key.name), str):
             config[key.group][key.leaf] = absolute(value, key.reads)
     for given in config["evaluation"]["sets"].values():
         if (OmegaConf.is_dict(given) or isinstance(given, dict)) and isinstance(value := given.get("path"), str):

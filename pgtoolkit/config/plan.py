@@ -1,4 +1,4 @@
-"""Says what a configuration would do: its equation, the step's arithmetic, and what differs from the defaults."""
+"""What a configuration would do: its equation, the step's arithmetic, when each batch of rollouts is sampled."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 from pgtoolkit.config.evaluation import held_out_sets, how_sampled, is_on, watched
 from pgtoolkit.config.models import vocabulary_size
-from pgtoolkit.config.schedule import steps_ahead, steps_of
-from pgtoolkit.config.schema import Config, RolloutConfig
+from pgtoolkit.config.schema import AccumulationConfig, Config, PolicyRolloutConfig, RolloutConfig
 from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.corrections import configured as configured_correction
 from pgtoolkit.losses.families import Family, configured
@@ -215,3 +214,32 @@ def differences(config: Config, defaults: Config) -> Iterator[str]:
             yield f"{key} = {text(value)}"
         elif before.get(key, value) != value:
             yield f"{key} = {text(value)} (default {text(before[key])})"
+
+
+def steps_of(documents: int, accumulation: AccumulationConfig) -> int:
+    """Steps that so many documents of one batch last; accumulation: docs_per_step > 0, last_step short or drop."""
+    docs = accumulation.docs_per_step
+    return documents // docs if accumulation.last_step == "drop" else -(-documents // docs)
+
+
+def steps_before(number: int, position: int, batch_size: int, accumulation: AccumulationConfig) -> int:
+    """Steps from the one that begins at `position` to the one that begins batch `number`, a later batch than its own.
+
+    position: in documents, where a step begins. accumulation: docs_per_step > 0.
+    """
+    if accumulation.last_step == "carry":
+        return (number * batch_size - position) // accumulation.docs_per_step
+    left = steps_of(batch_size - position % batch_size, accumulation)
+    return left + (number - position // batch_size - 1) * steps_of(batch_size, accumulation)
+
+
+def steps_ahead(rollout: PolicyRolloutConfig, accumulation: AccumulationConfig) -> int:
+    """How many steps ahead of the one that begins it each batch is sampled, at the earliest at the start of the run.
+
+    rollout: of rollout=policy. With `max_staleness` they are as many as keep the last step of the batch within it, and
+    at most those of one batch: then one batch is sampled while the one before it is trained.
+    """
+    if rollout.max_staleness is None:
+        return rollout.lag
+    own = steps_of(rollout.prompts_per_batch * rollout.group_size, accumulation)
+    return min(rollout.max_staleness - (own - 1), own)

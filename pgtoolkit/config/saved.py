@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pgtoolkit.config.key import Key, holds, parts, value_of
+from pgtoolkit.config.key import Key, holds, parts, resolved, value_of
 from pgtoolkit.config.keys import keys_of, shown
 from pgtoolkit.config.paths import make_absolute
 from pgtoolkit.config.schema import SCHEMAS, Config
@@ -98,12 +98,3 @@ def _leaves(config: object, key: Key) -> list[tuple[str, Any]]:
     if key.free:
         return leaves({key.name: value}) if value else []
     return [(key.name, value)]
-
-
-def resolved(config: object, name: str) -> Any:
-    """The value of a key in plain types; None where it does not resolve, of which `validate` says more."""
-    try:
-        value = value_of(config, name)
-        return plain(OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value)
-    except OmegaConfBaseException:
-        return None

@@ -56,9 +56,7 @@ _TRACKED = {"only_if": "tracking.name=mlflow"}
 _STARTED = {"only_if": "sampler.urls=[]"}
 _APART = {"only_if": "sampler.urls=[] and sampler.gpus!=null", "use": "sampler.urls=[] and sampler.gpus=[1,2]"}
 _CUT = {"learns": False}
-"""How a step is cut changes nothing of it."""
-_RANKS = {"learns": "rollout.name=policy"}
-"""Nor does by how many ranks, but each draws its own completions."""
+"""How a step is cut, or by how many ranks, changes nothing of it."""
 
 AggregationMode = StrEnum("AggregationMode", ["sample_mean", "prompt_mean", "token_mean", "constant"])
 KLKind = StrEnum("KLKind", ["none", *KINDS])
@@ -142,12 +140,12 @@ class KernelConfig:
 
 @dataclass
 class ParallelismConfig:
-    data_parallel: int = key(1, 65536, **_RANKS)
+    data_parallel: int = key(1, 65536, **_CUT)
     shard: bool = key(**_CUT)
-    tensor_parallel: int = key(1, 65536, **_RANKS)
+    tensor_parallel: int = key(1, 65536, **_CUT)
     sequence_parallel: bool = key(**_CUT)
-    sequence_data_parallel: int = key(1, 65536, **_RANKS)
-    pipeline_parallel: int = key(1, 65536, **_RANKS)
+    sequence_data_parallel: int = key(1, 65536, **_CUT)
+    pipeline_parallel: int = key(1, 65536, **_CUT)
     timeout_seconds: int = key(1, 604800, learns=False)
 
 

@@ -1,4 +1,4 @@
-"""Every rule between keys of the configuration: `validate` returns all problems and notes at once."""
+"""Every rule of the configuration: those that follow from what each key declares, and those between keys."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from pgtoolkit.config.defaults import comment, default
-from pgtoolkit.config.keys import key_named, keys_of
-from pgtoolkit.config.override_problems import unresolvable
-from pgtoolkit.config.rules import declared, parallelism, run, sampler, scoring, step
-from pgtoolkit.config.rules.evaluation import evaluation
+from pgtoolkit.config.key import value_of
+from pgtoolkit.config.keys import comment, default, describe, fits, ignored, key_named, keys_of
+from pgtoolkit.config.overrides import unresolvable
+from pgtoolkit.config.rules import prompts, run, step
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, text
 
 RULES = (
-    *(step.loss, step.aggregation, step.correction, step.advantage, step.accumulation, run.rollout, scoring.stop),
-    *(run.model, step.penalties, scoring.task, sampler.sampler, sampler.schedule, run.kernel),
-    *(parallelism.parallelism, run.tracking, evaluation, run.lora, run.optimizer, declared.ignored),
+    *(step.loss, step.aggregation, step.correction, step.advantage, step.accumulation, run.rollout, prompts.stop),
+    *(run.model, step.penalties, prompts.task, run.sampler, run.schedule, run.kernel),
+    *(step.parallelism, run.tracking, prompts.evaluation, run.lora, run.optimizer, ignored),
 )
 
 
@@ -40,8 +39,8 @@ def resolve_and_validate(
     usual: Callable[[str], Any] | None = None,
 ) -> tuple[Config, Report]:
     """The configuration as an object, see `resolve`, with all problems and notes. usual: what gives defaults faster."""
-    typed = OmegaConf.select(config, "hydra.overrides.task") or []
-    report = Report(usual=usual or functools.partial(default, config), typed=list(typed))
+    typed = OmegaConf.to_container(config.hydra.overrides.task) if config.get("hydra") else []
+    report = Report(usual=usual or functools.partial(default, config), typed=typed)
     resolved = resolve(config, report, before, names)
     for rule in RULES:
         rule(resolved, report)
@@ -64,16 +63,15 @@ def resolve(config: DictConfig, report: Report, before: Config | None = None, na
                 groups.setdefault(group, {})[leaf] = value
             changed = {group: replace(getattr(before, group), **groups[group]) for group in groups if group}
             resolved = replace(before, **changed, **groups.get("", {}))
-            declared.values(config, resolved, report)
-            return resolved
-        for group in config:
-            if group != "hydra":
-                value = _resolve_node(config, group, str(group), report)
-                if isinstance(value, dict):
-                    value = (SCHEMAS.get(group) or SCHEMAS[f"{group}/{value['name']}"])(**value)
-                groups[group] = value
-    resolved = Config(**groups)
-    declared.values(config, resolved, report)
+        else:
+            for group in config:
+                if group != "hydra":
+                    value = _resolve_node(config, group, str(group), report)
+                    if isinstance(value, dict):
+                        value = (SCHEMAS.get(group) or SCHEMAS[f"{group}/{value['name']}"])(**value)
+                    groups[group] = value
+            resolved = Config(**groups)
+    _values(config, resolved, report)
     return resolved
 
 
@@ -135,3 +133,21 @@ def _resolve_node(parent: DictConfig, key: Any, path: str, report: Report) -> An
 
 
 _NO_CODE = ("A configuration never names code to be run.", "the options of the groups")
+
+
+def _values(config: DictConfig, resolved: Config, report: Report) -> None:
+    """Refuse each value that its key does not take; the default takes its place for the rules that follow.
+
+    config: as composed; resolved: the same as an object, which is changed.
+    """
+    for key in keys_of(resolved):
+        value = value_of(resolved, key.name)
+        if fits(key, value):
+            continue
+        usual = default(config, key.name)
+        if key.range and not fits(key, usual):
+            usual = key.range[0]
+        if value is not None:  # else `resolve` has said why
+            reason = comment(config, key.name) or "Every key has a type."
+            report.refuse_value(key.name, value, describe(key), reason, usual)
+        setattr(value_of(resolved, key.group) if key.group else resolved, key.leaf, usual)

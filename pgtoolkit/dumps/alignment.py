@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -24,9 +24,9 @@ ANY_TOKEN = 2**31 - 1
 """Size of a vocabulary that has every token."""
 COMPARED_TOKENS = 2**17
 """Tokens whose two log-probs are compared with each other."""
-ENOUGH = 16
-"""Tokens that it takes to tell."""
-FITS = 0.1
+_ENOUGH = 16
+"""Tokens without which nothing is concluded."""
+_FITS = 0.1
 """Mean absolute log-ratio up to which a model counts as the policy that sampled: bfloat16 makes half of it."""
 
 
@@ -34,15 +34,13 @@ class Comparison:
     """Recorded log-probs of some documents beside other log-probs of the same tokens.
 
     pairs: of each document (recorded, other), each (N,) of its trained tokens in order, with a token in all.
-    difference: (tokens,) other less recorded, which is the log of the ratio of a policy with the other log-probs.
     size: mean absolute difference of a token's log-prob. correlations: at the places -1, 0, +1.
     """
 
     def __init__(self, pairs: Sequence[tuple[np.ndarray, np.ndarray]]):
         self.pairs = pairs
-        self.difference = np.concatenate([other - recorded for recorded, other in pairs])
-        self.size = float(np.abs(self.difference).mean())
-        self.fits = self.size <= FITS
+        self.size = float(np.abs(np.concatenate([other - recorded for recorded, other in pairs])).mean())
+        self.fits = self.size <= _FITS
         self.correlations = [self._correlation(shift) for shift in (-1, 0, 1)]
 
     @property
@@ -50,7 +48,7 @@ class Comparison:
         """To which tokens the recorded ones belong, where those are clearly not their own; None where too few tell."""
         correlations = np.nan_to_num(self.correlations, nan=-1.0)
         _, second, best = np.sort(correlations)
-        if len(self.difference) < ENOUGH or best <= 0.5 or best <= second + 0.1:
+        if sum(len(recorded) for recorded, _ in self.pairs) < _ENOUGH or best <= 0.5 or best <= second + 0.1:
             return None
         return ("of the token before", None, "of the next token")[int(correlations.argmax())]
 
@@ -81,6 +79,15 @@ def configured(path: str, overrides: Sequence[str]) -> Config:
     return config
 
 
+def recorded_pair(document: Document) -> tuple[np.ndarray, np.ndarray] | None:
+    """The document's sampling and old log-probs, (N,) float64 each, where it has both for a token."""
+    known = [getattr(document, name) for name in LOG_PROBS]
+    if not document.num_trained or any(values is None for values in known):
+        return None
+    old, sampling = (values.double().numpy() for values in known)
+    return sampling, old
+
+
 class SamplingPolicy:
     """The model of a configuration, which says what the log-probs of recorded tokens are at its temperature."""
 
@@ -94,9 +101,17 @@ class SamplingPolicy:
         self.vocabulary_size = self._module.policy.vocabulary_size
         self.max_positions = self._module.policy.max_positions
 
-    def compare(self, name: str, documents: Sequence[Document]) -> Comparison:
-        """The log-probs `name` of documents beside the model's. DataError for a token that the model does not have."""
-        return Comparison([(getattr(one, name).double().numpy(), self._log_probs(one)) for one in documents])
+    def compare(self, documents: Sequence[Document]) -> Iterator[tuple[str, list[Document], Comparison]]:
+        """Of each kind of log-probs: its name, the documents that have it, and these beside the model's.
+
+        Raises DataError for a token that the model does not have.
+        """
+        others = [self._log_probs(document) for document in documents]
+        for name in LOG_PROBS:
+            known = [pair for pair in zip(documents, others, strict=True) if getattr(pair[0], name) is not None]
+            if known:
+                pairs = [(getattr(document, name).double().numpy(), other) for document, other in known]
+                yield name, [document for document, _ in known], Comparison(pairs)
 
     @torch.no_grad()
     def _log_probs(self, document: Document) -> np.ndarray:

@@ -13,8 +13,15 @@ from pathlib import Path
 import torch
 
 from pgtoolkit.batch import Document
-from pgtoolkit.dumps.alignment import ANY_TOKEN, COMPARED_TOKENS, LOG_PROBS, Comparison, SamplingPolicy, configured
-from pgtoolkit.dumps.systems import REFUSED, SYSTEMS, Dropped, System, Unusable, reward_of
+from pgtoolkit.dumps.alignment import (
+    ANY_TOKEN,
+    COMPARED_TOKENS,
+    Comparison,
+    SamplingPolicy,
+    configured,
+    recorded_pair,
+)
+from pgtoolkit.dumps.systems import Dropped, System, Unusable
 from pgtoolkit.errors import ConfigError, DataError, StorageError
 from pgtoolkit.rollouts.rows import Row, Rules, parse_row, write_parquet
 from pgtoolkit.system.plain_files import replacing
@@ -54,26 +61,13 @@ class Conversion:
                 "different kinds of dumps one by one."
             )
         if self.documents == 0 or self.tokens + len(row.token_ids) <= COMPARED_TOKENS:
-            advantage = None if row.advantage is not None else 0.0
-            self.sample.append(row.document(advantage, row.group_id or 0, row.id))
+            self.sample.append(row.document(None if row.advantage is not None else 0.0, row.group_id or 0, row.id))
         self.documents += 1
         self.tokens += len(row.token_ids)
 
     def reasons(self) -> list[str]:
         """Why documents were dropped."""
         return [f"{plural(count, 'document')}: {reason}" for reason, count in self.dropped.items()]
-
-
-def system_of(name: str) -> System:
-    """Raises ConfigError for a system whose dumps cannot be replayed, or that is not known."""
-    if name in REFUSED:
-        reason = "The loss needs the log-prob of every token, and a text tokenized again need not give its tokens."
-        use = "what docs/dumps.md says of it"
-        raise ConfigError(refusal(name, "dumps with token ids and log-probs", REFUSED[name], reason, use))
-    if name not in SYSTEMS:
-        reason = "Any other dump becomes rows of docs/data.md by a script of yours."
-        raise ConfigError(refusal("SYSTEM", f"one of {', '.join(SYSTEMS)}", name, reason, "one of these"))
-    return SYSTEMS[name]
 
 
 def policy_of(path: str, overrides: list[str]) -> SamplingPolicy:
@@ -155,7 +149,7 @@ def _rows(system: System, files: list[Path], reward_key: str | None, conversion:
         if system.marker and not (file.parent / system.marker).exists():
             raise DataError(
                 f"{file} needs the file {system.marker} beside it (got none). It is written when the step's export is "
-                "whole. Wait for it, or convert the other steps."
+                "complete. Wait for it, or convert the other steps."
             )
         last_prompt, run = None, 0
         for place, record in _records(file):
@@ -163,7 +157,10 @@ def _rows(system: System, files: list[Path], reward_key: str | None, conversion:
             try:
                 prepared = system.prepare(record, conversion.notes)
                 raw = {ours: prepared.get(theirs) for ours, theirs in system.columns.items()}
-                raw["reward"] = reward_of(raw.get("reward"), reward_key)
+                if isinstance(reward := raw.get("reward"), dict):
+                    if reward_key not in reward:
+                        raise Unusable(f"has several rewards ({', '.join(map(str, reward))}). Use --reward-key KEY")
+                    raw["reward"] = reward[reward_key]
             except Dropped as reason:
                 conversion.dropped[str(reason)] += 1
                 continue
@@ -199,28 +196,21 @@ def _rows(system: System, files: list[Path], reward_key: str | None, conversion:
 
 def _check_alignment(conversion: Conversion, policy: SamplingPolicy | None) -> None:
     """Prove that log-probs are those of their own tokens, or raise DataError where they are not."""
-    known = [name for name in LOG_PROBS if name in conversion.fields]
-    documents = [one for one in conversion.sample if one.num_trained]
-    if len(known) == 2 and documents:
-        pairs = [(one.sampling_log_probs.double().numpy(), one.old_log_probs.double().numpy()) for one in documents]
+    proofs, documents = conversion.proofs, [one for one in conversion.sample if one.num_trained]
+    if pairs := [pair for pair in map(recorded_pair, documents) if pair]:
         comparison = Comparison(pairs)
         _refuse_misplaced("sampling_log_probs beside old_log_probs", comparison)
-        conversion.proofs.append(f"sampling_log_probs stand at the tokens of old_log_probs {comparison}")
+        proofs.append(f"sampling_log_probs stand at the tokens of old_log_probs {comparison}")
     if policy is None:
-        conversion.proofs.append(
-            "the policy that sampled tells whether log-probs stand at their own tokens: add model=huggingface "
-            "model.path=FOLDER"
-        )
+        proofs.append("none by a model: add model=huggingface model.path=FOLDER, the policy that sampled")
         return
     short = [one for one in documents if one.num_tokens <= policy.max_positions][:_ASKED_DOCUMENTS]
     if not short:
-        conversion.proofs.append(f"no document of at most {policy.max_positions} tokens for the model to judge")
-        return
-    for name in known:
-        comparison = policy.compare(name, short)
+        proofs.append(f"no document of at most {policy.max_positions} tokens, which is all that the model takes")
+    for name, _, comparison in policy.compare(short):
         _refuse_misplaced(name, comparison)
         fits = f"{name} {'are' if comparison.fits else 'are not'} the model's {comparison}"
-        conversion.proofs.append(f"{fits}; they differ by {comparison.size:.2g} a token")
+        proofs.append(f"{fits}; they differ by {comparison.size:.2g} a token")
 
 
 def _refuse_misplaced(names: str, comparison: Comparison) -> None:
@@ -254,8 +244,5 @@ def render(conversion: Conversion, name: str, system: System, out: Path) -> str:
 def next_commands(fields: Sequence[str], path: str) -> list[str]:
     """The commands that come next."""
     estimator = "" if "reward" in fields and "group_id" in fields else " advantage=given"
-    model = "model=huggingface model.path=FOLDER"
-    return [
-        f"pgtk doctor {path}{estimator} {model}",
-        f"pgtk rollout=recorded rollout.path={path}{estimator} {model}",
-    ]
+    more = f"{path}{estimator} model=huggingface model.path=FOLDER"
+    return [f"pgtk doctor {more}", f"pgtk rollout=recorded rollout.path={more}"]

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import textwrap
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from pgtoolkit.batch import Document, StepTotals, pack
-from pgtoolkit.config.schema import Config
-from pgtoolkit.dumps.alignment import ANY_TOKEN, COMPARED_TOKENS, LOG_PROBS, Comparison, SamplingPolicy, configured
+from pgtoolkit.dumps.alignment import ANY_TOKEN, COMPARED_TOKENS, Comparison, SamplingPolicy, configured, recorded_pair
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.kernels.losses import loss_of_log_probs
 from pgtoolkit.losses.aggregation import aggregation_of
@@ -33,8 +31,7 @@ _Findings = Iterator[tuple[str, str]]
 """(level, sentences) of one check."""
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """level: "wrong", "look" (worth a look), "fine" or "?". says: whole sentences, the last about the loss."""
 
     topic: str
@@ -44,12 +41,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was looked at, and the findings. documents, groups: how many; groups: None where the file has none."""
+    """title: what was looked at, and under which loss."""
 
-    path: str
-    config: Config
-    documents: int
-    groups: int | None
+    title: str
     findings: list[Finding]
 
     def count(self, level: str) -> int:
@@ -71,57 +65,57 @@ def diagnose(path: str, overrides: Sequence[str]) -> Diagnosis:
     findings = [Finding(check.__name__[1:], *found) for check in _CHECKS for found in check(rollouts)]
     if policy is not None:
         findings += [Finding("model", *found) for found in _model(loss, source, policy)]
-    groups = rollouts.num_groups if rollouts.has_groups else None
-    return Diagnosis(path, config, source.num_documents, groups, findings)
+    of_groups = f" of {plural(rollouts.num_groups, 'group')}" if rollouts.has_groups else ""
+    title = f"{path}: {plural(source.num_documents, 'document')}{of_groups}, judged under loss={config.loss.name} "
+    title += f"aggregation={config.aggregation.mode} advantage={config.advantage.estimator}"
+    return Diagnosis(title, findings)
 
 
 def render(diagnosis: Diagnosis) -> str:
     """What `pgtk doctor` prints, at most 120 columns wide."""
-    config, groups = diagnosis.config, diagnosis.groups
-    of_groups = f" of {plural(groups, 'group')}" if groups else ""
-    lines = [
-        f"{diagnosis.path}: {plural(diagnosis.documents, 'document')}{of_groups}, judged under loss={config.loss.name} "
-        f"aggregation={config.aggregation.mode} advantage={config.advantage.estimator}"
-    ]
-    for finding in diagnosis.findings:
-        start = f"{finding.level:<6}{finding.topic:<12}"
-        lines += textwrap.wrap(finding.says, 120, initial_indent=start, subsequent_indent=" " * len(start))
+    lines = [diagnosis.title]
+    for topic, level, says in diagnosis.findings:
+        start = f"{level:<6}{topic:<12}"
+        lines += textwrap.wrap(says, 120, initial_indent=start, subsequent_indent=" " * len(start))
     verdict = "not fit for a comparison" if diagnosis.count("wrong") else "nothing is wrong"
     lines.append(f"{verdict}: {diagnosis.count('wrong')} wrong, {diagnosis.count('look')} worth a look")
     return "\n".join(lines)
 
 
-class Rollouts:
-    """Recorded rollouts under the loss that would train on them; every document is read once, 100 bytes of each stay.
+_COLUMNS = (
+    *("group", "trained", "weight", "advantage", "truncated", "prompt", "text", "log_prob", "zeros", "first_is_zero"),
+    *("open_end", "distance", "largest", "outside"),
+)
+"""Numbers of a document; NaN is unknown.
 
-    columns: those that `_numbers` has of each document, (documents,) in the order in which training reads them.
-    in_files: (documents,) the place of each in the order of the files. w: (documents,) the sum of w_t over the tokens
-    of each. w_advantage: the same of w_t |A_t|. pairs: sampling and old log-probs of the first documents with both.
-    outside: share of the ratios that old less sampling log-probs alone take out of the clip.
-    has_advantages: whether the file's own are trained on.
+weight: sum of its absolute advantages. advantage: their mean. prompt, text: 48 bits of a digest of the tokens before
+the first trained one, and of all. log_prob: of the whole completion. zeros: trained tokens whose log-prob is exactly 0.
+first_is_zero: whether the first is one. open_end: whether the last token is not trained. distance, largest: sum and
+maximum of the absolute differences of the two kinds of log-probs. outside: share of the ratios that these differences
+alone take out of the clip.
+"""
+
+
+class Rollouts:
+    """Recorded rollouts under the loss that would train on them; every document is read once, 110 bytes of each stay.
+
+    columns: of each name in _COLUMNS (documents,) float64, in the order in which training reads them. in_files:
+    (documents,) the place of each in the order of the files. w: (documents,) the sum of w_t over the tokens of each.
+    w_advantage: the same of w_t |A_t|. pairs: sampling and old log-probs of the first documents with both. differ:
+    whether any of them differ. has_advantages: whether the file's own are trained on.
     """
 
     def __init__(self, source: RecordedRollouts, loss: Loss, has_advantages: bool):
-        numbers, names, compared, outside_clip = array("d"), (), 0, 0.0
         self.loss, self.has_groups, self.has_advantages = loss, source.has_groups, has_advantages
         self.pairs: list[tuple[np.ndarray, np.ndarray]] = []
-        for document in map(source.document, range(source.num_documents)):
-            row = _numbers(document)
-            numbers.extend(map(float, row.values()))
-            names = row.keys()
-            if document.num_trained and all(getattr(document, name) is not None for name in LOG_PROBS):
-                old, sampling = (getattr(document, name).double().numpy() for name in LOG_PROBS)
-                outside_clip += _outside(loss, document, old, sampling)
-                if compared < COMPARED_TOKENS:
-                    self.pairs.append((sampling, old))
-                    compared += len(old)
-        table = np.frombuffer(numbers).reshape(-1, len(names)).T
-        self.columns = columns = SimpleNamespace(**dict(zip(names, table, strict=True)))
+        self._compared = 0
+        rows = (self._numbers(source.document(place)) for place in range(source.num_documents))
+        self.columns = columns = np.fromiter(rows, [(name, "f8") for name in _COLUMNS]).view(np.recarray)
         self.num_groups = len(np.unique(columns.group))
         self.w = columns.trained / _denominators(loss, columns.trained, columns.group)
         self.w_advantage = self.w * columns.weight / np.maximum(1, columns.trained)
-        self.in_files, self.outside = np.argsort(source.groups, kind="stable"), outside_clip / source.num_documents
-        self.differ = bool(np.nansum(columns.distance))  # whether both kinds of log-probs are known and differ anywhere
+        self.in_files = np.argsort(source.groups, kind="stable")
+        self.differ = bool(np.nansum(columns.distance))
 
     def share(self, chosen: np.ndarray) -> str:
         """What the chosen documents carry of the loss."""
@@ -131,35 +125,27 @@ class Rollouts:
     def groups_of(self, chosen: np.ndarray) -> str:
         return f"{len(np.unique(self.columns.group[chosen]))} of {plural(self.num_groups, 'group')}"
 
-
-def _numbers(document: Document) -> dict[str, float]:
-    """What is kept of a document; NaN is unknown.
-
-    weight: sum of its absolute advantages. advantage: their mean. prompt, text: 48 bits of a digest of the tokens
-    before the first trained one, and of all. log_prob: of the whole completion. zeros: trained tokens whose log-prob is
-    exactly 0. first_is_zero: whether the first is one. open_end: whether the last token is not trained. distance,
-    largest: sum and maximum of the absolute differences of the two kinds of log-probs.
-    """
-    tokens, mask, trained = document.tokens.numpy(), document.loss_mask.numpy(), document.num_trained
-    old, sampling = document.old_log_probs, document.sampling_log_probs
-    sampler = old if sampling is None else sampling
-    gap = None if old is None or sampling is None else (old.double() - sampling.double()).abs()
-    advantages = document.advantages.double()
-    return {
-        "group": document.group,
-        "trained": trained,
-        "weight": float(advantages.abs().sum()),
-        "advantage": float(advantages.mean()) if trained else 0.0,
-        "truncated": np.nan if document.truncated is None else document.truncated,
-        "prompt": _digest(tokens[: int(mask.argmax())]) if trained else np.nan,
-        "text": _digest(tokens),
-        "log_prob": np.nan if sampler is None else float(sampler.double().sum()),
-        "zeros": np.nan if old is None else int((old == 0).sum()),
-        "first_is_zero": old is not None and bool(trained) and float(old[0]) == 0,
-        "open_end": bool(trained) and not mask[-1],
-        "distance": np.nan if gap is None else float(gap.sum()),
-        "largest": float(gap.max()) if gap is not None and trained else 0.0,
-    }
+    def _numbers(self, document: Document) -> tuple[float, ...]:
+        tokens, mask, trained = document.tokens.numpy(), document.loss_mask.numpy(), document.num_trained
+        old, sampling, advantages = document.old_log_probs, document.sampling_log_probs, document.advantages.double()
+        sampler, pair = old if sampling is None else sampling, recorded_pair(document)
+        gap, outside = np.full(1, np.nan), 0.0
+        if pair is not None:
+            gap, outside = np.abs(pair[1] - pair[0]), _outside(self.loss, document, *pair[::-1])
+            if self._compared < COMPARED_TOKENS:
+                self.pairs.append(pair)
+                self._compared += trained
+        return (
+            *(document.group, trained, float(advantages.abs().sum()), float(advantages.mean()) if trained else 0.0),
+            np.nan if document.truncated is None else document.truncated,
+            _digest(tokens[: int(mask.argmax())]) if trained else np.nan,
+            _digest(tokens),
+            np.nan if sampler is None else float(sampler.double().sum()),
+            np.nan if old is None else int((old == 0).sum()),
+            old is not None and bool(trained) and float(old[0]) == 0,
+            bool(trained) and not mask[-1],
+            *(gap.sum(), gap.max(), outside),
+        )
 
 
 def _digest(tokens: np.ndarray) -> int:
@@ -168,7 +154,7 @@ def _digest(tokens: np.ndarray) -> int:
 
 def _denominators(loss: Loss, trained: np.ndarray, group: np.ndarray) -> np.ndarray:
     """(documents,) the aggregation's, over all of them as one step; 1 where nothing is trained."""
-    counts, groups = torch.from_numpy(trained).long(), torch.from_numpy(group).long()
+    counts, groups = torch.tensor(trained).long(), torch.tensor(group).long()
     per_group = torch.zeros(int(groups.max()) + 1, dtype=torch.int64).index_add_(0, groups, counts)
     totals = StepTotals(len(counts), int(counts.sum()), int((counts == 0).sum()), len(per_group), per_group)
     return np.where(counts > 0, loss.aggregation.denominators(totals, counts, groups).double(), 1.0)
@@ -191,25 +177,26 @@ def percent(share: float) -> str:
 def _mask(r: Rollouts) -> _Findings:
     trained, first = r.columns.trained, r.columns.first_is_zero
     some = trained > 0
-    has_finding = not some.all()
     others = (r.columns.zeros - first).sum() / max(1, (trained - some).sum())
-    if first[some].mean() > _MOST and others < _FEW:
-        has_finding = True
+    whole = some & (r.columns.truncated != 1)
+    open_ends = r.columns.open_end[whole].mean() if whole.any() else 0.0
+    begins_early = first[some].mean() > _MOST and others < _FEW
+    if begins_early:
         says = f"The first trained token of {percent(first[some].mean())} of the documents has a log-prob of exactly 0"
         says += f", and {percent(others)} of the other tokens have one. Either the mask begins within the prompt, or "
         yield "look", says + "the log-probs stand one place too late."
-    whole = some & (r.columns.truncated != 1)
-    if whole.any() and (open_ends := r.columns.open_end[whole].mean()) > _MOST:
-        has_finding = True
+    if open_ends > _MOST:
         says = f"The last token of {percent(open_ends)} of the documents that were not truncated is not trained. "
         yield "look", says + "If it ends the sequence, the loss never teaches the model to stop."
     if not some.all():
         says = f"{percent(1 - some.mean())} of the documents train no token. They count as documents: under "
         says += f"aggregation={r.loss.aggregation.name} the weights w_t of all tokens add up to {r.w.sum():.3g}."
         yield "look", says
-    if not has_finding:
-        tokens = plural(int(trained.sum()), "token")
-        yield "fine", f"It trains {tokens}, {trained.mean():.4g} a document, after the prompts."
+    elif not begins_early and open_ends <= _MOST:
+        yield (
+            "fine",
+            f"It trains {plural(int(trained.sum()), 'token')}, {trained.mean():.4g} a document, after the prompts.",
+        )
 
 
 def _alignment(r: Rollouts) -> _Findings:
@@ -317,11 +304,11 @@ def _mismatch(r: Rollouts) -> _Findings:
         known = same if r.pairs else "The file has no two kinds of log-probs"
         yield "?", f"{known}: how far sampler and trainer differ is not known."
         return
-    distance = r.columns.distance
-    mean = np.nansum(distance) / r.columns.trained[~np.isnan(distance)].sum()
-    says = f"Sampler and trainer differ by {mean:.2g} a token on average and {r.columns.largest.max():.2g} at most. "
-    says += f"This alone takes {percent(r.outside)} of the ratios out of the clip of loss={r.loss.family.name}."
-    yield "look" if r.outside > LARGE_SHARE else "fine", says
+    distance, outside = r.columns.distance, r.columns.outside.mean()
+    mean, most = np.nansum(distance) / r.columns.trained[~np.isnan(distance)].sum(), np.nanmax(r.columns.largest)
+    says = f"Sampler and trainer differ by {mean:.2g} a token on average and {most:.2g} at most. "
+    says += f"This alone takes {percent(outside)} of the ratios out of the clip of loss={r.loss.family.name}."
+    yield "look" if outside > LARGE_SHARE else "fine", says
 
 
 _CHECKS = (_mask, _alignment, _groups, _duplicates, _truncation, _advantages, _mismatch)
@@ -332,11 +319,10 @@ def _model(loss: Loss, source: RecordedRollouts, policy: SamplingPolicy) -> _Fin
     """The first ratios, of documents from all over the file."""
     positions = np.unique(np.linspace(0, source.num_documents - 1, _ASKED_DOCUMENTS).astype(int))
     documents = [document for document in map(source.document, positions.tolist()) if document.num_trained]
-    known = {name: [one for one in documents if getattr(one, name) is not None] for name in LOG_PROBS}
-    for name in filter(known.get, LOG_PROBS):
-        comparison = policy.compare(name, known[name])
-        pairs = zip(known[name], comparison.pairs, strict=True)
-        share = sum(_outside(loss, document, new, old) for document, (old, new) in pairs) / len(known[name])
+    compared = list(policy.compare(documents))
+    for name, known, comparison in compared:
+        pairs = zip(known, comparison.pairs, strict=True)
+        share = np.mean([_outside(loss, document, new, old) for document, (old, new) in pairs])
         effect = f"The first ratios have logarithms of {comparison.size:.2g} in size on average, and {percent(share)} "
         effect += f"of them are outside of the clip of loss={loss.family.name} before anything is learned."
         if comparison.whose:
@@ -346,5 +332,5 @@ def _model(loss: Loss, source: RecordedRollouts, policy: SamplingPolicy) -> _Fin
         else:
             cause = "Other weights sampled them, or at another temperature, or top_p has cut the distribution"
             yield "wrong", f"{name} are not the model's {comparison}. {effect} {cause}."
-    if not any(known.values()):
+    if not compared:
         yield "?", "No document has log-probs that a model could be asked about."

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from pgtoolkit.errors import ConfigError
+from pgtoolkit.system.report import refusal
 
 
 class Dropped(Exception):
@@ -24,7 +26,7 @@ class System:
     prepare(record, notes) gives a record with these fields: lists of the whole document, prompt included. It counts in
     notes what of a document is other than the dump says, and raises Dropped or Unusable.
     Where no field names the group, documents in a row with the same `prompt` are one, if the record has that.
-    marker: a file that stands beside those that are whole.
+    marker: a file that stands beside complete ones.
     """
 
     files: str
@@ -139,36 +141,33 @@ def _after(prompt: Sequence, values: Sequence) -> list:
 
 
 _TABLE = """
-                    nemo-rl              open-instruct    slime              prime-rl            pipelinerl
-token_ids           token_ids            response_tokens  tokens             token_ids           input_ids
-loss_mask           token_loss_mask      sampled          loss_mask          loss_mask           labels
-old_log_probs       prev_logprobs        logprobs         log_probs          trainer_logprobs    logprobs
-sampling_log_probs  generation_logprobs  -                rollout_log_probs  inference_logprobs  -
-ref_log_probs       -                    -                ref_log_probs      -                   -
-advantage           advantages           advantage        advantages         advantages          -
-reward              rewards              reward           reward             -                   reward
-group_id            -                    prompt_idx       group_index        -                   group_id
-truncated           -                    finish_reason    truncated          -                   finished
-id                  -                    sample_idx       -                  -                   -
+                    nemo-rl                 open-instruct       slime              prime-rl            pipelinerl
+files               train_data_step*.jsonl  *_rollouts_*.jsonl  *.pt               rank_*.jsonl        *.jsonl
+token_ids           token_ids               response_tokens     tokens             token_ids           input_ids
+loss_mask           token_loss_mask         sampled             loss_mask          loss_mask           labels
+old_log_probs       prev_logprobs           logprobs            log_probs          trainer_logprobs    logprobs
+sampling_log_probs  generation_logprobs     -                   rollout_log_probs  inference_logprobs  -
+ref_log_probs       -                       -                   ref_log_probs      -                   -
+advantage           advantages              advantage           advantages         advantages          -
+reward              rewards                 reward              reward             -                   reward
+group_id            -                       prompt_idx          group_index        -                   group_id
+truncated           -                       finish_reason       truncated          -                   finished
+id                  -                       sample_idx          -                  -                   -
 """
-"""Where each of our columns comes from in the dump of a system; docs/dumps.md says what they are."""
+"""The files of a system's dump, and where each of our columns comes from; docs/dumps.md says what they are."""
+_PREPARE = (_nemo_rl, _open_instruct, _slime, _prime_rl, _pipeline_rl)
 
 
-def _columns(name: str) -> dict[str, str]:
-    """Of each field of ours, that of a system."""
+def _systems() -> dict[str, System]:
     (*names,), *rows = (line.split() for line in _TABLE.strip().splitlines())
-    place = 1 + names.index(name)
-    return {row[0]: row[place] for row in rows if row[place] != "-"}
+    found = {}
+    for place, (name, prepare) in enumerate(zip(names, _PREPARE, strict=True), 1):
+        columns = {row[0]: row[place] for row in rows if row[place] != "-"}
+        found[name] = System(columns.pop("files"), prepare, columns, "STABLE" if name == "prime-rl" else None)
+    return found | {"miles": found["slime"]}
 
 
-SYSTEMS = {
-    "nemo-rl": System("train_data_step*.jsonl", _nemo_rl, _columns("nemo-rl")),
-    "open-instruct": System("*_rollouts_*.jsonl", _open_instruct, _columns("open-instruct")),
-    "slime": System("*.pt", _slime, _columns("slime")),
-    "prime-rl": System("rank_*.jsonl", _prime_rl, _columns("prime-rl"), marker="STABLE"),
-    "pipelinerl": System("*.jsonl", _pipeline_rl, _columns("pipelinerl")),
-    "miles": System("*.pt", _slime, _columns("slime")),
-}
+SYSTEMS = _systems()
 REFUSED = {
     "verl": "texts and scores, or pickles that run code as they are loaded",
     "trl": "texts and rewards",
@@ -177,10 +176,13 @@ REFUSED = {
 """What the dumps of other systems hold."""
 
 
-def reward_of(reward: Any, key: str | None) -> float:
-    """The reward that counts, where a record may have several by name."""
-    if not isinstance(reward, dict):
-        return reward
-    if key not in reward:
-        raise Unusable(f"has several rewards ({', '.join(map(str, reward))}). Use --reward-key KEY")
-    return reward[key]
+def system_of(name: str) -> System:
+    """Raises ConfigError for a system whose dumps cannot be replayed, or that is not known."""
+    if name in REFUSED:
+        reason = "The loss needs the log-prob of every token, and a text tokenized again need not give its tokens."
+        use = "what docs/dumps.md says of it"
+        raise ConfigError(refusal(name, "dumps with token ids and log-probs", REFUSED[name], reason, use))
+    if name not in SYSTEMS:
+        reason = "The dump of any other trainer needs a script of yours that writes rows of docs/data.md."
+        raise ConfigError(refusal("SYSTEM", f"one of {', '.join(SYSTEMS)}", name, reason, "one of these"))
+    return SYSTEMS[name]

@@ -17,7 +17,6 @@ from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.metrics import clips
 from pgtoolkit.losses.objective import Loss, make_objective
-from pgtoolkit.ranks.environment import world_size
 from pgtoolkit.rollouts.rows import FIELDS, Row, Rules, batch_file, parse_row
 from pgtoolkit.rollouts.steps import Source, StepLoader
 from pgtoolkit.tasks.row_files import open_files
@@ -106,7 +105,7 @@ def make_again(config: Config, checkpoint: dict | None, number: int) -> MadeStep
     elif is_recorded:
         documents = f"recorded by the run in {folder}"
     else:
-        documents = "sampled with the run's random numbers" if watch.sampled else "held by the checkpoint"
+        documents = "sampled by the seeds of their prompts" if watch.sampled else "held by the checkpoint"
     return MadeStep(watch.step, watch.pieces, watch.metrics, has_groups, documents, module)
 
 
@@ -167,12 +166,11 @@ class _Watch(lightning.Callback):
     def on_train_batch_start(self, trainer, module, batch: Step, batch_idx: int) -> None:
         self.last = batch.state_after["num_steps"]
         self.sampled |= batch.seconds.get("sampling", 0) > 0
-        ranks = world_size(self._config.parallelism)
-        if self.sampled and (self._config.sampler.name != "transformers" or ranks > 1):
+        if self.sampled and self._config.sampler.name != "transformers":
             raise ConfigError(
-                f"--step={self._number} needs recorded rollouts (got none). Servers or several ranks wrote the run's "
-                "completions, which would be others now. Use a step whose documents a checkpoint holds, or "
-                "rollout.save_path=FOLDER in a new run."
+                f"--step={self._number} needs recorded rollouts (got none). Servers wrote the run's completions, which "
+                "would be others now. Use a step whose documents a checkpoint holds, or rollout.save_path=FOLDER in a "
+                "new run."
             )
         if self.last == self._number:
             self.step = batch

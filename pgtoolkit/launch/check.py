@@ -14,12 +14,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from pgtoolkit.config import memory, override_problems
+from pgtoolkit.config import memory
 from pgtoolkit.config.compose import Composed, compose, set_value
-from pgtoolkit.config.defaults import default, is_computed, written
 from pgtoolkit.config.files import options
-from pgtoolkit.config.keys import KEYS
-from pgtoolkit.config.overrides import NO_CHOICE, is_swept, jobs, parse
+from pgtoolkit.config.keys import KEYS, default, is_computed, written
+from pgtoolkit.config.overrides import NO_CHOICE, given_twice, is_swept, jobs, parse
 from pgtoolkit.config.paths import occupied_by_rollouts, problems_of_folder, problems_of_job
 from pgtoolkit.config.rules.run import launcher
 from pgtoolkit.config.schema import Config
@@ -98,7 +97,7 @@ def check(
     if whole.config is None or of_hydra_itself:  # nothing of such a file is looked at any further
         return Checked([PlannedRun(of_hydra, None, Report(of_hydra_itself or whole.problems))], is_sweep=True)
     checked = Checked(is_sweep=True, master=(master := whole.config))
-    checked.report.problems += override_problems.given_twice(parse(overrides)[0])
+    checked.report.problems += given_twice(parse(overrides)[0])
     launcher(master.hydra, checked.report)
     checked.arguments = [override for override in of_jobs if override not in NO_CHOICE]
     checked.searches = not master.hydra.sweeper._target_.endswith(".BasicSweeper")

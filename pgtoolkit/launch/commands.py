@@ -161,9 +161,10 @@ def _convert(parser: _Parser, argv: list[str]) -> int:
         raise ConfigError(refusal(f"OUT={args.out}", "a new .parquet file", got, "Nothing is written over.", "one"))
 
     from pgtoolkit.dumps import convert
+    from pgtoolkit.dumps.systems import system_of
     from pgtoolkit.tracking.next_commands import shell_path
 
-    system = convert.system_of(args.system)
+    system = system_of(args.system)
     policy = convert.policy_of(args.path, args.overrides) if args.overrides else None
     conversion = convert.convert(system, args.path, args.out, args.reward_key, policy)
     say(convert.render(conversion, args.system, system, args.out))

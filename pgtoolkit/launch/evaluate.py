@@ -14,12 +14,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pgtoolkit.config.compose import compose
-from pgtoolkit.config.defaults import default
 from pgtoolkit.config.evaluation import are_training_prompts, held_out_sets, how_sampled
+from pgtoolkit.config.keys import default, ignored
 from pgtoolkit.config.names import name_from
 from pgtoolkit.config.paths import make_absolute
-from pgtoolkit.config.rules import declared, run, sampler
-from pgtoolkit.config.rules.evaluation import evaluated
+from pgtoolkit.config.rules import run
+from pgtoolkit.config.rules.prompts import evaluated
 from pgtoolkit.config.saved import saved_config
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.validate import resolve
@@ -109,10 +109,10 @@ def _check(config: DictConfig, overrides: list[str]) -> list[str]:
     """The notes on a configuration; raises ConfigError or DataError with all problems."""
     report = Report(usual=functools.partial(default, config), typed=overrides)
     plain = resolve(config, report)
-    declared.ignored(plain, report)
+    ignored(plain, report)
     run.model(plain, report)
     evaluated(plain, report)
-    sampler.sampler(plain, report)
+    run.sampler(plain, report)
     plain.rollout.name = "none"  # no rule on what is trained is to look at the prompts of the task
     plain.tracking.name = "none"  # nothing is tracked
     check_machine(plain, report)

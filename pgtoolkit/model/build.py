@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 
@@ -13,6 +14,8 @@ from pgtoolkit.config.schema import HuggingFaceModelConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model import attention, lora
 from pgtoolkit.model.policy import Policy
+from pgtoolkit.ranks.agreement import read_once
+from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.system import model_folder
 from pgtoolkit.system.report import listed
 from pgtoolkit.tasks.prompts import END, tiny_tokenizer
@@ -29,16 +32,24 @@ are, it is most of the norm.
 """
 
 
-def build_policy(config, alphabet: str | None, on_gpu: bool) -> Policy:
+def build_policy(config, alphabet: str | None, on_gpu: bool, layout: Layout = ONE_PROCESS) -> Policy:
     """The model of `config.model` with its tokenizer.
+
+    Of the ranks of a node one reads it, or draws its numbers; to the others `parallelize` gives them.
 
     alphabet: characters that the tiny model's tokenizer knows; None: see `tiny_tokenizer`.
     on_gpu: what `model.dtype=auto` goes by: bfloat16 on a GPU, float32 elsewhere.
     Raises ConfigError if the model cannot be loaded or its head is not a plain linear layer.
     """
-    if isinstance(config, TinyModelConfig):
-        return _tiny(config, alphabet)
-    return _hugging_face(config, on_gpu)
+    tiny = isinstance(config, TinyModelConfig)
+    read = functools.partial(_tiny, config, alphabet) if tiny else functools.partial(_hugging_face, config, on_gpu)
+    policy = read_once(layout, read, Policy.outline)
+    # What each process sets in its own transformers, or as hooks, which are not sent.
+    if getattr(config, "gradient_checkpointing", False):
+        policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if on_gpu and not tiny:
+        attention.switch_on(policy.model, policy.compute_dtype, torch.device("cuda"))
+    return policy
 
 
 def _tiny(config: TinyModelConfig, alphabet: str | None) -> Policy:
@@ -101,11 +112,7 @@ def _hugging_face(config: HuggingFaceModelConfig, on_gpu: bool) -> Policy:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     model.train()  # without dropout it changes no number, but checkpointing acts only in this mode
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     packs = keeps_documents_apart(Policy(model, tokenizer), config.path)
-    if on_gpu:
-        attention.switch_on(model, dtype, torch.device("cuda"))
     return Policy(model, tokenizer, dtype, lora.add_adapters(model, config) if config.lora_rank else None, packs)
 
 

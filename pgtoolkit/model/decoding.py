@@ -140,16 +140,18 @@ class Decoding:
     """One completion of each prompt by a model that `decoding` has prepared.
 
     model: its body gives hidden states. logits: of hidden states (B, H). draw: tokens (B,) int64 and their log-probs,
-    (B,) float32, of logits; on a GPU it may not wait for the device. `draw.generator` gives its random numbers (None:
-    torch's global one), and `draw.check()` may raise between tokens. ends: (E,) int64, the tokens that end a
-    completion. stopped: which rows have ended otherwise, (B,) bool, given the tokens of all rows so far, (B, C), and
-    how many of them are new since it was last asked. Rows that have ended are computed on until half of all have: then
-    they are dropped.
+    (B,) float32, of logits and numbers (B,) of `uniform`; on a GPU it may not wait for the device. uniform: (prompts,
+    max_tokens), for each token that may be drawn. check: may raise between tokens. ends: (E,) int64, the tokens that
+    end a completion. stopped: which rows have ended otherwise, (B,) bool, given the tokens of all rows so far, (B, C),
+    and how many of them are new since it was last asked. Rows that have ended are computed on until half of all have:
+    then they are dropped.
     """
 
     model: nn.Module
     logits: Callable[[Tensor], Tensor]
-    draw: Callable[[Tensor], tuple[Tensor, Tensor]]
+    draw: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    uniform: Tensor
+    check: Callable[[], None]
     ends: list[int]
     stopped: Callable[[Tensor, int], Tensor] | None = None
 
@@ -200,13 +202,11 @@ class Decoding:
         if self._device.type == "cuda" and most >= _GRAPH_PAYS:
             self._step()  # as the first use of a kernel may not be captured
             done, graph = 1, torch.cuda.CUDAGraph()
-            if self.draw.generator is not None:
-                graph.register_generator_state(self.draw.generator)
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._step()
             step = graph.replay
         while done < most:
-            self.draw.check()
+            self.check()
             count = min(_CHECK_EVERY, most - done)
             for _ in range(count):
                 step()
@@ -231,8 +231,8 @@ class Decoding:
         self._take(self._hidden(self._next[:, None], self._positions[:, None])[:, 0])
 
     def _take(self, hidden: Tensor) -> None:
-        tokens, log_probs = self.draw(self.logits(hidden))
         where = (self._rows, self._place.expand_as(self._rows))
+        tokens, log_probs = self.draw(self.logits(hidden), self.uniform[where])
         self.tokens.index_put_(where, tokens)
         self.log_probs.index_put_(where, log_probs)
         self._finished |= (tokens[:, None] == self._ends).any(-1)

@@ -7,7 +7,7 @@ import copy
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +81,11 @@ class Policy:
     def vocabulary_size(self) -> int:
         return self.head.weight.shape[0]
 
+    def outline(self) -> Policy:
+        """The same policy without numbers: its parameters and buffers are on the meta device."""
+        memo = {id(tensor): _outline(tensor) for tensor in all_tensors(self.model).values()}
+        return replace(self, model=copy.deepcopy(self.model, memo))
+
     def weights(self) -> dict[str, Tensor]:
         """The weights as they are now, by their names in the model's Hugging Face folder: references, not copies.
 
@@ -97,7 +102,7 @@ class Policy:
         config, device = copy.deepcopy(self.model.config), self.model.device
         how = {"dtype": self.compute_dtype, "attn_implementation": "sdpa" if self.by_document else None}
         # Made anew, not copied: what a model computes for itself, such as rotary frequencies, stays in float32.
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
+        with device:
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **how)
         return Policy(model.requires_grad_(False), self.tokenizer, self.compute_dtype)
 
@@ -212,3 +217,13 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
     named = model.state_dict(keep_vars=True).items()
     first = {id(tensor): name for name, tensor in reversed(named)}
     return {name: tensor for name, tensor in named if first[id(tensor)] == name}
+
+
+def all_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and all buffers themselves, those that no folder of the model holds among them, each by one name."""
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def _outline(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

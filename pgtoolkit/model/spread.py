@@ -16,14 +16,16 @@ from functools import cached_property
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional
 
 from pgtoolkit.batch import MicroBatch
-from pgtoolkit.config.rules.parallelism import fits
+from pgtoolkit.config.rules.step import fits
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.kernels.losses import LMHead
@@ -31,7 +33,7 @@ from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.model.architectures import architecture_of
 from pgtoolkit.model.attention import Documents, documents_here, use_packed_attention
 from pgtoolkit.model.pipeline import Pipeline, keep_stage, weights_of_all_stages
-from pgtoolkit.model.policy import Policy, named_weights
+from pgtoolkit.model.policy import Policy, all_tensors
 from pgtoolkit.model.tensor import DividedMatrix, shard_tensors, vocabulary_start
 from pgtoolkit.ranks.agreement import check_same, failing_together
 from pgtoolkit.ranks.collectives import join, local
@@ -155,15 +157,16 @@ def refuse_misfit(model: nn.Module, sizes: dict[str, int], shard: bool) -> None:
 
 
 def parallelize(policy: Policy, layout: Layout, config: Config) -> Policy:
-    """The policy with its model spread over the ranks of `layout`, in place; all ranks hold the same weights before.
+    """The policy with its model spread over the ranks of `layout`: each gets its part from the reader of its node.
 
-    Raises ConfigError where the model cannot be spread so, RankLost where ranks have read other weights.
+    Raises ConfigError where the model cannot be spread so, RankLost where the nodes have read other weights.
     """
     if layout.world_size == 1:
         return policy
-    check_same(layout, "the weights of the model", _digest(policy.model))
-    model, parallelism, partial = policy.model, config.parallelism, set()
-    refuse_misfit(model, {name: layout.size(name) for name in AXES}, parallelism.shard)
+    # An outline is divided, and then filled one tensor after the other: no rank but the reader holds the whole model.
+    model, parallelism, partial = policy.outline().model, config.parallelism, set()
+    with failing_together(layout):
+        refuse_misfit(model, {name: layout.size(name) for name in AXES}, parallelism.shard)
     vocabulary = policy.vocabulary_size
     if layout.size("tensor_parallel") > 1:
         partial = shard_tensors(model, layout.mesh["tensor_parallel"], parallelism.sequence_parallel)
@@ -175,6 +178,7 @@ def parallelize(policy: Policy, layout: Layout, config: Config) -> Policy:
     sharded = parallelism.shard and layout.loss_group is not None
     if sharded:
         shard_fully(model, layout.loss_mesh)
+    check_same(layout, "the weights of the model", _fill(model, policy.model, layout))
     return ParallelPolicy(
         model,
         policy.tokenizer,
@@ -190,12 +194,28 @@ def parallelize(policy: Policy, layout: Layout, config: Config) -> Policy:
     )
 
 
-def _digest(model: nn.Module) -> int:
-    """Of a few numbers of each weight."""
-    digest = 0
-    for weight in named_weights(model).values():
-        numbers = weight.detach().flatten()[:: max(1, weight.numel() // 64)]
+@torch.no_grad()
+def _fill(model: nn.Module, source: nn.Module, layout: Layout) -> int:
+    """Put the numbers of `source`, which the reader of the node has, in the place of this rank's part, on the device.
+
+    Returns a digest of a few numbers of each tensor.
+    """
+    kind, parts, digest = layout.mesh.device_type, all_tensors(model), 0
+    device = torch.device(kind, torch.cuda.current_device() if kind == "cuda" else None)
+    for name, tensor in all_tensors(source).items():
+        if layout.rank == layout.reader:
+            whole = tensor.detach().to(device).contiguous()
+        else:
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        if layout.node_group is not None:
+            dist.broadcast(whole, layout.reader, layout.node_group)
+        numbers = whole.flatten()[:: max(1, whole.numel() // 64)]
         digest = zlib.crc32(numbers.double().cpu().numpy().tobytes(), digest)
+        if (part := parts.get(name)) is not None:  # else it is another stage's
+            if isinstance(part, DTensor):
+                whole = distribute_tensor(whole, part.device_mesh, part.placements, src_data_rank=None)  # its part
+            made = nn.Parameter(whole, part.requires_grad) if isinstance(part, nn.Parameter) else whole.detach()
+            torch.utils.swap_tensors(part, made)  # whoever knows the parameter, as FSDP2 does, knows it still
     return digest
 
 

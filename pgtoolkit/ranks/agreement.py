@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,11 +31,28 @@ def largest(value: int, layout: Layout) -> int:
     return max(_of_all(layout, value))
 
 
+def read_once(layout: Layout, read: Callable[[], Any], outline: Callable[[Any], Any] = lambda value: value) -> Any:
+    """What `read` returns, which one rank of each node calls; what it raises, all ranks raise.
+
+    outline: what the other ranks of the node get of it, pickled.
+    """
+    value = None
+    with failing_together(layout, layout.readers):
+        if layout.rank == layout.reader:
+            value = read()
+    if layout.node_group is None:
+        return value
+    sent = [outline(value) if layout.rank == layout.reader else None]
+    dist.broadcast_object_list(sent, layout.reader, layout.node_group)
+    return value if layout.rank == layout.reader else sent[0]
+
+
 @contextlib.contextmanager
-def failing_together(layout: Layout) -> Iterator[None]:
+def failing_together(layout: Layout, busy: tuple[int, ...] | None = None) -> Iterator[None]:
     """An error that a user can mend, raised in the block by any rank, is raised by all of them.
 
-    Blocks may stand inside each other: what an inner one has raised on all ranks needs no second agreement.
+    busy: the ranks that have something to do there; None: all. The message says which rank failed unless all of these
+    did alike. Blocks may stand inside each other: what an inner one has raised on all ranks needs no second agreement.
     """
     error = None
     try:
@@ -48,7 +65,7 @@ def failing_together(layout: Layout) -> Iterator[None]:
     if any(_of_all(layout, error is not None)):
         errors = gather_objects(error, layout.world_group)
         rank, first = next((rank, found) for rank, found in enumerate(errors) if found is not None)
-        everywhere = all(str(found) == str(first) for found in errors)
+        everywhere = all(str(errors[rank]) == str(first) for rank in busy or range(layout.world_size))
         shared = type(first)(str(first) if everywhere else f"rank {rank}: {first}")
         shared.on_all_ranks = shared.agreed = True
         raise shared from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import socket
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,11 @@ def joined() -> Rank | None:
             port=_number("MASTER_PORT", 20000 + _digits("SLURM_JOB_ID") * 7 % 10000 + _digits("SLURM_STEP_ID")),
         )
     return None
+
+
+def node() -> str:
+    """The machine of this process; torchrun counts them itself, and two of its may be one."""
+    return f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
 
 
 def first_host(nodes: str) -> str:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from pgtoolkit.ranks.environment import AXES
+from pgtoolkit.ranks.environment import AXES, node
 
 # Its name where torch has made it public, and warns of the private one.
 _set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
@@ -25,6 +25,8 @@ class Layout:
     loss_group: the ranks over data_parallel and sequence_data_parallel, whose losses, metrics and gradients add up to
         the step's; None where that is one rank. loss_mesh: the same as a mesh of one axis.
     world_group: all ranks; takes CPU tensors also where the work is on GPUs.
+    node_group: the ranks of this node, None where that is this one alone. readers: the first rank of each node, which
+        reads files for the others of it; reader: this node's.
     """
 
     mesh: DeviceMesh | None = None
@@ -33,6 +35,9 @@ class Layout:
     loss_group: ProcessGroup | None = None
     loss_mesh: DeviceMesh | None = None
     world_group: ProcessGroup | None = None
+    node_group: ProcessGroup | None = None
+    readers: tuple[int, ...] = (0,)
+    reader: int = 0
 
     @staticmethod
     def of_world(device_type: str = "cpu", timeout_seconds: float = 300, **sizes: int) -> Layout:
@@ -45,9 +50,16 @@ class Layout:
             raise ValueError(f"{shape} needs {math.prod(shape)} processes (got {dist.get_world_size()})")
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
         loss_mesh = mesh[_LOSS_AXES]._flatten("loss")
+        names = [""] * dist.get_world_size()
+        dist.all_gather_object(names, node())
+        nodes = {name: [rank for rank, other in enumerate(names) if other == name] for name in names}
+        timeout = timedelta(seconds=timeout_seconds)
+        whole = len(nodes) == 1
+        groups = {name: dist.group.WORLD if whole else dist.new_group(nodes[name], timeout) for name in nodes}
+        here = nodes[names[dist.get_rank()]]
         # Groups made from the default one start with a timeout of their own, which is not its.
         for group in (*mesh.get_all_groups(), loss_mesh.get_group()):
-            _set_timeout(timedelta(seconds=timeout_seconds), group)
+            _set_timeout(timeout, group)
         return Layout(
             mesh=mesh,
             world_size=dist.get_world_size(),
@@ -55,6 +67,9 @@ class Layout:
             loss_group=loss_mesh.get_group() if loss_mesh.size() > 1 else None,
             loss_mesh=loss_mesh,
             world_group=dist.group.WORLD,
+            node_group=groups[node()] if len(here) > 1 else None,
+            readers=tuple(ranks[0] for ranks in nodes.values()),
+            reader=here[0],
         )
 
     def size(self, axis: str) -> int:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pgtoolkit.config.defaults import values_of
 from pgtoolkit.config.evaluation import powers_of_two, sampling
+from pgtoolkit.config.keys import values_of
 from pgtoolkit.config.schema import Config, OldLogProbs, PolicyRolloutConfig
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout
@@ -54,7 +54,7 @@ class Evaluator:
     def evaluate(self, prompt_set: PromptSet, step: int) -> dict[str, Any]:
         """The numbers of one set, the same on every rank; see runs/records.py. Called by every rank.
 
-        Draws from torch's global random state, and where the sampler takes seeds, from those of set and step.
+        Completions are drawn by seeds of the set, the step and each prompt.
         """
         started = time.perf_counter()
         rank, size = self.layout.rank, self.layout.world_size

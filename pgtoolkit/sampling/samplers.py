@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from pgtoolkit.config.models import MODEL_TYPES
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, NumericalError
+from pgtoolkit.sampling.draw import draw, uniform_numbers
 from pgtoolkit.sampling.sampling_settings import sampling_settings, temperature_and_top_p, without_own_settings
 from pgtoolkit.tasks.completion import Completion, Request
 from pgtoolkit.tasks.stops import StopStrings
@@ -73,7 +73,7 @@ class TransformersSampler:
         self._beside_training, self._closed = rollout.max_staleness is not None, False
         is_ready = policy.is_whole and policy.compute_dtype == torch.float32 and not self._beside_training
         self._policy = policy if is_ready else None
-        self._generator = self._stream = None  # beside training, its own
+        self._stream = None  # on a GPU beside training, its own
         self._fp32_lm_head = config.model.fp32_lm_head
         self._max_sequences = config.sampler.max_sequences
         self._stops = StopStrings(rollout.stop, policy.tokenizer)
@@ -89,17 +89,17 @@ class TransformersSampler:
         self._policy.load(weights)
 
     def complete(self, requests: list[Request]) -> list[Completion]:
-        """Draws from torch's global random state, or beside training from one that the first request's seed begins.
+        """Draws by the seed of each request: the same, whatever else is sampled, by whichever process.
 
         Keeps one log-prob per token, however large the vocabulary.
         """
         borrowed = not self._beside_training and self._policy is not self._live
         if borrowed:
             self._load(self._live.weights())
-        prompts = [request.tokens for request in requests for _ in range(request.completions)]
-        size = self._max_sequences or max(1, len(prompts))
-        batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
-        with self._aside(requests[0].seed) if self._beside_training and requests else contextlib.nullcontext():
+        rows = [(request.tokens, request.seed, i) for request in requests for i in range(request.completions)]
+        size = self._max_sequences or max(1, len(rows))
+        batches = [rows[start : start + size] for start in range(0, len(rows), size)]
+        with self._aside() if self._beside_training else contextlib.nullcontext():
             completions = [completion for batch in batches for completion in self._complete(batch)]
         if borrowed:
             self._policy.unload()
@@ -112,10 +112,9 @@ class TransformersSampler:
         self._closed = True
 
     @contextlib.contextmanager
-    def _aside(self, seed: int):
-        """In a thread beside training: random numbers of this seed, and on a GPU a stream of its own."""
+    def _aside(self):
+        """In a thread beside training: on a GPU in a stream of its own."""
         device = self._policy.model.device
-        self._generator = torch.Generator(device).manual_seed(seed)
         if device.type != "cuda":
             yield
             return
@@ -124,34 +123,53 @@ class TransformersSampler:
         with torch.cuda.device(device), torch.cuda.stream(self._stream):
             yield
 
-    def _complete(self, prompts: list[list[int]]) -> list[Completion]:
-        """One completion of each prompt, all sampled at once."""
-        static = self._policy.model.device.type == "cuda" if self._static_cache is None else self._static_cache
+    def _complete(self, rows: list[tuple[list[int], int, int]]) -> list[Completion]:
+        """A completion for each prompt's tokens, its request's seed, and which of that it is; all sampled at once."""
+        device, prompts = self._policy.model.device, [prompt for prompt, _, _ in rows]
+        uniform = uniform_numbers([row[1:] for row in rows], self.settings.max_new_tokens).to(device)
+        static = device.type == "cuda" if self._static_cache is None else self._static_cache
         sample = self._decoded if static and self._policy.can_decode else self._generated
-        tokens, log_probs = (found.cpu() for found in sample(prompts))
+        tokens, log_probs = (sampled.cpu() for sampled in sample(prompts, uniform))
+        if not log_probs.isfinite().all():
+            raise NumericalError(
+                "the policy's probabilities are not finite, so no completion can be sampled. An update has driven its "
+                "weights out of range: resume from the last checkpoint with a smaller optimizer.learning_rate."
+            )
         return [self._completion(*row) for row in zip(tokens, log_probs, strict=True)]
 
-    def _decoded(self, prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probs, (B, C), by a cache of fixed size."""
-        draw = _Draw(temperature_and_top_p(self.settings), self._generator, self._check_open)
-        how = {"draw": draw, "ends": self._ends(), "stopped": self._stopped if self._stops else None}
-        found = self._policy.decode(prompts, self.settings.max_new_tokens, self._fp32_lm_head, **how)
-        if not found[1].isfinite().all():
-            raise _not_finite()
-        return found
+    def _draw(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """As `draw`, of logits (B, V) in any type, by temperature and top_p."""
+        scores = logits.float()
+        for process in temperature_and_top_p(self.settings):
+            scores = process(None, scores)
+        return draw(scores, uniform)
+
+    def _decoded(self, prompts: list[list[int]], uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens and log-probs, (B, C), by a cache of fixed size. uniform: (B, C), for each token."""
+        how = {"draw": self._draw, "uniform": uniform, "check": self._check_open, "ends": self._ends()}
+        how |= {"stopped": self._stopped} if self._stops else {}
+        return self._policy.decode(prompts, self.settings.max_new_tokens, self._fp32_lm_head, **how)
 
     @torch.no_grad()
-    def _generated(self, prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probs, (B, C), by transformers, for any of its models."""
+    def _generated(self, prompts: list[list[int]], uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """The same by transformers, for any of its models."""
         from transformers.generation import LogitsProcessorList
 
         model, padding = self._policy.model, self.settings.pad_token_id
         longest = max(map(len, prompts))
         tokens = torch.tensor([[padding] * (longest - len(p)) + p for p in prompts], device=model.device)
         attention_mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+        log_probs: list[Tensor] = []
+
+        def drawn(_: Tensor, logits: Tensor) -> Tensor:
+            """Leaves a token of each row, and no other choice."""
+            self._check_open()
+            chosen, of_chosen = self._draw(logits, uniform[:, len(log_probs)])
+            log_probs.append(of_chosen)
+            return torch.full_like(logits, -torch.inf).scatter_(-1, chosen[:, None], 0.0)
+
         # All is drawn here, and `generate` takes the likeliest of what is left: its own temperature and top_p would
         # come after every processor that it is given, and its draws from the global random state alone.
-        drawn = _Drawn(self._generator, self._check_open)
         settings = copy.deepcopy(self.settings)
         settings.update(temperature=1.0, top_p=1.0, do_sample=False)
         with self._policy.generating(self._fp32_lm_head), without_own_settings(model):
@@ -159,11 +177,11 @@ class TransformersSampler:
                 input_ids=tokens,
                 attention_mask=attention_mask,
                 generation_config=settings,
-                logits_processor=LogitsProcessorList([*temperature_and_top_p(self.settings), drawn]),
+                logits_processor=LogitsProcessorList([drawn]),
                 # Not transformers' own for stop strings, which counts those that the prompt begins.
                 stopping_criteria=[lambda whole, *_, **__: self._stopped(whole[:, longest:], 1)] if self._stops else [],
             )
-        return whole[:, longest:], torch.cat(drawn.log_probs, dim=-1)
+        return whole[:, longest:], torch.stack(log_probs, dim=-1)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -190,53 +208,3 @@ class TransformersSampler:
         reason = "stop" if len(places) or stopped is not None else "length"
         length = stopped or length
         return Completion(tokens[:length].clone(), log_probs[:length].clone(), reason, self._version)
-
-
-@dataclass
-class _Draw:
-    """Draws a token of each row, and gives its log-prob: (B,) int64 and float32, of logits (B, V).
-
-    processors: of the logits. generator: of the random numbers; None: torch's global one. check: raises what is to end
-    the drawing; for who may call it between tokens.
-    """
-
-    processors: list
-    generator: torch.Generator | None
-    check: Callable[[], None]
-
-    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        scores = logits.float()
-        for process in self.processors:
-            scores = process(None, scores)
-        # The largest of all scores, each less the logarithm of an exponential number, is a draw from softmax.
-        noise = torch.empty_like(scores).exponential_(generator=self.generator).log_().neg_()
-        tokens = (noise + scores).argmax(-1)
-        return tokens, scores.gather(-1, tokens[:, None])[:, 0] - scores.logsumexp(-1)
-
-
-@dataclass
-class _Drawn:
-    """The last logits processor: draws a token of each row, keeps its log-prob, (B, 1), and leaves no other choice.
-
-    generator, check: as of `_Draw`.
-    """
-
-    generator: torch.Generator | None
-    check: Callable[[], None]
-    log_probs: list[Tensor] = field(default_factory=list)
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.check()
-        log_probs = scores.float().log_softmax(-1)
-        if log_probs.isnan().any():
-            raise _not_finite()
-        tokens = torch.multinomial(scores.float().softmax(-1), 1, generator=self.generator)
-        self.log_probs.append(log_probs.gather(-1, tokens))
-        return torch.full_like(scores, -torch.inf).scatter_(-1, tokens, 0.0)
-
-
-def _not_finite() -> NumericalError:
-    return NumericalError(
-        "the policy's probabilities are not finite, so no completion can be sampled. An update has driven its "
-        "weights out of range: resume from the last checkpoint with a smaller optimizer.learning_rate."
-    )

@@ -13,7 +13,7 @@ class Request:
     """One prompt to be completed.
 
     tokens: the prompt's token ids. completions: how many completions of it are wanted.
-    seed: of this prompt in this run, below 2^32, for samplers that take a seed with each request.
+    seed: of this prompt in this run, below 2^32: with the number of a completion it decides all that is drawn for it.
     """
 
     tokens: list[int]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,20 +114,22 @@ class TokenizedTask:
         return text, finished
 
     def check_lengths(
-        self, longest_document: int, longest_completion: int, skip: bool, longest_prompt: int | None = None
+        self,
+        longest_document: int,
+        longest_completion: int,
+        skip: bool,
+        longest_prompt: int | None = None,
+        once: Callable[[Callable[[], Any]], Any] = lambda measure: measure(),
     ) -> None:
         """Measure all prompts: refuse those without a token or longer than one may be (DataError), or drop them.
 
         All lengths in tokens. longest_prompt: None for as many as leave room for a completion. A task without end has
-        prompts of one length in characters, so a few of them tell.
+        prompts of one length in characters, so a few of them tell. once: calls what measures them on some ranks, and
+        gives all what it returns.
         """
-        room = max(0, longest_document - longest_completion)
-        room, task, total, bad = min(longest_prompt or room, room), self.task, 0, []
-        rows = task.rows()
-        while prompts := list(itertools.islice(rows, _CHUNK)):
-            total += len(prompts)
-            lengths = map(len, self.encode(prompts))
-            bad += [(p, length) for p, length in zip(prompts, lengths, strict=True) if not 0 < length <= room]
+        room, task = max(0, longest_document - longest_completion), self.task
+        room = min(longest_prompt or room, room)
+        total, bad = once(functools.partial(self._misfits, room))
         if not bad:
             return
         several = f"{len(bad)} of {'the first ' if task.num_prompts is None else ''}{total} prompts"
@@ -146,6 +149,15 @@ class TokenizedTask:
             f"{several} {needed}. A document of at most {longest_document} tokens holds a prompt and a completion of "
             f"up to rollout.max_completion_length={longest_completion}. Use {', or '.join(ways)}."
         )
+
+    def _misfits(self, room: int) -> tuple[int, list[tuple[Prompt, int]]]:
+        """How many prompts there are, and those that do not have 1 to `room` tokens, with how many they have."""
+        rows, total, bad = self.task.rows(), 0, []
+        while prompts := list(itertools.islice(rows, _CHUNK)):
+            total += len(prompts)
+            lengths = map(len, self.encode(prompts))
+            bad += [(p, length) for p, length in zip(prompts, lengths, strict=True) if not 0 < length <= room]
+        return total, bad
 
 
 def scored_by_nobody(task: PromptsTaskConfig) -> PromptsTaskConfig:

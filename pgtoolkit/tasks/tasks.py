@@ -6,9 +6,9 @@ import dataclasses
 import functools
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from pgtoolkit.config.evaluation import QUESTIONS
 from pgtoolkit.config.schema import PromptsTaskConfig, ReasoningGymTaskConfig, ReverseTaskConfig
@@ -66,10 +66,14 @@ class Task(Protocol):
 TaskConfig = ReverseTaskConfig | ReasoningGymTaskConfig | PromptsTaskConfig
 
 
-def make_task(config: TaskConfig, seed: int) -> Task:
-    """The task of a configuration. Raises ConfigError or, for a file of prompts, DataError."""
-    kinds = {"reverse": ReverseTask, "reasoning_gym": ReasoningGymTask, "prompts": PromptsTask}
-    return kinds[config.name](config, seed)
+def make_task(config: TaskConfig, seed: int, once: Callable[[Callable[[], Any]], Any] = lambda read: read()) -> Task:
+    """The task of a configuration. Raises ConfigError or, for a file of prompts, DataError.
+
+    once: calls what reads files on some ranks, and gives all what it returns.
+    """
+    if config.name == "prompts":
+        return PromptsTask(config, seed, once)
+    return {"reverse": ReverseTask, "reasoning_gym": ReasoningGymTask}[config.name](config, seed)
 
 
 class ReverseTask(Task):
@@ -171,7 +175,7 @@ class PromptsTask(_NumberedRows):
     its weight; a score of 1 or more by the first is an exact match.
     """
 
-    def __init__(self, config: PromptsTaskConfig, seed: int):
+    def __init__(self, config: PromptsTaskConfig, seed: int, once: Callable[[Callable[[], Any]], Any]):
         from pgtoolkit.tasks.shuffle import shuffled  # not above: `pgtk check` does without NumPy and pyarrow
 
         chosen = config.verifiers or {"": {"verifier": config.verifier, "pattern": config.pattern}}
@@ -185,7 +189,8 @@ class PromptsTask(_NumberedRows):
             self._verifiers = VerifierProcesses(named, config.verifier_processes, config.verifier_seconds)
         else:
             self._verifiers = Verifiers(named)
-        self._read = read_prompts(config.path, config.split, config.prompt_field, config.answer_field)
+        chosen = config.path, config.split, config.prompt_field, config.answer_field
+        self._read = once(functools.partial(read_prompts, *chosen))
         super().__init__(len(self._read))
         self.alphabet = "".join(sorted({character for row in self._read for character in row.text + row.answer}))
         # The number of prompts is among the arguments since some may be dropped.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from pgtoolkit.errors import ConfigError
 from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.model.build import build_policy
 from pgtoolkit.model.spread import parallelize
+from pgtoolkit.ranks.agreement import read_once
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.policy import PolicyRollouts
 from pgtoolkit.rollouts.steps import StepLoader
@@ -23,7 +25,6 @@ from pgtoolkit.training.machine import devices
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.reference import reference_of
 from pgtoolkit.training.sources import evaluator_of, source_of
-from pgtoolkit.training.state import seed_rank
 
 
 def build(
@@ -37,9 +38,9 @@ def build(
     begin(config)
     if accelerator(config) == "gpu":
         refuse_overflow(config, torch.cuda.mem_get_info()[1])
-    task = make_task(config.task, config.seed)
-    policy = build_policy(config.model, task.alphabet, accelerator(config) == "gpu")
-    reference = reference_of(config, policy)  # first: the policy is spread in place
+    task = make_task(config.task, config.seed, partial(read_once, layout))
+    policy = build_policy(config.model, task.alphabet, accelerator(config) == "gpu", layout)
+    reference = reference_of(config, policy, layout)
     if reference is not None and reference is not policy:
         reference = parallelize(reference, layout, config)
     spread = parallelize(policy, layout, config)
@@ -49,7 +50,6 @@ def build(
     if is_on(config):
         trained = task if isinstance(source, PolicyRollouts) else None
         module.evaluator = evaluator_of(config, trained, module, source, run_dir)
-    seed_rank(config.seed, layout.rank)
     return module, StepLoader(source, config.accumulation, closes_on_groups(config), config.trainer.max_steps, layout)
 
 
@@ -59,7 +59,7 @@ def closes_on_groups(config: Config) -> bool:
 
 
 def begin(config: Config) -> None:
-    """The random numbers and the settings of torch that all of it starts with."""
+    """The random numbers of new weights, and the settings of torch that all of it starts with."""
     lightning.seed_everything(config.seed, verbose=False)
     if config.trainer.num_threads is not None:
         torch.set_num_threads(config.trainer.num_threads)

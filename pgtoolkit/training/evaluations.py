@@ -18,13 +18,12 @@ from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import ONE_PROCESS
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.records import best_checkpoint, best_of, read_evaluations
-from pgtoolkit.tasks.shuffle import seed_of
 from pgtoolkit.tasks.tasks import Task, make_task
 from pgtoolkit.tracking.progress import evaluation_line
 from pgtoolkit.training.build import accelerator, begin
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.sources import evaluator_of
-from pgtoolkit.training.state import load_weights, random_numbers_of
+from pgtoolkit.training.state import load_weights
 
 log = logging.getLogger("pgtoolkit")
 
@@ -33,7 +32,7 @@ class Evaluations:
     """Those of one run; every rank has one, and rank 0 writes them to the run directory.
 
     run: None on other ranks. module: with its evaluator.
-    An evaluation leaves the training as it is, to the last bit: it has random numbers of its own.
+    An evaluation leaves the training as it is, to the last bit.
     """
 
     def __init__(self, run: RunDirectory | None, module: Any):
@@ -86,8 +85,7 @@ def measure(module: Any, step: int) -> list[dict[str, Any]]:
     """The rows of evaluations.jsonl of a module's evaluator, for its weights after this step; called by every rank."""
     rows = []
     for one in module.evaluator.sets:
-        with random_numbers_of(seed_of(one.seed, step + (module.layout.rank << 32))):
-            numbers = module.evaluator.evaluate(one, step)
+        numbers = module.evaluator.evaluate(one, step)
         rows.append({"step": step, "time": round(time.time(), 3), "documents": module.documents_seen, **numbers})
     return rows
 

@@ -62,7 +62,7 @@ class Recorder(lightning.Callback):
         self.reached: str | None = None
 
     def on_train_start(self, trainer, module) -> None:
-        # Only now does the optimizer exist, and nothing draws random numbers between here and the first step.
+        # Only now does the optimizer exist.
         if self._checkpoint is not None:
             restore(module, self._checkpoint)
             self._checkpoint = None

@@ -14,9 +14,10 @@ from pgtoolkit.errors import ConfigError
 from pgtoolkit.model.build import build_policy
 from pgtoolkit.model.lora import adapted_layers
 from pgtoolkit.model.policy import Policy
+from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 
 
-def reference_of(config: Config, policy: Policy) -> Policy | None:
+def reference_of(config: Config, policy: Policy, layout: Layout = ONE_PROCESS) -> Policy | None:
     """The reference, frozen and whole; None where none is needed; the policy itself where its adapters are left out.
 
     policy: as a run starts with it, from the seed or model.path: a resumed run, too, before its checkpoint is read. So
@@ -28,21 +29,20 @@ def reference_of(config: Config, policy: Policy) -> Policy | None:
     path = config.kl.reference
     if path == "initial" and adapted_layers(policy.model):
         return policy  # the frozen weights under the adapters are those that the run starts from
-    loaded = replace(policy, model=copy.deepcopy(policy.model)) if path in NO_FOLDER else _loaded(path, policy)
+    loaded = replace(policy, model=copy.deepcopy(policy.model)) if path in NO_FOLDER else _loaded(path, policy, layout)
     model = loaded.model.requires_grad_(False)
     if policy.compute_dtype != torch.float32:
         _narrow(model, policy.compute_dtype)
     return loaded
 
 
-def _loaded(path: str, policy: Policy) -> Policy:
+def _loaded(path: str, policy: Policy, layout: Layout) -> Policy:
     dtype = NumberType.float32 if policy.compute_dtype == torch.float32 else NumberType.bfloat16
     off = {"random_weights": False, "gradient_checkpointing": False, "fp32_lm_head": False}
     no_lora = {"lora_rank": None, "lora_alpha": 1.0, "lora_targets": []}
     chosen = HuggingFaceModelConfig(name="huggingface", path=path, dtype=dtype, **off, **no_lora)
     try:
-        with torch.random.fork_rng(devices=[]):  # the same prompts and samples as of a run without it
-            loaded = build_policy(chosen, None, on_gpu=policy.by_document)  # as the policy was built
+        loaded = build_policy(chosen, None, policy.by_document, layout)  # as the policy was built
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path=", "kl.reference=")) from error
     sizes, tokens = [len(one.head.weight) for one in (policy, loaded)], policy.tokenizer.get_vocab()

@@ -10,7 +10,7 @@ from pathlib import Path
 from pgtoolkit.config.evaluation import HeldOut, held_out_sets
 from pgtoolkit.config.schema import Config, PolicyRolloutConfig, TooLong
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.ranks.agreement import check_same, failing_together
+from pgtoolkit.ranks.agreement import check_same, failing_together, read_once
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.evaluation import Evaluator, PromptSet, as_evaluated, asked_by_both
 from pgtoolkit.rollouts.policy import PolicyRollouts
@@ -84,7 +84,7 @@ def evaluator_of(
 def _prompt_set(config: Config, chosen: HeldOut, module: PolicyGradientModule, room: int) -> tuple[PromptSet, Task]:
     place = f"evaluation.sets.{chosen.name}" if config.evaluation.sets else "task"
     try:
-        task = make_task(chosen.task, chosen.seed)
+        task = make_task(chosen.task, chosen.seed, functools.partial(read_once, module.layout))
         tokenized = _tokenized(config, chosen.task, task, module, room)
     except (ConfigError, DataError) as error:
         problem = str(error).replace("task.", f"{place}.").replace("rollout.max_comp", "evaluation.max_comp")
@@ -101,7 +101,8 @@ def _tokenized(
     chat = chat_of(chosen, tokenizer)
     tokenized = TokenizedTask(task, tokenizer, ends, chat, config.rollout.stop, module.policy.vocabulary_size)
     skip, longest_prompt = getattr(chosen, "too_long", None) == TooLong.skip, getattr(chosen, "max_prompt_length", None)
-    tokenized.check_lengths(room, config.rollout.max_completion_length, skip, longest_prompt)
+    once = functools.partial(read_once, module.layout)
+    tokenized.check_lengths(room, config.rollout.max_completion_length, skip, longest_prompt, once)
     for note in chat.notes(ends) if chat is not None else ():
         log.warning(f"note: {note}")
     return tokenized

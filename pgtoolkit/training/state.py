@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
-import random
-from collections.abc import Iterator
 from pathlib import Path
 
-import numpy
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
@@ -25,7 +21,6 @@ from pgtoolkit.ranks.collectives import local
 from pgtoolkit.sampling.sampling_settings import sampling_settings
 from pgtoolkit.system.model_folder import load_config
 from pgtoolkit.training.checkpoint import ADAPTERS, MOMENTS, WEIGHTS, open_tensors
-from pgtoolkit.training.frameworks import lightning
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 """What AdamW keeps of each parameter."""
@@ -39,7 +34,6 @@ def snapshot(module, data_state: dict) -> tuple[dict, dict[str, dict[str, Tensor
         "num_skipped_steps": module.num_skipped_steps,
         "documents_seen": module.documents_seen,
         "data": data_state,
-        "random": gather_objects(random_state(), module.layout.world_group),
         "config": json.dumps(record_of(module.config)),
     }
     if module.policy.base_digest is not None:
@@ -92,10 +86,6 @@ def restore(module, state: dict) -> None:
         module.num_updates = state["num_updates"]
         module.num_skipped_steps = state["num_skipped_steps"]
         module.documents_seen = state["documents_seen"]
-        if module.layout.rank < len(state["random"]):
-            set_random_state(state["random"][module.layout.rank])
-        else:
-            seed_rank(module.config.seed, module.layout.rank, state["step"])
 
 
 @torch.no_grad()
@@ -168,46 +158,3 @@ def fill(target: Tensor, name: str, files: dict) -> None:
         whole = whole.to(target.device)
         whole = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
     target.copy_(whole)
-
-
-def seed_rank(seed: int, rank: int, step: int = 0) -> None:
-    """Random numbers of a rank's own, once all hold the same weights; those of rank 0 go on at the start of a run."""
-    if rank > 0 or step > 0:
-        lightning.seed_everything((seed + 1_000_003 * rank + 7919 * step) % 2**32, verbose=False)
-
-
-@contextlib.contextmanager
-def random_numbers_of(seed: int) -> Iterator[None]:
-    """Within, random numbers of this seed; afterwards all goes on as if none had been drawn."""
-    before = random_state()
-    torch.manual_seed(seed)
-    numpy.random.seed(seed % 2**32)
-    random.seed(seed)
-    try:
-        yield
-    finally:
-        set_random_state(before)
-
-
-def random_state() -> dict:
-    """State of every random number generator that a step or a rollout may draw from."""
-    kind, keys, position, has_gauss, cached = numpy.random.get_state()
-    version, internal, gauss = random.getstate()
-    state = {
-        "torch": torch.get_rng_state(),
-        "numpy": [kind, keys.tolist(), position, has_gauss, cached],
-        "python": [version, internal, gauss],
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def set_random_state(state: dict) -> None:
-    torch.set_rng_state(state["torch"])
-    kind, keys, *rest = state["numpy"]
-    numpy.random.set_state((kind, numpy.array(keys, "uint32"), *rest))
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

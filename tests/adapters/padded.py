@@ -20,9 +20,12 @@ def batch():
     return new, old, torch.tensor([1.0, -0.5, 0.8, -1.2, 0.3, -0.9], dtype=torch.float64), mask
 
 
-def ours(loss, parameters, aggregation, divisor=None, **more):
-    """(loss, gradient by the log-probs) of the whole step; more: keywords of log_prob_loss, tensors (B, WIDTH)."""
-    new, old, advantages, mask = batch()
+def ours(loss, parameters, aggregation, divisor=None, step=None, **more):
+    """(loss, gradient by the log-probs) of the whole step; more: keywords of log_prob_loss, tensors (B, WIDTH).
+
+    step: as `batch` gives it; None for that one.
+    """
+    new, old, advantages, mask = batch() if step is None else step
     leaf = new.clone().requires_grad_()
     index = torch.arange(len(LENGTHS))[:, None].expand_as(mask)
     vectors = (leaf, old, advantages[:, None].expand_as(old), index, mask)
@@ -31,3 +34,9 @@ def ours(loss, parameters, aggregation, divisor=None, **more):
     out = log_prob_loss(*(x.flatten() for x in vectors), loss=loss, **options)
     out.loss.backward()
     return out.loss.detach(), leaf.grad
+
+
+def summary(loss, gradient):
+    """The loss, the norm of the gradient, and the sum of the gradient times sin(1), sin(2), ..."""
+    pattern = torch.arange(1, gradient.numel() + 1, dtype=torch.float64).reshape(gradient.shape).sin()
+    return float(loss), float(gradient.norm()), float((gradient * pattern).sum())

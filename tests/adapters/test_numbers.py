@@ -10,18 +10,17 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from adapters.padded import LENGTHS, batch
+from adapters.padded import LENGTHS, batch, ours, summary
 
+from pgtoolkit import kl
 from pgtoolkit.adapters import prime_rl
-from pgtoolkit.adapters.verl import VerlLoss
+from pgtoolkit.adapters.verl import MODES, VerlLoss
 
 CLIP = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.15}
 NARROW = {"clip_ratio_low": 0.01, "clip_ratio_high": 0.015}
 DPPO = {"clip_ratio_low": 0.01, "clip_ratio_high": 0.008, "clip_ratio_c": 1.1}
-MEAN, SUM = "seq-mean-token-mean", "seq-mean-token-sum-norm"
-# Family and aggregation, verl's flags; loss, norm of the gradient by the log-probs, and the sum of the gradient times
-# sin(1), sin(2), ..., as verl 0.9.1's ppo_loss gave them in float64, with vanilla, gspo, cispo, sapo, dppo_tv, dro and
-# gpg.
+# Family and aggregation, verl's flags; the `summary` of what verl 0.9.1's ppo_loss gave in float64, with vanilla, gspo,
+# cispo, sapo, dppo_tv, dro and gpg.
 VERL = [
     ("grpo", "token_mean", {}, (0.1337981107, 0.1778367668, -0.1428827642)),
     ("grpo", "sample_mean", CLIP | {"clip_ratio_c": 1.2}, (0.1182415874, 0.1601105368, -0.1258796629)),
@@ -50,17 +49,14 @@ def test_verls_numbers(family, aggregation, flags, expected):
     new, old, advantages, mask = batch()
     totals = {"batch_num_tokens": sum(LENGTHS), "global_batch_size": len(LENGTHS), "dp_size": 2}
     config = Configuration(DEFAULTS | flags | {"global_batch_info": totals})
-    mode = {"sample_mean": MEAN, "constant": SUM}.get(aggregation, "token-mean")
     leaf, total = new.clone().requires_grad_(), 0.0
     for rows in ([0], [1, 2, 3], [4], [5]):
         vectors = old[rows], leaf[rows], advantages[rows, None].expand(-1, old.shape[1]), mask[rows]
-        loss, metrics = VerlLoss(family, aggregation)(*vectors, mode, config)
+        loss, metrics = VerlLoss(family, aggregation)(*vectors, MODES[aggregation], config)
         (loss / 2).backward()
         total += float(loss.detach()) / 2
         assert all(math.isfinite(value) for value in metrics.values())
-    pattern = torch.arange(1, old.numel() + 1, dtype=torch.float64).reshape(old.shape).sin()
-    found = total, float(leaf.grad.norm()), float((leaf.grad * pattern).sum())
-    assert found == pytest.approx(expected, rel=1e-7)
+    assert summary(total, leaf.grad) == pytest.approx(expected, rel=1e-7)
 
 
 class LossOutputs(NamedTuple):
@@ -70,36 +66,80 @@ class LossOutputs(NamedTuple):
     metrics: dict
 
 
-@pytest.mark.parametrize("kl_tau", [0.0, 0.05])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_prime_rls_formula(weighted, kl_tau, monkeypatch):
-    """Its default by loops: a token's derivative is -w A r within the bounds, else 0, beside w 2 kl_tau (p - b)."""
+@pytest.fixture(autouse=True)
+def prime_rl_module(monkeypatch):
+    """What our loss imports of prime-rl."""
     module = ModuleType("prime_rl.trainer.rl.loss")
     module.LossOutputs = LossOutputs
     for name in ("prime_rl", "prime_rl.trainer", "prime_rl.trainer.rl"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def prime_rl_step(loss, weights=None, reference=None, **kwargs):
+    """(loss, gradient by the log-probs (B, WIDTH), each document's metrics) of the step as prime-rl adds it up."""
     new, old, advantages, mask = batch()
-    weights = torch.rand(new.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    leaf, masked = new.clone().requires_grad_(), 0
-    pull = {"kl": "k2", "kl_coefficient": 2 * kl_tau} if kl_tau else {}
+    leaf, total, metrics = new.clone().requires_grad_(), 0.0, []
     for d, length in enumerate(LENGTHS):
         inputs = SimpleNamespace(
             trainer_logprobs=leaf[d, :length],
             inference_logprobs=old[d, :length],
-            ref_logprobs=None,
+            ref_logprobs=None if reference is None else reference[d, :length],
             advantages=advantages[d].expand(length),
             loss_mask=mask[d, :length],
-            loss_weights=weights[d, :length] if weighted else None,
+            loss_weights=None if weights is None else weights[d, :length],
         )
-        out = prime_rl.policy_loss(inputs, "dppo", delta_low=0.01, delta_high=0.008, ratio_cap=1e9, **pull)
+        out = prime_rl.policy_loss(inputs, loss, **kwargs)
         (out.loss / sum(LENGTHS)).backward()
+        total += float(out.loss) / sum(LENGTHS)
+        metrics.append(out.metrics)
+    return total, leaf.grad, metrics
+
+
+@pytest.mark.parametrize("kl_tau", [0.0, 0.05])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_prime_rls_formula(weighted, kl_tau):
+    """Its default by loops: a token's derivative is -w A r within the bounds, else 0, beside w 2 kl_tau (p - b)."""
+    new, old, advantages, _ = batch()
+    weights = torch.rand(new.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    pull = {"kl": "k2", "kl_coefficient": 2 * kl_tau} if kl_tau else {}
+    bounds, masked = {"delta_low": 0.01, "delta_high": 0.008, "ratio_cap": 1e9}, 0
+    _, gradient, _ = prime_rl_step("dppo", weights if weighted else None, **bounds, **pull)
+    for d, length in enumerate(LENGTHS):
         for t in range(length):
             p, b, A = float(new[d, t]), float(old[d, t]), float(advantages[d])
             moved = math.exp(p) - math.exp(b)
             outside = (A > 0 and moved > 0.008) or (A < 0 and moved < -0.01)
             slope = (0.0 if outside else -A * math.exp(p - b)) + 2 * kl_tau * (p - b)
             slope *= float(weights[d, t]) if weighted else 1.0
-            assert float(leaf.grad[d, t]) == pytest.approx(slope / sum(LENGTHS), rel=1e-10, abs=1e-14)
+            assert float(gradient[d, t]) == pytest.approx(slope / sum(LENGTHS), rel=1e-10, abs=1e-14)
             masked += outside
     assert 0 < masked < sum(LENGTHS) / 2
+
+
+def test_in_prime_rl_the_penalty_is_against_the_reference_where_that_is_said():
+    """And metrics are those of each document."""
+    new, old, _, mask = batch()
+    reference = old - 0.2
+    options = {"kl": "k3", "kl_coefficient": 0.5, "kl_reference": "reference"}
+    loss, gradient, metrics = prime_rl_step("grpo", reference=reference, **options)
+    exact = ours("grpo", {}, "token_mean", kl=kl.KL("k3", 0.5), ref_log_probs=reference)
+    assert loss == pytest.approx(float(exact[0]), rel=1e-12)
+    torch.testing.assert_close(gradient, exact[1], rtol=1e-10, atol=1e-14)
+    ratios = torch.where(mask, (new - old).exp(), 0).sum(1) / mask.sum(1)
+    assert [float(one["pgtk/ratio_new_old"]) for one in metrics] == pytest.approx(ratios.tolist(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"aggregation": "sample_mean"}, "needs totals of the step that prime-rl does not tell"),
+        ({"kl_coefficient": 0.1}, "have no effect without kl"),
+        ({"kl": "k3", "kl_coefficient": 0.1, "kl_reference": "initial"}, "kl_reference='initial' is unknown"),
+        ({"kl": "k3", "kl_coefficient": 0.1, "kl_reference": "reference"}, "kl needs ref_log_probs"),
+        ({"epsilon": 0.1}, "has no epsilon; its parameters are"),
+    ],
+)
+def test_what_prime_rl_cannot_say_is_refused(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        prime_rl_step("grpo", **kwargs)

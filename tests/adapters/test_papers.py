@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapters import padded
+from adapters.padded import LENGTHS, WIDTH
 
-from pgtoolkit import log_prob_loss
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.plan import equation
 from pgtoolkit.config.validate import resolve_and_validate
@@ -17,9 +18,8 @@ from pgtoolkit.losses.families import configured
 from pgtoolkit.losses.kl import KL
 
 PAGE = Path(__file__).parents[2] / "docs/papers.md"
+ADVANTAGES = padded.batch()[2]
 SECTIONS = {part.partition("\n")[0]: part for part in PAGE.read_text().split("\n## ")[1:]}
-LENGTHS, WIDTH = (7, 1, 5, 9, 3, 4), 9
-ADVANTAGES = torch.tensor([1.0, -0.5, 0.8, -1.2, 0.3, -0.9], dtype=torch.float64)
 
 
 def configuration(section):
@@ -52,24 +52,16 @@ def batch():
     drift = torch.tensor([3e-4, 0.15, 3e-4, 0.5, 1.5, 0.15], dtype=torch.float64)[:, None]
     new = old + drift * torch.randn(*shape, generator=generator, dtype=torch.float64)
     reference = new + 0.1 * torch.randn(*shape, generator=generator, dtype=torch.float64)
-    return new, old, reference, torch.arange(WIDTH) < torch.tensor(LENGTHS)[:, None]
+    return new, old, reference, padded.batch()[3]
 
 
 def ours(config):
     """(loss, gradient by the log-probs) of the step under a configuration."""
     new, old, reference, mask = batch()
-    leaf = new.clone().requires_grad_()
-    documents = torch.arange(len(LENGTHS))[:, None].expand_as(mask)
-    vectors = (leaf, old, ADVANTAGES[:, None].expand_as(old), documents, mask)
     penalty = {} if config.kl.kind == "none" else {"kl": KL(config.kl.kind, config.kl.coefficient)}
-    out = log_prob_loss(
-        *(vector.flatten() for vector in vectors),
-        **{"loss": configured(config.loss), "aggregation": config.aggregation.mode},
-        divisor=config.aggregation.divisor,
-        **(penalty and penalty | {"ref_log_probs": reference.flatten()}),
-    )
-    out.loss.backward()
-    return out.loss.detach(), leaf.grad
+    penalty = penalty and penalty | {"ref_log_probs": reference}
+    chosen = configured(config.loss), {}, config.aggregation.mode, config.aggregation.divisor
+    return padded.ours(*chosen, (new, old, ADVANTAGES, mask), **penalty)
 
 
 @pytest.mark.parametrize("section", SECTIONS)

@@ -10,7 +10,8 @@ import sys
 
 import pytest
 import torch
-from adapters.padded import LENGTHS, WIDTH, batch, ours
+from adapters.padded import LENGTHS, WIDTH, batch, ours, summary
+from adapters.test_numbers import CLIP, NARROW, VERL
 
 pytest.importorskip("verl", reason="the extra verl")
 
@@ -19,56 +20,21 @@ from verl.workers.config import FSDPActorConfig
 
 from pgtoolkit.adapters import verl as adapter
 
-CLIP = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.15}
-EPSILON = {"epsilon_low": 0.1, "epsilon_high": 0.15}
-NARROW = {"clip_ratio_low": 0.01, "clip_ratio_high": 0.015}
-MEAN = "seq-mean-token-mean"
-EQUAL = [
-    # (verl's loss_mode, flags, our loss_mode, our parameters and aggregation)
-    ("vanilla", {}, "pgtk_grpo_token_mean", {"dual_clip": 3.0}),
-    (
-        "vanilla",
-        CLIP | {"clip_ratio_c": 1.2, "loss_agg_mode": MEAN},
-        "pgtk_grpo_sample_mean",
-        EPSILON | {"dual_clip": 1.2},
-    ),
-    (
-        "vanilla",
-        CLIP | {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 5},
-        "pgtk_grpo_constant",
-        EPSILON | {"dual_clip": 3.0, "divisor": 5},
-    ),
-    ("gspo", NARROW, "pgtk_gspo_token_mean", {"epsilon_low": 0.01, "epsilon_high": 0.015}),
-    ("gspo", NARROW | {"loss_agg_mode": MEAN}, "pgtk_gspo_sample_mean", {"epsilon_low": 0.01, "epsilon_high": 0.015}),
-    ("cispo", CLIP, "pgtk_cispo_token_mean", EPSILON),
-    (
-        "sapo",
-        {"tau_pos": 1.5, "tau_neg": 2.0, "loss_agg_mode": MEAN},
-        "pgtk_sapo_sample_mean",
-        {"temperature_positive": 1.5, "temperature_negative": 2.0},
-    ),
-    (
-        "dppo_tv",
-        {"clip_ratio_low": 0.01, "clip_ratio_high": 0.008, "clip_ratio_c": 1.1},
-        "pgtk_dppo_token_mean",
-        {"delta_low": 0.01, "delta_high": 0.008, "ratio_cap": 1.1},
-    ),
-    ("dro", {"dro_beta": 0.3}, "pgtk_kimi_token_mean", {"tau": 0.3}),
-    ("gpg", {}, "pgtk_reinforce_token_mean", {}),
-]
+THEIRS = {"grpo": "vanilla", "dppo": "dppo_tv", "kimi": "dro", "reinforce": "gpg"}
+"""verl's names of losses that it calls otherwise."""
 
 
-@pytest.mark.parametrize(("theirs", "flags", "mode", "parameters"), EQUAL, ids=lambda one: str(one))
-def test_verl_with_these_flags_is_ours_however_the_step_is_cut(theirs, flags, mode, parameters):
-    family, aggregation = mode.removeprefix("pgtk_").split("_", 1)
-    options = {"aggregation": aggregation, "divisor": parameters.get("divisor")}
-    exact = ours(family, {name: value for name, value in parameters.items() if name != "divisor"}, **options)
+@pytest.mark.parametrize(("family", "aggregation", "flags", "expected"), VERL, ids=lambda one: str(one))
+def test_verl_with_these_flags_is_ours_however_the_step_is_cut(family, aggregation, flags, expected):
+    flags = {"loss_agg_mode": adapter.MODES[aggregation]} | flags
+    flags |= flags.pop("policy_loss", {})
     for cut in (ONE, CUT):
-        for loss_mode, tolerance in ((mode, 1e-12), (theirs, 1e-8)):
-            loss, gradient, _ = step(loss_mode, flags, cut)
-            assert float(loss) == pytest.approx(float(exact[0]), rel=tolerance), (loss_mode, cut)
-            torch.testing.assert_close(gradient, exact[1], rtol=tolerance, atol=1e-14)
-    assert (exact[1] != 0).any()
+        (loss, gradient, _), exact = (
+            step(mode, flags, cut) for mode in (f"pgtk_{family}_{aggregation}", THEIRS.get(family, family))
+        )
+        assert float(loss) == pytest.approx(float(exact[0]), rel=1e-8)
+        torch.testing.assert_close(gradient, exact[1], rtol=1e-8, atol=1e-14)
+        assert summary(loss, gradient) == pytest.approx(expected, rel=1e-7)
 
 
 def relative(found, exact):
@@ -79,7 +45,12 @@ def relative(found, exact):
 @pytest.mark.parametrize(
     ("theirs", "flags", "mode", "apart"),
     [
-        ("geo_mean", CLIP | {"loss_agg_mode": MEAN}, "pgtk_gmpo_sample_mean", 1.26),  # a mean over each micro-batch
+        (
+            "geo_mean",
+            CLIP | {"loss_agg_mode": "seq-mean-token-mean"},
+            "pgtk_gmpo_sample_mean",
+            1.26,
+        ),  # a mean over each micro-batch
         ("sapo", {}, "pgtk_sapo_token_mean", 0.56),  # whatever loss_agg_mode says
     ],
 )
@@ -88,9 +59,9 @@ def test_where_verl_computes_something_else(theirs, flags, mode, apart):
 
 
 def test_a_geometric_mean_in_one_micro_batch_is_ours():
-    exact = ours("gmpo", EPSILON, "sample_mean")
+    exact = ours("gmpo", {"epsilon_low": 0.1, "epsilon_high": 0.15}, "sample_mean")
     for loss_mode in ("geo_mean", "pgtk_gmpo_sample_mean"):
-        loss, gradient, _ = step(loss_mode, CLIP | {"loss_agg_mode": MEAN}, ONE)
+        loss, gradient, _ = step(loss_mode, CLIP | {"loss_agg_mode": "seq-mean-token-mean"}, ONE)
         assert float(loss) == pytest.approx(float(exact[0]), rel=1e-8)
         torch.testing.assert_close(gradient, exact[1], rtol=1e-8, atol=1e-14)
 
@@ -101,7 +72,7 @@ def test_a_geometric_mean_in_one_micro_batch_is_ours():
         ("vanilla", {}, "pgtk_grpo_token_mean", 0.0),
         ("dro", {"dro_beta": 0.3}, "pgtk_kimi_token_mean", 0.0),
         # Of a document's ratio: verl weighs each token's gradient by its own factor, the derivative by their mean.
-        ("gspo", NARROW | {"loss_agg_mode": MEAN}, "pgtk_gspo_sample_mean", 0.247),
+        ("gspo", NARROW | {"loss_agg_mode": "seq-mean-token-mean"}, "pgtk_gspo_sample_mean", 0.247),
     ],
 )
 def test_verls_correction_weighs_the_tokens(theirs, flags, mode, apart):

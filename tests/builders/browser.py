@@ -15,6 +15,11 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.support.ui import WebDriverWait
 
 PROGRAMS = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
+ARGUMENTS = (
+    *("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "window-size=1600,1200"),
+    # Of the network it asks nothing of its own accord.
+    *("disable-quic", "no-first-run", "disable-background-networking", "disable-component-update", "disable-sync"),
+)
 NEEDED = pytest.mark.skipif(None in PROGRAMS.values(), reason="needs the Debian packages chromium and chromium-driver")
 
 
@@ -24,7 +29,7 @@ def opened() -> Iterator[Chrome]:
     options = ChromeOptions()
     options.binary_location = PROGRAMS["chromium"]
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    for argument in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "window-size=1600,1200"):
+    for argument in ARGUMENTS:
         options.add_argument(f"--{argument}")
     with Chrome(options, Service(PROGRAMS["chromedriver"])) as page:
         yield page

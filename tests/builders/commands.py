@@ -40,11 +40,8 @@ class Command:
         return len(rows.read_text().splitlines()) if rows.exists() else 0
 
     def wait_for(self, condition: Callable[[], object], seconds: float = 150) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, self.log.read_text()[-3000:]
-            assert self.process.poll() is None, self.log.read_text()[-3000:]
-            time.sleep(0.02)
+        wait_until(lambda: condition() or self.process.poll() is not None, seconds)
+        assert self.process.poll() is None, self.log.read_text()[-3000:]
 
     def wait_for_steps(self, count: int) -> None:
         self.wait_for(lambda: self.steps() >= count)

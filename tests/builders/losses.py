@@ -41,8 +41,6 @@ PARAMETERS = {
 EVERY_LOSS = tuple(PARAMETERS)
 LOSSES = ("grpo", "gspo", "cispo")
 """By token, by document, and with a weight without gradient: those that tests take which know no family."""
-CLIPPED = ("grpo", "gspo", "cispo", "gmpo", "dppo")
-"""Those with bounds beyond which a token counts as clipped."""
 FAMILIES = {name: family_of(name, **parameters) for name, parameters in PARAMETERS.items()} | {
     "grpo, dual clip": Grpo(epsilon_low=0.2, epsilon_high=0.25, dual_clip=1.3),
     "cispo, no lower bound": Cispo(epsilon_low=None, epsilon_high=0.2),

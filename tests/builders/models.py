@@ -67,10 +67,5 @@ def build(kind: str) -> Policy:
     for parameter in model.parameters():  # also biases and norms, which begin as constants, and LoRA's B
         parameter.data += 0.2 * torch.randn(parameter.shape)
     if kind.endswith("_by_document"):
-        attend_by_document(model)
+        attention.use_packed_attention(model)  # which it would have on a GPU, here through the loop over documents
     return Policy(model.double().train(), None, base_digest=digest)
-
-
-def attend_by_document(model) -> None:
-    """Give it the attention that it would have on a GPU, here through the loop over documents."""
-    attention.use_packed_attention(model)

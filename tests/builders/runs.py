@@ -139,7 +139,7 @@ def contents_of(path: Path) -> dict:
 def state(step, **more):
     """What a checkpoint of that step holds beside weights and moments, with `more`."""
     counts = dict.fromkeys(("num_updates", "num_skipped_steps", "documents_seen"), step)
-    return {"step": step, **counts, "data": {}, "random": [], "config": "{}", **more}
+    return {"step": step, **counts, "data": {}, "config": "{}", **more}
 
 
 def save_state(folder: Path, state: dict, keep: int = 99, weights: dict | None = None) -> Path:

@@ -284,8 +284,6 @@ def main(handler: type[Handler] = Handler) -> None:
     mark(options, f"start {json.dumps([variables, sys.argv[1:], os.environ.get('PYTHONPATH')])}")
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     print(f"engine {child.pid} of server {os.getpid()}", flush=True)
-    if options.fault == "never_up":
-        time.sleep(3600)
     if options.fault == "does_not_start":
         sys.exit("ValueError: free memory on device is less than desired GPU memory utilization")
     if options.fault == "model_refused":

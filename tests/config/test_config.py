@@ -8,9 +8,8 @@ import yaml
 from omegaconf import OmegaConf, open_dict
 
 from pgtoolkit.config.compose import _compose_cached, compose
-from pgtoolkit.config.defaults import _files, values_of
 from pgtoolkit.config.files import config_directory, default_options, options
-from pgtoolkit.config.keys import KEYS
+from pgtoolkit.config.keys import KEYS, _files, values_of
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.config.validate import validate

@@ -47,7 +47,7 @@ def test_the_page_of_keys_is_made_from_the_schema():
         ("kl.coefficient", "It needs kl other than none"),
         ("rollout.lag", "`pgtk resume` keeps it: the checkpoint holds batches that were sampled ahead"),
         ("max_completion_length", "default: 7, with model=huggingface 256"),
-        ("gspo", "l_t = -min(R_d A_d, clip(R_d, 1 - 0.0003, 1 + 0.0004) A_d)"),
+        ("gspo", "ratio: R_d = exp("),
         ("constant", "verl loss_agg_mode: `seq-mean-token-sum-norm`"),
         ("experiment=dapo", "TRL: `loss_type=dapo epsilon=0.2 epsilon_high=0.28`"),
         ("ppo", "loss=grpo: an option"),

@@ -9,10 +9,9 @@ from omegaconf import OmegaConf
 
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.key import holds, parts, singles, value_of
-from pgtoolkit.config.keys import KEYS, evaluated_keys
+from pgtoolkit.config.keys import KEYS, evaluated_keys, ignored
 from pgtoolkit.config.names import changed, digest, plain_config
 from pgtoolkit.config.paths import make_absolute
-from pgtoolkit.config.rules.declared import ignored
 from pgtoolkit.config.rules.executed import named_code
 from pgtoolkit.config.saved import cannot_change
 from pgtoolkit.config.validate import resolve_and_validate

@@ -20,7 +20,7 @@ def page(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     (folder / "config.yaml").write_text("seed: 0\n")
     rows = [
-        CompletionRow(step, f"p{i}", f"prompt {i}", f"at {step}: {'long ' * 400}{i}", (step + i) / 1000, tokens=i)
+        CompletionRow(step, f"p{i}", f"prompt {i}", f"at {step}: {'long ' * 40}{i}", (step + i) / 1000, tokens=i)
         for step in (0, 200)
         for i in range(130)
     ]

@@ -86,7 +86,7 @@ def test_steps_between_checkpoints_are_made_again(unrecorded, shown, tmp_path):
     again = inspect(str(before), [], 6)
     assert_same_numbers(again, shown)
     assert "checkpoint of step 1, with steps 2 to 5 made again in memory" in again.facts[0]
-    assert again.facts[1] == "Documents: sampled with the run's random numbers."
+    assert again.facts[1] == "Documents: sampled by the seeds of their prompts."
     assert {path: path.read_bytes() for path in before.rglob("*") if path.is_file()} == contents
     shutil.rmtree(before / "checkpoints")
     assert_same_numbers(inspect(str(before), [], 6), shown)
@@ -108,10 +108,8 @@ def test_what_cannot_be_made_again_is_no_page(unrecorded, tmp_path):
     config = OmegaConf.to_container(compose(["sampler=vllm"]).config.sampler)
     servers = with_config(unrecorded, tmp_path / "servers", "sampler", config)
     assert inspect(str(servers), [], 6).facts[1] == "Documents: held by the checkpoint."
-    ranks = with_config(unrecorded, tmp_path / "ranks", "parallelism.data_parallel", 2)
-    for folder in (servers, ranks):  # a server's, or another rank's, random numbers are not those of this process
-        with pytest.raises(ConfigError, match=r"--step=5 needs recorded rollouts \(got none\)"):
-            inspect(str(folder), [], 5)
+    with pytest.raises(ConfigError, match=r"--step=5 needs recorded rollouts \(got none\)"):
+        inspect(str(servers), [], 5)  # whose completions would be others now
 
 
 @pytest.mark.parametrize(

@@ -114,8 +114,10 @@ def test_what_is_right_is_taken():
     """Whole and other numbers of numpy's too; the least of each."""
     totals = StepTotals(np.int64(9), torch.tensor(40), 0, 3, torch.tensor([20, 0, 20], dtype=torch.int32))
     options = {"num_documents": np.int64(D), "aggregation": "constant", "divisor": np.float32(8), "totals": totals}
+    options["group_index"] = CASE.group_index.int()
     expected = policy_loss(*CASE.tensors, aggregation="constant", divisor=8.0, totals=StepTotals(9, 40, 0))
-    found = policy_loss(*CASE.tensors, **options, group_index=CASE.group_index.int())
+    logits, labels, old, advantages, index = CASE.tensors
+    found = policy_loss(logits, labels.int(), old, advantages, index.int(), **options)
     assert found.loss == expected.loss
     options = {"aggregation": "constant", "reducer": lambda totals, mask, **_: mask / totals.num_tokens}
     found = policy_loss(*CASE.tensors, loss="grpo", divisor=8, **options)

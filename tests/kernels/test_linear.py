@@ -28,28 +28,34 @@ def in_chunks(monkeypatch, rows, implementation="torch"):
 
 
 HALF = tuple((dtype, fp32_logits) for dtype in (torch.bfloat16, torch.float16) for fp32_logits in (False, True))
+BONUS = {"aggregation": "constant", "divisor": 1e5, "entropy_coefficient": 0.3}
 
 
 @pytest.mark.parametrize(
-    ("loss", "implementation", "dtype", "fp32_logits"),
+    ("loss", "implementation", "dtype", "fp32_logits", "more"),
     [
-        *((LOSSES[i % 3], "torch", *kind) for i, kind in enumerate(((torch.float32, False), *HALF))),
-        *(("grpo", "triton", torch.bfloat16, False), ("cispo", "triton", torch.float16, True)),
+        *((LOSSES[i % 3], "torch", *kind, {}) for i, kind in enumerate(((torch.float32, False), *HALF))),
+        *(("grpo", "triton", torch.bfloat16, False, {}), ("cispo", "triton", torch.float16, True, {})),
+        *((("grpo", "gspo")[i % 2], "torch", *kind, BONUS) for i, kind in enumerate(HALF)),
     ],
 )
-def test_precision(loss, implementation, dtype, fp32_logits, monkeypatch):
-    """The clip is wide, so that rounded logits clip what exact ones do."""
-    wide = {"loss": loss, "epsilon_low": 0.9, "epsilon_high": 9.0}
+def test_precision(loss, implementation, dtype, fp32_logits, more, monkeypatch):
+    """The clip is wide, so that rounded logits clip what exact ones do.
+
+    With an entropy bonus a mean over the step makes coefficients that float16 has no room for: they are wide until the
+    loss is scaled.
+    """
+    wide, factor = {"loss": loss, "epsilon_low": 0.9, "epsilon_high": 9.0} | more, more.get("divisor", 1.0)
     # With logits rounded to the dtype the ratios move; float32 logits leave the rounding of the gradient.
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2 if fp32_logits else 3e-2, torch.float16: 3e-3}[dtype]
     problem = make_head_case(dtype=dtype)
-    expected_value, gradients, _ = problem.expected(**wide)
+    expected_value, gradients, _ = problem.expected(factor, **wide)
     for rows in (4, 1000):
         in_chunks(monkeypatch, rows, implementation)
         hidden, weight, bias = leaves = problem.leaves()
         options = {"bias": bias, "temperature": TEMPERATURE, "fp32_logits": fp32_logits, **wide}
         out = linear_policy_loss(hidden, weight, *problem.tensors, **options)
-        out.loss.backward()
+        (factor * out.loss).backward()
         assert relative_error(out.loss.detach(), expected_value) < tolerance
         for leaf, gradient in zip(leaves, gradients, strict=True):
             assert leaf.grad.dtype == dtype

@@ -15,7 +15,7 @@ from builders.losses import (
 )
 from losses.formulas import of_log_probs as of_family
 
-from pgtoolkit import corrections, families, kl, linear_policy_loss, log_prob_loss, policy_loss
+from pgtoolkit import corrections, kl, linear_policy_loss, log_prob_loss, policy_loss
 from pgtoolkit.errors import DataError
 from pgtoolkit.losses.corrections import CORRECTIONS as KINDS
 
@@ -71,17 +71,6 @@ def test_a_document_that_the_policy_has_left_is_masked_where_its_advantage_is_ne
         rho = torch.tensor([1.0, 1, 1, kept, kept, kept, 1, 1], dtype=torch.float64)
         torch.testing.assert_close(gradient, -rho * ADVANTAGES / 8, rtol=1e-12, atol=1e-15)
         assert metrics["correction_outside_fraction"] == pytest.approx((not kept) / 3)
-    # Where it is known what the completion was sampled with, that is what counts: b - p is 0.5 less log V.
-    for v, kept in ((LOG_V.abs(), True), (-LOG_V.abs(), False)):
-        mask = corrections.OffPolicyMask(threshold=0.6)
-        _, gradient, metrics = of_log_probs(mask, log_ratio=-behind, v=v)
-        assert gradient.tolist()[3:6] == ([0.5 / 8] * 3 if kept else [0] * 3)
-        assert metrics["correction_outside_fraction"] == pytest.approx((not kept) / 3)
-    uneven = ADVANTAGES.clone()
-    uneven[3:6] = torch.tensor([-3.0, 1.0, 1.0])  # negative in the mean: one document is one decision
-    _, gradient, _ = of_log_probs(corrections.OffPolicyMask(0.2), log_ratio=-behind, v=None, advantages=uneven)
-    assert gradient.tolist()[3:6] == [0, 0, 0]
-    assert (gradient[:3] != 0).all()
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
@@ -187,23 +176,6 @@ def test_pieces_of_a_step_need_the_same_metrics():
     other = policy_loss(*case.tensors, sampling_log_probs=case.sampling_log_probs, **given)
     with pytest.raises(ValueError, match="pieces of one step need the same metrics"):
         one.metric_sums.merge(other.metric_sums)
-
-
-def test_the_difference_to_the_sampler_is_measured():
-    """By hand: |log v| over three documents, and the tokens, or documents, that it takes out of a family's clip."""
-    metrics = of_log_probs(None, families.Grpo(0.5, 1.5))[2]
-    logs = [abs(math.log(v)) for v in V.tolist()]
-    by_document = [sum(logs[:3]) / 3, sum(logs[3:6]) / 3, sum(logs[6:]) / 2]
-    assert metrics["difference_old_sampling"] == pytest.approx(sum(by_document) / 3)
-    assert metrics["max_difference_old_sampling"] == pytest.approx(math.log(3))
-    k3 = [v - math.log(v) - 1 for v in V.tolist()]
-    assert metrics["kl_old_sampling"] == pytest.approx((sum(k3[:3]) / 3 + sum(k3[3:6]) / 3 + sum(k3[6:]) / 2) / 3)
-    assert metrics["clipped_sampling_fraction"] == pytest.approx(2 / 3 / 3)  # 0.4 and 3
-    # The documents' geometric means are 1.063, 2 and 0.949.
-    for low, high, share in ((0.1, 0.1, 1), (0.05, 1.1, 1), (0.1, 1.1, 0), (0.05, 0.05, 3)):
-        metrics = of_log_probs(None, families.Gspo(low, high))[2]
-        assert metrics["clipped_sampling_fraction"] == pytest.approx(share / 3)
-    assert of_log_probs(None, "reinforce")[2]["clipped_sampling_fraction"] == 0
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from builders.losses import EVERY_LOSS, PARAMETERS, make_case, totals_of
-from builders.runs import metrics_of, run
+from builders.losses import EVERY_LOSS, PARAMETERS, make_case
+from builders.runs import run
 from losses.families import Squared, SquaredByDocument, WrongSlope
 
 from pgtoolkit import families, linear_policy_loss, log_prob_loss, policy_loss
@@ -106,20 +106,6 @@ def test_a_family_of_ones_own_against_loops(family):
         torch.testing.assert_close(logits.grad, gradient, rtol=1e-11, atol=1e-14)
 
 
-def test_pieces_of_a_step_by_log_probs_add_up():
-    case = make_case(seed=12)
-    mask, totals = case.labels >= 0, totals_of(case)
-    new = policy_loss(*case.tensors, loss="cispo").log_probs
-    whole = float(log_prob_loss(new, *case.tensors[2:], mask, loss="cispo", num_documents=case.num_documents).loss)
-    parts = 0.0
-    for documents in ((0, 1, 2), (3, 4, 5)):
-        rows = torch.isin(case.document_index, torch.tensor(documents))
-        index = case.document_index[rows] - documents[0]
-        tensors = new[rows], case.old_log_probs[rows], case.advantages[rows], index, mask[rows]
-        parts += float(log_prob_loss(*tensors, loss="cispo", num_documents=3, totals=totals).loss)
-    assert parts == pytest.approx(whole, rel=1e-13)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -137,23 +123,6 @@ def test_what_log_prob_loss_refuses(change, message):
         log_prob_loss(
             given.pop("log_probs"), *case.tensors[2:], given.pop("mask"), num_documents=case.num_documents, **given
         )
-
-
-def test_training_with_a_family_of_ones_own_does_not_depend_on_the_cut(tmp_path):
-    """Two updates by micro-batches of 24 tokens and of 200, in runs of their own."""
-    own = [
-        "loss=custom",
-        "loss.path=losses.families.SquaredByDocument",
-        "loss.options.tau=0.3",
-        "trainer.max_steps=3",
-    ]
-    fine = metrics_of(run(tmp_path / "fine", *own))
-    coarse = metrics_of(run(tmp_path / "coarse", *own, "accumulation.max_tokens=200"))
-    assert [row["num_micro_batches"] for row in fine] != [row["num_micro_batches"] for row in coarse]
-    for ours, theirs in zip(fine, coarse, strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4, abs=1e-6)
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
-    assert fine[1]["ratio_new_old"] != 1
 
 
 @pytest.mark.parametrize(

@@ -9,23 +9,17 @@ from dataclasses import replace
 import pytest
 import torch
 from builders.losses import (
-    AGGREGATIONS,
     DEVICE,
     EVERY_LOSS,
-    GRADIENT_ERROR,
     LOSSES,
-    PARAMETERS,
-    TEMPERATURE,
-    Choice,
     make_case,
     make_head_case,
     objective_of,
-    relative_error,
 )
 
 from pgtoolkit import kl, linear_policy_loss, policy_loss
 from pgtoolkit.errors import DataError
-from pgtoolkit.kernels import losses, triton_objective
+from pgtoolkit.kernels import triton_objective
 from pgtoolkit.losses.kl import KINDS
 from pgtoolkit.losses.objective import Objective
 
@@ -61,28 +55,6 @@ def test_value_and_gradient_are_those_of_the_formula(impl, kind):
     assert torch.isfinite(found).all()
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_the_bonus_is_what_autograd_makes_of_the_formula(aggregation):
-    """loss(coefficient) - loss(0) = -coefficient sum w H, with the weights read off a REINFORCE gradient."""
-    case, ones = make_case(seed=5, temperature=TEMPERATURE), torch.ones(32, dtype=torch.float64)
-    leaf = case.logits.clone().requires_grad_()
-    rows = (leaf / TEMPERATURE).log_softmax(-1)
-    case = replace(case, old_log_probs=rows.gather(-1, case.labels.clamp(min=0)[:, None])[:, 0].detach())
-    case = replace(case, advantages=ones)
-    choice = Choice("reinforce", aggregation=aggregation, metrics="none", entropy=0.3)
-    options = choice.step(case) | {"entropy_coefficient": 0, "temperature": TEMPERATURE}
-    plain = policy_loss(leaf, *case.tensors[1:], **options)
-    # With advantages of 1 the loss is minus the sum of w log p: its derivative by log p is minus the weight.
-    score = torch.zeros_like(rows).scatter(-1, case.labels.clamp(min=0)[:, None], 1.0) - rows.detach().exp()
-    (by_logits,) = torch.autograd.grad(plain.loss, leaf)
-    weights = torch.where(case.labels >= 0, -(by_logits * score).sum(-1) / (score**2).sum(-1) * TEMPERATURE, 0.0)
-    bonus = -0.3 * (weights * -(rows.exp() * rows).sum(-1)).sum()
-    (by_bonus,) = torch.autograd.grad(bonus, leaf)
-    found = choice.specified(case)
-    assert found.loss == pytest.approx(float((plain.loss + bonus).detach()), rel=1e-12)
-    torch.testing.assert_close(found.gradient, by_logits + by_bonus, rtol=1e-10, atol=1e-14)
-
-
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # infinity times 0, in the interpreter
 @pytest.mark.parametrize("kind", KINDS)
 def test_triton_on_and_beyond_the_clamps(kind):
@@ -107,79 +79,6 @@ def test_triton_on_and_beyond_the_clamps(kind):
         value, coefficients = evaluated(triton_objective.evaluate, ref, torch.float32)
         assert torch.isnan(value)
         assert torch.isnan(coefficients).tolist() == (index == 4).tolist()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("loss", "kind"), [(loss, KINDS[i % 4]) for i, loss in enumerate(EVERY_LOSS)])
-def test_on_a_gpu(loss, kind):
-    """Rows that several programs share, in bfloat16: against float64 on the same logits."""
-    draw = torch.Generator(DEVICE).manual_seed(0)
-    index = torch.arange(200, device=DEVICE) // 40
-    logits = (2 * torch.randn(200, 151936, generator=draw, device=DEVICE)).bfloat16()
-    labels = torch.randint(0, 151936, (200,), generator=draw, device=DEVICE)
-    new = logits.double().log_softmax(-1).gather(1, labels[:, None])[:, 0]
-    old, ref = (new + scale * torch.randn(200, generator=draw, device=DEVICE) for scale in (0.02, 0.3))
-    advantages = torch.randn(5, generator=draw, device=DEVICE)[index]
-    labels[::5] = -1
-    options = {"loss": loss, "aggregation": "token_mean", "metrics": "basic", "kl": KL[kind], **PARAMETERS[loss]}
-    results = []
-    for values, impl, dtype in ((logits, "triton", torch.float32), (logits.double(), "torch", torch.float64)):
-        leaf = values.clone().requires_grad_()
-        given = labels, old.to(dtype), advantages.to(dtype), index
-        out = policy_loss(leaf, *given, ref_log_probs=ref.to(dtype), impl=impl, **options)
-        out.loss.backward()
-        results.append((float(out.loss.detach()), leaf.grad, float(out.metrics["kl_ref"])))
-    (value, gradient, distance), (exact_value, exact, exact_distance) = results
-    assert value == pytest.approx(exact_value, rel=1e-4, abs=1e-5)
-    assert relative_error(gradient, exact) < GRADIENT_ERROR[torch.bfloat16] * 1.5
-    assert distance == pytest.approx(exact_distance, rel=1e-3)
-
-
-@pytest.mark.parametrize("fp32_logits", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("loss", ["grpo", "gspo"])
-def test_the_bonus_in_half_precision(loss, dtype, fp32_logits, monkeypatch):
-    """A mean over a step makes coefficients that float16 has no room for: they are wide until the loss is scaled."""
-    monkeypatch.setattr(losses, "rows_within", lambda memory, columns, dtype: 4)
-    problem, factor = make_head_case(dtype=dtype), 1e5
-    hidden, weight, bias = leaves = problem.leaves()
-    wide = {"loss": loss, "epsilon_low": 0.9, "epsilon_high": 9.0, "aggregation": "constant", "divisor": factor}
-    wide |= {"entropy_coefficient": 0.3}
-    given = {"bias": bias, "temperature": TEMPERATURE, "fp32_logits": fp32_logits}
-    out = linear_policy_loss(hidden, weight, *problem.tensors, **given, **wide)
-    (factor * out.loss).backward()
-    value, gradients, _ = problem.expected(factor, **wide)
-    tolerance = {torch.bfloat16: 1e-2 if fp32_logits else 3e-2, torch.float16: 3e-3}[dtype]
-    assert relative_error(out.loss.detach(), value) < tolerance
-    for leaf, gradient in zip(leaves, gradients, strict=True):
-        assert relative_error(leaf.grad, gradient) < tolerance
-
-
-@pytest.mark.parametrize("impl", ["torch", "triton", "fused_linear"])
-def test_a_uniform_softmax_has_the_largest_entropy_and_no_gradient(impl):
-    """With equal logits the bonus is -coefficient log V, and nothing pushes; untrained NaN changes nothing."""
-    hidden = torch.zeros(4, 2, requires_grad=True, device=DEVICE)
-    weight = torch.ones(9, 2, device=DEVICE, requires_grad=True)
-    labels = torch.tensor([3, 1, -1, 0], device=DEVICE)
-    zeros = torch.where(labels < 0, math.nan, 0.0)
-    tensors = hidden, weight, labels, zeros - math.log(9), zeros, labels.clamp(max=0, min=0)
-    out = linear_policy_loss(*tensors, loss="grpo", entropy_coefficient=0.5, impl=impl)
-    out.loss.backward()
-    assert float(out.loss.detach()) == pytest.approx(-0.5 * math.log(9), rel=1e-6)
-    assert hidden.grad.abs().max() < 1e-7
-
-
-def test_a_reference_that_is_the_policy_costs_nothing():
-    """k1, k2 and k3 are 0 there, and the gradients of the last two; k3_ratio as well."""
-    case = make_case()
-    new = policy_loss(*case.tensors).log_probs
-    for kind in KINDS:
-        leaf = case.logits.clone().requires_grad_()
-        tensors = case.labels, case.old_log_probs, torch.zeros_like(new), case.document_index
-        out = policy_loss(leaf, *tensors, loss="grpo", kl=KL[kind], ref_log_probs=new, metrics="basic")
-        out.loss.backward()
-        assert float(out.loss.detach()) == float(out.metrics["kl_ref"]) == 0
-        assert (float(leaf.grad.abs().max()) > 0) is (kind == "k1")
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton", "fused_linear"])

@@ -12,7 +12,6 @@ from tokenizers import processors
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
-    LlamaForCausalLM,
     PhiConfig,
     PhiForCausalLM,
     PreTrainedTokenizerFast,
@@ -58,18 +57,6 @@ def test_trains_and_resumes_bit_equal(folder, tmp_path, checkpointing):
     assert_equal(checkpoint_of(resumed, 4), checkpoint_of(tmp_path / "whole", 4))
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradient_checkpointing_computes_the_layers_again(folder, checkpointing):
-    module, _ = build(
-        OmegaConf.to_object(settings(folder, f"model.gradient_checkpointing={str(checkpointing).lower()}"))
-    )
-    calls = []
-    module.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    micro_batch = make_step([short_document()], 99, {}).micro_batches[0]
-    module.micro_batch_loss(micro_batch, make_step([short_document()], 99, {}).totals).loss.backward()
-    assert len(calls) == (2 if checkpointing else 1)
-
-
 def short_document():
     mask = torch.tensor([False, False, True, True])
     return Document(torch.tensor([1, 2, 3, 4]), mask, torch.zeros(2), torch.ones(2), 0, "a document")
@@ -95,15 +82,6 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(folder, tmp_pat
         found = module.log_probs(micro_batch)[1:3].double()
     assert (exact - rounded).abs().max() > 2e-5
     torch.testing.assert_close(found, exact if fp32_lm_head else rounded, rtol=0, atol=2e-6)
-
-
-def test_random_weights_take_the_architecture_only(folder):
-    torch.manual_seed(1)
-    kept, fresh = (build_policy(model_config(folder, random_weights=value), None, False) for value in (False, True))
-    name = "model.layers.0.mlp.up_proj.weight"
-    saved = LlamaForCausalLM.from_pretrained(folder).state_dict()[name]
-    assert torch.equal(kept.model.state_dict()[name], saved)
-    assert not torch.equal(fresh.model.state_dict()[name], saved)
 
 
 def test_a_head_that_caps_its_logits_is_refused(tmp_path):

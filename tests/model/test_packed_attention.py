@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from builders.models import attend_by_document
 from builders.models import build as small_model
 from builders.runs import SHORT, config_of, sampler_of
 from model.spread import documents, packed
@@ -91,7 +90,7 @@ def test_sampling_needs_no_documents():
     completions, hidden = [], []
     for number in range(2):
         if number == 1:
-            attend_by_document(module.model)
+            attention.use_packed_attention(module.model)
         for _ in range(2):
             torch.manual_seed(5)
             completions.append(sampler_of(loader).complete(prompts))

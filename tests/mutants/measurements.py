@@ -20,14 +20,6 @@ def the_error_is_the_deviation(right, values):
 
 
 @mutant(
-    "training.evaluations:seed_of",
-    "tests/training/test_evaluation.py::test_every_rank_and_step_draws_numbers_of_its_own_in_an_evaluation",
-)
-def ranks_evaluate_with_the_same_random_numbers(right, seed, number):
-    return right(seed, number % 2**32)
-
-
-@mutant(
     "rollouts.evaluation:seed_of",
     "tests/rollouts/test_evaluation.py::test_each_prompt_of_each_set_at_each_step_has_a_seed_of_its_own",
 )
@@ -115,7 +107,7 @@ def log_probs_are_compared_at_their_own_places_alone(right, self, shift):
 
 
 @mutant(
-    "config.rules.parallelism:parallelism",
+    "config.rules.step:parallelism",
     "tests/config/test_golden_refusals.py::test_what_is_refused_and_what_is_accepted",
 )
 def sequence_shards_cannot_divide_the_weights(right, c, report):

@@ -51,6 +51,14 @@ def ranks_may_hold_other_documents(right, layout, what, digest):
 
 
 @mutant(
+    "ranks.agreement:read_once",
+    "tests/training/test_processes_reading.py::test_one_rank_of_each_node_reads_and_all_have_the_weights_of_one_process",
+)
+def every_rank_reads_for_itself(right, layout, read, outline=None):
+    return read()
+
+
+@mutant(
     "model.attention:local_tokens",
     "tests/model/test_parallel_models.py::test_a_rank_gets_its_piece_of_the_packed_axis",
 )

@@ -85,7 +85,7 @@ def a_step_ends_within_a_group(right, self, position, documents):
 
 
 @mutant(
-    "config.schedule:steps_ahead",
+    "config.plan:steps_ahead",
     "tests/rollouts/test_lag.py::test_a_batch_is_of_the_weights_of_so_many_updates_ago",
 )
 def batches_are_one_step_too_old(right, rollout, accumulation):
@@ -93,7 +93,7 @@ def batches_are_one_step_too_old(right, rollout, accumulation):
     return ahead + 1 if ahead else 0
 
 
-@mutant("config.schedule:steps_before", "tests/rollouts/test_lag.py::test_when_a_batch_begins_is_known_ahead")
+@mutant("config.plan:steps_before", "tests/rollouts/test_lag.py::test_when_a_batch_begins_is_known_ahead")
 def a_batch_that_is_carried_over_is_counted_anew(right, number, position, batch_size, accumulation):
     return right(number, position // batch_size * batch_size, batch_size, accumulation)
 

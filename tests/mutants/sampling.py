@@ -35,6 +35,25 @@ def weights_that_are_no_numbers_have_a_likeliest_token(right, input_ids, scores)
     return right(input_ids, scores.nan_to_num(0.0))
 
 
+@mutant("sampling.draw:uniform_numbers", "tests/sampling/test_draw.py::test_numbers_are_those_of_splitmix64")
+def all_completions_of_a_request_draw_the_same(right, rows, count):
+    return right([(seed, 0) for seed, _ in rows], count)
+
+
+@mutant("sampling.draw:draw", "tests/sampling/test_draw.py::test_the_token_is_where_the_cumulative_probability_exceeds")
+def the_token_before_the_right_one_is_drawn(right, scores, uniform):
+    tokens, log_probs = right(scores, uniform)
+    return (tokens - 1).clamp(min=0), log_probs
+
+
+@mutant(
+    "sampling.samplers:uniform_numbers",
+    "tests/sampling/test_samplers.py::test_a_completion_is_drawn_by_its_request_alone",
+)
+def rows_are_drawn_by_their_place_in_the_batch(right, rows, count):
+    return right([(place, 0) for place in range(len(rows))], count)
+
+
 @mutant("model.decoding:Cache.go_on", "tests/model/test_decoding.py::test_log_probs_are_the_models_own")
 def tokens_are_written_one_place_late(right, self, positions):
     return right(self, positions + 1)

@@ -137,24 +137,6 @@ def skipped_steps_are_forgotten(right, module, state):
 
 
 @mutant(
-    "training.state:seed_rank",
-    "tests/training/test_checkpoint.py::test_a_rank_that_is_new_on_resume_draws_numbers_of_its_own",
-)
-def a_rank_that_is_new_on_resume_draws_what_its_first_step_drew(right, seed, rank, step=0):
-    return right(seed, rank, 0)
-
-
-@mutant(
-    "training.state:random_numbers_of",
-    "tests/training/test_evaluation.py::test_an_evaluation_changes_no_bit_of_the_training",
-)
-def an_evaluation_draws_from_the_numbers_of_training(right, seed):
-    import contextlib
-
-    return contextlib.nullcontext()
-
-
-@mutant(
     "rollouts.steps:StepLoader.load_state_dict",
     "tests/training/test_resume.py::test_resume_of_recorded_rollouts_is_bit_equal",
 )

@@ -11,7 +11,7 @@ import torch
 from builders.parallel_runs import run_on_ranks
 from builders.runs import SHORT, assert_equal, built, checkpoint_of, copy_as_of, metrics_of, once, run, sampler_of
 
-from pgtoolkit.config.schedule import steps_before, steps_of
+from pgtoolkit.config.plan import steps_before, steps_of
 from pgtoolkit.config.schema import AccumulationConfig, LastStep
 from pgtoolkit.errors import NumericalError
 from pgtoolkit.rollouts.steps import StepLoader
@@ -236,14 +236,6 @@ def test_no_timing_and_nobody_elses_random_numbers_change_a_run(tmp_path, monkey
     assert metrics_of(disturbed) == metrics_of(plain)
     for part in ("model", "optimizer", "data"):
         assert_equal(checkpoint_of(disturbed, 6)[part], checkpoint_of(plain, 6)[part])
-
-
-def test_the_global_random_state_stays_as_it_is():
-    _, loader = built(*SHORT, *overlap(3))
-    before = torch.get_rng_state()
-    batches = [[d.tokens.tolist() for d in step.documents] for step in loader]
-    assert torch.equal(torch.get_rng_state(), before)
-    assert len({str(batch) for batch in batches}) == 6
 
 
 @pytest.mark.parametrize("call", [1, 2])

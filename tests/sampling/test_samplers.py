@@ -91,8 +91,7 @@ def once(prompts):
     return [Request(prompt, 1, number) for number, prompt in enumerate(prompts)]
 
 
-def sampled(sampler, prompts, seed=0):
-    torch.manual_seed(seed)
+def sampled(sampler, prompts):
     return [(c.tokens.tolist(), c.log_probs.tolist(), c.finish_reason) for c in sampler.complete(once(prompts))]
 
 
@@ -183,7 +182,6 @@ def test_tokens_are_as_frequent_as_the_distribution_says(folder, temperature, to
     overrides += [f"rollout.temperature={temperature}", f"rollout.top_p={'null' if top_p is None else top_p}"]
     model, sampler = built(suggesting(folder), "rollout.max_completion_length=4", *overrides)
     count = 4000
-    torch.manual_seed(0)
     first = torch.tensor([completion.tokens[0] for completion in sampler.complete(once([PROMPT] * count))])
     model.eval()
     expected = distribution(model, PROMPT, temperature, top_p or 1.0)
@@ -209,7 +207,6 @@ def test_a_cache_of_fixed_size_gives_the_same_distribution(folder, device, tempe
     ]
     model, sampler = built(suggesting(folder), *overrides, *more)
     model.to(device)
-    torch.manual_seed(1)
     completions = sampler.complete(once([PROMPT, OTHER] * 8))
     model.to("cpu").eval()
     assert len({len(completion.tokens) for completion in completions}) > 5
@@ -315,14 +312,22 @@ def test_a_cache_of_fixed_size_is_refused_where_it_is_not_known_to_work(folder, 
     assert len(built(tmp_path)[1].complete(once([PROMPT] * 3))) == 3
 
 
-def test_completions_come_request_by_request(folder):
-    """Of as many prompts in a row, whether they are asked for one by one or several at a time."""
-    _, sampler = built(suggesting(folder))
-    torch.manual_seed(0)
-    found = sampler.complete([Request(PROMPT, 3, 0), Request(OTHER, 2, 1)])
-    assert [(c.tokens.tolist(), c.log_probs.tolist(), c.finish_reason) for c in found] == sampled(
-        sampler, [PROMPT] * 3 + [OTHER] * 2
-    )
+@pytest.mark.parametrize("more", [(), ("rollout.top_p=0.8",)])
+def test_a_completion_is_drawn_by_its_request_alone(folder, more):
+    """Alone, with others, in any order and number at a time, by either way to compute it, the same token by token."""
+    length = "rollout.max_completion_length=20"
+    _, sampler = built(suggesting(folder), length, *more)
+    requests = [Request(PROMPT, 3, 8), Request(OTHER, 2, 9), Request(PROMPT, 2, 2**32 - 1)]
+    expected = [completion.tokens.tolist() for completion in sampler.complete(requests)]
+    assert len({str(tokens) for tokens in expected}) == 7  # no two draw alike, and they come request by request
+    alone = [sampler.complete([request]) for request in reversed(requests)]
+    assert [completion.tokens.tolist() for group in reversed(alone) for completion in group] == expected
+    first = sampler.complete([replace(request, completions=1) for request in requests])
+    assert [completion.tokens.tolist() for completion in first] == [expected[i] for i in (0, 3, 5)]
+    for other in (["sampler.max_sequences=3"], ["sampler.static_cache=true"]):
+        torch.rand(3)
+        found = built(suggesting(folder), length, *more, *other)[1].complete(requests)
+        assert [completion.tokens.tolist() for completion in found] == expected
 
 
 @pytest.mark.parametrize("fp32_lm_head", [True, False])

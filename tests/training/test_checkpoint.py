@@ -4,20 +4,15 @@ import contextlib
 import json
 import os
 import pickle
-import random
 import shutil
 import signal
 import subprocess
 import sys
 
-import numpy
 import pytest
 import torch
 from builders.models import save_with_tokenizer, small_llama
 from builders.runs import (
-    SHORT,
-    assert_equal,
-    built,
     config_of,
     contents_of,
     copy_as_of,
@@ -35,8 +30,6 @@ from pgtoolkit.cli import main
 from pgtoolkit.errors import StorageError
 from pgtoolkit.training import checkpoint
 from pgtoolkit.training.checkpoint import list_checkpoints, load_newest
-from pgtoolkit.training.module import make_optimizer
-from pgtoolkit.training.state import random_state, restore, seed_rank, set_random_state
 from pgtoolkit.training.train import train
 
 
@@ -240,16 +233,6 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path):
     assert load_newest(tmp_path)["step"] == 1
 
 
-def test_random_state_round_trip(tmp_path):
-    save_state(tmp_path, state(1, random=[random_state()]))
-    first = torch.rand(3), numpy.random.rand(3), random.random()
-    set_random_state(load_newest(tmp_path)["random"][0])
-    again = torch.rand(3), numpy.random.rand(3), random.random()
-    assert torch.equal(first[0], again[0])
-    assert (first[1] == again[1]).all()
-    assert first[2] == again[2]
-
-
 @pytest.mark.parametrize(
     ("kind", "change", "says"),
     [
@@ -287,18 +270,3 @@ def test_moments_that_cannot_be_are_refused(trained, tmp_path, capsys, field, nu
     replace_file(path, "training/optimizer-00001-00001.safetensors", save(moments))
     assert main(["resume", str(folder), "trainer.max_steps=3"]) == 6
     assert f"is damaged: {name} of the optimizer holds negative numbers or NaN. Remove" in capsys.readouterr().err
-
-
-def test_a_rank_that_is_new_on_resume_draws_numbers_of_its_own(trained):
-    """Of the seed, the rank and the step: of none of the ranks that were there, nor those of its start."""
-    loaded = load_newest(trained / "checkpoints")
-    module = built(*SHORT)[0].float()
-    optimizer = make_optimizer(module.model, module.config.optimizer)
-    module.optimizers = lambda use_pl_optimizer=True: optimizer
-    restore(module, loaded | {"random": []})
-    assert torch.initial_seed() == module.config.seed + 7919 * loaded["step"] > module.config.seed
-    restore(module, loaded)
-    assert_equal(random_state(), loaded["random"][0])
-    for rank, step in ((1, 0), (2, 0), (1, 4), (2, 4)):
-        seed_rank(3, rank, step)
-        assert torch.initial_seed() == 3 + 1_000_003 * rank + 7919 * step

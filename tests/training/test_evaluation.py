@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 from builders.parallel_runs import run_on_ranks
 from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, run
 from omegaconf import OmegaConf
@@ -20,7 +18,6 @@ from pgtoolkit.runs.directory import read_status
 from pgtoolkit.runs.records import read_evaluations
 from pgtoolkit.training.build import build
 from pgtoolkit.training.checkpoint import list_checkpoints
-from pgtoolkit.training.evaluations import measure
 
 EVALUATED = (
     *("evaluation.every=2", "evaluation.prompts_per_set=6", "evaluation.completions_per_prompt=2"),
@@ -206,20 +203,3 @@ def test_prompts_of_training_in_another_file_are_counted_in_a_note(tmp_path, cap
     with caplog.at_level("WARNING", logger="pgtoolkit"):
         build(OmegaConf.to_object(config_of(*shorter, "evaluation.every=1", *more)))
     assert "2 of the 4 prompts of evaluation set test are also prompts of training" in caplog.text
-
-
-def test_every_rank_and_step_draws_numbers_of_its_own_in_an_evaluation():
-    """An evaluator that shows what it would sample with; the training's numbers go on as if none had been drawn."""
-
-    def drawn(rank, step, seed=7):
-        sets = [SimpleNamespace(seed=seed), SimpleNamespace(seed=seed + 1)]
-        evaluator = SimpleNamespace(sets=sets, evaluate=lambda one, step: {"number": float(torch.rand(()))})
-        module = SimpleNamespace(evaluator=evaluator, layout=SimpleNamespace(rank=rank), documents_seen=0)
-        before = torch.get_rng_state()
-        rows = measure(module, step)
-        assert torch.equal(torch.get_rng_state(), before)
-        return [row["number"] for row in rows]
-
-    found = [drawn(rank, step, seed) for rank, step, seed in ((0, 0, 7), (1, 0, 7), (0, 1, 7), (1, 1, 7), (0, 0, 70))]
-    assert len({number for numbers in found for number in numbers}) == 10
-    assert drawn(1, 1) == found[3]

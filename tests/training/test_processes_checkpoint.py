@@ -40,7 +40,7 @@ def two_ranks(tmp_path_factory, recorded):
 
 
 def test_rollouts_of_as_many_ranks_continue_bitwise(tmp_path):
-    """The batch in use goes on, and the next is drawn with each rank's own random numbers."""
+    """The batch in use goes on, and the next is drawn by the seeds of its prompts."""
     dapo = ["rollout.max_sampling_rounds=4", "rollout.overlong_buffer=2", "advantage=batch_std"]
     dapo += ["rollout.group_size=2", "accumulation.docs_per_step=4"]
     policy = [*SHORT, "aggregation.divisor=4", "trainer.max_steps=3", *dapo]
@@ -100,8 +100,6 @@ def test_every_kind_of_parallelism_loads_and_saves_a_checkpoint_bitwise(tmp_path
         assert len(found[kind]) == (1 if kind == "model" else 3) * len(model)
     assert_equal(AutoModelForCausalLM.from_pretrained(path).state_dict(), model)
     assert (path / "config.json").read_text() == config
-    assert_equal(found["random"][0], before["random"][0])
-    assert len(found["random"]) == size
 
 
 def test_a_tied_head_is_one_matrix_on_any_number_of_ranks(tmp_path, recorded):

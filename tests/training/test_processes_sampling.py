@@ -11,7 +11,7 @@ from builders.processes import layout, world
 from builders.runs import SHORT, config_of, copy_as_of, metrics_of
 from omegaconf import OmegaConf
 
-from pgtoolkit.errors import DataError, RankLost
+from pgtoolkit.errors import DataError
 from pgtoolkit.ranks.agreement import gather_objects
 from pgtoolkit.runs.records import read_evaluations
 from pgtoolkit.tasks.completion import Request
@@ -152,32 +152,6 @@ def test_what_is_sampled_beside_training_keeps_the_weights_that_were_published(l
     settings = [*(f"parallelism.{axis}={size}" for axis, size in sizes.items()), "model.dtype=float32", *beside]
     config = OmegaConf.to_object(config_of(*of_model(llama, *settings)))
     assert world(math.prod(sizes.values())).run(kept_copy, config, sizes) == [[]] * math.prod(sizes.values())
-
-
-def refusal_on_rank(config, group: str, paths: list[str]) -> str:
-    """What ends a rank that has read a file or folder of its own."""
-    ranks = layout(data_parallel=2)
-    getattr(config, group).path = paths[ranks.rank]
-    with pytest.raises(RankLost) as refused:
-        build(config, layout=ranks)
-    return str(refused.value)
-
-
-def test_ranks_that_have_read_other_prompts_or_weights_are_told(llama, tmp_path):
-    """As the nodes of a cluster may, whose disks are their own."""
-    prompts = [tmp_path / f"{number}.jsonl" for number in (0, 1)]
-    for number, file in enumerate(prompts):
-        file.write_text(f'{{"prompt": "10=", "answer": "2"}}\n{{"prompt": "{number}=", "answer": "2"}}\n')
-    settings = [*SHORT, "parallelism.data_parallel=2"]
-    asked = [one for one in settings if not one.startswith("task.")]
-    config = OmegaConf.to_object(config_of(*asked, "task=prompts", f"task.path={prompts[0]}"))
-    for said in world(2).run(refusal_on_rank, config, "task", list(map(str, prompts))):
-        assert said.startswith("the prompts of the task on rank 1 differ from those on rank 0. Every process must read")
-    model = small_llama(4, num_hidden_layers=2, num_attention_heads=4)
-    folders = [str(llama), str(save_with_tokenizer(model.bfloat16(), tmp_path / "other"))]
-    config = OmegaConf.to_object(config_of(*of_model(llama, "parallelism.data_parallel=2")))
-    for said in world(2).run(refusal_on_rank, config, "model", folders):
-        assert said.startswith("the weights of the model on rank 1 differ from those on rank 0.")
 
 
 def failing_rank(config, sizes: dict[str, int], place: str) -> tuple[str, list[int]]:

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from pgtoolkit.config.defaults import default
-from pgtoolkit.config.key import value_of
-from pgtoolkit.config.keys import keys_of
-from pgtoolkit.config.saved import resolved
+from pgtoolkit.config.key import resolved, value_of
+from pgtoolkit.config.keys import default, keys_of
 from pgtoolkit.runs.records import leaves
 from pgtoolkit.system.report import refusal, text
 

@@ -1,4 +1,4 @@
-"""The rules on evaluation: its sets of prompts, how they are sampled, and what the best checkpoint is kept by."""
+"""The rules on prompts: tasks, stop strings, verifiers, and the sets of held-out prompts of an evaluation."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ import math
 import re
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from pgtoolkit.config.defaults import values_of
 from pgtoolkit.config.evaluation import (
     OF_A_SET,
     USUAL,
@@ -22,18 +18,129 @@ from pgtoolkit.config.evaluation import (
     sampling,
     watched,
 )
-from pgtoolkit.config.keys import KEYS, key_named
+from pgtoolkit.config.keys import KEYS, describe, fits, ignored, key_named, values_of
 from pgtoolkit.config.plan import documents_per_step
-from pgtoolkit.config.rules.declared import describe, ignored, within
-from pgtoolkit.config.rules.run import room_for, room_for_answer
-from pgtoolkit.config.rules.scoring import prompts
-from pgtoolkit.config.schema import SCHEMAS, Config
+from pgtoolkit.config.rules.run import existing, installed, room_for, room_for_answer
+from pgtoolkit.config.rules.step import importable
+from pgtoolkit.config.schema import (
+    Config,
+    PolicyRolloutConfig,
+    PromptsTaskConfig,
+    ReasoningGymTaskConfig,
+    TaskConfig,
+    WrittenTaskConfig,
+)
 from pgtoolkit.runs.completions import TRAINING
-from pgtoolkit.system.report import Report, text
+from pgtoolkit.system.report import Report, is_number, text
+
+VERIFIERS = ("exact_match", "regular_expression", "math_verify")
+"""Those that come with pgtoolkit; others are functions of the user's."""
+
+_KEYS = ("verifier", "weight", "pattern")
+_EXAMPLE = "'task.verifiers={answer: {verifier: math_verify}, short: {verifier: my_module.short, weight: 0.1}}'"
+
+
+def task(c: Config, report: Report) -> None:
+    if c.rollout.name == "recorded":
+        if (typed := report.typed_of("task")) and not is_on(c):
+            uses = "only gives model=tiny its characters" if c.model.name == "tiny" else "changes nothing"
+            report.note(f"{' '.join(typed)} {uses}: with rollout=recorded prompts and rewards come from rollout.path.")
+        return
+    if isinstance(c.task, WrittenTaskConfig) and c.task.system_prompt is not None:
+        _backslashes("task.system_prompt", c.task.system_prompt, report)
+    prompts(c.task, report)
+
+
+def prompts(task: TaskConfig, report: Report) -> None:
+    """What the task of training, or of a set of held-out prompts, needs."""
+    if isinstance(task, ReasoningGymTaskConfig):
+        installed(report, "task=reasoning_gym", "reasoning_gym", "reasoning-gym")
+    elif isinstance(task, PromptsTaskConfig):
+        existing(report, "task.path", task.path)
+        if "math_verify" in _verifiers(task, report):
+            installed(report, "math_verify among the verifiers", "math_verify", "math-verify")
+
+
+def stop(c: Config, report: Report) -> None:
+    texts = c.rollout.stop if isinstance(c.rollout, PolicyRolloutConfig) else []
+    for given in texts:
+        if given == "":
+            reason = "Every completion contains it."
+            report.refuse(f"rollout.stop={texts}", "texts that are not empty", "''", reason, "rollout.stop=[]")
+        _backslashes("rollout.stop", given, report)
+
+
+def _backslashes(key: str, value: str, report: Report) -> None:
+    if re.search(r"\\[nt]", value):
+        report.note(
+            f"{key} holds a backslash and a letter, as typed; for a line break, which models write, use a file, or "
+            f"$'...' of the shell: $'{key}=[\"\\n\"]'."
+        )
+
+
+def _verifiers(task: PromptsTaskConfig, report: Report) -> set[str]:
+    """Exactly one of task.verifier and task.verifiers, each with what it needs; returns those that are used."""
+    if not task.verifiers:
+        if task.verifier is None:
+            reason, use = "Completions need a score.", f"task.verifier=exact_match or {_EXAMPLE}"
+            report.refuse("task.verifier=null", "task.verifiers", "none", reason, use)
+        else:
+            _verifier("task.", task.verifier, task.pattern, report)
+        return {str(task.verifier)}
+    for key in ("verifier", "pattern"):
+        if (value := getattr(task, key)) is not None:
+            needs, reason = "task.verifiers={}", "It would be ignored: those score the completions."
+            report.refuse(f"task.{key}={value}", needs, [*task.verifiers], reason, f"{needs} or task.{key}=null")
+    entries = {name: entry for name, entry in task.verifiers.items() if _is_entry(name, entry, report)}
+    for name, entry in entries.items():
+        _verifier(f"task.verifiers.{name}.", entry["verifier"], entry.get("pattern"), report)
+    return {entry["verifier"] for entry in entries.values()}
+
+
+def _is_entry(name: str, entry: Any, report: Report) -> bool:
+    """Whether an entry of task.verifiers has the form of one."""
+    key, named = f"task.verifiers.{name}", re.fullmatch(r"[A-Za-z]\w{0,39}", name)
+    if not named:
+        needs, reason = (
+            "a name of up to 40 letters, digits and '_', a letter first",
+            "reward/NAME is its metric.",
+        )
+        report.refuse(key, needs, name, reason, _EXAMPLE)
+    if not isinstance(entry, dict) or set(entry) - set(_KEYS) or not isinstance(entry.get("verifier"), str):
+        needs, reason = "the keys verifier and, if need be, weight and pattern", "It says what scores, and how much."
+        report.refuse(key, needs, entry, reason, _EXAMPLE)
+        return False
+    weight = entry.get("weight", 1)
+    if is_number(weight) and 0 < abs(weight) <= 1e6:
+        return bool(named)
+    reason = "The reward is the sum of weight x score."
+    report.refuse_value(f"{key}.weight", weight, "a number up to 1e6, not 0", reason, 1)
+    return False
+
+
+def _verifier(prefix: str, name: str, pattern: str | None, report: Report) -> None:
+    """There is such a verifier, and the pattern fits it. prefix: of its keys."""
+    if name not in VERIFIERS:
+        alternatives = f"one of {', '.join(VERIFIERS)}, or "
+        importable(report, f"{prefix}verifier", str(name), "It scores the completions.", alternatives)
+    needs = f"{prefix}verifier=regular_expression"
+    if name != "regular_expression":
+        if pattern is not None:
+            reason = "It would be ignored: other verifiers take none."
+            report.refuse(f"{prefix}pattern={pattern}", needs, name, reason, f"{needs} or {prefix}pattern=null")
+        return
+    try:
+        groups, got = re.compile(str(pattern)).groups, pattern
+    except re.error as error:
+        groups, got = 0, f"{pattern}: {error}"
+    if groups != 1:
+        reason = "What its group finds last is compared with the answer; (?:...) captures nothing."
+        report.refuse(needs, f"{prefix}pattern with one group", got, reason, f"\"{prefix}pattern='answer: (.*)'\"")
+
 
 KINDS = ("reverse", "reasoning_gym", "prompts")
 _NOT_OF_A_SET = ("name", "verifiers")
-_EXAMPLE = "'evaluation.sets={test: {path: test.jsonl}}'"
+_SETS = "'evaluation.sets={test: {path: test.jsonl}}'"
 _FEW = 0.01
 """Share of held-out prompts that training may also ask by chance before a note says so."""
 
@@ -75,10 +182,10 @@ def _sets(c: Config, report: Report) -> None:
         before = len(report.problems)
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,39}", name) or name == TRAINING:
             needs = f"a name of up to 40 letters, digits, '_' and '-', a letter first, other than {TRAINING}"
-            report.refuse(f"evaluation.sets.{name}", needs, name, "Files and metrics bear it.", _EXAMPLE)
+            report.refuse(f"evaluation.sets.{name}", needs, name, "Files and metrics bear it.", _SETS)
         elif not isinstance(given, dict):
             needs, reason = "keys with values", "They say what differs from the task."
-            report.refuse(f"evaluation.sets.{name}", needs, text(given), reason, _EXAMPLE)
+            report.refuse(f"evaluation.sets.{name}", needs, text(given), reason, _SETS)
         else:
             _keys(c, f"evaluation.sets.{name}", given, report)
         if len(report.problems) > before:
@@ -100,18 +207,8 @@ def _keys(c: Config, place: str, given: dict[str, Any], report: Report) -> None:
         if name not in known:
             reason = f"A set has the keys of task={kind} but for verifiers, and {', '.join(OF_A_SET)}."
             report.refuse(setting, f"one of {', '.join(known)}", name, reason, f"{place}.KEY=VALUE with one of them")
-        elif known[name].range and not within(known[name], value):
-            report.refuse(setting, describe(known[name]), value, "Every number has a range.", f"{place}.{name}=NUMBER")
-        elif not known[name].range and not _fits(SCHEMAS[known[name].schema], name, value):
-            report.refuse(setting, f"a value as task.{name} has", value, "Every key has a type.", f"task.{name}'s form")
-
-
-def _fits(schema: type, name: str, value: Any) -> bool:
-    try:
-        OmegaConf.merge(OmegaConf.structured(schema), {name: value})
-    except OmegaConfBaseException:
-        return False
-    return True
+        elif not fits(known[name], value):
+            report.refuse(setting, describe(known[name]), value, "Every key has a type.", f"{place}.{name}=VALUE")
 
 
 def _sampling(c: Config, report: Report) -> None:
