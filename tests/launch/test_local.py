@@ -26,8 +26,8 @@ def test_jobs_are_bit_equal_to_runs_started_alone(tmp_path):
     for name, words in (("tiny", once(*SHORT, *steps)), ("folder", once(*with_model(tmp_path / "model", *steps)))):
         together = ("-m", "seed=1,2", "hydra.launcher.n_jobs=2", f"hydra.sweep.dir={tmp_path / name}")
         alone = tmp_path / f"{name}-alone"
-        for command in (together, ("seed=2", f"hydra.run.dir={alone}")):
-            subprocess.run([PGTK, *words, *command], cwd=tmp_path, env=ENVIRONMENT, check=True, capture_output=True)
+        for command in (together, (f"hydra.run.dir={alone}", "seed=2")):
+            subprocess.run([PGTK, *command, *words], cwd=tmp_path, env=ENVIRONMENT, check=True, capture_output=True)
         (job,) = (tmp_path / name).glob("seed-2-*")
         assert metrics_of(job) == metrics_of(alone)
         assert_equal(checkpoint_of(job, 4), checkpoint_of(alone, 4))
