@@ -38,15 +38,15 @@ class LocalEngine:
 
     def start(self, jobs: Sequence[tuple[str, str]]) -> list[_ForkedJob]:
         """jobs: absolute paths of each job's file, which `multirun` writes, and of its log."""
-        return [self._start(file, log) for file, log in jobs]
-
-    def _start(self, file: str, log: str) -> _ForkedJob:
         if self._helper is None:
             self._begin()
-        gpu = self._gpus.popleft() if self._gpus else None
-        self._jobs.append(job := _ForkedJob(self, len(self._jobs), Path(log).parent, gpu))
-        self.send(job.number, (file, log, {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}))
-        return job
+        started = []
+        for file, log in jobs:
+            gpu = self._gpus.popleft() if self._gpus else None
+            started.append(job := _ForkedJob(self, len(self._jobs), Path(log).parent, gpu))
+            self._jobs.append(job)
+            self.send(job.number, (file, log, {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}))
+        return started
 
     def _begin(self) -> None:
         self._connection, theirs = multiprocessing.Pipe()
@@ -67,14 +67,16 @@ class LocalEngine:
         """Note which jobs have ended. A helper that was killed is replaced; its jobs see that it is gone, and stop."""
         try:
             while self._helper is not None and self._connection.poll():
-                number, self._jobs[number].status = self._connection.recv()
-                self._give_back(self._jobs[number])
+                number, status = self._connection.recv()
+                self.end(self._jobs[number], status)
         except (EOFError, OSError):
             self.close()
             for job in self._jobs:
                 job.lost = job.status is None
 
-    def _give_back(self, job: _ForkedJob) -> None:
+    def end(self, job: _ForkedJob, status: int) -> None:
+        """Note how a job has ended; another may have its GPU."""
+        job.status = status
         if job.gpu is not None:
             self._gpus.append(job.gpu)
 
@@ -100,8 +102,9 @@ class _ForkedJob:
     def poll(self) -> int | None:
         """The exit status once the job has ended; negative where a signal ended it."""
         self._engine.receive()
-        if self.lost and not is_held(self._directory):
-            self.status, self.reason = Interrupted.exit_status, "the process that starts the jobs was killed"
+        if self.status is None and self.lost and not is_held(self._directory):
+            self.reason = "the process that starts the jobs was killed"
+            self._engine.end(self, Interrupted.exit_status)
         return self.status
 
     def stop(self, number: int) -> None:
