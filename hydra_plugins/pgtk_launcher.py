@@ -5,7 +5,7 @@ Hydra runs this file before it is known as a module, so that annotations cannot 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn
@@ -18,7 +18,6 @@ from omegaconf import OmegaConf
 class LocalLauncherConfig:
     _target_: str
     n_jobs: int
-    jobs_per_gpu: Optional[int]  # noqa: UP045  (as Hydra reads it)
     fail_fast: bool
 
 
@@ -39,10 +38,10 @@ class _Launcher(Launcher):
 
 
 class LocalLauncher(_Launcher):
-    """On this machine. settings: n_jobs, jobs_per_gpu."""
+    """On this machine. settings: n_jobs."""
 
     def _engine(self):
-        from pgtoolkit.launch.local import LocalEngine
+        from pgtoolkit.launch.engines import LocalEngine
 
         return LocalEngine(**self._settings)
 

@@ -14,7 +14,6 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from pgtoolkit.config import memory
 from pgtoolkit.config.compose import Composed, compose, set_value
 from pgtoolkit.config.files import options
 from pgtoolkit.config.keys import KEYS, default, is_computed, written
@@ -24,10 +23,7 @@ from pgtoolkit.config.rules.run import launcher
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.validate import interpolated, resolve_and_validate
 from pgtoolkit.errors import PgtoolkitError
-from pgtoolkit.launch.local import visible_gpus
 from pgtoolkit.launch.sweep import LOCAL, Job, Sweep
-from pgtoolkit.ranks.environment import world_size
-from pgtoolkit.runs.provenance import gpu_memory
 from pgtoolkit.system.report import Report, key_of
 from pgtoolkit.training.machine import check_machine
 
@@ -130,8 +126,6 @@ def check(
                 kinds[kind] = _Kind(run)
         if run.values is not None and master.hydra.launcher._target_ == LOCAL:  # the jobs run here
             check_machine(run.values, run.report)
-            if (count := master.hydra.launcher.jobs_per_gpu) is not None and not run.report.problems:
-                divide_gpus(run.values, count, gpu_memory() if visible_gpus() else [], run.report)
         if checked.sweep is not None and not run.report.problems:
             _place(checked.sweep, run, number)
         return run
@@ -190,25 +184,6 @@ class _Kind:
         """The default of a key: what stands in its file is the same for all of the kind."""
         value = self._written(key)
         return default(self._config, key) if is_computed(value) else value
-
-
-def divide_gpus(c: Config, jobs_per_gpu: int, gpus: list[float], report: Report) -> None:
-    """Refuse a job that cannot share a GPU with so many others; gpus: bytes of each."""
-    setting, single = f"hydra.launcher.jobs_per_gpu={jobs_per_gpu}", "hydra.launcher.jobs_per_gpu=null"
-    if not gpus:
-        reason = "They say how many jobs run at a time."
-        report.refuse(setting, "a GPU", "none", reason, f"hydra.launcher.n_jobs={jobs_per_gpu} and {single}")
-    elif c.trainer.device == "cpu":
-        report.refuse("trainer.device=cpu", single, jobs_per_gpu, "Such a job uses no GPU.", single)
-    elif (size := world_size(c.parallelism)) > 1 or getattr(c.sampler, "gpus", None):
-        reason = "Each job sees one GPU."
-        use = f"{single}, parallelism=single or sampler.gpus=null"
-        report.refuse(setting, "jobs of one process", size, reason, use)
-    elif (plan := memory.plan(c, min(gpus) / jobs_per_gpu)) and plan.most * jobs_per_gpu > min(gpus):
-        needs = f"{plan.most * jobs_per_gpu / 1e9:.3g} GB of each GPU, {plan.most / 1e9:.3g} for each job"
-        reason = "pgtk check lists what they hold."
-        fits = max(1, int(min(gpus) / plan.most))
-        report.refuse(setting, needs, f"{min(gpus) / 1e9:.3g}", reason, f"hydra.launcher.jobs_per_gpu={fits}")
 
 
 def _place(sweep: Sweep, run: PlannedRun, number: int) -> None:

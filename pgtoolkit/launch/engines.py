@@ -1,4 +1,4 @@
-"""Where the jobs of a sweep run if not on this machine: on a Ray cluster, or through submitit on SLURM."""
+"""Where the jobs of a sweep run: as processes of this machine, on a Ray cluster, or through submitit on SLURM."""
 
 from __future__ import annotations
 
@@ -21,14 +21,18 @@ _SECONDS_TO_CANCEL = 60
 
 
 class JobProcess:
-    """The process of one job on a worker, in a session of its own; it saves and stops when this process ends.
+    """The process of one job on this machine, in a session of its own; it saves and stops when this process ends.
 
     file: the job's description, see `multirun`. log: what the process prints is added to it.
     """
 
+    reason: str | None = None
+    """What the engine says of a job that did not end by itself."""
+
     def __init__(self, file: str | Path, log: str | Path):
         command = [sys.executable, "-P", "-m", "pgtoolkit.launch.job", str(file)]
         with Path(log).open("a+", encoding="utf-8") as output:
+            # A session of its own: Ctrl-C in the terminal reaches the jobs through this process alone, once.
             streams = {"stdin": subprocess.PIPE, "stdout": output, "stderr": output}
             self._process = subprocess.Popen(command, **streams, start_new_session=True)
 
@@ -49,6 +53,20 @@ class JobProcess:
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         return self.poll()
+
+
+class LocalEngine:
+    """n_jobs processes at a time on this machine."""
+
+    def __init__(self, n_jobs: int):
+        self.at_a_time = n_jobs
+
+    def start(self, jobs: Sequence[tuple[str, str]]) -> list[JobProcess]:
+        """jobs: absolute paths of each job's file, which `multirun` writes, and of its log."""
+        return [JobProcess(file, log) for file, log in jobs]
+
+    def close(self) -> None:
+        """Let go of the cluster, where there is one, once all jobs have ended."""
 
 
 class RayEngine:
@@ -204,6 +222,13 @@ class _JobOfSubmitit:
             self._process.stop(signal.SIGUSR2)
             self._process.wait()
         return submitit.helpers.DelayedSubmission(_JobOfSubmitit(), file, log)
+
+
+Engine = LocalEngine | RayEngine | SubmititEngine
+"""Runs `python -m pgtoolkit.launch.job FILE` for each job, `at_a_time` of them; `LocalEngine` says what each offers."""
+
+JobHandle = JobProcess | _RayTask | _SubmittedJob
+"""A job that was started; `JobProcess` says what each offers."""
 
 
 def _last_line(error: BaseException) -> str:

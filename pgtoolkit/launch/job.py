@@ -1,4 +1,4 @@
-"""One job of a sweep, in a process of its own: `python -m pgtoolkit.launch.job FILE`, or a fork of `local.forked`."""
+"""One job of a sweep, in a process of its own: `python -m pgtoolkit.launch.job FILE`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -17,7 +16,6 @@ from omegaconf import DictConfig
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.saved import typed
 from pgtoolkit.errors import Interrupted, PgtoolkitError, unusable
-from pgtoolkit.launch.local import FORKS, forked
 from pgtoolkit.launch.processes import train_on_processes
 from pgtoolkit.launch.sweep import refuse_another
 from pgtoolkit.launch.worker import Training
@@ -54,15 +52,13 @@ def wait_until_free(directory: Path) -> None:
 
 def main(argv: list[str]) -> int:
     """Run the job that the launcher wrote into a file; returns the exit status."""
-    file = forked(Connection(int(argv[1]))) if argv[0] == FORKS else argv[0]
     for number in STOP_SIGNALS:
         signal.signal(number, _leave)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     threading.Thread(target=_stop_with_launcher, daemon=True).start()
-    job = json.loads(Path(file).read_text())
+    job = json.loads(Path(argv[0]).read_text())
     sys.argv = job["command"]  # what provenance.json names
     try:
-        config = typed(job["config"], file)
+        config = typed(job["config"], argv[0])
         # The imports of training take seconds; an exception amid them, such as a signal's, breaks modules.
         alone = world_size(config.parallelism) == 1
         importlib.import_module("pgtoolkit.training.train" if alone else "torch.distributed")

@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hydra._internal.callbacks import Callbacks
 from hydra.core.plugins import Plugins
@@ -20,8 +19,7 @@ from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError
 from pgtoolkit.launch import sweep_report
 from pgtoolkit.launch.check import Checked
-from pgtoolkit.launch.engines import RayEngine, SubmititEngine
-from pgtoolkit.launch.local import LocalEngine
+from pgtoolkit.launch.engines import Engine, JobHandle
 from pgtoolkit.launch.sweep import Job, Sweep
 from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.system.report import say
@@ -29,9 +27,6 @@ from pgtoolkit.tracking.signals import STOP_SIGNALS, answered_by
 
 STOPPED = (signal.SIGKILL, signal.SIGHUP, *STOP_SIGNALS)
 """Signals by which someone ends a process; by others it ends itself."""
-
-Engine = LocalEngine | RayEngine | SubmititEngine
-"""Runs `pgtoolkit.launch.job` for each job, `at_a_time` of them; `LocalEngine` says what each offers."""
 
 
 def run_sweep(checked: Checked) -> int:
@@ -114,7 +109,7 @@ class CheckedJobs:
 @dataclass
 class _Running:
     job: Job
-    handle: Any
+    handle: JobHandle
     started: float
     log_start: int
 

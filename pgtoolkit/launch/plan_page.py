@@ -12,7 +12,7 @@ from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import first_line
 from pgtoolkit.launch.check import Checked, distinctive, notes, problems
 from pgtoolkit.launch.sweep_report import summary
-from pgtoolkit.runs.provenance import gpu_memory
+from pgtoolkit.runs.provenance import gpus
 from pgtoolkit.system.report import key_of
 
 
@@ -24,7 +24,8 @@ def render_plan(checked: Checked) -> str:
         sections += describe(first.values, resolve_and_validate(compose([]).config)[0])
         chosen, hydra = first.values.tracking.run_name, first.config.hydra
         if first.values.model.name == "huggingface" and not first.report.problems:
-            sections.append(("Memory", [*memory.describe(first.values, min(gpu_memory(), default=None))]))
+            sizes = [float(gpu["memory"].split()[0]) * 2**20 for gpu in gpus()]
+            sections.append(("Memory", [*memory.describe(first.values, min(sizes, default=None))]))
         name = name_in(hydra, chosen) if checked.is_sweep else name_of(chosen, first.overrides)
         sections.append(("Run name", [name]))
         if first.config.rollout.name == "policy" and not first.report.problems:

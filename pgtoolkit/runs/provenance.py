@@ -119,12 +119,6 @@ def _git(directory, *arguments):
     return output.decode("utf-8", errors="replace")
 
 
-@functools.cache  # of each job of a sweep
-def gpu_memory() -> list[float]:
-    """Bytes of each of this machine's."""
-    return [float(gpu["memory"].split()[0]) * 2**20 for gpu in gpus()]
-
-
 def gpus() -> list[dict[str, str]]:
     """Name, memory (such as "143771 MiB") and driver of each of this machine's."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]

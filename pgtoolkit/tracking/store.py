@@ -36,24 +36,7 @@ def client_of(uri: str):
 
     MLflow limits the wait for each byte alone; here each whole call is limited, to 4 such waits.
     """
-    with _imported():
-        from mlflow import MlflowClient
-
-        return _ClientWithTimeouts(MlflowClient(uri))
-
-
-def load(uri: str | None) -> None:
-    """Import what the client of this store will, and open nothing."""
-    with _imported():
-        import mlflow.tracking
-
-        if uri is None or sqlite_path(uri):
-            import mlflow.store.tracking.sqlalchemy_store  # noqa: F401
-
-
-@contextlib.contextmanager
-def _imported():
-    """MLflow's settings and its imports; what the user has set wins."""
+    # What the user has set wins.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -61,12 +44,12 @@ def _imported():
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     # Its language models' gateway is not used here, nor are its tables.
     with without(pandas=(), fastapi=("HTTPException",)):
-        import mlflow  # noqa: F401
+        from mlflow import MlflowClient
 
         logging.getLogger("alembic").setLevel(logging.WARNING)
         # It logs each failure with its whole traceback; `failure` says it in one line.
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
-        yield
+        return _ClientWithTimeouts(MlflowClient(uri))
 
 
 def request_seconds() -> float:

@@ -185,13 +185,9 @@ def launcher(hydra: Any, report: Report) -> None:
             needs = "one of local, slurm and ray_cluster"
             reason = "Other launchers of Hydra run jobs that pgtk could not stop, continue or leave out."
             report.refuse_value("hydra/launcher", chosen, needs, reason, "local")
-    n_jobs, jobs_per_gpu = hydra.launcher.get("n_jobs", 1), hydra.launcher.get("jobs_per_gpu")
-    for name, count in (("n_jobs", n_jobs), ("jobs_per_gpu", 1 if jobs_per_gpu is None else jobs_per_gpu)):
-        if not (is_whole(count) and count >= 1):
-            report.refuse_value(f"hydra.launcher.{name}", count, "a whole number >= 1", "It counts jobs at a time.", 1)
-    if jobs_per_gpu is not None and n_jobs != 1:
-        setting, reason = f"hydra.launcher.n_jobs={n_jobs}", "So many run on each GPU, whatever n_jobs says."
-        report.refuse(setting, "hydra.launcher.jobs_per_gpu=null", jobs_per_gpu, reason, "one of the two")
+    n_jobs = hydra.launcher.get("n_jobs", 1)
+    if not (is_whole(n_jobs) and n_jobs >= 1):
+        report.refuse_value("hydra.launcher.n_jobs", n_jobs, "a whole number >= 1", "It counts jobs at a time.", 1)
 
 
 _LAUNCHERS = "hydra_plugins.pgtk_launcher."
