@@ -10,8 +10,9 @@ from torch import Tensor
 
 from pgtoolkit.errors import DataError
 
-OPTIONAL_VECTORS = ("sampling_log_probs", "ref_log_probs")
-"""Numbers of each trained token that not every source knows. A step has those that all its documents have."""
+OPTIONAL_VECTORS = ("old_log_probs", "sampling_log_probs", "ref_log_probs")
+"""Numbers of each trained token that not every source knows. A step has those that all its documents have, but for old
+log-probs, which each micro-batch has that is not on_policy."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,9 @@ class Document:
     loss_mask: (S,) bool, True where the token is trained, that is, predicted from the tokens before it.
         The first token has nothing before it and is never trained.
     old_log_probs: (N,) float32, log-prob of each trained token, in order, under the policy that generated it; None
-        where nobody knows and the loss does not ask.
+        where nobody knows and the loss does not ask, and where the document is on_policy.
+    on_policy: True where the weights that generated it are those that its step begins with: its old log-probs are the
+        new ones, which the step's forward pass gives, and every ratio is 1.
     advantages: (N,) float32, of each trained token.
     sampling_log_probs, ref_log_probs: (N,) float32 or None, log-prob of each trained token as the engine that sampled
         it gave it, where old_log_probs are computed anew, and under a frozen reference.
@@ -51,11 +54,11 @@ class Document:
     task_reward: float | None = None
     dropped_prompt_fraction: float | None = None
     measures: dict[str, float] = field(default_factory=dict)
+    on_policy: bool = False
 
     def __post_init__(self):
         trained = int(self.loss_mask.sum())
-        old = () if self.old_log_probs is None else ("old_log_probs",)
-        vectors = (*old, "advantages", *known_vectors(self))
+        vectors = "advantages", *known_vectors(self)
         lengths = {name: len(getattr(self, name)) for name in ("loss_mask", *vectors)}
         if lengths != {"loss_mask": len(self.tokens)} | dict.fromkeys(vectors, trained):
             raise ValueError(f"{self.name} has {len(self.tokens)} tokens, {trained} of them trained, and {lengths}")
@@ -89,21 +92,22 @@ class Tokens:
     """What the loss knows of the positions of a piece of a step, but for their logits.
 
     labels, document_index: (T,) int64; labels[t] is the token to predict at position t, which is token t + 1 of the
-        document, negative where nothing is trained. old_log_probs, advantages: (T,) floating, aligned with labels, read
-        only where trained.
-    sampling_log_probs, ref_log_probs: the same, or None; see `OPTIONAL_VECTORS`.
+        document, negative where nothing is trained. advantages: (T,) floating, aligned with labels, read only where
+        trained.
+    old_log_probs, sampling_log_probs, ref_log_probs: the same, or None; see `OPTIONAL_VECTORS`. Where the old ones are
+        None they are the new ones, without gradient: every ratio is 1.
     factors: the same, or None: rho_t as the caller has computed it; l_t is multiplied by it, beside any correction.
     num_documents: of this piece. group_index: (documents,) int64, each document's group as the totals number them.
     counts: of the documents, where they are known on the host.
     """
 
     labels: Tensor
-    old_log_probs: Tensor
     advantages: Tensor
     document_index: Tensor
     num_documents: int
     group_index: Tensor | None = None
     counts: DocumentCounts | None = None
+    old_log_probs: Tensor | None = None
     sampling_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
     factors: Tensor | None = None
@@ -175,6 +179,11 @@ def known_vectors(*holders: Document | Tokens) -> tuple[str, ...]:
     return tuple(name for name in OPTIONAL_VECTORS if holders and all(getattr(x, name) is not None for x in holders))
 
 
+def have_old_log_probs(documents: list[Document]) -> bool:
+    """Whether a step of these documents has ratios: each knows its old log-probs, or is on_policy."""
+    return all(document.old_log_probs is not None or document.on_policy for document in documents)
+
+
 def pack(documents: list[Document], group_numbers: list[int], known: tuple[str, ...] | None = None) -> MicroBatch:
     """One micro-batch of the documents in their order; group_numbers: each one's group as numbered within the step.
 
@@ -191,10 +200,13 @@ def pack(documents: list[Document], group_numbers: list[int], known: tuple[str, 
         """(T,) from the values of the trained tokens: each stands where its token is predicted, one place earlier."""
         return values.new_full((len(tokens),), elsewhere).index_copy(0, trained - 1, values)
 
-    # Zeros where nobody knows the old ones: the loss then does not read them, and no metric of them is given.
-    old = [torch.zeros(d.num_trained) if d.old_log_probs is None else d.old_log_probs for d in documents]
-    vectors = {"old_log_probs": labelled(_concatenate(old, torch.float32), 0.0)}
-    for name in ("advantages", *(known_vectors(*documents) if known is None else known)):
+    vectors = {}
+    if not any(document.on_policy for document in documents):
+        # Zeros where nobody knows them: the loss then does not read them, and no metric of them is given.
+        old = [torch.zeros(d.num_trained) if d.old_log_probs is None else d.old_log_probs for d in documents]
+        vectors["old_log_probs"] = labelled(_concatenate(old, torch.float32), 0.0)
+    known = set(known_vectors(*documents) if known is None else known) - {"old_log_probs"}
+    for name in ("advantages", *known):
         values = _concatenate([getattr(document, name) for document in documents], torch.float32)
         vectors[name] = labelled(values, 0.0)
     return MicroBatch(

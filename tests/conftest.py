@@ -74,18 +74,7 @@ hypothesis.settings.load_profile("untimed")
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     """Drawing its curves is a third of what a short run takes: left white where no test looks at them."""
-    if item.path.parent.name not in (
-        "config",
-        "launch",
-        "losses",
-        "model",
-        "ranks",
-        "rollouts",
-        "runs",
-        "sampling",
-        "tasks",
-        "training",
-    ):
+    if item.path.parent.name in ("comparison", "tracking", "tests"):
         return (yield)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 

@@ -216,14 +216,6 @@ def run_dir(tmp_path):
     return tmp_path
 
 
-def test_resume_takes_the_saved_configuration_and_overrides(run_dir):
-    composed = compose(["trainer.max_steps=900", "tracking=none"], run_dir=run_dir)
-    assert composed.problems == []
-    config = composed.config
-    assert (config.loss.name, config.seed, config.trainer.max_steps, config.tracking.name) == ("grpo", 5, 900, "none")
-    assert type(OmegaConf.to_object(config).rollout).__name__ == "PolicyRolloutConfig"
-
-
 @pytest.mark.parametrize("lacks", ["rollout.lag", "parallelism.shard", "correction", "kl"])
 def test_a_saved_configuration_that_does_not_fit_is_refused_in_one_sentence(run_dir, lacks):
     saved = OmegaConf.load(run_dir / "config.yaml")

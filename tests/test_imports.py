@@ -12,19 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "pgtoolkit"
 ORDER = (
-    *(
-        "errors",
-        "batch",
-        "losses",
-        "kernels",
-        "api",
-        "adapters",
-        "ranks",
-        "system",
-        "runs",
-        "config",
-        "tracking",
-    ),
+    *("errors", "batch", "losses", "kernels", "api", "adapters", "ranks", "system", "runs", "config", "tracking"),
     *("comparison", "tasks", "sampling", "rollouts", "model", "training", "dumps", "inspection", "launch", "cli"),
 )
 """Wings and the files at the top, from the ground up: each may know those before it."""
@@ -188,10 +176,3 @@ def test_transformers_may_be_imported_before():
 def test_lightning_is_imported_in_one_place():
     users = [file.name for file in FILES if "lightning" in roots(imports(file))]
     assert users == ["frameworks.py"]
-
-
-def test_the_walk_sees_what_it_should(tmp_path):
-    file = tmp_path / "sample.py"
-    file.write_text("import a.b\nif True:\n    from c import d\ndef f():\n    import e\n")
-    assert imports(file) == {"a.b", "c.d", "e"}
-    assert imports(file, module_level_only=True) == {"a.b", "c.d"}

@@ -110,7 +110,7 @@ class PolicyGradientTrainer(GRPOTrainer):
             problems.append(f"kl={self._kl} has no effect with GRPOConfig.beta=0.0. Use beta=0.04, or no kl.")
         if self._kl not in (None, "k3") and not args.use_bias_correction_kl:
             problems.append(
-                f"kl={self._kl} is not k3, which GRPOConfig.use_bias_correction_kl=False says. Use one of them."
+                f"kl={self._kl} contradicts GRPOConfig.use_bias_correction_kl=False, which means k3. Use one of them."
             )
         return problems + self._problems_of_correction(args, changed)
 
@@ -120,7 +120,7 @@ class PolicyGradientTrainer(GRPOTrainer):
         name, kept = f"correction={self.correction.name}", "GRPOConfig.vllm_importance_sampling_correction"
         by_trl = args.use_vllm and args.vllm_importance_sampling_correction
         if self.correction.of_policy:
-            return [f"{name} is one correction and {kept}=True another. Use one of them."] if by_trl else []
+            return [f"{name} and {kept}=True would be two corrections at once. Use one of them."] if by_trl else []
         problems = [
             f"GRPOConfig.{key}={getattr(args, key)!r} has no effect beside {name}. Use one of them."
             for key in ("vllm_importance_sampling_" + end for end in ("mode", "clip_max", "clip_min"))

@@ -21,6 +21,7 @@ from pgtoolkit.config.files import config_directory, options, plugins
 from pgtoolkit.config.keys import KEYS, evaluated_keys, is_inside, key_named
 from pgtoolkit.config.overrides import (
     NO_CHOICE,
+    OPTIONAL,
     composition_problem,
     given_twice,
     hydra_form,
@@ -83,22 +84,20 @@ def compose(
     for override in parsed:
         key = override.key_or_group
         problem = wrong_form(override, groups)
+        is_choice = key in groups and not isinstance(override.value(), dict)
         if evaluate and not problem and not any(is_inside(key, name) for name in evaluated_keys(evaluate)):
             reason, use = "Nothing is trained: it would be ignored.", f"the keys {', '.join(evaluated_keys(evaluate))}"
             problem = refusal(override.input_line, "to be left out", key, reason, use)
-        if saved and not evaluate and key in ("experiment", "debug"):
+        elif saved and not evaluate and key in OPTIONAL:
             reason, use = "A run is continued as it was: these are chosen when it starts.", "a new run"
             problem = refusal(override.input_line, "to be left out", key, reason, use)
-        if problem:
+        if problem := problem or (unknown_option(override, groups) if is_choice else None):
             problems.append(problem)
+        elif is_choice:
+            choices.append(hydra_form(override.input_line))
+            accepted.append(override)
         elif key.split(".")[0].split("/")[0] == "hydra" and not saved:
             choices.append(override.input_line)
-        elif key in groups and not isinstance(override.value(), dict):
-            if problem := unknown_option(override, groups):
-                problems.append(problem)
-            else:
-                choices.append(hydra_form(override.input_line))
-                accepted.append(override)
         else:
             values.append(override)
     if saved:

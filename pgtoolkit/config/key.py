@@ -78,8 +78,7 @@ def key(least: float | None = None, most: float | None = None, **declared: Any) 
 
 def holds(condition: str, config: object) -> bool:
     """Whether a condition holds: `KEY=VALUE`, `KEY!=VALUE` or `KEY>NUMBER`, or several, joined by ` and `, ` or `."""
-    together = [[parts(single) for single in every.split(" and ")] for every in condition.split(" or ")]
-    return any(all(_holds(*single, config) for single in every) for every in together)
+    return any(all(_holds(single, config) for single in every.split(" and ")) for every in condition.split(" or "))
 
 
 def singles(condition: str) -> list[str]:
@@ -111,7 +110,8 @@ def resolved(config: object, name: str) -> Any:
         return None
 
 
-def _holds(name: str, operator: str, expected: str, config: object) -> bool:
+def _holds(single: str, config: object) -> bool:
+    name, operator, expected = parts(single)
     value = value_of(config, name)
     if operator == ">":
         return isinstance(value, int | float) and value > float(expected)

@@ -36,17 +36,12 @@ KEYS = tuple(_declared())
 
 OPTION_KEYS = {key.group: key.name for key in KEYS if key.option}
 """Group -> the key that names its option, of those groups that have one."""
-_WITH_OPTIONS = {key.group for key in KEYS if "/" in key.schema}
 _NAMED = {name: [key for key in KEYS if key.name == name] for name in {key.name for key in KEYS}}
 
 
 def keys_of(config: object) -> Iterator[Key]:
     """The keys of the options that a configuration has chosen; config: see `value_of`."""
-    chosen = {group: value_of(config, f"{group}.name") for group in _WITH_OPTIONS}
-    for key in KEYS:
-        group, _, option = key.schema.partition("/")
-        if option in ("", chosen.get(group)):
-            yield key
+    return (key for key in KEYS if _is_chosen(key, config))
 
 
 def _is_chosen(key: Key, config: object) -> bool:

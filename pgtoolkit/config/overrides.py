@@ -31,8 +31,11 @@ from pgtoolkit.runs.records import leaves
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import refusal, text
 
-NO_CHOICE = ("experiment=null", "debug=null")
-"""What the optional groups are by default; Hydra accepts it in its files but not as an override."""
+OPTIONAL = ("experiment", "debug")
+"""Groups that change others, of which none is chosen by default, and perhaps several."""
+
+NO_CHOICE = tuple(f"{group}=null" for group in OPTIONAL)
+"""What they are by default; Hydra accepts it in its files but not as an override."""
 
 
 _LISTS = {key.name for key in KEYS if key.type == "list[str]"}
@@ -221,19 +224,16 @@ def _keys(override: Override) -> list[str]:
 def unknown_option(override: Override, groups: dict[str, list[str]]) -> str | None:
     """An option that its group does not have; the way out may be an option of another one."""
     key, value = override.key_or_group, override.value()
-    names = groups[key]
-    if value is None and key in ("experiment", "debug"):
+    names, several = groups[key], value if value and isinstance(value, list) and key in OPTIONAL else [value]
+    word = next((text(name) for name in several if name not in names), None)
+    if word is None:
         return None
-    several = value if isinstance(value, list) and key in ("experiment", "debug") else [value]
-    wrong = [name for name in several or [value] if name not in names]
-    if not wrong:
-        return None
-    near, word = nearest(text(wrong[0]), names), text(wrong[0])
+    near = nearest(word, names)
     use = f"{key}={near}" if near else " or ".join(f"{key}={name}" for name in names)
     if elsewhere := ALSO_CALLED.get(word) or next((f"{one}={word}" for one in groups if word in groups[one]), None):
         use = elsewhere
     reason = f"The options of {key} are the files in conf/{key}."
-    return f"{override.input_line} needs one of {', '.join(names)} (got {text(wrong[0])!r}). {reason} Use {use}."
+    return f"{override.input_line} needs one of {', '.join(names)} (got {word!r}). {reason} Use {use}."
 
 
 def options_as_keys(values: Any, groups: Iterable[str]) -> str | None:
@@ -248,12 +248,10 @@ def options_as_keys(values: Any, groups: Iterable[str]) -> str | None:
 
 def incomplete(config: DictConfig) -> list[str]:
     """The problem with files of the user's that leave out a group, or make it something else than an option of it."""
-    wrong = []
-    for group in dict.fromkeys(key.group for key in KEYS if key.group):
-        node = config._get_node(group) if group in config.keys() else None  # noqa: SIM118 (`in` needs a value)
-        types = node._metadata.object_type if node is not None else None
-        name = node._get_node("name")._value() if types in SCHEMAS.values() and "name" in node.keys() else None  # noqa: SIM118
-        if types is None or types not in (SCHEMAS.get(group), SCHEMAS.get(f"{group}/{name}")):
+    places, wrong = {schema: name for name, schema in SCHEMAS.items()}, []
+    for group in dict.fromkeys(name.partition("/")[0] for name in SCHEMAS):
+        of, _, option = places.get(OmegaConf.get_type(config, group), "").partition("/")
+        if of != group or (option and config._get_node(group)._get_node("name")._value() != option):
             wrong.append(group)
     if not wrong:
         return []

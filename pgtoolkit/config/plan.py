@@ -51,13 +51,19 @@ def equation(config: Config) -> list[str]:
     if aggregation.reducer is not None:
         weight, where = f"{aggregation.reducer}(...)", f"in the place of aggregation={aggregation.mode}"
         total = "whatever it returns"
+    penalties = []
+    if config.kl.kind != "none":
+        k_t = KL(config.kl.kind, config.kl.coefficient).equation
+        penalties.append(f"      + {k_t},  f_t = log-prob under the reference")
+    if config.entropy.coefficient:
+        penalties.append(f"      - {config.entropy.coefficient:g} H_t,  H_t = entropy of the policy at token t")
     correction = configured_correction(config.correction)
     named = "" if correction is None else f", {correction.name}"
     factor = [] if correction is None else [f"rho_t = {correction.equation}; without gradient"]
     return [
         f"{loss.name}, {aggregation.mode}{named}: sum over trained tokens of w_t {'rho_t ' if factor else ''}l_t",
         f"l_t = {f'as {own} computes it' if family is None else family.equation}",
-        *penalties(config),
+        *penalties,
         f"w_t = {weight},  {where.format(divisor=text(aggregation.divisor))}",
         f"sum of w_t over a step = {total.format(divisor=text(aggregation.divisor))}",
         *factor,
@@ -68,14 +74,6 @@ def equation(config: Config) -> list[str]:
 def family_of_config(config: Config) -> Family | None:
     """The family of a configuration; None for one of the user's own, which only a run imports."""
     return None if config.loss.name == "custom" else configured(config.loss)
-
-
-def penalties(config: Config) -> Iterator[str]:
-    """What is added to l_t."""
-    if config.kl.kind != "none":
-        yield f"      + {KL(config.kl.kind, config.kl.coefficient).equation},  f_t = log-prob under the reference"
-    if config.entropy.coefficient:
-        yield f"      - {config.entropy.coefficient:g} H_t,  H_t = entropy of the policy at token t"
 
 
 def reference(config: Config) -> Iterator[str]:

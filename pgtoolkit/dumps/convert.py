@@ -135,7 +135,7 @@ def _pickled(file: Path) -> list[dict]:
             "run code from the file. Where you trust it, save its samples again with slime, without their metadata."
         ) from error
     except (RuntimeError, EOFError, OSError) as error:
-        raise DataError(f"{file} is no whole file of torch.save: {error}. Copy it again.") from error
+        raise DataError(f"{file} is not a complete file of torch.save: {error}. Copy it again.") from error
     if not isinstance(payload, dict) or not isinstance(payload.get("samples"), list):
         # miles' training data has a file per rank, and ranks that share a model hold the same samples.
         raise DataError(f"{file} needs a list of samples (got none). Use a file of --save-debug-rollout-data.")
@@ -169,7 +169,9 @@ def _rows(system: System, files: list[Path], reward_key: str | None, conversion:
                 continue
             except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
                 fields = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-                reason = f"is no record of this system ({type(error).__name__}: {error}); its fields are {fields[:200]}"
+                reason = (
+                    f"is not a record of this system ({type(error).__name__}: {error}); its fields are {fields[:200]}"
+                )
                 problems.add(label, reason)
                 continue
             group = raw.get("group_id")
@@ -202,11 +204,13 @@ def _check_alignment(conversion: Conversion, policy: SamplingPolicy | None) -> N
         _refuse_misplaced("sampling_log_probs beside old_log_probs", comparison)
         proofs.append(f"sampling_log_probs stand at the tokens of old_log_probs {comparison}")
     if policy is None:
-        proofs.append("none by a model: add model=huggingface model.path=FOLDER, the policy that sampled")
+        proofs.append("not compared with the policy that sampled: add model=huggingface model.path=FOLDER")
         return
     short = [one for one in documents if one.num_tokens <= policy.max_positions][:_ASKED_DOCUMENTS]
     if not short:
-        proofs.append(f"no document of at most {policy.max_positions} tokens, which is all that the model takes")
+        proofs.append(
+            f"not compared with the model: every document is longer than its {policy.max_positions} positions"
+        )
     for name, _, comparison in policy.compare(short):
         _refuse_misplaced(name, comparison)
         fits = f"{name} {'are' if comparison.fits else 'are not'} the model's {comparison}"

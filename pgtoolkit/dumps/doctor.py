@@ -201,8 +201,8 @@ def _mask(r: Rollouts) -> _Findings:
 
 def _alignment(r: Rollouts) -> _Findings:
     if not r.differ:
-        says = "Without two kinds of log-probs it is not known whether they stand at their own tokens. "
-        yield "?", says + "The policy that sampled tells: model=huggingface model.path=FOLDER."
+        says = "Without both kinds of log-probs the file does not show whether they stand at their own tokens. "
+        yield "?", says + "To compare them with the policy that sampled, add model=huggingface model.path=FOLDER."
     elif (comparison := Comparison(r.pairs)).whose:
         says = f"sampling_log_probs at a token's place are those {comparison.whose} {comparison}. One of the two "
         yield "wrong", says + "kinds is misplaced, and a correction weighs each token by its gap to another one."
@@ -301,8 +301,8 @@ def _advantages(r: Rollouts) -> _Findings:
 def _mismatch(r: Rollouts) -> _Findings:
     if not r.differ:
         same = "sampling_log_probs are old_log_probs, to the last bit"
-        known = same if r.pairs else "The file has no two kinds of log-probs"
-        yield "?", f"{known}: how far sampler and trainer differ is not known."
+        known = same if r.pairs else "The file does not have both kinds of log-probs"
+        yield "?", f"{known}: how far sampler and trainer differ is unknown."
         return
     distance, outside = r.columns.distance, r.columns.outside.mean()
     mean, most = np.nansum(distance) / r.columns.trained[~np.isnan(distance)].sum(), np.nanmax(r.columns.largest)

@@ -157,7 +157,7 @@ def render_samples(shown: Samples, kept: dict[str, Kept], run: str, count: int, 
             page += folded(f"{row.reward:.3f}  {legible(row.name)}: {facts(row)}", "  ", " " * 9)
             page += _texts(row, {"completion": row}, lines)
     rose, fell, stayed = shown.counts
-    changed = f"{rose} better, {fell} worse, {stayed} the same, by the mean reward of what was kept of a prompt"
+    changed = f"{rose} prompts better, {fell} worse, {stayed} the same (by mean reward of what was kept)"
     page += ["", *folded(f"Changed since step {shown.since}: {changed}")]
     for change in shown.changes:
         before, after = change.means
@@ -188,7 +188,7 @@ def facts(row: CompletionRow) -> str:
     """What is known of a completion besides its texts."""
     parts = [f"{legible(name)} {score:.3g}" for name, score in row.rewards.items()]
     advantage = [] if row.advantage is None else [f"advantage {row.advantage:+.3f}"]
-    ends = "cut off at its longest" if row.finish_reason == "length" else "ended by itself"
+    ends = "cut off at the length limit" if row.finish_reason == "length" else "ended by itself"
     return ", ".join([*parts, *advantage, plural(row.tokens, "token"), ends, f"weights of update {row.version}"])
 
 
@@ -198,7 +198,7 @@ def html(kept: list[Kept], step: int | None, run: str, command: str) -> str:
     rows = [_plain(name, row) for name, row in chosen]
     count = f"{total:,} completion{'s' * (total != 1)}"
     if len(rows) < total:
-        count = f"{len(rows):,} of {count}: some prompts, spread evenly, with all of theirs"
+        count = f"{len(rows):,} of {count}: all of some prompts, spread evenly"
     data = {"about": legible(f"{run}: {count}"), "rows": rows}
     # Whatever a model has written, nothing in it ends the script's element.
     written = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

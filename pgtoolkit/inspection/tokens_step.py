@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pgtoolkit.batch import Document, MicroBatch, Step
+from pgtoolkit.batch import Document, MicroBatch, Step, have_old_log_probs
 from pgtoolkit.config.schema import Config, ParallelismConfig, PolicyRolloutConfig, TransformersSamplerConfig
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.kernels.losses import PolicyLoss
@@ -63,7 +63,7 @@ class MadeStep:
     @property
     def has_old_log_probs(self) -> bool:
         """Whether all documents have them; else no ratio means anything."""
-        return all(document.old_log_probs is not None for document in self.step.documents)
+        return have_old_log_probs(self.step.documents)
 
 
 def make_again(config: Config, checkpoint: dict | None, number: int) -> MadeStep:
@@ -185,6 +185,8 @@ class _Watch(lightning.Callback):
         """What training computes; beside it the entropies, before the update."""
         out = loss_of(micro_batch, totals)
         known, entropy = module.with_reference(micro_batch), module.entropy(micro_batch)
+        if known.old_log_probs is None:
+            known = replace(known, old_log_probs=out.log_probs)
         # The copies of log-probs and entropies wait for the device, and for the copies before them.
         self.pieces.append(Piece(known.to("cpu"), out.log_probs.cpu(), entropy.cpu()))
         return out

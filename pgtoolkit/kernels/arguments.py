@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pgtoolkit.batch import OPTIONAL_VECTORS, DocumentCounts, StepTotals, Tokens
+from pgtoolkit.batch import DocumentCounts, StepTotals, Tokens
 from pgtoolkit.kernels.losses import Computation, LMHead
 from pgtoolkit.kernels.products import accumulation_dtype
 from pgtoolkit.losses.checks import check_positive, check_whole, is_whole, short, shown
@@ -16,7 +16,7 @@ from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.objective import Loss
 
 _NEEDED = ("labels", "old_log_probs", "advantages", "document_index")
-VECTORS = (*_NEEDED, *OPTIONAL_VECTORS, "factors")
+VECTORS = (*_NEEDED, "sampling_log_probs", "ref_log_probs", "factors")
 _ONE_AXIS = " The tokens of all documents lie on one axis: pgtoolkit.from_padded makes one of (B, T)."
 
 

@@ -96,7 +96,9 @@ def linear_loss(
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         run = _FusedPass(hidden.detach(), head, labels, options, wanted)
         run.all_chunks(objective)
-        loss, _, sums = options.implementation.evaluate(objective, run.log_probs, run.entropy, options.loss.level)
+        loss, _, sums = options.implementation.evaluate(
+            objective.at(run.log_probs), run.log_probs, run.entropy, options.loss.level
+        )
     if any(wanted):
         gradients = [run.hidden_gradient, run.weight_gradient, run.bias_gradient]
         loss = GradientsFromForward.apply(loss, gradients, options.implementation.scale_, can_scale, *inputs)
@@ -192,7 +194,7 @@ class _FusedPass:
                 continue
             share = ordered.take(slice(chunk.start, chunk.stop), chunk.documents)
             log_probs = torch.cat([self.log_probs[:0], *parts])
-            coefficients = options.implementation.coefficients(share, log_probs)
+            coefficients = options.implementation.coefficients(share.at(log_probs), log_probs)
             if options.bonus:
                 coefficients = torch.stack([coefficients, share.penalties.by_entropy])
             *earlier, last = coefficients.split([len(part) for part in parts], -1) if parts else [None]

@@ -60,7 +60,8 @@ def logits_loss(
     wanted = torch.is_grad_enabled() and logits.requires_grad
     values, results = logits.detach(), None
     with torch.no_grad():
-        if wanted and not objective.by_document and implementation.one_pass:
+        known = objective.old_log_probs is not None
+        if wanted and known and not objective.by_document and implementation.one_pass:
             # A token's coefficient follows from its own log-prob: the gradient comes with the same read.
             gradient = values if overwrite else torch.empty_like(values)
             results = implementation.forward_gradient(values, labels, temperature, with_entropy, objective, gradient)
@@ -68,7 +69,7 @@ def logits_loss(
             log_probs, entropy = results
         else:
             log_probs, normalizer, entropy = implementation.forward(values, labels, temperature, with_entropy)
-        loss, coefficients, sums = implementation.evaluate(objective, log_probs, entropy, level)
+        loss, coefficients, sums = implementation.evaluate(objective.at(log_probs), log_probs, entropy, level)
         if bonus and wanted and results is None:
             coefficients = torch.stack([coefficients, objective.penalties.by_entropy])
             normalizer = torch.cat([normalizer, entropy[None]])

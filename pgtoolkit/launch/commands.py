@@ -148,7 +148,7 @@ def _convert(parser: _Parser, argv: list[str]) -> None:
     parser.add_argument("system", metavar="SYSTEM", help="nemo-rl, open-instruct, slime, miles, prime-rl or pipelinerl")
     parser.add_argument("path", metavar="PATH", help="a file of its dump, or the folder that holds them")
     parser.add_argument("out", metavar="OUT", type=Path, help="a new .parquet file")
-    parser.add_argument("overrides", nargs="*", metavar="model.path=FOLDER", help="the policy that sampled, as a proof")
+    parser.add_argument("overrides", nargs="*", metavar="model.path=FOLDER", help="compare its log-probs, as a proof")
     parser.add_argument("--reward-key", metavar="KEY", help="which reward counts, where a sample has several")
     args = parser.parse_intermixed_args(argv)
     if args.out.suffix != ".parquet" or args.out.exists():
@@ -168,7 +168,9 @@ def _convert(parser: _Parser, argv: list[str]) -> None:
 
 def _doctor(parser: _Parser, argv: list[str]) -> int:
     parser.add_argument("path", metavar="FILE", help="JSONL or Parquet file, a folder of them, or a glob")
-    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="the loss that would train; a model to ask")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="OVERRIDE", help="the loss to train with; a model to compare with"
+    )
     args = parser.parse_args(argv)
 
     from pgtoolkit.dumps.doctor import diagnose, render

@@ -82,14 +82,14 @@ class Penalties:
     """What the penalties add to a piece of a step: the terms of a reference and of the entropy, on vectors.
 
     mask: (T,) bool. weights: (T,) w_t, without the factor of a correction. old_log_probs, ref_log_probs: (T,), in the
-    dtype of the log-probs; the second is None where no reference is known.
+    dtype of the log-probs; None where they are the new ones, and where no reference is known.
     """
 
     kl: KL | None
     entropy_coefficient: float
     mask: Tensor
     weights: Tensor
-    old_log_probs: Tensor
+    old_log_probs: Tensor | None
     ref_log_probs: Tensor | None
 
     @property
@@ -126,8 +126,8 @@ class Penalties:
 
     def take(self, rows: Tensor | slice) -> Penalties:
         """The share of some rows."""
-        names = ("mask", "weights", "old_log_probs", *(["ref_log_probs"] if self.ref_log_probs is not None else []))
-        return replace(self, **{name: getattr(self, name)[rows] for name in names})
+        names = "mask", "weights", "old_log_probs", "ref_log_probs"
+        return replace(self, **{name: x[rows] for name in names if (x := getattr(self, name)) is not None})
 
     def _distance(self, log_probs: Tensor) -> Tensor:
         """New log-prob less the reference's, 0 where masked; NaN for infinity, of which a clamp makes a number."""

@@ -83,6 +83,7 @@ class TokenTerms:
 class Objective:
     """The objective of one piece of a step: log-probs in, loss, coefficients and metrics out.
 
+    old_log_probs: None where they are the new ones; `at` then fills them in before anything else is computed.
     mask: (T,) bool. The others of (T,) are in the dtype the log-probs come in. weights: w_t, times the factor of a
     correction that is known before the forward pass. gradient_weights: what a token's slope is weighted by: the same,
     or its mean or sum over the document where the family's slope is the document's.
@@ -94,7 +95,7 @@ class Objective:
 
     family: Family
     mask: Tensor
-    old_log_probs: Tensor
+    old_log_probs: Tensor | None
     advantages: Tensor
     weights: Tensor
     gradient_weights: Tensor
@@ -108,6 +109,16 @@ class Objective:
     sampling_log_ratio: Tensor | None = None
     factors: Factors | None = None
     _last_terms: list = field(default_factory=list, compare=False, repr=False)
+
+    def at(self, log_probs: Tensor) -> Objective:
+        """The same with old log-probs: where none were given these, detached ones of the policy in training."""
+        if self.old_log_probs is not None:
+            return self
+        ratio = self.sampling_log_probs
+        if ratio is not None:
+            ratio = torch.where(self.mask, log_probs - ratio, 0.0)
+        penalties = replace(self.penalties, old_log_probs=log_probs)
+        return replace(self, old_log_probs=log_probs, penalties=penalties, sampling_log_ratio=ratio, _last_terms=[])
 
     @property
     def by_document(self) -> bool:
@@ -159,7 +170,7 @@ class Objective:
 
         documents: those of the same rows; None only where nothing is `by_document`. The share has no metrics.
         """
-        names = "mask", "old_log_probs", "advantages", "weights", "gradient_weights", "document_advantages"
+        names = "mask", "advantages", "weights", "gradient_weights", "document_advantages", "old_log_probs"
         return replace(
             self,
             **{name: x[rows] for name in (*names, "sampling_log_probs") if (x := getattr(self, name)) is not None},
@@ -308,9 +319,9 @@ def make_objective(
         weights = torch.where(misplaced, torch.nan, weights).to(dtype)  # no document, no result
     correction, equal = loss.correction, aggregation.equal_within_documents
     sampling_log_ratio = factors = document_advantages = None
-    if sampling_log_probs is not None:
+    if sampling_log_probs is not None and old_log_probs is not None:
         sampling_log_ratio = torch.where(mask, old_log_probs - sampling_log_probs, 0.0)
-    for measured in (sampling_log_ratio, ref_log_probs):
+    for measured in (sampling_log_probs if sampling_log_ratio is None else sampling_log_ratio, ref_log_probs):
         if measured is not None:  # no loss of such data, also where it only feeds a metric
             weights = torch.where(mask & ~torch.isfinite(measured), torch.nan, weights)
     penalties = Penalties(loss.kl, loss.entropy_coefficient, mask, weights, old_log_probs, ref_log_probs)

@@ -151,7 +151,7 @@ def local_tokens(micro_batch: MicroBatch, layout: Layout) -> MicroBatch:
     length = -(-len(micro_batch.tokens) // (size * multiple)) * multiple
     start = layout.rank_in("sequence_data_parallel") * length
     fill = {"labels": -1, "document_index": max(0, micro_batch.num_documents - 1)}
-    names = ("tokens", "position_ids", "labels", "document_index", "old_log_probs", "advantages")
+    names = ("tokens", "position_ids", "labels", "document_index", "advantages")
     names += known_vectors(micro_batch)
     return replace(micro_batch, **{n: _piece(getattr(micro_batch, n), start, length, fill.get(n, 0)) for n in names})
 

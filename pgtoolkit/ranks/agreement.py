@@ -26,6 +26,14 @@ def gather_objects(value: Any, group: ProcessGroup | None) -> list:
     return values
 
 
+def of_rank_0(value: Any, layout: Layout) -> Any:
+    """The first rank's value, on every rank."""
+    values = [value]
+    if layout.world_size > 1:
+        dist.broadcast_object_list(values, src=0, group=layout.world_group)
+    return values[0]
+
+
 def largest(value: int, layout: Layout) -> int:
     """The largest of all ranks' values."""
     return max(_of_all(layout, value))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pgtoolkit.batch import Document
 from pgtoolkit.config.schema import Config, PolicyRolloutConfig, RecordedRolloutConfig
+from pgtoolkit.rollouts.steps import Outline
 
 LARGE_DIFFERENCE = 0.05
 """A larger mean difference of log-probs is noted. Rounding stays far below it (bfloat16 logits move a document of 16
@@ -46,7 +47,11 @@ def mismatch_note(
     """
     if any(d.old_log_probs is None for d in documents):
         return ""
-    means = [float(d.old_log_probs.double().mean()) for d in documents if d.num_trained]
+    means = [
+        d.old_log_prob if isinstance(d, Outline) else float(d.old_log_probs.double().mean())
+        for d in documents
+        if d.num_trained
+    ]
     difference = new_logprobs - sum(means) / len(documents)
     if abs(difference) <= LARGE_DIFFERENCE:
         return ""
@@ -83,5 +88,6 @@ def sampling_note(metrics: dict[str, float], config: Config) -> str:
 def _groups_without_signal(documents: list[Document]) -> list[bool]:
     has_signal: dict[int, bool] = {}
     for document in documents:
-        has_signal[document.group] = has_signal.get(document.group, False) or bool((document.advantages != 0).any())
+        signal = document.has_signal if isinstance(document, Outline) else bool((document.advantages != 0).any())
+        has_signal[document.group] = has_signal.get(document.group, False) or signal
     return [not signal for signal in has_signal.values()]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -16,8 +17,9 @@ from torch import Tensor
 
 from pgtoolkit.batch import Document, MicroBatch, cut, pack
 from pgtoolkit.config.plan import steps_ahead, steps_before
-from pgtoolkit.config.schema import Config, OldLogProbs
+from pgtoolkit.config.schema import Config, LastStep, OldLogProbs
 from pgtoolkit.errors import DataError
+from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.advantages import batch_divisor, fill, group_advantages, overlong_penalty
@@ -48,16 +50,6 @@ class PolicyInTraining(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class _Sampling:
-    """A batch that is begun: this rank's prompts with their tokens, and what gives or waits for their completions."""
-
-    number: int
-    prompts: list[Prompt]
-    tokens: list[list[int]]
-    completions: Callable[[], list[Completion]]
-
-
 @dataclass(eq=False)
 class PolicyRollouts(Source):
     """The endless source of a reinforcement-learning run: `prompts_per_batch` groups of `group_size` at a time.
@@ -85,7 +77,7 @@ class PolicyRollouts(Source):
         self._number = -1
         self._next_prompt = 0
         self._batches: dict[int, list[Document]] = {}  # the one in use, of that number, and those that follow
-        self._sampling: _Sampling | None = None
+        self._sampling: tuple[int, Callable] | None = None  # the number of a batch, and what waits for its groups
         self._background: Future | None = None
 
     def before_step(self, position: int) -> None:
@@ -157,11 +149,14 @@ class PolicyRollouts(Source):
     def _begin(self, number: int) -> None:
         """Have the prompts of a batch completed by the policy as it is now: here, or in the background."""
         self._finish()  # a sampler writes one batch at a time
-        self._sampling = self._sample(number, self._next_prompt, self._rollout.prompts_per_batch)
+        self._sampling = number, self._sample(self._next_prompt, self._rollout.prompts_per_batch)
 
-    def _sample(self, number: int, first: int, count: int) -> _Sampling:
-        """Of so many prompts from the first one on this rank's, for the batch of this number."""
-        numbers = range(first + self.layout.rank, first + count, self.layout.world_size)
+    def _sample(self, first: int, count: int) -> Callable[[], list[list[Document]]]:
+        """Begins with this rank's of so many prompts from the first one on.
+
+        What is returned waits for the documents of each prompt, of all ranks, in the prompts' order.
+        """
+        numbers, size = range(first + self.layout.rank, first + count, self.layout.world_size), self.layout.world_size
         with failing_together(self.layout):
             prompts = [self.task.prompt(number) for number in numbers]
             tokens = self.task.encode(prompts) if prompts else []
@@ -173,22 +168,28 @@ class PolicyRollouts(Source):
             if self._rollout.max_staleness is not None:
                 self._background = in_background(complete)
                 complete = self._background.result
-        return _Sampling(number, prompts, tokens, complete)
+
+        def groups() -> list[list[Document]]:
+            with failing_together(self.layout):
+                made = self._groups(prompts, tokens, complete)
+            shares = gather_objects(made, self.layout.world_group)
+            return self._checked([shares[i % size][i // size] for i in range(count)])
+
+        return groups
 
     def _finish(self) -> None:
         """Wait for what is being sampled, if anything is; all ranks then hold the documents of all, by prompt."""
         if self._sampling is None:
             return
-        sampling, self._sampling = self._sampling, None
-        number, count = sampling.number, self._rollout.prompts_per_batch
-        next_prompt = self._next_prompt + count
+        (number, first_round), self._sampling = self._sampling, None
+        next_prompt = self._next_prompt + self._rollout.prompts_per_batch
 
         def further(missing: int) -> list[list[Document]]:
             nonlocal next_prompt
             first, next_prompt = next_prompt, next_prompt + missing
-            return self._groups_of_all(self._sample(number, first, missing), missing)
+            return self._sample(first, missing)()
 
-        groups = fill(self._groups_of_all(sampling, count), further, self._rollout.max_sampling_rounds)
+        groups = fill(first_round(), further, self._rollout.max_sampling_rounds)
         documents = [document for group in groups for document in group]
         divisor = batch_divisor(self._estimator, [document.reward for document in documents])
         if divisor != 1:
@@ -196,52 +197,73 @@ class PolicyRollouts(Source):
         # Only now: the prompts of a batch that fails are the next ones of the run that goes on.
         self._batches[number], self._next_prompt = documents, next_prompt
 
-    def _groups_of_all(self, sampling: _Sampling, count: int) -> list[list[Document]]:
-        """The documents of each of `count` prompts, of all ranks, in their order."""
-        with failing_together(self.layout):
-            groups = self._groups(sampling)
-        shares, size = gather_objects(groups, self.layout.world_group), self.layout.world_size
-        return self._checked([shares[i % size][i // size] for i in range(count)])
-
-    def _groups(self, sampling: _Sampling) -> list[list[Document]]:
-        """The documents of each of its prompts."""
+    def _groups(
+        self, prompts: list[Prompt], tokens: list[list[int]], complete: Callable[[], list[Completion]]
+    ) -> list[list[Document]]:
+        """The documents of each of these prompts, whose tokens these are."""
         size = self._rollout.group_size
         with self._timed("sampling"):
-            completions = sampling.completions()
+            completions = complete()
         with self._timed("scoring"):
-            scores = self.task.scores([prompt for prompt in sampling.prompts for _ in range(size)], completions)
+            scores = self.task.scores([prompt for prompt in prompts for _ in range(size)], completions)
             scored = list(zip(completions, scores, strict=True))
-            documents = []
-            for i, (prompt, tokens) in enumerate(zip(sampling.prompts, sampling.tokens, strict=True)):
-                documents += self._group(prompt, tokens, scored[i * size : (i + 1) * size])
-        return [documents[i : i + size] for i in range(0, len(documents), size)]
+            parts = [scored[i * size : (i + 1) * size] for i in range(len(prompts))]
+            return [self._group(*of_prompt) for of_prompt in zip(prompts, tokens, parts, strict=True)]
 
     def _checked(self, groups: list[list[Document]]) -> list[list[Document]]:
         """The groups with the log-probs that are asked for, once those of servers were compared with the trainer's.
 
+        Micro-batches of on_policy documents alone are passed over; of a server's documents at least some are not.
         Data-parallel ranks look at every so many-th group each, in as many forward passes as the others: of a model
         that is spread over them, they compute these together.
         """
         rank, size = self.layout.rank_in("data_parallel"), self.layout.size("data_parallel")
+        groups, parts = self._with_on_policy(groups), [[]]
         shares = [[document for group in groups[i::size] for document in group] for i in range(size)]
-        of_training = self._rollout.old_log_probs == OldLogProbs.training
-        if of_training:
-            parts = [cut(share, self.config.accumulation.max_tokens) for share in shares]
-        elif self.sampler.tolerance is not None and self._is_current(shares[0]):
+        if self._rollout.old_log_probs == OldLogProbs.training:  # on_policy documents are the first of each share
+            whole = [cut(share, self.config.accumulation.max_tokens) for share in shares]
+            parts = [[part for part in parts if not part[-1].on_policy] for parts in whole]
+        is_needed, tolerance = any(parts), self.sampler.tolerance
+        current = {document.model_version for document in shares[0]} == {self.trained.num_updates}
+        if not is_needed and tolerance is not None and current:
             parts = [[self._some(share)] for share in shares]
-        else:
+        if any(parts):
+            with failing_together(self.layout):
+                with self._timed("old_log_probs"):
+                    documents = self._with_training_log_probs(parts[rank], max(map(len, parts)))
+                if tolerance is not None and documents:
+                    sampled = torch.cat([document.sampling_log_probs for document in documents])
+                    trainer = torch.cat([document.old_log_probs for document in documents])
+                    check_batch(sampled, trainer, tolerance, self._rollout.top_p)
+        if is_needed:
+            documents = shares[rank][: len(shares[rank]) - len(documents)] + documents
+            # Of ranks that have computed the same the first one's, so that all hold the same to the last bit.
+            every = self.layout.size("sequence_data_parallel") * self.layout.size("tensor_parallel")
+            shares = gather_objects(documents, self.layout.world_group)[::every][:size]
+            starts = [i // size * self._rollout.group_size for i in range(len(groups))]
+            groups = [shares[i % size][start:][: self._rollout.group_size] for i, start in enumerate(starts)]
+        return [[replace(d, old_log_probs=None) if d.on_policy else d for d in group] for group in groups]
+
+    def _with_on_policy(self, groups: list[list[Document]]) -> list[list[Document]]:
+        """Marks the documents of the batch's first update whose old log-probs its own forward pass can give.
+
+        Only where it is made of the same micro-batches as a pass before it, or where there is no other update. Not
+        where the old log-probs are read before it, by a correction or the writer, nor where it comes later.
+        """
+        rollout, accumulation, correction = self._rollout, self.config.accumulation, self.config.correction.name
+        docs, count = accumulation.docs_per_step, self.batch_size
+        read = rollout.save_path is not None or (correction != "none" and not CORRECTIONS[correction].of_policy)
+        carried = accumulation.last_step == LastStep.carry and docs > 0 and count % docs > 0
+        if rollout.old_log_probs != OldLogProbs.training or self._ahead > 0 or read or carried:
             return groups
-        with failing_together(self.layout):
-            with self._timed("old_log_probs"):
-                documents = self._with_training_log_probs(parts[rank], max(map(len, parts)))
-            self._check_sampler(documents)
-        if not of_training:
-            return groups
-        # Of ranks that have computed the same the first one's, so that all hold the same to the last bit.
-        every = self.layout.size("sequence_data_parallel") * self.layout.size("tensor_parallel")
-        shares = gather_objects(documents, self.layout.world_group)[::every][:size]
-        starts = [i // size * self._rollout.group_size for i in range(len(groups))]
-        return [shares[i % size][start:][: self._rollout.group_size] for i, start in enumerate(starts)]
+        documents = [document for group in groups for document in group]
+        if docs < count:
+            if rollout.max_sampling_rounds > 1 or self.layout.size("data_parallel") > 1:
+                return groups
+            ends = accumulate(len(part) for part in cut(documents, accumulation.max_tokens))
+            docs = max((end for end in ends if end <= docs), default=0)
+        documents[:docs] = [replace(d, on_policy=True, sampling_log_probs=d.old_log_probs) for d in documents[:docs]]
+        return [documents[i : i + rollout.group_size] for i in range(0, len(documents), rollout.group_size)]
 
     def _group(self, prompt: Prompt, start: list[int], scored: list[tuple[Completion, Score]]) -> list[Document]:
         """Of one prompt, whose tokens are `start`."""
@@ -273,21 +295,10 @@ class PolicyRollouts(Source):
             )
         return documents
 
-    def _is_current(self, documents: list[Document]) -> bool:
-        """Whether the weights that wrote them are still the policy's."""
-        return {document.model_version for document in documents} == {self.trained.num_updates}
-
     def _some(self, documents: list[Document]) -> list[Document]:
         """Every so many-th, as many as fit a micro-batch: enough to check what wrote them."""
         every = math.ceil(sum(d.num_tokens for d in documents) / self.config.accumulation.max_tokens)
         return cut(documents[:: max(1, every)], self.config.accumulation.max_tokens)[0] if documents else []
-
-    def _check_sampler(self, documents: list[Document]) -> None:
-        """documents: with log-probs of both. Raises SamplerLost where those of a server are not the trainer's."""
-        if self.sampler.tolerance is not None and documents:
-            sampled = torch.cat([document.sampling_log_probs for document in documents])
-            trainer = torch.cat([document.old_log_probs for document in documents])
-            check_batch(sampled, trainer, self.sampler.tolerance, self._rollout.top_p)
 
     def _with_training_log_probs(self, parts: list[list[Document]], passes: int) -> list[Document]:
         """The documents with old log-probs from the forward pass that training uses, so that the first ratio is 1.

@@ -7,10 +7,10 @@ import itertools
 import json
 import math
 import zlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
@@ -24,11 +24,12 @@ from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.losses.checks import MAX_LOG_PROB
 from pgtoolkit.rollouts.advantages import MAX_REWARD, reward_problem
 from pgtoolkit.system.plain_files import replacing
+from pgtoolkit.tasks.row_files import rows_of
 
 ROW_GROUP_TOKENS = 2**20
 """A row group is read whole: it ends with the row that reaches so many tokens."""
 
-_LOG_PROBS = ("old_log_probs", *OPTIONAL_VECTORS)
+_PER_TOKEN = (*OPTIONAL_VECTORS, "advantage")
 _OF_THE_DOCUMENT = ("reward", "model_version", "truncated", "exact_match")
 """Fields that a document has under the same names."""
 
@@ -56,18 +57,19 @@ class Row(SimpleNamespace):
     measures: ClassVar[dict[str, float]] = {}
 
     def digest(self) -> int:
-        """CRC-32 of everything in the row."""
-        checksum = 0
-        for value in (getattr(self, name) for name in FIELDS):
-            part = value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode()
-            checksum = zlib.crc32(part, zlib.crc32(len(part).to_bytes(8, "little"), checksum))
-        return checksum
+        """CRC-32 of everything in a row that was read."""
+        checksum, others = 0, []
+        for value in vars(self).values():
+            if is_vector := isinstance(value, np.ndarray):
+                checksum = zlib.crc32(value, checksum)
+            others.append(len(value) if is_vector else value)
+        return zlib.crc32(repr(others).encode(), checksum)
 
     def document(self, advantage: float | None, group: int, name: str) -> Document:
         """The row as a document; advantage: that of all its trained tokens, or None for the recorded ones."""
         mask = self.loss_mask
         advantages = self.advantage[mask] if advantage is None else np.full(mask.sum(), advantage, np.float32)
-        vectors = {name: getattr(self, name) for name in _LOG_PROBS}
+        vectors = {name: getattr(self, name) for name in OPTIONAL_VECTORS}
         return Document(
             tokens=torch.from_numpy(self.token_ids),
             loss_mask=torch.from_numpy(mask),
@@ -97,30 +99,62 @@ def row_of(document: Document) -> Row:
         group_id=document.group,
         id=document.name,
         measures=document.measures,
-        **{name: per_token(getattr(document, name)) for name in _LOG_PROBS},
+        **{name: per_token(getattr(document, name)) for name in OPTIONAL_VECTORS},
         **{name: getattr(document, name) for name in _OF_THE_DOCUMENT},
     )
 
 
-def parse_row(raw: dict[str, Any] | str, rules: Rules) -> Row | list[tuple[str, str]]:
+def parse_rows(batch: pa.RecordBatch, rules: Rules) -> Iterator[Row | list[tuple[str, str]]]:
+    """What `parse_row` makes of each row of a batch; where all of the lists are right, these are checked at once."""
+    vectors = _checked_vectors(batch, rules)
+    rows = zip(*vectors.values(), strict=True) if vectors else itertools.repeat(())
+    for raw, checked in zip(rows_of(batch.drop_columns([*vectors])), rows, strict=False):
+        yield parse_row(raw, rules, dict(zip(vectors, checked, strict=True)))
+
+
+def parse_row(
+    raw: dict[str, Any] | str, rules: Rules, checked: Mapping[str, np.ndarray] = MappingProxyType({})
+) -> Row | list[tuple[str, str]]:
     """The checked row, or its problems as (field, reason). Lists are Python lists or NumPy arrays.
 
-    raw: fields by name, or why a line is no row, which is the problem of the field "".
+    raw: fields by name, or why a line is no row, which is the problem of the field "". checked: fields that are right.
     """
     if isinstance(raw, str):
         return [("", raw)]
-    row, problems = Row(), []
+    row, problems = Row(**(_NOTHING | checked)), []
     for name, (_, read) in FIELDS.items():
-        value = raw.get(name)
-        setattr(row, name, None)
-        try:
-            if value is not None:
+        if name in checked:
+            continue
+        if (value := raw.get(name)) is not None:
+            try:
                 setattr(row, name, read(value, row, rules))
-            elif name in ("token_ids", "loss_mask") or name in rules.required:
-                raise _Unusable(f"is missing; the row has {', '.join(raw) or 'no fields'}")
-        except _Unusable as reason:
-            problems.append((name, str(reason)))
+            except _Unusable as reason:
+                problems.append((name, str(reason)))
+        elif name in ("token_ids", "loss_mask") or name in rules.required:
+            problems.append((name, f"is missing; the row has {', '.join([*checked, *raw]) or 'no fields'}"))
     return problems or row
+
+
+def _checked_vectors(batch: pa.RecordBatch, rules: Rules) -> dict[str, list[np.ndarray]]:
+    """By field, the lists of all rows as `parse_row` gives them; none where one of them needs a look of its own."""
+    names = [name for name in ("token_ids", "loss_mask", *_PER_TOKEN) if name in batch.schema.names]
+    lists = {x: batch.column(x) for x in names if isinstance(batch.column(x), (pa.ListArray, pa.LargeListArray))}
+    if any(x.null_count or x.values.null_count for x in lists.values()) or not {"token_ids", "loss_mask"} <= set(lists):
+        return {}
+    ends, *others = [x.offsets.to_numpy() - x.offsets[0].as_py() for x in lists.values()]
+    lengths = np.diff(ends)
+    if lengths.min(initial=1) == 0 or not all(np.array_equal(ends, other) for other in others):
+        return {}
+    # All lists as one: right, if each is and none of what is asked of a list as a whole is broken.
+    flat = {name: x.flatten().to_numpy(zero_copy_only=False) for name, x in lists.items()}
+    row = parse_row(flat, Rules(rules.vocabulary_size))
+    if isinstance(row, list) or row.loss_mask[ends[:-1]].any() or lengths.max() > (rules.max_tokens or math.inf):
+        return {}
+    trained = np.add.reduceat(row.loss_mask, ends[:-1], dtype=np.int64)
+    if trained.max() > (rules.max_completion_length or math.inf):
+        return {}
+    cuts = [*itertools.pairwise(ends.tolist())]
+    return {name: [getattr(row, name)[start:end] for start, end in cuts] for name in lists}
 
 
 class _Unusable(Exception):
@@ -230,22 +264,23 @@ def _of_type(value: Any, kind: type, needs: str) -> Any:
     return value
 
 
-_PER_TOKEN = pa.list_(pa.float32())
+_NUMBERS = pa.list_(pa.float32())
 
 FIELDS = {
     "token_ids": (pa.list_(pa.int32()), _token_ids),
     "loss_mask": (pa.list_(pa.bool_()), _loss_mask),
-    "old_log_probs": (_PER_TOKEN, _log_probs),
-    "advantage": (_PER_TOKEN, _advantage),
+    **dict.fromkeys(OPTIONAL_VECTORS, (_NUMBERS, _log_probs)),
+    "advantage": (_NUMBERS, _advantage),
     "reward": (pa.float64(), _reward),
     "group_id": (pa.int64(), _group_id),
     "id": (pa.string(), lambda value, *_: str(_group_id(value))),
     "model_version": (pa.int64(), lambda value, *_: _of_type(value, int, "an integer")),
     "truncated": (pa.bool_(), lambda value, *_: _of_type(value, bool, "true or false")),
     "exact_match": (pa.bool_(), lambda value, *_: _of_type(value, bool, "true or false")),
-    **dict.fromkeys(OPTIONAL_VECTORS, (_PER_TOKEN, _log_probs)),
 }
 """Each field with its type in a Parquet file, and what reads it: (value, row with the fields before it, rules)."""
+
+_NOTHING = dict.fromkeys(FIELDS)
 
 
 class RolloutWriter:

@@ -6,6 +6,7 @@ then cut into micro-batches. The loader's place in the data is one integer, the 
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,6 +19,22 @@ from pgtoolkit.config.schema import AccumulationConfig, LastStep
 from pgtoolkit.errors import DataError
 from pgtoolkit.ranks.agreement import check_same, failing_together
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
+
+
+@dataclass(frozen=True)
+class Outline(Document):
+    """What a rank knows of a document that another rank trains on.
+
+    Its vectors lie on torch's device meta: they have a length and no numbers. checksum: of its contents. has_signal:
+    whether an advantage is not 0. old_log_prob: the mean over the trained tokens; NaN where nobody knows it.
+    """
+
+    checksum: int = 0
+    has_signal: bool = True
+    old_log_prob: float = math.nan
+
+    def __post_init__(self):
+        """There are no numbers to check."""
 
 
 class Source(Protocol):
@@ -37,6 +54,10 @@ class Source(Protocol):
         """Called once before the documents of a step are asked for: where in the stream it begins."""
 
     def document(self, position: int) -> Document: ...
+
+    def outline(self, position: int) -> Document:
+        """The document, or as much of it as is known without reading it."""
+        return self.document(position)
 
     def batch_end(self, position: int) -> int:
         """The position after the last document of this one's batch."""
@@ -73,6 +94,10 @@ class StepLoader:
     _position: int = 0
     _num_steps: int = 0
 
+    def __post_init__(self):
+        # Of several ranks each reads its own share alone.
+        self._look = self.source.document if self.layout.size("data_parallel") == 1 else self.source.outline
+
     def __len__(self) -> int:
         return max(1, self.max_steps - self._num_steps)  # of none Lightning would start nothing, no evaluation either
 
@@ -86,6 +111,12 @@ class StepLoader:
             if not documents:
                 return
             self._num_steps += 1
+            share = divide_among_ranks(documents, size)[rank]
+            if isinstance(documents[0], Outline):
+                start = self._position - len(documents)
+                with failing_together(self.layout):
+                    for place in share:
+                        documents[place] = self.source.document(start + place)
             step = make_step(documents, self.accumulation.max_tokens, self._state(), rank, size)
             yield replace(step, seconds=self.source.seconds())
 
@@ -125,7 +156,7 @@ class StepLoader:
         while end is None or position < end:
             if documents and self._closes_before(position, documents):
                 break
-            documents.append(self.source.document(position))
+            documents.append(self._look(position))
             position += 1
         return documents, position
 
@@ -138,11 +169,11 @@ class StepLoader:
         if len(documents) < self.accumulation.docs_per_step:
             return False
         at_batch_end = position == self.source.batch_end(position - 1)
-        if self.close_on_groups and not at_batch_end and self.source.document(position).group == documents[-1].group:
+        if self.close_on_groups and not at_batch_end and self._look(position).group == documents[-1].group:
             return False
         if self.accumulation.docs_per_step > 0:
             return True
-        with_next = cut([*documents, self.source.document(position)], self.accumulation.max_tokens)
+        with_next = cut([*documents, self._look(position)], self.accumulation.max_tokens)
         return len(with_next) > self.accumulation.micro_batches_per_step
 
     def _is_full(self, documents: list[Document]) -> bool:
@@ -160,10 +191,12 @@ def _digest(documents: list[Document]) -> int:
     """Of everything that the loss reads."""
     digest = len(documents)
     for document in documents:
+        if isinstance(document, Outline):
+            digest = zlib.crc32(repr((document.group, document.checksum)).encode(), digest)
+            continue
         known = known_vectors(document)
-        for name in ("tokens", "loss_mask", "old_log_probs", "advantages", *known):
-            values = getattr(document, name)
-            digest = zlib.crc32(b"" if values is None else values.numpy().tobytes(), digest)
+        for name in ("tokens", "loss_mask", "advantages", *known):
+            digest = zlib.crc32(getattr(document, name).numpy().tobytes(), digest)
         digest = zlib.crc32(repr((document.group, known)).encode(), digest)
     return digest
 
@@ -187,19 +220,19 @@ def make_step(
         num_groups=len(numbers),
         tokens_per_group=torch.tensor(tokens_per_group, dtype=torch.int64),
     )
-    shares = [cut(share, max_tokens) for share in divide_among_ranks(documents, data_size)]
+    shares = [cut([documents[i] for i in share], max_tokens) for share in divide_among_ranks(documents, data_size)]
     parts = shares[data_rank] + [[]] * (max(map(len, shares)) - len(shares[data_rank]))
     known = known_vectors(*documents)
     micro_batches = [pack(part, [numbers[document.group] for document in part], known) for part in parts]
     return Step(micro_batches, totals, documents, state_after)
 
 
-def divide_among_ranks(documents: list[Document], num_ranks: int) -> list[list[Document]]:
-    """Each rank's documents, in their order, with about as many tokens: the longest first, to whom has the fewest."""
+def divide_among_ranks(documents: list[Document], num_ranks: int) -> list[list[int]]:
+    """The places of each rank's documents, with about as many tokens: the longest first, to whom has the fewest."""
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     tokens = [0] * num_ranks
     for place in sorted(range(len(documents)), key=lambda i: -documents[i].num_tokens):
         rank = tokens.index(min(tokens))
         shares[rank].append(place)
         tokens[rank] += documents[place].num_tokens
-    return [[documents[place] for place in sorted(share)] for share in shares]
+    return [sorted(share) for share in shares]

@@ -36,12 +36,11 @@ class Proof:
         self._trainer: Tensor | None = None
         self._servers: dict[str, Tensor] = {}
 
-    def check(self, urls: list[str], scores: list[Tensor], version: int) -> None:
+    def check(self, urls: list[str], scores: list[Tensor], trainer: Tensor, version: int) -> None:
         """Raises SamplerLost where a server does not have the weights of this version, which the trainer has.
 
-        scores: of each server the log-probs of the text. All ranks call this together.
+        scores: of each server the log-probs of the text; trainer: those of `log_probs`.
         """
-        trainer = self._log_probs()
         moved = 0.0 if self._trainer is None else (trainer - self._trainer).abs().mean().item()
         for url, server in zip(urls, scores, strict=True):
             fault = f"the sampling server {url} does not sample from the weights of version {version}"
@@ -70,8 +69,11 @@ class Proof:
                 f"for one run at a time. {LOST}"
             )
 
-    def _log_probs(self) -> Tensor:
-        """(S - 1,) float64 of the text's tokens from the second on, by the forward pass that training uses."""
+    def log_probs(self) -> Tensor:
+        """(S - 1,) float64 of the text's tokens from the second on, by the forward pass that training uses.
+
+        All ranks call this together.
+        """
         count = len(self.text) - 1
         document = Document(
             tokens=torch.tensor(self.text),

@@ -139,6 +139,10 @@ class TransformersSampler:
 
     def _draw(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
         """As `draw`, of logits (B, V) in any type, by temperature and top_p."""
+        if logits.is_cuda and self.settings.top_p == 1 and self.settings.temperature > 0:
+            from pgtoolkit.kernels.triton_draw import draw_tokens
+
+            return draw_tokens(logits, uniform, self.settings.temperature)
         scores = logits.float()
         for process in temperature_and_top_p(self.settings):
             scores = process(None, scores)

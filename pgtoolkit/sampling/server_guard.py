@@ -1,6 +1,6 @@
 """Keeps the servers of a run and the folder of its weights for as long as the run lives, however that ends.
 
-A script of its own that knows the standard library alone: `python server_guard.py PARENT FOLDER`. Each line of its
+A script of its own, which imports nothing of pgtoolkit: `python server_guard.py PARENT FOLDER`. Each line of its
 input starts a server: JSON of its command, its environment variables and the file for what it prints. Each line of its
 output says that one has ended: its number and its exit status. When the process PARENT, which started it, is gone, or
 at SIGTERM, it ends the servers and every process that came of them, and deletes FOLDER.
@@ -15,7 +15,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
+
+import psutil
 
 _GRACE_SECONDS = 5
 """From SIGTERM, at which a server may clean up, to SIGKILL."""
@@ -71,29 +72,23 @@ def _prctl(option: int, value: int) -> None:
 
 def _end_all() -> None:
     """SIGTERM to the servers and all that came of them, and SIGKILL to what still lives after the grace."""
-    deadline, number = time.monotonic() + _GRACE_SECONDS, signal.SIGTERM
-    while processes := _descendants():
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(process, number)
-        while _descendants() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        number = signal.SIGKILL
-        time.sleep(0.05)
+    number, seconds = signal.SIGTERM, _GRACE_SECONDS
+    while living := _descendants():
+        for process in living:
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(number)
+        psutil.wait_procs(living, seconds)
+        number, seconds = signal.SIGKILL, 0.1
 
 
-def _descendants() -> list[int]:
-    """Living children of this process, their children, and so on; none where the system has no /proc."""
-    children: dict[int, list[int]] = {}
-    for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
-        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-            state, parent = file.read().rpartition(b")")[2].split()[:2]
-            if state != b"Z":
-                children.setdefault(int(parent), []).append(int(name))
-    processes = list(children.get(os.getpid(), ()))
-    for process in processes:  # grows as it goes on
-        processes += children.get(process, ())
-    return processes
+def _descendants() -> list[psutil.Process]:
+    """Living children of this process, their children, and so on."""
+    living = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                living.append(process)
+    return living
 
 
 if __name__ == "__main__":

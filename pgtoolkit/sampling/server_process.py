@@ -28,7 +28,7 @@ class Guard:
 
     def __init__(self, folder: Path):
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", server_guard.__file__, str(os.getpid()), str(folder)],
+            [sys.executable, "-I", server_guard.__file__, str(os.getpid()), str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

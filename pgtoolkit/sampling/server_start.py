@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import socket
 import time
-from pathlib import Path
 
 import torch
 
@@ -17,13 +15,11 @@ from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.sampling.server_api import Plan
 from pgtoolkit.sampling.server_client import Server
-from pgtoolkit.sampling.server_process import Guard, reserve_port
 from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.system.report import refusal
 
 log = logging.getLogger("pgtoolkit")
 
-_HOST = "127.0.0.1"
 _PROGRESS_SECONDS = 15
 
 
@@ -57,54 +53,23 @@ def _visible(gpus: list[int]) -> str:
     return ",".join(str(gpu) if names is None else names[gpu].strip() for gpu in gpus)
 
 
-class Servers:
-    """The servers of a run, on rank 0: started from a folder by its guard, or joined, and once up the same for all."""
+class Waiting:
+    """For servers to be up, at most so many seconds; it says so every now and then."""
 
-    def __init__(self, api: Vllm, config: Config, plan: Plan, folder: Path, guard: Guard, run_dir: Path):
-        self._api, self._config, self._plan = api, config, plan
-        self._folder, self._guard, self._run_dir = folder, guard, run_dir
-        self._seconds = config.sampler.answer_seconds
-        self._said = time.monotonic()
-        # A port is open to everybody on the machine.
-        self.key = os.environ.get(api.KEY) or (secrets.token_hex(16) if plan.gpus else None)
-        self.all = [Server(api, url, self._seconds, key=self.key) for url in config.sampler.urls]
-        self._start_more()
+    def __init__(self, servers: list[Server], seconds: int):
+        self._servers, self._seconds = servers, seconds
+        self._began = self._told = time.monotonic()
 
-    def are_up(self) -> bool:
-        """Whether all answer by now. Raises SamplerLost if one has ended, or sampler.start_seconds are over."""
-        waiting = [server for server in self.all if not server.is_up()]
-        now, limit = time.monotonic(), self._config.sampler.start_seconds
-        if waiting and now - self._begin > limit:
+    def is_over(self) -> bool:
+        """Whether all answer by now. Raises SamplerLost if one has ended, or the seconds are over."""
+        waiting, now = [server for server in self._servers if not server.is_up()], time.monotonic()
+        if waiting and now - self._began > self._seconds:
             raise SamplerLost(
-                f"the sampling server {waiting[0].url} does not answer within sampler.start_seconds={limit}. "
+                f"the sampling server {waiting[0].url} does not answer within sampler.start_seconds={self._seconds}. "
                 f"{waiting[0].last_words()}"
             )
-        if waiting and now - self._said > _PROGRESS_SECONDS:
-            self._said = now
-            where = f"{waiting[0].url}, of at most {limit} s"
-            log.info(f"waiting for the sampling server {where}: {now - self._begin:.0f} s")
-        if waiting:
-            return False
-        return not self._start_more()
-
-    def _start_more(self) -> bool:
-        """Start those that come next; whether there were any."""
-        self._begin = time.monotonic()
-        numbers = range(len(self._plan.gpus))[len(self.all) :][: self._plan.at_once]
-        for number in numbers:
-            self.all.append(self._start(number))
-        return bool(numbers)
-
-    def _start(self, number: int) -> Server:
-        reserved, plan, name = reserve_port(), self._plan, self._config.sampler.name
-        port, gpus = reserved.getsockname()[1], plan.gpus[number]
-        log_file = self._run_dir / (f"{name}-{number}.log" if len(plan.gpus) > 1 else f"{name}.log")
-        command = self._api.command(self._config, self._folder, plan, _HOST, port)
-        # Where this process has a variable already, its value holds.
-        variables = {variable: os.environ.get(variable, value) for variable, value in self._api.VARIABLES.items()}
-        variables[self._api.KEY] = self.key  # which is its owner's alone to read there, other than in its arguments
-        variables |= {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
-        where = "" if gpus is None else f" on GPU {gpus}"
-        log.info(f"starting a sampling server{where}; its log: {log_file}")
-        process = self._guard.start(command, variables, log_file, reserved)
-        return Server(self._api, f"http://{_HOST}:{port}", self._seconds, process, self.key)
+        if waiting and now - self._told > _PROGRESS_SECONDS:
+            self._told = now
+            where = f"{waiting[0].url}, of at most {self._seconds} s"
+            log.info(f"waiting for the sampling server {where}: {now - self._began:.0f} s")
+        return not waiting

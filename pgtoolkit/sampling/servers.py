@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import os
+import secrets
 import threading
 import time
 from collections import deque
@@ -17,19 +20,21 @@ from torch import Tensor
 
 from pgtoolkit.config.schema import Config, PolicyRolloutConfig
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
-from pgtoolkit.ranks.collectives import whole
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.sampling.proof import Proof
 from pgtoolkit.sampling.samplers import Sampler
 from pgtoolkit.sampling.server_api import Sampling
 from pgtoolkit.sampling.server_client import Server
-from pgtoolkit.sampling.server_start import Servers, plan
+from pgtoolkit.sampling.server_process import ServerProcess, reserve_port
+from pgtoolkit.sampling.server_start import Waiting, plan
 from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.sampling.weights_folder import WeightsFolder
 from pgtoolkit.system.background import in_background
 from pgtoolkit.system.model_folder import end_tokens
 from pgtoolkit.tasks.completion import Completion, Request
 from pgtoolkit.tasks.stops import StopStrings
+
+log = logging.getLogger("pgtoolkit")
 
 _IN_FLIGHT = 256
 """Requests under way at each server: with the fewest completions a request can have, as many as it samples at once."""
@@ -69,31 +74,40 @@ class ServerSampler:
         self._proof = Proof(trained, prompts, room, chosen.tolerance)
         self.tolerance = self._proof.tolerance
         parent = None if chosen.weights_folder is None else Path(chosen.weights_folder)
-        self._folder = WeightsFolder(parent, run_dir, policy.compute_dtype, for_others=bool(chosen.urls))
+        writers = layout.node_group if layout.reader == 0 else None  # the ranks of rank 0's node
+        place = (min(layout.rank, 1), 1) if writers is None else (writers.rank(), writers.size())
+        self._folder = WeightsFolder(parent, run_dir, policy.compute_dtype, bool(chosen.urls), *place)
         self._plan = plan(api, config, layout, str(policy.compute_dtype).removeprefix("torch."), room)
-        self._servers: list[Server] = []
-        self._run_name = ""
+        # A port is open to everybody on the machine.
+        self._key = os.environ.get(api.KEY) or (secrets.token_hex(16) if self._plan.gpus else None)
+        self._servers = [self._server(url) for url in chosen.urls]
         self._version: int | None = None
         self._asleep = False
 
     def publish(self, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
         """Called by every rank at the same time. The first call starts the servers, from a folder of these weights."""
-        new, first = version != self._version, not self._servers
+        new, first, log_probs = version != self._version, self._version is None, None
+        with failing_together(self._layout):
+            if new:
+                self._write(weights())
+        if new and self._plan.sleeps:
+            log_probs = self._proof.log_probs()
         with failing_together(self._layout):
             if self._plan.sleeps:
                 torch.cuda.empty_cache()  # the servers are about to take back the memory that they gave
-            if new:
-                self._write(weights())
         if first:
             self._start()
+        load = partial(self._wake, load=new and not (first and self._plan.gpus))
+        loading = in_background(partial(self._of_each, load)) if self._layout.rank == 0 else None
+        if new and log_probs is None:
+            log_probs = self._proof.log_probs()  # while the servers load
         with failing_together(self._layout):
-            if self._layout.rank == 0:
-                load = new and not (first and self._plan.gpus)
-                self._of_each(partial(self._wake, load=load))
+            if loading is not None:
+                loading.result()
         self._asleep = False
         if new:
             self._version = version
-            self._prove()
+            self._prove(log_probs)
 
     def complete(self, requests: list[Request], sampling: Sampling | None = None) -> list[Completion]:
         """Those of all requests, which are all under way at once; where servers sleep, called by every rank.
@@ -130,7 +144,7 @@ class ServerSampler:
     @property
     def _salt(self) -> str:
         """What a server has cached of a prompt is used with the same weights alone."""
-        return f"{self._run_name}-{self._version}"
+        return f"{self._folder.path.name}-{self._version}"
 
     def _deadline(self) -> float:
         return time.monotonic() + self._config.sampler.answer_seconds
@@ -138,35 +152,53 @@ class ServerSampler:
     def _write(self, tensors: dict[str, Tensor]) -> None:
         """Called by every rank with its parts: of what is spread over ranks, one matrix at a time is whole."""
         with failing_together(self._layout):
-            if self._layout.rank == 0:
-                if self._folder.path is None:
-                    size = sum(tensor.shape.numel() * tensor.dtype.itemsize for tensor in tensors.values())
-                    self._folder.make(size, self._write_settings)
-                self._folder.make_room(tensors)
-        if self._layout.rank == 0:
+            if self._layout.rank == 0 and self._folder.path is None:
+                size = sum(tensor.shape.numel() * tensor.dtype.itemsize for tensor in tensors.values())
+                self._folder.make(size, self._write_settings)
+        self._folder.path = gather_objects(self._folder.path, self._layout.world_group)[0]
+        with failing_together(self._layout):
+            self._folder.make_room(tensors)
+        with failing_together(self._layout):  # no server reads before all have written
             self._folder.fill(tensors)
-        else:
-            for tensor in tensors.values():
-                whole(tensor, self._folder.dtype)
 
     def _start(self) -> None:
         """Until all servers answer; ranks other than 0 are told where."""
-        started, up = None, False
-        with failing_together(self._layout):
-            if self._layout.rank == 0:
-                folder = self._folder.path, self._folder.guard
-                started = Servers(self._api, self._config, self._plan, *folder, self._run_dir)
-                self._servers = started.all
-        while not up:
-            with failing_together(self._layout):
-                up = started is not None and started.are_up()
-            # However long it takes, no rank waits long for another.
-            up = gather_objects(up, self._layout.world_group)[0]
-            time.sleep(0 if up else 0.2)
-        told = None if started is None else (self._folder.path.name, started.key, [one.url for one in started.all])
-        self._run_name, key, urls = gather_objects(told, self._layout.world_group)[0]
-        seconds = self._config.sampler.answer_seconds
-        self._servers = self._servers or [Server(self._api, url, seconds, key=key) for url in urls]
+        layout, numbers, waiting = self._layout, range(len(self._plan.gpus)), None
+        for begin in range(0, max(1, len(numbers)), max(1, self._plan.at_once)):
+            with failing_together(layout):
+                if layout.rank == 0:
+                    for number in numbers[begin : begin + self._plan.at_once]:
+                        self._servers.append(self._started(number))
+                    waiting = Waiting(self._servers, self._config.sampler.start_seconds)
+            up = False
+            while not up:
+                with failing_together(layout):
+                    up = waiting is not None and waiting.is_over()
+                # However long it takes, no rank waits long for another.
+                up = gather_objects(up, layout.world_group)[0]
+                time.sleep(0 if up else 0.2)
+        urls = [server.url for server in self._servers]
+        self._key, urls = gather_objects((self._key, urls), layout.world_group)[0]
+        if layout.rank > 0:
+            self._servers = [self._server(url) for url in urls]
+
+    def _server(self, url: str, process: ServerProcess | None = None) -> Server:
+        return Server(self._api, url, self._config.sampler.answer_seconds, process, self._key)
+
+    def _started(self, number: int) -> Server:
+        """The server of this number, which is not up yet."""
+        reserved, gpus, name, host = reserve_port(), self._plan.gpus[number], self._config.sampler.name, "127.0.0.1"
+        port = reserved.getsockname()[1]
+        log_file = self._run_dir / (f"{name}-{number}.log" if len(self._plan.gpus) > 1 else f"{name}.log")
+        command = self._api.command(self._config, self._folder.path, self._plan, host, port)
+        # Where this process has a variable already, its value holds.
+        variables = {variable: os.environ.get(variable, value) for variable, value in self._api.VARIABLES.items()}
+        variables[self._api.KEY] = self._key  # which is its owner's alone to read there, other than in its arguments
+        variables |= {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
+        where = "" if gpus is None else f" on GPU {gpus}"
+        log.info(f"starting a sampling server{where}; its log: {log_file}")
+        process = self._folder.guard.start(command, variables, log_file, reserved)
+        return self._server(f"http://{host}:{port}", process)
 
     def _wake(self, server: Server, load: bool) -> None:
         """load: and give it the weights that lie in the folder, before it takes the rest of its memory back."""
@@ -189,14 +221,14 @@ class ServerSampler:
                 self._of_each(lambda server: server.post(self._api.sleep(), deadline))
         self._asleep = True
 
-    def _prove(self) -> None:
+    def _prove(self, log_probs: Tensor) -> None:
         scores = None
         with failing_together(self._layout):
             if self._layout.rank == 0:
                 scores = self._of_each(self._score)
         scores = gather_objects(scores, self._layout.world_group)[0]
         with failing_together(self._layout):
-            self._proof.check([server.url for server in self._servers], scores, self._version)
+            self._proof.check([server.url for server in self._servers], scores, log_probs, self._version)
 
     def _score(self, server: Server) -> Tensor:
         return server.score(self._proof.text, self._salt, self._deadline())

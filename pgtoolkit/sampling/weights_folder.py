@@ -1,4 +1,8 @@
-"""The weights on their way to a server: a Hugging Face folder in shared memory, filled anew for each version."""
+"""The weights on their way to a server: a Hugging Face folder in shared memory, filled anew for each version.
+
+The ranks of one node write it together, a file each: every matrix is brought together by all ranks and copied by one,
+so that the GPUs copy at the same time, and the next matrix is on its way meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import os
 import secrets
 import shutil
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -27,17 +31,28 @@ _NAMES |= {torch.bool: "BOOL", torch.uint8: "U8", torch.float64: "F64"}
 
 
 class WeightsFolder:
-    """A folder with `model.safetensors` and what else a model needs, until `remove`, or until this process is gone.
+    """A folder with the weights and what else a model needs, until `remove`, or until the process that made it is gone.
 
     parent: where it is made; None for shared memory if there is room, else `fallback`. dtype: of its weights.
     for_others: whether other users of the machine may read it, one of whom may have started the server.
-    The file stays mapped: a new version overwrites it in place, from the GPU without a copy in between. Whoever reads
-    it has to be done before. What of it is in shared memory is made known to CUDA, so that all tensors are copied at
-    once: its pages are locked then. Those of a file on a disk the GPU may not write behind the file system's back.
+    number, count: which of so many processes this is that write it; of none, beyond them. The first makes it, and tells
+    the others its `path`.
+    This process's file stays mapped: a new version overwrites it in place, from the GPU without a copy in between.
+    Whoever reads it has to be done before. What of it is in shared memory is made known to CUDA, so that nothing
+    waits for a copy: its pages are locked then. Those of a file on a disk the GPU may not write behind the file system.
     """
 
-    def __init__(self, parent: Path | None, fallback: Path, dtype: torch.dtype, for_others: bool = False):
+    def __init__(
+        self,
+        parent: Path | None,
+        fallback: Path,
+        dtype: torch.dtype,
+        for_others: bool = False,
+        number: int = 0,
+        count: int = 1,
+    ):
         self._parent, self._fallback, self.dtype = parent, fallback, dtype
+        self._number, self._count = number, count
         self._more_rights = 0o055 if for_others else 0
         self._header: bytes | None = None
         self._rooms: dict[str, Tensor] = {}
@@ -47,38 +62,57 @@ class WeightsFolder:
 
     def make(self, num_bytes: int, write_settings: Callable[[Path], None]) -> Path:
         """Make the folder where the weights fit; write_settings puts the other files into it."""
-        try:
-            parent = self._parent or _shared_memory(num_bytes) or self._fallback
+        parent = self._parent or _shared_memory(num_bytes) or self._fallback
+        with _refusing(parent / f"pgtk-weights-{secrets.token_hex(8)}") as self.path:
             parent.mkdir(parents=True, exist_ok=True)
-            self.path = parent / f"pgtk-weights-{secrets.token_hex(8)}"
             # First, so that a kill at any moment leaves nothing in memory.
             self.guard = Guard(self.path)
             self.path.mkdir(0o700)
             write_settings(self.path)
             self.path.chmod(0o700 | self._more_rights)
-        except OSError as error:
-            raise _refused(self.path or parent, error) from error
         return self.path
 
     def make_room(self, weights: Mapping[str, Tensor]) -> None:
-        """In the file, for `fill`. Raises StorageError where the disk, or the memory, is full."""
-        header = _header({name: (self._type_of(tensor), tensor.shape) for name, tensor in weights.items()})
-        if header != self._header:
+        """In this process's file, for `fill`. Raises StorageError where the disk, or the memory, is full."""
+        kinds = {name: (self._type_of(tensor), tensor.shape) for name, tensor in weights.items()}
+        shares: list[dict] = [{} for _ in range(self._count)]
+        sizes = [0] * self._count
+        for name, (dtype, shape) in kinds.items():
+            least = sizes.index(min(sizes))
+            shares[least][name] = dtype, shape
+            sizes[least] += shape.numel() * dtype.itemsize
+        if self._number < self._count and (header := _header(shares[self._number])) != self._header:
             self._map(header)
+            if self._number == 0 and self._count > 1:
+                files = {name: self._file(number) for number, share in enumerate(shares) for name in share}
+                content = {"metadata": {"total_size": sum(sizes)}, "weight_map": files}
+                with _refusing(self.path / "model.safetensors.index.json") as index:
+                    index.write_text(json.dumps(content))
 
     def fill(self, weights: Mapping[str, Tensor]) -> None:
-        """Write the weights, which every rank brings together one after the other; they are written when this returns.
+        """Write the weights, which every rank brings together one after the other, into the room that was made.
 
-        Raises StorageError where the disk, or the memory, is full.
+        Those of this process are written when this returns.
         """
-        self.make_room(weights)
-        try:
-            for name, tensor in weights.items():
-                room = self._rooms[name]  # a copy to another type would wait, and be converted on the CPU
-                room.copy_(whole(tensor, room.dtype).reshape(-1), non_blocking=self._known_at is not None)
-        finally:
-            for device in {tensor.device for tensor in weights.values() if tensor.device.type == "cuda"}:
-                torch.cuda.synchronize(device)
+        stream = None if self._known_at is None else torch.cuda.Stream()
+        for name, tensor in weights.items():
+            room = self._rooms.get(name)
+            if room is None and type(tensor) is Tensor:
+                continue  # nobody needs a part of it from here
+            numbers = whole(tensor, self._type_of(tensor)).reshape(-1)
+            if room is not None and stream is None:
+                room.copy_(numbers)
+            elif room is not None:
+                stream.synchronize()  # so that no more than two matrices wait in the GPU's memory
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    room.copy_(numbers, non_blocking=True)
+                numbers.record_stream(stream)
+        if stream is not None:
+            stream.synchronize()
+
+    def _file(self, number: int) -> str:
+        return "model.safetensors" if self._count == 1 else f"model-{number + 1:05}-of-{self._count:05}.safetensors"
 
     def remove(self) -> None:
         """With the servers that were started from it."""
@@ -93,17 +127,15 @@ class WeightsFolder:
     def _map(self, header: bytes) -> None:
         """The file of this header, and in memory the place of each tensor's numbers in it."""
         self._forget()
-        file, entries = self.path / "model.safetensors", json.loads(header[8:])
+        entries = json.loads(header[8:])
         size = len(header) + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        try:
+        with _refusing(self.path / self._file(self._number)) as file:
             file.unlink(missing_ok=True)
             with file.open("wb") as opened:
                 # Room is taken now: a write to mapped memory that finds none would end the process.
                 os.posix_fallocate(opened.fileno(), 0, size)
                 opened.write(header)
             file.chmod(0o644)
-        except OSError as error:
-            raise _refused(file, error) from error
         content = torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)
         types = {name: dtype for dtype, name in _NAMES.items()}
         for name, entry in entries.items():
@@ -147,8 +179,13 @@ def _shared_memory(num_bytes: int) -> Path | None:
     return _SHARED_MEMORY if shutil.disk_usage(_SHARED_MEMORY).free > num_bytes + _ROOM else None
 
 
-def _refused(path: Path, error: OSError) -> StorageError:
-    return StorageError(
-        f"the weights for the sampling server cannot be written to {path}: {error.strerror or error}. Use "
-        "sampler.weights_folder=FOLDER on a disk with room for them."
-    )
+@contextlib.contextmanager
+def _refusing(path: Path) -> Iterator[Path]:
+    """StorageError where the system refuses it."""
+    try:
+        yield path
+    except OSError as error:
+        raise StorageError(
+            f"the weights for the sampling server cannot be written to {path}: {error.strerror or error}. Use "
+            "sampler.weights_folder=FOLDER on a disk with room for them."
+        ) from error

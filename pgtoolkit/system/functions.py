@@ -55,7 +55,7 @@ def import_function(key: str, path: str, arguments: Sequence[str] = (), keywords
         call = ", ".join([*arguments, *(["*", *keywords] if keywords else [])])
         needs, got = f"a {kind} that can be called as {name}({call})", f"{name}{signature}"
         use = f"loss.options that fit {name}{signature}" if kind == "class" else f"def {name}({call})"
-        raise ConfigError(refusal(setting, needs, got, f"So it is called: {error}.", use)) from error
+        raise ConfigError(refusal(setting, needs, got, f"Python says of that call: {error}.", use)) from error
     return function
 
 

@@ -6,13 +6,15 @@ import bisect
 import contextlib
 import functools
 import glob
+import hashlib
 import itertools
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,6 +25,7 @@ SUFFIXES = (".jsonl", ".parquet")
 MAX_ROW_GROUP_BYTES = 512 * 2**20
 MAX_PROBLEMS = 10
 _COUNTED_BYTES = 2**30
+_BATCH_ROWS = 256
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
@@ -105,8 +108,9 @@ def open_files(paths: Sequence[Path], columns: Sequence[str]) -> list[RowFile]:
 class RowFile:
     """A file of rows, which must stay as it was opened: `RecordedRollouts` compares a row that it reads again.
 
-    names: all its columns, where the file has columns.
+    names: all its columns, where the file has columns; known at the latest with its first row.
     rows(): number from 1, place, and fields of every row, or the reason why a line is no row; row(place): one of them.
+    What rows() has read is in `digest`, the SHA-256 of the whole file once it has come to its end.
     Raise DataError for a file that cannot be read or is damaged, row also for one that was changed meanwhile.
     """
 
@@ -115,6 +119,7 @@ class RowFile:
     def __init__(self, path: Path, label: str, columns: Sequence[str] = ()):
         self.path = path
         self.label = label
+        self.digest = hashlib.sha256()
         self._columns = columns
 
     def row(self, place: int) -> dict | str:
@@ -134,6 +139,8 @@ class RowFile:
         """Names the file where it cannot be read, or pyarrow finds it damaged."""
         try:
             yield
+        except DataError:
+            raise
         except (pa.ArrowException, OSError, ValueError) as error:
             raise DataError(f"{self.label} is not a whole {kind}: {error}. Copy or write it again.") from error
 
@@ -145,6 +152,7 @@ class JsonlFile(RowFile):
         with self._whole("JSONL file"), open(self.path, "rb") as file:
             offset = 0
             for number, line in enumerate(file, 1):
+                self.digest.update(line)
                 if line.strip():
                     yield number, offset, _parse_line(line)
                 offset += len(line)
@@ -160,30 +168,58 @@ class ParquetFile(RowFile):
 
     def __init__(self, path: Path, label: str, columns: Sequence[str]):
         super().__init__(path, label, columns)
-        with self._opened() as file:
-            schema, groups = file.schema_arrow, [file.metadata.row_group(i) for i in range(file.num_row_groups)]
-        self.names = schema.names
-        self._columns = [name for name in self.names if name in columns]
-        self._starts = [0, *itertools.accumulate(group.num_rows for group in groups)]  # of each row group, and the end
-        largest = max((group.total_byte_size for group in groups), default=0)
-        if largest > MAX_ROW_GROUP_BYTES:
-            raise DataError(
-                f"{label} has a row group of {largest / 2**20:.0f} MiB; the limit is {MAX_ROW_GROUP_BYTES // 2**20} "
-                "MiB. Row groups are read whole. Write the file again with a smaller row_group_size."
-            )
         self._row_group = functools.lru_cache(maxsize=2)(self._read_row_group)
 
-    def rows(self) -> Iterator[tuple[int, int, dict | str]]:
+    @functools.cached_property
+    def names(self) -> list[str]:
         with self._opened() as file:
-            yield from _rows_of(file.iter_batches(64, columns=self._columns, use_threads=False))
+            return file.schema_arrow.names
+
+    def rows(self) -> Iterator[tuple[int, int, dict | str]]:
+        return _numbered(map(rows_of, self.batches()))
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """The rows, many at a time."""
+        with self._opened() as file, open(self.path, "rb") as whole:
+            for number in range(file.num_row_groups):
+                group, wanted = file.metadata.row_group(number), self._wanted(file, number)
+                size = sum(group.column(i).total_compressed_size for i in range(group.num_columns))
+                self._read_on(whole, whole.tell() + size)  # before it is decoded, so that the disk is read once
+                yield from file.iter_batches(_BATCH_ROWS, [number], wanted, use_threads=False)
+            self._read_on(whole, math.inf)
+
+    def _read_on(self, whole: BinaryIO, end: float) -> None:
+        """Add the file to the digest, up to about this place."""
+        while whole.tell() < end and (block := whole.read(2**20)):
+            self.digest.update(block)
 
     def _row(self, place: int) -> dict | str:
         group = bisect.bisect_right(self._starts, place) - 1
-        return _fields(self._row_group(group), place - self._starts[group])
+        return self._row_group(group)[place - self._starts[group]]
 
-    def _read_row_group(self, group: int) -> pa.Table:
+    @functools.cached_property
+    def _starts(self) -> list[int]:
+        """The first row of each row group, and the end."""
         with self._opened() as file:
-            return file.read_row_group(group, self._columns, use_threads=False)
+            sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+        return [0, *itertools.accumulate(sizes)]
+
+    def _read_row_group(self, group: int) -> list[dict]:
+        with self._opened() as file:
+            table = file.read_row_group(group, self._wanted(file, group), use_threads=False)
+        return [row for batch in table.to_batches() for row in rows_of(batch)]
+
+    def _wanted(self, file: pq.ParquetFile, group: int) -> list[str]:
+        """The wanted columns that the file has. DataError where those of a row group are too large."""
+        group = file.metadata.row_group(group)
+        columns = [group.column(place) for place in range(group.num_columns)]
+        wanted = [column for column in columns if column.path_in_schema.partition(".")[0] in self._columns]
+        if (size := sum(column.total_uncompressed_size for column in wanted)) > MAX_ROW_GROUP_BYTES:
+            raise DataError(
+                f"{self.label} has a row group of {size / 2**20:.0f} MiB; the limit is {MAX_ROW_GROUP_BYTES // 2**20} "
+                "MiB. Row groups are read whole. Write the file again with a smaller row_group_size."
+            )
+        return [name for name in file.schema_arrow.names if name in self._columns]
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[pq.ParquetFile]:
@@ -204,22 +240,32 @@ class ArrowFile(RowFile):
             with pa.ipc.open_stream(file) as stream:
                 self.names = stream.schema.names
                 wanted = [name for name in self.names if name in self._columns]
-                yield from _rows_of(batch.select(wanted) for batch in stream)
+                yield from _numbered(rows_of(batch.select(wanted)) for batch in stream)
 
 
-def _rows_of(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, int, dict]]:
-    rows = (_fields(batch, i) for batch in batches for i in range(batch.num_rows))
-    return ((place + 1, place, row) for place, row in enumerate(rows))
+def _numbered(batches: Iterable[list[dict]]) -> Iterator[tuple[int, int, dict]]:
+    return ((place + 1, place, row) for place, row in enumerate(itertools.chain.from_iterable(batches)))
 
 
-def _fields(table: pa.Table | pa.RecordBatch, row: int) -> dict[str, Any]:
-    """One row; lists as NumPy arrays."""
-    fields = {}
-    for name, column in zip(table.schema.names, table.columns, strict=True):
-        value = column[row]
-        is_list = isinstance(value, (pa.ListScalar, pa.LargeListScalar, pa.FixedSizeListScalar)) and value.is_valid
-        fields[name] = value.values.to_numpy(zero_copy_only=False) if is_list else value.as_py()
-    return fields
+def rows_of(batch: pa.RecordBatch) -> list[dict[str, Any]]:
+    """Its rows; lists as NumPy arrays."""
+    rows: list[dict[str, Any]] = [{} for _ in range(batch.num_rows)]
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        for row, value in zip(rows, _values(column), strict=True):
+            row[name] = value
+    return rows
+
+
+def _values(column: pa.Array) -> list:
+    """What a column has in each row; lists as NumPy arrays, which share its memory."""
+    if pa.types.is_fixed_size_list(column.type):
+        column = column.cast(pa.list_(column.type.value_type))
+    if not isinstance(column, (pa.ListArray, pa.LargeListArray)):
+        return column.to_pylist()
+    if column.null_count or column.values.null_count:  # a null within a list makes another type of that list alone
+        return [cell.values.to_numpy(zero_copy_only=False) if cell.is_valid else None for cell in column]
+    values, ends = column.values.to_numpy(zero_copy_only=False), column.offsets.to_pylist()
+    return [values[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def _parse_line(line: bytes) -> dict | str:

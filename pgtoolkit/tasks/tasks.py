@@ -210,7 +210,8 @@ class PromptsTask(_NumberedRows):
         return [self._score(scores[i : i + count]) for i in range(0, len(scores), count)]
 
     def close(self) -> None:
-        self._verifiers.close()
+        if self._in_processes:
+            self._verifiers.close()
 
     def _score(self, outcomes: list[float | str]) -> Score:
         """Of the scores of one completion, by verifier; one without an answer counts 0."""

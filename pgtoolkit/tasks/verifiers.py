@@ -13,14 +13,13 @@ import logging
 import math
 import os
 import re
-import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -42,7 +41,7 @@ TIMEOUT, CRASH = "timeout", "crash"
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from pgtoolkit.tasks.verifiers import work; work(int(sys.argv[2]))"
+    "from pgtoolkit.tasks.verifiers import work; work(*map(int, sys.argv[2:]))"
 )
 
 
@@ -88,9 +87,6 @@ class Verifiers:
                 raise DataError(f"{key}={name} raised {error!r} on {question.on}. Use {use}.") from error
         return scores
 
-    def close(self) -> None:
-        """Nothing was started."""
-
 
 class VerifierProcesses:
     """The verifiers of a run in at most `processes` processes, started when they are first needed.
@@ -131,9 +127,8 @@ class VerifierProcesses:
             if kind in (TIMEOUT, CRASH) and kind not in self._said:
                 self._said.add(kind)
                 self._note(kind, value, question)
-        for kind, value in outcomes:
-            if kind == "error":
-                raise DataError(value)
+        if errors := [value for kind, value in outcomes if kind == "error"]:
+            raise DataError(errors[0])
         return [value if kind == "score" else kind for kind, value in outcomes]
 
     def close(self) -> None:
@@ -164,10 +159,13 @@ class _Worker:
 
     def _start(self) -> None:
         here, there = socket.socketpair()
-        with there:
-            # In a session of its own: what a terminal sends is for the process that trains, which needs its answers.
-            arguments = [sys.executable, "-P", "-u", "-c", _PROGRAM, json.dumps(sys.path), str(there.fileno())]
-            self._process = subprocess.Popen(arguments, pass_fds=[there.fileno()], start_new_session=True)
+        lifeline, self._lifeline = os.pipe()
+        ends = there.fileno(), lifeline
+        arguments = [sys.executable, "-P", "-u", "-c", _PROGRAM, json.dumps(sys.path), *map(str, ends)]
+        # In a session of its own: what a terminal sends is for the process that trains, which needs its answers.
+        self._process = subprocess.Popen(arguments, pass_fds=ends, start_new_session=True)
+        there.close()
+        os.close(lifeline)
         self._connection = Connection(here.detach())
         kind, value = self._ask([*self._named], START_SECONDS)
         if kind == "error":
@@ -197,6 +195,7 @@ class _Worker:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        os.close(self._lifeline)
         return signal.Signals(-code).name if code is not None and code < 0 else f"status {code}"
 
 
@@ -206,50 +205,33 @@ def _end(workers: list[_Worker]) -> None:
             worker.end(worker._process)
 
 
-def work(socket: int) -> None:
-    """Serve until the other end is closed.
+def work(questions: int, lifeline: int) -> None:
+    """Serve until the other process closes its ends of a socket and a pipe, by these descriptors.
 
     In: the verifiers, then a question at a time. Out: a first answer once they are imported, then one for each
-    question, as `_Worker.outcome` has it.
+    question, as `_Worker.outcome` has it. When the pipe closes the kernel kills the group of this process, also within
+    a function that never returns.
     """
-    connection, process_id = Connection(socket), os.getpid()
-    signal.signal(signal.SIGIO, signal.SIG_DFL)
-    fcntl.fcntl(socket, fcntl.F_SETOWN, -os.getpgrp())  # the whole group, of which this process is the first
-    verifiers = None
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            told = connection.recv()
-            try:
-                with _ending_with_the_other_end(socket):
-                    if verifiers is None:
-                        verifiers, answer = Verifiers(told), ("ready", None)
-                    else:
-                        answer = "score", verifiers.score(told)
-            except (ConfigError, DataError) as error:
-                answer = "error", str(error)
-            # What a verifier has forked, and which came back as well, would answer once more.
-            if os.getpid() != process_id:
-                os._exit(0)
-            connection.send(answer)
-    os.killpg(os.getpgrp(), signal.SIGKILL)  # with what verifiers have left behind
-
-
-@contextlib.contextmanager
-def _ending_with_the_other_end(socket: int) -> Iterator[None]:
-    """The kernel ends this process when the socket's other end closes, also within a function that never returns.
-
-    The other end sends nothing while it waits for an answer, so that anything that happens to the socket is its end.
-    """
-    flags = fcntl.fcntl(socket, fcntl.F_GETFL)
-    fcntl.fcntl(socket, fcntl.F_SETFL, flags | os.O_ASYNC)
-    closed = select.poll()
-    closed.register(socket, select.POLLHUP)
-    if closed.poll(0):  # before the kernel was told to watch
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        os.read(lifeline, 1)  # comes back if it was closed before the kernel was told to watch
         os.killpg(os.getpgrp(), signal.SIGKILL)
-    try:
-        yield
-    finally:
-        fcntl.fcntl(socket, fcntl.F_SETFL, flags)
+    connection, process_id, verifiers = Connection(questions), os.getpid(), None
+    while True:
+        told = connection.recv()
+        try:
+            if verifiers is None:
+                verifiers, answer = Verifiers(told), ("ready", None)
+            else:
+                answer = "score", verifiers.score(told)
+        except (ConfigError, DataError) as error:
+            answer = "error", str(error)
+        # What a verifier has forked, and which came back as well, would answer once more.
+        if os.getpid() != process_id:
+            os._exit(0)
+        connection.send(answer)
 
 
 def make_verifier(name: str, pattern: str | None = None, key: str = "task.verifier") -> Verifier:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from pgtoolkit.batch import MicroBatch, Step, StepTotals, known_vectors
+from pgtoolkit.batch import MicroBatch, Step, StepTotals, have_old_log_probs, known_vectors
 from pgtoolkit.errors import NumericalError
 from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.losses.metrics import MetricSums
@@ -139,7 +139,7 @@ class DynamicAccumulation(lightning.LightningModule):
         loss, sums = self._over_ranks(outputs)
         limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
         metrics = {"loss": loss, "grad_norm": clip_gradients(self.parameters(), self.layout, limit)}
-        metrics |= sums.finalize(step.totals, all(document.old_log_probs is not None for document in step.documents))
+        metrics |= sums.finalize(step.totals, have_old_log_probs(step.documents))
         values = torch.stack([value.to(self.device, torch.float64) for value in metrics.values()]).tolist()
         counts = {name for name, value in metrics.items() if not value.is_floating_point()}
         return {name: int(x) if name in counts else x for name, x in zip(metrics, values, strict=True)}
@@ -181,7 +181,7 @@ def _not_finite(micro_batches: list[MicroBatch], outputs: list[PolicyLoss]) -> l
     """Names of this rank's documents that have a number which is not finite before any gradient."""
     names = []
     for micro_batch, out in zip(micro_batches, outputs, strict=False):  # no output on early pipeline stages
-        vectors = "old_log_probs", "advantages", *known_vectors(micro_batch)
+        vectors = "advantages", *known_vectors(micro_batch)
         total = sum((getattr(micro_batch, name) for name in vectors), out.log_probs.cpu())
         bad = ~torch.isfinite(total) & (micro_batch.labels >= 0)
         names += [micro_batch.names[i] for i in micro_batch.document_index[bad].unique().tolist()]

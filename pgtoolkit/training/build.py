@@ -28,11 +28,12 @@ from pgtoolkit.training.sources import evaluator_of, source_of
 
 
 def build(
-    config: Config, resume: bool = False, layout: Layout = ONE_PROCESS, run_dir: Path = Path()
+    config: Config, resume: bool = False, layout: Layout = ONE_PROCESS, run_dir: Path | None = None
 ) -> tuple[PolicyGradientModule, StepLoader]:
     """The module, and the steps it trains on from the start of the data; nothing is trained yet.
 
-    run_dir: where servers that are started write their logs.
+    run_dir: where servers that are started write their logs, and the index of recorded rollouts is kept; None: servers
+    write in the current directory, and no index is kept.
     Whoever calls this closes the steps when the run is over, whatever ends it.
     """
     begin(config)
@@ -49,7 +50,7 @@ def build(
     source = source_of(config, task, module, room, resume, run_dir)
     if is_on(config):
         trained = task if isinstance(source, PolicyRollouts) else None
-        module.evaluator = evaluator_of(config, trained, module, source, run_dir)
+        module.evaluator = evaluator_of(config, trained, module, source, run_dir or Path())
     return module, StepLoader(source, config.accumulation, closes_on_groups(config), config.trainer.max_steps, layout)
 
 

@@ -18,6 +18,7 @@ from pgtoolkit.config.schema import (
     RecordedRolloutConfig,
 )
 from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.rollouts.recorded_index import RecordedIndex, read_index
 from pgtoolkit.runs.records import read_data, storage
 from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.tasks.prompt_rows import prompt_files
@@ -35,10 +36,14 @@ log = logging.getLogger("pgtoolkit")
 def record_data(run_dir: Path, config: Config, step: int | None) -> None:
     """Keep the digests of the run's data in its data.json: {key: {file: {"bytes", "sha256"}}}.
 
+    Those of recorded rollouts are compared here; `record_rollouts` adds them where the run starts.
     step: that the run is continued from; None where it starts. Raises ConfigError if it is continued with other data
     than were recorded, unless `trainer.accept_changed_data`; the data before are then added to the list `accepted`.
     """
     current = digests(config)
+    if step is not None and isinstance(config.rollout, RecordedRolloutConfig):
+        files = find_files(config.rollout.path, "rollout.path")
+        current["rollout.path"] = _digests(files, sampled=False, index=read_index(run_dir))
     before = read_data(run_dir) if step is not None else {}
     accepted = before.pop("accepted", [])
     read = {key: files for key, files in before.items() if key in current or not key.startswith("evaluation.")}
@@ -51,14 +56,26 @@ def record_data(run_dir: Path, config: Config, step: int | None) -> None:
     if changes:
         accepted.append({"step": step, "before": {key: before[key] for key in changes}})
     content = current | ({"accepted": accepted} if accepted else {})
+    _write(run_dir, content)
+
+
+def record_rollouts(run_dir: Path, index: RecordedIndex) -> None:
+    """Add the digests of recorded rollouts, as the run reads them. DataError where data.json has others."""
+    data, current = read_data(run_dir), index.digests()
+    if difference := _difference(data.get("rollout.path", current), current):
+        raise DataError(f"rollout.path needs files that stay as they are (got {difference}). Start the run again.")
+    _write(run_dir, data | {"rollout.path": current})
+
+
+def _write(run_dir: Path, content: dict) -> None:
     with storage(path := run_dir / "data.json"):
         write_atomically(path, json.dumps(content, indent=1) + "\n")
 
 
 def digests(config: Config) -> dict[str, dict[str, dict]]:
-    """By key: the files that it names, by their paths below the folder that holds them all.
+    """By key: the files that it names, by their paths below the folder that holds them all; without recorded rollouts.
 
-    Prompts and rollouts are read whole. Of a model folder all files count that lie in it, but for hidden ones and
+    Prompts are read whole. Of a model folder all files count that lie in it, but for hidden ones and
     README.md; of one larger than WHOLE_BYTES its size, the first and the last MiB, and 64 blocks of 64 KiB between
     them. A model of the Hugging Face hub is known by its name alone.
     """
@@ -72,8 +89,6 @@ def digests(config: Config) -> dict[str, dict[str, dict]]:
             files[key] = sorted(file for file in inside if file.is_file())
     prompts = _prompts(config)
     files |= {key: prompt_files(task.path, task.split) for key, task in prompts.items()}
-    if isinstance(config.rollout, RecordedRolloutConfig):
-        files["rollout.path"] = find_files(config.rollout.path, "rollout.path")
     return {key: _digests(paths, sampled=key in models) for key, paths in files.items()}
 
 
@@ -84,9 +99,12 @@ def _prompts(config: Config) -> dict[str, PromptsTaskConfig]:
     return {key: task for key, task in tasks.items() if isinstance(task, PromptsTaskConfig)}
 
 
-def _digests(paths: list[Path], sampled: bool) -> dict[str, dict]:
+def _digests(paths: list[Path], sampled: bool, index: RecordedIndex | None = None) -> dict[str, dict]:
+    """index: of the run; what it knows of a file whose size and time have not changed is not computed again."""
     common = os.path.commonpath([path.absolute().parent for path in paths]) if paths else ""
-    return {os.path.relpath(path.absolute(), common): _digest(path, sampled) for path in paths}
+    names = {os.path.relpath(path.absolute(), common): path for path in paths}
+    known = {} if index is None else {name: index.digests()[name] for name in names if index.knows(name, names[name])}
+    return {name: known.get(name) or _digest(path, sampled) for name, path in names.items()}
 
 
 def _digest(path: Path, sampled: bool) -> dict:

@@ -58,7 +58,9 @@ def export(run_dir: Path, folder: Path, best: bool = False) -> int:
         raise not_a_run(use, run_dir, "a run directory")
     _refuse_occupied(use, folder)
     state = saved_state(run_dir, use, best=best)
-    config = _config(run_dir)
+    config = OmegaConf.to_object(compose([], run_dir=run_dir).config)
+    if isinstance(config.task, PromptsTaskConfig):
+        config.task = scored_by_nobody(config.task)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
@@ -115,13 +117,6 @@ def _refuse_occupied(use: str, folder: Path) -> None:
     if count or (folder.exists() and not folder.is_dir()):
         got = f"one with {count} {'entry' if count == 1 else 'entries'}" if count else "a file"
         raise ConfigError(f"{use} needs a new or empty folder (got {got}). Nothing is overwritten. Use {folder}-2.")
-
-
-def _config(run_dir: Path) -> Config:
-    config = OmegaConf.to_object(compose([], run_dir=run_dir).config)
-    if isinstance(config.task, PromptsTaskConfig):
-        config.task = scored_by_nobody(config.task)
-    return config
 
 
 def _write_model(config: Config, state: dict, folder: Path) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 from pgtoolkit.batch import StepTotals
 from pgtoolkit.config.schema import Config, KLKind
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.kernels.losses import Computation
 from pgtoolkit.losses.aggregation import Reducer, aggregation_of
 from pgtoolkit.losses.corrections import configured as configured_correction
 from pgtoolkit.losses.families import Family, configured
@@ -32,16 +31,6 @@ def loss_of(config: Config) -> Loss:
     penalty = None if config.kl.kind == KLKind.none else KL(config.kl.kind.value, config.kl.coefficient)
     temperature, level = config.rollout.temperature, config.metrics.level.value
     return Loss(family, aggregation, temperature, level, correction, config.entropy.coefficient, penalty)
-
-
-def computation_of(config: Config) -> Computation:
-    """How it is computed. Finite numbers are looked for once per step, in the loss and the gradient."""
-    return Computation(
-        impl=config.kernel.implementation.value,
-        check_finite=False,
-        num_splits=config.loss.num_splits,
-        logits_memory_mb=config.kernel.logits_memory_mb,
-    )
 
 
 def own_family(path: str, options: dict[str, Any], num_splits: int) -> Family:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from pgtoolkit.config.evaluation import held_out_sets, is_on, samples
 from pgtoolkit.config.models import vocabulary_size
-from pgtoolkit.config.paths import NO_FOLDER, absolute_uri, sqlite_path
+from pgtoolkit.config.paths import NO_FOLDER
 from pgtoolkit.config.rules.run import refuse_triton
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError
@@ -48,7 +48,6 @@ def check_machine(c: Config, report: Report) -> None:
     _servers(c, report)
     _models(c, report)
     _prompts(c, report)
-    _store(c, report)
     if c.aggregation.reducer is not None or c.loss.name == "custom" or c.rollout.name == "recorded":
         from pgtoolkit.training.loss import loss_of
 
@@ -186,26 +185,6 @@ def _epochs(c: Config, report: Report) -> None:
             f"rollout.epochs={c.rollout.epochs} of {documents} documents ends after at most {last} of "
             f"trainer.max_steps={steps} steps. To make them all, use rollout.epochs={-(-steps * size // documents)}."
         )
-
-
-def _store(c: Config, report: Report) -> None:
-    """MLflow's database, if it is a file: one of SQLite's, or none yet."""
-    path = sqlite_path(absolute_uri(c.tracking.uri)) if c.tracking.name == "mlflow" else None
-    if path is None:
-        return
-    try:
-        path.stat()  # which says what is wrong with a place below a file
-        if path.is_file():  # a pipe would be waited for
-            with path.open("rb") as file:
-                if file.read(16) in (b"", b"SQLite format 3\0"):
-                    return
-        got = "a file of another kind"
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        got = error.strerror
-    needs, use = "an SQLite file, or a place for one", "tracking.uri=sqlite:///FILE with another, or tracking=none"
-    report.refuse(f"tracking.uri=sqlite:///{path}", needs, got, "MLflow keeps the run there.", use)
 
 
 @contextlib.contextmanager

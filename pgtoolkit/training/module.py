@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pgtoolkit.batch import MicroBatch, Step, StepTotals
 from pgtoolkit.config.schema import Config, OptimizerConfig, Schedule
 from pgtoolkit.errors import DataError
-from pgtoolkit.kernels.losses import LMHead, PolicyLoss, log_probs_of_hidden, loss_of_hidden
+from pgtoolkit.kernels.losses import Computation, LMHead, PolicyLoss, log_probs_of_hidden, loss_of_hidden
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.model.attention import local_tokens
 from pgtoolkit.model.lora import without_adapters
@@ -22,7 +22,7 @@ from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.data_metrics import sampling_note
 from pgtoolkit.rollouts.evaluation import Evaluator
 from pgtoolkit.training.accumulation import DynamicAccumulation
-from pgtoolkit.training.loss import computation_of, loss_of
+from pgtoolkit.training.loss import loss_of
 
 log = logging.getLogger("pgtoolkit")
 
@@ -49,7 +49,9 @@ class PolicyGradientModule(DynamicAccumulation):
         if reference is not None and reference is not policy:
             self.reference_model = reference.model  # as above
         self.loss = loss_of(config)
-        self.computation = computation_of(config)
+        impl, memory = config.kernel.implementation.value, config.kernel.logits_memory_mb
+        # Finite numbers are looked for once per step, in the loss and the gradient.
+        self.computation = Computation(impl, False, config.loss.num_splits, memory)
         self._noted_no_signal = self._noted_mismatch = False
 
     def configure_optimizers(self):
@@ -144,7 +146,8 @@ class PolicyGradientModule(DynamicAccumulation):
 
     def _check_log_probs(self, step: Step) -> None:
         """A loader of one's own may lack them, and the rollouts of a run that goes on with a correction."""
-        unknown = [document.name for document in step.documents if document.old_log_probs is None]
+        current = all(document.model_version == self.num_updates for document in step.documents)
+        unknown = [d.name for d in step.documents if d.old_log_probs is None and not (d.on_policy and current)]
         if unknown and self.loss.reads_old_log_probs:
             raise DataError(
                 f"the loss needs old_log_probs of every document (got none of {unknown[0]}). It compares the policy "

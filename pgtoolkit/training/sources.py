@@ -22,9 +22,9 @@ from pgtoolkit.sampling.sampling_settings import ignored_settings
 from pgtoolkit.sampling.servers import ServerSampler
 from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.system.model_folder import end_tokens
-from pgtoolkit.tasks.chat import chat_of
-from pgtoolkit.tasks.prompts import TokenizedTask
+from pgtoolkit.tasks.prompts import TokenizedTask, chat_of
 from pgtoolkit.tasks.tasks import Task, TaskConfig, make_task
+from pgtoolkit.training.data import record_rollouts
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.state import write_settings
 
@@ -32,9 +32,12 @@ log = logging.getLogger("pgtoolkit")
 
 
 def source_of(
-    config: Config, task: Task, module: PolicyGradientModule, room: int, resume: bool, run_dir: Path
+    config: Config, task: Task, module: PolicyGradientModule, room: int, resume: bool, run_dir: Path | None
 ) -> Source:
-    """The rollouts that the module is trained on, from the start of the data. room: tokens of the longest document."""
+    """The rollouts that the module is trained on, from the start of the data. room: tokens of the longest document.
+
+    run_dir: of the run, which keeps the index of recorded rollouts; None: none is kept.
+    """
     rollout = config.rollout
     if isinstance(rollout, PolicyRolloutConfig):
         writes = rollout.save_path and module.layout.rank == 0
@@ -42,7 +45,7 @@ def source_of(
         with failing_together(module.layout):
             tokenized = _tokenized(config, config.task, task, module, room)
         _check_prompts(module.layout, "the task", task)
-        sampler = _sampler(config, module, tokenized, room, run_dir)
+        sampler = _sampler(config, module, tokenized, room, run_dir or Path())
         if ignored := ignored_settings(module.policy, rollout):
             values = ", ".join(f"{name}={value}" for name, value in ignored.items())
             log.warning(
@@ -50,7 +53,12 @@ def source_of(
                 "are sampled as rollout.temperature and rollout.top_p say, and nothing else."
             )
         return PolicyRollouts(config, tokenized, sampler, module, module.layout, writer)
-    return recorded_rollouts(config, module.loss, module.policy.vocabulary_size, room)
+    layout = module.layout
+    source = recorded_rollouts(config, module.loss, module.policy.vocabulary_size, room, None, layout, run_dir)
+    with failing_together(layout):
+        if layout.rank == 0 and run_dir is not None:
+            record_rollouts(run_dir, source.index)
+    return source
 
 
 def evaluator_of(

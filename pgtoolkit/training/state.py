@@ -53,22 +53,19 @@ def write_settings(module, folder: Path, merged: bool = False) -> None:
     transformers would take it for a whole model.
     """
     chosen, sampling = module.config.model, sampling_settings(module.policy, module.config.rollout)
-    adapters = module.policy.base_digest is not None and not merged
-    config = lora.settings(module.model, chosen.path) if adapters else _configuration(module)
+    if module.policy.base_digest is not None and not merged:
+        config = lora.settings(module.model, chosen.path)
+    else:
+        config = copy.deepcopy(module.model.config)
+        config.architectures = [type(module.model).__name__.removeprefix("FSDP")]
+        config.use_cache, config.dtype = True, torch.float32
+        if isinstance(chosen, HuggingFaceModelConfig) and not chosen.random_weights:
+            config.dtype = load_config(chosen.path).dtype or torch.float32
     try:
         for part in (config, sampling, module.policy.tokenizer):
             part.save_pretrained(folder)
     except Exception as error:  # tokenizers raises no other type, whatever the disk says
         raise OSError(first_line(error)) from error
-
-
-def _configuration(module):
-    chosen, config = module.config.model, copy.deepcopy(module.model.config)
-    config.architectures = [type(module.model).__name__.removeprefix("FSDP")]
-    config.use_cache, config.dtype = True, torch.float32
-    if isinstance(chosen, HuggingFaceModelConfig) and not chosen.random_weights:
-        config.dtype = load_config(chosen.path).dtype or torch.float32
-    return config
 
 
 def restore(module, state: dict) -> None:
@@ -129,21 +126,17 @@ def load_weights(policy: Policy, state: dict, names: set[str] | None = None) -> 
     kind, tensors = stored(policy)
     names = tensors.keys() if names is None else names
     if (found := state.get("base_digest")) != policy.base_digest:
-        raise ConfigError(f"the checkpoint does not fit the configured model: {_misfit(found, policy.base_digest)}")
+        why = "its adapters were trained beside other weights than model.path has now. Use the model as it was."
+        if found is None:
+            why = "it holds all weights. Use model.lora_rank=null."
+        elif policy.base_digest is None:
+            why = "it holds LoRA's adapters alone. Use model.lora_rank as it was."
+        raise ConfigError(f"the checkpoint does not fit the configured model: {why}")
     with open_tensors(state["path"], kind) as files:
         for name in sorted(names ^ files.keys()):
             raise ValueError(f"{name} is {'missing' if name in names else 'none of its weights'}")
         for name, tensor in tensors.items():
             fill(tensor, name, files)
-
-
-def _misfit(found: str | None, needed: str | None) -> str:
-    """How what the adapters of a checkpoint stand beside differs from what the configuration describes."""
-    if found is None:
-        return "it holds all weights. Use model.lora_rank=null."
-    if needed is None:
-        return "it holds LoRA's adapters alone. Use model.lora_rank as it was."
-    return "its adapters were trained beside other weights than model.path has now. Use the model as it was."
 
 
 def fill(target: Tensor, name: str, files: dict) -> None:

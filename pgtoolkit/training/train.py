@@ -93,7 +93,8 @@ def train(
             stopped = recorder.interrupted_by
             outcome, reason = ("interrupted", stopped) if stopped else ("done", recorder.reached)
             if outcome == "done" and reason is None and recorder.step < config.trainer.max_steps:
-                reason = data_ended(config, recorder.step)
+                step, most, epochs = recorder.step, config.trainer.max_steps, config.rollout.epochs
+                reason = f"the data ended after step {step} of {most}: rollout.epochs={epochs} is how often it is read"
         except (KeyboardInterrupt, SystemExit) as stop:  # Lightning turns the one into the other
             first = str(stop) if isinstance(stop, StopSignal) else "SIGINT"
             outcome, reason = "interrupted", "a second SIGINT" if recorder.interrupted_by else first
@@ -116,12 +117,6 @@ def train(
                 f"stopped by {reason} after step {recorder.step}; saved up to step {recorder.saved_step}. "
                 f"Continue with: {resume_command(folder)}"
             )
-
-
-def data_ended(config: Config, step: int) -> str:
-    """Why a run ends with this step, before its last one: only recorded rollouts come to an end."""
-    most, epochs = config.trainer.max_steps, config.rollout.epochs
-    return f"the data ended after step {step} of {most}: rollout.epochs={epochs} is how often it is read"
 
 
 def _prepare(config: Config, run: RunDirectory, resume: bool, resolved: dict, overrides: list[str]) -> dict | None:

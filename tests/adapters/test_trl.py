@@ -262,7 +262,7 @@ REFUSED = [
     (
         {"loss": "grpo", "aggregation": "token_mean", "correction": "off_policy_mask"},
         {"use_vllm": True},
-        ["correction=off_policy_mask is one correction and GRPOConfig.vllm_importance_sampling_correction=True"],
+        ["correction=off_policy_mask and GRPOConfig.vllm_importance_sampling_correction=True would be two corrections"],
     ),
     ({"loss": "gspo", "aggregation": "constant"}, {}, ["aggregation='constant' needs a finite divisor > 0 (got None)"]),
 ]

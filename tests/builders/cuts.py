@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -95,8 +96,8 @@ def evaluate(groups: dict, cut: Cut, problem: HeadCase, choice: Choice, fused: b
         leaves = [x.to(problem.dtype).clone().requires_grad_() for x in leaves]
         keywords = choice.keywords() | {name: padded(x) for name, x in choice.vectors(case).items()}
         keywords |= {"bias": leaves[2]} if fused else {}
-        if groups["vocabulary"] is not None:
-            keywords["vocabulary_start"] = columns.start
+        if groups["vocabulary"] is not None and len({b - a for a, b in pairwise(cut.vocabulary)}) > 1:
+            keywords["vocabulary_start"] = columns.start  # which equal shards do not need
         out = (linear_policy_loss if fused else policy_loss)(
             *leaves[:2],
             padded(case.labels, -1),
@@ -105,10 +106,9 @@ def evaluate(groups: dict, cut: Cut, problem: HeadCase, choice: Choice, fused: b
             padded(local[case.document_index], len(documents)),
             group_index=case.group_index[list(documents)],
             num_documents=len(documents),
-            totals=totals,
             temperature=TEMPERATURE,
             **{f"{axis}_group": group for axis, group in groups.items()},
-            **keywords | options,
+            **{"totals": totals} | keywords | options,
         )
         out.loss.backward()
         loss_sum = loss_sum + out.loss.detach()

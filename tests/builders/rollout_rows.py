@@ -7,6 +7,7 @@ import pyarrow.parquet as pq
 
 from builders.runs import assert_equal
 from pgtoolkit.config.schema import RecordedRolloutConfig
+from pgtoolkit.rollouts.recorded import RecordedRollouts
 
 VOCABULARY_SIZE = 100
 
@@ -34,9 +35,22 @@ def write_parquet(path, rows, checksums=True, **options):
     return path
 
 
+CHANGES = {"epochs": 1, "shuffle": False, "group_size": None, "max_completion_length": None}
+"""Keys of a configuration that tests change."""
+
+
 def config(path, **changes):
-    values = {"epochs": 1, "shuffle": False, "group_size": None, "max_completion_length": None}
-    return RecordedRolloutConfig(name="recorded", path=str(path), temperature=1.0, **(values | changes))
+    return RecordedRolloutConfig(name="recorded", path=str(path), temperature=1.0, **(CHANGES | changes))
+
+
+def source(path, estimator="dr_grpo", **options):
+    """Recorded rollouts; options: of the configuration, and arguments of RecordedRollouts."""
+    changes = {name: options.pop(name) for name in CHANGES if name in options}
+    return RecordedRollouts(config(path, **changes), estimator, VOCABULARY_SIZE, **options)
+
+
+def documents(rollouts):
+    return [rollouts.document(position) for position in range(rollouts.num_documents)]
 
 
 def assert_same(first, second, but=()):

@@ -21,7 +21,7 @@ from builders.models import save_with_tokenizer, small_llama
 from builders.runs import SHORT, config_of, sampler_of
 from builders.vllm_servers import COMMAND, ServerCommand
 from pgtoolkit.rollouts.policy import PolicyRollouts
-from pgtoolkit.sampling.servers import ServerSampler
+from pgtoolkit.sampling.proof import Proof
 from pgtoolkit.training.build import build
 
 ENDS = [11, 3]
@@ -87,7 +87,7 @@ class SharedServers:
             for name in ("interrupted", "killed"):
                 self.runs[name] = ServerCommand(self._folder / name, *self._settings, *own, *endless)
         with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(thread_name_prefix="start") as pool:
-            patch.setattr(ServerSampler, "_prove", _one_at_a_time(ServerSampler._prove))
+            patch.setattr(Proof, "log_probs", _one_at_a_time(Proof.log_probs))
             for name, (module, sampler) in self.samplers.items():
                 self._started[name] = pool.submit(self._publish, name, module, sampler)
 

@@ -60,7 +60,12 @@ class Engine:
 
     def _load(self, folder: str) -> None:
         """Exactly the weights that the model has; one that has several names, as that of a tied head, has one there."""
-        weights, rooms = load_file(Path(folder) / "model.safetensors"), self.model.state_dict()
+        index, rooms = Path(folder) / "model.safetensors.index.json", self.model.state_dict()
+        files = json.loads(index.read_text())["weight_map"] if index.exists() else {}
+        loaded = {name: load_file(Path(folder) / name) for name in sorted({*files.values()}) or ["model.safetensors"]}
+        weights = {name: tensor for tensors in loaded.values() for name, tensor in tensors.items()}
+        if files and files != {name: file for file, tensors in loaded.items() for name in tensors}:
+            raise ValueError("the index does not name the tensors of the files")
         if strange := sorted(weights.keys() - rooms.keys()):
             raise ValueError(f"There is no module or parameter named '{strange[0]}' in {type(self.model).__name__}")
         for name, tensor in weights.items():

@@ -3,7 +3,6 @@
 import pytest
 
 from pgtoolkit.cli import main
-from pgtoolkit.config.files import options
 
 
 @pytest.mark.parametrize(
@@ -28,9 +27,3 @@ def test_tab_completion(capsys, monkeypatch, line, words):
     assert words <= set(out.out.split())
     assert words or not out.out.split()
     assert out.err == ""
-
-
-def test_tab_completion_offers_what_can_be_typed_alone(capsys, monkeypatch):
-    monkeypatch.setenv("COMP_LINE", "pgtk check loss=")
-    assert main(["-sc", "query=bash"]) == 0
-    assert capsys.readouterr().out.split() == [f"loss={name}" for name in options()["loss"]]

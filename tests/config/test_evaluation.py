@@ -1,7 +1,5 @@
 """The rules on evaluation, its plan, and that it tells no two configurations apart."""
 
-import json
-
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.evaluation import held_out_sets
 from pgtoolkit.config.names import digest, name_of, plain_config
@@ -15,24 +13,6 @@ def checked(*overrides):
     composed = compose(list(overrides))
     values, report = resolve_and_validate(composed.config)
     return values, composed.problems + report.problems, report.notes
-
-
-def test_the_file_of_training_is_refused_and_another_is_not(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("train.jsonl", "test.jsonl"):
-        (tmp_path / name).write_text(json.dumps({"prompt": "1", "answer": "2"}) + "\n")
-    task = ["task=prompts", "task.path=train.jsonl", ON, "rollout.max_completion_length=20"]
-    (problem,) = checked(*task)[1]
-    assert "are the prompts of training. Use evaluation.sets.NAME.path=FILE." in problem
-    problems = checked(*task, f"evaluation.sets.test.path={tmp_path}/./train.jsonl")[1]
-    assert [one.partition(" (got")[0] for one in problems] == [
-        "evaluation.sets.test needs prompts that training does not ask"
-    ]
-    assert checked(*task, "evaluation.sets.test.path=test.jsonl")[1:] == ([], [])
-    assert (
-        "evaluation.sets.test.path=none.jsonl needs an existing file"
-        in checked(*task, "evaluation.sets.test.path=none.jsonl")[1][0]
-    )
 
 
 def test_seeds_of_reasoning_gym_that_overlap_are_refused():
@@ -69,17 +49,3 @@ def test_runs_with_and_without_evaluation_are_of_one_configuration():
     without, evaluated, goal = (plain_config(compose(one).config) for one in ([], on, [*on, "trainer.stop_at=0.5"]))
     assert digest(evaluated) == digest(without) != digest(goal)  # a goal may end it before
     assert name_of(None, on) == name_of(None, []) == "default"
-
-
-def test_a_key_of_a_set_without_effect_is_refused(tmp_path):
-    """As the same key of the task is: a verifier in a process of its own has a time limit, one without has none."""
-    (tmp_path / "test.jsonl").write_text('{"prompt": "1", "answer": "2"}\n')
-    test = f"task: prompts, path: {tmp_path}/test.jsonl"
-    for more, needs in {
-        "verifier_processes: 2": "verifier_processes=2 needs evaluation.sets.test.verifier_seconds other than null",
-        "verifier_seconds: 2": "verifier_seconds=2 needs evaluation.sets.test.verifier_processes > 0 (got 0)",
-        "system_prompt: Answer": "system_prompt=Answer needs model=huggingface (got tiny)",
-        "verifier_processes: 2, verifier_seconds: 2": None,
-    }.items():
-        _, problems, _ = checked(ON, f"evaluation.sets={{test: {{{test}, {more}}}}}")
-        assert [one.partition(needs)[0] for one in problems] == ([] if needs is None else ["evaluation.sets.test."])

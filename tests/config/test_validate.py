@@ -1,8 +1,5 @@
 """Rules of `validate` that look at more than overrides; golden_refusals.txt has all that can be typed."""
 
-import pytest
-from omegaconf import OmegaConf
-
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.validate import validate
 
@@ -10,14 +7,6 @@ from pgtoolkit.config.validate import validate
 def problems(overrides):
     composed = compose(overrides.split())
     return composed.problems + validate(composed.config).problems
-
-
-@pytest.mark.parametrize("divisor", [0, -1, float("nan"), float("inf"), True, "abc", None])
-def test_divisor_is_refused_without_the_types_of_the_schema(divisor):
-    config = compose(["aggregation=constant"]).config
-    config = OmegaConf.create(OmegaConf.to_container(config, enum_to_str=True) | {"hydra": None})
-    config.aggregation.divisor = divisor
-    assert [problem for problem in validate(config).problems if problem.startswith("aggregation.divisor")]
 
 
 def test_the_sizes_multiply_to_the_processes_that_a_launcher_started(monkeypatch):

@@ -58,7 +58,6 @@ def test_lists_within_lists_are_bounded():
     ("text", "says"),
     [
         ("[a: b\n  - : {", "mine.yaml needs YAML that can be read (got no YAML, line 2:"),
-        ("defaults: [config, _self_]\nloss: cispo\n", "loss: cispo needs to stand in the list `defaults:`"),
         ("defaults: [config, _self_]\ntask: {verifier: exact_match}\n", "Key 'verifier' not in 'ReverseTaskConfig'"),
         ("- seed\n", "must be a DictConfig, got ListConfig"),
     ],

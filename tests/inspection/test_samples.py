@@ -107,7 +107,7 @@ def test_the_terminals_page(folder, capsys, monkeypatch):
     ]
     assert lines[9] == "  0.000  a: 0 tokens, ended by itself, weights of update 0"
     assert lines[13:] == [
-        "Changed since step 0: 3 better, 0 worse, 1 the same, by the mean reward of what was kept of a prompt",
+        "Changed since step 0: 3 prompts better, 0 worse, 1 the same (by mean reward of what was kept)",
         "  0.000 -> 0.875  b",
         "    prompt      b?",
         "    step 0      b at 0",
@@ -117,7 +117,7 @@ def test_the_terminals_page(folder, capsys, monkeypatch):
     assert main(["samples", "run", "--set", "training", "--step", "3"]) == 0
     out = capsys.readouterr().out
     assert "All have reward 0.500; some of them\n  0.500  a: advantage -0.500, 1 token, ended by itself" in out
-    assert "Changed since step 3: 0 better, 0 worse, 0 the same" in out
+    assert "Changed since step 3: 0 prompts better, 0 worse, 0 the same" in out
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_the_page_holds_what_was_kept_and_nothing_that_acts(tmp_path, folder, mo
 
     monkeypatch.setattr(inspected, "MOST_COMPLETIONS", 14)
     found = data_of(html([*kept.values()], None, "run", ""))
-    assert found["about"] == "run: 10 of 28 completions: some prompts, spread evenly, with all of theirs"
+    assert found["about"] == "run: 10 of 28 completions: all of some prompts, spread evenly"
     assert {one["name"] for one in found["rows"] if one["set"] == "held_out"} == {"a", "e"}
 
     hostile = [row(1, HOSTILE, float("inf"), HOSTILE + "x" * 9000, answer="@DATA@")]

@@ -9,8 +9,9 @@ import shutil
 import numpy as np
 import pytest
 from builders.models import save_with_tokenizer, small_llama
+from builders.parallel_runs import run_on_ranks
 from builders.rollout_rows import good_row, write_jsonl
-from builders.runs import copy_as_of, metrics_of, run
+from builders.runs import SHORT, copy_as_of, metrics_of, run
 from omegaconf import OmegaConf
 
 from pgtoolkit.cli import main
@@ -90,6 +91,15 @@ def test_steps_between_checkpoints_are_made_again(unrecorded, shown, tmp_path):
     assert {path: path.read_bytes() for path in before.rglob("*") if path.is_file()} == contents
     shutil.rmtree(before / "checkpoints")
     assert_same_numbers(inspect(str(before), [], 6), shown)
+
+
+@pytest.mark.slow  # ranks are processes
+def test_one_process_draws_again_what_two_ranks_have_drawn(tmp_path):
+    folder = run_on_ranks(tmp_path / "run", [*SHORT, *RUN], data_parallel=2)
+    shutil.rmtree(folder / "checkpoints")
+    again = inspect(str(folder), [], 5)
+    assert again.facts[1] == "Documents: sampled by the seeds of their prompts."
+    assert re.match(r"All \d+ recorded metrics of step 5 come out the same", again.facts[2])
 
 
 def test_recorded_rollouts_stand_for_sampling(trained, unrecorded):

@@ -63,18 +63,6 @@ def test_precision(loss, implementation, dtype, fp32_logits, more, monkeypatch):
         monkeypatch.undo()
 
 
-@pytest.mark.parametrize("impl", ["auto", "torch", "fused_linear"])
-@pytest.mark.parametrize("loss", ["grpo", "gspo"])
-def test_front_door(loss, impl):
-    """Large enough for the default cut to matter: one MiB holds the logits of three tokens."""
-    problem = make_head_case(vocabulary=40000, hidden_size=32)
-    choice, memory = Choice(loss), None if impl == "torch" else 1
-    value, gradients, metrics = problem.expected(**choice.keywords(), group_index=problem.case.group_index)
-    found = problem.fused(choice, impl=impl, logits_memory_mb=memory)
-    wanted = type(found)(float(value), {name: float(x) for name, x in metrics.items()}, gradients)
-    assert_close(found, wanted, 1e-10, of_gradients=1e-11)
-
-
 @pytest.mark.parametrize("num_splits", [1, 2, 1000])
 def test_num_splits_do_not_matter(num_splits):
     problem, choice = make_head_case(), Choice("grpo")

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from builders import cuts
-from builders.cuts import ALL, CUTS, Cut, axis_groups
+from builders.cuts import ALL, CUTS, Cut
 from builders.losses import (
     AGGREGATIONS,
     FAMILIES,
@@ -16,8 +16,6 @@ from builders.losses import (
     Choice,
     close,
     make_head_case,
-    numbers,
-    objective_of,
 )
 from builders.threads import on_ranks
 
@@ -25,7 +23,6 @@ from pgtoolkit import linear_policy_loss, policy_loss
 from pgtoolkit.errors import DataError
 from pgtoolkit.kernels import losses
 from pgtoolkit.kernels.chunks import common_bins
-from pgtoolkit.losses.exchange import Ranks
 
 HEAD_CASE = make_head_case()
 TWO_BY_TWO = CUTS["sequence x vocabulary"]
@@ -51,83 +48,19 @@ def test_bfloat16_with_an_fp32_head():
         check(TWO_BY_TWO, make_head_case(dtype=torch.bfloat16), True, loss, tolerance=1e-2, fp32_logits=True)
 
 
-def test_equal_shards_need_no_start_and_the_weight_gradient_its_own_rows():
-    """Two calls: the sum in the buffer is twice the gradient, for each rank's rows."""
-    case, wanted = HEAD_CASE.case, HEAD_CASE.specified(Choice("gspo"))
-
-    def run(rank):
-        rows = slice(6 * rank, 6 * rank + 6)
-        total = torch.zeros(6, HEAD_CASE.weight.shape[1], dtype=torch.float64)
-        for _ in range(2):
-            hidden = HEAD_CASE.hidden.clone().requires_grad_()
-            out = linear_policy_loss(
-                hidden,
-                HEAD_CASE.weight[rows].clone().requires_grad_(),
-                *case.tensors[1:],
-                bias=HEAD_CASE.bias[rows],
-                temperature=TEMPERATURE,
-                weight_gradient=total,
-                vocabulary_group=dist.group.WORLD,
-                loss=FAMILIES["gspo"],
-            )
-            out.loss.backward()
-        close(total, 2 * wanted.gradients[1][rows], 1e-12)
-        close(hidden.grad, wanted.gradients[0], 1e-12)
-        return float(out.loss.detach())
-
-    for value in on_ranks(2, run):
-        close(value, wanted.loss, 1e-12)
-
-
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("loss", ["grpo", "gspo"])
 def test_without_totals_the_ranks_together_are_the_step(loss, aggregation):
-    """Groups spread over data ranks under numbers of their own, one rank without a document, tokens cut in two."""
-    case, choice = HEAD_CASE.case, Choice(loss, aggregation=aggregation, metrics="basic")
-    groups_of = torch.tensor([70, 3, 900])[case.group_index]
-    documents = [[0, 3, 5], [], [1], [4, 2]]
-
-    def run(rank):
-        groups = axis_groups({"data": 4, "sequence": 2})
-        data, sequence = divmod(rank, 2)
-        mine = documents[data]
-        rows = [(case.document_index == d).nonzero()[:, 0] for d in mine]
-        rows = torch.cat([*rows, case.labels[:0]])
-        rows = rows.tensor_split([len(rows) // 3])[sequence]
-        local = torch.full((6,), -1)
-        local[mine] = torch.arange(len(mine))
-        logits = HEAD_CASE.case.logits[rows].requires_grad_()
-        out = policy_loss(
-            logits,
-            case.labels[rows],
-            case.old_log_probs[rows],
-            case.advantages[rows],
-            local[case.document_index[rows]],
-            **choice.keywords(),
-            group_index=groups_of[mine],
-            num_documents=len(mine),
-            temperature=TEMPERATURE,
-            sequence_group=groups["sequence"],
-            data_group=groups["data"],
-        )
-        out.loss.backward()
-        gradient = torch.zeros_like(HEAD_CASE.case.logits)
-        gradient[rows] = logits.grad
-        loss_sum, sums = out.metric_sums.all_reduce(out.loss, dist.group.WORLD)
-        return loss_sum, gradient, sums.finalize(out.totals)
-
-    wanted = HEAD_CASE.specified(choice, fused=False)
-    results = on_ranks(8, run)
-    close(sum(gradient for _, gradient, _ in results), wanted.gradients[0], 1e-12)
-    for loss_sum, _, metrics in results:
-        close(loss_sum, wanted.loss, 1e-12)
-        assert numbers(metrics) == pytest.approx(wanted.metrics, rel=1e-12, abs=1e-14)
+    """Groups spread over data ranks, one of them without a document, tokens cut in two."""
+    cut = Cut((((0, 3, 5),), ((),), ((1,),), ((4, 2),)), (0, 0.33, 1))
+    choice = Choice(loss, aggregation=aggregation, metrics="basic")
+    cuts.check(cut, HEAD_CASE, choice, loss == "gspo", totals=None)
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_reducer_whose_weights_differ_within_a_document(loss, fused, monkeypatch):
-    """Against one process, and that against automatic differentiation."""
+    """Against one process."""
     monkeypatch.setattr(losses, "rows_within", lambda memory, columns, dtype: 4)
     case = HEAD_CASE.case
     weights = torch.rand(len(case.labels), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -156,23 +89,6 @@ def test_a_reducer_whose_weights_differ_within_a_document(loss, fused, monkeypat
     value, gradient = run(0, slice(None), None)
     close(first + second, value, 1e-12)
     close(torch.cat([above, below]), gradient, 1e-12)
-    hidden = HEAD_CASE.hidden.clone().requires_grad_()
-    log_probs = ((hidden @ HEAD_CASE.weight.T + HEAD_CASE.bias) / TEMPERATURE).log_softmax(-1)
-    log_probs = log_probs.gather(-1, case.labels.clamp(min=0)[:, None])[:, 0]
-    objective(loss, slice(None), None, lambda totals, **_: weights / totals.num_tokens).losses_and_coefficients(
-        log_probs
-    )[0].sum().backward()
-    close(hidden.grad, gradient, 1e-12)
-
-
-def objective(loss, rows, group, reducer=None):
-    return objective_of(
-        [x[rows] for x in HEAD_CASE.case.tensors[1:]],
-        loss,
-        ("sample_mean", None, reducer),
-        num_documents=6,
-        ranks=Ranks(sequence=group),
-    )
 
 
 @pytest.mark.parametrize("fused", [False, True])

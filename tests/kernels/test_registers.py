@@ -65,8 +65,19 @@ def vectors(family, formula, kind, level):
     types = dict(document_index="*i64", parts="*fp64", num_tokens="i32", num_documents="i32") | numbers
     return compiled(surrogate_kernel, sizes, types, "*fp32", (), num_warps=8)
 
+def draw(half):
+    from pgtoolkit.kernels.triton_draw import draw_kernel
+    sizes = dict(BLOCK=8192, BLOCKS=triton.next_power_of_2(triton.cdiv(VOCABULARY, 8192)))
+    types = dict(logits="*" + half, uniform="*fp64", tokens="*i64", inverse_temperature="fp32")
+    types |= dict.fromkeys(("row_stride", "num_columns"), "i32")
+    return compiled(draw_kernel, sizes, types, "*fp32", ("row_stride", "num_columns"), num_warps=16)
+
 for line in sys.stdin:
     kernel, name, kind, path = line.split()
+    if kernel == "draw":
+        open(path, "wb").write(draw(kind))
+        print("compiled", flush=True)
+        continue
     family = known[name]
     formula = None if family is None else triton_objective.formula_of(family)
     given = family, formula, None if kind == "none" else kind
@@ -135,3 +146,11 @@ def test_the_kernel_over_vectors_compiles(usage_of, family, kl):
     """The compiler knows less of Python than the interpreter does. -1: the coefficients alone."""
     for level in ("-1", "2"):
         assert "REG:" in usage_of(level, family, kl)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_kernel_that_draws_compiles(usage_of, dtype):
+    """The 8 bytes are of a division in float64."""
+    usage = usage_of("draw", "none", dtype)
+    assert int(re.search(r" STACK:(\d+) ", usage)[1]) <= 8, usage

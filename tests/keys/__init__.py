@@ -28,6 +28,36 @@ SEEN_BY = {
         + ["model/tiny.fp32_lm_head"],
         "config/test_golden_refusals.py::test_what_is_refused_and_what_is_accepted",  # they have one value
     ),
+    **dict.fromkeys(
+        ("accumulation.docs_per_step", "accumulation.last_step"),
+        "rollouts/test_steps.py::test_docs_per_step_at_the_end_of_a_batch",
+    ),
+    "accumulation.max_tokens": "rollouts/test_steps.py::test_max_tokens_does_not_change_what_a_step_is",
+    "accumulation.micro_batches_per_step": "rollouts/test_steps.py::test_fixed_number_of_micro_batches",
+    "trainer.stop_at": "training/test_evaluation.py::test_a_goal_ends_the_run_which_can_be_resumed",
+    **dict.fromkeys(
+        ("evaluation.best", "trainer.checkpoint_every", "trainer.keep_checkpoints"),
+        "training/test_evaluation.py::test_the_best_checkpoint_is_kept_and_of_equal_ones_the_latest",
+    ),
+    **dict.fromkeys(
+        [f"task/{name}.{key}" for name in ("reasoning_gym", "prompts") for key in ("chat", "system_prompt")],
+        "tasks/test_chat.py::test_a_run_trains_on_the_tokens_of_the_template",
+    ),
+    "task/reverse.num_digits": "tasks/test_tasks.py::test_the_endless_task_is_measured_by_its_digits",
+    "rollout/policy.max_sampling_rounds": "rollouts/test_dynamic_sampling.py::"
+    "test_a_resumed_run_samples_what_it_would_have_sampled",
+    **dict.fromkeys(
+        ("rollout/policy.old_log_probs", "rollout/policy.temperature"),
+        "rollouts/test_policy.py::test_old_log_probs_are_those_of_the_sampler_or_of_training",
+    ),
+    "rollout/policy.stop": "tasks/test_stops.py::test_the_sampler_ends_at_a_string_and_keeps_its_log_probs",
+    **dict.fromkeys(
+        ("rollout/recorded.epochs", "rollout/recorded.shuffle"),
+        "rollouts/test_recorded.py::test_every_epoch_is_the_data_once_and_shuffled_by_groups",
+    ),
+    "rollout/recorded.group_size": "rollouts/test_recorded.py::test_group_ids_and_group_size",
+    "rollout/recorded.max_completion_length": "rollouts/test_rollout_files.py::test_limits_of_the_run",
+    "sampler/vllm.answer_seconds": f"{_VLLM}::test_a_fault_while_sampling_is_one_sentence",
     "model/huggingface.dtype": "model/test_huggingface.py::"
     "test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights",
     "model/huggingface.lora_alpha": "model/test_lora.py::test_the_gradient_is_that_of_the_plain_formulation",

@@ -6,7 +6,6 @@ import json
 
 from keys import key, module_and_steps
 from pgtoolkit.runs.completions import read_completions
-from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.tasks.tasks import make_task
 from pgtoolkit.training.evaluations import Evaluations
 
@@ -91,23 +90,3 @@ def sets(tmp_path):
     ]
     assert sorted({one.prompt for one in found["file"][1]}) == ["0=", "1="]
     assert found["file"][0]["prompts"] == 2  # all that it has
-
-
-@key("evaluation.best", "trainer.stop_at")
-def best_and_goal(tmp_path):
-    """Of three evaluations with checkpoints, by two numbers of two sets."""
-    values = {2: {"avg": 0.5, "pass@1": 0.1}, 4: {"avg": 0.3, "pass@1": 0.4}, 6: {"avg": 0.5, "pass@1": 0.2}}
-    rows = [{"step": step, "set": "a", "prompts": 8, **numbers} for step, numbers in values.items()]
-    rows += [{"step": step, "set": "b", "prompts": 8, "avg": -step, "pass@1": 0.0} for step in values]
-    named = ["evaluation.sets.a.num_digits=1", "evaluation.sets.b.num_digits=2"]
-    with RunDirectory(tmp_path / "run") as run:
-        run.append_evaluations(rows)
-        for step in values:
-            (run.path / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
-        for best, expected in (("avg", 6), ("pass@1", 4), ("b/avg", 2), ("null", None)):
-            module, _ = module_and_steps("evaluation.every=2", f"evaluation.best={best}", *named)
-            assert Evaluations(run, module).best_step == expected
-        for goal, expected in ((0.25, [4]), (0.2, [4, 6]), (0.15, [4, 6]), (0.9, [])):
-            module, _ = module_and_steps("evaluation.every=2", f"trainer.stop_at={goal}", *named)
-            evaluations = Evaluations(run, module)
-            assert [step for step in values if evaluations.reached(step)] == expected

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 import torch
 from builders.runs import assert_equal, sampler_of
 
@@ -16,8 +15,6 @@ from keys import (
     recorded,
     rows_file,
 )
-from pgtoolkit.errors import DataError
-from pgtoolkit.tasks.shuffle import shuffled
 from pgtoolkit.tasks.tasks import make_task
 
 
@@ -80,48 +77,6 @@ def assert_old_log_probs(document, expected):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-@key("rollout/policy.temperature")
-def temperature():
-    for source in ("training", "sampling"):
-        for value in (0.5, 2.0):
-            module, documents = sampled(f"rollout.temperature={value}", f"rollout.old_log_probs={source}")
-            for document in documents:
-                expected = log_probs_of(module, document, value).gather(-1, completion_of(document))[:, 0]
-                assert_old_log_probs(document, expected)
-    module, documents = sampled("rollout.temperature=0.01")
-    for document in documents:  # so cold that only the likeliest token is sampled
-        assert torch.equal(log_probs_of(module, document).argmax(-1), completion_of(document)[:, 0])
-    loss_as_specified(["rollout.temperature=0.7"], temperature=0.7)
-
-
-@key("rollout/policy.stop")
-def stop():
-    """A completion ends with the first of these characters, whose token it keeps."""
-    for strings in ("[]", "['1','2']", "['3']"):
-        module, documents = sampled(f"rollout.stop={strings}", "rollout.max_completion_length=9")
-        texts = [module.policy.tokenizer.decode(completion_of(d)[:, 0], skip_special_tokens=True) for d in documents]
-        stops = set(strings) & set("123")
-        inside = [[character in stops for character in text] for text in texts]
-        assert not any(place for one in inside for place in one[:-1])
-        assert any(one[-1:] == [True] for one in inside) == bool(stops)
-        assert all(
-            not document.truncated for document, one in zip(documents, inside, strict=True) if one[-1:] == [True]
-        )
-
-
-@key("rollout/policy.old_log_probs")
-def old_log_probs():
-    """With top_p only those of sampling are renormalised."""
-    sums = {}
-    for source in ("training", "sampling"):
-        module, documents = sampled("rollout.top_p=0.5", f"rollout.old_log_probs={source}")
-        plain = [log_probs_of(module, d).gather(-1, completion_of(d))[:, 0] for d in documents]
-        found = [document.old_log_probs for document in documents]
-        sums[source] = (torch.cat(found) - torch.cat(plain)).abs()
-    assert sums["training"].max() < 1e-5
-    assert sums["sampling"].min() > 0.1
-
-
 @key("rollout/policy.overlong_buffer", "rollout/policy.overlong_penalty")
 def overlong():
     """Of completions of at most 4 tokens; their own rewards stay known."""
@@ -133,20 +88,6 @@ def overlong():
             assert document.task_reward == other.reward
             assert document.reward == other.reward - expected.get(document.num_trained, 0)
     assert {document.task_reward for document in plain} == {None}
-
-
-@key("rollout/policy.max_sampling_rounds")
-def max_sampling_rounds():
-    """Groups whose completions all score the same give way to those of further prompts, as long as rounds last."""
-    small = ["rollout.group_size=2", "rollout.prompts_per_batch=8"]
-    groups, missing = {}, {}
-    for rounds in (1, 2, 20):
-        _, documents = sampled(f"rollout.max_sampling_rounds={rounds}", *small)
-        groups[rounds] = [document.group for document in documents[::2]]
-        missing[rounds] = sum(a.reward == b.reward for a, b in zip(documents[::2], documents[1::2], strict=True))
-    assert missing[1] > missing[2] > missing[20] == 0
-    assert groups[1] == list(range(8))
-    assert groups[20] == sorted(set(groups[20])) != groups[1]
 
 
 @key("sampler/transformers.name")
@@ -174,40 +115,6 @@ def recorded_path(tmp_path):
         (tmp_path / name).mkdir()
         steps = recorded(tmp_path / name, token_ids=tokens)
         assert all(document.tokens.tolist() == tokens for step in steps for document in step)
-
-
-@key("rollout/recorded.epochs")
-def epochs(tmp_path):
-    for number in (1, 3):
-        steps = recorded(tmp_path, f"rollout.epochs={number}")
-        first_tokens = [int(document.tokens[0]) for step in steps for document in step]
-        assert first_tokens == list(range(10)) * number
-
-
-@key("rollout/recorded.shuffle")
-def shuffle(tmp_path):
-    chosen = ["seed=4", "rollout.epochs=2", "accumulation.docs_per_step=10"]
-    for value in ("false", "true"):
-        steps = recorded(tmp_path, f"rollout.shuffle={value}", *chosen)
-        for epoch, step in enumerate(steps):
-            rank = shuffled(5, 4, epoch) if value == "true" else range(5)
-            assert [int(d.tokens[0]) for d in step] == sorted(range(10), key=lambda i: (rank[i // 2], i))
-
-
-@key("rollout/recorded.group_size")
-def recorded_group_size(tmp_path):
-    """The reward of row i is i squared, and the first advantage the mean of its group, with its sign changed."""
-    for size, mean in ((2, 0.5), (5, 6)):
-        documents = recorded(tmp_path, f"rollout.group_size={size}", group_id=...)[0]
-        assert documents[0].advantages[-1] == -mean
-        assert [document.group for document in documents] == [i // size for i in range(8)]
-
-
-@key("rollout/recorded.max_completion_length")
-def recorded_max_completion_length(tmp_path):
-    assert len(recorded(tmp_path, "rollout.max_completion_length=3")[0]) == 8
-    with pytest.raises(DataError, match=r"trains 3 tokens, more than rollout\.max_completion_length=2"):
-        recorded(tmp_path, "rollout.max_completion_length=2")
 
 
 @key("rollout/recorded.temperature")

@@ -16,7 +16,7 @@ from builders.threads import on_ranks
 from mlflow import MlflowClient
 from omegaconf import OmegaConf
 
-from keys import SMALL, key, module_and_steps, module_of, recorded, rows_file, settings
+from keys import SMALL, key, module_of, recorded, rows_file, settings
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.launch.worker import _process_group
 from pgtoolkit.model.spread import parallelize
@@ -24,7 +24,6 @@ from pgtoolkit.ranks.environment import Rank
 from pgtoolkit.ranks.layout import AXES, Layout
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.training.build import accelerator
-from pgtoolkit.training.recorder import Recorder
 from pgtoolkit.training.train import _start_tracker
 
 
@@ -113,21 +112,6 @@ def num_threads():
             assert torch.get_num_threads() == number
     finally:
         torch.set_num_threads(before)
-
-
-@key("trainer.checkpoint_every", "trainer.keep_checkpoints")
-def checkpoints(tmp_path):
-    """After seven steps; the last is always saved."""
-    path = f"rollout.path={rows_file(tmp_path)}"
-    for every, keep, expected in ((2, 9, [2, 4, 6, 7]), (3, 2, [6, 7]), (3, 1, [7])):
-        chosen = [f"trainer.checkpoint_every={every}", f"trainer.keep_checkpoints={keep}", "trainer.max_steps=7"]
-        module, loader = module_and_steps("rollout=recorded", path, "rollout.epochs=9", *chosen)
-        recorder = Recorder(None, tmp_path / f"{every} {keep}", module.config.trainer, None)
-        for number, step in enumerate(loader):
-            recorder.on_train_batch_end(None, module, module.training_step(step, number), step, number)
-        recorder.on_train_end(None, module)
-        files = (tmp_path / f"{every} {keep}" / "checkpoints").iterdir()
-        assert sorted(int(file.stem.removeprefix("step-")) for file in files) == expected
 
 
 @key("tracking.name", "tracking.uri", "tracking.experiment", "tracking.run_name", "tracking.system_metrics")

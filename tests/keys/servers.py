@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from builders.runs import config_of, sampler_of
 from omegaconf import OmegaConf
 
 from keys import key, settings
-from pgtoolkit.errors import SamplerLost
 from pgtoolkit.ranks.layout import ONE_PROCESS
 from pgtoolkit.sampling.server_start import plan
 from pgtoolkit.sampling.vllm import Vllm
@@ -77,36 +75,3 @@ def seeded(tmp_path):
     for value, expected in (("true", 77), ("false", None)):
         _, found = sampler(tmp_path, f"sampler.seeded={value}")
         assert Vllm().completions(Request([1, 2], 3, seed=77), found._sampling, "salt")[1].get("seed") == expected
-
-
-@key("sampler/vllm.answer_seconds")
-def answer_seconds(tmp_path):
-    """A server that is up, and takes the weights for ever."""
-    program = tmp_path / "program.py"
-    program.write_text(_SILENT)
-    typed = [f"sampler.executable={sys.executable} {program}", "sampler.answer_seconds=1"]
-    module, silent = sampler(tmp_path, *typed)
-    try:
-        with pytest.raises(SamplerLost, match=r"did not answer /v1/completions within sampler\.answer_seconds=1\."):
-            silent.publish(module.policy.weights, 0)
-    finally:
-        silent.close()
-
-
-_SILENT = """
-import json, sys, time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        text = json.dumps({"data": [{"root": sys.argv[2]}]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def do_POST(self):
-        time.sleep(3600)
-
-ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
-"""

@@ -14,10 +14,8 @@ from keys import (
     key,
     logits_of,
     loss_as_specified,
-    module_and_steps,
     module_of,
     recorded,
-    rows_file,
     some_documents,
     step_of,
 )
@@ -228,73 +226,34 @@ def estimator(tmp_path):
     assert found["given"] == [2 / 8, 3 / 8]
 
 
-@key("accumulation.docs_per_step")
-def docs_per_step(tmp_path):
-    for value, expected in ((3, [3, 3, 3, 1]), (5, [5, 5]), (100, [10])):
-        assert [len(step) for step in recorded(tmp_path, f"accumulation.docs_per_step={value}")] == expected
+ADAMW = {"learning_rate": 0.02, "beta1": 0.5, "beta2": 0.7, "epsilon": 0.01, "weight_decay": 0.3}
 
 
-@key("accumulation.max_tokens")
-def max_tokens(tmp_path):
-    for value, expected in ((5, [1, 1, 1, 1]), (14, [2, 2]), (15, [3, 1]), (99, [4])):
-        overrides = [f"accumulation.max_tokens={value}", "accumulation.docs_per_step=4"]
-        path = rows_file(tmp_path)
-        _, loader = module_and_steps("rollout=recorded", f"rollout.path={path}", *overrides)
-        assert [part.num_documents for part in next(iter(loader)).micro_batches] == expected
-
-
-@key("accumulation.micro_batches_per_step")
-def micro_batches_per_step(tmp_path):
-    for value, expected in ((1, [2] * 5), (2, [4, 4, 2]), (4, [8, 2])):
-        chosen = ["accumulation=fixed", f"accumulation.micro_batches_per_step={value}", "accumulation.docs_per_step=0"]
-        steps = recorded(tmp_path, *chosen, "accumulation.max_tokens=10")
-        assert [len(step) for step in steps] == expected
-
-
-@key("accumulation.last_step")
-def last_step(tmp_path):
-    expected = {"short": [4, 4, 2, 4, 4, 2], "drop": [4, 4, 4, 4], "carry": [4, 4, 4, 4, 4]}
-    for value, sizes in expected.items():
-        chosen = [f"accumulation.last_step={value}", "accumulation.docs_per_step=4", "rollout.epochs=2"]
-        assert [len(step) for step in recorded(tmp_path, *chosen)] == sizes
-
-
-def plain_adamw(weight, gradients, rates, *, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.01):
-    """arXiv 1711.05101, algorithm 2, a number at a time; the decay is multiplied by the learning rate."""
-    mean = square = torch.zeros_like(weight)
-    for t, (gradient, rate) in enumerate(zip(gradients, rates, strict=True), start=1):
-        mean = beta1 * mean + (1 - beta1) * gradient
-        square = beta2 * square + (1 - beta2) * gradient**2
-        weight = weight - rate * weight_decay * weight
-        weight = weight - rate * (mean / (1 - beta1**t)) / ((square / (1 - beta2**t)).sqrt() + epsilon)
-    return weight
-
-
-@key(
-    "optimizer.learning_rate",
-    "optimizer.beta1",
-    "optimizer.beta2",
-    "optimizer.epsilon",
-    "optimizer.weight_decay",
-)
+@key(*(f"optimizer.{name}" for name in ADAMW))
 def adamw(key):
+    """As torch's AdamW makes its steps of the same gradients; norms and biases do not decay."""
     name = key.split(".")[1]
-    value = {"learning_rate": 0.02, "beta1": 0.5, "beta2": 0.7, "epsilon": 0.01, "weight_decay": 0.3}[name]
-    module = module_of("optimizer.warmup_steps=0", f"{key}={value}")
-    parameters = list(module.parameters())
-    before = [p.detach().clone() for p in parameters]
-    gradients = [[] for _ in parameters]
-    for number in range(3):
-        module.training_step(step_of(some_documents()[number : number + 4]), number)
-        for p, found in zip(parameters, gradients, strict=True):
-            found.append(p.grad.clone())
-    rates = [value if name == "learning_rate" else 1e-3] * 3
-    changed = {} if name == "learning_rate" else {name: value}
-    for p, first, found in zip(parameters, before, gradients, strict=True):
-        choices = changed | ({} if p.ndim > 1 else {"weight_decay": 0})  # norms and biases do not decay
-        torch.testing.assert_close(p.detach(), plain_adamw(first, found, rates, **choices), rtol=1e-11, atol=1e-14)
-    others = [plain_adamw(first, found, [1e-3] * 3) for first, found in zip(before, gradients, strict=True)]
-    assert max(float((p.detach() - q).abs().max()) for p, q in zip(parameters, others, strict=True)) > 1e-4
+    chosen = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.01}
+    steps = []
+    for values in (chosen, chosen | {name: ADAMW[name]}):
+        module = module_of("optimizer.warmup_steps=0", *(f"optimizer.{one}={value}" for one, value in values.items()))
+        twins = [p.detach().clone().requires_grad_() for p in module.parameters()]
+        settings = {
+            "betas": (values["beta1"], values["beta2"]),
+            "eps": values["epsilon"],
+            "lr": values["learning_rate"],
+        }
+        decays = [values["weight_decay"] if p.ndim > 1 else 0 for p in twins]
+        groups = [{"params": [p], "weight_decay": decay} for p, decay in zip(twins, decays, strict=True)]
+        peer = torch.optim.AdamW(groups, **settings)
+        for number in range(3):
+            module.training_step(step_of(some_documents()[number : number + 4]), number)
+            for p, twin in zip(module.parameters(), twins, strict=True):
+                twin.grad = p.grad.clone()
+            peer.step()
+        torch.testing.assert_close([*module.parameters()], twins, rtol=1e-11, atol=1e-14)
+        steps.append(torch.cat([p.detach().flatten() for p in twins]))
+    assert (steps[0] - steps[1]).abs().max() > 1e-4
 
 
 @key("optimizer.max_grad_norm")

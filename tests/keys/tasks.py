@@ -5,17 +5,14 @@ from __future__ import annotations
 import importlib.machinery
 import json
 import os
-import string
 import sys
 import types
 
 import pytest
-from builders.models import small_llama
 
 from keys import key, module_of
 from keys.rollouts import prompt_of, sampled
 from pgtoolkit.errors import DataError
-from pgtoolkit.model.build import character_tokenizer
 from pgtoolkit.tasks.tasks import make_task
 
 
@@ -29,13 +26,6 @@ def task_name(tmp_path, monkeypatch):
     stand_in_gym(monkeypatch)
     found = task_of(), task_of("task=reasoning_gym", "task.dataset=sums"), task_of(*prompts(tmp_path))
     assert [type(task).__name__ for task in found] == ["ReverseTask", "ReasoningGymTask", "PromptsTask"]
-
-
-@key("task/reverse.num_digits")
-def num_digits():
-    for number in (1, 5):
-        module, documents = sampled(f"task.num_digits={number}", "rollout.max_completion_length=6")
-        assert {len(prompt_of(module, document)) for document in documents} == {number + 1}
 
 
 def stand_in_gym(monkeypatch) -> None:
@@ -72,13 +62,16 @@ def prompts(folder, name="prompts.jsonl", offset=0) -> list[str]:
     return ["task=prompts", f"task.path={folder / name}"]
 
 
-@key("task/prompts.path", "task/prompts.prompt_field")
+@key("task/prompts.path", "task/prompts.prompt_field", "task/prompts.split")
 def prompts_path(tmp_path):
     first, second = prompts(tmp_path), prompts(tmp_path, "others.jsonl", offset=5)
+    (tmp_path / "data").mkdir()
+    prompts(tmp_path / "data", "train.jsonl"), prompts(tmp_path / "data", "test.jsonl", offset=6)
     for chosen, expected in (
         (first, "0? 1? 2? 3?"),
         (second, "5? 6? 7? 8?"),
         ([*second, "task.prompt_field=question"], "5! 6! 7! 8!"),
+        (["task=prompts", f"task.path={tmp_path / 'data'}", "task.split=test"], "6? 7? 8? 9?"),
     ):
         module, documents = sampled(*chosen)
         assert sorted({prompt_of(module, document) for document in documents}) == expected.split()
@@ -159,40 +152,3 @@ def verifier_processes(tmp_path):
         assert [score.reward == 0 for score in found] == [True, False, False]
         assert [score.measures["verifier_timeout_fraction"] for score in found] == [1, 0, 0]
         assert os.getpid() not in {score.reward for score in found}
-
-
-@key("task/prompts.split")
-def split(tmp_path):
-    """Of a data set of the hub."""
-    prompts(tmp_path, "train-00000-of-00001.jsonl")
-    prompts(tmp_path, "test.jsonl", offset=5)
-    for name, expected in (("train", "0? 1? 2? 3?"), ("test", "5? 6? 7? 8?")):
-        module, documents = sampled("task=prompts", f"task.path={tmp_path}", f"task.split={name}")
-        assert sorted({prompt_of(module, document) for document in documents}) == expected.split()
-
-
-TEMPLATE = "{% for m in messages %}{{ {'system': '#', 'user': '>'}[m['role']] }}{{ m['content'] }}{% endfor %}="
-
-
-@key(
-    *("task/reasoning_gym.chat", "task/reasoning_gym.system_prompt"),
-    *("task/prompts.chat", "task/prompts.system_prompt"),
-)
-def chat(tmp_path, monkeypatch):
-    """The prompts of a model whose tokenizer has a template, which writes #, > and = around the messages."""
-    stand_in_gym(monkeypatch)
-    tokenizer = character_tokenizer(string.ascii_letters + string.digits + "?#>= ")
-    tokenizer.chat_template = TEMPLATE
-    sizes = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
-    small_llama(**sizes).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    own = ["model=huggingface", f"model.path={tmp_path / 'model'}", "accumulation.max_tokens=32"]
-    gym = ["task=reasoning_gym", "task.dataset=sums", "task.options={size: 1}"]
-    for task, text in ((gym, "sums 0 0 0"), (prompts(tmp_path), "0?")):
-        for chosen, expected in (
-            (["task.chat=never"], text),
-            (["task.chat=auto"], f">{text}="),
-            (["task.system_prompt='be kind'"], f"#be kind>{text}="),
-        ):
-            module, documents = sampled(*task, *own, *chosen)
-            assert expected in {prompt_of(module, document) for document in documents}

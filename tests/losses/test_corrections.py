@@ -6,10 +6,8 @@ import pytest
 import torch
 from builders.losses import (
     CORRECTIONS,
-    TEMPERATURE,
     Choice,
     make_case,
-    make_head_case,
     relative_error,
     totals_of,
 )
@@ -71,27 +69,6 @@ def test_a_document_that_the_policy_has_left_is_masked_where_its_advantage_is_ne
         rho = torch.tensor([1.0, 1, 1, kept, kept, kept, 1, 1], dtype=torch.float64)
         torch.testing.assert_close(gradient, -rho * ADVANTAGES / 8, rtol=1e-12, atol=1e-15)
         assert metrics["correction_outside_fraction"] == pytest.approx((not kept) / 3)
-
-
-@pytest.mark.parametrize("correction", CORRECTIONS)
-def test_bounds_act_in_the_cases_of_other_tests_on_each_side_and_not_everywhere(correction):
-    """Otherwise the comparisons with the specification would not see a bound that is missing."""
-    chosen, steps = CORRECTIONS[correction], ((make_case(seed=12), 1.0), (make_head_case().case, TEMPERATURE))
-    for case, temperature in steps:
-        given = {"correction": chosen, "sampling_log_probs": case.sampling_log_probs, "temperature": temperature}
-        out = policy_loss(*case.tensors, metrics="basic", num_documents=6, **given)
-        assert 0.1 < float(out.metrics["correction_outside_fraction"]) < 0.8
-        if correction == "off policy":
-            continue
-        mask = case.labels >= 0
-        difference = torch.where(mask, case.old_log_probs - case.sampling_log_probs, 0.0)
-        over = difference[mask]
-        if hasattr(chosen, "mean"):
-            documents = [difference[mask & (case.document_index == d)] for d in range(5)]
-            over = torch.stack([x.mean() if chosen.mean == "geometric" else x.sum() for x in documents])
-        low, high = chosen.bounds
-        assert (over.exp() > high).any()
-        assert (over.exp() < low).any() or chosen.low is None
 
 
 @pytest.mark.parametrize("kind", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])

@@ -6,7 +6,7 @@ from builders.losses import EVERY_LOSS, PARAMETERS, make_case
 from builders.runs import run
 from losses.families import Squared, SquaredByDocument, WrongSlope
 
-from pgtoolkit import families, linear_policy_loss, log_prob_loss, policy_loss
+from pgtoolkit import families, log_prob_loss
 from pgtoolkit.config.compose import compose
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.launch.check import check, problems
@@ -72,38 +72,6 @@ class Standardised(Squared):
 def test_a_family_that_contradicts_itself_is_refused(family, message):
     with pytest.raises(ValueError, match=message):
         check_family(family())
-
-
-@pytest.mark.parametrize("family", [Squared(), SquaredByDocument()])
-def test_a_family_of_ones_own_against_loops(family):
-    """Loss and gradient by plain float64 loops over tokens and documents, sample_mean."""
-    case = make_case(seed=3)
-    new = policy_loss(*case.tensors, loss="grpo").log_probs
-    log_ratio = torch.where(case.labels >= 0, new - case.old_log_probs, 0.0).tolist()
-    loss, by_token = 0.0, [0.0] * len(case.labels)
-    for d in range(case.num_documents):
-        tokens = [t for t in range(len(case.labels)) if case.document_index[t] == d and case.labels[t] >= 0]
-        for t in tokens:
-            x, A = log_ratio[t], float(case.advantages[t])
-            if family.scope == "document":
-                x = sum(log_ratio[u] for u in tokens) / len(tokens)
-                A = sum(float(case.advantages[u]) for u in tokens) / len(tokens)
-            weight = 1 / (case.num_documents * len(tokens))
-            loss += weight * (-A * x + 0.05 * x * x)
-            by_token[t] = weight * (-A + 0.1 * x)
-    probabilities = case.logits.softmax(-1)
-    gradient = -torch.tensor(by_token, dtype=torch.float64)[:, None] * probabilities
-    trained = case.labels >= 0
-    rows = torch.arange(len(trained))[trained]
-    gradient[rows, case.labels[trained]] += torch.tensor(by_token, dtype=torch.float64)[trained]
-
-    eye = torch.eye(case.logits.shape[1], dtype=torch.float64)
-    for function, more in ((policy_loss, ()), (linear_policy_loss, (eye,))):
-        logits = case.logits.clone().requires_grad_()
-        out = function(logits, *more, *case.tensors[1:], loss=family, num_documents=case.num_documents)
-        out.loss.backward()
-        assert float(out.loss.detach()) == pytest.approx(loss, rel=1e-12)
-        torch.testing.assert_close(logits.grad, gradient, rtol=1e-11, atol=1e-14)
 
 
 @pytest.mark.parametrize(

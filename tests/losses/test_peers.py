@@ -13,7 +13,7 @@ prompt mean over local groups                               TRL, SkyRL          
 groups assumed contiguous or of equal size                  slime #2090               test_losses.py::test_groups_may_have_any_numbers
 a missing group id becomes another aggregation              slime #2090               test_arguments.py::test_given_logits
 the same in recorded rollouts                               slime #2090               test_recorded.py::test_group_ids_and_group_size
-GSPO's ratio as exp of the sum                              TRL #5814, NeMo-RL #2269  test_losses.py::test_gspo_ratio_is_the_exp_of_the_mean_and_not_of_the_sum
+GSPO's ratio as exp of the sum                              TRL #5814, NeMo-RL #2269  test_family_formulas.py::test_loss_and_coefficients_are_those_of_the_paper
 clamp computed and never read                               OpenRLHF #1293            test_kernels.py::test_huge_log_ratios_stay_finite
 padding with a segment index of its own, out of range       Fast-LLM                  test_losses.py::test_padding_may_carry_any_document_number
 one divisor step-wide, the other micro-batch-wide           Fast-LLM #520             test_parallel_loss.py::test_any_step_spread_anyhow

@@ -1,6 +1,6 @@
 """Wrong functions in the place of right ones, by name, each with the tests of which every one must notice.
 
-    @mutant("ranks.gradients:sum_gradients", "tests/ranks/test_processes_steps.py::test_gradients_are_summed")
+    @mutant("ranks.gradients:sum_gradients", "test_gradients_are_summed")
     def averages_gradients(right, parameters, group): ...
 
 The wrong function gets the right one before its arguments. A refactoring leaves a mutant alone as long as there is
@@ -13,10 +13,12 @@ import functools
 import importlib
 import inspect
 import os
+import re
 import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 VARIABLE = "PGTOOLKIT_MUTANT"
@@ -27,7 +29,10 @@ FILES = ("losses", "kernels", "ranks", "training", "rollouts", "sampling", "meas
 
 @dataclass(frozen=True)
 class Mutant:
-    """wrong in the place of target, MODULE:NAME below pgtoolkit, and the tests that notice it, FILE::TEST."""
+    """wrong in the place of target, MODULE:NAME below pgtoolkit, and the tests that notice it.
+
+    caught_by: names of tests, wherever they stand; FILE::TEST where several files have one of the name.
+    """
 
     name: str
     target: str
@@ -37,6 +42,15 @@ class Mutant:
     @property
     def module(self) -> str:
         return f"pgtoolkit.{self.target.partition(':')[0]}"
+
+    def tests(self) -> list[str]:
+        """FILE::TEST of each; ValueError for a name that is not that of one test."""
+        found = []
+        for test in self.caught_by:
+            function, bracket, parameter = test.partition("[")
+            (place,) = (one for one in _places() if one.endswith((f"::{function}", f"/{function}")))
+            found.append(place + bracket + parameter)
+        return found
 
     def place(self) -> tuple[Any, str, Any]:
         """(what has the attribute, its name, what is there); AttributeError where nothing of that name is."""
@@ -67,6 +81,17 @@ class Mutant:
                     if held is right:
                         setattr(holder, key, value)
             setattr(owner, name, value)
+
+
+@functools.cache
+def _places() -> list[str]:
+    """FILE::TEST of every test."""
+    tests = Path(__file__).parents[1]
+    return [
+        f"{file.relative_to(tests.parent)}::{name}"
+        for file in tests.rglob("test_*.py")
+        for name in re.findall(r"^ *def (test_\w+)\(", file.read_text(), re.MULTILINE)
+    ]
 
 
 def _takes(wrong: Callable) -> bool:

@@ -9,9 +9,9 @@ import triton.language as tl
 from mutants import mutant
 from pgtoolkit.kernels.triton_families import _clamped, _or_nan
 
-VECTORS = "tests/kernels/test_triton_families.py::test_vectors_match_those_of_pytorch"
-SHARDS = "tests/kernels/test_passes.py::test_vocabulary_shards_merge"
-REFERENCE = "tests/losses/test_losses.py::test_matches_reference"
+VECTORS = "test_vectors_match_those_of_pytorch"
+SHARDS = "test_vocabulary_shards_merge"
+REFERENCE = "test_matches_reference"
 
 
 @mutant("kernels.torch_passes:forward_shard", REFERENCE)
@@ -31,7 +31,7 @@ def the_gradient_is_not_divided_by_the_temperature(
     return right(logits, labels, normalizer, coefficients * temperature, temperature, *more, **k)
 
 
-@mutant("kernels.torch_passes:backward", "tests/losses/test_losses.py::test_masked_positions_may_hold_anything")
+@mutant("kernels.torch_passes:backward", "test_masked_positions_may_hold_anything")
 def rows_that_are_not_trained_are_multiplied_by_zero(right, logits, labels, *more, **keywords):
     untrained = (labels < 0).unsqueeze(-1) & ~torch.isfinite(logits)
     return torch.where(untrained, torch.nan, right(logits, labels, *more, **keywords))
@@ -42,17 +42,14 @@ def the_entropy_has_no_gradient(right, logits, labels, normalizer, coefficients,
     return right(logits, labels, normalizer[:2], torch.atleast_2d(coefficients)[0], *more, **keywords)
 
 
-@mutant(
-    "kernels.products:_MixedLinear.backward",
-    "tests/kernels/test_weight_gradient.py::test_the_gradient_of_a_weight_of_another_type_is_rounded_once",
-)
+@mutant("kernels.products:_MixedLinear.backward", "test_the_gradient_of_a_weight_of_another_type_is_rounded_once")
 def a_head_s_gradient_is_added_up_in_its_own_type(right, ctx, gradient):
     hidden, weight = ctx.saved_tensors
     total = (gradient.to(hidden.dtype).T @ hidden).to(weight.dtype) if ctx.needs_input_grad[1] else None
     return right(ctx, gradient)[0], total, None
 
 
-@mutant("kernels.chunks:make_plan", "tests/kernels/test_linear.py::test_counts_known_on_the_host")
+@mutant("kernels.chunks:make_plan", "test_counts_known_on_the_host")
 def tokens_without_advantage_have_no_gradient_under_kimi_and_penalties(right, objective, *more, **keywords):
     """Where the documents' lengths are known, and nowhere else."""
     silent = copy.copy(objective)
@@ -64,16 +61,13 @@ def tokens_without_advantage_have_no_gradient_under_kimi_and_penalties(right, ob
     return right(silent, *more, **keywords)
 
 
-@mutant("losses.exchange:all_sum", "tests/kernels/test_parallel_loss.py::test_however_a_step_is_spread")
+@mutant("losses.exchange:all_sum", "test_however_a_step_is_spread")
 def sums_over_ranks_are_means(right, values, group):
     total = right(values, group)
     return total if group is None else (total / group.size()).to(total.dtype)
 
 
-@mutant(
-    "kernels.passes:VocabularyShard.forward",
-    "tests/kernels/test_parallel_loss_options.py::test_a_label_that_no_shard_holds_or_two_do",
-)
+@mutant("kernels.passes:VocabularyShard.forward", "test_a_label_that_no_shard_holds_or_two_do")
 def a_label_that_no_shard_holds_has_a_log_prob(right, self, logits, labels, temperature, with_entropy):
     log_probs, *others = right(self, logits, labels, temperature, with_entropy)
     return log_probs.nan_to_num(0.0), *others
@@ -105,10 +99,7 @@ def _not_pulled_back(log_ratio, advantage, log_prob, tau, _unused, _unused_too, 
     return _or_nan(loss, log_ratio, advantage), -advantage, _or_nan(ratio, log_ratio, advantage), limited
 
 
-@mutant(
-    "kernels.triton_families:_or_nan",
-    "tests/kernels/test_triton_families.py::test_what_is_not_finite_is_not_hidden",
-)
+@mutant("kernels.triton_families:_or_nan", "test_what_is_not_finite_is_not_hidden")
 def triton_makes_a_number_of_nan(right):
     return _value_alone
 
@@ -118,10 +109,15 @@ def _value_alone(value, log_ratio, advantage):
     return value
 
 
-@mutant("kernels.triton_passes:forward_gradient", "tests/kernels/test_kernels.py::test_triton_matches_reference")
+@mutant("kernels.triton_passes:forward_gradient", "test_triton_matches_reference")
 def triton_s_single_pass_has_no_temperature_in_its_gradient(
     right, logits, labels, temperature, with_entropy, objective, out
 ):
     found = right(logits, labels, temperature, with_entropy, objective, out)
     out.mul_(temperature)
     return found
+
+
+@mutant("kernels.triton_draw:draw_tokens", "test_the_kernel_draws_where_the_cumulative_probability_exceeds")
+def tokens_are_drawn_at_temperature_one(right, logits, uniform, temperature):
+    return right(logits, uniform, 1.0)

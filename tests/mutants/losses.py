@@ -6,9 +6,9 @@ import torch
 
 from mutants import mutant
 
-PAPER = "tests/losses/test_family_formulas.py::test_loss_and_coefficients_are_those_of_the_paper"
-REFERENCE = "tests/losses/test_losses.py::test_matches_reference"
-FUSED = "tests/losses/test_losses.py::test_the_fused_head_matches_the_reference"
+PAPER = "test_loss_and_coefficients_are_those_of_the_paper"
+REFERENCE = "test_matches_reference"
+FUSED = "test_the_fused_head_matches_the_reference"
 
 # Aggregations: the weight of a token.
 
@@ -24,10 +24,7 @@ def prompt_mean_is_the_mean_of_its_documents_means(right, self, totals, counts, 
     return counts * documents[group_index] * totals.num_groups
 
 
-@mutant(
-    "losses.aggregation:TokenMean.denominators",
-    "tests/kernels/test_parallel_loss.py::test_however_a_step_is_spread",
-)
+@mutant("losses.aggregation:TokenMean.denominators", "test_however_a_step_is_spread")
 def tokens_of_this_piece_alone(right, self, totals, counts, group_index):
     return counts * 0 + counts.sum()
 
@@ -38,8 +35,7 @@ def the_constant_is_no_mean_over_documents(right, self, totals, counts, group_in
 
 
 @mutant(
-    "losses.aggregation:Aggregation.weights",
-    "tests/losses/test_losses.py::test_a_masked_document_counts_as_a_document_and_adds_no_phantom_token",
+    "losses.aggregation:Aggregation.weights", "test_a_masked_document_counts_as_a_document_and_adds_no_phantom_token"
 )
 def tokens_that_are_not_trained_have_a_weight(right, self, totals, documents, mask, group_index):
     return right(self, totals, documents, torch.ones_like(mask), group_index)
@@ -66,7 +62,7 @@ def a_product_over_the_document_is_its_mean(right, of, values, documents):
 # Families.
 
 
-@mutant("losses.family:clamped", "tests/losses/test_family_formulas.py::test_huge_log_ratios_count_as_twenty")
+@mutant("losses.family:clamped", "test_huge_log_ratios_count_as_twenty")
 def no_log_ratio_is_clamped(right, log_ratio):
     return log_ratio
 
@@ -89,10 +85,7 @@ def the_clip_acts_whatever_the_sign_of_the_advantage(right, self, log_ratio, adv
     return losses, slope.where((ratio >= low) & (ratio <= high), 0.0)
 
 
-@mutant(
-    "losses.families:_Clipped.surrogate",
-    "tests/losses/test_losses.py::test_the_gradient_passes_at_the_clip_bound_itself",
-)
+@mutant("losses.families:_Clipped.surrogate", "test_the_clip_does_not_act_at_its_bounds")
 def a_ratio_at_the_bound_has_no_gradient(right, self, log_ratio, advantages, log_probs):
     losses, slope = right(self, log_ratio, advantages, log_probs)
     ratio = log_ratio.exp()
@@ -116,10 +109,7 @@ def gmpo_clips_on_both_sides(right, self, log_ratio, advantages):
     return clipped, (clipped == log_ratio).to(log_ratio.dtype)
 
 
-@mutant(
-    "losses.families:Dppo.outside",
-    "tests/losses/test_family_formulas.py::test_dppo_counts_the_tokens_that_it_leaves_out",
-)
+@mutant("losses.families:Dppo.outside", "test_dppo_counts_the_tokens_that_it_leaves_out")
 def dppo_compares_ratios_in_the_place_of_probabilities(right, self, ratio, token_log_ratio, log_probs):
     return ratio - 1 < -self.delta_low, ratio - 1 > self.delta_high
 
@@ -127,10 +117,7 @@ def dppo_compares_ratios_in_the_place_of_probabilities(right, self, ratio, token
 # Corrections.
 
 
-@mutant(
-    "losses.corrections:_Bounded.factors",
-    "tests/losses/test_corrections.py::test_a_ratio_equal_to_a_bound_is_within",
-)
+@mutant("losses.corrections:_Bounded.factors", "test_a_ratio_equal_to_a_bound_is_within")
 def the_bounds_of_a_mask_are_outside(right, self, log_ratio, token_log_ratio, advantages):
     values, outside = right(self, log_ratio, token_log_ratio, advantages)
     ratio = log_ratio.exp()
@@ -138,15 +125,12 @@ def the_bounds_of_a_mask_are_outside(right, self, log_ratio, token_log_ratio, ad
     return values.where(~outside, 0.0) if self.masks else values, outside
 
 
-@mutant("losses.corrections:_Bounded.factors", "tests/losses/test_corrections.py::test_worked_examples")
+@mutant("losses.corrections:_Bounded.factors", "test_worked_examples")
 def the_ratio_is_of_sampler_to_trainer(right, self, log_ratio, token_log_ratio, advantages):
     return right(self, -log_ratio, -token_log_ratio, advantages)
 
 
-@mutant(
-    "losses.corrections:SequenceMask.equal_within_documents",
-    REFERENCE,
-)
+@mutant("losses.corrections:SequenceMask.equal_within_documents", REFERENCE)
 def a_token_s_factor_is_its_document_s(right, self):
     return True
 
@@ -154,7 +138,7 @@ def a_token_s_factor_is_its_document_s(right, self):
 # Penalties.
 
 
-@mutant("losses.kl:KL.terms", "tests/losses/test_penalties.py::test_value_and_gradient_are_those_of_the_formula")
+@mutant("losses.kl:KL.terms", "test_value_and_gradient_are_those_of_the_formula")
 def the_kl_is_of_the_reference_to_the_policy(right, self, distance, log_ratio):
     values, slopes = right(self, -distance, log_ratio)
     return values, -slopes
@@ -170,10 +154,7 @@ def a_penalty_has_the_weight_of_one_token(right, self, log_probs, losses, coeffi
     return right(replace(self, weights=self.mask / self.mask.sum()), log_probs, losses, coefficients)
 
 
-@mutant(
-    "losses.objective:Objective.silent_without_advantage",
-    "tests/losses/test_losses.py::test_the_fused_head_matches_the_reference",
-)
+@mutant("losses.objective:Objective.silent_without_advantage", "test_the_fused_head_matches_the_reference")
 def a_penalty_needs_an_advantage(right, self):
     return self.family.silent_without_advantage
 
@@ -187,12 +168,12 @@ def the_sample_size_without_its_weights(right, self, sums, maxima, num_documents
     return {name: value * 0.5 if name == self.sample_size else value for name, value in found.items()}
 
 
-@mutant("losses.metrics:MetricSums.merge", "tests/kernels/test_parallel_loss.py::test_however_a_step_is_spread")
+@mutant("losses.metrics:MetricSums.merge", "test_however_a_step_is_spread")
 def extrema_of_the_last_piece(right, self, other):
     return replace(right(self, other), maxima=other.maxima)
 
 
-@mutant("losses.metrics:MetricSums.all_reduce", "tests/kernels/test_parallel_loss.py::test_however_a_step_is_spread")
+@mutant("losses.metrics:MetricSums.all_reduce", "test_however_a_step_is_spread")
 def extrema_of_one_rank(right, self, loss, group):
     loss, sums = right(self, loss, group)
     return loss, replace(sums, maxima=self.maxima)

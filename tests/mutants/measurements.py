@@ -5,32 +5,23 @@ import math
 from mutants import mutant
 
 
-@mutant("rollouts.evaluation:pass_at_k", "tests/rollouts/test_evaluation.py::test_pass_at_k_is_unbiased")
+@mutant("rollouts.evaluation:pass_at_k", "test_pass_at_k_is_unbiased")
 def pass_at_k_by_the_share_of_right_completions(right, completions, correct, k):
     return 1 - (1 - correct / completions) ** k
 
 
-@mutant(
-    "rollouts.evaluation:mean_and_error",
-    "tests/rollouts/test_evaluation.py::test_errors_are_over_prompts_and_not_over_completions",
-)
+@mutant("rollouts.evaluation:mean_and_error", "test_errors_are_over_prompts_and_not_over_completions")
 def the_error_is_the_deviation(right, values):
     mean, error = right(values)
     return mean, None if error is None else error * math.sqrt(len(values))
 
 
-@mutant(
-    "rollouts.evaluation:seed_of",
-    "tests/rollouts/test_evaluation.py::test_each_prompt_of_each_set_at_each_step_has_a_seed_of_its_own",
-)
+@mutant("rollouts.evaluation:seed_of", "test_each_prompt_of_each_set_at_each_step_has_a_seed_of_its_own")
 def every_evaluation_asks_with_the_same_seeds(right, seed, number):
     return right(seed, number % 2**32)
 
 
-@mutant(
-    "training.evaluations:Evaluations.reached",
-    "tests/training/test_evaluation.py::test_a_goal_ends_the_run_which_can_be_resumed",
-)
+@mutant("training.evaluations:Evaluations.reached", "test_a_goal_ends_the_run_which_can_be_resumed")
 def a_goal_that_is_met_exactly_is_not_reached(right, self, step):
     trainer = self._config.trainer
     goal, trainer.stop_at = trainer.stop_at, trainer.stop_at and math.nextafter(trainer.stop_at, math.inf)
@@ -40,41 +31,29 @@ def a_goal_that_is_met_exactly_is_not_reached(right, self, step):
         trainer.stop_at = goal
 
 
-@mutant(
-    "config.evaluation:sampling",
-    "tests/rollouts/test_evaluation.py::test_a_stop_string_ends_the_completions_of_an_evaluation",
-)
+@mutant("config.evaluation:sampling", "test_a_stop_string_ends_the_completions_of_an_evaluation")
 def evaluations_have_no_stop_strings(right, config):
     return right(config) | {"stop": []}
 
 
-@mutant(
-    "config.evaluation:are_training_prompts",
-    "tests/config/test_evaluation.py::test_seeds_of_reasoning_gym_that_overlap_are_refused",
-)
+@mutant("config.evaluation:are_training_prompts", "test_seeds_of_reasoning_gym_that_overlap_are_refused")
 def the_next_seed_of_reasoning_gym_is_held_out(right, config, one):
     return None if one.task.name == "reasoning_gym" and one.seed != config.seed else right(config, one)
 
 
-@mutant(
-    "comparison.statistics:_seeds_needed",
-    "tests/comparison/test_statistics.py::test_seeds_needed_are_those_of_the_tables",
-)
+@mutant("comparison.statistics:_seeds_needed", "test_seeds_needed_are_those_of_the_tables")
 def the_variance_is_that_of_one_sample(right, difference, variances):
     return right(difference, variances[:1])
 
 
-@mutant(
-    "comparison.statistics:_compared",
-    "tests/comparison/test_statistics.py::test_samples_of_the_same_seeds_and_prompts_are_paired_by_seed",
-)
+@mutant("comparison.statistics:_compared", "test_samples_of_the_same_seeds_and_prompts_are_paired_by_seed")
 def seeds_are_never_paired(right, i, j, one, other):
     from dataclasses import replace
 
     return right(i, j, one, replace(other, prompts=object()))
 
 
-@mutant("comparison.statistics:compare_all", "tests/comparison/test_statistics.py::test_p_is_adjusted_by_holm")
+@mutant("comparison.statistics:compare_all", "test_p_is_adjusted_by_holm")
 def p_is_not_adjusted(right, samples):
     found = right(samples)
     for one in found:
@@ -82,34 +61,25 @@ def p_is_not_adjusted(right, samples):
     return found
 
 
-@mutant(
-    "comparison.statistics:mean_and_std",
-    "tests/comparison/test_compare.py::test_runs_that_differ_in_the_seed_are_one_group",
-)
+@mutant("comparison.statistics:mean_and_std", "test_runs_that_differ_in_the_seed_are_one_group")
 def the_deviation_of_seeds_is_that_of_the_population(right, values):
     mean, deviation = right(values)
     return mean, None if deviation is None else deviation * math.sqrt(1 - 1 / len(values))
 
 
-@mutant(
-    "comparison.groups:_limits",
-    "tests/comparison/test_measures.py::test_of_runs_that_never_arrive_the_shortest_limits_all",
-)
+@mutant("comparison.groups:_limits", "test_of_runs_that_never_arrive_the_shortest_limits_all")
 def runs_that_never_got_there_count_as_the_longest(right, goal, found):
     limits = right(goal, found)
     seen = {axis: [one.seen[axis] for one in found if axis not in one.to] for axis in limits}
     return {axis: max(values) if values else limits[axis] for axis, values in seen.items()}
 
 
-@mutant("dumps.alignment:Comparison._correlation", "tests/dumps/test_doctor.py::test_log_probs_one_place_off")
+@mutant("dumps.alignment:Comparison._correlation", "test_log_probs_one_place_off")
 def log_probs_are_compared_at_their_own_places_alone(right, self, shift):
     return right(self, 0)
 
 
-@mutant(
-    "config.rules.step:parallelism",
-    "tests/config/test_golden_refusals.py::test_what_is_refused_and_what_is_accepted",
-)
+@mutant("config.rules.step:parallelism", "test_what_is_refused_and_what_is_accepted")
 def sequence_shards_cannot_divide_the_weights(right, c, report):
     right(c, report)
     p = c.parallelism

@@ -6,7 +6,7 @@ import torch
 
 from mutants import mutant
 
-WORKED = "tests/rollouts/test_advantages.py::test_worked_example"
+WORKED = "test_advantages.py::test_worked_example"
 
 
 @mutant("rollouts.advantages:group_advantages", WORKED)
@@ -25,57 +25,42 @@ def pass_at_k_rewards_every_good_completion(right, estimator, rewards):
     return [abs(one) + 0.1 * (reward > 0) for one, reward in zip(found, rewards, strict=True)]
 
 
-@mutant(
-    "rollouts.advantages:overlong_penalty",
-    "tests/rollouts/test_dynamic_sampling.py::test_the_punishment_is_that_of_the_paper",
-)
+@mutant("rollouts.advantages:overlong_penalty", "test_the_punishment_is_that_of_the_paper")
 def the_buffer_begins_one_token_late(right, length, longest, buffer, most):
     return right(length - 1, longest, buffer, most)
 
 
-@mutant(
-    "rollouts.advantages:teaches",
-    "tests/rollouts/test_dynamic_sampling.py::test_what_is_taken_off_for_the_length_does_not_make_a_group_worth_keeping",
-)
+@mutant("rollouts.advantages:teaches", "test_what_is_taken_off_for_the_length_does_not_make_a_group_worth_keeping")
 def a_group_of_other_lengths_teaches(right, group):
     return len({document.reward for document in group}) > 1
 
 
-@mutant("batch:pack", "tests/rollouts/test_packing.py::test_every_position_predicts_the_next_token_of_its_document")
+@mutant("batch:pack", "test_every_position_predicts_the_next_token_of_its_document")
 def a_position_predicts_its_own_token(right, documents, group_numbers, known=None):
     batch = right(documents, group_numbers, known)
     return replace(batch, labels=torch.where(batch.labels >= 0, batch.tokens, -1))
 
 
-@mutant("batch:pack", "tests/losses/test_peers.py::test_old_log_probs_and_advantages_are_shifted_with_their_labels")
+@mutant("batch:pack", "test_old_log_probs_and_advantages_are_shifted_with_their_labels")
 def old_log_probs_stand_one_place_late(right, documents, group_numbers, known=None):
     batch = right(documents, group_numbers, known)
     return replace(batch, old_log_probs=batch.old_log_probs.roll(1))
 
 
-@mutant(
-    "rollouts.steps:make_step",
-    "tests/ranks/test_processes_steps.py::test_every_rank_gets_as_many_micro_batches_and_together_they_hold_the_step_once",
-)
+@mutant("rollouts.steps:make_step", "test_every_rank_gets_as_many_micro_batches_and_together_they_hold_the_step_once")
 def the_totals_are_those_of_one_rank(right, documents, max_tokens, state_after=None, data_rank=0, data_size=1):
     step = right(documents, max_tokens, state_after, data_rank, data_size)
     held = sum(one.num_documents for one in step.micro_batches)
     return replace(step, totals=replace(step.totals, num_documents=held))
 
 
-@mutant(
-    "rollouts.steps:make_step",
-    "tests/ranks/test_processes_steps.py::test_every_rank_gets_as_many_micro_batches_and_together_they_hold_the_step_once",
-)
+@mutant("rollouts.steps:make_step", "test_every_rank_gets_as_many_micro_batches_and_together_they_hold_the_step_once")
 def ranks_have_other_numbers_of_micro_batches(right, documents, *more, **keywords):
     step = right(documents, *more, **keywords)
     return replace(step, micro_batches=[one for one in step.micro_batches if one.num_documents])
 
 
-@mutant(
-    "rollouts.steps:StepLoader._closes_before",
-    "tests/rollouts/test_steps.py::test_a_step_closes_on_a_group_when_asked",
-)
+@mutant("rollouts.steps:StepLoader._closes_before", "test_a_step_closes_on_a_group_when_asked")
 def a_step_ends_within_a_group(right, self, position, documents):
     kept, self.close_on_groups = self.close_on_groups, False
     try:
@@ -84,31 +69,25 @@ def a_step_ends_within_a_group(right, self, position, documents):
         self.close_on_groups = kept
 
 
-@mutant(
-    "config.plan:steps_ahead",
-    "tests/rollouts/test_lag.py::test_a_batch_is_of_the_weights_of_so_many_updates_ago",
-)
+@mutant("config.plan:steps_ahead", "test_a_batch_is_of_the_weights_of_so_many_updates_ago")
 def batches_are_one_step_too_old(right, rollout, accumulation):
     ahead = right(rollout, accumulation)
     return ahead + 1 if ahead else 0
 
 
-@mutant("config.plan:steps_before", "tests/rollouts/test_lag.py::test_when_a_batch_begins_is_known_ahead")
+@mutant("config.plan:steps_before", "test_when_a_batch_begins_is_known_ahead")
 def a_batch_that_is_carried_over_is_counted_anew(right, number, position, batch_size, accumulation):
     return right(number, position // batch_size * batch_size, batch_size, accumulation)
 
 
-@mutant(
-    "rollouts.policy:PolicyRollouts.state_dict",
-    "tests/rollouts/test_lag.py::test_a_run_continues_bit_for_bit_from_every_step",
-)
+@mutant("rollouts.policy:PolicyRollouts.state_dict", "test_a_run_continues_bit_for_bit_from_every_step")
 def the_next_prompt_is_asked_again_after_a_resume(right, self):
     return right(self) | {"next_prompt": 0}
 
 
 @mutant(
     "rollouts.policy:PolicyRollouts._with_training_log_probs",
-    "tests/rollouts/test_policy.py::test_old_log_probs_are_those_of_the_sampler_or_of_training",
+    "test_old_log_probs_are_those_of_the_sampler_or_of_training",
 )
 def the_sampler_s_log_probs_stay_the_old_ones(right, self, parts, passes):
     documents = [document for part in parts for document in part]
@@ -116,15 +95,52 @@ def the_sampler_s_log_probs_stay_the_old_ones(right, self, parts, passes):
     return [replace(document, old_log_probs=before.old_log_probs) for document, before in rescored]
 
 
-@mutant("rollouts.rows:row_of", "tests/rollouts/test_writer.py::test_what_is_written_reads_back_equal")
+@mutant(
+    "rollouts.policy:PolicyRollouts._with_on_policy",
+    "test_metrics_and_weights_are_those_of_two_passes_to_the_last_bit",
+)
+def two_passes_are_made_of_all_documents(right, self, groups):
+    return groups
+
+
+@mutant(
+    "losses.objective:Objective.at",
+    "test_the_first_update_of_a_batch_has_ratios_of_one",
+)
+def new_log_probs_stand_for_the_old_ones_of_the_token_before(right, self, log_probs):
+    return right(self, log_probs.roll(1))
+
+
+@mutant("rollouts.rows:row_of", "test_what_is_written_reads_back_equal")
 def recorded_log_probs_are_those_of_the_sampler(right, document):
     sampling = document.sampling_log_probs
     return right(document if sampling is None else replace(document, old_log_probs=sampling))
 
 
-@mutant(
-    "rollouts.data_metrics:data_metrics",
-    "tests/losses/test_peers.py::test_counters_near_2_to_the_24_are_subtracted_exactly",
-)
+@mutant("rollouts.data_metrics:data_metrics", "test_counters_near_2_to_the_24_are_subtracted_exactly")
 def staleness_is_the_version_of_the_weights(right, documents, num_updates):
     return right(documents, 2 * num_updates)
+
+
+@mutant("rollouts.recorded_index:RecordedIndex.knows", "test_a_kept_index_is_used_while_the_files_are_the_same")
+def a_changed_file_is_taken_for_the_same(right, self, name, path):
+    return True
+
+
+@mutant("rollouts.rows:Row.digest", "test_a_kept_index_is_used_while_the_files_are_the_same")
+def a_row_s_reward_is_no_part_of_its_checksum(right, self):
+    return right(type(self)(**vars(self) | {"reward": None}))
+
+
+@mutant("rollouts.rows:_checked_vectors", "test_many_rows_at_once_are_checked_as_each_alone")
+def the_lists_of_a_batch_belong_to_the_rows_before(right, batch, rules):
+    return {name: rows[1:] + rows[:1] for name, rows in right(batch, rules).items()}
+
+
+@mutant("rollouts.recorded:RecordedRollouts.outline", "test_an_outline_tells_all_that_is_known_without_reading")
+def outlines_come_in_the_order_of_the_files(right, self, position):
+    order, self._order = self._order, lambda epoch: range(self.batch_size)
+    try:
+        return right(self, position)
+    finally:
+        self._order = order

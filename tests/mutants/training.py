@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from mutants import mutant
 
-CUT = "tests/training/test_accumulation.py::test_the_documented_module_trains_the_same_however_its_steps_are_cut"
-RESUMED = "tests/training/test_resume.py::test_resume_at_every_step_is_bit_equal"
+CUT = "test_the_documented_module_trains_the_same_however_its_steps_are_cut"
+RESUMED = "test_resume_at_every_step_is_bit_equal"
 
 
 @mutant("training.accumulation:DynamicAccumulation.backward_of_all", CUT)
@@ -39,10 +39,7 @@ def each_micro_batch_is_divided_by_totals_of_its_own(right, self, micro_batches,
     return found
 
 
-@mutant(
-    "training.accumulation:DynamicAccumulation._over_ranks",
-    "tests/training/test_accumulation.py::test_any_module_is_driven_over_data_parallel_ranks",
-)
+@mutant("training.accumulation:DynamicAccumulation._over_ranks", "test_any_module_is_driven_over_data_parallel_ranks")
 def loss_and_metrics_are_those_of_one_rank(right, self, outputs):
     from pgtoolkit.ranks.layout import ONE_PROCESS
 
@@ -55,22 +52,19 @@ def loss_and_metrics_are_those_of_one_rank(right, self, outputs):
 
 @mutant(
     "training.accumulation:DynamicAccumulation._step_metrics",
-    "tests/training/test_training.py::test_a_gradient_whose_norm_is_infinite_changes_no_weight",
+    "test_a_gradient_whose_norm_is_infinite_changes_no_weight",
 )
 def a_gradient_that_is_not_finite_updates(right, self, outputs, step):
     metrics = right(self, outputs, step)
     return metrics | {name: 1.0 for name in ("loss", "grad_norm") if not math.isfinite(metrics[name])}
 
 
-@mutant(
-    "training.module:learning_rate",
-    "tests/losses/test_peers.py::test_an_update_is_made_at_the_reported_learning_rate",
-)
+@mutant("training.module:learning_rate", "test_an_update_is_made_at_the_reported_learning_rate")
 def the_rate_is_always_the_configured_one(right, config, num_updates, max_steps):
     return config.learning_rate
 
 
-@mutant("training.module:learning_rate", "tests/config/test_keys.py::test_the_key_acts[optimizer.schedule]")
+@mutant("training.module:learning_rate", "test_the_key_acts[optimizer.schedule]")
 def the_cosine_schedule_is_linear(right, config, num_updates, max_steps):
     from pgtoolkit.config.schema import Schedule
 
@@ -78,18 +72,12 @@ def the_cosine_schedule_is_linear(right, config, num_updates, max_steps):
     return right(replace(config, schedule=Schedule.linear) if linear else config, num_updates, max_steps)
 
 
-@mutant(
-    "training.module:PolicyGradientModule._precise",
-    "tests/config/test_keys.py::test_the_key_acts[model/huggingface.fp32_lm_head]",
-)
+@mutant("training.module:PolicyGradientModule._precise", "test_the_key_acts[model/huggingface.fp32_lm_head]")
 def fp32_lm_head_is_left_out(right, self, head):
     return replace(head, fp32_logits=False)
 
 
-@mutant(
-    "training.module:PolicyGradientModule.with_reference",
-    "tests/training/test_reference.py::test_the_first_distance_is_exactly_zero",
-)
+@mutant("training.module:PolicyGradientModule.with_reference", "test_the_first_distance_is_exactly_zero")
 def the_reference_is_the_policy_in_training(right, self, micro_batch):
     if self.reference is None:
         return micro_batch
@@ -99,18 +87,12 @@ def the_reference_is_the_policy_in_training(right, self, micro_batch):
 # Checkpoints.
 
 
-@mutant(
-    "training.checkpoint:_prune",
-    "tests/training/test_evaluation.py::test_the_best_checkpoint_survives_later_ones_and_a_resume",
-)
+@mutant("training.checkpoint:_prune", "test_the_best_checkpoint_survives_later_ones_and_a_resume")
 def the_best_checkpoint_is_deleted_with_the_old_ones(right, newest, keep, best):
     return right(newest, keep, None)
 
 
-@mutant(
-    "training.checkpoint:_fingerprint",
-    "tests/training/test_checkpoint.py::test_a_damaged_checkpoint_is_passed_over_with_a_warning",
-)
+@mutant("training.checkpoint:_fingerprint", "test_a_damaged_checkpoint_is_passed_over_with_a_warning")
 def a_damaged_file_has_the_fingerprint_of_a_whole_one(right, path):
     return dict.fromkeys(right(path), 0)
 
@@ -120,26 +102,20 @@ def a_damaged_file_has_the_fingerprint_of_a_whole_one(right, path):
 
 @mutant(
     "training.state:_restore_tensors",
-    "tests/losses/test_peers.py::test_resume_takes_moments_from_the_checkpoint_and_settings_from_the_configuration",
+    "test_resume_takes_moments_from_the_checkpoint_and_settings_from_the_configuration",
 )
 def the_moments_of_the_optimizer_begin_anew(right, module, state, names):
     right(module, state, names)
     module.optimizer.state.clear()
 
 
-@mutant(
-    "training.state:restore",
-    "tests/training/test_resume.py::test_the_count_of_skipped_steps_goes_on_after_a_resume",
-)
+@mutant("training.state:restore", "test_the_count_of_skipped_steps_goes_on_after_a_resume")
 def skipped_steps_are_forgotten(right, module, state):
     right(module, state)
     module.num_skipped_steps = 0
 
 
-@mutant(
-    "rollouts.steps:StepLoader.load_state_dict",
-    "tests/training/test_resume.py::test_resume_of_recorded_rollouts_is_bit_equal",
-)
+@mutant("rollouts.steps:StepLoader.load_state_dict", "test_resume_of_recorded_rollouts_is_bit_equal")
 def the_place_in_the_data_begins_anew(right, self, state):
     right(self, state)
     self._position = 0
@@ -148,15 +124,12 @@ def the_place_in_the_data_begins_anew(right, self, state):
 # Adapters.
 
 
-@mutant("model.lora:_merged", "tests/model/test_lora.py::test_the_merged_weights_are_the_policy")
+@mutant("model.lora:_merged", "test_the_merged_weights_are_the_policy")
 def the_sampler_has_the_weights_that_training_began_with(right, layer):
     return layer.get_base_layer().weight
 
 
-@mutant(
-    "model.lora:without_adapters",
-    "tests/training/test_lora.py::test_the_reference_is_the_model_without_its_adapters",
-)
+@mutant("model.lora:without_adapters", "test_the_reference_is_the_model_without_its_adapters")
 def the_reference_has_the_adapters_of_the_policy(right, model):
     import contextlib
 

@@ -8,7 +8,6 @@ import time
 
 import pytest
 import torch
-from builders.parallel_runs import run_on_ranks
 from builders.runs import SHORT, assert_equal, built, checkpoint_of, copy_as_of, metrics_of, once, run, sampler_of
 
 from pgtoolkit.config.plan import steps_before, steps_of
@@ -256,13 +255,3 @@ def test_an_error_while_sampling_ends_the_run_as_it_does_without_overlap(tmp_pat
     assert status["reason"] == "NumericalError: the policy's probabilities are not finite"
     assert len(calls) == call
     assert threading.main_thread() not in calls
-
-
-def test_ranks_sample_their_shares_and_continue_bit_for_bit(tmp_path):
-    settings = [*SHORT, *overlap(3), "trainer.max_steps=5"]
-    whole = run_on_ranks(tmp_path / "whole", settings, data_parallel=2)
-    assert [row["staleness"] for row in metrics_of(whole)] == [0, 1, 2, 3, 2]
-    resumed = copy_as_of(whole, 3, tmp_path / "resumed")
-    run_on_ranks(resumed, settings, resume=True, data_parallel=2)
-    assert metrics_of(resumed) == metrics_of(whole)
-    assert_equal(checkpoint_of(resumed, 5), checkpoint_of(whole, 5))

@@ -81,7 +81,7 @@ def test_every_prompt_is_sampled_with_the_weights_of_now():
 
 @pytest.mark.parametrize("chosen", ["sampling", "training"])
 def test_old_log_probs_are_those_of_the_sampler_or_of_training(chosen):
-    module, _, _, source = rollouts(f"rollout.old_log_probs={chosen}")
+    module, _, _, source = rollouts(f"rollout.old_log_probs={chosen}", "accumulation.max_tokens=1024")
     documents = [source.document(place) for place in range(16)]
     written = 0
     for document in documents:

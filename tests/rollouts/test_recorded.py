@@ -7,22 +7,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from builders.rollout_rows import VOCABULARY_SIZE, assert_same, config, good_row, write_jsonl, write_parquet
+from builders.rollout_rows import assert_same, documents, good_row, source, write_jsonl, write_parquet
 
 from pgtoolkit.batch import Document
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.advantages import group_advantages
-from pgtoolkit.rollouts.recorded import RecordedRollouts
 
 SCATTERED = [0, 1, 0, 2, 1, 0, 3, 3, 2, 0, 1]
-
-
-def source(path, estimator="dr_grpo", seed=0, needs=(), **changes):
-    return RecordedRollouts(config(path, **changes), estimator, VOCABULARY_SIZE, seed, needs)
-
-
-def documents(rollouts):
-    return [rollouts.document(position) for position in range(rollouts.num_documents)]
 
 
 def rewards(rollouts):

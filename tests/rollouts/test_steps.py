@@ -11,10 +11,10 @@ from pgtoolkit.batch import Document
 from pgtoolkit.config.schema import AccumulationConfig, LastStep
 from pgtoolkit.errors import DataError, RankLost
 from pgtoolkit.ranks.layout import Layout
-from pgtoolkit.rollouts.steps import StepLoader, divide_among_ranks, loadable, make_step
+from pgtoolkit.rollouts.steps import Source, StepLoader, divide_among_ranks, loadable, make_step
 
 
-class Files:
+class Files(Source):
     """A source over given documents, in batches of given sizes; notes which positions were asked for."""
 
     def __init__(self, documents, batch_sizes, endless=False):
@@ -114,8 +114,8 @@ def test_totals_count_what_is_masked_and_empty():
 
 
 def test_ranks_get_about_as_many_tokens_and_every_document_once():
-    shares = divide_among_ranks([document(n, length, trained=1) for n, length in enumerate([2, 2, 3, 3, 9, 5])], 2)
-    assert [[one.num_tokens for one in share] for share in shares] == [[2, 2, 9], [3, 3, 5]]
+    documents = [document(n, length, trained=1) for n, length in enumerate([2, 2, 3, 3, 9, 5])]
+    assert divide_among_ranks(documents, 2) == [[0, 1, 4], [2, 3, 5]]
 
 
 def test_groups_have_one_number_in_all_micro_batches_of_a_step():
@@ -166,6 +166,20 @@ def test_ranks_that_hold_other_documents_are_told(changed):
     """Whatever the loss reads of a document counts."""
     expected = [4] if changed is None else "the documents of step 1 on rank 1 differ from those on rank 0"
     assert on_ranks(2, digest_on_a_rank, changed) == [expected] * 2
+
+
+def asked_on_a_rank(rank):
+    source = Files(documents(12), [4, 8])
+    layout = Layout.of_world("cpu", 60, data_parallel=2)
+    sizes(StepLoader(source, AccumulationConfig(6, 8, None, LastStep.carry), False, 9, layout))
+    return source.asked
+
+
+@pytest.mark.filterwarnings("ignore:Set timeout is now only supported")
+def test_no_rank_goes_back_to_a_batch_that_was_left():
+    """A step has the end of one and the beginning of the next; rollouts of the one are gone by then."""
+    for asked in on_ranks(2, asked_on_a_rank):
+        assert asked == sorted(asked)
 
 
 @pytest.mark.parametrize("cut", range(6))

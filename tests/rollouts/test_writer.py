@@ -8,20 +8,11 @@ from dataclasses import replace
 import pyarrow.parquet as pq
 import pytest
 import torch
-from builders.rollout_rows import VOCABULARY_SIZE, assert_same, config
+from builders.rollout_rows import VOCABULARY_SIZE, assert_same, documents, source
 
 from pgtoolkit.batch import Document
 from pgtoolkit.errors import ConfigError, StorageError
-from pgtoolkit.rollouts.recorded import RecordedRollouts
 from pgtoolkit.rollouts.rows import RolloutWriter
-
-
-def source(path, estimator, needs=()):
-    return RecordedRollouts(config(path), estimator, VOCABULARY_SIZE, needs=needs)
-
-
-def documents(rollouts):
-    return [rollouts.document(position) for position in range(rollouts.num_documents)]
 
 
 def some_documents(seed=0, count=12, sampled=False):

@@ -330,6 +330,20 @@ def test_a_completion_is_drawn_by_its_request_alone(folder, more):
         assert [completion.tokens.tolist() for completion in found] == expected
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("top_p", ["null", "0.8"])
+def test_a_gpu_draws_what_a_cpu_draws(folder, top_p):
+    """In float32: by the kernel without top_p, in a CUDA graph, against PyTorch's operations."""
+    cpu = ["rollout.max_completion_length=60", "sampler.static_cache=true", "trainer.device=cpu"]
+    model, sampler = built(suggesting(folder), *cpu, f"rollout.top_p={top_p}", "accumulation.max_tokens=128")
+    requests = [Request(PROMPT, 20, 8), Request(OTHER, 20, 9)]
+    expected = sampler.complete(requests)
+    model.to("cuda")
+    for found, other in zip(sampler.complete(requests), expected, strict=True):
+        assert found.tokens.tolist() == other.tokens.tolist()
+        torch.testing.assert_close(found.log_probs, other.log_probs, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("fp32_lm_head", [True, False])
 def test_sampling_has_the_head_of_training(folder, tmp_path, fp32_lm_head):
     """In bfloat16 with old_log_probs=sampling: where layers add nothing, all rounding is the head's."""

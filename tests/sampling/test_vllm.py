@@ -132,14 +132,16 @@ WRONG = ("another_prompt_unsaid", "ignores_temperature", "unprocessed", "zeros")
 
 
 @pytest.mark.parametrize("fault", WRONG)
-@pytest.mark.parametrize("old", ["training", "sampling"])
+@pytest.mark.parametrize("old", ["training", "sampling", "training accumulation.docs_per_step=16"])
 def test_a_batch_that_the_trainers_weights_would_not_write_is_not_trained(server, tmp_path, old, fault):
     """From the second batch on, of the same weights, so that no proof of a version comes between."""
-    with contextlib.closing(
-        server.source(tmp_path, f"rollout.old_log_probs={old}", "rollout.temperature=0.5")
-    ) as source:
+    settings = *f"rollout.old_log_probs={old}".split(), "rollout.temperature=0.5"
+    with contextlib.closing(server.source(tmp_path, *settings)) as source:
         documents = [source.document(place) for place in range(source.batch_size)]
+        assert source.batch_size == 16
+        assert sum(d.on_policy for d in documents) == (0 if old == "sampling" else 16 if "docs" in old else 5)
         if old == "training":
+            documents = [document for document in documents if not document.on_policy]
             apart = [(d.old_log_probs - d.sampling_log_probs).abs().max().item() for d in documents]
             assert max(apart) < 1e-4
         server.fault(fault)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -10,10 +12,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from builders.models import save_with_tokenizer, small_llama
+from builders.processes import layout, world
+from builders.runs import config_of, with_model
+from builders.vllm_servers import COMMAND
+from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from pgtoolkit.errors import StorageError
 from pgtoolkit.sampling.weights_folder import WeightsFolder, _lock_pages
+from pgtoolkit.training.build import build
 
 
 def test_a_full_disk_is_one_sentence(tmp_path):
@@ -23,7 +32,7 @@ def test_a_full_disk_is_one_sentence(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
         with pytest.raises(StorageError, match=r"weights for the sampling server cannot be written.*weights_folder"):
-            folder.fill({"weight": torch.zeros(1000)})
+            folder.make_room({"weight": torch.zeros(1000)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     folder.remove()
@@ -57,6 +66,62 @@ def test_nothing_is_left_of_the_folder_of_a_process_that_is_killed(tmp_path):
     assert not Path(path).exists()
 
 
+def written(config, sizes: dict[str, int]) -> str:
+    """Writes two versions of a module's weights on these ranks; the folder, which is left to the test."""
+    layout_here = layout(**sizes)
+    module, loader = build(config, layout=layout_here)
+    sampler = loader.source.sampler
+    for version in range(2):
+        sampler._write(module.policy.weights())
+        if version == 0:
+            assert all(room.numel() for room in sampler._folder._rooms.values())
+            with torch.no_grad():
+                for parameter in module.model.parameters():
+                    parameter += 1
+    dist.barrier()
+    if layout_here.rank == 0:
+        shutil.copytree(sampler._folder.path, f"{sampler._folder.path.parent}/kept")
+    dist.barrier()
+    sampler.close()
+    return f"{sampler._folder.path.parent}/kept"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "more"),
+    [
+        ({"data_parallel": 2}, ["parallelism.shard=true"]),
+        ({"data_parallel": 2}, ["model.lora_rank=2"]),
+        ({"tensor_parallel": 2}, []),
+        ({"pipeline_parallel": 2}, ["metrics=none"]),
+    ],
+    ids=["fsdp", "ddp with LoRA", "tensor", "pipeline"],
+)
+def test_the_ranks_of_a_node_write_a_file_each_and_together_the_weights_of_one_process(tmp_path, sizes, more):
+    from transformers import AutoModelForCausalLM
+
+    model = save_with_tokenizer(small_llama(5, num_hidden_layers=3), tmp_path / "model")
+    own = ["sampler=vllm", f"sampler.executable={COMMAND}", f"sampler.weights_folder={tmp_path}/weights"]
+    settings = with_model(model, "trainer.device=cpu", "model.dtype=bfloat16", *own, *more)
+    cut = [f"parallelism.{axis}={size}" for axis, size in sizes.items()]
+    config = OmegaConf.to_object(config_of(*settings, *cut))
+    folders = [Path(folder) for folder in world(2).run(written, config, sizes)]
+    files = sorted(folders[0].glob("*.safetensors"))
+    assert [file.name for file in files] == [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    assert 0.3 < files[0].stat().st_size / files[1].stat().st_size < 3
+    index = json.loads((folders[0] / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index == {name: file.name for file in files for name in load_file(file)}
+    found = AutoModelForCausalLM.from_pretrained(folders[0]).state_dict()
+    alone = [one for one in settings if not one.startswith("parallelism.")]
+    module, _ = build(OmegaConf.to_object(config_of(*alone)), run_dir=tmp_path)
+    with torch.no_grad():
+        for parameter in module.model.parameters():
+            parameter += 1
+    expected = {name: weight.bfloat16() for name, weight in module.policy.weights().items()}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name].bfloat16(), weight) for name, weight in expected.items())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shared", [True, False])
 def test_weights_of_a_gpu_are_in_the_file_once_they_are_written(tmp_path, shared):
@@ -66,6 +131,7 @@ def test_weights_of_a_gpu_are_in_the_file_once_they_are_written(tmp_path, shared
     folder.make(2**27, lambda _: None)
     try:
         for _ in range(3):
+            folder.make_room(weights)
             folder.fill(weights)
             found = load_file(folder.path / "model.safetensors")
             for name, tensor in weights.items():

@@ -50,15 +50,6 @@ def changed(name, **values):
     return lambda folder: put(name, json.loads((folder / name).read_text()) | values)(folder)
 
 
-def without(name, key):
-    def damage(folder):
-        content = json.loads((folder / name).read_text())
-        del content[key]
-        put(name, content)(folder)
-
-    return damage
-
-
 def tensors(change):
     def damage(folder):
         weights = load_file(folder / "model.safetensors")
@@ -142,7 +133,7 @@ def test_a_folder_asks_no_hub(folder, monkeypatch):
     asked = []
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(socket.socket, "connect", connect)
-    without(CONFIG, "transformers_version")(folder)
+    changed(CONFIG, transformers_version=None)(folder)
     (folder / "generation_config.json").unlink()
     build_policy(model_config(folder), None, False)
     build_policy(model_config(folder, random_weights=True), None, False)

@@ -12,9 +12,8 @@ from tokenizers import processors
 from pgtoolkit.config.schema import Chat, PromptsTaskConfig
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.build import character_tokenizer
-from pgtoolkit.tasks.chat import ChatTemplate, chat_of
 from pgtoolkit.tasks.completion import Request
-from pgtoolkit.tasks.prompts import TokenizedTask, preview
+from pgtoolkit.tasks.prompts import ChatTemplate, TokenizedTask, chat_of, preview
 from pgtoolkit.tasks.tasks import Prompt
 from pgtoolkit.training.build import build
 from pgtoolkit.training.train import train

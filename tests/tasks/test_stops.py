@@ -138,9 +138,8 @@ def sampler_and_policy(folder, *overrides):
 PROMPTS = [[4, 8, 2, 10], [9, 10], [1, 2]]
 
 
-def sampled(sampler, seed=0):
-    torch.manual_seed(seed)
-    return sampler.complete([Request(prompt, 16, 0) for prompt in PROMPTS])
+def sampled(sampler):
+    return sampler.complete([Request(prompt, 16, seed) for seed, prompt in enumerate(PROMPTS)])
 
 
 @pytest.mark.parametrize("static_cache", ["null", "true"])

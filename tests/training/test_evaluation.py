@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from builders.parallel_runs import run_on_ranks
 from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, run
 from omegaconf import OmegaConf
 
@@ -103,17 +102,6 @@ def test_an_evaluation_that_was_not_made_is_made_when_the_run_goes_on(evaluated,
     run(folder, *EVALUATED, resume=True)
     assert_same_training(folder, evaluated, range(1, 7))
     assert rows_of(folder) == rows_of(evaluated)
-
-
-def test_two_ranks_train_as_without_evaluations(tmp_path):
-    few = [*SHORT, "trainer.max_steps=4", "evaluation.prompts_per_set=5"]
-    found = run_on_ranks(tmp_path / "with", [*few, "evaluation.every=2"], data_parallel=2)
-    expected = run_on_ranks(tmp_path / "without", few[:-1], data_parallel=2)
-    assert_same_training(found, expected, [4])
-    rows = read_evaluations(found)
-    assert [(row["step"], row["prompts"]) for row in rows] == [(0, 5), (2, 5), (4, 5)]
-    places = [one.name for one in read_completions(found / "completions" / "evaluation_held_out_000004.parquet")]
-    assert places == [f"prompt {i}" for i in range(5) for _ in range(4)]
 
 
 def test_the_best_checkpoint_is_kept_and_of_equal_ones_the_latest(evaluated, tmp_path):

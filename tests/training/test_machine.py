@@ -133,21 +133,6 @@ def test_a_folder_of_other_rollouts(capsys, beside):
     assert "rollout.save_path=rollouts needs a new or empty folder (got one with 1 batches of rollouts)." in said
 
 
-@pytest.mark.parametrize(
-    ("place", "got"),
-    [
-        ("other.db", "a file of another kind"),
-        ("pipe", "a file of another kind"),
-        ("other.db/my.db", "Not a directory"),
-    ],
-)
-def test_a_store_that_is_none(capsys, beside, place, got):
-    (beside / "other.db").write_text("no database")
-    os.mkfifo(beside / "pipe")
-    said = refused(capsys, "trainer.max_steps=1", f"tracking.uri=sqlite:///{place}")
-    assert f"tracking.uri=sqlite:///{beside}/{place} needs an SQLite file, or a place for one (got {got})." in said
-
-
 def test_what_only_later_rows_tell_is_left_to_the_run(capsys, beside):
     rows = [row | {"group_id": number // 3} for number, row in enumerate([*GROUP * 75])]
     (beside / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

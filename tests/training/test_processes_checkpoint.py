@@ -11,7 +11,6 @@ import torch
 from builders.parallel_runs import run_on_ranks, saved_again
 from builders.processes import layout, world
 from builders.runs import (
-    SHORT,
     assert_equal,
     checkpoint_of,
     config_of,
@@ -37,19 +36,6 @@ SETTINGS = ["aggregation=constant", "aggregation.divisor=4"]
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory, recorded):
     return run_on_ranks(tmp_path_factory.mktemp("two") / "run", [*recorded, *SETTINGS], data_parallel=2)
-
-
-def test_rollouts_of_as_many_ranks_continue_bitwise(tmp_path):
-    """The batch in use goes on, and the next is drawn by the seeds of its prompts."""
-    dapo = ["rollout.max_sampling_rounds=4", "rollout.overlong_buffer=2", "advantage=batch_std"]
-    dapo += ["rollout.group_size=2", "accumulation.docs_per_step=4"]
-    policy = [*SHORT, "aggregation.divisor=4", "trainer.max_steps=3", *dapo]
-    whole = run_on_ranks(tmp_path / "whole", policy, data_parallel=2)
-    assert all(row["dropped_prompt_fraction"] > 0 for row in metrics_of(whole))
-    again = copy_as_of(whole, 1, tmp_path / "again")
-    run_on_ranks(again, policy, resume=True, data_parallel=2)
-    assert metrics_of(again) == metrics_of(whole)
-    assert_equal(checkpoint_of(again, 3), checkpoint_of(whole, 3))
 
 
 @pytest.mark.parametrize(

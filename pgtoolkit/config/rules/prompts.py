@@ -139,7 +139,6 @@ def _verifier(prefix: str, name: str, pattern: str | None, report: Report) -> No
 
 
 KINDS = ("reverse", "reasoning_gym", "prompts")
-_NOT_OF_A_SET = ("name", "verifiers")
 _SETS = "'evaluation.sets={test: {path: test.jsonl}}'"
 _FEW = 0.01
 """Share of held-out prompts that training may also ask by chance before a note says so."""
@@ -179,15 +178,14 @@ def evaluated(c: Config, report: Report) -> list[HeldOut]:
 def _sets(c: Config, report: Report) -> None:
     """Report invalid sets, and drop them so that later rules can run."""
     for name, given in [*c.evaluation.sets.items()]:
-        before = len(report.problems)
+        before, place = len(report.problems), f"evaluation.sets.{name}"
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,39}", name) or name == TRAINING:
             needs = f"a name of up to 40 letters, digits, '_' and '-', a letter first, other than {TRAINING}"
-            report.refuse(f"evaluation.sets.{name}", needs, name, "Files and metrics bear it.", _SETS)
+            report.refuse(place, needs, name, "Files and metrics bear it.", _SETS)
         elif not isinstance(given, dict):
-            needs, reason = "keys with values", "They say what differs from the task."
-            report.refuse(f"evaluation.sets.{name}", needs, text(given), reason, _SETS)
+            report.refuse(place, "keys with values", given, "They say what differs from the task.", _SETS)
         else:
-            _keys(c, f"evaluation.sets.{name}", given, report)
+            _keys(c, place, given, report)
         if len(report.problems) > before:
             del c.evaluation.sets[name]
 
@@ -198,12 +196,10 @@ def _keys(c: Config, place: str, given: dict[str, Any], report: Report) -> None:
     if kind not in KINDS:
         report.refuse_value(f"{place}.task", kind, f"one of {', '.join(KINDS)}", "It is a task.", "prompts")
         return
-    known = {key.leaf: key for key in KEYS if key.schema == f"task/{kind}" and key.leaf not in _NOT_OF_A_SET}
+    known = {key.leaf: key for key in KEYS if key.schema == f"task/{kind}" and key.leaf not in ("name", "verifiers")}
     known |= {"seed": key_named("seed", c), "prompts": key_named("evaluation.prompts_per_set", c)}
-    for name, value in given.items():
+    for name, value in [pair for pair in given.items() if pair[0] != "task"]:
         setting = f"{place}.{name}={text(value)}"
-        if name == "task":
-            continue
         if name not in known:
             reason = f"A set has the keys of task={kind} but for verifiers, and {', '.join(OF_A_SET)}."
             report.refuse(setting, f"one of {', '.join(known)}", name, reason, f"{place}.KEY=VALUE with one of them")

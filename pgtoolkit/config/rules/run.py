@@ -18,9 +18,6 @@ from pgtoolkit.ranks.environment import world_size
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, is_whole, text
 
-MOST_DOCUMENTS = 10**6
-"""Of a batch of rollouts: as many as accumulation.docs_per_step may be."""
-
 
 def rollout(c: Config, report: Report) -> None:
     rollout = c.rollout
@@ -31,10 +28,10 @@ def rollout(c: Config, report: Report) -> None:
         setting, reason = f"rollout.save_path={rollout.save_path}", "It becomes a folder with one file per batch."
         needs, use = "a new or empty folder, or one of rollouts to resume", "rollout.save_path=recorded_rollouts"
         report.refuse(setting, needs, "other files at that place", reason, use)
-    if (batch := rollout.prompts_per_batch * rollout.group_size) > MOST_DOCUMENTS:
-        needs, got = f"at most {MOST_DOCUMENTS} documents a batch", f"{batch}, with {rollout.group_size} of each prompt"
+    if (batch := rollout.prompts_per_batch * rollout.group_size) > 10**6:  # as accumulation.docs_per_step may be
+        needs, got = "at most 1000000 documents a batch", f"{batch}, with {rollout.group_size} of each prompt"
         reason = "A batch is kept in memory until it is trained on."
-        use = f"rollout.prompts_per_batch={max(1, MOST_DOCUMENTS // rollout.group_size)}"
+        use = f"rollout.prompts_per_batch={10**6 // rollout.group_size}"
         report.refuse(f"rollout.prompts_per_batch={rollout.prompts_per_batch}", needs, got, reason, use)
     top_p, old, length = rollout.top_p, rollout.old_log_probs, rollout.max_completion_length
     if top_p is not None and top_p < 1:
@@ -225,22 +222,17 @@ def sampler(c: Config, report: Report) -> None:
             report.refuse(" ".join(typed), needs, "rollout=recorded", reason, use)
     elif isinstance(c.sampler, VllmSamplerConfig):
         world, seconds, most = world_size(c.parallelism), c.sampler.answer_seconds, c.parallelism.timeout_seconds
-        if c.sampler.urls:
-            _urls(c.sampler.urls, report)
-        else:
+        urls, plain = c.sampler.urls, [url.rstrip("/") for url in c.sampler.urls]
+        if not urls:
             _started(c, c.sampler, world, report)
+        elif not all(map(_is_address, plain)) or len({*plain}) < len(urls):
+            needs = "http(s)://HOST:PORT of each server, once"
+            reason, use = "Each server of vLLM gets its share of the requests.", "sampler.urls=[http://127.0.0.1:8000]"
+            report.refuse(f"sampler.urls={redact(text(urls))}", needs, redact(text(urls)), reason, use)
         if world > 1 and seconds > most:
             setting, reason = f"sampler.answer_seconds={seconds}", "The other ranks would not wait so long."
             needs = f"at most parallelism.timeout_seconds={most}"
             report.refuse(setting, needs, seconds, reason, f"parallelism.timeout_seconds={seconds}")
-
-
-def _urls(urls: list[str], report: Report) -> None:
-    plain = [url.rstrip("/") for url in urls]
-    if not all(map(_is_address, plain)) or len({*plain}) < len(urls):
-        needs = "http(s)://HOST:PORT of each server, once"
-        reason, use = "Each server of vLLM gets its share of the requests.", "sampler.urls=[http://127.0.0.1:8000]"
-        report.refuse(f"sampler.urls={redact(text(urls))}", needs, redact(text(urls)), reason, use)
 
 
 def _is_address(url: str) -> bool:

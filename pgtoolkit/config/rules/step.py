@@ -143,8 +143,13 @@ def accumulation(c: Config, report: Report) -> None:
         reason = "A document is never split over micro-batches, so the longest must fit into one."
         needs = f"at least the longest document, {longest} tokens"
         report.refuse_value("accumulation.max_tokens", tokens, needs, reason, longest)
-    if AGGREGATIONS[c.aggregation.mode].needs_groups:
-        _whole_groups(c, docs, report)
+    setting, size = f"aggregation={c.aggregation.mode}", c.rollout.group_size or 1
+    reason = "A prompt's mean needs all its completions in one step."
+    if AGGREGATIONS[c.aggregation.mode].needs_groups and docs == 0:
+        report.refuse(setting, "accumulation.docs_per_step > 0", docs, reason, "accumulation=dynamic")
+    elif AGGREGATIONS[c.aggregation.mode].needs_groups and docs % size:
+        needs = f"accumulation.docs_per_step to be a multiple of the group size {size}"
+        report.refuse(setting, needs, docs, reason, f"accumulation.docs_per_step={max(1, round(docs / size)) * size}")
     if c.rollout.name == "policy" and docs > 0:
         _steps_per_batch(c, docs, c.accumulation.last_step, report)
         family = family_of_config(c)
@@ -154,18 +159,6 @@ def accumulation(c: Config, report: Report) -> None:
                 f"loss={c.loss.name} has no ratio: where updates lie between sampling and a step, nothing corrects for "
                 "them. One step per batch of rollouts and no rollout.lag is what it is made for."
             )
-
-
-def _whole_groups(c: Config, docs: int, report: Report) -> None:
-    setting, size = f"aggregation={c.aggregation.mode}", c.rollout.group_size or 1
-    reason = "A prompt's mean needs all its completions in one step."
-    if docs == 0:
-        use = "accumulation=dynamic"
-        report.refuse(setting, "accumulation.docs_per_step > 0", docs, reason, use)
-    elif docs % size:
-        needs = f"accumulation.docs_per_step to be a multiple of the group size {size}"
-        use = f"accumulation.docs_per_step={max(1, round(docs / size)) * size}"
-        report.refuse(setting, needs, docs, reason, use)
 
 
 def _steps_per_batch(c: Config, docs: int, last: str, report: Report) -> None:
@@ -191,23 +184,15 @@ def _steps_per_batch(c: Config, docs: int, last: str, report: Report) -> None:
 
 
 def parallelism(c: Config, report: Report) -> None:
-    _world(c.parallelism, report)
-    _keys(c, report)
-    fits(c.parallelism, shape(c.model), vocabulary_size(c.model, c.task), report)
-
-
-def _world(p: ParallelismConfig, report: Report) -> None:
-    rank, product = joined(), world_size(p)
+    """The sizes against each other, the processes that a launcher has started, and the model."""
+    p, rank, product = c.parallelism, joined(), world_size(c.parallelism)
+    fits(p, shape(c.model), vocabulary_size(c.model, c.task), report)
     if rank is not None and rank.world_size != product:
         factors = " x ".join(f"{name}={getattr(p, name)}" for name in AXES)
         needs = f"the product of the parallel sizes, {product} = {factors}"
         use = f"as many processes, or without a launcher such as torchrun pgtk starts {product} itself"
         reason = "Every process has one place in the layout."
         report.refuse(f"WORLD_SIZE={rank.world_size}", needs, rank.world_size, reason, use)
-
-
-def _keys(c: Config, report: Report) -> None:
-    p = c.parallelism
     if p.sequence_parallel and p.tensor_parallel == 1:
         reason = "The activations are sharded over the same ranks as the matrices."
         use = "parallelism.tensor_parallel=2, or parallelism.sequence_parallel=false"

@@ -1,0 +1,92 @@
+"""The Triton kernel that draws a token of each row of logits, in one read of them and a second of the drawn block."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pgtoolkit.kernels.triton_two_pass import LOWEST
+
+# What the likeliest token weighs: a sum over a million tokens is below 2^63.
+LARGEST: tl.constexpr = tl.constexpr(2.0**43)
+_BLOCK = 8192
+
+
+@triton.jit
+def draw_kernel(
+    logits,
+    uniform,
+    tokens,
+    log_probs,
+    row_stride,
+    num_columns,
+    inverse_temperature,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """One program a row, of at most BLOCKS blocks, a power of 2.
+
+    The number picks a block by their sums, and what is left of it, a token of the block. Both are counted in integers,
+    whose sums are exact: so nothing of weight 0 is picked.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * row_stride
+    columns, blocks = tl.arange(0, BLOCK), tl.arange(0, BLOCKS)
+    maxima = tl.full([BLOCKS], LOWEST, tl.float32)
+    sums = tl.zeros([BLOCKS], tl.float32)
+    for block in range(tl.cdiv(num_columns, BLOCK)):
+        places = block * BLOCK + columns
+        x = tl.load(logits + places, mask=places < num_columns, other=-float("inf")).to(tl.float32)
+        x *= inverse_temperature
+        highest = tl.maximum(tl.max(x, 0), LOWEST)
+        maxima = tl.where(blocks == block, highest, maxima)
+        sums = tl.where(blocks == block, tl.sum(tl.exp(x - highest), 0), sums)
+
+    largest = tl.max(maxima, 0)
+    weights = sums * tl.exp(maxima - largest)
+    counted = (weights * LARGEST).to(tl.int64)
+    whole = tl.sum(counted, 0)
+    target = tl.load(uniform + row) * whole.to(tl.float64)
+    reached = tl.minimum(target.to(tl.int64), whole - 1)
+    chosen = tl.sum((tl.cumsum(counted, 0) <= reached).to(tl.int32), 0)
+    before = tl.sum(tl.where(blocks < chosen, counted, 0), 0).to(tl.float64)
+    share = (target - before) / tl.sum(tl.where(blocks == chosen, counted, 0), 0).to(tl.float64)
+
+    # By the block's own maximum, whose token weighs LARGEST: the sum cannot be 0.
+    highest = tl.sum(tl.where(blocks == chosen, maxima, 0.0), 0)
+    places = chosen * BLOCK + columns
+    x = tl.load(logits + places, mask=places < num_columns, other=-float("inf")).to(tl.float32) * inverse_temperature
+    counted = (tl.exp(x - highest) * LARGEST).to(tl.int64)
+    whole = tl.sum(counted, 0)
+    reached = tl.minimum((share * whole.to(tl.float64)).to(tl.int64), whole - 1)
+    inside = tl.sum((tl.cumsum(counted, 0) <= reached).to(tl.int32), 0)
+    token = tl.minimum(chosen * BLOCK + inside, num_columns - 1)
+    logit = tl.load(logits + token).to(tl.float32) * inverse_temperature
+    tl.store(tokens + row, token.to(tl.int64))
+    tl.store(log_probs + row, logit - largest - tl.log(tl.sum(weights, 0)))
+
+
+def draw_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """A token of each row and its log-prob, (B,) int64 and float32, by the softmax of logits / temperature.
+
+    logits: (B, V) of any float type, with rows that are contiguous. uniform: (B,) float64 from [0, 1). The token is the
+    first whose cumulative probability is greater, but for float32's rounding of a block's sum; one of probability 0 is
+    never drawn. Where logits are not finite, the log-prob is not.
+    """
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    log_probs = torch.empty(len(logits), device=logits.device)
+    draw_kernel[(len(logits),)](
+        logits,
+        uniform,
+        tokens,
+        log_probs,
+        logits.stride(0),
+        logits.shape[1],
+        1 / temperature,
+        BLOCK=_BLOCK,
+        BLOCKS=triton.next_power_of_2(triton.cdiv(logits.shape[1], _BLOCK)),
+        num_warps=16,
+    )
+    return tokens, log_probs

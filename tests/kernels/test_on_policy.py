@@ -1,0 +1,54 @@
+"""Without old log-probs the new ones, without gradient, take their place: every implementation gives the same.
+
+Without a GPU the Triton kernels run under Triton's interpreter.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from builders.losses import DEVICE, FAMILIES, close, make_head_case, totals_of
+
+from pgtoolkit.batch import Tokens
+from pgtoolkit.kernels.losses import Computation, LMHead, log_probs_of_hidden, loss_of_hidden
+from pgtoolkit.losses.aggregation import aggregation_of
+from pgtoolkit.losses.exchange import Ranks
+from pgtoolkit.losses.kl import KL
+from pgtoolkit.losses.objective import Loss
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton", "fused_linear"])
+@pytest.mark.parametrize(("family", "kl"), [("grpo", None), ("gspo", None), ("reinforce", "k3_ratio")])
+def test_loss_and_gradient_are_those_of_equal_log_probs(impl, family, kl):
+    problem = make_head_case(dtype=torch.float32)
+    hidden, weight, bias = (x.float().to(DEVICE) for x in (problem.hidden, problem.weight, problem.bias))
+    case = problem.case
+    labels, old, advantages, documents = (x.to(DEVICE) for x in case.tensors[1:])
+    tokens = Tokens(
+        labels=labels,
+        advantages=advantages,
+        document_index=documents,
+        num_documents=case.num_documents,
+        sampling_log_probs=old,
+        ref_log_probs=old - 0.1,
+        group_index=case.group_index.to(DEVICE),
+    )
+    loss = Loss(FAMILIES[family], aggregation_of("token_mean"), 0.7, "basic", None, 0.0, kl and KL(kl, 0.1))
+    method, totals = Computation(impl), totals_of(case)
+
+    def evaluated(tokens):
+        leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight, bias)]
+        out = loss_of_hidden(leaves[0], LMHead(*leaves[1:]), tokens, totals, loss, Ranks(), method)
+        out.loss.backward()
+        return out, [x.grad for x in leaves]
+
+    new, _ = log_probs_of_hidden(hidden, LMHead(weight, bias), tokens, loss, Ranks(), method)
+    out, gradients = evaluated(tokens)
+    expected, wanted = evaluated(replace(tokens, old_log_probs=new))
+    close(out.loss, expected.loss, 1e-5)
+    for found, gradient in zip(gradients, wanted, strict=True):
+        assert gradient.abs().max() > 1e-3
+        close(found, gradient, 1e-5)
+    assert out.metrics.keys() == expected.metrics.keys() >= {"kl_old_sampling", "kl_ref", "max_ratio_new_old"}
+    for name, value in expected.metrics.items():
+        close(out.metrics[name], value, 1e-5, name)
