@@ -1,10 +1,19 @@
-"""What any server of completions is asked for and answers, apart from the words that vLLM, in vllm.py, has for it."""
+"""What any server of completions is asked for and answers, and which are started, apart from the words of vLLM."""
 
 from __future__ import annotations
 
+import os
+import socket
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from pgtoolkit.config.schema import Config
+from pgtoolkit.errors import ConfigError
+from pgtoolkit.ranks.agreement import failing_together, gather_objects
+from pgtoolkit.ranks.layout import Layout
+from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.stops import StopStrings
 
 LOST = "Nothing that was trained is lost."
@@ -60,3 +69,33 @@ class Plan:
 
 Call = tuple[str, dict | None]
 """A path, and the JSON that is posted to it."""
+
+
+def plan(api: Any, config: Config, layout: Layout, number_type: str, room: int) -> Plan:
+    """Which servers a run starts, by the words of `api`; none where it joins some. Called by every rank."""
+    chosen = config.sampler
+    if chosen.urls:
+        return Plan([], 0, False, number_type, room)
+    on_gpu = torch.cuda.is_available() and config.trainer.device != "cpu"
+    ranks = gather_objects((socket.gethostname(), torch.cuda.current_device() if on_gpu else None), layout.world_group)
+    with failing_together(layout):
+        if len({host for host, _ in ranks}) > 1:
+            reason = "A run on several machines starts no servers: they would all be on the machine of rank 0."
+            raise ConfigError(refusal("sampler.urls=[]", "running servers", "none", reason, "sampler.urls=[URL,...]"))
+    if chosen.gpus is not None:
+        size = chosen.tensor_parallel
+        gpus = [_visible(chosen.gpus[i : i + size]) for i in range(0, len(chosen.gpus), size)]
+    else:
+        gpus = [_visible([device]) for device in sorted({device for _, device in ranks})] if on_gpu else [None]
+    # While documents are sampled as others are trained on, there is no time to sleep.
+    sleeps = on_gpu and chosen.gpus is None and config.rollout.max_staleness is None
+    measures = not any(argument.startswith(api.FIXED_MEMORY) for argument in chosen.arguments)
+    servers = gpus * chosen.servers_per_gpu
+    return Plan(servers, len(gpus if measures else servers), sleeps, number_type, room)
+
+
+def _visible(gpus: list[int]) -> str:
+    """GPUs as torch numbers them here, as a process must be told of them."""
+    told = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = told.split(",") if told else None
+    return ",".join(str(gpu) if names is None else names[gpu].strip() for gpu in gpus)

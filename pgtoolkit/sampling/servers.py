@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.config.schema import Config, PolicyRolloutConfig
+from pgtoolkit.errors import SamplerLost
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.sampling.proof import Proof
 from pgtoolkit.sampling.samplers import Sampler
-from pgtoolkit.sampling.server_api import Sampling
+from pgtoolkit.sampling.server_api import Sampling, plan
 from pgtoolkit.sampling.server_client import Server
 from pgtoolkit.sampling.server_process import ServerProcess, reserve_port
-from pgtoolkit.sampling.server_start import Waiting, plan
 from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.sampling.weights_folder import WeightsFolder
 from pgtoolkit.system.background import in_background
@@ -36,6 +36,7 @@ from pgtoolkit.tasks.stops import StopStrings
 
 log = logging.getLogger("pgtoolkit")
 
+_PROGRESS_SECONDS = 15
 _IN_FLIGHT = 256
 """Requests under way at each server: with the fewest completions a request can have, as many as it samples at once."""
 
@@ -163,20 +164,30 @@ class ServerSampler:
 
     def _start(self) -> None:
         """Until all servers answer; ranks other than 0 are told where."""
-        layout, numbers, waiting = self._layout, range(len(self._plan.gpus)), None
+        layout, numbers = self._layout, range(len(self._plan.gpus))
         for begin in range(0, max(1, len(numbers)), max(1, self._plan.at_once)):
             with failing_together(layout):
                 if layout.rank == 0:
                     for number in numbers[begin : begin + self._plan.at_once]:
                         self._servers.append(self._started(number))
-                    waiting = Waiting(self._servers, self._config.sampler.start_seconds)
-            up = False
-            while not up:
+            began = told = time.monotonic()
+            while True:
                 with failing_together(layout):
-                    up = waiting is not None and waiting.is_over()
+                    waiting = [server for server in self._servers if not server.is_up()] if layout.rank == 0 else []
+                    seconds, limit = time.monotonic() - began, self._config.sampler.start_seconds
+                    if waiting and seconds > limit:
+                        raise SamplerLost(
+                            f"the sampling server {waiting[0].url} does not answer within sampler.start_seconds="
+                            f"{limit}. {waiting[0].last_words()}"
+                        )
+                if waiting and time.monotonic() - told > _PROGRESS_SECONDS:
+                    told = time.monotonic()
+                    where = f"{waiting[0].url}, of at most {limit} s"
+                    log.info(f"waiting for the sampling server {where}: {seconds:.0f} s")
                 # However long it takes, no rank waits long for another.
-                up = gather_objects(up, layout.world_group)[0]
-                time.sleep(0 if up else 0.2)
+                if not gather_objects(len(waiting), layout.world_group)[0]:
+                    break
+                time.sleep(0.2)
         urls = [server.url for server in self._servers]
         self._key, urls = gather_objects((self._key, urls), layout.world_group)[0]
         if layout.rank > 0:

@@ -42,8 +42,9 @@ def documented() -> list[tuple[str, ...]]:
 
 
 def test_every_documented_run_passes_the_checks(tmp_path, monkeypatch):
-    """But for what a machine must have: GPUs, vLLM, the files, a package of its own for mathematics."""
+    """But for what a machine must have: GPUs, vLLM, a package of its own for mathematics."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "10=", "answer": "2"}\n')
     save_with_tokenizer(small_llama(num_attention_heads=4, num_hidden_layers=2), tmp_path / "qwen")
     commands = documented()
     sizes = [tuple(re.findall(r"(\w+)_parallel=(\d+)", " ".join(one))) for one in commands]
