@@ -250,7 +250,8 @@ def incomplete(config: DictConfig) -> list[str]:
     """The problem with files of the user's that leave out a group, or make it something else than an option of it."""
     places, wrong = {schema: name for name, schema in SCHEMAS.items()}, []
     for group in dict.fromkeys(name.partition("/")[0] for name in SCHEMAS):
-        of, _, option = places.get(OmegaConf.get_type(config, group), "").partition("/")
+        kind = OmegaConf.get_type(config, group) if group in config else None
+        of, _, option = places.get(kind, "").partition("/")
         if of != group or (option and config._get_node(group)._get_node("name")._value() != option):
             wrong.append(group)
     if not wrong:
