@@ -55,8 +55,14 @@ def read_data(run_dir: Path) -> dict:
 
 
 def read_sweep(folder: Path) -> dict:
-    """sweep.json of a sweep's folder: `name`, `command` and `jobs`; {} where there is none."""
-    return _object(folder / "sweep.json", _SWEEP)
+    """sweep.json of a sweep's folder: `name`, `command` and `jobs`; {} where there is none.
+
+    What became of jobs since it was written is in sweep.jsonl: a line is an entry of `jobs` in place of an earlier one.
+    """
+    if sweep := _object(folder / "sweep.json", _SWEEP):
+        rows = [*sweep["jobs"], *_rows(folder / "sweep.jsonl", _JOB)]
+        sweep["jobs"] = [*{row["directory"]: row for row in rows}.values()]
+    return sweep
 
 
 def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
@@ -225,4 +231,5 @@ _START = {"git?": [{"commit?": str | None, "diff": str}], "gpus?": [dict], "pack
 _START |= {"memory_bytes?": int, "command?": [str], "directory?": str}
 _PROVENANCE = {**_START, "resumed?": [{**_START, "time": _is_time}]}
 _DATA = {"accepted?": list, str: {str: dict}}
-_SWEEP = {"name": str, "command": list, "jobs": [{"name": str, "directory": str, "status": str}]}
+_JOB = {"name": str, "directory": str, "status": str}
+_SWEEP = {"name": str, "command": list, "jobs": [_JOB]}
