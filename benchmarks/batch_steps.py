@@ -30,9 +30,9 @@ def main(file: str, *directories: str) -> None:
         for run in find_runs(directories):
             documents = run.config["rollout.prompts_per_batch"] * run.config["rollout.group_size"]
             steps = documents // run.config["accumulation.docs_per_step"]
-            for row in run.rows:
-                values = [f"{row[name]:.4g}" for name in METRICS]
-                writer.writerow([run.config["loss.name"], row["step"], (row["step"] - 1) % steps + 1, *values])
+            for step, *row in zip(*(run.columns[name].tolist() for name in ("step", *METRICS)), strict=True):
+                values = [f"{value:.4g}" for value in row]
+                writer.writerow([run.config["loss.name"], int(step), int(step - 1) % steps + 1, *values])
 
 
 if __name__ == "__main__":

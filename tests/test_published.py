@@ -11,7 +11,7 @@ import pytest
 from pgtoolkit.comparison import terminal
 from pgtoolkit.comparison.groups import Compared, Group, _limits, _rank, _sample
 from pgtoolkit.comparison.measures import AXES, DOCUMENTS, Goal, Reached
-from pgtoolkit.comparison.statistics import compare_all
+from pgtoolkit.comparison.statistics import Comparisons
 from pgtoolkit.runs.find import Run
 
 ROOT = Path(__file__).parent.parent
@@ -57,9 +57,9 @@ def comparison(table, metric):
         runs = [Run("", "", "done", config={"seed": row["seed"]}) for row in rows_of_group]
         found.append(Group(dict(zip(("loss", "aggregation"), key, strict=True)), runs, runs, reached))
     limits = _limits(goal, [one for group in found for one in group.reached])
-    compared = Compared(goal, limits, ["loss", "aggregation"], [], {}, found, [], [], [])
+    compared = Compared(goal, limits, ["loss", "aggregation"], [], {}, found, Comparisons([]), [], [])
     found.sort(key=lambda group: _rank(compared, group))
-    compared.comparisons = compare_all([_sample(compared, group) for group in found])
+    compared.comparisons = Comparisons([_sample(compared, group) for group in found])
     return compared
 
 
@@ -98,7 +98,7 @@ def test_comparison_of_loss_by_aggregation(file):
     for row in terminal.group_rows(compared):
         assert " ".join(row) in page
     if f"adjusted for {len(compared.comparisons)} pairs" in " ".join(page.split()):
-        for line in terminal.difference_rows(compared, 0):
+        for line in terminal.difference_rows(compared, compared.comparisons.against(0)):
             assert " ".join(line).strip() in page
 
 
@@ -111,7 +111,8 @@ def test_the_follow_up():
         reached = f"{compared.arrived(group, DOCUMENTS)} of 6 | {terminal.spent(compared, group, DOCUMENTS)}"
         assert f"| `{family}` | `{aggregation}` | {reached} |" in page
     for place, first in enumerate(compared.groups):
-        for second, _, difference, interval, p, seeds, *_ in terminal.difference_rows(compared, place)[1:]:
+        differences = terminal.difference_rows(compared, compared.comparisons.against(place))
+        for second, _, difference, interval, p, seeds, *_ in differences[1:]:
             assert f"| {second} | {first.label} | {difference} | {interval} | {p} | {seeds} |" in page
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from pgtoolkit.comparison.groups import Compared
 from pgtoolkit.runs.find import Run
-from pgtoolkit.runs.series import smooth
+from pgtoolkit.runs.series import smooth, thinned
 from pgtoolkit.system.legible import legible
 
 _COLORS = ("#2a78c2", "#d9731a", "#2e9e5b", "#c2417c", "#8a63c9", "#a8862a", "#2aa5a5", "#8c8c8c")
@@ -16,15 +16,15 @@ _STYLES = ("solid", "dashed", "dotted")
 _POINTS = 120
 
 
-def curve(run: Run, metric: str, axis: str) -> tuple[list[float], list[float]]:
+def curve(run: Run, metric: str, axis: str) -> tuple[np.ndarray, np.ndarray]:
     """(x, y) of a run, y smoothed over about a twentieth of its points; axis: documents_seen or seconds."""
-    points = [(row[axis], row[metric]) for row in run.rows if axis in row and metric in row]
-    return [x for x, _ in points], smooth([y for _, y in points], len(points) // 80) if points else []
+    x, y = thinned(*run.points(axis, metric))
+    return x, smooth(y, len(y) // 80) if x.size else y
 
 
 def mean_curve(runs: list[Run], metric: str, axis: str) -> np.ndarray:
     """(4, points): x, the mean of the runs, the lowest and the highest of them, as far as all the runs have been."""
-    curves = [(x, y) for x, y in (curve(run, metric, axis) for run in runs) if x]
+    curves = [(x, y) for x, y in (curve(run, metric, axis) for run in runs) if x.size]
     if not curves:
         return np.empty((4, 0))
     low, high = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
@@ -44,9 +44,7 @@ def picture(compared: Compared, kind: str) -> bytes:
     # Without formulas: a path may hold two dollar signs. The salt makes equal curves equal files.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "pgtk", "text.parse_math": False}):
         figure, file = Figure(figsize=(11, 4.6), layout="constrained", dpi=100), io.BytesIO()
-        longest = max(
-            (run.rows[-1].get("seconds", 0) for g in compared.groups for run in g.runs if run.rows), default=0
-        )
+        longest = max((run.last("seconds") for group in compared.groups for run in group.runs), default=0)
         unit, seconds = ("hours", 3600) if longest > 7200 else ("minutes", 60) if longest > 300 else ("seconds", 1)
         _draw(figure.add_subplot(1, 2, 1), compared, "documents_seen", "documents seen", 1)
         handles = _draw(figure.add_subplot(1, 2, 2), compared, "seconds", f"time in {unit}", seconds)
@@ -82,7 +80,7 @@ def _draw(axes, compared, axis, label, unit):
         # An older run of the same seed is in the picture already, as its newer self.
         for number, run in enumerate(run for run in group.runs if run.state != "done"):
             x, y = curve(run, compared.metric, axis)
-            if x:
+            if x.size:
                 gid = f"run-{place}-{axis}-{number}"
                 handles[place] = axes.plot(np.divide(x, unit), y, color=color, alpha=0.55, linewidth=0.9, gid=gid)[0]
         x, mean, low, high = mean_curve(group.counted, compared.metric, axis)

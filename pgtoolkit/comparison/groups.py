@@ -7,6 +7,8 @@ import statistics
 from dataclasses import dataclass, field
 from math import inf
 
+import numpy as np
+
 from pgtoolkit.comparison.measures import (
     AXES,
     DOCUMENTS,
@@ -17,7 +19,7 @@ from pgtoolkit.comparison.measures import (
     parse_reach,
     reached,
 )
-from pgtoolkit.comparison.statistics import Comparison, Sample, compare_all, mean_and_std
+from pgtoolkit.comparison.statistics import Comparisons, Sample, mean_and_std
 from pgtoolkit.config.keys import changes_learning, key_named, shown
 from pgtoolkit.config.schema import POSITION
 from pgtoolkit.errors import ConfigError
@@ -70,7 +72,7 @@ class Compared:
     following: list[str]
     common: dict[str, object]
     groups: list[Group]
-    comparisons: list[Comparison]
+    comparisons: Comparisons
     left_out: list[tuple[Run, str]]
     notes: list[str]
 
@@ -127,11 +129,11 @@ def compare(
         group.reached = [reached(run, goal) for run in group.counted]
     limits = _limits(goal, [one for group in groups for one in group.reached])
     names = [*map(shown, keys)], [*map(shown, following)]
-    compared = Compared(goal, limits, *names, common, groups, [], left_out, notes)
+    compared = Compared(goal, limits, *names, common, groups, Comparisons([]), left_out, notes)
     groups.sort(key=lambda group: _rank(compared, group))
     if best_of is not None:
         _keep_best(compared, best_of)
-    compared.comparisons = compare_all([_sample(compared, group) for group in compared.groups])
+    compared.comparisons = Comparisons([_sample(compared, group) for group in compared.groups])
     compared.notes += _notes(compared)
     return compared
 
@@ -191,8 +193,8 @@ def _keep_best(compared, best_of):
 
 def _varying(configs):
     """(keys that tell the configurations apart, keys that follow from those, what all share)."""
-    learning = (key for config in configs for key in config if changes_learning(key, config))
-    names = [key for key in dict.fromkeys(learning) if key != "seed"]  # which makes the runs of a group
+    present = dict.fromkeys(key for config in configs for key in config if key != "seed")  # makes the runs of a group
+    names = [key for key in present if any(changes_learning(key, config) for config in configs if key in config)]
     keys, following, common = [], [], {}
     classes = [()] * len(configs)
     for name in names:
@@ -218,7 +220,7 @@ def _count(group, metric):
             continue
         seed = run.config["seed"]
         if seed in by_seed:
-            older, run = sorted((by_seed[seed], run), key=lambda run: run.rows[-1].get("time", 0))
+            older, run = sorted((by_seed[seed], run), key=lambda run: run.last("time"))
             others.append((older, f"same configuration and seed as {run.name}, which is newer"))
         by_seed[seed] = run
     group.counted = [by_seed[seed] for seed in sorted(by_seed)]
@@ -227,7 +229,7 @@ def _count(group, metric):
 
 def _refuse_unknown(runs, metric, option):
     no_metrics = {"step", "time", "seconds", "tokens_seen"}
-    known = sorted({name for run in runs for row in run.rows for name in row} - no_metrics)
+    known = sorted({name for run in runs for name in run.columns} - no_metrics)
     if metric not in known:
         nearest = (difflib.get_close_matches(metric, known, n=1) or known[:1] or ["reward"])[0]
         names = ", ".join(known) or "the metrics of a run that has finished a step"
@@ -257,8 +259,8 @@ def _scale_notes(groups):
     """What is to know of gradients of different lengths."""
     norms = {}
     for group in groups:
-        if values := [value for run in group.counted for value in run.values("grad_norm")]:
-            norms[group.label] = statistics.median(values)
+        if values := [run.values("grad_norm") for run in group.counted if "grad_norm" in run.columns]:
+            norms[group.label] = float(np.median(np.concatenate(values)))
     if len(norms) < 2 or max(norms.values()) <= _SCALES_APART * min(norms.values()):
         return []
     low, high = min(norms, key=norms.get), max(norms, key=norms.get)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from math import isfinite, nan
+from math import isfinite, isnan, nan
 
 import numpy as np
 
@@ -69,9 +69,7 @@ def chosen_metric(runs: list[Run]) -> tuple[str, list[str]]:
     A share that is 0 in all runs tells nothing apart, and is taken only where reward is no better.
     """
     done = [run for run in runs if run.state == "done"] or runs
-    held_out = dict.fromkeys(
-        name for run in done for row in run.rows for name in row if name.startswith(HELD_OUT) and is_share(name)
-    )
+    held_out = dict.fromkeys(name for run in done for name in run.columns if name.startswith(HELD_OUT))
     firsts = [name for name in held_out if name.endswith("/pass@1")]
     notes = []
     if firsts and not all(run.values(firsts[0]) for run in done):
@@ -86,6 +84,11 @@ def chosen_metric(runs: list[Run]) -> tuple[str, list[str]]:
             notes.append(f"{' and '.join(skipped)} is 0 in every run: they are compared by {moving[0]}")
         return moving[0], notes
     return next(iter(shares), "reward"), notes
+
+
+def needed_for(metric: str | None) -> set[str]:
+    """The metrics of training that a comparison reads: by this one, or by the one that it chooses."""
+    return {metric, "reward", "exact_match", "grad_norm"} - {None, ""}
 
 
 def parse_reach(text: str) -> tuple[str, float]:
@@ -104,7 +107,7 @@ def parse_reach(text: str) -> tuple[str, float]:
 def goal_of(groups: list[list[Run]], metric: str, threshold: float | None) -> Goal:
     """What the counted runs of these groups are compared by; threshold: the user's, or None for one that fits."""
     runs = [run for group in groups for run in group]
-    ends = [points[0][[0, -1]] for run in runs if (points := _points(run, metric))[0].size]
+    ends = [documents[[0, -1]] for run in runs if (documents := run.points(DOCUMENTS, metric)[0]).size]
     low, high = (max(low for low, _ in ends), min(high for _, high in ends)) if ends else (0.0, 0.0)
     window = 0.0 if metric.startswith(HELD_OUT) else high / _WINDOWS
     why = "as --reach says"
@@ -135,22 +138,19 @@ def _fitting_threshold(groups, metric, window):
 
 def reached(run: Run, goal: Goal) -> Reached:
     """What this run, which has the metric, reached."""
-    place = _place(run, goal)
-    rows = [row for row in run.rows if goal.metric in row and DOCUMENTS in row]
-    to = {} if place is None else {axis: rows[place][axis] for axis in AXES if axis in rows[place]}
-    seen = {axis: max(values) for axis in AXES if (values := [row[axis] for row in run.rows if axis in row])}
+
+    def exact(axis: str, value: float) -> float:
+        return float(value) if axis == "seconds" else int(value)  # documents and tokens are counted
+
+    place, axes = _place(run, goal), [(axis, run.columns[axis]) for axis in AXES if axis in run.columns]
+    seen = {axis: exact(axis, np.nanmax(column)) for axis, column in axes}
+    to = {axis: exact(axis, column[place]) for axis, column in axes if place is not None and not isnan(column[place])}
     return Reached(to, seen, _mean_over_documents(run, goal), final(run.values(goal.metric)))
 
 
-def _points(run, metric):
-    """(documents, values) of a run, two arrays of one length."""
-    points = [(row[DOCUMENTS], row[metric]) for row in run.rows if metric in row and DOCUMENTS in row]
-    return np.array(points, dtype=float).reshape(-1, 2).T
-
-
 def _place(run, goal):
-    """Where the mean over the last `goal.window` documents, all of them seen, is first as high as the threshold."""
-    x, y = _points(run, goal.metric)
+    """The row where the mean over the last `goal.window` documents, all of them seen, first is at the threshold."""
+    x, y = run.points(DOCUMENTS, goal.metric)
     if goal.threshold is None or not x.size:
         return None
     sums, ends = np.concatenate([[0.0], np.cumsum(y)]), np.arange(1, x.size + 1)
@@ -158,12 +158,13 @@ def _place(run, goal):
     means = (sums[ends] - sums[begins]) / (ends - begins)
     # A sum of many values may be a last digit below that of one, of equal ones too.
     found = np.flatnonzero((means >= goal.threshold - 1e-12) & (x >= goal.window))
-    return int(found[0]) if found.size else None
+    rows = np.flatnonzero(~np.isnan(run.columns[DOCUMENTS] + run.columns[goal.metric]))
+    return int(rows[found[0]]) if found.size else None
 
 
 def _mean_over_documents(run, goal):
     """The area under the curve from the first to the last document that all have seen, divided by their number."""
-    (x, y), (low, high) = _points(run, goal.metric), goal.span
+    (x, y), (low, high) = run.points(DOCUMENTS, goal.metric), goal.span
     if not x.size or x[0] > low or x[-1] < high:
         return None
     if low >= high:

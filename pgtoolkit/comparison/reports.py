@@ -32,6 +32,9 @@ summary { cursor: pointer; font-weight: 600; margin: 1.4rem 0 .5rem; } code { fo
 </style>
 """
 
+_TABLES = 20
+"""Of so many configurations, the best, the page has the differences from all that are behind them."""
+
 _CAPTION = (
     "Lines: mean over seeds, smoothed over a twentieth of the run, as far as all seeds have been; bands: from the "
     "lowest to the highest seed; thin lines: unfinished runs; dotted: the threshold. Time begins with the first step "
@@ -81,6 +84,7 @@ def _render_html(compared: Compared, command: str) -> str:
     svg = picture(compared, "svg").decode().replace("#000000", "currentColor")  # legible on light and dark pages
     excluded = terminal.left_out(compared)
     runs = [[f"{cell:.6g}" if isinstance(cell, float) else cell for cell in row] for row in run_rows(compared)]
+    pairs = [compared.comparisons.against(place) for place in range(min(len(compared.groups), _TABLES))]
     common = [["key", "value"], *([key, text(value)] for key, value in compared.common.items())]
     parts = [
         f"{_HEAD}<title>{escaped(title)}</title>\n</head>\n<body>\n<h1>{escaped(title)}</h1>",
@@ -91,11 +95,12 @@ def _render_html(compared: Compared, command: str) -> str:
         _sentences(terminal.definitions(compared)),
         f"<h2>{escaped(terminal.question(compared))}</h2>",
         *(
-            f"<h3>against {escaped(group.label)} (n = {len(group.counted)})</h3>\n{_table(rows)}"
-            for place, group in enumerate(compared.groups)
-            if (rows := terminal.difference_rows(compared, place))
+            f"<h3>against {escaped(group.label)} (n = {len(group.counted)})</h3>\n"
+            + _table(terminal.difference_rows(compared, of_group))
+            for group, of_group in zip(compared.groups, pairs, strict=False)
+            if of_group
         ),
-        _sentences(terminal.worth(compared.comparisons)),
+        _sentences(terminal.worth([pair for of_group in pairs for pair in of_group])),
         *(["<h2>Runs excluded from averages</h2>", _sentences(excluded)] if excluded else []),
         f"<details><summary>Every run ({len(runs) - 1})</summary>\n{_table(runs)}</details>",
         f"<details><summary>Configuration shared by all</summary>\n{_table(common)}</details>",

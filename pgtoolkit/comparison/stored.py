@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pgtoolkit.comparison.groups import compare
+from pgtoolkit.comparison.measures import needed_for
 from pgtoolkit.config.paths import absolute_uri
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.find import Run, find_runs, is_run, read_run
@@ -20,9 +21,10 @@ _FILES = ("config.yaml", "provenance.json", "status.json", "metrics.jsonl", "eva
 _MOST_RUNS = 50_000  # as many as MLflow gives at once
 
 
-def stored_runs(uri: str, names: Sequence[str]) -> list[Run]:
+def stored_runs(uri: str, names: Sequence[str], metrics: Collection[str] | None) -> list[Run]:
     """The runs of the experiments or sweeps of these names, in the order they were started.
 
+    metrics: those that are read, see `read_metrics`.
     Raises ConfigError for a name without runs, StorageError if the store does not answer.
     """
     store = absolute_uri(uri)
@@ -43,10 +45,10 @@ def stored_runs(uri: str, names: Sequence[str]) -> list[Run]:
             stored |= {run.info.run_id: run for run in runs if "sweep_summary" not in run.data.tags}
         ordered = sorted(stored.values(), key=lambda run: (run.info.start_time, run.info.run_name))
         with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
-            return list(pool.map(lambda run: _read(client, run, Path(folder)), ordered))
+            return list(pool.map(lambda run: _read(client, run, Path(folder), metrics), ordered))
 
 
-def _read(client, run, top: Path) -> Run:
+def _read(client, run, top: Path, metrics: Collection[str] | None) -> Run:
     """The run as the store has it; of one that goes on, whose metrics.jsonl is not there yet, the latest values."""
     info, goes_on = run.info, run.info.status == "RUNNING"
     folder = top / info.run_id
@@ -61,7 +63,7 @@ def _read(client, run, top: Path) -> Run:
         row = {"step": newest.step, "time": newest.timestamp / 1000} | {metric.key: metric.value for metric in latest}
         (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     if is_run(folder):
-        read = read_run(folder)
+        read = read_run(folder, metrics)
     else:
         read = Run(folder, "", "unreadable", "its config.yaml is not in the store; pgtk sync delivers it")
     read.path, read.name = f"{info.run_name} ({info.run_id})", info.run_name
@@ -105,7 +107,7 @@ def _write_report(sweep_folder: Path, name: str, folder: Path) -> str:
     from pgtoolkit.comparison.terminal import render_comparison
 
     try:
-        compared = compare(find_runs([str(sweep_folder)]))
+        compared = compare(find_runs([str(sweep_folder)], needed_for(None)))
     except ConfigError as error:
         return f"No comparison yet: {error}"
     text = render_comparison(compared)

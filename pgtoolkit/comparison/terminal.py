@@ -23,12 +23,11 @@ def render_comparison(compared: Compared) -> str:
     lines = [*folded(heading(compared)), "", *_groups_with_curves(compared)]
     lines += [line for sentence in definitions(compared) for line in folded(sentence, "", "  ")]
     lines += ["", *folded(question(compared))]
-    if rows := difference_rows(compared, 0):
+    if pairs := compared.comparisons.against(0):
         best = compared.groups[0]
         lines.append(f"  against {best.label} (n = {len(best.counted)})"[:WIDTH])
-        lines += [f"  {line}"[:WIDTH] for line in aligned(rows, WIDTH - 2)]
-        sentences = worth([pair for pair in compared.comparisons if pair.first == 0])
-        lines += [line for sentence in sentences for line in folded(sentence, "", "  ")]
+        lines += [f"  {line}"[:WIDTH] for line in aligned(difference_rows(compared, pairs), WIDTH - 2)]
+        lines += [line for sentence in worth(pairs) for line in folded(sentence, "", "  ")]
     if compared.left_out:
         lines += ["", "Excluded from averages:"]
         lines += [line for excluded in left_out(compared) for line in folded(excluded, "  ", "      ")]
@@ -82,8 +81,8 @@ def question(compared: Compared) -> str:
     """What the verdicts answer, and by which test."""
     if not compared.comparisons:
         return "Nothing to compare: one configuration has finished runs. Name more runs to compare it with."
-    goal, tested = compared.goal, sum(pair.p is not None for pair in compared.comparisons)
-    kinds = sorted({"paired by seed" if pair.paired else "Welch's" for pair in compared.comparisons})
+    goal, tested = compared.goal, compared.comparisons.tested
+    kinds = sorted("paired by seed" if paired else "Welch's" for paired in compared.comparisons.paired)
     adjusted = f", p adjusted for {tested} pairs (Holm)" if tested > 1 else ""
     measure = f"Documents to {goal.metric} {goal.threshold:g}" if compared.by_documents else f"Final {goal.metric}"
     return f"More than seed noise? {measure}, t-test, {' or '.join(kinds)}, two-sided{adjusted}:"
@@ -118,11 +117,10 @@ def verdict(comparison: Comparison) -> str:
     return "more than seed noise" if comparison.adjusted_p < LEVEL else "not told apart"
 
 
-def difference_rows(compared: Compared, first: int) -> list[list[str]]:
-    """The header and a row per pair with the configuration at this place as its first; [] where there is none."""
-    pairs = [pair for pair in compared.comparisons if pair.first == first]
+def difference_rows(compared: Compared, pairs: list[Comparison]) -> list[list[str]]:
+    """The header and a row per pair of one configuration with others."""
     rows = [[compared.groups[pair.second].label, *_difference(compared, pair)] for pair in pairs]
-    return [["", "n", "difference", "interval", "p", "seeds", "test", "verdict"], *rows] if rows else []
+    return [["", "n", "difference", "interval", "p", "seeds", "test", "verdict"], *rows]
 
 
 def _difference(compared, pair):

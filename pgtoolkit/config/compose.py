@@ -110,7 +110,7 @@ def compose(
         if config is None:
             return Composed(None, problems)
     for override in values:
-        if found := _set(config, override.key_or_group, override.value(), groups):
+        if found := set_value(config, override.key_or_group, override.value(), groups):
             problems += found
         else:
             accepted.append(override)
@@ -165,12 +165,12 @@ def _of_hydra(config: DictConfig, choices: list[str]) -> list[str]:
     return typed
 
 
-def _set(config: DictConfig, name: str, value: Any, groups: dict[str, list[str]]) -> list[str]:
+def set_value(config: DictConfig, name: str, value: Any, groups: dict[str, list[str]]) -> list[str]:
     """Set one key, or several given as a dictionary; returns the problems, with which nothing is set."""
     key = key_named(name, config)
     is_free = key is not None and key.free and (name != key.name or isinstance(value, dict))
     if isinstance(value, dict) and value and not is_free:
-        return [problem for part in value for problem in _set(config, f"{name}.{part}", value[part], groups)]
+        return [problem for part in value for problem in set_value(config, f"{name}.{part}", value[part], groups)]
     if name in groups:
         return [refusal(f"{name}={value}", "its keys one by one", value, "It is a group of keys.", f"{name}.KEY=VALUE")]
     if key is None:

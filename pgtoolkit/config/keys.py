@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 from collections.abc import Iterator
@@ -138,13 +139,26 @@ def in_words(condition: str) -> str:
 
 def default(config: DictConfig, key: str) -> Any:
     """The value that the chosen option gives the key, as it resolves in this configuration; None without one."""
-    group, _, leaf = key.rpartition(".")
-    values = OmegaConf.create({leaf: values_of(group, _chosen(config, group)).get(leaf)})
+    value, leaf = written(config, key), key.rpartition(".")[2]
+    if not is_computed(value):
+        return copy.deepcopy(value)
+    values = OmegaConf.create({leaf: value})
     values._set_parent(config)  # for interpolations
     try:
         return values.get(leaf)
     except OmegaConfBaseException:
         return None
+
+
+def written(config: DictConfig, key: str) -> Any:
+    """The same as it stands in the file."""
+    group, _, leaf = key.rpartition(".")
+    return values_of(group, _chosen(config, group)).get(leaf)
+
+
+def is_computed(value: Any) -> bool:
+    """Whether a value that stands in a file is made of others', or is still to be given."""
+    return re.search(r"\$\{|\?\?\?", str(value)) is not None
 
 
 def comment(config: DictConfig, key: str) -> str:

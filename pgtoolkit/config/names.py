@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from dataclasses import is_dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
 from pgtoolkit.config.files import default_options
 from pgtoolkit.config.keys import changes_learning
+from pgtoolkit.config.schema import Config
 from pgtoolkit.runs.directory import config_drift
 from pgtoolkit.runs.records import leaves, plain
 from pgtoolkit.system.redaction import redact
@@ -24,6 +26,12 @@ def plain_config(config: DictConfig) -> dict:
         for group, value in config.items()
         if group != "hydra"
     }
+
+
+def plain_values(values: Config) -> dict:
+    """The same of a configuration that is an object."""
+    groups = {name: vars(group) if is_dataclass(group) else group for name, group in vars(values).items()}
+    return plain(groups)
 
 
 def digest(config: dict) -> str:

@@ -56,13 +56,18 @@ def parse(overrides: list[str]) -> tuple[list[Override], list[str]]:
     parsed, problems = [], []
     for typed in overrides:
         try:
-            override = OverridesParser.create().parse_override(typed)
+            override = _parsed(typed)
             if override.value_type == ValueType.GLOB_CHOICE_SWEEP:
                 raise ValueError("Options are chosen by their names, not by a pattern")
             parsed.append(override)
         except (HydraException, ValueError, RecursionError) as error:  # of thousands of digits, of lists in lists
             problems.append(unreadable(typed, error))
     return parsed, problems
+
+
+@functools.lru_cache(4096)  # the jobs of a sweep have the same values again and again
+def _parsed(typed: str) -> Override:
+    return OverridesParser.create().parse_override(typed)
 
 
 def jobs(overrides: list[str]) -> list[list[str]]:
@@ -245,7 +250,8 @@ def incomplete(config: DictConfig) -> list[str]:
     """The problem with files of the user's that leave out a group, or make it something else than an option of it."""
     places, wrong = {schema: name for name, schema in SCHEMAS.items()}, []
     for group in dict.fromkeys(name.partition("/")[0] for name in SCHEMAS):
-        of, _, option = places.get(OmegaConf.get_type(config, group), "").partition("/")
+        kind = OmegaConf.get_type(config, group) if group in config else None
+        of, _, option = places.get(kind, "").partition("/")
         if of != group or (option and config._get_node(group)._get_node("name")._value() != option):
             wrong.append(group)
     if not wrong:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -31,30 +32,57 @@ def validate(config: DictConfig) -> Report:
     return resolve_and_validate(config)[1]
 
 
-def resolve_and_validate(config: DictConfig) -> tuple[Config, Report]:
-    """The configuration as an object, see `resolve`, with all problems and notes."""
+def resolve_and_validate(
+    config: DictConfig,
+    before: Config | None = None,
+    names: Iterable[str] = (),
+    usual: Callable[[str], Any] | None = None,
+) -> tuple[Config, Report]:
+    """The configuration as an object, see `resolve`, with all problems and notes. usual: what gives defaults faster."""
     typed = OmegaConf.to_container(config.hydra.overrides.task) if config.get("hydra") else []
-    report = Report(usual=functools.partial(default, config), typed=typed)
-    resolved = resolve(config, report)
+    report = Report(usual=usual or functools.partial(default, config), typed=typed)
+    resolved = resolve(config, report, before, names)
     for rule in RULES:
         rule(resolved, report)
     return resolved, report
 
 
-def resolve(config: DictConfig, report: Report) -> Config:
+def resolve(config: DictConfig, report: Report, before: Config | None = None, names: Iterable[str] = ()) -> Config:
     """The configuration as an object, with a problem for each key that is unset, does not resolve or is out of its
-    range; it gets its default, for the sake of the rules that follow."""
+    range; it gets its default, for the sake of the rules that follow.
+
+    before, names: what an earlier call returned, and the keys that may have other values now, by which alone the two
+    configurations differ; what they share is one object.
+    """
     groups = {}
     with _without_environment():
-        for group in config:
-            if group != "hydra":
-                value = _resolve_node(config, group, str(group), report)
-                if isinstance(value, dict):
-                    value = (SCHEMAS.get(group) or SCHEMAS[f"{group}/{value['name']}"])(**value)
-                groups[group] = value
-    resolved = Config(**groups)
+        if before is not None:
+            for name in names:
+                group, _, leaf = name.rpartition(".")
+                value = _resolve_node(config[group] if group else config, leaf, name, report)
+                groups.setdefault(group, {})[leaf] = value
+            changed = {group: replace(getattr(before, group), **groups[group]) for group in groups if group}
+            resolved = replace(before, **changed, **groups.get("", {}))
+        else:
+            for group in config:
+                if group != "hydra":
+                    value = _resolve_node(config, group, str(group), report)
+                    if isinstance(value, dict):
+                        value = (SCHEMAS.get(group) or SCHEMAS[f"{group}/{value['name']}"])(**value)
+                    groups[group] = value
+            resolved = Config(**groups)
     _values(config, resolved, report)
     return resolved
+
+
+def interpolated(config: DictConfig, values: Config) -> list[str]:
+    """The keys whose values are computed of others'; values: the same, resolved."""
+    nodes = {key.name: (config[key.group] if key.group else config)._get_node(key.leaf) for key in keys_of(values)}
+    return [name for name, node in nodes.items() if "${" in _unresolved(node)]
+
+
+def _unresolved(node: Any) -> str:
+    return str(OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else node._value())
 
 
 @contextlib.contextmanager
@@ -78,7 +106,7 @@ def _resolve_node(parent: DictConfig, key: Any, path: str, report: Report) -> An
     raw = parent._get_node(key)
     if isinstance(raw, DictConfig) and not raw._is_none() and not raw._is_missing() and not raw._is_interpolation():
         return {str(name): _resolve_node(raw, name, f"{path}.{name}", report) for name in raw}
-    hidden = str(OmegaConf.to_container(raw, resolve=False) if OmegaConf.is_list(raw) else raw._value())
+    hidden = _unresolved(raw)
     try:
         if OmegaConf.is_missing(parent, key):
             usual = default(parent._get_root(), path)

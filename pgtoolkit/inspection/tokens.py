@@ -21,8 +21,9 @@ from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.inspection.tokens_step import LossOnStep, MadeStep, common_vectors, loss_on_step, make_again
 from pgtoolkit.losses.objective import Loss
-from pgtoolkit.runs.directory import config_drift, read_metrics
+from pgtoolkit.runs.directory import config_drift
 from pgtoolkit.runs.find import is_run, not_a_run
+from pgtoolkit.runs.series import read_metrics
 from pgtoolkit.system.report import key_of, plural
 from pgtoolkit.system.shell import shell_path
 from pgtoolkit.training.checkpoint import load_newest
@@ -82,12 +83,14 @@ def inspect(target: str, overrides: list[str], number: int | None) -> Inspected:
     (_, config), *beside = _composed(run_dir, others, [first, *chosen])
     if run_dir and (others or named):
         _refuse_another_run(run_dir, [*others, *named])
-    rows = read_metrics(run_dir / "metrics.jsonl") if run_dir else []
-    number, checkpoint = _begin(run_dir, config, number, [row["step"] for row in rows])
+    recorded = read_metrics(run_dir / "metrics.jsonl") if run_dir else {"step": []}
+    steps = [int(step) for step in recorded["step"]]
+    number, checkpoint = _begin(run_dir, config, number, steps)
     made = make_again(config, checkpoint, number)
     facts = [_weights(run_dir, checkpoint, number), f"Documents: {made.documents}."]
     if run_dir:
-        facts.append(_proof(made, next(row for row in rows if row["step"] == number), number))
+        row = {name: column[steps.index(number)] for name, column in recorded.items()}
+        facts.append(_proof(made, {name: value for name, value in row.items() if value == value}, number))
     if not chosen and made.has_old_log_probs:
         others_of_it = [name for name in INSTRUCTIVE if name != config.loss.name][:2]
         beside = _composed(run_dir, others, [_with_functions([f"loss={name}"], named) for name in others_of_it])

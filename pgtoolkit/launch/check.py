@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,11 +14,14 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from pgtoolkit.config.compose import Composed, compose
+from pgtoolkit.config.compose import Composed, compose, set_value
+from pgtoolkit.config.files import options
+from pgtoolkit.config.keys import KEYS, default, is_computed, written
 from pgtoolkit.config.overrides import NO_CHOICE, given_twice, is_swept, jobs, parse
 from pgtoolkit.config.paths import occupied_by_rollouts, problems_of_folder, problems_of_job
 from pgtoolkit.config.rules.run import launcher
-from pgtoolkit.config.validate import resolve_and_validate
+from pgtoolkit.config.schema import Config
+from pgtoolkit.config.validate import interpolated, resolve_and_validate
 from pgtoolkit.errors import PgtoolkitError
 from pgtoolkit.launch.sweep import LOCAL, Job, Sweep
 from pgtoolkit.system.report import Report, key_of
@@ -24,15 +30,16 @@ from pgtoolkit.training.machine import check_machine
 
 @dataclass
 class PlannedRun:
-    """One run. config: None if nothing could be composed. values: the same, resolved, as the rules have seen it.
+    """One run. config: as composed; None if nothing could be, and in a sweep for all jobs but the first.
 
-    job: what it is in its sweep. refused_anywhere: whether the problems are not those of this machine.
+    values: the same, resolved, as the rules have seen it; None if nothing could be composed. job: what it is in its
+    sweep. refused_anywhere: whether the problems are not those of this machine.
     """
 
     overrides: list[str]
     config: DictConfig | None
     report: Report
-    values: Any = None
+    values: Config | None = None
     job: Job | None = None
     refused_anywhere: bool = False
 
@@ -41,18 +48,20 @@ class PlannedRun:
 class Checked:
     """runs: what would be trained. report: on all of them together.
 
-    Of several: master: the sweep's own configuration. arguments: what its sweeper is given. compose_job: composes
-    another job from its overrides. sweep: where they lie; None if its folder is not known for all the problems.
-    searches: the sweeper chooses the values as it goes, and `runs` are the ends of their intervals.
+    Of several: master: the sweep's own configuration. arguments: what its sweeper is given. plan: checks another job,
+    of these overrides and this number. sweep: where they lie; None if its folder is not known for all the problems.
+    varying: key -> its values, of each override that is not the same in all runs. searches: the sweeper chooses the
+    values as it goes, and `runs` are the ends of their intervals.
     """
 
-    runs: list[PlannedRun]
+    runs: list[PlannedRun] = field(default_factory=list)
     report: Report = field(default_factory=Report)
     is_sweep: bool = False
     master: DictConfig | None = None
     arguments: list[str] = field(default_factory=list)
-    compose_job: Callable[[list[str]], Composed] | None = None
+    plan: Callable[[list[str], int], PlannedRun] | None = None
     sweep: Sweep | None = None
+    varying: dict[str, list[str]] = field(default_factory=dict)
     searches: bool = False
 
 
@@ -83,29 +92,49 @@ def check(
     of_hydra_itself = [problem for problem in whole.problems if problem.startswith("hydra.")]
     if whole.config is None or of_hydra_itself:  # nothing of such a file is looked at any further
         return Checked([PlannedRun(of_hydra, None, Report(of_hydra_itself or whole.problems))], is_sweep=True)
+    checked = Checked(is_sweep=True, master=(master := whole.config))
+    checked.report.problems += given_twice(parse(overrides)[0])
+    launcher(master.hydra, checked.report)
+    checked.arguments = [override for override in of_jobs if override not in NO_CHOICE]
+    checked.searches = not master.hydra.sweeper._target_.endswith(".BasicSweeper")
+    given = [f"{key}={value}" for key, value in (master.hydra.sweeper.get("params") or {}).items()]
+    described = jobs([*given, *of_jobs])
+    checked.varying = _varying(described)
+    try:
+        master.hydra.overrides.task = of_jobs
+        if found := problems_of_folder(master, "hydra.sweep.dir"):
+            checked.report.problems += found
+        else:
+            keys = dict.fromkeys(key_of(override) for of_job in described for override in of_job)
+            unnamed = [key for key in keys if key not in checked.varying] if checked.varying else []
+            checked.sweep = Sweep(Path(master.hydra.sweep.dir), list(command), unnamed)
+    except OmegaConfBaseException:
+        pass  # no folder has a name of what does not resolve; the runs say so
 
     def compose_job(of_job: list[str]) -> Composed:
         return compose([*of_hydra, *of_job], config_dir, sweep_file, typed=overrides)
 
-    master = whole.config
-    given = [f"{key}={value}" for key, value in (master.hydra.sweeper.get("params") or {}).items()]
-    runs = [check_run(compose_job(of_job), of_job) for of_job in jobs([*given, *of_jobs])]
-    checked = Checked(runs, is_sweep=True, master=master, compose_job=compose_job)
-    checked.arguments = [override for override in of_jobs if override not in NO_CHOICE]
-    checked.searches = not master.hydra.sweeper._target_.endswith(".BasicSweeper")
-    checked.report.problems += given_twice(parse(overrides)[0])
-    launcher(master.hydra, checked.report)
-    for run in runs:
-        if run.config is not None and master.hydra.launcher._target_ == LOCAL:  # the jobs run here
+    kinds: dict[tuple, _Kind] = {}
+
+    def plan(of_job: list[str], number: int) -> PlannedRun:
+        kind = tuple(override if _only(override) else key_of(override) for override in of_job)
+        run = kinds[kind].run(of_job) if kind in kinds else None
+        if run is None:
+            run = check_run(compose_job(of_job), of_job)
+            kinds.pop(kind, None)
+            if not run.report.problems:
+                kinds[kind] = _Kind(run)
+        if run.values is not None and master.hydra.launcher._target_ == LOCAL:  # the jobs run here
             check_machine(run.values, run.report)
-    try:
-        master.hydra.overrides.task = of_jobs
-    except OmegaConfBaseException:
-        return checked  # no folder has a name of what does not resolve; the runs have said so
-    if found := problems_of_folder(master, "hydra.sweep.dir"):
-        checked.report.problems += found
-    else:
-        _plan(checked, Path(master.hydra.sweep.dir), list(command))
+        if checked.sweep is not None and not run.report.problems:
+            _place(checked.sweep, run, number)
+        return run
+
+    checked.plan = plan
+    for number, of_job in enumerate(described):
+        checked.runs.append(plan(of_job, number))
+        if number > 0:
+            checked.runs[-1].config = None  # of thousands of jobs, gigabytes
     return checked
 
 
@@ -119,61 +148,87 @@ def check_run(composed: Composed, overrides: list[str]) -> PlannedRun:
     return run
 
 
-def _plan(checked: Checked, folder: Path, command: list[str]) -> None:
-    """Find the place of each job in the sweep's folder and what became of it before."""
-    varying = varying_keys(checked.runs)
-    keys = list(dict.fromkeys(key_of(override) for run in checked.runs for override in run.overrides))
-    unnamed = [key for key in keys if key not in varying] if varying else []
-    sweep = checked.sweep = Sweep(folder, command, unnamed)
-    for number, run in enumerate(checked.runs):
-        if run.config is None or run.report.problems:
-            continue
-        job = sweep.plan(run.config, number)
-        run.report.problems += problems_of_job(job.directory)
-        run.job = sweep.jobs.setdefault(job.directory, job)
-        if run.job.config != job.config:
-            needs, reason = "a name of its own for each job", "Two jobs would write to one directory."
-            run.report.refuse("hydra.sweep.subdir", needs, job.directory, reason, "the default")
-        elif run.job is not job:
-            run.report.note("the configuration of another job; it is run once")
-        elif not run.report.problems:
-            try:
-                job.update_from(folder)
-            except PgtoolkitError as error:
-                run.report.problems.append(str(error))
+_PLAIN = {key.name for key in KEYS if not (key.option or key.free or key.code or key.reads or key.writes)}
+
+
+def _only(override: str) -> bool:
+    """Whether jobs that differ in this override are of different kinds: it is more than a number or a word."""
+    key, _, value = override.partition("=")
+    return key not in _PLAIN or re.fullmatch(r"[\w.+-]+", value) is None
+
+
+class _Kind:
+    """Jobs that choose the same options and set the same keys, to other numbers and words: composed once, by Hydra.
+
+    run: one of them, without problems.
+    """
+
+    def __init__(self, run: PlannedRun):
+        self._config, self._values, self._overrides = copy.deepcopy(run.config), run.values, run.overrides
+        self._keys = [key_of(override) for override in run.overrides if not _only(override)]
+        self._written = functools.cache(functools.partial(written, self._config))
+        self._keys += [name for name in interpolated(run.config, run.values) if name not in self._keys]
+
+    def run(self, overrides: list[str]) -> PlannedRun | None:
+        """The checked job of these overrides, of whose configuration the next job is made; None if it has problems."""
+        changed = {old: new for old, new in zip(self._overrides, overrides, strict=True) if old != new}
+        for override in parse([*changed.values()])[0]:
+            if set_value(self._config, override.key_or_group, override.value(), options()):
+                return None
+        self._overrides, hydra = overrides, self._config.hydra
+        hydra.overrides.task = [changed.get(override, override) for override in hydra.overrides.task]
+        values, report = resolve_and_validate(self._config, self._values, self._keys, self._usual)
+        return None if report.problems else PlannedRun(overrides, self._config, report, values)
+
+    def _usual(self, key: str) -> Any:
+        """The default of a key: what stands in its file is the same for all of the kind."""
+        value = self._written(key)
+        return default(self._config, key) if is_computed(value) else value
+
+
+def _place(sweep: Sweep, run: PlannedRun, number: int) -> None:
+    """Find the place of a job in the sweep's folder and what became of it before."""
+    job = sweep.plan(run.config, run.values, number)
+    run.report.problems += problems_of_job(job.directory)
+    run.job = sweep.jobs.setdefault(job.directory, job)
+    if run.job is not job and run.job.config != job.config:
+        needs, reason = "a name of its own for each job", "Two jobs would write to one directory."
+        run.report.refuse("hydra.sweep.subdir", needs, job.directory, reason, "the default")
+    elif run.job is not job:
+        run.report.note("the configuration of another job; it is run once")
+    elif not run.report.problems:
+        try:
+            job.update_from(sweep.folder)
+        except PgtoolkitError as error:
+            run.report.problems.append(str(error))
 
 
 def problems(checked: Checked) -> list[str]:
     """Each problem once; in a sweep with the overrides of the first run that has it, unless all have it."""
-    return list(dict.fromkeys([*checked.report.problems, *_once(checked.runs, "problems")]))
+    return list(dict.fromkeys([*checked.report.problems, *_once(checked, "problems")]))
 
 
 def notes(checked: Checked) -> list[str]:
     """The same for notes."""
-    return [*checked.report.notes, *_once(checked.runs, "notes")]
+    return [*checked.report.notes, *_once(checked, "notes")]
 
 
-def _once(runs: list[PlannedRun], which: str) -> list[str]:
+def _once(checked: Checked, kind: str) -> list[str]:
     having: dict[str, list[PlannedRun]] = {}
-    for run in runs:
-        for sentence in dict.fromkeys(getattr(run.report, which)):
+    for run in checked.runs:
+        for sentence in dict.fromkeys(getattr(run.report, kind)):
             having.setdefault(sentence, []).append(run)
-    varying = varying_keys(runs)
     return [
-        sentence if len(of) == len(runs) else f"{distinctive(of[0], varying)}: {sentence}"
+        sentence if len(of) == len(checked.runs) else f"{distinctive(of[0], checked.varying)}: {sentence}"
         for sentence, of in having.items()
     ]
 
 
-def varying_keys(runs: list[PlannedRun]) -> dict[str, list[str]]:
-    """Key -> its values, of each override that is not the same in all runs."""
-    values: dict[str, list[str]] = {}
-    for run in runs:
-        for override in run.overrides:
-            key, value = key_of(override), override.partition("=")[2]
-            if value not in values.setdefault(key, []):
-                values[key].append(value)
-    return {key: several for key, several in values.items() if len(several) > 1}
+def _varying(described: list[list[str]]) -> dict[str, list[str]]:
+    values: dict[str, dict[str, None]] = {}
+    for override in (override for of_job in described for override in of_job):
+        values.setdefault(key_of(override), {})[override.partition("=")[2]] = None
+    return {key: [*several] for key, several in values.items() if len(several) > 1}
 
 
 def distinctive(run: PlannedRun, varying: dict[str, list[str]]) -> str:

@@ -25,7 +25,7 @@ class _Parser(argparse.ArgumentParser):
 
 def report(name: str, argv: list[str]) -> int:
     """Run the sub-command with the words after its name; returns the exit status."""
-    return REPORTS[name][2](_Parser(name, argv), argv)
+    return REPORTS[name][2](_Parser(name, argv), argv) or 0
 
 
 def _positive(text: str) -> int:
@@ -34,7 +34,7 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _compare(parser: _Parser, argv: list[str]) -> int:
+def _compare(parser: _Parser, argv: list[str]) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, folder with runs, or a sweep's name")
     parser.add_argument("--uri", metavar="URI", help="read this MLflow store; RUN is then an experiment or a sweep")
     measure = parser.add_mutually_exclusive_group()
@@ -46,6 +46,7 @@ def _compare(parser: _Parser, argv: list[str]) -> int:
     args = parser.parse_args(argv)
 
     from pgtoolkit.comparison.groups import compare
+    from pgtoolkit.comparison.measures import needed_for
     from pgtoolkit.comparison.reports import write
     from pgtoolkit.comparison.stored import stored_runs
     from pgtoolkit.comparison.terminal import render_comparison
@@ -60,17 +61,17 @@ def _compare(parser: _Parser, argv: list[str]) -> int:
         folder = "_".join([*(word for word in args.runs if word not in overrides), name_from(overrides, {})])
         reason, got = "A sweep with overrides has a folder of its own, named after them.", " ".join(overrides)
         raise ConfigError(refusal("pgtk compare", "runs, folders or sweeps", got, reason, f"pgtk compare {folder}"))
-    runs = stored_runs(args.uri, args.runs) if args.uri else find_runs(args.runs)
+    metrics = needed_for(args.metric or (args.reach or "").rpartition("=")[0])
+    runs = stored_runs(args.uri, args.runs, metrics) if args.uri else find_runs(args.runs, metrics)
     compared = compare(runs, args.metric, args.best_of, args.reach)
     say(render_comparison(compared))
     for kind in ("html", "csv", "png"):
         if path := getattr(args, kind):
             write(compared, kind, path, parser.command)
             say(f"{kind:<5}{shell_path(path)}")
-    return 0
 
 
-def _samples(parser: _Parser, argv: list[str]) -> int:
+def _samples(parser: _Parser, argv: list[str]) -> None:
     parser.add_argument("run", metavar="RUN", type=plain_run, help="run directory")
     parser.add_argument("--set", metavar="NAME", help="training, or a set of evaluation (default: one of evaluation)")
     parser.add_argument("--step", type=int, metavar="N", help="of this step (default: the last; of --html all)")
@@ -90,10 +91,9 @@ def _samples(parser: _Parser, argv: list[str]) -> int:
         sets = [kept[args.set]] if args.set else [*kept.values()]
         args.html.write_text(html(sets, args.step, shell_path(args.run), parser.command), encoding="utf-8")
         say(f"\nhtml  {shell_path(args.html)}")
-    return 0
 
 
-def _diff(parser: _Parser, argv: list[str]) -> int:
+def _diff(parser: _Parser, argv: list[str]) -> None:
     parser.add_argument("first", metavar="RUN_A", type=plain_run)
     parser.add_argument("second", metavar="RUN_B", type=plain_run)
     args = parser.parse_args(argv)
@@ -101,7 +101,6 @@ def _diff(parser: _Parser, argv: list[str]) -> int:
     from pgtoolkit.comparison.diff import render_diff
 
     say(render_diff(args.first, args.second))
-    return 0
 
 
 def _ui(parser: _Parser, argv: list[str]) -> int:
@@ -114,7 +113,7 @@ def _ui(parser: _Parser, argv: list[str]) -> int:
     return serve(args.uri, args.port)
 
 
-def _sync(parser: _Parser, argv: list[str]) -> int:
+def _sync(parser: _Parser, argv: list[str]) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, or a folder with runs such as a sweep")
     parser.add_argument("--uri", metavar="URI", help="another store than the run's own")
     parser.add_argument("--experiment", metavar="NAME", help="another experiment than the run's own")
@@ -132,10 +131,9 @@ def _sync(parser: _Parser, argv: list[str]) -> int:
     if failed:
         worst = max(failed, key=lambda error: error.exit_status)
         raise type(worst)("\n".join(dict.fromkeys(map(str, failed)))) from worst
-    return 0
 
 
-def _export(parser: _Parser, argv: list[str]) -> int:
+def _export(parser: _Parser, argv: list[str]) -> None:
     parser.add_argument("run", metavar="RUN", type=plain_run, help="run directory")
     parser.add_argument("folder", metavar="DIR", type=Path, help="new or empty folder")
     parser.add_argument("--best", action="store_true", help="the checkpoint with the highest evaluation.best instead")
@@ -146,10 +144,9 @@ def _export(parser: _Parser, argv: list[str]) -> int:
 
     step = export(args.run, args.folder, args.best)
     say(f"step {step} of {shell_path(args.run)} is in {shell_path(args.folder)}; its README.md says how to load it")
-    return 0
 
 
-def _convert(parser: _Parser, argv: list[str]) -> int:
+def _convert(parser: _Parser, argv: list[str]) -> None:
     parser.add_argument("system", metavar="SYSTEM", help="nemo-rl, open-instruct, slime, miles, prime-rl or pipelinerl")
     parser.add_argument("path", metavar="PATH", help="a file of its dump, or the folder that holds them")
     parser.add_argument("out", metavar="OUT", type=Path, help="a new .parquet file")
@@ -169,7 +166,6 @@ def _convert(parser: _Parser, argv: list[str]) -> int:
     conversion = convert.convert(system, args.path, args.out, args.reward_key, policy)
     say(convert.render(conversion, args.system, system, args.out))
     say("next: " + "\n      ".join(convert.next_commands(conversion.fields, shell_path(args.out))))
-    return 0
 
 
 def _doctor(parser: _Parser, argv: list[str]) -> int:
@@ -186,7 +182,7 @@ def _doctor(parser: _Parser, argv: list[str]) -> int:
     return DataError.exit_status if diagnosis.count("wrong") else 0
 
 
-def _evaluate(parser: _Parser, argv: list[str]) -> int:
+def _evaluate(parser: _Parser, argv: list[str]) -> None:
     parser.add_argument("words", nargs="*", metavar="[RUN_OR_FOLDER] [OVERRIDES]", help="run, or Hugging Face folder")
     checkpoint = parser.add_mutually_exclusive_group()
     checkpoint.add_argument("--step", type=_positive, metavar="N", help="of a run, the checkpoint of this step")
@@ -200,10 +196,9 @@ def _evaluate(parser: _Parser, argv: list[str]) -> int:
 
     overrides = [word for word in args.words if word not in named]
     say(evaluate(plain_run(named[0]) if named else None, args.step, args.best, overrides))
-    return 0
 
 
-def _tokens(parser: _Parser, argv: list[str]) -> int:
+def _tokens(parser: _Parser, argv: list[str]) -> None:
     parser.add_argument("run", metavar="RUN", help="run directory, or recorded rollouts")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="loss=grpo,cispo stand side by side")
     step = "default: the last before new rollouts, after a checkpoint"
@@ -218,17 +213,15 @@ def _tokens(parser: _Parser, argv: list[str]) -> int:
     page = args.html or Path(f"tokens-{inspected.name}-{inspected.number}.html")
     write_atomically(page, html(inspected, parser.command))
     say(summary(inspected, page))
-    return 0
 
 
-def _explain(parser: _Parser, argv: list[str]) -> int:
+def _explain(parser: _Parser, argv: list[str]) -> None:
     parser.add_argument("words", nargs="+", metavar="WORD", help="or a sentence of pgtk's, whose words are explained")
     args = parser.parse_args(argv)
 
     from pgtoolkit.config.explain import explain
 
     say(explain(" ".join(args.words)))
-    return 0
 
 
 REPORTS = {
@@ -244,4 +237,7 @@ REPORTS = {
     "tokens": ("RUN_DIR [loss=a,b]", "what losses do to each token of a step, side by side, as a page", _tokens),
     "ui": ("", "MLflow's pages of the runs tracked from this directory; --port N", _ui),
 }
-"""Name -> what follows it, what it does, the function that does it, with its parser and the words after its name."""
+"""Name -> what follows it, what it does, the function that does it, with its parser and the words after its name.
+
+Such a function returns an exit status where it is not 0.
+"""

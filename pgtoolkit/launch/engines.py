@@ -23,7 +23,7 @@ _SECONDS_TO_CANCEL = 60
 class JobProcess:
     """The process of one job on this machine, in a session of its own; it saves and stops when this process ends.
 
-    file: the job's description, see `jobs`. log: what the process prints is added to it.
+    file: the job's description, see `multirun`. log: what the process prints is added to it.
     """
 
     reason: str | None = None
@@ -62,7 +62,7 @@ class LocalEngine:
         self.at_a_time = n_jobs
 
     def start(self, jobs: Sequence[tuple[str, str]]) -> list[JobProcess]:
-        """jobs: absolute paths of each job's file, which `jobs` writes, and of its log."""
+        """jobs: absolute paths of each job's file, which `multirun` writes, and of its log."""
         return [JobProcess(file, log) for file, log in jobs]
 
     def close(self) -> None:

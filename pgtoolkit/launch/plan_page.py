@@ -10,7 +10,7 @@ from pgtoolkit.config.names import name_in, name_of
 from pgtoolkit.config.plan import describe
 from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import first_line
-from pgtoolkit.launch.check import Checked, distinctive, notes, problems, varying_keys
+from pgtoolkit.launch.check import Checked, distinctive, notes, problems
 from pgtoolkit.launch.sweep_report import summary
 from pgtoolkit.runs.provenance import gpus
 from pgtoolkit.system.report import key_of
@@ -46,7 +46,7 @@ def _first_prompt(config: DictConfig) -> list[str]:
 
 
 def _sweep_sections(checked: Checked) -> list[tuple[str, list[str]]]:
-    runs, sweep, varying = checked.runs, checked.sweep, varying_keys(checked.runs)
+    runs, sweep, varying = checked.runs, checked.sweep, checked.varying
     title = f"Sweep of {len(runs)} runs; the plan is that of the first"
     if checked.searches:
         trials = checked.master.hydra.sweeper.get("n_trials")

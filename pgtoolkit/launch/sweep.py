@@ -1,9 +1,10 @@
-"""A sweep's folder: its jobs, what became of them, and the file sweep.json that says so."""
+"""A sweep's folder: its jobs, what became of them, and the files sweep.json and sweep.jsonl that say so."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 from collections.abc import Iterator
@@ -14,8 +15,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict
 
 from pgtoolkit.config.compose import name_directories
-from pgtoolkit.config.names import changed, digest, name_in, plain_config
+from pgtoolkit.config.names import changed, digest, name_in, plain_values
 from pgtoolkit.config.paths import make_absolute
+from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.directory import is_held
 from pgtoolkit.runs.records import read_config, read_status, read_sweep, storage
@@ -31,16 +33,32 @@ LOCAL = "hydra_plugins.pgtk_launcher.LocalLauncher"
 class Job:
     """One job. directory: its run directory, relative to the sweep's folder, which is its name, too.
 
-    config: the resolved configuration. status: pending, running, done, failed or interrupted. seconds: spent so far.
+    values: the configuration as it was checked. run_name: what the run is called.
+    status: pending, running, done, failed or interrupted. seconds: spent so far.
     """
 
     directory: str
     overrides: list[str]
-    config: dict
+    values: Config
+    run_name: str | None = None
     status: str = "pending"
     reason: str | None = None
     step: int = 0
     seconds: float = 0.0
+
+    @property
+    def config(self) -> dict:
+        """The resolved configuration in plain types, whose files are the same from every directory."""
+        config = plain_values(self.values)
+        config["tracking"]["run_name"] = self.run_name
+        make_absolute(config)
+        return config
+
+    @property
+    def row(self) -> dict:
+        """Its entry of sweep.json."""
+        row = {name: value for name, value in vars(self).items() if name not in ("values", "run_name")}
+        return {"name": self.directory, "log": self.log} | row
 
     @property
     def log(self) -> str:
@@ -92,31 +110,44 @@ class Sweep:
     def name(self) -> str:
         return self.folder.name
 
-    def plan(self, config: DictConfig, number: int) -> Job:
-        """The job that a composed configuration (with its node `hydra`) makes in this folder, not among `jobs` yet."""
-        hydra = config.hydra
+    def plan(self, config: DictConfig, values: Config, number: int) -> Job:
+        """The job of a configuration, as composed (with its node `hydra`) and resolved; not among `jobs` yet."""
+        hydra, known = config.hydra, digest(plain_values(values))
         with open_dict(hydra):
             hydra.job.num, hydra.job.id = number, str(number)
-        hydra.mode, hydra.sweep.dir = RunMode.MULTIRUN, str(self.folder)
-        name_directories(hydra, self.unnamed)
-        directory, resolved = os.path.normpath(str(hydra.sweep.subdir)), plain_config(config)
+        hydra.job.config.override_dirname.exclude_keys = list(self.unnamed)
+        name = name_in(hydra, values.tracking.run_name)
+        directory = hydra.sweep._get_node("subdir")._value()
+        for resolver, value in (("${pgtk.run_name:}", name), ("${pgtk.digest:}", known)):
+            directory = directory.replace(resolver, value)
+        if "${" in directory:
+            hydra.mode, hydra.sweep.dir = RunMode.MULTIRUN, str(self.folder)
+            name_directories(hydra, self.unnamed)
+            directory = str(hydra.sweep.subdir)
+        directory = os.path.normpath(directory)
         if not (self.folder / directory).exists():
             # Where something else varied, the same configuration had another name.
-            same = sorted(self.folder.glob(f"*-{digest(resolved)}"))
-            directory = same[0].name if same else directory
-        resolved["tracking"]["run_name"] = name_in(hydra, config.tracking.run_name)
-        make_absolute(resolved)  # after the digest, which is the same on every machine
-        return Job(directory, list(hydra.overrides.task), resolved)
+            directory = self._by_digest.get(known, directory)
+        return Job(directory, list(hydra.overrides.task), values, name)
+
+    @functools.cached_property
+    def _by_digest(self) -> dict[str, str]:
+        """Digest -> the directory in this folder whose name ends with it, as it was when a job was first looked for."""
+        names = sorted(path.name for path in self.folder.glob("*-????????"))
+        return {name[-8:]: name for name in reversed(names)}
 
     def save(self) -> None:
         """Write sweep.json in one piece."""
-        rows = {job.directory: {"name": job.directory, "log": job.log, **vars(job)} for job in self.jobs.values()}
-        for row in rows.values():
-            del row["config"]
-        jobs = [*(self.earlier | rows).values()]
+        jobs = [*(self.earlier | {job.directory: job.row for job in self.jobs.values()}).values()]
         content = {"name": self.name, "command": self.command, "jobs": jobs}
         with storage(path := self.folder / "sweep.json"):
             write_atomically(path, json.dumps(content, indent=1) + "\n")
+            path.with_suffix(".jsonl").unlink(missing_ok=True)
+
+    def add(self, *jobs: Job) -> None:
+        """Write down what became of jobs since, without the others: see `read_sweep`."""
+        with storage(path := self.folder / "sweep.jsonl"), path.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(job.row) + "\n" for job in jobs))
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from pgtoolkit.errors import PgtoolkitError
 from pgtoolkit.launch.sweep import Job, Sweep
-from pgtoolkit.runs.directory import read_metrics
-from pgtoolkit.runs.series import final
+from pgtoolkit.runs.series import final, read_metrics, values
 from pgtoolkit.system.shell import shell_path
 from pgtoolkit.tracking.next_commands import program
 
@@ -22,10 +21,10 @@ _STATES = ("done", "failed", "interrupted", "running", "pending")
 def reached(directory: Path) -> float | None:
     """The final value of the objective: the mean over the last tenth of the steps. None where it was not measured."""
     try:
-        values = [row[OBJECTIVE] for row in read_metrics(directory / "metrics.jsonl") if OBJECTIVE in row]
+        rewards = values(read_metrics(directory / "metrics.jsonl", {OBJECTIVE}), OBJECTIVE)
     except PgtoolkitError:
         return None
-    return final(values) if values else None
+    return final(rewards) if rewards else None
 
 
 def started(job: Job, number: int, of: int) -> str:

@@ -18,19 +18,19 @@ from typing import Any
 
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError
 from pgtoolkit.runs.records import (
+    EVALUATION_ROW,
+    METRICS_ROW,
     STATES,
     TIME,
     leaves,
     plain,
     read_config,
-    read_evaluations,
-    read_metrics,
     read_provenance,
     read_status,
     storage,
-    write_metrics,
 )
-from pgtoolkit.system.plain_files import overwrite, write_atomically
+from pgtoolkit.runs.series import rows_until
+from pgtoolkit.system.plain_files import naming, overwrite, write_atomically
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import key_of
 
@@ -183,7 +183,7 @@ class RunDirectory:
 
         Raises StorageError where rows have gone, or came, that this process has not written.
         """
-        with path.open("a", encoding="utf-8") as file:
+        with naming(path), path.open("a", encoding="utf-8") as file:
             size = os.fstat(file.fileno()).st_size
             if size != (expected := self._bytes.get(path, size)):
                 raise StorageError(
@@ -197,17 +197,12 @@ class RunDirectory:
             if durable:
                 os.fsync(file.fileno())
 
-    def read_metrics(self) -> list[dict[str, float]]:
-        """Every row of metrics.jsonl, oldest first; see `records.read_metrics`."""
-        return read_metrics(self.metrics_path)
-
     def drop_metrics_after(self, step: int) -> None:
         """Take away the rows of later steps, and one that a kill has torn: a resumed run writes them anew."""
-        evaluations = self.evaluations_path, read_evaluations(self.path)
-        for path, rows in ((self.metrics_path, self.read_metrics()), evaluations):
+        for path, shape in ((self.metrics_path, METRICS_ROW), (self.evaluations_path, EVALUATION_ROW)):
             self._bytes.pop(path, None)
             if path.exists():
-                write_metrics(path, [row for row in rows if row["step"] <= step])
+                os.truncate(path, rows_until(path, step, shape)[1])
 
 
 def config_drift(old: dict, new: dict) -> dict[str, list]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import glob
 import os
-import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from itertools import accumulate, pairwise
 from math import isfinite
 from pathlib import Path
+
+import numpy as np
 
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
 from pgtoolkit.runs.directory import is_held
@@ -21,12 +21,11 @@ from pgtoolkit.runs.records import (
     known_provenance,
     leaves,
     read_evaluations,
-    read_metrics,
     read_resolved,
     read_status,
     read_sweep,
 )
-from pgtoolkit.runs.series import final
+from pgtoolkit.runs.series import Columns, final, read_metrics, values
 from pgtoolkit.system.plain_files import refuse_links
 from pgtoolkit.system.report import say
 from pgtoolkit.system.shell import shell_path
@@ -54,10 +53,10 @@ class Run:
     path: where it lies. state: done, running, interrupted, failed, killed (it says `running`, but no process holds
     it), incomplete (done, and its metrics lack steps), pending (a sweep's job that has not begun), or unreadable.
     reason: why it is in that state, or None. config:
-    dotted key to value; empty for a run that cannot be read. rows: of metrics.jsonl, each with `seconds` since the
-    first, the time of evaluations and between a stop and its resume left out; with `tokens_seen`, trained up to then;
-    and with the metrics of that step's evaluations, the one before the first step as a row of its own. code: commits
-    and uncommitted changes.
+    dotted key to value; empty for a run that cannot be read. columns: of metrics.jsonl, by `read_metrics`; `seconds`
+    since the first row, the time of evaluations and between a stop and its resume left out; `tokens_seen`, trained up
+    to then; and the metrics of evaluations, the one before the first step in a row of its own. code: commits and
+    uncommitted changes.
     """
 
     path: Path | str
@@ -66,12 +65,24 @@ class Run:
     reason: str | None = None
     step: int = 0
     config: dict[str, object] = field(default_factory=dict)
-    rows: list[dict[str, float]] = field(default_factory=list)
+    columns: Columns = field(default_factory=dict)
     code: tuple = ()
 
     def values(self, metric: str) -> list[float]:
         """The metric at every step that has it."""
-        return [row[metric] for row in self.rows if metric in row]
+        return values(self.columns, metric)
+
+    def points(self, axis: str, metric: str) -> np.ndarray:
+        """(2, points): a metric and what it is drawn over, at every step that has both."""
+        if axis not in self.columns or metric not in self.columns:
+            return np.empty((2, 0))
+        both = np.array([self.columns[axis], self.columns[metric]])
+        return both[:, ~np.isnan(both).any(0)]
+
+    def last(self, name: str) -> float:
+        """What the last row has of a column; 0 where that has none."""
+        column = self.columns.get(name, ())
+        return float(np.nan_to_num(column[-1])) if len(column) else 0.0
 
     def why_not_counted(self, metric: str = "") -> str:
         """Why the run is excluded from averages, with what it has reached of the metric so far."""
@@ -88,12 +99,12 @@ class Run:
         return why + (f": {' '.join(self.reason.split())}" if self.reason else "")
 
 
-def find_runs(paths: Sequence[str]) -> list[Run]:
+def find_runs(paths: Sequence[str], metrics: Collection[str] | None = None) -> list[Run]:
     """The runs that are or lie below the given folders, each once, in the order of their names.
 
-    Raises ConfigError for a folder without any.
+    metrics: those that are read, see `read_metrics`. Raises ConfigError for a folder without any.
     """
-    found = [read_run(path) for path in run_directories("pgtk compare", paths)]
+    found = [read_run(path, metrics) for path in run_directories("pgtk compare", paths)]
     known = {run.path for run in found}
     return found + [job for text in paths for job in _jobs_without_run(sweep_folder(text)) if job.path not in known]
 
@@ -159,58 +170,69 @@ def _jobs_without_run(folder):
             yield Run(path, path.name, job["status"], job.get("reason"))
 
 
-def read_run(path: Path) -> Run:
-    """The run of this directory, whatever state it is in; never an exception for what is damaged."""
+def read_run(path: Path, metrics: Collection[str] | None = None) -> Run:
+    """The run of this directory, whatever state it is in; never an exception for what is damaged.
+
+    metrics: those that are read, see `read_metrics`.
+    """
     try:
         refuse_links(path)
         config = dict(leaves(read_resolved(path)))
         if missing := [key for key in _IN_EVERY_RUN if key not in config]:
             raise StorageError(f"{path / 'config.yaml'} is damaged (it lacks {', '.join(missing)})")
         status, provenance = read_status(path), known_provenance(path)
-        rows, evaluations = read_metrics(path / "metrics.jsonl"), read_evaluations(path)
-        state, step = status.get("state", "running"), rows[-1]["step"] if rows else status.get("step", 0)
+        needed = None if metrics is None else {*metrics, "time", "documents_seen", "num_tokens"}
+        columns = read_metrics(path / "metrics.jsonl", needed)
+        evaluations, steps = read_evaluations(path), columns["step"]
+        state, step = status.get("state", "running"), int(steps[-1]) if steps.size else status.get("step", 0)
         reason = status.get("reason")
         if state == "running" and not is_held(path):
             state = "killed"
-        if state == "done" and [row["step"] for row in rows] != [*range(1, status["step"] + 1)]:
-            state, reason = "incomplete", f"metrics.jsonl has {len(rows)} of its {status['step']} steps"
-        _add_seconds(rows, [start["time"] for start in provenance.get("resumed", [])], evaluations)
-        _add_tokens(rows)
-        _add_evaluations(rows, evaluations)
-        return Run(path, path.name, state, reason, step, config, rows, code_of(provenance))
+        if state == "done" and not np.array_equal(steps, np.arange(1, status["step"] + 1)):
+            state, reason = "incomplete", f"metrics.jsonl has {steps.size} of its {status['step']} steps"
+        _add_seconds(columns, [start["time"] for start in provenance.get("resumed", [])], evaluations)
+        if steps.size and not np.isnan(tokens := columns.get("num_tokens", np.nan)).any():
+            columns["tokens_seen"] = np.cumsum(tokens)
+        _add_evaluations(columns, evaluations, metrics)
+        return Run(path, path.name, state, reason, step, config, columns, code_of(provenance))
     except (PgtoolkitError, OSError) as error:
         return Run(path, path.name, "unreadable", first_line(error).rstrip("."))
 
 
-def _add_seconds(rows: list[dict[str, float]], resumes: list[str], evaluations: list[dict]) -> None:
-    """Give each row `seconds` since the first; resumes: when the run was resumed, as provenance.json has it."""
-    if not rows or any("time" not in row for row in rows):
+def _add_seconds(columns: Columns, resumes: list[str], evaluations: list[dict]) -> None:
+    """Add `seconds` since the first row, if each has a time; resumes: when the run was resumed, by provenance.json."""
+    time = columns.get("time", np.array([np.nan]))
+    if np.isnan(time).any() or not time.size:
         return
-    starts = [datetime.strptime(text, TIME).timestamp() for text in resumes]
-    evaluated: dict[int, float] = defaultdict(float)
-    for one in evaluations:
-        evaluated[one["step"]] += one.get("seconds", 0.0)  # between this step's row and the next
-    steps = [max(0.0, after["time"] - before["time"] - evaluated[before["step"]]) for before, after in pairwise(rows)]
-    usual = statistics.median(steps) if steps else 0.0
-    rows[0]["seconds"] = 0.0
-    for length, (before, after) in zip(steps, pairwise(rows), strict=True):
-        # The start is written in whole seconds.
-        resumed = any(before["time"] - 1 <= start <= after["time"] for start in starts)
-        after["seconds"] = before["seconds"] + (min(length, usual) if resumed else length)
+    spent: dict[float, float] = defaultdict(float)
+    for row in evaluations:
+        spent[row["step"]] += row.get("seconds", 0.0)  # between this step's row and the next
+    evaluating = [spent.get(step, 0.0) for step in columns["step"][:-1].tolist()]
+    lengths = np.maximum(0.0, np.diff(time) - evaluating)
+    usual = np.median(lengths) if lengths.size else 0.0
+    for start in (datetime.strptime(text, TIME).timestamp() for text in resumes):
+        resumed = (time[:-1] - 1 <= start) & (start <= time[1:])  # the start is written in whole seconds
+        lengths = np.where(resumed, np.minimum(lengths, usual), lengths)
+    columns["seconds"] = np.concatenate([[0.0], np.cumsum(lengths)])
 
 
-def _add_tokens(rows):
-    """Give each row the trained tokens up to its end, where every row says how many it has."""
-    if all("num_tokens" in row for row in rows):
-        for row, total in zip(rows, accumulate(row["num_tokens"] for row in rows), strict=True):
-            row["tokens_seen"] = total
-
-
-def _add_evaluations(rows, evaluations):
-    by_step = {row["step"]: row for row in rows}
-    for one in evaluations:
-        if one["step"] == 0 and 0 not in by_step:
-            start = dict.fromkeys(("step", "documents_seen", "tokens_seen", "seconds"), 0)
-            rows.insert(0, by_step.setdefault(0, start))
-        found = {name: value for name, value in one.items() if name not in _OF_AN_EVALUATION and isfinite(value)}
-        by_step.get(one["step"], {}).update({f"{HELD_OUT}{one['set']}/{name}": value for name, value in found.items()})
+def _add_evaluations(columns: Columns, evaluations: list[dict], metrics: Collection[str] | None) -> None:
+    """Add what evaluations measured to the rows of their steps."""
+    if any(row["step"] == 0 for row in evaluations) and 0 not in columns["step"]:
+        at_start = dict.fromkeys(("step", "documents_seen", "tokens_seen", "seconds"), 0.0)
+        rows = columns["step"].size
+        for name in at_start | columns:
+            later = columns.get(name, np.full(rows, np.nan))
+            unread = name not in at_start and not later.strides[0]
+            first = np.array([at_start.get(name, np.nan)])
+            columns[name] = np.broadcast_to(np.nan, rows + 1) if unread else np.concatenate([first, later])
+    rows = columns["step"].size
+    place = {step: number for number, step in enumerate(columns["step"].tolist())}
+    for row in evaluations:
+        for name, value in row.items():
+            if name not in _OF_AN_EVALUATION and row["step"] in place and isfinite(value):
+                name = f"{HELD_OUT}{row['set']}/{name}"
+                if metrics is None or name in metrics or name.endswith("/pass@1"):
+                    columns.setdefault(name, np.full(rows, np.nan))[place[row["step"]]] = value
+                else:
+                    columns[name] = np.broadcast_to(np.nan, rows)

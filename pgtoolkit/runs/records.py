@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import math
 import re
@@ -15,8 +14,7 @@ from types import UnionType
 from typing import Any
 
 from pgtoolkit.errors import StorageError, first_line
-from pgtoolkit.system.plain_files import write_atomically
-from pgtoolkit.system.yaml_text import parse_yaml
+from pgtoolkit.system.yaml_text import plain_yaml
 
 STATES = ("running", "done", "failed", "interrupted")
 TIME = "%Y-%m-%dT%H:%M:%S%z"
@@ -57,16 +55,14 @@ def read_data(run_dir: Path) -> dict:
 
 
 def read_sweep(folder: Path) -> dict:
-    """sweep.json of a sweep's folder: `name`, `command` and `jobs`; {} where there is none."""
-    return _object(folder / "sweep.json", _SWEEP)
+    """sweep.json of a sweep's folder: `name`, `command` and `jobs`; {} where there is none.
 
-
-def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The rows of a metrics.jsonl: `step` and numbers, of which those that are not finite are left out.
-
-    A torn last line, left by a kill, is passed over. Raises StorageError for a broken line anywhere else.
+    What became of jobs since it was written is in sweep.jsonl: a line is an entry of `jobs` in place of an earlier one.
     """
-    return [{name: value for name, value in row.items() if math.isfinite(value)} for row in _rows(path, _ROW)]
+    if sweep := _object(folder / "sweep.json", _SWEEP):
+        rows = [*sweep["jobs"], *_rows(folder / "sweep.jsonl", _JOB)]
+        sweep["jobs"] = [*{row["directory"]: row for row in rows}.values()]
+    return sweep
 
 
 def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
@@ -86,7 +82,7 @@ def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
     share that did not end by itself. seconds: that it took, which lie between the times of this step's row of
     metrics.jsonl and of the next one. Further numbers are means of what the verifiers measure, such as reward/NAME.
     """
-    return _rows(run_dir / "evaluations.jsonl", _EVALUATION)
+    return _rows(run_dir / "evaluations.jsonl", EVALUATION_ROW)
 
 
 def best_of(rows: list[dict[str, Any]], watched: tuple[str, str], steps: Container[int]) -> dict[str, Any] | None:
@@ -113,11 +109,6 @@ def best_checkpoint(run_dir: Path, watched: tuple[str, str] | None) -> dict[str,
 def read_drift(run_dir: Path) -> list[dict[str, Any]]:
     """The changes that resumes made to the configuration: `step` and `changes`, {key: [old, new]}, of each."""
     return _rows(run_dir / "drift.jsonl", _DRIFT)
-
-
-def write_metrics(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Replace a metrics.jsonl or evaluations.jsonl, in one piece."""
-    write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 @contextlib.contextmanager
@@ -167,15 +158,17 @@ def _object(path: Path, shape: dict) -> dict:
         return _parsed(path.read_bytes(), shape) if path.exists() else {}
 
 
+def parse_row(line: bytes, shape: dict, path: Path, number: int) -> dict:
+    """The JSON object in a line of a file, checked; number: of the line."""
+    with reading(Path(f"{path}:{number}")):
+        return _parsed(line, shape)
+
+
 def _rows(path: Path, shape: dict) -> list[dict]:
     """The JSON objects in the lines of a file, checked, but for a torn last one; none where there is no file."""
     with storage(path):
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        with reading(Path(f"{path}:{number}")):
-            rows.append(_parsed(line, shape))
-    return rows
+    return [parse_row(line, shape, path, number) for number, line in enumerate(lines, start=1)]
 
 
 def _parsed(data: bytes, shape: dict) -> dict:
@@ -185,21 +178,13 @@ def _parsed(data: bytes, shape: dict) -> dict:
 
 
 def _yaml(path: Path, kind: type) -> Any:
-    from omegaconf import OmegaConf
-
     with reading(path):
         data = path.read_bytes()
         if re.search(rb"\$\{.*\$\{", data):  # of which ten in each of ten lines stand for gigabytes, too
             raise ValueError("a line has several ${...}, and a run writes values")
-        value = OmegaConf.to_container(_parsed_yaml(data))
+        value = plain_yaml(data)
         _expect(value, kind)
         return value
-
-
-@functools.lru_cache(maxsize=16)
-def _parsed_yaml(data: bytes) -> Any:
-    """Not to be changed. A run reads its own configuration again and again."""
-    return parse_yaml(data)
 
 
 def _expect(value: Any, shape: Any, name: str = "content") -> None:
@@ -239,11 +224,12 @@ def _is_time(value: Any) -> bool:
 _STATUS = {"state": STATES.__contains__, "step": _is_count, "saved?": _is_count, "started?": _is_time, "id?": str}
 _STATUS |= {"mlflow?": lambda info: not info or _expect(info, {str: str}) is None}
 _STATUS |= {"reason?": str | None, "sweep?": str | None}
-_ROW = {"step": _is_count, str: _is_number}
-_EVALUATION = {"set": str, "prompts": _is_count, "avg": _is_number, "pass@1": _is_share, **_ROW}
+METRICS_ROW = {"step": _is_count, str: _is_number}
+EVALUATION_ROW = {"set": str, "prompts": _is_count, "avg": _is_number, "pass@1": _is_share, **METRICS_ROW}
 _DRIFT = {"step": _is_count, "changes": {str: lambda pair: isinstance(pair, list) and len(pair) == 2}}
 _START = {"git?": [{"commit?": str | None, "diff": str}], "gpus?": [dict], "packages?": {str: str}}
 _START |= {"memory_bytes?": int, "command?": [str], "directory?": str}
 _PROVENANCE = {**_START, "resumed?": [{**_START, "time": _is_time}]}
 _DATA = {"accepted?": list, str: {str: dict}}
-_SWEEP = {"name": str, "command": list, "jobs": [{"name": str, "directory": str, "status": str}]}
+_JOB = {"name": str, "directory": str, "status": str}
+_SWEEP = {"name": str, "command": list, "jobs": [_JOB]}

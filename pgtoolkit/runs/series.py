@@ -1,8 +1,84 @@
-"""A metric's values over the steps of a run, in a number or as a smooth curve."""
+"""metrics.jsonl as columns, one per metric; a metric over the steps of a run in a number, or as a smooth curve."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pgtoolkit.runs.records import METRICS_ROW, parse_row, storage
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Columns = dict[str, "np.ndarray"]
+"""Of each metric its values over the rows, float64 of one length, NaN in a row without it; `step` is always there."""
+
+_BLOCK_BYTES = 2**24
+"""So much of a file is parsed at a time."""
+
+_MOST_POINTS = 10_000
+
+_SIGNS = tuple(b'\n":{[')
+
+
+def read_metrics(path: Path, names: Collection[str] | None = None) -> Columns:
+    """The columns of a metrics.jsonl, in the order in which its rows name them; a value that is not finite is NaN.
+
+    names: of those that are read, None for all. The others are NaN throughout and take no memory, so that their names
+    are known, of which those that begin after thousands of rows may be missing.
+    A torn last line, left by a kill, is passed over. Raises StorageError for a broken line anywhere else.
+    """
+    import numpy as np
+
+    blocks: list[Columns] = []
+    known, kept = {"step": None}, {"step", *(names or ())}
+    rows = 0
+    with storage(path):
+        for data in _whole_lines(path):
+            found = _parsed(data, kept if rows and names is not None else None) or _parsed_by_line(data, path, rows + 1)
+            found = {name: np.where(np.isfinite(column), column, np.nan) for name, column in found.items()}
+            known |= dict.fromkeys(name for name, column in found.items() if not np.isnan(column).all())
+            blocks.append({name: column for name, column in found.items() if names is None or name in kept})
+            rows += len(found["step"])
+    unread = np.broadcast_to(np.nan, rows)
+
+    def joined(name: str) -> np.ndarray:
+        parts = [block.pop(name, np.broadcast_to(np.nan, len(block["step"]))) for block in blocks]
+        return np.concatenate([[], *parts])
+
+    columns = {name: joined(name) if names is None or name in kept else unread for name in known if name != "step"}
+    return {"step": joined("step")} | columns
+
+
+def rows_until(path: Path, step: int, shape: dict = METRICS_ROW) -> tuple[int, int]:
+    """(number, bytes) of the rows at the beginning of a file of rows, up to the last one of this step or before.
+
+    A row that begins as the next step's is not parsed, so that half a million are passed over in a second. Raises
+    StorageError for a broken row among the others.
+    """
+    rows = kept = position = last = 0
+    if not path.exists():
+        return 0, 0
+    with storage(path), path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break  # torn by a kill
+            position += len(line)
+            if line.startswith(b'{"step": %d, "time": ' % (last + 1)) and line.endswith(b"}\n"):
+                last += 1
+            else:
+                last = parse_row(line, shape, path, number)["step"]
+            if last <= step:
+                rows, kept = number, position
+    return rows, kept
+
+
+def values(columns: Columns, name: str) -> list[float]:
+    """The metric at every step that has it."""
+    column = columns.get(name)
+    return [] if column is None else column[column == column].tolist()
 
 
 def mean(values: list[float]) -> float:
@@ -25,7 +101,18 @@ def best(values: list[float]) -> float:
     return max(end - begin for begin, end in zip(sums, sums[tenth:], strict=False)) / tenth
 
 
-def smooth(values: list[float], half: int) -> list[float]:
+def thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The points of a curve to be smoothed; of more than 10,000 the means of several in a row."""
+    import numpy as np
+
+    if (several := -(-len(x) // _MOST_POINTS)) < 2:
+        return x, y
+    starts = np.arange(0, len(x), several)
+    counts = np.diff([*starts, len(x)])
+    return np.add.reduceat(x, starts) / counts, np.add.reduceat(y, starts) / counts
+
+
+def smooth(values: np.ndarray, half: int) -> np.ndarray:
     """The moving mean over each value and `half` of them on either side, twice; half: less than half of the values.
 
     One pass leaves teeth where the metric has a period, such as the steps of one batch of rollouts.
@@ -36,8 +123,61 @@ def smooth(values: list[float], half: int) -> list[float]:
     counts = np.convolve(np.ones(len(values)), window, "same")
     for _ in range(2):
         values = np.convolve(values, window, "same") / counts
-    return values.tolist()
+    return values
 
 
 def _tenth(values: list[float]) -> int:
     return max(1, len(values) // 10)
+
+
+def _whole_lines(path: Path) -> Iterator[bytes]:
+    """The file in blocks that end with a line."""
+    if path.exists():
+        with path.open("rb") as file:
+            while data := file.read(_BLOCK_BYTES) + file.readline():
+                if whole := data[: data.rfind(b"\n") + 1]:
+                    yield whole
+
+
+def _parsed(data: bytes, names: Collection[str] | None) -> Columns | None:
+    """These columns of the lines, or all; None where any line is not one that pgtk writes, or not known to be one."""
+    import numpy as np
+    import pyarrow as pa
+    from pyarrow.json import ParseOptions, ReadOptions, read_json
+
+    # Of a short file threads take longer than they save.
+    reading = ReadOptions(use_threads=len(data) > 2**20, block_size=2**20)
+    parsing = None
+    if names is not None:
+        schema = pa.schema([(name, pa.int64() if name == "step" else pa.float64()) for name in names])
+        parsing = ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
+    columns, has_null = {}, False
+    try:
+        table = read_json(pa.BufferReader(data), reading, parsing)
+        for name, column in zip(table.column_names, table.columns, strict=True):
+            kind = column.type
+            if not (pa.types.is_integer(kind) or (pa.types.is_floating(kind) and name != "step")):
+                return None
+            has_null |= column.null_count > 0
+            parts = [part.cast("float64").fill_null(np.nan) if part.null_count else part for part in column.chunks]
+            columns[name] = np.concatenate([np.from_dlpack(part) for part in parts]).astype(float, copy=False)
+    except (pa.ArrowInvalid, UnicodeDecodeError):
+        return None
+    lines, quotes, colons, objects, lists = (np.count_nonzero(np.frombuffer(data, np.uint8) == sign) for sign in _SIGNS)
+    line_by_line, only_numbers = table.num_rows == lines == objects, quotes == 2 * colons and not lists
+    # A row without a metric and one with null in its place are the same to Arrow.
+    if not line_by_line or not only_numbers or (has_null and b"null" in data):
+        return None
+    if "step" not in columns or not columns["step"].min() >= 0 or any(np.isinf(one).any() for one in columns.values()):
+        return None
+    return columns
+
+
+def _parsed_by_line(data: bytes, path: Path, number: int) -> Columns:
+    """The same by Python alone. Raises StorageError with the number of a broken line; number: that of the first."""
+    import numpy as np
+
+    lines = data.split(b"\n")[:-1]
+    rows = [parse_row(line, METRICS_ROW, path, place) for place, line in enumerate(lines, start=number)]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: np.array([row.get(name, np.nan) for row in rows], float) for name in names}

@@ -40,6 +40,16 @@ def plain_run(text: str) -> Path:
 
 
 @contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """What the operating system refuses names the file: of writing, such as to a full disk, it says none by itself."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+@contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A new file that takes the place of `path`, all of it and on the disk, at the end of the block.
 
@@ -49,7 +59,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.unlink(missing_ok=True)
     try:
-        with open(temporary, "xb") as file:
+        with naming(path), open(temporary, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

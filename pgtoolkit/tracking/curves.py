@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pgtoolkit.runs.series import smooth
+from pgtoolkit.runs.series import Columns, smooth, thinned
 from pgtoolkit.system.imports import without
 from pgtoolkit.system.plain_files import replacing
 
@@ -26,8 +26,8 @@ _NEVER_CUT = 8
 """Up to this many points the axis shows them all."""
 
 
-def plot_curves(rows: list[dict[str, float]], path_png: Path, title: str) -> None:
-    """Draw the rows of metrics.jsonl; a panel without data says so."""
+def plot_curves(recorded: Columns, path_png: Path, title: str) -> None:
+    """Draw what metrics.jsonl has, by `read_metrics`; a panel without data says so."""
     with without():
         from matplotlib.figure import Figure
         from matplotlib.ticker import EngFormatter, MaxNLocator
@@ -36,7 +36,7 @@ def plot_curves(rows: list[dict[str, float]], path_png: Path, title: str) -> Non
     # Room for labels on both sides of a panel; a layout engine would draw the picture three times to measure them.
     figure.subplots_adjust(left=0.055, right=0.93, bottom=0.075, top=0.9, wspace=0.34, hspace=0.3)
     figure.suptitle(title, fontsize=11)
-    axis = "documents_seen" if rows and all("documents_seen" in row for row in rows) else "step"
+    axis = "step" if np.isnan(recorded.get("documents_seen", np.nan)).any() else "documents_seen"
     for place, (panel_title, lines) in enumerate(_PANELS, start=1):
         axes = figure.add_subplot(2, 3, place)
         axes.set_title(panel_title, fontsize=10, y=1.0)  # given a place, it is not searched for one
@@ -45,22 +45,23 @@ def plot_curves(rows: list[dict[str, float]], path_png: Path, title: str) -> Non
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         if place > 3:
             axes.set_xlabel(axis.replace("_", " "), fontsize=9)
-        _draw(axes, rows, axis, lines)
+        _draw(axes, recorded, axis, lines)
     with replacing(path_png) as file:
         figure.savefig(file, format="png")
 
 
-def _draw(axes, rows, axis, lines):
+def _draw(axes, recorded, axis, lines):
     handles, sides = [], [axes]
     for color, (name, label, right) in zip(_COLORS, lines, strict=False):
-        points = [(row[axis], row[name]) for row in rows if name in row]
-        if not points:
+        values = recorded.get(name, np.empty(0))
+        y = values[~np.isnan(values)]
+        if not y.size:
             continue
         side = axes
         if right and handles:
             side = axes.twinx()
             sides.append(side)
-        x, y = np.array(points).T
+        x = recorded[axis][~np.isnan(values)]
         low, high = _limits(y)
         handles.append(_line(side, x, y.clip(low, high), color, label))
         _mark_cut(side, x, y, low, high, color)
@@ -81,6 +82,7 @@ def _line(axes, x, y, color, label):
         return axes.plot(x, y, color=color, label=label, linewidth=1.4, marker=".", markersize=3)[0]
     # Points alone: lines between the steps of one batch of rollouts, of which the first clips nothing, would hatch.
     axes.plot(x, y, color=color, alpha=0.25, linestyle="none", marker=".", markersize=2.5, markeredgewidth=0)
+    x, y = thinned(x, y)
     return axes.plot(x, smooth(y, max(2, len(y) // 50)), color=color, label=label, linewidth=1.6)[0]
 
 

@@ -17,6 +17,7 @@ from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.completions import completion_files
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.records import TIME, read_config, read_status
+from pgtoolkit.runs.series import read_metrics
 from pgtoolkit.system.background import in_background
 from pgtoolkit.system.plain_files import refuse_links
 from pgtoolkit.system.redaction import redact
@@ -261,7 +262,7 @@ def sync(run_dir: Path, uri: str | None = None, experiment: str | None = None) -
     # A relative address was meant from where the run was started; its status has the absolute one.
     uri = uri or (status.get("mlflow") or {}).get("uri") or tracking.get("uri")
     with RunDirectory(run_dir) as run:
-        run.read_metrics()  # raises StorageError where they are damaged
+        read_metrics(run.metrics_path, ())  # raises StorageError where they are damaged
         state = status.get("state", "failed")
         tracker = MlflowTracker(uri, experiment or tracking.get("experiment") or "pgtoolkit")
         tracker.start(run.path, "Nothing was lost: the run directory keeps it. Try again when the store answers.")

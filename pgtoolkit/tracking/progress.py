@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pgtoolkit.config.evaluation import watched
 from pgtoolkit.runs.records import best_checkpoint, read_evaluations, read_resolved, read_status
-from pgtoolkit.runs.series import final, first, mean
+from pgtoolkit.runs.series import Columns, final, first, mean, values
 from pgtoolkit.system.legible import legible
 from pgtoolkit.system.report import plural
 from pgtoolkit.tracking.next_commands import (
@@ -110,12 +110,14 @@ def _with_error(name: str, row: dict) -> str:
     return f"{name} {row[name]:.3f}" + ("" if error is None else f"±{error:.3f}")
 
 
-def summary(rows: list[dict[str, float]], run_dir: Path, mlflow: dict[str, str] | None) -> str:
+def summary(recorded: Columns, run_dir: Path, mlflow: dict[str, str] | None) -> str:
     """The end of a run in a few lines: what rose, on held-out prompts too, where everything lies, what to type next.
 
-    rows: of metrics.jsonl. mlflow: `MlflowTracker.info`, or None without MLflow.
+    recorded: the columns of metrics.jsonl. mlflow: `MlflowTracker.info`, or None without MLflow.
     """
-    lines = list(filter(None, (_rise(name, rows) for name in ("reward", "exact_match")))) or [_rise("loss", rows)]
+    lines = list(filter(None, (_rise(name, recorded) for name in ("reward", "exact_match")))) or [
+        _rise("loss", recorded)
+    ]
     lines += _held_out(read_evaluations(Path(run_dir)), best_checkpoint(Path(run_dir), watched(read_resolved(run_dir))))
     lines.append(reached := read_status(run_dir).get("reason") or "")
     entries = [("run", shell_path(run_dir))]
@@ -126,7 +128,7 @@ def summary(rows: list[dict[str, float]], run_dir: Path, mlflow: dict[str, str] 
         if command := ui_command(uri):
             entries.append(("MLflow", command))
         entries.append(("" if command else "MLflow", ui_url(uri, experiment_id, run_id)))
-    more = [f"trainer.max_steps={2 * rows[-1]['step']}"] if rows else []
+    more = [f"trainer.max_steps={2 * int(recorded['step'][-1])}"] if len(recorded["step"]) else []
     if "rollout.epochs=" in reached:
         more = [f"rollout.epochs={2 * read_resolved(run_dir)['rollout']['epochs']}"]
     elif reached:
@@ -143,10 +145,10 @@ def _held_out(rows: list[dict], best: dict | None) -> Iterator[str]:
     """Of each set its pass@1 over the evaluations of the run; best: the row of the best checkpoint."""
     for name in dict.fromkeys(row["set"] for row in rows):
         own = [row for row in rows if row["set"] == name]
-        values = [row["pass@1"] for row in own]
+        shares = [row["pass@1"] for row in own]
         kept = f"; best checkpoint: step {best['step']}" if best and best["set"] == name else ""
         yield (
-            f"{name:<12} {values[0]:.3f} -> {values[-1]:.3f}  {sparkline(values, span=(0, 1))}  "
+            f"{name:<12} {shares[0]:.3f} -> {shares[-1]:.3f}  {sparkline(shares, span=(0, 1))}  "
             f"(pass@1 of {own[-1]['prompts']} held-out prompts, ± {own[-1].get('pass@1_error', 0):.3f}{kept})"
         )
 
@@ -161,14 +163,14 @@ def sparkline(values: list[float], width: int = 40, span: tuple[float, float] | 
     return "".join(_BARS[round((len(_BARS) - 1) * height)] for height in heights)
 
 
-def _rise(name, rows):
-    values = [row[name] for row in rows if name in row]
-    if not values:
+def _rise(name, recorded):
+    series = values(recorded, name)
+    if not series:
         return ""
     # A fraction is drawn against 0 and 1: one success in a thousand is not a peak.
-    bars = sparkline(values, span=(0, 1) if name == "exact_match" else None)
-    ends, label = f"{first(values):.3f} -> {final(values):.3f}", name.replace("_", " ")
-    return f"{label:<12} {ends}  {bars}  (first and last tenth of {plural(len(values), 'step')})"
+    bars = sparkline(series, span=(0, 1) if name == "exact_match" else None)
+    ends, label = f"{first(series):.3f} -> {final(series):.3f}", name.replace("_", " ")
+    return f"{label:<12} {ends}  {bars}  (first and last tenth of {plural(len(series), 'step')})"
 
 
 def _count(value):

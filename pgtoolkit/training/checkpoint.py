@@ -35,6 +35,7 @@ WEIGHTS, ADAPTERS, MOMENTS = "model", "adapter_model", "training/optimizer"
 """Kinds of tensors, as their files' names begin; adapters are in one file, since peft reads no more."""
 
 _MANIFEST, _STATE = "manifest.json", "training/state"
+_IN_EVERY_STATE = {"step", "num_updates", "num_skipped_steps", "documents_seen", "data", "config"}
 _SHARD_BYTES = 2**30
 """A rank writes its tensors as soon as it holds so many bytes of them."""
 
@@ -113,6 +114,8 @@ def read_checkpoint(path: Path, check: bool = True) -> dict:
         (path / f"{_STATE}.json").read_bytes(),
         object_hook=lambda value: tensors[value["tensor"]] if value.keys() == {"tensor"} else value,
     )
+    if lacking := sorted(_IN_EVERY_STATE - state.keys()):
+        raise ValueError(f"its state lacks {', '.join(lacking)}")
     return state | {"path": path}
 
 

@@ -19,10 +19,10 @@ from pgtoolkit.config.compose import compose
 from pgtoolkit.config.evaluation import watched
 from pgtoolkit.config.schema import Config, HuggingFaceModelConfig, NumberType, PromptsTaskConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
-from pgtoolkit.runs.directory import read_config, read_metrics, read_status
+from pgtoolkit.runs.directory import read_config, read_status
 from pgtoolkit.runs.find import is_run, not_a_run
 from pgtoolkit.runs.records import best_checkpoint, read_resolved
-from pgtoolkit.runs.series import best, final
+from pgtoolkit.runs.series import Columns, best, final, read_metrics, values
 from pgtoolkit.system.model_folder import ADAPTER_SETTINGS, load_config
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import refusal
@@ -166,12 +166,14 @@ def _merged_model(config: Config, state: dict) -> nn.Module:
 def card(config: Config, run_dir: Path, step: int) -> str:
     """README.md: what was trained how, what it reached, and how to load it; export.md is its template."""
     described, (resolved, overrides) = describe(run_dir), read_config(run_dir)
-    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] <= step]
+    recorded = read_metrics(run_dir / "metrics.jsonl")
+    recorded = {name: column[recorded["step"] <= step] for name, column in recorded.items()}
+    seen = values(recorded, "documents_seen")
     of_hub = isinstance(config.model, HuggingFaceModelConfig) and not Path(config.model.path).is_absolute()
     prompt = '"..."'  # a place to put one
     if isinstance(config.model, TinyModelConfig):
         prompt = json.dumps(make_task(config.task, config.seed).prompt(0).text)
-    values = {
+    filled = {
         "base": f"base_model: {config.model.path}\n" if of_hub else "",
         "name": described.run_name,
         "loss": config.loss.name,
@@ -180,23 +182,23 @@ def card(config: Config, run_dir: Path, step: int) -> str:
         "task": config.task.name,
         "step": step,
         "max_steps": config.trainer.max_steps,
-        "seen": f", {rows[-1]['documents_seen']:,} documents" if rows and "documents_seen" in rows[-1] else "",
+        "seen": f", {seen[-1]:,.0f} documents" if seen else "",
         "state": read_status(run_dir).get("state", "unknown"),
-        "results": _results(rows) + ("![Curves of the run](curves.png)\n\n" * (run_dir / "curves.png").exists()),
+        "results": _results(recorded) + ("![Curves of the run](curves.png)\n\n" * (run_dir / "curves.png").exists()),
         "prompt": prompt,
         "overrides": redact(" ".join(overrides)) or "none",
         "code": described.tags.get("git_commit", "unknown"),
         "configuration": redact(OmegaConf.to_yaml(OmegaConf.create(resolved))).rstrip(),
     }
-    return Template(files(__package__).joinpath("export.md").read_text(encoding="utf-8")).substitute(values)
+    return Template(files(__package__).joinpath("export.md").read_text(encoding="utf-8")).substitute(filled)
 
 
-def _results(rows: list[dict]) -> str:
-    columns = {name: [row[name] for row in rows if name in row] for name in _SHOWN}
-    if not any(columns.values()):
+def _results(recorded: Columns) -> str:
+    shown = {name: values(recorded, name) for name in _SHOWN}
+    if not any(shown.values()):
         return ""
     lines = ["## Results", "", "| metric | first step | last tenth of the steps | highest tenth |", "|---|---|---|---|"]
-    for name, values in columns.items():
-        if values:
-            lines.append(f"| {name} | {values[0]:.4g} | {final(values):.4g} | {best(values):.4g} |")
+    for name, series in shown.items():
+        if series:
+            lines.append(f"| {name} | {series[0]:.4g} | {final(series):.4g} | {best(series):.4g} |")
     return "\n".join(lines) + "\n\n"

@@ -22,6 +22,7 @@ from pgtoolkit.runs.completions import drop_completions_after
 from pgtoolkit.runs.directory import RunDirectory, read_status
 from pgtoolkit.runs.provenance import collect
 from pgtoolkit.runs.records import read_data, read_provenance, storage
+from pgtoolkit.runs.series import Columns, read_metrics, rows_until
 from pgtoolkit.system.shell import shell_path
 from pgtoolkit.tracking.curves import plot_curves
 from pgtoolkit.tracking.mlflow_run import MlflowTracker
@@ -137,13 +138,13 @@ def _prepare(config: Config, run: RunDirectory, resume: bool, resolved: dict, ov
         _refuse_another(config, run.path, checkpoint)
     for read in (read_status, read_provenance):  # damaged files are reported before anything is changed
         read(run.path)
-    run.read_metrics()
+    rows, _ = rows_until(run.metrics_path, step)
     record_data(run.path, config, None if checkpoint is None else step)
     run.write_config(resolved, overrides, step)
     run.write_provenance(collect(sys.argv))
     run.drop_metrics_after(step)
     drop_completions_after(run.path, step)
-    if len(run.read_metrics()) < step:
+    if rows < step:
         log.warning(f"{run.metrics_path} lacks steps before the checkpoint's: summary and curves begin later")
     return checkpoint
 
@@ -174,19 +175,20 @@ def _finish(
     run: RunDirectory, recorder: Recorder, tracker: MlflowTracker | None, outcome: str, reason: str | None
 ) -> None:
     """Write the final status, curves and summary; what fails here is logged and never hides the run's own error."""
-    rows = []
+    recorded: Columns = {"step": []}
     try:
         run.set_status(outcome, recorder.step, reason)
         if recorder.completions is not None:
             recorder.completions.write()
-        if rows := run.read_metrics():
-            plot_curves(rows, run.path / "curves.png", run.path.name)
+        recorded = read_metrics(run.metrics_path)
+        if len(recorded["step"]):
+            plot_curves(recorded, run.path / "curves.png", run.path.name)
     except (StorageError, OSError) as error:
         log.warning(f"status, completions or curves of the run are missing: {error}")
     if tracker is not None and (missing := tracker.finish(outcome)):
         log.warning(f"MLflow lacks {', '.join(missing)} of this run. Deliver them with: {sync_command(run.path)}")
     if outcome == "done":
-        log.info(summary(rows, run.path, tracker.info if tracker else None))
+        log.info(summary(recorded, run.path, tracker.info if tracker else None))
 
 
 @contextlib.contextmanager

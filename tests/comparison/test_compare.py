@@ -185,8 +185,9 @@ def test_different_code_and_length_are_noted(sweep, capsys):
 def test_curves_are_means_over_seeds_on_both_axes(sweep):
     runs = find_runs([str(sweep / "0-grpo-0"), str(sweep / "1-grpo-1")])
     for i, run in enumerate(runs):
-        for row in run.rows:
-            row["reward"], row["seconds"] = (i + 1) * row["documents_seen"], row["step"] * (i + 1)
+        run.columns |= {
+            axis: (i + 1) * run.columns[of] for axis, of in (("reward", "documents_seen"), ("seconds", "step"))
+        }
     points = mean_curve(runs, "reward", "documents_seen").T
     assert (points[0][0], points[-1][0]) == (8, 160)
     for x, mean, low, high in points:
@@ -202,9 +203,9 @@ def test_pauses_before_a_resume_are_no_time(sweep):
     for row in rows:
         row["time"] = 1000.0 + row["step"] + (5000 if row["step"] > 10 else 0)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert find_runs([str(folder)])[0].rows[-1]["seconds"] == pytest.approx(5019)
+    assert find_runs([str(folder)])[0].last("seconds") == pytest.approx(5019)
     (folder / "provenance.json").write_text('{"resumed": [{"time": "1970-01-01T01:40:05+0000"}]}')
-    assert find_runs([str(folder)])[0].rows[-1]["seconds"] == pytest.approx(19)
+    assert find_runs([str(folder)])[0].last("seconds") == pytest.approx(19)
 
 
 def test_the_report_is_one_page_that_needs_nothing_else(sweep, capsys):

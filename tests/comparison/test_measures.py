@@ -4,6 +4,7 @@ import csv
 import json
 import random
 
+import numpy as np
 import pytest
 
 from pgtoolkit.cli import main
@@ -20,12 +21,9 @@ HELD_OUT = "evaluation/held_out/pass@1"
 def run_of(values, metric="exact_match", step=10, seed=0, tokens=3, **config):
     """A finished run that sees `step` documents a step."""
     config = {"seed": seed, "trainer.max_steps": 5, **config}
-    row = {"seconds": 0.0}
-    rows = [
-        row | {"step": n, "documents_seen": step * n, "tokens_seen": tokens * n, metric: value}
-        for n, value in enumerate(values, start=1)
-    ]
-    return Run("/", "name", "done", None, len(values), config, rows)
+    steps = np.arange(1.0, len(values) + 1)
+    columns = {"step": steps, "documents_seen": step * steps, "tokens_seen": tokens * steps, "seconds": 0 * steps}
+    return Run("/", "name", "done", None, len(values), config, columns | {metric: np.array(values, float)})
 
 
 def first_place(values, step, window, threshold):
@@ -102,7 +100,7 @@ def test_a_run_that_never_reaches_the_threshold_counts_with_what_was_looked_at()
     a, b = compared.groups
     assert (compared.spent(a, "documents_seen"), compared.arrived(a, "documents_seen")) == ([20, 40], 2)
     assert (compared.spent(b, "documents_seen"), compared.arrived(b, "documents_seen")) == ([40, 50], 1)
-    assert compared.comparisons[0].difference == 15
+    assert next(iter(compared.comparisons)).difference == 15
 
 
 def test_a_run_that_ends_early_limits_the_others_unless_it_has_reached_the_threshold():
@@ -112,8 +110,7 @@ def test_a_run_that_ends_early_limits_the_others_unless_it_has_reached_the_thres
     assert there.limits["documents_seen"] == float("inf")
     assert [there.spent(group, "documents_seen") for group in there.groups] == [[20], [90]]
     for run in (both := two_groups([(0, [0.0, 0.0, 1.0])], [(0, [0.0] * 3)])):
-        for row in run.rows:
-            del row["seconds"], row["tokens_seen"]
+        del run.columns["seconds"], run.columns["tokens_seen"]
     exactly = compare(both, None, reach="exact_match=0.9")  # at the limit itself, and on the axes that all have
     assert exactly.limits == {"documents_seen": 30}
     assert sorted(exactly.arrived(group, "documents_seen") for group in exactly.groups) == [0, 1]
@@ -146,18 +143,20 @@ def test_the_mean_is_taken_over_what_every_run_has_seen():
 
 def test_seeds_are_paired_where_their_prompts_are_the_same():
     runs = two_groups([(0, [0, 1]), (1, [0, 0.9])], [(1, [0, 0.8]), (0, [0, 0.7])])
-    assert compare(runs, "exact_match").comparisons[0].paired
+    assert compare(runs, "exact_match").comparisons.paired == {True}
     for run in runs:
         run.config |= {
             "task.name": "reverse",
             "task.num_digits": 6,
             "task.verifier_processes": 2 if run.config["loss"] == "a" else 0,
         }
-    assert compare(runs, "exact_match").comparisons[0].paired
+    assert compare(runs, "exact_match").comparisons.paired == {True}
     for run in runs[:2]:
         run.config["task.num_digits"] = 4
-    assert not compare(runs, "exact_match").comparisons[0].paired
-    assert not compare(two_groups([(0, [0, 1]), (1, [0, 0.9])], [(0, [0, 0.8])]), "exact_match").comparisons[0].paired
+    assert compare(runs, "exact_match").comparisons.paired == {False}
+    assert compare(two_groups([(0, [0, 1]), (1, [0, 0.9])], [(0, [0, 0.8])]), "exact_match").comparisons.paired == {
+        False
+    }
 
 
 def save(folder, loss, seed, held_out=None, **more):
@@ -220,18 +219,16 @@ def test_a_share_that_is_zero_throughout_is_not_what_runs_are_compared_by(tmp_pa
     """Unless reward tells no more. A share is drawn against 0 and 1: of 0.02 nothing is to be seen."""
     runs = two_groups([(0, [0.0] * 9)], [(0, [0.0] * 9)])
     for run in runs:
-        for row in run.rows:
-            row["reward"] = 0.1 * row["step"]
+        run.columns["reward"] = 0.1 * run.columns["step"]
     assert chosen_metric(runs) == ("reward", ["exact_match is 0 in every run: they are compared by reward"])
-    runs[0].rows[3]["exact_match"] = 0.02
+    runs[0].columns["exact_match"][3] = 0.02
     broken = run_of([0.5], "reward")
     broken.state = "failed"  # which has no say where others are done
     assert chosen_metric([*runs, broken]) == ("exact_match", [])
     assert "▁▁▁▁▁▁▁▁▁" in render_comparison(compare(runs))
     assert "█" in render_comparison(compare(runs, "reward"))
     for run in runs:
-        for row in run.rows:
-            row["exact_match"] = row["reward"] = 0.0
+        run.columns |= dict.fromkeys(("exact_match", "reward"), 0 * run.columns["step"])
     assert chosen_metric(runs) == ("exact_match", [])
 
 

@@ -11,10 +11,10 @@ from pgtoolkit.comparison.statistics import (
     LEVEL,
     MOST_SEEDS,
     POWER,
+    Comparisons,
     Sample,
     _interval,
     _seeds_needed,
-    compare_all,
     mean_and_std,
 )
 from pgtoolkit.comparison.terminal import verdict
@@ -40,7 +40,7 @@ def unpaired(*samples):
     ],
 )
 def test_samples_of_other_prompts_are_tested_by_welch(one, other):
-    (found,) = compare_all(unpaired(one, other))
+    (found,) = Comparisons(unpaired(one, other))
     expected = scipy.stats.ttest_ind(one, other, equal_var=False)
     assert not found.paired
     assert found.p == pytest.approx(expected.pvalue, rel=1e-9)
@@ -50,25 +50,25 @@ def test_samples_of_other_prompts_are_tested_by_welch(one, other):
 def test_samples_of_the_same_seeds_and_prompts_are_paired_by_seed():
     """Differences 2, 3 and 4 whatever the seeds' own level: t = 3 / (1 / sqrt 3), p = 1 - t / sqrt(2 + t^2)."""
     one, other = sample(10.0, 20.0, 30.0, seeds=[5, 6, 7]), sample(34.0, 12.0, 23.0, seeds=[7, 5, 6])
-    (found,) = compare_all([one, other])
+    (found,) = Comparisons([one, other])
     t = 3 * math.sqrt(3)
     assert (found.paired, found.difference) == (True, 3.0)
     assert found.p == pytest.approx(1 - t / math.sqrt(2 + t * t))
     assert found.interval == (2.0, 4.0)
     for other_sample in (sample(34.0, 12.0, 23.0, seeds=[7, 5, 8]), Sample(other.values, "another task")):
-        (found,) = compare_all([one, other_sample])
+        (found,) = Comparisons([one, other_sample])
         assert not found.paired
         assert found.p > 0.5
 
 
 def test_without_any_spread_nothing_is_claimed():
-    (same,) = compare_all([sample(1.0, 1.0), sample(1.0, 1.0)])
+    (same,) = Comparisons([sample(1.0, 1.0), sample(1.0, 1.0)])
     assert (same.p, verdict(same)) == (1.0, "not told apart")
     for pair in ([sample(1.0, 1.0), sample(0.0, 0.0)], [sample(0.3, 0.4, 0.5), sample(0.2, 0.3, 0.4)]):
-        (found,) = compare_all(pair)  # of the second all differences are 0.1 but for rounding
+        (found,) = Comparisons(pair)  # of the second all differences are 0.1 but for rounding
         assert (found.p, found.interval, found.seeds_needed) == (None, None, None)
         assert verdict(found) == "no noise to test by"
-    (single,) = compare_all([sample(1.0), sample(0.0, 0.5)])
+    (single,) = Comparisons([sample(1.0), sample(0.0, 0.5)])
     assert (single.p, verdict(single)) == (None, "needs 2 seeds per configuration")
     assert mean_and_std([2.0]) == (2.0, None)
     assert mean_and_std([1.0, 3.0]) == (2.0, pytest.approx(2**0.5))
@@ -76,7 +76,7 @@ def test_without_any_spread_nothing_is_claimed():
 
 def test_p_is_adjusted_by_holm():
     samples = unpaired([5.0, 5.1, 5.2], [4.0, 4.2, 4.1], [3.9, 4.1, 4.3], [1.0])
-    found = {(c.first, c.second): c for c in compare_all(samples)}
+    found = {(c.first, c.second): c for c in Comparisons(samples)}
     raw = sorted(found[pair].p for pair in ((0, 1), (0, 2), (1, 2)))
     expected = [3 * raw[0], max(3 * raw[0], 2 * raw[1]), max(2 * raw[1], raw[2])]
     assert sorted(found[pair].adjusted_p for pair in ((0, 1), (0, 2), (1, 2))) == pytest.approx(expected)
@@ -87,7 +87,7 @@ def test_p_is_adjusted_by_holm():
 def test_a_verdict_goes_by_the_adjusted_p_which_never_falls():
     """Two equal p of 0.038 beside a smaller one: 2 p for the first of them, and not less, p itself, for the other."""
     values = [[0.0, 1.0, 2.0], [2.5, 3.5, 4.5], [5.0, 6.0, 7.0]]
-    found = {(c.first, c.second): c for c in compare_all(unpaired(*values))}
+    found = {(c.first, c.second): c for c in Comparisons(unpaired(*values))}
     near, far = (scipy.stats.ttest_ind(values[0], other, equal_var=False).pvalue for other in values[1:])
     assert far < near < LEVEL < 2 * near
     expected = {(0, 2): 3 * far, (0, 1): 2 * near, (1, 2): 2 * near}

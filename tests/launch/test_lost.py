@@ -6,18 +6,13 @@ import json
 import os
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 from builders.runs import SHORT, metrics_of, once, run
-from builders.stores import history
-from builders.stores import start as start_tracker
-from builders.stores import train as append
 from omegaconf import OmegaConf
 
 from pgtoolkit.cli import main
@@ -193,21 +188,3 @@ def test_data_that_ends_before_the_last_step_is_said_and_can_be_read_again(tmp_p
     assert main(["resume", "run", "rollout.epochs=2"]) == 0
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1, 2, 3, 4, 5]
     assert read_status(tmp_path / "run")["reason"] is None
-
-
-def test_a_store_that_is_busy_is_waited_for(tmp_path, uri):
-    """Locked by another process for longer than a call may take."""
-    from pgtoolkit.runs.directory import RunDirectory
-
-    with RunDirectory(tmp_path / "run") as first:
-        start_tracker(uri, first).finish("done")  # makes the store
-    locked = sqlite3.connect(uri.removeprefix("sqlite:///"), check_same_thread=False)
-    locked.execute("BEGIN EXCLUSIVE")
-    release = threading.Timer(6, lambda: (locked.rollback(), locked.close()))
-    release.start()
-    with RunDirectory(tmp_path / "second") as second:
-        tracker = start_tracker(uri, second)
-        append(second, 1, 3)
-        assert tracker.finish("done") == []
-    release.join()
-    assert history(uri, tracker.info["run_id"]) == [(step, step / 8) for step in range(1, 4)]

@@ -12,9 +12,10 @@ from omegaconf import OmegaConf
 
 from pgtoolkit.cli import main
 from pgtoolkit.config.compose import compose
-from pgtoolkit.config.files import config_directory, sweep_file, sweep_files
+from pgtoolkit.config.files import sweep_file, sweep_files
 from pgtoolkit.config.names import digest, plain_config
 from pgtoolkit.config.overrides import jobs
+from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.launch import job as one_job
 from pgtoolkit.launch.check import check, problems
@@ -22,6 +23,7 @@ from pgtoolkit.launch.multirun import CheckedJobs
 from pgtoolkit.launch.plan_page import render_plan
 from pgtoolkit.launch.sweep import Job, Sweep
 from pgtoolkit.runs.directory import RunDirectory, read_status
+from pgtoolkit.runs.records import read_sweep
 
 
 def refused(capsys, *arguments):
@@ -36,15 +38,13 @@ def refused(capsys, *arguments):
 
 def test_the_digest_is_that_of_the_saved_configuration(tmp_path):
     config = config_of("seed=3")
-    resolved = OmegaConf.to_container(config, resolve=True)
     with RunDirectory(tmp_path) as run:
-        run.write_config(resolved, [])
+        run.write_config(OmegaConf.to_container(config, resolve=True), [])
     assert digest(OmegaConf.to_container(OmegaConf.load(tmp_path / "config.yaml"))) == digest(plain_config(config))
 
 
 def planned(*overrides):
-    config = compose(list(overrides)).config
-    return Job("job", list(overrides), plain_config(config))
+    return Job("job", list(overrides), resolve_and_validate(compose(list(overrides)).config)[0])
 
 
 def test_what_became_of_a_job_is_read_from_its_directory(tmp_path):
@@ -107,10 +107,21 @@ def test_a_sweep_is_held_by_one_launcher(tmp_path):
     saved = json.loads((tmp_path / "s" / "sweep.json").read_text())
     assert (saved["name"], saved["command"]) == ("s", ["pgtk", "-m", "seed=1"])
     assert {"name", "directory", "overrides", "status", "reason", "log", "seconds"} <= saved["jobs"][0].keys()
-    again = Sweep(tmp_path / "s", [], jobs={"other": Job("other", [], {})})
+    (other := planned("seed=2")).directory = "other"
+    again = Sweep(tmp_path / "s", [], jobs={"other": other})
     with again.held():
         again.save()  # jobs of an earlier command stay listed
-    assert [job["name"] for job in json.loads((tmp_path / "s" / "sweep.json").read_text())["jobs"]] == ["job", "other"]
+        before = (tmp_path / "s" / "sweep.json").stat().st_mtime_ns
+        other.status = "failed"
+        again.add(other)
+        other.status = "done"
+        again.add(other)  # a line each: the whole file would be rewritten once a job
+        assert (tmp_path / "s" / "sweep.json").stat().st_mtime_ns == before
+        states = [(job["name"], job["status"]) for job in read_sweep(tmp_path / "s")["jobs"]]
+        assert states == [("job", "pending"), ("other", "done")]
+        again.save()
+    assert not (tmp_path / "s" / "sweep.jsonl").exists()
+    assert [(job["name"], job["status"]) for job in read_sweep(tmp_path / "s")["jobs"]] == states
     (tmp_path / "s" / "sweep.json").write_text('{"jobs": 3}')
     with pytest.raises(StorageError, match=r"sweep\.json is damaged"), again.held():
         pass
@@ -202,29 +213,39 @@ def test_the_page_shows_what_varies_and_what_is_done(tmp_path, capsys, monkeypat
         assert expected in shown
 
 
-def test_launchers_get_the_configurations_that_were_checked():
+def test_launchers_get_the_jobs_that_were_checked():
     checked = check(["seed=1,2", "loss=grpo", "hydra.sweep.subdir=x/${hydra.job.override_dirname}"], True)
-    checked_jobs = CheckedJobs(checked)
-    found = [checked_jobs.load_sweep_config(None, [f"seed={seed}", "loss=grpo"]) for seed in (1, 2)]
-    assert found == [run.config for run in checked.runs]
-    assert [config.hydra.sweep.subdir for config in found] == list(checked.sweep.jobs) == ["x/seed=1", "x/seed=2"]
-    drawn = checked_jobs.load_sweep_config(None, ["seed=7", "loss=grpo"])  # as by a sweeper that searches
-    assert (drawn.seed, drawn.loss.name, checked.sweep.plan(drawn, 2).directory) == (7, "grpo", "x/seed=7")
+    jobs = CheckedJobs(checked)
+    found = [jobs.planned([f"seed={seed}", "loss=grpo"], seed) for seed in (1, 2)]
+    assert found == [run.job for run in checked.runs]
+    assert [job.directory for job in found] == list(checked.sweep.jobs) == ["x/seed=1", "x/seed=2"]
+    drawn = jobs.planned(["seed=7", "loss=grpo"], 2)  # as by a sweeper that searches
+    assert (drawn.values.seed, drawn.values.loss.name, drawn.directory) == (7, "grpo", "x/seed=7")
     with pytest.raises(ConfigError, match="seed=x needs a whole number"):
-        checked_jobs.load_sweep_config(None, ["seed=x"])
+        jobs.planned(["seed=x"], 3)
+
+
+def test_jobs_that_differ_in_values_alone_are_those_that_hydra_composes(tmp_path):
+    """Of each kind the first is composed: what follows from other keys, defaults and notes are of each job's own."""
+    axes = ["loss=grpo,gspo", "accumulation.docs_per_step=16,32", "optimizer.warmup_steps=3,400", "seed=1,2"]
+    axes += ["trainer.max_steps='${pgtk.divide:320,${accumulation.docs_per_step}}'", "model.random_weights=true,false"]
+    save_with_tokenizer(small_llama(max_position_embeddings=1024), tmp_path / "model")
+    axes += ["model=huggingface", f"model.path={tmp_path / 'model'}", "tracking.run_name=a-${seed}"]
+    checked = check([*axes, f"hydra.sweep.dir={tmp_path}"], True)
+    runs = checked.runs
+    assert len(runs) == 32
+    assert len({run.values.optimizer.learning_rate for run in runs}) == 2
+    for run in runs:
+        whole, report = resolve_and_validate(compose(run.overrides).config)
+        assert run.values == whole
+        assert (run.report.notes, run.report.problems) == (report.notes, report.problems)
+        assert run.job.config["tracking"]["run_name"] == f"a-{whole.seed}"
 
 
 def test_an_override_on_a_swept_key_replaces_its_values():
     file = sweep_file("loss_by_aggregation")
     assert len(check(["aggregation=constant", "seed=0,1"], True, sweep_file=file).runs) == 4
     assert jobs(["seed=1,2", "seed=3"]) == [["seed=3"]]
-
-
-def test_what_to_search_in_is_checked_at_its_ends():
-    assert jobs(["loss.epsilon_low=tag(log, interval(1e-4, 1e-2))", "seed=0"]) == [
-        ["loss.epsilon_low=0.0001", "seed=0"],
-        ["loss.epsilon_low=0.01", "seed=0"],
-    ]
 
 
 # Files of sweeps
@@ -263,15 +284,10 @@ def test_the_sweep_of_a_real_model_has_nothing_to_complain_of(capsys, tmp_path, 
     assert page.rstrip().endswith("Problems\n  none")
 
 
-def test_every_sweep_is_listed_with_its_answer():
-    text = (config_directory().parent / "sweeps" / "README.md").read_text()
-    assert all(f"pgtk sweep {name}" in text for name in sweep_files())
-
-
 def test_the_runs_of_docs_per_step_train_on_as_many_documents():
     runs = check([], True, sweep_file=sweep_file("docs_per_step")).runs
-    assert {run.config.trainer.max_steps * run.config.accumulation.docs_per_step for run in runs} == {19200}
-    assert all(type(run.config.trainer.max_steps) is int for run in runs)
+    assert {run.values.trainer.max_steps * run.values.accumulation.docs_per_step for run in runs} == {19200}
+    assert all(type(run.values.trainer.max_steps) is int for run in runs)
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,15 @@ from builders.commands import directory_of, has_steps, started, sweep, wait_unti
 from builders.runs import assert_equal, checkpoint_of, metrics_of
 from builders.runs import run as train_short
 
+from pgtoolkit.runs.records import read_sweep
+
 pytestmark = pytest.mark.slow
 STEPS = 300
 LONG = (f"trainer.max_steps={STEPS}", "trainer.checkpoint_every=20")
 
 
 def jobs_of(folder) -> dict[str, dict]:
-    saved = json.loads((folder / "sweep" / "sweep.json").read_text())
-    return {job["name"].rpartition("-")[0]: job for job in saved["jobs"]}
+    return {job["name"].rpartition("-")[0]: job for job in read_sweep(folder / "sweep")["jobs"]}
 
 
 def process_of(folder, name) -> int:

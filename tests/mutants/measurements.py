@@ -46,19 +46,33 @@ def the_variance_is_that_of_one_sample(right, difference, variances):
     return right(difference, variances[:1])
 
 
-@mutant("comparison.statistics:_compared", "test_samples_of_the_same_seeds_and_prompts_are_paired_by_seed")
-def seeds_are_never_paired(right, i, j, one, other):
-    from dataclasses import replace
+@mutant(
+    "comparison.statistics:_pairing",
+    "test_samples_of_the_same_seeds_and_prompts_are_paired_by_seed",
+)
+def seeds_are_never_paired(right, sample):
+    return right(sample), object()
 
-    return right(i, j, one, replace(other, prompts=object()))
+
+@mutant("comparison.statistics:holm", "test_p_is_adjusted_by_holm")
+def p_is_not_adjusted(right, p):
+    return p
 
 
-@mutant("comparison.statistics:compare_all", "test_p_is_adjusted_by_holm")
-def p_is_not_adjusted(right, samples):
-    found = right(samples)
-    for one in found:
-        one.adjusted_p = one.p
-    return found
+@mutant(
+    "runs.series:rows_until",
+    "test_a_resume_keeps_the_rows_up_to_its_step_and_those_alone",
+)
+def a_resume_keeps_a_row_too_many(right, path, step, *shape):
+    return right(path, step + 1, *shape)
+
+
+@mutant("runs.series:_parsed", "test_columns_are_what_the_rows_say_wherever_blocks_end")
+def gaps_in_a_column_are_zero(right, data, names):
+    import numpy as np
+
+    found = right(data, names)
+    return found and {name: np.nan_to_num(column, nan=0.0) for name, column in found.items()}
 
 
 @mutant("comparison.statistics:mean_and_std", "test_runs_that_differ_in_the_seed_are_one_group")

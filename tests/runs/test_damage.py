@@ -126,6 +126,19 @@ def test_what_is_missing_or_torn_does_not_keep_a_run_from_going_on(whole, tmp_pa
     assert json.loads((folder / "status.json").read_text())["step"] == 3
 
 
+def test_a_checkpoint_whose_state_lacks_a_key_is_passed_over(whole, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    for checkpoint in (folder / "checkpoints").iterdir():
+        state = json.loads((checkpoint / "training" / "state.json").read_text())
+        del state["data"], state["num_updates"]
+        replace_file(checkpoint, "training/state.json", json.dumps(state).encode())
+    assert main(["resume", str(folder), "trainer.max_steps=3"]) == 6
+    said = capsys.readouterr()
+    assert "step-000001 cannot be read and is passed over: its state lacks data, num_updates" in said.out
+    assert "none of the 2 checkpoints in " in said.err
+
+
 def test_an_export_of_weights_that_do_not_fit_their_configuration_is_one_message(whole, tmp_path, capsys):
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)

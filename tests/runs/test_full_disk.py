@@ -11,15 +11,15 @@ SMALL = once(*SHORT, "trainer.max_steps=1", "hydra.run.dir=run")
 
 
 @pytest.mark.parametrize(
-    ("length", "more", "last_file"),
+    ("length", "more", "last_file", "named"),
     [
-        (0, (), ".hydra"),  # Hydra's files
-        (0, ("hydra.output_subdir=null",), ".lock"),  # the run's own
-        (1000, ("hydra.output_subdir=null",), "data.json"),
-        (20_000, (), "checkpoints"),
+        (0, (), ".hydra", "the run directory"),  # Hydra's files
+        (0, ("hydra.output_subdir=null",), ".lock", "run"),  # the run's own
+        (1000, ("hydra.output_subdir=null",), "data.json", "run/config.yaml"),
+        (20_000, (), "checkpoints", "/run/"),
     ],
 )
-def test_a_full_disk_is_one_message(tmp_path, monkeypatch, capsys, length, more, last_file):
+def test_a_full_disk_is_one_message(tmp_path, monkeypatch, capsys, length, more, last_file, named):
     """length: the bytes that a file may have, beyond which the operating system refuses as on a full disk."""
     monkeypatch.chdir(tmp_path)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -33,5 +33,6 @@ def test_a_full_disk_is_one_message(tmp_path, monkeypatch, capsys, length, more,
     (line,) = [line for line in said.err.splitlines() if not line.startswith("note: ")]
     assert line.startswith("pgtk: error: ")
     assert "File too large" in line
+    assert named in line
     assert "Traceback" not in said.out
     assert (tmp_path / "run" / last_file).exists()

@@ -1,6 +1,7 @@
 """The run directory under two processes, kills, torn lines and resumes."""
 
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -17,7 +18,9 @@ from pgtoolkit.cli import main
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.launch import job
-from pgtoolkit.runs.directory import RunDirectory, plain, read_metrics, read_status
+from pgtoolkit.runs import series
+from pgtoolkit.runs.directory import RunDirectory, plain, read_status
+from pgtoolkit.runs.series import read_metrics, rows_until
 from pgtoolkit.training.train import train
 
 HOLD = "import sys, time; from pgtoolkit.runs.directory import RunDirectory as R; r = R(sys.argv[1]);"
@@ -68,7 +71,7 @@ def test_metrics_are_finite_and_keep_their_type(tmp_path):
         run.append_metrics(
             1, {"loss": np.float32(0.5), "num_tokens": np.int64(7), "kl": float("nan"), "max": float("inf")}
         )
-        (row,) = run.read_metrics()
+    row = json.loads(run.metrics_path.read_text())
     assert row.pop("time") == pytest.approx(time.time(), abs=60)
     assert row == {"step": 1, "loss": 0.5, "num_tokens": 7}
     assert type(row["num_tokens"]) is int
@@ -79,12 +82,74 @@ def test_a_torn_last_line_is_passed_over_and_mended(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "lo')
     with RunDirectory(tmp_path) as run:
-        assert [row["step"] for row in run.read_metrics()] == [1]
+        assert read_metrics(path)["step"].tolist() == [1]
         run.drop_metrics_after(1)
         run.append_metrics(2, {"loss": 2.0})
-        assert [row["step"] for row in run.read_metrics()] == [1, 2]
+        assert read_metrics(path)["step"].tolist() == [1, 2]
     path.write_text('{"step": 1}\n{"step": 2, "lo\n{"step": 3}\n')
-    with pytest.raises(StorageError, match=r"metrics\.jsonl:2 is damaged"):
+    for read in (read_metrics, lambda path: rows_until(path, 9)):
+        with pytest.raises(StorageError, match=r"metrics\.jsonl:2 is damaged"):
+            read(path)
+
+
+def test_a_resume_keeps_the_rows_up_to_its_step_and_those_alone(tmp_path):
+    """Rows as they are written, a gap, rows of another order of keys, and two of one step as evaluations are."""
+    with RunDirectory(tmp_path) as run:
+        for step in (1, 2, 3, 6, 7, 8):
+            run.append_metrics(step, {"loss": step / 8})
+        with run.metrics_path.open("a") as file:
+            file.write('{"loss": 1.125, "step": 9}\n{"step": 10, "time": 1.5, "lo')
+        lines = run.metrics_path.read_bytes().splitlines(keepends=True)
+        assert rows_until(run.metrics_path, 99) == (7, sum(map(len, lines[:7])))
+        for step, kept in ((9, 7), (8, 6), (6, 4), (5, 3), (0, 0)):
+            assert rows_until(run.metrics_path, step)[0] == kept
+            run.drop_metrics_after(step)
+            assert run.metrics_path.read_bytes() == b"".join(lines[:kept])
+        rows = [
+            {"step": step, "set": name, "prompts": 1, "avg": 0.5, "pass@1": 0.5} for step in (1, 2) for name in "ab"
+        ]
+        run.append_evaluations(rows)
+        run.drop_metrics_after(1)
+        assert [json.loads(line) for line in run.evaluations_path.read_text().splitlines()] == rows[:2]
+
+
+def test_columns_are_what_the_rows_say_wherever_blocks_end(tmp_path, monkeypatch):
+    """Against one row after the other: numbers of both kinds, gaps, values that are not finite, a late metric."""
+    rows = [{"step": n, "time": n / 3, "count": n, "loss": n / 7} for n in range(1, 200)]
+    for row in rows[::5]:
+        del row["loss"]
+    for row in rows[100:]:
+        row["late"] = 1 / row["step"]
+    rows[7]["loss"], rows[8]["loss"], rows[9]["count"] = math.nan, -math.inf, 2**60
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for size in (2**24, 1000, 90):
+        monkeypatch.setattr(series, "_BLOCK_BYTES", size)
+        found = read_metrics(path)
+        assert [*found] == ["step", "time", "count", "loss", "late"]
+        for name, column in found.items():
+            expected = [float(row[name]) if math.isfinite(row.get(name, math.nan)) else math.nan for row in rows]
+            np.testing.assert_array_equal(column, expected)
+        some = read_metrics(path, ["loss", "late"])
+        np.testing.assert_array_equal(some["loss"], found["loss"])
+        np.testing.assert_array_equal(some["late"], found["late"])
+        assert np.isnan(some["time"]).all()
+
+
+@pytest.mark.parametrize("number", [1, 30])
+@pytest.mark.parametrize(
+    "line",
+    [
+        *('{"step": 1.5}', '{"step": -1}', '{"step": true}', '{"a": 1}', "[1]", "", '{"step": 3}{"step": 4}'),
+        *('{"step": 3, "a": "x"}', '{"step": 3, "a": null}', '{"step": 3, "a": [1]}'),
+        '{"step": 3, "a": 1%s}' % ("0" * 400),
+    ],
+)
+def test_a_broken_row_is_named_in_whichever_block(tmp_path, monkeypatch, line, number):
+    path = tmp_path / "metrics.jsonl"
+    monkeypatch.setattr(series, "_BLOCK_BYTES", 100)
+    path.write_text('{"step": 2, "loss": 0.5}\n' * (number - 1) + f'{line}\n{{"step": 9}}\n')
+    with pytest.raises(StorageError, match=rf"metrics\.jsonl:{number} is damaged"):
         read_metrics(path)
 
 

@@ -18,6 +18,7 @@ from builders.stores import CONFIG, free_port, history, start, train
 from mlflow import MlflowClient
 
 from pgtoolkit.errors import StorageError
+from pgtoolkit.runs.series import read_metrics
 from pgtoolkit.tracking import mlflow_run
 from pgtoolkit.tracking.mlflow_run import sync
 from pgtoolkit.tracking.store import client_of, flatten, open_store
@@ -42,7 +43,7 @@ def test_a_run_arrives_complete(uri, run):
 
     saved = MlflowClient(uri).get_run(tracker.info["run_id"])
     assert (saved.info.status, saved.info.run_name) == ("FINISHED", "name")
-    assert saved.info.end_time == round(1000 * run.read_metrics()[-1]["time"])
+    assert saved.info.end_time == round(1000 * read_metrics(run.metrics_path)["time"][-1])
     assert saved.data.params == {
         "seed": "3",
         "loss.name": "gspo",

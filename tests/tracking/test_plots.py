@@ -11,11 +11,9 @@ from pgtoolkit.tracking.curves import _limits, plot_curves
 BLUE, ORANGE = (0x1F, 0x77, 0xB4), (0xD9, 0x5F, 0x02)
 
 
-def rows(count, names):
-    return [
-        {"step": i, "documents_seen": 64 * i, **{name: 1 + math.sin(i / 9) / 2 for name in names}}
-        for i in range(1, count + 1)
-    ]
+def columns(count, names):
+    steps = np.arange(1.0, count + 1)
+    return {"step": steps, "documents_seen": 64 * steps} | {name: 1 + np.sin(steps / 9) / 2 for name in names}
 
 
 def panels(path, color):
@@ -30,7 +28,7 @@ def panels(path, color):
 def test_every_panel_draws_its_metrics(tmp_path, count):
     names = ("reward", "exact_match", "loss", "ratio_new_old", "clipped_ratio_fraction", "kl_new_old", "grad_norm")
     path = tmp_path / "curves.png"
-    plot_curves(rows(count, (*names, "completion_length", "entropy")), path, "title")
+    plot_curves(columns(count, (*names, "completion_length", "entropy")), path, "title")
     # Equal curves lie on top of each other, so the first may be hidden by the second; its axis label is not.
     assert (panels(path, BLUE) + panels(path, ORANGE) > 5).all()
     assert (panels(path, ORANGE) > 5).tolist() == [[True, False, True], [False, False, True]]
@@ -38,13 +36,13 @@ def test_every_panel_draws_its_metrics(tmp_path, count):
 
 def test_a_spike_does_not_flatten_its_panel(tmp_path):
     """The other values fill the panel's height; the spike is an arrow at its edge, with its number."""
-    path, data = tmp_path / "curves.png", rows(300, ("loss",))
+    path, data = tmp_path / "curves.png", columns(300, ("loss",))
     plot_curves(data, path, "title")
-    calm = rows_of_pixels(path, BLUE)
-    data[100]["loss"] = 1e6
-    data[200]["loss"] = -1e6
+    calm = lines_of_pixels(path, BLUE)
+    data["loss"][100] = 1e6
+    data["loss"][200] = -1e6
     plot_curves(data, path, "title")
-    assert rows_of_pixels(path, BLUE) > 0.9 * calm > 100
+    assert lines_of_pixels(path, BLUE) > 0.9 * calm > 100
 
 
 def test_limits_cut_spikes_alone():
@@ -57,7 +55,7 @@ def test_limits_cut_spikes_alone():
     assert _limits(list(range(20))) == (0, 19)
 
 
-def rows_of_pixels(path, color):
+def lines_of_pixels(path, color):
     """In how many rows of pixels of the loss's panel the color occurs."""
     pixels = np.round(imread(path)[..., :3] * 255)
     height, width = pixels.shape[0] // 2, pixels.shape[1] // 3

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
@@ -63,8 +64,9 @@ def save_config(run_dir, loss, overrides):
         run.write_config({"loss": {"name": loss}}, overrides)
 
 
-def rows(count=20):
-    return [{"step": i, "loss": 0.1, "reward": i / 20, "exact_match": 0.0} for i in range(1, count + 1)]
+def columns():
+    steps = np.arange(1.0, 21)
+    return {"step": steps, "loss": 0 * steps + 0.1, "reward": steps / 20, "exact_match": 0 * steps}
 
 
 def test_summary_shows_the_rise_and_what_to_type(tmp_path, monkeypatch):
@@ -74,7 +76,7 @@ def test_summary_shows_the_rise_and_what_to_type(tmp_path, monkeypatch):
     (run_dir / "curves.png").write_text("")
     save_config(run_dir, "gspo", ["aggregation=constant"])
     info = {"uri": f"sqlite:///{tmp_path}/outputs/mlflow.db", "experiment_id": "1", "run_id": "abc"}
-    lines = summary(rows(), run_dir, info).splitlines()
+    lines = summary(columns(), run_dir, info).splitlines()
     assert lines[0].startswith("reward       0.075 -> 0.975  ▁")
     assert lines[0].endswith("█  (first and last tenth of 20 steps)")
     assert lines[1].startswith("exact match  0.000 -> 0.000")
@@ -92,12 +94,12 @@ def test_summary_shows_the_rise_and_what_to_type(tmp_path, monkeypatch):
 
 def test_summary_without_mlflow_without_reward_and_with_a_server(tmp_path):
     save_config(tmp_path, "gspo", [])
-    text = summary([{"step": 1, "loss": 0.5}], tmp_path, None)
+    text = summary({"step": np.array([1.0]), "loss": np.array([0.5])}, tmp_path, None)
     assert text.startswith("loss         0.500 -> 0.500  ▁  (first and last tenth of 1 step)\n")
     assert "MLflow" not in text
     assert "curves" not in text
     server = {"uri": "http://h:1", "experiment_id": "2", "run_id": "abc"}
-    assert "\nMLflow       http://h:1/#/experiments/2/runs/abc\n" in summary([], tmp_path, server)
+    assert "\nMLflow       http://h:1/#/experiments/2/runs/abc\n" in summary({"step": np.empty(0)}, tmp_path, server)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from mlflow import MlflowClient
 from pgtoolkit.cli import main
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.directory import RunDirectory, read_status
+from pgtoolkit.runs.series import read_metrics
 from pgtoolkit.tracking.mlflow_run import MlflowTracker, sync
 
 
@@ -26,7 +27,10 @@ def test_sync_delivers_once_what_a_killed_run_left(uri, run):
     assert "9 rows delivered" in sync(run.path, f"sqlite:///{run.path.parent}/other.db", "copies")
     saved = MlflowClient(uri).get_run(tracker.info["run_id"])
     assert history(uri, saved.info.run_id) == [(step, step / 8) for step in range(1, 10)]
-    assert (saved.info.status, saved.info.end_time) == ("KILLED", round(1000 * run.read_metrics()[-1]["time"]))
+    assert (saved.info.status, saved.info.end_time) == (
+        "KILLED",
+        round(1000 * read_metrics(run.metrics_path)["time"][-1]),
+    )
 
 
 def test_sync_of_a_run_without_mlflow_needs_a_store_and_makes_one_run_there(uri, run, capsys):

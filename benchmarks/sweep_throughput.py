@@ -1,0 +1,67 @@
+"""What a sweep costs beside its training: CPU seconds a start, jobs an hour, and the time it takes to plan many jobs.
+
+    python benchmarks/sweep_throughput.py [--jobs 8] [OVERRIDE...]     starts, and jobs an hour as they are
+    python benchmarks/sweep_throughput.py --plan 10000                 checks of so many jobs, of which none starts
+
+A start is what a further job of one step costs, its model, evaluation, curves and step included: the CPU time of a
+sweep of N + 1 jobs less that of one job, divided by N. OVERRIDE: such as hydra.launcher.n_jobs=2 or tracking=none;
+with trainer.max_steps=1000 the jobs an hour are those of a real sweep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import resource
+import subprocess
+import tempfile
+import time
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--plan", type=int, metavar="N")
+    args, overrides = parser.parse_known_args()
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        if args.plan:
+            plan(args.plan, overrides)
+        else:
+            starts(args.jobs, overrides)
+
+
+def starts(jobs: int, overrides: list[str]) -> None:
+    """Print what further jobs of a sweep cost."""
+    short = [] if any("max_steps" in override for override in overrides) else ["trainer.max_steps=1"]
+    words = [*short, "optimizer.warmup_steps=0", *overrides]
+    first, _ = _seconds(["seed=0", "hydra.sweep.dir=first", *words])
+    all_of_them, clock = _seconds([f"seed=range({jobs + 1})", "hydra.sweep.dir=all", *words])
+    print(f"CPU seconds of a sweep of one job: {first:.1f}, of each further job: {(all_of_them - first) / jobs:.2f}")
+    print(f"{jobs + 1} jobs in {clock:.0f} s, the checks included: {3600 * (jobs + 1) / clock:.0f} jobs an hour")
+
+
+def plan(jobs: int, overrides: list[str]) -> None:
+    """Print what `pgtk check` of so many jobs takes, of which groups, numbers and seeds differ."""
+    from pgtoolkit.launch.check import check, problems
+
+    rates = ",".join(f"{rate}e-4" for rate in range(1, 6))
+    axes = ["loss=grpo,gspo", f"optimizer.learning_rate={rates}", f"seed=range({jobs // 10})", *overrides]
+    begun, cpu = time.monotonic(), time.process_time()
+    checked = check(axes, multirun=True)
+    clock, cpu = time.monotonic() - begun, time.process_time() - cpu
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    assert not problems(checked)
+    print(f"{len(checked.sweep.jobs)} jobs planned in {clock:.1f} s ({cpu:.1f} s of CPU time), {memory:.0f} MB")
+
+
+def _seconds(words: list[str]) -> tuple[float, float]:
+    """(CPU seconds, seconds of the clock) of a sweep with all that it has started."""
+    before, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    subprocess.run(["pgtk", "-m", *words], check=True, stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    return cpu, time.monotonic() - begun
+
+
+if __name__ == "__main__":
+    main()
