@@ -64,7 +64,6 @@ def stop_signals_recorded(
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    _swallowed.clear()
     with answered_by(_raise):
         try:
             yield
@@ -82,6 +81,8 @@ def stop_signals_recorded(
                 f"stopped by {stop}; the run is {status['state']} at step {status['step']}. "
                 f"Continue with: {resume_command(run_dir)}"
             ) from None
+        finally:
+            _swallowed.clear()
 
 
 def raise_swallowed() -> None:

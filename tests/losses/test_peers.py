@@ -6,7 +6,7 @@ token mean per micro-batch or rank, not per step            TRL #3021, verl #587
 loss scaled by the number of accumulation steps             TRL #6024                 test_an_update_does_not_depend_on_the_number_of_micro_batches
 Dr. GRPO without 1/D                                        verl #3741                test_losses.py::test_worked_example
 Dr. GRPO's L from the padded width                          slime #2060               test_parallel_loss.py::test_however_a_step_is_spread
-Dr. GRPO's L hard-coded                                     verl #5366                test_config.py::test_the_headline_command_takes_its_divisor_from_the_completion_length
+Dr. GRPO's L hard-coded                                     verl #5366                test_config.py::test_defaults_depend_on_whether_the_model_was_trained_before
 a phantom token per fully masked document                   slime                     test_losses.py::test_a_masked_document_counts_as_a_document_and_adds_no_phantom_token
 the same in the totals of a step                            slime                     test_steps.py::test_totals_count_what_is_masked_and_empty
 prompt mean over local groups                               TRL, SkyRL                test_steps.py::test_groups_have_one_number_in_all_micro_batches_of_a_step
