@@ -16,6 +16,8 @@ from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, first_lin
 from pgtoolkit.system.report import refusal, say
 
 _SECONDS_TO_CONNECT = 30
+_SECONDS_BETWEEN_CANCELS = 10
+"""Ray's cancelling is its best effort: on a busy machine one may be lost."""
 _SECONDS_TO_CANCEL = 60
 """SLURM kills a cancelled job after its KillWait, usually 30 s; one that has never begun leaves nothing to wait for."""
 
@@ -112,11 +114,13 @@ class RayEngine:
 
 class _RayTask:
     def __init__(self, ray, reference):
-        self._ray, self._reference = ray, reference
+        self._ray, self._reference, self._cancelled = ray, reference, None
         self.reason: str | None = None
 
     def poll(self) -> int | None:
         if not self._ray.wait([self._reference], timeout=0)[0]:
+            if self._cancelled and time.monotonic() > self._cancelled + _SECONDS_BETWEEN_CANCELS:
+                self.stop(signal.SIGTERM)
             return None
         try:
             return self._ray.get(self._reference)
@@ -127,20 +131,23 @@ class _RayTask:
             return PgtoolkitError.exit_status
 
     def stop(self, _number: int) -> None:
+        self._cancelled = time.monotonic()
         self._ray.cancel(self._reference)
 
 
 def _run_job(folder: str, file: str, log: str) -> int:
     """A job on a worker of Ray, which raises KeyboardInterrupt where it is cancelled; returns the exit status."""
     os.chdir(folder)
-    process = JobProcess(file, log)
-    try:
-        while (status := process.poll()) is None:
-            time.sleep(0.2)
-    except KeyboardInterrupt:
-        process.stop(signal.SIGTERM)
-        return process.wait()
-    return status
+    process, is_told = JobProcess(file, log), False
+    while True:
+        try:
+            while (status := process.poll()) is None:
+                time.sleep(0.2)
+            return status
+        except KeyboardInterrupt:
+            if not is_told:
+                process.stop(signal.SIGTERM)
+            is_told = True
 
 
 class SubmititEngine:
