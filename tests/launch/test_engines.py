@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import signal
 import socket
 import subprocess
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -51,6 +53,8 @@ def ray_head():
     """A head of Ray on the loopback interface, and the processes it has started."""
     command = [PGTK.with_name("ray"), "start", "--head", "--block", "--node-ip-address=127.0.0.1", "--num-cpus=2"]
     command += ["--port=0", "--include-dashboard=false", "--disable-usage-stats"]
+    lock = (Path(tempfile.gettempdir()) / "pgtk-tests-ray.lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)  # "auto" would find the head of another worker of pytest
     head = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT)
     try:
         for line in head.stdout:
@@ -60,6 +64,7 @@ def ray_head():
     finally:
         head.terminate()
         head.wait(timeout=60)
+        lock.close()
 
 
 def test_a_killed_worker_of_ray_is_replaced_and_finished_jobs_are_not_sent_again(tmp_path, ray_head):
