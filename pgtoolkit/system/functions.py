@@ -74,7 +74,7 @@ def blaming(what: str, kind: type[PgtoolkitError], on: str) -> Iterator[None]:
         yield
     except PgtoolkitError as error:
         raise type(error)(f"{error}. It was called on {on}.") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         own = error.__traceback__
         while own.tb_next and Path(own.tb_frame.f_code.co_filename).is_relative_to(_PACKAGE):
             own = own.tb_next

@@ -18,7 +18,6 @@ import socket
 import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -39,10 +38,7 @@ START_SECONDS = 120
 TIMEOUT, CRASH = "timeout", "crash"
 """What a question has in the place of a score."""
 
-_PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from pgtoolkit.tasks.verifiers import work; work(*map(int, sys.argv[2:]))"
-)
+_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import pgtoolkit.tasks.verifiers as v; v.work({})"
 
 
 class Named(NamedTuple):
@@ -76,16 +72,8 @@ class Verifiers:
             return float(self._functions[question.number](question.completion, question.answer))
 
     def scores(self, questions: Sequence[Question]) -> list[float]:
-        """Of each question, in their order. Raises DataError also where a function of the user's would end the run."""
-        scores = []
-        for question in questions:
-            try:
-                scores.append(self.score(question))
-            except SystemExit as error:
-                key, name, _ = self._named[question.number]
-                use = "task.verifier_processes and task.verifier_seconds, and such a completion scores 0"
-                raise DataError(f"{key}={name} raised {error!r} on {question.on}. Use {use}.") from error
-        return scores
+        """Of each question, in their order."""
+        return [self.score(question) for question in questions]
 
 
 class VerifierProcesses:
@@ -98,7 +86,6 @@ class VerifierProcesses:
         self._named, self._seconds = named, seconds
         self._workers = [_Worker(named) for _ in range(processes)]
         self._said: set[str] = set()
-        weakref.finalize(self, _end, self._workers)  # at the latest when the interpreter ends
 
     def scores(self, questions: Sequence[Question]) -> list[float | str]:
         """The score of each question, in their order; TIMEOUT or CRASH where there was none.
@@ -124,60 +111,55 @@ class VerifierProcesses:
         finally:
             threads.shutdown(cancel_futures=True)
         for question, (kind, value) in zip(questions, outcomes, strict=True):
-            if kind in (TIMEOUT, CRASH) and kind not in self._said:
+            if kind == "error":
+                raise DataError(value)
+            if kind != "score" and kind not in self._said:
                 self._said.add(kind)
-                self._note(kind, value, question)
-        if errors := [value for kind, value in outcomes if kind == "error"]:
-            raise DataError(errors[0])
+                named, limit = self._named[question.number], f"task.verifier_seconds={self._seconds:g}"
+                happened = f"gave no answer within {limit}" if kind == TIMEOUT else f"ended its process: {value}"
+                log.warning(
+                    f"note: {named.key}={named.name} {happened} on {question.on}. The score is 0, and the run goes on. "
+                    f"Said once; the metric verifier_{kind}_fraction counts such completions."
+                )
         return [value if kind == "score" else kind for kind, value in outcomes]
 
     def close(self) -> None:
         """End all processes, whatever they do."""
-        _end(self._workers)
-
-    def _note(self, kind: str, ending: str, question: Question) -> None:
-        named = self._named[question.number]
-        limit = f"gave no answer within task.verifier_seconds={self._seconds:g}"
-        happened = limit if kind == TIMEOUT else f"ended its process: {ending}"
-        log.warning(
-            f"note: {named.key}={named.name} {happened} on {question.on}. The score is 0, and the run goes on. Said "
-            f"once; the metric verifier_{kind}_fraction counts such completions."
-        )
+        for worker in self._workers:
+            if worker.process is not None:
+                worker.end(worker.process)
 
 
 class _Worker:
     """One process at a time, started when it is first asked and after one that has ended."""
 
     def __init__(self, named: Sequence[Named]):
-        self._named, self._process = named, None
+        self._named, self.process = named, None
 
     def outcome(self, question: Question, seconds: float) -> tuple[str, Any]:
         """("score", number), ("error", text), or TIMEOUT or CRASH with how the process has ended."""
-        if self._process is None:
+        if self.process is None:
             self._start()
         return self._ask(question, seconds)
 
     def _start(self) -> None:
         here, there = socket.socketpair()
-        lifeline, self._lifeline = os.pipe()
-        ends = there.fileno(), lifeline
-        arguments = [sys.executable, "-P", "-u", "-c", _PROGRAM, json.dumps(sys.path), *map(str, ends)]
+        arguments = [sys.executable, "-P", "-u", "-c", _PROGRAM.format(there.fileno()), json.dumps(sys.path)]
         # In a session of its own: what a terminal sends is for the process that trains, which needs its answers.
-        self._process = subprocess.Popen(arguments, pass_fds=ends, start_new_session=True)
+        self.process = subprocess.Popen(arguments, pass_fds=[there.fileno()], start_new_session=True)
         there.close()
-        os.close(lifeline)
         self._connection = Connection(here.detach())
         kind, value = self._ask([*self._named], START_SECONDS)
         if kind == "error":
             raise ConfigError(value)
-        if kind in (TIMEOUT, CRASH):
+        if kind != "ready":
             got = f"none within {START_SECONDS} seconds" if kind == TIMEOUT else f"one that ended: {value}"
             names = ", ".join(f"{one.key}={one.name}" for one in self._named)
             reason, use = "Importing it runs its code.", "a verifier whose module can be imported in seconds"
             raise ConfigError(refusal(names, "a process that imports it", got, reason, use))
 
     def _ask(self, told: Any, seconds: float) -> tuple[str, Any]:
-        kind, process = TIMEOUT, self._process
+        kind, process = TIMEOUT, self.process
         try:
             self._connection.send(told)
             if self._connection.poll(seconds):
@@ -188,39 +170,34 @@ class _Worker:
                 process.wait(1)
         return kind, self.end(process)
 
-    def end(self, process: subprocess.Popen | None) -> str:
+    def end(self, process: subprocess.Popen) -> str:
         """Kill a process with what it has started; returns how it had ended by itself."""
-        self._process = None
+        self.process = None
         code = process.poll()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        os.close(self._lifeline)
         return signal.Signals(-code).name if code is not None and code < 0 else f"status {code}"
 
 
-def _end(workers: list[_Worker]) -> None:
-    for worker in workers:
-        if worker._process is not None:
-            worker.end(worker._process)
-
-
-def work(questions: int, lifeline: int) -> None:
-    """Serve until the other process closes its ends of a socket and a pipe, by these descriptors.
+def work(descriptor: int) -> None:
+    """Serve until the other process closes its end of the socket with this descriptor.
 
     In: the verifiers, then a question at a time. Out: a first answer once they are imported, then one for each
-    question, as `_Worker.outcome` has it. When the pipe closes the kernel kills the group of this process, also within
-    a function that never returns.
+    question, as `_Worker.outcome` has it. Between question and answer nothing but its end comes over the socket: then
+    the kernel kills the group of this process, also within a function that never returns.
     """
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
-    with contextlib.suppress(BlockingIOError):
-        os.read(lifeline, 1)  # comes back if it was closed before the kernel was told to watch
-        os.killpg(os.getpgrp(), signal.SIGKILL)
-    connection, process_id, verifiers = Connection(questions), os.getpid(), None
+    fcntl.fcntl(descriptor, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGKILL)
+    connection, process_id, verifiers = Connection(descriptor), os.getpid(), None
     while True:
-        told = connection.recv()
+        try:
+            told = connection.recv()
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_ASYNC)
+            if connection.poll():  # it has ended before the kernel was told to watch
+                raise EOFError
+        except EOFError:
+            os.killpg(os.getpgrp(), signal.SIGKILL)
         try:
             if verifiers is None:
                 verifiers, answer = Verifiers(told), ("ready", None)
@@ -228,6 +205,7 @@ def work(questions: int, lifeline: int) -> None:
                 answer = "score", verifiers.score(told)
         except (ConfigError, DataError) as error:
             answer = "error", str(error)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, 0)
         # What a verifier has forked, and which came back as well, would answer once more.
         if os.getpid() != process_id:
             os._exit(0)

@@ -34,7 +34,7 @@ def processes():
         return made[-1]
 
     yield make
-    pids = [worker._process.pid for one in made for worker in one._workers if worker._process]
+    pids = [worker.process.pid for one in made for worker in one._workers if worker.process]
     for one in made:
         one.close()
     assert not any(is_running(pid) for pid in pids)
@@ -65,7 +65,7 @@ def test_scores_are_those_of_one_process_in_their_order(processes):
         assert found.scores(asked) == here
         assert found.scores(asked[:3]) == here[:3]
         assert found.scores([]) == []
-        assert all(worker._process for worker in found._workers)
+        assert all(worker.process for worker in found._workers)
 
 
 def test_a_process_starts_without_the_large_libraries_and_is_used_again(processes):
@@ -100,17 +100,8 @@ def test_a_verifier_that_comes_back_twice_answers_once(processes):
     assert processes(1).scores(questions(*(f"fork {i}" for i in range(8)))) == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
-def test_a_verifier_that_would_end_the_run_is_an_error_and_ends_only_a_process_of_its_own(processes, caplog):
-    (asked,) = questions("quit 3")
-    with pytest.raises(
-        DataError, match=r"scripted raised SystemExit\('3'\) on the completion 'quit 3'\. Use task\.ver"
-    ):
-        Verifiers([Named("task.verifier", SCRIPTED)]).scores([asked])
-    assert processes().scores([asked]) == [CRASH]
-
-
 def test_an_exception_is_an_error_as_in_one_process(processes):
-    asked = questions("a", "raise second", "sleep 0.3", "raise fourth")
+    asked = questions("a", "raise second", "sleep 0.3", "quit fourth")
     with pytest.raises(DataError) as here:
         Verifiers([Named("task.verifier", SCRIPTED)]).scores(asked)
     found = processes(2, 20)
@@ -120,6 +111,8 @@ def test_an_exception_is_an_error_as_in_one_process(processes):
     assert str(here.value).startswith(f"task.verifier={SCRIPTED} raised ValueError on the completion 'raise second':")
     assert str(here.value).endswith("ValueError: second")
     assert found.scores(questions("a")) == [1.0]
+    with pytest.raises(DataError, match="raised SystemExit on the completion 'quit fourth'"):
+        found.scores(asked[3:])
 
 
 def test_a_verifier_that_cannot_be_imported(processes, tmp_path, monkeypatch):
@@ -158,7 +151,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it f
 from pgtoolkit.tasks.verifiers import Named, Question, VerifierProcesses
 found = VerifierProcesses([Named("task.verifier", "tasks.verifiers_for_tests.scripted")], 3, 600)
 found.scores([Question(0, text, "", "it") for text in (f"leave {sys.argv[3]}", "sleep 0.3", "sleep 0.3")])
-print(*(worker._process.pid for worker in found._workers), flush=True)
+print(*(worker.process.pid for worker in found._workers), flush=True)
 if sys.argv[1].startswith("busy"):
     found.scores([Question(0, text, "", "it") for text in ("spin", f"child {sys.argv[2]}", "sleep 600")])
 """
